@@ -10,10 +10,15 @@ counted here are never more than those the worker has.
     draining  workers that leave on purpose
     flips     workers that change their role
     schedule  what runs where and when, after each of these
+
+A peer's message is first checked, which changes nothing, and then applied. A bug met by the check ends the link of the peer
+that sent the message; one met later may have left the state half changed, and ends the process.
 """
 
+import traceback
 from collections.abc import Callable
 from math import inf
+from typing import NamedTuple
 
 from coordinator import progress
 from coordinator.admission import checks as admission
@@ -60,28 +65,37 @@ def _autopilot(state: State, incarnation: int, event: Received, now: float) -> N
     _status(state, incarnation, event, now)
 
 
-_HANDLERS: dict[type[Message], tuple[tuple[Role, ...], Callable[[State, int, Received, float], None]]] = {
-    Submit: ((Role.GATEWAY,), intake.submit),
-    Cancel: ((Role.GATEWAY,), intake.cancel),
-    StepDone: ((Role.PREFILL,), progress.step_done),
-    CacheMiss: ((Role.PREFILL,), progress.cache_miss),
-    CacheEvents: (WORKERS, progress.cache_events),
-    HandedOver: ((Role.PREFILL,), progress.handed_over),
-    DecodeProgress: ((Role.DECODE,), progress.decode_progress),
-    Finished: (WORKERS, progress.finished),
-    Released: (WORKERS, progress.released),
-    WorkFailed: (WORKERS, progress.work_failed),
-    Hung: (WORKERS, members.hung),
-    KvPairs: ((Role.PREFILL,), progress.kv_pairs),
-    KvHeld: (WORKERS, progress.kv_held),
-    Draining: (WORKERS, draining.said),
-    DrainRequest: ((Role.OBSERVER,), draining.asked),
-    FlipRequest: ((Role.OBSERVER,), flips.asked),
-    FlipFailed: (WORKERS, flips.failed),
-    StatusRequest: ((Role.OBSERVER, Role.GATEWAY), _status),
-    AutopilotReport: ((Role.OBSERVER,), _autopilot),
+class Handler(NamedTuple):
+    """Of one type of message."""
+
+    roles: tuple[Role, ...]
+    """Who may send it."""
+    apply: Callable[[State, int, Received, float], None]
+    check: Callable[[State, int, Received], str] | None = None
+    """What is wrong with a message; empty: nothing. It changes nothing."""
+
+
+HANDLERS: dict[type[Message], Handler] = {
+    Submit: Handler((Role.GATEWAY,), intake.submit, intake.fault_of_submit),
+    Cancel: Handler((Role.GATEWAY,), intake.cancel),
+    StepDone: Handler((Role.PREFILL,), progress.step_done, progress.fault_of_step),
+    CacheMiss: Handler((Role.PREFILL,), progress.cache_miss, progress.fault_of_miss),
+    CacheEvents: Handler(WORKERS, progress.cache_events),
+    HandedOver: Handler((Role.PREFILL,), progress.handed_over, progress.fault_of_hand_over),
+    DecodeProgress: Handler((Role.DECODE,), progress.decode_progress, progress.fault_of_progress),
+    Finished: Handler(WORKERS, progress.finished, progress.fault_of_end),
+    Released: Handler(WORKERS, progress.released, progress.fault_of_end),
+    WorkFailed: Handler(WORKERS, progress.work_failed),
+    Hung: Handler(WORKERS, members.hung),
+    KvPairs: Handler((Role.PREFILL,), progress.kv_pairs),
+    KvHeld: Handler(WORKERS, progress.kv_held),
+    Draining: Handler(WORKERS, draining.said),
+    DrainRequest: Handler((Role.OBSERVER,), draining.asked),
+    FlipRequest: Handler((Role.OBSERVER,), flips.asked),
+    FlipFailed: Handler(WORKERS, flips.failed),
+    StatusRequest: Handler((Role.OBSERVER, Role.GATEWAY), _status),
+    AutopilotReport: Handler((Role.OBSERVER,), _autopilot),
 }
-"""Who may send what, and who takes it."""
 
 
 class Core(State):
@@ -93,10 +107,15 @@ class Core(State):
 
     def handle(self, event: Event, now: float) -> list[Action]:
         self.out, self.now = [], now
+        if isinstance(event, Received) and (violation := self._violation(event)) is not None:
+            return [violation]
         intake.expire(self, now)
+        if self.empty_pools:
+            members.forget_models(self, now)
         match event:
-            case Received():
-                self._received(event, now)
+            case Received(incarnation, message):
+                if incarnation in self.peers:
+                    HANDLERS[type(message)].apply(self, incarnation, event, now)
             case PeerUp(incarnation, hello):
                 members.up(self, incarnation, hello, now)
             case PeerDown(incarnation, reason):
@@ -125,17 +144,24 @@ class Core(State):
             waiting.append(write_off)
         if (hand_over := draining.next_hand_over(self)) < inf:
             waiting.append(hand_over)
+        if self.empty_pools:
+            waiting.append(next(iter(self.empty_pools.values())) + members.EMPTY_POOL_S_MAX)
         waiting += [at for at in (flips.next_deadline(self), flips.next_resume(self)) if at < inf]
         return min(waiting, default=None)
 
-    def _received(self, event: Received, now: float) -> None:
+    def _violation(self, event: Received) -> ProtocolViolation | None:
+        """What speaks against a message; changes nothing."""
         incarnation, hello = event.incarnation, self.peers.get(event.incarnation)
         if hello is None:
-            return
-        roles, handler = _HANDLERS.get(type(event.message), ((), None))
-        if handler is None or hello.role not in roles:
-            self.out.append(
-                ProtocolViolation(incarnation, f"a {hello.role} may not send {type(event.message).__name__}")
-            )
-            return
-        handler(self, incarnation, event, now)
+            return None
+        handler = HANDLERS.get(type(event.message))
+        if handler is None or hello.role not in handler.roles:
+            return ProtocolViolation(incarnation, f"a {hello.role} may not send {type(event.message).__name__}")
+        if handler.check is None:
+            return None
+        try:
+            fault = handler.check(self, incarnation, event)
+        except Exception as error:  # noqa: BLE001 -- nothing has changed, whatever it is
+            why = f"a bug of this coordinator, met by {type(event.message).__name__}"
+            return ProtocolViolation(incarnation, why, "".join(traceback.format_exception(error)))
+        return ProtocolViolation(incarnation, fault) if fault else None

@@ -74,6 +74,8 @@ class ProtocolViolation(msgspec.Struct, frozen=True, gc=False):
 
     incarnation: int
     reason: str
+    traceback: str = ""
+    """Not the peer's fault: the bug of ours that the check of its message met, before anything had changed."""
 
 
 Action = Send | StateChanged | ProtocolViolation | Opened | Closed

@@ -8,8 +8,9 @@ from coordinator.request import CLAIM
 from coordinator.waiting.queue_keys import bound_key
 
 
-def check(core: Core) -> None:
-    """Assert that reservations are conserved and that every request is in exactly one place."""
+def check(core: Core, *, honest: bool = True) -> None:
+    """Assert that reservations are conserved and that every request is in exactly one place. Not `honest`: workers may have
+    registered with attempts at requests that came later."""
     for worker in core.workers.values():
         worker.check_invariants()
         assert len(worker.steps) <= core.limits.steps_in_flight
@@ -56,10 +57,10 @@ def check(core: Core) -> None:
         if request.state is State.DECODING:
             assert request.key in core.workers[request.decode_incarnation].holdings
     assert all(request_id in core.requests for request_id in (*queued, *core.interrupted))
-    _check_bills(core)
+    _check_bills(core, honest)
 
 
-def _check_bills(core: Core) -> None:
+def _check_bills(core: Core, honest: bool) -> None:
     """Each request has a bill, each bill something to wait for, and each level holds what its bills say."""
     billing, out = core.billing, Counter[str]()
     for worker in core.workers.values():
@@ -67,7 +68,7 @@ def _check_bills(core: Core) -> None:
         out.update(chunk.request_id for step, _ in worker.steps.values() for chunk in step.chunks)
     concurrency: Counter[str] = Counter()
     for request_id, bill in billing.bills.items():
-        assert bill.counters.held == out[request_id]
+        assert bill.counters.held == out[request_id] or (not honest and bill.counters.held < out[request_id])
         request = core.requests.get(request_id)
         assert (
             request.bill is bill

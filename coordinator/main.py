@@ -2,13 +2,14 @@
 
 import asyncio
 import os
+import secrets
 import socket
 
 import msgspec
 
 from coordinator.accounting.ledger import Ledger, LedgerError
 from coordinator.accounting.quota import DAY_S
-from coordinator.accounting.usage import Closed, Opened
+from coordinator.accounting.usage import Closed, Opened, Past
 from coordinator.core import Core
 from coordinator.event_log.recorder import EventLog, RecordedCore
 from coordinator.events import (
@@ -28,10 +29,11 @@ from coordinator.lifecycle import TERMINAL
 from coordinator.outbox import Outbox
 from coordinator.recovery.leader_lock import PREDECESSOR_S, LeaderLock, NotLeader
 from coordinator.recovery.stall_detector import StallDetector, StallGuard
+from coordinator.reporting import report
 from coordinator.reporting.metrics import CoordinatorMetrics
 from proto import limits
 from proto.errors import Reject, RemoteProtocolError
-from proto.messages import Hello, Message, Rejected, Role, Submit
+from proto.messages import ClusterState, Hello, Message, Rejected, Role, Submit
 from proto.status import StatusReport
 from runtime.link.failure_detector import FailureDetector
 from runtime.link.keys import keys_for
@@ -48,13 +50,14 @@ from runtime.tenancy.file import TenantsFile
 from runtime.tenancy.tenants import Tenants, TenantsError, open_tenants
 
 _BEHIND_RETRY_S = 1.0
+_CLOCK_STEP_S = 1.0  # by so much the wall clock may go apart from the monotonic one before the core is told
 
 
 class Coordinator:
     """Wires the core to its control port."""
 
-    def __init__(self, settings: CoordinatorSettings, stalls: int = 0) -> None:
-        """`stalls`: after which this process began anew."""
+    def __init__(self, settings: CoordinatorSettings, before: "Coordinator | None" = None) -> None:
+        """`before`: what this process was until it was away."""
         self.settings = settings
         self.name = name = settings.name or f"coordinator-{os.getpid()}"
         self.log = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
@@ -81,14 +84,14 @@ class Coordinator:
         self.driver: CoreDriver[Event, Action] = CoreDriver(
             StallGuard(self.recorded or self.core, self.stall_detector), perform=self._perform, tick=Tick()
         )
-        self.metrics = CoordinatorMetrics(self.core, clock.now)
-        self.metrics.stalls = stalls
-        self.metrics.registry.introduce(name=name)
         self.observed = MetricsServer(settings.metrics)
         self.peers: dict[int, Peer] = {}
+        self.hash_key = b""
+        """Of the cluster: the first gateway's, so that prefixes cached before this start are found; else a new one."""
         self.tenants: TenantsFile | None = None
         self.ledger: Ledger | None = None
         self.outbox = Outbox()
+        self._utc_offset_s = 0.0
         self.failure: asyncio.Event = asyncio.Event()
         """The ledger cannot be written any more."""
         self.server = LinkServer(
@@ -111,6 +114,16 @@ class Coordinator:
             ),
         )
 
+        if before is None:
+            self.metrics = CoordinatorMetrics(self.core, clock.now)
+            self.metrics.registry.introduce(name=name)
+            self.links = {"control": self.server.counters}
+            link_counters(self.metrics.registry, self.links)
+        else:
+            self.metrics, self.links = before.metrics, before.links
+            self.metrics.begin_anew(self.core, before.complete(report.status(before.core)))
+            self.links["control"] = self.server.counters
+
     async def run(self, stop: asyncio.Event, bind_within_s: float = 0.0) -> int:
         """Until `stop`, a failure, or an absence. `bind_within_s`: how long a predecessor may take to let the port go."""
         watching: list[asyncio.Task[None]] = []
@@ -123,7 +136,7 @@ class Coordinator:
             await self.observed.listen()
             await self._configure()
             if self.tenants is not None:
-                watching.append(watched(self.tenants.watch(self._tenants_changed)))
+                watching.append(watched(self.tenants.watch(self._put_in_force)))
             address = await self.server.start(bind_within_s)
         except TenantsError as error:
             raise ConfigError(f"--tenants: {error}") from error
@@ -131,15 +144,15 @@ class Coordinator:
             await self._close_ledger(watching)
             if isinstance(error, CannotBind):
                 machine.check_listening("--bind", error)
-            self.log.error(
-                "cannot start", error=f"--bind: {error.strerror}" if isinstance(error, CannotBind) else str(error)
-            )
+            why = f"--bind: {error.strerror}" if isinstance(error, CannotBind) else f"--usage-db: {error}"
+            self.log.error("cannot start", error=why)
             return 1
         self.stall_detector.begin(clock.now())
         watching.append(watched(garbage_collector.collect_seldom(self._load, clock.now)))
         ends = [asyncio.create_task(end) for end in (self.failure.wait(), stop.wait(), self._absent())]
-        link_counters(self.metrics.registry, {"control": self.server.counters})
-        self.observed.show(self.metrics.registry, lambda: None, {"/targets": self._targets})
+        own = (Role.COORDINATOR, self.name, self.observed.address)
+        pages = {"/targets": lambda: report.targets(own, [peer.hello for peer in self.peers.values()])}
+        self.observed.show(self.metrics.registry, lambda: None, pages)
         self.log.info("listening", address=address)
         notify.ready(f"listening on {address}")
         await self.observed.serve()
@@ -165,13 +178,14 @@ class Coordinator:
         while True:
             if self.stall_detector.look(clock.now()):
                 return
+            self._look_at_wall_clock()
             await asyncio.sleep(self.stall_detector.limit_s / 8)
 
     # --- tenants and their usage ----------------------------------------------------------------------------------------
 
     async def _configure(self) -> None:
         """Tell the core who its tenants are and what they used, before anyone joins. Raises `TenantsError`, `LedgerError`."""
-        settings, now = self.settings, clock.now()
+        settings = self.settings
         if settings.tenants:
             self.tenants = TenantsFile(settings.tenants)
         tenants = self.tenants.tenants if self.tenants is not None else open_tenants()
@@ -186,10 +200,18 @@ class Coordinator:
             past = await self.ledger.start(int(clock.unix_time() // DAY_S))
         elif any(level.limits.tokens_per_day for policy in tenants.policies.values() for level in policy.levels):
             self.log.warning("tokens_per_day begins anew at each start: no --usage-db is given")
-        self.driver.post(Configured(tenants, clock.unix_time() - now, past))
+        self._put_in_force(tenants, past)
 
-    def _tenants_changed(self, tenants: Tenants) -> None:
-        self.driver.post(Configured(tenants, clock.unix_time() - clock.now()))
+    def _put_in_force(self, tenants: Tenants, past: Past | None = None) -> None:
+        self._utc_offset_s = clock.unix_time() - clock.now()
+        self.driver.post(Configured(tenants, self._utc_offset_s, past))
+
+    def _look_at_wall_clock(self) -> None:
+        """Days begin by it: the core is told when somebody has set it."""
+        step_s = clock.unix_time() - clock.now() - self._utc_offset_s
+        if abs(step_s) > _CLOCK_STEP_S:
+            self.log.warning("the wall clock was set", step_s=round(step_s, 1))
+            self._put_in_force(self.core.billing.quotas.tenants)
 
     def _committed(self, request_ids: list[str]) -> None:
         for send in self.outbox.committed(request_ids):
@@ -224,7 +246,10 @@ class Coordinator:
         self.peers[peer.incarnation] = peer
         emit = self.log.debug if peer.hello.role is Role.OBSERVER else self.log.info
         emit("joined", peer=peer.hello.name, role=peer.hello.role.value, model=peer.hello.model)
-        self.driver.post(PeerUp(peer.incarnation, peer.hello))
+        if peer.hello.role is Role.GATEWAY:
+            self.hash_key = self.hash_key or peer.hello.hash_key or secrets.token_bytes(32)
+        # The key is not for the core, whose events are recorded.
+        self.driver.post(PeerUp(peer.incarnation, msgspec.structs.replace(peer.hello, hash_key=b"")))
 
     def _down(self, peer: Peer, reason: str) -> None:
         if self.peers.get(peer.incarnation) is peer:
@@ -256,7 +281,9 @@ class Coordinator:
     def _send(self, send: Send) -> None:
         peer, message = self.peers.get(send.incarnation), send.message
         if isinstance(message, StatusReport):
-            message = self._complete(message)
+            message = self.complete(message)
+        elif isinstance(message, ClusterState):
+            message = msgspec.structs.replace(message, hash_key=self.hash_key)
         if peer is not None:
             peer.send(message, send.blob)
 
@@ -275,32 +302,28 @@ class Coordinator:
                 self.metrics.moved(action)
                 emit = self.log.info if state in TERMINAL else self.log.debug
                 emit("request", request_id=request_id, attempt=attempt, state=state.value, why=why)
-            case ProtocolViolation(incarnation, reason):
-                self.server.counters.protocol_errors += 1
+            case ProtocolViolation(incarnation, reason, bug):
                 peer = self.peers.get(incarnation)
+                self.server.counters.protocol_errors += not bug
+                self.server.counters.failed_checks += bool(bug)
+                if bug:
+                    name = peer.hello.name if peer is not None else "unknown"
+                    self.log.error("a bug met by a peer's message; its link ends", peer=name, traceback=bug)
                 if peer is not None:
                     # Not from inside the core's own event: dropping makes one.
                     asyncio.get_running_loop().call_soon(self.server.drop, peer, reason)
 
-    def _complete(self, report: StatusReport) -> StatusReport:
+    def complete(self, said: StatusReport) -> StatusReport:
         """With what the core does not see: what it answers depends on its events alone."""
-        links = self.server.counters
-        turned_away = {f"turned_away_{reason}": count for reason, count in links.turned_away().items()}
-        own_counters = {"protocol_errors": links.protocol_errors, "absences": self.metrics.stalls}
-        counters = report.counters | own_counters | turned_away
+        links, metrics = self.server.counters, self.metrics
+        own_counters = {"protocol_errors": links.protocol_errors, "failed_checks": links.failed_checks}
+        own_counters |= {f"turned_away_{reason}": count for reason, count in links.turned_away().items()}
+        counters, finished = report.summed((said.counters | own_counters, said.finished), metrics.earlier)
+        counters["absences"] = metrics.absences
         own = {self.name: self.observed.address} if self.observed.address else {}
         return msgspec.structs.replace(
-            report, counters=counters, metrics=own | report.metrics, recent=self.metrics.recent.figures()
+            said, counters=counters, finished=finished, metrics=own | said.metrics, recent=metrics.recent.figures()
         )
-
-    def _targets(self) -> list[dict[str, object]]:
-        """All that can be observed, as Prometheus asks for it (`http_sd_configs`)."""
-        own = (Role.COORDINATOR, self.name, self.observed.address)
-        others = [(p.hello.role, p.hello.name, p.hello.metrics) for p in self.peers.values() if p.hello.metrics]
-        return [
-            {"targets": [address], "labels": {"crossdock_role": role.value, "crossdock_name": name}}
-            for role, name, address in (own, *others)
-        ]
 
 
 async def _serve(settings: CoordinatorSettings, stop: Stop) -> int:
@@ -317,7 +340,7 @@ async def _serve(settings: CoordinatorSettings, stop: Stop) -> int:
     try:
         if not await leader_lock.take(stop, None if settings.standby else PREDECESSOR_S):
             return 0
-        return await _serve_anew(settings, stop, PREDECESSOR_S if settings.standby else 0.0)
+        return await _serve_anew(settings, stop, PREDECESSOR_S if settings.standby else 0.0, leader_lock)
     except NotLeader as error:
         logger.error("cannot start", error=f"--usage-db: {error}")
         return 1
@@ -325,15 +348,18 @@ async def _serve(settings: CoordinatorSettings, stop: Stop) -> int:
         leader_lock.give_up()
 
 
-async def _serve_anew(settings: CoordinatorSettings, stop: Stop, bind_within_s: float) -> int:
-    """Under a new incarnation after each absence."""
-    stalls = 0
+async def _serve_anew(
+    settings: CoordinatorSettings, stop: Stop, bind_within_s: float, leader_lock: LeaderLock | None = None
+) -> int:
+    """Under a new incarnation after each absence. Raises `NotLeader` where another coordinator may serve since."""
+    serving = Coordinator(settings)
     while True:
-        serving = Coordinator(settings, stalls)
-        status = await serving.run(stop, bind_within_s)
-        if status or stop.is_set() or not serving.stall_detector.away_s:
-            return status
-        stalls, bind_within_s = stalls + 1, PREDECESSOR_S
+        exit_code = await serving.run(stop, bind_within_s)
+        if exit_code or stop.is_set() or not serving.stall_detector.away_s:
+            return exit_code
+        if leader_lock is not None and not leader_lock.is_held():
+            raise NotLeader(f"{leader_lock.path}: it was removed or replaced while this coordinator was away")
+        serving, bind_within_s = Coordinator(settings, serving), PREDECESSOR_S
 
 
 def run(settings: CoordinatorSettings) -> int:

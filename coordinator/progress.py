@@ -1,6 +1,6 @@
 """What workers report: steps computed, prompts handed over, attempts that are over."""
 
-from coordinator.events import ProtocolViolation, Received
+from coordinator.events import Received
 from coordinator.kv_admission.shared_blocks import chains
 from coordinator.lifecycle import ON_WORKERS, Trigger
 from coordinator.lifecycle import State as RequestState
@@ -27,6 +27,15 @@ from proto.progress import DecodeProgress
 from proto.status import KvHeld, KvPairs
 
 
+def fault_of_step(state: State, incarnation: int, event: Received) -> str:
+    done = event.message
+    assert isinstance(done, StepDone)
+    step, _ = state.workers[incarnation].steps.get(done.step_id, (None, None))
+    if step is None or done.computed == step.chunks or _is_part(done.computed, step.chunks):
+        return ""
+    return f"step {done.step_id} computed what it was not asked for"
+
+
 def step_done(state: State, incarnation: int, event: Received, now: float) -> None:
     done = event.message
     assert isinstance(done, StepDone)
@@ -35,9 +44,6 @@ def step_done(state: State, incarnation: int, event: Received, now: float) -> No
     if not asked:
         return
     if done.computed != asked:
-        if not _is_part(done.computed, asked):
-            state.out.append(ProtocolViolation(incarnation, f"step {done.step_id} computed what it was not asked for"))
-            done = StepDone(done.step_id, (), 0.0, done.tokens_forwarded)
         _refund_skipped(state, worker, asked, requests, done.computed)
     worker.tokens_forwarded = done.tokens_forwarded
     if done.computed:
@@ -86,17 +92,20 @@ def _refund_skipped(
             state.queues[worker.hello.model].skipped(request, chunk)
 
 
+def fault_of_miss(state: State, incarnation: int, event: Received) -> str:
+    miss = event.message
+    assert isinstance(miss, CacheMiss)
+    if miss.cached_tokens % state.workers[incarnation].capacity.block_size:
+        return f"{miss.cached_tokens} cached tokens are no whole number of blocks"
+    return ""
+
+
 def cache_miss(state: State, incarnation: int, event: Received, now: float) -> None:
     """The worker has less of a prompt than was believed: what lies between is to be computed, and charged, after all."""
     miss = event.message
     assert isinstance(miss, CacheMiss)
     worker = state.workers[incarnation]
     size = worker.capacity.block_size
-    if miss.cached_tokens % size:
-        state.out.append(
-            ProtocolViolation(incarnation, f"{miss.cached_tokens} cached tokens are no whole number of blocks")
-        )
-        return
     request = state.current(miss.request_id, miss.attempt)
     if (
         request is None
@@ -127,13 +136,19 @@ def cache_events(state: State, incarnation: int, event: Received, now: float) ->
         flips.cache_told(state, incarnation)
 
 
-def handed_over(state: State, incarnation: int, event: Received, now: float) -> None:
+def fault_of_hand_over(state: State, incarnation: int, event: Received) -> str:
     done = event.message
     assert isinstance(done, HandedOver)
     request = state.current(done.request_id, done.attempt)
     if request is not None and request.prefill_incarnation == incarnation and request.entry is not None:
-        state.out.append(ProtocolViolation(incarnation, f"{done.request_id} is handed over before it is computed"))
-        return
+        return f"{done.request_id} is handed over before it is computed"
+    return ""
+
+
+def handed_over(state: State, incarnation: int, event: Received, now: float) -> None:
+    done = event.message
+    assert isinstance(done, HandedOver)
+    request = state.current(done.request_id, done.attempt)
     state.counters["kv_bytes_moved"] += done.kv_bytes
     state.counters["kv_exposed_us"] += round(1000 * done.transfer_ms)  # what prefill did not hide
     state.release(incarnation, (done.request_id, done.attempt), 0, first=True)
@@ -158,6 +173,15 @@ def kv_held(state: State, incarnation: int, event: Received, now: float) -> None
     state.workers[incarnation].kv_held = event.message
 
 
+def fault_of_progress(state: State, incarnation: int, event: Received) -> str:
+    done, room = event.message, state.workers[incarnation].room
+    assert isinstance(done, DecodeProgress) and room is not None
+    for shared in done.prefixes:
+        if not room.may_share((shared.request_id, shared.attempt), chains(shared.parts)):
+            return f"{shared.request_id} shares more blocks than its prompt has"
+    return ""
+
+
 def decode_progress(state: State, incarnation: int, event: Received, now: float) -> None:
     done = event.message
     assert isinstance(done, DecodeProgress)
@@ -172,10 +196,7 @@ def decode_progress(state: State, incarnation: int, event: Received, now: float)
     if done.steps:
         state.stepped(incarnation)
     for shared in done.prefixes:
-        if not room.shares((shared.request_id, shared.attempt), chains(shared.parts)):
-            state.out.append(
-                ProtocolViolation(incarnation, f"{shared.request_id} shares more blocks than its prompt has")
-            )
+        room.shares((shared.request_id, shared.attempt), chains(shared.parts))
     was_short, room.short = room.short, done.short_blocks > 0 and state.limits.kv_overcommit > 1
     if room.short:
         relieve(state, worker, done.short_blocks, now)
@@ -191,6 +212,21 @@ def _time_steps(state: State, worker: Worker, done: DecodeProgress, now: float) 
         return
     sample = state.pools[worker.hello.model].step_times[Role.DECODE]
     sample.add(steps, sequences / steps, done.timed_kv_tokens / steps, done.timed_ms / steps, now)
+
+
+def fault_of_end(state: State, incarnation: int, event: Received) -> str:
+    """A worker lets go of an attempt that goes on, though nobody has asked it to."""
+    done = event.message
+    assert isinstance(done, Finished | Released)
+    request = state.current(done.request_id, done.attempt)
+    if request is None or request.state not in ON_WORKERS:
+        return ""
+    is_over = isinstance(done, Finished) and request.state is not RequestState.PLACED
+    if incarnation == request.prefill_incarnation and request.state is not RequestState.DECODING and not is_over:
+        return f"{done.request_id} is to be computed, and was let go of"
+    if incarnation == request.decode_incarnation and request.state is RequestState.DECODING and not is_over:
+        return f"{done.request_id} runs, and was let go of"
+    return ""
 
 
 def finished(state: State, incarnation: int, event: Received, now: float) -> None:

@@ -50,7 +50,9 @@ class State:
         self.fenced: OrderedDict[int, Hello] = OrderedDict()
         """Incarnations of the last workers that hung, oldest first."""
         self.pools: dict[str, Pool] = {}
-        """By model id; a pool stays when its workers go, so that its model stays known."""
+        """By model id; a pool stays for a while when its workers go, so that its model stays known."""
+        self.empty_pools: OrderedDict[str, float] = OrderedDict()
+        """Models without a worker, and since when; longest first."""
         self.queues: dict[str, WaitQueue] = {}
         self.requests: dict[str, Request] = {}
         """All that have not ended."""

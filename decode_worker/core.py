@@ -7,7 +7,7 @@ from decode_worker.batch import DecodeRequest, Draw, S, StepOutcome, StepPlan
 from decode_worker.progress import ProgressReport
 from decode_worker.requests import Attempt, AttemptTable, FinalReport, Phase, failed
 from kvtransfer.session.session import Accepted
-from proto.errors import Interrupt, RemoteProtocolError
+from proto.errors import Interrupt, RemoteProtocolError, no_token_drawn
 from proto.kv import Commit, FirstToken, Offer
 from proto.messages import Message, Release, Released, Reserve, Tokens
 from runtime.worker.ports import Coordinator, Gateways
@@ -142,7 +142,7 @@ class DecodeCore(Generic[S]):
         """The KV is verified and here, but nothing can be drawn with it."""
         key = (commit.request_id, commit.attempt)
         attempt = self.table.attempts.get(key)
-        over = Released(*key) if attempt is None else failed(attempt, Interrupt.ENGINE_ERROR, why)
+        over = Released(*key) if attempt is None else failed(attempt, Interrupt.GRAMMAR, why)
         self._say(self.table.received_nothing(key, blocks, over))
 
     def _fault(self, order: Reserve, commit: Commit, prompt_tokens: list[int]) -> str:
@@ -152,6 +152,8 @@ class DecodeCore(Generic[S]):
             range(order.first_choice, order.first_choice + order.choices)
         ):
             return f"choices {choices} committed"
+        if order.resumed_tokens + 1 >= order.sampling.max_tokens:
+            return f"committed with {order.resumed_tokens + 1} of {order.sampling.max_tokens} tokens"
         if prompt_tokens and len(prompt_tokens) != order.prompt_tokens:
             return f"{len(prompt_tokens)} prompt tokens committed, {order.prompt_tokens} reserved"
         if max([*prompt_tokens, *(first.token for first in commit.first_tokens)]) >= self._vocab_size:
@@ -181,7 +183,7 @@ class DecodeCore(Generic[S]):
         outcome = self.batch.apply(drawn)
         for broken in outcome.broken:
             self.table.allocator.forget(broken.blocks.table)
-            self._mark_failed(broken, "the model's logits are not finite")
+            self._mark_failed(broken, *no_token_drawn(broken.sampling.grammar))
         return outcome, self.table.ended(outcome.ended)
 
     def pass_on(self, outcome: StepOutcome[S], final_reports: list[FinalReport], now: float) -> None:
@@ -199,7 +201,7 @@ class DecodeCore(Generic[S]):
         self._progress.paused()
         ended = self.batch.abandon()
         for sequence in ended:
-            self._mark_failed(sequence, f"the model failed: {error[:300]}")
+            self._mark_failed(sequence, Interrupt.ENGINE_ERROR, f"the model failed: {error[:300]}")
         self._say(self.table.ended(ended, is_sound=False))
 
     def _stuck(self, sequences: list[DecodeRequest[S]]) -> None:
@@ -208,8 +210,8 @@ class DecodeCore(Generic[S]):
             attempt.final_report = failed(attempt, Interrupt.PREEMPTED, "no free KV block")
         self._say(self.table.ended(sequences))
 
-    def _mark_failed(self, sequence: DecodeRequest[S], why: str) -> None:
+    def _mark_failed(self, sequence: DecodeRequest[S], reason: Interrupt, why: str) -> None:
         """The attempt fails with this sequence; its other choices, if any, are taken out too."""
         attempt = self.table.attempts.get(sequence.key)
         if attempt is not None:
-            self._say(self.table.close(attempt, failed(attempt, Interrupt.ENGINE_ERROR, why)))
+            self._say(self.table.close(attempt, failed(attempt, reason, why)))

@@ -2,18 +2,19 @@
 
 from typing import Final
 
-import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Scope
 
 from gateway.anthropic import routes as routes_anthropic
 from gateway.anthropic.answer import error_body
 from gateway.anthropic.types import CountRequest, MessagesRequest
+from gateway.http.encoding import JsonResponse, encode
 from gateway.http.errors import RATE_HEADERS, ApiError
+from gateway.http.reach import Reach
 from gateway.http.request_log import REQUEST_ID_HEADER, RequestLog, info_of
 from gateway.openai import openapi, routes_generate, routes_info
 from gateway.openai.answer_types import ChatCompletionChunk, MessageEvent, ResponseEvent
@@ -46,6 +47,7 @@ BODIES: Final = (
     MessageEvent,
 )
 """What the description has beside what the routes themselves name."""
+_ROUTES: Final = [route for router in ROUTERS for route in router.routes if isinstance(route, Route)]
 
 
 def create_app(gateway: Gateway) -> ASGIApp:
@@ -53,9 +55,11 @@ def create_app(gateway: Gateway) -> ASGIApp:
         title="crossdock",
         version=version_of(),
         summary="OpenAI's API for completions and chat.",
+        openapi_url=None,  # `openapi.describe` serves it
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        default_response_class=JsonResponse,
     )
     app.state.gateway = gateway
     for router in ROUTERS:
@@ -72,10 +76,26 @@ def create_app(gateway: Gateway) -> ASGIApp:
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _internal_error)
-    paths = [
-        route.path.replace(":path", "") for router in ROUTERS for route in router.routes if isinstance(route, Route)
-    ]
-    return RequestLog(app, paths, enabled=gateway.access_log)
+    paths = [route.path.replace(":path", "") for route in _ROUTES]
+    reach = Reach(
+        app,
+        lambda error, scope: _response(error, Request(scope)),
+        keys_needed=lambda: gateway.keys.needed,
+        allowed_hosts=gateway.allowed_hosts,
+        origins=gateway.cors_origins,
+        trusted_proxies=gateway.trusted_proxies,
+    )
+    return RequestLog(reach, paths, enabled=gateway.access_log)
+
+
+def _allowed(scope: Scope) -> str:
+    """The methods of what a request asks for, as the header `Allow` has them."""
+    asked = {**scope, "method": "OPTIONS"}
+    found = {"GET", "POST", "DELETE"} if scope["path"] == "/*" else set[str]()
+    for route in _ROUTES:
+        if route.matches(asked)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return ", ".join(sorted(found | {"OPTIONS"} | ({"HEAD"} if "GET" in found else set())))
 
 
 def _response(error: ApiError, request: Request) -> Response:
@@ -87,7 +107,7 @@ def _response(error: ApiError, request: Request) -> Response:
     # Elsewhere the rest of an unread body is left to the server, which throws it away: closing would reset the connection
     # under a client that is still sending, and this answer would be lost.
     if request.url.path.startswith(routes_anthropic.PREFIX):
-        content = msgspec.json.encode(error_body(error, info.request_id))
+        content = encode(error_body(error, info.request_id))
     else:
         content = error.encoded(info.request_id)
     return Response(content, error.status, media_type="application/json", headers=headers)
@@ -100,6 +120,9 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    of_server = request.method == "OPTIONS" and request.url.path == "/*"
+    if of_server or (error.status_code == 405 and request.method == "OPTIONS"):
+        return Response(status_code=204, headers={"Allow": _allowed(request.scope)})
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     message = {
         404: f"There is nothing at {request.url.path[:200]}.",
@@ -107,6 +130,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     }.get(error.status_code, str(error.detail)[:300])
     response = _response(ApiError(error.status_code, message, code=code), request)
     response.headers.update(error.headers or {})
+    if error.status_code == 405:
+        response.headers["Allow"] = _allowed(request.scope)
     return response
 
 

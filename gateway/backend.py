@@ -116,6 +116,8 @@ class Backend:
         self._servable: frozenset[str] = frozenset()
         self._hash_block_sizes: dict[str, int] = {}
         """Tokens that each hash of a prompt is to cover, by model, as the coordinator last said."""
+        self.hash_key = b""
+        """Of the cluster, for the hashes of prompts; as the coordinator says it."""
         self._subscriptions: dict[str, Subscription] = {}
         self._times: dict[str, StreamTimes] = {}
         self._draining = False
@@ -132,6 +134,10 @@ class Backend:
         if self._servable.isdisjoint(self.models):
             return "the model needs at least one prefill and one decode worker that is up and not draining"
         return None
+
+    def load(self) -> tuple[int, int]:
+        """(events handled so far, requests alive)"""
+        return self._driver.events, len(self._subscriptions)
 
     @property
     def coordinator_is_up(self) -> bool:
@@ -197,7 +203,8 @@ class Backend:
         match message:
             case Accepted() | Rejected() | Interrupted():
                 self._driver.post(message)
-            case ClusterState(servable, sizes):
+            case ClusterState(servable, sizes, hash_key):
+                self.hash_key = hash_key or self.hash_key
                 self._servable = frozenset(servable)
                 self._hash_block_sizes |= zip(servable, sizes, strict=False)
             case _:

@@ -34,7 +34,7 @@ from runtime.process import garbage_collector as collector
 from runtime.process.driver import Stop, cancelled, run_process, unless_stopped, watched
 from runtime.process.exits import ConfigError
 from runtime.settings import machine
-from runtime.settings.addresses import advertised
+from runtime.settings.addresses import advertised, host_of, in_url
 from runtime.settings.roles import GatewaySettings
 from runtime.tenancy.file import TenantsFile
 from runtime.tenancy.tenants import TenantsError, open_tenants
@@ -148,13 +148,17 @@ class GatewayProcess:
             keep_alive_s=self.settings.stream_keep_alive_ms / 1000,
             access_log=self.settings.access_log,
             cors_origins=self.settings.cors_origins,
+            allowed_hosts=_own_names(self.settings),
+            trusted_proxies=self.settings.trusted_proxies,
             responses=ResponseStore(keep_s=self.settings.responses_keep_s),
         )
         self.metrics.slo_of = keys.slo_of
         ends = {"tokens": self.tokens.counters, "coordinator": coordinator.counters}
         link_counters(self.metrics.registry, ends, lambda: self.backend.coordinator_is_up)
         self.observed.show(self.metrics.registry, lambda: self.backend.not_ready)
-        watching = [watched(tenants.watch(keys.replace))] if tenants else []
+        watching = [watched(collector.collect_seldom(self.backend.load, clock.now))]
+        if tenants:
+            watching.append(watched(tenants.watch(keys.replace)))
         try:
             return await self._serve(gateway, listener, stop)
         finally:
@@ -187,9 +191,10 @@ class GatewayProcess:
                 self.log.warning("coordinator lost", reason=reason)
             self.backend.coordinator_down(peer, reason)
 
+        hello = msgspec.structs.replace(self.hello, address=address, metrics=self.observed.address)
         client = LinkClient(
             address=self.settings.coordinator,
-            hello=msgspec.structs.replace(self.hello, address=address, metrics=self.observed.address),
+            hello=lambda: msgspec.structs.replace(hello, hash_key=self.backend.hash_key),
             on_up=up,
             on_message=self.backend.coordinator_message,
             on_down=down,
@@ -237,10 +242,18 @@ def _load_models(settings: GatewaySettings) -> list[ServedModel]:
     return found
 
 
+def _own_names(settings: GatewaySettings) -> set[str]:
+    """By which clients may ask for this gateway where no key is needed: those given, and those of where it listens."""
+    names = {settings.host, *settings.allowed_hosts}
+    if not is_loopback(f"tcp://{in_url(settings.host)}:0"):
+        names |= {socket.gethostname(), host_of(settings.advertise)}
+    return names
+
+
 def say_where(logger: log.Log, bound: Sequence[Any], gateway: Gateway) -> None:
     """Which HTTP port is open, and whether to everyone who can reach it. `bound`: as `getsockname` says it."""
     host, port = bound[:2]
-    address = f"{f'[{host}]' if ':' in host else host}:{port}"
+    address = f"{in_url(host)}:{port}"
     logger.info("serving", url=f"http://{address}", model=", ".join(served.rules.model_id for served in gateway.models))
     if not (gateway.keys.needed or is_loopback(f"tcp://{address}")):
         logger.warning("no API keys: whoever reaches this port is let in; see --tenants and --api-keys", port=address)

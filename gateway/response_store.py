@@ -58,8 +58,9 @@ class ResponseStore:
         return True
 
     def get(self, tenant: str, response_id: str, now: float) -> Kept | None:
-        self._expire(now)
-        return self._tenants.get(tenant, OrderedDict()).get(response_id)
+        """Changes nothing, so that any thread may ask."""
+        kept = self._tenants.get(tenant, OrderedDict()).get(response_id)
+        return kept if kept is not None and kept.until > now else None
 
     def delete(self, tenant: str, response_id: str) -> bool:
         own = self._tenants.get(tenant)

@@ -9,11 +9,14 @@ from engine.kv.allocator import BlockAllocator, BlockPool
 from engine.kv.split import prefill_blocks
 from engine.model.loader import load_engine
 from engine.thread import EngineThread, pick_device
-from kvtransfer.transports.registry import WrongTransport, allowed_on, memory_for, within_process
+from kvtransfer.transports.registry import TRANSPORTS, WrongTransport, allowed_on, memory_for, within_process
 from kvtransfer.transports.transport import PoolMemory
 from prefill_worker.worker import PrefillWorker
 from proto.errors import BadOption
 from proto.messages import Role
+from runtime.process import log
+from runtime.process.log import Log
+from runtime.settings import machine
 from runtime.settings.workers import WorkerSettings
 from runtime.worker.driver import WorkerDriver
 from runtime.worker.process import as_config_error, run_worker
@@ -32,6 +35,7 @@ class Roles:
     def make(self, engine: Engine, driver: WorkerDriver) -> WorkerRole:
         if self._pool is None:
             self._pool = BlockPool(engine.pool.shape[0])
+            say_what_is_encrypted(driver.settings, self._transports, engine.pool.device.type, driver.log)
         blocks = BlockAllocator(engine.blocks, self._pool)
         if driver.settings.role == "prefill":
             return PrefillWorker(engine, blocks, driver, self._transports, self._receivers)
@@ -52,6 +56,24 @@ def check_within_process(settings: WorkerSettings, transports: tuple[str, ...]) 
         raise WrongTransport(
             f"{settings.kv_transport} does not work within one process, as the two roles of a mixed worker need; auto does"
         )
+
+
+def say_what_is_encrypted(settings: WorkerSettings, transports: tuple[str, ...], device: str, log: Log) -> None:
+    """Which transports may send KV to another host in the clear although there are keys, and which are not used for that."""
+    if not settings.keys:
+        return
+    clear = [name for name in transports if not TRANSPORTS[name].confidential]
+    clear += ["tcp"] if "tcp" in transports and not settings.encrypts_transfers else []
+    left_out = [name for name in allowed_on(settings.kv_transport, device) if name not in transports]
+    if clear:
+        log.warning(
+            "KV may cross to other hosts in the clear",
+            transports=clear,
+            because="--kv-transport, --transfer-encryption",
+        )
+    elif left_out:
+        how = f"--kv-transport {left_out[0]} or --transfer-encryption off"
+        log.info("KV crosses to other hosts encrypted", not_used=left_out, to_use_them=how)
 
 
 class PoolTooSmall(BadOption):
@@ -79,7 +101,7 @@ def run(settings: WorkerSettings) -> int:
     thread = EngineThread(threads=settings.threads, cores=settings.cores)
     device = pick_device(settings.device)
     with as_config_error():
-        transports = allowed_on(settings.kv_transport, device, settings.transfer_encryption == "on")
+        transports = allowed_on(settings.kv_transport, device, settings.confidential_transfers)
         if settings.role == "mixed":
             check_within_process(settings, transports)
     memory = memory_for(transports, device)
@@ -97,6 +119,8 @@ def run(settings: WorkerSettings) -> int:
             gpu=GpuShare(settings.gpu_memory_share, settings.step_tokens_max, settings.max_seqs),
             # Also in a prefill worker: it may become one that receives.
             allocate=memory.allocate if memory is not None else None,
+            host_bytes=machine.free_memory_bytes(),
+            on_progress=log.get("crossdock.model").info,
         ),
         be_nice=thread.be_nice,
         make_role=roles.make,

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from kvtransfer.session.session import KvFailed, KvSent
 from prefill_worker.prompts import FinalReport, Key, PrefillRequest, PromptTable
 from proto.codec import unpack_tokens
-from proto.errors import Interrupt, RemoteProtocolError
+from proto.errors import Interrupt, RemoteProtocolError, no_token_drawn
 from proto.kv import FirstToken
 from proto.messages import (
     CacheMiss,
@@ -211,7 +211,7 @@ class PrefillCore:
         if prompt.final_report is not None:
             return
         if fault:
-            self._fail(prompt, Interrupt.ENGINE_ERROR, f"the grammar: {fault}")
+            self._fail(prompt, Interrupt.GRAMMAR, f"the grammar: {fault}")
             return
         prompt.constraint = constraint
         if prompt.logits is not None:
@@ -238,9 +238,7 @@ class PrefillCore:
             if prompt.final_report is not None:
                 continue
             if prompt.key in result.broken:
-                self._fail(
-                    prompt, Interrupt.ENGINE_ERROR, "no token can be drawn: logits not finite, or a grammar's end"
-                )
+                self._fail(prompt, *no_token_drawn(prompt.order.sampling.grammar))
                 continue
             if prompt.key in result.undrawn:
                 prompt.logits = result.undrawn[prompt.key]

@@ -22,6 +22,11 @@ class RemoteProtocolError(CrossdockError):
     """A peer sent bytes that are not a message of this protocol, or a message that is not allowed here and now."""
 
 
+class CheckFailed(CrossdockError):
+    """Our own code failed while it looked at what a peer sent, before anything had changed: that peer's link ends, and the
+    process goes on. The cause is the exception."""
+
+
 class PeerRefused(CrossdockError):
     """A peer answered the handshake or an offer with a refusal; `str()` says which field differs."""
 
@@ -63,10 +68,19 @@ class Interrupt(StrEnum):
     TRANSFER_FAILED = "transfer_failed"
     GATEWAY_LINK_LOST = "gateway_link_lost"
     ENGINE_ERROR = "engine_error"
+    GRAMMAR = "grammar"
+    """The answer cannot go on in its grammar. No other attempt could, so the gateway fails the stream."""
     PREEMPTED = "preempted"
     """It had to make room on its decode worker, which the coordinator had overcommitted."""
     DRAINED = "drained"
     """Its worker is about to end, on purpose. It goes on at once, and this attempt does not count as one."""
+
+
+def no_token_drawn(grammar: str) -> tuple[Interrupt, str]:
+    """Why an attempt with this grammar (empty: none) fails where no token can be drawn from its logits."""
+    if grammar:
+        return Interrupt.GRAMMAR, "no token continues the answer in its grammar"
+    return Interrupt.ENGINE_ERROR, "the model's logits are not finite"
 
 
 class FinishReason(StrEnum):

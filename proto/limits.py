@@ -36,6 +36,8 @@ MAX_BLOCK_HASHES = 1 << 16
 """In one prompt: what lies beyond is computed anew. 1 MiB of a frame; a prompt of 1M tokens in blocks of 16."""
 MAX_CACHE_CHANGES = 4096
 """In one `CacheEvents`."""
+MAX_MODELS = 64
+"""Of one coordinator, those without a worker included until it forgets them."""
 MAX_FLIPS_AT_ONCE = 8
 """Workers that change their role."""
 MAX_SEGMENTS = 4096

@@ -33,6 +33,7 @@ from proto.fields import (
     Count,
     DurationMs,
     HandOverMs,
+    HashKey,
     Incarnation,
     Name,
     NameOrEmpty,
@@ -89,6 +90,8 @@ class Hello(Message, frozen=True):
     """Of a worker: the context at which attention takes as much work as the weights; 0: not known."""
     process: NameOrEmpty = ""
     """The name of the mixed worker that this is one role of; empty: the process has no other role."""
+    hash_key: HashKey = b""
+    """Of a gateway: what it has hashed blocks with, so that a new coordinator goes on with it and cached prefixes are found."""
 
 
 class Welcome(Message, frozen=True):
@@ -199,10 +202,12 @@ class Interrupted(Message, frozen=True):
 class ClusterState(Message, frozen=True):
     """What a gateway needs to know to be ready: sent on every change."""
 
-    servable_models: Annotated[tuple[Text, ...], Meta(max_length=64)]
+    servable_models: Annotated[tuple[Text, ...], Meta(max_length=limits.MAX_MODELS)]
     """Models with at least one prefill and one decode worker that take new work: neither is draining."""
-    hash_block_sizes: Annotated[tuple[BlockSize, ...], Meta(max_length=64)] = ()
+    hash_block_sizes: Annotated[tuple[BlockSize, ...], Meta(max_length=limits.MAX_MODELS)] = ()
     """Tokens that each hash of a prompt is to cover: for each of them, its workers' smallest block size."""
+    hash_key: HashKey = b""
+    """With which all gateways hash the blocks of prompts."""
 
 
 # --- coordinator → prefill worker ----------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class HelloPrefix(msgspec.Struct, frozen=True, array_like=True, tag="Hello"):
     """The part of `Hello` that is the same in every version, for ever. What follows is skipped."""
 
     version: int
-    role: Annotated[str, msgspec.Meta(pattern="^[a-z_]{1,32}$")]
+    role: Annotated[str, msgspec.Meta(pattern=r"^[a-z_]{1,32}\Z")]
     incarnation: Incarnation
     name: Name
 

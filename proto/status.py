@@ -5,6 +5,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from proto import limits
 from proto.fields import Count, DurationMs, Incarnation, Text
 from proto.kv import TransportName
 from proto.messages import Message, Role
@@ -195,6 +196,6 @@ class StatusReport(Message, frozen=True):
     """Workers that were given up in a step without an end, the last ones, latest last."""
     flips: tuple[FlipStatus, ...] = ()
     """The last ones, latest last."""
-    traffic: Annotated[tuple[TrafficStatus, ...], Meta(max_length=64)] = ()
-    autopilots: Annotated[tuple[AutopilotStatus, ...], Meta(max_length=64)] = ()
-    step_times: Annotated[tuple[StepTimes, ...], Meta(max_length=128)] = ()
+    traffic: Annotated[tuple[TrafficStatus, ...], Meta(max_length=limits.MAX_MODELS)] = ()
+    autopilots: Annotated[tuple[AutopilotStatus, ...], Meta(max_length=limits.MAX_MODELS)] = ()
+    step_times: Annotated[tuple[StepTimes, ...], Meta(max_length=2 * limits.MAX_MODELS)] = ()

@@ -1,5 +1,6 @@
 # Sourced by the scripts here. `prepare EXTRA` makes .venv in the repository's root and installs crossdock into it with the
-# exact versions of constraints.txt; when nothing has changed since, it does nothing. It leaves the shell in the root.
+# files whose hashes are in requirements*.lock, and torch of the version in constraints.txt; when nothing has changed since, it does
+# nothing. It leaves the shell in the root.
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -16,7 +17,7 @@ find_python() {
     return 1
 }
 
-wanted_stamp() { printf '%s %s\n' "$PWD" "$(cat pyproject.toml constraints.txt | cksum)"; }
+wanted_stamp() { printf '%s %s\n' "$PWD" "$(cat pyproject.toml constraints.txt requirements*.lock | cksum)"; }
 
 is_ready() { # EXTRA; an environment with the tests' tools serves as well
     [ -x .venv/bin/python ] || return 1
@@ -35,23 +36,29 @@ install() { # EXTRA
     fi
     rm -f .venv/ready-*
     say "Installing crossdock and what it needs into .venv (once; a minute or more)"
-    target=.
-    [ "$1" = serve ] || target=".[$1]"
-    logged .venv/install.log .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off \
-        -c constraints.txt -e "$target"
-    wanted_stamp > ".venv/ready-$1"
+    : > .venv/install.log
+    phase=
+    extra=$1 target=.
+    set -- -r requirements.lock
+    [ "$extra" = serve ] || { target=".[$extra]"; set -- "$@" -r requirements-test.lock; }
+    # First everything that has hashes, then the rest: torch, what its build brings, and crossdock itself.
+    pip_install --require-hashes --no-deps "$@"
+    pip_install --no-build-isolation -c constraints.txt -e "$target"
+    wanted_stamp > ".venv/ready-$extra"
+}
+
+pip_install() { # ARGUMENT...
+    logged .venv/install.log .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off "$@"
 }
 
 logged() { # LOG COMMAND...: pip, with its words in the file, and how far it is on the terminal
     log=$1
     shift
-    : > "$log"
-    "$@" > "$log" 2>&1 &
+    "$@" >> "$log" 2>&1 &
     pid=$!
     # What runs in the background does not hear Ctrl-C.
     trap 'stopped 130' INT
     trap 'stopped 143' TERM
-    phase=
     while kill -0 "$pid" 2>/dev/null; do
         show_progress "$log"
         sleep 0.5
@@ -81,7 +88,7 @@ show_progress() { # LOG: a bar on a terminal, elsewhere a line for each phase
         count=$(find .venv/lib -maxdepth 3 -name '*.dist-info' | wc -l)
     else
         title=Downloading
-        total=$(grep -c '==' constraints.txt)
+        total=$(cat requirements*.lock | grep -c '==')
         count=$(grep -c '^Collecting ' "$1" || true)
     fi
     [ "$count" -le "$total" ] || count=$total

@@ -33,7 +33,7 @@ FOLDERS_MAY_IMPORT = {
         "openai": "http streams structured text tools",
         "responses": "http openai streams text",
         "streams": "text",
-        "structured": "http",
+        "structured": "http text",
         "text": "",
         "tools": "http structured text",
         "vllm": "http openai text",

@@ -279,12 +279,24 @@ def test_every_folder_of_code_is_in_the_table_and_the_package() -> None:
 
 def test_constraints_pin_every_requirement_exactly() -> None:
     pins = dict(
-        line.split("==")
+        line.lower().replace("_", "-").split("==")
         for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
         if line and not line.startswith("#")
     )
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
-    names = {name.lower().replace("_", "-") for name in pins}
+    # scripts/lock writes these; torch has no hash there, since each of its builds has others.
+    base, test = (_locked(ROOT / name) for name in ("requirements.lock", "requirements-test.lock"))
+    assert not base.keys() & test.keys() and (base | test).items() <= pins.items(), "run scripts/lock"
     for requirement in [*project["dependencies"], *project["optional-dependencies"]["test"]]:
-        assert re.split(r"[<>=!~ \[]", requirement)[0].lower() in names, requirement
+        name = re.split(r"[<>=!~ \[]", requirement)[0].lower()
+        assert name in pins, requirement
+        installed = base if requirement in project["dependencies"] else base | test
+        assert name == "torch" or name in installed, f"{name}: run scripts/lock"
+
+
+def _locked(path: Path) -> dict[str, str]:
+    """Package → version; each has hashes."""
+    blocks = re.findall(r"^(\S+)==(\S+)((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$", path.read_text("utf-8"), re.M)
+    assert len(blocks) == path.read_text("utf-8").count("=="), "a package without hashes"
+    return {name: version for name, version, _ in blocks}

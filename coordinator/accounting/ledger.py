@@ -22,8 +22,10 @@ Closed rows are deleted `keep_days` after their acceptance, a bounded number bet
 Rows are found by request id; a second opening or closing of one changes nothing. The rates per minute go on from the
 rows of the last minute.
 
-**A start does not take longer with the day.** What it reads is found by an index: open rows, rows of the last minute, and the
-day's sums, which `ledger_totals` keeps beside the rows.
+**A start does not take longer with the day.** What it reads (`ledger_past`) is found by an index: open rows, rows of the last
+minute, and the day's sums, which `ledger_totals` keeps beside the rows.
+
+**Private.** The file and those that SQLite makes beside it can be read by this user alone: they have tenants and their usage.
 
 **Durability.** `synchronous=NORMAL`: a commit is in the operating system's hands, so it outlives the process, kill -9 included.
 A machine that loses power may lose the last commits, never the file's consistency. Full durability would cost an fsync for each
@@ -34,19 +36,21 @@ transaction and tells the loop which requests are on disk. More load makes large
 """
 
 import asyncio
+import os
 import queue
 import sqlite3
+import stat
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing
-from datetime import date
 from pathlib import Path
 from typing import Final, TypeVar
 
 from msgspec.structs import asdict
 
-from coordinator.accounting import ledger_totals
+from coordinator.accounting import ledger_past, ledger_totals
+from coordinator.accounting.ledger_past import day_text
 from coordinator.accounting.quota import DAY_S, Ask
 from coordinator.accounting.usage import Closed, Entry, Opened, Past
 from proto.errors import CrossdockError
@@ -55,14 +59,10 @@ from runtime.process import clock, log
 T = TypeVar("T")
 QUEUE_MAX: Final = 1 << 16
 BATCH_MAX: Final = 4096
-OPEN_MAX: Final = 1 << 17
-"""Open rows taken over at a start."""
-RECENT_MAX: Final = 1 << 18
 PRUNE_MAX: Final = 2000
 """Rows deleted in one transaction: some ten milliseconds."""
 _BUSY_TIMEOUT_S: Final = 10.0
 _VERSION: Final = 2
-_EPOCH: Final = date(1970, 1, 1).toordinal()
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS usage (
     request_id TEXT PRIMARY KEY,
@@ -114,6 +114,10 @@ _PRUNE: Final = """
 DELETE FROM usage WHERE request_id IN
     (SELECT request_id FROM usage WHERE accepted_s < ? AND outcome IS NOT NULL ORDER BY accepted_s LIMIT ?)
 """
+_TRIED: Final[tuple[Entry, ...]] = (
+    Opened("", 0, "", "", "", False, Ask(0, 0, 0)),
+    Closed("", "", 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0),
+)
 _SINCE_2: Final = ("from_token", "before_prompt_tokens", "before_output_tokens")
 _ADD: Final = """
 ALTER TABLE usage ADD COLUMN {} INTEGER NOT NULL DEFAULT 0
@@ -122,11 +126,6 @@ ALTER TABLE usage ADD COLUMN {} INTEGER NOT NULL DEFAULT 0
 
 class LedgerError(CrossdockError):
     """The ledger cannot be opened or written; `str()` has its path."""
-
-
-def day_text(day: int) -> str:
-    """Days since 1970 as `2026-11-21`."""
-    return date.fromordinal(_EPOCH + day).isoformat()
 
 
 class Ledger:
@@ -192,14 +191,14 @@ class Ledger:
 
     def _run(self, loop: asyncio.AbstractEventLoop, past: "Future[Past]", today: int) -> None:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _make_private(self.path)
             with closing(sqlite3.connect(self.path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)) as db:
                 _prepare(db, self._adding_up)
-                past.set_result(_read(db, today))
+                past.set_result(self._read(db, today))
                 while self._write_batch(db, loop):
                     self._prune_if_due(db)
-        except (OSError, sqlite3.Error, LedgerError) as error:
-            failure = LedgerError(f"{self.path}: {error}")
+        except BaseException as error:  # noqa: BLE001 - a thread that ends in silence holds back every message for ever
+            failure = LedgerError(f"{self.path}: {_why(error)}")
             if past.done():
                 _tell(loop, self._on_failed, failure)
             else:
@@ -207,6 +206,13 @@ class Ledger:
 
     def _adding_up(self) -> None:
         log.get("crossdock.ledger").warning("adding up the usage of each day, once", usage_db=str(self.path))
+
+    def _read(self, db: sqlite3.Connection, today: int) -> Past:
+        past, unreadable = ledger_past.read(db, today, clock.unix_time())
+        if unreadable:
+            what = "rows of the ledger cannot be read and are left out: what they say counts for no tenant"
+            log.get("crossdock.ledger").warning(what, usage_db=str(self.path), rows=unreadable)
+        return past
 
     def _write_batch(self, db: sqlite3.Connection, loop: asyncio.AbstractEventLoop) -> bool:
         """Wait for entries, or until rows are to be deleted, and commit all that are there; False once told to stop."""
@@ -244,52 +250,45 @@ def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[T], None], value:
         pass  # the loop has closed, and nobody is left to hear it
 
 
+def _why(error: BaseException) -> str:
+    expected = isinstance(error, OSError | sqlite3.Error | LedgerError)
+    return str(error) if expected else f"{type(error).__name__}: {error}"
+
+
+def _make_private(path: Path) -> None:
+    """Make the file where it is missing. What an earlier version made readable for others is not any more. Raises `OSError`,
+    `LedgerError`."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # SQLite gives the files that it makes beside this one the same mode.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise LedgerError("it is not a file")
+    finally:
+        os.close(descriptor)
+    for each in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
+        if each.exists() and each.stat().st_uid == os.geteuid():
+            each.chmod(0o600)
+
+
 def _prepare(db: sqlite3.Connection, adding_up: Callable[[], None]) -> None:
     version = db.execute("PRAGMA user_version").fetchone()[0]
     if version not in (0, 1, _VERSION):
         raise LedgerError(f"it is of version {version}, this program writes version {_VERSION}")
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = NORMAL")
-    if version == 1:
-        for column in _SINCE_2:
+    columns = {row[1] for row in db.execute("PRAGMA table_info(usage)")}
+    for column in _SINCE_2:
+        if columns and column not in columns:  # a start that was killed may have added some
             db.execute(_ADD.format(column))
     db.executescript(_SCHEMA)
     ledger_totals.prepare(db, adding_up)
+    # What cannot be written to, as a table of another kind, is refused before anybody is served.
+    db.execute("BEGIN IMMEDIATE")
+    for entry in _TRIED:
+        _write(db, entry)
+    db.execute("ROLLBACK")
     db.execute(f"PRAGMA user_version = {_VERSION}")
-
-
-def _read(db: sqlite3.Connection, today: int) -> Past:
-    rows = db.execute(
-        "SELECT request_id, day, tenant, model, band, borrowed, from_token, prompt_tokens, output_tokens, kv_blocks"
-        " FROM usage INDEXED BY usage_open"  # left to itself, SQLite goes through all rows for their order
-        " WHERE outcome IS NULL ORDER BY day DESC LIMIT ?",
-        (OPEN_MAX,),
-    )
-    opened = [
-        Opened(
-            request_id,
-            date.fromisoformat(day).toordinal() - _EPOCH,
-            tenant,
-            model,
-            priority_class,
-            bool(borrowed),
-            Ask(*ask),
-            from_token=from_token,
-        )
-        for request_id, day, tenant, model, priority_class, borrowed, from_token, *ask in rows
-    ]
-    sums = ledger_totals.of_day(db, day_text(today))
-    now_s = clock.unix_time()
-    last_minute = db.execute(
-        "SELECT tenant, accepted_s, charged_tokens FROM usage WHERE accepted_s BETWEEN ? AND ? AND NOT borrowed"
-        " ORDER BY accepted_s LIMIT ?",
-        (now_s - 60.0, now_s, RECENT_MAX),
-    )
-    return Past(
-        tuple(opened),
-        tuple((tenant, today, tokens) for tenant, tokens in sums),
-        tuple((tenant, now_s - accepted_s, tokens) for tenant, accepted_s, tokens in last_minute),
-    )
 
 
 def _write(db: sqlite3.Connection, entry: Entry) -> None:

@@ -6,8 +6,8 @@ module (version 2 of the ledger) keeps them right too, since the triggers are in
 """
 
 import sqlite3
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 _TOTALS: Final = """
 CREATE TABLE usage_totals (
@@ -19,7 +19,10 @@ CREATE TABLE usage_totals (
 ) WITHOUT ROWID
 """
 _ADD_UP: Final = """
-INSERT INTO usage_totals SELECT day, tenant, COUNT(*), SUM(charged_tokens) FROM usage NOT INDEXED GROUP BY day, tenant
+INSERT OR IGNORE INTO usage_totals -- not rows without a day or a tenant
+SELECT day, tenant, COUNT(*), SUM(CASE WHEN typeof(charged_tokens) = 'integer' AND charged_tokens BETWEEN 0 AND 1 << 40
+    THEN charged_tokens ELSE 0 END)
+FROM usage NOT INDEXED GROUP BY day, tenant
 """
 _TRIGGERS: Final = (
     """
@@ -60,6 +63,6 @@ def prepare(db: sqlite3.Connection, adding_up: Callable[[], None]) -> None:
     db.execute("COMMIT")
 
 
-def of_day(db: sqlite3.Connection, day: str) -> list[tuple[str, int]]:
+def of_day(db: sqlite3.Connection, day: str) -> Iterator[tuple[Any, ...]]:
     """(tenant, charged tokens), open requests at their estimate included."""
-    return [(tenant, tokens) for tenant, tokens in db.execute(_OF_DAY, (day,))]
+    return iter(db.execute(_OF_DAY, (day,)))

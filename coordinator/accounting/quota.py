@@ -160,6 +160,7 @@ class Quotas:
         levels = {level.name: level for policy in tenants.policies.values() for level in policy.levels}
         self._level_names = set(levels)
         for name, account in list(self.accounts.items()):
+            account.day = min(account.day, day)  # the wall clock was ahead, and its day has yet to begin
             level = levels.get(name)
             if level is not None:
                 account.set(level, now_ns)
@@ -273,7 +274,7 @@ class Quotas:
                 account.requests.take(-1)
             if account.tokens is not None and grant.rated & 2 << (2 * index):
                 account.tokens.take(more)
-            if account.day == grant.day:
+            if account.day <= grant.day:
                 account.day_tokens += more
         grant.accounts = ()
         if self._spent and next(iter(self._spent.values())) < day:

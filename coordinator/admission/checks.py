@@ -10,6 +10,7 @@ from coordinator.workers.pool import Pool
 from coordinator.workers.worker import WORKERS
 from proto.compatible import mismatch
 from proto.errors import Reject
+from proto.limits import MAX_MODELS
 from proto.messages import Hello, Role, Submit
 
 Refusal = tuple[Reject | None, str]
@@ -30,6 +31,8 @@ def refusal(hello: Hello, pools: Mapping[str, Pool]) -> str | None:
     if hello.role is Role.DECODE and not hello.address:
         return "a decode worker must state the address for its KV port"
     pool = pools.get(hello.model)
+    if pool is None and len(pools) >= MAX_MODELS:
+        return f"{MAX_MODELS} models are served here already, or were within the last hour"
     for worker in (*pool.prefill.values(), *pool.decode.values()) if pool is not None else ():
         there, size = worker.hello, worker.capacity.block_size
         why = mismatch(there.name, there.fingerprint, size, hello.name, hello.fingerprint, hello.capacity.block_size)

@@ -1,9 +1,11 @@
 """What gateways ask for: a request comes in, is cancelled, or has waited too long."""
 
+import msgspec
+
 from coordinator.accounting.billing import whole_of
 from coordinator.admission import checks as admission
 from coordinator.admission import tenancy
-from coordinator.events import ProtocolViolation, Received, StateChanged
+from coordinator.events import Received, StateChanged
 from coordinator.lifecycle import ON_WORKERS, Trigger
 from coordinator.lifecycle import State as RequestState
 from coordinator.placement.choice import uncached_tokens
@@ -16,21 +18,44 @@ from proto.limits import HASH_BYTES
 from proto.messages import Accepted, Cancel, Interrupted, Rejected, Submit
 
 
-def _malformed(submit: Submit, blob: bytes) -> str:
-    """What a worker would count as an error of this coordinator; empty: nothing."""
+def fault_of_submit(state: State, incarnation: int, event: Received) -> str:
+    """What a worker would count as an error of this coordinator, or would leave a request in another's place."""
+    submit, blob = event.message, event.blob
+    assert isinstance(submit, Submit)
     if len(blob) != 4 * submit.prompt_tokens:
         return f"{len(blob)} bytes for {submit.prompt_tokens} prompt tokens"
     if len(submit.block_hashes) % HASH_BYTES:
         return f"{len(submit.block_hashes)} bytes are no whole number of block hashes"
-    return ""
+    if submit.resumed_tokens >= submit.prompt_tokens:
+        return f"{submit.resumed_tokens} resumed tokens of {submit.prompt_tokens} leave no prompt"
+    known = state.requests.get(submit.request_id)
+    if known is None or known.gateway_incarnation != incarnation or submit.attempt <= known.attempt:
+        return ""
+    changed = _changed(known.submit, submit)
+    return f"{', '.join(changed)} of {submit.request_id} changed with attempt {submit.attempt}" if changed else ""
+
+
+_STAYS = ("model", "tenant", "priority_class", "priority", "choices", "first_choice")
+
+
+def _changed(before: Submit, submit: Submit) -> list[str]:
+    """What the next attempt at a request may not change. Its prompt grows by the tokens that were sent; block hashes, what is
+    left of its deadline, and whether the prompt's log-probabilities are wanted change with that."""
+    changed = [name for name in _STAYS if getattr(before, name) != getattr(submit, name)]
+    if before.sampling != msgspec.structs.replace(submit.sampling, prompt_logprobs=before.sampling.prompt_logprobs):
+        changed.append("sampling")
+    if before.prompt_tokens - before.resumed_tokens != submit.prompt_tokens - submit.resumed_tokens:
+        changed.append("the prompt")
+    if submit.resumed_tokens < before.resumed_tokens or submit.drained_attempts < before.drained_attempts:
+        changed.append("what was said before")
+    if submit.deadline_ms and not before.deadline_ms:
+        changed.append("deadline_ms")
+    return changed
 
 
 def submit(state: State, incarnation: int, event: Received, now: float) -> None:
     submit = event.message
     assert isinstance(submit, Submit)
-    if malformed := _malformed(submit, event.blob):
-        state.out.append(ProtocolViolation(incarnation, malformed))
-        return
     ended = state.last_attempt(submit.request_id)
     if submit.attempt <= ended:
         if submit.attempt == ended:
@@ -187,7 +212,7 @@ def _reject(
     if retry_after_s is None:
         retry_after_s = report.retry_after_s(state, submit, now) if reason in _WORTH_ANOTHER_TRY else 0.0
     rates = state.billing.rates(submit.tenant, now)
-    state.send(incarnation, Rejected(submit.request_id, submit.attempt, reason, why, retry_after_s, rates))
+    state.send(incarnation, Rejected(submit.request_id, submit.attempt, reason, why[:500], retry_after_s, rates))
     state.out.append(StateChanged(submit.request_id, submit.attempt, RequestState.REJECTED, reason))
 
 

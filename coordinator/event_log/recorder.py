@@ -54,8 +54,7 @@ class EventLog:
         """Begin a new file; those of earlier processes are kept beside it. Raises `OSError`."""
         _keep_earlier(self.path)
         start = bytearray(encode_header(header))
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        _lock(self._fd)
+        self._fd = _open_new(self.path)
         _write_all(self._fd, start)
         self._bytes = len(start)
 
@@ -174,25 +173,37 @@ def _keep_earlier(path: Path) -> None:
     if not path.is_file() or path.stat().st_size == 0:
         return
     with path.open("rb") as file:
-        if not _lock(file.fileno()):
-            raise FileExistsError(f"{path} is being written by another coordinator")
+        _lock(file.fileno(), path)
         if MAGIC.encode() not in file.read(len(MAGIC) + 8):
             raise FileExistsError(f"{path} is there already, and is not an event log")
-    names = [path, *(path.with_name(f"{path.name}.{number}") for number in range(1, EARLIER_KEPT + 1))]
-    for number in range(EARLIER_KEPT, 0, -1):
-        if names[number - 1].exists():
-            names[number - 1].replace(names[number])
+        names = [path, *(path.with_name(f"{path.name}.{number}") for number in range(1, EARLIER_KEPT + 1))]
+        for number in range(EARLIER_KEPT, 0, -1):
+            if names[number - 1].exists():
+                names[number - 1].replace(names[number])
 
 
-def _lock(fd: int) -> bool:
-    """Until the file is closed, at the latest when the process ends. Where the file system has no locks, everyone gets one."""
+def _open_new(path: Path) -> int:
+    """Raises `OSError`: nothing is written to a file that another coordinator has, or may have."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        _lock(descriptor, path)
+        if os.fstat(descriptor).st_size:
+            raise FileExistsError(f"{path} is being written by another coordinator")
     except OSError:
-        pass
-    return True
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    """Until the file is closed, at the latest when the process ends. Raises `OSError`, also where the file system has no locks,
+    and where the path is another file's by now."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise FileExistsError(f"{path} is being written by another coordinator") from None
+    if not path.exists() or not os.path.samestat(os.fstat(descriptor), path.stat()):
+        raise FileExistsError(f"{path} is being written by another coordinator")
 
 
 def _write_and_close(fd: int, data: bytearray) -> None:

@@ -171,14 +171,20 @@ class KvAdmission:
             return
         self._run(key, entry.life, step)
 
-    def shares(self, key: Key, parts: Mapping[int, int]) -> bool:
-        """The attempt holds so many blocks of these chains, by number, until it ends. False if its prompt has not so many."""
+    def may_share(self, key: Key, parts: Mapping[int, int]) -> bool:
+        """Whether the attempt's prompt has so many blocks."""
         entry = self._entries.get(key)
         if entry is None or entry.life is None:
             return True
-        if sum(parts.values()) > entry.life.prompt_tokens // self.block_size:
+        return sum(parts.values()) <= entry.life.prompt_tokens // self.block_size
+
+    def shares(self, key: Key, parts: Mapping[int, int]) -> bool:
+        """The attempt holds so many blocks of these chains, by number, until it ends. False if its prompt has not so many."""
+        if not self.may_share(key, parts):
             return False
-        self._cover(key, self._shared.hold(key, parts, entry.row.end))
+        entry = self._entries.get(key)
+        if entry is not None and entry.life is not None:
+            self._cover(key, self._shared.hold(key, parts, entry.row.end))
         return True
 
     def reached(self, steps: int) -> None:

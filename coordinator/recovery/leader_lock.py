@@ -3,6 +3,9 @@
 The turn is a lock on `FILE.lock`, kept until the process ends. The kernel gives it on at that moment, however the process
 ends; one that stands by has loaded everything by then and serves within milliseconds. Who is only started again takes the time
 of a Python start, about a second of CPU.
+
+A network file system may give a lock on although its holder lives, as when that is cut off for longer than its lease. So a
+ledger on one is refused.
 """
 
 import asyncio
@@ -13,9 +16,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.recovery.lock_file import lock_of, open_lock
+from coordinator.recovery.lock_file import is_at, lock_of, network_file_system, open_lock
 from proto.errors import CrossdockError
 from runtime.process.driver import Stop
+from runtime.process.exits import ConfigError
 
 PREDECESSOR_S: Final = 5.0
 """How long one that does not stand by waits for a predecessor that is about to end."""
@@ -28,12 +32,13 @@ class NotLeader(CrossdockError):
 class LeaderLock:
     def __init__(self, usage_db: str) -> None:
         self.path = lock_of(usage_db)
+        self._usage_db = Path(usage_db).expanduser()
         self._descriptor: int | None = None
 
     async def take(self, stop: Stop, within_s: float | None) -> bool:
-        """Whether it was taken before `stop`; `within_s` None: however long it takes. Raises `NotLeader`."""
+        """Whether it was taken before `stop`; `within_s` None: however long it takes. Raises `NotLeader`, `ConfigError`."""
         taken: Future[int] = Future()
-        threading.Thread(target=_wait, args=(self.path, taken), name="turn", daemon=True).start()
+        threading.Thread(target=_wait, args=(self._usage_db, self.path, taken), name="turn", daemon=True).start()
         taking, stopping = asyncio.wrap_future(taken), asyncio.ensure_future(stop.wait())
         both: set[asyncio.Future[Any]] = {taking, stopping}
         try:
@@ -43,12 +48,16 @@ class LeaderLock:
                     raise NotLeader(f"{self.path}: another coordinator writes this ledger")
                 return False
             self._descriptor = taking.result()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise NotLeader(str(error)) from None
         finally:
             taking.cancel()
             stopping.cancel()
         return True
+
+    def is_held(self) -> bool:
+        """Whether nobody else can have taken the lock meanwhile, as by removing its file."""
+        return self._descriptor is not None and is_at(self._descriptor, self.path)
 
     def give_up(self) -> None:
         if self._descriptor is not None:
@@ -56,14 +65,22 @@ class LeaderLock:
             self._descriptor = None
 
 
-def _wait(path: Path, taken: "Future[int]") -> None:
+def _wait(usage_db: Path, path: Path, taken: "Future[int]") -> None:
     """On a thread of its own, since waiting for a lock cannot be interrupted: whoever gave up waiting leaves it behind."""
     descriptor = -1
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (path.parent, Path(os.path.realpath(usage_db)).parent):
+            if kind := network_file_system(folder):
+                raise ConfigError(
+                    f"--usage-db: {folder} is on {kind}, a network file system, whose locks may be lost:"
+                    " name a file on a local disk"
+                )
         descriptor = open_lock(path)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError as error:
+        if not is_at(descriptor, path):
+            raise FileNotFoundError(f"{path} was removed while this coordinator waited for it")
+    except (OSError, ValueError, ConfigError) as error:
         if taken.set_running_or_notify_cancel():
             taken.set_exception(error)
     else:

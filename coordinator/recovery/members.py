@@ -13,6 +13,8 @@ from proto.messages import Hello, Release, Role
 from proto.progress import Hung
 
 REMEMBERED_MAX = 1024
+EMPTY_POOL_S_MAX = 3600.0
+"""How long a model without a worker stays known."""
 _LOST = {Role.PREFILL: Interrupt.PREFILL_LOST, Role.DECODE: Interrupt.DECODE_LOST}
 
 
@@ -28,6 +30,7 @@ def up(state: State, incarnation: int, hello: Hello, now: float) -> None:
         if pool is None:
             pool = state.pools[hello.model] = Pool(hello.model, state.limits.placement, state.limits.steps)
         pool.add(worker)
+        state.empty_pools.pop(hello.model, None)
         queue = state.queues.setdefault(hello.model, WaitQueue(state.limits))
         queue.attention_tokens = queue.attention_tokens or hello.attention_tokens
         if hello.role is Role.PREFILL:
@@ -67,7 +70,10 @@ def down(state: State, incarnation: int, reason: str, now: float) -> None:
         state.draining.pop(incarnation, None)
         state.unproven.pop(incarnation, None)
         state.unbind_all(worker)
-        state.pools[hello.model].remove(worker, now)
+        pool = state.pools[hello.model]
+        pool.remove(worker, now)
+        if not pool.prefill and not pool.decode:
+            state.empty_pools[hello.model] = now
         worker.leave()
         for step, requests in worker.steps.values():
             for chunk, request in zip(step.chunks, requests, strict=True):
@@ -89,6 +95,20 @@ def down(state: State, incarnation: int, reason: str, now: float) -> None:
     elif hello.role is Role.GATEWAY:
         for request in [r for r in state.requests.values() if r.gateway_incarnation == incarnation]:
             state.end(request, Trigger.CANCEL, CancelReason.GATEWAY_LOST, now)
+
+
+def forget_models(state: State, now: float) -> None:
+    """Those that have been without a worker for long, unless something still waits for one."""
+    while state.empty_pools:
+        model, since = next(iter(state.empty_pools.items()))
+        if since + EMPTY_POOL_S_MAX > now:
+            break
+        del state.empty_pools[model]
+        if any(request.submit.model == model for request in state.requests.values()):
+            state.empty_pools[model] = now
+            continue
+        del state.pools[model], state.queues[model]
+        state.autopilots.pop(model, None)
 
 
 def hung(state: State, incarnation: int, event: Received, now: float) -> None:

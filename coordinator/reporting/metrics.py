@@ -6,7 +6,7 @@ value that follows them, and anything else is an event.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from coordinator.accounting.usage import Closed, Opened
 from coordinator.events import StateChanged
@@ -15,6 +15,7 @@ from coordinator.reporting.recent import RecentTimes
 from coordinator.reporting.served import Service, evenness, services
 from coordinator.state import State
 from proto.messages import Role
+from proto.status import StatusReport
 from runtime.metrics.registry import LATENCY_S, Labels, MetricsRegistry
 from runtime.metrics.tenant_labels import OTHER, TenantLabels
 
@@ -42,8 +43,8 @@ class CoordinatorMetrics:
         """Requests of which workers still hold something."""
         self.refused_behind = 0
         """Requests that the driver refused, since usage could not be written fast enough."""
-        self.stalls = 0
-        """After which this process began anew."""
+        self.earlier: tuple[Mapping[str, int], Mapping[str, int]] = {}, {}
+        """Counters and requests that have ended, as `crossdock status` shows them, from before this process last began anew."""
         self._services: list[tuple[str, Service]] = []
         self._admitted = registry.counter(
             PREFIX + "requests_admitted", "Requests accepted into the queue.", "model", "priority_class"
@@ -78,12 +79,30 @@ class CoordinatorMetrics:
             "Time from the cancellation of a request until its workers have released it.",
             LATENCY_S,
         )
+        self._absences = registry.counter(
+            PREFIX + "absences",
+            "Times that this process was stopped for longer than its peers wait, and started over.",
+        )
+        self.absences = 0
         self._tenants = TenantLabels(self._tenant_tokens, self._tenant_requests)
         registry.before.append(self._prepare)
         self._read_requests(registry)
         self._read_fairness(registry)
         self._read_workers(registry)
         self._read_faults(registry)
+
+    def begin_anew(self, core: State, shown: StatusReport) -> None:
+        """The process was away, and goes on with a core that knows nothing; `shown`: what the last one came to. Counters never
+        go back."""
+        self.registry.carry_over()
+        self.earlier = shown.counters, shown.finished
+        self._core = core
+        self._accepted.clear()
+        self._cancelled_at.clear()
+        self._services = []
+        self.refused_behind = 0
+        self.absences += 1
+        self._absences.inc()
 
     # --- what the driver sees -------------------------------------------------------------------------------------------
 
@@ -133,30 +152,28 @@ class CoordinatorMetrics:
         self._services = [(model, one) for model, queue in self._core.queues.items() for one in services(queue, now)]
 
     def _read_requests(self, registry: MetricsRegistry) -> None:
-        core = self._core
-
         def live() -> Iterator[tuple[Labels, float]]:
-            for model, queue in core.queues.items():
+            for model, queue in self._core.queues.items():
                 yield (model, RequestState.QUEUED), len(queue)
             states: Counter[Labels] = Counter()
-            for request in core.interrupted.values():
+            for request in self._core.interrupted.values():
                 states[request.submit.model, request.state] += 1
-            for worker in core.workers.values():
+            for worker in self._core.workers.values():
                 if worker.hello.role is Role.DECODE:
                     for key in worker.holdings:
-                        request_ = core.current(*key)
+                        request_ = self._core.current(*key)
                         if request_ is not None:
                             states[request_.submit.model, request_.state] += 1
             yield from states.items()
 
         def ended() -> Iterator[tuple[Labels, float]]:
-            for outcome, count in core.outcomes.items():
+            for outcome, count in self._core.outcomes.items():
                 if outcome != RequestState.REJECTED:
                     yield (outcome,), count
-            yield ("shed",), core.counters["rejected_shed"]
+            yield ("shed",), self._core.counters["rejected_shed"]
 
         def deferred() -> Iterator[tuple[Labels, float]]:
-            for model, pool in core.pools.items():
+            for model, pool in self._core.pools.items():
                 yield (model, "no_room"), pool.no_room
                 yield (model, "waits_for_cache"), pool.cache_waits
 
@@ -174,7 +191,7 @@ class CoordinatorMetrics:
             PREFIX + "queue_tokens",
             "Prompt tokens that wait.",
             ("model",),
-            lambda: [((model,), queue.backlog.tokens) for model, queue in core.queues.items()],
+            lambda: [((model,), queue.backlog.tokens) for model, queue in self._core.queues.items()],
         )
         registry.total(
             PREFIX + "requests_refused_behind",
@@ -183,8 +200,6 @@ class CoordinatorMetrics:
         )
 
     def _read_fairness(self, registry: MetricsRegistry) -> None:
-        core = self._core
-
         def summed(values: Iterable[tuple[str, float]]) -> dict[str, float]:
             total: dict[str, float] = {}
             for tenant, value in values:
@@ -193,7 +208,7 @@ class CoordinatorMetrics:
             return total
 
         def index() -> Iterator[tuple[Labels, float]]:
-            for model, queue in core.queues.items():
+            for model, queue in self._core.queues.items():
                 own = [one for other, one in self._services if other == model]
                 for priority_class, value in evenness(queue, own).items():
                     yield (model, priority_class), value
@@ -221,17 +236,15 @@ class CoordinatorMetrics:
         )
 
     def _read_workers(self, registry: MetricsRegistry) -> None:
-        core = self._core
-
         def workers() -> Iterator[tuple[Labels, float]]:
-            for model, pool in core.pools.items():
+            for model, pool in self._core.pools.items():
                 yield (model, Role.PREFILL), len(pool.prefill)
                 yield (model, Role.DECODE), len(pool.decode)
 
         def pairs() -> Iterator[tuple[Labels, float]]:
-            for worker in core.workers.values():
+            for worker in self._core.workers.values():
                 for pair in worker.kv_pairs:
-                    if (decode := core.workers.get(pair.decode_incarnation)) is not None:
+                    if (decode := self._core.workers.get(pair.decode_incarnation)) is not None:
                         name = f"{worker.hello.name}/{decode.hello.name}"
                         yield (name, pair.transport, pair.why[:120]), 1.0
 
@@ -241,7 +254,7 @@ class CoordinatorMetrics:
             PREFIX + "kv_free_ratio",
             "Share of a worker's KV blocks that the requests placed there will not need.",
             ("worker",),
-            lambda: [((w.hello.name,), w.free_blocks / w.capacity.kv_blocks) for w in core.workers.values()],
+            lambda: [((w.hello.name,), w.free_blocks / w.capacity.kv_blocks) for w in self._core.workers.values()],
         )
         registry.read(
             "gauge",
@@ -250,28 +263,23 @@ class CoordinatorMetrics:
             ("pair", "transport", "why"),
             pairs,
         )
-        registry.total(PREFIX + "kv_moved_bytes", "KV handed over.", lambda: core.counters["kv_bytes_moved"])
+        registry.total(PREFIX + "kv_moved_bytes", "KV handed over.", lambda: self._core.counters["kv_bytes_moved"])
         registry.total(
             PREFIX + "kv_exposed_seconds",
             "Time from the end of a prompt's computation until its KV has arrived: transfer that prefill did not hide.",
-            lambda: core.counters["kv_exposed_us"] / 1e6,
+            lambda: self._core.counters["kv_exposed_us"] / 1e6,
         )
 
     def _read_faults(self, registry: MetricsRegistry) -> None:
-        counters = self._core.counters
-
         def reader(prefix: str) -> Callable[[], dict[str, float]]:
             return lambda: {
-                key.removeprefix(f"{prefix}_"): count for key, count in counters.items() if key.startswith(f"{prefix}_")
+                key.removeprefix(f"{prefix}_"): count
+                for key, count in self._core.counters.items()
+                if key.startswith(f"{prefix}_")
             }
 
         for prefix, (name, label, help_) in _BY_REASON.items():
             registry.by("counter", PREFIX + name, help_, label, reader(prefix))
-        registry.total(
-            PREFIX + "absences",
-            "Times that this process was stopped for longer than its peers wait, and started over.",
-            lambda: self.stalls,
-        )
         registry.total(
             PREFIX + "remembered_dropped",
             "Ended requests forgotten before ten minutes had passed, because there were too many. If one of them is submitted"
@@ -284,7 +292,9 @@ class CoordinatorMetrics:
             "Workers that left or were lost, by role.",
             "role",
             lambda: {
-                key.removesuffix(_LOST): n for key, n in counters.items() if key.endswith(_LOST) and _is_event(key)
+                key.removesuffix(_LOST): n
+                for key, n in self._core.counters.items()
+                if key.endswith(_LOST) and _is_event(key)
             },
         )
         registry.by(
@@ -292,7 +302,7 @@ class CoordinatorMetrics:
             PREFIX + "events",
             "Other counters of the core.",
             "event",
-            lambda: {key: n for key, n in counters.items() if not key.endswith(_LOST) and _is_event(key)},
+            lambda: {key: n for key, n in self._core.counters.items() if not key.endswith(_LOST) and _is_event(key)},
         )
 
 

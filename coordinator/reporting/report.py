@@ -1,20 +1,24 @@
 """What the core's state means to people: `crossdock status`, and how long to wait before trying again."""
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from coordinator.reporting.served import services
 from coordinator.state import State
 from coordinator.workers.circuit_breakers import NOBODY
-from proto.messages import Role, Submit
+from proto.messages import Hello, Role, Submit
 from proto.status import PairStatus, Process, StatusReport, TenantStatus, WorkerStatus
 
 NO_CAPACITY_S = 5.0
 """About what a supervised worker takes to come back."""
 TENANTS_SHOWN = 16
 HUNG_SHOWN = 16
-MODELS_SHOWN = 64
+WORKERS_SHOWN = 1024
+"""So that a report fits its frame, whatever workers call themselves."""
+COUNTER_MAX = (1 << 63) - 1
+"""What MessagePack and its readers take; some are sums of what workers say."""
 
 
 def retry_after_s(state: State, submit: Submit, now: float) -> float:
@@ -50,7 +54,7 @@ def workers(state: State) -> tuple[WorkerStatus, ...]:
         )
         for worker in state.workers.values()
     ]
-    return tuple(sorted(found, key=lambda w: (w.role, w.name)))
+    return tuple(sorted(found, key=lambda w: (w.role, w.name))[:WORKERS_SHOWN])
 
 
 def status(state: State) -> StatusReport:
@@ -60,7 +64,7 @@ def status(state: State) -> StatusReport:
         queued=sum(len(queue) for queue in state.queues.values()),
         running=dict(Counter(request.state.value for request in state.requests.values())),
         finished=dict(state.outcomes),
-        counters=dict(state.counters),
+        counters={name: min(count, COUNTER_MAX) for name, count in state.counters.items()},
         kv_pairs=tuple(sorted(_pairs(state), key=lambda pair: (pair.prefill, pair.decode))),
         circuit_open=tuple(sorted(_left_out(state))),
         tenants=_tenants(state),
@@ -72,16 +76,16 @@ def status(state: State) -> StatusReport:
                 model, lambda name: _emitted(state, name), max(state.queues[model].backlog.tokens, 0), state.now
             )
             for model, pool in state.pools.items()
-        )[:MODELS_SHOWN],
+        ),
         step_times=tuple(
             sample.report(model, role, state.now)
-            for model, pool in list(state.pools.items())[:MODELS_SHOWN]
+            for model, pool in state.pools.items()
             for role, sample in pool.step_times.items()
         ),
         autopilots=tuple(
             msgspec.structs.replace(one, age_ms=1000 * max(state.now - at, 0.0))
             for one, at in state.autopilots.values()
-        )[:MODELS_SHOWN],
+        ),
     )
 
 
@@ -106,7 +110,9 @@ def _tenants(state: State) -> tuple[TenantStatus, ...]:
             waiting[one.tenant] += one.waiting
     whole = sum(costs.values())
     first = sorted(costs, key=lambda tenant: (-costs[tenant], tenant))[:TENANTS_SHOWN]
-    return tuple(TenantStatus(name, costs[name] / whole if whole else 0.0, waiting[name]) for name in first)
+    return tuple(
+        TenantStatus(name, min(costs[name] / whole, 1.0) if whole > 0 else 0.0, waiting[name]) for name in first
+    )
 
 
 def _pairs(state: State) -> list[PairStatus]:
@@ -128,3 +134,22 @@ def _left_out(state: State) -> list[str]:
             if breaker.tripped:
                 found.append(f"{names}: {breaker.failures} {what} failed in a row; tried again in {again_s:.0f} s")
     return found
+
+
+def summed(
+    now: tuple[Mapping[str, int], Mapping[str, int]], earlier: tuple[Mapping[str, int], Mapping[str, int]]
+) -> list[dict[str, int]]:
+    """Counters, and what they had come to before they began anew."""
+    return [
+        {name: min(one.get(name, 0) + before.get(name, 0), COUNTER_MAX) for name in {**before, **one}}
+        for one, before in zip(now, earlier, strict=True)
+    ]
+
+
+def targets(own: tuple[Role, str, str], hellos: Iterable[Hello]) -> list[dict[str, object]]:
+    """All that can be observed, as Prometheus asks for it (`http_sd_configs`). `own`: role, name and address."""
+    others = [(hello.role, hello.name, hello.metrics) for hello in hellos if hello.metrics]
+    return [
+        {"targets": [address], "labels": {"crossdock_role": role.value, "crossdock_name": name}}
+        for role, name, address in (own, *others)
+    ]

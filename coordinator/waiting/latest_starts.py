@@ -46,12 +46,12 @@ class LatestStarts:
             self._begin_anew()
         self._tokens_per_s = max(self._tokens_per_s, tokens_per_s)
         heap = self._heap
-        for request in self._fresh[-STEPS_MAX:]:
+        for request in filter(_may_be_shed, self._fresh[-STEPS_MAX:]):
             self._added += 1
             heappush(heap, (_latest_start(request, request.submit.prompt_tokens, tokens_per_s), self._added, request))
         del self._fresh[-STEPS_MAX:]
         for _ in range(STEPS_MAX):
-            while heap and not heap[0][2].waits:
+            while heap and not _may_be_shed(heap[0][2]):
                 heappop(heap)
             if not heap or heap[0][0] >= now:
                 return None
@@ -63,9 +63,14 @@ class LatestStarts:
         return None
 
     def _begin_anew(self) -> None:
-        self._fresh = [r for r in (*(entry[2] for entry in self._heap), *self._fresh) if r.waits and r.attempt == 1]
+        self._fresh = [r for r in (*(entry[2] for entry in self._heap), *self._fresh) if _may_be_shed(r)]
         self._heap.clear()
         self._tokens_per_s = 0.0
+
+
+def _may_be_shed(request: Request) -> bool:
+    """Entries stay when a request is placed. If it waits again, that is a later attempt."""
+    return request.waits and request.attempt == 1
 
 
 def _latest_start(request: Request, tokens: int, tokens_per_s: float) -> float:

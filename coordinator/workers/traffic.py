@@ -25,6 +25,7 @@ class _Arrival(msgspec.Struct, gc=False):
     stands_for: int
     prompt_tokens: int
     max_tokens: int
+    choices: int
     cached_tokens: int = 0
     output_tokens: int = 0
     """Once it has ended."""
@@ -47,7 +48,7 @@ class Traffic:
         self._passed += 1
         if now < self._next_at:
             return
-        arrival = _Arrival(now, self._passed, submit.prompt_tokens, submit.sampling.max_tokens)
+        arrival = _Arrival(now, self._passed, submit.prompt_tokens, submit.sampling.max_tokens, submit.choices)
         self._last[submit.request_id] = arrival
         self._passed, self._next_at = 0, now + SPACING_S
         if len(self._last) > SAMPLE_MAX:
@@ -64,6 +65,7 @@ class Traffic:
 
     def finished(self, request_id: str, output_tokens: int, now: float) -> None:
         if (arrival := self._last.get(request_id)) is not None:
+            output_tokens = min(output_tokens, arrival.max_tokens * arrival.choices)  # a worker may say anything
             arrival.output_tokens, arrival.has_ended = output_tokens, True
             arrival.tpot_ms = _tpot_ms(arrival, output_tokens - 1, now)
 

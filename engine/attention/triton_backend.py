@@ -13,12 +13,20 @@ from engine.attention.interface import AttentionCall, AttentionMetadata
 
 SPLITS: Final = 32
 """Into which the keys of a sequence are divided at most; always as many, so that a CUDA graph fits any length."""
-TILE: Final = 64
-"""Keys at a time, and the fewest of a split."""
-ROWS: Final = 64
-"""Tokens of a prompt at a time."""
+_SHARED_BYTES: Final = 101_376
+"""Shared memory of one program on the smallest GPUs that are served: A10, L4, RTX."""
 _EVERYTHING: Final = (1 << 31) - 1
 """A window that hides nothing."""
+
+
+def tile_sizes(dim_pad: int, number_bytes: int, shared_bytes: int) -> tuple[int, int]:
+    """(tokens of a prompt at a time, keys at a time), so that a program's numbers fit its GPU: all registers of one that
+    computes in float32 hold a quarter as many."""
+    rows = 64 if number_bytes < 4 else 32 if dim_pad <= 128 else 16
+    tile = 64 if number_bytes < 4 else 32
+    while tile > 16 and number_bytes * (rows * (dim_pad + tile) + 2 * tile * dim_pad) > shared_bytes:
+        tile //= 2
+    return rows, tile
 
 
 class TritonAttention:
@@ -34,13 +42,17 @@ class TritonAttention:
         self._block_stride = pool.stride(0)
         self.v_distance = self._block_size * self._kv_heads * self._head_dim
         self._dim_pad = max(16, next_power_of_2(self._head_dim))
+        properties = torch.cuda.get_device_properties(pool.device) if pool.is_cuda else None
+        shared_bytes = getattr(properties, "shared_memory_per_block_optin", _SHARED_BYTES)
+        self.rows, self._tile = tile_sizes(self._dim_pad, pool.itemsize, shared_bytes)
+        """How many tokens of a prompt are one tile of queries; how many keys are looked at at once, the fewest of a split."""
 
     def plan(self, batch: ForwardBatch) -> AttentionMetadata:
         if batch.is_decode:
             return AttentionMetadata(batch)
-        tiles_of = [-(-count // ROWS) for count in batch.counts]
+        tiles_of = [-(-count // self.rows) for count in batch.counts]
         sequences = np.repeat(np.arange(len(tiles_of)), tiles_of)
-        firsts = (np.arange(len(sequences)) - np.repeat(np.cumsum(tiles_of) - tiles_of, tiles_of)) * ROWS
+        firsts = (np.arange(len(sequences)) - np.repeat(np.cumsum(tiles_of) - tiles_of, tiles_of)) * self.rows
         tiles = torch.from_numpy(np.stack((sequences, firsts)).astype(np.int32))
         return AttentionMetadata(batch, tiles=upload(tiles, batch.tables.device))
 
@@ -62,7 +74,7 @@ class TritonAttention:
         shared = (scale, call.softcap or 0.0, call.window or _EVERYTHING)
         sizes = {"DIM": self._head_dim, "DIM_PAD": self._dim_pad}
         of_keys = {
-            "SOFTCAP": bool(call.softcap), "KV_HEADS": self._kv_heads, "BLOCK_SIZE": self._block_size, "TILE": TILE,
+            "SOFTCAP": bool(call.softcap), "KV_HEADS": self._kv_heads, "BLOCK_SIZE": self._block_size, "TILE": self._tile,
         }  # fmt: skip
         if metadata.tiles is None:
             return self._decode(layer, q, metadata.batch, shared, sizes, of_keys)
@@ -70,7 +82,7 @@ class TritonAttention:
         triton_launch.launch(
             kernels.prefill, (tiles.shape[1], q.shape[1]), q, self._layers[layer], batch.tables, batch.lengths,
             batch.row_starts, tiles, out, *shared, tiles.shape[1], batch.tables.stride(0), self._block_stride,
-            self.v_distance, HEADS=q.shape[1], ROWS=ROWS, **sizes, **of_keys,
+            self.v_distance, HEADS=q.shape[1], ROWS=self.rows, **sizes, **of_keys,
         )  # fmt: skip
         return out
 
@@ -102,6 +114,6 @@ class TritonAttention:
         out = torch.empty_like(q)
         triton_launch.launch(
             kernels.join_splits, (sequences, heads), sums, stats, batch.lengths, out, shared[-1], HEADS=heads,
-            SPLITS=SPLITS, TILE=TILE, **sizes,
+            SPLITS=SPLITS, TILE=self._tile, **sizes,
         )  # fmt: skip
         return out

@@ -7,8 +7,12 @@ KV of a position by its block table, so it needs neither contiguous blocks nor a
 import triton
 import triton.language as tl
 
+# Triton compiles a kernel anew for integers that are 1 or multiples of 16, and for pointers that are, or are not, aligned to 16
+# bytes. What changes from batch to batch must not have it compile while requests wait.
+PER_BATCH = ["lengths", "positions", "row_starts", "slots", "table_stride", "tables", "tile_count", "tiles", "window"]
 
-@triton.jit
+
+@triton.jit(do_not_specialize=PER_BATCH)
 def write(k, v, kv, slots, k_stride, v_stride, v_distance, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     """One program for each token: its K and V rows [WIDTH = kv_heads * head_dim] go to its slot."""
     row = tl.program_id(0).to(tl.int64)
@@ -56,7 +60,7 @@ def _split_range(length, window, SPLITS: tl.constexpr, SPLIT_MIN: tl.constexpr):
     return begin, tl.maximum((keys + SPLIT_MIN - 1) // SPLIT_MIN, 1) * SPLIT_MIN
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_BATCH)
 def decode(q, kv, tables, lengths, sums, stats, scale, softcap, window, table_stride, block_stride, v_distance,
            SOFTCAP: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, DIM: tl.constexpr,
            DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
@@ -102,7 +106,7 @@ def decode(q, kv, tables, lengths, sums, stats, scale, softcap, window, table_st
     tl.store(stats + at * 2 + 1, total, mask=is_head)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_BATCH)
 def join_splits(sums, stats, lengths, out, window, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
                 TILE: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
     """Program (sequence, head): what `decode` left of its splits → out [sequences, HEADS, DIM]."""
@@ -120,7 +124,7 @@ def join_splits(sums, stats, lengths, out, window, HEADS: tl.constexpr, DIM: tl.
     tl.store(out + (sequence * HEADS + head) * DIM + dims, attended.to(out.dtype.element_ty), mask=dims < DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_BATCH)
 def prefill(q, kv, tables, lengths, row_starts, tiles, out, scale, softcap, window, tile_count, table_stride, block_stride,
             v_distance, SOFTCAP: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
             DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip

@@ -9,9 +9,11 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from functools import cache
 from importlib.util import find_spec
@@ -152,10 +154,12 @@ def _built() -> Path:
     target = _TARGETS[instruction_set()]
     made_by = " ".join([importlib.metadata.version("ziglang"), *_FLAGS, *target, source_hash()])
     name = hashlib.sha256(made_by.encode()).hexdigest()[:32]
-    for folder in (Path(platformdirs.user_cache_dir("crossdock")) / "kernels", Path(tempfile.gettempdir())):
+    for folder in _folders():
         path = folder / f"crossdock-{name}.so"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not _is_private(folder):
+                continue
             with FileLock(f"{path}.lock", timeout=_TIMEOUT_S):
                 if not _is_ours(path):
                     _compile(target, path)
@@ -163,6 +167,26 @@ def _built() -> Path:
         except OSError:
             continue  # a service that may not write to its home
     raise KernelsUnavailable("neither the user's cache folder nor that for temporary files can be written to")
+
+
+def _folders() -> Iterator[Path]:
+    """Where the kernels may be kept, the best place first."""
+    yield Path(platformdirs.user_cache_dir("crossdock")) / "kernels"
+    try:
+        yield Path(tempfile.gettempdir()) / f"crossdock-{os.geteuid()}"
+        yield Path(tempfile.mkdtemp(prefix="crossdock-"))  # another user has made a folder of that name
+    except OSError:
+        return  # no folder for temporary files can be written to
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether nobody else can put files there. Raises `OSError`."""
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        return False
+    if status.st_mode & 0o022:
+        folder.chmod(0o700)
+    return True
 
 
 def _is_ours(path: Path) -> bool:

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from engine.attention.triton_kernels import PER_BATCH
+
 
 @triton.jit
 def add_norm(x, delta, weight, out, epsilon, SIZE: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr):
@@ -43,7 +45,7 @@ def _rotated_head(
     return own * cosines + other * sines
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_BATCH)
 def rotate_and_write(qkv, q, kv, slots, positions, query_norm, key_norm, cosine, sine, epsilon, v_distance,
                      HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
                      ROTARY: tl.constexpr, QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr):  # fmt: skip

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Final
 
 import torch
 
@@ -10,6 +11,9 @@ from engine.gpu.decoder import Decoder
 from engine.gpu.ops import Ops
 from engine.gpu.pipeline import GpuPipeline
 from engine.gpu.weights import DecoderWeights
+
+_WARM_UP_TOKENS: Final = (1, 2, 64, 128, 1024, 1088)
+"""1, 2, 16 and 17 tiles of queries, beside single tokens."""
 
 
 class GpuRunner:
@@ -42,7 +46,19 @@ class GpuRunner:
         return self._decoder.short_windows(window)
 
     def capture(self) -> None:
-        """After the check of the model: a graph keeps the windows that it was captured with. Raises RuntimeError."""
+        """After the check of the model: a graph keeps the windows that it was captured with. Raises RuntimeError and
+        KernelFailed."""
         if self.pipeline is not None and self._pool.is_cuda:
+            self.warm_up()
             self.pipeline.replay.capture()
             self.backend = f"{self.backend[:-1]}, {self.pipeline.replay.graphs} CUDA graphs)"
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Prompts of the sizes at which kernels or the vendor's library may take another variant, so that none is made while
+        requests wait. Leaves zeros in the pool."""
+        size, room = self._pool.shape[3], len(self._pool) * self._pool.shape[3]
+        for tokens in sorted({min(one, self._context_tokens, room) for one in _WARM_UP_TOKENS}):
+            blocks = range(-(-tokens // size))
+            self.forward([SeqChunk([0] * tokens, 0, blocks, True)])
+            self._pool[: len(blocks)].zero_()

@@ -26,6 +26,7 @@ from engine.gpu.weights import DecoderWeights, fuse
 from engine.model import selfcheck
 from engine.model.errors import ModelUnsupported, WeightsUnsupported
 from engine.model.runner import TransformersRunner
+from engine.triton_launch import KernelFailed
 
 Progress = Callable[[str], None]
 
@@ -65,29 +66,48 @@ def make_engine(candidate: Candidate, make_pool: MakePool, progress: Progress) -
     check = selfcheck.SelfCheck(candidate.model, candidate.info, candidate.text_config, windows)
     check.compute_reference()
     info, fused = candidate.info, _fused(candidate, progress) if candidate.on_gpu else None
-    if candidate.kv_bytes is None:
+    pool_bytes = candidate.kv_bytes
+    if pool_bytes is None:
         progress("measuring memory")
-    pool = make_pool(candidate.kv_bytes if candidate.kv_bytes is not None else _measured(candidate, fused))
-    runner: Runner | None = None
-    if parts is not None:
-        progress("preparing the CPU kernels")
-        runner = CpuDecoder(parts, pool, info.context_tokens, candidate.weights, torch.get_num_threads())
-    elif fused is not None:
-        runner = GpuRunner(fused, pool, make_ops(pool), info.context_tokens, candidate.gpu.decode_rows)
-    if runner is not None:
-        engine = Engine(runner, info, pool)
-        difference = check.compare(engine)
-        if difference is None:
-            if isinstance(runner, GpuRunner):
-                progress("capturing CUDA graphs")
-                runner.capture()
-            return engine
-        _without_kernels(candidate, difference, progress)
+        try:
+            pool_bytes = _measured(candidate, fused)
+        except KernelFailed as error:
+            _without_kernels(candidate, str(error), progress)
+            fused, pool_bytes = None, _measured(candidate, None)
+    pool = make_pool(pool_bytes)
+    if parts is not None or fused is not None:
+        try:
+            return _with_kernels(candidate, parts, fused, pool, check, progress)
+        except KernelFailed as error:
+            _without_kernels(candidate, str(error), progress)
     engine = Engine(_transformers_runner(candidate, pool), info, pool)
     progress("comparing the paged forward with the model's own")
     difference = check.compare(engine)
     if difference is not None:
         raise ModelUnsupported(f"{info.model_path}: {difference}")
+    return engine
+
+
+def _with_kernels(
+    candidate: Candidate, parts: ModelParts | None, fused: DecoderWeights | None, pool: torch.Tensor,
+    check: selfcheck.SelfCheck, progress: Progress,
+) -> Engine:  # fmt: skip
+    """Raises KernelFailed, also for kernels that compute something else than the model."""
+    info = candidate.info
+    runner: Runner
+    if parts is not None:
+        progress("preparing the CPU kernels")
+        runner = CpuDecoder(parts, pool, info.context_tokens, candidate.weights, torch.get_num_threads())
+    else:
+        assert fused is not None
+        runner = GpuRunner(fused, pool, make_ops(pool), info.context_tokens, candidate.gpu.decode_rows)
+    engine = Engine(runner, info, pool)
+    difference = check.compare(engine)
+    if difference is not None:
+        raise KernelFailed(difference)
+    if isinstance(runner, GpuRunner):
+        progress("capturing CUDA graphs")
+        runner.capture()
     return engine
 
 
@@ -138,7 +158,8 @@ def _without_kernels(candidate: Candidate, why: str, progress: Progress) -> None
         raise WeightsUnsupported(
             f"{candidate.weights} weights need the CPU kernels, which cannot run this model: {why}"
         )
-    progress(f"without the {'CPU' if candidate.on_cpu else 'GPU'} kernels: {why}")
+    slower = ", expect about 10 times slower" if candidate.on_gpu else ""
+    progress(f"without the {'CPU' if candidate.on_cpu else 'GPU'} kernels: {why}{slower}")
 
 
 def _transformers_runner(candidate: Candidate, pool: torch.Tensor) -> TransformersRunner:

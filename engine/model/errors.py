@@ -15,6 +15,16 @@ class WeightsUnsupported(ModelUnsupported):
     option = "--weights"
 
 
+class GpuUnsupported(ModelUnsupported):
+    """The GPU is too old."""
+
+    option = "--device"
+
+
+class NoRoom(ModelUnsupported):
+    """The weights alone are more than the device has room for."""
+
+
 class PoolTooSmall(ModelUnsupported):
     """The KV pool asked for holds next to nothing of this model."""
 

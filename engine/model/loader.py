@@ -17,6 +17,7 @@ from engine.attention import paged as attention
 from engine.attention.paged import AttentionCall, Recorder, UnsupportedAttention, forward_context
 from engine.engine import Engine, ModelInfo
 from engine.gpu.memory import GpuShare
+from engine.model import room
 from engine.model.backend import Candidate, make_engine
 from engine.model.errors import ModelUnsupported, PoolTooSmall, WeightsUnsupported
 from engine.model.fingerprint import model_fingerprint
@@ -40,13 +41,14 @@ def load_engine(
     kv_bytes: int | None,
     gpu: GpuShare = _WHOLE_GPU,
     allocate: Callable[[int], torch.Tensor] | None = None,
+    host_bytes: int | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Engine:
     """Loads `model` (a folder, or ORG/NAME from the hub) and makes a KV pool of at most `kv_bytes`, or, if that is None,
     of what its share `gpu` of a GPU leaves. `allocate(bytes)` may provide its memory, as a tensor of zero bytes on the device.
     `dtype` is `auto` (float32 on the CPU, as stored on a GPU), `float32`, `bfloat16` or `float16`. `weights` says how the CPU
-    kernels keep the weights: `float32`, `bfloat16` or `int8`. `block_size` is in tokens. Raises ModelUnsupported.
-    """
+    kernels keep the weights: `float32`, `bfloat16` or `int8`. `block_size` is in tokens. `host_bytes` is what the host has
+    free, if that is known. Raises ModelUnsupported."""
     progress = on_progress or (lambda _: None)
     if dtype != "auto" and dtype not in _DTYPES:
         raise ModelUnsupported(f"dtype {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
@@ -54,14 +56,16 @@ def load_engine(
         raise WeightsUnsupported(f"{weights} weights are for the CPU, with a dtype of float32")
     if block_size < 1:
         raise ModelUnsupported(f"block_size {block_size} must be at least 1")
+    asked = _DTYPES.get(dtype, None if device != "cpu" else torch.float32)
+    room.check_gpu(torch.device(device))
     folder = _resolve(model, progress)
-    loaded, config = _load_weights(folder, model, device, dtype, progress)
+    room.check_weights(model, folder, torch.device(device), asked, kv_bytes, gpu, host_bytes)
+    loaded, config = _load_weights(folder, model, device, asked, progress)
     text_config = loaded.config.get_text_config()
     attention.register()
     progress("checking the model")
     calls, kv_heads, head_dim = _examine(loaded, model, text_config)
-    layers = len(calls)
-    weights_dtype: torch.dtype = loaded.dtype
+    layers, weights_dtype = len(calls), loaded.dtype
     kv_dtype = str(weights_dtype).removeprefix("torch.")
     block_bytes = layers * 2 * block_size * kv_heads * head_dim * weights_dtype.itemsize
     if kv_bytes is not None:
@@ -102,14 +106,15 @@ def _resolve(model: str, progress: Callable[[str], None]) -> Path:
     """The folder of a model, fetched from the hub when `model` is not a local one."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
-        if model.count("/") != 1 or model.startswith((".", "/", "~")):
+        name, _, revision = model.partition("@")
+        if name.count("/") != 1 or name.startswith((".", "/", "~")):
             raise ModelUnsupported(f"{model}: no such folder, and not an ORG/NAME of the hub")
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
         progress(f"fetching {model}")
         try:
-            folder = Path(snapshot_download(model, allow_patterns=_DOWNLOAD))
+            folder = Path(snapshot_download(name, revision=revision or None, allow_patterns=_DOWNLOAD))
         except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             raise ModelUnsupported(f"{model}: cannot be fetched from the hub: {_first_line(error)}") from error
     if not (folder / "config.json").is_file():
@@ -120,7 +125,7 @@ def _resolve(model: str, progress: Callable[[str], None]) -> Path:
 
 
 def _load_weights(
-    folder: Path, model: str, device: str, dtype: str, progress: Callable[[str], None]
+    folder: Path, model: str, device: str, dtype: torch.dtype | None, progress: Callable[[str], None]
 ) -> tuple[Any, Any]:
     """(model in eval mode, its config). The generic except turns whatever a broken checkpoint raises into one sentence."""
     try:
@@ -131,7 +136,6 @@ def _load_weights(
         raise ModelUnsupported(f"{model}: {config.model_type} is an encoder-decoder; crossdock serves causal models")
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelUnsupported(f"{model}: transformers has no causal language model for {config.model_type}")
-    stored = "auto" if device != "cpu" else torch.float32
     progress("loading weights")
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -141,7 +145,7 @@ def _load_weights(
         pair: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
-            dtype=_DTYPES.get(dtype, stored),
+            dtype=dtype or "auto",
             attn_implementation="eager",
             use_safetensors=True,
             trust_remote_code=False,
@@ -223,7 +227,7 @@ def _context_tokens(text_config: Any, model: str) -> int:
 def _eos_token_ids(folder: Path, text_config: Any) -> tuple[int, ...]:
     ids = getattr(text_config, "eos_token_id", None)
     if (folder / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(folder)
+        generation = GenerationConfig.from_pretrained(folder, trust_remote_code=False)
         ids = generation.eos_token_id if generation.eos_token_id is not None else ids
     if ids is None:
         return ()

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.http.encoding import encode
 from gateway.http.errors import ApiError
 from gateway.openai.answers import ChatAnswer, ChoiceState
 from gateway.openai.prepare import Prepared
@@ -68,7 +69,7 @@ class MessagesAnswer(ChatAnswer):
 
     def event(self, content: Json) -> bytes:
         kind: str = content["type"]
-        return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"
+        return b"event: " + kind.encode() + b"\ndata: " + encode(content) + b"\n\n"
 
     def opening(self) -> bytes:
         return self.event({"type": "message_start", "message": self._envelope_of(self._usage(0, 0), [])})

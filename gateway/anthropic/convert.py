@@ -4,26 +4,34 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.anthropic.types import CountRequest, MessagesRequest, OutputConfig
+from gateway.anthropic.types import CountRequest, MessagesRequest, OutputConfig, OutputFormat
 from gateway.http.errors import bad_value
-from gateway.openai.renamed import renamed
-from gateway.openai.request_types import ChatRequest, validate
+from gateway.http.renamed import renamed
+from gateway.openai.request_types import PARTS_MAX, ChatRequest, validate
 
 Json = dict[str, Any]
 NAMES: Final = {
     "messages.*": "messages",  # there are more or fewer of them
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
-    r"response_format(\.json_schema)?": "output_config.format",
+    r"response_format(\.json_schema)?": "output_config.format",  # or `output_format`
     "reasoning_effort": "output_config.effort",
     r"(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
     r"(tools\[\d+\])\.function": r"\1",
 }
 """Fields of chat, and what they are made of here."""
 _SAME: Final = ("model", "temperature", "top_p", "top_k", "stream")
-_TOOL_FIELDS: Final = {"type", "name", "description", "input_schema", "strict", "cache_control"}
-_ASKING_FOR_NOTHING: Final[tuple[Any, ...]] = (None, False, [], ["direct"])
+_TOOL_FIELDS: Final = {"type", "name", "description", "input_schema", "strict"}
+_TOOL_HINTS: Final = {
+    "cache_control": dict,
+    "eager_input_streaming": bool,
+    "defer_loading": bool,
+    "input_examples": list,
+}
+"""Fields that are checked, and have no effect: each tool is shown to the model, and its arguments are streamed as they come."""
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+_EFFORTS: Final = {"disabled": "none", "enabled": "high"}
+"""What `thinking` is worth as an effort. Anthropic's own is high."""
 _REFUSED: Final = {
     "image": "images are not supported: this server reads text",
     "document": "documents are not supported: send their text",
@@ -51,32 +59,42 @@ def as_chat(request: CountRequest) -> ChatRequest:
         fields["tools"] = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(request.tools)]
     if request.tool_choice is not None:
         fields |= _choice(request.tool_choice)
-    if request.output_config is not None:
-        fields |= _output(request.output_config)
-    if request.thinking is not None and request.thinking.type == "disabled":
-        fields["reasoning_effort"] = "none"
+    if request.thinking is not None and request.thinking.type in _EFFORTS:
+        fields["reasoning_effort"] = _EFFORTS[request.thinking.type]
+    asked = request.output_config or OutputConfig()
+    fields |= _output(asked.format or request.output_format, asked.effort, fields.get("reasoning_effort"))
     with renamed(NAMES):
         return validate(ChatRequest, {name: value for name, value in fields.items() if value is not None})
 
 
-def _output(asked: OutputConfig) -> Json:
-    found: Json = {} if asked.effort is None else {"reasoning_effort": asked.effort}
-    if asked.format is not None:
-        schema = {"name": "output", "schema": asked.format.schema_, "strict": True}
+def _output(asked: OutputFormat | None, effort: str | None, of_thinking: str | None) -> Json:
+    """An effort says more than that thoughts are wanted, and less than that none are."""
+    found: Json = {"reasoning_effort": of_thinking if of_thinking == "none" else effort or of_thinking}
+    if asked is not None:
+        schema = {"name": "output", "schema": asked.schema_, "strict": True}
         found["response_format"] = {"type": "json_schema", "json_schema": schema}
     return found
 
 
 def _add(messages: list[Json], message: Json, param: str) -> None:
     role, content = message.get("role"), message.get("content")
-    if role not in ("user", "assistant") or set(message) - {"role", "content"}:
-        why = "a message has a 'role', user or assistant, and a 'content'"
-        raise bad_value(f"{param}.role", f"Invalid value for '{param}': {why}.")
+    if role == "system":
+        messages.append({"role": role, "content": _text(content, f"{param}.content")})
+        return
+    if role not in ("user", "assistant"):
+        why = "a message has a 'role', user, assistant or system, and a 'content'"
+        raise bad_value(f"{param}.role", f"Invalid value for '{param}.role': {why}.", "unsupported_value")
+    for name in message.keys() - {"role", "content"} if role == "user" else ():  # an answer has more than the two
+        at = f"{param}.{name[:100]}"
+        raise bad_value(at, f"Unknown parameter: '{at}'.", "unknown_parameter")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if not isinstance(content, list) or not content or not all(isinstance(block, dict) for block in content):
         raise bad_value(f"{param}.content", f"'{param}.content' must be a string or a list of blocks.", "invalid_type")
+    if len(content) > PARTS_MAX:
+        raise bad_value(f"{param}.content", f"'{param}.content' may have at most {PARTS_MAX} blocks.")
     texts: list[str] = []
+    thoughts: list[str] = []
     own: Json = {"role": role, "content": ""}
     for number, block in enumerate(content):
         at = f"{param}.content[{number}]"
@@ -97,10 +115,14 @@ def _add(messages: list[Json], message: Json, param: str) -> None:
                 thought = block.get("thinking")
                 if not isinstance(thought, str):
                     raise bad_value(f"{at}.thinking", f"'{at}.thinking' must be a string.", "invalid_type")
-                own["reasoning_content"] = own.get("reasoning_content", "") + thought
+                thoughts.append(thought)
+            case ("redacted_thinking", "assistant"):
+                pass  # nobody but the server that wrote it can read it
             case (kind, _):
                 raise _refused(kind, at)
     own["content"] = "\n".join(texts)
+    if thoughts:
+        own["reasoning_content"] = "".join(thoughts)
     if texts or len(own) > 2 or role == "assistant":
         messages.append(own)
 
@@ -123,12 +145,20 @@ def _text(content: Any, param: str) -> str:
         return content
     if not isinstance(content, list):
         raise bad_value(param, f"'{param}' must be a string or a list of text blocks.", "invalid_type")
+    if len(content) > PARTS_MAX:
+        raise bad_value(param, f"'{param}' may have at most {PARTS_MAX} blocks.")
     texts = []
     for number, block in enumerate(content):
         at = f"{param}[{number}]"
-        if not isinstance(block, dict) or block.get("type") != "text":
-            raise _refused(block.get("type") if isinstance(block, dict) else None, at)
-        texts.append(_block_text(block, at))
+        match block.get("type") if isinstance(block, dict) else None:
+            case "text":
+                texts.append(_block_text(block, at))
+            case "search_result" if param.startswith("messages"):
+                texts += [f"{block.get('title')} ({block.get('source')})", _text(block.get("content"), f"{at}.content")]
+            case "tool_reference" if param.startswith("messages"):
+                texts.append(f"The tool {block.get('tool_name')} can be called.")
+            case kind:
+                raise _refused(kind, at)
     return "\n".join(texts)
 
 
@@ -137,8 +167,12 @@ def _tool(tool: Json, param: str) -> Json:
         message = f"'{param}.type' must be \"custom\": tools that this server would have to run are not supported."
         raise bad_value(f"{param}.type", message, "unsupported_value")
     for key in tool.keys() - _TOOL_FIELDS:
-        if tool[key] not in _ASKING_FOR_NOTHING:
-            name = f"{param}.{key[:100]}"
+        name, value = f"{param}.{key[:100]}", tool[key]
+        if key in _TOOL_HINTS and not isinstance(value, _TOOL_HINTS[key] | None):
+            kind = _TOOL_HINTS[key].__name__
+            raise bad_value(name, f"Invalid value for '{name}': it must be of the type {kind}.", "invalid_type")
+        may_call = key == "allowed_callers" and isinstance(value, list) and "direct" in value
+        if not (key in _TOOL_HINTS or may_call or value is None or value is False or value == []):
             raise bad_value(name, f"'{name}' is not supported here: leave it out.", "unsupported_parameter")
     function = {
         "name": tool.get("name"),

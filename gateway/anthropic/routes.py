@@ -1,5 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens."""
 
+from functools import partial
 from typing import Any, Final
 
 from fastapi import APIRouter
@@ -8,13 +9,13 @@ from starlette.responses import Response
 from gateway.anthropic.answer import MessagesAnswer
 from gateway.anthropic.convert import NAMES, as_chat
 from gateway.anthropic.types import NEUTRAL_ONLY, CountRequest, MessagesRequest
+from gateway.http.renamed import renamed
 from gateway.openai.answer_types import AnthropicError, AnthropicMessage, MessageEvent, TokenCount
 from gateway.openai.dependencies import CallDep
 from gateway.openai.forms import Chat
 from gateway.openai.generate import Endpoint, generate
 from gateway.openai.openapi import TOKENIZED, body_of, refusals, streamed
-from gateway.openai.prepare import prepare_chat
-from gateway.openai.renamed import renamed
+from gateway.openai.prepare import encoded, prepare_chat
 from gateway.openai.request_types import ChatRequest, validate
 from gateway.text.tokenizer import ModelTokenizer
 
@@ -36,10 +37,12 @@ def _count(request: ChatRequest, tokenizer: ModelTokenizer) -> TokenCount:
     """Also of a conversation that is too long for the model. Raises `ApiError`."""
     with renamed(NAMES):
         text = Chat.of(request, tokenizer.template).rendered(tokenizer)
-    return TokenCount(input_tokens=len(tokenizer.encode(text, add_special_tokens=False)))
+        return TokenCount(input_tokens=len(encoded(text, tokenizer, "messages", special=False)))
 
 
-_MESSAGES: Final = Endpoint("messages", "msg", _read_message, prepare_chat, MessagesAnswer, NAMES)
+# Agents ask for as many tokens as their vendor's own models can write.
+_PREPARE: Final = partial(prepare_chat, cuts_at_context=True)
+_MESSAGES: Final = Endpoint("messages", "msg", _read_message, _PREPARE, MessagesAnswer, NAMES)
 
 
 @router.post(
@@ -60,5 +63,5 @@ async def create_message(call: CallDep) -> Response:
     responses=refusals(*TOKENIZED, error=AnthropicError),
     openapi_extra=body_of(CountRequest),
 )
-async def count_tokens(call: CallDep) -> TokenCount:
+async def count_tokens(call: CallDep) -> Response:
     return await call.tokenized(_read_count, _count)

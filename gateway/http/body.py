@@ -7,15 +7,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from ipaddress import AddressValueError, IPv6Address
-from typing import Any, Final
+from typing import Final
 
-import msgspec
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from gateway.backend import ClientLeft
 from gateway.fair_share import FairShare
-from gateway.http.errors import ApiError, bad_value
+from gateway.http.errors import ApiError
 
 OPEN_PROMPTS_MAX: Final = 4096
 """Prompts of generation requests that are being read or answered at once. A request counts as one until it is read."""
@@ -91,7 +90,8 @@ class Intake:
                         raise _no_room(self._bytes, len(part))
                     held += len(part)
                     parts.append(part)
-            yield b"".join(parts)
+            parts[:] = [b"".join(parts)]
+            yield parts.pop()  # and keep none: the caller may be done with it before it leaves
         except TimeoutError:
             raise ApiError(408, "The body took too long to arrive.", code="request_timeout") from None
         except ClientDisconnect:
@@ -122,11 +122,3 @@ def owner_of(tenant: str, client_host: str | None) -> str:
     except AddressValueError:
         return f"address:{client_host}"
     return f"address:{address.ipv4_mapped or hex(int(address) >> 64)}"
-
-
-def parse_json(body: bytes) -> Any:
-    """Strict JSON: no NaN or Infinity, no lone surrogates, bounded depth. Raises `ApiError` (400)."""
-    try:
-        return msgspec.json.decode(body)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError) as error:
-        raise bad_value(None, f"The body is not valid JSON: {str(error)[:200]}.", "invalid_json") from None

@@ -1,11 +1,11 @@
 """What a client is told when a request is refused or fails: OpenAI's shape, one status and one code for each case."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
-import msgspec
-
+from gateway.http.encoding import encode
 from gateway.streams.types import FailKind, Failure
 from proto.errors import Reject
 from proto.messages import RateState
@@ -54,7 +54,7 @@ class ApiError(Exception):
         return {"error": {**error, "request_id": request_id}}
 
     def encoded(self, request_id: str) -> bytes:
-        return msgspec.json.encode(self.body(request_id))
+        return encode(self.body(request_id))
 
     def headers(self) -> dict[str, str]:
         headers = rate_headers(self.rates)
@@ -66,6 +66,26 @@ class ApiError(Exception):
             # OpenAI's clients know it; without it they come back after a 429 whatever it says.
             headers["x-should-retry"] = "false"
         return headers
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def bare_errors(work: Callable[P, T]) -> Callable[P, T]:
+    """Has an `ApiError` of `work` refer to none of its frames: the last error lives on for a while, and with it all that those
+    hold, like a body and what it became."""
+
+    @wraps(work)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return work(*args, **kwargs)
+        except ApiError as error:
+            del args, kwargs
+            error.__context__ = None
+            raise error.with_traceback(None) from None
+
+    return run
 
 
 def rate_headers(rates: RateState | None) -> dict[str, str]:
@@ -129,6 +149,7 @@ _OF_KIND: dict[FailKind, int] = {
     FailKind.UNREACHABLE: 503,
     FailKind.OVERLOADED: 503,
     FailKind.INTERRUPTED: 500,
+    FailKind.GRAMMAR: 500,
     FailKind.IDLE: 503,
     FailKind.SHUTTING_DOWN: 503,
 }

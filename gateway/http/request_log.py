@@ -15,7 +15,7 @@ REQUEST_ID_HEADER: Final = "X-Request-Id"
 _ANTHROPIC_PATH: Final = "/v1/messages"
 """Anthropic's clients read the id from a header of another name."""
 _CLIENT_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-_QUIET_PATHS: Final = frozenset({"/health", "/ready"})
+_QUIET_PATHS: Final = frozenset({"/", "/health", "/ready"})
 """Probes ask for them every few seconds, so they are logged at the debug level."""
 
 _log = log.get("crossdock.gateway.access")
@@ -102,8 +102,10 @@ class RequestLog:
                     headers["request-id"] = info.request_id
             await send(message)
 
+        # A route that has GET answers HEAD as well; the server leaves the body out.
+        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app(inner, receive, send_with_id)
         finally:
             if self._enabled:
                 emit = _log.debug if scope["path"] in _QUIET_PATHS else _log.info

@@ -10,14 +10,19 @@ import asyncio
 import contextlib
 import logging
 import socket
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Any, ClassVar, Final
+from urllib.parse import urlsplit
 
+import httptools
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from gateway.http.encoding import KEEP_ALIVE
 from gateway.http.errors import ApiError
 from gateway.http.request_log import REQUEST_ID_HEADER, RequestInfo
 from runtime.process.descriptors import raise_descriptor_limit
@@ -35,6 +40,10 @@ QUEUED_MAX: Final = 64
 KEEP_ALIVE_S: Final = 30
 SEND_BUFFER_BYTES: Final = 256 << 10
 """The kernel's, for each connection: what a client that reads nothing can make it hold."""
+PROBE_S: Final = 1.0
+"""Between two looks whether a client that sends no more has gone altogether."""
+_FIRST_PROBE_S: Final = 0.05
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _FILES_OF_OUR_OWN: Final = 256
 
 
@@ -71,6 +80,7 @@ def make_server(app: Any, client_timeout_s: float, close_timeout_s: int) -> Serv
             lifespan="off",
             log_config=None,
             access_log=False,
+            proxy_headers=False,  # `reach` reads them, from those of --trusted-proxies
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=close_timeout_s,
@@ -95,6 +105,11 @@ class _Connection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._unanswered: list[RequestResponseCycle] = []
+        self._probing: asyncio.TimerHandle | None = None
+        self._body_follows = False
+        """Behind a head that offers another protocol, where the parser looks for no body."""
+        self._body_at: int | None = None
+        """Where it begins in what is being read."""
         self.without_request[self] = None
         if len(self.connections) > self.connections_max:
             given_up, _ = self.without_request.popitem(last=False)
@@ -110,6 +125,8 @@ class _Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.without_request.pop(self, None)
         self._stop_timer()
+        if self._probing is not None:
+            self._probing.cancel()
         self.resume_writing()
         for one in self._unanswered:
             if not one.response_complete:
@@ -143,8 +160,38 @@ class _Connection(HttpToolsProtocol):
             if self._timer is None:
                 self._start_timer()
         super().data_received(data)
+        if self._body_at is not None:
+            rest, self._body_at = data[self._body_at :], None
+            self.parser = httptools.HttpRequestParser(_BodyOnly(self))
+            framing = (b"content-length", b"transfer-encoding")
+            lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] in framing]
+            super().data_received(b"".join([b"POST / HTTP/1.1\r\n", *lines, b"\r\n", rest]))
         if self._in_headers and self._header_bytes > HEADER_BYTES_MAX:
             self._turn_away(431, "The headers are too large.", "headers_too_large")
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """A client that sends no more may still read its answer (RFC 9112, 9.6). True keeps the connection for that."""
+        if self.cycle is None or self.cycle.more_body or self.cycle.response_complete:
+            return False
+        self.cycle.keep_alive = False
+        self._probing = self.loop.call_later(_FIRST_PROBE_S, self._probe, _FIRST_PROBE_S)
+        return True
+
+    def _probe(self, after_s: float) -> None:
+        """A client that has gone looks like one that only sends no more. It is sent something that a client which still reads
+        passes over; where nobody does, the write after that fails."""
+        waiting = next((one for one in self._unanswered if not one.response_complete), None)
+        if waiting is None or self.transport.is_closing():
+            return
+        if not waiting.response_started:
+            if waiting.scope["http_version"] != "1.0":  # HTTP/1.0 has no interim responses
+                self.transport.write(_CONTINUE)
+        elif waiting.chunked_encoding:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(KEEP_ALIVE), KEEP_ALIVE))
+        elif not waiting.expected_content_length:  # a stream to HTTP/1.0
+            self.transport.write(KEEP_ALIVE)
+        after_s = min(2 * after_s, PROBE_S)
+        self._probing = self.loop.call_later(after_s, self._probe, after_s)
 
     def on_headers_complete(self) -> None:
         self._in_headers = False
@@ -153,8 +200,16 @@ class _Connection(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > HEADER_BYTES_MAX or len(self.headers) > HEADERS_MAX:
             self._turn_away(431, "The headers are too large.", "headers_too_large")
+        elif not self._take_target():
+            self._turn_away(400, "A request must name its host, once.", "invalid_http")
         elif not self.transport.is_closing():
+            if self.parser.get_http_version() == "1.0":
+                self.expect_100_continue = False
             super().on_headers_complete()
+            if self.parser.should_upgrade():
+                self.cycle.keep_alive = False
+                names = {name for name, value in self.headers if value != b"0"}
+                self._body_follows = bool(names & {b"content-length", b"transfer-encoding"})
             # uvicorn tells only the latest request of a loss, and reads nothing while one waits for the answer before it: who
             # waits for that would not be seen to leave.
             if self.cycle is not None:
@@ -169,6 +224,24 @@ class _Connection(HttpToolsProtocol):
         if not self.pipeline and not self.transport.is_closing():
             self.without_request[self] = None
 
+    def _take_target(self) -> bool:
+        """Bring the target into the form that uvicorn knows (RFC 9112, 3.2). False: the request does not name one host."""
+        if self.url == b"*":
+            self.url = b"/*"
+        elif not self.url.startswith(b"/") and b"://" in self.url:
+            target = urlsplit(self.url)
+            self.url = (target.path or b"/") + (b"?" + target.query if target.query else b"")
+            if b"@" in target.netloc:
+                return False
+            self.headers[:] = [(b"host", target.netloc), *(one for one in self.headers if one[0] != b"host")]
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        return hosts == 1 or (hosts == 0 and self.parser.get_http_version() == "1.0")
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = _without_chunks(app, cycle)
+        super()._start_asgi_task(cycle, app)
+
     def send_400_response(self, msg: str) -> None:
         """What uvicorn calls for bytes that are not HTTP."""
         self._turn_away(400, msg, "invalid_http")
@@ -177,7 +250,16 @@ class _Connection(HttpToolsProtocol):
         if self.cycle is not None:
             super().on_body(body)
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """What uvicorn calls when the parser has read a head that offers another protocol, as those of Java's client do. It is
+        declined (RFC 9110, 7.8), so that a body may follow."""
+        error = sys.exc_info()[1]
+        if self._body_follows and error is not None:
+            self._body_follows, self._body_at = False, error.args[0]
+
     def on_message_complete(self) -> None:
+        if self._body_follows:
+            return
         self._in_headers = True
         self._header_bytes = 0
         self._stop_timer()
@@ -215,3 +297,32 @@ class _Connection(HttpToolsProtocol):
         )
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+
+class _BodyOnly:
+    """For a parser that reads the body of a request whose head another parser has read."""
+
+    def __init__(self, connection: _Connection) -> None:
+        self.on_body = connection.on_body
+        self.on_message_complete = connection.on_message_complete
+
+
+def _without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
+    """For HTTP/1.0, which has no chunks: a body whose length is not known ends with the connection."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        is_known = True
+
+        async def send_plain(message: Message) -> None:
+            nonlocal is_known
+            if message["type"] == "http.response.start":
+                is_known = any(name.lower() == b"content-length" for name, _ in message["headers"])
+                if not is_known:
+                    cycle.chunked_encoding = False
+            elif not is_known:
+                cycle.expected_content_length = len(message["body"])
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return answer

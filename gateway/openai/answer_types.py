@@ -51,11 +51,17 @@ class Model(AnswerType):
     owned_by: str
     root: str = Field(description="The model's own id, where `id` is another name for it.")
     max_model_len: int = Field(description="Tokens of prompt and answer together.")
+    type: Literal["model"] = Field(description="Anthropic's, as what follows.")
+    display_name: str
+    created_at: str
 
 
 class ModelList(AnswerType):
     object: Literal["list"]
     data: list[Model]
+    has_more: Literal[False] = Field(description="Anthropic's, as what follows: this is all of them.")
+    first_id: str
+    last_id: str
 
 
 class PromptTokensDetails(AnswerType):

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from gateway.http.encoding import encode
 from gateway.http.errors import ApiError
 from gateway.openai.evaluation import echoed_logprobs, finite, prompt_logprobs
 from gateway.openai.prepare import Prepared
@@ -122,7 +123,7 @@ class _Base:
         return chunk
 
     def event(self, content: Json) -> bytes:
-        return b"data: " + msgspec.json.encode(content) + b"\n\n"
+        return b"data: " + encode(content) + b"\n\n"
 
     def opening(self) -> bytes:
         return b""
@@ -263,8 +264,9 @@ class ChatAnswer(_Base):
         if choice.reader is None:
             choice.reader = AnswerReader(reading, f"{self._head['id']} {choice.index}")
             self._readers.append(choice.reader)
-        delta = choice.reader.feed(part.text, part.tokens, ended=part.finish is not None).delta()
-        called = part.finish is Finish.STOP and choice.reader.calls
+        cut = part.finish is not None and not part.stop and not part.ended_by(self.tokenizer.facts.eos_ids)
+        delta = choice.reader.feed(part.text, part.tokens, ended=part.finish is not None, cut=cut).delta()
+        called = part.finish is Finish.STOP and choice.reader.calls and not choice.reader.ends_in_call
         return delta, Finish.TOOL_CALLS if called else part.finish
 
     def collect(self, choice: ChoiceState, part: Deliver) -> None:
@@ -334,14 +336,13 @@ class ChatAnswer(_Base):
     def _logprobs(
         self, choice: ChoiceState, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: Finish | None
     ) -> Json:
-        content = [
-            {
-                **self._token(shown.text, shown.own_bytes, shown.logprob),
-                "top_logprobs": [self._token(*candidate) for candidate in shown.top],
-            }
-            for shown in self._shown(choice, tokens, logprobs, finish)
-        ]
+        content = [self._scored(shown) for shown in self._shown(choice, tokens, logprobs, finish)]
         return {"content": content, "refusal": None}
+
+    def _scored(self, shown: _Shown) -> msgspec.Raw:
+        own = self._token(shown.text, shown.own_bytes, shown.logprob)
+        tops = [self._token(*candidate) for candidate in shown.top]
+        return msgspec.Raw(encode(own | {"top_logprobs": tops}))
 
     def _token(self, text: str, own_bytes: bytes, logprob: float) -> Json:
         return {"token": text, "logprob": logprob, "bytes": list(own_bytes)}

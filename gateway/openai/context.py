@@ -1,6 +1,6 @@
 """What the routes share: one gateway's parts, kept in the application's state."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -48,6 +48,10 @@ class Gateway:
     access_log: bool = True
     cors_origins: Sequence[str] = ()
     """Origins of web pages that may call this API; `*`: all."""
+    allowed_hosts: Collection[str] = ()
+    """Names in the Host header that are answered where no key is needed, besides addresses and localhost; `*`: all."""
+    trusted_proxies: Sequence[str] = ()
+    """Addresses and networks whose X-Forwarded-For counts."""
     responses: ResponseStore = field(default_factory=lambda: ResponseStore(keep_s=3600.0))
     created: int = field(default_factory=lambda: int(clock.unix_time()))
 

@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Protocol, TypeVar
 
+import msgspec
 from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
+from pydantic import BaseModel
+from starlette.responses import Response
 
 from gateway.backend import ClientLeft
-from gateway.http.body import Slots, owner_of, parse_json
-from gateway.http.errors import ApiError
+from gateway.http.body import Slots, owner_of
+from gateway.http.errors import ApiError, bare_errors
+from gateway.http.json_text import parse_json
 from gateway.http.request_log import info_of
 from gateway.openai.context import Gateway, gateway_of
 from gateway.text.tokenizer import ModelTokenizer
@@ -70,7 +74,6 @@ class OfModel(Protocol):
 
 
 Q = TypeVar("Q", bound=OfModel)
-A = TypeVar("A")
 
 
 @dataclass(frozen=True)
@@ -89,16 +92,23 @@ class Call:
         """A place among the requests that this gateway has open at once. Raises `ApiError` (429, 503)."""
         return await self.held.enter_async_context(self.gateway.intake.place(self.owner))
 
-    async def tokenized(self, read: Callable[[Any], Q], work: Callable[[Q, ModelTokenizer], A]) -> A:
-        """What `work` makes, on a tokenizer thread, of the request that `read` makes of the body's JSON. Raises `ApiError`."""
+    async def tokenized(self, read: Callable[[Any], Q], work: Callable[[Q, ModelTokenizer], BaseModel]) -> Response:
+        """Answers with what `work` makes of the request that `read` makes of the body's JSON. All of it happens on a
+        tokenizer thread. Raises `ApiError`."""
         await self.slots()
         try:
             async with self.gateway.intake.body(self.request, self.owner) as body:
-                asked = read(parse_json(body))
-                tokenizer = self.gateway.model(asked.model).tokenizer
-                return await self.gateway.threads.run(self.owner, len(body), partial(work, asked, tokenizer))
+                answered = partial(self._answered, read, work, body)
+                content = await self.gateway.threads.run(self.owner, len(body), answered)
         except ClientLeft:
             raise ApiError(408, "The client left.", code="request_timeout") from None
+        return Response(content, media_type="application/json")
+
+    @bare_errors
+    def _answered(self, read: Callable[[Any], Q], work: Callable[[Q, ModelTokenizer], BaseModel], body: bytes) -> bytes:
+        asked = read(parse_json(body))
+        answer = work(asked, self.gateway.model(asked.model).tokenizer)
+        return msgspec.json.encode({name: value for name, value in answer if value is not None})
 
 
 async def _call(

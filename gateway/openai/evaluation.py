@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
 from gateway.http.errors import bad_value
 from gateway.openai.request_types import CompletionRequest, GenerationRequest
 from gateway.streams.prompt_scores import PromptScore, PromptScores
@@ -63,19 +65,19 @@ def finite(logprob: float) -> float:
 
 def prompt_logprobs(
     prompt: tuple[int, ...], scores: PromptScores, top: int, tokenizer: ModelTokenizer
-) -> list[dict[str, Any] | None]:
-    """vLLM's form: for each token, by token id, the token's own log-probability and those of the `top` likeliest."""
-    found: list[dict[str, Any] | None] = [None]
+) -> list[msgspec.Raw | None]:
+    """vLLM's form: for each token, by token id, the token's own log-probability and those of the `top` likeliest. Each as JSON:
+    as objects, those of a long prompt would take gigabytes, and be written in one go."""
+    found: list[msgspec.Raw | None] = [None]
     for token, score in zip(prompt[1:], scores, strict=True):
         entry = {token: (score.logprob, score.rank)}
         for rank, (other, logprob) in enumerate(score.top[:top], 1):
             entry.setdefault(other, (logprob, rank))
-        found.append(
-            {
-                str(other): {"logprob": finite(logprob), "rank": rank, "decoded_token": tokenizer.decode_all([other])}
-                for other, (logprob, rank) in entry.items()
-            }
-        )
+        shown = {
+            str(other): {"logprob": finite(logprob), "rank": rank, "decoded_token": tokenizer.decode_all([other])}
+            for other, (logprob, rank) in entry.items()
+        }
+        found.append(msgspec.Raw(msgspec.json.encode(shown)))
     return found
 
 

@@ -1,23 +1,64 @@
 """Events of a request's streams → one JSON answer, or server-sent events."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import replace
+from typing import Any
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.backend import ClientLeft, Subscription
+from gateway.http.encoding import KEEP_ALIVE, encode
 from gateway.http.errors import ApiError, of_failure
 from gateway.http.request_log import RequestInfo
 from gateway.openai.answers import Answer, ChoiceState
+from gateway.openai.forms import Form
 from gateway.streams.types import Admitted, Deliver, Ended, Finish
+from gateway.tools.reader import AnswerReader
 from proto.messages import RateState
 from runtime.process import clock
 
-KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment, which clients of server-sent events ignore."""
+Mismatch = Callable[[str, Any], Coroutine[Any, Any, str]]
+"""(JSON text, schema) → what does not match; empty: all does."""
+_SCORED_TOKENS = 64
+_SCORED_BYTES = 512
+"""An answer with log-probabilities of more tokens is written on a thread: each takes up to 0.1 ms and has so many bytes."""
+
+
+class AnswerChecker:
+    """Checks the finished choices of one request against schemas that the grammar library could not express as a whole. Choices
+    that the model did not end itself need not be complete."""
+
+    def __init__(self, form: Form, eos_ids: frozenset[int], mismatch: Mismatch) -> None:
+        self._form = form
+        self._eos_ids = eos_ids
+        self._mismatch = mismatch
+        self._texts: dict[int, list[str]] = {}
+        """Of each choice."""
+
+    async def check(self, choice: int, part: Deliver) -> None:
+        """`part` is the next of the choice. Raises `ApiError` if it is the last, and the choice does not match."""
+        self._texts.setdefault(choice, []).append(part.text)
+        if part.finish is None:
+            return
+        text = "".join(self._texts.pop(choice))
+        if not part.ended_by(self._eos_ids):
+            return
+        for about, value in self._values(text):
+            schema = self._form.checks.get(about)
+            if schema is not None and (fault := await self._mismatch(value, schema)):
+                what = f"the call of '{about}'" if about else "the answer"
+                message = f"The model wrote what its schema does not allow: in {what}, {fault}."
+                raise ApiError(500, message, code="answer_does_not_match")
+
+    def _values(self, text: str) -> list[tuple[str, str]]:
+        """JSON texts, each with the name of the function that it is for; empty: the answer itself."""
+        if self._form.reading is None:
+            return [("", text)]
+        parts = AnswerReader(self._form.reading, "").feed(text, ended=True)
+        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in parts.calls]
+        return calls if calls or not parts.content else [("", parts.content)]
 
 
 class Exchange:
@@ -49,6 +90,8 @@ class Exchange:
         """As the coordinator last told it."""
         self.continuous_usage = continuous_usage
         self.no_output = no_output
+        self.checker: AnswerChecker | None = None
+        """Looks at each choice that the model ended."""
         self.choices = [
             ChoiceState(number * choices_each + index, number)
             for number in range(len(stream_ids))
@@ -78,21 +121,42 @@ class Exchange:
                 self.unended.discard(event.stream_id)
         return delivered
 
-    async def whole(self) -> bytes:
-        """The answer in one piece. Raises `ApiError` and `ClientLeft`."""
+    async def next(self) -> list[tuple[ChoiceState, Deliver]]:
+        """What comes next, up to the first failure, which sets `failed`. Raises `ClientLeft`."""
+        delivered = self.take(await self.subscription.next())
+        if self.checker is None:
+            return delivered
+        for number, (choice, part) in enumerate(delivered):
+            try:
+                await self.checker.check(choice.index, part)
+            except ApiError as error:
+                self.failed = error
+                return delivered[:number]
+        return delivered
+
+    async def whole(self, on_thread: Callable[[int, Callable[[], bytes]], Awaitable[bytes]]) -> bytes:
+        """The answer in one piece. `on_thread`: makes a long one, given about how many bytes it has. Raises `ApiError` and
+        `ClientLeft`."""
         while self.unended:
-            for choice, part in self.take(await self.subscription.next()):
+            for choice, part in await self.next():
                 self.answer.collect(choice, part)
             if self.failed is not None:
                 raise self.failed
-        return msgspec.json.encode(self.answer.whole(self.choices, sum(self.cached_tokens.values())))
+        scored = sum(len(choice.logprobs) for choice in self.choices)
+        scored += sum(len(scores) for scores in self.answer.prompt_scores if scores is not None)
+        if scored <= _SCORED_TOKENS:
+            return self._whole()
+        return await on_thread(scored * _SCORED_BYTES, self._whole)
+
+    def _whole(self) -> bytes:
+        return encode(self.answer.whole(self.choices, sum(self.cached_tokens.values())))
 
     async def accepted(self) -> list[tuple[ChoiceState, Deliver]]:
         """Wait until every stream is accepted; returns what was delivered until then. Raises `ClientLeft`, and `ApiError` if
         a stream failed before, or failed with nothing delivered: then the HTTP status can still say so."""
         delivered: list[tuple[ChoiceState, Deliver]] = []
         while self.unadmitted:
-            delivered += self.take(await self.subscription.next())
+            delivered += await self.next()
             if self.failed is not None and (self.unadmitted or not delivered):
                 raise self.failed
         return delivered
@@ -164,7 +228,7 @@ class EventStream(Response):
                 if data:
                     await self._send(send, data)
                     idle_timer.ends()
-                data = exchange.encode(exchange.take(await exchange.subscription.next()))
+                data = exchange.encode(await exchange.next())
                 if not data and idle_timer.is_long:
                     data = KEEP_ALIVE
         finally:

@@ -1,18 +1,21 @@
 """What a request says of its answer's form, put together: structured output, tool calls, thoughts. Pure."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from gateway.http.errors import bad_value
 from gateway.openai.request_types import ChatRequest, CompletionRequest, GenerationRequest
-from gateway.structured.lark import Grammar
+from gateway.structured.lark import Grammar, Relaxed, Schema, TooLarge, next_relaxed
 from gateway.structured.request import Wanted, wanted
 from gateway.structured.schema import SchemaError
+from gateway.text.regions import NO_REGIONS, Regions
 from gateway.text.template_facts import TemplateFacts
 from gateway.text.tokenizer import ModelTokenizer, TemplateError
 from gateway.tools.conversation import call_format, tells_in_words, template_messages, template_options
-from gateway.tools.formats import END_OF_THOUGHT, MISTRAL, MISTRAL_ARGS, THINK, CallFormat, thinking_template, thought
-from gateway.tools.reader import Reading
+from gateway.tools.formats import END_OF_THOUGHT, MISTRAL, MISTRAL_ARGS, THINK, CallFormat, regions_of, thought
+from gateway.tools.reader import Reading, regions_of_template
 from gateway.tools.request import Tools, tools_of
 from proto import limits
 
@@ -25,6 +28,29 @@ class Form:
     """The field that asks for it."""
     reading: Reading | None = None
     """None: the answer is text as it comes."""
+    schemas: tuple[Schema, ...] = ()
+    """That the answer, or calls in it, must match."""
+    relaxed: tuple[Relaxed, ...] = ()
+    """What of them is left out of the grammar."""
+    write: "Callable[[Sequence[Relaxed]], Form] | None" = None
+    """The same form with less of its schemas in the grammar."""
+
+    def after(self, verdict: str) -> "Form":
+        """The form to try next, since the grammar was refused. Raises `ApiError`."""
+        left = next_relaxed(self.schemas, self.relaxed, verdict)
+        if left is None or self.write is None:
+            explained = next((text for one in self.schemas if (text := one.explained(verdict)) != verdict), verdict)
+            raise bad_value(self.param, f"Invalid value for '{self.param}': {explained}.")
+        return self.write(left)
+
+    @property
+    def checks(self) -> dict[str, Any]:
+        """Schemas of which the grammar has not all: of calls by the name of their function, that of the answer as ""."""
+        return {one.call: one.schema for one in self.schemas if not one.is_whole}
+
+    @property
+    def regions(self) -> Regions:
+        return self.reading.regions if self.reading is not None else NO_REGIONS
 
     @property
     def kept_tokens(self) -> frozenset[int]:
@@ -40,20 +66,31 @@ def completion_form(request: CompletionRequest, tokenizer: ModelTokenizer) -> Fo
     asked = wanted(_given(request))
     if asked is None:
         return ANY_FORM
-    grammar = Grammar(tokenizer.split_special)
-    return Form(_checked(request, tokenizer, grammar.text(asked.expression(grammar)), asked.param), asked.param)
+    ignore_eos, keeps_special = bool(request.ignore_eos), request.skip_special_tokens is False
+
+    def write(relaxed: Sequence[Relaxed]) -> Form:
+        grammar = _grammar(tokenizer, relaxed, keeps_special)
+        text = _checked(ignore_eos, tokenizer, grammar.text(asked.expression(grammar)), asked.param)
+        return Form(text, asked.param, None, tuple(grammar.schemas), tuple(relaxed), write)
+
+    return write(())
+
+
+def _grammar(tokenizer: ModelTokenizer, relaxed: Sequence[Relaxed], keeps_special: bool) -> Grammar:
+    split = partial(tokenizer.split_special, shown=not keeps_special)
+    return Grammar(split, relaxed, split_own=tokenizer.split_special)
 
 
 def _given(request: GenerationRequest) -> dict[str, Any]:
     return {name: value for name in request.model_fields_set if (value := getattr(request, name)) is not None}
 
 
-def _checked(request: GenerationRequest, tokenizer: ModelTokenizer, grammar: str, param: str) -> str:
+def _checked(ignore_eos: bool, tokenizer: ModelTokenizer, grammar: str, param: str) -> str:
     """Raises `ApiError`."""
     if len(grammar) > limits.MAX_GRAMMAR_CHARS:
         message = f"'{param}' makes a grammar of more than {limits.MAX_GRAMMAR_CHARS} characters."
         raise bad_value(param, message)
-    if request.ignore_eos:
+    if ignore_eos:
         raise bad_value("ignore_eos", f"'ignore_eos' does not go with '{param}', which says where the answer ends.")
     if not tokenizer.facts.eos_ids:
         raise bad_value(param, f"'{param}' is not supported: the model has no token that ends an answer.")
@@ -109,35 +146,20 @@ class Chat:
         begun, thinks = end.endswith(THINK), self.facts.thinks and not end.endswith(END_OF_THOUGHT)
         calls = call_format(self.facts) if self.tools is not None and self.tools.allowed else None
         reading = self._reading(prompt, tokenizer, calls, begun=begun, thinks=thinks)
-        grammar = Grammar(tokenizer.split_special)
-        expression, param = self._expression(grammar, calls)
-        if not expression:
-            return Form(reading=reading)
-        if thinks:
-            expression = f"{thought(grammar, begun=begun)} {expression}"
-        return Form(_checked(self.request, tokenizer, grammar.text(expression), param), param, reading)
-
-    def _expression(self, grammar: Grammar, calls: CallFormat | None) -> tuple[str, str]:
-        """(of the answer behind its thoughts, the field that asks for it); empty: anything. Raises `ApiError`."""
+        keeps_special, ignore_eos = self.request.skip_special_tokens is False, bool(self.request.ignore_eos)
         tools, asked = self.tools, self.wanted
-        if tools is None or not tools.allowed:
-            return (asked.expression(grammar), asked.param) if asked is not None else ("", "")
-        if calls is None:
-            if tools.must_call or asked is not None:
-                message = (
-                    "With this model's form of tool calls, they cannot be asked for, nor combined with another form."
-                )
-                raise bad_value("tool_choice" if tools.must_call else "tools", message, "unsupported_value")
-            return "", ""
-        try:
-            if tools.must_call:
-                return calls.required(tools.allowed, grammar, several=tools.parallel), "tools"
-            if asked is not None:
-                required = calls.required(tools.allowed, grammar, several=tools.parallel)
-                return grammar.either([asked.expression(grammar), required]), asked.param
-            return calls.optional(tools.allowed, grammar, several=tools.parallel), "tools"
-        except SchemaError as error:
-            raise bad_value("tools", f"Invalid value for 'tools': {error}.") from None
+
+        def write(relaxed: Sequence[Relaxed]) -> Form:
+            grammar = _grammar(tokenizer, relaxed, keeps_special)
+            expression, param = _expression(tools, asked, grammar, calls)
+            if not expression:
+                return Form(reading=reading)
+            if thinks:
+                expression = f"{thought(grammar, begun=begun)} {expression}"
+            text = _checked(ignore_eos, tokenizer, grammar.text(expression), param)
+            return Form(text, param, reading, tuple(grammar.schemas), tuple(relaxed), write)
+
+        return write(())
 
     def _reading(
         self, prompt: str, tokenizer: ModelTokenizer, calls: CallFormat | None, *, begun: bool, thinks: bool
@@ -152,8 +174,28 @@ class Chat:
         short_ids = calls in (MISTRAL, MISTRAL_ARGS)
         if own is not None:
             kept = tokenizer.special_ids - tokenizer.facts.eos_ids
-            return Reading(
-                own, prompt, kept, ends, begun, own=True, short_ids=short_ids, tools=tuple(self.described_tools)
-            )
-        template = calls.template(thinks=thinks) if calls is not None else thinking_template()
-        return Reading(template, THINK if begun else "", keep, ends, begun, short_ids=short_ids)
+            regions, tools = regions_of_template(own), tuple(self.described_tools)
+            return Reading(regions, kept, ends, begun, own, prompt, short_ids=short_ids, tools=tools)
+        return Reading(regions_of(calls, thinks=thinks, begun=begun), keep, ends, begun, short_ids=short_ids)
+
+
+def _expression(
+    tools: Tools | None, asked: Wanted | None, grammar: Grammar, calls: CallFormat | None
+) -> tuple[str, str]:
+    """(of the answer behind its thoughts, the field that asks for it); empty: anything. Raises `ApiError`."""
+    if tools is None or not tools.allowed:
+        return (asked.expression(grammar), asked.param) if asked is not None else ("", "")
+    if calls is None:
+        if tools.must_call or asked is not None:
+            message = "With this model's form of tool calls, they cannot be asked for, nor combined with another form."
+            raise bad_value("tool_choice" if tools.must_call else "tools", message, "unsupported_value")
+        return "", ""
+    try:
+        if tools.must_call:
+            return calls.required(tools.allowed, grammar, several=tools.parallel), "tools"
+        if asked is not None:
+            required = calls.required(tools.allowed, grammar, several=tools.parallel)
+            return grammar.either([asked.expression(grammar), required]), asked.param
+        return calls.optional(tools.allowed, grammar, several=tools.parallel), "tools"
+    except (SchemaError, TooLarge) as error:
+        raise bad_value("tools", f"Invalid value for 'tools': {error}.") from None

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -12,18 +12,19 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from gateway.backend import ClientLeft, Subscription
-from gateway.http.body import parse_json
-from gateway.http.errors import ApiError, rate_headers
+from gateway.http.errors import ApiError, bare_errors, rate_headers
+from gateway.http.json_text import parse_json
+from gateway.http.renamed import Names, renamed
 from gateway.http.request_log import RequestInfo, info_of
 from gateway.openai.answers import Answer
 from gateway.openai.context import Gateway, ServedModel
 from gateway.openai.dependencies import Call
-from gateway.openai.exchange import EventStream, Exchange
-from gateway.openai.prepare import Prepared, Rules
-from gateway.openai.renamed import Names, renamed
+from gateway.openai.exchange import AnswerChecker, EventStream, Exchange
+from gateway.openai.prepare import Prepared, Rules, in_form
 from gateway.openai.request_types import GenerationRequest
 from gateway.streams.prompt_scores import PromptScores
 from gateway.streams.types import StreamSpec
+from gateway.structured.checker import GrammarChecker
 from gateway.tenancy import own_priority, priority_class_of
 from gateway.text.block_hashes import BlockNames
 from gateway.text.tokenizer import ModelTokenizer
@@ -44,12 +45,14 @@ class Endpoint(Generic[R]):
     """In metrics."""
     id_prefix: str
     read: Callable[[Any], R]
-    """A parsed JSON body → a request. Raises `ApiError`."""
+    """A parsed JSON body → a request. Runs on a thread, as does `prepare`. Raises `ApiError`."""
     prepare: Callable[[R, ModelTokenizer, Rules], Prepared]
-    """Runs on a thread. Raises `ApiError`."""
+    """Raises `ApiError`."""
     answer: Callable[..., Answer]
     names: Names = field(default_factory=dict)
     """Of the fields that `read` has made the request of, for errors."""
+    keeps_body: bool = False
+    """Its answer holds about as much as the body, until it ends; so long it counts against the bound on bodies."""
 
 
 async def generate(call: Call, endpoint: Endpoint[R]) -> Response:
@@ -62,7 +65,7 @@ async def generate(call: Call, endpoint: Endpoint[R]) -> Response:
     try:
         exchange, prepared = await _begin(call, endpoint, info)
         if not prepared.stream:
-            content = await exchange.whole()
+            content = await exchange.whole(partial(call.gateway.threads.run, call.owner))
             count("ok")
             return Response(content, media_type="application/json", headers=rate_headers(exchange.rates))
         begun = await exchange.accepted()
@@ -93,17 +96,14 @@ async def _begin(call: Call, endpoint: Endpoint[R], info: RequestInfo) -> tuple[
     gateway = call.gateway
     info.internal_id = f"{endpoint.id_prefix}-{info.token}"
     slots = await call.slots()
-    async with gateway.intake.body(call.request, call.owner) as body:
-        generation = endpoint.read(parse_json(body))
-        info.end_user = generation.end_user
-        served = gateway.model(generation.model)
-        identity = _identity(gateway, call.tenant, generation)
-        work = partial(_prepare, endpoint.prepare, generation, gateway, served, identity.cache_group)
-        with renamed(endpoint.names):
-            prepared, names = await gateway.threads.run(call.owner, len(body), work)
-            del generation, body, work
-            if prepared.form.grammar:
-                await served.grammars.check(call.owner, prepared.form.grammar, prepared.form.param)
+    async with AsyncExitStack() as reading:
+        held = call.held if endpoint.keeps_body else reading
+        body = await held.enter_async_context(gateway.intake.body(call.request, call.owner))
+        read = partial(_read, call, endpoint, body, info)
+        served, identity, prepared, names = await gateway.threads.run(call.owner, len(body), read)
+    del body, read
+    with renamed(endpoint.names):
+        prepared = await _compiled(prepared, served.grammars, call.owner, identity.cache_group)
     slots.hold(len(prepared.prompts))
     answer = endpoint.answer(
         prepared,
@@ -113,8 +113,39 @@ async def _begin(call: Call, endpoint: Endpoint[R], info: RequestInfo) -> tuple[
         model=served.rules.model_id,
     )
     exchange = _submit(gateway, served, prepared, names, answer, info, identity)
+    if prepared.form.checks:
+        mismatch = partial(served.grammars.mismatch, call.owner)
+        exchange.checker = AnswerChecker(prepared.form, served.tokenizer.facts.eos_ids, mismatch)
     await call.held.enter_async_context(_watched(call.request.receive, exchange.subscription))
     return exchange, prepared
+
+
+async def _compiled(prepared: Prepared, grammars: GrammarChecker, owner: str, cache_group: str) -> Prepared:
+    """The request with a grammar that compiles: what the library cannot express of schemas without `strict` is left out. Raises
+    `ApiError`."""
+    form = prepared.form
+    while form.grammar:
+        verdict = await grammars.verdict(owner, cache_group, form.grammar, form.param)
+        if not verdict:
+            break
+        form = form.after(verdict)
+    return in_form(prepared, replace(form, write=None))
+
+
+@bare_errors
+def _read(
+    call: Call, endpoint: Endpoint[R], body: bytes, info: RequestInfo
+) -> "tuple[ServedModel, _Identity, Prepared, list[BlockNames | None]]":
+    """All that takes time with a long body. Runs on a thread, so that what the JSON becomes exists only while one works on it:
+    a body that waits for its turn is its bytes. Raises `ApiError`."""
+    gateway = call.gateway
+    generation = endpoint.read(parse_json(body))
+    info.end_user = generation.end_user
+    served = gateway.model(generation.model)
+    identity = _identity(gateway, call.tenant, generation)
+    with renamed(endpoint.names):
+        prepared, names = _prepare(endpoint.prepare, generation, gateway, served, identity.cache_group)
+    return served, identity, prepared, names
 
 
 def _prepare(
@@ -124,14 +155,14 @@ def _prepare(
     served: ServedModel,
     cache_group: str,
 ) -> tuple[Prepared, list[BlockNames | None]]:
-    """A request's prompts and the names of their KV blocks. Runs on a thread of its own: both take time."""
+    """A request's prompts and the names of their KV blocks."""
     prepared = prepare(generation, served.tokenizer, served.rules)
     # Log-probabilities of a prompt need all of it computed, so that none of it is looked up.
     block_size = gateway.backend.hash_block_size(served.rules.model_id) if prepared.sampling.prompt_logprobs < 0 else 0
     if prepared.cache_salt:
         cache_group = f"{cache_group}\0{prepared.cache_salt}"
     return prepared, [
-        BlockNames.of(pack_tokens(prompt), block_size, cache_group) if block_size else None
+        BlockNames.of(pack_tokens(prompt), block_size, cache_group, gateway.backend.hash_key) if block_size else None
         for prompt in prepared.prompts
     ]
 
@@ -181,6 +212,7 @@ def _submit(
                 min_tokens=prepared.sampling.min_tokens,
                 keeps_special=prepared.keeps_special,
                 keep=prepared.form.kept_tokens,
+                regions=prepared.form.regions,
             ),
             names=named,
             tenant=identity.tenant,

@@ -3,10 +3,12 @@ and answers are tested against. Bodies are read by `gateway.http.body`, so that 
 
 from typing import Any, Final
 
-from fastapi import FastAPI
+import msgspec
+from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from gateway.http.bounds import Text
 from gateway.openai.answer_types import Error
 from gateway.openai.request_types import PROMPTS_MAX, STOP_CHARS_MAX, STOPS_MAX
 from proto import limits
@@ -92,7 +94,7 @@ def schemas(models: tuple[type[BaseModel], ...]) -> dict[str, Any]:
         found |= schema.pop("$defs", {})
         fields = schema["properties"]
         for name in _LOOSE.keys() & fields.keys():
-            if model.model_fields[name].annotation == str | None:  # /tokenize takes one prompt, which is a text
+            if model.model_fields[name].annotation == Text | None:  # /tokenize takes one prompt, which is a text
                 continue
             about = {key: fields[name][key] for key in ("description",) if key in fields[name]}
             fields[name] = about | _LOOSE[name]
@@ -117,3 +119,11 @@ def describe(app: FastAPI, models: tuple[type[BaseModel], ...]) -> None:
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
+    served: list[bytes] = []
+
+    async def openapi(_: Request) -> Response:
+        if not served:  # made once: anybody may ask for it, as often as they like
+            served.append(msgspec.json.encode(document()))
+        return Response(served[0], media_type="application/json")
+
+    app.add_route("/openapi.json", openapi, include_in_schema=False)

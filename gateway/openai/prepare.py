@@ -20,7 +20,7 @@ from gateway.openai.request_types import (
     StreamOptions,
     stop_strings,
 )
-from gateway.text.tokenizer import ModelTokenizer
+from gateway.text.tokenizer import ModelTokenizer, TextTooLong
 from proto import limits
 from proto.sampling import Sampling
 
@@ -93,15 +93,15 @@ def prepare_completion(request: CompletionRequest, tokenizer: ModelTokenizer, ru
     if len(prompts) * drawn > CHOICES_MAX:
         raise bad_value("n", f"At most {CHOICES_MAX} choices over all prompts are allowed.")
     decode = tokenizer.decode_all if request.skip_special_tokens is False else tokenizer.decode
-    echoes = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
+    echoes = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts] if request.echo else []
     form = completion_form(request, tokenizer)
-    ids = [tokenizer.encode(p, add_special_tokens=True) if isinstance(p, str) else p for p in prompts]
+    ids = [encoded(p, tokenizer, "prompt", special=True) if isinstance(p, str) else p for p in prompts]
     logprobs = -1 if request.logprobs is None else request.logprobs
     prepared = _finish(
         request,
         tokenizer,
         ids,
-        echoes if request.echo else [""] * len(ids),
+        echoes or [""] * len(ids),
         asked=request.max_tokens,
         default=COMPLETION_MAX_TOKENS,
         logprobs=max(logprobs, 0) if drawn > n else logprobs,
@@ -109,11 +109,13 @@ def prepare_completion(request: CompletionRequest, tokenizer: ModelTokenizer, ru
     )
     shown = bool(request.echo) and request.logprobs is not None
     prepared = replace(prepared, choices=drawn, echoes_logprobs=shown, hides_logprobs=logprobs < 0)
-    return _in_form(prepared, form)
+    return in_form(prepared, form)
 
 
-def prepare_chat(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) -> Prepared:
-    """Raises `ApiError`."""
+def prepare_chat(
+    request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules, *, cuts_at_context: bool = False
+) -> Prepared:
+    """`cuts_at_context`: more may be asked for than the context leaves, and the answer ends there. Raises `ApiError`."""
     _check_common(request, tokenizer)
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     if request.max_tokens is not None and request.max_tokens != asked:
@@ -124,22 +126,30 @@ def prepare_chat(request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) 
     _refuse_if_surely_too_long(chat.text_bytes, tokenizer, "messages")
     text = chat.rendered(tokenizer)
     form = chat.form(text, tokenizer)
-    ids = tokenizer.encode(text, add_special_tokens=False)
+    ids = encoded(text, tokenizer, "messages", special=False)
     logprobs = (request.top_logprobs or 0) if request.logprobs else -1
     prepared = _finish(
         request,
         tokenizer,
         [ids],
         [""],
-        asked=asked,
-        default=rules.default_max_tokens,
+        asked=None if cuts_at_context else asked,
+        default=asked if asked is not None and cuts_at_context else rules.default_max_tokens,
         logprobs=logprobs,
         param="messages",
     )
-    return _in_form(prepared, form)
+    return in_form(prepared, form)
 
 
-def _in_form(prepared: Prepared, form: Form) -> Prepared:
+def encoded(text: str, tokenizer: ModelTokenizer, param: str, *, special: bool) -> list[int]:
+    """A text's tokens. `special`: with those that the model wants around a text. Raises `ApiError`."""
+    try:
+        return tokenizer.encode(text, add_special_tokens=special)
+    except TextTooLong:
+        raise too_long(f"'{param}' has more than {limits.MAX_CONTEXT_TOKENS} tokens.", param) from None
+
+
+def in_form(prepared: Prepared, form: Form) -> Prepared:
     sampling = structs.replace(prepared.sampling, grammar=form.grammar)
     return replace(prepared, sampling=sampling, form=form)
 

@@ -1,68 +1,22 @@
 """What a client may send, field by field, with strict types and ranges; `validate` turns what is wrong into one error.
 
-Ranges are OpenAI's, and vLLM's where OpenAI has no such parameter. A parameter that is not served is refused by name, never
-ignored: a client that asks for something should not believe that it got it.
+Ranges are OpenAI's, and vLLM's where OpenAI has no such parameter. A parameter that only hints at how an answer could be had
+sooner or cheaper is checked, and has no effect. One that asks for more, and is not served, is refused by name: a client that
+asks for something should not believe that it got it.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from gateway.http.bounds import FIELDS_MAX, AnyObject, BoundedModel, MaxItems, MaxKeys, Text
 from gateway.http.errors import ApiError, bad_value
+from gateway.openai.not_served import INSTEAD, NEUTRAL_ONLY, Neutral
+from gateway.tools.conversation import KWARGS_MAX
+from gateway.tools.request import TOOLS_MAX as TOOLS_MAX
 from proto import limits
-
-_NOTHING: Final[tuple[Any, ...]] = (None, [], {})
-Neutral = Mapping[str, tuple[Any, ...]]
-NEUTRAL_ONLY: Final[Neutral] = {
-    "functions": _NOTHING,
-    "function_call": (None, "none", "auto"),
-    "audio": (None,),
-    "modalities": (None, ["text"]),
-    "prediction": (None,),
-    "web_search_options": (None,),
-    "verbosity": (None,),
-    "store": (None, False),
-    "metadata": _NOTHING,  # labels of stored answers
-    "moderation": (None,),
-    "prompt_cache_options": _NOTHING,
-    "prompt_cache_retention": (None, "in_memory"),
-    "suffix": (None, ""),
-    "use_beam_search": (None, False),
-    "length_penalty": (None, 1.0),
-    "truncate_prompt_tokens": (None,),
-    "chat_template": (None,),
-    "continue_final_message": (None, False),
-    "add_generation_prompt": (None, True),
-    "include_reasoning": (None, True),
-    "guided_json_object": (None, False),
-    "guided_whitespace_pattern": (None,),
-    "guided_decoding_backend": (None,),
-}
-"""Known but not supported: accepted only with a value that asks for nothing."""
-INSTEAD: Final[dict[str, str]] = {
-    "functions": "'tools' is their successor.",
-    "function_call": "'tool_choice' is its successor.",
-    "audio": "This server reads and writes text.",
-    "modalities": "This server reads and writes text.",
-    "prediction": "Nothing is gained by it here.",
-    "store": "Only /v1/responses keeps answers, for 'previous_response_id'.",
-    "metadata": "Only /v1/responses keeps answers.",
-    "moderation": "Moderate in the client.",
-    "prompt_cache_options": "The prefix cache needs no options; 'cache_salt' keeps prompts apart.",
-    "prompt_cache_retention": "Prompts stay cached until their room is needed.",
-    "suffix": "Put the text behind the prompt into the prompt, as the model's own format has it.",
-    "use_beam_search": "'n' and 'best_of' draw several answers.",
-    "length_penalty": "It belongs to beam search.",
-    "truncate_prompt_tokens": "/tokenize counts tokens before a request is sent.",
-    "chat_template": "The model's own template is used; /v1/completions takes any text.",
-    "continue_final_message": "/v1/completions goes on with any text.",
-    "add_generation_prompt": "/v1/completions takes any text.",
-    "web_search_options": "Search in the client, and send what was found as a message.",
-}
-"""What is there in place of those."""
 
 _OF_THE_MODEL: Final = (
     "Left out or null: the value of the model's generation_config.json if it has one, else OpenAI's default."
@@ -72,6 +26,8 @@ PROMPTS_MAX: Final = 64
 CHOICES_MAX: Final = 256
 """Over all prompts of one request."""
 MESSAGES_MAX: Final = 4096
+PARTS_MAX: Final = 4096
+"""In one message."""
 IDENTIFIER_CHARS_MAX: Final = 512
 STOPS_MAX: Final = 16
 """OpenAI has 4. Evaluators send more: the `until` of lm-eval's code tasks has six."""
@@ -82,8 +38,15 @@ BAD_WORDS_MAX: Final = limits.MAX_BAD_WORDS // 2
 """Each may have two spellings in tokens."""
 
 
-class RequestType(BaseModel):
+class RequestType(BoundedModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+Hint = AnyObject
+"""An object that has no effect, whatever it holds."""
+Labels = Annotated[
+    dict[Annotated[str, Field(max_length=512)], Annotated[str, Field(max_length=512)]], MaxKeys(FIELDS_MAX)
+]
 
 
 class StreamOptions(RequestType):
@@ -107,9 +70,7 @@ class GenerationRequest(RequestType):
     stop: Any = None
     """A string or several."""
     # Checked by `stop_strings`, which names the fault better than a union can.
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=limits.MAX_STOP_TOKEN_IDS)] | None = (
-        None
-    )
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], MaxItems(limits.MAX_STOP_TOKEN_IDS)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0, description=_OF_THE_MODEL)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0, description=_OF_THE_MODEL)] | None = None
@@ -119,11 +80,17 @@ class GenerationRequest(RequestType):
     repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0, description=_OF_THE_MODEL)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
+    logit_bias: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=9)], Annotated[float, Field(ge=-100.0, le=100.0)]],
+            MaxKeys(limits.MAX_LOGIT_BIAS),
+        ]
+        | None
+    ) = None
     ignore_eos: bool | None = None
     priority: Any = None
     """Name of a priority class of the tenants file; or a number, as in vLLM: of a tenant's requests the lowest goes first."""
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale", "fast", "ultrafast"] | None = None
     deadline_ms: Annotated[float, Field(gt=0.0, le=86_400_000.0)] | None = None
     """By when the first token is wanted, from now."""
     return_token_ids: bool | None = None
@@ -142,13 +109,12 @@ class GenerationRequest(RequestType):
     min_tokens: Annotated[int, Field(ge=0, le=limits.MAX_CONTEXT_TOKENS)] | None = None
     """Until there are so many, no stop token is drawn, and stop strings are not looked for. A complete answer
     of a grammar ends all the same."""
-    allowed_token_ids: (
-        Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=limits.MAX_ALLOWED_TOKEN_IDS)] | None
-    ) = None
+    allowed_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], MaxItems(limits.MAX_ALLOWED_TOKEN_IDS)] | None = (
+        None
+    )
     """No others are drawn, except where a grammar allows none of these."""
     bad_words: (
-        Annotated[list[Annotated[str, Field(min_length=1, max_length=STOP_CHARS_MAX)]], Field(max_length=BAD_WORDS_MAX)]
-        | None
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=STOP_CHARS_MAX)]], MaxItems(BAD_WORDS_MAX)] | None
     ) = None
     """Words that the answer does not have, except where a grammar allows nothing else. Each is kept out as it is and behind a
     space."""
@@ -163,6 +129,11 @@ class GenerationRequest(RequestType):
     """OpenAI's new name for `user`."""
     prompt_cache_key: Annotated[str, Field(max_length=IDENTIFIER_CHARS_MAX)] | None = None
     """A hint about prompts that begin alike. Nothing depends on it: the prefix cache finds them by their tokens."""
+    prompt_cache_options: Hint | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    metadata: Labels | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    prediction: Hint | None = None
 
     @property
     def end_user(self) -> str:
@@ -182,48 +153,100 @@ class CompletionRequest(GenerationRequest):
 
 class TextPart(RequestType):
     type: Literal["text"]
-    text: str
+    text: Text
+    cache_control: Hint | None = None
+    """A hint, as the next."""
+    prompt_cache_breakpoint: Hint | None = None
 
 
-class CalledFunction(RequestType):
+class _Foreign(RequestType):
+    """A part of an answer, which another server may have given: what it has besides is dropped."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class CalledFunction(_Foreign):
     name: Annotated[str, Field(min_length=1, max_length=64)]
-    arguments: str
-    parsed_arguments: Any = None
-    """The same again, as OpenAI's Python client adds them to an answer; so is `parsed` of a message."""
+    arguments: Text
 
 
-class ToolCall(RequestType):
+class ToolCall(_Foreign):
     id: Annotated[str, Field(min_length=1, max_length=256)]
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = "function"
     function: CalledFunction
-    index: int | None = None
-    """Of a streamed answer that is sent back as it was put together."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_custom_tool(cls, fields: Any) -> Any:
+        """The call of a tool that takes a text is shown to the model as one of a function that takes it as `input`."""
+        called = fields.get("custom") if isinstance(fields, dict) and fields.get("type") == "custom" else None
+        if not isinstance(called, dict):
+            return fields
+        given = called.get("input")
+        arguments = msgspec.json.encode({"input": given}).decode() if isinstance(given, str) else given
+        return {"id": fields.get("id"), "function": {"name": called.get("name"), "arguments": arguments}}
+
+
+_OF_THOUGHTS: Final = ("thinking", "redacted_thinking", "reasoning")
 
 
 class ChatMessage(RequestType):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    """Null or left out only beside `tool_calls`; `gateway.tools.conversation` sees to that."""
-    tool_calls: Annotated[list[ToolCall], Field(max_length=CALLS_MAX)] | None = None
+    content: Text | Annotated[list[TextPart], MaxItems(PARTS_MAX)] | None = None
+    """Null or left out only of the role `assistant`; `gateway.tools.conversation` sees to that."""
+    tool_calls: Annotated[list[ToolCall], MaxItems(CALLS_MAX)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     """Of the role `tool`: which call this is the result of."""
-    reasoning_content: str | None = None
+    reasoning_content: Text | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
-    # What this server's own answers carry, so that a client can send them back as they came.
-    refusal: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    audio: None = None
-    function_call: None = None
-    parsed: Any = None
+    cache_control: Hint | None = None
+    # What OpenAI's own answers, and those of other servers, carry besides.
+    refusal: Text | None = None
+    reasoning: Text | None = None
+    """Another name of `reasoning_content`."""
+    annotations: Annotated[list[Any], MaxItems(MESSAGES_MAX)] | None = None
+    audio: Hint | None = None
+    function_call: CalledFunction | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_any_server(cls, fields: Any) -> Any:
+        """Of an assistant's message, what no chat template shows is dropped. A function's result is that of a tool."""
+        if not isinstance(fields, dict):
+            return fields
+        if fields.get("role") == "function" and "tool_call_id" not in fields:
+            content = fields.get("content")
+            given = {"role": "tool", "tool_call_id": fields.get("name"), "content": "" if content is None else content}
+            return {**fields, **given}
+        if fields.get("role") != "assistant":
+            return fields
+        kept = {name: fields[name] for name in cls.model_fields if name in fields}
+        parts = kept.get("content")
+        if isinstance(parts, list) and len(parts) <= PARTS_MAX and all(isinstance(part, dict) for part in parts):
+            kept["content"] = [_shown(part) for part in parts if part.get("type") not in _OF_THOUGHTS]
+        return kept
+
+    def calls(self) -> list[ToolCall]:
+        """A call of the form that OpenAI had before tools has its function's name for an id."""
+        if self.tool_calls or self.function_call is None:
+            return self.tool_calls or []
+        return [ToolCall.model_construct(id=self.function_call.name, function=self.function_call)]
 
     def text(self) -> str:
         if self.content is None:
-            return ""
+            return self.refusal or ""
         return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
 
 
+def _shown(part: dict[str, Any]) -> dict[str, Any]:
+    """A part of an assistant's content as a text, where it is one."""
+    if part.get("type") == "refusal":
+        return {"type": "text", "text": part.get("refusal")}
+    return {"type": "text", "text": part.get("text")} if part.get("type") == "text" else part
+
+
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MESSAGES_MAX)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1), MaxItems(MESSAGES_MAX)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=limits.MAX_CONTEXT_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
@@ -233,7 +256,8 @@ class ChatRequest(GenerationRequest):
     tool_choice: Any = None
     parallel_tool_calls: Any = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    """As far as the model's chat template takes it."""
+    chat_template_kwargs: Annotated[dict[str, Any], MaxKeys(KWARGS_MAX)] | None = None
     """vLLM's: variables of the model's chat template."""
 
 
@@ -265,6 +289,11 @@ def validate(cls: type[R], content: Any, neutral: Neutral = NEUTRAL_ONLY) -> R:
         raise _explain(error.errors(include_url=False, include_context=True, include_input=False)) from None
 
 
+_STRINGS: Final = frozenset({"str", "constrained-str"})
+_LISTS: Final = ("list[", "function-before[")
+"""pydantic's names of the branches of a union."""
+
+
 def _is(value: Any, neutral: Any) -> bool:
     """1 is 1.0, since JavaScript writes it so; false is no 0."""
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
@@ -272,8 +301,8 @@ def _is(value: Any, neutral: Any) -> bool:
 
 def _explain(found: list[ErrorDetails]) -> ApiError:
     """The first fault. Of a message's content, the union's other branch is beside the point where a list was sent."""
-    first = next((details for details in found if "str" not in details["loc"]), found[0])
-    loc = [part for part in first["loc"] if part != "str" and not str(part).startswith("list[")]
+    first = next((details for details in found if not _STRINGS.intersection(details["loc"])), found[0])
+    loc = [part for part in first["loc"] if part not in _STRINGS and not str(part).startswith(_LISTS)]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")[:200]
     match first["type"]:
         case "missing":
@@ -287,7 +316,7 @@ def _explain(found: list[ErrorDetails]) -> ApiError:
         case _:
             code = "invalid_value"
     fault = first["msg"][:300]
-    if loc and loc[-1] == "content":
+    if loc and loc[-1] == "content" and first["type"] != "too_long":
         fault = "it must be a string or a list of text parts"
     return bad_value(param, f"Invalid value for '{param}': {fault}.", code)
 
@@ -297,10 +326,10 @@ def stop_strings(value: Any) -> list[str]:
     if value is None:
         return []
     stops = [value] if isinstance(value, str) else value
+    if isinstance(stops, list) and len(stops) > STOPS_MAX:
+        raise bad_value("stop", f"Invalid value for 'stop': at most {STOPS_MAX} strings are allowed.")
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise bad_value("stop", "Invalid value for 'stop': it must be a string or a list of strings.", "invalid_type")
-    if len(stops) > STOPS_MAX:
-        raise bad_value("stop", f"Invalid value for 'stop': at most {STOPS_MAX} strings are allowed.")
     if not all(1 <= len(stop) <= STOP_CHARS_MAX for stop in stops):
         raise bad_value("stop", f"Invalid value for 'stop': each string must have 1 to {STOP_CHARS_MAX} characters.")
     return stops

@@ -1,5 +1,6 @@
 """GET routes: models, version, health, readiness. Metrics have a port of their own."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter
@@ -22,13 +23,18 @@ def _model(gateway: Gateway, served: ServedModel, name: str) -> dict[str, Any]:
         "owned_by": "crossdock",
         "root": served.rules.model_id,
         "max_model_len": served.tokenizer.facts.context_tokens,
+        # What Anthropic's clients read.
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(gateway.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
 
 
 @router.get("/v1/models", summary="The models served here.", response_model=ModelList, responses=refusals(401))
 async def models(gateway: GatewayDep, _tenant: TenantDep) -> dict[str, Any]:
     found = [_model(gateway, served, name) for served in gateway.models for name in served.rules.names]
-    return {"object": "list", "data": found}
+    ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]}
+    return {"object": "list", "data": found, "has_more": False, **ends}
 
 
 @router.get("/v1/models/{model_id:path}", summary="One model.", response_model=Model, responses=refusals(401, 404))
@@ -41,6 +47,7 @@ async def version() -> dict[str, str]:
     return {"version": version_of()}
 
 
+@router.get("/", summary="As /health, for probes that ask for nothing else.", response_model=Status)
 @router.get("/health", summary="200 while this process answers.", response_model=Status)
 async def health() -> dict[str, str]:
     return {"status": "ok"}

@@ -5,18 +5,33 @@ from typing import Any
 
 import msgspec
 
+from gateway.http.encoding import encode
 from gateway.http.errors import ApiError
 from gateway.openai.answers import ChatAnswer, ChoiceState
 from gateway.openai.prepare import Prepared
+from gateway.responses.tools import kept
 from gateway.responses.types import ResponsesRequest
 from gateway.streams.types import Deliver, Finish
 from gateway.text.tokenizer import ModelTokenizer
 
 Json = dict[str, Any]
 _ECHOED = (
-    "instructions", "metadata", "previous_response_id", "temperature", "top_p", "max_output_tokens", "tools",
-    "tool_choice", "parallel_tool_calls", "service_tier", "user",
+    "instructions", "metadata", "previous_response_id", "temperature", "top_p", "max_output_tokens", "tool_choice",
+    "parallel_tool_calls", "service_tier", "user",
 )  # fmt: skip
+
+
+def echoed(request: ResponsesRequest) -> dict[str, msgspec.Raw]:
+    """What a response repeats of its request, as JSON: that is no more than it came in, and is written once."""
+    asked: Json = {name: getattr(request, name) for name in _ECHOED}
+    asked["text"] = {"format": (request.text and request.text.format) or {"type": "text"}}
+    asked["reasoning"] = {"effort": request.reasoning and request.reasoning.effort, "summary": None}
+    asked["tools"] = kept(request.tools)
+    asked["tool_choice"] = asked["tool_choice"] or "auto"
+    asked["parallel_tool_calls"] = asked["parallel_tool_calls"] is not False
+    asked["metadata"] = asked["metadata"] or {}
+    asked["store"] = request.store is not False
+    return {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in asked.items()}
 
 
 class ResponsesAnswer(ChatAnswer):
@@ -25,14 +40,16 @@ class ResponsesAnswer(ChatAnswer):
         prepared: Prepared,
         tokenizer: ModelTokenizer,
         *,
-        request: ResponsesRequest,
+        asked: dict[str, msgspec.Raw],
+        namespaces: dict[str, Json],
         keep: Callable[[Json], None],
         **head: Any,
     ) -> None:
-        """`keep` is given the complete response."""
+        """`asked`: as of `echoed`; `namespaces`: as of `tools.namespaces`. `keep` is given the complete response."""
         super().__init__(prepared, tokenizer, **head)
-        self._request = request
+        self._asked = asked
         self._keep = keep
+        self._namespaces = namespaces
         self._items: list[Json] = []
         """Of the output, in order; the last may be open."""
         self._open = False
@@ -42,21 +59,13 @@ class ResponsesAnswer(ChatAnswer):
     # --- the object ---------------------------------------------------------------------------------------------------
 
     def _response(self, status: str, usage: Json | None = None, error: Json | None = None) -> Json:
-        asked = self._request.model_dump(mode="json", include=set(_ECHOED))
         response: Json = {
             "id": self._head["id"], "object": "response", "created_at": self._head["created"], "status": status,
-            "background": False, "error": error, "incomplete_details": None, **asked, "model": self._head["model"],
-            "output": self._items, "usage": usage, "store": self._request.store is not False, "truncation": "disabled",
+            "background": False, "error": error, "incomplete_details": None, **self._asked, "model": self._head["model"],
+            "output": self._items, "usage": usage, "truncation": "disabled",
         }  # fmt: skip
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        text, reasoning = self._request.text, self._request.reasoning
-        response["text"] = {"format": (text and text.format) or {"type": "text"}}
-        response["reasoning"] = {"effort": reasoning and reasoning.effort, "summary": None}
-        response["tools"] = response["tools"] or []
-        response["tool_choice"] = response["tool_choice"] or "auto"
-        response["parallel_tool_calls"] = response["parallel_tool_calls"] is not False
-        response["metadata"] = response["metadata"] or {}
         return response
 
     def _usage(self, completion_tokens: int, cached_tokens: int) -> Json:
@@ -90,7 +99,7 @@ class ResponsesAnswer(ChatAnswer):
         content["sequence_number"] = self._sequence
         self._sequence += 1
         kind: str = content["type"]
-        return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"
+        return b"event: " + kind.encode() + b"\ndata: " + encode(content) + b"\n\n"
 
     def opening(self) -> bytes:
         kinds = ("response.created", "response.in_progress")
@@ -170,7 +179,7 @@ class ResponsesAnswer(ChatAnswer):
         function: Json = call["function"]
         if "id" in call:
             item: Json = {"id": self._item_id("fc"), "type": "function_call", "call_id": call["id"]}
-            item["name"] = function["name"]
+            item |= self._namespaces.get(function["name"], {"name": function["name"]})
             yield from self._begin(item | {"arguments": ""})
         if arguments := function.get("arguments"):
             self._items[-1]["arguments"] += arguments

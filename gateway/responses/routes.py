@@ -1,14 +1,15 @@
 """POST /v1/responses; GET and DELETE /v1/responses/{response_id}."""
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from gateway.http.encoding import encode
 from gateway.http.errors import ApiError
+from gateway.http.json_text import parse_json
 from gateway.openai.answer_types import DeletedResponse, ResponseEvent, ResponseObject
 from gateway.openai.context import Gateway
 from gateway.openai.dependencies import CallDep, GatewayDep, TenantDep
@@ -16,8 +17,9 @@ from gateway.openai.generate import Endpoint, generate
 from gateway.openai.openapi import body_of, refusals, streamed
 from gateway.openai.prepare import Prepared, prepare_chat
 from gateway.openai.request_types import ChatRequest, validate
-from gateway.responses.answer import ResponsesAnswer
+from gateway.responses.answer import ResponsesAnswer, echoed
 from gateway.responses.convert import NAMES, Item, as_chat, input_items
+from gateway.responses.tools import namespaces, places
 from gateway.responses.types import NEUTRAL_ONLY, ResponsesRequest
 from gateway.text.tokenizer import ModelTokenizer
 from runtime.process import clock
@@ -34,7 +36,8 @@ router = APIRouter(tags=["OpenAI"])
 )
 async def create_response(call: CallDep) -> Response:
     draft = _Draft(call.gateway, call.tenant)
-    return await generate(call, Endpoint("responses", "resp", draft.read, prepare_chat, draft.answer, NAMES))
+    endpoint = Endpoint("responses", "resp", draft.read, prepare_chat, draft.answer, draft.names, keeps_body=True)
+    return await generate(call, endpoint)
 
 
 @router.get(
@@ -76,30 +79,40 @@ class _Draft:
 
     gateway: Gateway
     tenant: str
-    request: ResponsesRequest | None = None
-    items: list[Item] | None = None
-    """Of the conversation, the request's own included."""
+    asked: dict[str, msgspec.Raw] = field(default_factory=dict)
+    """What the response repeats of the request."""
+    namespaces: dict[str, Item] = field(default_factory=dict)
+    """Of the functions that are in one."""
+    items: bytes = b""
+    """JSON: the conversation's items, the request's own included. Empty: they are not to be kept."""
+    names: dict[str, str] = field(default_factory=dict)
 
     def read(self, content: Any) -> ChatRequest:
-        """Raises `ApiError`."""
-        request = self.request = validate(ResponsesRequest, content, NEUTRAL_ONLY)
+        """Runs on a thread. Raises `ApiError`."""
+        request = validate(ResponsesRequest, content, NEUTRAL_ONLY)
         before: list[Item] = []
         if request.previous_response_id is not None:
             kept = self.gateway.responses.get(self.tenant, request.previous_response_id, clock.now())
             if kept is None:
                 raise _not_kept(request.previous_response_id, "previous_response_id")
-            before = msgspec.json.decode(kept.items)
-        self.items = [*before, *input_items(request)]
-        return as_chat(request, self.items)
+            before = parse_json(kept.items)
+        items = [*before, *input_items(request)]
+        chat = as_chat(request, items)
+        self.asked, self.namespaces = echoed(request), namespaces(request.tools)
+        self.names |= places(request.tools) | NAMES
+        if request.store is not False:
+            self.items = msgspec.json.encode(items)
+        return chat
 
     def answer(self, prepared: Prepared, tokenizer: ModelTokenizer, **head: Any) -> ResponsesAnswer:
-        assert self.request is not None and self.items is not None
-        keep = partial(self._keep, self.request, self.items)
-        return ResponsesAnswer(prepared, tokenizer, request=self.request, keep=keep, **head)
+        return ResponsesAnswer(
+            prepared, tokenizer, asked=self.asked, namespaces=self.namespaces, keep=self._keep, **head
+        )
 
-    def _keep(self, request: ResponsesRequest, items: list[Item], response: dict[str, Any]) -> None:
-        if request.store is False:
+    def _keep(self, response: dict[str, Any]) -> None:
+        if not self.items:
             return
-        conversation = msgspec.json.encode([*items, *response["output"]])
-        whole = msgspec.json.encode(response)
+        lists = (self.items, msgspec.json.encode(response["output"]))
+        conversation = b"[" + b",".join(one[1:-1] for one in lists if len(one) > 2) + b"]"
+        whole = encode(response)
         self.gateway.responses.put(self.tenant, response["id"], conversation, whole, clock.now())

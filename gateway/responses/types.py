@@ -4,22 +4,30 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from gateway.openai.request_types import IDENTIFIER_CHARS_MAX, MESSAGES_MAX, Neutral, RequestType
+from gateway.http.bounds import FIELDS_MAX, AnyObject, MaxItems, MaxKeys, Text
+from gateway.openai.not_served import Neutral
+from gateway.openai.request_types import (
+    IDENTIFIER_CHARS_MAX,
+    MESSAGES_MAX,
+    TOOLS_MAX,
+    Hint,
+    RequestType,
+)
 from proto import limits
 
 NEUTRAL_ONLY: Final[Neutral] = {
     "background": (None, False),
     "conversation": (None,),
-    "include": (None, []),
-    "max_tool_calls": (None,),
     "moderation": (None,),
     "prompt": (None,),
-    "prompt_cache_options": (None, {}),
-    "prompt_cache_retention": (None, "in_memory"),
     "top_logprobs": (None, 0),
-    "truncation": (None, "disabled"),
-    "context_management": (None, []),
+    "access_programs": (None, {"cyber": "standard"}),
 }
+_Included = Literal[
+    "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
+    "message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs",
+]  # fmt: skip
+"""What can be asked for because no answer has any of it. Log-probabilities could be missed."""
 
 
 class ResponsesStreamOptions(RequestType):
@@ -27,21 +35,26 @@ class ResponsesStreamOptions(RequestType):
 
 
 class TextOptions(RequestType):
-    format: dict[str, Any] | None = None
+    format: AnyObject | None = None
     """`text`, `json_object` or `json_schema`."""
-    verbosity: None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Without effect."""
 
 
 class ReasoningOptions(RequestType):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: None = None
-    generate_summary: None = None
+    """As far as the model's chat template takes it."""
+    # Thoughts are given whole, without a summary. What follows has no effect.
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+    mode: Literal["standard"] | None = None
 
 
 class ResponsesRequest(RequestType):
     model: Annotated[str, Field(min_length=1, max_length=limits.MAX_TEXT_CHARS)]
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MESSAGES_MAX)]
-    instructions: str | None = None
+    input: Text | Annotated[list[AnyObject], Field(min_length=1), MaxItems(MESSAGES_MAX)]
+    instructions: Text | None = None
     """Not kept for the next response."""
     previous_response_id: Annotated[str, Field(max_length=128)] | None = None
     """A response that this very gateway still keeps: its input and output come before `input`. Gateways do not share them: with
@@ -57,16 +70,28 @@ class ResponsesRequest(RequestType):
     seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: list[dict[str, Any]] | None = None
-    """Functions only: this server runs no tools."""
-    tool_choice: str | dict[str, Any] | None = None
+    tools: Annotated[list[AnyObject], MaxItems(TOOLS_MAX)] | None = None
+    """Functions, also in namespaces: this server runs no tools. Others are left out where functions remain, and refused where
+    none do."""
+    tool_choice: Annotated[str, Field(max_length=IDENTIFIER_CHARS_MAX)] | AnyObject | None = None
     parallel_tool_calls: bool | None = None
-    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    metadata: (
+        Annotated[dict[Annotated[str, Field(max_length=512)], Annotated[str, Field(max_length=512)]], MaxKeys(16)]
+        | None
+    ) = None
     """Given back with the response."""
     priority: Any = None
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale", "fast", "ultrafast"] | None = None
     deadline_ms: Annotated[float, Field(gt=0.0, le=86_400_000.0)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=IDENTIFIER_CHARS_MAX)] | None = None
     user: Annotated[str, Field(max_length=IDENTIFIER_CHARS_MAX)] | None = None
     safety_identifier: Annotated[str, Field(max_length=IDENTIFIER_CHARS_MAX)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=IDENTIFIER_CHARS_MAX)] | None = None
+    prompt_cache_options: Hint | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    client_metadata: Hint | None = None
+    include: Annotated[list[_Included], MaxItems(FIELDS_MAX)] | None = None
+    max_tool_calls: Annotated[int, Field(ge=1, le=limits.MAX_CONTEXT_TOKENS)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    context_management: Annotated[list[Hint], MaxItems(FIELDS_MAX)] | None = None
+    image: Hint | None = None

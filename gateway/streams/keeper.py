@@ -161,6 +161,8 @@ class StreamKeeper:
         submission = self._current(event.request_id, event.attempt)
         if submission is None:
             self._out += map(SendCancel, self._words.about(event.request_id))  # it does not come back
+        elif event.reason is Interrupt.GRAMMAR:
+            self._fail(submission.stream, Failure(FailKind.GRAMMAR, event.message))
         else:
             self._runs(submission)  # what is interrupted had been accepted
             self._resume(submission, f"{event.reason}: {event.message}", now, drained=event.reason is Interrupt.DRAINED)
@@ -319,8 +321,7 @@ class StreamKeeper:
                 continue
             elif now >= submission.silent_at(self.limits, self._coordinator_incarnation):
                 if submission.may_live(now):
-                    # Said once more, its Submit is answered with what it is.
-                    submission.asked(now, self.limits)
+                    submission.asked(now, self.limits)  # said once more, its Submit is answered with what it is
                     self._out.append(SendSubmit(*submission.to_submit(now)))
                 else:
                     self._broken(submission, "silent since a connection was lost", now)

@@ -59,6 +59,9 @@ class PromptScores:
                 numbers.byteswap()
             own.extend(numbers)
 
+    def __len__(self) -> int:
+        return len(self._ranks)
+
     def __iter__(self) -> Iterator[PromptScore]:
         """From the prompt's second token on."""
         for row, (logprob, rank) in enumerate(zip(self._logprobs, self._ranks, strict=True)):

@@ -201,12 +201,17 @@ class Deliver:
     cached_tokens: int = 0
     """With a choice's first token: prompt tokens that were not computed for it."""
 
+    def ended_by(self, tokens: frozenset[int]) -> bool:
+        """Whether one of these tokens ends the choice, and no stop string."""
+        return self.finish is Finish.STOP and not self.stop and bool(self.tokens) and self.tokens[-1] in tokens
+
 
 class FailKind(StrEnum):
     REJECTED = "rejected"
     UNREACHABLE = "coordinator_unreachable"
     OVERLOADED = "gateway_overloaded"
     INTERRUPTED = "interrupted"
+    GRAMMAR = "grammar_failed"
     IDLE = "stream_idle_timeout"
     SHUTTING_DOWN = "shutting_down"
 

@@ -1,20 +1,26 @@
-"""Compiles grammars before they are submitted, in processes that end when one takes too long.
+"""Compiles grammars before they are submitted, and checks answers against schemas, in processes that end if one takes too long.
 
-llguidance's limits and those of `gateway.structured` keep compiling short. What they overlook costs its sender a refusal, and
-nobody else more than the time until another process is free: a tenant never has more than one of them.
+llguidance's limits and those of `gateway.structured` keep compiling short. Organisations take turns, and none has more than one
+process. One whose job took too long waits ten times as long before its next, and shares one process with others of the kind.
 """
 
 import asyncio
+import contextlib
 import signal
 import sys
 from collections import OrderedDict
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
+from gateway.fair_share import organisation_of
 from gateway.http.errors import ApiError
-from gateway.structured.hello import COMPILE_CPU_S
+from gateway.structured.hello import COMPILE_CPU_S, Job
+from gateway.text.fair_queue import QUANTUM_BYTES, FairQueue
+from runtime.process import clock
+from runtime.process.driver import cancelled
 
 PROCESSES: Final = 2
 ANSWER_S: Final = 4.0
@@ -26,6 +32,12 @@ WAIT_S: Final = 10.0
 KEPT: Final = 2048
 """Verdicts. Each has 32 bytes of a digest, and 300 characters at the most."""
 TOO_LARGE: Final = f"it takes more than {COMPILE_CPU_S} s, or too much memory, to compile"
+PENALTY: Final = 10.0
+"""Times the CPU time of a job that took too long: before the next of its organisation."""
+FORGIVEN_S: Final = 600.0
+"""For so long, an organisation of which a job took too long has not all processes to choose from."""
+SLOW_MAX: Final = 1024
+"""Organisations of the kind that are remembered."""
 _BY_OTHERS: Final = (-signal.SIGKILL, -signal.SIGTERM)
 """Ends of a process that say nothing of its grammar."""
 _LINE_BYTES_MAX: Final = 1 << 20
@@ -39,15 +51,26 @@ class _Process:
         self._hello = hello
         self._running: asyncio.subprocess.Process | None = None
 
-    async def verdict(self, grammar: str) -> str:
-        """Why the grammar is refused; empty: it is good. Raises `TimeoutError`, and `OSError` if the process cannot start or
-        was ended by others."""
+    @property
+    def is_ready(self) -> bool:
+        return self._running is not None and self._running.returncode is None
+
+    async def start(self) -> None:
+        """Raises `TimeoutError` and `OSError`."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.end()
+            raise
+
+    async def verdict(self, job: bytes) -> str:
+        """The answer to a `Job`. Raises `TimeoutError`, and `OSError` if the process cannot start or was ended by others."""
         try:
             running = self._running
             if running is None or running.returncode is not None:
                 running = await self._start()
             async with asyncio.timeout(ANSWER_S):
-                answer = await _asked(running, msgspec.json.encode(grammar))
+                answer = await _asked(running, job)
                 if answer is None and await running.wait() in _BY_OTHERS:
                     raise OSError("the process was ended")
                 return TOO_LARGE if answer is None else answer
@@ -85,43 +108,60 @@ async def _asked(running: asyncio.subprocess.Process, line: bytes) -> str | None
     return msgspec.json.decode(answer, type=str) if answer else None
 
 
+@dataclass
+class _Organisation:
+    """One of which a job took too long."""
+
+    waits_until: float
+    """Monotonic seconds."""
+    forgiven_at: float
+
+
 class GrammarChecker:
-    """Used on the event loop's thread only. The requests that wait are bounded by those that the intake lets in."""
+    """Used on the event loop's thread only. The jobs that wait are bounded by the requests that the intake lets in."""
 
     def __init__(self, hello: bytes) -> None:
         """`hello`: the first line for a process, a `Hello`."""
         self._processes = [_Process(hello) for _ in range(PROCESSES)]
         self._free = list(self._processes)
-        self._turn = asyncio.Condition()
-        self._owners: set[str] = set()
-        """Those for whom a grammar is being compiled."""
-        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
+        self._queue: FairQueue[asyncio.Future[_Process]] = FairQueue()
+        self._busy: set[str] = set()
+        """Organisations that have a process."""
+        self._slow: OrderedDict[str, _Organisation] = OrderedDict()
+        self._verdicts: OrderedDict[tuple[str, bytes], str] = OrderedDict()
+        self._timer: asyncio.TimerHandle | None = None
+        self._starts: set[asyncio.Task[None]] = set()
 
-    async def check(self, owner: str, grammar: str, param: str) -> None:
-        """Raises `ApiError`."""
-        digest = blake2b(grammar.encode(), digest_size=32).digest()
-        verdict = self._verdicts.get(digest)
+    async def verdict(self, owner: str, cache_group: str, grammar: str, param: str) -> str:
+        """Why the grammar is refused; empty: it is good. What was found is kept for the cache group: whether another tenant has
+        used a grammar shows nowhere. Raises `ApiError` if it cannot be compiled now."""
+        key = (cache_group, blake2b(grammar.encode(), digest_size=32).digest())
+        verdict = self._verdicts.get(key)
         if verdict is None:
-            verdict = await self._compiled(owner, grammar, param)
-            self._verdicts[digest] = verdict
-            while len(self._verdicts) > KEPT:
-                self._verdicts.popitem(last=False)
-        else:
-            self._verdicts.move_to_end(digest)
-        if verdict:
-            raise ApiError(400, f"Invalid value for '{param}': {verdict}.", code="invalid_value", param=param)
+            verdict = await self._done(owner, Job(grammar=grammar), param)
+        self._verdicts[key] = verdict
+        self._verdicts.move_to_end(key)
+        while len(self._verdicts) > KEPT:
+            self._verdicts.popitem(last=False)
+        return verdict
 
-    async def _compiled(self, owner: str, grammar: str, param: str) -> str:
+    async def mismatch(self, owner: str, text: str, schema: Any) -> str:
+        """What of the schema the text of a JSON value does not match; empty: it matches, or it cannot be told now, which is no
+        reason to drop an answer."""
         try:
-            async with asyncio.timeout(WAIT_S), self._turn:
-                await self._turn.wait_for(lambda: self._free and owner not in self._owners)
-                process = self._free.pop()
-                self._owners.add(owner)
-        except TimeoutError:
-            message = f"'{param}' cannot be compiled now: too many others are."
-            raise ApiError(503, message, code="gateway_overloaded", retry_after_s=1.0) from None
+            verdict = await self._done(owner, Job(text=text, schema=schema), "")
+        except ApiError:
+            return ""
+        return "" if verdict == TOO_LARGE else verdict
+
+    async def _done(self, owner: str, job: Job, param: str) -> str:
+        organisation = organisation_of(owner)
+        process = await self._turn(owner, param)
         try:
-            return await process.verdict(grammar)
+            verdict = await process.verdict(msgspec.json.encode(job))
+            if verdict == TOO_LARGE:
+                self._took_too_long(organisation)
+            return verdict
         except TimeoutError:
             message = f"'{param}' could not be compiled in {ANSWER_S:.0f} s: this machine is too busy."
             raise ApiError(503, message, code="gateway_overloaded", retry_after_s=1.0) from None
@@ -129,11 +169,77 @@ class GrammarChecker:
             message = f"'{param}' cannot be served here: {str(error)[:300]}."
             raise ApiError(503, message, code="grammars_unavailable", retry_after_s=5.0) from None
         finally:
+            self._busy.discard(organisation)
+            self._give_back(process)
+
+    async def _turn(self, owner: str, param: str) -> _Process:
+        """Raises `ApiError`."""
+        granted: asyncio.Future[_Process] = asyncio.get_running_loop().create_future()
+        job = self._queue.push(owner, QUANTUM_BYTES, granted)  # one in each round
+        self._grant()
+        try:
+            async with asyncio.timeout(WAIT_S):
+                return await granted
+        except BaseException as error:
+            if granted.done() and not granted.cancelled():
+                self._busy.discard(organisation_of(owner))
+                self._give_back(granted.result())
+            if not isinstance(error, TimeoutError):
+                raise
+            message = f"'{param}' cannot be compiled now: too many others are, or one of yours took too long."
+            raise ApiError(503, message, code="gateway_overloaded", retry_after_s=1.0) from None
+        finally:
+            job.dropped = True
+
+    def _grant(self) -> None:
+        """Give free processes to those whose turn it is."""
+        now = clock.now()
+        while self._free and (job := self._queue.pop(passing=lambda name: self._must_wait(name, now))) is not None:
+            if not job.work.cancelled():
+                self._busy.add(organisation_of(job.tenant))
+                job.work.set_result(self._free.pop())
+        waits = [one.waits_until for one in self._slow.values() if one.waits_until > now]
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(min(waits) - now, self._grant) if waits else None
+
+    def _must_wait(self, organisation: str, now: float) -> bool:
+        if organisation in self._busy:
+            return True
+        slow = self._slow.get(organisation)
+        if slow is None or now >= slow.forgiven_at:
+            return False
+        # Those of whom a job took too long never have all processes between them.
+        return now < slow.waits_until or len(self._busy & self._slow.keys()) >= PROCESSES - 1
+
+    def _took_too_long(self, organisation: str) -> None:
+        now = clock.now()
+        self._slow[organisation] = _Organisation(now + PENALTY * COMPILE_CPU_S, now + FORGIVEN_S)
+        self._slow.move_to_end(organisation)
+        while len(self._slow) > SLOW_MAX or next(iter(self._slow.values())).forgiven_at <= now:
+            self._slow.popitem(last=False)
+
+    def _give_back(self, process: _Process) -> None:
+        """A process that was ended is started before it is given to anybody."""
+        if process.is_ready:
             self._free.append(process)
-            self._owners.discard(owner)
-            async with self._turn:
-                self._turn.notify_all()
+            self._grant()
+            return
+        start = asyncio.get_running_loop().create_task(self._start(process))
+        self._starts.add(start)
+        start.add_done_callback(self._starts.discard)
+
+    async def _start(self, process: _Process) -> None:
+        with contextlib.suppress(OSError, TimeoutError):  # the next job tries again, and says why
+            await process.start()
+        self._free.append(process)
+        self._grant()
 
     async def close(self) -> None:
+        for start in list(self._starts):
+            with contextlib.suppress(OSError):
+                await cancelled(start)
+        if self._timer is not None:
+            self._timer.cancel()
         for process in self._processes:
             await process.end()

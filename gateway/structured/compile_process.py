@@ -1,22 +1,27 @@
-"""The process that compiles clients' grammars for a gateway: a line in, a line out. See `gateway.structured.checker`.
+"""The process that compiles clients' grammars for a gateway, and checks answers against their schemas: a line in, a line out.
+`gateway.structured.checker` starts it.
 
-The first line is a `Hello`; each of the others a grammar, as a JSON string. Each answer is a JSON string, empty if all is well.
-SIGPROF ends the process where a grammar takes too long, whether or not its gateway lives.
+The first line is a `Hello`; each of the others a `Job`. Each answer is a JSON string, empty if all is well.
+SIGPROF ends the process where a job takes too long, whether or not its gateway lives.
 """
 
 import os
 import resource
 import signal
 import sys
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
-from gateway.structured.hello import COMPILE_CPU_S, Hello
-from runtime.grammar.compiler import GrammarError, make_matcher, make_tokenizer
+from gateway.structured.finite import has_finite_answer
+from gateway.structured.hello import COMPILE_CPU_S, Hello, Job
+from runtime.grammar.compiler import GrammarError, can_begin, make_matcher, make_tokenizer
 
 MEMORY_BYTES_MAX: Final = 2 << 30
 """Address space: a grammar that needs more ends the process, not the machine."""
+NO_ANSWER: Final = "no finite answer matches it"
+_BACKTRACKS_MAX: Final = 100_000
+_PATTERN_BYTES_MAX: Final = 10 << 20
 _NICE: Final = 5
 
 
@@ -35,13 +40,47 @@ def main() -> int:
     _say("")
     for line in lines:
         signal.setitimer(signal.ITIMER_PROF, COMPILE_CPU_S)
-        try:
-            make_matcher(msgspec.json.decode(line, type=str), tokenizer)
-            _say("")
-        except GrammarError as error:
-            _say(str(error) or "it cannot be compiled")
+        job = msgspec.json.decode(line, type=Job)
+        _say(compiled(job.grammar, tokenizer) if job.grammar else checked(job.text, job.schema))
         signal.setitimer(signal.ITIMER_PROF, 0)
     return 0
+
+
+def compiled(grammar: str, tokenizer: Any) -> str:
+    """Why the grammar is refused; empty: it is good."""
+    try:
+        matcher = make_matcher(grammar, tokenizer)
+        if not has_finite_answer(grammar) or not can_begin(matcher, tokenizer):
+            return NO_ANSWER
+    except GrammarError as error:
+        return str(error) or "it cannot be compiled"
+    except RecursionError:
+        return "it is nested too deeply"
+    return ""
+
+
+def checked(text: str, schema: Any) -> str:
+    """What of the schema the JSON text does not match; empty: it matches, or the schema cannot be used."""
+    import jsonschema_rs
+
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return "it is not JSON"
+    patterns = jsonschema_rs.FancyRegexOptions(backtrack_limit=_BACKTRACKS_MAX, size_limit=_PATTERN_BYTES_MAX)
+    try:
+        validator = jsonschema_rs.validator_for(schema, pattern_options=patterns, offline=True)
+    except (ValueError, RecursionError, jsonschema_rs.ReferencingError):  # no schema, or one that refers to others
+        return ""
+    try:
+        validator.validate(value)
+    except jsonschema_rs.ValidationError as error:
+        if isinstance(error.kind, jsonschema_rs.ValidationErrorKind.BacktrackLimitExceeded):
+            return ""
+        keyword = next((part for part in reversed(error.schema_path) if isinstance(part, str)), "")
+        place = ".".join(["$", *map(str, error.instance_path)])
+        return f"{place[:200]} does not match '{keyword[:60] or 'false'}'"
+    return ""
 
 
 def _say(text: str) -> None:

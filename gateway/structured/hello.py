@@ -1,6 +1,6 @@
 """What a gateway and its processes that compile grammars share. Apart, since those processes import as little as they can."""
 
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -15,3 +15,11 @@ class Hello(msgspec.Struct):
     """tokenizer.json"""
     vocab_size: int
     eos_ids: list[int]
+
+
+class Job(msgspec.Struct, omit_defaults=True):
+    """Each of the others: a grammar to compile, or the text of a JSON value to check against a schema."""
+
+    grammar: str = ""
+    text: str = ""
+    schema: Any = None

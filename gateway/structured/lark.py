@@ -1,61 +1,144 @@
 """Writes grammars in llguidance's dialect of Lark. Pure."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from gateway.structured.schema import prepared
+from gateway.structured.schema import Path, mentioned, prepared, where
+from proto import limits
 
 SplitSpecial = Callable[[str], list[str | int]]
-"""A text → its parts: text, and the ids of special tokens in it, which a grammar has to name by their ids."""
+"""A text → its parts: text, and the ids of special tokens in it that are to be written as such: by their ids."""
 _ANY: Final = r"/(.|\n)*/"
+_OPTIONS: Final = '%llguidance {"no_forcing": true}'
+"""llguidance would write text that is the only one possible with the tokens of the tokenizer, special ones included: text that
+has the name of one would then end the answer, or not match."""
+_TOO_LARGE: Final = f"it makes a grammar of more than {limits.MAX_GRAMMAR_CHARS} characters"
+_FOR_GOOD: Final = ("Unsatisfiable", "no finite answer", "it takes more than")
+"""In refusals that no schema with less in it would escape, or should."""
+_PATHS_MAX: Final = 8
+_PLACES_MAX: Final = 3
+
+
+class TooLarge(Exception):
+    """The grammar is refused; `str()` is for the user."""
+
+
+@dataclass
+class Relaxed:
+    """What of one schema without `strict` is left out of the grammar."""
+
+    paths: set[Path] = field(default_factory=set)
+    structure_only: bool = False
+
+
+@dataclass(frozen=True)
+class Schema:
+    """One that the answer, or a call's arguments, must match."""
+
+    schema: Any
+    strict: bool
+    is_whole: bool
+    """In the grammar."""
+    call: str
+    """The function whose arguments it is of; empty: it is of the answer."""
+
+    def explained(self, verdict: str) -> str:
+        """Why the grammar is refused, with the keywords that this is about, as far as that can be told."""
+        places = ", ".join(map(where, mentioned(self.schema, verdict)[:_PLACES_MAX]))
+        of = f" of the function '{self.call}'" if self.call and places else ""
+        return f"{verdict} ({places}{of})" if places else verdict
+
+
+def next_relaxed(schemas: Sequence[Schema], relaxed: Sequence[Relaxed], verdict: str) -> list[Relaxed] | None:
+    """What else to leave out of a grammar that was refused; None: nothing is left to leave out."""
+    if any(word in verdict for word in _FOR_GOOD):
+        return None
+    found, changed = [Relaxed(set(one.paths), one.structure_only) for one in relaxed], False
+    found += [Relaxed() for _ in range(len(schemas) - len(found))]
+    lenient = [(schema, one) for schema, one in zip(schemas, found, strict=True) if not schema.strict]
+    for schema, one in lenient:
+        paths = set(mentioned(schema.schema, verdict)) - one.paths if len(one.paths) < _PATHS_MAX else set()
+        one.paths |= paths
+        changed |= bool(paths)
+    if not changed:
+        changed = not all(one.structure_only for _, one in lenient)
+        for _, one in lenient:
+            one.structure_only = True
+    return found if changed else None
 
 
 class Grammar:
     """Rules by and by; `text` is the whole. Expressions are passed around as text."""
 
-    def __init__(self, split: SplitSpecial) -> None:
+    def __init__(
+        self, split: SplitSpecial, relaxed: Sequence[Relaxed] = (), *, split_own: SplitSpecial | None = None
+    ) -> None:
+        """`split` is for texts of clients, `split_own` for marks of ours. `relaxed`: for the schemas, in order."""
         self._split = split
+        self._split_own = split_own or split
+        self._relaxed = relaxed
+        self._chars = 0
+        self.schemas: list[Schema] = []
         self._rules: list[str] = []
         self._others: list[dict[str, str]] = []
 
     def text(self, start: str) -> str:
-        lark = "\n".join(["%llguidance {}", f"start: {start}", *self._rules])
+        lark = "\n".join([_OPTIONS, f"start: {start}", *self._rules])
         if not self._others:
             return lark
         return json.dumps({"grammars": [{"lark_grammar": lark}, *self._others]}, ensure_ascii=False)
 
-    def rule(self, body: str, attributes: str = "") -> str:
-        name = f"r{len(self._rules)}"
+    def rule(self, body: str, attributes: str = "", *, prefix: str = "r") -> str:
+        """Raises `TooLarge`."""
+        self._chars += len(body)
+        if self._chars > limits.MAX_GRAMMAR_CHARS:
+            raise TooLarge(_TOO_LARGE)
+        name = f"{prefix}{len(self._rules)}"
         self._rules.append(f"{name}{attributes}: {body}")
         return name
 
-    def literal(self, text: str) -> str:
-        parts = [f"<[{part}]>" if isinstance(part, int) else _quoted(part) for part in self._split(text)]
+    def plain(self, text: str) -> str:
+        """Written with ordinary tokens, whatever special ones are named like it."""
+        return _quoted(text)
+
+    def literal(self, text: str, *, own: bool = False) -> str:
+        """`own`: a mark of ours. Raises `TooLarge`."""
+        parts = [f"<[{part}]>" if isinstance(part, int) else _quoted(part) for part in self._parts(text, own)]
         return " ".join(parts) or '""'
 
-    def json(self, schema: Any, *, strict: bool) -> str:
-        """Raises `SchemaError`."""
-        return self.rule("%json " + json.dumps(prepared(schema, strict=strict), ensure_ascii=False))
+    def _parts(self, text: str, own: bool) -> list[str | int]:
+        if len(text) > limits.MAX_GRAMMAR_CHARS:
+            raise TooLarge(_TOO_LARGE)
+        return (self._split_own if own else self._split)(text)
+
+    def json(self, schema: Any, *, strict: bool, call: str = "") -> str:
+        """`call`: of the arguments of calls to this function. Raises `SchemaError` and `TooLarge`."""
+        number = len(self.schemas)
+        relaxed = self._relaxed[number] if number < len(self._relaxed) else Relaxed()
+        found = prepared(schema, strict=strict, left_out=relaxed.paths, structure_only=relaxed.structure_only)
+        self.schemas.append(Schema(schema, strict, found.is_whole, call))
+        return self.rule("%json " + json.dumps(found.schema, ensure_ascii=False))
 
     def regex(self, pattern: str) -> str:
-        """Matches as a whole, with or without anchors."""
+        """Matches as a whole, with or without anchors. Raises `TooLarge`."""
+        if len(pattern) > limits.MAX_GRAMMAR_CHARS:
+            raise TooLarge(f"the regular expression has more than {limits.MAX_GRAMMAR_CHARS} characters")
         return self.rule(f"/{_slashed(pattern)}/")
 
     def any_text(self) -> str:
         return self.rule(_ANY)
 
-    def up_to(self, end: str) -> str:
+    def up_to(self, end: str, *, own: bool = False) -> str:
         """Any text up to the first `end`, which is part of it."""
-        parts = self._split(end)
+        parts = self._parts(end, own)
         if len(parts) == 1 and isinstance(parts[0], str):
             return self._lazy(end)
-        return self.rule(f"{_ANY} {self.literal(end)}")
+        return self.rule(f"{_ANY} {self.literal(end, own=own)}")
 
     def _lazy(self, end: str) -> str:
-        name = f"T{len(self._rules)}"
-        self._rules.append(f"{name}: {_ANY} {_quoted(end)}")
-        return self.rule(name, "[lazy]")
+        return self.rule(self.rule(f"{_ANY} {_quoted(end)}", prefix="T"), "[lazy]")
 
     def either(self, options: list[str]) -> str:
         return self.rule(" | ".join(options))
@@ -63,7 +146,7 @@ class Grammar:
     def sub_grammar(self, lark: str) -> str:
         """A whole grammar, with rules of its own."""
         name = f"g{len(self._others)}"
-        self._others.append({"name": name, "lark_grammar": lark})
+        self._others.append({"name": name, "lark_grammar": f"{_OPTIONS}\n{lark}"})
         return f"@{name}"
 
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from gateway.http.errors import ApiError, bad_value
-from gateway.structured.lark import Grammar
+from gateway.structured.lark import Grammar, TooLarge
 from gateway.structured.schema import SchemaError
 from gateway.structured.tags import TagError, tag
 from gateway.structured.user_grammar import UserGrammarError, as_lark
@@ -32,13 +32,14 @@ class Wanted:
     param: str
     """The field that says so."""
     write: Callable[[Grammar], str]
-    """Adds its rules; returns the expression for the answer. Raises `SchemaError`, `TagError` or `UserGrammarError`."""
+    """Adds its rules; returns the expression for the answer. Raises `SchemaError`, `TagError`,
+    `UserGrammarError` or `TooLarge`."""
 
     def expression(self, grammar: Grammar) -> str:
         """Raises `ApiError`."""
         try:
             return self.write(grammar)
-        except (SchemaError, TagError, UserGrammarError) as error:
+        except (SchemaError, TagError, UserGrammarError, TooLarge) as error:
             raise bad_value(self.param, f"Invalid value for '{self.param}': {error}.") from None
 
 
@@ -108,7 +109,7 @@ def _of_kind(param: str, kind: str, value: Any) -> Wanted:
             return Wanted(param, lambda grammar: tag(content, grammar))
         case "choice":
             options = _choices(param, value)
-            return Wanted(param, lambda grammar: grammar.either([grammar.literal(option) for option in options]))
+            return Wanted(param, lambda grammar: grammar.either([grammar.plain(option) for option in options]))
     if not isinstance(value, str) or not value:
         raise bad_value(param, f"'{param}' must be a string, and not empty.", "invalid_type")
     if kind == "regex":

@@ -1,16 +1,19 @@
 """A prompt's KV blocks by name: one hash for each full block, which stands for its tokens and for all tokens before them. Pure.
 
     hash[i] = BLAKE2b-128(hash[i-1] + tokens of block i, key = group key)
+    group key = BLAKE2b-256(block size and cache group, key = the cluster's random key)
 
 - **Chained**: equal hashes mean equal beginnings of prompts, from the first token on, which is what makes KV equal.
 - **Keyed by the cache group**: the tenant, unless the operator lets several share one. Two groups' hashes are unrelated
   128-bit numbers, so that no tenant meets what another one's prompt has left behind, in speed or in usage figures.
+- **Keyed by the cluster**: all gateways have one random key, which they and the coordinator keep in memory only. Without it,
+  hashes say nothing about a prompt, not even to somebody who guesses it block by block.
 - **128 bits of a cryptographic hash**: among 10^9 cached blocks the chance of one accidental collision is 10^-21, and nobody
   knows how to make one on purpose with less than 2^64 hashes, which would only confuse prompts of one's own group.
 - The number of tokens in a block is part of the key: caches of another block size are another name space.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from proto.kv import kept_names
@@ -25,16 +28,17 @@ class BlockNames:
     """In tokens."""
     cache_group: str
     hashes: bytes
+    cluster_key: bytes = field(default=b"", repr=False)
 
     @staticmethod
-    def of(packed: bytes, block_size: int, cache_group: str) -> "BlockNames":
-        return BlockNames(block_size, cache_group, block_hashes(packed, block_size, cache_group))
+    def of(packed: bytes, block_size: int, cache_group: str, cluster_key: bytes = b"") -> "BlockNames":
+        hashes = block_hashes(packed, block_size, cache_group, cluster_key=cluster_key)
+        return BlockNames(block_size, cache_group, hashes, cluster_key)
 
     def extended(self, packed: bytes) -> "BlockNames":
         """Of a prompt that begins with this one."""
-        return BlockNames(
-            self.block_size, self.cache_group, block_hashes(packed, self.block_size, self.cache_group, self.hashes)
-        )
+        hashes = block_hashes(packed, self.block_size, self.cache_group, self.hashes, self.cluster_key)
+        return replace(self, hashes=hashes)
 
     def of_kept(self, request_id: str, attempt: int, before: int, tokens: int) -> "BlockNames | None":
         """Of the context of the next attempt, where this attempt had these names for `before` tokens: its worker may have kept
@@ -42,22 +46,25 @@ class BlockNames:
         if len(self.hashes) // HASH_BYTES < before // self.block_size:
             return None
         hashes = kept_names(self.hashes, request_id, attempt, self.block_size, tokens)
-        return BlockNames(self.block_size, self.cache_group, hashes[: MAX_BLOCK_HASHES * HASH_BYTES])
+        return replace(self, hashes=hashes[: MAX_BLOCK_HASHES * HASH_BYTES])
 
 
-def group_key(cache_group: str, block_size: int) -> bytes:
+def group_key(cache_group: str, block_size: int, cluster_key: bytes = b"") -> bytes:
     """The key of one group's hashes: 32 bytes. `block_size` is in tokens."""
-    return blake2b(f"{block_size}:{cache_group}".encode(), digest_size=32, person=b"crossdock-prefix").digest()
+    text = f"{block_size}:{cache_group}".encode()
+    return blake2b(text, digest_size=32, key=cluster_key, person=b"crossdock-prefix").digest()
 
 
-def block_hashes(packed: bytes, block_size: int, cache_group: str, known: bytes = b"") -> bytes:
+def block_hashes(
+    packed: bytes, block_size: int, cache_group: str, known: bytes = b"", cluster_key: bytes = b""
+) -> bytes:
     """16 bytes for each full block of the packed token ids (little-endian int32), joined; of very long prompts those of the
     first `MAX_BLOCK_HASHES` blocks. `known` are hashes of the same beginning, which are not computed again."""
     assert block_size >= 1 and len(known) % HASH_BYTES == 0
     stride = 4 * block_size
     count = min(len(packed) // stride, MAX_BLOCK_HASHES)
     done = len(known) // HASH_BYTES
-    keyed = blake2b(digest_size=HASH_BYTES, key=group_key(cache_group, block_size))
+    keyed = blake2b(digest_size=HASH_BYTES, key=group_key(cache_group, block_size, cluster_key))
     chained, found = known[-HASH_BYTES:], [known]
     for start in range(done * stride, count * stride, stride):
         digest = keyed.copy()  # the key is taken in once

@@ -8,6 +8,8 @@ has no way to give out what it holds at the end, and raises where a decoder take
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from gateway.text.regions import CONTENT, NO_REGIONS, Event, RegionParser, Regions
+
 Decode = Callable[[Sequence[int]], str]
 
 _WINDOW_TOKENS_MAX = 24
@@ -116,29 +118,58 @@ class TextPiece:
     """The stop string that it ends with; empty: none."""
 
 
+class ContentStops:
+    """Finds the first stop string in the content of a text, and none in its thoughts and calls."""
+
+    def __init__(self, matcher: StopMatcher, regions: Regions) -> None:
+        self._matcher = matcher
+        self._parser = RegionParser(regions)
+
+    def push(self, text: str, *, armed: bool = True) -> str:
+        """The text that is certain to come before any stop string. `armed`: stop strings are looked for in it."""
+        return self._matched(self._parser.feed(text), armed=armed)
+
+    def finish(self) -> str:
+        return self._matched(self._parser.finish(), armed=True) + (
+            "" if self._matcher.found else self._matcher.finish()
+        )
+
+    def _matched(self, events: list[Event], *, armed: bool) -> str:
+        found = ""
+        for event in events:
+            text = event.get("text", "")
+            if event["field"] == CONTENT and armed:
+                found += self._matcher.push(text)
+                if self._matcher.found:
+                    break
+            else:
+                found += self._matcher.finish() + text
+        return found
+
+
 class Assembler:
     """One choice's text: detokenized, and cut at the first stop string."""
 
     def __init__(
-        self, detokenizer: Detokenizer, stops: Sequence[str], *, keeps_stop: bool = False, min_tokens: int = 0
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        *,
+        keeps_stop: bool = False,
+        min_tokens: int = 0,
+        regions: Regions = NO_REGIONS,
     ) -> None:
-        """`min_tokens`: stop strings are looked for in what comes after so many."""
+        """`min_tokens`: stop strings are looked for in what comes after so many. `regions` of the text have none."""
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops, keeps_stop=keeps_stop)
+        self._content = ContentStops(self._matcher, regions if stops else NO_REGIONS)
         self._unmatched = min_tokens
 
     def push(self, token: int) -> TextPiece:
-        new = self._detokenizer.push(token)
-        if self._unmatched:
-            self._unmatched -= 1
-            return TextPiece(new)
-        if not new:
-            return TextPiece("")
-        text = self._matcher.push(new)
-        return TextPiece(text, self._matcher.found)
+        new, armed = self._detokenizer.push(token), not self._unmatched
+        self._unmatched -= not armed
+        return TextPiece(self._content.push(new, armed=armed) if new else "", self._matcher.found)
 
     def finish(self) -> TextPiece:
-        text = self._matcher.push(self._detokenizer.finish())
-        if self._matcher.found:
-            return TextPiece(text, self._matcher.found)
-        return TextPiece(text + self._matcher.finish())
+        text = self._content.push(self._detokenizer.finish())
+        return TextPiece(text if self._matcher.found else text + self._content.finish(), self._matcher.found)

@@ -1,10 +1,11 @@
-"""The order in which prompts are tokenized. Pure.
+"""The order in which prompts are tokenized, and grammars compiled. Pure.
 
 Deficit round robin over organisations, by bytes of their prompts, and round robin over the users of one (Shreedhar and
 Varghese, 1995). Jobs that are large may not take every thread, so that a small one never waits for a large one to end.
 """
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
@@ -68,17 +69,18 @@ class FairQueue(Generic[T]):
         organisation.users.setdefault(tenant, deque()).append(job)
         return job
 
-    def pop(self, *, large: bool = True) -> Job[T] | None:
-        """The next job, or None. `large`: whether it may be a large one."""
+    def pop(self, *, large: bool = True, passing: Callable[[str], bool] = lambda _: False) -> Job[T] | None:
+        """The next job, or None. `large`: whether it may be a large one. `passing` says whether it is not to be one of this
+        organisation's."""
         passed = 0
-        """Organisations passed over one after the other, since their next job is large."""
+        """Organisations passed over one after the other."""
         while passed < len(self._organisations):
             name, organisation = next(iter(self._organisations.items()))
             job = organisation.next()
             if job is None:
                 del self._organisations[name]  # it is idle, and keeps no credit
                 continue
-            if job.cost >= LARGE_BYTES and not large:
+            if (job.cost >= LARGE_BYTES and not large) or passing(name):
                 passed += 1
                 self._organisations.move_to_end(name)
                 continue

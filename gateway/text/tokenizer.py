@@ -13,16 +13,21 @@ from typing import Any
 
 from gateway.text.detokenize import Assembler, Detokenizer
 from gateway.text.generation_config import SamplingDefaults, sampling_defaults
+from gateway.text.regions import NO_REGIONS, Regions
 from gateway.text.template_facts import template_facts
 from gateway.text.token_texts import Pieces, TokenTexts
 from proto import limits
 from proto.errors import CrossdockError
 
 _GENERIC_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast"}
+_DOWNLOAD = ["*.json", "*.jinja", "*.model", "*.txt"]
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 _OF_TEMPLATES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What the expressions of a template may raise."""
 _TEMPLATE_CHARS_MAX = 32 << 20
+_SLICE_CHARS = 1 << 18
+_LONG_TOKENS = 4096
+"""So many are decoded without the interpreter's lock, which costs a moment to get again."""
 
 
 class ModelFilesError(CrossdockError):
@@ -31,6 +36,10 @@ class ModelFilesError(CrossdockError):
 
 class TemplateError(Exception):
     """The chat template does not take these messages; `str()` is for the user."""
+
+
+class TextTooLong(Exception):
+    """The text has more tokens than any model's context."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +71,24 @@ class ModelTokenizer:
         self.bytes_per_token_max = _bytes_per_token_max(self._backend)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Raises `TextTooLong`."""
+        if len(text) > limits.MAX_CONTEXT_TOKENS:
+            # While it is tokenized, each token takes 150 bytes. Where a text is cut, tokens may differ, but not so many.
+            tokens = 0
+            for at in range(0, len(text), _SLICE_CHARS):
+                tokens += len(self._encoding(text[at : at + _SLICE_CHARS], add_special_tokens=False))
+                if tokens > 2 * limits.MAX_CONTEXT_TOKENS:
+                    raise TextTooLong
+        encoding = self._encoding(text, add_special_tokens=add_special_tokens)
+        if len(encoding) > limits.MAX_CONTEXT_TOKENS:
+            raise TextTooLong
+        ids: list[int] = encoding.ids
         return ids
+
+    def _encoding(self, text: str, *, add_special_tokens: bool) -> Any:
+        # Of a batch, since `encode` keeps the interpreter's lock, and with it the event loop, for as long as it takes.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding
 
     def apply_template(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **options: Any
@@ -86,12 +111,18 @@ class ModelTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """As text, without special tokens."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
-        return text
+        return self._decode(ids, skip_special_tokens=True)
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """As text, special tokens included."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=False)
+        return self._decode(ids, skip_special_tokens=False)
+
+    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        if len(ids) > _LONG_TOKENS:
+            (text,) = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        else:
+            text = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        assert isinstance(text, str)
         return text
 
     def token_texts(self, *, keeps_special: bool = False) -> TokenTexts:
@@ -113,18 +144,23 @@ class ModelTokenizer:
         min_tokens: int = 0,
         keeps_special: bool = False,
         keep: frozenset[int] = frozenset(),
+        regions: Regions = NO_REGIONS,
     ) -> Callable[[], Assembler]:
         """A maker of assemblers, one for each choice. `keeps_special`: special tokens are part of the text; else, those in
-        `keep` are."""
+        `keep` are. `regions`: where no stop strings are looked for."""
         skipped = frozenset[int]() if keeps_special else self.special_ids - keep
         decode = self.decode if skipped == self.special_ids else self.decode_all
-        return lambda: Assembler(Detokenizer(decode, skipped), stops, keeps_stop=keeps_stop, min_tokens=min_tokens)
+        return lambda: Assembler(
+            Detokenizer(decode, skipped), stops, keeps_stop=keeps_stop, min_tokens=min_tokens, regions=regions
+        )
 
-    def split_special(self, text: str) -> list[str | int]:
-        """Parts of a text, with the ids of the special tokens in it. As llguidance sees it, a token added as `<…>` is one."""
+    def split_special(self, text: str, *, shown: bool = False) -> list[str | int]:
+        """Parts of a text, with the ids of the special tokens in it. As llguidance sees it, a token added as `<…>` is one.
+        `shown`: only of those that are text where an answer has them."""
         longest_first = sorted(self._marks, key=len, reverse=True)
         found: list[str] = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if self._marks else [text]
-        return [self._marks.get(part, part) for part in found if part]
+        ids = [(part, self._marks.get(part)) for part in found if part]
+        return [part if id is None or (shown and id in self.special_ids) else id for part, id in ids]
 
     def mark_id(self, text: str) -> int | None:
         """The special token that this text is, if it is one."""
@@ -183,22 +219,27 @@ def _bytes_per_token_max(backend: Any) -> int | None:
 
 
 def load(model: str, *, model_sampling: bool = True) -> ModelTokenizer:
-    """Load tokenizer and facts of a folder or ORG/NAME; `model_sampling`: with the sampling defaults of its
+    """Load tokenizer and facts of a folder, ORG/NAME or ORG/NAME@REVISION; `model_sampling`: with the sampling defaults of its
     generation_config.json. Raises `ModelFilesError`."""
     import transformers
 
     path = Path(model).expanduser()
     source = str(path) if path.is_dir() else model
-    if not path.is_dir() and (model.startswith(("/", ".", "~")) or model.count("/") > 1):
+    name, _, revision = model.partition("@")
+    if not path.is_dir() and (model.startswith(("/", ".", "~")) or name.count("/") > 1):
         raise ModelFilesError(f"{model}: there is no such folder")
     try:
+        if not path.is_dir() and revision:
+            from huggingface_hub import snapshot_download
+
+            source = snapshot_download(name, revision=revision, allow_patterns=_DOWNLOAD)
         config = _read_json(source, "config.json")
         if config is None:
             raise ModelFilesError(f"{model}: has no config.json")
         tokenizer_config = _read_json(source, "tokenizer_config.json") or {}
         generic = tokenizer_config.get("tokenizer_class") in _GENERIC_CLASSES
         loader = transformers.PreTrainedTokenizerFast if generic else transformers.AutoTokenizer
-        tokenizer = loader.from_pretrained(source)
+        tokenizer = loader.from_pretrained(source, trust_remote_code=False)
         generation = _read_json(source, "generation_config.json") or {}
         facts = _facts(source, config, generation, tokenizer)
         if model_sampling:
@@ -238,7 +279,7 @@ def _facts(source: str, config: dict[str, Any], generation: dict[str, Any], toke
         # Left at the default of the model's class, which only the class knows.
         from transformers import AutoConfig
 
-        full = AutoConfig.from_pretrained(source).get_text_config()
+        full = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
         context, vocab = int(full.max_position_embeddings), int(full.vocab_size)
     eos: set[int] = set()
     for value in (generation.get("eos_token_id"), text.get("eos_token_id"), tokenizer.eos_token_id):

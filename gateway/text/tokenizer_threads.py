@@ -34,6 +34,8 @@ class TokenizerThreads:
             return await future
         finally:
             job.dropped = True
+            # An error in the future refers to this frame: what both hold would stay until a full garbage collection.
+            del future, job, work
 
     def shutdown(self) -> None:
         """Jobs that have not begun are dropped."""

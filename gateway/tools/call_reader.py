@@ -49,6 +49,11 @@ class CallReader:
         self._streams = self._is_bare = False
         self._out: list[CallBegun | Arguments] = []
 
+    @property
+    def is_between(self) -> bool:
+        """Whether all calls that have begun are whole."""
+        return self._at is _At.BETWEEN
+
     def feed(self, text: str) -> list[CallBegun | Arguments]:
         """What has become certain with this text."""
         self._out = []

@@ -6,12 +6,15 @@ from typing import Any, Final
 import msgspec
 
 from gateway.http.errors import bad_value
+from gateway.http.json_text import values_bytes
 from gateway.text.template_facts import TemplateFacts
 from gateway.tools.formats import HERMES, CallFormat, format_of
 from gateway.tools.request import Tool, Tools
 
 KWARGS_MAX: Final = 16
 KWARGS_BYTES_MAX: Final = 16_384
+ARGUMENTS_BYTES_MAX: Final = 16 << 20
+"""What the arguments of all calls may take in memory, beside the characters of their strings."""
 _OURS: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template"})
 _CALLS_IN_WORDS: Final = (
     "You can call functions. Each line here describes one, as JSON:\n{tools}\n"
@@ -50,41 +53,45 @@ def template_options(facts: TemplateFacts, kwargs: dict[str, Any] | None, effort
         options.setdefault("reasoning_effort", effort)
     elif "enable_thinking" in facts.variables:
         options.setdefault("enable_thinking", effort != "none")
-    elif effort != "none":
-        message = "'reasoning_effort' has no effect: the model's chat template does not take it."
-        raise bad_value("reasoning_effort", message, "unsupported_parameter")
     return options
 
 
 def template_messages(messages: Sequence[Any], tools: Tools | None, facts: TemplateFacts) -> list[dict[str, Any]]:
     """`messages` are `gateway.openai.request_types.ChatMessage`. Raises `ApiError`."""
     in_words = tells_in_words(facts)
-    found, pending = [], set[str]()
+    found, called, arguments_bytes = [], set[str](), 0
     for number, message in enumerate(messages):
         param = f"messages[{number}]"
         _check(message, param)
+        arguments_bytes += sum(values_bytes(call.function.arguments.encode()) for call in message.calls())
+        if arguments_bytes > ARGUMENTS_BYTES_MAX:
+            raise bad_value(f"{param}.tool_calls", "The arguments of all calls together have too many values.")
         if message.role == "tool":
-            if message.tool_call_id not in pending:
-                text = f"'{param}.tool_call_id' answers no call of the message before it."
+            if message.tool_call_id not in called:
+                text = f"'{param}.tool_call_id' answers no call of a message before it."
                 raise bad_value(f"{param}.tool_call_id", text)
         else:
-            pending = {call.id for call in message.tool_calls or ()}
+            called |= {call.id for call in message.calls()}
         found.append(_in_words(message, param) if in_words else _as_it_is(message, param))
     if tools is not None and tools.allowed and in_words:
         _describe(found, tools.offered)
     return found
 
 
+_OF_ANSWERS: Final = (
+    "tool_calls", "reasoning_content", "reasoning", "refusal", "annotations", "audio", "function_call",
+)  # fmt: skip
+
+
 def _check(message: Any, param: str) -> None:
-    if message.content is None and not (message.role == "assistant" and message.tool_calls):
+    if message.content is None and message.role != "assistant":
         text = f"Invalid value for '{param}.content': it must be a string or a list of text parts."
         raise bad_value(f"{param}.content", text, "invalid_type")
-    if message.tool_calls and message.role != "assistant":
-        raise bad_value(f"{param}.tool_calls", f"'{param}.tool_calls' is for the role 'assistant'.")
+    for name in _OF_ANSWERS if message.role != "assistant" else ():
+        if getattr(message, name):
+            raise bad_value(f"{param}.{name}", f"'{param}.{name}' is for the role 'assistant'.")
     if (message.role == "tool") != (message.tool_call_id is not None):
         raise bad_value(f"{param}.tool_call_id", f"'{param}.tool_call_id' goes with the role 'tool'.")
-    if message.reasoning_content and message.role != "assistant":
-        raise bad_value(f"{param}.reasoning_content", f"'{param}.reasoning_content' is for the role 'assistant'.")
 
 
 def _arguments(call: Any, param: str) -> dict[str, Any]:
@@ -100,7 +107,7 @@ def _arguments(call: Any, param: str) -> dict[str, Any]:
 
 def _as_it_is(message: Any, param: str) -> dict[str, Any]:
     found = _plain(message)
-    if message.tool_calls:
+    if calls := message.calls():
         found["tool_calls"] = [
             {
                 "id": call.id,
@@ -110,12 +117,12 @@ def _as_it_is(message: Any, param: str) -> dict[str, Any]:
                     "arguments": _arguments(call, f"{param}.tool_calls[{number}].function.arguments"),
                 },
             }
-            for number, call in enumerate(message.tool_calls)
+            for number, call in enumerate(calls)
         ]
     if message.role == "tool":
         found["tool_call_id"] = message.tool_call_id
-    if message.reasoning_content:
-        found["reasoning_content"] = message.reasoning_content
+    if thought := message.reasoning_content or message.reasoning:
+        found["reasoning_content"] = thought
     return found
 
 
@@ -129,11 +136,12 @@ def _in_words(message: Any, param: str) -> dict[str, Any]:
     if message.role == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message.text()}\n</tool_response>"}
     found = _plain(message)
-    for number, call in enumerate(message.tool_calls or ()):
+    texts = [found["content"]]
+    for number, call in enumerate(message.calls()):
         arguments = _arguments(call, f"{param}.tool_calls[{number}].function.arguments")
         text = msgspec.json.encode({"name": call.function.name, "arguments": arguments}).decode()
-        found["content"] = f"{found['content']}\n<tool_call>\n{text}\n</tool_call>".lstrip("\n")
-    return found
+        texts.append(f"<tool_call>\n{text}\n</tool_call>")
+    return found | {"content": "\n".join(texts).lstrip("\n") if len(texts) > 1 else texts[0]}
 
 
 def _describe(messages: list[dict[str, Any]], tools: Sequence[Tool]) -> None:

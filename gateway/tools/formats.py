@@ -1,19 +1,18 @@
 """The forms in which models write tool calls and thoughts: how each is told by its chat template, constrained and read. Pure.
 
-A response template is what `transformers` reads answers with. A model that ships one is read with its own.
+A model that ships a response template, for `transformers` to read its answers with, is read with that.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from gateway.structured.lark import Grammar
+from gateway.text.regions import CALLS, THINKING, Region, Regions
 from gateway.tools.request import Tool
 
 THINK, END_OF_THOUGHT = "<think>", "</think>"
-_THINKING: Final = {"thinking": {"open": THINK, "close": END_OF_THOUGHT, "repeats": True, "join": "\n"}}
-_NEVER: Final = "\x00"
-"""No text has it: the whole text is to be read."""
+_THOUGHT: Final = Region(THINKING, (THINK,), (END_OF_THOUGHT,))
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,8 +22,8 @@ class CallFormat:
     name: str
     marks: tuple[str, ...]
     """Texts that may be special tokens, which are kept while an answer is read."""
-    field: dict[str, Any]
-    """Of the response template: where calls begin and end."""
+    regions: tuple[Region, ...]
+    """Where calls are."""
     opening: str
     """What the first call begins with."""
     closing: str
@@ -35,35 +34,31 @@ class CallFormat:
     separator: str = ""
     """Between two calls, where it is not white space."""
 
-    def template(self, *, thinks: bool) -> dict[str, Any]:
-        fields = {**(_THINKING if thinks else {}), "tool_calls": self.field, "content": {}}
-        return {"start_anchor": _NEVER, "fields": fields}
-
     def call(self, tool: Tool, grammar: Grammar) -> str:
-        """Raises `SchemaError`."""
+        """Raises `SchemaError` and `TooLarge`."""
         schema = tool.parameters if tool.parameters is not None else {"type": "object"}
-        arguments = grammar.json({"type": "object", **schema}, strict=tool.strict)
+        arguments = grammar.json({"type": "object", **schema}, strict=tool.strict, call=tool.name)
         if not self.arguments:
-            return f"{grammar.literal(tool.name + '[ARGS]')} {arguments}"
+            return f"{grammar.literal(tool.name + '[ARGS]', own=True)} {arguments}"
         head = f'{{"name": "{tool.name}", "{self.arguments}": '
         return f"{grammar.literal(head)} {arguments} {grammar.literal('}')}"
 
     def required(self, tools: Sequence[Tool], grammar: Grammar, *, several: bool) -> str:
-        """Calls and nothing else. Raises `SchemaError`."""
-        opening = f"{grammar.literal(self.opening)} " if self.opening else ""
+        """Calls and nothing else. Raises `SchemaError` and `TooLarge`."""
+        opening = f"{grammar.literal(self.opening, own=True)} " if self.opening else ""
         one = grammar.rule(opening + self._body(tools, grammar, several=several))
         if not several or self.in_list:
             return one
-        between = grammar.literal(self.separator) if self.separator else grammar.regex(r"\n{0,2}")
+        between = grammar.literal(self.separator, own=True) if self.separator else grammar.regex(r"\n{0,2}")
         return f"{one} ({between} {one})*"
 
     def optional(self, tools: Sequence[Tool], grammar: Grammar, *, several: bool) -> str:
-        """Text, calls, or both. Raises `SchemaError`."""
+        """Text, calls, or both. Raises `SchemaError` and `TooLarge`."""
         if not self.opening:
             # Without a mark of their own, calls are told from text by the brace that an answer begins with.
             text = grammar.regex(r"([^{ \n](.|\n)*)?")
             return grammar.either([text, self.required(tools, grammar, several=several)])
-        one = grammar.rule(f"{grammar.up_to(self.opening)} {self._body(tools, grammar, several=several)}")
+        one = grammar.rule(f"{grammar.up_to(self.opening, own=True)} {self._body(tools, grammar, several=several)}")
         if not several or self.in_list:
             return grammar.either([one, grammar.any_text()])
         return f"{one}* {grammar.any_text()}"
@@ -77,13 +72,13 @@ class CallFormat:
         if not self.closing:
             return call
         space = grammar.regex(r"[ \n]{0,4}")
-        return f"{space} {call} {space} {grammar.literal(self.closing)}"
+        return f"{space} {call} {space} {grammar.literal(self.closing, own=True)}"
 
 
 HERMES: Final = CallFormat(
     "hermes",
     ("<tool_call>", "</tool_call>"),
-    {"open": "<tool_call>", "close": "</tool_call>", "repeats": True},
+    (Region(CALLS, ("<tool_call>",), ("</tool_call>",)),),
     opening="<tool_call>",
     closing="</tool_call>",
     arguments="arguments",
@@ -91,7 +86,7 @@ HERMES: Final = CallFormat(
 LLAMA: Final = CallFormat(
     "llama",
     ("<|python_tag|>",),
-    {"open_pattern": r"\A\s*(?:<\|python_tag\|>\s*)?(?=\{)", "repeats": True},
+    (Region(CALLS, ("<|python_tag|>",)), Region(CALLS, ())),
     opening="",
     closing="",
     arguments="parameters",
@@ -100,7 +95,7 @@ LLAMA: Final = CallFormat(
 MISTRAL: Final = CallFormat(
     "mistral",
     ("[TOOL_CALLS]",),
-    {"open": "[TOOL_CALLS]", "repeats": True},
+    (Region(CALLS, ("[TOOL_CALLS]",)),),
     opening="[TOOL_CALLS]",
     closing="",
     arguments="arguments",
@@ -109,7 +104,7 @@ MISTRAL: Final = CallFormat(
 MISTRAL_ARGS: Final = CallFormat(
     "mistral_args",
     ("[TOOL_CALLS]", "[ARGS]"),
-    {"open": "[TOOL_CALLS]", "close_pattern": r"(?=\[TOOL_CALLS\])", "repeats": True},
+    (Region(CALLS, ("[TOOL_CALLS]",), ("[TOOL_CALLS]",)),),
     opening="[TOOL_CALLS]",
     closing="",
     arguments="",
@@ -125,13 +120,14 @@ def format_of(template: str) -> CallFormat | None:
     return LLAMA if "<|python_tag|>" in template else None
 
 
-def thinking_template() -> dict[str, Any]:
-    """For answers without calls."""
-    return {"start_anchor": _NEVER, "fields": {**_THINKING, "content": {}}}
+def regions_of(calls: CallFormat | None, *, thinks: bool, begun: bool = False) -> Regions:
+    """`begun`: the prompt has begun a thought."""
+    own = calls.regions if calls is not None else ()
+    return Regions((_THOUGHT, *own) if thinks else own, _THOUGHT if begun else None)
 
 
 def thought(grammar: Grammar, *, begun: bool) -> str:
     """What may precede the answer: the rest of a thought that the prompt has begun, or a whole one, or none."""
     space = grammar.regex(r"[ \n]{0,8}")
-    rest = f"{grammar.up_to(END_OF_THOUGHT)} {space}"
-    return grammar.rule(rest if begun else f"({grammar.literal(THINK)} {rest})?")
+    rest = f"{grammar.up_to(END_OF_THOUGHT, own=True)} {space}"
+    return grammar.rule(rest if begun else f"({grammar.literal(THINK, own=True)} {rest})?")

@@ -1,4 +1,5 @@
-"""Takes a chat answer apart as it comes: thoughts, text and tool calls. transformers' response parser finds the regions."""
+"""Takes a chat answer apart as it comes: thoughts, text and tool calls. `gateway.text.regions` finds them, or, where the model
+has a response template of its own, transformers' parser."""
 
 import hashlib
 import json
@@ -6,27 +7,28 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from gateway.text.regions import CALLS, THINKING, Region, RegionParser, Regions
 from gateway.tools.call_reader import CallBegun, CallReader
 
 _THOUGHTS: Final = frozenset({"thinking", "reasoning", "reasoning_content"})
-_CALLS: Final = "tool_calls"
 
 
 @dataclass(frozen=True)
 class Reading:
     """How the answers to one request are read."""
 
-    template: dict[str, Any]
-    prefix: str
-    """Of the answer, as the prompt has begun it: for the response template."""
+    regions: Regions
+    """With a template of the model's own: as far as its marks are fixed texts."""
     keep: frozenset[int]
     """Special tokens that are text here: the marks of calls and thoughts."""
     thought_ends: frozenset[int] = frozenset()
     """The token that ends a thought, if it is one."""
     thought_begun: bool = False
     """The prompt has begun one."""
-    own: bool = False
-    """The template is the model's: it says what the parts of a call are."""
+    own: dict[str, Any] | None = None
+    """The model's response template: it says what the parts of a call are."""
+    prefix: str = ""
+    """The prompt, which may begin the answer: for the template."""
     short_ids: bool = False
     """Of calls: Mistral's templates take nine letters and digits only."""
     tools: tuple[dict[str, Any], ...] = ()
@@ -57,15 +59,10 @@ class AnswerReader:
 
     def __init__(self, reading: Reading, seed: str) -> None:
         """`seed` names the choice among all: the ids of its calls are made of it."""
-        from transformers.utils.chat_parsing import ResponseParser
-
         self._reading = reading
         self._seed = seed
-        # No part is missed at the end of an answer: it was asked for fewer tokens, or ended by a stop string.
-        fields = {name: {**field, "optional": True} for name, field in reading.template["fields"].items()}
-        template: Any = {**reading.template, "fields": fields}
-        tools: list[Any] | None = list(reading.tools) or None
-        self._parser: Any = ResponseParser(template, prefix=reading.prefix, tools=tools)
+        self._has_calls = any(region.field == CALLS for region in reading.regions.all) or reading.own is not None
+        self._parser: Any = RegionParser(reading.regions) if reading.own is None else _own_parser(reading, reading.own)
         """None once an answer was not what its template says."""
         self._unread = ""
         """Text of a region of calls that is open, where the template reads it as a whole."""
@@ -77,27 +74,39 @@ class AnswerReader:
         self._raw: str | None = ""
         """Of the present region of calls; None once a call was found in it."""
         self.calls = 0
+        self._in_call = False
         self.reasoning_tokens = 0
         self._thinking = reading.thought_begun
 
-    def feed(self, text: str, tokens: Iterable[int] = (), *, ended: bool = False) -> Parts:
-        """`ended`: this is all of it."""
+    def feed(self, text: str, tokens: Iterable[int] = (), *, ended: bool = False, cut: bool = False) -> Parts:
+        """`ended`: this is all of it. `cut`: the model did not end it, so that what may begin a call was to be one."""
         self._parts = Parts()
         was_thinking = self._thinking
         if self._parser is None:
             self._give("content", text)
         else:
-            self._parse(text, ended=ended)
+            self._parse(text, ended=ended, cut=cut and self._has_calls)
         if ended and self._calls is not None:
-            self._end_calls()
+            self._end_calls(cut=cut)
         self._count(list(tokens), was_thinking)
         return self._parts
 
-    def _parse(self, text: str, *, ended: bool) -> None:
+    @property
+    def ends_in_call(self) -> bool:
+        """Whether the answer ended inside a call."""
+        return self._in_call
+
+    def _parse(self, text: str, *, ended: bool, cut: bool) -> None:
         unread = self._unread + text
         try:
             self._take(self._parser.feed(text))
-            if ended:
+            if ended and self._calls is not None:
+                self._in_call = self._reading.own is not None or not self._calls.is_between
+            if ended and cut and self._calls is not None:
+                self._end_calls(cut=True)
+            elif ended and self._reading.own is None:
+                self._take(self._parser.finish(cut=cut))
+            elif ended and not cut:
                 _, events = self._parser.finalize()
                 self._take(events)
         except (ValueError, LookupError, RecursionError):
@@ -105,12 +114,14 @@ class AnswerReader:
             self._parser = self._calls = None
             self._give("content", unread)
         else:
-            self._unread = unread if self._reading.own and self._calls is not None else ""
+            self._unread = unread if self._reading.own is not None and self._calls is not None else ""
 
     def _take(self, events: list[dict[str, Any]]) -> None:
         for event in events:
             name, kind = event["field"], event["type"]
-            if name == _CALLS:
+            if kind == "mark":
+                continue
+            if name == CALLS:
                 self._take_calls(event)
             elif name in _THOUGHTS:
                 self._thinking = kind != "region_close"
@@ -124,7 +135,7 @@ class AnswerReader:
         text = self._held[part] + text
         if self._blank[part]:
             text = text.lstrip()
-        kept = text.rstrip() if part == "content" and self._reading.template["fields"].get(_CALLS) else text
+        kept = text.rstrip() if part == "content" and self._has_calls else text
         self._held[part] = text[len(kept) :]
         self._blank[part] &= not kept
         if part == "content":
@@ -138,7 +149,7 @@ class AnswerReader:
         kind = event["type"]
         if kind == "region_open":
             self._calls, self._raw = CallReader(), ""
-        elif self._reading.own:
+        elif self._reading.own is not None:
             if kind == "region_close":
                 self._whole_calls(event["value"])
                 self._calls = None
@@ -156,8 +167,10 @@ class AnswerReader:
         else:
             self._end_calls()
 
-    def _end_calls(self) -> None:
-        self._give("content", self._raw or "")  # it was no call
+    def _end_calls(self, *, cut: bool = False) -> None:
+        raw = self._raw or ""
+        if not cut or (raw.startswith("{") and not _may_be_call(raw)):
+            self._give("content", raw)  # it was no call
         self._calls, self._raw = None, ""
 
     def _begin(self, name: str) -> None:
@@ -186,3 +199,32 @@ class AnswerReader:
             return
         last = next((at for at in range(len(tokens), 0, -1) if tokens[at - 1] in self._reading.thought_ends), None)
         self.reasoning_tokens += len(tokens) if self._thinking or last is None else last
+
+
+def _may_be_call(raw: str) -> bool:
+    """Whether the text begins as our grammars write calls."""
+    head = '{"name": "'
+    return raw.startswith(head) or head.startswith(raw)
+
+
+def _own_parser(reading: Reading, template: dict[str, Any]) -> Any:
+    from transformers.utils.chat_parsing import ResponseParser
+
+    # No part is missed at the end of an answer: it was asked for fewer tokens, or ended by a stop string.
+    fields = {name: {**field, "optional": True} for name, field in template["fields"].items()}
+    whole: Any = {**template, "fields": fields}
+    return ResponseParser(whole, prefix=reading.prefix, tools=list(reading.tools) or None)
+
+
+def regions_of_template(template: dict[str, Any]) -> Regions:
+    """Of a model's response template, as far as its marks are fixed texts."""
+    found = [
+        Region(CALLS if name == CALLS else THINKING, opens, _texts(field.get("close")))
+        for name, field in template["fields"].items()
+        if name != "content" and (opens := _texts(field.get("open")))
+    ]
+    return Regions(tuple(found))
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else ()

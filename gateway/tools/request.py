@@ -4,9 +4,14 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
+
 from gateway.http.errors import bad_value
+from gateway.http.json_text import values_bytes
 
 TOOLS_MAX: Final = 128
+TOOLS_BYTES_MAX: Final = 16 << 20
+"""What the schemas of all tools may take in memory. Chat templates write them in one go, in which nothing else runs."""
 DESCRIPTION_CHARS_MAX: Final = 16_384
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _FUNCTION_FIELDS: Final = {"name", "description", "parameters", "strict"}
@@ -54,13 +59,17 @@ def tools_of(fields: dict[str, Any]) -> Tools | None:
         return None
     if len(value) > TOOLS_MAX:
         raise bad_value("tools", f"'tools' may hold at most {TOOLS_MAX} tools.")
+    if values_bytes(msgspec.json.encode(value)) > TOOLS_BYTES_MAX:
+        raise bad_value("tools", f"'tools' has too many values: they would take more than {TOOLS_BYTES_MAX} bytes.")
     offered = tuple(_tool(one, f"tools[{number}]") for number, one in enumerate(value))
     names = [tool.name for tool in offered]
     for name in names:
         if names.count(name) > 1:
             raise bad_value("tools", f"'tools' has two functions of the name {name!r}.")
     allowed, must_call = _chosen(choice, offered)
-    return Tools(offered, allowed, must_call, parallel is not False)
+    # A function that is named is called once, as OpenAI does.
+    several = parallel is not False and _named(choice) is None
+    return Tools(offered, allowed, must_call, several)
 
 
 def _tool(value: Any, param: str) -> Tool:
@@ -69,7 +78,7 @@ def _tool(value: Any, param: str) -> Tool:
     if value.get("type") != "function":
         message = f"'{param}.type' must be \"function\": tools that this server would have to run are not supported."
         raise bad_value(f"{param}.type", message, "unsupported_value")
-    _only(value, {"type", "function"}, param)
+    _only(value, {"type", "function", "cache_control"}, param)  # the last is a hint
     param = f"{param}.function"
     function = value.get("function")
     if not isinstance(function, dict):
@@ -122,7 +131,8 @@ def _allowed(choice: dict[str, Any], offered: tuple[Tool, ...]) -> tuple[tuple[T
     if not isinstance(content, dict) or content.get("mode") not in ("auto", "required"):
         message = '\'tool_choice.allowed_tools.mode\' must be "auto" or "required".'
         raise bad_value("tool_choice.allowed_tools", message)
-    names = [_named(one) for one in content["tools"]] if isinstance(content.get("tools"), list) else []
+    tools = content.get("tools")
+    names = [_named(one) for one in tools] if isinstance(tools, list) and len(tools) <= TOOLS_MAX else []
     if not names or None in names:
         raise bad_value("tool_choice.allowed_tools", "'tool_choice.allowed_tools.tools' must be a list of functions.")
     allowed = tuple(tool for name in dict.fromkeys(names) for tool in _of_name(str(name), offered))

@@ -3,11 +3,13 @@
 from functools import partial
 
 from fastapi import APIRouter
+from starlette.responses import Response
 
 from gateway.http.errors import bad_value
 from gateway.openai.dependencies import CallDep
 from gateway.openai.forms import Chat
 from gateway.openai.openapi import TOKENIZED, body_of, refusals
+from gateway.openai.prepare import encoded
 from gateway.openai.request_types import ChatRequest, validate
 from gateway.text.tokenizer import ModelTokenizer
 from gateway.vllm.types import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
@@ -19,11 +21,10 @@ router = APIRouter(tags=["Tokens"])
     "/tokenize",
     summary="The tokens of a text or a conversation.",
     response_model=TokenizeAnswer,
-    response_model_exclude_none=True,
     responses=refusals(*TOKENIZED),
     openapi_extra=body_of(TokenizeRequest),
 )
-async def tokenize(call: CallDep) -> TokenizeAnswer:
+async def tokenize(call: CallDep) -> Response:
     return await call.tokenized(partial(validate, TokenizeRequest, neutral={}), _tokenize)
 
 
@@ -34,7 +35,7 @@ async def tokenize(call: CallDep) -> TokenizeAnswer:
     responses=refusals(*TOKENIZED),
     openapi_extra=body_of(DetokenizeRequest),
 )
-async def detokenize(call: CallDep) -> DetokenizeAnswer:
+async def detokenize(call: CallDep) -> Response:
     return await call.tokenized(partial(validate, DetokenizeRequest, neutral={}), _detokenize)
 
 
@@ -44,12 +45,12 @@ def _tokenize(asked: TokenizeRequest, tokenizer: ModelTokenizer) -> TokenizeAnsw
     if asked.messages is not None:
         # As /v1/chat/completions would show it to the model.
         chat = Chat.of(ChatRequest(model=asked.model or "-", messages=asked.messages), tokenizer.template)
-        text, special = chat.rendered(tokenizer), False
+        text, special, param = chat.rendered(tokenizer), False, "messages"
     else:
-        text, special = asked.prompt or "", True
+        text, special, param = asked.prompt or "", True, "prompt"
     if asked.add_special_tokens is not None:
         special = asked.add_special_tokens
-    tokens = tokenizer.encode(text, add_special_tokens=special)
+    tokens = encoded(text, tokenizer, param, special=special)
     names = [tokenizer.token_name(token) for token in tokens] if asked.return_token_strs else None
     return TokenizeAnswer(
         count=len(tokens), max_model_len=tokenizer.facts.context_tokens, tokens=tokens, token_strs=names

@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from gateway.http.bounds import MaxItems, Text
 from gateway.openai.answer_types import AnswerType
 from gateway.openai.request_types import MESSAGES_MAX, ChatMessage, RequestType
 from proto import limits
@@ -13,8 +14,8 @@ class TokenizeRequest(RequestType):
     """Either `prompt` or `messages`."""
 
     model: Annotated[str, Field(min_length=1, max_length=limits.MAX_TEXT_CHARS)] | None = None
-    prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MESSAGES_MAX)] | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1), MaxItems(MESSAGES_MAX)] | None = None
     add_special_tokens: bool | None = None
     """Null: true for a prompt, false for messages, whose template has them."""
     return_token_strs: bool | None = None
@@ -29,7 +30,7 @@ class TokenizeAnswer(AnswerType):
 
 class DetokenizeRequest(RequestType):
     model: Annotated[str, Field(min_length=1, max_length=limits.MAX_TEXT_CHARS)] | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=limits.MAX_CONTEXT_TOKENS)]
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], MaxItems(limits.MAX_CONTEXT_TOKENS)]
 
 
 class DetokenizeAnswer(AnswerType):

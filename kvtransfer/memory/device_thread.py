@@ -4,10 +4,9 @@ Operations of several communicators on one device that are started from several 
 Here all are started in the order in which they were asked for, by one thread, and then only looked after: several may be
 under way, and one that hangs keeps none of the others from ending.
 
-To start one can block (NCCL sets up communicators then). That this ends is a matter of who goes first: the receiver begins,
-and the sender begins only when it knows that the receiver has. So a sender's thread is never held up by a receiver that
-waits for somebody else, whatever goes round: follow the waiting from process to process, and it ends at a sender that can
-go on.
+To start one does not block: a communicator is set up on the thread of its pair, where a peer that does not come holds up nobody
+else. An operation whose other end is not known to have started has no deadline here (`counts`): that end may have to wait for
+its own device, and who asked knows how long to wait for it.
 
 `DeviceQueue` is all of it but the thread, and takes the time from outside.
 """
@@ -61,51 +60,49 @@ class WakeupFd:
 
 
 class Operation(ABC):
-    """Called on the device's thread only. Whatever it raises, it has failed, and its communicator is of no more use."""
+    """Called on the device's thread only. Whatever it raises, it has failed, and its communicator is of no more use. Who asked
+    for it then aborts that, which can take long, on a thread of its own."""
 
     @abstractmethod
     def launch(self) -> None:
-        """Start it. May block, for a bounded time."""
+        """Start it. Does not block."""
 
     @abstractmethod
     def is_done(self, now: float) -> bool:
         """Whether it has ended well."""
 
-    @abstractmethod
-    def abort(self) -> None:
-        """Make it end now. What it used is not touched any more when this returns."""
-
 
 class TransferHandle:
     """One operation asked for. Written by the device's thread; read anywhere."""
 
-    def __init__(self, operation: Operation, timeout_s: float, notify: Callable[[], None]) -> None:
+    def __init__(self, operation: Operation, timeout_s: float, notify: Callable[[], None], counts: bool = True) -> None:
         self.launched = False
+        self.counts = counts
+        """Whether its time runs. Set by who asked."""
         self.ended = False
         """Well, or with an `error`."""
         self.error = ""
         self._operation = operation
         self._timeout_s = timeout_s
         self._notify = notify
-        self._deadline = 0.0
+        self._deadline: float | None = None
         self._cancelled = False
 
     def cancel(self) -> None:
-        """Not wanted any more: it is not started, or aborted. It still ends."""
+        """Not wanted any more: it is not started, or not looked after any longer. It still ends."""
         self._cancelled = True
 
     # --- on the device's thread ---
 
-    def begin(self, clock: Callable[[], float]) -> None:
+    def begin(self) -> None:
         if self._cancelled:
             self._end("it was given up before it began")
             return
         try:
             self._operation.launch()
         except Exception as error:  # noqa: BLE001 -- whatever it is, who asked must learn it, and this thread goes on
-            self._abort(f"{type(error).__name__}: {error}")
+            self._end(f"{type(error).__name__}: {error}")
             return
-        self._deadline = clock() + self._timeout_s
         self.launched = True
         self._notify()
 
@@ -115,19 +112,14 @@ class TransferHandle:
                 self._end("")
                 return
         except Exception as error:  # noqa: BLE001 -- whatever it is, who asked must learn it, and this thread goes on
-            self._abort(f"{type(error).__name__}: {error}")
+            self._end(f"{type(error).__name__}: {error}")
             return
+        if self._deadline is None and self.counts:
+            self._deadline = now + self._timeout_s
         if self._cancelled:
-            self._abort("it was given up")
-        elif now >= self._deadline:
-            self._abort(f"it did not end in {self._timeout_s:g} s")
-
-    def _abort(self, reason: str) -> None:
-        try:
-            self._operation.abort()
-        except Exception as error:  # noqa: BLE001 -- whatever it is, who asked must learn it, and this thread goes on
-            reason = f"{reason}; and it could not be aborted: {error}"
-        self._end(reason)
+            self._end("it was given up")
+        elif self._deadline is not None and now >= self._deadline:
+            self._end(f"it did not end in {self._timeout_s:g} s")
 
     def _end(self, error: str) -> None:
         self.error, self.ended = error, True
@@ -149,10 +141,9 @@ class DeviceQueue:
         """Start what waits, look after what is under way. Whether there is anything left to look after."""
         while self._waiting:
             handle = self._waiting.popleft()
-            handle.begin(self._clock)
+            handle.begin()
             if not handle.ended:
                 self._under_way.append(handle)
-            self._look()  # between two that may block
         self._look()
         return bool(self._under_way)
 
@@ -170,9 +161,11 @@ class DeviceThread:
         self._asked = threading.Event()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    def submit(self, operation: Operation, timeout_s: float, notify: Callable[[], None]) -> TransferHandle:
+    def submit(
+        self, operation: Operation, timeout_s: float, notify: Callable[[], None], counts: bool = True
+    ) -> TransferHandle:
         """`notify` is called, on the device's thread, when it has begun and when it has ended. It must not raise."""
-        handle = TransferHandle(operation, timeout_s, notify)
+        handle = TransferHandle(operation, timeout_s, notify, counts)
         self._queue.submit(handle)
         self._asked.set()
         return handle

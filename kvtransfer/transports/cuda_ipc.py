@@ -157,12 +157,12 @@ class CudaIpc(Transport):
         return _Listener(local)
 
     def connect(self, local: Local, meeting: Rendezvous) -> Channel:
-        connected = connect(meeting.secret)
+        timeout_ms = local.settings.rendezvous_timeout_ms
+        connected = connect(meeting.secret, timeout_ms)
         rows = local.rows
         mapping = None
         descriptors: list[int] = []
         try:
-            timeout_ms = local.settings.rendezvous_timeout_ms
             message, descriptors = receive_with_descriptors(connected, _HELLO.size, timeout_ms)
             told = _Told(rows.layout, device_uuid(rows.device), message, descriptors)
             mapping = Mapping(told.handle, told.pool_bytes, rows.device)

@@ -3,13 +3,14 @@
 Not run on a GPU yet (2026-11-21). Tested without one: the words of the two ends, the device's thread, and both ends together
 over a communicator that is played by host memory.
 
-A pair has a communicator of two of its own (torch's `ProcessGroupNCCL`, without a default group), set up and used once
-before the pair is called ready, and a TCP connection beside it (`line`). All NCCL work of a process on one device is
-started by one thread (`device_thread`). A segment crosses like this:
+A pair has a communicator of two of its own (torch's `ProcessGroupNCCL`, without a default group), set up and used once on
+the pair's thread before the pair is called ready, and a TCP connection beside it (`line`). All messages of a process on one
+device are started by one thread (`device_thread`). A segment crosses like this:
 
     announcement  (control link)   sender → receiver     as with every transport
     OFFERED       (line)           sender → receiver     it is packed: what is offered is sent
     POSTED        (line)           receiver → sender     the receive has begun; or UNWANTED: its session is over, skip it
+    LAUNCHED      (line)           sender → receiver     the send has begun: from now on the message must cross in time
     the message   (NCCL)
 
 So a send begins only when its receive has, and a receive begins only when its send can: neither waits on the GPU for longer
@@ -21,6 +22,7 @@ do to one that is set up as non-blocking. Its errors must not end this process: 
 `runtime.settings.gpu_environment`.
 """
 
+import contextlib
 import os
 import secrets
 import select
@@ -35,7 +37,7 @@ from kvtransfer.memory.cuda import device_index
 from kvtransfer.memory.device_copy import DIGEST_EVERY_MAX, UNSAMPLED, checksum, sub_block_sums
 from kvtransfer.memory.device_thread import DeviceThread, TransferHandle, WakeupFd, device_thread
 from kvtransfer.transports import rendezvous
-from kvtransfer.transports.nccl_communicator import ABORT_S, ENTERED, Communicator, End, Message, warmed_up
+from kvtransfer.transports.nccl_communicator import ENTERED, Communicator, Message, warmed_up
 from kvtransfer.transports.shm import UNWANTED
 from kvtransfer.transports.side_channel import Line, RendezvousListener, call
 from kvtransfer.transports.transport import (
@@ -54,6 +56,7 @@ DIGEST_EVERY: Final = 1
 OFFERED: Final = 3
 POSTED: Final = 4
 SKIP: Final = 5
+LAUNCHED: Final = 6
 
 COMMUNICATOR_BYTES: Final = 96 << 20
 """An estimate of what NCCL takes for a communicator of two with the channels it is allowed; to be measured."""
@@ -103,9 +106,9 @@ class _NcclChannel(Channel):
         raise NotImplementedError
 
     def _ask(self, tensor: torch.Tensor, sending: bool) -> TransferHandle:
-        return self._thread.submit(
-            Message(self._communicator, tensor, sending), self._segment_timeout_s, self._wakeup.ring
-        )
+        """The time of a receive runs from LAUNCHED on."""
+        message = Message(self._communicator, tensor, sending)
+        return self._thread.submit(message, self._segment_timeout_s, self._wakeup.ring, counts=sending)
 
     def _has_crossed(self) -> bool:
         if self._handle is None or not self._handle.ended:
@@ -121,25 +124,23 @@ class _NcclChannel(Channel):
 
     def settle(self, inbox: Inbox, answer: Answer) -> None:
         # Nothing here is touched by the peer: messages land in a buffer, and that is let go of by whoever ends last.
-        deadline = time.monotonic() + 2 * ABORT_S + self._peer_timeout_s
         if self._handle is not None:
             self._handle.cancel()
-        self._await_end(self._handle, deadline)
-        self._await_end(
-            self._thread.submit(End(self._communicator), self._segment_timeout_s, self._wakeup.ring), deadline
-        )
+        deadline = time.monotonic() + self._peer_timeout_s
+        while self._handle is not None and not self._handle.ended and time.monotonic() < deadline:
+            self._wakeup.wait(deadline - time.monotonic())
+        with contextlib.suppress(RuntimeError):  # it is of no use any more, whatever it says
+            self._communicator.abort()
         self._wakeup.close()
         self._line.close()
-
-    def _await_end(self, handle: TransferHandle | None, deadline: float) -> None:
-        while handle is not None and not handle.ended and time.monotonic() < deadline:
-            self._wakeup.wait(deadline - time.monotonic())
 
 
 class Sends(_NcclChannel):
     _offered = b""
     """Digest of the first job, when it was packed and offered."""
     _packed: torch.Tensor
+    _told = False
+    """Whether LAUNCHED was said."""
 
     def _move(self, answer: Answer) -> bool:
         if not self._jobs:
@@ -154,6 +155,10 @@ class Sends(_NcclChannel):
             self._offered = self._digest(self._packed, job.sequence)
             self._rows.wait()
             self._line.say(OFFERED, job.sequence)
+            return True
+        if self._handle is not None and self._handle.launched and not self._told:
+            self._told = True
+            self._line.say(LAUNCHED, job.sequence)
             return True
         if self._has_crossed():
             self._answer(answer, self._offered)
@@ -170,7 +175,7 @@ class Sends(_NcclChannel):
         return True
 
     def _answer(self, answer: Answer, segment_digest: bytes) -> None:
-        self._offered = b""
+        self._offered, self._told = b"", False
         answer(self._jobs.popleft(), segment_digest)
 
 
@@ -185,10 +190,7 @@ class Receives(_NcclChannel):
 
     def _move(self, answer: Answer) -> bool:
         if (word := self._line.hear()) is not None:
-            # The sender may know before we do that a message has crossed, and offer the next one.
-            if word[0] != OFFERED or len(self._offers) > 1:
-                raise PairBroken(f"the sender broke the protocol: word {word[0]} about segment {word[1]}")
-            self._offers.append(word[1])
+            self._heed(*word)
             return True
         if not self._jobs or not self._offers:
             return False
@@ -201,11 +203,21 @@ class Receives(_NcclChannel):
             self._posted = True
             self._line.say(POSTED, job.sequence)
             return True
-        if not self._has_crossed():
+        # A message that came before the word of its launch has come, but the word is still to be heard.
+        if not (self._handle.counts or self._handle.error) or not self._has_crossed():
             return False
         self._posted = False
         self._answer(answer, self._keep(job))
         return True
+
+    def _heed(self, kind: int, sequence: int) -> None:
+        # The sender may know before we do that a message has crossed, and offer the next one.
+        if kind == OFFERED and len(self._offers) <= 1:
+            self._offers.append(sequence)
+        elif kind == LAUNCHED and self._posted and self._handle is not None and sequence == self._offers[0]:
+            self._handle.counts = True
+        else:
+            raise PairBroken(f"the sender broke the protocol: word {kind} about segment {sequence}")
 
     def _take(self, job: SegmentJob, answer: Answer) -> bool:
         if job.block_ids is None:

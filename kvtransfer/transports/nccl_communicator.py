@@ -39,7 +39,7 @@ _LATE_S: Final = 0.5
 
 
 class Communicator(Protocol):
-    """Two ranks. Used by the device's thread alone."""
+    """Two ranks. Begun by one thread at a time; aborted by the thread of its pair, which alone waits for that."""
 
     def begin(self, tensor: torch.Tensor, sending: bool) -> None:
         """Start to send or receive this, behind what is on `stream`. Raises `RuntimeError`."""
@@ -52,10 +52,12 @@ class Communicator(Protocol):
 
 
 class NcclCommunicator:
-    """Made on the device's thread, where the first `begin` sets it up, and blocks for that."""
+    """Made on the pair's thread, where the first `begin` sets it up, and blocks for that. Used by the device's thread from then
+    on."""
 
     def __init__(self, store: Any, rank: int, device: torch.device) -> None:
-        options = _c10d.ProcessGroupNCCL.Options()
+        # NCCL's stream, then, is not one of those that torch gives to others, too.
+        options = _c10d.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options.config.blocking = 0
         options.config.max_ctas = _CTAS_MAX
         options._timeout = timedelta(seconds=ABORT_S)
@@ -106,58 +108,40 @@ class Message(Operation):
     def is_done(self, now: float) -> bool:
         return self._communicator.has_ended(now)
 
-    def abort(self) -> None:
-        self._communicator.abort()
-
 
 class _WarmUp(Operation):
-    """Set up the communicator and send one message by it."""
-
-    def __init__(self, store: Any, rank: int, device: torch.device, line: Line) -> None:
-        self.communicator: NcclCommunicator | None = None
-        self._store, self._rank, self._device, self._line = store, rank, device, line
-
-    def launch(self) -> None:
-        if self._rank == RECEIVER_RANK:
-            self._line.say(ENTERED, 0)
-        with torch.cuda.device(self._device):
-            self.communicator = NcclCommunicator(self._store, self._rank, self._device)
-        self.communicator.begin(self.communicator.zeros(WARM_UP_WORDS), self._rank == SENDER_RANK)
-
-    def is_done(self, now: float) -> bool:
-        assert self.communicator is not None
-        return self.communicator.has_ended(now)
-
-    def abort(self) -> None:
-        if self.communicator is not None:
-            self.communicator.abort()
-
-
-class End(Operation):
-    """Let go of a communicator. One that is idle goes at once, whatever became of the other end."""
+    """The first message, which has begun already."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
 
     def launch(self) -> None:
-        self._communicator.abort()
+        return
 
     def is_done(self, now: float) -> bool:
-        return True
-
-    def abort(self) -> None:
-        return
+        return self._communicator.has_ended(now)
 
 
 def warmed_up(store: Any, rank: int, device: torch.device, line: Line, timeout_s: float) -> Communicator:
-    """Set up on the device's thread, and used once. Raises `PairBroken`; what is still under way then is aborted."""
-    operation, wakeup = _WarmUp(store, rank, device, line), WakeupFd()
-    handle = device_thread(device_index(device)).submit(operation, timeout_s, wakeup.ring)
+    """Set up on this thread, and used once. The receiver says when it begins, so that the two wait for each other as short as
+    they can. Raises `PairBroken` or `RuntimeError`; what is still under way then is aborted."""
     deadline = time.monotonic() + timeout_s
-    while not handle.ended and time.monotonic() < deadline:
-        wakeup.wait(deadline - time.monotonic())
-    wakeup.close()
-    if not handle.ended or handle.error or operation.communicator is None:
-        handle.cancel()
-        raise PairBroken(f"the communicator could not be set up: {handle.error or 'it did not end in time'}")
-    return operation.communicator
+    if rank == RECEIVER_RANK:
+        line.say(ENTERED, 0)
+    with torch.cuda.device(device):
+        communicator = NcclCommunicator(store, rank, device)
+    wakeup = WakeupFd()
+    try:
+        communicator.begin(communicator.zeros(WARM_UP_WORDS), rank == SENDER_RANK)
+        handle = device_thread(device_index(device)).submit(_WarmUp(communicator), timeout_s, wakeup.ring)
+        while not handle.ended and (left_s := deadline - time.monotonic()) > 0:
+            wakeup.wait(left_s)
+        if not handle.ended or handle.error:
+            handle.cancel()
+            raise PairBroken(f"the communicator could not be set up: {handle.error or 'it did not end in time'}")
+    except (RuntimeError, PairBroken):
+        communicator.abort()
+        raise
+    finally:
+        wakeup.close()
+    return communicator

@@ -68,6 +68,8 @@ def usable(local: Local, offered: tuple[str, ...], allowed: tuple[str, ...], sam
     for name in offered:
         transport = TRANSPORTS.get(name)
         why = "not known here" if transport is None else "" if name in allowed else "not allowed here"
+        if transport is not None and why and not transport.confidential:
+            why += f" (with --keys, --kv-transport {name} or --transfer-encryption off allows it)"
         if transport is not None and not why and local.rows.device.type not in transport.devices:
             why = f"the receiver's KV is on {local.rows.device.type}"
         elif transport is not None and not why:

@@ -302,9 +302,9 @@ class Shm(Transport):
         return _ShmListener(local)
 
     def connect(self, local: Local, meeting: Rendezvous) -> Channel:
-        connected = connect(meeting.secret)
+        timeout_ms = local.settings.rendezvous_timeout_ms
+        connected = connect(meeting.secret, timeout_ms)
         try:
-            timeout_ms = local.settings.rendezvous_timeout_ms
             message, descriptors = receive_with_descriptors(connected, _HELLO.size, timeout_ms)
             window = mapped_window(local, message, descriptors)
             connection = Connection(connected)

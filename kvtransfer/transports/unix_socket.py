@@ -42,6 +42,7 @@ GRANT_BLOCKS_MAX: Final = (MESSAGE_BYTES_MAX - 16) // 4 - WINDOW_SEGMENTS_MAX
 _HEAD = struct.Struct("<II")
 _WORD = "<u4"
 _CREDENTIALS = struct.Struct("iII")
+_TIMEVAL = struct.Struct("ll")
 
 
 def pack_grants(targets: Sequence[Sequence[int]]) -> bytes:
@@ -155,11 +156,17 @@ class RendezvousListener:
             return  # closed already
 
 
-def connect(name: str) -> socket.socket:
-    """Connect to a door of this host. Raises `OSError`, or `PairBroken` if it is not our own user's."""
+def connect(name: str, timeout_ms: int) -> socket.socket:
+    """Connect to a door of this host. Raises `OSError`, or `PairBroken` if it is not our own user's, or does not open in
+    time: others may fill its backlog."""
     connecting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # Not settimeout: with that, a full backlog is an error at once.
+    connecting.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(*divmod(timeout_ms * 1000, 1_000_000)))
     try:
-        connecting.connect(_address(name))
+        try:
+            connecting.connect(_address(name))
+        except BlockingIOError:
+            raise PairBroken("the receiver did not accept in time") from None
         if not is_ours(connecting):
             raise PairBroken("the receiver runs as another user")
     except (OSError, PairBroken):

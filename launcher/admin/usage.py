@@ -20,14 +20,18 @@ from runtime.settings.types import Options
 
 _BUSY_TIMEOUT_S = 5.0
 _QUERY = """
-SELECT day, tenant, COUNT(*), COUNT(*) - COUNT(outcome), SUM(borrowed), SUM(charged_tokens),
-    SUM(CASE WHEN outcome IS NULL THEN 0 ELSE prompt_tokens END), SUM(cached_tokens),
-    SUM(CASE WHEN outcome IS NULL THEN 0 ELSE output_tokens END),
-    AVG(queue_ms), AVG(prefill_ms), AVG(transfer_ms), AVG(decode_ms)
-FROM usage WHERE day BETWEEN ? AND ? {tenant} GROUP BY day, tenant ORDER BY day, tenant
+SELECT day, tenant, COUNT(*), COUNT(*) - COUNT(outcome), {borrowed}, {charged_tokens}, {prompt_tokens}, {cached_tokens},
+    {output_tokens}, AVG(queue_ms), AVG(prefill_ms), AVG(transfer_ms), AVG(decode_ms)
+FROM usage WHERE day BETWEEN ? AND ? {tenant} AND typeof(day) = 'text' AND typeof(tenant) = 'text'
+GROUP BY day, tenant ORDER BY day, tenant
 """
+# TOTAL, since SUM fails on odd rows that are too large, and has no number for no rows.
+_SUMS = {name: f"CAST(TOTAL({name}) AS INTEGER)" for name in ("borrowed", "charged_tokens", "cached_tokens")} | {
+    name: f"CAST(TOTAL(CASE WHEN outcome IS NULL THEN 0 ELSE {name} END) AS INTEGER)"
+    for name in ("prompt_tokens", "output_tokens")
+}
 _OUTCOMES = """
-SELECT day, tenant, COALESCE(outcome, 'open'), COUNT(*) FROM usage WHERE day BETWEEN ? AND ? {tenant}
+SELECT day, tenant, COALESCE(CAST(outcome AS TEXT), 'open'), COUNT(*) FROM usage WHERE day BETWEEN ? AND ? {tenant}
 GROUP BY day, tenant, outcome
 """
 _COLUMNS = (
@@ -81,7 +85,7 @@ def read(settings: UsageSettings) -> list[dict[str, Any]]:
     parameters: list[Any] = [*span, *([len(tenant) + 1, tenant + "/"] if tenant else [])]
     try:
         with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=_BUSY_TIMEOUT_S)) as db, db:
-            rows = db.execute(_QUERY.format(tenant=only), parameters).fetchall()
+            rows = db.execute(_QUERY.format(tenant=only, **_SUMS), parameters).fetchall()
             outcomes = db.execute(_OUTCOMES.format(tenant=only), parameters).fetchall()
     except sqlite3.Error as error:
         raise NoLedger(f"--db: {path}: {error}") from None

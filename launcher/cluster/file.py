@@ -28,13 +28,13 @@ from launcher.load.tenants import Ratio
 from proto.errors import CrossdockError
 from runtime.settings.cores import parse_cores
 
-NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
+NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9_-]*\z"
 EVERYWHERE: Final = ("0.0.0.0", "::")
 WORKERS_MAX: Final = 64
 PATH_OPTIONS: Final = ("tenants", "usage_db", "event_log", "profile")
-_HOST_NAME: Final = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?$")
-_WORKERS: Final = re.compile(r"^(?:(\d{1,2})P(\d{1,2})D)?(?:(?:^|\+)(\d{1,2})M)?$", re.IGNORECASE)
-_GPU: Final = re.compile(r"^(\d{1,3}|(GPU|MIG)-[A-Za-z0-9/-]{1,80})$")
+_HOST_NAME: Final = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?\Z")
+_WORKERS: Final = re.compile(r"^(?:(\d{1,2})P(\d{1,2})D)?(?:(?:^|\+)(\d{1,2})M)?\Z", re.IGNORECASE)
+_GPU: Final = re.compile(r"^(\d{1,3}|(GPU|MIG)-[A-Za-z0-9/-]{1,80})\Z")
 
 
 class ClusterError(CrossdockError):
@@ -115,11 +115,11 @@ class Host(_Table):
     address: Annotated[str, Field(min_length=1, max_length=253), AfterValidator(_check_address)]
     bind: Annotated[str, AfterValidator(_check_ip)] = ""
     """What is listened on, where it is not the address that others connect to."""
-    interface: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@-]*$", max_length=64)] = ""
+    interface: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@-]*\z", max_length=64)] = ""
     """For KV, as in --kv-interface."""
     ssh: Text = ""
     """Where `launch_ssh` connects to, like user@host; empty: the address."""
-    netns: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]*$", max_length=64)] = ""
+    netns: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]*\z", max_length=64)] = ""
     """A network namespace of the machine that `launch_ssh` runs on, instead of ssh."""
     coordinator: bool = False
     gateways: Annotated[int, Field(ge=0, le=64)] = 0

@@ -209,7 +209,7 @@ def _detach(settings: UpSettings, at: Place, console: Console) -> int:
             with console.status(f"{at.host}: starting"):
                 while True:
                     readable, _, _ = select.select([heard.fileno(), ended], [], [])
-                    if "READY=1" in heard.heard():
+                    if "READY=1" in heard.heard(process.pid):
                         console.print(f"{at.host} of {at.file.name} is up (pid {process.pid})", highlight=False)
                         return 0
                     if ended in readable:

@@ -30,7 +30,7 @@ from runtime.settings.serve import ServeSettings
 
 RUNS_KEPT = 5
 PROBE_EVERY_S = 0.2
-_RUN_NAME = re.compile(r"^\d{8}-\d{6}-\d+$")
+_RUN_NAME = re.compile(r"^\d{8}-\d{6}-\d+\Z")
 _COLOURS = {"warning": "yellow", "error": "red", "critical": "red"}
 
 

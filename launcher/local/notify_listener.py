@@ -1,21 +1,38 @@
-"""The listening end of `runtime.process.notify`: a socket without a file, for one process or several."""
+"""The listening end of `runtime.process.notify`: a socket in a folder that only this user may enter, for one child process.
+
+The kernel says who sent each datagram. Those of other users, and of processes that are neither the child nor started by it, are
+dropped: otherwise they could switch the child's watchdog off.
+"""
 
 import asyncio
-import secrets
+import os
 import socket
+import struct
+import tempfile
 from collections.abc import Callable
-from typing import Self
+from pathlib import Path
+from typing import Final, Self
 
-_DATAGRAM_BYTES = 8192
+_DATAGRAM_BYTES: Final = 8192
+_DATAGRAMS_AT_ONCE: Final = 64
+_ANCESTORS_MAX: Final = 64
+_PATH_BYTES_MAX: Final = 107
+_CREDENTIALS: Final = struct.Struct("3i")
+"""`struct ucred`: pid, uid, gid."""
 
 
 class NotifySocket:
-    """`address` is for NOTIFY_SOCKET of the process that is to speak; it must be in the same network namespace."""
+    """`address` is for NOTIFY_SOCKET of the process that is to speak."""
 
     def __init__(self) -> None:
-        self.address = f"@crossdock-{secrets.token_hex(12)}"
+        folder = tempfile.mkdtemp(prefix="crossdock-")
+        if len(os.fsencode(folder)) + len("/notify") > _PATH_BYTES_MAX:
+            os.rmdir(folder)
+            folder = tempfile.mkdtemp(prefix="crossdock-", dir="/tmp")
+        self.address = f"{folder}/notify"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        self._socket.bind("\0" + self.address[1:])
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._socket.bind(self.address)
 
     def __enter__(self) -> Self:
         return self
@@ -26,23 +43,31 @@ class NotifySocket:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def heard(self) -> list[str]:
-        """The lines of what has come in, like `READY=1`."""
+    def heard(self, pid: int) -> list[str]:
+        """The lines of what this process and those it started have sent, like `READY=1`: of a bounded number of datagrams, so
+        that there may be more."""
         lines: list[str] = []
-        while True:
+        for _ in range(_DATAGRAMS_AT_ONCE):
             try:
-                lines += self._socket.recv(_DATAGRAM_BYTES).decode("utf-8", "replace").splitlines()
+                data, ancillary, _, _ = self._socket.recvmsg(_DATAGRAM_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
             except BlockingIOError:
-                return lines
+                break
+            if any(_is_from(pid, content) for _, kind, content in ancillary if kind == socket.SCM_CREDENTIALS):
+                lines += data.decode("utf-8", "replace").splitlines()
+        return lines
 
-    def listen(self, on_line: Callable[[str], None]) -> None:
-        """On the running event loop, until `close`."""
+    def listen(self, pid: int, on_line: Callable[[str], None]) -> None:
+        """To this process, on the running event loop, until `ignore` or `close`."""
 
         def readable() -> None:
-            for line in self.heard():
+            for line in self.heard(pid):
                 on_line(line)
 
         asyncio.get_running_loop().add_reader(self._socket, readable)
+
+    def ignore(self) -> None:
+        """Stop listening."""
+        asyncio.get_running_loop().remove_reader(self._socket)
 
     def close(self) -> None:
         try:
@@ -50,3 +75,29 @@ class NotifySocket:
         except RuntimeError:
             pass  # read without a loop
         self._socket.close()
+        path = Path(self.address)
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()
+
+
+def _is_from(pid: int, credentials: bytes) -> bool:
+    """Whether the process of this id, or one that it started, has sent it as this user."""
+    sender, uid, _ = _CREDENTIALS.unpack(credentials[: _CREDENTIALS.size])
+    if uid != os.getuid():
+        return False
+    for _ in range(_ANCESTORS_MAX):
+        if sender == pid:
+            return True
+        sender = _parent(sender)
+        if sender <= 1:
+            return False
+    return False
+
+
+def _parent(pid: int) -> int:
+    """0 if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return 0
+    return int(stat.rpartition(b")")[2].split()[1])

@@ -48,6 +48,7 @@ class CannotKeep(CrossdockError):
 def make_folder(folder: Path) -> None:
     """For this user alone. Raises `CannotKeep`."""
     with _kept(folder):
+        runs_folder().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 

@@ -111,7 +111,6 @@ class Supervisor:
 
         log = ChildLog(spec.name, self._log_dir / f"{spec.name}.log", verbose=self._verbose, show=show)
         child = self.children[spec.name] = Child(spec, log, NotifySocket(), Watchdog(spec.watchdog_s))
-        child.heard.listen(partial(self._heard, child))
         task = asyncio.get_running_loop().create_task(self._keep_running(child))
         task.add_done_callback(self._on_task_done)
         self._tasks[task] = spec.stop_stage
@@ -224,7 +223,6 @@ class Supervisor:
     async def _run_once(self, child: Child) -> int:
         """One incarnation, from start to its last byte of output. On cancellation it is stopped first."""
         parent = os.getpid()
-        child.heard.heard()  # the last words of the one before are not this one's
         child.watchdog.started(clock.now())
         process = await asyncio.create_subprocess_exec(
             *child.spec.arguments,
@@ -235,6 +233,7 @@ class Supervisor:
             preexec_fn=lambda: _before_exec(parent, child.spec.cores),
         )
         child.pid = process.pid
+        child.heard.listen(process.pid, partial(self._heard, child))
         self._publish()
         assert process.stdout is not None
         watching = asyncio.get_running_loop().create_task(self._watch(child, process))
@@ -246,6 +245,7 @@ class Supervisor:
         finally:
             watching.cancel()
             await asyncio.shield(_stop(process, child.log))
+            child.heard.ignore()
             child.pid = 0
 
 

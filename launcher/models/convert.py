@@ -7,15 +7,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from runtime.settings.machine import free_memory_bytes
+
 EOS_TOKEN_ID = 2
 
 
 def convert(folder: str, file: str, out: str) -> None:
     """Raises `ValueError` where the result lacks what serving needs: the end-of-sequence id and the chat template."""
     import torch
+    from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    needed, free = 4 * sum(int(one.n_elements) for one in GGUFReader(Path(folder) / file).tensors), free_memory_bytes()
+    if needed > free:
+        raise ValueError(
+            f"its weights take {needed / 1e9:.3g} GB as float32, and {free / 1e9:.3g} GB of memory are free"
+        )
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=file, dtype=torch.float32, trust_remote_code=False
+    )
     # The weights are plain float32 now; transformers would refuse to save what it thinks is quantized.
     model.hf_quantizer = None
     model.is_quantized = False
@@ -23,7 +33,7 @@ def convert(folder: str, file: str, out: str) -> None:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.config._name_or_path = ""
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file, trust_remote_code=False)
     if model.generation_config.eos_token_id != EOS_TOKEN_ID:
         raise ValueError(f"eos_token_id is {model.generation_config.eos_token_id}, not {EOS_TOKEN_ID}")
     if not tokenizer.chat_template:

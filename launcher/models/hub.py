@@ -1,4 +1,5 @@
-"""Models by name: `ORG/NAME` from the Hugging Face hub, safetensors, JSON and tokenizer files only."""
+"""Models by name: `ORG/NAME` from the Hugging Face hub, safetensors, JSON and tokenizer files only. `ORG/NAME@REVISION` names a
+commit, tag or branch; only a commit is the same for ever. Each commit has a folder of its own."""
 
 from pathlib import Path
 
@@ -16,19 +17,27 @@ class ModelError(CrossdockError):
 
 
 def download(name: str, console: Console) -> Path:
-    """The folder with the model's files; what is there already is not fetched again. Raises `ModelError`."""
+    """The folder with the files of `ORG/NAME` or `ORG/NAME@REVISION`; what is there already is not fetched again. Raises
+    `ModelError`."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
+    repository, _, revision = name.partition("@")
     console.print(f"Looking for {name} on the Hugging Face hub …")
     try:
         folder = snapshot_download(
-            name, allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED), etag_timeout=ETAG_TIMEOUT_S
+            repository,
+            revision=revision or None,
+            allow_patterns=list(_WANTED),
+            ignore_patterns=list(_UNWANTED),
+            etag_timeout=ETAG_TIMEOUT_S,
         )
     except GatedRepoError:
         raise ModelError(f"--model: {name} wants its licence accepted; do so on its page and set HF_TOKEN") from None
+    except RevisionNotFoundError:
+        raise ModelError(f"--model: {repository} has no revision {revision} on the hub") from None
     except RepositoryNotFoundError:
-        raise ModelError(f"--model: the hub has no {name}, or HF_TOKEN does not give access to it") from None
+        raise ModelError(f"--model: the hub has no {repository}, or HF_TOKEN does not give access to it") from None
     except Exception as error:  # noqa: BLE001  the hub's client lets through its HTTP library's errors, by version
         why = str(error).strip().splitlines()
         raise ModelError(

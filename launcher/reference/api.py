@@ -9,8 +9,9 @@ import msgspec
 from pydantic import BaseModel
 
 from gateway.anthropic import types as anthropic
+from gateway.openai.not_served import INSTEAD, NEUTRAL_ONLY
 from gateway.openai.openapi import schemas
-from gateway.openai.request_types import INSTEAD, NEUTRAL_ONLY, ChatRequest, CompletionRequest
+from gateway.openai.request_types import ChatRequest, CompletionRequest
 from gateway.responses import types as responses
 from gateway.vllm.types import DetokenizeRequest, TokenizeRequest
 
@@ -20,7 +21,7 @@ _HEAD = """\
 Made by `python -m launcher.reference.api docs/api.md` from the types that requests are checked with; a test fails when it is
 stale. `/openapi.json` of a gateway describes the same in OpenAPI 3.1, with the answers.
 
-Nothing is accepted and ignored. Each field is one of these:
+Nothing that would change an answer is accepted and ignored. Each field is one of these:
 
 - **supported**: it does what its API says.
 - **without effect**: it is accepted, and by design changes nothing, for the reason that stands there.
@@ -38,11 +39,63 @@ _WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "safety_identifier": "It is in the access log, for operators to find abuse.",
     "metadata": "It is given back with the response, or in the access log (`user_id`).",
     "prompt_cache_key": "The prefix cache finds prompts by their tokens.",
-    "stream_options.include_obfuscation": "Only false: no padding is added.",
+    "prompt_cache_options": "The prefix cache needs no options; `cache_salt` keeps prompts apart.",
+    "prompt_cache_retention": "Prompts stay cached until their room is needed.",
+    "verbosity": "An answer is as long as the model makes it.",
+    "prediction": "Nothing is gained by it here.",
+    "client_metadata": "Labels of the client's own.",
+    "include": "No answer has any of it: thoughts are given in the clear, and this server runs no tools.",
+    "max_tool_calls": "It bounds the tools that a server runs.",
+    "truncation": "Nothing is left out of a conversation: one that is too long is refused.",
+    "context_management": "Nothing is left out of a conversation: one that is too long is refused.",
+    "image": "This server reads text.",
+    "betas": "The same forms are accepted with and without.",
+    "cache_control": "The prefix cache finds prompts by their tokens.",
+    "diagnostics": "`usage` says how many tokens were cached.",
+    "fallbacks": "No model declines before it answers.",
+    "speed": "Each answer comes as fast as it can.",
 }
 _WITHOUT_EFFECT_OF_MESSAGES: Final[Mapping[str, str]] = {
     "service_tier": "The tenant's own priority class serves.",
 }
+_CACHE: Final = "The prefix cache finds prompts by their tokens."
+_OF_MESSAGES: Final[Mapping[str, str]] = {
+    "thinking.budget_tokens": "A thought is as long as the model makes it.",
+    "thinking.display": "Thoughts are shown.",
+    "thinking.block_binding": "Thoughts have no signature.",
+    "output_config.task_budget": "An answer is as long as the model makes it.",
+    "tools[].cache_control": _CACHE,
+    "tools[].eager_input_streaming": "Arguments are streamed as they come.",
+    "tools[].defer_loading": "The model is shown every tool from the beginning.",
+    "tools[].input_examples": "Put them into the description.",
+    "tools[].allowed_callers": "With `direct`; refused without.",
+    "messages[].content[].cache_control": f"In `system` as well. {_CACHE}",
+    "messages[].content[].redacted_thinking": "A block that only the server which wrote it can read.",
+}
+_INSIDE: Final[Mapping[str, Mapping[str, str]]] = {
+    "POST /v1/chat/completions": {
+        "messages[].cache_control": _CACHE,
+        "messages[].content[].cache_control": f"Also `prompt_cache_breakpoint`. {_CACHE}",
+        "messages[].annotations": "Of an assistant's message, as `audio` and every field that is not named here: an answer of"
+        " any server can be sent back. `refusal` is its content where it has none, and `reasoning` is `reasoning_content`.",
+        "tools[].cache_control": _CACHE,
+        "stream_options.include_obfuscation": "Only false: no padding is added.",
+    },
+    "POST /v1/responses": {
+        "text.verbosity": "An answer is as long as the model makes it.",
+        "reasoning.summary": "Also `generate_summary` and `context`. Thoughts are given whole.",
+        "input[].encrypted_content": "Of a thought; only the server that wrote it can read it.",
+        "input[].web_search_call": "An item without a result, as `mcp_list_tools`. Calls of `local_shell`, `shell`,"
+        " `apply_patch`, `tool_search` and custom tools, and their results, are shown to the model as those of functions.",
+        "tools[].defer_loading": "Also `output_schema`. The model is shown every function from the beginning.",
+        "tools[].type": "Tools of other types than `function` and `namespace` are left out, and the answer's `tools` are those"
+        " that were kept. Refused where `tool_choice` names one, or no function remains.",
+        "stream_options.include_obfuscation": "Only false: no padding is added.",
+    },
+    "POST /v1/messages": _OF_MESSAGES,
+    "POST /v1/messages/count_tokens": _OF_MESSAGES,
+}
+"""Fields inside of others that have no effect."""
 _ENDPOINTS: Final[tuple[tuple[str, str, type[BaseModel], Mapping[str, tuple[Any, ...]]], ...]] = (
     ("POST /v1/completions", "Goes on with a prompt.", CompletionRequest, NEUTRAL_ONLY),
     ("POST /v1/chat/completions", "Answers a conversation.", ChatRequest, NEUTRAL_ONLY),
@@ -133,6 +186,9 @@ def text() -> str:
             cell = note.replace("|", "\\|")
             lines.append(f"| `{field}` | {status} | {cell} |")
         parts.append("\n".join(lines) + "\n")
+        if inside := _INSIDE.get(name):
+            parts.append("Inside of these, without effect:\n")
+            parts.append("\n".join(f"- `{field}`: {note}" for field, note in inside.items()) + "\n")
     return "\n".join(parts)
 
 

@@ -24,6 +24,10 @@ LIMITS: Final = llguidance.LLParserLimits(
     verbose_errors=False,
 )
 """Smaller than llguidance's own, so that no mask takes longer than about 20 ms. A grammar that exceeds them fails."""
+_ERROR_CHARS_MAX: Final = 4096
+_NOT_FOR_USERS: Final = re.compile(r"<|[ \t]*\d+ \| ")
+_PLACE: Final = re.compile(r"^at \d+\(\d+\): ")
+_START_TOKENS_MAX: Final = 64
 _CACHED_MAX: Final = 128
 _CACHED_CHARS_MAX: Final = 1 << 20
 """Of all grammars kept compiled."""
@@ -56,6 +60,7 @@ class Compiler:
     def __init__(self, tokenizer: llguidance.LLTokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._eos_ids: list[int] = list(tokenizer.eos_tokens)
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
         self._chars = 0
 
@@ -73,7 +78,7 @@ class Compiler:
     def matcher(self, grammar: str, output_tokens: Iterable[int]) -> "Matcher":
         """After the tokens of an answer so far. Raises `GrammarError`."""
         self.compile(grammar)
-        found = Matcher(self._compiled[grammar].deep_copy(), self._vocab_size)
+        found = Matcher(self._compiled[grammar].deep_copy(), self._vocab_size, self._eos_ids)
         for token in output_tokens:
             found.accept(token)
         return found
@@ -82,9 +87,10 @@ class Compiler:
 class Matcher:
     """Where one choice stands in its grammar: an `engine.sampling.sampler.Constraint`."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, eos_ids: list[int]) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
         self._bits = np.zeros((vocab_size + 31) // 32 * 4, dtype=np.uint8)
 
     def mask(self, row: Logits) -> Logits:
@@ -94,6 +100,8 @@ class Matcher:
         if self._matcher.is_error():
             return np.full_like(row, -np.inf)
         allowed = np.unpackbits(self._bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        if not self.is_complete:  # a client's grammar can name the token that ends an answer in the middle of one
+            allowed[self._eos_ids] = False
         return np.where(allowed, row, np.float32(-np.inf))
 
     def accept(self, token: int) -> None:
@@ -106,7 +114,21 @@ class Matcher:
         return self._matcher.is_accepting()
 
 
+def can_begin(matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer) -> bool:
+    """Whether an answer goes on from its start to where there is a choice of tokens. A regular expression that nothing matches
+    compiles all the same."""
+    start = Matcher(matcher.deep_copy(), tokenizer.vocab_size, list(tokenizer.eos_tokens))
+    logits = np.zeros(tokenizer.vocab_size, np.float32)
+    for _ in range(_START_TOKENS_MAX):
+        allowed = np.flatnonzero(np.isfinite(start.mask(logits)))
+        if len(allowed) != 1 or start.is_complete:
+            return len(allowed) > 0
+        start.accept(int(allowed[0]))
+    return True
+
+
 def _short(error: str) -> str:
     """llguidance's message without the place in our text of the grammar, and without the state that it prints after it."""
-    text = re.split(r"\n<|\n\s*\d+ \| ", error)[0]
-    return " ".join(re.sub(r"^at \d+\(\d+\): ", "", text).split())[:300]
+    lines = error[:_ERROR_CHARS_MAX].split("\n")
+    end = next((at for at, line in enumerate(lines) if at and _NOT_FOR_USERS.match(line)), len(lines))
+    return " ".join(_PLACE.sub("", "\n".join(lines[:end])).split())[:300]

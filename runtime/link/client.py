@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import zmq
 
-from proto.errors import RemoteProtocolError
+from proto.errors import CheckFailed, RemoteProtocolError
 from proto.messages import Bye, Hello, Ping, Pong, Refused, Role, Welcome
-from proto.newer import read
+from runtime.link.connections import Connection, Connections
 from runtime.link.curve import connect_as
 from runtime.link.failure_detector import FailureDetector
 from runtime.link.monitor import Failure, open_watched
-from runtime.link.peer import CLOSED, GOODBYE, LinkCounters, LinkSettings, OnDown, OnMessage, Peer, greet
+from runtime.link.peer import CLOSED, GOODBYE, LinkCounters, LinkSettings, OnDown, OnMessage, Peer, greet, read_checked
 from runtime.link.server import PROBE_AFTER_S, TURN_MESSAGES
 from runtime.process import clock, log
 from runtime.process.driver import cancelled, watched
@@ -55,15 +55,23 @@ class LinkClient:
         self._settings = settings or LinkSettings()
         self._socket: LoopSocket | None = None
         self._peer: Peer | None = None
+        self._server_key = b""
+        """Which the process at the other end of the present socket must have; empty without keys."""
+        self._forget_keys: Callable[[], None] | None = None
         self._theirs_ms: int | None = None
         self._gone = asyncio.Event()
         self._why_gone = ""
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
+        if self._settings.keys is not None:
+            self._forget_keys = self._settings.keys.on_change(self._keys_changed)
         self._task = watched(self._run())
 
     async def close(self) -> None:
+        if self._forget_keys is not None:
+            self._forget_keys()
+            self._forget_keys = None
         if self._peer is not None:
             self._peer.send(Bye("shutting down"))
         if self._task is not None:
@@ -84,20 +92,25 @@ class LinkClient:
         self._gone.clear()
         self._why_gone = ""
         try:
-            socket, monitor = open_watched(zmq.DEALER, self._settings, self._connection_lost, self._not_let_in)
+            connections = Connections(self._floods, hello_s=None)
+            socket, monitor = open_watched(
+                zmq.DEALER, self._settings, self._connection_lost, self._not_let_in, connections.opened
+            )
         except zmq.ZMQError as error:
             self.last_error = f"cannot open a socket for {self.address}: {error}"
             return False
         self._socket = socket
         socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
-        connect_as(socket, self._settings.keys, self._to, self._failed)
-        watcher = watched(monitor.run())
+        self._server_key = connect_as(socket, self._settings.keys, self._to, self._failed)
+        watchers = watched(monitor.run()), watched(connections.run())
         receiver: asyncio.Task[None] | None = None
         try:
             socket.connect(self.address)
             peer = await self._handshake(socket)
             if peer is None:
                 return False
+            for descriptor in list(connections.open):
+                connections.welcomed(descriptor, peer)
             receiver = watched(self._receive(socket, peer))
             await self._beat(peer)
             return True
@@ -105,7 +118,7 @@ class LinkClient:
             self.last_error = f"cannot connect to {self.address}: {error}"
             return False
         finally:
-            await cancelled(watcher, *([receiver] if receiver else []))
+            await cancelled(*watchers, *([receiver] if receiver else []))
             socket.close()
             self._socket = None
             if self._peer is not None:
@@ -154,6 +167,16 @@ class LinkClient:
     def _not_let_in(self, failure: Failure) -> None:
         self._give_up(failure.value)
 
+    def _keys_changed(self) -> None:
+        keys = self._settings.keys
+        if keys is not None and self._socket is not None and self._server_key not in keys.of(self._to):
+            self._give_up("its key was removed")
+
+    def _floods(self, _: int, __: Connection, why: str) -> None:
+        self.counters.protocol_errors += 1
+        _log.warning("protocol error", address=self.address, error=why)
+        self._give_up(f"protocol error: {why}")
+
     def _give_up(self, reason: str) -> None:
         self._why_gone = reason
         self._gone.set()
@@ -176,7 +199,7 @@ class LinkClient:
                 await asyncio.sleep(0)
             peer.heard_at = clock.now()
             try:
-                message, blob = read(frames, peer.version)
+                message, blob = read_checked(frames, peer.version)
                 self.counters.unknown_messages += message is None
                 if message is None or isinstance(message, Pong):
                     continue
@@ -190,6 +213,11 @@ class LinkClient:
                 self.counters.protocol_errors += 1
                 _log.warning("protocol error", address=self.address, error=str(error))
                 self._give_up(f"protocol error: {error}")
+                return
+            except CheckFailed as error:
+                self.counters.failed_checks += 1
+                _log.error("a bug met by a peer's message; its link ends", address=self.address, exc_info=error)
+                self._give_up("an error of this end")
                 return
 
     async def _beat(self, peer: Peer) -> None:

@@ -6,6 +6,7 @@ carries its key as `User-Id` on every frame, and by it, not by its Hello or its 
 """
 
 import itertools
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,7 +17,7 @@ from proto.messages import Hello, Role
 from runtime.link.keys import Keys
 from runtime.link.monitor import Failure
 from runtime.link.peer import LinkCounters, Peer
-from runtime.process import log
+from runtime.process import clock, log
 from runtime.process.driver import watched
 from runtime.process.loop_socket import LoopSocket
 from runtime.process.rate_limited_log import RateLimitedLog
@@ -35,6 +36,7 @@ class _Handler:
 
     def __init__(self, socket: LoopSocket) -> None:
         self._socket = socket
+        socket.frames_max = _ZAP_FRAMES + 1
         self.lets_in: dict[str, Callable[[str], bool]] = {}
         """By domain: whether a client with this public key may come in."""
         socket.bind("inproc://zeromq.zap.01")
@@ -69,7 +71,12 @@ _handlers: "dict[zmq.Context[Any], _Handler]" = {}
 class ZapAuthenticator:
     """What a server knows of who comes: with keys, their role; without, what they say."""
 
-    def __init__(self, socket: LoopSocket, keys: Keys | None, counters: LinkCounters) -> None:
+    def __init__(self, socket: LoopSocket, keys: Keys | None, counters: LinkCounters, peers_max: int) -> None:
+        self.links: Counter[str] = Counter()
+        """Of each key."""
+        self._peers_max = peers_max
+        self._let_in: dict[str, deque[float]] = {}
+        """By key, when connections were let in that have not said Hello; oldest first, no empty ones."""
         self._socket = socket
         self._keys = keys
         self._counters = counters
@@ -104,10 +111,33 @@ class ZapAuthenticator:
         """The handler's question."""
         assert self._keys is not None
         if self._keys.listed(key) is not None:
+            if self.links[key] + len(self._let_in.get(key, ())) >= self._peers_max:
+                self._counters.too_many += 1
+                self._rate_limited_log("turned away", reason=f"its key has {self._peers_max} connections already")
+                return False
+            self._let_in.setdefault(key, deque()).append(clock.now())
             return True
         self._counters.unknown_keys += 1
         self._rate_limited_log("turned away", reason="its key is not among those of --keys")
         return False
+
+    def greeted(self, key: str) -> None:
+        """A connection with this key has said Hello."""
+        waiting = self._let_in.get(key)
+        if waiting:
+            waiting.popleft()
+            if not waiting:
+                del self._let_in[key]
+
+    def forget_silent(self, until: float) -> None:
+        """Connections that were let in by then and never said Hello are gone by now."""
+        for key, waiting in list(self._let_in.items()):
+            listed = self._keys.listed(key) if self._keys is not None else None
+            while waiting and waiting[0] <= until:
+                waiting.popleft()
+                self._counters.silent[listed.name if listed is not None else "removed"] += 1
+            if not waiting:
+                del self._let_in[key]
 
     def handshake_failed(self, failure: Failure) -> None:
         # A client without keys often sees first that they do not suit each other, and is gone.
@@ -117,13 +147,11 @@ class ZapAuthenticator:
         elif failure in (Failure.GARBAGE, Failure.BROKEN_OFF):
             self._counters.protocol_errors += 1
 
-    async def receive(self) -> tuple[bytes, list[bytes], str]:
+    async def receive(self) -> "tuple[zmq.Frame, list[bytes], str]":
         """(routing id, frames, whose key it is or empty) of the next message."""
-        if self._keys is None:
-            routing_id, *frames = await self._socket.receive()
-            return routing_id, frames, ""
         first, *rest = await self._socket.receive(copy=False)
-        return first.bytes, [frame.bytes for frame in rest], str(first.get("User-Id"))
+        user_id = str(first.get("User-Id")) if self._keys is not None else ""
+        return first, [frame.bytes for frame in rest], user_id
 
     def refusal(self, hello: Hello, user_id: str, peers: Iterable[Peer]) -> str | None:
         """Why this key may not say this Hello, beside these peers: an incarnation that one of them has is its own, who
@@ -145,12 +173,15 @@ class ZapAuthenticator:
         return self._keys is None or self._keys.listed(user_id) is not None
 
 
-def connect_as(socket: LoopSocket, keys: Keys | None, to: Role, attempt: int) -> None:
-    """Before a client's socket is connected to a process of role `to`: where it has several keys, attempts take turns."""
+def connect_as(socket: LoopSocket, keys: Keys | None, to: Role, attempt: int) -> bytes:
+    """Before a client's socket is connected to a process of role `to`: where it has several keys, attempts take turns. Returns
+    the key that the process must have; empty without keys."""
     if keys is None:
-        return
+        return b""
     theirs = keys.of(to)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     # None, since the last one was removed: a key that nobody has.
-    socket.setsockopt(zmq.CURVE_SERVERKEY, theirs[attempt % len(theirs)] if theirs else zmq.curve_keypair()[0])
+    key = theirs[attempt % len(theirs)] if theirs else zmq.curve_keypair()[0]
+    socket.setsockopt(zmq.CURVE_SERVERKEY, key)
+    return key

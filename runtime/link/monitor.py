@@ -12,6 +12,7 @@ from runtime.process.loop_socket import LoopSocket
 from runtime.process.zmq_sockets import open_socket
 
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+_OPENED = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _MECHANISM_MISMATCH = 0x1100_0002
 """ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH, which pyzmq does not name."""
@@ -31,7 +32,8 @@ def _ignore() -> None:
 
 
 class ConnectionMonitor:
-    """Calls `on_lost` when a connection of the socket ends and `on_failed` when a handshake fails, until cancelled."""
+    """Calls `on_lost` when a connection of the socket ends and `on_failed` when a handshake fails, until cancelled; `on_opened`
+    and `on_closed` with the descriptors of connections."""
 
     def __init__(
         self,
@@ -39,18 +41,26 @@ class ConnectionMonitor:
         *,
         on_lost: Callable[[], None] = _ignore,
         on_failed: Callable[[Failure], None] = lambda failure: None,
+        on_opened: Callable[[int], None] = lambda descriptor: None,
+        on_closed: Callable[[int], None] = lambda descriptor: None,
     ) -> None:
         self._watched = socket
+        self._on_opened = on_opened
+        self._on_closed = on_closed
         self._on_lost = on_lost
         self._on_failed = on_failed
-        self._monitor = socket.get_monitor_socket(_LOST | _FAILED)
+        self._monitor = socket.get_monitor_socket(_LOST | _FAILED | _OPENED)
 
     async def run(self) -> None:
         try:
             while True:
                 message = parse_monitor_message(await self._monitor.receive())
                 event = message["event"]
-                if event & _LOST:
+                if event & _OPENED:
+                    self._on_opened(int(message["value"]))
+                elif event & _LOST:
+                    if event == zmq.EVENT_DISCONNECTED:
+                        self._on_closed(int(message["value"]))
                     self._on_lost()
                 elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     self._on_failed(Failure.KEY)
@@ -72,12 +82,18 @@ class ConnectionMonitor:
 
 
 def open_watched(
-    kind: int, settings: LinkSettings, on_lost: Callable[[LoopSocket], None], on_failed: Callable[[Failure], None]
+    kind: int,
+    settings: LinkSettings,
+    on_lost: Callable[[LoopSocket], None],
+    on_failed: Callable[[Failure], None],
+    on_opened: Callable[[int], None],
 ) -> tuple[LoopSocket, ConnectionMonitor]:
     """A socket and its monitor. Raises `zmq.ZMQError`, and leaves nothing open, where no descriptor is left."""
     socket = open_socket(kind, settings.queue_messages_max)
     try:
-        return socket, ConnectionMonitor(socket, on_lost=lambda: on_lost(socket), on_failed=on_failed)
+        return socket, ConnectionMonitor(
+            socket, on_lost=lambda: on_lost(socket), on_failed=on_failed, on_opened=on_opened
+        )
     except zmq.ZMQError:
         socket.close(0)
         raise

@@ -1,13 +1,15 @@
 """What both ends of a link share: its settings and counters, the other end as a `Peer`, and the sockets underneath."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from proto import limits
 from proto.codec import encode, to_frames
+from proto.errors import CheckFailed, RemoteProtocolError
 from proto.messages import Bye, Hello, Message, Refused, Welcome
-from proto.newer import read_answer, version_refusal
+from proto.newer import read, read_answer, version_refusal
 from runtime.link.keys import Keys
 from runtime.process import clock
 from runtime.process.loop_socket import LoopSocket
@@ -22,7 +24,7 @@ class LinkSettings:
     queue_messages_max: int = 10_000
     """Per peer and direction; a peer whose queue is full is given up."""
     peers_max: int = 4_096
-    """Of one server; one more is refused."""
+    """Of one server, and of each key, with those that have not said Hello yet; one more is refused."""
     handshake_timeout_ms: int = 5_000
     keys: Keys | None = None
     """Of this process, for CURVE; None: links are neither encrypted nor authenticated."""
@@ -37,11 +39,17 @@ class LinkCounters:
     """What one end of a link has seen, for metrics."""
 
     protocol_errors: int = 0
+    failed_checks: int = 0
+    """Links ended because our own code failed while it looked at a message, before anything had changed."""
+    silent: Counter[str] = field(default_factory=Counter)
+    """Connections that never said Hello, by the name of their key; empty where there are no keys."""
     refused: int = 0
     plain: int = 0
     """Turned away: came without a key where keys are needed."""
     unknown_keys: int = 0
     """Turned away: came with a key that is not listed."""
+    too_many: int = 0
+    """Turned away: its key has as many connections as may be."""
     impostors: int = 0
     """Turned away: said to be what their key does not allow."""
     unknown_messages: int = 0
@@ -52,7 +60,12 @@ class LinkCounters:
 
     def turned_away(self) -> dict[str, int]:
         """By reason: who was not let in."""
-        return {"plain": self.plain, "unknown_key": self.unknown_keys, "wrong_role": self.impostors}
+        return {
+            "plain": self.plain,
+            "unknown_key": self.unknown_keys,
+            "wrong_role": self.impostors,
+            "too_many": self.too_many,
+        }
 
 
 @dataclass(eq=False)
@@ -63,6 +76,8 @@ class Peer:
     hello: Hello
     _send: Callable[["Peer", list[bytes]], bool]
     routing_id: bytes = b""
+    descriptor: int = -1
+    """Of its connection, at a server."""
     heard_at: float = field(default_factory=clock.now)
     user_id: str = ""
     """Its public key, where links have keys."""
@@ -95,6 +110,16 @@ class CannotBind(OSError):
 def is_orderly(reason: str) -> bool:
     """Whether a link ended because one of its ends meant it to."""
     return reason == CLOSED or reason.startswith(GOODBYE)
+
+
+def read_checked(frames: list[bytes], version: int) -> tuple[Message | None, bytes]:
+    """As `proto.newer.read`. Raises `RemoteProtocolError`, and `CheckFailed` for a bug."""
+    try:
+        return read(frames, version)
+    except RemoteProtocolError:
+        raise
+    except Exception as error:
+        raise CheckFailed(f"a message of {len(frames)} frames cannot be read") from error
 
 
 async def greet(socket: LoopSocket, hello: Hello, gone: asyncio.Event, timeout_s: float) -> Message | None:

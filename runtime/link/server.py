@@ -11,7 +11,8 @@ so a frame can never belong to an earlier incarnation of the link. The server na
 drew for the connection, never by what the peer says of itself.
 
 Sending never waits: a peer whose pipe is full is lost, not silently skipped. Whatever is not a message of the protocol, or
-makes the owner raise `RemoteProtocolError`, is counted and ends that peer's link only.
+makes the owner raise `RemoteProtocolError`, is counted and ends that peer's link only. So does a bug that the owner meets
+while it only looks at a message (`CheckFailed`). Any other exception ends the process: state may be half changed.
 """
 
 import asyncio
@@ -21,9 +22,10 @@ import zmq
 
 from proto import limits
 from proto.codec import encode
-from proto.errors import RemoteProtocolError
+from proto.errors import CheckFailed, RemoteProtocolError
 from proto.messages import Bye, Hello, Message, Ping, Pong, Refused, Welcome
-from proto.newer import HelloPrefix, read, read_hello
+from proto.newer import HelloPrefix, read_hello
+from runtime.link.connections import HELLO_S, LOOK_S, Connection, Connections, shut_down
 from runtime.link.curve import ZapAuthenticator
 from runtime.link.failure_detector import FailureDetector
 from runtime.link.monitor import ConnectionMonitor
@@ -36,6 +38,7 @@ from runtime.link.peer import (
     OnMessage,
     Peer,
     is_orderly,
+    read_checked,
 )
 from runtime.process import clock, log
 from runtime.process.driver import cancelled, watched
@@ -78,7 +81,9 @@ class LinkServer:
         self._on_down = on_down
         self._settings = settings or LinkSettings()
         self._socket = open_socket(zmq.ROUTER, self._settings.queue_messages_max)
-        self._gate = ZapAuthenticator(self._socket, self._settings.keys, self.counters)
+        self._gate = ZapAuthenticator(self._socket, self._settings.keys, self.counters, self._settings.peers_max)
+        self._connections = Connections(self._shut_down)
+        self._port = 0
         self._warn = RateLimitedLog(_log.warning)
         self._tasks: list[asyncio.Task[None]] = []
         self._probe: asyncio.TimerHandle | None = None
@@ -86,7 +91,13 @@ class LinkServer:
     async def start(self, within_s: float = 0.0) -> str:
         """Bind; returns the address with the real port. Raises `CannotBind`, a port in use after `within_s` only."""
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        monitor = ConnectionMonitor(self._socket, on_lost=self._probe_soon, on_failed=self._gate.handshake_failed)
+        monitor = ConnectionMonitor(
+            self._socket,
+            on_lost=self._probe_soon,
+            on_failed=self._gate.handshake_failed,
+            on_opened=self._opened,
+            on_closed=self._connections.closed,
+        )
         self._gate.open(self._drop_unlisted)
         try:
             await self._socket.bind_within(self._bind, within_s)
@@ -95,8 +106,12 @@ class LinkServer:
             self._gate.close()
             self._socket.close(0)
             raise CannotBind(error.errno, f"cannot bind {self._bind}: {error}") from None
-        self._tasks = [watched(self._receive()), watched(self._watch()), watched(monitor.run())]
-        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        port = address.rpartition(":")[2]
+        self._port = int(port) if port.isdecimal() else 0
+        tasks = (self._receive(), self._watch(), self._connections.run(), self._forget_silent(), monitor.run())
+        self._tasks = [watched(task) for task in tasks]
+        return address
 
     async def close(self) -> None:
         for peer in list(self.peers.values()):
@@ -112,9 +127,34 @@ class LinkServer:
         if self.peers.get(peer.routing_id) is not peer:
             return
         del self.peers[peer.routing_id]
+        self._gate.links[peer.user_id] -= 1
+        self._connections.left(peer)
         self._socket.try_send([peer.routing_id, encode(Refused(reason[: limits.MAX_TEXT_CHARS]))])
         self.counters.lost += 1
         self._on_down(peer, reason)
+
+    def _opened(self, descriptor: int) -> None:
+        if len(self._connections.open) >= self._settings.peers_max:
+            self.counters.too_many += 1
+            shut_down(descriptor, self._port)
+        else:
+            self._connections.opened(descriptor)
+
+    def _shut_down(self, descriptor: int, connection: Connection, why: str) -> None:
+        self._connections.closed(descriptor)
+        shut_down(descriptor, self._port)
+        if why:
+            self.counters.protocol_errors += 1
+            self._warn("protocol error", peer=connection.peer.hello.name if connection.peer else "unknown", error=why)
+        elif self._settings.keys is None:
+            self.counters.silent[""] += 1
+        if connection.peer is not None:
+            self.drop(connection.peer, f"protocol error: {why}")
+
+    async def _forget_silent(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self._gate.forget_silent(clock.now() - HELLO_S - LOOK_S)
 
     def _probe_soon(self) -> None:
         """A connection ended. libzmq does not say whose, but it refuses to send to a peer that is gone (ROUTER_MANDATORY); a
@@ -145,30 +185,47 @@ class LinkServer:
 
     async def _receive(self) -> None:
         while True:
-            routing_id, frames, user_id = await self._gate.receive()
+            first, frames, user_id = await self._gate.receive()
+            routing_id = first.bytes
             self.counters.messages_in += 1
             if self.counters.messages_in % TURN_MESSAGES == 0:
                 await asyncio.sleep(0)
             peer = self.peers.get(routing_id)
             try:
                 if peer is None:
-                    self._shake_hands(routing_id, frames, user_id)
+                    self._shake_hands(first, frames, user_id)
                 elif peer.user_id != user_id:
                     # A routing id is what a client says it is, and one that has left is free to be taken.
                     self.counters.impostors += 1
                     self.drop(peer, "another key speaks in its place")
                 else:
-                    self._dispatch(peer, *read(frames, peer.version))
+                    self._dispatch(peer, *read_checked(frames, peer.version))
             except RemoteProtocolError as error:
                 self.counters.protocol_errors += 1
                 self._warn("protocol error", peer=peer.hello.name if peer else "unknown", error=str(error))
-                if peer is not None:
-                    self.drop(peer, f"protocol error: {error}")
-                else:
-                    self._refuse(routing_id, f"protocol error: {error}")
+                self._turn_out(routing_id, peer, f"protocol error: {error}")
+                if len(frames) > limits.MAX_FRAMES:
+                    shut_down(_descriptor(first), self._port)
+            except CheckFailed as error:
+                self.counters.failed_checks += 1
+                name = peer.hello.name if peer else "unknown"
+                _log.error("a bug met by a peer's message; its link ends", peer=name, exc_info=error)
+                self._turn_out(routing_id, peer, "an error of this end")
 
-    def _shake_hands(self, routing_id: bytes, frames: list[bytes], user_id: str) -> None:
-        hello = read_hello(frames)
+    def _turn_out(self, routing_id: bytes, peer: Peer | None, reason: str) -> None:
+        if peer is not None:
+            self.drop(peer, reason)
+        else:
+            self._refuse(routing_id, reason)
+
+    def _shake_hands(self, first: zmq.Frame, frames: list[bytes], user_id: str) -> None:
+        routing_id = first.bytes
+        try:
+            hello = read_hello(frames)
+        except RemoteProtocolError:
+            raise
+        except Exception as error:
+            raise CheckFailed("a Hello cannot be read") from error
         if hello is None:
             # A client whose link we gave up: it starts over on hearing this.
             self._refuse(routing_id, "say Hello first")
@@ -178,15 +235,26 @@ class LinkServer:
         elif len(self.peers) >= self._settings.peers_max:
             refusal = f"{len(self.peers)} peers are connected already"
         else:
-            refusal = self._gate.refusal(hello, user_id, self.peers.values()) or self._accept(hello)
+            refusal = self._gate.refusal(hello, user_id, self.peers.values()) or self._refusal(hello)
         if isinstance(hello, HelloPrefix) or refusal is not None:
             self._warn("refused", peer=hello.name, role=str(hello.role), reason=refusal)
             self._refuse(routing_id, refusal or "")
             return
-        peer = Peer(hello.incarnation, hello, self._send, routing_id, user_id=user_id, version=hello.version)
+        peer = Peer(
+            hello.incarnation, hello, self._send, routing_id, _descriptor(first), user_id=user_id, version=hello.version
+        )
         self.peers[routing_id] = peer
+        self._gate.greeted(user_id)
+        self._gate.links[user_id] += 1
+        self._connections.welcomed(peer.descriptor, peer)
         peer.send(Welcome(self._incarnation, self._settings.heartbeat_ms, limits.PROTOCOL_VERSION))
         self._on_up(peer)
+
+    def _refusal(self, hello: Hello) -> str | None:
+        try:
+            return self._accept(hello)
+        except Exception as error:
+            raise CheckFailed(f"the Hello of {hello.name} cannot be checked") from error
 
     def _refuse(self, routing_id: bytes, reason: str) -> None:
         self.counters.refused += 1
@@ -214,3 +282,11 @@ class LinkServer:
                 for peer in list(self.peers.values()):
                     if failure_detector.is_lost(peer.heard_at, now):
                         self.drop(peer, f"no heartbeat for {now - peer.heard_at:.1f} s")
+
+
+def _descriptor(frame: zmq.Frame) -> int:
+    """Of the connection that a frame came by; -1 where it came by none."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1

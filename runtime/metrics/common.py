@@ -37,6 +37,20 @@ def link_counters(
     )
     registry.by(
         "counter",
+        "crossdock_link_failed_checks",
+        "Messages whose check met a bug of this process, before anything had changed; each ended its peer's link.",
+        "port",
+        each("failed_checks"),
+    )
+    registry.read(
+        "counter",
+        "crossdock_link_silent",
+        "Connections that were closed because no `Hello` came within 3 s, by the name of their key.",
+        ("port", "key"),
+        lambda: [((name, key), n) for name, counters in ends.items() for key, n in counters.silent.items()],
+    )
+    registry.by(
+        "counter",
         "crossdock_link_unknown_messages",
         "Unknown messages from peers of a newer version; they were ignored.",
         "port",
@@ -45,7 +59,8 @@ def link_counters(
     registry.read(
         "counter",
         "crossdock_link_turned_away",
-        "Peers rejected, by reason: plain (without a key), with an unknown key, or in a role that is not their key's.",
+        "Peers rejected, by reason: plain (without a key), with an unknown key, in a role that is not their key's, or with a"
+        " key that has too many connections.",
         ("port", "reason"),
         lambda: [
             ((name, reason), count)

@@ -63,6 +63,8 @@ class _StateCollector(Collector):
 
     def __init__(self, family: Family, read: Values) -> None:
         self._family, self._read = family, read
+        self._before: dict[Labels, float] = {}
+        """What a counter had come to when that which is read began anew."""
 
     def describe(self) -> list[Metric]:
         """An empty family: the registry refuses a name that it has already."""
@@ -72,9 +74,19 @@ class _StateCollector(Collector):
     def collect(self) -> list[Metric]:
         (metric,) = self.describe()
         assert isinstance(metric, CounterMetricFamily | GaugeMetricFamily)
-        for labels, value in islice(self._read(), SERIES_MAX):
+        for labels, value in islice(self._values(), SERIES_MAX):
             metric.add_metric(labels, value)
         return [metric]
+
+    def carry_over(self) -> None:
+        if self._family.kind == "counter":
+            self._before = dict(self._values())
+
+    def _values(self) -> Iterable[tuple[Labels, float]]:
+        if not self._before:
+            return self._read()
+        values = dict(self._read())
+        return [(labels, self._before.get(labels, 0) + values.get(labels, 0)) for labels in {**self._before, **values}]
 
 
 class MetricsRegistry(CollectorRegistry):
@@ -86,6 +98,7 @@ class MetricsRegistry(CollectorRegistry):
         super().__init__()
         self.role = role
         self.families: list[Family] = []
+        self._read_from: list[_StateCollector] = []
         self.before: list[Callable[[], None]] = []
         """Called before each reading."""
         ProcessCollector(registry=self)
@@ -101,7 +114,13 @@ class MetricsRegistry(CollectorRegistry):
     def read(self, kind: KindRead, name: str, help_: str, labels: Labels, values: Values) -> None:
         """A counter or gauge that somebody else keeps."""
         self.families.append(Family(name, kind, help_, labels))
-        self.register(_StateCollector(self.families[-1], values))
+        self._read_from.append(_StateCollector(self.families[-1], values))
+        self.register(self._read_from[-1])
+
+    def carry_over(self) -> None:
+        """What counters are read from is about to begin anew at 0; they go on from where they are."""
+        for collector in self._read_from:
+            collector.carry_over()
 
     def gauge(self, name: str, help_: str, value: Callable[[], float]) -> None:
         """Without labels, and somebody else keeps it."""

@@ -6,6 +6,7 @@ seconds, however often it is asked for.
 """
 
 import asyncio
+import ipaddress
 import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
@@ -18,7 +19,7 @@ from proto.errors import CrossdockError
 from runtime.metrics.registry import MetricsRegistry
 from runtime.process import clock, log, notify
 from runtime.settings import machine
-from runtime.settings.addresses import METRICS_OFF, advertised_metrics, split_metrics
+from runtime.settings.addresses import METRICS_OFF, advertised_metrics, is_local_name, split_authority, split_metrics
 
 if TYPE_CHECKING:
     from runtime.metrics.http import Server
@@ -59,6 +60,7 @@ class MetricsServer:
         self._not_ready: Callable[[], str | None] = lambda: "it is starting"
         self._more: dict[str, Callable[[], Any]] = {}
         self._listening: list[socket.socket] = []
+        self._loopback_only = False
         self._serving: Server | None = None
         self._made: tuple[float, bytes] = (-FRESH_S, b"")
 
@@ -78,6 +80,7 @@ class MetricsServer:
             machine.check_listening(f"--metrics: cannot listen on {self._asked}", error)
             raise PortTaken(f"--metrics: cannot listen on {self._asked}: {error.strerror or error}") from None
         bound = self._listening[0].getsockname()
+        self._loopback_only = ipaddress.ip_address(bound[0]).is_loopback
         self.address = advertised_metrics(bound[0], bound[1], self._advertise, socket.gethostname())
         log.get("crossdock.metrics").info("metrics", address=self.address)
 
@@ -105,7 +108,8 @@ class MetricsServer:
             _close(self._listening)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status, body, content_type = self._answer(scope["method"], scope["path"])
+        allowed = not self._loopback_only or _asks_for_this_host(scope)
+        status, body, content_type = self._answer(scope["method"], scope["path"]) if allowed else Reply(403)
         headers = {"content-type": content_type, "content-length": str(len(body)), "connection": "close"}
         if status == 405:
             headers["allow"] = "GET, HEAD"
@@ -139,6 +143,12 @@ class MetricsServer:
             text = generate_latest(registry)
             self._made = (clock.now(), text)
         return text
+
+
+def _asks_for_this_host(scope: Scope) -> bool:
+    """False for a web page that reaches a port on loopback by a name of its own, pointed at this machine (DNS rebinding)."""
+    hosts = [split_authority(value.decode("latin-1")) for name, value in scope["headers"] if name == b"host"]
+    return all(host is not None and is_local_name(host[0]) for host in hosts)
 
 
 def load() -> "type[Server]":

@@ -1,6 +1,7 @@
 """Runs a process, and drives a pure core: events in, actions out, one timer for its next deadline."""
 
 import asyncio
+import ctypes
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ from runtime.process.descriptors import raise_descriptor_limit
 from runtime.process.exits import BUG_EXIT
 from runtime.process.zmq_sockets import close_sockets
 
+_PR_SET_DUMPABLE = 4
 E = TypeVar("E")
 A = TypeVar("A")
 T = TypeVar("T")
@@ -107,9 +109,17 @@ class Stop(asyncio.Event):
                 each.cancel()
 
 
-def run_process(main: Callable[[Stop], Awaitable[int]]) -> int:
+def keep_memory_private() -> None:
+    """Let no other process read this one's memory, environment and files through /proc or as a debugger, unless it may trace
+    any process: another one of the same user could otherwise take the keys. The kernel writes no core file of it either."""
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def run_process(main: Callable[[Stop], Awaitable[int]], *, private: bool = True) -> int:
     """Run `main(stop)` on uvloop, with as many open files as are allowed; `stop` is set by SIGTERM and SIGINT. Returns main's
-    exit code."""
+    exit code. `private`: call `keep_memory_private` first."""
+    if private:
+        keep_memory_private()
     raise_descriptor_limit()
 
     async def body() -> int:
@@ -158,6 +168,8 @@ def _die(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """What nobody caught: say it and end at once. A process that goes on with a dead task would only seem to work; one that is
     gone is noticed and started again."""
     error, message = context.get("exception"), str(context.get("message"))
+    if " callback " in message:
+        message = "a callback failed"  # loops add its arguments, which may be a prompt; the traceback says where it was
     if error is None or "never retrieved" in message:
         log.get("crossdock.driver").error("loose end", what=message, exc_info=error)
         return

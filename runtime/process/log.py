@@ -28,9 +28,11 @@ def configure(*, level: str, fmt: str, process: str) -> Log:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.StackInfoRenderer(),
     ]
-    renderer: Any = (
-        structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    # structlog's own choice for a console, rich, shows local variables: prompts and keys.
+    console = structlog.dev.ConsoleRenderer(
+        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
     )
+    renderer: Any = structlog.processors.JSONRenderer() if as_json else console
     last = [structlog.processors.format_exc_info, renderer] if as_json else [renderer]
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(

@@ -10,14 +10,25 @@ from typing import Any
 
 import zmq
 
+from proto.limits import MAX_FRAMES
+
 _BIND_AGAIN_S = 0.02
 _IN = int(zmq.POLLIN)
 _NOW, _NOW_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 """As plain numbers: to join two of pyzmq's flags takes as long as to send a frame."""
 
 
+TURN_FRAMES = 256
+"""Frames of one message read before the rest of the process gets its turn."""
+
+
 class LoopSocket(zmq.Socket[bytes]):
     """One reader. Made and used on the event loop's thread."""
+
+    frames_max: int = MAX_FRAMES + 2
+    """Of a message, with a routing id; what is kept of a longer one is too many for the codec, which refuses it."""
+    _amid: bool = False
+    """The rest of a message that is too long has still to be read, and dropped."""
 
     _waiter: "asyncio.Future[None] | None" = None
     _loop: asyncio.AbstractEventLoop | None = None
@@ -36,8 +47,10 @@ class LoopSocket(zmq.Socket[bytes]):
             await asyncio.sleep(_BIND_AGAIN_S)
 
     async def receive(self, copy: bool = True) -> list[Any]:
-        """The frames of the next message. Waits only where none is there."""
+        """The frames of the next message, the first `frames_max` of them. Waits only where none is there."""
         while True:
+            if self._amid:
+                await self._drop_rest()
             if not self._has_message():
                 await self._readable()
             try:
@@ -46,10 +59,21 @@ class LoopSocket(zmq.Socket[bytes]):
                 continue
             # Not `recv_multipart`: to ask the socket whether there is more takes as long as a frame that knows it.
             frames = [frame]
-            while frame.more:
+            while frame.more and len(frames) < self.frames_max:
                 frame = self.recv(_NOW, copy=False)
                 frames.append(frame)
+            if frame.more:
+                self._amid = True
+                await self._drop_rest()
             return [frame.bytes for frame in frames] if copy else frames
+
+    async def _drop_rest(self) -> None:
+        count = 0
+        while self._amid:
+            self._amid = bool(self.recv(_NOW, copy=False).more)
+            count += 1
+            if count % TURN_FRAMES == 0:
+                await asyncio.sleep(0)
 
     def try_send(self, frames: list[bytes]) -> str | None:
         """Send without waiting; the reason if it could not be."""

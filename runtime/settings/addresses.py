@@ -1,11 +1,13 @@
-"""Addresses in settings: of sockets, as ZeroMQ writes them, and what others are told of them."""
+"""Addresses in settings: of sockets, as ZeroMQ writes them, what others are told of them, and by which names HTTP may ask."""
 
+import ipaddress
 import re
 from typing import Annotated
 
 from pydantic import AfterValidator
 
-_ADDRESS = re.compile(r"^tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.*_-]+):(?P<port>\d{1,5})$")
+_ADDRESS = re.compile(r"^tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.*_-]+):(?P<port>\d{1,5})\Z")
+_AUTHORITY = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::(?P<port>[0-9]{0,5}))?")
 EVERY_INTERFACE = ("*", "0.0.0.0", "[::]")
 METRICS_OFF = "off"
 
@@ -14,6 +16,30 @@ def host_of(address: str) -> str:
     """Of an address that has been checked; empty otherwise."""
     match = _ADDRESS.match(address)
     return match["host"] if match is not None else ""
+
+
+def split_authority(value: str) -> tuple[str, str] | None:
+    """(host, port) of a Host header: the host in lower case, without brackets and without the dot of the root; the port may be
+    empty. None for a value that is no authority."""
+    match = _AUTHORITY.fullmatch(value)
+    if match is None:
+        return None
+    return match["host"].strip("[]").lower().removesuffix("."), match["port"] or ""
+
+
+def is_local_name(host: str) -> bool:
+    """Whether no name server decides what this host of a Host header stands for: it is an address, or localhost. Any other name
+    could have been rebound to this machine, and whoever owns it would speak from the browser of a user of this machine."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return True
+
+
+def in_url(host: str) -> str:
+    """An IPv6 address in brackets, any other host as it is."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def advertised(asked: str, bound: str) -> str:
@@ -34,7 +60,7 @@ def advertised_metrics(host: str, port: int, advertise: str, hostname: str) -> s
     """HOST:PORT at which others find a metrics port that is bound so: on every interface, the host they know us by."""
     if host in ("0.0.0.0", "::"):
         host = host_of(advertise) or host_of(f"tcp://{advertise}:0") or host_of(f"tcp://{advertise}") or hostname
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    return f"{in_url(host)}:{port}"
 
 
 def _check_metrics(value: str) -> str:

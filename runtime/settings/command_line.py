@@ -216,6 +216,7 @@ _HABITS: Final[dict[str, Any]] = {
     "add_completion": False,
     "rich_markup_mode": "rich",
     "pretty_exceptions_enable": False,
+    "pretty_exceptions_show_locals": False,
     "context_settings": _CONTEXT,
 }
 

@@ -2,7 +2,7 @@
 
 import re
 
-_CORES = re.compile(r"^\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*$")
+_CORES = re.compile(r"^\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*\Z")
 
 
 def parse_cores(text: str) -> tuple[int, ...]:

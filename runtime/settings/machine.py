@@ -114,6 +114,11 @@ def check_listening(option: str, error: OSError) -> None:
         raise ConfigError(f"{option}: {error.strerror}") from None
 
 
+def free_memory_bytes() -> int:
+    """What a process may still take: no more than a container has at all."""
+    return min(int(psutil.virtual_memory().available), host_memory_bytes())
+
+
 def host_memory_bytes() -> int:
     """Of the machine, or what a container leaves of it."""
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

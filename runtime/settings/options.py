@@ -29,7 +29,7 @@ SECTIONS: Final[dict[str, type[Options]]] = {
     cls.section: cls for cls in (CoordinatorSettings, GatewaySettings, WorkerSettings, ServeSettings)
 }
 CONFIG_ENV: Final = ENV_PREFIX + "CONFIG"
-_COMPLAINT: Final = re.compile(r"^[\w .-]+: (--[a-z].*)$")
+_COMPLAINT: Final = re.compile(r"^[\w .-]+: (--[a-z].*)\Z")
 
 
 class SettingsError(CrossdockError):
@@ -57,7 +57,7 @@ def _read_section(cls: type[Options], path: str) -> dict[str, Any]:
         content = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"--config: cannot read {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise SettingsError(f"--config: {path} is not TOML: {error}") from None
     problems = []
     for section, values in content.items():
@@ -110,6 +110,8 @@ def _explain(cls: type[Options], details: ErrorDetails, sources: Mapping[str, st
             return f"{option}: needed"
         file = f" or {key} in [{cls.section}] of the file" if cls.section else ""
         return f"{option}: needed (or environment {ENV_PREFIX}{key.upper()}{file})"
+    if key == "api_keys":
+        return f"{option}: must be keys as text, separated by commas or in a list{source}"
     return f"{option}: {what_is_wrong(details, message)}{source}"
 
 

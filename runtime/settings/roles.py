@@ -17,7 +17,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from runtime.settings.addresses import EVERY_INTERFACE, Address, AdvertisedAddress, MetricsAddress, host_of
-from runtime.settings.types import CommaList, Panels, Port, SecurityOptions, model_id_of
+from runtime.settings.types import CommaList, HostNames, Networks, Panels, Port, SecurityOptions, model_id_of
 
 
 class CommonSettings(SecurityOptions):
@@ -30,7 +30,7 @@ class CommonSettings(SecurityOptions):
     name: str = Field(
         "",
         max_length=64,
-        pattern=r"^[A-Za-z0-9_.:-]*$",
+        pattern=r"^[A-Za-z0-9_.:-]*\z",
         description="Name of this process in logs and in status; empty: role and process id.",
     )
     heartbeat_ms: int = Field(
@@ -191,7 +191,8 @@ class ClientSettings(CommonSettings):
     coordinator: Address = Field("tcp://127.0.0.1:7070", description="Address of the coordinator.")
     model: str = Field(
         min_length=1,
-        description="Folder with a model in Hugging Face format (config, tokenizer, safetensors), or ORG/NAME.",
+        description="Folder with a model in Hugging Face format (config, tokenizer, safetensors), ORG/NAME, or"
+        " ORG/NAME@REVISION.",
     )
     model_id: str = Field(
         "", max_length=512, description="Model name that clients use; empty: the folder's name or ORG/NAME."
@@ -224,7 +225,7 @@ class GatewaySettings(ClientSettings):
 
     section = "gateway"
     panels: ClassVar[Panels] = {
-        "HTTP": "host port body_bytes_max client_timeout_ms cors_origins access_log",
+        "HTTP": "host port body_bytes_max client_timeout_ms cors_origins allowed_hosts trusted_proxies access_log",
         "Tenants": "api_keys tenants tenant_requests_max",
         "Requests and streams": "more_models served_model_name generation_config default_max_tokens responses_keep_s"
         " queue_wait_s stream_idle_ms stream_keep_alive_ms",
@@ -272,6 +273,15 @@ class GatewaySettings(ClientSettings):
         default_factory=list,
         description="Origins of web pages that may call this API from a browser, separated by commas, like"
         " https://chat.example.org; *: all. Empty: none may.",
+    )
+    allowed_hosts: HostNames = Field(
+        default_factory=list,
+        description="Where no API key is needed: more names by which clients may ask for it (Host header), besides addresses,"
+        " localhost and --host; *: any, so that a web page can reach it by a name of its own.",
+    )
+    trusted_proxies: Networks = Field(
+        default_factory=list,
+        description="Reverse proxies, like 10.0.0.5,10.1.0.0/16: X-Forwarded-For of no others says whose client a request is.",
     )
     responses_keep_s: float = Field(
         3600.0,

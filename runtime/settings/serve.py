@@ -23,7 +23,7 @@ class ServeSettings(KeyOptions):
     }
     model: str = Field(
         "",
-        description="Folder or ORG/NAME of the model; empty: the embedded SmolLM2-135M-Instruct.",
+        description="Folder, ORG/NAME or ORG/NAME@REVISION of the model; empty: the embedded SmolLM2-135M-Instruct.",
         json_schema_extra={"also_argument": "MODEL"},
     )
     model_id: str = Field("", max_length=512, description="Model name that clients use; empty: taken from the model.")

@@ -1,5 +1,6 @@
 """What settings classes are made of: the base of all of them, and the types their options share."""
 
+import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
@@ -7,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from runtime.settings.addresses import split_authority
 from runtime.settings.cores import parse_cores
 
 ENV_PREFIX = "CROSSDOCK_"
@@ -21,8 +23,27 @@ def split_commas(value: Any) -> Any:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
+def _check_networks(values: list[str]) -> list[str]:
+    for value in values:
+        try:
+            ipaddress.ip_network(value, strict=False)
+        except ValueError:
+            raise ValueError(f"has {value!r}, which is neither an address nor a network like 10.0.0.0/8") from None
+    return values
+
+
+def _check_hosts(values: list[str]) -> list[str]:
+    for value in values:
+        parts = split_authority(value)
+        if value != "*" and (parts is None or parts[1]):
+            raise ValueError(f"has {value!r}, which is not a host name like models.example.org, without a port")
+    return values
+
+
 Cores = Annotated[str, AfterValidator(_check_cores)]
 CommaList = Annotated[list[str], NoDecode, BeforeValidator(split_commas)]
+Networks = Annotated[CommaList, AfterValidator(_check_networks)]
+HostNames = Annotated[CommaList, AfterValidator(_check_hosts)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Panels = Mapping[str, str]
 Device = Literal["auto", "cpu", "cuda"]
@@ -35,11 +56,11 @@ WEIGHTS_HELP: Final = (
 
 
 def model_id_of(model: str, model_id: str) -> str:
-    """The id clients use: `model_id` where given, else a folder's own name, else `ORG/NAME` as it stands."""
+    """The id clients use: `model_id` where given, else a folder's own name, else `ORG/NAME` without a revision."""
     if model_id:
         return model_id
     path = Path(model).expanduser()
-    return path.resolve().name if path.is_dir() else model
+    return path.resolve().name if path.is_dir() else model.partition("@")[0]
 
 
 class Options(BaseSettings):

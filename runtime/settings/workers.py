@@ -103,21 +103,21 @@ class WorkerSettings(ClientSettings):
     kv_interface: str = Field(
         "",
         max_length=64,
-        pattern=r"^[A-Za-z0-9_.:@-]*$",
+        pattern=r"^[A-Za-z0-9_.:@-]*\z",
         description="Network interface for KV blocks, like eth1: its address is the default of --transfer-host, and gloo and"
         " NCCL are told of it once, at the start. Empty: none is preferred.",
     )
     kv_transport: Literal["auto", "shm", "cuda_ipc", "nccl", "tcp", "gloo"] = Field(
         "auto",
         description="How KV crosses: shm in one host, cuda_ipc on one GPU, nccl between GPUs, tcp between any two; auto: the"
-        " best of these that a pair can use. gloo, between any two, is for tests and trusted networks: it neither encrypts nor"
-        " knows its peer, and a stranger can end the worker.",
+        " best of these that a pair can use, with --keys without nccl, which sends KV in the clear. gloo, between any two, is"
+        " for tests and trusted networks: it neither encrypts nor knows its peer, and a stranger can end the worker.",
     )
     transfer_encryption: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Encryption of KV between hosts by tcp (AES-256-GCM, with a key that travels over the CURVE link). auto:"
-        " with --keys. on: also refuse transports that send KV to another host in the clear, nccl and gloo; needs --keys."
-        " off: in the clear, unless the other worker wants it encrypted.",
+        " with --keys. on: also refuse nccl and gloo, which send KV in the clear, where --kv-transport asks for them; needs"
+        " --keys. off: in the clear, unless the other worker wants it encrypted.",
     )
     kv_digest: Literal["full", "sampled"] = Field(
         "full", description="KV segments a decode worker on a GPU verifies: all, or one in 16. On the CPU always all."
@@ -186,6 +186,11 @@ class WorkerSettings(ClientSettings):
             )
         self._check_role()
         return self
+
+    @property
+    def confidential_transfers(self) -> bool:
+        """Whether no KV may leave this host in the clear: with keys, unless the options say otherwise by name."""
+        return self.transfer_encryption == "on" or (self.encrypts_transfers and self.kv_transport == "auto")
 
     @property
     def encrypts_transfers(self) -> bool:

@@ -1,13 +1,21 @@
-"""What is wrong with a tenants file, in words. Pure."""
+"""What is wrong with a tenants file, in words. Pure.
 
-from typing import Any
+No text of the file is repeated, apart from names of tables and settings: it may be a key that was put in the wrong place.
+"""
+
+import re
+from typing import Any, Final
 
 from pydantic_core import ErrorDetails
+
+_SHOWN: Final = re.compile(r"[A-Za-z0-9_./\[\]-]{1,40}")
+_KEY_LIKE: Final = re.compile(r"\b(sk|cd)-|[0-9A-Fa-f]{16}")
+"""Keys as `crossdock tenants key` and others make them."""
 
 
 def explain(details: ErrorDetails) -> str:
     """`tenants.acme.users.ann.weight: must be over 0, not -1`."""
-    loc = [str(part) for part in details["loc"]]
+    loc = [name_shown(str(part)) for part in details["loc"]]
     is_name = loc[-1:] == ["[key]"]
     where = ".".join(loc[:-1] if is_name else loc)
     if is_name:
@@ -15,10 +23,23 @@ def explain(details: ErrorDetails) -> str:
     return f"{where}: {_what_is_wrong(details)}"
 
 
+def name_shown(name: str) -> str:
+    """The name of a table or setting, unless it might be a key."""
+    return name if _SHOWN.fullmatch(name) and not _KEY_LIKE.search(name) else "…"
+
+
+def not_toml(error: ValueError | RecursionError) -> str:
+    """Where the text stops being TOML. What the parser says beside that repeats the text."""
+    if isinstance(error, RecursionError):
+        return "not TOML that can be read: it is nested too deeply"
+    at = re.search(r"\(at (line \d+, column \d+|end of document)\)", str(error))
+    return f"not TOML, at {at[1]}" if at else "not TOML"
+
+
 def _what_is_wrong(details: ErrorDetails) -> str:
     context: dict[str, Any] = details.get("ctx", {})
     value, kind = details["input"], details["type"]
-    shown = repr(value)[:60]
+    shown = f"{value:g}" if type(value) in (int, float) and abs(value) < 1e15 else f"a {type(value).__name__}"
     match kind:
         case "extra_forbidden":
             return "there is no such setting"
@@ -34,6 +55,8 @@ def _what_is_wrong(details: ErrorDetails) -> str:
             return f"must be <= {context['le']:g}, not {shown}"
         case "string_pattern_mismatch" if "keys" in details["loc"]:
             return "must be a SHA-256 in 64 lower-case hex digits; make a key with: crossdock tenants key"
+        case "string_pattern_mismatch":
+            return "must be 1 to 64 of A-Z, a-z, 0-9, '_', '.' and '-'"
         case "too_short":
             return "must not be empty"
         case _ if kind.endswith("_type"):
@@ -41,4 +64,4 @@ def _what_is_wrong(details: ErrorDetails) -> str:
             name = kind.removesuffix("_type")
             return f"must be {wanted.get(name, 'a table' if name == 'model' else f'a {name}')}, not {shown}"
         case _:
-            return details["msg"][0].lower() + details["msg"][1:]
+            return "is not valid"

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import stat
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,8 +23,12 @@ def read(path: Path) -> Tenants:
 
 def _read(path: Path) -> tuple[Tenants, _Stamp]:
     try:
-        with path.open("rb") as file:
-            stamp = _stamp(os.fstat(file.fileno()))
+        # Not blocking, for a FIFO would: nobody may ever write into it.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            stamp = _stamp(status)
+            if not stat.S_ISREG(status.st_mode):
+                raise TenantsError("not a file")
             content = file.read(FILE_BYTES_MAX + 1)
         if len(content) > FILE_BYTES_MAX:
             raise TenantsError(f"larger than {FILE_BYTES_MAX} bytes")
@@ -32,13 +37,19 @@ def _read(path: Path) -> tuple[Tenants, _Stamp]:
         raise TenantsError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise TenantsError(f"{path}: not UTF-8") from None
+    except (ValueError, MemoryError) as error:
+        why = "too large for this machine's memory" if isinstance(error, MemoryError) else "not a path"
+        raise TenantsError(f"{path!s:.200}: {why}") from None
     except TenantsError as error:
         raise TenantsError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from None
 
 
 def _when(stamp: _Stamp) -> str:
     """The same in all processes that have read the same file."""
-    return datetime.fromtimestamp(stamp[0] / 1e9, UTC).isoformat(timespec="milliseconds") if stamp[0] else ""
+    try:
+        return datetime.fromtimestamp(stamp[0] / 1e9, UTC).isoformat(timespec="milliseconds") if stamp[0] else ""
+    except (ValueError, OverflowError, OSError):
+        return ""  # a time that no calendar has
 
 
 def _stamp(status: os.stat_result) -> _Stamp:
@@ -48,7 +59,10 @@ def _stamp(status: os.stat_result) -> _Stamp:
 class TenantsFile:
     def __init__(self, path: str | Path) -> None:
         """Reads it. Raises `TenantsError`."""
-        self.path = Path(path).expanduser()
+        try:
+            self.path = Path(path).expanduser()
+        except RuntimeError as error:  # whose home is not known
+            raise TenantsError(f"{path}: {error}") from None
         self.tenants, self._seen = _read(self.path)
         self._asked = asyncio.Event()
 
@@ -74,7 +88,7 @@ class TenantsFile:
         """Whether there is something new in force. Runs on a thread: a file system may be slow."""
         try:
             stamp = _stamp(self.path.stat())
-        except OSError:
+        except (OSError, ValueError):
             stamp = (0, 0, 0)
         if stamp == self._seen and not asked:
             return False

@@ -37,7 +37,7 @@ from typing import Annotated, Final
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from proto.errors import CrossdockError
-from runtime.tenancy.faults import explain
+from runtime.tenancy.faults import explain, name_shown, not_toml
 
 DEFAULT_TENANT: Final = "default"
 FILE_BYTES_MAX: Final = 32 << 20
@@ -159,8 +159,8 @@ class Tenants:
 
 # --- the file's shape -------------------------------------------------------------------------------------------------
 
-_Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-_Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+_Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}\z")]
+_Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}\z")]
 _Limit = Annotated[int, Field(gt=0, le=_LIMIT_MAX)]
 _Milliseconds = Annotated[float, Field(gt=0.0, le=86_400_000.0)]
 _Weight = Annotated[float, Field(gt=0.0, le=1e6)]
@@ -212,8 +212,8 @@ def parse(text: str) -> Tenants:
     """Raises `TenantsError`."""
     try:
         content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise TenantsError(f"not TOML: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise TenantsError(not_toml(error)) from None
     return from_tables(content)
 
 
@@ -271,17 +271,18 @@ class _Builder:
             weight=1.0,
             organisation_weight=part.weight,
             priority_class=priority_class,
-            priority_classes=self._allowed(f"tenants.{name}", priority_class, part.priority_classes),
+            priority_classes=self._allowed(f"tenants.{name_shown(name)}", priority_class, part.priority_classes),
             cache_group=_cache_group(part.cache_group, name),
             levels=(Level(name, _limits(part.limits), bool(part.borrow)),),
             slo=Slo(part.slo_ttft_ms, part.slo_itl_ms),
         )
-        self._add(f"tenants.{name}", own, part.keys)
+        self._add(f"tenants.{name_shown(name)}", own, part.keys)
         for user, user_part in part.users.items():
             self._user(own, user, user_part, part)
 
     def _user(self, own: Policy, user: str, part: _TenantPart, organisation: _OrganisationPart) -> None:
-        where, tenant, above = f"tenants.{own.tenant}.users.{user}", f"{own.tenant}/{user}", own.levels[0]
+        where = f"tenants.{name_shown(own.tenant)}.users.{name_shown(user)}"
+        tenant, above = f"{own.tenant}/{user}", own.levels[0]
         borrow = above.borrow if part.borrow is None else part.borrow
         priority_class = part.priority_class or own.priority_class
         asked = (
@@ -310,7 +311,7 @@ class _Builder:
         """The priority classes a tenant may use: those listed, else its own and those that weigh no more."""
         known = ", ".join(self.priority_classes)
         if priority_class not in self.priority_classes:
-            self.faults.append(f"{where}.priority_class: {priority_class!r} is not a priority class; there are {known}")
+            self.faults.append(f"{where}.priority_class: is not a priority class; there are {known}")
             return frozenset()
         if asked is None:
             return frozenset(
@@ -319,8 +320,8 @@ class _Builder:
                 if b.weight <= self.priority_classes[priority_class].weight
             )
         self.faults += [
-            f"{where}.priority_classes: {name!r} is not a priority class; there are {known}"
-            for name in asked
+            f"{where}.priority_classes.{index}: is not a priority class; there are {known}"
+            for index, name in enumerate(asked)
             if name not in self.priority_classes
         ]
         if priority_class not in asked:
@@ -334,7 +335,7 @@ class _Builder:
         for digest in map(bytes.fromhex, hashes):
             other = self.keys.setdefault(digest, policy.tenant)
             if other != policy.tenant:
-                self.faults.append(f"{where}.keys: {digest.hex()[:8]}… is a key of {other!r} too")
+                self.faults.append(f"{where}.keys: {digest.hex()[:8]}… is a key of {name_shown(other)!r} too")
         self.faults += [f"{where}.keys: {text[:8]}… is there twice" for text, n in Counter(hashes).items() if n > 1]
 
 

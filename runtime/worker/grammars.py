@@ -57,7 +57,7 @@ class GrammarThread:
 def _load(model_path: str, vocab_size: int, eos_ids: Sequence[int]) -> Compiler:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model_path).backend_tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False).backend_tokenizer
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return Compiler(make_tokenizer(tokenizer.to_str(), vocab_size, eos_ids), vocab_size)

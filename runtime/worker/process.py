@@ -17,7 +17,7 @@ from runtime.metrics.combined import CombinedPage
 from runtime.metrics.server import MetricsPage, MetricsServer
 from runtime.process import clock, log, notify
 from runtime.process import garbage_collector as collector
-from runtime.process.driver import Stop, run_process, unless_stopped, watched
+from runtime.process.driver import Stop, keep_memory_private, run_process, unless_stopped, watched
 from runtime.process.exits import ConfigError
 from runtime.process.log import Log
 from runtime.process.niceness import be_nice_as_group
@@ -60,6 +60,8 @@ def run_worker(
         be_nice(settings.nice)
         if settings.nice:
             be_nice_as_group(settings.nice)
+        if not engine.on_gpu:
+            keep_memory_private()
         return engine
 
     async def main(stop: Stop) -> int:
@@ -87,7 +89,7 @@ def run_worker(
         return 0
 
     try:
-        return run_process(main)
+        return run_process(main, private=False)  # not before the session's niceness is set
     finally:
         thread.shutdown(wait=False, cancel_futures=True)
 

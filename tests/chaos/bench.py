@@ -49,7 +49,7 @@ def run(
 ) -> int:
     """`work(cluster, progress)` on a cluster of its own; its exit status. Logs are kept where something was wrong."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    _go_first()
+    go_first()
     console, folder = (
         Console(width=None if sys.stdout.isatty() else 180),
         Path(tempfile.mkdtemp(prefix="crossdock-chaos-")),
@@ -78,7 +78,7 @@ def run(
     return uvloop.run(until_interrupted(whole(), console))
 
 
-def _go_first() -> None:
+def go_first() -> None:
     """Before all others on this machine, where that is permitted, but not our children: who measures gaps and waits for a core
     himself, behind those he looks at, measures his own."""
     with suppress(PermissionError):

@@ -128,3 +128,16 @@ def _surely(request: Request, now: float, rate: float, uncached: object) -> bool
     """Late even at a rate that is a quarter higher: order is only kept up to that."""
     assert callable(uncached) and request.deadline is not None
     return bool(request.deadline - uncached(request.submit) / (1.25 * rate) < now)
+
+
+def test_one_that_comes_back_behind_some_tokens_has_no_deadline_to_miss() -> None:
+    """It waits again, and has been entered before: in an overload the coordinator looks at it."""
+    starts = LatestStarts()
+    request = waiting("a", 100, 1.0)
+    starts.add(request, 1)
+    assert starts.first_too_late(0.0, 1000.0, lambda submit: submit.prompt_tokens) is None
+    request.submit = msgspec.structs.replace(request.submit, attempt=2, resumed_tokens=3)
+    assert starts.first_too_late(9.0, 1000.0, lambda submit: submit.prompt_tokens) is None
+    starts.add(other := waiting("b", 100, 1.0), 2)
+    other.submit = msgspec.structs.replace(other.submit, attempt=2, resumed_tokens=3)
+    assert starts.first_too_late(9.0, 1000.0, lambda submit: submit.prompt_tokens) is None

@@ -1,6 +1,8 @@
 """The ledger's file: written in the background, kept through restarts, bounded, and never in the way of serving."""
 
 import asyncio
+import errno
+import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -68,7 +70,7 @@ def test_it_reaches_the_disk_without_being_closed(tmp_path: Path, monkeypatch: p
         assert read(path).events == 3
         event_log.close("stopped")
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    asyncio.run(asyncio.wait_for(run(), 100))
     assert read(path).ended == "stopped"
 
 
@@ -131,6 +133,63 @@ def test_a_journal_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["event_log"]
 
 
+def test_two_that_start_at_once_on_a_new_path_write_one_file_each_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one has looked at the path before the first one was there."""
+    path = tmp_path / "event_log"
+
+    def two() -> None:
+        first, second = EventLog(str(path), 1 << 20), EventLog(str(path), 1 << 20)
+        keep_earlier = journals._keep_earlier
+
+        def look_then_be_overtaken(each: Path) -> None:
+            keep_earlier(each)
+            monkeypatch.setattr(journals, "_keep_earlier", keep_earlier)
+            RecordedCore(Core(), first, "first").open()
+
+        monkeypatch.setattr(journals, "_keep_earlier", look_then_be_overtaken)
+        with pytest.raises(FileExistsError, match="being written by another coordinator"):
+            RecordedCore(Core(), second, "second").open()
+        assert not second.recording
+        first.close("stopped")
+
+    in_loop(two)
+    assert read(path).header.process == "first"
+
+
+def test_a_file_that_was_moved_away_is_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one has opened the path, then a short recording of the first one ends there and is kept by a third one."""
+    path = tmp_path / "event_log"
+
+    def two() -> None:
+        opens = os.open
+
+        def opened(name: Path, *options: int) -> int:
+            descriptor = opens(name, *options)
+            monkeypatch.setattr(os, "open", opens)
+            record(path, 3)
+            record(path, 5)
+            return descriptor
+
+        monkeypatch.setattr(os, "open", opened)
+        with pytest.raises(FileExistsError, match="another coordinator"):
+            record(path)
+
+    in_loop(two)
+    assert read(tmp_path / "event_log.1").events == 4
+
+
+def test_without_locks_nothing_is_recorded_and_serving_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    path = tmp_path / "event_log"
+    in_loop(lambda: record(path))
+    assert path.stat().st_size == 0
+
+
 @pytest.mark.parametrize("path", ["no/such/folder/journal", "."])
 def test_a_path_that_cannot_be_meant_is_an_error(path: str, tmp_path: Path) -> None:
     with pytest.raises(OSError):
@@ -170,7 +229,7 @@ def test_a_full_disk_later_ends_only_the_recording(tmp_path: Path, monkeypatch: 
         event_log.close("stopped")
         assert writes == before
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    asyncio.run(asyncio.wait_for(run(), 100))
 
 
 def test_a_failing_core_leaves_its_last_event_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

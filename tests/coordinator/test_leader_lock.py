@@ -1,18 +1,22 @@
 """Of two coordinators of one ledger one serves at a time, and no turn is lost with who waited for it."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
 
 from coordinator import main
 from coordinator.__main__ import _usage_db
+from coordinator.recovery import leader_lock
 from coordinator.recovery.leader_lock import LeaderLock, NotLeader
-from coordinator.recovery.lock_file import is_taken
+from coordinator.recovery.lock_file import is_taken, network_file_system
+from runtime.process import clock
 from runtime.process.driver import Stop
+from runtime.process.exits import ConfigError
 from runtime.settings.roles import CoordinatorSettings
 
-SOON_S = 5.0
+SOON_S = 60.0
 
 
 def test_the_next_has_its_turn_when_the_first_gives_up(tmp_path: Path) -> None:
@@ -95,3 +99,130 @@ def test_a_lock_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     for path in (tmp_path / "file" / "usage.sqlite", tmp_path / "link"):
         with pytest.raises(NotLeader, match=str(path.parent)):
             asyncio.run(LeaderLock(str(path)).take(Stop(), SOON_S))
+
+
+@pytest.mark.parametrize(
+    "kind", ["nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "fuse.anything", "9p", "lustre", "ceph", "gfs2"]
+)
+def test_a_ledger_on_a_network_file_system_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    device = tmp_path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        f"1 1 0:99999 / /other rw - ext4 x rw\n2 1 {number} / /a\\040b rw,relatime shared:1 - {kind} host:/x rw\n"
+    )
+    assert network_file_system(tmp_path, mounts) == kind
+    monkeypatch.setattr(leader_lock, "network_file_system", lambda path: network_file_system(path, mounts))
+    path = tmp_path / "usage.sqlite"
+    settings = CoordinatorSettings(usage_db=str(path), bind="tcp://127.0.0.1:0", metrics="off", log_format="json")
+    with pytest.raises(ConfigError, match=f"--usage-db: {tmp_path} is on {kind}, a network file system"):
+        asyncio.run(asyncio.wait_for(main._serve(settings, Stop()), 60))
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "tmpfs", "overlay", "virtiofs", "fuse.fuse-overlayfs", "nfsd"])
+def test_a_local_file_system_is_not(tmp_path: Path, kind: str) -> None:
+    device = tmp_path.stat().st_dev
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        f"1 1 {os.major(device)}:{os.minor(device)} / / rw - {kind} x rw\n2 1 0:99999 / /x rw - nfs x rw\n"
+    )
+    assert network_file_system(tmp_path, mounts) == ""
+    assert network_file_system(tmp_path, tmp_path / "no proc") == network_file_system(tmp_path) == ""
+
+
+def test_a_link_to_a_network_file_system_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    far = tmp_path / "far"
+    far.mkdir()
+    (tmp_path / "usage.sqlite").symlink_to(far / "usage.sqlite")
+    monkeypatch.setattr(leader_lock, "network_file_system", lambda path: "nfs" if path == far else "")
+    with pytest.raises(ConfigError, match=f"{far} is on nfs"):
+        asyncio.run(LeaderLock(str(tmp_path / "usage.sqlite")).take(Stop(), 60))
+
+
+@pytest.mark.parametrize("name", ["a\0b", "loop/usage.sqlite", "file/usage.sqlite"])
+def test_a_path_that_cannot_be_meant_is_said_at_once(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "file").touch()
+    with pytest.raises(NotLeader) as caught:
+        asyncio.run(asyncio.wait_for(LeaderLock(str(tmp_path / name)).take(Stop(), None), 60))
+    assert "another coordinator" not in str(caught.value)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_after_an_absence_it_serves_only_if_the_lock_is_still_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], replaced: bool
+) -> None:
+    path = tmp_path / "usage.sqlite"
+    settings = CoordinatorSettings(usage_db=str(path), bind="tcp://127.0.0.1:0", metrics="off", log_format="json")
+    served: list[int] = []
+
+    def replace() -> None:
+        Path(f"{path}.lock").unlink()
+        Path(f"{path}.lock").touch()
+        assert not is_taken(str(path)), "another one could serve"
+
+    async def run(self: main.Coordinator, stop: asyncio.Event, bind_within_s: float) -> int:
+        served.append(self.metrics.stalls)
+        self.stall_detector.away_s = 3.0 if len(served) == 1 else 0.0
+        if replaced:
+            replace()
+        return 0
+
+    monkeypatch.setattr(main.Coordinator, "run", run)
+    status = asyncio.run(asyncio.wait_for(main._serve(settings, Stop()), 60))
+    assert (status, served) == ((1, [0]) if replaced else (0, [0, 1]))
+    assert ("--usage-db: " in "".join(capfd.readouterr())) == replaced
+
+
+def test_the_lock_of_a_file_that_was_removed_is_no_lock(tmp_path: Path) -> None:
+    async def work() -> None:
+        path = str(tmp_path / "usage.sqlite")
+        first, second = LeaderLock(path), LeaderLock(path)
+        assert await first.take(Stop(), SOON_S)
+        waiting = asyncio.create_task(second.take(Stop(), None))
+        await asyncio.sleep(0.05)
+        os.unlink(f"{path}.lock")
+        first.give_up()
+        with pytest.raises(NotLeader, match="was removed while"):
+            await asyncio.wait_for(waiting, 60)
+
+    asyncio.run(work())
+
+
+def test_the_lock_and_its_folder_are_for_their_user_alone(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "usage.sqlite"
+    lock = LeaderLock(str(path))
+    assert asyncio.run(lock.take(Stop(), 60))
+    lock.give_up()
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert Path(f"{path}.lock").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_ledger_that_cannot_be_read_ends_the_start_with_a_word_on_the_option(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "usage.sqlite"
+    path.write_bytes(b"garbage" * 1000)
+    settings = CoordinatorSettings(usage_db=str(path), bind="tcp://127.0.0.1:0", metrics="off", log_format="json")
+    assert asyncio.run(asyncio.wait_for(main._serve(settings, Stop()), 60)) == 1
+    assert f"--usage-db: {path}: file is not a database" in "".join(capfd.readouterr())
+
+
+def test_a_step_of_the_wall_clock_is_told_to_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = CoordinatorSettings(bind="tcp://127.0.0.1:0", metrics="off", log_format="json")
+
+    async def work() -> None:
+        coordinator = main.Coordinator(settings)
+        await coordinator._configure()
+        quotas = coordinator.core.billing.quotas
+        now, unix_s, day = clock.now(), clock.unix_time(), quotas.day(clock.now())
+        for step_s, days in ((0.5, 0), (86_400.0, 1), (-86_400.0, -1), (0.0, 0)):
+            monkeypatch.setattr(clock, "unix_time", lambda step_s=step_s: unix_s + step_s)
+            monkeypatch.setattr(clock, "now", lambda: now)
+            coordinator._look_at_wall_clock()
+            assert quotas.day(now) == day + days
+
+    asyncio.run(work())

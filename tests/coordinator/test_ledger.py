@@ -1,6 +1,7 @@
 """The usage ledger: what is on disk when, and that kill -9 neither forgives nor doubles anything."""
 
 import asyncio
+import os
 import signal
 import sqlite3
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -168,7 +170,7 @@ def test_kill_in_the_middle_forgives_nothing_and_doubles_nothing(tmp_path: Path)
             assert outcome is None or request_id in closing_asked
         assert past.charged == (("a/x", 0, sum(charged for _, charged in kept.values())),)
         assert {row.request_id for row in past.open} == {name for name, row in kept.items() if row[0] is None}
-    assert len(acknowledged) > 1000 and len(closing_asked) > 500
+    assert len(acknowledged) >= len(closing_asked) > 500
     # The word of those who know how the open ones ended comes at last, all of it again, and twice.
     known = sorted(rows(path))
     write(path, *[closed(request_id) for request_id in known * 2])
@@ -248,3 +250,154 @@ def test_what_was_cached_is_still_known_when_a_row_was_opened_again(
     write(path, first, end("cancelled", 4, 32, 10), again, end("finished", computed, cached, 50))
     with closing(sqlite3.connect(path)) as db:
         assert db.execute("SELECT prompt_tokens, cached_tokens FROM usage").fetchall() == [expected]
+
+
+def spoil(path: Path, statement: str, *values: object) -> None:
+    with closing(sqlite3.connect(path)) as db:
+        db.execute(statement, values)
+        db.commit()
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        *[
+            ("day", value)
+            for value in ("20x", "", "2026-02-30", "20261121", "2026-W47-6", "0000-00-00", b"1970-01-01", 7)
+        ],
+        *[("request_id", value) for value in (b"r", "", "x" * 10_000, "r\udcff".encode(errors="surrogateescape"))],
+        *[("tenant", value) for value in ("", b"a/x", "x" * 100_000, 1.5)],
+        *[("model", value) for value in (b"\xff", "x" * 100_000)],
+        *[("borrowed", value) for value in (2, -1, "no", b"")],
+        *[
+            (column, value)
+            for column in ("prompt_tokens", "output_tokens", "kv_blocks", "from_token")
+            for value in (-1, 1 << 62, 1e300, float("inf"), "many", b"\0", 1.5)
+        ],
+    ],
+)
+def test_an_odd_row_is_left_out_and_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column: str, value: object
+) -> None:
+    path = tmp_path / "usage.sqlite"
+    write(path, opened("r"), opened("good"), opened("worse"))
+    spoil(path, f"UPDATE usage SET {column} = ? WHERE request_id = 'r'", value)
+    spoil(path, "UPDATE usage SET day = 'no day' WHERE request_id = 'worse'")
+    logger = MagicMock()
+    monkeypatch.setattr("coordinator.accounting.ledger.log.get", lambda name: logger)
+    past = past_of(path)
+    odd_is_text = column == "tenant" and value == 1.5  # SQLite has made text of it
+    assert [row.request_id for row in past.open if row.tenant != "1.5"] == ["good"]
+    (said,) = logger.warning.call_args_list
+    assert said.kwargs["rows"] >= (1 if odd_is_text else 2)
+
+
+@pytest.mark.parametrize("value", [-1, 1 << 62, 1e300, "many", b"\0", float("inf")])
+@pytest.mark.parametrize(
+    "statement", ["UPDATE usage SET charged_tokens = ?", "UPDATE usage_totals SET charged_tokens = ?"]
+)
+def test_an_odd_amount_is_charged_to_nobody(tmp_path: Path, statement: str, value: object) -> None:
+    path = tmp_path / "usage.sqlite"
+    write(path, opened("r"), closed("r"))
+    spoil(path, statement, value)
+    past = past_of(path)
+    for _, _, tokens in (*past.charged, *past.recent):
+        assert type(tokens) is int and 0 <= tokens < 1 << 40
+    write(path, opened("r"), opened("next"), closed("next"))
+    assert rows(path)["next"] == ("finished", closed("next").charged_tokens)
+
+
+def test_rows_of_a_foreign_table_cannot_stop_a_start(tmp_path: Path) -> None:
+    path = tmp_path / "usage.sqlite"
+    write(path, opened("r"))
+    with closing(sqlite3.connect(path)) as db:
+        table = db.execute("SELECT sql FROM sqlite_master WHERE name = 'usage'").fetchone()[0]
+        db.execute("DROP TABLE usage_totals")
+        db.execute("DROP TABLE usage")
+        db.execute(table.replace("NOT NULL", ""))
+        db.execute("PRAGMA user_version = 0")
+        db.execute("INSERT INTO usage (request_id) VALUES ('empty')")
+        db.execute(
+            "INSERT INTO usage (request_id, day, tenant, charged_tokens) VALUES ('huge', '1970-01-01', 'a', ?)",
+            (2**63 - 1,),
+        )
+        db.execute(
+            "INSERT INTO usage (request_id, day, tenant, charged_tokens) VALUES ('more', '1970-01-01', 'a', 100)"
+        )
+        db.commit()
+    past = past_of(path)
+    assert past.open == () and past.charged == (("a", 0, 100),)
+
+
+def test_a_table_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "usage.sqlite"
+    write(path, opened("r"))
+    with closing(sqlite3.connect(path)) as db:
+        table = db.execute("SELECT sql FROM sqlite_master WHERE name = 'usage'").fetchone()[0]
+        db.execute("DROP TABLE usage")
+        db.execute(table.replace("PRIMARY KEY", "").replace("WITHOUT ROWID", ""))
+        db.commit()
+    with pytest.raises(LedgerError, match=r"usage\.sqlite: ON CONFLICT"):
+        past_of(path)
+
+
+def test_a_start_that_was_killed_while_it_added_columns_can_be_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "usage.sqlite"
+    write(path, opened("r"))
+    spoil(path, "PRAGMA user_version = 1")
+    assert [row.request_id for row in past_of(path).open] == ["r"]
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("odd"), OverflowError("large"), MemoryError(), RecursionError(), SystemExit(3)]
+)
+@pytest.mark.parametrize("where", ["_write", "_prepare"])
+def test_whatever_ends_the_ledgers_thread_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, where: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    async def body() -> None:
+        told: asyncio.Queue[LedgerError] = asyncio.Queue()
+        ledger = Ledger(tmp_path / "usage.sqlite", on_committed=lambda ids: None, on_failed=told.put_nowait)
+        if where == "_prepare":
+            monkeypatch.setattr(f"coordinator.accounting.ledger.{where}", fail)
+            with pytest.raises(LedgerError, match=rf"usage\.sqlite: {type(error).__name__}"):
+                await asyncio.wait_for(ledger.start(0), 60)
+        else:
+            await ledger.start(0)
+            monkeypatch.setattr(f"coordinator.accounting.ledger.{where}", fail)
+            ledger.write(opened("r"))
+            assert type(error).__name__ in str(await asyncio.wait_for(told.get(), 60))
+        await ledger.close()
+
+    asyncio.run(body())
+
+
+def test_the_ledger_is_for_its_user_alone(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "usage.sqlite"
+    before = os.umask(0)
+    try:
+
+        async def work(ledger: Ledger, _past: Past, committed: list[str]) -> None:
+            ledger.write(opened("r"))
+            async with asyncio.timeout(60):
+                while not committed:
+                    await asyncio.wait_for(asyncio.sleep(0), 10)
+            assert {each.stat().st_mode & 0o777 for each in path.parent.iterdir()} == {0o600}
+            assert len(list(path.parent.iterdir())) == 3
+
+        with_ledger(path, work)
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+        path.chmod(0o644)  # as earlier versions made it
+        with_ledger(path, work)
+    finally:
+        os.umask(before)
+
+
+def test_what_is_no_file_is_no_ledger(tmp_path: Path) -> None:
+    path = tmp_path / "usage.sqlite"
+    os.mkfifo(path)
+    with pytest.raises(LedgerError, match="it is not a file"):
+        past_of(path)

@@ -1,7 +1,12 @@
 """What the coordinator exports of its state."""
 
+from collections import Counter
+
 from coordinator.core import Core
+from coordinator.reporting import report
 from coordinator.reporting.metrics import CoordinatorMetrics
+from runtime.link.peer import LinkCounters
+from runtime.metrics.common import link_counters
 
 
 def test_what_the_core_begins_to_count_is_exported_without_another_line() -> None:
@@ -15,3 +20,47 @@ def test_what_the_core_begins_to_count_is_exported_without_another_line() -> Non
     ):
         assert registry.get_sample_value(f"crossdock_coordinator_{name}_total", labels) == value
     assert registry.get_sample_value("crossdock_coordinator_events_total", {"event": "prefill_lost"}) is None
+
+
+def test_counters_go_on_where_they_were_after_an_absence() -> None:
+    """The process goes on with a core that knows nothing."""
+    core = Core()
+    metrics = CoordinatorMetrics(core, lambda: 0.0)
+    links = {"control": LinkCounters(messages_in=7, silent=Counter({"client": 2}))}
+    link_counters(metrics.registry, links)
+    core.counters.update(something=2, prefill_lost=4)
+    core.outcomes.update(finished=5)
+    metrics.refused_behind = 3
+
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(f"crossdock_{name}_total", labels)
+
+    def all_counters() -> dict[tuple[str, str], float]:
+        return {
+            (sample.name, str(sample.labels)): sample.value
+            for family in metrics.registry.collect()
+            for sample in family.samples
+            if family.type == "counter" and sample.name.startswith("crossdock_")
+        }
+
+    for absences in (1, 2):
+        before, shown = all_counters(), report.status(core)
+        core = Core()
+        metrics.begin_anew(core, shown)
+        links["control"] = LinkCounters()
+        after = all_counters()
+        assert {name for name in before if after[name] < before[name]} == set()
+        assert value("coordinator_absences") == absences
+    core.counters.update(something=1)
+    links["control"].messages_in += 1
+    metrics.refused_behind += 1
+    assert (
+        value("coordinator_events", event="something") == 3
+        and value("coordinator_requests_ended", outcome="finished") == 5
+    )
+    assert value("link_received_messages", port="control") == 8 and value("coordinator_requests_refused_behind") == 4
+
+
+def test_status_tells_what_was_before_an_absence() -> None:
+    now, earlier = ({"a": 1}, {"finished": 2}), ({"a": 4, "b": 1}, {"finished": 3, "failed": 1})
+    assert report.summed(now, earlier) == [{"a": 5, "b": 1}, {"finished": 5, "failed": 1}]

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from coordinator.accounting.account import Grant
-from coordinator.accounting.quota import BORROW_RETRY_S, HELD_RETRY_S, Ask, Denial, Quotas
+from coordinator.accounting.quota import BORROW_RETRY_S, DAY_S, HELD_RETRY_S, Ask, Denial, Quotas
 from proto.messages import RateState
 from runtime.tenancy.tenants import Level, Tenants, parse
 from tests.helpers import first
@@ -148,6 +148,23 @@ def test_rates_are_of_the_level_with_the_least_left() -> None:
     granted(q.reserve("a/x", ASK, 0.0))
     assert q.rates("a/x", 0.0) == RateState(4, 3, 15.0, 1000, 900, 6.0)
     assert q.rates("free", 0.0) == RateState(0, 0, 0.0, 0, 0, 0.0)
+
+
+def test_after_a_step_of_the_wall_clock_days_begin_at_the_right_hour() -> None:
+    text = "[tenants.a]\nlimits = { tokens_per_day = 100 }\n"
+    ahead = 20 * 3600.0
+    q = quotas(text, 10 * DAY_S + 12 * 3600.0 + ahead)  # it is noon of day 10, and the clock says day 11
+    first = granted(q.reserve("a", Ask(60, 40, 0), 0.0))
+    q.settle(first, 100, 0.0)
+    second_ask = Ask(10, 10, 0)
+    q.replace(parse(text), 10 * DAY_S + 12 * 3600.0, 1.0)
+    level, limit, wait_s = denied(q.reserve("a", second_ask, 2.0))
+    assert (level, limit) == ("a", "tokens_per_day") and wait_s == pytest.approx(12 * 3600 - 2, abs=1)
+    second = granted(q.reserve("a", second_ask, 12 * 3600.0 + 1))
+    assert q.accounts["a"].day == 11 and q.accounts["a"].day_tokens == 20
+    q.replace(parse(text), 10 * DAY_S + 11 * 3600.0, 12 * 3600.0 + 2)  # back to day 10 for the last hour of it
+    q.settle(second, 5, 12 * 3600.0 + 3)
+    assert q.accounts["a"].day == 10 and q.accounts["a"].day_tokens == 5
 
 
 def test_a_daily_budget_is_a_limit_of_tokens_that_begins_anew_at_midnight() -> None:

@@ -45,7 +45,7 @@ def place_again(numerics: dict[int, str]) -> int:
     for incarnation, kind in numerics.items():
         h.post(PeerUp(incarnation, msgspec.structs.replace(worker_hello(Role.DECODE, incarnation), numerics=kind)))
     h.post(PeerDown(20, "killed"))
-    h.receive(1, submit("a", attempt=2, resumed=1))
+    h.receive(1, submit("a", 11, attempt=2, resumed=1))
     return h.core.requests["a"].decode_incarnation
 
 

@@ -291,7 +291,7 @@ def test_interrupted_and_submitted_again() -> None:
     s.come("a", "acme")
     s.post(PeerDown(10, "killed"))
     s.now += 1.0
-    s.receive(1, submit("a", 8, attempt=2))
+    s.receive(1, msgspec.structs.replace(submit("a", 8, attempt=2), tenant="acme"))
     entries = s.story("a")
     assert [e.attempt for e in entries if isinstance(e, Submitted)] == [1, 2]
     interrupted = only(Changed, entries)

@@ -78,7 +78,7 @@ def test_it_tells_how_long_requests_took_or_take() -> None:
 def test_what_waits_counts_for_its_wait_and_what_ended_without_a_token_for_nothing() -> None:
     seen = Traffic()
     for number, name in enumerate(("served", "waits", "rejected")):
-        seen.arrived(submit(name, 10), float(number))
+        seen.arrived(submit(name, 10, max_tokens=20), float(number))
     seen.computed("served", 0, 0.25)
     report = seen.report("m", {"served": 5, "waits": 0}.get, 0, 3.0)
     assert report.ttft_ms == (250.0, 2000.0, 0.0) and report.tpot_ms == (550.0, 0.0, 0.0)

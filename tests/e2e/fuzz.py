@@ -126,8 +126,22 @@ def main() -> int:
     parser.add_argument("--frames", type=int, default=100_000, help="frames for the codec, and for each port")
     parser.add_argument("--requests", type=int, default=2_000, help="HTTP requests of each kind; 0: none")
     parser.add_argument("--seed", type=int, default=6, help="the same seed makes the same frames and requests")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=0.0,
+        help="instead: cases of all kinds (bodies, grammars, frames, messages to cores in random states) for so long, beside"
+        " other tenants' streams. Status 1 if a process ends or grows, an event loop stands still for 250 ms of CPU time, or a"
+        " request of others fails.",
+    )
+    parser.add_argument("--case", type=int, metavar="SEED", help="only the case of --minutes that has this seed")
+    parser.add_argument("--log", default="fuzz.jsonl", metavar="FILE", help="where each case of --minutes gets a line")
     asked = parser.parse_args()
     console = Console(highlight=False)
+    if asked.minutes or asked.case is not None:
+        from tests.attacks.long_fuzz import run
+
+        return run(asked.seed, asked.minutes, asked.case, asked.log, console)
     started = time.monotonic()
     counts = through_the_codec(asked.frames, asked.seed)
     outcomes = [Outcome("codec", counts, time.monotonic() - started, 0, 0)]

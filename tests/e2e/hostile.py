@@ -33,7 +33,7 @@ def greeting(mechanism: bytes) -> bytes:
 READY = b"\x04\x29\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
 HUGE_FRAME = b"\x02" + struct.pack(">Q", 1 << 62) + 4_096 * b"x"
 HUGE_COMMAND = b"\x06" + struct.pack(">Q", 1 << 62) + 4_096 * b"x"
-REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 WORDS: dict[str, dict[str, bytes]] = {
     "zmq": {
         "half": greeting(b"NULL")[:40],

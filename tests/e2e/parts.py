@@ -55,7 +55,8 @@ class Parts(Served):
             options += ["--keys", str(self.keys.folder)]
         name = name or role
         tree = self.trees.get(name, ROOT)
-        environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        path = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         process = subprocess.Popen(
             [*inside, sys.executable, "-m", role, "--name", name, *options, *arguments],
             env=environment,

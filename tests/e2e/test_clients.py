@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
+import httpx
 import pytest
 from pydantic import BaseModel, Field
 
 from tests import tiny_models
 from tests.e2e.live import Live, live
+from tests.gateway.agent_sessions import session
 
 CONTEXT_TOKENS = 4096
 NOT_INSTALLED = "not installed: pip install -e .[clients]"
@@ -91,6 +93,75 @@ def test_openai_streams_calls(up: Live) -> None:
     assert len(deltas) > 5
     assert Weather.model_validate_json(call.function.arguments)
     assert "".join(delta.arguments_delta for delta in deltas) == call.function.arguments
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_openais_responses_end_a_loop_of_tools(up: Live, stream: bool) -> None:
+    tool = {"type": "function", **TOOL["function"], "strict": False}
+    items: list[Any] = [{"role": "user", "content": "Weather?"}]
+    called = list[Weather]()
+    with _openai(up) as client:
+        for choice in ("required", "none"):
+            common: Any = {"model": up.model_id, "input": items, "tools": [tool], "store": False, "tool_choice": choice}
+            common |= {
+                "parallel_tool_calls": False,
+                "max_output_tokens": 400,
+                "include": ["reasoning.encrypted_content"],
+            }
+            if stream:
+                with client.responses.stream(**common) as events:
+                    found = events.get_final_response()
+            else:
+                found = client.responses.create(**common)
+            items += found.output
+            for call in [item for item in found.output if item.type == "function_call"]:
+                called.append(Weather.model_validate_json(call.arguments))
+                items.append({"type": "function_call_output", "call_id": call.call_id, "output": "rain"})
+    assert len(called) == 1 and found.output[-1].type == "message"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropics_messages_end_a_loop_of_tools(up: Live, stream: bool) -> None:
+    anthropic = pytest.importorskip("anthropic", reason=NOT_INSTALLED)
+    tool = {"name": "get_weather", "input_schema": Weather.model_json_schema(), "eager_input_streaming": True}
+    turns: list[Any] = [{"role": "user", "content": "Weather?"}]
+    called = list[Weather]()
+    with anthropic.Anthropic(base_url=up.base_url, api_key="none", max_retries=0) as client:
+        for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "none"}):
+            common: Any = {"model": up.model_id, "messages": turns, "tools": [tool], "tool_choice": choice}
+            common |= {"max_tokens": 400, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+            if stream:
+                with client.messages.stream(**common) as events:
+                    found = events.get_final_message()
+            else:
+                found = client.messages.create(**common)
+            uses = [block for block in found.content if block.type == "tool_use"]
+            called += [Weather.model_validate(use.input) for use in uses]
+            results = [{"type": "tool_result", "tool_use_id": use.id, "content": "rain"} for use in uses]
+            turns += [{"role": "assistant", "content": found.content}, {"role": "user", "content": results}]
+    assert len(called) == 1 and found.stop_reason in ("end_turn", "max_tokens")
+
+
+@pytest.mark.parametrize(
+    ("agent", "first", "last"),
+    [
+        ("claude_code", {"tool_choice": {"type": "tool", "name": "EnterPlanMode", "disable_parallel_tool_use": True}},
+         {"tool_choice": {"type": "none"}, "max_tokens": 16}),
+        ("codex", {"tool_choice": {"type": "function", "name": "now", "namespace": "mcp__clock"}, "parallel_tool_calls": False},
+         {"tool_choice": "none", "max_output_tokens": 16}),
+    ],
+)  # fmt: skip
+def test_command_line_agents_end_a_loop_of_tools(
+    up: Live, agent: str, first: dict[str, Any], last: dict[str, Any]
+) -> None:
+    """A random model calls nothing of itself: which tool it calls is the one thing that the agents do not send."""
+
+    async def talk() -> None:
+        async with httpx.AsyncClient(base_url=up.base_url, timeout=60) as client:
+            calls, _ = await session(client, agent, up.model_id, first=first, last=last)
+        assert [call["arguments"] for call in calls] == [{}]
+
+    asyncio.run(talk())
 
 
 def test_pydantic_ai_ends_a_loop_of_tools(up: Live) -> None:

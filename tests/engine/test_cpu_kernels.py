@@ -120,6 +120,39 @@ def test_kernels_of_somebody_else_are_not_run(tmp_path: Path, monkeypatch: pytes
     assert library._built() == built and not built.is_symlink()
 
 
+@pytest.mark.parametrize("squatted", [False, True])
+def test_where_the_cache_folder_cannot_be_used_kernels_are_kept_for_this_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squatted: bool
+) -> None:
+    """`squatted`: another user has made the folder of our name in the shared one, here by a link to it."""
+    (tmp_path / "file").write_text("no folder")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.setattr(library.platformdirs, "user_cache_dir", lambda _: str(tmp_path / "file"))
+    monkeypatch.setattr(library.tempfile, "tempdir", str(shared))
+    monkeypatch.setattr(library, "_compile", lambda target, path: path.write_text("ours"))
+    own = shared / f"crossdock-{os.geteuid()}"
+    if squatted:
+        (tmp_path / "theirs").mkdir()
+        own.symlink_to(tmp_path / "theirs")
+    built = library._built()
+    assert built.parent.parent == shared and (built.parent == own) != squatted
+    assert built.parent.stat().st_mode & 0o777 == 0o700 and built.read_text() == "ours"
+    assert not squatted or not list((tmp_path / "theirs").iterdir())
+    assert library._built() == built or squatted
+
+
+def test_a_kernel_folder_that_others_may_write_to_is_closed_to_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    folder.chmod(0o777)
+    monkeypatch.setattr(library.platformdirs, "user_cache_dir", lambda _: str(tmp_path))
+    monkeypatch.setattr(library, "_compile", lambda target, path: path.write_text("ours"))
+    assert library._built().parent == folder and folder.stat().st_mode & 0o777 == 0o700
+
+
 def digest(path: Path) -> str:
     """Of KV and logits of a prompt, computed in chunks beside another."""
     engine = support.load(path)

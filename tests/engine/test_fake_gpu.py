@@ -62,6 +62,7 @@ def two_steps(
 ) -> None:
     """Of sequences that ask for everything there is; all join in the first, and one leaves before the second."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
     monkeypatch.setattr(triton_launch, "launch", lambda *arguments, **constants: None)
     forbidden = SamplerState.forbidden
     monkeypatch.setattr(SamplerState, "forbidden", unset_fake_temporarily()(forbidden))  # it is computed on the host

@@ -14,6 +14,7 @@ from decode_worker.batch import Row, StepPlan
 from decode_worker.compute import run_ahead
 from engine.engine import Engine, SeqChunk
 from engine.gpu.replay import buckets
+from engine.gpu.runner import GpuRunner
 from engine.gpu.weights import fuse
 from engine.kv.allocator import BlockAllocator
 from engine.model.backend import recognised
@@ -230,3 +231,16 @@ def test_buckets_cover_every_number_of_rows() -> None:
     for most in (1, 3, ROWS_MAX, 8, 9, 64):
         assert buckets(most)[-1] == most and list(buckets(most)) == sorted(set(buckets(most)))
     assert buckets(20) == (1, 2, 4, 8, 16, 20)
+
+
+def test_the_warm_up_leaves_the_pool_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = gpu_engine(tiny_models.make("llama", tmp_path))
+    assert isinstance(engine.runner, GpuRunner)
+    counts: list[int] = []
+    forward = engine.runner.forward
+    monkeypatch.setattr(
+        engine.runner, "forward", lambda chunks: (counts.append(len(chunks[0].tokens)), forward(chunks))[1]
+    )
+    engine.runner.warm_up()
+    assert counts == [1, 2, 64, 128, 512], "no more than a context"
+    assert not engine.pool.any()

@@ -62,11 +62,26 @@ def _formats(t: Rows) -> None:
     )
     t.chat("schema with an unknown keyword", schema, "invalid_value",
            response_format=_schema({"uniqueItems": True}, strict=True))  # fmt: skip
-    t.chat("schema with a remote reference", schema, "invalid_value", response_format=_schema({"$ref": "http://x/y"}))
-    t.chat("schema with options of the compiler", schema, "invalid_value", response_format=_schema({"x-guidance": {}}))
+    t.chat(
+        "schema with a remote reference",
+        schema,
+        "invalid_value",
+        response_format=_schema({"$ref": "http://x/y"}, strict=True),
+    )
+    t.chat(
+        "schema with options of the compiler",
+        schema,
+        "invalid_value",
+        response_format=_schema({"x-guidance": {}}, strict=True),
+    )
     t.chat("schema with many intersections", schema, "invalid_value",
-           response_format=_schema({"allOf": [{"pattern": f"a.*{n}"} for n in range(9)]}))  # fmt: skip
-    t.chat("schema with a large divisor", schema, "invalid_value", response_format=_schema({"multipleOf": 99991}))
+           response_format=_schema({"allOf": [{"pattern": f"a.*{n}"} for n in range(9)]}, strict=True))  # fmt: skip
+    t.chat(
+        "schema with a large divisor",
+        schema,
+        "invalid_value",
+        response_format=_schema({"multipleOf": 99991}, strict=True),
+    )
     t.chat("format and structured outputs", "structured_outputs", "invalid_value",
            response_format={"type": "json_object"}, structured_outputs={"regex": "a"})  # fmt: skip
     t.chat(
@@ -169,4 +184,29 @@ def _conversations(t: Rows) -> None:
         chat_template_kwargs={"messages": []},
     )
     t.chat("effort unknown", "reasoning_effort", "unsupported_value", reasoning_effort="huge")
-    t.chat("effort without effect", "reasoning_effort", "unsupported_parameter", reasoning_effort="high")
+    t.chat("verbosity unknown", "verbosity", "unsupported_value", verbosity="huge")
+    t.message(
+        "thoughts of a user by another name", "messages[0].reasoning", "invalid_value", {**user, "reasoning": "x"}
+    )
+    t.message("refusal of a user", "messages[0].refusal", "invalid_value", {**user, "refusal": "x"})
+    t.message("refusal a number", "messages[0].refusal", "invalid_type", {"role": "assistant", "refusal": 1})
+    t.message(
+        "annotations a string", "messages[0].annotations", "invalid_type", {"role": "assistant", "annotations": "x"}
+    )
+    t.message("audio a string", "messages[0].audio", "invalid_type", {"role": "assistant", "audio": "x"})
+    t.message(
+        "function call a string",
+        "messages[0].function_call",
+        "invalid_type",
+        {"role": "assistant", "function_call": "x"},
+    )
+    t.message("call of a custom tool with a number", "messages[0].tool_calls[0].function.arguments", "invalid_type",
+              {"role": "assistant", "tool_calls": [
+                  {"id": "c", "type": "custom", "custom": {"name": "f", "input": 1}}]})  # fmt: skip
+    t.message(
+        "result of no function",
+        "messages[0].tool_call_id",
+        "invalid_value",
+        {"role": "function", "name": "f", "content": ""},
+    )
+    t.message("cache_control a string", "messages[0].cache_control", "invalid_type", {**user, "cache_control": "x"})

@@ -216,9 +216,10 @@ def _unknown(t: Rows) -> None:
     t.completion("messages in a completion", "messages", "unknown_parameter", messages=[])
     t.completion("suffix", "suffix", "unsupported_parameter", suffix="end")
     t.completion("store as a number", "store", "unsupported_parameter", store=0)
-    t.chat("metadata", "metadata", "unsupported_parameter", metadata={"a": "1"})
-    t.chat("cache retention", "prompt_cache_retention", "unsupported_parameter", prompt_cache_retention="24h")
-    t.chat("cache options", "prompt_cache_options", "unsupported_parameter", prompt_cache_options={"ttl": "30m"})
+    t.chat("metadata", "metadata.a", "invalid_type", metadata={"a": 1})
+    t.chat("cache retention", "prompt_cache_retention", "unsupported_value", prompt_cache_retention="1y")
+    t.chat("cache options", "prompt_cache_options", "invalid_type", prompt_cache_options="30m")
+    t.chat("prediction", "prediction", "invalid_type", prediction="x")
     t.chat("moderation", "moderation", "unsupported_parameter", moderation={"model": "x"})
     t.chat(
         "obfuscation", "stream_options.include_obfuscation", "unsupported_value", stream=True,
@@ -266,8 +267,25 @@ def _responses(t: Rows) -> None:
     t.response("responses: unknown model", "model", "model_not_found", status=404, model="other")
     t.response("responses: in the background", "background", "unsupported_parameter", background=True)
     t.response("responses: conversation", "conversation", "unsupported_parameter", conversation="c")
-    t.response("responses: truncation", "truncation", "unsupported_parameter", truncation="auto")
-    t.response("responses: include", "include", "unsupported_parameter", include=["reasoning.encrypted_content"])
+    t.response("responses: truncation", "truncation", "unsupported_value", truncation="half")
+    t.response("responses: include", "include[0]", "unsupported_value", include=["message.output_text.logprobs"])
+    t.response("responses: verbosity", "text.verbosity", "unsupported_value", text={"verbosity": "huge"})
+    t.response("responses: pro", "reasoning.mode", "unsupported_value", reasoning={"mode": "pro"})
+    t.response("responses: client_metadata", "client_metadata", "invalid_type", client_metadata=[])
+    t.response("responses: custom tool", "tools[0].type", "unsupported_value", tools=[{"type": "custom", "name": "x"}])
+    function = {"type": "function", "name": "f"}
+    t.response("responses: async", "tools[1].async", "unsupported_parameter",
+               tools=[{"type": "web_search"}, {**function, "async": True}])  # fmt: skip
+    t.response("responses: a name behind a tool that is left out", "tools[1].name", "invalid_value",
+               tools=[{"type": "web_search"}, {**function, "name": "a b"}])  # fmt: skip
+    t.response("responses: a name in a namespace", "tools[0].tools[1].parameters", "invalid_type",
+               tools=[{"type": "namespace", "name": "n", "tools": [
+                   {"type": "custom"}, {**function, "parameters": 1}]}])  # fmt: skip
+    t.response("responses: namespace of nothing", "tools[0]", "invalid_type", tools=[{"type": "namespace", "tools": 1}])
+    t.response("responses: a choice that is left out", "tool_choice", "invalid_type",
+               tools=[function, {"type": "web_search"}], tool_choice={"type": "web_search"})  # fmt: skip
+    t.response("responses: a compacted conversation", "input[0].type", "unsupported_value",
+               input=[{"type": "compaction", "encrypted_content": "x"}])  # fmt: skip
     t.response("responses: not kept", "previous_response_id", "response_not_found", 404, previous_response_id="resp-0")
     t.response("responses: too long", "max_output_tokens", "invalid_value", max_output_tokens=0)
     image = {"role": "user", "content": [{"type": "input_image", "image_url": "http://x/y.png"}]}
@@ -300,7 +318,7 @@ def _messages(t: Rows) -> None:
     t.message("role missing", "messages[0].role", "missing_required_parameter", {"content": "x"})
     t.message("role unknown", "messages[0].role", "unsupported_value", {"role": "king", "content": "x"})
     t.message("content missing", "messages[0].content", "invalid_type", {"role": "user"})
-    t.message("content null", "messages[0].content", "invalid_type", {"role": "assistant", "content": None})
+    t.message("content null", "messages[0].content", "invalid_type", {"role": "user", "content": None})
     t.message("content a number", "messages[0].content", "invalid_type", {"role": "user", "content": 1})
     image = [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]
     t.message("image part", "messages[0].content[0].type", "unsupported_value", {"role": "user", "content": image})

@@ -171,7 +171,7 @@ class Site:
 
     def client(self) -> httpx.AsyncClient:
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        return httpx.AsyncClient(transport=transport, base_url="http://gateway")
+        return httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60)
 
 
 def make_site(
@@ -183,6 +183,8 @@ def make_site(
     client_timeout_s: float = 30.0,
     keep_alive_s: float = 10.0,
     access_log: bool = False,
+    allowed_hosts: tuple[str, ...] = ("*",),
+    **more: Any,
 ) -> Site:
     """An application on a fake cluster; to be made on a running event loop."""
     metrics = GatewayMetrics(MODEL)
@@ -200,6 +202,8 @@ def make_site(
         KeyRing(parse(tenants), api_keys),
         keep_alive_s=keep_alive_s,
         access_log=access_log,
+        allowed_hosts=allowed_hosts,
+        **more,
     )
     return Site(gateway, cluster, create_app(gateway))
 

@@ -12,9 +12,10 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from gateway.app import BODIES
 from gateway.http.errors import ApiError
+from gateway.openai.not_served import NEUTRAL_ONLY
 from gateway.openai.openapi import schemas
 from gateway.openai.prepare import Rules
-from gateway.openai.request_types import NEUTRAL_ONLY, ChatRequest, CompletionRequest, validate
+from gateway.openai.request_types import ChatRequest, CompletionRequest, validate
 from gateway.text.generation_config import SamplingDefaults, sampling_defaults
 from gateway.text.tokenizer import ModelFilesError, ModelTokenizer, load
 from runtime.settings.roles import GatewaySettings

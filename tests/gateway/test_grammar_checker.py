@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import pytest
 
 from gateway.http.errors import ApiError
 from gateway.structured import checker as module
 from gateway.structured.checker import GrammarChecker
+from gateway.structured.hello import COMPILE_CPU_S, Job
 from gateway.text.tokenizer import ModelTokenizer
 from tests.gateway.fakes import make_site
 
@@ -40,10 +42,9 @@ def with_checker(test: Callable[[GrammarChecker], Awaitable[None]]) -> None:
 
 async def refusal(checker: GrammarChecker, owner: str, grammar: str) -> str:
     try:
-        await checker.check(owner, grammar, "field")
+        return await checker.verdict(owner, "group", grammar, "field")
     except ApiError as error:
-        return error.message if (error.status, error.param) == (400, "field") else f"{error.status} {error.param}"
-    return ""
+        return f"{error.status} {error.param}"
 
 
 def test_good_and_bad_ones_and_what_is_remembered() -> None:
@@ -67,8 +68,8 @@ def test_one_that_takes_too_long_is_refused_and_others_are_served(monkeypatch: p
         await asyncio.sleep(0)
         assert await refusal(checker, "b", 'start: "c"') == ""
         assert not any(task.done() for task in stuck)
-        assert all("takes more than" in message for message in await asyncio.gather(*stuck))
-        assert await refusal(checker, "a", 'start: "d"') == ""
+        first, *others = await asyncio.gather(*stuck)
+        assert "takes more than" in first and all("503" in message or "takes more" in message for message in others)
 
     with_checker(test)
 
@@ -110,7 +111,143 @@ def test_without_a_process_the_answer_is_503(monkeypatch: pytest.MonkeyPatch) ->
 
     async def test(checker: GrammarChecker) -> None:
         with pytest.raises(ApiError) as caught:
-            await checker.check("a", GOOD, "field")
+            await checker.verdict("a", "group", GOOD, "field")
         assert (caught.value.status, caught.value.code) == (503, "grammars_unavailable")
+
+    with_checker(test)
+
+
+# --- who is next ------------------------------------------------------------------------------------------------------
+
+
+class Stub:
+    """A process whose jobs take a moment; those named a bomb are killed."""
+
+    is_ready = True
+    running = 0
+    order: list[str] = []  # noqa: RUF012
+
+    def __init__(self, hello: bytes) -> None:
+        pass
+
+    async def verdict(self, job: bytes) -> str:
+        Stub.running += 1
+        grammar = msgspec.json.decode(job, type=Job).grammar
+        Stub.order.append(grammar)
+        for _ in range(40 if "bomb" in grammar else 2):
+            await asyncio.sleep(0)
+        Stub.running -= 1
+        return module.TOO_LARGE if "bomb" in grammar else ""
+
+    async def end(self) -> None:
+        pass
+
+
+class Clock:
+    now_s = 100.0
+
+    def now(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "_Process", Stub)
+    monkeypatch.setattr(module, "clock", clock)
+    Stub.order = []
+    return clock
+
+
+async def turns(count: int = 400) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_an_owner_whose_grammar_was_killed_waits_ten_times_its_cpu_time(time: Clock) -> None:
+    async def body() -> None:
+        checker = GrammarChecker(b"")
+        assert await refusal(checker, "evil/ann", "bomb") == module.TOO_LARGE
+        later = asyncio.create_task(refusal(checker, "evil/bob", "harmless"))  # of the same organisation
+        await turns()
+        assert "harmless" not in Stub.order and await refusal(checker, "good", "one") == ""
+        time.now_s += 10 * COMPILE_CPU_S + 0.01
+        checker._grant()
+        assert await later == ""
+        await checker.close()
+
+    asyncio.run(body())
+
+
+def test_an_organisation_never_has_two_processes_and_others_take_turns(time: Clock) -> None:
+    async def body() -> None:
+        checker = GrammarChecker(b"")
+        many = [asyncio.create_task(refusal(checker, f"big/{n % 7}", f"big {n}")) for n in range(50)]
+        few = [asyncio.create_task(refusal(checker, "small", f"small {n}")) for n in range(3)]
+        await asyncio.gather(*few)
+        assert Stub.order.index("small 2") <= 8
+        await asyncio.gather(*many)
+        await checker.close()
+
+    asyncio.run(body())
+
+
+def test_those_that_made_bombs_share_one_process(time: Clock) -> None:
+    """However many they are: an honest organisation finds the other process free."""
+
+    async def body() -> None:
+        checker = GrammarChecker(b"")
+        evil = [f"evil{n}" for n in range(20)]
+        for owner in evil:
+            await refusal(checker, owner, f"bomb of {owner}")
+        time.now_s += 10 * COMPILE_CPU_S + 0.01
+        again = [asyncio.create_task(refusal(checker, owner, f"bomb 2 of {owner}")) for owner in evil]
+        await asyncio.sleep(0)
+        started = len(Stub.order)
+        assert await refusal(checker, "honest", "good") == ""
+        assert len(Stub.order) - started <= 2 and not any(task.done() for task in again)
+        for task in again:
+            task.cancel()
+        await asyncio.gather(*again, return_exceptions=True)
+        assert len(checker._free) == module.PROCESSES and not checker._busy
+        await checker.close()
+
+    asyncio.run(body())
+
+
+def test_who_leaves_while_waiting_holds_nothing(time: Clock) -> None:
+    async def body() -> None:
+        checker = GrammarChecker(b"")
+        tasks = [asyncio.create_task(refusal(checker, f"t{n % 3}", f"bomb {n}")) for n in range(12)]
+        for number, task in enumerate(tasks):
+            await turns(number)
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert len(checker._free) == module.PROCESSES and not checker._busy
+        await checker.close()
+
+    asyncio.run(body())
+
+
+def test_verdicts_are_kept_for_a_cache_group(time: Clock) -> None:
+    """Else, who asks first waits, and that tells whether another tenant has used the grammar."""
+
+    async def body() -> None:
+        checker = GrammarChecker(b"")
+        for group in ("tenant:a", "tenant:a", "tenant:b"):
+            await checker.verdict("x", group, "the same", "field")
+        assert Stub.order == ["the same", "the same"]
+        await checker.close()
+
+    asyncio.run(body())
+
+
+def test_an_answer_is_checked_and_kept_where_that_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(checker: GrammarChecker) -> None:
+        assert "uniqueItems" in await checker.mismatch("a", "[1, 1]", {"uniqueItems": True})
+        assert await checker.mismatch("a", "[1, 2]", {"uniqueItems": True}) == ""
+        monkeypatch.setattr(module, "WAIT_S", 0.01)
+        checker._free.clear()
+        assert await checker.mismatch("a", "[1, 1]", {"uniqueItems": True}) == ""
 
     with_checker(test)

@@ -138,12 +138,17 @@ def test_a_schema_and_thoughts_that_are_not_wanted() -> None:
     ("fields", "message"),
     [
         ({"messages": [*HI, {"role": "assistant", "content": "{"}]}, "last message must be the user's"),
-        ({"tools": [{**WEATHER, "defer_loading": True}]}, r"tools\[0\].defer_loading"),
+        ({"tools": [{**WEATHER, "defer_loading": 1}]}, r"'tools\[0\].defer_loading'"),
+        ({"tools": [{**WEATHER, "allowed_callers": ["code_execution_20250825"]}]}, r"tools\[0\].allowed_callers"),
         ({"tools": [{**WEATHER, "input_schema": {"type": "array"}}]}, r"'tools\[0\].input_schema'"),
         ({"tools": [{**WEATHER, "name": "a b"}]}, r"'tools\[0\].name'"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"enum": [[]] * 4001}}}}, "'output_config.format"),
-        ({"output_config": {"effort": "high"}}, "'output_config.effort' has no effect"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking"),
+        ({"output_config": {"effort": "huge"}}, "'output_config.effort'"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "'thinking.budget_tokens'"),
+        ({"messages": [{"role": "user", "content": "x", "weight": 1}]}, r"'messages\[0\].weight'"),
+        ({"messages": [{"role": "king", "content": "x"}]}, r"'messages\[0\].role'"),
+        ({"extra_body": {"mcp_servers": [{"type": "url", "url": "https://x.example", "name": "x"}]}}, "'mcp_servers'"),
+        ({"extra_body": {"inference_geo": "us"}}, "inference_geo"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused_by_the_clients_own_name_for_it(fields: dict[str, Any], message: str) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 from typing import Any
 
+import msgspec
 import pytest
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
@@ -52,6 +53,24 @@ def test_every_route_is_described_and_the_description_is_served() -> None:
         site.gateway.threads.shutdown()
 
     asyncio.run(body())
+
+
+def test_the_description_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    encode = msgspec.json.encode
+    monkeypatch.setattr("gateway.openai.openapi.msgspec.json.encode", lambda each: made.append(each) or encode(each))
+
+    async def body() -> None:
+        site: Site = make_site()
+        async with site.client() as client:
+            answers = [await client.get("/openapi.json") for _ in range(3)]
+            assert (await client.head("/openapi.json")).status_code == 200
+        assert {answer.headers["content-type"] for answer in answers} == {"application/json"}
+        assert answers[0].content == answers[2].content
+        site.gateway.threads.shutdown()
+
+    asyncio.run(body())
+    assert len([each for each in made if isinstance(each, dict) and "openapi" in each]) == 1
 
 
 def test_no_route_takes_a_thread() -> None:

@@ -121,7 +121,7 @@ def test_two_hundred_streams_at_once() -> None:
 def test_a_disconnect_cancels(stream: bool, hold: bool) -> None:
     async def test(site: Site, url: str) -> None:
         site.cluster.gap_s, site.cluster.hold = 0.2, hold
-        async with httpx.AsyncClient(base_url=url) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             body = {"model": MODEL, "prompt": ["a", "b"], "stream": stream}
             request = asyncio.create_task(client.post("/v1/completions", json=body))
             await until(lambda: len(site.cluster.submits) == 2)
@@ -143,7 +143,7 @@ def test_bodies_over_the_limit_are_refused_with_and_without_a_length() -> None:
                 yield b" " * 1024
 
         headers = {"Content-Type": "application/json"}
-        async with httpx.AsyncClient(base_url=url) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             for content in (b" " * (BODY_BYTES_MAX + 1), chunks()):
                 answer = await client.post("/v1/completions", content=content, headers=headers)
                 assert answer.status_code == 413

@@ -63,7 +63,7 @@ async def line_ends_drip(_reader: asyncio.StreamReader, writer: asyncio.StreamWr
 
 def read_to_the_end(connection: socket.socket) -> None:
     """Raises `TimeoutError` where there is none."""
-    connection.settimeout(10)
+    connection.settimeout(60)
     with contextlib.suppress(ConnectionError):  # or a goodbye
         while connection.recv(1 << 20):
             pass
@@ -99,7 +99,7 @@ def test_slow_senders_are_cut_off_while_others_are_served(talk: Talk) -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             talking = asyncio.ensure_future(talk(reader, writer))
             try:
-                while await asyncio.wait_for(reader.read(65_536), 10):
+                while await asyncio.wait_for(reader.read(65_536), 60):
                     pass
             except ConnectionError:
                 pass
@@ -108,7 +108,7 @@ def test_slow_senders_are_cut_off_while_others_are_served(talk: Talk) -> None:
                 writer.close()
 
         crowd = [asyncio.create_task(slow()) for _ in range(50)]
-        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             for _ in range(5):
                 await is_served(client)
                 await asyncio.sleep(TIMEOUT_S / 8)
@@ -123,7 +123,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_its_request_cancelled(stream
         long = list(b"abcdefgh" * 50)
         plain = site.cluster.answer
         site.cluster.answer = lambda submit, choice: long if submit.choices > 1 else plain(submit, choice)
-        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             await is_served(client)
         ours = socket.create_connection(("127.0.0.1", port))
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
@@ -131,7 +131,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_its_request_cancelled(stream
         site.cluster.gap_s = 0.01 if stream else 0.0
         ours.sendall((head(len(content)) + content) * (1 if stream else 8))
         await until(lambda: len(site.cluster.submits) > 1)
-        async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             await is_served(client)
         await until(lambda: bool(site.cluster.cancels) or not stream)
         await until(lambda: not site.gateway.backend.keeper.streams)
@@ -149,7 +149,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_its_request_cancelled(stream
         (b"GET / HTTP/1.1\r\nX: " + b"y" * http_server.HEADER_BYTES_MAX, 431),
         (b"GET /" + b"y" * http_server.HEADER_BYTES_MAX, 431),
         (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * (http_server.HEADERS_MAX + 1) + b"\r\n", 431),
-        (b"GET /health HTTP/1.1\r\n" + b"X: y\r\n" * (http_server.HEADERS_MAX - 1) + b"\r\n", 200),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * (http_server.HEADERS_MAX - 2) + b"\r\n", 200),
         (b"GET /\xff\xfe HTTP/1.1\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
         (b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 400),
@@ -160,13 +160,13 @@ def test_headers_are_bounded_and_what_is_no_http_is_refused(request_head: bytes,
     async def test(_site: Site, url: str, port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request_head)
-        line = await asyncio.wait_for(reader.readline(), 10)
+        line = await asyncio.wait_for(reader.readline(), 60)
         assert line.split()[1] == str(status).encode(), line
         writer.close()
-        async with httpx.AsyncClient(base_url=url) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             assert (await client.get("/health")).status_code == 200
 
-    on_port(test, client_timeout_s=5.0)
+    on_port(test, client_timeout_s=300.0)
 
 
 def test_a_line_end_after_a_body_does_not_end_a_long_answer() -> None:
@@ -179,7 +179,7 @@ def test_a_line_end_after_a_body_does_not_end_a_long_answer() -> None:
         writer.write(head(len(content)) + content)
         await reader.readuntil(b"data: ")
         writer.write(b"\r\n")
-        assert await asyncio.wait_for(reader.readuntil(b"[DONE]"), 20)
+        assert await asyncio.wait_for(reader.readuntil(b"[DONE]"), 60)
         writer.close()
 
     on_port(test)
@@ -200,7 +200,7 @@ def test_a_client_that_leaves_with_a_second_request_waiting_is_noticed(
         writer.transport.abort()
         await until(lambda: len(site.cluster.cancels) == 1)
 
-    on_port(test, client_timeout_s=30.0)
+    on_port(test, client_timeout_s=300.0)
     assert not caplog.records
 
 
@@ -218,7 +218,7 @@ def test_requests_at_once_are_answered_in_order() -> None:
         assert said.count(b'"status":"ok"') == 2 * http_server.PIPELINED_MAX
         writer.close()
 
-    on_port(test, client_timeout_s=30.0)
+    on_port(test, client_timeout_s=300.0)
 
 
 def test_more_requests_at_once_than_anybody_asks_end_the_connection() -> None:
@@ -228,15 +228,15 @@ def test_more_requests_at_once_than_anybody_asks_end_the_connection() -> None:
         body = body_of()
         writer.write(head(len(body)) + body)
         await until(lambda: bool(site.cluster.submits))
-        writer.write(b"GET /health HTTP/1.1\r\n\r\n" * (http_server.QUEUED_MAX + 1))
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * (http_server.QUEUED_MAX + 1))
         with contextlib.suppress(ConnectionError):
-            assert await asyncio.wait_for(reader.read(), 10) == b""
+            assert await asyncio.wait_for(reader.read(), 60) == b""
         await until(lambda: len(site.cluster.cancels) == 1)
         writer.close()
-        async with httpx.AsyncClient(base_url=url) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             assert (await client.get("/health")).status_code == 200
 
-    on_port(test, client_timeout_s=30.0)
+    on_port(test, client_timeout_s=300.0)
 
 
 def test_a_long_request_that_waits_for_an_answer_does_not_end_it() -> None:
@@ -249,8 +249,8 @@ def test_a_long_request_that_waits_for_an_answer_does_not_end_it() -> None:
         writer.write(head(len(first)) + first)
         await reader.readuntil(b"data: ")
         writer.write(head(len(second)) + second)
-        assert await asyncio.wait_for(reader.readuntil(b"[DONE]"), 20)
-        assert await asyncio.wait_for(reader.readuntil(b"HTTP/1.1 "), 20)
+        assert await asyncio.wait_for(reader.readuntil(b"[DONE]"), 60)
+        assert await asyncio.wait_for(reader.readuntil(b"HTTP/1.1 "), 60)
         writer.close()
 
     on_port(test)
@@ -267,12 +267,12 @@ def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         await asyncio.sleep(0.05)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-            async with asyncio.timeout(3):
+            async with asyncio.timeout(60):
                 await reader.readexactly(1)
         for _, one in [*crowd, (reader, writer)]:
             one.close()
 
-    on_port(test, client_timeout_s=5.0)
+    on_port(test, client_timeout_s=300.0)
 
 
 def test_connections_without_a_request_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,17 +280,17 @@ def test_connections_without_a_request_make_room_for_others(monkeypatch: pytest.
     monkeypatch.setattr(http_server, "CONNECTIONS_MAX", 20)
 
     async def test(_site: Site, url: str, port: int) -> None:
-        async with httpx.AsyncClient(base_url=url) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             await is_served(client)  # its connection stays open, the oldest without a request
             crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(60)]
             crowd[-1][1].write(b"POST /v1/completions HTTP/1.1\r\n")
             for _ in range(3):
-                async with httpx.AsyncClient(base_url=url) as other:
+                async with httpx.AsyncClient(base_url=url, timeout=60) as other:
                     await is_served(other)
             with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-                async with asyncio.timeout(3):
+                async with asyncio.timeout(60):
                     await crowd[0][0].readexactly(1)
             for _, one in crowd:
                 one.close()
 
-    on_port(test, client_timeout_s=5.0)
+    on_port(test, client_timeout_s=300.0)

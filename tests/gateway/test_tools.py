@@ -11,11 +11,12 @@ from tokenizers import AddedToken
 from gateway.http.errors import ApiError
 from gateway.openai.forms import Chat
 from gateway.openai.request_types import ChatRequest, validate
+from gateway.text.regions import Regions
 from gateway.text.template_facts import TemplateFacts
 from gateway.text.tokenizer import ModelFacts, ModelTokenizer
 from gateway.tools.call_reader import Arguments, CallBegun, CallReader
 from gateway.tools.conversation import template_options
-from gateway.tools.formats import HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, CallFormat, format_of, thinking_template
+from gateway.tools.formats import HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, CallFormat, format_of, regions_of
 from gateway.tools.reader import AnswerReader, Reading
 from runtime.grammar.compiler import Compiler, make_tokenizer
 from tests import tiny_models
@@ -99,7 +100,7 @@ LLAMA_BODY = BODY.replace('"arguments"', '"parameters"')
 def test_answers_are_taken_apart(call_format: CallFormat, text: str, content: str, reasoning: str, calls: int) -> None:
     source = random.Random(2)
     for _ in range(60):
-        got = read(Reading(call_format.template(thinks=True), "", frozenset()), text, source)
+        got = read(Reading(regions_of(call_format, thinks=True), frozenset()), text, source)
         assert (got[0], got[1].strip()) == (content, reasoning)
         assert [(name, json.loads(arguments)) for name, arguments in got[2]] == [
             ("get_weather", CALL["arguments"])
@@ -107,7 +108,9 @@ def test_answers_are_taken_apart(call_format: CallFormat, text: str, content: st
 
 
 def test_a_thought_that_the_prompt_has_begun() -> None:
-    reading = Reading(thinking_template(), "<think>", frozenset(), thought_ends=frozenset({9}), thought_begun=True)
+    reading = Reading(
+        regions_of(None, thinks=True, begun=True), frozenset(), thought_ends=frozenset({9}), thought_begun=True
+    )
     assert read(reading, "so\n</think>\n\nYes.", random.Random(3))[:2] == ("Yes.", "so\n")
     reader = AnswerReader(reading, "s")
     for text, tokens in (("so", (1, 2)), (" it is</think>", (3, 9)), ("Yes.", (4, 5)), ("", ())):
@@ -130,7 +133,7 @@ def test_a_model_with_a_response_template_of_its_own_is_read_with_it() -> None:
             },
         },
     }
-    reading = Reading(template, "<|user|>x<|assistant|>", frozenset(), own=True)
+    reading = Reading(Regions(()), frozenset(), own=template, prefix="<|user|>x<|assistant|>")
     got = read(reading, '[T]hm[/T]Now CALL f({"a": 1})', random.Random(4))
     assert (got[0].strip(), got[1], got[2]) == ("Now", "hm", [["f", '{"a": 1}']])
 
@@ -139,7 +142,7 @@ def test_a_model_with_a_response_template_of_its_own_is_read_with_it() -> None:
 def test_a_call_that_the_models_own_template_cannot_read_is_content(arguments: str) -> None:
     calls = {"open": "CALL ", "close": ";", "repeats": True, "content": "json"}
     template = {"start_anchor": "<|a|>", "fields": {"content": {"optional": False}, "tool_calls": calls}}
-    reading = Reading(template, "<|a|>", frozenset(), own=True)
+    reading = Reading(Regions(()), frozenset(), own=template, prefix="<|a|>")
     for seed in range(20):
         got = read(reading, f"CALL {arguments}; and more", random.Random(seed))
         assert got[0].endswith(f"{arguments}; and more") and not got[2]
@@ -219,8 +222,7 @@ def test_options_of_the_template() -> None:
     for kwargs, effort in (({"other": 1}, None), ({"messages": []}, None)):
         with pytest.raises(ApiError):
             template_options(facts, kwargs, effort)
-    with pytest.raises(ApiError):
-        template_options(TemplateFacts(), None, "high")
+    assert template_options(TemplateFacts(), None, "high") == {}, "a hint, as far as a template takes it"
 
 
 # --- grammars ---------------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def test_the_attributes_that_are_read_are_there() -> None:
         assert isinstance(cycle, RequestResponseCycle)
         assert (cycle.response_complete, cycle.disconnected) == (False, False)
         assert isinstance(cycle.message_event, asyncio.Event)
-        one.data_received(b"GET /z HTTP/1.1\r\n\r\n")
+        one.data_received(b"GET /z HTTP/1.1\r\nHost: y\r\n\r\n")
         assert len(one.pipeline) == 1 and one.cycle is not cycle, "the latest request waits for the answer before it"
         await asyncio.sleep(0)
         one.data_received(b"nonsense\r\n\r\n")

@@ -1,6 +1,6 @@
 """How fast KV moves between two processes on one GPU, beside a copy within it: `python -m tests.gpu.bench`.
 
-Prints one line of JSON. The other process is `python -m tests.gpu.bench far PORT TRANSPORT SEGMENT_MIB`.
+The other process is `python -m tests.gpu.bench far PORT TRANSPORT SEGMENT_MIB`.
 """
 
 import asyncio
@@ -10,9 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,15 +22,22 @@ from kvtransfer.sender import KvSender
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.session import Accepted, KvFailed, KvSent
 from runtime.settings import gpu_environment
+from tests.gpu.device import DTYPE, memory, seconds_of, synchronize
+from tests.gpu.record import DEVICE, ON_GPU, attempt
 from tests.kvtransfer.ends import FIRST, memory_of, shuffled
 from tests.kvtransfer.far_end import FAR_EPOCH, NEAR_EPOCH, Wire
 
-LAYOUT = KvLayout(layers=32, kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
+LAYOUT = (
+    KvLayout(layers=32, kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
+    if ON_GPU
+    else KvLayout(layers=2, kv_heads=2, head_dim=16, block_size=16, dtype="float32")
+)
 """2 MiB a block: 16 tokens of an 8B model."""
 BLOCKS = 512
 SESSION_BLOCKS = 128
 SESSIONS = 12
-SEGMENT_MIB = (8, 64, 256)
+SEGMENT_MIB = (64, 8, 256)
+TRANSPORTS = ("cuda_ipc", "nccl", "gloo", "tcp") if ON_GPU else ("tcp",)
 ROOT = Path(__file__).parents[2]
 WAIT_S = 120.0
 
@@ -52,8 +57,8 @@ async def far(port: int, transport: str, segment_mib: int) -> None:
     """One session after the other; their seconds, from offer to acknowledgement, as JSON."""
     wire = Wire(*await asyncio.open_connection("127.0.0.1", port))
     ended: asyncio.Queue[KvSent | KvFailed] = asyncio.Queue()
-    pool = torch.randn(LAYOUT.shape(BLOCKS), dtype=torch.bfloat16, device="cuda")
-    torch.cuda.synchronize()
+    pool = torch.randn(LAYOUT.shape(BLOCKS), dtype=DTYPE, device=DEVICE)
+    synchronize()
     sender = KvSender(
         layout=LAYOUT,
         pool=pool,
@@ -75,22 +80,24 @@ async def far(port: int, transport: str, segment_mib: int) -> None:
         if isinstance(result, KvFailed):
             raise SystemExit(f"{transport}: {result.reason}")
         seconds.append(time.perf_counter() - began)
-    sys.stdout.write(json.dumps(seconds[2:]) + "\n")  # the first ones meet and warm up
+    sys.stdout.write(json.dumps(seconds) + "\n")
     sys.stdout.flush()
     await sender.close()
     wire.close()
     await pump
 
 
-async def between_processes(transport: str, segment_mib: int, digest: str) -> float:
-    """GB/s of sessions of SESSION_BLOCKS scattered blocks, the median."""
+async def between_processes(transport: str, segment_mib: int, digest: str) -> dict[str, float]:
+    """GB/s of sessions of SESSION_BLOCKS scattered blocks, the median; seconds of the first one, in which the two meet."""
     os.environ["CROSSDOCK_TEST_DIGEST"] = digest
-    memory = memory_of(transport)
+    pool_memory = memory_of(transport)
     raw = torch.zeros(BLOCKS * LAYOUT.block_bytes, dtype=torch.uint8)
-    if memory is not None:
-        raw = memory.allocate(raw.numel())
-    pool = raw.view(torch.bfloat16).view(LAYOUT.shape(BLOCKS))
-    torch.cuda.synchronize()
+    if pool_memory is not None:
+        raw = pool_memory.allocate(raw.numel())
+    elif ON_GPU and transport != "gloo":
+        raw = raw.to(DEVICE)
+    pool = raw.view(DTYPE).view(LAYOUT.shape(BLOCKS))
+    synchronize()
     joined: asyncio.Future[Wire] = asyncio.get_running_loop().create_future()
     wires: list[Wire] = []
     receiver = KvReceiver(
@@ -104,7 +111,7 @@ async def between_processes(transport: str, segment_mib: int, digest: str) -> fl
         on_committed=lambda *commit: None,
         on_failed=lambda *failure: None,
         settings=settings(transport, segment_mib),
-        memory=memory,
+        memory=pool_memory,
     )
     server = await asyncio.start_server(lambda r, w: joined.set_result(Wire(r, w)), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
@@ -129,36 +136,24 @@ async def between_processes(transport: str, segment_mib: int, digest: str) -> fl
         await receiver.close()
     if process.returncode:
         raise RuntimeError(f"the sender ended with {process.returncode}")
-    return SESSION_BLOCKS * LAYOUT.block_bytes / statistics.median(json.loads(output)) / 1e9
-
-
-def gpu_seconds(work: Callable[[], object], rounds: int = 20) -> float:
-    """Of one call, from the device's clock; the median."""
-    found = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        work()
-        ended.record()
-        torch.cuda.synchronize()
-        found.append(began.elapsed_time(ended) / 1e3)
-    return statistics.median(found[2:])
+    seconds = json.loads(output)  # the first two meet and warm up
+    gb = SESSION_BLOCKS * LAYOUT.block_bytes / 1e9
+    return {"GB_s": gb / statistics.median(seconds[2:]), "slowest_GB_s": gb / max(seconds[2:]), "first_s": seconds[0]}
 
 
 def within_process() -> dict[str, float]:
     """GB/s of a plain device copy, and of what a `cuda_ipc` sender does, by the wall's clock, for 64 MiB and for 256 MiB."""
-    source, target = (torch.zeros(LAYOUT.shape(BLOCKS), dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    source, target = (torch.zeros(LAYOUT.shape(BLOCKS), dtype=DTYPE, device=DEVICE) for _ in range(2))
     found = {}
     for blocks in (32, 128):
         size = blocks * LAYOUT.block_bytes
-        found[f"copy {size >> 20} MiB"] = size / gpu_seconds(lambda n=blocks: target[:n].copy_(source[:n])) / 1e9
+        found[f"copy {size >> 20} MiB"] = size / seconds_of(lambda n=blocks: target[:n].copy_(source[:n])) / 1e9
         from_, to = shuffled(BLOCKS, blocks, 1), shuffled(BLOCKS, blocks, 2)
         for digest, every in (("full", 1), ("none", 1024)):
             copier = DeviceCopier(PoolRows(source, LAYOUT), PoolRows(target, LAYOUT), every)
             seconds = []
             for _ in range(20):
-                torch.cuda.synchronize()
+                synchronize()
                 began = time.perf_counter()
                 copier.copy(from_, to, lambda copied: True)
                 seconds.append(time.perf_counter() - began)
@@ -166,18 +161,14 @@ def within_process() -> dict[str, float]:
     return found
 
 
-def measure() -> dict[str, Any]:
-    result: dict[str, Any] = {"device": torch.cuda.get_device_name(0), "within_GB_s": within_process(), "pairs": []}
-    for transport in ("cuda_ipc", "nccl", "gloo"):
-        for segment_mib in SEGMENT_MIB if transport != "gloo" else (8,):
-            for digest in ("full", "sampled") if transport != "gloo" else ("full",):
-                row = {"transport": transport, "segment_mib": segment_mib, "digest": digest}
-                try:
-                    row["GB_s"] = asyncio.run(between_processes(transport, segment_mib, digest))
-                except (OSError, RuntimeError) as error:  # the others are still worth a figure
-                    row["error"] = f"{type(error).__name__}: {error}"
-                result["pairs"].append(row)
-    return result
+def measure() -> None:
+    attempt("kv", "within a process, GB/s", within_process)
+    for transport in TRANSPORTS:
+        for segment_mib in SEGMENT_MIB if transport in ("cuda_ipc", "nccl") else (8,):
+            for digest in ("full", "sampled") if transport in ("cuda_ipc", "nccl") else ("full",):
+                of = (transport, segment_mib, digest)
+                name = f"{transport}, segments of {segment_mib} MiB, digest {digest}"
+                attempt("kv", name, lambda of=of: asyncio.run(between_processes(*of)) | {"memory": memory()})
 
 
 if __name__ == "__main__":
@@ -185,4 +176,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["far"]:
         asyncio.run(far(int(sys.argv[2]), sys.argv[3], int(sys.argv[4])))
     else:
-        sys.stdout.write(json.dumps(measure()) + "\n")
+        measure()

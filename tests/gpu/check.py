@@ -1,13 +1,15 @@
-"""What `scripts/gpu_check` runs: the GPU tests, the benches of the engine and of KV, and answers of a whole cluster on one GPU.
+"""What `scripts/gpu_check` runs: what is on the machine, the kernels, the engine and KV beside the GPU's floors, the tests, and
+answers of whole clusters on one GPU.
 
-    python -m tests.gpu.check [--out FILE] [--skip PART] [MODEL_FOLDER]
+    python -m tests.gpu.check [--out FILE] [--device cpu] [MODEL_FOLDER] [PART,PART...]
 
-Prints a table, and the same as JSON to FILE, which is written again after each part: a run that is cut off leaves what it had.
-A part that takes longer than its time fails, and all of them together end within nine minutes. Status 0: all good; 1: something
+Each result is a line of JSON that is appended to FILE at once. A part ends with its time, whatever it is doing, and what it has
+found is kept; all together end within nine minutes. Prints a summary of at most 40 lines last. Status 0: all good; 1: something
 is not; 77: there is no GPU here.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -15,171 +17,163 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
+from tests.gpu.record import record
+
 ROOT = Path(__file__).parents[2]
 NO_GPU = 77
-PROMPT = "The quick brown fox jumps over the lazy dog. " * 6
-TRANSPORTS = ("auto", "cuda_ipc", "nccl", "tcp", "gloo")
-
-
-PARTS_S = {"engine": 150.0, "tests": 150.0, "kv": 100.0, "host": 20.0, "answers": 110.0}
+ALL_S = 535.0
+PARTS_S = {
+    "smoke": 60.0, "engine": 150.0, "kernels": 80.0, "kv": 110.0, "faults": 60.0, "tests": 150.0, "answers": 90.0, "host": 25.0,
+}  # fmt: skip
 """Parts in their order, and the seconds that each may take."""
+MODULES = {"engine": "engine_bench", "kernels": "kernel_bench", "kv": "bench", "host": "host_time"}
+TESTS = {"tests": ["tests/gpu", "-k", "not killed"], "faults": ["tests/gpu/test_pairs.py", "-k", "killed"]}
+LINES_MAX = 40
+FIGURES = (
+    "ratio",
+    "step_ms",
+    "ms",
+    "tokens_per_s",
+    "TFLOP_s",
+    "GB_s",
+    "first_s",
+    "difference",
+    "slower_ms",
+    "p99_beside_ms",
+    "error",
+)
 
 
-class TooLong(RuntimeError):
-    """A part took longer than its time."""
+def command_of(part: str, model: str, report: Path) -> list[str]:
+    if part in TESTS:
+        spread = ["-n", "6"] if part == "tests" and importlib.util.find_spec("xdist") else []
+        options = ["-q", "-rf", "--no-header", "-p", "no:cacheprovider", f"--junitxml={report}", *spread]
+        return ["pytest", *options, *TESTS[part]]
+    return [f"tests.gpu.{MODULES.get(part, part)}", *([model] if part == "answers" and model else [])]
 
 
-def output_of(arguments: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Raises TooLong."""
-    try:
-        return subprocess.run(
-            [sys.executable, "-m", *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            check=False, timeout=timeout_s,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        tail = error.stdout or b""
-        text = tail if isinstance(tail, str) else tail.decode(errors="replace")
-        raise TooLong(f"not done in {timeout_s:.0f} s; its last words: {text[-1500:]}") from error
-
-
-def json_of(module: str, timeout_s: float) -> dict[str, Any]:
-    """What a bench prints in its last line."""
-    done = output_of([module], timeout_s)
-    if done.returncode or not done.stdout.strip():
-        return {"ok": False, "error": f"status {done.returncode}: {done.stdout[-3000:]}"}
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
-
-
-def tests(timeout_s: float) -> dict[str, Any]:
-    done = output_of(["pytest", "-q", "-rf", "--no-header", "-p", "no:cacheprovider", "tests/gpu"], timeout_s)
-    sys.stderr.write(done.stdout[-6000:])
-    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", done.stdout)}
-    return {"ok": done.returncode == 0 and counts.get("passed", 0) > 0, **counts}
-
-
-def engine(timeout_s: float) -> dict[str, Any]:
-    """Steps and prompts beside what the GPU can do, and isolation."""
-    result = json_of("tests.gpu.engine_bench", timeout_s)
-    parts = [result.get(name) for name in ("decode", "prefill", "isolation")]
-    return {"ok": all(part and "error" not in part for part in parts), **result}
-
-
-def kv(timeout_s: float) -> dict[str, Any]:
-    result = json_of("tests.gpu.bench", timeout_s)
-    return {"ok": all("GB_s" in row for row in result.get("pairs", [{}])), **result}
-
-
-def host(timeout_s: float) -> dict[str, Any]:
-    return {"ok": True, **json_of("tests.gpu.host_time", timeout_s)}
-
-
-def answer(model: Path, transport: str) -> dict[str, Any]:
-    """A greedy answer of a cluster whose prefill and decode worker share the GPU."""
-    import httpx
-
-    from tests.e2e.parts import parts  # here: they import what a machine without a GPU need not have
-
-    options = ["--device", "cuda", "--kv-transport", transport, "--gpu-memory-share", "0.2"]
-    with parts(model) as cluster:
-        cluster.start("coordinator")
-        cluster.start("gateway")
-        cluster.start("prefill_worker", *options)
-        cluster.start("decode_worker", *options)
-        cluster.wait_registered(2)
-        began = time.perf_counter()
-        body = {"model": cluster.model_id, "prompt": PROMPT, "max_tokens": 32, "temperature": 0}
-        reply = httpx.post(f"{cluster.base_url}/v1/completions", json=body, timeout=120)
-        reply.raise_for_status()
-        text = reply.json()["choices"][0]["text"]
-        return {"text": text, "seconds": time.perf_counter() - began}
-
-
-def answers(models: list[Path], timeout_s: float) -> dict[str, Any]:
-    """All transports must say the same."""
-    found: dict[str, Any] = {"ok": True}
-    until = time.monotonic() + timeout_s
-    for model in models:
-        by: dict[str, Any] = {}
-        for transport in TRANSPORTS:
-            try:
-                by[transport] = {"error": "no time left"} if time.monotonic() > until else answer(model, transport)
-            except Exception as error:  # whatever it is, the others are still worth an answer
-                by[transport] = {"error": f"{type(error).__name__}: {str(error)[-2000:]}"}
-        texts = {one.get("text") for one in by.values()}
-        found[model.name] = by
-        found["ok"] &= len(texts) == 1 and None not in texts
-    return found
-
-
-def show(result: dict[str, Any]) -> None:
-    lines = [f"{name:<10}{'good' if result[name].get('ok') else 'NOT GOOD'}" for name in PARTS_S if name in result]
-    engine_ = result.get("engine", {})
-    for row in engine_.get("decode", []) if isinstance(engine_.get("decode"), list) else []:
-        name = f"decode, {row['rows']} rows, {row['sampling']}"
-        lines.append(f"{name:<44}{row['step_ms']:>9.2f} ms, {row['ratio']:.2f} x the floor")
-    if "ratio" in engine_.get("prefill", {}):
-        row = engine_["prefill"]
-        lines.append(f"{'prefill of ' + str(row['tokens']):<44}{row['ms']:>9.2f} ms, {row['ratio']:.2f} x the floor")
-    for name, value in engine_.get("isolation", {}).items():
-        lines.append(f"{'isolation, ' + name:<44}{value if isinstance(value, str) else round(value, 2):>9}")
-    for row in result.get("kv", {}).get("pairs", []):
-        name = f"{row['transport']}, segments of {row['segment_mib']} MiB, digest {row['digest']}"
-        lines.append(f"{name:<44}{row['GB_s']:>9.1f} GB/s" if "GB_s" in row else f"{name:<44} {row['error']}")
-    for model, by in result.get("answers", {}).items():
-        for transport, one in by.items() if isinstance(by, dict) else ():
-            lines.append(f"{f'answer of {model} by {transport}':<44} {one.get('error') or repr(one['text'][:40])}")
-    sys.stdout.write("\n".join(lines) + "\n")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/gpu_check", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--out", default="", help="File for the result as JSON; standard output if not given.")
-    parser.add_argument("--skip", action="append", default=[], choices=list(PARTS_S), help="A part that is not run.")
-    parser.add_argument("model", nargs="?", default="", help="Folder of a model to answer with, besides a tiny one.")
-    asked = parser.parse_args()
-    try:
-        import torch
-    except ImportError:
-        sys.stderr.write("gpu_check: there is no torch here; name an interpreter that has one in CROSSDOCK_PYTHON\n")
-        return NO_GPU
-    if not torch.cuda.is_available():
-        sys.stderr.write("gpu_check: torch sees no NVIDIA GPU here; nothing was checked\n")
-        return NO_GPU
-    from tests import tiny_models
-
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    result: dict[str, Any] = {
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "gpu": torch.cuda.get_device_name(0),
-    }
-    result["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+def run_part(part: str, model: str, limit_s: float) -> None:
+    """Its own lines, and one about the part itself."""
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        models = [tiny_models.make("llama", Path(folder) / "tiny-llama")] + ([Path(asked.model)] if asked.model else [])
-        run: dict[str, Callable[[float], dict[str, Any]]] = {
-            "engine": engine, "tests": tests, "kv": kv, "host": host, "answers": lambda limit_s: answers(models, limit_s),
-        }  # fmt: skip
-        for name, limit_s in PARTS_S.items():
-            if name in asked.skip:
-                continue
-            began = time.monotonic()
+        words, report = Path(folder, "words"), Path(folder, "report.xml")
+        with words.open("wb") as file:
+            # A group of its own, so that all it started ends with it.
+            process = subprocess.Popen(
+                [sys.executable, "-m", *command_of(part, model, report)], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+            status: int | str
             try:
-                result[name] = run[name](limit_s)
-            except (TooLong, ImportError, ValueError, KeyError) as error:  # the others are still worth a figure
-                result[name] = {"ok": False, "error": f"{type(error).__name__}: {error}"}
-            result[name]["took_s"] = round(time.monotonic() - began, 1)
-            if asked.out:
-                Path(asked.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    show(result)
-    if not asked.out:
-        sys.stdout.write(json.dumps(result, indent=1) + "\n")
-    return 0 if all(result[name]["ok"] for name in PARTS_S if name in result) else 1
+                status = process.wait(timeout=limit_s)
+            except subprocess.TimeoutExpired:
+                status = f"not done in {limit_s:.0f} s"
+                end_group(process)
+        text = words.read_text(errors="replace")
+        if part in TESTS:
+            record_tests(part, report, text)
+        failed = {} if status == 0 else {"error": str(status), "words": text[-3000:]}
+        record(part, "part", took_s=round(time.monotonic() - began, 1), **failed)
+
+
+def end_group(process: "subprocess.Popen[bytes]") -> None:
+    """First as Ctrl-C does: pytest writes its report then."""
+    for signal_number in (2, 9):
+        try:
+            os.killpg(process.pid, signal_number)
+            process.wait(timeout=8)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+def record_tests(part: str, report: Path, text: str) -> None:
+    """From the report, which pytest writes at its end, and else from its words."""
+    try:
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    except (OSError, ElementTree.ParseError):
+        found = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", text)}
+        progress = re.findall(r"^[.sFExX]+", text, re.MULTILINE)
+        record(part, "tests", error="there is no report", counts=found, progress="".join(progress))
+        return
+    for case in cases:
+        bad = next((case.find(kind) for kind in ("failure", "error") if case.find(kind) is not None), None)
+        values = {} if bad is None else {"error": f"{bad.get('message')}"[:1500]}
+        name = f"{case.get('classname')}::{case.get('name')}"
+        record(part, name, took_s=float(case.get("time") or 0), skipped=case.find("skipped") is not None, **values)
+    if all(case.find("skipped") is not None for case in cases):
+        record(part, "tests", error="no test ran")
+
+
+def summary(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each part, then what went wrong, then figures, of each part as many."""
+    lines, bad, figures = [], [], []
+    for part in dict.fromkeys(row["part"] for row in rows):
+        own = [row for row in rows if row["part"] == part]
+        errors = [row for row in own if "error" in row]
+        took_s = next((row["took_s"] for row in own if row["name"] == "part"), 0.0)
+        state = "good" if not errors else f"NOT GOOD: {len(errors)} of {len(own)}"
+        lines.append(f"{part:<9}{state:<24}{len(own):>4} results{took_s:>8.1f} s")
+        bad += [f"  {part}, {row['name']}: {' '.join(str(row['error']).split())}"[:150] for row in errors]
+        if part not in (*TESTS, "smoke"):
+            figures.append([f"  {part}, {row['name']}: {said}"[:120] for row in own if (said := figures_of(row))])
+    left = LINES_MAX - len(lines)
+    if len(bad) > left // 2:
+        bad[left // 2 - 1 :] = [f"  and {len(bad) - left // 2 + 1} more that are not good"]
+    left -= len(bad)
+    return [*lines, *bad, *(line for own in figures for line in own[: left // len(figures)])]
+
+
+def figures_of(row: dict[str, Any]) -> str:
+    found = [f"{name} {row[name]:.4g}" for name in FIGURES if isinstance(row.get(name), int | float)]
+    return "" if "error" in row else ", ".join(found)
+
+
+def why_not(device: str) -> str:
+    if importlib.util.find_spec("torch") is None:
+        return "there is no torch here; name an interpreter that has one in CROSSDOCK_PYTHON"
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        return "torch sees no NVIDIA GPU here; nothing was checked"
+    return ""
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="scripts/gpu_check", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--out", default="gpu_check.jsonl", help="File to which each result is appended.")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: a dry run at tiny sizes.")
+    parser.add_argument("model", nargs="?", default="", help="Folder of a model to answer with, besides a tiny one.")
+    parser.add_argument(
+        "parts", nargs="?", default="", help=f"Some of {','.join(PARTS_S)}; else all that there is time for."
+    )
+    asked = parser.parse_args(arguments)
+    if not asked.parts and asked.model and set(asked.model.split(",")) <= set(PARTS_S):
+        asked.model, asked.parts = "", asked.model
+    wanted = asked.parts.split(",") if asked.parts else list(PARTS_S)
+    if unknown := sorted(set(wanted) - set(PARTS_S)):
+        parser.error(f"{', '.join(unknown)}: the parts are {', '.join(PARTS_S)}")
+    if why := why_not(asked.device):
+        sys.stderr.write(f"gpu_check: {why}\n")
+        return NO_GPU
+    out = Path(asked.out).resolve()
+    os.environ |= {"CROSSDOCK_CHECK_OUT": str(out), "CROSSDOCK_CHECK_DEVICE": asked.device, "HF_HUB_OFFLINE": "1"}
+    if asked.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+    began, seen = time.monotonic(), len(out.read_text().splitlines()) if out.exists() else 0
+    for part in wanted:
+        limit_s = min(PARTS_S[part], ALL_S - (time.monotonic() - began))
+        if limit_s < 10.0:
+            record(part, "part", error="no time left", took_s=0.0)
+        else:
+            run_part(part, asked.model, limit_s)
+    rows = [json.loads(line) for line in out.read_text().splitlines()[seen:]]
+    sys.stdout.write("\n".join(summary(rows)) + "\n")
+    return 1 if any("error" in row for row in rows) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -3,12 +3,10 @@
 Work of the device is left out by making it tiny: heads of one number, a vocabulary of 64, and for the pipeline a CUDA graph
 that returns the same logits each time. What is left are the calls. `before` is a step as it was until the pipeline came: the
 lists of one forward, and in each layer a gather and an attention call for each sequence. Norms and products are left out, so it
-is less than it was. Prints one line of JSON, with medians.
+is less than it was. Figures are medians.
 """
 
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
@@ -27,6 +25,7 @@ from engine.kv.sequence import SequenceBlocks
 from engine.sampling.sampler import SamplerState, sample
 from proto.messages import Peer
 from proto.sampling import Sampling
+from tests.gpu.record import attempt
 
 SEQUENCES, CONTEXT, BLOCK_SIZE, LAYERS, HEADS, VOCAB = 64, 1024, 16, 32, 4, 64
 BLOCKS = SEQUENCES * (CONTEXT // BLOCK_SIZE + 16)
@@ -118,14 +117,12 @@ def pipelined(sampling: Sampling) -> float:
     return median_ms(step)
 
 
-def measure() -> dict[str, dict[str, float]]:
-    torch.set_num_threads(1)
-    found = {}
-    for name, sampling in SAMPLINGS.items():
-        old, new = before(sampling), pipelined(sampling)
-        found[name] = {"before_ms": round(old, 2), "pipeline_ms": round(new, 2), "ratio": round(new / old, 3)}
-    return found
+def of(name: str) -> dict[str, float]:
+    old, new = before(SAMPLINGS[name]), pipelined(SAMPLINGS[name])
+    return {"before_ms": round(old, 2), "pipeline_ms": round(new, 2), "ratio": round(new / old, 3)}
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(measure()) + "\n")
+    torch.set_num_threads(1)
+    for one in SAMPLINGS:
+        attempt("host", one, lambda one=one: of(one))

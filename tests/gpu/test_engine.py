@@ -13,7 +13,7 @@ from tests.engine.test_gpu_runner import GREEDY, RECOGNISED, SAMPLINGS, one_by_o
 COUNT = 16
 
 
-@pytest.mark.parametrize("kind", list(tiny_models.KINDS))
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "mixtral"])
 def test_greedy_tokens_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
     path = tiny_models.make(kind, tmp_path)
     prompts = prompts_of((1, 16, 40, 70), seed=7)
@@ -34,10 +34,11 @@ def test_sampled_tokens_equal_those_of_the_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_passes_the_check_after_load(dtype: str, tmp_path: Path) -> None:
-    path = tiny_models.make("qwen3", tmp_path, spread=0.05)
+@pytest.mark.parametrize("kind", list(tiny_models.KINDS))
+def test_half_precision_passes_the_check_after_load(kind: str, dtype: str, tmp_path: Path) -> None:
+    path = tiny_models.make(kind, tmp_path, spread=0.05)
     engine = load_engine(str(path), device="cuda", dtype=dtype, kv_bytes=support.KV_BYTES)
-    assert engine.backend.startswith("gpu"), engine.backend
+    assert engine.backend.startswith("gpu") == (kind in RECOGNISED), engine.backend
 
 
 def test_the_pool_takes_what_the_share_leaves(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ HELD = 100
 
 def stranger(address: tuple[str, int], kind: str, dice: random.Random) -> socket.socket:
     """A connection that has said what strangers of this kind say. Raises `OSError`."""
-    connected = socket.create_connection(address, timeout=10.0)
+    connected = socket.create_connection(address, timeout=60.0)
     foreign = hello(dice.randbytes(TOKEN_BYTES), dice.randbytes(KEY_BYTES), dice.randbytes(NONCE_BYTES))
     words = {
         "garbage": dice.randbytes(HELLO_BYTES),

@@ -23,9 +23,6 @@ class Fake(Operation):
             raise RuntimeError("NCCL says no")
         return self.done
 
-    def abort(self) -> None:
-        self._note("abort")
-
 
 class World:
     def __init__(self) -> None:
@@ -54,11 +51,24 @@ def test_all_are_started_in_order_and_one_that_hangs_keeps_no_other_from_ending(
     assert ends.ended and not ends.error and not hangs.ended
     world.now = 3.0
     assert not world.queue.step()
-    assert world.log[2:] == ["abort a"] and hangs.ended and "3 s" in hangs.error
+    assert hangs.ended and "3 s" in hangs.error
     assert world.rings == 4
 
 
-def test_what_is_given_up_is_aborted_or_never_started():
+def test_the_time_of_one_that_waits_for_its_other_end_runs_once_that_has_begun():
+    world = World()
+    handle = TransferHandle(Fake("a", world.log), 3.0, world._ring, counts=False)
+    world.queue.submit(handle)
+    for now in (0.0, 100.0):
+        world.now = now
+        assert world.queue.step() and not handle.ended
+    handle.counts = True
+    assert world.queue.step() and not handle.ended
+    world.now = 103.0
+    assert not world.queue.step() and "3 s" in handle.error
+
+
+def test_what_is_given_up_is_left_or_never_started():
     world = World()
     _, early = world.ask("early")
     early.cancel()
@@ -68,22 +78,17 @@ def test_what_is_given_up_is_aborted_or_never_started():
     world.queue.step()
     late.cancel()
     assert not world.queue.step()
-    assert world.log == ["launch late", "abort late"] and late.error == "it was given up"
+    assert world.log == ["launch late"] and late.error == "it was given up"
 
 
 def test_failures_reach_the_one_who_asked_and_nobody_else():
     world = World()
     failing = [world.ask(what, what)[1] for what in ("launch", "look")]
-    _, stubborn = world.ask("abort", "abort")
     good, handle = world.ask("good")
-    stubborn.cancel()
-    stubborn._cancelled = False  # it begins, and is given up afterwards
     world.queue.step()
-    stubborn.cancel()
     good.done = True
     assert not world.queue.step()
     assert [t.error for t in failing] == ["ValueError: cannot launch", "RuntimeError: NCCL says no"]
-    assert "could not be aborted" in stubborn.error
     assert handle.ended and not handle.error
 
 

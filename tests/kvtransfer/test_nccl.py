@@ -1,18 +1,19 @@
 """The two ends of a `nccl` pair, over real sockets; the communicator is played by host memory."""
 
+import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 
-from kvtransfer.memory.device_thread import DeviceThread
+from kvtransfer.memory.device_thread import DeviceThread, Operation
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
 from kvtransfer.session.limits import KvSettings
-from kvtransfer.transports import nccl
+from kvtransfer.transports import nccl, nccl_communicator
 from kvtransfer.transports.shm import UNWANTED
 from kvtransfer.transports.side_channel import Line, RendezvousListener, call
 from kvtransfer.transports.transport import Channel, Inbox, Local, PairBroken, SegmentJob
@@ -105,15 +106,29 @@ def connected() -> tuple[Line, Line]:
     return ours, lines[0]
 
 
+class Blocked(Operation):
+    """Keeps a device's thread until it is let go of, as another pair's launch may."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+
+    def launch(self) -> None:
+        assert self.goes_on.wait(60)
+
+    def is_done(self, now: float) -> bool:
+        return True
+
+
 class World:
-    def __init__(self, every: int = 1) -> None:
+    def __init__(self, every: int = 1, threads: tuple[DeviceThread, DeviceThread] | None = None) -> None:
         self.source, self.target = filled_pool(LAYOUT, 32, 1), filled_pool(LAYOUT, 32, 2)
         self.wire = Wire()
         self.lines = connected()
+        self.threads = threads or (DeviceThread("nccl-test"), DeviceThread("nccl-test"))
         sends, receives = (
-            kind(Local(PoolRows(pool, LAYOUT), 8, SETTINGS), line, Played(self.wire), DeviceThread("nccl-test"), every)
-            for kind, pool, line in zip(
-                (nccl.Sends, nccl.Receives), (self.source, self.target), self.lines, strict=True
+            kind(Local(PoolRows(pool, LAYOUT), 8, SETTINGS), line, Played(self.wire), thread, every)
+            for kind, pool, line, thread in zip(
+                (nccl.Sends, nccl.Receives), (self.source, self.target), self.lines, self.threads, strict=True
             )
         )
         self.sender, self.receiver = End(sends), End(receives)
@@ -124,8 +139,8 @@ class World:
 
 
 @contextmanager
-def world(every: int = 1) -> Iterator[World]:
-    one = World(every)
+def world(every: int = 1, threads: tuple[DeviceThread, DeviceThread] | None = None) -> Iterator[World]:
+    one = World(every, threads)
     try:
         yield one
     finally:
@@ -198,6 +213,81 @@ def test_a_peer_that_says_nothing_for_longer_than_a_segment_may_take_is_waited_f
         w.sender.inbox.put(SegmentJob(None, 0, 0, 2, (1, 2)))
         w.receiver.until(lambda: len(w.receiver.answers) == 1)
         assert same_bytes(w.target[[3, 4]], w.source[[1, 2]])
+
+
+def test_a_send_that_waits_for_its_device_costs_the_receiver_nothing():
+    """The receive has begun long before: its time runs from the launch of the send."""
+    with world() as w:
+        blocked = Blocked()
+        w.threads[0].submit(blocked, 60.0, lambda: None)
+        w.segment(0, [1, 2], [3, 4])
+        assert not w.receiver.breaks_within(2.0 * SETTINGS.segment_timeout_ms / 1e3), w.receiver.fault
+        blocked.goes_on.set()
+        w.receiver.until(lambda: len(w.receiver.answers) == 1)
+        w.sender.until(lambda: len(w.sender.answers) == 1)
+        assert same_bytes(w.target[[3, 4]], w.source[[1, 2]])
+
+
+class HangsInSetUp:
+    """In place of a communicator whose peer has died: setting it up takes its whole time, and fails."""
+
+    def __init__(self, *_: object) -> None:
+        self.wire = Wire()
+
+    def zeros(self, words: int) -> torch.Tensor:
+        return torch.zeros(words, dtype=torch.int64)
+
+    def begin(self, tensor: torch.Tensor, sending: bool) -> None:
+        hanging.put(threading.current_thread().name)
+        assert goes_on.wait(60)
+        raise RuntimeError("NCCL: timed out")
+
+    def has_ended(self, now: float) -> bool:
+        return False
+
+    def abort(self) -> None:
+        hanging.put("aborted")
+
+
+hanging: "queue.Queue[str]" = queue.Queue()
+goes_on = threading.Event()
+
+
+def test_a_peer_that_hangs_in_set_up_holds_up_no_other_pair(monkeypatch):
+    """All pairs of a process share one device thread at each end. The store, the line and the words are real."""
+    threads = (DeviceThread("nccl-test-s"), DeviceThread("nccl-test-r"))
+    monkeypatch.setattr(nccl_communicator, "NcclCommunicator", HangsInSetUp)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    for module in (nccl, nccl_communicator):
+        monkeypatch.setattr(module, "device_index", lambda device: 0)
+    local = Local(PoolRows(filled_pool(LAYOUT, 32, 1), LAYOUT), 8, SETTINGS, "127.0.0.1")
+    failed: list[str] = []
+
+    def set_up(meet: Callable[[], Channel]) -> None:
+        try:
+            meet()
+        except RuntimeError as error:
+            failed.append(str(error))
+
+    monkeypatch.setattr(nccl.Nccl, "unusable", lambda *_, **__: "")
+    pairs = []
+    for thread in threads:  # the receiver's end is in the process of the first, and then of the second
+        monkeypatch.setattr(nccl_communicator, "device_thread", lambda index, thread=thread: thread)
+        listener = nccl.Nccl().listen(local)
+        for meet in (listener.meet, lambda listener=listener: nccl.Nccl().connect(local, listener.meeting)):
+            pairs.append(threading.Thread(target=set_up, args=(meet,), daemon=True))
+            pairs[-1].start()
+        assert [hanging.get(timeout=30) for _ in range(2)]
+    with world(threads=threads) as w:
+        for sequence in range(20):
+            w.segment(sequence, [1, 2], [3, 4])
+        w.receiver.until(lambda: len(w.receiver.answers) == 20)
+        w.sender.until(lambda: len(w.sender.answers) == 20)
+        goes_on.set()
+        for pair in pairs:
+            pair.join(30)
+        assert failed == ["NCCL: timed out"] * 4
+        assert [hanging.get(timeout=30) for _ in range(4)] == ["aborted"] * 4
 
 
 def test_the_end_of_the_line_is_the_end_of_the_pair_at_once():

@@ -124,7 +124,7 @@ def test_another_user_is_not_let_in(monkeypatch):
     rendezvous_listener = RendezvousListener()
     monkeypatch.setattr(shm_socket, "is_ours", lambda connected: False)
     with pytest.raises(PairBroken, match="another user"):
-        connect(rendezvous_listener.name)
+        connect(rendezvous_listener.name, 1000)
     with pytest.raises(PairBroken, match="did not come"):
         rendezvous_listener.accept(100)
 
@@ -211,3 +211,22 @@ def test_a_sender_maps_its_window_and_nothing_of_the_pool(monkeypatch):
         assert open_things()[2] == 2, "the window, once for each end of it in this process"
 
     with_ends(test)
+
+
+def test_who_fills_a_receivers_backlog_holds_the_sender_up_no_longer_than_its_limit() -> None:
+    rendezvous_listener = RendezvousListener()
+    strangers = []
+    try:
+        while True:
+            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            strangers.append(stranger)
+            stranger.setblocking(False)
+            try:
+                stranger.connect(shm_socket._address(rendezvous_listener.name))
+            except BlockingIOError:
+                break
+        with pytest.raises(PairBroken, match="did not accept in time"):
+            connect(rendezvous_listener.name, 50)
+    finally:
+        for each in (*strangers, rendezvous_listener._socket):
+            each.close()

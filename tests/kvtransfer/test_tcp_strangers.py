@@ -143,9 +143,34 @@ def test_a_listener_is_closed_once_and_leaves_nothing() -> None:
         listener.expect()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
+    with pytest.raises(PairBroken, match="the listener is closed"):
+        expected.wait(WAIT_S)
     expected.abandon()
     with pytest.raises(PairBroken, match="abandoned"):
         expected.wait(WAIT_S)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_after_a_failure_that_nobody_foresaw_the_listener_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    descriptors = open_descriptors()
+    listener = TcpListener("127.0.0.1", lambda reason: None)
+    expected, port = listener.expect()
+    thread = listener._thread
+    with monkeypatch.context() as patched:
+        patched.setattr(tcp_listener, "_ACCEPTED_AT_ONCE", None)
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=WAIT_S),
+            pytest.raises(PairBroken, match="the listener failed: TypeError"),
+        ):
+            expected.wait(WAIT_S)
+        assert thread is not None
+        thread.join(WAIT_S)
+    again, port = listener.expect()
+    with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S):
+        pass
+    listener.forget(again)
+    listener.close()
+    assert open_descriptors() == descriptors
 
 
 def test_a_listener_that_cannot_listen_says_so_and_leaves_nothing() -> None:

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from gateway.openai.request_types import NEUTRAL_ONLY, ChatRequest
+from gateway.openai.not_served import NEUTRAL_ONLY
+from gateway.openai.request_types import ChatRequest
 from launcher.reference import api
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"

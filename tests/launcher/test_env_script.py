@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,9 @@ from tests.documents import ROOT
 PYTHON = """#!/bin/sh
 case "$*" in
 *"-m venv"*) mkdir -p .venv/bin .venv/lib/python3/site-packages; cp "$0" .venv/bin/python ;;
+*"-m pip install"*"-e ."*) echo "last: $*" ;;
 *"-m pip install"*)
+    echo "first: $*"
     echo "Collecting one>=1 (from crossdock)"; sleep 0.7
     echo "Collecting two"
     [ -z "${PIP_SLEEPS:-}" ] || exec sleep "$PIP_SLEEPS"
@@ -32,6 +35,7 @@ def fresh(tmp_path: Path) -> Path:
     (tmp_path / "scripts" / "go").write_text('set -eu\n. "$(dirname "$0")/_env.sh"\nprepare serve\necho served\n')
     (tmp_path / "pyproject.toml").touch()
     (tmp_path / "constraints.txt").write_text("one==1\ntwo==2\nthree==3\n")
+    (tmp_path / "requirements.lock").write_text("one==1\ntwo==2\nthree==3\n")
     (tmp_path / "python").write_text(PYTHON)
     (tmp_path / "python").chmod(0o755)
     return tmp_path
@@ -53,7 +57,10 @@ def test_without_a_terminal_each_phase_is_a_line(fresh: Path) -> None:
         "Downloading packages",
         "Installing packages",
     ]
-    assert "Collecting two" in (fresh / ".venv" / "install.log").read_text()
+    log = (fresh / ".venv" / "install.log").read_text()
+    assert "Collecting two" in log
+    assert re.search(r"^first: .*--require-hashes --no-deps -r requirements\.lock$", log, re.M)
+    assert re.search(r"^last: .*--no-build-isolation -c constraints\.txt -e \.$", log, re.M)
     again = begin(fresh)
     assert again.communicate(timeout=60) == ("served\n", ""), "it is done once"
 

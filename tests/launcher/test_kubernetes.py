@@ -112,3 +112,17 @@ def test_nodes_are_drained_one_pod_of_a_role_at_a_time() -> None:
     }
     for role, spec in labels.items():
         assert spec.get("maxUnavailable") == 1 or spec["minAvailable"] < replicas[role], "a drain can end"
+
+
+def test_an_api_key_is_needed() -> None:
+    """Gateways and the coordinator read a tenants file from a Secret, which is not optional and readable by nobody else."""
+    config = next(one["data"] for one in OBJECTS if one["kind"] == "ConfigMap")
+    for name in ("crossdock-coordinator", "crossdock-gateway"):
+        (container,) = PODS[name]["containers"]
+        mount = next(mount for mount in container["volumeMounts"] if mount["name"] == "tenants")
+        assert mount["readOnly"] and "subPath" not in mount, "a subPath is not updated"
+        assert config["CROSSDOCK_TENANTS"].startswith(mount["mountPath"] + "/")
+        secret = next(volume["secret"] for volume in PODS[name]["volumes"] if volume["name"] == "tenants")
+        assert secret["secretName"] == "crossdock-tenants" and secret["defaultMode"] & 0o007 == 0
+        assert not secret.get("optional") and "CROSSDOCK_INSECURE" not in config
+        assert f"create secret generic {secret['secretName']} " in PATH.read_text()

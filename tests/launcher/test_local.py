@@ -64,7 +64,9 @@ def test_a_second_ctrl_c_kills_what_does_not_stop(tmp_path: Path) -> None:
 
 
 START = """
-import asyncio, sys
+import asyncio, signal, sys
+# Whoever runs the tests may ignore SIGINT, and what a shell starts in its background does.
+signal.signal(signal.SIGINT, signal.SIG_IGN if "background" in sys.argv else signal.default_int_handler)
 from rich.console import Console
 from launcher.local.lifetime import run_until_stopped
 
@@ -88,10 +90,13 @@ sys.exit(run_until_stopped(begin, Console()))
 """
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status", "where"),
+    [(signal.SIGINT, 130, "foreground"), (signal.SIGTERM, 143, "foreground"), (signal.SIGTERM, 143, "background")],
+)
 @pytest.mark.parametrize("phase", ["fetching", "starting", "serving"])
-def test_a_stopped_start_is_no_success(phase: str, number: int, status: int) -> None:
-    command = [sys.executable, "-c", START, phase]
+def test_a_stopped_start_is_no_success(phase: str, number: int, status: int, where: str) -> None:
+    command = [sys.executable, "-c", START, phase, where]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=child_environment(1), text=True
     ) as launcher:

@@ -4,10 +4,17 @@ import hashlib
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import MagicMock
 
+import gguf
+import numpy as np
 import pytest
+from huggingface_hub.errors import RevisionNotFoundError
 from rich.console import Console
 
+from engine.model import loader
+from gateway.text import tokenizer
+from launcher.models import convert as models_convert
 from launcher.models import resolve as models
 from launcher.models.hub import ModelError
 from launcher.models.resolve import ReadyModel, ready
@@ -117,10 +124,62 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     assert ready(str(folder), "", QUIET) == ReadyModel(folder, "Tiny")
 
 
-@pytest.mark.parametrize("name", ["nothing", "a/b/c", "org/"])
+@pytest.mark.parametrize(
+    "name", ["nothing", "a/b/c", "org/", "a/b@", "a/b@../c", "a/b@x/../../y", "a/b@-x", "a/b@x y", "a@v/b", "a/b@x\n"]
+)
 def test_what_is_neither_folder_nor_hub_name_is_refused(name: str) -> None:
     with pytest.raises(SettingsError, match="neither a folder nor a name"):
         ready(name, "", QUIET)
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
+    """What is asked of a hub that has each revision of `org/tiny` in a folder of its own, but no `gone`."""
+    asked: list[tuple[str, str | None]] = []
+
+    def snapshot_download(repo_id: str, *, revision: str | None = None, **_: object) -> str:
+        asked.append((repo_id, revision))
+        if revision == "gone":
+            raise RevisionNotFoundError("404", response=MagicMock())
+        folder = tmp_path / "snapshots" / str(revision).replace("/", "-")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").touch()
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    return asked
+
+
+@pytest.mark.parametrize("revision", [None, "main", "v1.0", "refs/pr/1", COMMIT])
+def test_a_revision_of_the_hub_can_be_named(hub: list[tuple[str, str | None]], revision: str | None) -> None:
+    found = ready(f"org/tiny@{revision}" if revision else "org/tiny", "", QUIET)
+    assert hub == [("org/tiny", revision)]
+    assert found.model_id == "org/tiny", "clients do not see the revision"
+    assert found.path.name == str(revision).replace("/", "-")
+    assert loader._resolve(f"org/tiny@{revision}" if revision else "org/tiny", lambda text: None) == found.path
+
+
+def test_a_revision_that_is_not_there_is_said_by_name(hub: list[tuple[str, str | None]]) -> None:
+    with pytest.raises(ModelError, match=r"^--model: org/tiny has no revision gone on the hub$"):
+        ready("org/tiny@gone", "", QUIET)
+
+
+def test_a_gateway_takes_the_tokenizer_of_the_same_revision(
+    hub: list[tuple[str, str | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def read_json(source: str, name: str) -> None:
+        read.append(source)
+
+    monkeypatch.setattr(tokenizer, "_read_json", read_json)
+    with pytest.raises(tokenizer.ModelFilesError, match=r"org/tiny@v1: has no config\.json"):
+        tokenizer.load("org/tiny@v1")
+    assert hub == [("org/tiny", "v1")] and Path(read[0]).name == "v1"
 
 
 @pytest.mark.parametrize("name", ["./x", "../no/where", "/no/such/folder", "~/no/such", "models/x", "have/x"])
@@ -129,3 +188,17 @@ def test_a_folder_that_is_missing_is_said_to_be(name: str, tmp_path: Path, monke
     (tmp_path / "have").mkdir()
     with pytest.raises(SettingsError, match=f"^--model: there is no folder {name}$"):
         ready(name, "", QUIET)
+
+
+def test_a_gguf_file_that_memory_cannot_hold_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tensor("weight", np.zeros((64, 1000), np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    monkeypatch.setattr(models_convert, "free_memory_bytes", lambda: 200_000)
+    with pytest.raises(ValueError, match=r"take 0.000256 GB as float32, and 0.0002 GB of memory are free"):
+        models_convert.convert(str(tmp_path), "model.gguf", str(tmp_path / "out"))

@@ -5,8 +5,10 @@ import hashlib
 import io
 import json
 import re
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,21 @@ def test_sums_by_day_and_tenant_with_open_requests_at_their_estimate(event_log: 
     assert (first["requests"], first["open"], first["charged_tokens"]) == (3, 1, 2 * 90 + 150)
     assert (first["prompt_tokens"], first["cached_tokens"], first["output_tokens"]) == (120, 80, 60)
     assert (first["queue_ms_mean"], first["decode_ms_mean"]) == (10.0, 40.0)
+
+
+@pytest.mark.parametrize("value", [-1, 2**63 - 1, 1e300, "many", b"\0", float("inf")])
+@pytest.mark.parametrize(
+    "column", ["day", "tenant", "outcome", "borrowed", "charged_tokens", "prompt_tokens", "cached_tokens", "queue_ms"]
+)
+def test_odd_rows_do_not_keep_the_others_from_being_shown(event_log: str, column: str, value: object) -> None:
+    with closing(sqlite3.connect(event_log)) as db:
+        db.execute(f"UPDATE usage SET {column} = ? WHERE request_id IN ('r1', 'r3')", (value,))
+        db.commit()
+    entries = read(UsageSettings(db=event_log))
+    json.dumps(entries)
+    show(entries, Console(file=io.StringIO()))
+    others = [entry for entry in entries if entry["tenant"] == "acmeologists"]
+    assert [entry["charged_tokens"] for entry in others] == [150]
 
 
 @pytest.mark.parametrize(

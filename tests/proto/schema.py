@@ -59,7 +59,8 @@ def _type_text(hint: Any) -> str:
     """A type with its bounds, the same in every version of Python."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return " ".join([_type_text(parts[0]), *map(repr, parts[1:])])
+        # `$`, as recorded of older versions, also let a last line break through, which no process sends.
+        return " ".join([_type_text(parts[0]), *(repr(part).replace(r"\\Z", "$") for part in parts[1:])])
     if origin in (Union, types.UnionType):
         return " | ".join(map(_type_text, parts))
     if parts:

@@ -234,6 +234,36 @@ def test_keys_are_rotated_on_sighup(folder: Path) -> None:
     assert secret.exists()
 
 
+@pytest.mark.parametrize("to", [Role.DECODE, Role.GATEWAY, Role.COORDINATOR])
+def test_links_with_a_server_end_when_its_key_is_removed(folder: Path, to: Role) -> None:
+    """Whose secret was stolen serves nobody any more, and is not connected to again. Keys that stay end no link."""
+    name = next(name for name, role in ROLES.items() if role is to)
+    make(folder, [f"{name}-b", "client-b"])
+
+    async def body() -> None:
+        a, b = End(), End()
+        server = a.server(settings=links(folder, to))
+        client = b.client(await server.start(), hello=hello(Role.PREFILL), settings=links(folder, Role.PREFILL), to=to)
+        keys = client._settings.keys
+        assert keys is not None
+        await client.start()
+        assert await b.next() == ("up", 7) and await a.next() == ("up", 9)
+        (folder / "client-b.key").unlink()
+        keys.read_again()
+        await asyncio.sleep(SILENT_S)
+        assert b.events.empty() and len(server.peers) == 1
+        (folder / f"{name}.key").unlink()
+        keys.read_again()
+        assert await b.next() == ("down", "its key was removed")
+        await asyncio.sleep(SILENT_S)
+        assert b.events.empty()
+        await client.close()
+        assert client._keys_changed not in keys._on_change
+        await server.close()
+
+    run(body)
+
+
 def test_a_server_with_several_keys_is_found_by_trying(folder: Path) -> None:
     """As with two gateways of one key each: which of them is at an address, nobody was told."""
     make(folder, ["gateway-b"])

@@ -77,3 +77,30 @@ def test_events_posted_while_performing_wait_for_their_turn() -> None:
     driver: CoreDriver[int, int] = CoreDriver(Echo(), perform=perform, tick=0)
     asyncio.run(body())
     assert seen == [2, 1, 0]
+
+
+def test_no_other_process_of_the_user_may_read_a_roles_memory() -> None:
+    """PR_GET_DUMPABLE is 0: then /proc/PID/mem, environ and root are for who may trace any process."""
+    code = """
+import ctypes
+from runtime.process.driver import run_process
+async def main(stop): return ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)
+print(run_process(main), run_process(main, private=True))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout.split() == ["0", "0"], done.stderr
+
+
+def test_a_role_opens_as_many_files_as_it_may() -> None:
+    code = """
+import resource
+from runtime.process.driver import run_process
+async def main(stop):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return int(soft != hard)
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+print(run_process(main))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout.split() == ["0"], done.stderr

@@ -91,12 +91,12 @@ def test_what_cannot_be_compiled_is_said(grammar: str) -> None:
 def test_a_hostile_grammar_costs_little_at_each_token(grammar: str) -> None:
     """It may fail at some token, in which case the stream does. It never takes long."""
     matcher = compiler().matcher(grammar, ())
-    times = [time.perf_counter()]
+    times = [time.thread_time()]
     for _ in range(300):
         if not allowed(matcher):
             break
         matcher.accept(ids("a")[0])
-        times.append(time.perf_counter())
+        times.append(time.thread_time())
     assert max((after - before for before, after in pairwise(times)), default=0.0) < HOSTILE_S
 
 

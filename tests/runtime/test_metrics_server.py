@@ -42,7 +42,7 @@ def served(test: Callable[[MetricsServer, str, int], Awaitable[None]]) -> None:
     uvloop.run(scene())
 
 
-async def ask(host: str, port: int, request: bytes = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n") -> bytes:
+async def ask(host: str, port: int, request: bytes = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n") -> bytes:
     reader, writer = await asyncio.open_connection(host, port)
     try:
         writer.write(request)
@@ -51,10 +51,28 @@ async def ask(host: str, port: int, request: bytes = b"GET /metrics HTTP/1.1\r\n
         writer.close()
 
 
+def test_no_web_page_reads_a_port_on_loopback_by_a_name_of_its_own() -> None:
+    """DNS rebinding. A port that other hosts reach is asked for by any name."""
+
+    async def test(server: MetricsServer, host: str, port: int) -> None:
+        async def status(named: str) -> bytes:
+            return (await ask(host, port, f"GET /health HTTP/1.1\r\n{named}\r\n".encode())).split()[1]
+
+        for own in ("Host: localhost:9400", "Host: 127.0.0.1", "Host: [::1]:9400", "Host: LOCALHOST."):
+            assert await status(f"{own}\r\n") == b"200", own
+        for other in ("Host: evil.example", "Host: localhost\r\nHost: evil.example", "Host: a b", "Host:"):
+            assert await status(f"{other}\r\n") == b"403", other
+        assert await status("") == b"200"
+        server._loopback_only = False
+        assert await status("Host: coordinator.crossdock.svc:9400\r\n") == b"200"
+
+    served(test)
+
+
 def test_two_roles_on_one_page_are_told_apart() -> None:
     async def test(server: MetricsServer, host: str, port: int) -> None:
         page, up = CombinedPage(server, 2), {"decode": False}
-        async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=60) as client:
             for role in ("prefill", "decode"):
                 assert (await client.get("/ready")).status_code == 503, "it is starting"
                 registry = MetricsRegistry(role)
@@ -80,7 +98,7 @@ def test_two_roles_on_one_page_are_told_apart() -> None:
 def test_what_is_where() -> None:
     async def test(server: MetricsServer, host: str, port: int) -> None:
         registry, not_ready = MetricsRegistry("gateway"), ["no worker"]
-        async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=60) as client:
             assert (await client.get("/health")).status_code == 200
             assert (await client.get("/ready")).status_code == 503, "it is starting"
             assert (await client.get("/metrics")).status_code == 503
@@ -104,7 +122,7 @@ def test_live_fails_with_what_feeds_the_watchdog(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(notify, "_checks", [lambda: progress[0], lambda: progress[1]])
 
     async def test(_: MetricsServer, host: str, port: int) -> None:
-        async with httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=60) as client:
             assert (await client.get("/live")).status_code == 200, "a process that starts is not ended for it"
             progress[1] = False
             assert (await client.get("/live")).status_code == 503
@@ -126,8 +144,8 @@ def test_slow_and_idle_connections_are_cut_off_and_others_served(monkeypatch: py
         for _, writer in idle[:2]:
             writer.write(b"GET /metrics HTTP/1.1\r\nX: ")  # a head that never ends
         slow_reader, slow_writer = await asyncio.open_connection(host, port, limit=1024)
-        slow_writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert b"200 OK" in await ask(host, port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"), "beside them"
+        slow_writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"200 OK" in await ask(host, port, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"), "beside them"
         for reader, _ in idle:
             assert await _all(reader) == b""
         await asyncio.sleep(1.0)
@@ -211,7 +229,7 @@ def test_garbage_is_answered_or_cut_off_and_nobody_notices() -> None:
 
 
 def test_a_connection_is_for_one_request_of_bounded_size() -> None:
-    get = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    get = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
     async def test(_: MetricsServer, host: str, port: int) -> None:
         assert (await ask(host, port, get * 50)).count(b"HTTP/1.1 200") == 1
@@ -256,7 +274,9 @@ def test_targets_are_json() -> None:
         server.show(
             MetricsRegistry("coordinator"), lambda: None, {"/targets": lambda: [{"targets": ["h:1"], "labels": {}}]}
         )
-        head, _, body = (await ask(host, port, b"GET /targets HTTP/1.1\r\nHost: x\r\n\r\n")).partition(b"\r\n\r\n")
+        head, _, body = (await ask(host, port, b"GET /targets HTTP/1.1\r\nHost: localhost\r\n\r\n")).partition(
+            b"\r\n\r\n"
+        )
         assert b"application/json" in head and json.loads(body)[0]["targets"] == ["h:1"]
 
     served(test)
@@ -267,7 +287,7 @@ def test_who_connects_before_it_serves_waits_for_it() -> None:
         server = MetricsServer("127.0.0.1:0")
         await server.listen()
         host, _, port = server.address.rpartition(":")
-        asking = asyncio.create_task(ask(host, int(port), b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"))
+        asking = asyncio.create_task(ask(host, int(port), b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"))
         await asyncio.sleep(0.05)
         assert not asking.done()
         await server.serve()

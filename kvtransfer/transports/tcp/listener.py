@@ -44,7 +44,7 @@ class Expected:
     def __init__(self) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.key = secrets.token_bytes(KEY_BYTES)
-        self._arrived: queue.SimpleQueue[tuple[socket.socket, Hello] | None] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[tuple[socket.socket, Hello] | str] = queue.SimpleQueue()
 
     def wait(self, timeout_s: float) -> tuple[socket.socket, Hello]:
         """The sender's connection. Raises `PairBroken`."""
@@ -52,22 +52,22 @@ class Expected:
             arrived = self._arrived.get(timeout=timeout_s)
         except queue.Empty:
             raise PairBroken("the sender did not come in time") from None
-        if arrived is None:
-            raise PairBroken("the rendezvous was abandoned")
+        if isinstance(arrived, str):
+            raise PairBroken(arrived)
         return arrived
 
     def deliver(self, connection: socket.socket, hello: Hello) -> None:
         self._arrived.put((connection, hello))
 
-    def abandon(self) -> None:
+    def abandon(self, why: str = "the rendezvous was abandoned") -> None:
         """Make `wait` fail now. From any thread."""
-        self._arrived.put(None)
+        self._arrived.put(why)
 
     def close(self) -> None:
         """Close a connection that nobody waits for any more."""
         while not self._arrived.empty():
             arrived = self._arrived.get_nowait()
-            if arrived is not None:
+            if not isinstance(arrived, str):
                 arrived[0].close()
 
 
@@ -149,18 +149,30 @@ class TcpListener:
     # --- in the listener's thread ---
 
     def _run(self, listening: socket.socket) -> None:
+        why = "the listener is closed"
         try:
             while not self._closed:
                 self._serve(listening)
+        except Exception as error:
+            why = f"the listener failed: {error!r}"
+            raise
         finally:
-            with self._lock:
-                self._closed = True
-                os.close(self._wake)
-                self._wake = -1
+            self._end(listening, why)
+
+    def _end(self, listening: socket.socket, why: str) -> None:
+        """After a failure the next `expect` begins anew, with another port. Pairs that were waiting can be tried again."""
+        with self._lock:
+            self._socket = self._thread = self._resume_at = None
+            os.close(self._wake)
+            self._wake = -1
+            self._said.clear()
             for connection in self._pending.pop_all():
                 connection.close()
             self._selector.close()
             listening.close()
+            expected, self._expected = self._expected, {}
+        for each in expected.values():
+            each.abandon(why)
 
     def _serve(self, listening: socket.socket) -> None:
         """Wait for something to happen, and deal with it."""

@@ -41,7 +41,7 @@ def run(settings: EngineBenchSettings, model_path: str, console: Console) -> dic
     torch.set_num_threads(settings.threads)
     dtype = torch.float32 if settings.device == "cpu" else "auto"
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    plain: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+    plain: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, trust_remote_code=False)
     plain.to(settings.device).eval()
     size = size_of(plain)
     engine = load_engine(model_path, device=settings.device, block_size=BLOCK_SIZE, kv_bytes=kv_bytes(size))

@@ -1,0 +1,119 @@
+"""What the usage ledger says at a start.
+
+Anybody may have written to the file, and disks fail: a row that is not of the kind that this program writes is left out and
+counted, so that no row can keep a coordinator from starting, nor bring amounts into it that it would not write itself.
+"""
+
+import sqlite3
+from collections.abc import Iterable, Iterator
+from datetime import date
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from coordinator.accounting import ledger_totals
+from coordinator.accounting.quota import Ask
+from coordinator.accounting.usage import Opened, Past
+from proto.fields import Count, RequestId, Text
+
+OPEN_MAX: Final = 1 << 17
+"""Open rows taken over at a start."""
+RECENT_MAX: Final = 1 << 18
+_EPOCH: Final = date(1970, 1, 1).toordinal()
+_OPEN: Final = """
+SELECT request_id, day, tenant, model, band, borrowed, from_token, prompt_tokens, output_tokens, kv_blocks
+FROM usage INDEXED BY usage_open -- left to itself, SQLite goes through all rows for their order
+WHERE outcome IS NULL ORDER BY day DESC LIMIT ?
+"""
+_LAST_MINUTE: Final = """
+SELECT tenant, accepted_s, charged_tokens FROM usage WHERE accepted_s BETWEEN ? AND ? AND NOT borrowed
+ORDER BY accepted_s LIMIT ?
+"""
+_Name = Annotated[Text, Meta(min_length=1)]
+
+
+class _OpenRow(msgspec.Struct, array_like=True):
+    request_id: RequestId
+    day: Annotated[str, Meta(pattern=r"^\d{4}-\d\d-\d\d\Z")]
+    tenant: _Name
+    model: Text
+    priority_class: Text
+    borrowed: Literal[0, 1]
+    from_token: Count
+    prompt_tokens: Count
+    output_tokens: Count
+    kv_blocks: Count
+
+
+class _RecentRow(msgspec.Struct, array_like=True):
+    tenant: _Name
+    accepted_s: float
+    charged_tokens: Count
+
+
+class _TotalRow(msgspec.Struct, array_like=True):
+    tenant: _Name
+    charged_tokens: Count
+
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+def day_text(day: int) -> str:
+    """Days since 1970 as `2026-11-21`."""
+    return date.fromordinal(_EPOCH + day).isoformat()
+
+
+def read(db: sqlite3.Connection, today: int, unix_s: float) -> tuple[Past, int]:
+    """What is open, what `today` was charged, and the last minute before `unix_s`; and how many rows were left out. Raises
+    `sqlite3.Error`."""
+    return _Reader(db).read(today, unix_s)
+
+
+class _Reader:
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self._unreadable = 0
+
+    def read(self, today: int, unix_s: float) -> tuple[Past, int]:
+        self._db.text_factory = _text_or_bytes
+        try:
+            opened = {row.request_id: row for row in self._opened()}
+            charged = [
+                (row.tenant, today, row.charged_tokens)
+                for row in self._rows(_TotalRow, ledger_totals.of_day(self._db, day_text(today)))
+            ]
+            minute = self._db.execute(_LAST_MINUTE, (unix_s - 60.0, unix_s, RECENT_MAX))
+            recent = [
+                (row.tenant, unix_s - row.accepted_s, row.charged_tokens) for row in self._rows(_RecentRow, minute)
+            ]
+        finally:
+            self._db.text_factory = str
+        return Past(tuple(opened.values()), tuple(charged), tuple(recent)), self._unreadable
+
+    def _rows(self, kind: type[R], rows: Iterable[tuple[Any, ...]]) -> Iterator[R]:
+        for row in rows:
+            try:
+                yield msgspec.convert(row, kind)
+            except msgspec.ValidationError:
+                self._unreadable += 1
+
+    def _opened(self) -> Iterator[Opened]:
+        for row in self._rows(_OpenRow, self._db.execute(_OPEN, (OPEN_MAX,))):
+            try:
+                day = date.fromisoformat(row.day).toordinal() - _EPOCH
+            except ValueError:
+                self._unreadable += 1
+                continue
+            ask = Ask(row.prompt_tokens, row.output_tokens, row.kv_blocks)
+            names = (row.tenant, row.model, row.priority_class)
+            yield Opened(row.request_id, day, *names, bool(row.borrowed), ask, from_token=row.from_token)
+
+
+def _text_or_bytes(raw: bytes) -> str | bytes:
+    """Bytes are no text to those who check the row."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw

@@ -1,0 +1,103 @@
+"""The TCP connections under a socket. libzmq bounds neither how long they stay without a `Hello` nor how much it keeps of a
+message that does not end, so both are looked at here."""
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from proto import limits
+from runtime.link.peer import Peer
+from runtime.process import clock
+
+HELLO_S = 3.0
+"""In which a connection has become a link; one whose link has ended gets as long."""
+LOOK_S = 0.25
+UNENDED_BYTES_MAX = 2 * limits.MAX_FRAMES * limits.MAX_FRAME_BYTES
+"""On the wire, since the last message that ended: as much as the largest one."""
+_BYTES_RECEIVED = 128
+"""Offset of `tcpi_bytes_received` in Linux's `struct tcp_info`."""
+
+
+@dataclass(eq=False)
+class Connection:
+    since: float
+    """When it was accepted, or when its link ended."""
+    peer: Peer | None = None
+    base_bytes: int | None = 0
+    """Received up to its last message; None: not known, since it has just had one."""
+
+
+class Connections:
+    """Of one socket, by descriptor, as its monitor tells. `drop(descriptor, connection, why)` is told of those that have to go;
+    `why` is empty for one without a link."""
+
+    def __init__(self, drop: Callable[[int, Connection, str], None], *, hello_s: float | None = HELLO_S) -> None:
+        self.open: dict[int, Connection] = {}
+        self._drop = drop
+        self._hello_s = hello_s
+        self._looked_at = 0.0
+
+    def opened(self, descriptor: int) -> None:
+        self.open[descriptor] = Connection(clock.now())
+
+    def closed(self, descriptor: int) -> None:
+        self.open.pop(descriptor, None)
+
+    def welcomed(self, descriptor: int, peer: Peer) -> None:
+        if (connection := self.open.get(descriptor)) is not None:
+            connection.peer = peer
+
+    def left(self, peer: Peer) -> None:
+        """Its link has ended; its connection may go on."""
+        connection = self.open.get(peer.descriptor)
+        if connection is not None and connection.peer is peer:
+            connection.peer, connection.since = None, clock.now()
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.look(clock.now())
+
+    def look(self, now: float) -> None:
+        looked_at, self._looked_at = self._looked_at, now
+        if now - looked_at > 4 * LOOK_S:
+            return  # after a pause of our own, what they have sent is still unread
+        for descriptor, connection in list(self.open.items()):
+            peer = connection.peer
+            if peer is None and self._hello_s is not None and now - connection.since > self._hello_s:
+                self._drop(descriptor, connection, "")
+            elif peer is not None and peer.heard_at >= looked_at:
+                connection.base_bytes = None
+            else:
+                received = received_bytes(descriptor)
+                if connection.base_bytes is None:
+                    connection.base_bytes = received
+                elif received - connection.base_bytes > UNENDED_BYTES_MAX:
+                    self._drop(
+                        descriptor, connection, f"{received - connection.base_bytes} bytes and no end of a message"
+                    )
+
+
+def received_bytes(descriptor: int) -> int:
+    """By this TCP connection since it began; 0 if it is none, or gone."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as own:
+            info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        received: int = struct.unpack_from("=Q", info, _BYTES_RECEIVED)[0]
+    except (OSError, struct.error):
+        return 0
+    return received
+
+
+def shut_down(descriptor: int, port: int) -> None:
+    """End a connection of the socket bound to this port; libzmq notices, and closes it."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as own:
+            # Closed meanwhile, its number may be that of something else by now.
+            if own.family in (socket.AF_INET, socket.AF_INET6) and own.getsockname()[1] == port:
+                own.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # it is gone already

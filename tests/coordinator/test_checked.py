@@ -1,0 +1,220 @@
+"""A message is checked before anything changes: what peers may not say, and what becomes of a bug in a check."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from coordinator.core import HANDLERS, Core
+from coordinator.events import Configured, PeerDown, PeerUp, ProtocolViolation, Received, Send, Tick
+from coordinator.lifecycle import State
+from coordinator.recovery.members import EMPTY_POOL_S_MAX
+from coordinator.reporting.report import COUNTER_MAX
+from proto.codec import decode, to_frames
+from proto.errors import CancelReason
+from proto.limits import MAX_MODELS
+from proto.messages import (
+    Cancel,
+    ClusterState,
+    Finished,
+    HandedOver,
+    Hello,
+    Rejected,
+    Released,
+    Role,
+    StatusRequest,
+    StepDone,
+    Submit,
+)
+from proto.progress import DecodeProgress
+from proto.sampling import Sampling
+from runtime.tenancy.tenants import open_tenants
+from tests.coordinator.world import Harness, submit, worker_hello
+
+
+def two_models(kv_overcommit: float = 1.0) -> Harness:
+    """One pair of workers for each of two models, 10 and 20, 12 and 22."""
+    h = Harness.make(1, 1)
+    h.core.limits = replace(h.core.limits, kv_overcommit=kv_overcommit)
+    for role, incarnation in ((Role.PREFILL, 12), (Role.DECODE, 22)):
+        h.post(PeerUp(incarnation, msgspec.structs.replace(worker_hello(role, incarnation), model="other")))
+    return h
+
+
+def claimed(h: Harness) -> Submit:
+    """A request whose prefill worker was lost: it has its room on the decode worker, and may come again."""
+    first = submit("a", 8, max_tokens=20)
+    h.receive(1, first)
+    h.post(PeerDown(10, "lost"))
+    h.receive(20, Released("a", 1))
+    return msgspec.structs.replace(first, attempt=2)
+
+
+def violations(h: Harness, incarnation: int, message: object, blob: bytes | None = None) -> list[str]:
+    actions = h.receive(incarnation, message) if blob is None else h.post(Received(incarnation, message, blob))
+    return [action.reason for action in actions if isinstance(action, ProtocolViolation)]
+
+
+CHANGES = {
+    "model": {"model": "other"},
+    "tenant": {"tenant": "b"},
+    "priority_class": {"priority_class": "batch"},
+    "priority": {"priority": 5},
+    "choices": {"choices": 2},
+    "first_choice": {"first_choice": 1},
+    "sampling": {"sampling": Sampling(max_tokens=21)},
+    "the prompt": {"prompt_tokens": 9},
+    "deadline_ms": {"deadline_ms": 5.0},
+}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_the_next_attempt_may_not_change_what_the_request_is(field: str) -> None:
+    h = two_models()
+    again = claimed(h)
+    (why,) = violations(h, 1, msgspec.structs.replace(again, **CHANGES[field]))
+    assert field in why and h.core.requests["a"].attempt == 1
+    assert violations(h, 1, again) == [] and h.core.requests["a"].attempt == 2
+
+
+def test_what_a_resume_changes_is_allowed() -> None:
+    h = two_models()
+    again = claimed(h)
+    sampling = msgspec.structs.replace(again.sampling, prompt_logprobs=-1)
+    resumed = msgspec.structs.replace(
+        again, prompt_tokens=11, resumed_tokens=3, sampling=sampling, block_hashes=b"a" * 16, hash_block_size=4
+    )
+    assert violations(h, 1, resumed) == []
+    lost = msgspec.structs.replace(resumed, attempt=3, prompt_tokens=10, resumed_tokens=2)
+    assert violations(h, 1, lost), "tokens that were sent are not unsent"
+
+
+def test_another_model_leaves_no_claim_that_fails_later() -> None:
+    """The two ways in which the coordinator ended."""
+    h = two_models()
+    again = msgspec.structs.replace(claimed(h), model="other")
+    assert violations(h, 1, again)
+    h.post(PeerDown(20, "restarted"))
+    h.post(PeerUp(13, worker_hello(Role.PREFILL, 13)))
+    h.post(PeerUp(23, worker_hello(Role.DECODE, 23)))
+    h.receive(1, submit("b", 8))
+    h = two_models(kv_overcommit=2.0)
+    assert violations(h, 1, msgspec.structs.replace(claimed(h), model="other"))
+    h.receive(1, Cancel("a", 2, CancelReason.DISCONNECTED))
+    h.receive(20, DecodeProgress(1, 0, 5))
+
+
+def test_a_worker_that_lets_go_of_what_goes_on_is_dropped() -> None:
+    h = Harness.make(1, 1)
+    h.receive(1, submit("a", 8))
+    assert violations(h, 10, Released("a", 1))
+    (step,) = h.core.workers[10].steps.values()
+    h.receive(10, StepDone(0, step[0].chunks, 1.0, 8))
+    h.receive(10, HandedOver("a", 1, 9, 1.0))
+    assert h.core.requests["a"].state is State.DECODING
+    assert violations(h, 20, Released("a", 1)) and h.core.requests["a"].state is State.DECODING
+
+
+def test_a_bug_in_a_check_ends_the_link_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    h = Harness.make(1, 1)
+
+    def fails(*_: object) -> str:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setitem(HANDLERS, Submit, HANDLERS[Submit]._replace(check=fails))
+    before = dict(h.core.requests), list(h.core.workers[10].steps)
+    (action,) = h.core.handle(Received(1, submit("a"), bytes(40)), h.now)
+    assert isinstance(action, ProtocolViolation) and action.incarnation == 1
+    assert "planted" in action.traceback and "fails" in action.traceback
+    assert (dict(h.core.requests), list(h.core.workers[10].steps)) == before
+    monkeypatch.undo()
+    assert violations(h, 1, submit("a")) == [] and "a" in h.core.requests
+
+
+def test_a_bug_behind_the_check_is_not_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state may be half changed: the process is to end."""
+    h = Harness.make(1, 1)
+
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setitem(HANDLERS, Submit, HANDLERS[Submit]._replace(apply=fails))
+    with pytest.raises(ZeroDivisionError):
+        h.core.handle(Received(1, submit("a"), bytes(40)), h.now)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def hello_of(number: int, role: Role, incarnation: int) -> Hello:
+    return msgspec.structs.replace(worker_hello(role, incarnation), model=f"m{number}")
+
+
+def test_the_65th_model_is_refused_and_gateways_can_read_what_they_are_told() -> None:
+    h = Harness.make(0, 0)
+    for number in range(MAX_MODELS):
+        for offset, role in enumerate((Role.PREFILL, Role.DECODE)):
+            hello = hello_of(number, role, 1_000 + 2 * number + offset)
+            assert h.core.refusal(hello) is None
+            for action in h.post(PeerUp(hello.incarnation, hello)):
+                if isinstance(action, Send):
+                    decode(to_frames(action.message))
+    assert "64 models" in (h.core.refusal(hello_of(64, Role.PREFILL, 5_000)) or "")
+    assert h.core.refusal(hello_of(3, Role.PREFILL, 5_000)) is None, "one that is known"
+    told = [send.message for send in h.sent if isinstance(send.message, ClusterState)]
+    assert len(told[-1].servable_models) == MAX_MODELS
+
+
+def test_a_model_without_workers_is_forgotten_after_an_hour() -> None:
+    h = Harness.make(1, 1)
+    names = []
+    for number in range(200):
+        hello = hello_of(number, Role.PREFILL, 1_000 + number)
+        if h.core.refusal(hello) is None:
+            h.post(PeerUp(hello.incarnation, hello))
+            h.post(PeerDown(hello.incarnation, "gone"))
+            names.append(hello.model)
+    assert len(names) == MAX_MODELS - 1 and len(h.core.pools) == MAX_MODELS
+    assert h.core.next_deadline() == h.now + EMPTY_POOL_S_MAX
+    h.now += EMPTY_POOL_S_MAX
+    h.post(Tick())
+    assert len(h.core.pools) == len(h.core.queues) == 1, "the one with workers stays"
+    assert not h.core.empty_pools
+
+
+def test_a_model_that_a_request_waits_for_is_kept() -> None:
+    h = Harness.make(1, 1)
+    h.receive(1, submit("a", 8))
+    for incarnation in (20, 10):
+        h.post(PeerDown(incarnation, "lost"))
+    (model,) = h.core.empty_pools
+    h.core.empty_pools[model] = h.now - EMPTY_POOL_S_MAX
+    h.post(Tick())
+    assert list(h.core.pools) == [model] and h.core.empty_pools == {model: h.now}
+
+
+# --- counts -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_lying_worker_says_leaves_a_report_that_can_be_read() -> None:
+    h = Harness.make(1, 1)
+    h.receive(1, submit("a", 8))
+    (step,) = h.core.workers[10].steps.values()
+    most = (1 << 40) - 1
+    h.receive(10, StepDone(0, step[0].chunks, 1e12, most))
+    h.receive(10, HandedOver("a", 1, most, 1e12))
+    h.receive(20, Finished("a", 1, most, most, 1 << 20))
+    h.core.counters["kv_bytes_moved"] = COUNTER_MAX + 5
+    h.post(PeerUp(5, msgspec.structs.replace(worker_hello(Role.PREFILL, 5), role=Role.OBSERVER)))
+    for action in h.receive(5, StatusRequest()):
+        if isinstance(action, Send):
+            decode(to_frames(action.message))
+
+
+def test_a_rejection_of_a_long_name_fits_its_message() -> None:
+    core = Core()
+    core.handle(Configured(open_tenants(), 0.0), 0.0)
+    core.handle(PeerUp(1, Hello(10, Role.GATEWAY, 1, "g")), 0.0)
+    long = msgspec.structs.replace(submit("a"), model="\0" * 512)
+    (rejected,) = [a.message for a in core.handle(Received(1, long, bytes(40)), 0.0) if isinstance(a, Send)]
+    assert isinstance(decode(to_frames(rejected))[0], Rejected)

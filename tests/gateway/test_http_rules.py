@@ -1,0 +1,208 @@
+"""HTTP as RFC 9110 and 9112 have it: methods, targets, HTTP/1.0, clients that send no more, offers of other protocols."""
+
+import asyncio
+import json
+import socket
+from collections.abc import Awaitable, Callable
+
+import pytest
+import uvloop
+
+from gateway.app import ROUTERS
+from proto.errors import CancelReason
+from tests.gateway.fakes import ANSWER, MODEL, Site, make_site, served
+from tests.helpers import until
+
+CHAT = "/v1/chat/completions"
+GETS = sorted(
+    route.path.replace("{model_id:path}", MODEL)
+    for router in ROUTERS
+    for route in router.routes
+    if "GET" in (getattr(route, "methods", None) or ()) and "response_id" not in route.path
+)
+
+
+def on_port(test: Callable[[Site, int], Awaitable[None]]) -> None:
+    async def body() -> None:
+        site = make_site(client_timeout_s=20.0)
+        async with served(site) as url:
+            await test(site, int(url.rsplit(":", 1)[1]))
+            await until(lambda: site.gateway.intake.idle)
+
+    uvloop.run(body())  # as the process does
+
+
+def post(*headers: str, version: str = "1.1", stream: bool = False) -> bytes:
+    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "stream": stream})
+    lines = [f"POST {CHAT} HTTP/{version}", "Host: x", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+    return "\r\n".join([*lines, *headers, "", body]).encode()
+
+
+async def said(port: int, request: bytes, *, ends: bool = False) -> tuple[bytes, bytes]:
+    """(head, body) of all that comes until the server ends the connection. `ends`: no more is sent, and that is said."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    if ends:
+        writer.write_eof()
+    head, _, body = (await asyncio.wait_for(reader.read(), 20)).partition(b"\r\n\r\n")
+    writer.close()
+    return head.lower(), body
+
+
+def get(target: str, *headers: str, method: str = "GET", version: str = "1.1") -> bytes:
+    lines = [f"{method} {target} HTTP/{version}", *(headers or ("Host: x",)), "Connection: close", "", ""]
+    return "\r\n".join(lines).encode()
+
+
+def test_every_get_route_answers_head_without_a_body() -> None:
+    async def test(_site: Site, port: int) -> None:
+        assert len(GETS) >= 5
+        for path in [*GETS, "/openapi.json"]:
+            whole, body = await said(port, get(path))
+            head, nothing = await said(port, get(path, method="HEAD"))
+            assert (head.split(b"\r\n")[0], nothing) == (b"http/1.1 200 ok", b""), path
+            length = b"content-length: %d" % len(body)
+            assert length in head and length in whole, path
+        assert (await said(port, get("/v1/models/none", method="HEAD")))[0].startswith(b"http/1.1 404")
+
+    on_port(test)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "allow"),
+    [
+        ("HEAD", CHAT, 405, b"OPTIONS, POST"),
+        ("PUT", "/v1/responses/x", 405, b"DELETE, GET, HEAD, OPTIONS"),
+        ("TRACE", "/health", 405, b"GET, HEAD, OPTIONS"),
+        ("OPTIONS", CHAT, 204, b"OPTIONS, POST"),
+        ("OPTIONS", "/v1/models", 204, b"GET, HEAD, OPTIONS"),
+        ("OPTIONS", "*", 204, b"DELETE, GET, HEAD, OPTIONS, POST"),
+        ("OPTIONS", "/nothing", 404, b""),
+    ],
+)
+def test_methods_and_what_is_allowed(method: str, path: str, status: int, allow: bytes) -> None:
+    async def test(_site: Site, port: int) -> None:
+        head, _ = await said(port, get(path, method=method))
+        assert head.startswith(b"http/1.1 %d " % status), head
+        found = [line.partition(b": ")[2] for line in head.split(b"\r\n") if line.startswith(b"allow: ")]
+        assert found == ([allow.lower()] if allow else [])
+
+    on_port(test)
+
+
+@pytest.mark.parametrize(
+    ("request_head", "status"),
+    [
+        (get("http://other.example/health?a=b"), 200),
+        (get("HTTP://other.example:80/health"), 200),
+        (get("http://other.example"), 200),
+        (get("http://user@other.example/health"), 400),
+        (get("http://[::1/health"), 400),
+        (get("other.example:80", method="CONNECT"), 400),
+        (get("/health", "X: y"), 400),
+        (get("/health", "Host: a", "Host: b"), 400),
+        (get("/health", "X: y", version="1.0"), 200),
+    ],
+)
+def test_the_target_and_the_host_of_a_request(request_head: bytes, status: int) -> None:
+    async def test(_site: Site, port: int) -> None:
+        head, body = await said(port, request_head)
+        assert head.startswith(b"http/1.1 %d " % status), head
+        assert body == b'{"status":"ok"}' if status == 200 else json.loads(body)["error"]["code"] == "invalid_http"
+
+    on_port(test)
+
+
+def text_of(events: bytes) -> str:
+    lines = [line[6:] for line in events.decode().split("\n") if line.startswith("data: {")]
+    return "".join(json.loads(line)["choices"][0]["delta"].get("content", "") for line in lines)
+
+
+@pytest.mark.parametrize("headers", [(), ("Connection: keep-alive",), ("Expect: 100-continue",)])
+def test_a_stream_to_http_1_0_ends_with_the_connection_and_has_no_chunks(headers: tuple[str, ...]) -> None:
+    async def test(_site: Site, port: int) -> None:
+        head, body = await said(port, post(*headers, version="1.0", stream=True))
+        assert head.startswith(b"http/1.1 200") and b"chunked" not in head and b"connection: close" in head
+        assert body.startswith(b"data: ") and body.endswith(b"data: [DONE]\n\n") and text_of(body) == ANSWER
+        whole, body = await said(port, post(*headers, version="1.0"))
+        assert b"content-length: %d" % len(body) in whole
+        assert json.loads(body)["choices"][0]["message"]["content"] == ANSWER
+
+    on_port(test)
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_sends_no_more_gets_its_answer(stream: bool, version: str) -> None:
+    async def test(site: Site, port: int) -> None:
+        site.cluster.hold = True
+        asking = asyncio.create_task(said(port, post(stream=stream, version=version), ends=True))
+        await until(lambda: bool(site.cluster.submits))
+        await asyncio.sleep(0.4)  # some looks whether it has gone
+        assert not site.cluster.cancels
+        site.cluster.release()
+        head, body = await asking
+        while head.lower() == b"http/1.1 100 continue":
+            head, _, body = body.partition(b"\r\n\r\n")
+        assert head.lower().startswith(b"http/1.1 200")
+        assert (b"[DONE]" if stream else ANSWER.partition("\n")[0].encode()) in body
+        three = await said(port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 3, ends=True)
+        assert three[1].count(b'{"status":"ok"}') == 3
+
+    on_port(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_client_that_has_gone_is_noticed(stream: bool, reset: bool) -> None:
+    async def test(site: Site, port: int) -> None:
+        site.cluster.hold = True
+        client = socket.create_connection(("127.0.0.1", port))
+        client.sendall(post(stream=stream))
+        await until(lambda: bool(site.cluster.submits))
+        if reset:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        client.close()
+        await until(lambda: bool(site.cluster.cancels))
+        assert site.cluster.cancels[0].reason is CancelReason.DISCONNECTED
+
+    on_port(test)
+
+
+def test_half_a_request_is_not_waited_for() -> None:
+    async def test(site: Site, port: int) -> None:
+        assert await said(port, post()[:-4], ends=True) == (b"", b"")
+        assert not site.cluster.submits
+
+    on_port(test)
+
+
+@pytest.mark.parametrize("cut", [1, 40, 10_000])
+def test_an_offer_of_another_protocol_is_declined_and_the_body_is_read(cut: int) -> None:
+    """Java's client offers HTTP/2 with its first request."""
+
+    async def test(_site: Site, port: int) -> None:
+        request = post("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMA")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for at in range(0, len(request), cut):
+            writer.write(request[at : at + cut])
+            await asyncio.sleep(0)
+        head, _, body = (await asyncio.wait_for(reader.read(), 20)).partition(b"\r\n\r\n")
+        writer.close()
+        assert head.startswith(b"HTTP/1.1 200") and b"connection: close" in head
+        assert json.loads(body)["choices"][0]["message"]["content"] == ANSWER
+
+    on_port(test)
+
+
+def test_a_body_is_asked_for_where_the_client_waits_for_that() -> None:
+    async def test(_site: Site, port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head, _, body = post("Expect: 100-continue", "Connection: close").partition(b"\r\n\r\n")
+        writer.write(head + b"\r\n\r\n")
+        assert await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(body)
+        assert (await asyncio.wait_for(reader.read(), 20)).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+    on_port(test)

@@ -1,0 +1,264 @@
+"""Schemas of clients: what is refused, what is left out without `strict`, and what is said of it."""
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.structured.compile_process import NO_ANSWER, checked, compiled
+from gateway.structured.finite import has_finite_answer
+from gateway.structured.lark import Grammar, Relaxed, TooLarge, next_relaxed
+from gateway.structured.schema import SchemaError, prepared
+from gateway.structured.user_grammar import as_lark
+from runtime.grammar.compiler import make_tokenizer
+from tests import tiny_models
+
+TOKENIZER = make_tokenizer(tiny_models.tokenizer().backend_tokenizer.to_str(), tiny_models.VOCAB, [tiny_models.EOS])
+
+
+def in_e(**keywords: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"e": keywords, "f": {"type": "string", "pattern": "^a+$"}}}
+
+
+ODD = [
+    in_e(type="string", pattern="^(?!x)[a-z]{1,3}$"),
+    in_e(type="string", pattern=r"^(?=.{1,64}$)(?!\.)[^@]+@[^@]+$"),
+    in_e(type="string", pattern=r"(?<=a)b"),
+    in_e(type="string", pattern=r"(a)\1"),
+    in_e(type="string", pattern=r"\bword\b"),
+    in_e(type="string", pattern="a$b"),
+    in_e(type="string", pattern=r"\cA"),
+    in_e(type="string", pattern="[^]"),
+    in_e(type="string", pattern="a{,3}"),
+    in_e(type="string", pattern="("),
+    in_e(type="string", format="iri"),
+    in_e(type="string", format="uri", minLength=500),
+    in_e(type="string", minLength=5000, pattern="(a|b)*c"),
+    in_e(type="object", patternProperties={"^(?!x)a": {}}, additionalProperties=False),
+    in_e(type="object", patternProperties={"a.*b": {}, "c.*d": {}}),
+    in_e(type="object", propertyNames={"pattern": "^(?!x)"}),
+    in_e(type="array", uniqueItems=True, contains={"type": "string"}),
+    in_e(oneOf=[{"type": "string"}, {"type": "string", "maxLength": 3}]),
+    in_e(anyOf=[{"not": {"type": "string"}}, {"if": {}, "then": {}}]),
+    in_e(type="integer", multipleOf=123457),
+    in_e(type="number", multipleOf=1.23456789),
+    in_e(allOf=[{"type": "integer", "multipleOf": 9001}, {"multipleOf": 9973}]),
+    in_e(allOf=[{"pattern": f"{letter}.*"} for letter in "abcd"]),
+    in_e(type="integer", minimum=-1e30, maximum=1e30),
+    {"$ref": "https://example.org/schema"},
+    in_e(**{"$dynamicRef": "#x"}),
+    in_e(allOf=[{"anyOf": [{"type": "string", "minLength": 10 * i + j} for j in range(3)]} for i in range(12)]),
+    {"x-guidance": {"lenient": False}},
+    True,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", ODD, ids=lambda schema: json.dumps(schema)[39:100])
+def test_an_odd_schema_without_strict_compiles_in_the_end(schema: Any) -> None:
+    relaxed: list[Relaxed] | None = []
+    verdict = ""
+    for _ in range(20):
+        assert relaxed is not None, verdict
+        grammar = Grammar(lambda text: [text], relaxed)
+        verdict = compiled(grammar.text(grammar.json(schema, strict=False)), TOKENIZER)
+        if not verdict:
+            return
+        relaxed = next_relaxed(grammar.schemas, relaxed, verdict)
+    pytest.fail(verdict)
+
+
+@pytest.mark.parametrize("schema", ODD[:6], ids=lambda schema: schema["properties"]["e"].get("pattern", "")[:20])
+def test_only_what_cannot_be_expressed_is_left_out(schema: Any) -> None:
+    found = prepared(schema, strict=False, left_out={("properties", "e", "pattern")})
+    assert found.schema["properties"] == {"e": {"type": "string"}, "f": {"type": "string", "pattern": "^a+$"}}
+    assert not found.is_whole and prepared(in_e(type="string"), strict=False).is_whole
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"type": "string", "pattern": "^(?!x)a"}, "'pattern' at $.properties.e"),
+        ({"type": "string", "pattern": "a$b"}, "'pattern' at $.properties.e"),
+        ({"items": {"pattern": r"\bx"}}, "'pattern' at $.properties.e.items"),
+        ({"anyOf": [{}, {"not": {}}]}, "'not' at $.properties.e.anyOf.1"),
+        ({"type": "array", "uniqueItems": True}, "'uniqueItems' at $.properties.e"),
+        ({"type": "string", "format": "iri"}, "'format' at $.properties.e"),
+        ({"type": "text"}, "'type' at $.properties.e"),
+        ({"$ref": "https://x/y"}, "'$ref' at $.properties.e"),
+        ({"$ref": "#/$defs/none"}, "'$ref' at $.properties.e"),
+        ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, "'oneOf' at $.properties.e"),
+        ({"type": "object", "patternProperties": {"(?=a)b": {}}}, "'patternProperties' at $.properties.e"),
+    ],
+)
+def test_with_strict_the_keyword_and_its_path_are_named(keywords: dict[str, Any], said: str) -> None:
+    grammar = Grammar(lambda text: [text])
+    try:
+        verdict = compiled(grammar.text(grammar.json(in_e(**keywords), strict=True)), TOKENIZER)
+        assert verdict
+        verdict = grammar.schemas[0].explained(verdict)
+    except SchemaError as error:
+        verdict = str(error)
+    assert said in verdict
+
+
+def multiples(*divisors: float) -> list[dict[str, Any]]:
+    return [{"type": "integer", "multipleOf": divisor} for divisor in divisors]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": multiples(9001, 9973)},
+        {"allOf": multiples(997, 991)},
+        {"allOf": [{"allOf": multiples(101)}, {"allOf": multiples(103)}]},
+        {"multipleOf": 9001, "anyOf": multiples(9973, 2)},
+        {"multipleOf": 9001, "$ref": "#/$defs/a", "$defs": {"a": multiples(9973)[0]}},
+        {"$defs": {"a": multiples(9973)[0]}, "allOf": [{"$ref": "#/$defs/a"}, {"multipleOf": 7}]},
+        {"properties": {f"p{n}": one for n, one in enumerate(multiples(*range(9000, 9100)))}},
+        {"prefixItems": multiples(*range(9900, 9950))},
+        {"anyOf": multiples(*range(9900, 9950))},
+        {"type": "number", "multipleOf": 123456.789},
+        {"type": "number", "multipleOf": 10**400},
+        {"$defs": {"a": multiples(9973)[0]}, "prefixItems": [{"$ref": "#/$defs/a", "minimum": n} for n in range(40)]},
+    ],
+    ids=lambda schema: json.dumps(schema)[:50],
+)
+def test_states_that_count_remainders_are_bounded(schema: dict[str, Any]) -> None:
+    with pytest.raises(SchemaError, match="multipleOf"):
+        prepared(schema, strict=True)
+    assert "multipleOf" not in json.dumps(prepared(schema, strict=False).schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": multiples(5)[0], "b": {"type": "number", "multipleOf": 0.01}, "c": multiples(1000)[0]}},
+        {"allOf": multiples(5, 10, 100)},
+        multiples(9973)[0],
+    ],
+)
+def test_common_divisors_compile(schema: dict[str, Any]) -> None:
+    grammar = Grammar(lambda text: [text])
+    assert compiled(grammar.text(grammar.json(schema, strict=True)), TOKENIZER) == ""
+
+
+def test_long_descriptions_take_no_room_in_a_grammar() -> None:
+    schema = {"description": "x" * 100_000, "properties": {"description": {"type": "string", "title": "y" * 70_000}}}
+    found = prepared(schema, strict=True).schema
+    assert "description" not in found and found["properties"] == {"description": {"type": "string"}}
+
+
+def test_sizes_are_looked_at_first() -> None:
+    grammar = Grammar(lambda text: pytest.fail("split"))
+    for write in (grammar.literal, grammar.regex, grammar.up_to):
+        with pytest.raises(TooLarge):
+            write("x" * 70_000)
+    for _ in range(60):
+        grammar.rule(grammar.plain("x" * 1000))
+    with pytest.raises(TooLarge):
+        grammar.rule(grammar.plain("x" * 20_000))
+
+
+# --- answers that never end -------------------------------------------------------------------------------------------
+
+NODE = {"type": "object", "properties": {"next": {"$ref": "#"}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        {**NODE, "required": ["next"]},
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+        {"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1},
+        {"anyOf": [{**NODE, "required": ["next"]}, {"allOf": [{"$ref": "#"}]}]},
+        {"type": "object", "required": ["a"], "additionalProperties": {"$ref": "#"}},
+        {"type": "object", "properties": {"x": {"$ref": "#/$defs/l"}}, "required": ["x"],
+         "$defs": {"l": {"type": "array", "items": {"$ref": "#/$defs/l"}, "minItems": 2}}},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_schema_without_a_finite_instance_is_refused(schema: dict[str, Any], strict: bool) -> None:
+    grammar = Grammar(lambda text: [text])
+    verdict = compiled(grammar.text(grammar.json(schema, strict=strict)), TOKENIZER)
+    assert verdict == NO_ANSWER
+    assert next_relaxed(grammar.schemas, [], verdict) is None
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        NODE,
+        {"anyOf": [{**NODE, "required": ["next"]}, {"type": "null"}]},
+        {"type": "array", "items": {"$ref": "#"}},
+        {"type": ["object", "null"], "properties": {"next": {"$ref": "#"}}, "required": ["next"]},
+        {"type": "object", "properties": {"a": {"enum": []}}},
+        {"type": "object", "properties": {"a": {"$ref": "#/$defs/t"}}, "required": ["a"],
+         "$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}}}},
+    ],
+)  # fmt: skip
+def test_recursion_that_can_end_is_served(schema: dict[str, Any]) -> None:
+    grammar = Grammar(lambda text: [text])
+    assert compiled(grammar.text(grammar.json(schema, strict=True)), TOKENIZER) == ""
+
+
+@pytest.mark.parametrize(
+    ("lark", "finite"),
+    [
+        ('start: "a" start', False),
+        ('start: "a" x\nx: "b" y\ny: x', False),
+        ("start: start", False),
+        ('start: ("a" start)+', False),
+        ('start: x{2,3}\nx: "(" x ")"', False),
+        ('start: x "b"?\nx: x "a" | "c" x', False),
+        ('start: "a" x\n\nx[lazy]: "b"\n    x', False),
+        ('start: "a" start?', True),
+        ('start: ("a" start)*', True),
+        ('start: "a" [start]', True),
+        ('start: "a" (start | "b")', True),
+        ('start: x{0,3} "a"\nx: "(" x ")"', True),
+        ('// start: start\nstart: "a:" /b: c|d/i\n', True),
+        ('start: item ("," item)*\nitem: NUMBER | "[" start "]"\nNUMBER: /[0-9]+/', True),
+        ('root ::= "a" root', False),
+        ('root ::= "[" (root ("," root)*)? "]"', True),
+    ],
+)
+def test_a_grammar_without_a_finite_answer_is_refused(lark: str, finite: bool) -> None:
+    grammar = Grammar(lambda text: [text])
+    text = grammar.text(grammar.sub_grammar(as_lark(lark)))
+    assert has_finite_answer(text) is finite
+    assert (compiled(text, TOKENIZER) == "") is finite
+
+
+@pytest.mark.parametrize("pattern", [r"[^\s\S]", r"a[^\s\S]", r"abc[^\w\W]d", r"a{2}[^\d\D]"])
+def test_a_regular_expression_that_nothing_matches_is_refused(pattern: str) -> None:
+    grammar = Grammar(lambda text: [text])
+    assert compiled(grammar.text(grammar.regex(pattern)), TOKENIZER) == NO_ANSWER
+
+
+def test_a_json_grammar_of_many_rules_is_looked_at_in_linear_time() -> None:
+    """In llguidance's own order, no rule is known to end before the last."""
+    chain = "\n".join(f"r{number}: r{number + 1}" for number in range(1500))
+    assert has_finite_answer(f'start: r0\n{chain}\nr1500: "a"')
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "said"),
+    [
+        ('{"e": "abc"}', ODD[0], ""),
+        ('{"e": "xbc"}', ODD[0], "$.e does not match 'pattern'"),
+        ("[1, 1]", {"uniqueItems": True}, "$ does not match 'uniqueItems'"),
+        ('{"a": {"b": 1}}', {"properties": {"a": {"not": {"required": ["b"]}}}}, "$.a does not match 'not'"),
+        ("nothing", {}, "it is not JSON"),
+        ('"a"', {"$ref": "https://x/y"}, ""),
+        ('"a"', {"pattern": "("}, ""),
+        (json.dumps("a" * 40 + "!"), {"pattern": "^(a+)+(?!b)$"}, "$ does not match 'pattern'"),
+        (json.dumps("a" * 5000), {"pattern": r"^(a|aa)+\1(?!b)$"}, ""),
+    ],
+)
+def test_answers_are_checked_against_the_whole_schema(text: str, schema: Any, said: str) -> None:
+    assert checked(text, schema) == said

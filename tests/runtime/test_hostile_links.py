@@ -1,0 +1,262 @@
+"""Peers that send what does not end, or nothing at all."""
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+import zmq
+
+from proto.codec import encode
+from proto.errors import CheckFailed
+from proto.limits import MAX_FRAMES, PROTOCOL_VERSION
+from proto.messages import Bye, Hello, Message, Role, StatusRequest, Submit
+from proto.sampling import Sampling
+from runtime.link import connections, keys, server
+from runtime.link import peer as peer_module
+from runtime.link.keys import Keys
+from runtime.link.server import LinkServer, LinkSettings, Peer
+from runtime.process import loop_socket
+from runtime.process.loop_socket import LoopContext
+from runtime.process.zmq_sockets import close_sockets
+from tests.helpers import until
+
+FRAMES = 50_000
+
+
+@pytest.fixture
+def context() -> Iterator[LoopContext]:
+    made = LoopContext()
+    yield made
+    made.destroy(0)
+
+
+def a_server(settings: LinkSettings | None = None, **options: Any) -> LinkServer:
+    hello = Hello(PROTOCOL_VERSION, Role.COORDINATOR, 5, "c")
+    given: dict[str, Any] = {
+        "accept": lambda hello: None,
+        "on_up": lambda peer: None,
+        "on_message": lambda *_: None,
+        "on_down": lambda *_: None,
+    }
+    return LinkServer(bind="tcp://127.0.0.1:*", hello=hello, settings=settings or LinkSettings(), **(given | options))
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def connect(port: int) -> socket.socket:
+    """As a DEALER without keys, the handshake of ZMTP done."""
+    raw = socket.create_connection(("127.0.0.1", port))
+    raw.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\0" + bytes(31))
+    ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER\x08Identity" + struct.pack(">I", 0)
+    raw.sendall(b"\x04" + bytes([len(ready)]) + ready)
+    return raw
+
+
+async def is_closed(raw: socket.socket) -> None:
+    """Until the other end has closed it."""
+    raw.setblocking(False)
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(20):
+        try:
+            while await loop.sock_recv(raw, 1 << 16):
+                pass
+        except ConnectionError:
+            return
+
+
+@pytest.mark.parametrize("kind", [zmq.ROUTER, zmq.DEALER, zmq.PAIR])
+def test_of_a_message_with_too_many_frames_a_few_are_kept_and_the_loop_gets_turns(
+    context: LoopContext, kind: int
+) -> None:
+    """Whatever kind of socket reads it."""
+
+    async def body() -> None:
+        reader = context.socket(kind)
+        writer = context.socket(zmq.PAIR if kind == zmq.PAIR else zmq.DEALER)
+        port = reader.bind_to_random_port("tcp://127.0.0.1")
+        writer.connect(f"tcp://127.0.0.1:{port}")
+        writer.send_multipart([b"x"] * FRAMES)
+        writer.send_multipart([b"next"])
+        turns, reading = 0, asyncio.ensure_future(reader.receive())
+        while not reading.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert len(reading.result()) == reader.frames_max > MAX_FRAMES
+        assert turns >= FRAMES // loop_socket.TURN_FRAMES
+        assert (await reader.receive())[-1] == b"next", "the rest of the long one is not taken for a message"
+
+    uvloop.run(body())
+
+
+def test_a_reader_that_leaves_amid_a_long_message_does_not_leave_its_rest_to_the_next(context: LoopContext) -> None:
+    async def body() -> None:
+        reader, writer = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        port = reader.bind_to_random_port("tcp://127.0.0.1")
+        writer.connect(f"tcp://127.0.0.1:{port}")
+        writer.send_multipart([b"x"] * FRAMES)
+        writer.send_multipart([b"next"])
+        reading = asyncio.ensure_future(reader.receive())
+        await until(lambda: bool(reader._amid))
+        reading.cancel()
+        await asyncio.wait({reading})
+        assert await asyncio.wait_for(reader.receive(), 20) == [b"next"]
+
+    uvloop.run(body())
+
+
+def test_the_sender_of_too_many_frames_is_counted_and_cut_off() -> None:
+    async def body() -> None:
+        one = a_server()
+        raw = connect(port_of(await one.start()))
+        raw.sendall(b"\x01\x01x" * 1_000 + b"\x00\x01x")
+        await is_closed(raw)
+        assert one.counters.protocol_errors == 1
+        await one.close()
+        close_sockets()
+
+    uvloop.run(body())
+
+
+def test_a_message_that_does_not_end_is_cut_off_before_a_link_and_on_one() -> None:
+    frame = b"\x03" + struct.pack(">Q", 1 << 20) + bytes(1 << 20)
+
+    async def body(says_hello: bool) -> None:
+        lost: list[str] = []
+        one = a_server(on_down=lambda peer, reason: lost.append(reason))
+        raw = connect(port_of(await one.start()))
+        if says_hello:
+            hello = encode(Hello(PROTOCOL_VERSION, Role.OBSERVER, 9, "x"))
+            raw.sendall(bytes([0, len(hello)]) + hello)
+            await until(lambda: bool(one.peers))
+        raw.setblocking(False)
+        loop, sent = asyncio.get_running_loop(), 0
+        with contextlib.suppress(ConnectionError):
+            while sent < 20 * connections.UNENDED_BYTES_MAX:
+                await asyncio.wait_for(loop.sock_sendall(raw, frame), 30)
+                sent += len(frame)
+                await asyncio.sleep(0.005)
+        assert one.counters.protocol_errors == 1 and not one.peers
+        assert sent < 10 * connections.UNENDED_BYTES_MAX
+        assert len(lost) == says_hello and all("no end of a message" in reason for reason in lost)
+        await one.close()
+        close_sockets()
+
+    for says_hello in (False, True):
+        uvloop.run(body(says_hello))
+
+
+def test_many_whole_messages_are_no_message_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "UNENDED_BYTES_MAX", 1 << 20)
+
+    async def body() -> None:
+        got: list[Message] = []
+        one = a_server(on_message=lambda peer, message, blob: got.append(message))
+        address = await one.start()
+        with zmq.Context() as other, other.socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            dealer.connect(address)
+            dealer.send(encode(Hello(PROTOCOL_VERSION, Role.OBSERVER, 9, "x")))
+            for number in range(600):
+                dealer.send_multipart([encode(Submit(f"r{number}", 1, "m", 4096, Sampling(1))), bytes(4 * 4096)])
+                if number % 20 == 0:
+                    await asyncio.sleep(0.02)
+            await until(lambda: len(got) == 600)
+            assert len(one.peers) == 1
+            dealer.send(encode(Bye("done")))
+        await one.close()
+        close_sockets()
+
+    uvloop.run(body())
+
+
+def test_a_connection_without_hello_is_closed_and_counted_and_so_is_one_whose_link_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body() -> None:
+        one = a_server()
+        one._connections._hello_s = 0.5
+        port = port_of(await one.start())
+        silent, refused = connect(port), connect(port)
+        refused.sendall(b"\x00\x01x")
+        await asyncio.gather(is_closed(silent), is_closed(refused))
+        assert one.counters.silent == {"": 2}
+        await one.close()
+        close_sockets()
+
+    uvloop.run(body())
+
+
+def test_silent_connections_count_by_their_key_and_for_its_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "keys"
+    keys.make(folder, list(keys.ROLES))
+    monkeypatch.setattr(server, "HELLO_S", 1.0)
+
+    async def body() -> None:
+        one = a_server(LinkSettings(keys=Keys(folder, Role.COORDINATOR), peers_max=3))
+        one._connections._hello_s = 1.0
+        address = await one.start()
+        own = Keys(folder, Role.OBSERVER)
+        with zmq.Context() as other:
+            sockets = [other.socket(zmq.DEALER) for _ in range(5)]
+            for dealer in sockets:
+                dealer.linger = 0
+                dealer.reconnect_ivl = -1
+                dealer.curve_publickey, dealer.curve_secretkey = own.public, own.secret
+                dealer.curve_serverkey = own.of(Role.COORDINATOR)[0]
+                dealer.connect(address)
+            await until(lambda: one.counters.too_many >= 2)
+            await until(lambda: one.counters.silent["client"] >= 3)
+            assert one.counters.turned_away()["too_many"] == 2 and not one._gate._let_in
+            other.destroy(0)
+        await one.close()
+        close_sockets()
+
+    uvloop.run(body())
+
+
+@pytest.mark.parametrize("where", ["read", "accept", "owner"])
+def test_a_bug_met_before_anything_changed_ends_one_link(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        bad = 11
+
+        def accept(hello: Hello) -> str | None:
+            assert not (where == "accept" and hello.incarnation == bad), "planted"
+            return None
+
+        def message(peer: Peer, *_: object) -> None:
+            if where == "owner" and peer.incarnation == bad:
+                raise CheckFailed("planted")
+
+        if where == "read":
+
+            def fails(frames: list[bytes], version: int) -> Any:
+                raise ZeroDivisionError("planted")
+
+            monkeypatch.setattr(peer_module, "read", fails)
+        lost: list[int] = []
+        one = a_server(accept=accept, on_message=message, on_down=lambda peer, reason: lost.append(peer.incarnation))
+        address = await one.start()
+        with zmq.Context() as other, other.socket(zmq.DEALER) as good, other.socket(zmq.DEALER) as other_one:
+            for dealer, incarnation in ((good, 10), (other_one, bad)):
+                dealer.linger = 0
+                dealer.connect(address)
+                dealer.send(encode(Hello(PROTOCOL_VERSION, Role.OBSERVER, incarnation, "x")))
+            await until(lambda: len(one.peers) + one.counters.failed_checks == 2)
+            other_one.send(encode(StatusRequest()))
+            await until(lambda: one.counters.failed_checks == 1)
+            assert lost == ([] if where == "accept" else [bad])
+            assert [peer.incarnation for peer in one.peers.values()] == [10]
+        await one.close()
+        close_sockets()
+
+    uvloop.run(body())

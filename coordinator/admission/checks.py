@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from coordinator.events import Limits
 from coordinator.placement.choice import uncached_tokens
 from coordinator.request import Request
+from coordinator.waiting.overload import spread
 from coordinator.waiting.queue import WaitQueue
 from coordinator.workers.pool import Pool
 from coordinator.workers.worker import WORKERS
@@ -83,4 +84,4 @@ def feasible(request: Request, pool: Pool, queue: WaitQueue) -> tuple[Reject | N
     if expected_ms <= DEADLINE_MARGIN * deadline_ms:
         return None, "", 0.0
     why = f"its first token is expected in {expected_ms:.0f} ms, behind what this tenant has waiting; deadline_ms is less"
-    return Reject.DEADLINE, why, (expected_ms - DEADLINE_MARGIN * deadline_ms) / 1000
+    return Reject.DEADLINE, why, spread((expected_ms - DEADLINE_MARGIN * deadline_ms) / 1000, request.id)

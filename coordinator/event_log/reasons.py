@@ -99,7 +99,20 @@ class CachedElsewhere(msgspec.Struct, frozen=True, tag_field="kind", tag="cached
     cached_tokens_there: int
 
 
-Reason = OtherTurn | SameTenant | NoRoom | RoomKept | BehindNoRoom | CachedElsewhere
+class FasterElsewhere(msgspec.Struct, frozen=True, tag_field="kind", tag="faster_elsewhere"):
+    """It was bound to a faster prefill worker, and waits for its turn there."""
+
+    worker: str
+    """That one."""
+    done_s: float
+    """When it is expected to be computed there ..."""
+    asked: str
+    """The worker whose turn it let pass."""
+    done_there_s: float
+    """... and when that one would have been done."""
+
+
+Reason = OtherTurn | SameTenant | NoRoom | RoomKept | BehindNoRoom | CachedElsewhere | FasterElsewhere
 
 
 def by(request: Request) -> By:
@@ -117,7 +130,7 @@ def why_not(target: Request, winner: Request | None, looked: list[Looked], worke
     for look in looked:
         if look.request is target:
             if look.outcome is Outcome.WAITS:
-                return _cached_elsewhere(target, worker, pool)
+                return _elsewhere(target, worker, pool)
             return _without_room(target, target, worker, pool) if look.outcome is Outcome.NO_ROOM else None
     if not (is_class(entry.key) or entry.key in (worker.incarnation, bound_key(worker.incarnation))):
         return None
@@ -167,10 +180,19 @@ def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoom:
     )
 
 
-def _cached_elsewhere(target: Request, asked: Worker, pool: Pool) -> CachedElsewhere:
+def _elsewhere(target: Request, asked: Worker, pool: Pool) -> CachedElsewhere | FasterElsewhere | None:
     cached = {incarnation: cached_tokens(target.submit, worker, pool) for incarnation, worker in pool.prefill.items()}
     best = max(cached, key=lambda incarnation: cached[incarnation])
-    return CachedElsewhere(pool.prefill[best].hello.name, cached[best], asked.hello.name, cached[asked.incarnation])
+    here = cached[asked.incarnation]
+    if cached[best] > here:
+        return CachedElsewhere(pool.prefill[best].hello.name, cached[best], asked.hello.name, here)
+    bound_to = pool.prefill.get(target.attempt_progress.bound_to)
+    if bound_to is None or bound_to is asked:
+        return None
+    tokens = target.submit.prompt_tokens
+    done_s = bound_to.tokens_before / pool.rate(bound_to)
+    done_there_s = (asked.tokens_before + tokens) / pool.rate(asked)
+    return FasterElsewhere(bound_to.hello.name, round(done_s, 3), asked.hello.name, round(done_there_s, 3))
 
 
 def _goes_first(winner: Request, target: Request) -> OtherTurn | SameTenant | None:

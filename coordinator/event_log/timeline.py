@@ -13,6 +13,7 @@ from coordinator.event_log.reasons import (
     BehindNoRoom,
     By,
     CachedElsewhere,
+    FasterElsewhere,
     NoRoom,
     OtherTurn,
     Reason,
@@ -140,7 +141,7 @@ def _same(reason: Reason) -> tuple[object, ...]:
             return (type(reason), *who)
         case NoRoom(worker=worker, kept=kept):
             return (type(reason), worker, kept)
-        case BehindNoRoom() | CachedElsewhere():
+        case BehindNoRoom() | CachedElsewhere() | FasterElsewhere():
             return (type(reason),)
 
 

@@ -16,7 +16,6 @@ from coordinator.workers.worker import Worker
 from proto.limits import HASH_BYTES
 from proto.messages import Role, Submit
 
-
 FASTER = 0.8
 """A prompt waits for a faster worker that would have it in this part of the time: rates are not that exact."""
 

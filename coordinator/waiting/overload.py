@@ -21,6 +21,12 @@ JITTER = 0.1
 _TAU_S = 10.0
 
 
+def spread(wait_s: float, request_id: str) -> float:
+    """A wait as clients are told it: within bounds, and a little longer for some, so that they do not come back together."""
+    low, high = RETRY_AFTER_S
+    return min(max(wait_s, low), high) * (1 + JITTER * crc32(request_id.encode()) / (1 << 32))
+
+
 class Rate:
     """Amount per second over about the last ten seconds: exponentially weighted, right from the first second on."""
 
@@ -213,5 +219,4 @@ class Backlog:
             return low
         start = max(tenant.booked_until, now + tenant.tokens / rate)
         tenant.booked_until = min(start + prompt_tokens / rate, now + high)
-        jitter = 1 + JITTER * crc32(request_id.encode()) / (1 << 32)
-        return min(max(start - now, low), high) * jitter
+        return spread(start - now, request_id)

@@ -13,6 +13,7 @@ from coordinator.event_log.reasons import (
     BehindNoRoom,
     By,
     CachedElsewhere,
+    FasterElsewhere,
     NoRoom,
     Order,
     OtherTurn,
@@ -39,6 +40,7 @@ _KINDS = {
     RoomKept: "room kept for another",
     BehindNoRoom: "behind others without room",
     CachedElsewhere: "waiting for a worker with more of it cached",
+    FasterElsewhere: "waiting for a faster worker",
 }
 
 
@@ -211,6 +213,11 @@ def _reason(reason: Reason, whose: str) -> str:
             return (
                 f"it was bound to {reason.worker}, which has {reason.cached_tokens:,} tokens of its prompt cached;"
                 f" {reason.asked} has {reason.cached_tokens_there:,}"
+            )
+        case FasterElsewhere():
+            return (
+                f"it was bound to {reason.worker}, which is expected to have computed it in {reason.done_s:.2f} s;"
+                f" {reason.asked} would take {reason.done_there_s:.2f} s"
             )
         case BehindNoRoom():
             return f"{whose} before it had no room" if whose else "those before it had no room, and none has come free"

@@ -186,10 +186,23 @@ def test_a_deadline_that_cannot_be_met_is_refused_and_one_that_passes_costs_no_p
     world.submit("late", "a/late", 1000, deadline_ms=3000)
     world.submit("soon", "b/soon", 100, deadline_ms=3000)
     world.run(100.0)
-    assert world.requests["late"].state == "expired" and world.requests["soon"].state == "finished"
+    assert world.requests["soon"].state == "finished"
+    assert [r.request_id for r in world.rejected] == ["never", "late"], "it would have to share with ten others"
+    assert world.rejected[1].reason is Reject.DEADLINE and 5.0 < world.rejected[1].retry_after_s < 12.0
+
+
+def test_a_deadline_that_passes_costs_no_more_prefill() -> None:
+    world = VirtualCluster(timing=Timing(prefill_tokens_per_s=1000.0))
+    world.submit("measured", "o", 1000)
+    world.run(5.0)
+    world.submit("late", "a/late", 1000, deadline_ms=3000)
+    for n in range(10):
+        world.submit(f"long{n}", f"o{n}", 1000)
+    world.run(100.0)
+    assert world.requests["late"].state == "expired"
     computed = sum(worker.computed[("late", 1)] for worker in world.prefill.values())
-    assert computed < 1000, "its last chunk was never computed"
-    assert [r.request_id for r in world.rejected] == ["never", "late"]
+    assert 0 < computed < 1000, "its last chunk was never computed"
+    assert [r.request_id for r in world.rejected] == ["late"]
 
 
 def test_the_earliest_deadline_of_a_tenant_goes_first() -> None:

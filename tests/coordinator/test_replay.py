@@ -162,7 +162,7 @@ def test_a_record_that_is_missing_and_one_put_in_are_told_from_other_actions() -
 
 def test_a_core_that_acts_differently_is_caught_at_its_first_different_action(monkeypatch: pytest.MonkeyPatch) -> None:
     core = contended_world(2)
-    monkeypatch.setattr("coordinator.waiting.overload.JITTER", 0.2)
+    monkeypatch.setattr("coordinator.admission.checks.DEADLINE_MARGIN", 0.05)
     difference = replay(core.tape()).run()
     assert difference is not None and difference.why == "the actions differ"
     assert difference.recorded != difference.replayed and difference.actions

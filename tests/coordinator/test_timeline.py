@@ -10,6 +10,7 @@ from coordinator.event_log.longest_waits import Longest
 from coordinator.event_log.reasons import (
     BehindNoRoom,
     CachedElsewhere,
+    FasterElsewhere,
     NoRoom,
     Order,
     OtherTurn,
@@ -341,6 +342,8 @@ def check_reason(why: Reason, name: str) -> None:
             assert why.blocks_needed > why.blocks_free or why.seqs_needed > why.seqs_free, (name, why)
         case CachedElsewhere():
             assert why.cached_tokens > why.cached_tokens_there and why.worker != why.asked
+        case FasterElsewhere():
+            assert why.done_s < why.done_there_s and why.worker != why.asked
         case SameTenant() | RoomKept():
             assert why.by.request != name
         case BehindNoRoom():

@@ -1,0 +1,90 @@
+"""Goodput in overload: what cannot come in time is refused on arrival, and slow and failing workers are passed by."""
+
+import random
+from typing import Any
+
+import pytest
+
+from proto.held import Capacity
+from runtime.tenancy.tenants import from_tables
+from simulation.load.figures import figures
+from simulation.load.run import play
+from simulation.load.workload import Ask, Failure, Goal, StepTimes, WorkerSpec, Workload
+from tests.helpers import first
+
+CAPACITY = Capacity(1 << 20, 16, 4096, 1 << 20)
+DECODE = WorkerSpec("decode-0", ("decode",), CAPACITY, StepTimes(decode_step_s=0.002))
+
+
+def prefill(count: int, slowed: float = 1.0, begin: int = 0) -> list[WorkerSpec]:
+    times = StepTimes(prefill_tokens_per_s=8192.0, prefill_step_s=0.002, factor=slowed)
+    return [WorkerSpec(f"prefill-{n}", ("prefill",), CAPACITY, times) for n in range(begin, begin + count)]
+
+
+def load(
+    workers: list[WorkerSpec], per_s: float, *, tokens: int = 1024, deadline_ms: float = 0.0, goal_ms: float = 2000.0,
+    tenants: int = 1, seed: int = 1, seconds: float = 30.0, failures: tuple[Failure, ...] = (),
+) -> dict[str, Any]:  # fmt: skip
+    source, at_s, arrivals = random.Random(seed), 0.0, list[tuple[float, Ask]]()
+    while (at_s := at_s + source.expovariate(per_s)) < seconds:
+        tenant = f"t{source.randrange(tenants)}"
+        arrivals.append((at_s, Ask("all", tenant, "", tokens, 2, 2, deadline_ms, Goal(goal_ms), 0)))
+    workload = Workload(
+        (*workers, DECODE), tuple(arrivals), duration_s=seconds, failures=failures, seed=seed,
+        tenants=from_tables({"tenants": {f"t{n}": {} for n in range(tenants)}}),
+    )  # fmt: skip
+    found: dict[str, Any] = figures(play(workload))["all"]
+    return found
+
+
+@pytest.mark.parametrize("seed", first(1, range(1, 6)))
+@pytest.mark.parametrize("times", [1.2, 1.5, 3.0])
+@pytest.mark.parametrize(("workers", "tenants"), [(1, 1), (1, 10), (4, 10)])
+def test_overload_takes_little_from_goodput(workers: int, tenants: int, times: float, seed: int) -> None:
+    capacity = 0.94 * 8 * workers  # a step has an overhead of 2 ms
+    found = load(prefill(workers), times * 8 * workers, deadline_ms=2000.0, tenants=tenants, seed=seed)
+    assert found["goodput_per_s"] >= 0.85 * capacity, found
+    assert found["useful_share"] >= 0.8, found
+
+
+def test_a_light_tenant_is_not_refused_for_a_heavy_ones_backlog() -> None:
+    heavy = [(0.01 * n, Ask("heavy", "heavy", "", 4096, 2, 2, 0.0, Goal(), 0)) for n in range(200)]
+    light = [(5.0 + n, Ask("light", "light", "", 512, 2, 2, 2000.0, Goal(2000.0), 0)) for n in range(10)]
+    workload = Workload(
+        (*prefill(1), DECODE),
+        tuple(heavy + light),
+        duration_s=60.0,
+        tenants=from_tables({"tenants": {"heavy": {}, "light": {}}}),
+    )
+    by_stream = figures(play(workload))["traffic"]
+    assert by_stream["light"]["goodput_share"] == 1.0, by_stream["light"]
+
+
+@pytest.mark.parametrize("share", [0.2, 0.8])
+def test_a_worker_that_fails_at_once_does_not_get_every_request(share: float) -> None:
+    failures = (Failure(1.0, "prefill-3", "failing"),)
+    found = load(prefill(8), share * 7 * 8, failures=failures)
+    assert found["finished"] >= 0.99 * found["offered"], found
+    healthy = load(prefill(7), share * 7 * 8)
+    assert found["ttft_ms"]["p99"] <= 2 * healthy["ttft_ms"]["p99"], (found, healthy)
+
+
+def test_where_all_fail_it_is_not_the_workers_that_are_left_out() -> None:
+    """One hostile tenant whose requests fail everywhere must not shut the others out."""
+    found = load(prefill(1), 2.0, failures=(Failure(1.0, "prefill-0", "failing", for_s=10.0),), goal_ms=0.0)
+    assert found["finished"] >= 0.6 * found["offered"], found
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_a_slow_worker_costs_no_more_than_its_absence(share: float) -> None:
+    per_s = share * 4 * 4
+    slow = load([*prefill(3), *prefill(1, 10.0, 3)], per_s, tokens=2048, seconds=60.0)
+    without = load(prefill(3), per_s, tokens=2048, seconds=60.0)
+    assert slow["finished"] == slow["offered"]
+    assert slow["ttft_ms"]["p99"] <= 1.5 * without["ttft_ms"]["p99"], (slow, without)
+
+
+def test_slow_workers_get_prompts_in_proportion_to_their_speed() -> None:
+    workers = [*prefill(4), *prefill(4, 4.0, 4)]
+    found, same = load(workers, 0.6 * 20, tokens=2048), load(prefill(5), 0.6 * 20, tokens=2048)
+    assert found["ttft_ms"]["p90"] <= 2 * same["ttft_ms"]["p90"], (found, same)

@@ -114,9 +114,12 @@ class Coordinator:
             ),
         )
 
+        self._begin_counting(before)
+
+    def _begin_counting(self, before: "Coordinator | None") -> None:
         if before is None:
             self.metrics = CoordinatorMetrics(self.core, clock.now)
-            self.metrics.registry.introduce(name=name)
+            self.metrics.registry.introduce(name=self.name)
             self.links = {"control": self.server.counters}
             link_counters(self.metrics.registry, self.links)
         else:
@@ -307,8 +310,7 @@ class Coordinator:
                 self.server.counters.protocol_errors += not bug
                 self.server.counters.failed_checks += bool(bug)
                 if bug:
-                    name = peer.hello.name if peer is not None else "unknown"
-                    self.log.error("a bug met by a peer's message; its link ends", peer=name, traceback=bug)
+                    self.log.error("a bug met by a peer's message; its link ends", peer=incarnation, traceback=bug)
                 if peer is not None:
                     # Not from inside the core's own event: dropping makes one.
                     asyncio.get_running_loop().call_soon(self.server.drop, peer, reason)

@@ -145,7 +145,7 @@ def test_expressions_are_found() -> None:
     found = {name for names in patterns().values() for name in names}
     assert {
         "gateway.structured.user_grammar",
-        "gateway.openai.renamed",
+        "gateway.http.renamed",
         "runtime.grammar.compiler",
         "runtime.link.keys",
     } <= found

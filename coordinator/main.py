@@ -51,6 +51,7 @@ from runtime.tenancy.tenants import Tenants, TenantsError, open_tenants
 
 _BEHIND_RETRY_S = 1.0
 _CLOCK_STEP_S = 1.0  # by so much the wall clock may go apart from the monotonic one before the core is told
+_LIMITS = Limits.__dataclass_fields__.keys() & CoordinatorSettings.model_fields.keys()
 
 
 class Coordinator:
@@ -61,23 +62,7 @@ class Coordinator:
         self.settings = settings
         self.name = name = settings.name or f"coordinator-{os.getpid()}"
         self.log = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
-        self.core = Core(
-            Limits(
-                queue_requests_max=settings.queue_requests_max,
-                queue_tokens_max=settings.queue_tokens_max,
-                tenant_queue_max=settings.tenant_queue_max,
-                queue_wait_s_max=settings.queue_wait_s_max,
-                resumed_wait_s_max=settings.resumed_wait_s_max,
-                quantum_tokens=settings.quantum_tokens,
-                bypasses_max=settings.bypasses_max,
-                step_tokens=settings.step_tokens,
-                step_ms=float(settings.step_ms),
-                steps_in_flight=settings.steps_in_flight,
-                retry_floor=settings.retry_floor,
-                retry_share=settings.retry_share,
-                kv_overcommit=settings.kv_overcommit,
-            )
-        )
+        self.core = Core(Limits(**{name: getattr(settings, name) for name in _LIMITS}))
         self.record = EventLog(settings.event_log, settings.event_log_max_mib << 20) if settings.event_log else None
         self.recorded = RecordedCore(self.core, self.record, name) if self.record is not None else None
         self.stall_detector = StallDetector(FailureDetector(settings.heartbeat_ms, 0.0).limit_s)

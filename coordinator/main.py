@@ -112,6 +112,8 @@ class Coordinator:
             self.metrics.begin_anew(self.core, before.complete(report.status(before.core)))
             self.links["control"] = self.server.counters
 
+        self.load = lambda: (self.driver.events, len(self.core.requests))
+
     async def run(self, stop: asyncio.Event, bind_within_s: float = 0.0) -> int:
         """Until `stop`, a failure, or an absence. `bind_within_s`: how long a predecessor may take to let the port go."""
         watching: list[asyncio.Task[None]] = []
@@ -136,7 +138,7 @@ class Coordinator:
             self.log.error("cannot start", error=why)
             return 1
         self.stall_detector.begin(clock.now())
-        watching.append(watched(garbage_collector.collect_seldom(self._load, clock.now)))
+        watching.append(watched(garbage_collector.collect_seldom(self.load, clock.now)))
         ends = [asyncio.create_task(end) for end in (self.failure.wait(), stop.wait(), self._absent())]
         own = (Role.COORDINATOR, self.name, self.observed.address)
         pages = {"/targets": lambda: report.targets(own, [peer.hello for peer in self.peers.values()])}
@@ -159,17 +161,12 @@ class Coordinator:
             end.cancel()
         return 1 if self.failure.is_set() else 0
 
-    def _load(self) -> tuple[int, int]:
-        return self.driver.events, len(self.core.requests)
-
     async def _absent(self) -> None:
         while True:
             if self.stall_detector.look(clock.now()):
                 return
             self._look_at_wall_clock()
             await asyncio.sleep(self.stall_detector.limit_s / 8)
-
-    # --- tenants and their usage ----------------------------------------------------------------------------------------
 
     async def _configure(self) -> None:
         """Tell the core who its tenants are and what they used, before anyone joins. Raises `TenantsError`, `LedgerError`."""
@@ -223,8 +220,6 @@ class Coordinator:
             self.ledger.write(entry)
         except LedgerError as error:
             self._ledger_failed(error)
-
-    # --- links ----------------------------------------------------------------------------------------------------------
 
     def _up(self, peer: Peer) -> None:
         earlier = self.peers.get(peer.incarnation)
@@ -308,9 +303,9 @@ class Coordinator:
         counters, finished = report.summed((said.counters | own_counters, said.finished), metrics.earlier)
         counters["absences"] = metrics.absences
         own = {self.name: self.observed.address} if self.observed.address else {}
-        return msgspec.structs.replace(
-            said, counters=counters, finished=finished, metrics=own | said.metrics, recent=metrics.recent.figures()
-        )
+        recent = metrics.recent.figures()
+        new = {"counters": counters, "finished": finished, "metrics": own | said.metrics, "recent": recent}
+        return msgspec.structs.replace(said, **new)
 
 
 async def _serve(settings: CoordinatorSettings, stop: Stop) -> int:

@@ -68,6 +68,15 @@ HASHES, NOTIFY = "tests/coordinator/test_hash_key.py::", "tests/launcher/test_no
 CLEAR, CALLS = "tests/kvtransfer/test_encryption_options.py::", "tests/test_dangerous_calls.py::"
 
 BREAKS: Final[dict[str, Break]] = {
+    "tests/gateway/test_heavy_bodies.py::test_every_field_of_every_request_is_bounded": Break(
+        "gateway/openai/request_types.py", "    arguments: Text", "    arguments: str"
+    ),
+    "tests/test_regular_expressions.py::test_an_expression_takes_linear_time": Break(
+        "gateway/structured/user_grammar.py", r"^[ \t\r\f\v]*start[ \t\r\f\v]*:", r"^\s*start\s*:"
+    ),
+    "tests/gateway/test_schemas.py::test_answers_are_checked_against_the_whole_schema": Break(
+        "gateway/structured/compile_process.py", "        validator.validate(value)", "        pass"
+    ),
     "tests/coordinator/test_checked.py::test_a_bug_in_a_check_ends_the_link_and_changes_nothing": Break(
         "coordinator/core.py",
         "        except Exception as error:  # noqa: BLE001 -- nothing",

@@ -280,3 +280,18 @@ def test_a_bug_met_before_anything_changed_ends_one_link(where: str, monkeypatch
         close_sockets()
 
     uvloop.run(body())
+
+
+def test_connections_whose_messages_do_not_end_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    received = dict.fromkeys(range(10), 0)
+    dropped: list[int] = []
+    monkeypatch.setattr(connections, "received_bytes", received.__getitem__)
+    watched = connections.Connections(lambda descriptor, connection, why: dropped.append(descriptor), hello_s=None)
+    now = 1.0
+    for number in received:
+        watched.opened(number)
+    watched.look(now)
+    for number in received:
+        received[number] = connections.UNENDED_BYTES_MAX // 2 + number
+    watched.look(now + connections.LOOK_S)
+    assert dropped == [9, 8, 7], "the largest, until the others are few enough"

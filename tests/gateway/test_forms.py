@@ -175,7 +175,8 @@ def test_a_call_that_is_cut_leaks_none_of_its_marks(template: str) -> None:
                 sent = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], **anthropic}
                 got = (await client.post("/v1/messages", json=sent)).json()
                 called = any(block["type"] == "tool_use" for block in got["content"])
-                assert got["stop_reason"] == "tool_use" if called else got["stop_reason"] == "max_tokens", got
+                # A call that was cut is shown as far as it went; the reason says that it is not whole.
+                assert got["stop_reason"] == "max_tokens" or (called and got["stop_reason"] == "tool_use"), got
                 assert not [block for block in got["content"] if block["type"] == "text"], got
                 choice = {"type": "function", "name": "w"}
                 sent = {"model": MODEL, "input": "x", "max_output_tokens": max_tokens, "tool_choice": choice}

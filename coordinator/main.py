@@ -51,6 +51,7 @@ from runtime.tenancy.tenants import Tenants, TenantsError, open_tenants
 
 _BEHIND_RETRY_S = 1.0
 _CLOCK_STEP_S = 1.0  # by so much the wall clock may go apart from the monotonic one before the core is told
+_LIMITS = Limits.__dataclass_fields__.keys() & CoordinatorSettings.model_fields.keys()
 
 
 class Coordinator:
@@ -61,23 +62,7 @@ class Coordinator:
         self.settings = settings
         self.name = name = settings.name or f"coordinator-{os.getpid()}"
         self.log = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
-        self.core = Core(
-            Limits(
-                queue_requests_max=settings.queue_requests_max,
-                queue_tokens_max=settings.queue_tokens_max,
-                tenant_queue_max=settings.tenant_queue_max,
-                queue_wait_s_max=settings.queue_wait_s_max,
-                resumed_wait_s_max=settings.resumed_wait_s_max,
-                quantum_tokens=settings.quantum_tokens,
-                bypasses_max=settings.bypasses_max,
-                step_tokens=settings.step_tokens,
-                step_ms=float(settings.step_ms),
-                steps_in_flight=settings.steps_in_flight,
-                retry_floor=settings.retry_floor,
-                retry_share=settings.retry_share,
-                kv_overcommit=settings.kv_overcommit,
-            )
-        )
+        self.core = Core(Limits(**{name: getattr(settings, name) for name in _LIMITS}))
         self.record = EventLog(settings.event_log, settings.event_log_max_mib << 20) if settings.event_log else None
         self.recorded = RecordedCore(self.core, self.record, name) if self.record is not None else None
         self.stall_detector = StallDetector(FailureDetector(settings.heartbeat_ms, 0.0).limit_s)
@@ -114,15 +99,20 @@ class Coordinator:
             ),
         )
 
+        self._begin_counting(before)
+
+    def _begin_counting(self, before: "Coordinator | None") -> None:
         if before is None:
             self.metrics = CoordinatorMetrics(self.core, clock.now)
-            self.metrics.registry.introduce(name=name)
+            self.metrics.registry.introduce(name=self.name)
             self.links = {"control": self.server.counters}
             link_counters(self.metrics.registry, self.links)
         else:
             self.metrics, self.links = before.metrics, before.links
             self.metrics.begin_anew(self.core, before.complete(report.status(before.core)))
             self.links["control"] = self.server.counters
+
+        self.load = lambda: (self.driver.events, len(self.core.requests))
 
     async def run(self, stop: asyncio.Event, bind_within_s: float = 0.0) -> int:
         """Until `stop`, a failure, or an absence. `bind_within_s`: how long a predecessor may take to let the port go."""
@@ -148,7 +138,7 @@ class Coordinator:
             self.log.error("cannot start", error=why)
             return 1
         self.stall_detector.begin(clock.now())
-        watching.append(watched(garbage_collector.collect_seldom(self._load, clock.now)))
+        watching.append(watched(garbage_collector.collect_seldom(self.load, clock.now)))
         ends = [asyncio.create_task(end) for end in (self.failure.wait(), stop.wait(), self._absent())]
         own = (Role.COORDINATOR, self.name, self.observed.address)
         pages = {"/targets": lambda: report.targets(own, [peer.hello for peer in self.peers.values()])}
@@ -171,17 +161,12 @@ class Coordinator:
             end.cancel()
         return 1 if self.failure.is_set() else 0
 
-    def _load(self) -> tuple[int, int]:
-        return self.driver.events, len(self.core.requests)
-
     async def _absent(self) -> None:
         while True:
             if self.stall_detector.look(clock.now()):
                 return
             self._look_at_wall_clock()
             await asyncio.sleep(self.stall_detector.limit_s / 8)
-
-    # --- tenants and their usage ----------------------------------------------------------------------------------------
 
     async def _configure(self) -> None:
         """Tell the core who its tenants are and what they used, before anyone joins. Raises `TenantsError`, `LedgerError`."""
@@ -235,8 +220,6 @@ class Coordinator:
             self.ledger.write(entry)
         except LedgerError as error:
             self._ledger_failed(error)
-
-    # --- links ----------------------------------------------------------------------------------------------------------
 
     def _up(self, peer: Peer) -> None:
         earlier = self.peers.get(peer.incarnation)
@@ -307,8 +290,7 @@ class Coordinator:
                 self.server.counters.protocol_errors += not bug
                 self.server.counters.failed_checks += bool(bug)
                 if bug:
-                    name = peer.hello.name if peer is not None else "unknown"
-                    self.log.error("a bug met by a peer's message; its link ends", peer=name, traceback=bug)
+                    self.log.error("a bug met by a peer's message; its link ends", peer=incarnation, traceback=bug)
                 if peer is not None:
                     # Not from inside the core's own event: dropping makes one.
                     asyncio.get_running_loop().call_soon(self.server.drop, peer, reason)
@@ -321,9 +303,9 @@ class Coordinator:
         counters, finished = report.summed((said.counters | own_counters, said.finished), metrics.earlier)
         counters["absences"] = metrics.absences
         own = {self.name: self.observed.address} if self.observed.address else {}
-        return msgspec.structs.replace(
-            said, counters=counters, finished=finished, metrics=own | said.metrics, recent=metrics.recent.figures()
-        )
+        recent = metrics.recent.figures()
+        new = {"counters": counters, "finished": finished, "metrics": own | said.metrics, "recent": recent}
+        return msgspec.structs.replace(said, **new)
 
 
 async def _serve(settings: CoordinatorSettings, stop: Stop) -> int:

@@ -157,6 +157,9 @@ def handed_over(state: State, incarnation: int, event: Received, now: float) -> 
         and request.prefill_incarnation == incarnation
         and request.state in (RequestState.PREFILLING, RequestState.HANDING_OVER)
     ):
+        if request.key not in state.workers[request.decode_incarnation].holdings:
+            state.interrupt(request, Interrupt.TRANSFER_FAILED, "its decode worker had let go of it", now)
+            return
         breakers = state.pools[request.submit.model].breakers
         breakers.worked((incarnation, request.decode_incarnation))
         breakers.worked((incarnation, NOBODY))

@@ -99,12 +99,13 @@ class PromptTable:
         return prompt
 
     def runnable(self, chunks: tuple[Chunk, ...]) -> list[tuple[PrefillRequest, Chunk]]:
-        """The chunks of a step that still make sense: of prompts not over, continuing where the last chunk ended."""
-        found = []
+        """The chunks of a step that still make sense: one of each prompt that is not over, where its last one ended."""
+        found: dict[Key, tuple[PrefillRequest, Chunk]] = {}
         for chunk in chunks:
             prompt = self.prompts.get((chunk.request_id, chunk.attempt))
             if (
                 prompt is None
+                or prompt.key in found
                 or prompt.final_report is not None
                 or prompt.in_step
                 or chunk.start != prompt.computed_tokens
@@ -112,8 +113,8 @@ class PromptTable:
                 continue
             if chunk.start + chunk.length > prompt.order.prompt_tokens:
                 continue
-            found.append((prompt, chunk))
-        return found
+            found[prompt.key] = prompt, chunk
+        return list(found.values())
 
     def begin_step(self, work: list[tuple[PrefillRequest, Chunk]]) -> None:
         for prompt, _ in work:

@@ -6,10 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     # Triton interprets kernels then; it must know before anything imports it.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# How long an example takes is the machine's business.
+settings.register_profile("crossdock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("crossdock")
 
 CLUSTER_FOLDERS = ("e2e",)
 HERE = Path(__file__).parent

@@ -7,7 +7,6 @@ from typing import Any
 from gateway.streams.keeper import StreamKeeper
 from gateway.streams.prompt_scores import PromptScores
 from gateway.streams.types import (
-    CapacityLost,
     ClientGone,
     Drain,
     Ended,
@@ -76,7 +75,7 @@ class KeeperWorld:
         elif chance < 0.93:
             self.feed(Tick())
         else:
-            events = [LinkUp(source.choice([7, 8])), LinkDown(), WorkerDown(source.choice([20, 21])), CapacityLost()]
+            events = [LinkUp(source.choice([7, 8])), LinkDown(), WorkerDown(source.choice([20, 21]))]
             events += [ClientGone(source.choice(STREAMS))]
             self.feed(Drain() if source.random() < 0.01 else source.choice(events))
 

@@ -68,6 +68,51 @@ HASHES, NOTIFY = "tests/coordinator/test_hash_key.py::", "tests/launcher/test_no
 CLEAR, CALLS = "tests/kvtransfer/test_encryption_options.py::", "tests/test_dangerous_calls.py::"
 
 BREAKS: Final[dict[str, Break]] = {
+    "tests/gateway/test_heavy_bodies.py::test_every_field_of_every_request_is_bounded": Break(
+        "gateway/openai/request_types.py", "    arguments: Text", "    arguments: str"
+    ),
+    "tests/test_regular_expressions.py::test_an_expression_takes_linear_time": Break(
+        "gateway/structured/user_grammar.py", r"^[ \t\r\f\v]*start[ \t\r\f\v]*:", r"^\s*start\s*:"
+    ),
+    "tests/gateway/test_schemas.py::test_answers_are_checked_against_the_whole_schema": Break(
+        "gateway/structured/compile_process.py", "        validator.validate(value)", "        pass"
+    ),
+    "tests/coordinator/test_checked.py::test_a_bug_in_a_check_ends_the_link_and_changes_nothing": Break(
+        "coordinator/core.py",
+        "        except Exception as error:  # noqa: BLE001 -- nothing",
+        "        except OSError as error:  # nothing",
+    ),
+    "tests/coordinator/test_checked.py::test_a_model_without_workers_is_forgotten_after_an_hour": Break(
+        "coordinator/recovery/members.py", "if since + EMPTY_POOL_S_MAX > now:", "if True:"
+    ),
+    "tests/coordinator/test_checked.py::test_the_next_attempt_may_not_change_what_the_request_is": Break(
+        "coordinator/core.py",
+        "        return ProtocolViolation(incarnation, fault) if fault else None",
+        "        return None",
+    ),
+    "tests/coordinator/test_ledger.py::test_an_odd_row_is_left_out_and_said_once": Break(
+        "coordinator/accounting/ledger_past.py",
+        "            except msgspec.ValidationError:",
+        "            except OSError:",
+    ),
+    "tests/coordinator/test_ledger.py::test_the_ledger_is_for_its_user_alone": Break(
+        "coordinator/accounting/ledger.py", "each.chmod(0o600)", "each.chmod(0o644)"
+    ),
+    "tests/engine/test_cpu_kernels.py::test_where_the_cache_folder_cannot_be_used_kernels_are_kept_for_this_user_alone": Break(
+        "engine/cpu/library.py", "folder.mkdir(mode=0o700,", "folder.mkdir(mode=0o755,"
+    ),
+    "tests/gateway/test_grammar_checker.py::test_an_owner_whose_grammar_was_killed_waits_ten_times_its_cpu_time": Break(
+        "gateway/structured/checker.py", "PENALTY: Final = 10.0", "PENALTY: Final = 0.0"
+    ),
+    "tests/gateway/test_grammar_checker.py::test_verdicts_are_kept_for_a_cache_group": Break(
+        "gateway/structured/checker.py", "key = (cache_group, ", 'key = ("", '
+    ),
+    "tests/launcher/test_models.py::test_a_revision_of_the_hub_can_be_named": Break(
+        "launcher/models/hub.py", "revision=revision or None,", "revision=None,"
+    ),
+    "tests/runtime/test_hostile_links.py::test_of_a_message_with_too_many_frames_a_few_are_kept_and_the_loop_gets_turns": Break(
+        "runtime/process/loop_socket.py", "frames_max: int = MAX_FRAMES + 2", "frames_max: int = 1 << 30"
+    ),
     CURVE + "test_who_is_turned_away_is_counted_and_others_are_served": Break(
         "runtime/link/curve.py", "if self._keys.listed(key) is not None:", "if True:"
     ),

@@ -8,6 +8,7 @@ import importlib
 import pkgutil
 import re
 import time
+from collections import deque
 from collections.abc import Iterator
 from functools import cache
 from itertools import product
@@ -119,7 +120,7 @@ def seconds(compiled: re.Pattern[str], text: str, *, anchored: bool) -> float:
         compiled.match(text)
         compiled.fullmatch(text)
     else:
-        list(compiled.finditer(text))
+        deque(compiled.finditer(text), maxlen=0)  # keeps none of them, so that no garbage collection is timed
     return time.thread_time() - started
 
 
@@ -145,7 +146,7 @@ def test_expressions_are_found() -> None:
     found = {name for names in patterns().values() for name in names}
     assert {
         "gateway.structured.user_grammar",
-        "gateway.openai.renamed",
+        "gateway.http.renamed",
         "runtime.grammar.compiler",
         "runtime.link.keys",
     } <= found

@@ -110,10 +110,12 @@ UPDATE usage SET outcome = :outcome, prompt_tokens = MAX(before_prompt_tokens, :
     transfer_ms = COALESCE(transfer_ms, 0) + :transfer_ms, decode_ms = COALESCE(decode_ms, 0) + :decode_ms
 WHERE request_id = :request_id AND outcome IS NULL
 """
-_PRUNE: Final = """
-DELETE FROM usage WHERE request_id IN
-    (SELECT request_id FROM usage WHERE accepted_s < ? AND outcome IS NOT NULL ORDER BY accepted_s LIMIT ?)
+_OLD: Final = "(SELECT request_id FROM usage WHERE accepted_s < ? AND outcome IS NOT NULL ORDER BY accepted_s LIMIT ?)"
+_MEND: Final = f"""
+UPDATE OR IGNORE usage SET charged_tokens = 0 -- no sum of a day can be made without infinity or NaN
+WHERE typeof(charged_tokens) <> 'integer' AND request_id IN {_OLD}
 """
+_PRUNE: Final = f"DELETE FROM usage WHERE request_id IN {_OLD}"
 _TRIED: Final[tuple[Entry, ...]] = (
     Opened("", 0, "", "", "", False, Ask(0, 0, 0)),
     Closed("", "", 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0),
@@ -239,6 +241,7 @@ class Ledger:
     def _prune_if_due(self, db: sqlite3.Connection) -> None:
         if self.keep_days and clock.now() >= self._prune_at:
             before_s = clock.unix_time() - self.keep_days * DAY_S
+            db.execute(_MEND, (before_s, PRUNE_MAX))
             if db.execute(_PRUNE, (before_s, PRUNE_MAX)).rowcount < PRUNE_MAX:
                 self._prune_at = clock.now() + DAY_S
 

@@ -141,7 +141,7 @@ class Quotas:
         for account in accounts:
             most = account.limits.tokens_per_day
             if most is not None:
-                tokens.append((most, max(most - account.day_tokens, 0), self._to_midnight_s(account, now)))
+                tokens.append((most, min(max(most - account.day_tokens, 0), most), self._to_midnight_s(account, now)))
         if not requests and not tokens:
             return NO_RATES
         return RateState(*min(requests, key=_remaining, default=_NONE), *min(tokens, key=_remaining, default=_NONE))

@@ -16,7 +16,8 @@ NO_CAPACITY_S = 5.0
 TENANTS_SHOWN = 16
 HUNG_SHOWN = 16
 WORKERS_SHOWN = 1024
-"""So that a report fits its frame, whatever workers call themselves."""
+PAIRS_SHOWN = 4096
+"""So that a report fits its frame, whatever workers say."""
 COUNTER_MAX = (1 << 63) - 1
 """What MessagePack and its readers take; some are sums of what workers say."""
 
@@ -65,7 +66,7 @@ def status(state: State) -> StatusReport:
         running=dict(Counter(request.state.value for request in state.requests.values())),
         finished=dict(state.outcomes),
         counters={name: min(count, COUNTER_MAX) for name, count in state.counters.items()},
-        kv_pairs=tuple(sorted(_pairs(state), key=lambda pair: (pair.prefill, pair.decode))),
+        kv_pairs=tuple(sorted(_pairs(state), key=lambda pair: (pair.prefill, pair.decode))[:PAIRS_SHOWN]),
         circuit_open=tuple(sorted(_left_out(state))),
         tenants=_tenants(state),
         metrics={hello.name: hello.metrics for hello in state.peers.values() if hello.metrics},
@@ -119,7 +120,7 @@ def _pairs(state: State) -> list[PairStatus]:
     return [
         PairStatus(worker.hello.name, state.workers[pair.decode_incarnation].hello.name, pair.transport, pair.why)
         for worker in state.workers.values()
-        for pair in worker.kv_pairs
+        for pair in {pair.decode_incarnation: pair for pair in worker.kv_pairs}.values()
         if pair.decode_incarnation in state.workers
     ]
 

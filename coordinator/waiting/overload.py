@@ -137,7 +137,9 @@ class Backlog:
         return self._tenants.keys()
 
     def forget(self, path: Path) -> None:
-        """A tenant of which nothing waits."""
+        """A tenant; not while something of it waits, as it may under the bill of another one."""
+        if path in self._tenants and self._tenants[path].tokens:
+            return
         self._tenants.pop(path, None)
         users = self._users.get(path[:2])
         if users is not None and not users:

@@ -159,7 +159,9 @@ def _without_kernels(candidate: Candidate, why: str, progress: Progress) -> None
             f"{candidate.weights} weights need the CPU kernels, which cannot run this model: {why}"
         )
     slower = ", expect about 10 times slower" if candidate.on_gpu else ""
-    progress(f"without the {'CPU' if candidate.on_cpu else 'GPU'} kernels: {why}{slower}")
+    progress(
+        f"without the CPU kernels: {why}{slower}" if candidate.on_cpu else f"without the GPU kernels: {why}{slower}"
+    )
 
 
 def _transformers_runner(candidate: Candidate, pool: torch.Tensor) -> TransformersRunner:

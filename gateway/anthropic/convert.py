@@ -189,7 +189,7 @@ def _choice(choice: Json) -> Json:
     kind = choice.get("type")
     if kind == "tool":
         chosen: Any = {"type": "function", "function": {"name": choice.get("name")}}
-    elif kind in _CHOICES:
+    elif isinstance(kind, str) and kind in _CHOICES:
         chosen = _CHOICES[kind]
     else:
         raise bad_value("tool_choice.type", "'tool_choice.type' must be auto, any, none or tool.", "unsupported_value")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Protocol, TypeVar
 
-import msgspec
 from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel
@@ -17,6 +16,7 @@ from starlette.responses import Response
 
 from gateway.backend import ClientLeft
 from gateway.http.body import Slots, owner_of
+from gateway.http.encoding import encode
 from gateway.http.errors import ApiError, bare_errors
 from gateway.http.json_text import parse_json
 from gateway.http.request_log import info_of
@@ -108,7 +108,7 @@ class Call:
     def _answered(self, read: Callable[[Any], Q], work: Callable[[Q, ModelTokenizer], BaseModel], body: bytes) -> bytes:
         asked = read(parse_json(body))
         answer = work(asked, self.gateway.model(asked.model).tokenizer)
-        return msgspec.json.encode({name: value for name, value in answer if value is not None})
+        return encode({name: value for name, value in answer if value is not None})
 
 
 async def _call(

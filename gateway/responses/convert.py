@@ -93,12 +93,12 @@ def _add(messages: list[Item], item: Item, param: str) -> None:
                 messages.append({"role": role, "content": text})
         case "function_call":
             _call(messages, item, name_of(item), item.get("arguments"))
-        case kind if kind in _CALLS:
+        case str(kind) if kind in _CALLS:
             name, field = _CALLS[kind]
             given = {field: item.get(field)} if kind == "custom_tool_call" else item.get(field) or {}
             arguments = given if isinstance(given, str) else msgspec.json.encode(given).decode()
             _call(messages, item, name or name_of(item), arguments)
-        case kind if kind in _RESULTS:
+        case str(kind) if kind in _RESULTS:
             field = _RESULTS[kind]
             result = item.get(field)
             if kind != "function_call_output" and not isinstance(result, str) and not _is_text(result):

@@ -170,8 +170,7 @@ class StreamKeeper:
     def _resume(
         self, submission: Submission, why: str, now: float, *, drained: bool = False, link_lost: bool = False
     ) -> None:
-        """Submit what is not finished again, with the tokens that were delivered: a little later, or at once after a drain.
-        Neither a drain nor the loss of the coordinator's link counts as a try."""
+        """Submit what is not finished again: a little later, or at once after a drain. No try: a drain, and a lost link."""
         uncounted = (drained or link_lost) and submission.uncounted < self.limits.uncounted_max
         submission.uncounted += uncounted
         submission.forgive(self.limits.progress_tokens)

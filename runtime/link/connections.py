@@ -17,6 +17,8 @@ HELLO_S = 3.0
 LOOK_S = 0.25
 UNENDED_BYTES_MAX = 2 * limits.MAX_FRAMES * limits.MAX_FRAME_BYTES
 """On the wire, since the last message that ended: as much as the largest one."""
+UNENDED_BYTES_MAX_ALL = 4 * UNENDED_BYTES_MAX
+"""Of all connections of a socket together. What is kept takes up to 20 times as much, where frames are tiny."""
 _BYTES_RECEIVED = 128
 """Offset of `tcpi_bytes_received` in Linux's `struct tcp_info`."""
 
@@ -65,6 +67,7 @@ class Connections:
         looked_at, self._looked_at = self._looked_at, now
         if now - looked_at > 4 * LOOK_S:
             return  # after a pause of our own, what they have sent is still unread
+        unended: list[tuple[int, int]] = []
         for descriptor, connection in list(self.open.items()):
             peer = connection.peer
             if peer is None and self._hello_s is not None and now - connection.since > self._hello_s:
@@ -75,10 +78,14 @@ class Connections:
                 received = received_bytes(descriptor)
                 if connection.base_bytes is None:
                     connection.base_bytes = received
-                elif received - connection.base_bytes > UNENDED_BYTES_MAX:
-                    self._drop(
-                        descriptor, connection, f"{received - connection.base_bytes} bytes and no end of a message"
-                    )
+                unended.append((received - connection.base_bytes, descriptor))
+        together = sum(size for size, _ in unended)
+        for size, descriptor in sorted(unended, reverse=True):
+            if size <= UNENDED_BYTES_MAX and together <= UNENDED_BYTES_MAX_ALL:
+                break
+            together -= size
+            if descriptor in self.open:
+                self._drop(descriptor, self.open[descriptor], f"{size} bytes and no end of a message")
 
 
 def received_bytes(descriptor: int) -> int:

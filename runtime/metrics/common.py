@@ -46,7 +46,7 @@ def link_counters(
         "counter",
         "crossdock_link_silent",
         "Connections that were closed because no `Hello` came within 3 s, by the name of their key.",
-        ("port", "key"),
+        ("port", "key_name"),
         lambda: [((name, key), n) for name, counters in ends.items() for key, n in counters.silent.items()],
     )
     registry.by(

@@ -309,7 +309,7 @@ class _Builder:
 
     def _allowed(self, where: str, priority_class: str, asked: list[str] | None) -> frozenset[str]:
         """The priority classes a tenant may use: those listed, else its own and those that weigh no more."""
-        known = ", ".join(self.priority_classes)
+        known = ", ".join(map(name_shown, self.priority_classes))
         if priority_class not in self.priority_classes:
             self.faults.append(f"{where}.priority_class: is not a priority class; there are {known}")
             return frozenset()
@@ -326,7 +326,7 @@ class _Builder:
         ]
         if priority_class not in asked:
             self.faults.append(
-                f"{where}.priority_classes: must have the tenant's own priority class {priority_class!r} in it"
+                f"{where}.priority_classes: must have the tenant's own priority class {name_shown(priority_class)!r} in it"
             )
         return frozenset(asked)
 

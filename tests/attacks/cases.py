@@ -145,6 +145,13 @@ def _mutated(source: random.Random, tree: Any) -> Any:
     return _json(source)
 
 
+def _encoded(made: Any) -> bytes:
+    try:
+        return json.dumps(made).encode()
+    except RecursionError:
+        return b'{"a":' * 3_000
+
+
 def _bodies(world: World, source: random.Random, case: Case) -> None:
     for _ in range(BODIES_EACH):
         path, fields = source.choice(VALID)
@@ -155,10 +162,7 @@ def _bodies(world: World, source: random.Random, case: Case) -> None:
             made: Any = {"model": world.target.model, **fields}
             for _ in range(source.choice((0, 1, 1, 1, 2, 4))):
                 made = _mutated(source, made)
-            try:
-                content = json.dumps(made).encode()
-            except RecursionError:
-                content = b'{"a":' * 3_000
+            content = _encoded(made)
         if source.random() < 0.05:
             at = source.randrange(len(content))
             content = content[:at] + source.randbytes(source.randrange(4)) + content[at + source.randrange(4) :]
@@ -244,7 +248,7 @@ def _grammars(world: World, source: random.Random, case: Case) -> None:
                 schema = _with_special(source, random_root(source))
                 asked = {"guided_json": schema}
         made = {"model": world.target.model, "prompt": "x", "max_tokens": 200, "seed": source.randrange(99), **asked}
-        content = json.dumps({**made, "logit_bias": _ENDS_SOON} if schema else made).encode()
+        content = _encoded({**made, "logit_bias": _ENDS_SOON} if schema else made)
         answer = _post(world, case, "/v1/completions", content)
         if schema is not None and answer is not None and answer.status_code == 200:
             (choice,) = answer.json()["choices"]

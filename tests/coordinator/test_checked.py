@@ -115,6 +115,16 @@ def test_a_worker_that_lets_go_of_what_goes_on_is_dropped() -> None:
     assert violations(h, 20, Released("a", 1)) and h.core.requests["a"].state is State.DECODING
 
 
+def test_what_is_handed_over_to_a_worker_that_has_let_go_is_interrupted() -> None:
+    h = Harness.make(1, 1)
+    h.receive(1, submit("a", 8))
+    (step,) = h.core.workers[10].steps.values()
+    h.receive(10, StepDone(0, step[0].chunks, 1.0, 8))
+    h.receive(20, Released("a", 1))
+    h.receive(10, HandedOver("a", 1, 9, 1.0))
+    assert h.core.requests["a"].state is State.INTERRUPTED
+
+
 def test_a_bug_in_a_check_ends_the_link_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     h = Harness.make(1, 1)
 

@@ -5,9 +5,12 @@ import pytest
 
 from coordinator.events import Limits, PeerDown, PeerUp, Received, Tick
 from coordinator.lifecycle import TERMINAL, TRANSITIONS, IllegalTransition, State, Trigger, advance
+from coordinator.reporting.report import status
+from proto.codec import encode
 from proto.drain import Draining
 from proto.errors import CancelReason, Interrupt, Reject
 from proto.held import Held
+from proto.limits import MAX_FRAME_BYTES, MAX_TEXT_CHARS
 from proto.messages import (
     Accepted,
     Cancel,
@@ -29,7 +32,7 @@ from proto.messages import (
     StepDone,
     WorkFailed,
 )
-from proto.status import KvHeld, StatusReport
+from proto.status import KvHeld, KvPair, KvPairs, StatusReport
 from tests.coordinator.world import Harness, RandomWorld, gateway_hello, submit, worker_hello
 from tests.helpers import first
 
@@ -408,3 +411,11 @@ def test_chaos_every_accepted_request_ends_exactly_once_and_nothing_leaks(seed: 
     for worker in world.core.workers.values():
         assert not worker.holdings and worker.free_blocks == 40, seed
     assert not world.protocol_violation
+
+
+def test_a_report_fits_its_frame_however_many_pairs_workers_tell_of() -> None:
+    h = Harness.make(prefill=0, decode=1)
+    for number in range(30, 60):
+        h.post(PeerUp(number, worker_hello(Role.PREFILL, number)))
+        h.receive(number, KvPairs((KvPair(20, "tcp", "x" * MAX_TEXT_CHARS),) * 1024))
+    assert len(encode(status(h.core))) < MAX_FRAME_BYTES / 8

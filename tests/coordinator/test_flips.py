@@ -397,3 +397,17 @@ def test_two_mixed_workers_of_one_name_are_told_apart() -> None:
     mixed_up(h, 40)
     mixed_up(h, 50, pid=8)
     assert "2 workers are called 'm-0': give each a --name of its own" in ask(h, "m-0", Role.PREFILL)
+
+
+def test_the_first_step_in_a_role_of_a_change_that_was_given_up_has_no_time() -> None:
+    h = Harness.make(prefill=2, decode=1)
+    h.now = 1_000.0
+    assert not ask(h, "prefill-10", Role.MIXED)
+    h.post(PeerDown(10, "said goodbye"))
+    hello = msgspec.structs.replace(worker_hello(Role.DECODE, 41), name="prefill-10-decode", process="prefill-10")
+    h.post(PeerUp(41, msgspec.structs.replace(hello, flipped_from=10)))
+    h.now += 60.0
+    h.post(Tick())
+    assert last(h).state == "failed"
+    h.receive(41, DecodeProgress(3, 10, 0))
+    assert not last(h).first_step_ms

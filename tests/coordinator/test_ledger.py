@@ -401,3 +401,20 @@ def test_what_is_no_file_is_no_ledger(tmp_path: Path) -> None:
     os.mkfifo(path)
     with pytest.raises(LedgerError, match="it is not a file"):
         past_of(path)
+
+
+def test_an_old_row_with_an_amount_that_cannot_be_summed_is_deleted_like_others(tmp_path: Path) -> None:
+    path = tmp_path / "usage.sqlite"
+    write(path, opened("odd"), closed("odd"), opened("old"), closed("old"))
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("UPDATE usage SET accepted_s = 5.0")
+        db.execute("UPDATE usage SET charged_tokens = 9e999 WHERE request_id = 'odd'")
+        db.commit()
+
+    async def work(ledger: Ledger, _past: Past, committed: list[str]) -> None:
+        ledger.write(opened("new"))
+        async with asyncio.timeout(60):
+            while not committed or set(rows(path)) != {"new"}:
+                await asyncio.wait_for(asyncio.sleep(0.01), 60)
+
+    with_ledger(path, work, keep_days=30)

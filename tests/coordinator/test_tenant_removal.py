@@ -84,3 +84,14 @@ def test_a_tenant_that_is_gone_is_forgotten_with_its_last_request_and_nobody_els
         assert ("standard", "o3", "u") not in h.core.queues[MODEL].fair.tenants()
         assert len([tenant for tenant in h.core.leaving if "/" in tenant]) == organisations - 2
     assert costs[1] <= 1.5 * costs[0], costs
+
+
+def test_a_tenant_of_which_something_waits_under_the_bill_of_another_one_is_not_forgotten() -> None:
+    h = world(4, max_seqs=1)
+    h.receive(1, msgspec.structs.replace(submit("r"), tenant="o1/u"))
+    h.receive(1, Cancel("r", 1, CancelReason.DISCONNECTED))
+    h.receive(1, msgspec.structs.replace(submit("r", attempt=2), tenant="o3/u"))
+    assert h.core.requests["r"].waits, "its worker has not let go of the first attempt"
+    h.post(Configured(tenants_file(1), 0.0))
+    h.receive(1, Cancel("r", 2, CancelReason.DISCONNECTED))
+    assert "r" not in h.core.requests

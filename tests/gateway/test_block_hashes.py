@@ -7,8 +7,7 @@ from gateway.text.block_hashes import BlockNames, block_hashes
 from proto.codec import pack_tokens
 from proto.kv import kept_names
 from proto.limits import HASH_BYTES, MAX_BLOCK_HASHES, MAX_FRAME_BYTES
-from proto.messages import ClusterState
-from tests.gateway.fakes import BLOCK_SIZE, MODEL, Site
+from tests.gateway.fakes import BLOCK_SIZE, Site
 from tests.gateway.http_words import completion, events, on_site
 
 PROMPTS = st.lists(st.integers(0, 3), max_size=40)
@@ -85,7 +84,7 @@ def test_names_of_what_was_kept_are_those_of_one_attempt_at_one_request() -> Non
 
 def test_where_the_block_size_is_not_known_nothing_has_a_name() -> None:
     async def test(site: Site) -> None:
-        site.cluster.backend.coordinator_message(site.cluster, ClusterState((MODEL,)), b"")
+        site.cluster.backend._hash_block_sizes.clear()
         await completion(site, max_tokens=3)
         assert site.cluster.submits[0][0].block_hashes == b"" and site.cluster.submits[0][0].hash_block_size == 0
 

@@ -210,7 +210,7 @@ def test_a_body_that_waits_is_its_bytes_and_a_refused_one_is_gone() -> None:
     async def test() -> None:
         site, go_on = make_site(), threading.Event()
         site.gateway.intake.body_bytes_max = BODY_BYTES_MAX
-        body = b'{"model":"%b","messages":[{"role":"user","content":"x","parsed":[%b]}]}'
+        body = b'{"model":"%b","messages":[{"role":"assistant","content":"x","parsed":[%b]}]}'
         body %= MODEL.encode(), b",".join([b'{"a":{}}'] * 50_000)
         async with site.client() as client:
             await client.post("/v1/chat/completions", content=body, headers=JSON)

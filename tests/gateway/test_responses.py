@@ -123,7 +123,10 @@ def test_a_call_and_its_result() -> None:
     ("fields", "param"),
     [
         ({"tools": [{**WEATHER, "name": "a b"}]}, "tools[0].name"),
-        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "odd"}}}}, "text.format.schema"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "odd"}, "strict": True}}},
+            "text.format.schema",
+        ),
         ({"input": [{"role": "tool", "content": "x"}]}, "input"),
     ],
 )

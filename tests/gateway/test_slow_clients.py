@@ -118,7 +118,18 @@ def test_slow_senders_are_cut_off_while_others_are_served(talk: Talk) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_does_not_read_is_cut_off_and_its_request_cancelled(stream: bool) -> None:
+def test_a_client_that_does_not_read_is_cut_off_and_its_request_cancelled(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[int] = []
+    connection_lost = http_server._Connection.connection_lost
+
+    def note(self: http_server._Connection, error: Exception | None) -> None:
+        lost.append(self.client[1])
+        connection_lost(self, error)
+
+    monkeypatch.setattr(http_server._Connection, "connection_lost", note)
+
     async def test(site: Site, url: str, port: int) -> None:
         long = list(b"abcdefgh" * 50)
         plain = site.cluster.answer
@@ -136,7 +147,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_its_request_cancelled(stream
         await until(lambda: bool(site.cluster.cancels) or not stream)
         await until(lambda: not site.gateway.backend.keeper.streams)
         assert len(site.cluster.submits) < 9, "it went on to the last of them"
-        await asyncio.sleep(3 * TIMEOUT_S)
+        await until(lambda: ours.getsockname()[1] in lost)
         await asyncio.to_thread(read_to_the_end, ours)
         ours.close()
 

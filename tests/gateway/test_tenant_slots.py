@@ -18,7 +18,11 @@ CROWD = 2_100
 
 
 def scope(key: str, client: str) -> dict[str, Any]:
-    headers = [(b"content-type", b"application/json"), (b"authorization", f"Bearer {key}".encode())]
+    headers = [
+        (b"host", b"127.0.0.1"),
+        (b"content-type", b"application/json"),
+        (b"authorization", f"Bearer {key}".encode()),
+    ]
     path = "/v1/completions"
     return {
         "type": "http", "http_version": "1.1", "method": "POST", "path": path, "raw_path": path.encode(), "root_path": "",

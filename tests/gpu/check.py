@@ -142,7 +142,7 @@ def why_not(device: str) -> str:
     return ""
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/gpu_check", description=__doc__, allow_abbrev=False)
     parser.add_argument("--out", default="gpu_check.jsonl", help="File to which each result is appended.")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: a dry run at tiny sizes.")

@@ -23,7 +23,8 @@ def _any_transport(monkeypatch):
 def test_a_pair_that_cannot_meet_by_shm_meets_by_tcp(monkeypatch):
     """The sessions, offered before, need not know."""
     monkeypatch.setattr(
-        "kvtransfer.transports.shm.connect", lambda name: (_ for _ in ()).throw(ConnectionRefusedError(111, "refused"))
+        "kvtransfer.transports.shm.connect",
+        lambda *ignored: (_ for _ in ()).throw(ConnectionRefusedError(111, "refused")),
     )
 
     async def test(ends: Ends) -> None:

@@ -9,7 +9,7 @@ import zmq.asyncio
 
 from proto.codec import encode
 from proto.limits import PROTOCOL_VERSION
-from proto.messages import Ping
+from proto.messages import Hello, Ping
 from tests.helpers import until
 from tests.runtime.test_link import CANCEL, End, run
 
@@ -18,7 +18,7 @@ NEXT, TOO_NEW = PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 2
 
 def of_version(version: int) -> bytes:
     """A Hello with fields that this version does not know."""
-    plain = ["Hello", version, "gateway", 5, "other", "", "", "", None, "", 0, [], None, "", "", 0, 0, ""]
+    plain = msgpack.unpackb(encode(Hello(version=version, role="gateway", incarnation=5, name="other")))
     packed: bytes = msgpack.packb([*plain, *[{"new": 1}] * 20])
     return packed
 

@@ -130,6 +130,8 @@ MISPLACED = [
     f'x = {{ {SECRET} = 1, {SECRET} = 2 }}',
     f'[{SECRET}',
     f'[tenants.acme]\nkeys = {SECRET}',
+    f'[priority_classes."{SECRET}"]\nweight = 1.0\n[tenants.acme]\npriority_class = "x"',
+    f'[priority_classes."{SECRET}"]\nweight = 1.0\n[tenants.acme]\npriority_classes = ["x"]',
 ]  # fmt: skip
 
 

@@ -51,6 +51,7 @@ def test_chunks_out_of_order_beyond_the_prompt_or_of_another_attempt_are_skipped
     for chunk in (Chunk("a", 1, 4, 4), Chunk("a", 1, 0, 11), Chunk("a", 2, 0, 4), Chunk("b", 1, 0, 4)):
         assert t.runnable((chunk,)) == []
     assert len(t.runnable((Chunk("a", 1, 0, 10),))) == 1
+    assert len(t.runnable((Chunk("a", 1, 0, 4), Chunk("a", 1, 0, 10)))) == 1, "its blocks would be freed twice"
 
 
 def test_a_repeated_order_changes_nothing_and_no_room_is_a_failure() -> None:

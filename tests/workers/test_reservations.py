@@ -1,12 +1,14 @@
 """What becomes of a decode worker's reservations while their coordinator is away."""
 
+import msgspec
+
 from decode_worker.batch import Batch
 from decode_worker.core import DecodeCore
 from decode_worker.requests import AttemptTable, Phase
 from engine.kv.allocator import BlockAllocator
 from kvtransfer.session.session import Accepted
 from proto.kv import Commit, FirstToken, Offer
-from proto.messages import Message, Peer, Release, Released
+from proto.messages import Message, Peer, Release, Released, WorkFailed
 from runtime.worker.ports import TakeChanges
 from tests.workers.test_batch import BLOCK, reserve
 
@@ -82,3 +84,14 @@ def test_the_next_coordinator_may_end_a_reservation_that_it_does_not_want() -> N
     core.order(Release("a", 1))
     core.expire(LOST_AT)
     assert ports.said == [Released("a", 1)] and not core.table.attempts
+
+
+def test_a_commit_behind_the_last_token_fails_its_attempt_and_runs_nothing() -> None:
+    """A prefill worker ends such an attempt itself."""
+    core, ports = make_core()
+    order = reserve("a", 2 * BLOCK)
+    core.order(msgspec.structs.replace(order, resumed_tokens=order.sampling.max_tokens))
+    answer = offer(core, "a")
+    assert isinstance(answer, Accepted)
+    core.committed(PREFILL_EPOCH, Commit("a", 1, (), 0, (FirstToken(0, 5),)), list(answer.block_ids), [])
+    assert isinstance(ports.said[-1], WorkFailed) and not core.table.attempts and not core.batch.running

@@ -17,7 +17,8 @@ from proto.limits import HASH_BYTES
 from proto.messages import Role, Submit
 
 FASTER = 0.8
-"""A prompt waits for a faster worker that would have it in this part of the time: rates are not that exact."""
+"""A worker that asks has this part of another's speed at most, and the other would have a prompt in this part of the time,
+where the prompt waits for the other: rates are not that exact."""
 
 
 def cached_tokens(submit: Submit, prefill: Worker, pool: Pool) -> int:
@@ -84,16 +85,21 @@ def _faster_prefill(submit: Submit, asks: Worker, pool: Pool, now: float) -> Wor
     best, best_s = None, FASTER * (asks.tokens_before + tokens) / pool.rate(asks)
     for worker in pool.first_to_finish():
         done_s = (worker.tokens_before + tokens) / pool.rate(worker)
-        if done_s < best_s and worker is not asks and worker.fits(submit) and pool.has_pair(worker, now):
+        if done_s < best_s and _is_faster(worker, asks) and worker.fits(submit) and pool.has_pair(worker, now):
             best, best_s = worker, done_s
     return best
+
+
+def _is_faster(one: Worker, other: Worker) -> bool:
+    """As full steps show it: short ones say little."""
+    return one.has_run_full and other.has_run_full and other.tokens_per_s < FASTER * one.tokens_per_s
 
 
 def better_than_bound(request: Request, asks: Worker, bound_to: Worker, pool: Pool, waiting: float, now: float) -> bool:
     """Whether a request that is bound to another worker, as the last there, had better run on the one that asks."""
     submit, weights = request.submit, pool.weights
     there, here = request.cached_tokens, cached_tokens(submit, asks, pool)
-    if there <= here:
+    if there <= here and _is_faster(asks, bound_to):
         tokens = submit.prompt_tokens - here
         return (asks.tokens_before + tokens) / pool.rate(asks) < FASTER * bound_to.tokens_before / pool.rate(bound_to)
     there_side, here_side = _prefill_side(bound_to, there, pool), _prefill_side(asks, here, pool)

@@ -1,1 +1,2 @@
-"""`crossdock simulate load`: `scenario.py` reads the TOML file, `load.py` runs it and shows the figures."""
+"""`crossdock simulate load`: `scenario.py` has the format of the file, `build.py` makes a workload of it, `load.py` runs it and
+shows the figures."""

@@ -1,5 +1,7 @@
 """`crossdock simulate load`: the production coordinator under a load that a file describes, in virtual time."""
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -9,16 +11,19 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from launcher import tables
 from launcher.report import console_for, write_json
 from launcher.simulate import scenario
+from launcher.simulate.build import build
 from runtime.settings.types import JsonOption
+from runtime.tenancy.tenants import TenantsError
 from simulation.load.figures import figures
 from simulation.load.run import play
+from simulation.load.workload import Workload
 
 
 class SimulateLoadSettings(JsonOption):
     """Play a load against the coordinator's own scheduler in virtual time, and say how each tenant was served.
 
-    SCENARIO is a TOML file with workers, tenants, traffic and failures. No model is needed, and an hour takes a minute or
-    so. Change one thing in the file and compare. docs/policy.md explains the format and answers five questions with it.
+    SCENARIO is a TOML file with workers, tenants, traffic and failures. No model is needed. Change one thing in the file and
+    compare. docs/policy.md explains the format and answers five questions with it.
     """
 
     file: str = Field(min_length=1, description="TOML file.", json_schema_extra={"argument": "SCENARIO"})
@@ -26,7 +31,7 @@ class SimulateLoadSettings(JsonOption):
 
 
 def run(settings: SimulateLoadSettings) -> int:
-    workload = scenario.read(settings.file, None if settings.seed < 0 else settings.seed)
+    workload = read(settings.file, settings.seed)
     console = console_for(settings, highlight=False)
     columns = TextColumn("virtual time"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -38,34 +43,72 @@ def run(settings: SimulateLoadSettings) -> int:
     return 0
 
 
+def read(path: str, seed: int = -1) -> Workload:
+    """Raises `SettingsError`, which names the file and the key at fault."""
+    described = scenario.read(path)
+    if seed >= 0:
+        described = described.model_copy(update={"seed": seed})
+    try:
+        return build(described, Path(path).expanduser().parent)
+    except (TenantsError, ValueError) as error:
+        raise scenario.named(path, error) from None
+
+
 def show(found: dict[str, Any], console: Console) -> None:
-    served = tables.Table(
-        "How each stream of traffic was served", "traffic", "offered", "finished", "goodput/s", "of offered",
-        "TTFT p50", "p99 ms", "TPOT p50", "p99 ms", "rejections each", "interruptions",
-    )  # fmt: skip
-    for name, one in (*found["traffic"].items(), ("all", found["all"])):
-        ttft, tpot = one["ttft_ms"] or {}, one["tpot_ms"] or {}
-        served.row(
-            name,
-            f"{one['offered']:,}",
-            f"{one['finished']:,}",
-            f"{one['goodput_per_s']:.2f}",
-            f"{one['goodput_share']:.1%}",
-            *(f"{times[rank]:,.0f}" if times else "-" for times in (ttft, tpot) for rank in ("p50", "p99")),
-            f"{one['rejections_per_request']:.2f}",
-            f"{one['interruptions']:,}",
-        )
-    served.show(console)
-    if len(found["shares"]) > 1:
-        shares = tables.Table("Who got what", "tenant", "of prompt tokens", "of sequences × time in decode")
-        for tenant, share in found["shares"].items():
-            shares.row(tenant, f"{share['prefill']:.1%}", f"{share['decode']:.1%}")
-        shares.show(console)
-    reasons = [f"{count:,} {reason}" for reason, count in found["all"]["rejected"].items()]
-    otherwise = [f"{count:,} {state}" for state, count in found["all"]["ended_otherwise"].items()]
+    groups = [((one["tenant"], one["priority_class"]), one) for one in found["tenants"]]
+    streams = [((name,), one) for name, one in found["traffic"].items()]
+    _show_rows(("tenant", "class"), [*groups, (("all", ""), found["all"])], console)
+    if len(streams) > len(groups):
+        _show_rows(("traffic",), streams, console)
     console.print(
-        f"Ended otherwise: {', '.join(otherwise) or 'none'}. Rejected for good: {', '.join(reasons) or 'none'}."
+        f"{found['duration_s']:,g} seconds of arrivals, seed {found['seed']}."
+        " Useful prefill: the share of computed prompt tokens that goodput needed."
     )
-    console.print(
-        f"Of the computed prompt tokens, {found['all']['useful_share']:.1%} were of requests that met their goal."
-    )
+
+
+_Rows = Sequence[tuple[tuple[str, ...], Mapping[str, Any]]]
+
+
+def _show_rows(keys: tuple[str, ...], rows: _Rows, console: Console) -> None:
+    for cells in (_served, _shared, _ended):
+        columns = list(cells(rows[0][1])) if rows else []
+        last = [tables.words(column) if column == "ended otherwise" else column for column in columns]
+        table = tables.Table("", *keys, *last, keys=len(keys))
+        for names, one in rows:
+            table.row(*names, *cells(one).values())
+        table.show(console)
+        console.print()
+
+
+def _served(one: Mapping[str, Any]) -> dict[str, str]:
+    ttft, tpot = one["ttft_ms"] or {}, one["tpot_ms"] or {}
+    return {
+        "offered": f"{one['offered']:,}",
+        "finished": f"{one['finished']:,}",
+        "goodput/s": f"{one['goodput_per_s']:.2f}",
+        "of offered": f"{one['goodput_share']:.1%}",
+        **{f"TTFT {rank} ms": _ms(ttft, rank) for rank in ("p50", "p99")},
+        **{f"TPOT {rank} ms": _ms(tpot, rank) for rank in ("p50", "p99")},
+    }
+
+
+def _ms(times: Mapping[str, float], rank: str) -> str:
+    return f"{times[rank]:,.0f}" if times else "-"
+
+
+def _shared(one: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "share of prefill": f"{one['prefill_share']:.1%}",
+        "useful prefill": f"{one['useful_share']:.1%}",
+        "share of decode": f"{one['decode_share']:.1%}",
+    }
+
+
+def _ended(one: Mapping[str, Any]) -> dict[str, str]:
+    counts = {f"rejected: {reason}": count for reason, count in one["rejected"].items()}
+    counts |= {state: count for state, count in one["ended_otherwise"].items() if state != "rejected"}
+    return {
+        "rejections/request": f"{one['rejections_per_request']:.2f}",
+        "interruptions": f"{one['interruptions']:,}",
+        "ended otherwise": ", ".join(f"{count:,} {name}" for name, count in counts.items()) or "-",
+    }

@@ -18,7 +18,7 @@ from proto.kv import Commit, Offer
 from proto.limits import MAX_VOCAB
 from proto.messages import Finished, Message, Release, Released, Reserve
 from proto.progress import DecodeProgress, Joined
-from simulation.cluster.surroundings import Engine, Gateways, Registration, Surroundings
+from simulation.cluster.surroundings import FAILED_STEP_S, Engine, Gateways, Registration, Surroundings
 from simulation.cluster.transfers import Key, Transfers
 
 
@@ -48,6 +48,8 @@ class BatchedDecode:
         """KV blocks that were held, times seconds of steps."""
         self._cluster = cluster
         self.engine = engine
+        self.fails = False
+        """Each step ends at once, with an error."""
         self._stepping = False
 
     def order(self, message: Message, blob: bytes) -> None:
@@ -62,12 +64,16 @@ class BatchedDecode:
         plan = None if self._stepping else self.core.plan()
         if plan is not None:
             self._stepping = True
-            took_s = self.engine.timing.decode_s(len(plan.rows))
+            took_s = FAILED_STEP_S if self.fails else self.engine.timing.decode_s(len(plan.rows))
             self.held_block_s += self.allocator.held_count * took_s
             self.engine.run(took_s, self._step_ended, plan)
 
     def _step_ended(self, plan: StepPlan[None]) -> None:
         self._stepping = False
+        if self.fails:
+            self.core.step_failed("it fails each step")
+            self._start_step()
+            return
         self.tokens_forwarded += len(plan.rows)
         drawn: list[Draw] = []
         for row in plan.rows:

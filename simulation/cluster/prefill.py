@@ -9,10 +9,8 @@ from prefill_worker.prompts import Key, PrefillRequest, PromptTable
 from proto.held import Capacity
 from proto.limits import MAX_VOCAB
 from proto.messages import Message, TokenItem
-from simulation.cluster.surroundings import Engine, Gateways, Registration, Surroundings
+from simulation.cluster.surroundings import FAILED_STEP_S, Engine, Gateways, Registration, Surroundings
 from simulation.cluster.transfers import KvSender, Transfers
-
-FAILED_STEP_S = 0.005
 
 
 class PrefillWorker:

@@ -17,6 +17,8 @@ from runtime.worker.ports import TakeChanges
 
 STOP, OTHER = 1, 2
 """The token that ends an answer before its max_tokens, and all others."""
+FAILED_STEP_S = 0.005
+"""Of a worker whose steps fail."""
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,14 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from coordinator.events import Configured, PeerUp
+from coordinator.events import Configured, PeerDown, PeerUp
 from coordinator.lifecycle import State
+from engine.kv.split import prefill_blocks
 from proto.drain import DrainRequest
+from proto.errors import CrossdockError
+from proto.held import Capacity
 from proto.messages import Role
-from simulation.cluster.cluster import FIRST_DECODE, FIRST_PREFILL, OBSERVER, VirtualCluster, hello
+from simulation.cluster.cluster import FIRST_FLIPPED, OBSERVER, VirtualCluster, hello
 from simulation.cluster.decode import BatchedDecode
 from simulation.cluster.prefill import PrefillWorker
 from simulation.cluster.surroundings import ClientRequest, Engine, Timing
@@ -18,6 +21,15 @@ from simulation.load.workload import Ask, Failure, Loop, WorkerSpec, Workload
 RETRY_JITTER = 0.1
 """Clients come again up to this share later than they were told."""
 LOOK_EVERY_S = 0.25
+UNSERVED_WAIT_S = 1.0
+"""A client in a closed loop whose request did not finish waits so long at least, as `Loop` says: it must not ask without end
+in no time."""
+REQUESTS_MAX = 1_000_000
+"""Of all kinds, with those that come again."""
+
+
+class TooManyRequests(CrossdockError):
+    """The clients of the workload have sent more than `REQUESTS_MAX`."""
 
 
 @dataclass(eq=False)
@@ -37,6 +49,8 @@ class Outcome:
     interruptions: int = 0
     computed_tokens: int = 0
     """Prompt tokens computed for it, over all tries and attempts."""
+    sequence_s: float = 0.0
+    """Seconds that it was a sequence in decode, until the last arrival."""
 
     @property
     def is_good(self) -> bool:
@@ -53,11 +67,10 @@ class Played:
     outcomes: list[Outcome] = field(default_factory=list)
     computed_tokens: int = 0
     """By all prefill workers, for whatever came of it."""
-    sequence_s: dict[str, float] = field(default_factory=dict)
-    """By tenant: sequences held in decode × seconds, until the last arrival."""
 
 
 def play(workload: Workload, progress: Callable[[float], None] = lambda now_s: None) -> Played:
+    """`progress` is told the virtual time, several times a virtual second. Raises `TooManyRequests`."""
     return _Player(workload).play(progress)
 
 
@@ -80,6 +93,8 @@ class _Player:
         """Incarnations of each worker, and what it computes with."""
         self._all_prefill: list[PrefillWorker] = []
         self._numbers = iter(range(1 << 62))
+        self._awaited = 0
+        """Requests that have not ended for good; some wait to come again."""
 
     def play(self, progress: Callable[[float], None]) -> Played:
         workload, cluster = self._workload, self._cluster
@@ -93,21 +108,20 @@ class _Player:
             cluster.at(failure.at_s, self._fail, failure)
         cluster.at(LOOK_EVERY_S, self._look, progress)
         end_s = workload.duration_s + workload.settle_s
-        while cluster.next_s <= end_s and (cluster.now < workload.duration_s or self._outcomes):
+        while cluster.next_s <= end_s and (cluster.now < workload.duration_s or self._awaited):
             cluster.step()
         self._sum_up()
         return self._played
 
     def _look(self, progress: Callable[[float], None]) -> None:
-        cluster, held = self._cluster, self._played.sequence_s
+        cluster = self._cluster
         progress(min(cluster.now, self._workload.duration_s))
         if cluster.now > self._workload.duration_s:
             return
         for decode in cluster.decode.values():
             assert isinstance(decode, BatchedDecode)
             for running in decode.table.batch.running:
-                tenant = self._cluster.requests[running.key[0]].submit.tenant
-                held[tenant] = held.get(tenant, 0.0) + LOOK_EVERY_S
+                self._tries[running.key[0]].sequence_s += LOOK_EVERY_S
         cluster.at(cluster.now + LOOK_EVERY_S, self._look, progress)
 
     # --- requests -------------------------------------------------------------------------------------------------------
@@ -120,9 +134,12 @@ class _Player:
     def _come(self, ask: Ask) -> str:
         outcome = Outcome(ask, self._cluster.now)
         self._played.outcomes.append(outcome)
+        self._awaited += 1
         return self._try(outcome)
 
     def _try(self, outcome: Outcome) -> str:
+        if len(self._tries) >= REQUESTS_MAX:
+            raise TooManyRequests(f"clients have sent {REQUESTS_MAX:,} requests by second {self._cluster.now:.1f}")
         ask, name = outcome.ask, f"r{next(self._numbers)}"
         self._outcomes[name] = self._tries[name] = outcome
         self._cluster.submit(
@@ -149,13 +166,16 @@ class _Player:
                 cluster.at(cluster.now + wait_s, self._retry, outcome, loop)
                 return
         outcome.state = request.state
+        self._awaited -= 1
         first_s = cluster.ttft_s.get(name)
         if first_s is not None:
             outcome.ttft_s = request.submitted_s + first_s - outcome.came_s
             later = request.emitted_tokens[0] - 1
             outcome.tpot_s = (cluster.now - request.submitted_s - first_s) / later if later > 0 else 0.0
         if loop is not None:
-            cluster.at(cluster.now + loop[0].think_s, self._go_round, *loop)
+            told_s = rejected.retry_after_s if rejected is not None else 0.0
+            least_s = 0.0 if outcome.state is State.FINISHED else max(told_s, UNSERVED_WAIT_S)
+            cluster.at(cluster.now + max(loop[0].think_s, least_s), self._go_round, *loop)
 
     def _retry(self, outcome: Outcome, loop: tuple[Loop, int] | None) -> None:
         name = self._try(outcome)
@@ -168,45 +188,54 @@ class _Player:
         engine, started, cluster = Engine(self._cluster, spec.times), list[int](), self._cluster
         for name in spec.roles:
             role = Role(name)
-            first = FIRST_PREFILL if role is Role.PREFILL else FIRST_DECODE
-            incarnation = first + next(self._numbers) + (1 << 20)
+            incarnation = FIRST_FLIPPED + next(self._numbers)
             process = spec.name if len(spec.roles) > 1 else ""
-            named = msgspec.structs.replace(hello(role, incarnation, spec.capacity), name=spec.name, process=process)
+            own = hello(role, incarnation, _part(spec, role))
+            named = msgspec.structs.replace(own, name=spec.name, process=process)
             cluster.start(named, engine)
             started.append(incarnation)
             if role is Role.PREFILL:
                 self._all_prefill.append(cluster.prefill[incarnation])
         self._running[spec.name] = started, engine
 
+    def _up(self, name: str) -> list[PrefillWorker | BatchedDecode]:
+        """Its roles, unless it is lost."""
+        prefill, decode = self._cluster.prefill, self._cluster.decode
+        found = [prefill.get(one) or decode.get(one) for one in self._running[name][0]]
+        return [worker for worker in found if isinstance(worker, PrefillWorker | BatchedDecode)]
+
+    def _lose(self, name: str) -> None:
+        for incarnation in self._running[name][0] if self._up(name) else ():
+            self._cluster.lose(incarnation)
+
     def _fail(self, failure: Failure) -> None:
-        cluster, (incarnations, engine) = self._cluster, self._running[failure.worker]
+        cluster, engine = self._cluster, self._running[failure.worker][1]
         match failure.kind:
             case "slow":
                 engine.timing = replace(self._workload.by_name()[failure.worker].times, factor=failure.factor)
             case "failing":
-                for incarnation in incarnations:
-                    if incarnation in cluster.prefill:
-                        cluster.prefill[incarnation].fails = True
+                for worker in self._up(failure.worker):
+                    worker.fails = True
             case "lost":
-                for incarnation in incarnations:
-                    cluster.lose(incarnation)
+                self._lose(failure.worker)
             case "drained":
                 cluster.post(PeerUp(OBSERVER, hello(Role.OBSERVER, OBSERVER)))
                 cluster.receive(OBSERVER, DrainRequest(failure.worker, False, 0.0))
+                cluster.post(PeerDown(OBSERVER, "said goodbye"))
         if failure.for_s:
             cluster.at(cluster.now + failure.for_s, self._heal, failure)
 
     def _heal(self, failure: Failure) -> None:
-        spec, (incarnations, engine) = self._workload.by_name()[failure.worker], self._running[failure.worker]
-        engine.timing = spec.times
-        for incarnation in incarnations:
-            if incarnation in self._cluster.prefill:
-                self._cluster.prefill[incarnation].fails = False
-        if failure.kind == "drained":
-            for incarnation in incarnations:
-                if incarnation in self._cluster.core.peers:
-                    self._cluster.lose(incarnation)
-        if failure.kind in ("lost", "drained"):
+        spec = self._workload.by_name()[failure.worker]
+        match failure.kind:
+            case "slow":
+                self._running[failure.worker][1].timing = spec.times
+            case "failing":
+                for worker in self._up(failure.worker):
+                    worker.fails = False
+            case "drained":
+                self._lose(failure.worker)
+        if not self._up(failure.worker) and failure.kind in ("lost", "drained"):
             self._start(spec)
 
     # --- the end --------------------------------------------------------------------------------------------------------
@@ -219,3 +248,13 @@ class _Player:
                 by_request[name] = by_request.get(name, 0) + tokens
         for name, outcome in self._tries.items():
             outcome.computed_tokens += by_request.get(name, 0)
+
+
+def _part(spec: WorkerSpec, role: Role) -> Capacity:
+    """What one role of a worker has."""
+    whole = spec.capacity
+    if len(spec.roles) == 1:
+        return whole
+    for_prompts = prefill_blocks(whole.kv_blocks, 0)
+    blocks = for_prompts if role is Role.PREFILL else whole.kv_blocks - for_prompts
+    return msgspec.structs.replace(whole, kv_blocks=blocks)

@@ -35,6 +35,7 @@ class WorkerSpec:
     name: str
     roles: tuple[Literal["prefill", "decode"], ...]
     capacity: Capacity
+    """Of a mixed worker, both roles share the blocks."""
     times: StepTimes
 
 
@@ -65,7 +66,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class Loop:
-    """A client that sends the next request `think_s` after the end of the last one, from `from_s` until `until_s`."""
+    """A client that sends the next request `think_s` after the end of the last one, from `from_s` until `until_s`. If
+    that did not finish, it waits at least a second."""
 
     asks: tuple[Ask, ...]
     """Used one after the other, and again from the start."""

@@ -145,6 +145,17 @@ _LIFE = {
 ROOM = {name: {"peak": _LIFE, "whole_life": _LIFE} for name in (*bench_room.UNIFORM, "a few huge among many tiny")}
 OVERCOMMIT = {name: {"1.1": _LIFE, "2": _LIFE} for name in bench_room.UNIFORM}
 SIMULATED = Sum(20_000, 1_234_567, 98_765, 111_000.0, {"a worker is killed": 7_700, "pause": 12}, {"finished": 12_345})
+_GROUP = {
+    "offered": 1_234_567, "finished": 1_234_567, "ended_otherwise": {"rejected": 99_999, "expired": 99_999},
+    "rejected": {"tenant_queue": 99_999}, "goodput_per_s": 12_345.67, "goodput_share": 1.0,
+    "ttft_ms": {"p50": 123_456.0, "p90": 123_456.0, "p99": 123_456.0}, "tpot_ms": None, "prefill_share": 1.0,
+    "decode_share": 1.0, "useful_share": 1.0, "rejections_per_request": 123.45, "interruptions": 123_456,
+}  # fmt: skip
+LOADED: dict[str, Any] = {
+    "seed": 1, "duration_s": 86_400.0, "all": _GROUP,
+    "tenants": [{"tenant": TENANT, "priority_class": "interactive"} | _GROUP],
+    "traffic": {"chat": _GROUP, "summaries-of-long-documents": _GROUP},
+}  # fmt: skip
 
 # --- the ratio lab ------------------------------------------------------------------------------------------------------
 

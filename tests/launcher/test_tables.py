@@ -26,6 +26,7 @@ from launcher.bench.dev import kv_utilization as bench_room
 from launcher.bench.dev.engine import rounds as bench_engine
 from launcher.cluster import check as cluster_check
 from launcher.load import show as load_show
+from launcher.simulate import load as simulate_load
 from launcher.tables import Table
 from launcher.tuning import calibrate as tune_calibrate
 from launcher.tuning import check as tune_check
@@ -57,6 +58,7 @@ SHOWN: dict[str, Callable[[Console], Any]] = {
     ),
     "load.show": lambda c: load_show.show(shown.FIGURES, c),
     "admin.simulate": lambda c: simulate._show(shown.SIMULATED, 12.0, c),
+    "simulate.load": lambda c: simulate_load.show(shown.LOADED, c),
     "admin.status": lambda c: (status.show(shown.REPORT, c), status.show(shown.REPORT, c, wide=True)),
     "admin.tenants": lambda c: tenants.show(shown.TENANTS, c),
     "admin.usage": lambda c: usage.show(shown.USAGE, c),

@@ -1,0 +1,203 @@
+"""Makes a workload of a scenario: draws arrivals and lengths, and checks what one key says against the others."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+from pydantic import ValidationError
+
+from coordinator.events import Limits
+from launcher.load import traces
+from launcher.load.lengths import Lengths, arrival_times
+from launcher.simulate.scenario import CONTEXT_TOKENS, Scenario, Traffic, Workers, faults
+from proto.held import Capacity
+from runtime.settings.options import SettingsError
+from runtime.settings.roles import CoordinatorSettings
+from runtime.tenancy.tenants import Policy, Tenants, from_tables, open_tenants
+from simulation.load.run import REQUESTS_MAX
+from simulation.load.workload import Ask, Failure, Goal, Loop, StepTimes, WorkerSpec, Workload
+
+WORKERS_MAX: Final = 4096
+BLOCKS_MAX: Final = 1 << 24
+"""Of KV, on all workers together: the allocators of so many take about 700 MB."""
+CLIENTS_MAX: Final = 100_000
+LOOP_REQUESTS: Final = 16
+"""Different requests of each client in a closed loop."""
+_OPTIONS: Final = Limits.__dataclass_fields__.keys() & CoordinatorSettings.model_fields.keys()
+
+
+def build(scenario: Scenario, folder: Path) -> Workload:
+    """`folder`: where relative paths of traces begin. Raises `ValueError` and `TenantsError`, which name the key."""
+    tenants, workers = _tenants(scenario), _workers(scenario)
+    names = {worker.name for worker in workers}
+    for number, failure in enumerate(scenario.failures):
+        if failure.worker not in names:
+            known = ", ".join([worker.name for worker in workers][:8])
+            raise ValueError(f"failures.{number}.worker: there is no {failure.worker!r}; there are {known}")
+    policies = [_policy(number, traffic, tenants) for number, traffic in enumerate(scenario.traffic)]
+    _check_size(scenario)
+    arrivals: list[tuple[float, Ask]] = []
+    loops: list[Loop] = []
+    for number, (traffic, policy) in enumerate(zip(scenario.traffic, policies, strict=True)):
+        stream = _Stream(traffic, policy, scenario.duration_s, np.random.default_rng([scenario.seed, number]))
+        if traffic.arrivals == "closed":
+            loops += stream.loops()
+        elif traffic.arrivals == "trace":
+            try:
+                arrivals += stream.traced(folder)
+            except SettingsError as error:
+                raise ValueError(f"traffic.{number}.{str(error).removeprefix('--')}") from None
+        else:
+            arrivals += stream.arrivals()
+        if len(arrivals) > REQUESTS_MAX:
+            raise ValueError(f"traffic: more than {REQUESTS_MAX:,} requests")
+    return Workload(
+        workers=tuple(workers),
+        arrivals=tuple(sorted(arrivals, key=lambda entry: entry[0])),
+        loops=tuple(loops),
+        failures=tuple(Failure(**dict(failure)) for failure in scenario.failures),
+        duration_s=scenario.duration_s,
+        settle_s=scenario.settle_s,
+        limits=_limits(scenario),
+        tenants=tenants,
+        hand_over_s=(scenario.hand_over_ms[0] / 1000, scenario.hand_over_ms[1] / 1000),
+        seed=scenario.seed,
+    )
+
+
+def _tenants(scenario: Scenario) -> Tenants:
+    if not scenario.tenants and scenario.priority_classes is None:
+        return open_tenants()
+    tables: dict[str, object] = {"tenants": scenario.tenants}
+    if scenario.priority_classes is not None:
+        tables["priority_classes"] = scenario.priority_classes
+    return from_tables(tables)
+
+
+def _limits(scenario: Scenario) -> Limits:
+    for name, value in scenario.coordinator.items():
+        if name not in _OPTIONS:
+            raise ValueError(f"coordinator.{name}: there is no such option; there are {', '.join(sorted(_OPTIONS))}")
+        if not isinstance(value, int | float):  # settings also take numbers that are written as text
+            raise ValueError(f"coordinator.{name}: must be a number, or true or false")
+    try:
+        settings = CoordinatorSettings.model_validate(scenario.coordinator)
+    except ValidationError as error:
+        raise ValueError("\n".join(faults(error, "coordinator."))) from None
+    return Limits(**{name: getattr(settings, name) for name in scenario.coordinator})
+
+
+def _workers(scenario: Scenario) -> list[WorkerSpec]:
+    if sum(some.count for some in scenario.workers) > WORKERS_MAX:
+        raise ValueError(f"workers: more than {WORKERS_MAX:,}")
+    if sum(some.count * (some.kv_tokens // some.block_size) for some in scenario.workers) > BLOCKS_MAX:
+        raise ValueError(f"workers: more than {BLOCKS_MAX:,} KV blocks; give them fewer kv_tokens or larger blocks")
+    found: list[WorkerSpec] = []
+    numbers = {"prefill": 0, "decode": 0, "mixed": 0}
+    for some in scenario.workers:
+        for _ in range(some.count):
+            found.append(_worker(some, f"{some.role}-{numbers[some.role]}"))
+            numbers[some.role] += 1
+    missing = {"prefill", "decode"} - {role for worker in found for role in worker.roles}
+    if missing:
+        raise ValueError(f"workers: there is no {' and no '.join(sorted(missing))} worker")
+    return found
+
+
+def _worker(some: Workers, name: str) -> WorkerSpec:
+    times = StepTimes(
+        prefill_tokens_per_s=some.prefill_tokens_per_s,
+        prefill_step_s=some.prefill_step_ms / 1000,
+        decode_step_s=some.decode_step_ms / 1000,
+        decode_sequence_s=some.decode_ms_per_sequence / 1000,
+    )
+    blocks = some.kv_tokens // some.block_size
+    capacity = Capacity(blocks, some.block_size, some.sequences_max, CONTEXT_TOKENS, some.step_tokens)
+    roles: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode") if some.role == "mixed" else (some.role,)
+    return WorkerSpec(name, roles, capacity, times)
+
+
+def _policy(number: int, traffic: Traffic, tenants: Tenants) -> Policy:
+    policy = tenants.policy(traffic.tenant)
+    if policy is None:
+        raise ValueError(f"traffic.{number}.tenant: there is no {traffic.tenant!r} in [tenants]")
+    if traffic.priority_class and traffic.priority_class not in policy.priority_classes:
+        allowed = ", ".join(sorted(policy.priority_classes))
+        raise ValueError(
+            f"traffic.{number}.priority_class: tenant {traffic.tenant!r} may use {allowed}, not {traffic.priority_class!r}"
+        )
+    return policy
+
+
+def _check_size(scenario: Scenario) -> None:
+    """Before anything is drawn."""
+    requests, clients = 0.0, 0
+    for number, traffic in enumerate(scenario.traffic):
+        length_s = min(traffic.until_s or scenario.duration_s, scenario.duration_s) - traffic.from_s
+        if length_s <= 0:
+            raise ValueError(f"traffic.{number}.from_s: is not before the scenario's end, {scenario.duration_s:g}")
+        if traffic.arrivals == "closed":
+            clients += traffic.clients
+        elif traffic.arrivals != "trace":
+            requests += traffic.rate_per_s * length_s
+    if requests > REQUESTS_MAX:
+        raise ValueError(f"traffic: about {requests:,.0f} requests, more than {REQUESTS_MAX:,}")
+    if clients > CLIENTS_MAX:
+        raise ValueError(f"traffic: {clients:,} clients, more than {CLIENTS_MAX:,}")
+
+
+class _Stream:
+    """Draws the requests of one stream of traffic."""
+
+    def __init__(self, traffic: Traffic, policy: Policy, duration_s: float, source: np.random.Generator) -> None:
+        self._traffic, self._source = traffic, source
+        self._class = traffic.priority_class or policy.priority_class
+        self._until_s = min(traffic.until_s or duration_s, duration_s)
+        self._prompts, self._outputs = (
+            Lengths.parse(str(text)) for text in (traffic.prompt_tokens, traffic.output_tokens)
+        )
+
+    def arrivals(self) -> Iterator[tuple[float, Ask]]:
+        traffic = self._traffic
+        length_s, most = self._until_s - traffic.from_s, REQUESTS_MAX + 1
+        for at_s in arrival_times(traffic.arrivals, traffic.rate_per_s, traffic.cv, length_s, most, self._source):
+            yield traffic.from_s + at_s, self._drawn()
+
+    def traced(self, folder: Path) -> Iterator[tuple[float, Ask]]:
+        """Raises `SettingsError`."""
+        traffic = self._traffic
+        rows = traces.scaled(
+            traces.read(str(folder / Path(traffic.trace).expanduser())),
+            from_s=0.0,
+            duration_s=self._until_s - traffic.from_s,
+            speed=traffic.speed,
+            scale_tokens=1.0,
+            source=self._source,
+        )
+        for row in rows:
+            yield traffic.from_s + row.at_s, self._ask(row.prompt_tokens, row.output_tokens)
+
+    def loops(self) -> Iterator[Loop]:
+        """Clients begin one after the other within a second, so that they do not act as one."""
+        traffic = self._traffic
+        for number in range(traffic.clients):
+            asks = tuple(self._drawn() for _ in range(LOOP_REQUESTS))
+            yield Loop(asks, traffic.think_s, traffic.from_s + number / traffic.clients, self._until_s)
+
+    def _drawn(self) -> Ask:
+        return self._ask(self._prompts.draw(self._source), self._outputs.draw(self._source))
+
+    def _ask(self, prompt_tokens: int, output_tokens: int) -> Ask:
+        traffic = self._traffic
+        return Ask(
+            stream=traffic.name or traffic.tenant,
+            tenant=traffic.tenant,
+            priority_class=self._class,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            max_tokens=traffic.max_tokens or output_tokens,
+            deadline_ms=traffic.deadline_ms,
+            goal=Goal(traffic.ttft_ms or traffic.deadline_ms, traffic.tpot_ms),
+            retries=traffic.retries,
+        )

@@ -1,0 +1,142 @@
+"""`crossdock simulate load` as a command: what it prints, its JSON, and how it ends."""
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from launcher.commands import as_listed, build_app
+from launcher.simulate import load
+from runtime.settings.command_line import invoke
+
+SCENARIO = """
+duration_s = 20.0
+settle_s = 60.0
+[[workers]]
+role = "prefill"
+[[workers]]
+role = "decode"
+[[traffic]]
+name = "chat"
+tenant = "light"
+prompt_tokens = "uniform:64-256"
+output_tokens = 16
+deadline_ms = 2000
+retries = 5
+[[traffic]]
+name = "documents"
+tenant = "heavy"
+rate_per_s = 4
+prompt_tokens = 4096
+output_tokens = 64
+deadline_ms = 4000
+tpot_ms = 100
+[[traffic]]
+name = "nightly"
+tenant = "heavy"
+priority_class = "batch"
+arrivals = "closed"
+clients = 2
+output_tokens = 32
+[[traffic]]
+name = "searches"
+tenant = "light"
+arrivals = "constant"
+[tenants.light]
+[tenants.heavy]
+priority_classes = ["standard", "batch"]
+"""
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> str:
+    (tmp_path / "scenario.toml").write_text(SCENARIO)
+    return str(tmp_path / "scenario.toml")
+
+
+def simulate(*arguments: str) -> int:
+    return invoke(build_app(), as_listed(["simulate", "load", *arguments]), "crossdock")
+
+
+def test_it_prints_the_same_for_the_same_seed(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*more: str) -> str:
+        assert simulate(scenario, *more) == 0
+        return capsys.readouterr().out
+
+    first = told()
+    assert told() == first == told("--seed", "1") and told("--seed", "2") != first
+    rows = [line.split() for line in first.splitlines()]
+    assert [row[:2] for row in rows if row[:1] in (["heavy"], ["light"])] == [
+        ["heavy", "batch"], ["heavy", "standard"], ["light", "standard"],
+    ] * 3  # fmt: skip
+    assert [row[0] for row in rows if row and row[0] in ("chat", "documents", "nightly", "searches")] == [
+        "chat", "searches", "documents", "nightly",
+    ] * 3  # fmt: skip
+    assert re.search(r"^heavy +standard .*\d+ rejected: deadline", first, re.MULTILINE)
+    assert "20 seconds of arrivals, seed 1." in first and "\x1b" not in first
+
+
+def test_json_has_what_is_printed(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(scenario, "--json") == 0
+    told = capsys.readouterr()
+    found = json.loads(told.out)
+    assert "seconds of arrivals" in told.err
+    groups = [*found["tenants"], *found["traffic"].values(), found["all"]]
+    assert len(groups) == 3 + 4 + 1
+    wanted = {
+        "offered", "finished", "rejected", "ended_otherwise", "goodput_per_s", "goodput_share", "ttft_ms", "tpot_ms",
+        "prefill_share", "decode_share", "useful_share", "rejections_per_request", "interruptions",
+    }  # fmt: skip
+    assert all(wanted <= one.keys() for one in groups)
+    assert found["traffic"]["documents"]["rejected"]["deadline"] > 0
+    assert (found["seed"], found["duration_s"]) == (1, 20.0)
+
+
+def test_a_mistake_is_a_line_for_each_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "s.toml").write_text(SCENARIO.replace("clients", "client").replace("retries = 5", "retries = -5"))
+    assert simulate(str(tmp_path / "s.toml")) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.splitlines() == [
+        f"crossdock: SCENARIO: {tmp_path}/s.toml: traffic.0.retries: must be >= 0, not -5",
+        f"crossdock: SCENARIO: {tmp_path}/s.toml: traffic.2.client: there is no such setting",
+    ]
+
+
+def test_ctrl_c_ends_it_without_a_traceback(
+    scenario: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(workload: Any, progress: Any) -> None:
+        progress(1.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(load, "play", interrupted)
+    assert simulate(scenario) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_sees_how_far_it_is(scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    real, told = load.play, list[float]()
+
+    def play(workload: Any, progress: Any) -> Any:
+        return real(workload, lambda now_s: (told.append(now_s), progress(now_s)))
+
+    monkeypatch.setattr(load, "play", play)
+    monkeypatch.setattr(load, "console_for", lambda settings, **more: Console(file=out, force_terminal=True, width=100))
+    assert simulate(scenario) == 0
+    assert "virtual time" in out.getvalue() and told == sorted(told) and 0 < told[0] < 1 and told[-1] == 20.0
+    assert len(told) >= 80
+
+
+def test_too_many_requests_are_one_line(
+    scenario: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from simulation.load import run
+
+    monkeypatch.setattr(run, "REQUESTS_MAX", 30)
+    assert simulate(scenario) == 1
+    assert re.fullmatch(r"crossdock: clients have sent 30 requests by second [\d.]+\n", capsys.readouterr().err)

@@ -1,0 +1,226 @@
+"""Loads on the virtual cluster: requests of every kind end and are counted once, whatever happens to workers."""
+
+import random
+from typing import Any, Literal
+
+import pytest
+
+from coordinator.lifecycle import State
+from proto.held import Capacity
+from runtime.tenancy.tenants import from_tables
+from simulation.load import run
+from simulation.load.figures import figures, percentiles
+from simulation.load.run import Played, TooManyRequests, play
+from simulation.load.workload import Ask, Failure, FailureKind, Goal, Loop, StepTimes, WorkerSpec, Workload
+from tests.helpers import first
+
+CAPACITY = Capacity(4096, 16, 64, 1 << 20)
+TIMES = StepTimes(prefill_step_s=0.002, decode_step_s=0.02)
+
+
+def workers(*names: str) -> tuple[WorkerSpec, ...]:
+    return tuple(WorkerSpec(name, _roles(name), CAPACITY, TIMES) for name in names)
+
+
+def _roles(name: str) -> tuple[Literal["prefill", "decode"], ...]:
+    match name.partition("-")[0]:
+        case "prefill":
+            return ("prefill",)
+        case "decode":
+            return ("decode",)
+        case _:
+            return ("prefill", "decode")
+
+
+PAIR = workers("prefill-0", "decode-0")
+TWO_PAIRS = workers("prefill-0", "prefill-1", "decode-0", "decode-1")
+
+
+def ask(prompt_tokens: int = 512, output_tokens: int = 16, **more: Any) -> Ask:
+    kept = {"stream": "s", "tenant": "t", "priority_class": "standard", "max_tokens": output_tokens, "deadline_ms": 0.0}
+    return Ask(
+        **{**kept, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "goal": Goal(), "retries": 0, **more}
+    )
+
+
+def every(gap_s: float, what: Ask, until_s: float) -> tuple[tuple[float, Ask], ...]:
+    return tuple((gap_s * n, what) for n in range(round(until_s / gap_s)))
+
+
+def found(workload: Workload) -> dict[str, Any]:
+    one: dict[str, Any] = figures(play(workload))["all"]
+    return one
+
+
+KINDS: tuple[FailureKind, ...] = ("slow", "failing", "lost", "drained")
+
+
+@pytest.mark.parametrize("worker", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_outlive_what_happens_to_a_worker(kind: FailureKind, worker: str) -> None:
+    arrivals = every(0.25, ask(), 20.0)
+    healthy = found(Workload(TWO_PAIRS, arrivals, duration_s=20.0))
+    hurt = found(Workload(TWO_PAIRS, arrivals, failures=(Failure(5.0, worker, kind, for_s=5.0),), duration_s=20.0))
+    assert hurt["finished"] == hurt["offered"] == 80
+    assert hurt != healthy, "nothing has happened"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mixed_worker_fails_with_both_roles_and_comes_back(kind: FailureKind) -> None:
+    arrivals = every(0.5, ask(), 20.0)
+    two = workers("mixed-0", "mixed-1")
+    hurt = found(Workload(two, arrivals, failures=(Failure(5.0, "mixed-0", kind, for_s=5.0),), duration_s=20.0))
+    assert hurt["finished"] == hurt["offered"]
+    alone = Workload(
+        workers("mixed-0"), arrivals, failures=(Failure(5.0, "mixed-0", kind, for_s=2.0),), duration_s=20.0
+    )
+    assert found(alone)["finished"] >= 0.5 * 40
+
+
+def test_a_worker_that_never_comes_back_leaves_its_requests_unserved() -> None:
+    workload = Workload(
+        PAIR, every(1.0, ask(), 20.0), failures=(Failure(9.9, "prefill-0", "lost"),), duration_s=20.0, settle_s=5.0
+    )
+    played = play(workload)
+    assert [one.state for one in played.outcomes[:9]] == [State.FINISHED] * 9
+    assert all(one.state is None for one in played.outcomes[11:])
+    assert figures(played)["all"]["ended_otherwise"] == {"unfinished": 10}
+
+
+def test_a_failure_of_a_lost_worker_does_nothing() -> None:
+    many = [Failure(1.0 + n, "prefill-0", kind, for_s=for_s) for n, (kind, for_s) in enumerate(
+        [("lost", 0.0), ("lost", 0.0), ("failing", 2.0), ("drained", 0.0), ("slow", 1.0), ("lost", 1.0), ("lost", 3.0)]
+    )]  # fmt: skip
+    one = found(Workload(TWO_PAIRS, every(0.25, ask(), 20.0), failures=tuple(many), duration_s=20.0))
+    assert one["finished"] == one["offered"]
+
+
+def test_a_slow_worker_takes_longer_by_the_factor() -> None:
+    def ttft_ms(factor: float) -> float:
+        failures = (Failure(0.0, "prefill-0", "slow", factor),)
+        one = found(Workload(PAIR, ((1.0, ask(8192)),), failures=failures, duration_s=2.0))
+        return float(one["ttft_ms"]["p50"])
+
+    assert ttft_ms(10.0) == pytest.approx(10 * ttft_ms(1.0), rel=0.05)
+
+
+def test_mixed_workers_share_their_time_and_their_blocks() -> None:
+    long, short = ask(prompt_tokens=12_000, output_tokens=4), ask(output_tokens=200)
+    arrivals = ((0.0, short), (1.0, long))
+    mixed = play(Workload(workers("mixed-0"), arrivals, duration_s=5.0))
+    split = play(Workload(PAIR, arrivals, duration_s=5.0))
+    assert (mixed.outcomes[0].tpot_s or 0) > 1.3 * (split.outcomes[0].tpot_s or 0)
+    # A quarter of the blocks is for prompts.
+    too_long = play(Workload(workers("mixed-0"), ((0.0, ask(prompt_tokens=4096 * 16 // 3)),), duration_s=5.0))
+    assert too_long.outcomes[0].state is State.REJECTED
+
+
+def test_clients_in_a_closed_loop_wait_for_their_answers() -> None:
+    loops = tuple(Loop((ask(),), think_s=1.0, from_s=0.0, until_s=30.0) for _ in range(3))
+    one = found(Workload(PAIR, (), loops, duration_s=30.0))
+    took_s = 1.0 + one["ttft_ms"]["p50"] / 1000 + 15 * 0.02
+    assert one["finished"] == one["offered"] == pytest.approx(3 * 30 / took_s, rel=0.1)
+
+
+def test_a_client_that_is_refused_at_once_does_not_ask_without_end() -> None:
+    hopeless = ask(prompt_tokens=CAPACITY.kv_blocks * 16 * 2)
+    one = found(Workload(PAIR, (), (Loop((hopeless,), 0.0, 0.0, 20.0),), duration_s=20.0))
+    assert one["offered"] == 20 and list(one["rejected"].values()) == [20]
+
+
+def test_clients_come_again_when_they_were_told_to() -> None:
+    load = every(0.02, ask(deadline_ms=1500.0, retries=50, goal=Goal()), 10.0)
+    again = found(Workload(PAIR, load, duration_s=10.0, settle_s=300.0))
+    once = found(Workload(PAIR, every(0.02, ask(deadline_ms=1500.0), 10.0), duration_s=10.0, settle_s=300.0))
+    assert again["rejections_per_request"] > once["rejections_per_request"] > 0.1
+    assert again["finished"] > 1.5 * once["finished"]
+    assert sum(again["ended_otherwise"].values()) + again["finished"] == again["offered"]
+
+
+def test_clients_that_wait_to_come_again_are_waited_for() -> None:
+    """Even where nothing else is left to do."""
+    tenants = from_tables({"tenants": {"t": {"limits": {"requests_per_min": 1}}}})
+    played = play(Workload(PAIR, every(0.1, ask(retries=5), 0.2), duration_s=0.3, settle_s=600.0, tenants=tenants))
+    early, late = played.outcomes
+    assert early.rejections == 0 and late.rejections == 1 and late.state is State.FINISHED
+    assert late.ttft_s is not None and late.ttft_s > 30.0
+
+
+def test_more_requests_than_the_bound_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "REQUESTS_MAX", 50)
+    loops = tuple(Loop((ask(1, 1),), think_s=0.0, from_s=0.0, until_s=100.0) for _ in range(3))
+    with pytest.raises(TooManyRequests, match=r"clients have sent 50 requests by second 0\.\d"):
+        play(Workload(PAIR, (), loops, duration_s=100.0))
+
+
+def test_figures_are_of_each_tenant_and_class() -> None:
+    good, late = Goal(1000.0), Goal(1e-3)
+    arrivals = [(0.5 * n, ask(tenant="a", stream="x", goal=good)) for n in range(20)]
+    arrivals += [(0.5 * n, ask(1024, 64, tenant="b", stream="y", goal=late)) for n in range(20)]
+    arrivals += [(0.5 * n, ask(tenant="b", stream="y", priority_class="batch", goal=good)) for n in range(20)]
+    everything = figures(play(Workload(PAIR, tuple(sorted(arrivals, key=lambda one: one[0])), duration_s=10.0)))
+    a, batch, b = everything["tenants"]
+    assert [(one["tenant"], one["priority_class"]) for one in (a, batch, b)] == [
+        ("a", "standard"), ("b", "batch"), ("b", "standard"),
+    ]  # fmt: skip
+    assert everything["traffic"].keys() == {"x", "y"} and everything["traffic"]["x"]["offered"] == 20
+    assert [one["prefill_share"] for one in (a, batch, b)] == [0.25, 0.25, 0.5]
+    assert b["decode_share"] > 2 * a["decode_share"] > 0
+    assert sum(one["decode_share"] for one in (a, batch, b)) == pytest.approx(1.0)
+    assert (a["useful_share"], b["useful_share"], everything["all"]["useful_share"]) == (1.0, 0.0, 0.5)
+    assert (a["goodput_per_s"], a["goodput_share"], b["goodput_share"]) == (2.0, 1.0, 0.0)
+    assert percentiles([]) is None and percentiles([3.0, 1.0, 2.0]) == {"p50": 2.0, "p90": 3.0, "p99": 3.0}
+
+
+def outcomes(played: Played) -> list[tuple[Any, ...]]:
+    return [
+        (one.came_s, one.state, one.ttft_s, one.tpot_s, one.rejections, one.interruptions) for one in played.outcomes
+    ]
+
+
+def drawn(seed: int) -> Workload:
+    """A small workload of everything, at random."""
+    source = random.Random(seed)
+    names = [
+        f"{role}-{n}"
+        for role, most in (("prefill", 2), ("decode", 2), ("mixed", 1))
+        for n in range(source.randint(0, most))
+    ]
+    names += ["prefill-9", "decode-9"]
+    kinds: list[FailureKind] = [source.choice(KINDS) for _ in range(source.randint(0, 5))]
+    failures = tuple(
+        Failure(
+            source.uniform(0, 12),
+            source.choice(names),
+            kind,
+            source.choice([0.1, 3.0, 100.0]),
+            source.choice([0.0, 1.0]),
+        )
+        for kind in kinds
+    )
+
+    def one() -> Ask:
+        prompt_tokens = source.choice([1, 300, 5000])
+        return ask(
+            prompt_tokens, source.choice([1, 20, 300]), tenant=source.choice("ab"), max_tokens=source.choice([1, 64, 4096]),
+            deadline_ms=source.choice([0.0, 800.0]), goal=Goal(500.0, 30.0), retries=source.choice([0, 3]),
+            priority_class=source.choice(["interactive", "batch"]),
+        )  # fmt: skip
+
+    arrivals = sorted(
+        ((source.uniform(0, 10), one()) for _ in range(source.randint(1, 80))), key=lambda entry: entry[0]
+    )
+    loops = tuple(Loop((one(), one()), source.choice([0.0, 0.5]), 0.0, 8.0) for _ in range(source.randint(0, 3)))
+    return Workload(workers(*names), tuple(arrivals), loops, failures, 10.0, 60.0, seed=seed)
+
+
+@pytest.mark.parametrize("seed", first(20, range(400)))
+def test_any_workload_ends_with_each_request_counted_once(seed: int) -> None:
+    played = play(drawn(seed))
+    everything = figures(played)
+    groups = (everything["tenants"], list(everything["traffic"].values()), [everything["all"]])
+    for some in groups:
+        assert sum(one["offered"] for one in some) == len(played.outcomes)
+        assert sum(one["finished"] + sum(one["ended_otherwise"].values()) for one in some) == len(played.outcomes)
+    assert sum(one.computed_tokens for one in played.outcomes) == played.computed_tokens
+    assert outcomes(play(drawn(seed))) == outcomes(played)

@@ -83,5 +83,7 @@ def feasible(request: Request, pool: Pool, queue: WaitQueue) -> tuple[Reject | N
     expected_ms = 1000 * (before + tokens * len(pool.prefill)) / rate  # one prompt is computed on one worker
     if expected_ms <= DEADLINE_MARGIN * deadline_ms:
         return None, "", 0.0
-    why = f"its first token is expected in {expected_ms:.0f} ms, behind what this tenant has waiting; deadline_ms is less"
+    why = (
+        f"its first token is expected in {expected_ms:.0f} ms, behind what this tenant has waiting; deadline_ms is less"
+    )
     return Reject.DEADLINE, why, spread((expected_ms - DEADLINE_MARGIN * deadline_ms) / 1000, request.id)

@@ -24,7 +24,7 @@ BLOCKS_MAX: Final = 1 << 24
 CLIENTS_MAX: Final = 100_000
 LOOP_REQUESTS: Final = 16
 """Different requests of each client in a closed loop."""
-_OPTIONS: Final = Limits.__dataclass_fields__.keys() & CoordinatorSettings.model_fields.keys()
+COORDINATOR_OPTIONS: Final = Limits.__dataclass_fields__.keys() & CoordinatorSettings.model_fields.keys()
 
 
 def build(scenario: Scenario, folder: Path) -> Workload:
@@ -56,6 +56,7 @@ def build(scenario: Scenario, folder: Path) -> Workload:
         workers=tuple(workers),
         arrivals=tuple(sorted(arrivals, key=lambda entry: entry[0])),
         loops=tuple(loops),
+        streams=tuple(_name(traffic) for traffic in scenario.traffic),
         failures=tuple(Failure(**dict(failure)) for failure in scenario.failures),
         duration_s=scenario.duration_s,
         settle_s=scenario.settle_s,
@@ -77,8 +78,8 @@ def _tenants(scenario: Scenario) -> Tenants:
 
 def _limits(scenario: Scenario) -> Limits:
     for name, value in scenario.coordinator.items():
-        if name not in _OPTIONS:
-            raise ValueError(f"coordinator.{name}: there is no such option; there are {', '.join(sorted(_OPTIONS))}")
+        if name not in COORDINATOR_OPTIONS:
+            raise ValueError(f"coordinator.{name}: there is no such option; there are {', '.join(sorted(COORDINATOR_OPTIONS))}")
         if not isinstance(value, int | float):  # settings also take numbers that are written as text
             raise ValueError(f"coordinator.{name}: must be a number, or true or false")
     try:
@@ -128,6 +129,10 @@ def _policy(number: int, traffic: Traffic, tenants: Tenants) -> Policy:
             f"traffic.{number}.priority_class: tenant {traffic.tenant!r} may use {allowed}, not {traffic.priority_class!r}"
         )
     return policy
+
+
+def _name(traffic: Traffic) -> str:
+    return traffic.name or traffic.tenant
 
 
 def _check_size(scenario: Scenario) -> None:
@@ -191,7 +196,7 @@ class _Stream:
     def _ask(self, prompt_tokens: int, output_tokens: int) -> Ask:
         traffic = self._traffic
         return Ask(
-            stream=traffic.name or traffic.tenant,
+            stream=_name(traffic),
             tenant=traffic.tenant,
             priority_class=self._class,
             prompt_tokens=prompt_tokens,

@@ -55,8 +55,11 @@ class Workers(_Part):
     """Workers that are alike. They are named `prefill-0`, `decode-0`, `mixed-0` and so on, counted over the whole file."""
 
     role: Literal["prefill", "decode", "mixed"]
+    """A `mixed` worker does both and shares its time between them."""
     count: Annotated[int, Field(ge=1, le=4096)] = 1
+    """How many there are."""
     prefill_tokens_per_s: Annotated[float, Field(gt=0.0, le=1e9)] = 8192.0
+    """How fast prompts are computed."""
     prefill_step_ms: _Ms = 2.0
     """What each prefill step takes beside its tokens."""
     step_tokens: Annotated[int, Field(ge=1, le=65_536)] = STEP_TOKENS
@@ -64,9 +67,13 @@ class Workers(_Part):
     decode_step_ms: _Ms = 20.0
     """What each decode step takes beside its sequences."""
     decode_ms_per_sequence: _Ms = 0.0
+    """What each decode step takes for each sequence in it."""
     kv_tokens: Annotated[int, Field(ge=64, le=1 << 32)] = 1_000_000
+    """Tokens that its KV cache holds: four blocks at least. Of a mixed worker, a quarter is for prompts."""
     sequences_max: Annotated[int, Field(ge=1, le=65_536)] = 64
+    """Most sequences in decode at a time."""
     block_size: Annotated[int, Field(ge=1, le=4096)] = 16
+    """Tokens of a KV block."""
 
     @model_validator(mode="after")
     def _is_one(self) -> "Workers":
@@ -86,32 +93,41 @@ class Traffic(_Part):
     name: _Name = ""
     """In the tables of figures. Empty: the tenant's name."""
     tenant: Annotated[_Name, Field(min_length=1)] = DEFAULT_TENANT
+    """A name of `[tenants]`, or `organisation/user`."""
     priority_class: _Name = ""
     """Empty: the tenant's own."""
     arrivals: Literal["poisson", "constant", "gamma", "trace", "closed"] = "poisson"
     """`gamma` comes in bursts. `closed` is a number of clients that each wait for their answer before they ask again."""
     rate_per_s: Annotated[float, Field(gt=0.0, le=1e6)] = 1.0
+    """Of `poisson`, `constant` and `gamma`: requests per second on average."""
     cv: Annotated[float, Field(gt=0.0, le=100.0)] = 3.0
     """Of `gamma`: coefficient of variation of the gaps between arrivals."""
     trace: str = ""
-    """Of `trace`: a file in a format of `crossdock bench serve --trace`, which has the lengths as well."""
+    """Of `trace`: a file in a format of `crossdock bench serve --trace`, like a CSV file with the columns `arrival_s`,
+    `prompt_tokens`, `output_tokens`. A relative path begins at the scenario's folder."""
     speed: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
     """Of `trace`: how much faster it is played."""
     clients: Annotated[int, Field(ge=1, le=100_000)] = 1
+    """Of `closed`: how many there are. They begin one after the other within the first second."""
     think_s: _Seconds = 0.0
+    """Of `closed`: how long a client waits after an answer. After a failed request it waits a second at least, and
+    longer where Retry-After says so."""
     from_s: _Seconds = 0.0
+    """When the stream begins."""
     until_s: _Duration | None = None
-    """None: the scenario's duration."""
+    """When it ends. By default at the end of the scenario."""
     prompt_tokens: _LengthsText = "1024"
+    """Length of the prompts. A trace has its own."""
     output_tokens: _LengthsText = "128"
+    """Length of the answers. A trace has its own."""
     max_tokens: Annotated[int, Field(ge=1, le=CONTEXT_TOKENS)] | None = None
-    """None: as many as the answer has."""
+    """The request's `max_tokens`. By default as many as the answer will have, as if clients knew."""
     deadline_ms: _Ms = 0.0
     """For the first token; 0: none."""
     ttft_ms: _Ms = 0.0
     """A request counts as goodput if its first token comes within this; 0: within the deadline, if there is one."""
     tpot_ms: _Ms = 0.0
-    """And if its later tokens take no longer than this on average; 0: no limit."""
+    """And if its later tokens take no longer than this on average; 0: no limit. Only finished requests count."""
     retries: Annotated[int, Field(ge=0, le=1000)] = 0
     """How often a client comes again when Retry-After told it to."""
 
@@ -133,8 +149,12 @@ class FailureOf(_Part):
     """Something that happens to one worker."""
 
     at_s: _Seconds
+    """When it begins."""
     worker: Annotated[_Name, Field(min_length=1)]
+    """The worker's name, like `prefill-0`."""
     kind: FailureKind
+    """`slow`: its steps take longer. `failing`: it answers, but its steps fail at once. `lost`: it is gone with all that it
+    holds. `drained`: it gets no new work, and its streams move."""
     factor: Annotated[float, Field(gt=0.0, le=1e6)] = 10.0
     """Of `slow`: how many times as long each step takes."""
     for_s: _Seconds = 0.0
@@ -154,17 +174,21 @@ class Scenario(_Part):
     settle_s: _Seconds = 120.0
     """How much longer requests may take to end."""
     seed: Annotated[int, Field(ge=0, le=1 << 62)] = 1
+    """Of everything that is random. The same seed and file give the same figures to the last bit."""
     hand_over_ms: Annotated[list[_Ms], Field(min_length=2, max_length=2)] = [2.0, 4.0]
     """Least and most that a hand-over of KV takes."""
     coordinator: dict[str, Any] = {}
-    """Options of the coordinator's scheduling, like `kv_overcommit`."""
+    """A table of options of the coordinator's scheduling."""
     tenants: dict[str, Any] = {}
-    """As in the tenants file."""
+    """Tables of tenants, as in the tenants file. Without any there is one, `default`."""
     priority_classes: dict[str, Any] | None = None
-    """As in the tenants file."""
+    """Tables of priority classes, as in the tenants file. By default its three."""
     workers: Annotated[list[Workers], Field(min_length=1, max_length=1024)]
+    """At least one table for each role, or one with `mixed` workers."""
     traffic: Annotated[list[Traffic], Field(min_length=1, max_length=4096)]
+    """A table for each stream of requests."""
     failures: Annotated[list[FailureOf], Field(max_length=4096)] = []
+    """A table for each thing that happens to a worker."""
 
     @model_validator(mode="after")
     def _is_one(self) -> "Scenario":

@@ -273,7 +273,7 @@ class _Builder:
             priority_class=priority_class,
             priority_classes=self._allowed(f"tenants.{name_shown(name)}", priority_class, part.priority_classes),
             cache_group=_cache_group(part.cache_group, name),
-            levels=(Level(name, _limits(part.limits), bool(part.borrow)),),
+            levels=(Level(name, QuotaLimits(**dict(part.limits)), bool(part.borrow)),),
             slo=Slo(part.slo_ttft_ms, part.slo_itl_ms),
         )
         self._add(f"tenants.{name_shown(name)}", own, part.keys)
@@ -299,7 +299,7 @@ class _Builder:
             priority_class=priority_class,
             priority_classes=self._allowed(where, priority_class, asked),
             cache_group=_cache_group(part.cache_group or organisation.cache_group, tenant),
-            levels=(Level(tenant, _limits(part.limits), borrow), above),
+            levels=(Level(tenant, QuotaLimits(**dict(part.limits)), borrow), above),
             slo=Slo(
                 own.slo.ttft_ms if part.slo_ttft_ms is None else part.slo_ttft_ms,
                 own.slo.itl_ms if part.slo_itl_ms is None else part.slo_itl_ms,
@@ -341,10 +341,6 @@ class _Builder:
 
 def _cache_group(group: str | None, tenant: str) -> str:
     return f"group:{group}" if group else f"tenant:{tenant}"
-
-
-def _limits(part: _LimitsPart) -> QuotaLimits:
-    return QuotaLimits(**dict(part))
 
 
 def _faults(lines: list[str]) -> TenantsError:

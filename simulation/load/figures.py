@@ -57,7 +57,7 @@ def figures(played: Played) -> dict[str, Any]:
     outcomes, workload = played.outcomes, played.workload
     sums = _Sums(workload.duration_s, played.computed_tokens, sum(one.sequence_s for one in outcomes))
     groups: dict[tuple[str, str], list[Outcome]] = {}
-    streams: dict[str, list[Outcome]] = {}
+    streams: dict[str, list[Outcome]] = {name: [] for name in workload.streams}
     for one in outcomes:
         groups.setdefault((one.ask.tenant, one.ask.priority_class), []).append(one)
         streams.setdefault(one.ask.stream, []).append(one)

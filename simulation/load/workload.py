@@ -94,6 +94,8 @@ class Workload:
     """In the order of their times."""
     loops: tuple[Loop, ...] = ()
     failures: tuple[Failure, ...] = ()
+    streams: tuple[str, ...] = ()
+    """Names of traffic, in the order of the tables; others come after them."""
     duration_s: float = 60.0
     """No request comes later."""
     settle_s: float = 120.0

@@ -74,7 +74,7 @@ def test_it_prints_the_same_for_the_same_seed(scenario: str, capsys: pytest.Capt
         ["heavy", "batch"], ["heavy", "standard"], ["light", "standard"],
     ] * 3  # fmt: skip
     assert [row[0] for row in rows if row and row[0] in ("chat", "documents", "nightly", "searches")] == [
-        "chat", "searches", "documents", "nightly",
+        "chat", "documents", "nightly", "searches",
     ] * 3  # fmt: skip
     assert re.search(r"^heavy +standard .*\d+ rejected: deadline", first, re.MULTILINE)
     assert "20 seconds of arrivals, seed 1." in first and "\x1b" not in first

@@ -1,5 +1,5 @@
-"""`python -m launcher.reference.policy PAGE`: puts the keys of a scenario, and what the scenarios in docs/scenarios print, between
-the markers of docs/policy.md."""
+"""`python -m launcher.reference.policy PAGE`: puts the keys of a scenario, and what the scenarios in docs/scenarios print,
+between the markers of docs/policy.md."""
 
 import io
 import re
@@ -51,9 +51,10 @@ def _keys(table: type[BaseModel]) -> str:
 
 def _row(key: str, field: FieldInfo) -> str:
     meaning = " ".join((field.description or "").split())
-    if choices := [f"`{one}`" for one in get_args(field.annotation) if isinstance(one, str)]:
+    choices = [f"`{one}`" for one in get_args(field.annotation) if isinstance(one, str)]
+    if not all(choice in meaning for choice in choices):
         meaning = f"{', '.join(choices)}. {meaning}"
-    elif limits := bounds(field):
+    elif not choices and (limits := bounds(field)):
         meaning += f" ({limits})"
     return f"| `{key}` | {_default(field)} | {meaning.strip()} |\n"
 

@@ -64,7 +64,8 @@ def furnish(folder: Path) -> None:
     shim.chmod(0o755)
     (folder / ".venv" / "bin").mkdir(parents=True)
     (folder / ".venv" / "bin" / "activate").write_text("# crossdock is on the path already\n")
-    (folder / "scripts").symlink_to(ROOT / "scripts")
+    for name in ("docs", "scripts"):
+        (folder / name).symlink_to(ROOT / name)
     for block in blocks("toml"):
         for mark, name in (("[tenants.", "tenants.toml"), ("[hosts.", "cluster.toml")):  # others are parts of these
             if block.page in ("docs/tenants.md", GUIDE) and mark in block.text:

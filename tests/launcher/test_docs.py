@@ -18,6 +18,7 @@ from launcher import commands as crossdock
 from launcher.cluster import install_units, launch_ssh
 from launcher.cluster.file import parse as parse_cluster
 from launcher.reference import configuration as configuration_reference
+from launcher.simulate.scenario import parse as parse_scenario
 from proto.codec import ALL_MESSAGES, WITH_BLOB
 from proto.limits import PROTOCOL_VERSION
 from runtime.settings import command_line, options
@@ -165,7 +166,9 @@ def test_options_named_in_the_pages_exist() -> None:
 def test_files_in_the_pages_are_right(tmp_path: Path) -> None:
     seen = set()
     for block in blocks("toml"):
-        if "[tenants." in block.text:
+        if block.page == "docs/policy.md":
+            assert parse_scenario(block.text.encode()).traffic
+        elif "[tenants." in block.text:
             (tmp_path / "tenants.toml").write_text(block.text)
             assert read_tenants(tmp_path / "tenants.toml").policies
         elif "[hosts." in block.text:

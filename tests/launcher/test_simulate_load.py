@@ -2,7 +2,10 @@
 
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from rich.console import Console
 from launcher.commands import as_listed, build_app
 from launcher.simulate import load
 from runtime.settings.command_line import invoke
+from tests.documents import ROOT
 
 SCENARIO = """
 duration_s = 20.0
@@ -94,6 +98,61 @@ def test_json_has_what_is_printed(scenario: str, capsys: pytest.CaptureFixture[s
     assert all(wanted <= one.keys() for one in groups)
     assert found["traffic"]["documents"]["rejected"]["deadline"] > 0
     assert (found["seed"], found["duration_s"]) == (1, 20.0)
+
+
+EVERYTHING = """
+duration_s = 12.0
+[[workers]]
+role = "mixed"
+count = 2
+[[workers]]
+role = "prefill"
+[[workers]]
+role = "decode"
+[[traffic]]
+name = "traced"
+arrivals = "trace"
+trace = "requests.csv"
+speed = 2
+[[traffic]]
+name = "clients"
+arrivals = "closed"
+clients = 3
+think_s = 0.2
+output_tokens = 20
+[[traffic]]
+name = "bursts"
+arrivals = "gamma"
+rate_per_s = 4
+prompt_tokens = "lognormal:300,0.8"
+retries = 2
+deadline_ms = 1500
+""" + "".join(
+    f'[[failures]]\nat_s = {at_s}\nworker = "{worker}"\nkind = "{kind}"\nfor_s = 2\n'
+    for at_s, worker, kind in (
+        (1, "mixed-0", "slow"), (3, "prefill-0", "failing"), (5, "decode-0", "lost"), (7, "mixed-1", "drained"),
+    )
+)  # fmt: skip
+
+
+def test_two_processes_print_the_same_of_everything_at_once(tmp_path: Path) -> None:
+    """Whatever the order of their sets."""
+    (tmp_path / "s.toml").write_text(EVERYTHING)
+    (tmp_path / "requests.csv").write_text(
+        "arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{n},{100 + n},{10 + n}\n" for n in range(20))
+    )
+    command = [sys.executable, "-P", "-m", "launcher.cli", "simulate", "load", str(tmp_path / "s.toml"), "--json"]
+    told = []
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+        told.append(json.loads(done.stdout))
+    assert told[0] == told[1]
+    traffic = told[0]["traffic"]
+    assert list(traffic) == ["traced", "clients", "bursts"]
+    assert traffic["traced"]["finished"] == traffic["traced"]["offered"] == 20
+    assert traffic["clients"]["offered"] > 20 and traffic["bursts"]["finished"] > 20
+    assert told[0]["all"]["interruptions"] > 0
 
 
 def test_a_mistake_is_a_line_for_each_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,70 @@
+"""docs/policy.md: its generated parts are up to date, and its scenarios show what the page says of them."""
+
+import re
+from typing import Any
+
+import pytest
+
+from launcher.reference import policy
+from launcher.simulate import scenario
+from tests.documents import ROOT
+
+PAGE = (ROOT / "docs" / "policy.md").read_text(encoding="utf-8")
+
+
+def streams(name: str) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = policy.run(name)["traffic"]
+    return found
+
+
+def test_it_is_up_to_date() -> None:
+    assert policy.replace(PAGE) == PAGE, "run: python -m launcher.reference.policy docs/policy.md"
+
+
+def test_a_page_without_parts_is_refused() -> None:
+    with pytest.raises(ValueError, match="no part"):
+        policy.replace("# A page\n")
+
+
+def test_every_key_has_a_meaning_and_every_figure_is_explained() -> None:
+    for table in (scenario.Scenario, scenario.Workers, scenario.Traffic, scenario.FailureOf):
+        for key, field in table.model_fields.items():
+            assert field.description, key
+            assert f"\n| `{key}` | " in PAGE, key
+    explained = set(re.findall(r"`(\w+)`", PAGE.partition("## Read the figures")[2].partition("\n## ")[0]))
+    assert policy.run("heavy-tenant")["all"].keys() <= explained
+
+
+def test_every_scenario_is_in_the_page() -> None:
+    named = set(re.findall(r"<!-- output: ([\w-]+)", PAGE))
+    assert named == {path.stem for path in policy.SCENARIOS.glob("*.toml")} and len(named) == 5
+
+
+def test_overload_is_rejected_and_wastes_nothing() -> None:
+    before, after = streams("overload").values()
+    assert before["goodput_share"] == 1.0
+    assert after["finished"] + after["rejected"]["deadline"] == after["offered"] > after["finished"]
+    assert after["useful_share"] > 0.95 and after["finished"] > 0.9 * 7.5 * 40
+
+
+def test_a_slow_worker_costs_little() -> None:
+    before, after = streams("slow-worker").values()
+    assert before["goodput_share"] == 1.0 and after["goodput_share"] > 0.98
+    assert before["ttft_ms"]["p99"] < after["ttft_ms"]["p99"] < 1000
+
+
+def test_a_failing_worker_fails_no_request() -> None:
+    before, after = streams("failing-worker").values()
+    assert before["finished"] == before["offered"] and after["finished"] == after["offered"]
+    assert 0 < after["interruptions"] < 20
+
+
+def test_a_light_tenant_waits_for_some_chunks_only() -> None:
+    alone, beside, heavy = streams("heavy-tenant").values()
+    assert alone["goodput_share"] == beside["goodput_share"] == 1.0
+    assert beside["ttft_ms"]["p99"] < 500 < 10_000 < heavy["ttft_ms"]["p50"]
+
+
+def test_two_decode_workers_carry_the_load_and_one_does_not() -> None:
+    three, two, one = streams("decode-workers").values()
+    assert three["goodput_share"] > two["goodput_share"] > 0.9 and one["goodput_share"] < 0.2

@@ -214,7 +214,10 @@ def _time_steps(state: State, worker: Worker, done: DecodeProgress, now: float) 
     steps, sequences = done.timed_steps, done.timed_sequences
     if not steps <= sequences <= steps * worker.capacity.max_seqs or worker.hello.process or not steps * done.timed_ms:
         return
-    pool, means = state.pools[worker.hello.model], (sequences / steps, done.timed_kv_tokens / steps, done.timed_ms / steps)
+    pool, means = (
+        state.pools[worker.hello.model],
+        (sequences / steps, done.timed_kv_tokens / steps, done.timed_ms / steps),
+    )
     pool.step_times[Role.DECODE].add(steps, *means, now)
     pool.targets.measured(worker, *means)
     if pool.targets.used and pool.rooms.closed:

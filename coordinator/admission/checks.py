@@ -66,9 +66,9 @@ DEADLINE_MARGIN = 0.8
 
 
 def feasible(request: Request, pool: Pool, queue: WaitQueue) -> tuple[Reject | None, str, float]:
-    """Whether a request's deadline, or its class's target for the first token, can be met at the rates measured, behind what its tenant has waiting, if the tenant gets no
-    more than its share, and if no more of its prompt has to be computed than is believed. With seconds until another try may
-    succeed; 0 for never."""
+    """Whether a request's deadline, or its class's target for the first token, can be met at the rates measured, behind what
+    its tenant has waiting, if the tenant gets no more than its share, and if no more of its prompt has to be computed than is
+    believed. With seconds until another try may succeed; 0 for never."""
     deadline_ms, own_ms = request.first_token_ms, request.submit.deadline_ms
     if not deadline_ms:
         return None, "", 0.0

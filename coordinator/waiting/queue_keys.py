@@ -5,9 +5,9 @@
 - A request that is not placed, but is to run on one prefill worker because that one has its prompt cached, waits under
   `bound_key` of that worker's incarnation.
 
-A class holds the demands with about the same target for the time per token (a quarter of an octave), of half an octave of tokens (2^n to 1.5 * 2^n, 1.5 * 2^n to 2^(n+1)) at a decode worker, by an octave
-of choices. If one request of a class has no room, its whole class counts as full until something is released. So a large
-request holds up those of about its own size, and no smaller ones.
+A class holds the demands of half an octave of tokens (2^n to 1.5 * 2^n, 1.5 * 2^n to 2^(n+1)) at a decode worker, by an octave
+of choices and a quarter of an octave of the target for the time per token. If one request of a class has no room, its whole
+class counts as full until something is released. So a large request holds up those of about its own size, and no smaller ones.
 """
 
 from collections.abc import Iterable

@@ -56,6 +56,12 @@ def show(found: dict[str, Any], console: Console) -> None:
             f"{one['interruptions']:,}",
         )
     served.show(console)
+    if len(found["classes"]) > 1:
+        goodput = tables.Table("Goodput by priority class", "class", "offered", "finished", "within targets", "per s")
+        for name, one in found["classes"].items():
+            counts = (f"{one[what]:,}" for what in ("offered", "finished", "good"))
+            goodput.row(name, *counts, f"{one['goodput_per_s']:.2f}")
+        goodput.show(console)
     if len(found["shares"]) > 1:
         shares = tables.Table("Who got what", "tenant", "of prompt tokens", "of sequences × time in decode")
         for tenant, share in found["shares"].items():

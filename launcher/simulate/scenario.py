@@ -74,9 +74,9 @@ class Traffic(_Part):
     deadline_ms: _Ms = 0.0
     """For the first token; 0: none."""
     ttft_ms: _Ms = 0.0
-    """A request counts as goodput if its first token comes within this; 0: no limit."""
+    """A request counts as goodput if its first token comes within this. 0: within its deadline, else its class's `ttft_ms`."""
     tpot_ms: _Ms = 0.0
-    """And if its later tokens take no longer than this on average; 0: no limit."""
+    """And if its later tokens take no longer than this on average. 0: its class's `tpot_ms`."""
     retries: Annotated[int, Field(ge=0, le=1000)] = 0
     """How often a client comes again when Retry-After told it to."""
 
@@ -148,7 +148,7 @@ def to_workload(scenario: Scenario, folder: Path) -> Workload:
     arrivals: list[tuple[float, Ask]] = []
     loops: list[Loop] = []
     for number, traffic in enumerate(scenario.traffic):
-        _check_tenant(traffic, tenants)
+        traffic = _with_class(traffic, tenants)
         source = np.random.default_rng([scenario.seed, number])
         until_s = min(traffic.until_s or scenario.duration_s, scenario.duration_s)
         if traffic.arrivals == "closed":
@@ -212,13 +212,23 @@ def _workers(scenario: Scenario) -> list[WorkerSpec]:
     return found
 
 
-def _check_tenant(traffic: Traffic, tenants: Tenants) -> None:
+def _with_class(traffic: Traffic, tenants: Tenants) -> Traffic:
+    """With the priority class that its requests come to, and the goals that it has from there."""
     policy = tenants.policy(traffic.tenant)
     if policy is None:
         raise ValueError(f"traffic: there is no tenant {traffic.tenant!r}")
     if traffic.priority_class and traffic.priority_class not in policy.priority_classes:
         allowed = ", ".join(sorted(policy.priority_classes))
         raise ValueError(f"traffic: tenant {traffic.tenant!r} may use {allowed}, not {traffic.priority_class!r}")
+    name = traffic.priority_class or policy.priority_class
+    targets = tenants.priority_classes[name]
+    return traffic.model_copy(
+        update={
+            "priority_class": name,
+            "ttft_ms": traffic.ttft_ms or traffic.deadline_ms or targets.ttft_ms or 0.0,
+            "tpot_ms": traffic.tpot_ms or targets.tpot_ms or 0.0,
+        }
+    )
 
 
 def _ask(traffic: Traffic, prompt_tokens: int, output_tokens: int) -> Ask:
@@ -230,7 +240,7 @@ def _ask(traffic: Traffic, prompt_tokens: int, output_tokens: int) -> Ask:
         output_tokens=output_tokens,
         max_tokens=traffic.max_tokens or output_tokens,
         deadline_ms=traffic.deadline_ms,
-        goal=Goal(traffic.ttft_ms or traffic.deadline_ms, traffic.tpot_ms),
+        goal=Goal(traffic.ttft_ms, traffic.tpot_ms),
         retries=traffic.retries,
     )
 

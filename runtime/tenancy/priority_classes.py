@@ -20,7 +20,7 @@ class PriorityClass:
     queue_wait_s: float | None = None
     """A request that found no place within this is turned away; None: within the coordinator's --queue-wait-s-max."""
     ttft_ms: float | None = None
-    """Target for the first token. A request without a deadline of its own is refused on arrival if it is expected to miss it."""
+    """Target for the first token. A request without a deadline of its own is refused on arrival if it is to miss this."""
     tpot_ms: float | None = None
     """Target for the mean time per later token. It bounds the batch of the decode worker where such a request runs."""
     percentile: float = 0.9

@@ -29,6 +29,7 @@ def of_group(outcomes: Sequence[Outcome], duration_s: float) -> dict[str, Any]:
         "ended_otherwise": dict(ended),
         "rejected": dict(rejected),
         "goodput_per_s": good / duration_s,
+        "good": good,
         "goodput_share": good / max(len(outcomes), 1),
         "ttft_ms": percentiles([1000 * one.ttft_s for one in outcomes if one.ttft_s is not None]),
         "tpot_ms": percentiles([1000 * one.tpot_s for one in outcomes if one.tpot_s]),
@@ -38,16 +39,18 @@ def of_group(outcomes: Sequence[Outcome], duration_s: float) -> dict[str, Any]:
 
 
 def figures(played: Played) -> dict[str, Any]:
-    """Figures of the whole run, of each tenant and priority class, and of each stream of traffic."""
+    """Figures of the whole run, of each tenant and priority class, of each class, and of each stream of traffic."""
     outcomes, duration_s = played.outcomes, played.workload.duration_s
     useful = sum(min(one.ask.prompt_tokens, one.computed_tokens) for one in outcomes if one.is_good)
     computed: Counter[str] = Counter()
     for one in outcomes:
         computed[one.ask.tenant] += one.computed_tokens
     groups: dict[tuple[str, str], list[Outcome]] = {}
+    classes: dict[str, list[Outcome]] = {}
     streams: dict[str, list[Outcome]] = {}
     for one in outcomes:
         groups.setdefault((one.ask.tenant, one.ask.priority_class), []).append(one)
+        classes.setdefault(one.ask.priority_class, []).append(one)
         streams.setdefault(one.ask.stream, []).append(one)
     return {
         "all": of_group(outcomes, duration_s) | {"useful_share": useful / max(played.computed_tokens, 1)},
@@ -55,6 +58,7 @@ def figures(played: Played) -> dict[str, Any]:
             {"tenant": tenant, "priority_class": name} | of_group(some, duration_s)
             for (tenant, name), some in sorted(groups.items())
         ],
+        "classes": {name: of_group(some, duration_s) for name, some in sorted(classes.items())},
         "shares": {
             tenant: {
                 "prefill": tokens / max(sum(computed.values()), 1),

@@ -173,7 +173,7 @@ class StreamKeeper:
         """Submit what is not finished again: a little later, or at once after a drain. No try: a drain, and a lost link."""
         uncounted = (drained or link_lost) and submission.uncounted < self.limits.uncounted_max
         submission.uncounted += uncounted
-        submission.forgive(self.limits.progress_tokens)
+        submission.reset_tries(self.limits.progress_tokens)
         if not uncounted and submission.tries >= self.limits.attempts_max:
             message = f"interrupted {submission.tries} times, at last by {why}"
             self._fail(submission.stream, Failure(FailKind.INTERRUPTED, message))

@@ -82,7 +82,7 @@ class Submission:
     attempt: int = 1
     uncounted: int = 0
     """Attempts that a worker's drain or the loss of the coordinator's link cut short: they are no tries."""
-    forgiven: int = 0
+    tries_before: int = 0
     """Tries up to the last attempt that brought enough tokens."""
     phase: Phase = Phase.PENDING
     sent: bool = False
@@ -126,7 +126,7 @@ class Submission:
 
     @property
     def tries(self) -> int:
-        return self.attempt - self.uncounted - self.forgiven
+        return self.attempt - self.uncounted - self.tries_before
 
     @property
     def has_begun(self) -> bool:
@@ -157,7 +157,7 @@ class Submission:
             [choice],
             attempt=self.attempt,
             uncounted=self.uncounted,
-            forgiven=self.forgiven,
+            tries_before=self.tries_before,
             sent=True,
             resuming=True,
             not_before=now,
@@ -176,10 +176,10 @@ class Submission:
         self.resuming |= self.phase is Phase.RUNNING
         self.phase, self.not_before = Phase.PENDING, not_before
 
-    def forgive(self, progress_tokens: int) -> None:
+    def reset_tries(self, progress_tokens: int) -> None:
         """Where the attempt has brought so many tokens, tries are counted anew."""
         if sum(len(choice.tokens) - choice.first for choice in self.choices) >= progress_tokens:
-            self.forgiven += self.tries
+            self.tries_before += self.tries
 
     def interrupted(self, now: float, backoff_s: float) -> None:
         """The next attempt begins after so long."""

@@ -114,7 +114,7 @@ class _Organisation:
 
     waits_until: float
     """Monotonic seconds."""
-    forgiven_at: float
+    normal_again_at: float
 
 
 class GrammarChecker:
@@ -207,7 +207,7 @@ class GrammarChecker:
         if organisation in self._busy:
             return True
         slow = self._slow.get(organisation)
-        if slow is None or now >= slow.forgiven_at:
+        if slow is None or now >= slow.normal_again_at:
             return False
         # Those of whom a job took too long never have all processes between them.
         return now < slow.waits_until or len(self._busy & self._slow.keys()) >= PROCESSES - 1
@@ -216,7 +216,7 @@ class GrammarChecker:
         now = clock.now()
         self._slow[organisation] = _Organisation(now + PENALTY * COMPILE_CPU_S, now + FORGIVEN_S)
         self._slow.move_to_end(organisation)
-        while len(self._slow) > SLOW_MAX or next(iter(self._slow.values())).forgiven_at <= now:
+        while len(self._slow) > SLOW_MAX or next(iter(self._slow.values())).normal_again_at <= now:
             self._slow.popitem(last=False)
 
     def _give_back(self, process: _Process) -> None:

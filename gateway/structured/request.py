@@ -4,9 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-import msgspec
-
 from gateway.http.errors import ApiError, bad_value
+from gateway.http.json_text import parse_inner
 from gateway.structured.lark import Grammar, TooLarge
 from gateway.structured.schema import SchemaError
 from gateway.structured.tags import TagError, tag
@@ -118,10 +117,10 @@ def _of_kind(param: str, kind: str, value: Any) -> Wanted:
 
 
 def _choices(param: str, value: Any) -> list[str]:
+    if isinstance(value, list) and not 1 <= len(value) <= CHOICES_MAX:
+        raise bad_value(param, f"'{param}' must have 1 to {CHOICES_MAX} strings.")
     if not isinstance(value, list) or not all(isinstance(option, str) and option for option in value):
         raise bad_value(param, f"'{param}' must be a list of strings, none of them empty.", "invalid_type")
-    if not 1 <= len(value) <= CHOICES_MAX:
-        raise bad_value(param, f"'{param}' must have 1 to {CHOICES_MAX} strings.")
     return list(dict.fromkeys(value))
 
 
@@ -130,8 +129,8 @@ def _parsed(param: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return msgspec.json.decode(value)
-    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return parse_inner(value)
+    except ValueError:
         raise bad_value(param, f"'{param}' is a string, and no JSON.") from None
 
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 import msgspec
 
 from gateway.http.errors import bad_value
-from gateway.http.json_text import values_bytes
+from gateway.http.json_text import parse_inner, values_bytes
 from gateway.text.template_facts import TemplateFacts
 from gateway.tools.formats import HERMES, CallFormat, format_of
 from gateway.tools.request import Tool, Tools
@@ -97,8 +97,8 @@ def _check(message: Any, param: str) -> None:
 def _arguments(call: Any, param: str) -> dict[str, Any]:
     """Templates expect an object, OpenAI's API has its text."""
     try:
-        arguments = msgspec.json.decode(call.function.arguments or "{}")
-    except (msgspec.MsgspecError, RecursionError, ValueError):
+        arguments = parse_inner(call.function.arguments or "{}")
+    except ValueError:
         arguments = None
     if not isinstance(arguments, dict):
         raise bad_value(param, f"'{param}' must be the text of a JSON object.")

@@ -1,6 +1,6 @@
 """Memory of a GPU that other processes of this host can map: the pool of a receiver, and a sender's view of it.
 
-Not run on a GPU yet (2026-11-21); what checks words from the wire is tested without one.
+`tests/gpu` runs it on a GPU; what checks words from the wire is tested without one.
 
 The driver's own functions (libcuda, by ctypes) are used, for three reasons. A pool is one allocation of its own, so the
 handle of an allocation is the handle of the pool; memory from torch's allocator may be part of a larger one, or of a kind

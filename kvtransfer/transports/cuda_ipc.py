@@ -1,7 +1,7 @@
 """The transport `cuda_ipc`: the sender's GPU copies straight into the receiver's blocks. For two processes of one host and
 user that use one GPU.
 
-Not run on a GPU yet (2026-11-21). What is not CUDA itself is tested without one: the checks of the other's words, the copy and
+`tests/gpu` runs it on a GPU. What is not CUDA itself is tested without one: the checks of the other's words, the copy and
 checksum arithmetic on CPU tensors, and the protocol (`granted`).
 
 The receiver's first word has a handle of its pool (`cuda_memory`). Copy and checksum are made on the GPU (`device_copy`), on a

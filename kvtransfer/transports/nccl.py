@@ -1,7 +1,7 @@
 """The transport `nccl`: messages between two GPUs, of one host or of two.
 
-Not run on a GPU yet (2026-11-21). Tested without one: the words of the two ends, the device's thread, and both ends together
-over a communicator that is played by host memory.
+`tests/gpu` runs it on one GPU, never yet on two. Tested without one: the words of the two ends, the device's thread, and both
+ends together over a communicator that is played by host memory.
 
 A pair has a communicator of two of its own (torch's `ProcessGroupNCCL`, without a default group), set up and used once on
 the pair's thread before the pair is called ready, and a TCP connection beside it (`line`). All messages of a process on one

@@ -1,6 +1,6 @@
 """The communicator of a `nccl` pair, and what the device's thread does with it.
 
-Not run on a GPU yet (2026-11-21); written after the source of `ProcessGroupNCCL` in torch 2.9 to 2.13. What matters there:
+`tests/gpu` runs it on one GPU, never yet on two. What matters of `ProcessGroupNCCL` in torch 2.9 to 2.13:
 - `config.blocking = 0` makes a communicator that can be aborted at any time. Calls that set one up then poll, for as many
   seconds as TORCH_NCCL_NONBLOCKING_TIMEOUT says, half an hour if nothing does.
 - `send` and `recv` take the rank of the peer and a tag that is not used; the first one sets the communicator up.

@@ -8,7 +8,7 @@ import zmq
 
 from proto.errors import CheckFailed, RemoteProtocolError
 from proto.messages import Bye, Hello, Ping, Pong, Refused, Role, Welcome
-from runtime.link.connections import Connection, Connections
+from runtime.link.connections import Connections
 from runtime.link.curve import connect_as
 from runtime.link.failure_detector import FailureDetector
 from runtime.link.monitor import Failure, open_watched
@@ -92,7 +92,7 @@ class LinkClient:
         self._gone.clear()
         self._why_gone = ""
         try:
-            connections = Connections(self._floods, hello_s=None)
+            connections = Connections(self._floods, lambda _: self._peer, hello_s=None)
             socket, monitor = open_watched(
                 zmq.DEALER, self._settings, self._connection_lost, self._not_let_in, connections.opened
             )
@@ -109,8 +109,6 @@ class LinkClient:
             peer = await self._handshake(socket)
             if peer is None:
                 return False
-            for descriptor in list(connections.open):
-                connections.welcomed(descriptor, peer)
             receiver = watched(self._receive(socket, peer))
             await self._beat(peer)
             return True
@@ -172,7 +170,7 @@ class LinkClient:
         if keys is not None and self._socket is not None and self._server_key not in keys.of(self._to):
             self._give_up("its key was removed")
 
-    def _floods(self, _: int, __: Connection, why: str) -> None:
+    def _floods(self, _: int, why: str) -> None:
         self.counters.protocol_errors += 1
         _log.warning("protocol error", address=self.address, error=why)
         self._give_up(f"protocol error: {why}")

@@ -27,18 +27,25 @@ _BYTES_RECEIVED = 128
 class Connection:
     since: float
     """When it was accepted, or when its link ended."""
-    peer: Peer | None = None
     base_bytes: int | None = 0
     """Received up to its last message; None: not known, since it has just had one."""
 
 
 class Connections:
-    """Of one socket, by descriptor, as its monitor tells. `drop(descriptor, connection, why)` is told of those that have to go;
-    `why` is empty for one without a link."""
+    """Of one socket, by descriptor, as its monitor tells. `drop(descriptor, why)` is told of those that have to go; `why` is
+    empty for one without a link. `peer_of(descriptor)` is the peer whose link it is, and asked anew at each look: a `Hello` may
+    be read before the monitor tells of its connection."""
 
-    def __init__(self, drop: Callable[[int, Connection, str], None], *, hello_s: float | None = HELLO_S) -> None:
+    def __init__(
+        self,
+        drop: Callable[[int, str], None],
+        peer_of: Callable[[int], Peer | None],
+        *,
+        hello_s: float | None = HELLO_S,
+    ) -> None:
         self.open: dict[int, Connection] = {}
         self._drop = drop
+        self._peer_of = peer_of
         self._hello_s = hello_s
         self._looked_at = 0.0
 
@@ -48,15 +55,10 @@ class Connections:
     def closed(self, descriptor: int) -> None:
         self.open.pop(descriptor, None)
 
-    def welcomed(self, descriptor: int, peer: Peer) -> None:
+    def left(self, descriptor: int) -> None:
+        """Its link has ended; the connection may go on."""
         if (connection := self.open.get(descriptor)) is not None:
-            connection.peer = peer
-
-    def left(self, peer: Peer) -> None:
-        """Its link has ended; its connection may go on."""
-        connection = self.open.get(peer.descriptor)
-        if connection is not None and connection.peer is peer:
-            connection.peer, connection.since = None, clock.now()
+            connection.since = clock.now()
 
     async def run(self) -> None:
         while True:
@@ -69,9 +71,9 @@ class Connections:
             return  # after a pause of our own, what they have sent is still unread
         unended: list[tuple[int, int]] = []
         for descriptor, connection in list(self.open.items()):
-            peer = connection.peer
+            peer = self._peer_of(descriptor)
             if peer is None and self._hello_s is not None and now - connection.since > self._hello_s:
-                self._drop(descriptor, connection, "")
+                self._drop(descriptor, "")
             elif peer is not None and peer.heard_at >= looked_at:
                 connection.base_bytes = None
             else:
@@ -85,7 +87,7 @@ class Connections:
                 break
             together -= size
             if descriptor in self.open:
-                self._drop(descriptor, self.open[descriptor], f"{size} bytes and no end of a message")
+                self._drop(descriptor, f"{size} bytes and no end of a message")
 
 
 def received_bytes(descriptor: int) -> int:

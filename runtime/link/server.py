@@ -25,7 +25,7 @@ from proto.codec import encode
 from proto.errors import CheckFailed, RemoteProtocolError
 from proto.messages import Bye, Hello, Message, Ping, Pong, Refused, Welcome
 from proto.newer import HelloPrefix, read_hello
-from runtime.link.connections import HELLO_S, LOOK_S, Connection, Connections, shut_down
+from runtime.link.connections import HELLO_S, LOOK_S, Connections, shut_down
 from runtime.link.curve import ZapAuthenticator
 from runtime.link.failure_detector import FailureDetector
 from runtime.link.monitor import ConnectionMonitor
@@ -82,7 +82,8 @@ class LinkServer:
         self._settings = settings or LinkSettings()
         self._socket = open_socket(zmq.ROUTER, self._settings.queue_messages_max)
         self._gate = ZapAuthenticator(self._socket, self._settings.keys, self.counters, self._settings.peers_max)
-        self._connections = Connections(self._shut_down)
+        self._by_descriptor: dict[int, Peer] = {}
+        self._connections = Connections(self._shut_down, self._by_descriptor.get)
         self._port = 0
         self._warn = RateLimitedLog(_log.warning)
         self._tasks: list[asyncio.Task[None]] = []
@@ -128,7 +129,9 @@ class LinkServer:
             return
         del self.peers[peer.routing_id]
         self._gate.links[peer.user_id] -= 1
-        self._connections.left(peer)
+        if self._by_descriptor.get(peer.descriptor) is peer:
+            del self._by_descriptor[peer.descriptor]
+            self._connections.left(peer.descriptor)
         self._socket.try_send([peer.routing_id, encode(Refused(reason[: limits.MAX_TEXT_CHARS]))])
         self.counters.lost += 1
         self._on_down(peer, reason)
@@ -140,16 +143,17 @@ class LinkServer:
         else:
             self._connections.opened(descriptor)
 
-    def _shut_down(self, descriptor: int, connection: Connection, why: str) -> None:
+    def _shut_down(self, descriptor: int, why: str) -> None:
         self._connections.closed(descriptor)
         shut_down(descriptor, self._port)
+        peer = self._by_descriptor.get(descriptor)
         if why:
             self.counters.protocol_errors += 1
-            self._warn("protocol error", peer=connection.peer.hello.name if connection.peer else "unknown", error=why)
+            self._warn("protocol error", peer=peer.hello.name if peer else "unknown", error=why)
         elif self._settings.keys is None:
             self.counters.silent[""] += 1
-        if connection.peer is not None:
-            self.drop(connection.peer, f"protocol error: {why}")
+        if peer is not None:
+            self.drop(peer, f"protocol error: {why}")
 
     async def _forget_silent(self) -> None:
         while True:
@@ -246,7 +250,7 @@ class LinkServer:
         self.peers[routing_id] = peer
         self._gate.greeted(user_id)
         self._gate.links[user_id] += 1
-        self._connections.welcomed(peer.descriptor, peer)
+        self._by_descriptor[peer.descriptor] = peer
         peer.send(Welcome(self._incarnation, self._settings.heartbeat_ms, limits.PROTOCOL_VERSION))
         self._on_up(peer)
 

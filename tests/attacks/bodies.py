@@ -37,6 +37,7 @@ def _shapes() -> dict[str, Shape]:
         "}]}]",
     )
     add(CHAT, "unknown keys", f"{user},", '"k%d":1')
+    add(CHAT, "numbers that are slow to read", f'{user},"metadata":[', "1e308", "]")
     add(CHAT, "one key many times", f"{user},", '"seed":1')
     add(CHAT, "parsed", '"messages":[{"role":"assistant","content":"x","parsed":[', "{}", "]}]")
     add(CHAT, "parsed, nested", '"messages":[{"role":"assistant","content":"x","parsed":[', "[[[[1]]]]", "]}]")

@@ -52,18 +52,22 @@ class Served:
                 raise AssertionError(f"not in {timeout_s} s: {what}\n" + "".join(self.output[-30:]))
             time.sleep(0.05)
 
-    def wait_ready(self) -> None:
-        self.wait_for("ready", self._is_ready, READY_S)
+    def wait_ready(self, timeout_s: float = READY_S) -> None:
+        self.wait_for("ready", self._is_ready, timeout_s)
 
-    def wait_registered(self, workers: int) -> None:
+    def wait_registered(self, workers: int, timeout_s: float = READY_S) -> None:
         """Until a coordinator knows of the gateway and so many workers, and the gateway of it."""
 
         def registered() -> bool:
+            self.check_running()
             report = self.status()
             return len(report.workers) == workers and len(report.gateways) == 1
 
-        self.wait_for(f"{workers} workers and the gateway are registered", registered, READY_S)
-        self.wait_ready()
+        self.wait_for(f"{workers} workers and the gateway are registered", registered, timeout_s)
+        self.wait_ready(timeout_s)
+
+    def check_running(self) -> None:
+        """Raises AssertionError if a process has failed, where that can be told."""
 
     def scrape(self, name: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         """All samples of one process, by name and labels, histograms' buckets included."""

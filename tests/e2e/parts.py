@@ -38,7 +38,7 @@ class Parts(Served):
         self.trees: dict[str, Path] = {}
         """By name, where the code of a process is; the others run that of this tree."""
         self.processes: dict[str, subprocess.Popen[str]] = {}
-        self._readers: list[threading.Thread] = []
+        self._readers: dict[str, threading.Thread] = {}
 
     def start(self, role: str, *arguments: str, name: str = "", inside: Sequence[str] = ()) -> None:
         """`role` is a module; `inside` is a command that runs another in some place, like `ip netns exec NAME`."""
@@ -67,13 +67,20 @@ class Parts(Served):
             text=True,
         )
         self.processes[name] = process
-        self._readers.append(threading.Thread(target=self._read, args=(name, process), daemon=True))
-        self._readers[-1].start()
+        self._readers[name] = threading.Thread(target=self._read, args=(name, process), daemon=True)
+        self._readers[name].start()
 
     def _read(self, name: str, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None
         for line in process.stdout:
             self.output.append(f"{name}: {line}")
+
+    def check_running(self) -> None:
+        for name, process in self.processes.items():
+            if (process.poll() or 0) > 0:  # by itself: what a test kills has a negative status
+                self._readers[name].join(STOP_S)
+                words = [line for line in self.output if line.startswith(f"{name}: ")]
+                raise AssertionError(f"{name} ended with status {process.returncode}\n" + "".join(words[-15:]))
 
     def kill(self, name: str) -> None:
         process = self.processes.pop(name)
@@ -92,7 +99,7 @@ class Parts(Served):
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(STOP_S)
-        for reader in self._readers:
+        for reader in self._readers.values():
             reader.join(STOP_S)
 
 

@@ -36,7 +36,7 @@ def rubbish(generator: random.Random) -> list[bytes]:
         case 5:
             return [msgpack.packb(["NoSuchMessage", generator.random()])]
         case 6:
-            return [good] * generator.randrange(2, 6)
+            return [good] * limits.MAX_FRAMES
         case _:
             return [msgpack.packb(["Hello", 1, "decode", -5, "x", "", "", "", [1 << 50, 0, 0, 0]])]
 
@@ -61,6 +61,12 @@ def throw(address: str, seed: int) -> Iterator[None]:
                     assert b"Refused" in sender.recv()
                 sender.close()
                 yield
+        for count in range(limits.MAX_FRAMES + 1, 50):  # no message has as many: the connection is ended
+            many = context.socket(zmq.DEALER)
+            many.setsockopt(zmq.LINGER, 2_000)
+            many.connect(address)
+            many.send_multipart([b"\0"] * count)
+            many.close()
         oversized = context.socket(zmq.DEALER)
         oversized.setsockopt(zmq.LINGER, 2_000)
         oversized.connect(address)

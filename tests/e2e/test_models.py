@@ -27,7 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def up(models: dict[str, Path]) -> Iterator[Parts]:
     first, *others = models.values()
     with parts(first) as cluster:
-        cluster.start("coordinator")
+        cluster.start("coordinator", "--queue-wait-s-max", "2")
         more = ",".join(f"{path.name}={path}" for path in others)
         cluster.start("gateway", "--more-models", more, "--served-model-name", "small,default")
         for name, path in models.items():
@@ -76,6 +76,7 @@ def test_a_model_without_workers_leaves_the_others_served(up: Parts, models: dic
     for role in ("prefill", "decode"):
         up.kill(f"{role}-{KINDS[0]}")
     up.wait_for("they are missed", lambda: len(up.status().workers) == 4)
+    # For as long as a request may wait, the model's workers may come back.
     assert ask(up, KINDS[0], PROMPTS[0]).status_code == 503
     assert httpx.get(f"{up.base_url}/ready", trust_env=False).status_code == 200
     for name in KINDS[1:]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from engine.gpu.step_input import StepInput, StepShape
+from tests.e2e.parts import parts
 
 ROOT = Path(__file__).parents[2]
 
@@ -155,6 +156,13 @@ def test_wheels_are_carried_without_pip(tmp_path: Path) -> None:
         [ROOT / "scripts/gpu_check", "smoke"], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+def test_a_process_of_a_cluster_that_ends_is_not_waited_for(tmp_path: Path) -> None:
+    with parts(tmp_path) as cluster:
+        cluster.start("absent_role")
+        with pytest.raises(AssertionError, match=r"(?s)absent_role ended with status 1\n.*No module named"):
+            cluster.wait_registered(2)
 
 
 def test_a_machine_without_a_gpu_says_so(out: Path) -> None:

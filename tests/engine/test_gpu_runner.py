@@ -13,11 +13,14 @@ import torch
 from decode_worker.batch import Row, StepPlan
 from decode_worker.compute import run_ahead
 from engine.engine import Engine, SeqChunk
+from engine.gpu.ops import TorchOps
 from engine.gpu.replay import buckets
 from engine.gpu.runner import GpuRunner
 from engine.gpu.weights import fuse
 from engine.kv.allocator import BlockAllocator
+from engine.model import backend
 from engine.model.backend import recognised
+from engine.model.loader import load_engine
 from engine.pipeline import DecodeRow
 from engine.sampling.sampler import SamplerState, sample
 from proto.sampling import Sampling
@@ -26,7 +29,7 @@ from tests.engine import support
 from tests.engine.gpu_runners import ROWS_MAX, PipelinedStream, candidate_of, gpu_engine
 from tests.engine.test_exactness import prompts_of
 
-RECOGNISED = ("llama", "qwen2", "qwen3", "mistral", "phi3")
+RECOGNISED = ("llama", "qwen2", "qwen3", "mistral", "phi3", "granite", "smollm3")
 GREEDY = Sampling(max_tokens=99, temperature=0.0)
 SAMPLINGS = (
     GREEDY,
@@ -225,6 +228,27 @@ def test_weights_are_in_memory_once_and_the_model_still_runs(tmp_path: Path) -> 
     }
     assert storages == {weights.layers[1].qkv.weight.untyped_storage().data_ptr()}
     assert torch.allclose(candidate.model(input_ids=ids).logits, before)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", tiny_models.KINDS)
+def test_models_in_half_precision_load_as_on_a_gpu(
+    kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the kernels do not know, too: transformers runs them."""
+    monkeypatch.setattr(backend.Candidate, "on_gpu", True)
+    monkeypatch.setattr(backend, "make_ops", TorchOps)
+    path = tiny_models.make(kind, tmp_path, spread=0.05)
+    engine = load_engine(str(path), dtype=dtype, kv_bytes=support.KV_BYTES)
+    assert engine.backend.startswith("gpu") == (kind in RECOGNISED), engine.backend
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_routers_are_recognised_in_half_precision(kind: str, tmp_path: Path) -> None:
+    candidate, _ = candidate_of(tiny_models.make(kind, tmp_path))
+    candidate.model.to(torch.bfloat16)
+    router = recognised(candidate).layers[0].router
+    assert router is not None and router.experts_per_token == 2
 
 
 def test_buckets_cover_every_number_of_rows() -> None:

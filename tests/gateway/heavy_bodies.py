@@ -33,7 +33,12 @@ def _arguments(size: int) -> bytes:
 SHAPES: dict[str, Callable[[int], bytes]] = {
     "ones": _list(b"1"),
     "token ids": _list(b"127"),
-    "floats": _list(b"1.5e-7"),
+    "floats": _list(b"1.5"),
+    "small floats": _list(b"1.5e-7"),
+    "great floats": _list(b"1e308"),
+    "subnormal floats": _list(b"5E-324"),
+    "long floats": _list(b"9" * 308 + b".0"),
+    "long fractions": _list(b"0." + b"0" * 320 + b"123"),
     "empty objects": _list(b"{}"),
     "empty lists": _list(b"[]"),
     "strings": _counted(b"[", b'"%d"', b"]"),

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from gateway.app import BODIES
 from gateway.http.bounds import MaxItems, MaxKeys
 from gateway.http.errors import ApiError
-from gateway.http.json_text import VALUES_BYTES_MAX, parse_json, values_bytes
+from gateway.http.json_text import VALUES_BYTES_MAX, parse_inner, parse_json, values_bytes
 from gateway.openai.answers import ChatAnswer, CompletionAnswer
 from gateway.openai.request_types import ChatRequest, RequestType, validate
 from gateway.text.tokenizer import TextTooLong
@@ -186,6 +186,20 @@ def test_a_prompt_of_a_million_token_ids_is_no_body_with_too_many_values() -> No
     with pytest.raises(ApiError, match="too many values"):
         parse_json(SHAPES["empty objects"](BODY_BYTES_MAX))
     assert values_bytes(SHAPES["empty objects"](1 << 19)) < VALUES_BYTES_MAX
+
+
+@pytest.mark.parametrize("shape", ["great floats", "subnormal floats", "long floats", "long fractions"])
+def test_numbers_that_are_slow_to_read_are_few(shape: str) -> None:
+    """Each takes some µs, and a small text holds a million."""
+    with pytest.raises(ApiError, match="numbers with exponents"):
+        parse_json(SHAPES[shape](2 << 20))
+    assert parse_json(SHAPES[shape](1 << 13))
+    with pytest.raises(ValueError, match="numbers with exponents"):
+        parse_inner(SHAPES[shape](2 << 20).decode())
+
+
+def test_words_are_no_numbers() -> None:
+    assert len(parse_json(b"[" + b"true,false," * 100_000 + b"null]")) == 200_001
 
 
 def test_only_the_first_fault_is_made() -> None:

@@ -7,10 +7,8 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
 
@@ -24,8 +22,9 @@ from kvtransfer.session.session import Accepted, KvFailed, KvSent
 from runtime.settings import gpu_environment
 from tests.gpu.device import DTYPE, memory, seconds_of, synchronize
 from tests.gpu.record import DEVICE, ON_GPU, attempt
+from tests.kvtransfer import ends
 from tests.kvtransfer.ends import FIRST, memory_of, shuffled
-from tests.kvtransfer.far_end import FAR_EPOCH, NEAR_EPOCH, Wire
+from tests.kvtransfer.far_end import FAR_EPOCH, NEAR_EPOCH, Wire, far_module
 
 LAYOUT = (
     KvLayout(layers=32, kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
@@ -38,8 +37,7 @@ SESSION_BLOCKS = 128
 SESSIONS = 12
 SEGMENT_MIB = (64, 8, 256)
 TRANSPORTS = ("cuda_ipc", "nccl", "gloo", "tcp") if ON_GPU else ("tcp",)
-ROOT = Path(__file__).parents[2]
-WAIT_S = 120.0
+WAIT_S = 40.0
 
 
 def settings(transport: str, segment_mib: int) -> KvSettings:
@@ -98,7 +96,6 @@ async def between_processes(transport: str, segment_mib: int, digest: str) -> di
         raw = raw.to(DEVICE)
     pool = raw.view(DTYPE).view(LAYOUT.shape(BLOCKS))
     synchronize()
-    joined: asyncio.Future[Wire] = asyncio.get_running_loop().create_future()
     wires: list[Wire] = []
     receiver = KvReceiver(
         layout=LAYOUT,
@@ -113,26 +110,14 @@ async def between_processes(transport: str, segment_mib: int, digest: str) -> di
         settings=settings(transport, segment_mib),
         memory=pool_memory,
     )
-    server = await asyncio.start_server(lambda r, w: joined.set_result(Wire(r, w)), "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    environment = {name: value for name, value in os.environ.items() if name != "NCCL_HOSTID"}
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.gpu.bench", "far", str(port), transport, str(segment_mib)),
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-    )
     try:
-        async with asyncio.timeout(WAIT_S):
-            wires.append(await joined)
-            pump = asyncio.create_task(wires[0].pump(lambda message, blob: receiver.handle(FAR_EPOCH, message, blob)))
+        arguments = ("far", transport, str(segment_mib))
+        async with far_module("tests.gpu.bench", *arguments, wait_s=WAIT_S) as (process, wire), asyncio.timeout(WAIT_S):
+            wires.append(wire)
+            pump = asyncio.create_task(wire.pump(lambda message, blob: receiver.handle(FAR_EPOCH, message, blob)))
             output, _ = await process.communicate()
             await pump
     finally:
-        server.close()
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
         await receiver.close()
     if process.returncode:
         raise RuntimeError(f"the sender ended with {process.returncode}")
@@ -163,12 +148,11 @@ def within_process() -> dict[str, float]:
 
 def measure() -> None:
     attempt("kv", "within a process, GB/s", within_process)
-    for transport in TRANSPORTS:
-        for segment_mib in SEGMENT_MIB if transport in ("cuda_ipc", "nccl") else (8,):
-            for digest in ("full", "sampled") if transport in ("cuda_ipc", "nccl") else ("full",):
-                of = (transport, segment_mib, digest)
-                name = f"{transport}, segments of {segment_mib} MiB, digest {digest}"
-                attempt("kv", name, lambda of=of: asyncio.run(between_processes(*of)) | {"memory": memory()})
+    every = [(one, mib, digest) for mib in SEGMENT_MIB for digest in ("full", "sampled") for one in ends.ON_GPU]
+    first = [(one, SEGMENT_MIB[0] if one in ends.ON_GPU else 8, "full") for one in TRANSPORTS]
+    for of in dict.fromkeys([*first, *(every if ON_GPU else [])]):
+        name = "{}, segments of {} MiB, digest {}".format(*of)
+        attempt("kv", name, lambda of=of: asyncio.run(between_processes(*of)) | {"memory": memory()})
 
 
 if __name__ == "__main__":

@@ -32,5 +32,10 @@ def attempt(part: str, name: str, work: Callable[[], dict[str, Any]]) -> None:
     try:
         found = work()
     except Exception as error:  # whatever it is, it is the result
-        found = {"error": f"{type(error).__name__}: {str(error)[:1500]}"}
+        found = {"error": shortened(f"{type(error).__name__}: {error}")}
     record(part, name, **found, took_s=round(time.perf_counter() - began, 2))
+
+
+def shortened(text: str) -> str:
+    """What went wrong is said at the beginning, and why at the end."""
+    return text if len(text) <= 1500 else f"{text[:300]} … {text[-1200:]}"

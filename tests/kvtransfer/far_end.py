@@ -5,9 +5,14 @@ It speaks to the near end over one TCP connection, and leaves when its standard 
 
 import asyncio
 import os
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -43,6 +48,7 @@ SOURCE_SEED = 11
 TRANSFERS = {"one block": 1, "one segment": 16, "a few": 40, "many": 130}
 """Blocks of each request that the far sender hands over; when all are, it streams `endless` and never commits it."""
 ENDLESS_BLOCKS = 300
+ROOT = Path(__file__).parents[2]
 
 
 def request_ids() -> dict[str, list[int]]:
@@ -81,6 +87,53 @@ class Wire:
 
     def close(self) -> None:
         self._writer.close()
+
+
+@asynccontextmanager
+async def far_module(
+    module: str, role: str, *arguments: str, wait_s: float, **variables: str
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, Wire]]:
+    """`python -m MODULE ROLE PORT ARGUMENT...` beside this process, and the wire to it. Raises AssertionError where it does not
+    connect: with its words, and at once if it has ended."""
+    connected: asyncio.Future[Wire] = asyncio.get_running_loop().create_future()
+    server = await asyncio.start_server(lambda *streams: connected.set_result(Wire(*streams)), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    environment = {
+        **{name: value for name, value in os.environ.items() if name != "NCCL_HOSTID"},  # each process has its own
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        **variables,
+    }
+    with tempfile.TemporaryFile() as words:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", module, role, str(port), *arguments),
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=words,
+        )
+        ended = asyncio.create_task(process.wait())
+        try:
+            await asyncio.wait((connected, ended), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            if not connected.done():
+                text = said(words)
+                raise AssertionError(
+                    f"the far end has not connected; its status is {process.returncode}\n{text[-1000:]}"
+                )
+            wire = connected.result()
+            yield process, wire
+            wire.close()
+        finally:
+            server.close()
+            if process.returncode is None:
+                process.kill()
+            await ended
+            sys.stderr.write(said(words))
+
+
+def said(words: IO[bytes]) -> str:
+    words.seek(0)
+    return words.read().decode(errors="replace")
 
 
 async def main(role: str, port: int, attempt: int) -> None:

@@ -1,9 +1,6 @@
 """KV between two real processes, byte for byte; and the survivor's side of a SIGKILL amid the stream."""
 
 import asyncio
-import os
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,46 +20,13 @@ from tests.kvtransfer.far_end import BLOCKS, ENDLESS_BLOCKS, FAR_EPOCH, LAYOUT, 
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("transport")]
 WAIT_S = 60.0
-ROOT = Path(__file__).parents[2]
 
 
 @asynccontextmanager
 async def far_process(role: str, attempt: int = 1) -> AsyncIterator[tuple[asyncio.subprocess.Process, Wire]]:
-    connected: asyncio.Future[Wire] = asyncio.get_running_loop().create_future()
-
-    def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connected.set_result(Wire(reader, writer))
-
-    server = await asyncio.start_server(on_connection, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    environment = {
-        **{name: value for name, value in os.environ.items() if name != "NCCL_HOSTID"},  # each process has its own
-        "CROSSDOCK_TEST_TRANSPORT": ends.TRANSPORT,
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "PYTHONPATH": str(ROOT),
-    }
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        far_end.__name__,
-        role,
-        str(port),
-        str(attempt),
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.PIPE,
-    )
-    try:
-        async with asyncio.timeout(WAIT_S):
-            wire = await connected
-        yield process, wire
-        wire.close()
-    finally:
-        server.close()
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+    variables = {"CROSSDOCK_TEST_TRANSPORT": ends.TRANSPORT, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    async with far_end.far_module(far_end.__name__, role, str(attempt), wait_s=WAIT_S, **variables) as far:
+        yield far
 
 
 class NearReceiver:
@@ -245,3 +209,16 @@ def test_a_far_end_that_is_asked_to_leave_leaves_cleanly():
         await near.receiver.close()
 
     asyncio.run(main())
+
+
+def test_a_far_end_that_ends_at_once_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds what this process finds by PYTHONPATH."""
+    (tmp_path / "carried.py").write_text("raise SystemExit('not on this machine')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    async def main() -> None:
+        async with far_end.far_module("carried", "sender", wait_s=WAIT_S):
+            pass
+
+    with pytest.raises(AssertionError, match="status is 1\nnot on this machine"):
+        asyncio.run(main())

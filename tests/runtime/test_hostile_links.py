@@ -14,7 +14,7 @@ import zmq
 from proto.codec import encode
 from proto.errors import CheckFailed
 from proto.limits import MAX_FRAMES, PROTOCOL_VERSION
-from proto.messages import Bye, Hello, Message, Role, StatusRequest, Submit
+from proto.messages import Bye, Hello, Message, Ping, Role, StatusRequest, Submit
 from proto.sampling import Sampling
 from runtime.link import connections, keys, server
 from runtime.link import peer as peer_module
@@ -214,6 +214,27 @@ def test_a_connection_without_hello_is_closed_and_counted_and_so_is_one_whose_li
     uvloop.run(body())
 
 
+@pytest.mark.parametrize("late_s", [0.0, 0.3])
+def test_a_link_whose_hello_comes_before_the_monitor_tells_of_its_connection_stays(late_s: float) -> None:
+    async def body() -> None:
+        one = a_server()
+        one._connections._hello_s = 0.5
+        opened = one._opened
+        one._opened = lambda descriptor: asyncio.get_running_loop().call_later(late_s, opened, descriptor)  # type: ignore[assignment,method-assign]
+        with zmq.Context() as theirs, theirs.socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            dealer.connect(await one.start())
+            dealer.send(encode(Hello(PROTOCOL_VERSION, Role.OBSERVER, 10, "x")))
+            for _ in range(15):
+                await asyncio.sleep(0.1)
+                dealer.send(encode(Ping()))
+            assert [peer.incarnation for peer in one.peers.values()] == [10]
+        await one.close()
+        close_sockets()
+
+    uvloop.run(body())
+
+
 def test_silent_connections_count_by_their_key_and_for_its_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,7 +307,7 @@ def test_connections_whose_messages_do_not_end_are_bounded_together(monkeypatch:
     received = dict.fromkeys(range(10), 0)
     dropped: list[int] = []
     monkeypatch.setattr(connections, "received_bytes", received.__getitem__)
-    watched = connections.Connections(lambda descriptor, connection, why: dropped.append(descriptor), hello_s=None)
+    watched = connections.Connections(lambda descriptor, why: dropped.append(descriptor), lambda _: None, hello_s=None)
     now = 1.0
     for number in received:
         watched.opened(number)

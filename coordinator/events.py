@@ -14,7 +14,8 @@ from coordinator.lifecycle import State
 from coordinator.score import Weights
 from coordinator.step_pace import StepLimits
 from proto.messages import Hello, Message
-from runtime.tenancy.tenants import DEFAULT_PRIORITY_CLASSES, PriorityClass, Tenants
+from runtime.tenancy.priority_classes import DEFAULT_PRIORITY_CLASSES, PriorityClass
+from runtime.tenancy.tenants import Tenants
 
 
 class PeerUp(msgspec.Struct, frozen=True, gc=False):

@@ -68,6 +68,7 @@ def step_done(state: State, incarnation: int, event: Received, now: float) -> No
         ):
             state.counters["prompt_tokens_cached"] += request.cached_tokens
             pool.traffic.computed(request.id, request.cached_tokens, now)
+            request.first_token_at = request.first_token_at or now
             state.billing.prompt_done(request.id)
             state.move(request, Trigger.PROMPT_DONE, now)
     if tokens and done.step_ms > 0:
@@ -213,8 +214,14 @@ def _time_steps(state: State, worker: Worker, done: DecodeProgress, now: float) 
     steps, sequences = done.timed_steps, done.timed_sequences
     if not steps <= sequences <= steps * worker.capacity.max_seqs or worker.hello.process or not steps * done.timed_ms:
         return
-    sample = state.pools[worker.hello.model].step_times[Role.DECODE]
-    sample.add(steps, sequences / steps, done.timed_kv_tokens / steps, done.timed_ms / steps, now)
+    pool, means = (
+        state.pools[worker.hello.model],
+        (sequences / steps, done.timed_kv_tokens / steps, done.timed_ms / steps),
+    )
+    pool.step_times[Role.DECODE].add(steps, *means, now)
+    pool.targets.measured(worker, *means)
+    if pool.targets.used and pool.rooms.closed:
+        pool.freed(worker)  # its batch may be larger now
 
 
 def fault_of_end(state: State, incarnation: int, event: Received) -> str:
@@ -249,6 +256,7 @@ def finished(state: State, incarnation: int, event: Received, now: float) -> Non
     if request.state in (RequestState.PREFILLING, RequestState.HANDING_OVER, RequestState.DECODING):
         output_tokens = done.output_tokens + request.submit.resumed_tokens
         state.queues[request.submit.model].learn(request, output_tokens)
+        state.count_finished(request, output_tokens)
         state.pools[request.submit.model].traffic.finished(request.id, output_tokens, now)
         pool = state.pools[request.submit.model]
         pool.record_success()

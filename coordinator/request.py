@@ -63,6 +63,14 @@ class Request(msgspec.Struct, eq=False):
     """Prompt tokens sent out in chunks, the cached ones before them included."""
     cached_tokens: int = 0
     """Of the prompt's first tokens, those that its prefill worker has: they are neither computed nor charged."""
+    ttft_ms: float = 0.0
+    """Its priority class's target for the first token, when it came; 0: none ..."""
+    tpot_ms: float = 0.0
+    """... and for the mean time per later token."""
+    counted: bool = False
+    """In the goodput of its priority class: it came here first."""
+    first_token_at: float = 0.0
+    """When its prompt was first computed; 0: not yet."""
     waits: bool = False
     """In its model's queue, and not placed."""
     entry: "Entry[Request] | None" = None
@@ -98,6 +106,11 @@ class Request(msgspec.Struct, eq=False):
         if not self.submit.deadline_ms or self.submit.resumed_tokens:
             return None
         return self.arrived + self.submit.deadline_ms / 1000
+
+    @property
+    def first_token_ms(self) -> float:
+        """After its arrival: by when its first token is wanted, as the client or its priority class says; 0: no matter."""
+        return 0.0 if self.submit.resumed_tokens else self.submit.deadline_ms or self.ttft_ms
 
     @property
     def resumed(self) -> bool:

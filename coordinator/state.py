@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import msgspec
 
 from coordinator.accounting.billing import Billing
+from coordinator.accounting.goodput import Goodput, Times
 from coordinator.accounting.tombstones import Remembered
 from coordinator.accounting.usage import Closed, Opened
 from coordinator.events import Action, Limits, Send, StateChanged
@@ -82,6 +83,7 @@ class State:
         self.keeping: dict[Flip, None] = {}
         """Changes of role with streams that wait to be resumed where their KV is."""
         self.counters: Counter[str] = Counter()
+        self.goodput = Goodput()
         self.out: list[Action] = []
         """What the event in hand has led to so far."""
         self.watch: Watch | None = None
@@ -99,6 +101,23 @@ class State:
                 else self.priority_classes_lowest_first[0]
             )
         return priority_class, organisation, user
+
+    def set_targets(self, request: Request) -> None:
+        """Those of its priority class as the tenants file is now."""
+        priority_class = self.limits.priority_classes[request.path[0]]
+        request.ttft_ms, request.tpot_ms = priority_class.ttft_ms or 0.0, priority_class.tpot_ms or 0.0
+        pool = self.pools[request.submit.model]
+        if request.tpot_ms and not pool.targets.used:
+            pool.targets.begin(pool.decode.values())
+
+    def count_finished(self, request: Request, output_tokens: int) -> None:
+        """Its client has the whole answer, so many tokens over all choices."""
+        if not request.counted:
+            return
+        first = request.first_token_at or self.now
+        later = max(-(-output_tokens // request.submit.choices) - 1, 1)
+        took = Times(1000 * (first - request.arrived), 1000 * (self.now - first) / later)
+        self.goodput.finished(request.path[0], took, Times(request.ttft_ms, request.tpot_ms))
 
     def stepped(self, incarnation: int) -> None:
         """A worker has run a step: if it has changed its role, that is proven."""

@@ -38,6 +38,8 @@ MAX_CACHE_CHANGES = 4096
 """In one `CacheEvents`."""
 MAX_MODELS = 64
 """Of one coordinator, those without a worker included until it forgets them."""
+MAX_CLASSES_SHOWN = 64
+"""Priority classes with a target, in one status."""
 MAX_FLIPS_AT_ONCE = 8
 """Workers that change their role."""
 MAX_SEGMENTS = 4096

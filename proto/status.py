@@ -78,6 +78,21 @@ class TenantStatus(msgspec.Struct, frozen=True, array_like=True):
     """Requests."""
 
 
+class ClassStatus(msgspec.Struct, frozen=True, array_like=True):
+    """A priority class, and what became of its requests since the coordinator started."""
+
+    name: Text
+    ttft_ms: DurationMs
+    """Targets; 0: none."""
+    tpot_ms: DurationMs
+    percentile: Annotated[float, Meta(ge=0.0, le=1.0)]
+    """Share of finished requests that should keep both."""
+    offered: Count
+    finished: Count
+    kept: Count
+    """Finished within both targets."""
+
+
 class Process(msgspec.Struct, frozen=True, array_like=True):
     name: Text
     pid: Count
@@ -199,3 +214,5 @@ class StatusReport(Message, frozen=True):
     traffic: Annotated[tuple[TrafficStatus, ...], Meta(max_length=limits.MAX_MODELS)] = ()
     autopilots: Annotated[tuple[AutopilotStatus, ...], Meta(max_length=limits.MAX_MODELS)] = ()
     step_times: Annotated[tuple[StepTimes, ...], Meta(max_length=2 * limits.MAX_MODELS)] = ()
+    classes: Annotated[tuple[ClassStatus, ...], Meta(max_length=limits.MAX_CLASSES_SHOWN)] = ()
+    """Those with a target."""

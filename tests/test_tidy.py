@@ -43,6 +43,7 @@ PURE = (
     "kvtransfer/session/*.py",
     "kvtransfer/transports/tcp/handshake.py",
     "kvtransfer/transports/tcp/pending.py",
+    "runtime/tenancy/priority_classes.py",
     "runtime/tenancy/tenants.py",
     "runtime/tenancy/faults.py",
     "engine/kv/allocator.py",

@@ -66,16 +66,20 @@ DEADLINE_MARGIN = 0.8
 
 
 def feasible(request: Request, pool: Pool, queue: WaitQueue) -> tuple[Reject | None, str, float]:
-    """Whether a request's deadline can be met at the rates measured, behind what its tenant has waiting, if the tenant gets no
-    more than its share, and if no more of its prompt has to be computed than is believed. With seconds until another try may
-    succeed; 0 for never."""
-    if request.deadline is None:
+    """Whether a request's deadline, or its class's target for the first token, can be met at the rates measured, behind what
+    its tenant has waiting, if the tenant gets no more than its share, and if no more of its prompt has to be computed than is
+    believed. With seconds until another try may succeed; 0 for never."""
+    deadline_ms, own_ms = request.first_token_ms, request.submit.deadline_ms
+    if not deadline_ms:
         return None, "", 0.0
-    deadline_ms, tokens = request.submit.deadline_ms, uncached_tokens(request.submit, pool)
+    tokens = uncached_tokens(request.submit, pool)
+    limit = "deadline_ms" if own_ms else f"ttft_ms of priority class {request.path[0]}"
     soonest_ms = 1000 * pool.least_prefill_s(tokens)
     if soonest_ms > deadline_ms:
-        why = f"{tokens} prompt tokens to compute take {soonest_ms:.0f} ms here; deadline_ms is less"
-        return Reject.DEADLINE, why, 0.0
+        why = f"{tokens} prompt tokens to compute take {soonest_ms:.0f} ms here; {limit} is less"
+        alone_ms = 1000 * tokens / pool.fastest_tokens_per_s()
+        never = bool(own_ms) or alone_ms > deadline_ms
+        return Reject.DEADLINE, why, 0.0 if never else spread((soonest_ms - deadline_ms) / 1000, request.id)
     rate = pool.tokens_per_s()
     if not rate or not queue.work_ahead.tokens:
         return None, "", 0.0
@@ -83,7 +87,5 @@ def feasible(request: Request, pool: Pool, queue: WaitQueue) -> tuple[Reject | N
     expected_ms = 1000 * (before + tokens * len(pool.prefill)) / rate  # one prompt is computed on one worker
     if expected_ms <= DEADLINE_MARGIN * deadline_ms:
         return None, "", 0.0
-    why = (
-        f"its first token is expected in {expected_ms:.0f} ms, behind what this tenant has waiting; deadline_ms is less"
-    )
+    why = f"its first token is expected in {expected_ms:.0f} ms, behind what this tenant has waiting; {limit} is less"
     return Reject.DEADLINE, why, spread((expected_ms - DEADLINE_MARGIN * deadline_ms) / 1000, request.id)

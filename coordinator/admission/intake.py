@@ -79,11 +79,15 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
     request, retry_after_s = known, None
     if reason is None and request is None:
         request = Request(submit.request_id, incarnation, submit, event.blob, now, now, state.path(submit))
+        request.counted = submit.attempt == 1
+        state.set_targets(request)
         reason, why, retry_after_s = tenancy.reserve(state, request, now)
         if reason is None:
             reason, why, retry_after_s = _admit(state, request, now)
             if reason is not None and request.bill is not None:
                 state.billing.undo(request.bill, now, now + state.limits.orphan_s_max)
+    if submit.attempt == 1 and known is None and reason not in _NOT_OFFERED:
+        state.goodput.offered(state.path(submit)[0])
     if reason is not None:
         if known is not None:
             state.end(known, Trigger.FAIL, reason, now)
@@ -198,6 +202,12 @@ _WORTH_ANOTHER_TRY = frozenset(
 )
 
 
+_NOT_OFFERED = frozenset(
+    {Reject.UNKNOWN_MODEL, Reject.TOO_LONG, Reject.TOO_LARGE, Reject.DUPLICATE, Reject.QUOTA, Reject.PRIORITY_CLASS}
+)
+"""Reasons that lie with the client or its tenant's limits: no capacity could have served these."""
+
+
 def _reject(
     state: State,
     incarnation: int,
@@ -228,6 +238,7 @@ def cancel(state: State, incarnation: int, event: Received, now: float) -> None:
         state.emitted(request.submit.model, request.path, request.id, cancel.output_tokens, 0)
         if cancel.reason in _WHOLE_ANSWER and cancel.output_tokens:
             state.queues[request.submit.model].learn(request, cancel.output_tokens)
+            state.count_finished(request, cancel.output_tokens)
         whole = cancel.reason is CancelReason.ANSWERED and request.state is RequestState.INTERRUPTED
         state.end(request, Trigger.FINISH if whole else Trigger.CANCEL, cancel.reason, now)
     elif request is None:

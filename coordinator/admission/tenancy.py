@@ -36,6 +36,7 @@ def configure(state: State, tenants: Tenants, utc_offset_s: float, past: Past | 
     state.priority_classes_lowest_first = sorted(
         state.limits.priority_classes, key=lambda name: state.limits.priority_classes[name].weight
     )
+    state.goodput.forget_others(state.limits.priority_classes)
     for queue in state.queues.values():
         queue.replace_limits(state.limits)
     quotas = state.billing.quotas

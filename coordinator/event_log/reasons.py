@@ -157,11 +157,13 @@ def _without_room(target: Request, first: Request, worker: Worker, pool: Pool) -
 
 
 def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoom:
+    waiting_ms = pool.waiting_target()
     worker, holding, fits = prefill, prefill.prefill_holding(target.submit), prefill.fits(target.submit)
-    circuit_open = fits and any(decode.fits(target.submit, target.expected_left) for decode in pool.decode.values())
+    circuit_open = fits and any(pool.decode_fits(decode, target, waiting_ms) for decode in pool.decode.values())
+    free_seqs = worker.free_seqs
     if fits and pool.decode:
         worker = max(pool.decode.values(), key=lambda w: (not w.draining, w.free_blocks, w.free_seqs, w.incarnation))
-        holding = worker.decode_holding(target.submit)
+        holding, free_seqs = worker.decode_holding(target.submit), pool.targets.free_seqs(worker, target, waiting_ms)
     held: dict[str, int] = {}
     for other in worker.holdings.values():
         name = "/".join(filter(None, other.path[1:])) or "streams from before"
@@ -172,7 +174,7 @@ def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoom:
         holding.kv_blocks,
         worker.free_blocks,
         holding.seqs,
-        worker.free_seqs,
+        free_seqs,
         most,
         held.get(most, 0),
         pool.rooms.reservation is target,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from runtime.tenancy.tenants import PriorityClass
+from runtime.tenancy.priority_classes import PriorityClass
 
 
 def ring_weights(priority_classes: Mapping[str, PriorityClass]) -> dict[str, float]:

@@ -115,6 +115,8 @@ def better_than_bound(request: Request, asks: Worker, bound_to: Worker, pool: Po
 
 
 def _last_block(submit: Submit, cached_tokens: int) -> bytes:
+    if not cached_tokens:
+        return b""  # and the request may have no hashes at all
     end = cached_tokens // submit.hash_block_size * HASH_BYTES
     return submit.block_hashes[max(end - HASH_BYTES, 0) : end]
 
@@ -164,5 +166,6 @@ def _decode_side(worker: Worker, request: Request, prefill: Worker, pool: Pool, 
         ),
         host=worker.hello.host,
         is_same_process=worker.is_same_process(prefill),
+        other_targets=pool.targets.other_targets(worker, request),
         other_numerics=request.resumed and request.numerics not in ("", worker.hello.numerics),
     )

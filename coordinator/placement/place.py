@@ -13,8 +13,10 @@ def room(request: Request, prefill: Worker, pool: Pool, now: float) -> Worker | 
     submit = request.submit
     if prefill.draining or not prefill.fits(submit):
         return None
-    candidates = pool.decode_candidates(submit, prefill, now)
-    return choose_decode(request, prefill, [w for w in candidates if w.fits(submit, request.expected_left)], pool, now)
+    candidates = pool.decode_candidates(request, prefill, now)
+    waiting_ms = pool.waiting_target()
+    fitting = [worker for worker in candidates if pool.decode_fits(worker, request, waiting_ms)]
+    return choose_decode(request, prefill, fitting, pool, now)
 
 
 def prefill_for(request: Request, decode: Worker, pool: Pool, now: float) -> Worker | None:
@@ -27,7 +29,9 @@ def prefill_for(request: Request, decode: Worker, pool: Pool, now: float) -> Wor
 
 def reserve(request: Request, prefill: Worker, decode: Worker) -> None:
     prefill.hold(request.key, prefill.prefill_holding(request.submit, request.path))
-    decode.hold(request.key, decode.decode_holding(request.submit, request.path, request.expected_left))
+    decode.hold(
+        request.key, decode.decode_holding(request.submit, request.path, request.expected_left, request.tpot_ms)
+    )
     attempt_progress = request.begin()
     attempt_progress.prefill_incarnation, attempt_progress.decode_incarnation = prefill.incarnation, decode.incarnation
     attempt_progress.computed_tokens = request.cached_tokens

@@ -124,7 +124,7 @@ def _place_kept(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
         rooms.stop_keeping(now)  # which is nobody's fault
         pool.reopen()
         return
-    if not decode.fits(request.submit, request.expected_left):
+    if not pool.decode_fits(decode, request):
         return
     prefill = prefill_for(request, decode, pool, now)
     if prefill is not None:

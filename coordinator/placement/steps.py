@@ -125,7 +125,7 @@ def _may_go_on(begun: Request, left: int, worker: Worker, pool: Pool, queue: Wai
 def _refuse(request: Request, worker: Worker, pool: Pool, queue: WaitQueue) -> Close | MoveTo:
     """There is no room for it: on this prefill worker, or on no decode worker."""
     pool.no_room += 1
-    demand = Demand.of(request.submit, request.expected_left)
+    demand = Demand.of(request.submit, request.expected_left, request.tpot_ms)
     key, own = class_key(demand), request.entry.key  # type: ignore[union-attr]
     if not worker.fits(request.submit) or pool.breakers.concern(worker.incarnation):
         pool.stuck.setdefault(worker.incarnation, {})[own] = request

@@ -87,6 +87,7 @@ class CoordinatorMetrics:
         self._tenants = TenantLabels(self._tenant_tokens, self._tenant_requests)
         registry.before.append(self._prepare)
         self._read_requests(registry)
+        self._read_classes(registry)
         self._read_fairness(registry)
         self._read_workers(registry)
         self._read_faults(registry)
@@ -197,6 +198,22 @@ class CoordinatorMetrics:
             PREFIX + "requests_refused_behind",
             "Requests refused because usage could not be written fast enough.",
             lambda: self.refused_behind,
+        )
+
+    def _read_classes(self, registry: MetricsRegistry) -> None:
+        def by_class() -> Iterator[tuple[Labels, float]]:
+            for name, tally in self._core.goodput.by_class.items():
+                yield (name, "offered"), tally.offered
+                yield (name, "finished"), tally.finished
+                yield (name, "within_targets"), tally.kept
+
+        registry.read(
+            "counter",
+            PREFIX + "class_requests",
+            "Requests by priority class: offered (without those refused for what they are or for a quota), finished, and"
+            " finished within the class's ttft_ms and tpot_ms.",
+            ("priority_class", "result"),
+            by_class,
         )
 
     def _read_fairness(self, registry: MetricsRegistry) -> None:

@@ -5,11 +5,13 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from coordinator.accounting.goodput import Tally
 from coordinator.reporting.served import services
 from coordinator.state import State
 from coordinator.workers.circuit_breakers import NOBODY
+from proto.limits import MAX_CLASSES_SHOWN
 from proto.messages import Hello, Role, Submit
-from proto.status import PairStatus, Process, StatusReport, TenantStatus, WorkerStatus
+from proto.status import ClassStatus, PairStatus, Process, StatusReport, TenantStatus, WorkerStatus
 
 NO_CAPACITY_S = 5.0
 """About what a supervised worker takes to come back."""
@@ -83,11 +85,23 @@ def status(state: State) -> StatusReport:
             for model, pool in state.pools.items()
             for role, sample in pool.step_times.items()
         ),
+        classes=classes(state),
         autopilots=tuple(
             msgspec.structs.replace(one, age_ms=1000 * max(state.now - at, 0.0))
             for one, at in state.autopilots.values()
         ),
     )
+
+
+def classes(state: State) -> tuple[ClassStatus, ...]:
+    """Priority classes with a target, in the order of the tenants file."""
+    found = []
+    for name, one in state.limits.priority_classes.items():
+        if one.has_targets:
+            tally = state.goodput.by_class.get(name, Tally())
+            targets = (one.ttft_ms or 0.0, one.tpot_ms or 0.0, one.percentile)
+            found.append(ClassStatus(name, *targets, tally.offered, tally.finished, tally.kept))
+    return tuple(found[:MAX_CLASSES_SHOWN])
 
 
 def _emitted(state: State, request_id: str) -> int | None:

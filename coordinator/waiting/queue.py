@@ -117,7 +117,7 @@ class WaitQueue:
 
     def count_uncomputed(self, request: Request, tokens: int) -> None:
         """So much of its prompt is to be computed yet."""
-        urgent = request.deadline is not None
+        urgent = request.first_token_ms > 0
         self.work_ahead.add(request.path, tokens - request.uncomputed_tokens, urgent=urgent)
         request.uncomputed_tokens = tokens
 
@@ -132,7 +132,7 @@ class WaitQueue:
 
     def _enter(self, request: Request, key: int) -> None:
         chunks = -(-request.submit.prompt_tokens // (self._limits.step_tokens or self.step_tokens))
-        asked = request.submit.deadline_ms / 1000
+        asked = (request.submit.deadline_ms or request.ttft_ms) / 1000
         priority_class = self._limits.priority_classes[request.path[0]]
         due = request.arrived + (asked or priority_class.ttft_s + chunks * priority_class.ttft_s_per_chunk)
         if request.submit.drained_attempts:
@@ -142,7 +142,7 @@ class WaitQueue:
         request.path = cast(tuple[str, str, str], request.entry.leaf.path)  # one for all of its tenant's
 
     def class_key(self, request: Request) -> int:
-        key = class_key(Demand.of(request.submit, request.expected_left))
+        key = class_key(Demand.of(request.submit, request.expected_left, request.tpot_ms))
         self._classes[key] = None
         return key
 

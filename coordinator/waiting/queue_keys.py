@@ -6,11 +6,12 @@
   `bound_key` of that worker's incarnation.
 
 A class holds the demands of half an octave of tokens (2^n to 1.5 * 2^n, 1.5 * 2^n to 2^(n+1)) at a decode worker, by an octave
-of choices. If one request of a class has no room, its whole class counts as full until something is released. So a large
-request holds up those of about its own size, and no smaller ones.
+of choices and a quarter of an octave of the target for the time per token. If one request of a class has no room, its whole
+class counts as full until something is released. So a large request holds up those of about its own size, and no smaller ones.
 """
 
 from collections.abc import Iterable
+from math import log2
 from typing import NamedTuple
 
 from coordinator.kv_admission.demand import NEVER, KvDemand
@@ -18,7 +19,7 @@ from proto.messages import Submit
 
 _TOKENS_MIN = 2
 """Smaller demands are in one class."""
-_CHOICES_BITS = 5
+_CHOICES_BITS, _TOKENS_BITS = 5, 6
 _CLASSES = 1 << 20
 
 
@@ -27,26 +28,30 @@ class Demand(NamedTuple):
 
     tokens: int
     choices: int
+    target: int = 0
+    """Of its time per token: the larger, the longer that may be; 0 for none."""
 
     @staticmethod
-    def of(submit: Submit, expected_left: int = NEVER) -> "Demand":
-        return Demand(KvDemand.of(submit, expected_left).whole(1), submit.choices)
+    def of(submit: Submit, expected_left: int = NEVER, tpot_ms: float = 0.0) -> "Demand":
+        target = 1 + round(4 * log2(max(tpot_ms, 1.0))) if tpot_ms else 0
+        return Demand(KvDemand.of(submit, expected_left).whole(1), submit.choices, target)
 
 
 def class_key(demand: Demand) -> int:
     tokens = max(demand.tokens, _TOKENS_MIN)
     octave = tokens.bit_length() - 1
     half = (tokens >> (octave - 1)) & 1
-    return -1 - ((2 * octave + half) << _CHOICES_BITS | demand.choices.bit_length() - 1)
+    number = (demand.target << _TOKENS_BITS | 2 * octave + half) << _CHOICES_BITS
+    return -1 - (number | demand.choices.bit_length() - 1)
 
 
 def smallest(key: int) -> Demand:
     """The least demand in a class."""
     number = -1 - key
-    octave, half = divmod(number >> _CHOICES_BITS, 2)
+    octave, half = divmod((number >> _CHOICES_BITS) & ((1 << _TOKENS_BITS) - 1), 2)
     tokens = (2 + half) << (octave - 1)
     choices = 1 << (number & ((1 << _CHOICES_BITS) - 1))
-    return Demand(tokens if tokens > _TOKENS_MIN else 1, choices)
+    return Demand(tokens if tokens > _TOKENS_MIN else 1, choices, number >> (_CHOICES_BITS + _TOKENS_BITS))
 
 
 def classes_without_room(demand: Demand, classes: Iterable[int]) -> list[int]:
@@ -54,7 +59,8 @@ def classes_without_room(demand: Demand, classes: Iterable[int]) -> list[int]:
     found = []
     for key in classes:
         least = smallest(key)
-        if least.tokens >= demand.tokens and least.choices >= demand.choices:
+        is_stricter = not demand.target or 0 < least.target <= demand.target
+        if is_stricter and least.tokens >= demand.tokens and least.choices >= demand.choices:
             found.append(key)
     return found
 

@@ -7,7 +7,7 @@ from itertools import chain
 
 from coordinator.fairness.sorted_row import SPARE
 from coordinator.request import Request
-from runtime.tenancy.tenants import PriorityClass
+from runtime.tenancy.priority_classes import PriorityClass
 
 _RESUMED = ""
 """The class of later attempts: no priority class is called that."""

@@ -20,7 +20,7 @@ class _Node:
     weight: float
     tokens: int = 0
     urgent_tokens: int = 0
-    """Of prompts with a deadline."""
+    """Of prompts with a deadline, or with a target for the first token."""
     busy_weight: float = 0.0
     """Of the children that have tokens."""
 

@@ -15,13 +15,15 @@ from coordinator.workers.ordered import Ordered
 from coordinator.workers.prefix_index import Locality, hashes_per_block
 from coordinator.workers.replication import Waits
 from coordinator.workers.room_classes import RoomClasses
+from coordinator.workers.token_targets import TokenTargets
 from coordinator.workers.worker import Worker
 from proto.messages import Role, Submit
 
 EXAMINED_MAX = 8
 """Workers of each side that are compared for one request; where there are no more, all of them."""
-_LEAST_FULL, _HOLDERS = 4, 4
-"""Where there are more: so many of the least full decode workers, and so many that have the prompt's beginning."""
+_LEAST_FULL, _HOLDERS, _ALIKE = 4, 4, 4
+"""Where there are more: so many of the least full decode workers, so many that have the prompt's beginning, and so many that
+run only streams with the same target."""
 TOKENS_PER_S = 1000.0
 """Of a prefill worker, while none of its pool has been measured."""
 
@@ -36,6 +38,7 @@ class Candidates:
         self.prefill: dict[int, Worker] = {}
         self.decode: dict[int, Worker] = {}
         self.rooms = RoomClasses()
+        self.targets = TokenTargets()
         self.idle = Ordered()
         """Prefill workers that can be given a step, the one with the least to do first; of equals, the one that has done
         least."""
@@ -79,7 +82,9 @@ class Candidates:
             else:
                 self.idle.drop(worker.incarnation)
                 self.ready.pop(worker.incarnation, None)
-        elif worker.draining or worker.free_seqs <= 0:
+            return
+        self.targets.changed(worker)
+        if worker.draining or worker.free_seqs <= 0:
             self._least_full.drop(worker.incarnation)
         else:
             self._stamp += 1
@@ -126,13 +131,14 @@ class Candidates:
             found += self.locality.holders(role, submit.block_hashes, every, _HOLDERS) if every else ()
         return [side[incarnation] for incarnation in found]
 
-    def decode_candidates(self, submit: Submit, prefill: "Worker", now: float) -> "list[Worker]":
-        """Decode workers to which this prefill worker may send: the least full ones and those that have the prompt's beginning;
-        where there are few, all. Not the one whose room is kept."""
+    def decode_candidates(self, request: Request, prefill: "Worker", now: float) -> "list[Worker]":
+        """Decode workers to which this prefill worker may send: the least full ones and those that have the prompt's beginning
+        or only streams with the same target; where there are few, all. Not the one whose room is kept."""
         if len(self.decode) <= EXAMINED_MAX:
             there: Iterable[Worker] = self.decode.values()
             return [worker for worker in there if self._takes(worker, prefill, now)]
-        holders = self.holders(Role.DECODE, submit)
+        holders = self.holders(Role.DECODE, request.submit)
+        holders += [self.decode[incarnation] for incarnation in self.targets.alike(request, _ALIKE)]
         found = {worker.incarnation: worker for worker in holders if self._takes(worker, prefill, now)}
         looked = 0
         for incarnation in self._least_full:
@@ -148,6 +154,20 @@ class Candidates:
         if decode.draining or decode.incarnation == self.rooms.kept_on:
             return False
         return self.may_pair(prefill, decode, now)
+
+    def decode_fits(self, decode: "Worker", request: Request, waiting_ms: float = 0.0) -> bool:
+        """Whether a decode worker has room for a request now, and no target is missed there for it. `waiting_ms`: the result of
+        `waiting_target`."""
+        if not decode.fits(request.submit, request.expected_left):
+            return False
+        return not self.targets.used or request.submit.choices <= self.targets.free_seqs(decode, request, waiting_ms)
+
+    def waiting_target(self) -> float:
+        """The strictest target for the time per token of those that wait without room; 0: none."""
+        if not self.targets.used:
+            return 0.0
+        firsts = self.rooms.closed.values()
+        return min((first.tpot_ms for first in firsts if first.tpot_ms and first.waits), default=0.0)
 
     def rate(self, prefill: "Worker") -> float:
         """Tokens per second; one not measured yet is taken for as fast as the others."""
@@ -178,9 +198,10 @@ class Candidates:
         if worker.draining or worker.incarnation == rooms.kept_on:
             return
         fits: dict[str, bool] = {}
+        waiting_ms = self.waiting_target()
         for key, request in list(rooms.closed.items()):
             if request.id not in fits:
-                fits[request.id] = not request.waits or worker.fits(request.submit, request.expected_left)
+                fits[request.id] = not request.waits or self.decode_fits(worker, request, waiting_ms)
             if fits[request.id]:
                 del rooms.closed[key]
                 self.news = True

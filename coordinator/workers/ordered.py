@@ -34,6 +34,10 @@ class Ordered:
         self._keys[incarnation] = key
         insort(self._rows, key)
 
+    def least(self) -> float:
+        """The first measure of the first worker; there is one."""
+        return self._rows[0][0]
+
     def drop(self, incarnation: int) -> None:
         before = self._keys.pop(incarnation, None)
         if before is not None:

@@ -62,6 +62,7 @@ class Pool(Candidates):
         self.hosts.pop(worker.incarnation, None)
         self.ready.pop(worker.incarnation, None)
         self._least_full.drop(worker.incarnation)
+        self.targets.leave(worker)
         self._finish.drop(worker.incarnation)
         self.reopen()
         self._measure()

@@ -12,6 +12,7 @@ from coordinator.kv_admission.demand import NEVER, KvDemand
 from coordinator.kv_admission.shared_blocks import chains
 from coordinator.request import Request
 from coordinator.step_pace import StepLimits, StepPace
+from coordinator.workers.step_fit import StepFit
 from proto.held import STEP_TOKENS, Capacity, Held
 from proto.messages import Chunk, Hello, Role, Step, Submit
 from proto.status import KvHeld, KvPair
@@ -35,6 +36,8 @@ class Holding(msgspec.Struct, frozen=True, gc=False):
     """Of the answer, before this attempt."""
     adopted: bool = False
     """The worker had it when it registered."""
+    tpot_ms: float = 0.0
+    """In decode: its target for the time per token; 0: none, or not known."""
 
 
 @dataclass(eq=False)
@@ -45,6 +48,10 @@ class Worker:
     free_seqs: int
     room: KvAdmission | None = None
     """Decode only. What a prefill worker holds does not grow: `kv_blocks_taken` says it all."""
+    seqs_by_target: dict[float, int] = field(default_factory=dict)
+    """Decode only: sequences held, by `Holding.tpot_ms`."""
+    step_fit: StepFit = field(default_factory=StepFit)
+    """Decode only: how long its steps take, learnt while targets are in use."""
     kv_blocks_taken: int = 0
     holdings: dict[tuple[str, int], Holding] = field(default_factory=dict)
     placed: dict[str, Request] = field(default_factory=dict)
@@ -160,6 +167,7 @@ class Worker:
         self.holdings[key] = holding
         self.where.setdefault(key, []).append(self.incarnation)
         self.free_seqs -= holding.seqs
+        self._count_target(holding.tpot_ms, holding.seqs)
         if self.room is None:
             self.kv_blocks_taken += holding.kv_blocks
         elif holding.life is None:
@@ -175,6 +183,7 @@ class Worker:
             return None
         self._forget_holding(key)
         self.free_seqs += holding.seqs
+        self._count_target(holding.tpot_ms, -holding.seqs)
         if self.room is None:
             self.kv_blocks_taken -= holding.kv_blocks
         else:
@@ -183,6 +192,13 @@ class Worker:
                 self.room.short = False  # nothing runs there any more that would say so
         self.on_change(self)
         return holding
+
+    def _count_target(self, tpot_ms: float, seqs: int) -> None:
+        held = self.seqs_by_target.get(tpot_ms, 0) + seqs
+        if held:
+            self.seqs_by_target[tpot_ms] = held
+        else:
+            self.seqs_by_target.pop(tpot_ms, None)
 
     def _forget_holding(self, key: tuple[str, int]) -> None:
         incarnations = self.where[key]
@@ -257,14 +273,18 @@ class Worker:
     def prefill_holding(self, submit: Submit, path: Path = ()) -> Holding:
         return Holding(self.whole_blocks(submit), 1, path, None, submit.resumed_tokens)
 
-    def decode_holding(self, submit: Submit, path: Path = (), expected_left: int = NEVER) -> Holding:
+    def decode_holding(
+        self, submit: Submit, path: Path = (), expected_left: int = NEVER, tpot_ms: float = 0.0
+    ) -> Holding:
         life = KvDemand.of(submit, expected_left)
         longest = life if expected_left == NEVER else KvDemand.of(submit)
-        return Holding(longest.whole(self.capacity.block_size), submit.choices, path, life, submit.resumed_tokens)
+        blocks = longest.whole(self.capacity.block_size)
+        return Holding(blocks, submit.choices, path, life, submit.resumed_tokens, tpot_ms=tpot_ms)
 
     def check_invariants(self) -> None:
         assert self.free_seqs + sum(h.seqs for h in self.holdings.values()) == self.capacity.max_seqs
         assert self.free_seqs >= 0
+        assert self.free_seqs + sum(self.seqs_by_target.values()) == self.capacity.max_seqs
         assert all(self.incarnation in self.where[key] for key in self.holdings)
         assert self.undispatched_tokens == sum(self.undispatched.values())
         assert self.undispatched.keys() == self.placed.keys() | self.bound.keys()

@@ -162,8 +162,10 @@ def as_dict(report: StatusReport) -> dict[str, Any]:
     flips = [{name: getattr(one, name) for name in one.__struct_fields__} for one in report.flips]
     autopilots = [asdict(one) | {"error": asdict(one.error)} for one in report.autopilots]
     del fields["traffic"], fields["step_times"]  # samples for the autopilot
+    classes = [asdict(one) for one in report.classes]
     return fields | {
         "workers": workers, "kv_pairs": pairs, "tenants": tenants, "flips": flips, "autopilots": autopilots,
+        "classes": classes,
     }  # fmt: skip
 
 
@@ -187,6 +189,7 @@ def show(report: StatusReport, console: Console, *, wide: bool = False) -> None:
     console.print(f"Gateways: {', '.join(report.gateways) or 'none'}")
     console.print(f"Queued: {report.queued}   Running: {_counts(report.running)}   Ended: {_counts(report.finished)}")
     _show_essence(report, console)
+    _show_classes(report, console)
     if report.counters:
         console.print(f"Counters: {_counts(report.counters)}")
     if report.metrics:
@@ -242,6 +245,18 @@ def _show_essence(report: StatusReport, console: Console) -> None:
     ]
     if shares:
         console.print(f"Service of the last 10 s: {', '.join(shares)}", highlight=False)
+
+
+def _show_classes(report: StatusReport, console: Console) -> None:
+    """Goodput of each priority class with a target."""
+    for one in report.classes:
+        targets = [f"{name} {_seconds(ms)}" for name, ms in (("TTFT", one.ttft_ms), ("TPOT", one.tpot_ms)) if ms]
+        share = f" ({one.kept / one.finished:.1%}, wanted {one.percentile:.4g})" if one.finished else ""
+        console.print(
+            f"Class {escape(one.name)}, {', '.join(targets)}: {one.kept:,} within targets of {one.finished:,}"
+            f" finished{share}, {one.offered:,} offered",
+            highlight=False,
+        )
 
 
 def _seconds(milliseconds: float) -> str:

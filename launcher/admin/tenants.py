@@ -14,6 +14,7 @@ from launcher import tables
 from runtime.settings.options import SettingsError
 from runtime.settings.types import Options
 from runtime.tenancy.file import read
+from runtime.tenancy.priority_classes import PriorityClass
 from runtime.tenancy.tenants import Tenants, TenantsError
 
 KEY_PREFIX = "sk-"
@@ -55,10 +56,10 @@ def check(settings: CheckSettings) -> int:
 def show(tenants: Tenants, console: Console) -> None:
     keys = list(tenants.keys.values())
     priority_classes = ", ".join(
-        f"{name} (weight {priority_class.weight:g}, floor {priority_class.floor_share:g})"
+        f"{name} (weight {priority_class.weight:g}, floor {priority_class.floor_share:g}{_targets(priority_class)})"
         for name, priority_class in tenants.priority_classes.items()
     )
-    console.print(f"Bands: {priority_classes}", highlight=False)
+    console.print(f"Priority classes: {priority_classes}", highlight=False)
     texts = (tables.words(heading) for heading in ("priority_class", "may use", "limits", "borrows"))
     table = tables.Table("Tenants", "tenant", "weight", "keys", *texts)
     for name, policy in tenants.policies.items():
@@ -80,6 +81,12 @@ def show(tenants: Tenants, console: Console) -> None:
     table.show(console)
     if not keys:
         console.print("No key is configured: everyone is let in, as the tenant 'default'.")
+
+
+def _targets(priority_class: PriorityClass) -> str:
+    found = [("TTFT", priority_class.ttft_ms), ("TPOT", priority_class.tpot_ms)]
+    words = [f"{name} {value:g} ms" for name, value in found if value is not None]
+    return f", {' and '.join(words)} for {priority_class.percentile:.4g} of its requests" if words else ""
 
 
 def new_key() -> tuple[str, str]:

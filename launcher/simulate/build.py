@@ -14,7 +14,7 @@ from launcher.simulate.scenario import CONTEXT_TOKENS, Scenario, Traffic, Worker
 from proto.held import Capacity
 from runtime.settings.options import SettingsError
 from runtime.settings.roles import CoordinatorSettings
-from runtime.tenancy.tenants import Policy, Tenants, from_tables, open_tenants
+from runtime.tenancy.tenants import Tenants, from_tables, open_tenants
 from simulation.load.run import REQUESTS_MAX
 from simulation.load.workload import Ask, Failure, Goal, Loop, StepTimes, WorkerSpec, Workload
 
@@ -35,12 +35,12 @@ def build(scenario: Scenario, folder: Path) -> Workload:
         if failure.worker not in names:
             known = ", ".join([worker.name for worker in workers][:8])
             raise ValueError(f"failures.{number}.worker: there is no {failure.worker!r}; there are {known}")
-    policies = [_policy(number, traffic, tenants) for number, traffic in enumerate(scenario.traffic)]
+    streams = [_with_class(number, traffic, tenants) for number, traffic in enumerate(scenario.traffic)]
     _check_size(scenario)
     arrivals: list[tuple[float, Ask]] = []
     loops: list[Loop] = []
-    for number, (traffic, policy) in enumerate(zip(scenario.traffic, policies, strict=True)):
-        stream = _Stream(traffic, policy, scenario.duration_s, np.random.default_rng([scenario.seed, number]))
+    for number, traffic in enumerate(streams):
+        stream = _Stream(traffic, scenario.duration_s, np.random.default_rng([scenario.seed, number]))
         if traffic.arrivals == "closed":
             loops += stream.loops()
         elif traffic.arrivals == "trace":
@@ -56,7 +56,7 @@ def build(scenario: Scenario, folder: Path) -> Workload:
         workers=tuple(workers),
         arrivals=tuple(sorted(arrivals, key=lambda entry: entry[0])),
         loops=tuple(loops),
-        streams=tuple(_name(traffic) for traffic in scenario.traffic),
+        streams=tuple(traffic.name for traffic in streams),
         failures=tuple(Failure(**dict(failure)) for failure in scenario.failures),
         duration_s=scenario.duration_s,
         settle_s=scenario.settle_s,
@@ -121,7 +121,8 @@ def _worker(some: Workers, name: str) -> WorkerSpec:
     return WorkerSpec(name, roles, capacity, times)
 
 
-def _policy(number: int, traffic: Traffic, tenants: Tenants) -> Policy:
+def _with_class(number: int, traffic: Traffic, tenants: Tenants) -> Traffic:
+    """With its name, its priority class, and the goals that it has from there."""
     policy = tenants.policy(traffic.tenant)
     if policy is None:
         raise ValueError(f"traffic.{number}.tenant: there is no {traffic.tenant!r} in [tenants]")
@@ -130,11 +131,16 @@ def _policy(number: int, traffic: Traffic, tenants: Tenants) -> Policy:
         raise ValueError(
             f"traffic.{number}.priority_class: tenant {traffic.tenant!r} may use {allowed}, not {traffic.priority_class!r}"
         )
-    return policy
-
-
-def _name(traffic: Traffic) -> str:
-    return traffic.name or traffic.tenant
+    name = traffic.priority_class or policy.priority_class
+    targets = tenants.priority_classes[name]
+    return traffic.model_copy(
+        update={
+            "name": traffic.name or traffic.tenant,
+            "priority_class": name,
+            "ttft_ms": traffic.ttft_ms or traffic.deadline_ms or targets.ttft_ms or 0.0,
+            "tpot_ms": traffic.tpot_ms or targets.tpot_ms or 0.0,
+        }
+    )
 
 
 def _check_size(scenario: Scenario) -> None:
@@ -157,9 +163,8 @@ def _check_size(scenario: Scenario) -> None:
 class _Stream:
     """Draws the requests of one stream of traffic."""
 
-    def __init__(self, traffic: Traffic, policy: Policy, duration_s: float, source: np.random.Generator) -> None:
+    def __init__(self, traffic: Traffic, duration_s: float, source: np.random.Generator) -> None:
         self._traffic, self._source = traffic, source
-        self._class = traffic.priority_class or policy.priority_class
         self._until_s = min(traffic.until_s or duration_s, duration_s)
         self._prompts, self._outputs = (
             Lengths.parse(str(text)) for text in (traffic.prompt_tokens, traffic.output_tokens)
@@ -198,13 +203,13 @@ class _Stream:
     def _ask(self, prompt_tokens: int, output_tokens: int) -> Ask:
         traffic = self._traffic
         return Ask(
-            stream=_name(traffic),
+            stream=traffic.name,
             tenant=traffic.tenant,
-            priority_class=self._class,
+            priority_class=traffic.priority_class,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
             max_tokens=traffic.max_tokens or output_tokens,
             deadline_ms=traffic.deadline_ms,
-            goal=Goal(traffic.ttft_ms or traffic.deadline_ms, traffic.tpot_ms),
+            goal=Goal(traffic.ttft_ms, traffic.tpot_ms),
             retries=traffic.retries,
         )

@@ -57,7 +57,9 @@ def read(path: str, seed: int = -1) -> Workload:
 def show(found: dict[str, Any], console: Console) -> None:
     groups = [((one["tenant"], one["priority_class"]), one) for one in found["tenants"]]
     streams = [((name,), one) for name, one in found["traffic"].items()]
-    _show_rows(("tenant", "class"), [*groups, (("all", ""), found["all"])], console)
+    classes = [(("all", name), one) for name, one in found["classes"].items()]
+    several = classes if 1 < len(classes) < len(groups) else []
+    _show_rows(("tenant", "class"), [*groups, *several, (("all", ""), found["all"])], console)
     if len(streams) > len(groups):
         _show_rows(("traffic",), streams, console)
     console.print(

@@ -125,9 +125,11 @@ class Traffic(_Part):
     deadline_ms: _Ms = 0.0
     """For the first token; 0: none."""
     ttft_ms: _Ms = 0.0
-    """A request counts as goodput if its first token comes within this; 0: within the deadline, if there is one."""
+    """A request counts as goodput if its first token comes within this. 0: within `deadline_ms`, else its class's
+    `ttft_ms`, if there is one."""
     tpot_ms: _Ms = 0.0
-    """And if its later tokens take no longer than this on average; 0: no limit. Only finished requests count."""
+    """And if its later tokens take no longer than this on average; only finished requests count. 0: its class's `tpot_ms`,
+    if there is one."""
     retries: Annotated[int, Field(ge=0, le=1000)] = 0
     """How often a client comes again when Retry-After told it to."""
 

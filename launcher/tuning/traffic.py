@@ -13,7 +13,7 @@ from launcher.load.traces import MOONCAKE_BLOCK_TOKENS, Row
 from launcher.tuning import event_log
 from launcher.tuning.settings import TrafficSettings
 from runtime.settings.options import SettingsError
-from runtime.tenancy.tenants import DEFAULT_PRIORITY_CLASSES
+from runtime.tenancy.priority_classes import DEFAULT_PRIORITY_CLASSES
 from tuning.profile import Profile, ProfileError, decoded
 from tuning.simulator.job import Sent
 

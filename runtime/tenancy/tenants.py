@@ -21,6 +21,9 @@ A tenant is an organisation or one of its users, named `organisation` or `organi
     weight = 8.0
     floor_share = 0.2
     queue_wait_s = 30.0                 # a request that found no place by then is turned away
+    ttft_ms = 2000                      # targets: see `priority_classes.py`
+    tpot_ms = 50
+    percentile = 0.9
 
 Keys are 256 random bits (`crossdock tenants key` makes them), so a plain SHA-256 keeps them: there is no dictionary to try, and
 a salt would only forbid finding a key by its hash. Both the gateway, which knows keys, and the coordinator, which knows limits,
@@ -38,6 +41,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from proto.errors import CrossdockError
 from runtime.tenancy.faults import explain, name_shown, not_toml
+from runtime.tenancy.priority_classes import DEFAULT_PRIORITY_CLASS, DEFAULT_PRIORITY_CLASSES, PriorityClass
 
 DEFAULT_TENANT: Final = "default"
 FILE_BYTES_MAX: Final = 32 << 20
@@ -47,31 +51,6 @@ _ERRORS_SHOWN: Final = 20
 
 class TenantsError(CrossdockError):
     """The tenants file cannot be used; `str()` has one line for each fault, with the key at fault."""
-
-
-@dataclass(frozen=True)
-class PriorityClass:
-    """A priority class: weighted, with a share it never falls below; none is strict."""
-
-    weight: float = 1.0
-    floor_share: float = 0.0
-    """Of all service, while every priority class has work; more when some have none."""
-    ttft_s: float = 2.0
-    """A request without a deadline of its own is due so long after its arrival …"""
-    ttft_s_per_chunk: float = 2.0
-    """… and so much later for each chunk of its prompt: an old long prompt is not due before every new short one."""
-    queue_wait_s: float | None = None
-    """A request that found no place within this is turned away; None: within the coordinator's --queue-wait-s-max."""
-
-
-DEFAULT_PRIORITY_CLASSES: Final[Mapping[str, PriorityClass]] = MappingProxyType(
-    {
-        "interactive": PriorityClass(8.0, 0.0, 0.5, 1.0),
-        "standard": PriorityClass(4.0, 0.0, 2.0, 2.0),
-        "batch": PriorityClass(1.0, 0.05, 60.0, 10.0),
-    }
-)
-DEFAULT_PRIORITY_CLASS: Final = "standard"
 
 
 @dataclass(frozen=True)
@@ -176,6 +155,9 @@ class _PriorityClassPart(_Part):
     ttft_s: Annotated[float, Field(gt=0.0, le=86_400.0)] = 2.0
     ttft_s_per_chunk: Annotated[float, Field(ge=0.0, le=3_600.0)] = 2.0
     queue_wait_s: Annotated[float, Field(gt=0.0, le=86_400.0)] | None = None
+    ttft_ms: _Milliseconds | None = None
+    tpot_ms: Annotated[float, Field(ge=1.0, le=60_000.0)] | None = None
+    percentile: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9
 
 
 class _LimitsPart(_Part):

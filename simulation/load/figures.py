@@ -53,13 +53,15 @@ def _of_group(outcomes: Sequence[Outcome], sums: _Sums) -> dict[str, Any]:
 
 
 def figures(played: Played) -> dict[str, Any]:
-    """Figures of the whole run, of each tenant and priority class, and of each stream of traffic."""
+    """Figures of the whole run, of each tenant and priority class, of each class, and of each stream of traffic."""
     outcomes, workload = played.outcomes, played.workload
     sums = _Sums(workload.duration_s, played.computed_tokens, sum(one.sequence_s for one in outcomes))
     groups: dict[tuple[str, str], list[Outcome]] = {}
+    classes: dict[str, list[Outcome]] = {}
     streams: dict[str, list[Outcome]] = {name: [] for name in workload.streams}
     for one in outcomes:
         groups.setdefault((one.ask.tenant, one.ask.priority_class), []).append(one)
+        classes.setdefault(one.ask.priority_class, []).append(one)
         streams.setdefault(one.ask.stream, []).append(one)
     return {
         "seed": workload.seed,
@@ -69,5 +71,6 @@ def figures(played: Played) -> dict[str, Any]:
             {"tenant": tenant, "priority_class": name} | _of_group(some, sums)
             for (tenant, name), some in sorted(groups.items())
         ],
+        "classes": {name: _of_group(some, sums) for name, some in sorted(classes.items())},
         "traffic": {name: _of_group(some, sums) for name, some in streams.items()},
     }

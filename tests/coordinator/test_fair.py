@@ -12,7 +12,7 @@ from coordinator.fairness.priority_classes import ring_weights
 from coordinator.fairness.scheduling_class import Ring
 from coordinator.fairness.sorted_row import SortedRow
 from coordinator.fairness.tenant_queue import Entry, TenantQueue
-from runtime.tenancy.tenants import DEFAULT_PRIORITY_CLASSES, PriorityClass
+from runtime.tenancy.priority_classes import DEFAULT_PRIORITY_CLASSES, PriorityClass
 from tests.coordinator.fair_traces import Job, Trace
 from tests.helpers import first
 

@@ -6,7 +6,8 @@ import pytest
 from coordinator.events import Limits, PeerDown, PeerUp, Tick
 from proto.errors import CancelReason, Reject
 from proto.messages import Cancel, Finished, HandedOver, Rejected, Reserve, Role, Step, StepDone
-from runtime.tenancy.tenants import PriorityClass, TenantsError, parse
+from runtime.tenancy.priority_classes import PriorityClass
+from runtime.tenancy.tenants import TenantsError, parse
 from tests.coordinator.world import MODEL, Harness, submit, worker_hello
 
 BANDS = {

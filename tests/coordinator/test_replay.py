@@ -21,7 +21,8 @@ from coordinator.events import Configured, Event, Limits, PeerDown, PeerUp, Prot
 from proto.errors import CancelReason
 from proto.held import Held
 from proto.messages import Cancel, Ping, Role, StatusRequest, Step, StepDone
-from runtime.tenancy.tenants import PriorityClass, Tenants, parse
+from runtime.tenancy.priority_classes import PriorityClass
+from runtime.tenancy.tenants import Tenants, parse
 from simulation.cluster.cluster import VirtualCluster
 from simulation.cluster.surroundings import Timing
 from tests.coordinator.tape import TapedCore, replay, taped

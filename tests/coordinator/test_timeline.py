@@ -32,7 +32,7 @@ from coordinator.event_log.timeline import (
 from coordinator.events import Limits, PeerDown, Tick
 from proto.errors import Interrupt
 from proto.messages import CacheEvents, Chunk, Finished, HandedOver, Released, StepDone, WorkFailed
-from runtime.tenancy.tenants import PriorityClass
+from runtime.tenancy.priority_classes import PriorityClass
 from tests.coordinator.tape import TapedCore, replay, taped
 from tests.coordinator.test_cache import hashes
 from tests.coordinator.test_replay import contended_world, random_world

@@ -222,6 +222,37 @@ def test_lengths_limits_and_goals(tmp_path: Path) -> None:
     assert ask.goal == Goal(400.0)
 
 
+def test_goals_come_from_the_class_where_a_stream_has_none(tmp_path: Path) -> None:
+    text = f"""{WORKERS}
+[[traffic]]
+name = "both"
+[[traffic]]
+name = "a deadline"
+deadline_ms = 900
+[[traffic]]
+name = "own"
+ttft_ms = 100
+tpot_ms = 20
+[[traffic]]
+name = "other"
+priority_class = "batch"
+[tenants.default]
+priority_classes = ["standard", "batch"]
+[priority_classes.standard]
+weight = 4
+ttft_ms = 1500
+tpot_ms = 40
+percentile = 0.95
+[priority_classes.batch]
+weight = 1
+"""
+    assert {ask.stream: ask.goal for _, ask in made(tmp_path, text).arrivals} == {
+        "both": Goal(1500.0, 40.0), "a deadline": Goal(900.0, 40.0), "own": Goal(100.0, 20.0), "other": Goal(),
+    }  # fmt: skip
+    wrong = refusal(tmp_path, text.replace("tpot_ms = 40", "tpot_ms = 0"))
+    assert wrong.startswith("priority_classes.standard.tpot_ms: "), wrong
+
+
 def test_workers_of_each_role(tmp_path: Path) -> None:
     text = """
 [[workers]]

@@ -4,7 +4,8 @@ import hashlib
 
 import pytest
 
-from runtime.tenancy.tenants import DEFAULT_PRIORITY_CLASSES, QuotaLimits, TenantsError, open_tenants, parse
+from runtime.tenancy.priority_classes import DEFAULT_PRIORITY_CLASSES
+from runtime.tenancy.tenants import QuotaLimits, TenantsError, open_tenants, parse
 
 ANN, BOB = (hashlib.sha256(key).hexdigest() for key in (b"ann's", b"bob's"))
 FILE = f"""

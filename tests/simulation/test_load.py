@@ -211,14 +211,16 @@ def drawn(seed: int) -> Workload:
         ((source.uniform(0, 10), one()) for _ in range(source.randint(1, 80))), key=lambda entry: entry[0]
     )
     loops = tuple(Loop((one(), one()), source.choice([0.0, 0.5]), 0.0, 8.0) for _ in range(source.randint(0, 3)))
-    return Workload(workers(*names), tuple(arrivals), loops, failures, 10.0, 60.0, seed=seed)
+    return Workload(workers(*names), tuple(arrivals), loops, failures, duration_s=10.0, settle_s=60.0, seed=seed)
 
 
 @pytest.mark.parametrize("seed", first(20, range(400)))
 def test_any_workload_ends_with_each_request_counted_once(seed: int) -> None:
     played = play(drawn(seed))
     everything = figures(played)
-    groups = (everything["tenants"], list(everything["traffic"].values()), [everything["all"]])
+    groups = (
+        everything["tenants"], list(everything["classes"].values()), list(everything["traffic"].values()), [everything["all"]],
+    )  # fmt: skip
     for some in groups:
         assert sum(one["offered"] for one in some) == len(played.outcomes)
         assert sum(one["finished"] + sum(one["ended_otherwise"].values()) for one in some) == len(played.outcomes)

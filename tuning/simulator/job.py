@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from coordinator.waiting.queue_keys import Demand, class_key
-from runtime.tenancy.tenants import DEFAULT_PRIORITY_CLASS, DEFAULT_PRIORITY_CLASSES, PriorityClass
+from runtime.tenancy.priority_classes import DEFAULT_PRIORITY_CLASS, DEFAULT_PRIORITY_CLASSES, PriorityClass
 
 NOT_YET = -1.0
 

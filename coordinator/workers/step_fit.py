@@ -1,0 +1,113 @@
+"""How long a decode step of one worker takes, learnt from what it reports. Pure.
+
+    step_ms = base + per_sequence * sequences + per_kv_token * KV tokens read
+
+Reports are averaged by size of batch, in half octaves, so what large batches took is known while small ones run. The fit is
+least squares over these averages, with no negative part. While all were of one size, base and sequences cannot be told apart;
+then the base is taken for small: a larger batch is expected to take longer than it does, and grows step by step.
+"""
+
+from collections.abc import Sequence
+from math import inf, log2
+
+import msgspec
+
+_GAIN = 0.1
+"""Of a new report in an average of many."""
+_OUTLIER = 1.5
+"""A step that takes so many times as long as others of its size, or as short, counts as if it took this much."""
+_OUTLIERS_MAX = 3
+"""In a row; then the worker has changed its speed, and what was learnt before is dropped."""
+_SIZES_MAX = 32
+_RIDGE = (1e-3, 1e-9, 1e-6)
+"""Against each part, relative to its own weight: against the base most."""
+
+
+class _Mean(msgspec.Struct, gc=False):
+    reports: int
+    sequences: float
+    kv_tokens: float
+    ms: float
+
+
+class StepFit:
+    def __init__(self) -> None:
+        self._means: dict[int, _Mean] = {}
+        """By half octave of sequences."""
+        self._parts: tuple[float, float, float] | None = None
+        self._outliers = 0
+        self._kv_per_sequence = 0.0
+        self.largest = 0.0
+        """Batch that was reported, since the worker changed its speed."""
+
+    def add(self, sequences: float, kv_tokens: float, ms: float) -> None:
+        """The mean of some steps that followed each other. `sequences` is 1 at least."""
+        size = min(int(2 * log2(sequences)), _SIZES_MAX - 1)
+        mean = self._means.setdefault(size, _Mean(0, 0.0, 0.0, 0.0))
+        if mean.reports:
+            clipped = min(max(ms, mean.ms / _OUTLIER), mean.ms * _OUTLIER)
+            self._outliers = self._outliers + 1 if clipped != ms else 0
+            if self._outliers < _OUTLIERS_MAX:
+                ms = clipped
+            else:
+                mean = _Mean(0, 0.0, 0.0, 0.0)
+                self._means, self._outliers, self.largest = {size: mean}, 0, 0.0
+        mean.reports += 1
+        gain = max(1 / mean.reports, _GAIN)
+        mean.sequences += gain * (sequences - mean.sequences)
+        mean.kv_tokens += gain * (kv_tokens - mean.kv_tokens)
+        mean.ms += gain * (ms - mean.ms)
+        self._kv_per_sequence = kv_tokens / sequences
+        self.largest = max(self.largest, sequences)
+        self._parts = None
+
+    def step_ms(self, sequences: float) -> float:
+        """With as much KV for each sequence as in the last report."""
+        base, per_sequence = self._line()
+        return base + per_sequence * sequences
+
+    def sequences(self, step_ms: float) -> float:
+        """The largest batch whose steps take no longer; may be less than 1, and infinite."""
+        base, per_sequence = self._line()
+        if base > step_ms:
+            return 0.0
+        return (step_ms - base) / per_sequence if per_sequence > 0 else inf
+
+    def _line(self) -> tuple[float, float]:
+        base, per_sequence, per_kv_token = self._fitted()
+        return base, per_sequence + per_kv_token * self._kv_per_sequence
+
+    def _fitted(self) -> tuple[float, float, float]:
+        if self._parts is None:
+            used = [0, 1, 2]
+            while min(found := self._least_squares(used), default=0.0) < 0:
+                del used[found.index(min(found))]
+            parts = dict(zip(used, found, strict=True))
+            self._parts = parts.get(0, 0.0), parts.get(1, 0.0), parts.get(2, 0.0)
+        return self._parts
+
+    def _least_squares(self, used: Sequence[int]) -> list[float]:
+        rows = [[0.0] * (len(used) + 1) for _ in used]
+        for mean in self._means.values():
+            weight, features = min(mean.reports, 1 / _GAIN), (1.0, mean.sequences, mean.kv_tokens)
+            values = [*(features[part] for part in used), mean.ms]
+            for row, value in zip(rows, values, strict=False):
+                for at, other in enumerate(values):
+                    row[at] += weight * value * other
+        for at, part in enumerate(used):
+            rows[at][at] += _RIDGE[part] * rows[at][at] + 1e-9
+        return _solved(rows)
+
+
+def _solved(rows: list[list[float]]) -> list[float]:
+    """Of linear equations with a positive definite matrix, the last column being the right side."""
+    for at, pivot in enumerate(rows):
+        for below in rows[at + 1 :]:
+            factor = below[at] / pivot[at]
+            for column in range(at, len(pivot)):
+                below[column] -= factor * pivot[column]
+    found = [0.0] * len(rows)
+    for at in reversed(range(len(rows))):
+        rest = sum(rows[at][other] * found[other] for other in range(at + 1, len(rows)))
+        found[at] = (rows[at][-1] - rest) / rows[at][at]
+    return found

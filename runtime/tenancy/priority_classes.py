@@ -1,0 +1,41 @@
+"""Priority classes: their weight in the fair queue, and the targets that their requests are admitted and placed by. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+
+@dataclass(frozen=True)
+class PriorityClass:
+    """A priority class: weighted, with a share it never falls below; none is strict."""
+
+    weight: float = 1.0
+    floor_share: float = 0.0
+    """Of all service, while every priority class has work; more when some have none."""
+    ttft_s: float = 2.0
+    """A request without a deadline of its own is due so long after its arrival …"""
+    ttft_s_per_chunk: float = 2.0
+    """… and so much later for each chunk of its prompt: an old long prompt is not due before every new short one."""
+    queue_wait_s: float | None = None
+    """A request that found no place within this is turned away; None: within the coordinator's --queue-wait-s-max."""
+    ttft_ms: float | None = None
+    """Target for the first token. A request without a deadline of its own is refused on arrival if it is to miss this."""
+    tpot_ms: float | None = None
+    """Target for the mean time per later token. It bounds the batch of the decode worker where such a request runs."""
+    percentile: float = 0.9
+    """Share of its finished requests that should keep both targets; for status and metrics."""
+
+    @property
+    def has_targets(self) -> bool:
+        return self.ttft_ms is not None or self.tpot_ms is not None
+
+
+DEFAULT_PRIORITY_CLASSES: Final[Mapping[str, PriorityClass]] = MappingProxyType(
+    {
+        "interactive": PriorityClass(8.0, 0.0, 0.5, 1.0),
+        "standard": PriorityClass(4.0, 0.0, 2.0, 2.0),
+        "batch": PriorityClass(1.0, 0.05, 60.0, 10.0),
+    }
+)
+DEFAULT_PRIORITY_CLASS: Final = "standard"

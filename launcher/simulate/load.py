@@ -10,8 +10,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from launcher import tables
 from launcher.report import console_for, write_json
-from launcher.simulate import scenario
 from launcher.simulate.build import build
+from launcher.simulate.scenario import FILE_BYTES_MAX, parse
+from runtime.settings.options import SettingsError
 from runtime.settings.types import JsonOption
 from runtime.tenancy.tenants import TenantsError
 from simulation.load.figures import figures
@@ -45,13 +46,17 @@ def run(settings: SimulateLoadSettings) -> int:
 
 def read(path: str, seed: int = -1) -> Workload:
     """Raises `SettingsError`, which names the file and the key at fault."""
-    described = scenario.read(path)
-    if seed >= 0:
-        described = described.model_copy(update={"seed": seed})
+    file = Path(path).expanduser()
     try:
-        return build(described, Path(path).expanduser().parent)
+        with file.open("rb") as opened:
+            scenario = parse(opened.read(FILE_BYTES_MAX + 1))
+        if seed >= 0:
+            scenario = scenario.model_copy(update={"seed": seed})
+        return build(scenario, file.parent)
+    except OSError as error:
+        raise SettingsError(f"SCENARIO: cannot read {path}: {error.strerror}") from None
     except (TenantsError, ValueError) as error:
-        raise scenario.named(path, error) from None
+        raise SettingsError("\n".join(f"SCENARIO: {path}: {line}" for line in str(error).splitlines())) from None
 
 
 def show(found: dict[str, Any], console: Console) -> None:

@@ -2,15 +2,12 @@
 
 import tomllib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
 
 from launcher.load.lengths import Lengths
 from proto.held import STEP_TOKENS
-from runtime.settings.options import SettingsError
 from runtime.tenancy.faults import explain
 from runtime.tenancy.tenants import DEFAULT_TENANT
 from simulation.load.workload import FailureKind
@@ -29,6 +26,12 @@ def _printable(text: str) -> str:
 def _lengths(text: str | int) -> str:
     Lengths.parse(str(text))
     return str(text)
+
+
+def _ascending(numbers: list[float]) -> list[float]:
+    if numbers != sorted(numbers):
+        raise ValueError("has the most before the least")
+    return numbers
 
 
 _Name = Annotated[str, Field(max_length=129), AfterValidator(_printable)]
@@ -177,7 +180,7 @@ class Scenario(_Part):
     """How much longer requests may take to end."""
     seed: Annotated[int, Field(ge=0, le=1 << 62)] = 1
     """Of everything that is random. The same seed and file give the same figures to the last bit."""
-    hand_over_ms: Annotated[list[_Ms], Field(min_length=2, max_length=2)] = [2.0, 4.0]
+    hand_over_ms: Annotated[list[_Ms], Field(min_length=2, max_length=2), AfterValidator(_ascending)] = [2.0, 4.0]
     """Least and most that a hand-over of KV takes."""
     coordinator: dict[str, Any] = {}
     """A table of options of the coordinator's scheduling."""
@@ -191,12 +194,6 @@ class Scenario(_Part):
     """A table for each stream of requests."""
     failures: Annotated[list[FailureOf], Field(max_length=4096)] = []
     """A table for each thing that happens to a worker."""
-
-    @model_validator(mode="after")
-    def _is_one(self) -> "Scenario":
-        if self.hand_over_ms[0] > self.hand_over_ms[1]:
-            raise ValueError("hand_over_ms has the most before the least")
-        return self
 
 
 def parse(data: bytes) -> Scenario:
@@ -215,40 +212,4 @@ def parse(data: bytes) -> Scenario:
 
 def faults(error: ValidationError, prefix: str = "") -> list[str]:
     """One line for each, which begins with the key's path, like `traffic.0.rate_per_s`."""
-    return [prefix + _line(details) for details in error.errors(include_url=False)[:ERRORS_SHOWN]]
-
-
-def _line(details: ErrorDetails) -> str:
-    where = explain(details).partition(":")[0]
-    context: dict[str, Any] = details.get("ctx", {})
-    match details["type"]:
-        case "value_error":
-            return f"{where}: {context['error']}" if where else str(context["error"])
-        case "literal_error":
-            return f"{where}: must be {context['expected']}"
-        case "finite_number":
-            return f"{where}: must be a number that is finite"
-        case "int_from_float":
-            return f"{where}: must be a whole number"
-        case "string_too_short":
-            return f"{where}: must not be empty"
-        case "too_long" | "string_too_long":
-            return f"{where}: may have {context['max_length']} at most"
-        case _:
-            return explain(details)
-
-
-def read(path: str) -> Scenario:
-    """Raises `SettingsError`, which names the file and the key at fault."""
-    try:
-        with Path(path).expanduser().open("rb") as file:
-            return parse(file.read(FILE_BYTES_MAX + 1))
-    except OSError as error:
-        raise SettingsError(f"SCENARIO: cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise named(path, error) from None
-
-
-def named(path: str, error: Exception) -> SettingsError:
-    """The faults of the file, each in a line with its name."""
-    return SettingsError("\n".join(f"SCENARIO: {path}: {line}" for line in str(error).splitlines()))
+    return [prefix + explain(details) for details in error.errors(include_url=False)[:ERRORS_SHOWN]]

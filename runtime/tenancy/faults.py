@@ -1,6 +1,7 @@
 """What is wrong with a tenants file, in words. Pure.
 
-No text of the file is repeated, apart from names of tables and settings: it may be a key that was put in the wrong place.
+No text of the file is repeated, apart from names of tables and settings: it may be a key that was put in the wrong place. Own
+validators must keep to this, too.
 """
 
 import re
@@ -57,8 +58,18 @@ def _what_is_wrong(details: ErrorDetails) -> str:
             return "must be a SHA-256 in 64 lower-case hex digits; make a key with: crossdock tenants key"
         case "string_pattern_mismatch":
             return "must be 1 to 64 of A-Z, a-z, 0-9, '_', '.' and '-'"
-        case "too_short":
+        case "too_short" | "string_too_short":
             return "must not be empty"
+        case "too_long" | "string_too_long":
+            return f"may have {context['max_length']} at most"
+        case "literal_error":
+            return f"must be {context['expected']}"
+        case "finite_number":
+            return "must be a number that is finite"
+        case "int_from_float":
+            return "must be a whole number"
+        case "value_error":
+            return str(context["error"])
         case _ if kind.endswith("_type"):
             wanted = {"int": "a whole number", "float": "a number", "bool": "true or false", "dict": "a table"}
             name = kind.removesuffix("_type")

@@ -77,7 +77,7 @@ NUMBERS: dict[str, str] = {
     "traffic.arrivals": "'bursts' 3",
     "traffic.name": "'\\u0007' 3",
     "coordinator.kv_overcommit": "0.5 17.0 nan '2'",
-    "coordinator.queue_requests_max": "0 -1 1.5",
+    "coordinator.queue_requests_max": "0 -1 1.5 true",
 }
 
 

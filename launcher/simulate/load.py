@@ -23,8 +23,10 @@ from simulation.load.workload import Workload
 class SimulateLoadSettings(JsonOption):
     """Play a load against the coordinator's own scheduler in virtual time, and say how each tenant was served.
 
-    SCENARIO is a TOML file with workers, tenants, traffic and failures. No model is needed. Change one thing in the file and
-    compare. docs/policy.md explains the format and answers five questions with it.
+    SCENARIO is a TOML file. The smallest has three tables: [[workers]] with role = "prefill", [[workers]] with role = "decode",
+    and an empty [[traffic]]. More keys say how fast workers are, when which requests come and by when they are wanted;
+    [[failures]], [tenants.NAME] and [priority_classes.NAME] can be added. No model is needed. Change one thing in the file and
+    compare. docs/policy.md explains every key and answers five questions with scenarios that are in docs/scenarios.
     """
 
     file: str = Field(min_length=1, description="TOML file.", json_schema_extra={"argument": "SCENARIO"})

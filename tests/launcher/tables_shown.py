@@ -154,6 +154,7 @@ _GROUP = {
 LOADED: dict[str, Any] = {
     "seed": 1, "duration_s": 86_400.0, "all": _GROUP,
     "tenants": [{"tenant": TENANT, "priority_class": "interactive"} | _GROUP],
+    "classes": {"interactive": _GROUP},
     "traffic": {"chat": _GROUP, "summaries-of-long-documents": _GROUP},
 }  # fmt: skip
 

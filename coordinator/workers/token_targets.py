@@ -104,4 +104,6 @@ class TokenTargets:
         self._alone.put(worker.incarnation, alone_ms, 0.0)
         if alone_ms > step_ms and self._alone.least() > step_ms:
             return worker.capacity.max_seqs
-        return max(int(min(fit.sequences(step_ms), GROWTH * fit.largest)), 1)
+        cap = max(int(min(fit.sequences(step_ms), GROWTH * fit.largest)), 1)
+        # One more than was measured is always tried: until batches of two sizes ran, the fit takes all for the sequences'.
+        return max(cap, int(fit.largest) + 1) if fit.step_ms(fit.largest) <= step_ms else cap

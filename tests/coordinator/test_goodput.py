@@ -88,3 +88,14 @@ def test_slow_workers_get_prompts_in_proportion_to_their_speed() -> None:
     workers = [*prefill(4), *prefill(4, 4.0, 4)]
     found, same = load(workers, 0.6 * 20, tokens=2048), load(prefill(5), 0.6 * 20, tokens=2048)
     assert found["ttft_ms"]["p90"] <= 2 * same["ttft_ms"]["p90"], (found, same)
+
+
+def test_a_decode_worker_that_began_with_a_single_stream_takes_more() -> None:
+    """What a step takes for each sequence is not known before two of them ran."""
+    ask = Ask("all", "t", "", 64, 100, 100, 0.0, Goal(2000.0, 30.0), 0)
+    arrivals = [(0.0, ask), *((5.0 + 0.1 * n, ask) for n in range(200))]
+    decode = WorkerSpec("decode-0", ("decode",), CAPACITY, StepTimes(decode_step_s=0.015, decode_sequence_s=0.0005))
+    tables = {"tenants": {"t": {}}, "priority_classes": {"standard": {"weight": 1, "tpot_ms": 30}}}
+    workload = Workload((*prefill(1), decode), tuple(arrivals), duration_s=30.0, tenants=from_tables(tables))
+    found = figures(play(workload))["all"]
+    assert found["goodput_share"] >= 0.95, found

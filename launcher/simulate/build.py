@@ -14,7 +14,7 @@ from launcher.simulate.scenario import CONTEXT_TOKENS, Scenario, Traffic, Worker
 from proto.held import Capacity
 from runtime.settings.options import SettingsError
 from runtime.settings.roles import CoordinatorSettings
-from runtime.tenancy.tenants import Tenants, from_tables, open_tenants
+from runtime.tenancy.tenants import Tenants, from_tables
 from simulation.load.run import REQUESTS_MAX
 from simulation.load.workload import Ask, Failure, Goal, Loop, StepTimes, WorkerSpec, Workload
 
@@ -29,7 +29,8 @@ COORDINATOR_OPTIONS: Final = Limits.__dataclass_fields__.keys() & CoordinatorSet
 
 def build(scenario: Scenario, folder: Path) -> Workload:
     """`folder`: where relative paths of traces begin. Raises `ValueError` and `TenantsError`, which name the key."""
-    tenants, workers = _tenants(scenario), _workers(scenario)
+    tenants = from_tables({"tenants": scenario.tenants, "priority_classes": scenario.priority_classes})
+    workers = _workers(scenario)
     names = {worker.name for worker in workers}
     for number, failure in enumerate(scenario.failures):
         if failure.worker not in names:
@@ -65,15 +66,6 @@ def build(scenario: Scenario, folder: Path) -> Workload:
         hand_over_s=(scenario.hand_over_ms[0] / 1000, scenario.hand_over_ms[1] / 1000),
         seed=scenario.seed,
     )
-
-
-def _tenants(scenario: Scenario) -> Tenants:
-    if not scenario.tenants and scenario.priority_classes is None:
-        return open_tenants()
-    tables: dict[str, object] = {"tenants": scenario.tenants}
-    if scenario.priority_classes is not None:
-        tables["priority_classes"] = scenario.priority_classes
-    return from_tables(tables)
 
 
 def _limits(scenario: Scenario) -> Limits:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import Field
 from rich.console import Console
@@ -75,14 +75,15 @@ def show(found: dict[str, Any], console: Console) -> None:
     )
 
 
+_WORDS: Final = "ended otherwise"
+"""The column that has words."""
 _Rows = Sequence[tuple[tuple[str, ...], Mapping[str, Any]]]
 
 
 def _show_rows(keys: tuple[str, ...], rows: _Rows, console: Console) -> None:
     for cells in (_served, _shared, _ended):
-        columns = list(cells(rows[0][1])) if rows else []
-        last = [tables.words(column) if column == "ended otherwise" else column for column in columns]
-        table = tables.Table("", *keys, *last, keys=len(keys))
+        columns = [tables.words(one) if one == _WORDS else one for one in cells(rows[0][1])]
+        table = tables.Table("", *keys, *columns, keys=len(keys))
         for names, one in rows:
             table.row(*names, *cells(one).values())
         table.show(console)
@@ -119,5 +120,5 @@ def _ended(one: Mapping[str, Any]) -> dict[str, str]:
     return {
         "rejections/request": f"{one['rejections_per_request']:.2f}",
         "interruptions": f"{one['interruptions']:,}",
-        "ended otherwise": ", ".join(f"{count:,} {name}" for name, count in counts.items()) or "-",
+        _WORDS: ", ".join(f"{count:,} {name}" for name, count in counts.items()) or "-",
     }

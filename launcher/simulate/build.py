@@ -157,9 +157,7 @@ class _Stream:
     def __init__(self, traffic: Traffic, duration_s: float, source: np.random.Generator) -> None:
         self._traffic, self._source = traffic, source
         self._until_s = min(traffic.until_s or duration_s, duration_s)
-        self._prompts, self._outputs = (
-            Lengths.parse(str(text)) for text in (traffic.prompt_tokens, traffic.output_tokens)
-        )
+        self._prompts, self._outputs = (Lengths.parse(text) for text in (traffic.prompt_tokens, traffic.output_tokens))
 
     def arrivals(self) -> Iterator[tuple[float, Ask]]:
         traffic = self._traffic

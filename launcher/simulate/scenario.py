@@ -4,7 +4,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from launcher.load.lengths import Lengths
 from proto.held import STEP_TOKENS
@@ -23,9 +23,9 @@ def _printable(text: str) -> str:
     return text
 
 
-def _lengths(text: str | int) -> str:
-    Lengths.parse(str(text))
-    return str(text)
+def _lengths(value: object) -> str:
+    Lengths.parse(str(value))
+    return str(value)
 
 
 def _ascending(numbers: list[float]) -> list[float]:
@@ -38,7 +38,7 @@ _Name = Annotated[str, Field(max_length=129), AfterValidator(_printable)]
 _Seconds = Annotated[float, Field(ge=0.0, le=86_400.0)]
 _Duration = Annotated[float, Field(gt=0.0, le=86_400.0)]
 _Ms = Annotated[float, Field(ge=0.0, le=3_600_000.0)]
-_LengthsText = Annotated[str | int, AfterValidator(_lengths)]
+_LengthsText = Annotated[str, BeforeValidator(_lengths)]
 
 
 class _Part(BaseModel):

@@ -40,7 +40,8 @@ def not_toml(error: ValueError | RecursionError) -> str:
 def _what_is_wrong(details: ErrorDetails) -> str:
     context: dict[str, Any] = details.get("ctx", {})
     value, kind = details["input"], details["type"]
-    shown = f"{value:g}" if type(value) in (int, float) and abs(value) < 1e15 else f"a {type(value).__name__}"
+    given = "table" if isinstance(value, dict) else type(value).__name__
+    shown = f"{value:g}" if type(value) in (int, float) and abs(value) < 1e15 else f"a {given}"
     match kind:
         case "extra_forbidden":
             return "there is no such setting"

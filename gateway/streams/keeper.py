@@ -165,13 +165,15 @@ class StreamKeeper:
             self._fail(submission.stream, Failure(FailKind.GRAMMAR, event.message))
         else:
             self._runs(submission)  # what is interrupted had been accepted
-            self._resume(submission, f"{event.reason}: {event.message}", now, drained=event.reason is Interrupt.DRAINED)
+            why, reason = f"{event.reason}: {event.message}", event.reason
+            drained, preempted = reason is Interrupt.DRAINED, reason is Interrupt.PREEMPTED
+            self._resume(submission, why, now, drained=drained, is_try=not (drained or preempted))
 
     def _resume(
-        self, submission: Submission, why: str, now: float, *, drained: bool = False, link_lost: bool = False
+        self, submission: Submission, why: str, now: float, *, drained: bool = False, is_try: bool = True
     ) -> None:
-        """Submit what is not finished again: a little later, or at once after a drain. No try: a drain, and a lost link."""
-        uncounted = (drained or link_lost) and submission.uncounted < self.limits.uncounted_max
+        """Submit what is not finished again: a little later, or at once after a drain."""
+        uncounted = not is_try and submission.uncounted < self.limits.uncounted_max
         submission.uncounted += uncounted
         submission.reset_tries(self.limits.progress_tokens)
         if not uncounted and submission.tries >= self.limits.attempts_max:
@@ -259,7 +261,7 @@ class StreamKeeper:
             elif same or not submission.got_tokens:
                 # The same coordinator cancelled all we had when it lost us; a new one never heard of what was queued.
                 self._cancel(submission, CancelReason.ABANDONED)
-                self._resume(submission, "the loss of the coordinator's link", now, link_lost=True)
+                self._resume(submission, "the loss of the coordinator's link", now, is_try=False)
             else:
                 self._doubt(submission, now)
             self._schedule(submission.stream)

@@ -1,0 +1,96 @@
+"""What each tenant holds in decode, and who gives way where another has less than its share. Pure.
+
+The measure of a stream is the part of its worker that it takes: of its sequences or of its blocks, whichever is more (the
+dominant resource of Ghodsi et al., NSDI 2011). At each level of the fair queue (priority class, organisation, user) the one
+that holds most for its weight gives way to the one whose request waits, unless that one would hold more for its weight
+afterwards. So what is held comes to the weights of those that want more, nothing goes back and forth, and whoever is alone
+may have everything.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping
+
+from coordinator.fairness.scheduling_class import Path
+
+Key = tuple[str, int]
+"""A request's id and attempt."""
+
+
+class _Node:
+    __slots__ = ("children", "held", "order", "streams", "weight")
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+        self.held = 0
+        """Millionths of a decode worker."""
+        self.children: dict[str, _Node] = {}
+        """Those that hold something."""
+        self.order: list[tuple[float, str]] = []
+        """Their names, by what they hold for their weight."""
+        self.streams: dict[Key, int] = {}
+        """Of a tenant: the decode worker of each, oldest first."""
+
+
+class HeldShares:
+    """A change costs one step for each level."""
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        self._weights = weights or {}
+        self._root = _Node(1.0)
+
+    def add(self, path: Path, key: Key, worker: int, held: int) -> None:
+        """An attempt of this tenant holds so many millionths of a worker from now on."""
+        self._count(path, held).streams[key] = worker
+
+    def remove(self, path: Path, key: Key, held: int) -> None:
+        del self._count(path, -held).streams[key]
+
+    def who_gives_way(self, path: Path, wanted: int) -> Iterator[tuple[Key, int]]:
+        """Streams of the tenant that holds most for its weight, and their workers, newest first; none where a request of this
+        tenant that wants so much would only turn the tables."""
+        above = self._root
+        for depth, name in enumerate(path, 1):
+            if not above.order:
+                return iter(())
+            most = above.children[above.order[-1][1]]
+            own = above.children.get(name)
+            if most is own:
+                above = own
+                continue
+            own_held, weight = (own.held, own.weight) if own else (0, self._weight(path[:depth]))
+            if 0.8 * (most.held - wanted) / most.weight < (own_held + wanted) / weight:
+                return iter(())
+            while most.order:
+                most = most.children[most.order[-1][1]]
+            return reversed(most.streams.items())
+        return iter(())
+
+    def reweigh(self, weights: Mapping[str, float]) -> None:
+        self._weights = weights
+        self._weigh_below(self._root, ())
+
+    def _weigh_below(self, node: _Node, path: Path) -> None:
+        for name, child in node.children.items():
+            child.weight = self._weight((*path, name))
+            self._weigh_below(child, (*path, name))
+        node.order = sorted((child.held / child.weight, name) for name, child in node.children.items())
+
+    def _count(self, path: Path, held: int) -> _Node:
+        above = self._root
+        above.held += held
+        for depth, name in enumerate(path, 1):
+            node = above.children.get(name)
+            if node is None:
+                node = above.children[name] = _Node(self._weight(path[:depth]))
+            else:
+                del above.order[bisect_left(above.order, (node.held / node.weight, name))]
+            node.held += held
+            if node.held:
+                insort(above.order, (node.held / node.weight, name))
+            else:
+                del above.children[name]
+            above = node
+        return above
+
+    def _weight(self, path: Path) -> float:
+        return self._weights.get("/".join(path), 1.0)

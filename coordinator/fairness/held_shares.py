@@ -2,9 +2,9 @@
 
 The measure of a stream is the part of its worker that it takes: of its sequences or of its blocks, whichever is more (the
 dominant resource of Ghodsi et al., NSDI 2011). At each level of the fair queue (priority class, organisation, user) the one
-that holds most for its weight gives way to the one whose request waits, unless that one would hold more for its weight
-afterwards. So what is held comes to the weights of those that want more, nothing goes back and forth, and whoever is alone
-may have everything.
+that holds most for its weight gives way to the one whose request waits, unless that one would hold about as much for its
+weight afterwards. So what is held comes to the weights of those that want more, nothing goes back and forth, and whoever
+is alone may have everything.
 """
 
 from bisect import bisect_left, insort
@@ -14,6 +14,8 @@ from coordinator.fairness.scheduling_class import Path
 
 Key = tuple[str, int]
 """A request's id and attempt."""
+NEAR_ENOUGH = 0.9
+"""Of what the other holds for its weight: nobody is interrupted for less than a tenth."""
 
 
 class _Node:
@@ -58,7 +60,7 @@ class HeldShares:
                 above = own
                 continue
             own_held, weight = (own.held, own.weight) if own else (0, self._weight(path[:depth]))
-            if 0.8 * (most.held - wanted) / most.weight < (own_held + wanted) / weight:
+            if NEAR_ENOUGH * (most.held - wanted) / most.weight < (own_held + wanted) / weight:
                 return iter(())
             while most.order:
                 most = most.children[most.order[-1][1]]

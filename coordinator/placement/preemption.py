@@ -25,6 +25,9 @@ from proto.errors import Interrupt
 PREEMPTED_MAX = 3
 """A stream is interrupted for others no more often."""
 CHARGE_EVERY_S = 0.5
+HELD_COST = 4.0
+"""All room in decode, while it is short, beside all the tokens that prefill workers compute meanwhile: the order of those who
+wait is to follow from the room they have, and their prompts' lengths to matter little."""
 LOOKED_AT_MAX = 16
 """Streams of one tenant, at one event."""
 
@@ -117,14 +120,14 @@ def give_shares(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
 
 def charge_held(state: State, worker: Worker, now: float) -> None:
     """While requests wait for room in decode, that room is what is scarce: tenants pay for what they hold and how long, so that
-    the fair order comes to their shares of it. All decode workers together cost as much as all prefill workers compute."""
+    the fair order comes to their shares of it."""
     pool, since = state.pools[worker.hello.model], worker.held_charged_at
     if now - since < CHARGE_EVERY_S:
         return
     worker.held_charged_at = now
     if not pool.rooms.closed:
         return
-    cost = 4 * pool.tokens_per_s() * min(now - since, 2 * CHARGE_EVERY_S) / len(pool.decode) / 1_000_000
+    cost = HELD_COST * pool.tokens_per_s() * min(now - since, 2 * CHARGE_EVERY_S) / len(pool.decode) / 1_000_000
     held: dict[Path, int] = {}
     for holding in worker.holdings.values():
         held[holding.path] = held.get(holding.path, 0) + worker.share_of(holding.seqs, holding.kv_blocks)

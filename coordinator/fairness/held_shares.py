@@ -8,7 +8,8 @@ is alone may have everything.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 
 from coordinator.fairness.scheduling_class import Path
 
@@ -16,6 +17,8 @@ Key = tuple[str, int]
 """A request's id and attempt."""
 NEAR_ENOUGH = 0.9
 """Of what the other holds for its weight: nobody is interrupted for less than a tenth."""
+LOOKED_AT_MAX = 16
+"""Streams of one tenant, at one event."""
 
 
 class _Node:
@@ -29,8 +32,8 @@ class _Node:
         """Those that hold something."""
         self.order: list[tuple[float, str]] = []
         """Their names, by what they hold for their weight."""
-        self.streams: dict[Key, int] = {}
-        """Of a tenant: the decode worker of each, oldest first."""
+        self.streams: dict[Key, tuple[int, int]] = {}
+        """Of a tenant: the decode worker of each, and what it holds there; oldest first."""
 
 
 class HeldShares:
@@ -42,30 +45,33 @@ class HeldShares:
 
     def add(self, path: Path, key: Key, worker: int, held: int) -> None:
         """An attempt of this tenant holds so many millionths of a worker from now on."""
-        self._count(path, held).streams[key] = worker
+        self._count(path, held).streams[key] = worker, held
 
-    def remove(self, path: Path, key: Key, held: int) -> None:
-        del self._count(path, -held).streams[key]
-
-    def who_gives_way(self, path: Path, wanted: int) -> Iterator[tuple[Key, int]]:
-        """Streams of the tenant that holds most for its weight, and their workers, newest first; none where a request of this
-        tenant that wants so much would only turn the tables."""
+    def remove(self, path: Path, key: Key) -> None:
         above = self._root
-        for depth, name in enumerate(path, 1):
-            if not above.order:
-                return iter(())
-            most = above.children[above.order[-1][1]]
-            own = above.children.get(name)
-            if most is own:
-                above = own
-                continue
-            own_held, weight = (own.held, own.weight) if own else (0, self._weight(path[:depth]))
-            if NEAR_ENOUGH * (most.held - wanted) / most.weight < (own_held + wanted) / weight:
-                return iter(())
-            while most.order:
-                most = most.children[most.order[-1][1]]
-            return reversed(most.streams.items())
-        return iter(())
+        for name in path:
+            above = above.children[name]
+        _, held = above.streams.pop(key)
+        self._count(path, -held)
+
+    def who_gives_way(self, path: Path, wanted: Callable[[int], int]) -> Iterator[tuple[Key, int]]:
+        """Streams of the tenant that holds most for its weight, and their workers, newest first; without those whose end would
+        only turn the tables, if a request of this tenant took their place. `wanted(worker)` is what it would hold there."""
+        most, depth = self._root, 0
+        own: _Node | None = most
+        while most is own and most.order:  # whoever has most is the tenant's own: look further down
+            above = most
+            most, own = above.children[above.order[-1][1]], above.children.get(path[depth])
+            depth += 1
+        if most is own:
+            return
+        own_held, weight = (own.held, own.weight) if own else (0, self._weight(path[:depth]))
+        tenant = most
+        while tenant.order:
+            tenant = tenant.children[tenant.order[-1][1]]
+        for key, (worker, held) in islice(reversed(tenant.streams.items()), LOOKED_AT_MAX):
+            if NEAR_ENOUGH * (most.held - held) / most.weight >= (own_held + wanted(worker)) / weight:
+                yield key, worker
 
     def reweigh(self, weights: Mapping[str, float]) -> None:
         self._weights = weights

@@ -7,7 +7,6 @@ all of it, and it is chosen again only after all others: one answer is not compu
 """
 
 from collections.abc import Iterable
-from itertools import islice
 from math import ceil
 from typing import NamedTuple
 
@@ -28,8 +27,6 @@ CHARGE_EVERY_S = 0.5
 HELD_COST = 4.0
 """All room in decode, while it is short, beside all the tokens that prefill workers compute meanwhile: the order of those who
 wait is to follow from the room they have, and their prompts' lengths to matter little."""
-LOOKED_AT_MAX = 16
-"""Streams of one tenant, at one event."""
 
 
 class Candidate(NamedTuple):
@@ -103,12 +100,12 @@ def give_shares(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
     if request is None or rooms.reservation is not None:
         return
     demand, choices = KvDemand.of(request.submit, request.expected_left), request.submit.choices
-    wanted = (
-        max(w.share_of(choices, demand.whole(w.capacity.block_size)) for w in pool.decode.values())
-        if pool.decode
-        else 0
-    )
-    for key, incarnation in islice(pool.shares.who_gives_way(request.path, wanted), LOOKED_AT_MAX):
+
+    def wanted(incarnation: int) -> int:
+        worker = pool.decode[incarnation]
+        return worker.share_of(choices, demand.whole(worker.capacity.block_size))
+
+    for key, incarnation in pool.shares.who_gives_way(request.path, wanted):
         other, worker = state.current(*key), pool.decode[incarnation]
         if other is None or other.state not in ON_WORKERS or other.preempted >= PREEMPTED_MAX or worker.draining:
             continue

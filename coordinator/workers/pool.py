@@ -68,7 +68,7 @@ class Pool(Candidates):
         if worker.shares is not None:
             for key, holding in worker.holdings.items():
                 if holding.path:
-                    self.shares.remove(holding.path, key, worker.share_of(holding.seqs, holding.kv_blocks))
+                    self.shares.remove(holding.path, key)
             worker.shares = None
         self._finish.drop(worker.incarnation)
         self.reopen()

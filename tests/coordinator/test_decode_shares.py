@@ -79,16 +79,23 @@ def test_classes_share_by_their_weights() -> None:
     assert found["shares"]["short"]["decode"] >= 0.8, found["shares"]
 
 
-def test_nobody_gives_way_to_the_same_tenant_or_for_equal_shares() -> None:
+def test_nobody_gives_way_to_itself_or_where_that_would_turn_the_tables() -> None:
     shares = HeldShares({"a/y": 3.0})
-    shares.add(("a", "x", ""), ("1", 1), 7, 30)
-    assert list(shares.who_gives_way(("a", "x", ""), 10)) == []
-    assert list(shares.who_gives_way(("a", "y", ""), 10)) == [(("1", 1), 7)]
-    shares.add(("a", "y", ""), ("2", 1), 7, 44)
-    assert list(shares.who_gives_way(("a", "y", ""), 10)) == [(("1", 1), 7)], "20 / 1 stay, and 54 / 3 are there then"
-    shares.add(("a", "y", ""), ("3", 1), 7, 1)
-    assert list(shares.who_gives_way(("a", "y", ""), 10)) == []
-    assert list(shares.who_gives_way(("a", "x", ""), 10)) == []
+
+    def gives_way(name: str) -> list[str]:
+        return [key[0] for key, worker in shares.who_gives_way(("a", name, ""), lambda worker: 10)]
+
+    shares.add(("a", "x", ""), ("1", 1), 7, 10)
+    assert gives_way("x") == []
+    assert gives_way("y") == [], "its only stream"
+    shares.add(("a", "x", ""), ("2", 1), 7, 15)
+    assert gives_way("x") == []
+    assert gives_way("y") == ["2", "1"], "newest first"
+    assert gives_way("z") == ["1"], "10 would stay, and be there, if the other went"
+    shares.add(("a", "y", ""), ("3", 1), 7, 35)
+    assert gives_way("y") == [], "45 / 3 would be there"
+    shares.remove(("a", "x", ""), ("1", 1))
+    assert gives_way("x") == []
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from("xyz"), st.integers(1, 50)), max_size=40), st.data())
@@ -108,11 +115,11 @@ def test_what_gives_way_does_not_come_back(held: list[tuple[str, str, int]], dat
     for number in range(10 * len(owner) + 10):
         moved = False
         for path in wants:
-            gives = next(shares.who_gives_way(path, 1), None)
+            gives = next(shares.who_gives_way(path, lambda _: 1), None)
             if gives is not None:
                 moved = True
                 key = gives[0]
-                shares.remove(owner.pop(key), key, 1)
+                shares.remove(owner.pop(key), key)
                 owner[(f"new-{number}-{path}", 1)] = path
                 shares.add(path, (f"new-{number}-{path}", 1), 1, 1)
         if not moved:

@@ -21,6 +21,7 @@ from coordinator.workers.worker import Worker
 from gateway.streams.keeper import StreamKeeper
 from gateway.streams.state import Phase, Submission
 from gateway.streams.types import StreamLimits
+from proto.errors import Interrupt
 from proto.messages import Release, TokenItem
 from runtime.worker.service import Service
 from simulation.faults.ledger import Ledger
@@ -70,9 +71,9 @@ def retries_have_no_bound(m: pytest.MonkeyPatch) -> None:
     """A request that cannot work is tried for ever."""
     original = StreamKeeper._resume
 
-    def resume(self: StreamKeeper, submission: Submission, why: str, now: float, **how: bool) -> None:
+    def resume(self: StreamKeeper, submission: Submission, reason: Interrupt | None, why: str, now: float) -> None:
         limits, self.limits = self.limits, StreamLimits(attempts_max=1000)
-        original(self, submission, why, now, **how)
+        original(self, submission, reason, why, now)
         self.limits = limits
 
     m.setattr(StreamKeeper, "_resume", resume)
@@ -83,8 +84,9 @@ def what_a_drain_cuts_short_counts_as_a_try(m: pytest.MonkeyPatch) -> None:
     """A rolling restart uses up the attempts of long streams."""
     original = StreamKeeper._resume
 
-    def resume(self: StreamKeeper, submission: Submission, why: str, now: float, **how: bool) -> None:
-        original(self, submission, why, now, link_lost=how.get("link_lost", False))
+    def resume(self: StreamKeeper, submission: Submission, reason: Interrupt | None, why: str, now: float) -> None:
+        reason = Interrupt.DECODE_LOST if reason is Interrupt.DRAINED else reason
+        original(self, submission, reason, why, now)
 
     m.setattr(StreamKeeper, "_resume", resume)
 

@@ -105,7 +105,7 @@ def give_shares(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
         worker = pool.decode[incarnation]
         return worker.share_of(choices, demand.whole(worker.capacity.block_size))
 
-    for key, incarnation in pool.shares.who_gives_way(request.path, wanted):
+    for incarnation, key in pool.shares.who_gives_way(request.path, wanted):
         other, worker = state.current(*key), pool.decode[incarnation]
         if other is None or other.state not in ON_WORKERS or other.preempted >= PREEMPTED_MAX or worker.draining:
             continue

@@ -68,7 +68,7 @@ class Pool(Candidates):
         if worker.shares is not None:
             for key, holding in worker.holdings.items():
                 if holding.path:
-                    self.shares.remove(holding.path, key)
+                    self.shares.remove(holding.path, worker.incarnation, key)
             worker.shares = None
         self._finish.drop(worker.incarnation)
         self.reopen()

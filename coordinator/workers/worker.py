@@ -174,7 +174,7 @@ class Worker:
         self.free_seqs -= holding.seqs
         self._count_target(holding.tpot_ms, holding.seqs)
         if self.shares is not None and holding.path:
-            self.shares.add(holding.path, key, self.incarnation, self.share_of(holding.seqs, holding.kv_blocks))
+            self.shares.add(holding.path, self.incarnation, key, self.share_of(holding.seqs, holding.kv_blocks))
         if self.room is None:
             self.kv_blocks_taken += holding.kv_blocks
         elif holding.life is None:
@@ -192,7 +192,7 @@ class Worker:
         self.free_seqs += holding.seqs
         self._count_target(holding.tpot_ms, -holding.seqs)
         if self.shares is not None and holding.path:
-            self.shares.remove(holding.path, key)
+            self.shares.remove(holding.path, self.incarnation, key)
         if self.room is None:
             self.kv_blocks_taken -= holding.kv_blocks
         else:

@@ -51,7 +51,7 @@ class Expectation:
     attempts: int = 0
     left_at: float = 1e9
     no_tries: int = 0
-    """Attempts that a drain cut short."""
+    """Attempts that a drain, or another tenant's share, cut short."""
     losses: int = 0
     """Of its gateway's link: what was on its way then is sent again under another number."""
 

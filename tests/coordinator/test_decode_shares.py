@@ -71,6 +71,12 @@ def test_of_two_that_always_want_more_each_has_half(every_s: float) -> None:
     assert found["traffic"]["long"]["interruptions"] <= 40, "what is near enough stays as it is"
 
 
+def test_a_stream_makes_room_three_times_at_most() -> None:
+    light = asks("short", 20, every(1.0, 2.0))
+    found = played(light + asks("long", 3000, [0.0, 0.1]), decode(2))["traffic"]
+    assert 3 <= found["long"]["interruptions"] <= 6, found
+
+
 def test_classes_share_by_their_weights() -> None:
     tables = {"priority_classes": {"interactive": {"weight": 9}, "batch": {"weight": 1}}}
     arrivals = asks("long", 3000, every(0.5), "batch") + asks("short", 200, every(0.05, 1.0), "interactive")
@@ -83,18 +89,18 @@ def test_nobody_gives_way_to_itself_or_where_that_would_turn_the_tables() -> Non
     shares = HeldShares({"a/y": 3.0})
 
     def gives_way(name: str) -> list[str]:
-        return [key[0] for key, worker in shares.who_gives_way(("a", name, ""), lambda worker: 10)]
+        return [key[0] for _, key in shares.who_gives_way(("a", name, ""), lambda worker: 10)]
 
-    shares.add(("a", "x", ""), ("1", 1), 7, 10)
+    shares.add(("a", "x", ""), 7, ("1", 1), 10)
     assert gives_way("x") == []
     assert gives_way("y") == [], "its only stream"
-    shares.add(("a", "x", ""), ("2", 1), 7, 15)
+    shares.add(("a", "x", ""), 7, ("2", 1), 15)
     assert gives_way("x") == []
     assert gives_way("y") == ["2", "1"], "newest first"
-    assert gives_way("z") == ["1"], "10 would stay, and be there, if the other went"
-    shares.add(("a", "y", ""), ("3", 1), 7, 35)
-    assert gives_way("y") == [], "45 / 3 would be there"
-    shares.remove(("a", "x", ""), ("1", 1))
+    assert gives_way("z") == ["2", "1"], "10 would stay"
+    shares.add(("a", "y", ""), 7, ("3", 1), 45)
+    assert gives_way("y") == [], "55 / 3 would be there"
+    shares.remove(("a", "x", ""), 7, ("1", 1))
     assert gives_way("x") == []
 
 
@@ -108,7 +114,7 @@ def test_what_gives_way_does_not_come_back(held: list[tuple[str, str, int]], dat
         for unit in range(count):
             key = (f"{number}-{unit}", 1)
             owner[key] = ("c", organisation, user)
-            shares.add(owner[key], key, 1, 1)
+            shares.add(owner[key], 1, key, 1)
     wants = data.draw(
         st.lists(st.sampled_from(sorted(set(owner.values()) | {("c", "d", "z")})), min_size=1, max_size=4)
     )
@@ -118,10 +124,10 @@ def test_what_gives_way_does_not_come_back(held: list[tuple[str, str, int]], dat
             gives = next(shares.who_gives_way(path, lambda _: 1), None)
             if gives is not None:
                 moved = True
-                key = gives[0]
-                shares.remove(owner.pop(key), key)
+                key = gives[1]
+                shares.remove(owner.pop(key), 1, key)
                 owner[(f"new-{number}-{path}", 1)] = path
-                shares.add(path, (f"new-{number}-{path}", 1), 1, 1)
+                shares.add(path, 1, (f"new-{number}-{path}", 1), 1)
         if not moved:
             return
     raise AssertionError("it goes back and forth")

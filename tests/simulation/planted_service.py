@@ -10,6 +10,7 @@ from coordinator import core, outbox, state
 from coordinator.accounting import billing
 from coordinator.accounting.usage import Closed, Past
 from coordinator.admission import intake
+from coordinator.fairness.held_shares import HeldShares
 from coordinator.lifecycle import State as Life
 from coordinator.placement import steps
 from coordinator.recovery import draining, members
@@ -77,6 +78,12 @@ def retries_have_no_bound(m: pytest.MonkeyPatch) -> None:
         self.limits = limits
 
     m.setattr(StreamKeeper, "_resume", resume)
+
+
+@bug
+def what_has_left_still_counts_for_its_tenant(m: pytest.MonkeyPatch) -> None:
+    """A tenant seems to hold ever more of decode, and makes room for all others."""
+    m.setattr(HeldShares, "remove", lambda self, path, worker, key: None)
 
 
 @bug

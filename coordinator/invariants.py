@@ -43,6 +43,12 @@ def check(core: Core, *, honest: bool = True) -> None:
             for request in worker.bound.values():
                 assert request.entry is not None and request.entry.key == bound_key(worker.incarnation)
                 assert request.state is State.QUEUED and request.attempt_progress.bound_to == worker.incarnation
+        assert pool.shares.streams() == {
+            (worker.incarnation, key): worker.share_of(holding.seqs, holding.kv_blocks)
+            for worker in pool.decode.values()
+            for key, holding in worker.holdings.items()
+            if holding.path
+        }
         contexts = [worker.capacity.context_tokens for worker in (*pool.prefill.values(), *pool.decode.values())]
         assert pool.context_tokens == min(contexts, default=pool.context_tokens)
     assert sum(len(queue.fair) for queue in core.queues.values()) == sum(

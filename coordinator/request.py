@@ -75,6 +75,8 @@ class Request(msgspec.Struct, eq=False):
     """In its model's queue, and not placed."""
     entry: "Entry[Request] | None" = None
     """Its place in the fair queue while it has chunks to dispatch."""
+    preempted: int = 0
+    """How often it was interrupted to make room for others."""
     borrowed: bool = False
     """Beyond its tenant's rates, while nobody else wanted the capacity: the first to go in an overload."""
     bill: Bill | None = None

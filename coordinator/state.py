@@ -177,6 +177,7 @@ class State:
     def interrupt(self, request: Request, reason: Interrupt, why: str, now: float, *, tell: bool = True) -> None:
         """`tell`: its gateway, now, so that it comes back at once."""
         self.counters[f"interrupted_{reason}"] += 1
+        request.preempted += reason is Interrupt.PREEMPTED
         if reason is Interrupt.DRAINED:
             attempt_progress = request.begin()
             attempt_progress.paid_tokens = max(attempt_progress.paid_tokens, request.dispatched_tokens)

@@ -71,7 +71,7 @@ class Interrupt(StrEnum):
     GRAMMAR = "grammar"
     """The answer cannot go on in its grammar. No other attempt could, so the gateway fails the stream."""
     PREEMPTED = "preempted"
-    """It had to make room on its decode worker, which the coordinator had overcommitted."""
+    """It had to make room on its decode worker: for a tenant with less than its share, or since that was overcommitted."""
     DRAINED = "drained"
     """Its worker is about to end, on purpose. It goes on at once, and this attempt does not count as one."""
 

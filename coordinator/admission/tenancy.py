@@ -37,8 +37,9 @@ def configure(state: State, tenants: Tenants, utc_offset_s: float, past: Past | 
         state.limits.priority_classes, key=lambda name: state.limits.priority_classes[name].weight
     )
     state.goodput.forget_others(state.limits.priority_classes)
-    for queue in state.queues.values():
+    for model, queue in state.queues.items():
         queue.replace_limits(state.limits)
+        state.pools[model].shares.reweigh(queue.fair.weights)
     quotas = state.billing.quotas
     known = dict.fromkeys([*quotas.accounts, *state.leaving])
     state.billing.configure(tenants, utc_offset_s, past or Past(), now + state.limits.orphan_s_max, now)

@@ -256,8 +256,8 @@ class FairQueue(Generic[T]):
             node = ring
 
     def _count_turn(self, entry: Entry[T], open_keys: Sequence[int]) -> None:
-        """`entry` gets a chunk: whoever of its tenant joined before it and could have run is overtaken. Under other keys the
-        newer ones are counted too, as long as the oldest there is older than `entry`."""
+        """`entry` gets a chunk: whoever of its tenant joined before it and could have run is overtaken, unless the oldest there
+        arrived after it. Under other keys the newer ones are counted too."""
         queue = entry.queue
         queue.overtake(entry)
         rows = queue.node.rows
@@ -267,9 +267,8 @@ class FairQueue(Generic[T]):
             other = rows.get(key)
             if other is None or other is queue:
                 continue
-            assert isinstance(other, TenantQueue) and other.oldest is not None
-            if other.oldest.joined < entry.joined:
-                other.overtake(None)
+            assert isinstance(other, TenantQueue)
+            other.overtake(entry)
 
     # --- idle and busy --------------------------------------------------------------------------------------------------
 

@@ -2,9 +2,11 @@
 
 A queue holds the entries of one tenant that have the same queue key (see `fair_queue`).
 
-Ageing counts overtakings, not seconds: once `overtaken_max` chunks of requests that joined later (a request joins anew with
-each chunk it gets) have gone first, the one that waited longest goes next. Counting is O(1) for a whole queue: the oldest's
-count is the greatest, and each entry stores only by how much its own exceeds that of the next newer one.
+Ageing counts overtakings, not seconds: once `overtaken_max` chunks of requests that arrived later have gone first, the one that
+has waited longest goes next (a request joins anew with each chunk it gets). Chunks of a request that arrived before count for
+nothing: or a few long prompts would be overtakings enough for everyone to have turns, and for all to be done late. Counting
+is O(1) for a whole queue: the oldest's count is the greatest, and each entry stores only by how much its own exceeds that of
+the next newer one.
 """
 
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -58,9 +60,11 @@ class TenantQueue(SortedRow, Generic[T]):
         self.overtaken = 0
         """How often the oldest was."""
 
-    def overtake(self, by: Entry[T] | None) -> None:
-        """Count one more for those older than `by`, or for all."""
-        behind = self.newest if by is None else by.older
+    def overtake(self, by: Entry[T]) -> None:
+        """Count one more for those that joined before `by`, or for all of another queue, unless the oldest arrived later."""
+        if self.oldest is None or self.oldest.seq >= by.seq:
+            return
+        behind = by.older if by.queue is self else self.newest
         if behind is not None:
             behind.excess += 1
             self.overtaken += 1
@@ -100,5 +104,5 @@ class TenantQueue(SortedRow, Generic[T]):
     def order(self, entry: Entry[T]) -> Order:
         """The least goes first. Begins with `AGED` where it goes because it was overtaken often enough."""
         if self.oldest is entry and self.overtaken >= self._overtaken_max:
-            return (AGED, 0.0, 0, entry.joined)
+            return (AGED, 0.0, 0, entry.seq)
         return (AGED + 1, entry.due, entry.chunks, entry.seq)

@@ -1,4 +1,5 @@
-"""Overcommit: how long an answer is counted with, and who has to leave a decode worker when its blocks run short. Pure.
+"""Who has to leave a decode worker: when its blocks run short, and when a tenant has less than its share while others have
+more. And overcommit: how long an answer is counted with. Pure.
 
 A victim is interrupted like an attempt whose worker was lost: its gateway submits it again with the tokens already sent, and a
 prefill worker computes their KV anew. It is then counted with its whole rest, so it is not placed before there is room for
@@ -9,13 +10,23 @@ from collections.abc import Iterable
 from math import ceil
 from typing import NamedTuple
 
+from coordinator.fairness.scheduling_class import Path
 from coordinator.kv_admission.admission import Key
-from coordinator.kv_admission.demand import NEVER
+from coordinator.kv_admission.demand import NEVER, KvDemand
 from coordinator.lifecycle import ON_WORKERS
 from coordinator.request import CLAIM, Request
 from coordinator.state import State
+from coordinator.waiting.queue import WaitQueue
+from coordinator.workers.pool import Pool
 from coordinator.workers.worker import Worker
 from proto.errors import Interrupt
+
+PREEMPTED_MAX = 3
+"""A stream is interrupted for others no more often."""
+CHARGE_EVERY_S = 0.5
+HELD_COST = 4.0
+"""All room in decode, while it is short, beside all the tokens that prefill workers compute meanwhile: the order of those who
+wait is to follow from the room they have, and their prompts' lengths to matter little."""
 
 
 class Candidate(NamedTuple):
@@ -77,3 +88,56 @@ def relieve(state: State, worker: Worker, short_blocks: int, now: float) -> None
         state.interrupt(
             state.requests[request_id], Interrupt.PREEMPTED, f"{worker.hello.name} runs short of KV blocks", now
         )
+
+
+def give_shares(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
+    """The first in the fair order has no room in decode: interrupt one stream of the tenant that holds most for its weight, if
+    that one has more than it would leave (`held_shares`). One at a time: the next when its worker has let go."""
+    rooms = pool.rooms
+    if not rooms.closed or rooms.gives_way in state.where:
+        return
+    request = queue.peek(rooms.closed)
+    if request is None or rooms.reservation is not None:
+        return
+    demand, choices = KvDemand.of(request.submit, request.expected_left), request.submit.choices
+
+    def wanted(incarnation: int) -> int:
+        worker = pool.decode[incarnation]
+        return worker.share_of(choices, demand.whole(worker.capacity.block_size))
+
+    for incarnation, key in pool.shares.who_gives_way(request.path, wanted):
+        other, worker = state.current(*key), pool.decode[incarnation]
+        if other is None or other.state not in ON_WORKERS or other.preempted >= PREEMPTED_MAX or worker.draining:
+            continue
+        if makes_room(worker, key, demand, choices):
+            rooms.gives_way = key
+            state.interrupt(other, Interrupt.PREEMPTED, f"{'/'.join(request.path)} has less than its share", now)
+            return
+
+
+def charge_held(state: State, worker: Worker, now: float) -> None:
+    """While requests wait for room in decode, that room is what is scarce: tenants pay for what they hold and how long, so that
+    the fair order comes to their shares of it."""
+    pool, since = state.pools[worker.hello.model], worker.held_charged_at
+    if now - since < CHARGE_EVERY_S:
+        return
+    worker.held_charged_at = now
+    if not pool.rooms.closed:
+        return
+    cost = HELD_COST * pool.tokens_per_s() * min(now - since, 2 * CHARGE_EVERY_S) / len(pool.decode) / 1_000_000
+    held: dict[Path, int] = {}
+    for holding in worker.holdings.values():
+        held[holding.path] = held.get(holding.path, 0) + worker.share_of(holding.seqs, holding.kv_blocks)
+    queue = state.queues[worker.hello.model]
+    for path, share in held.items():
+        if path:
+            queue.charge(path, cost * share)
+
+
+def makes_room(worker: Worker, key: Key, demand: KvDemand, choices: int) -> bool:
+    """Whether a request has room on this worker without that stream."""
+    room, holding = worker.room, worker.holdings[key]
+    assert room is not None
+    if worker.free_seqs + holding.seqs < choices:
+        return False
+    return demand.whole(room.block_size) <= worker.free_blocks + room.held_now(key) or room.fits(demand)

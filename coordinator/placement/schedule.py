@@ -12,6 +12,7 @@ from coordinator.lifecycle import Trigger
 from coordinator.observer import NothingRuns
 from coordinator.placement.choice import better_than_bound, expect_cached
 from coordinator.placement.place import orders, prefill_for, reserve
+from coordinator.placement.preemption import give_shares
 from coordinator.placement.steps import compose
 from coordinator.request import CLAIM, Request
 from coordinator.state import State
@@ -48,6 +49,7 @@ def schedule(state: State, now: float) -> None:
                     pool.asked.add(worker.incarnation)
             elif worker.undispatched:
                 pool.ask(worker)
+        give_shares(state, pool, queue, now)
         if state.watch is not None and not pool.asked and len(pool.idle):
             state.watch(NothingRuns(pool.prefill[next(iter(pool.idle))]))  # no class has room, so none is asked
         pool.news, pool.gave_up = pool.gave_up, False

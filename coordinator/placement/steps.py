@@ -1,6 +1,8 @@
 """Which chunks make up one prefill forward pass."""
 
 from collections.abc import Callable
+from itertools import islice
+from math import inf
 
 from coordinator.events import Limits
 from coordinator.fairness.offers import Close, MoveTo
@@ -20,6 +22,8 @@ Place = Callable[[Request, Worker, Worker], None]
 MOVES_MAX = 4
 """How often a request is bound to a worker for what that one has cached; after that it runs where its turn comes."""
 
+LOOKED_AT_MAX = 64
+"""Prompts half computed on a prefill worker, at one step."""
 BEGUN_MAX = 8
 """Prompts half computed on a prefill worker. Where there are more, one whose rest fits a step is finished in the next step.
 
@@ -68,7 +72,10 @@ def compose(
         return _fitting(request, left, block_size)
 
     begun, worker.begun = worker.begun, None
-    if begun is not None and _may_go_on(begun, left, worker, pool, queue):
+    urgent = _most_urgent(worker, now)
+    if urgent is not None or (begun is not None and _may_go_on(begun, left, worker, pool, queue)):
+        begun = urgent or begun
+        assert begun is not None
         length = _fitting(begun, left, block_size)
         queue.go_on(begun, length, worker.incarnation, now)
         _add(begun, length, worker, chunks, requests)
@@ -105,6 +112,19 @@ def _fitting(request: Request, left: int, block_size: int) -> int:
     """Tokens of its prompt for a step in which so many are left."""
     remaining = request.submit.prompt_tokens - request.dispatched_tokens
     return remaining if remaining <= left else left - left % block_size
+
+
+def _most_urgent(worker: Worker, now: float) -> Request | None:
+    """The prompt half computed here that is due first, of those with a time for their first token of which not half is left.
+    Admission let them in since their tenants' shares suffice. In turn, all that come later would go before them with the credit
+    of tenants that were idle, and they would be late."""
+    first, first_due = None, inf
+    for request in islice(worker.placed.values(), LOOKED_AT_MAX):
+        if ms := request.first_token_ms:
+            due = request.arrived + ms / 1000
+            if due < first_due and now > due - ms / 2000 and due > now:
+                first, first_due = request, due
+    return first
 
 
 def _may_go_on(begun: Request, left: int, worker: Worker, pool: Pool, queue: WaitQueue) -> bool:

@@ -7,6 +7,7 @@ are, and both by prefix. So a decision looks at a few workers, however many ther
 from collections.abc import Callable, Iterable
 from itertools import islice
 
+from coordinator.fairness.held_shares import HeldShares
 from coordinator.request import Request
 from coordinator.score import Weights
 from coordinator.waiting.queue_keys import bound_key
@@ -38,6 +39,7 @@ class Candidates:
         self.prefill: dict[int, Worker] = {}
         self.decode: dict[int, Worker] = {}
         self.rooms = RoomClasses()
+        self.shares = HeldShares()
         self.targets = TokenTargets()
         self.idle = Ordered()
         """Prefill workers that can be given a step, the one with the least to do first; of equals, the one that has done

@@ -45,6 +45,8 @@ class Pool(Candidates):
         self._lost.pop(worker.hello.role, None)
         self.locality.join(worker.incarnation, worker.capacity.kv_blocks, worker.hello.role)
         worker.on_change = self.changed
+        if worker.hello.role is Role.DECODE:
+            worker.shares = self.shares
         limits = self._step_limits
         worker.pace = StepPace(limits._replace(tokens=limits.tokens or worker.capacity.step_tokens))
         self.changed(worker)
@@ -63,6 +65,11 @@ class Pool(Candidates):
         self.ready.pop(worker.incarnation, None)
         self._least_full.drop(worker.incarnation)
         self.targets.leave(worker)
+        if worker.shares is not None:
+            for key, holding in worker.holdings.items():
+                if holding.path:
+                    self.shares.remove(holding.path, worker.incarnation, key)
+            worker.shares = None
         self._finish.drop(worker.incarnation)
         self.reopen()
         self._measure()

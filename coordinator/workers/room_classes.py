@@ -24,6 +24,8 @@ class RoomClasses:
         """Incarnations of the workers that are closed to others."""
         self.rents: dict[tuple[str, int], tuple[float, float, float]] = {}
         """Attempts that have got such room: the cost of keeping it, since when they have it, and its cost per second."""
+        self.gives_way = ("", 0)
+        """The attempt that was interrupted last so that another tenant gets its share."""
         self._kept_since = 0.0
         self._kept_cost_per_s = 0.0
 

@@ -6,6 +6,7 @@ from math import ceil, inf
 
 import msgspec
 
+from coordinator.fairness.held_shares import HeldShares
 from coordinator.fairness.scheduling_class import Path
 from coordinator.kv_admission.admission import KvAdmission
 from coordinator.kv_admission.demand import NEVER, KvDemand
@@ -50,6 +51,8 @@ class Worker:
     """Decode only. What a prefill worker holds does not grow: `kv_blocks_taken` says it all."""
     seqs_by_target: dict[float, int] = field(default_factory=dict)
     """Decode only: sequences held, by `Holding.tpot_ms`."""
+    held_charged_at: float = 0.0
+    """Decode only: up to when tenants have paid for what they hold here."""
     step_fit: StepFit = field(default_factory=StepFit)
     """Decode only: how long its steps take, learnt while targets are in use."""
     kv_blocks_taken: int = 0
@@ -66,6 +69,8 @@ class Worker:
     """The sum."""
     where: Where = field(default_factory=dict)
     """Of all workers."""
+    shares: HeldShares | None = None
+    """Decode only: its pool's, while it is there."""
     on_change: Callable[["Worker"], None] = lambda worker: None
     """Told when its holdings or steps have changed."""
     steps: dict[int, tuple[Step, list[Request]]] = field(default_factory=dict)
@@ -168,6 +173,8 @@ class Worker:
         self.where.setdefault(key, []).append(self.incarnation)
         self.free_seqs -= holding.seqs
         self._count_target(holding.tpot_ms, holding.seqs)
+        if self.shares is not None and holding.path:
+            self.shares.add(holding.path, self.incarnation, key, self.share_of(holding.seqs, holding.kv_blocks))
         if self.room is None:
             self.kv_blocks_taken += holding.kv_blocks
         elif holding.life is None:
@@ -184,6 +191,8 @@ class Worker:
         self._forget_holding(key)
         self.free_seqs += holding.seqs
         self._count_target(holding.tpot_ms, -holding.seqs)
+        if self.shares is not None and holding.path:
+            self.shares.remove(holding.path, self.incarnation, key)
         if self.room is None:
             self.kv_blocks_taken -= holding.kv_blocks
         else:
@@ -192,6 +201,10 @@ class Worker:
                 self.room.short = False  # nothing runs there any more that would say so
         self.on_change(self)
         return holding
+
+    def share_of(self, seqs: int, kv_blocks: int) -> int:
+        """The part of this worker, in millionths, of which there is more: sequences or blocks."""
+        return max(1_000_000 * seqs // self.capacity.max_seqs, 1_000_000 * kv_blocks // self.capacity.kv_blocks, 1)
 
     def _count_target(self, tpot_ms: float, seqs: int) -> None:
         held = self.seqs_by_target.get(tpot_ms, 0) + seqs

@@ -39,6 +39,7 @@ from gateway.streams.types import (
 from proto.errors import CancelReason, Interrupt
 from proto.messages import Accepted, Interrupted, RateState, Rejected, TokenItem
 
+NO_TRIES = (None, Interrupt.DRAINED, Interrupt.PREEMPTED)
 SHUTTING_DOWN = Failure(FailKind.SHUTTING_DOWN, "this gateway is shutting down")
 
 
@@ -165,21 +166,20 @@ class StreamKeeper:
             self._fail(submission.stream, Failure(FailKind.GRAMMAR, event.message))
         else:
             self._runs(submission)  # what is interrupted had been accepted
-            self._resume(submission, f"{event.reason}: {event.message}", now, drained=event.reason is Interrupt.DRAINED)
+            self._resume(submission, event.reason, f"{event.reason}: {event.message}", now)
 
-    def _resume(
-        self, submission: Submission, why: str, now: float, *, drained: bool = False, link_lost: bool = False
-    ) -> None:
-        """Submit what is not finished again: a little later, or at once after a drain. No try: a drain, and a lost link."""
-        uncounted = (drained or link_lost) and submission.uncounted < self.limits.uncounted_max
+    def _resume(self, submission: Submission, reason: Interrupt | None, why: str, now: float) -> None:
+        """Submit what is not finished again: a little later, or at once after a drain. No reason: this end lost its link."""
+        uncounted = reason in NO_TRIES and submission.uncounted < self.limits.uncounted_max
         submission.uncounted += uncounted
         submission.reset_tries(self.limits.progress_tokens)
         if not uncounted and submission.tries >= self.limits.attempts_max:
             message = f"interrupted {submission.tries} times, at last by {why}"
             self._fail(submission.stream, Failure(FailKind.INTERRUPTED, message))
             return
-        submission.interrupted(now, 0.0 if drained else submission.backoff_s(self.limits))
-        if drained:
+        at_once = reason is Interrupt.DRAINED
+        submission.interrupted(now, 0.0 if at_once else submission.backoff_s(self.limits))
+        if at_once:
             self._send_if_due(submission, now)
         self._schedule(submission.stream)
 
@@ -223,7 +223,7 @@ class StreamKeeper:
             return  # it is being resumed already
         self._out.append(Noticed(Why.BROKEN_STREAM, submission.request_id, why))
         self._cancel(submission, CancelReason.ABANDONED)
-        self._resume(submission, f"a broken stream: {why}", now)
+        self._resume(submission, Interrupt.DECODE_LOST, f"a broken stream: {why}", now)
 
     def _take(self, submission: Submission, choice: Choice, item: TokenItem, skip: int) -> None:
         self._out.append(delivered := choice.take(item, skip, submission.stream))
@@ -259,7 +259,7 @@ class StreamKeeper:
             elif same or not submission.got_tokens:
                 # The same coordinator cancelled all we had when it lost us; a new one never heard of what was queued.
                 self._cancel(submission, CancelReason.ABANDONED)
-                self._resume(submission, "the loss of the coordinator's link", now, link_lost=True)
+                self._resume(submission, None, "the loss of the coordinator's link", now)
             else:
                 self._doubt(submission, now)
             self._schedule(submission.stream)

@@ -81,7 +81,7 @@ class Submission:
     choices: list[Choice]
     attempt: int = 1
     uncounted: int = 0
-    """Attempts that a worker's drain or the loss of the coordinator's link cut short: they are no tries."""
+    """Attempts that a drain, the loss of the coordinator's link or another tenant's share cut short: they are no tries."""
     tries_before: int = 0
     """Tries up to the last attempt that brought enough tokens."""
     phase: Phase = Phase.PENDING

@@ -173,7 +173,7 @@ class CoordinatorSettings(CommonSettings):
         ge=1.0,
         le=16.0,
         description="How far the KV pools of decode workers may be overcommitted: answers are counted with their tenant's usual"
-        " length, but at least max_tokens divided by this. With 1 they are counted with max_tokens and never preempted. With"
+        " length, but at least max_tokens divided by this. With 1 they are counted with max_tokens and never run short. With"
         " more, a preempted answer is computed again and continues where it was.",
     )
 

@@ -2,6 +2,8 @@
 of usage is its rows only: what the thread has committed outlives the process, what it has not is lost with it.
 """
 
+from collections import Counter
+
 from coordinator.accounting.usage import Closed, Entry, Opened
 from coordinator.core import Core
 from coordinator.events import (
@@ -21,10 +23,10 @@ from coordinator.lifecycle import TERMINAL, State
 from coordinator.outbox import Outbox
 from coordinator.recovery.stall_detector import StallDetector, StallGuard
 from proto.drain import Drained, Draining, DrainRequest, Flip, FlipRequest
-from proto.errors import RemoteProtocolError
+from proto.errors import Interrupt, RemoteProtocolError
 from proto.fields import HandOverMs
 from proto.limits import PROTOCOL_VERSION
-from proto.messages import Hello, Message, Prefill, Reserve, Role, WorkFailed
+from proto.messages import Hello, Interrupted, Message, Prefill, Reserve, Role, WorkFailed
 from runtime.link.failure_detector import FailureDetector
 from simulation.faults.ledger import UNIX_S
 from simulation.faults.oracles import stream_of
@@ -47,6 +49,8 @@ class CoordinatorProcess(Process):
         self.links: dict[int, Link] = {}
         self.drained: set[int] = set()
         """Workers that this incarnation has been told about."""
+        self.made_room: Counter[str] = Counter()
+        """How often each request was interrupted so that others got their share."""
         self.events = 0
         self._pending: list[Event] = []
         self._busy = False
@@ -102,7 +106,7 @@ class CoordinatorProcess(Process):
     def _perform(self, action: Action) -> None:
         match action:
             case Send():
-                self._watch_drains(action)
+                self._watch(action)
                 if self.outbox.pass_or_hold(action):
                     self._send(action)
             case Opened() | Closed():
@@ -181,7 +185,7 @@ class CoordinatorProcess(Process):
     def _heard_of_drain(self, incarnation: int, hand_over_ms: HandOverMs) -> None:
         (self.drained.discard if hand_over_ms is None else self.drained.add)(incarnation)
 
-    def _watch_drains(self, send: Send) -> None:
+    def _watch(self, send: Send) -> None:
         """Judged when it is decided: what waits for its row in the ledger leaves later."""
         match send.message:
             case Draining(hand_over_ms):
@@ -193,6 +197,10 @@ class CoordinatorProcess(Process):
             case Prefill() | Reserve() if send.incarnation in self.drained:
                 name = self.links[send.incarnation].hello.name if send.incarnation in self.links else send.incarnation
                 raise Violation("draining", f"something new is placed on {name}", stream_of(send.message.request_id))
+            case Interrupted(request_id, reason=Interrupt.PREEMPTED, message=why) if "its share" in why:
+                self.made_room[request_id] += 1
+                if self.made_room[request_id] > 3:
+                    raise Violation("bounded retries", "it made room for others a fourth time", stream_of(request_id))
 
     def _send(self, send: Send) -> None:
         link = self.links.get(send.incarnation)

@@ -50,8 +50,8 @@ class Expectation:
     """What became of it: `well`, a kind of failure, `left`, `gateway lost`."""
     attempts: int = 0
     left_at: float = 1e9
-    drains: int = 0
-    """Attempts that a drain cut short."""
+    no_tries: int = 0
+    """Attempts that a drain, or another tenant's share, cut short."""
     losses: int = 0
     """Of its gateway's link: what was on its way then is sent again under another number."""
 
@@ -163,7 +163,7 @@ class Oracles:
             and not submission.resuming
         ):
             drained = event.reason is Interrupt.DRAINED
-            self.streams[stream_of(event.request_id)].drains += drained
+            self.streams[stream_of(event.request_id)].no_tries += drained or event.reason is Interrupt.PREEMPTED
             self._backoff[event.request_id] = event.attempt, gateway.now(), drained
 
     def submitted(self, submit: Submit, gateway: Process) -> None:
@@ -172,7 +172,7 @@ class Oracles:
         tries = submit.attempt - submit.drained_attempts
         stream.attempts = max(stream.attempts, tries)
         forgiven = sum(stream.got) // limits.progress_tokens
-        if tries > limits.attempts_max * (1 + forgiven) or submit.drained_attempts > stream.drains + stream.losses:
+        if tries > limits.attempts_max * (1 + forgiven) or submit.drained_attempts > stream.no_tries + stream.losses:
             raise Violation("bounded retries", f"attempt {submit.attempt}", stream.asked.stream_id)
         attempt, since, drained = self._backoff.pop(submit.request_id, (0, 0.0, False))
         if attempt and submit.attempt == attempt + 1:

@@ -172,32 +172,48 @@ def test_a_long_prompt_holds_up_no_short_one_of_its_tenant_and_is_overtaken_so_o
 
 @pytest.mark.parametrize("seed", range(30))
 def test_overtakings_of_entries_that_can_run_never_exceed_the_limit(seed: int) -> None:
+    """By chunks of those that arrived later, of an entry that nobody in its queue joined before."""
     rnd = random.Random(seed)
     queue = FairQueue[int](overtaken_max=5)
-    joined: dict[Entry[int], int] = {}
     overtaken: dict[Entry[int], int] = {}
+    most = 0
     for now in range(400):
         for _ in range(rnd.choice([0, 1, 3])):
             entry = queue.push(now, ("a",), FREE - rnd.randrange(3), rnd.random() * 10, rnd.randint(1, 6))
-            joined[entry], overtaken[entry] = now, 0
-        if joined and rnd.random() < 0.1:
-            gone = rnd.choice(list(joined))
+            overtaken[entry] = 0
+        if overtaken and rnd.random() < 0.1:
+            gone = rnd.choice(list(overtaken))
             queue.remove(gone)
-            del joined[gone], overtaken[gone]
+            del overtaken[gone]
         last = rnd.random() < 0.4
         keys = [key for key in (PLACED, FREE, FREE - 1, FREE - 2) if rnd.random() < 0.9]
-        could_run = {entry for entry in joined if entry.key in keys}
+        first = {entry for entry in overtaken if entry.key in keys and entry.queue.oldest is entry}
         found = queue.pop(keys, lambda _, last=last: Terms(256.0, last, PLACED))  # type: ignore[misc]
         if found.entry is None:
             continue
         served = found.entry
-        for other in joined:
-            if other in could_run and (joined[other], other.seq) < (joined[served], served.seq):
-                overtaken[other] += 1
-                assert overtaken[other] <= 5, seed
-        joined[served], overtaken[served] = now + 1, 0
+        for other in first - {served}:
+            overtaken[other] += served.seq > other.seq
+            most = max(most, overtaken[other])
+        overtaken[served] = 0
         if last:
-            del joined[served], overtaken[served]
+            del overtaken[served]
+    assert most == 5, "and the limit is not idle"
+
+
+def test_chunks_of_an_earlier_request_overtake_nobody() -> None:
+    """However many it has, and under whichever key: with equal deadlines, requests are computed one after the other."""
+    queue = FairQueue[str](overtaken_max=3)
+    for name in ("a", "b", "c"):
+        queue.push(name, ("t",), FREE, 10.0, 8)
+    left = {"a": 8, "b": 8, "c": 8}
+
+    def offer(item: str) -> Terms:
+        left[item] -= 1
+        return Terms(256.0, not left[item], PLACED)
+
+    order = [found.entry.item for _ in range(24) if (found := queue.pop((PLACED, FREE), offer)).entry]
+    assert order == ["a"] * 8 + ["b"] * 8 + ["c"] * 8
 
 
 def test_a_tenant_that_cannot_run_on_one_worker_loses_nothing_by_it() -> None:

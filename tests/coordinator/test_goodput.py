@@ -39,12 +39,12 @@ def load(
 
 @pytest.mark.parametrize("seed", first(1, range(1, 6)))
 @pytest.mark.parametrize("times", [1.2, 1.5, 3.0])
-@pytest.mark.parametrize(("workers", "tenants"), [(1, 1), (1, 10), (4, 10)])
+@pytest.mark.parametrize(("workers", "tenants"), [(1, 1), (1, 100), (8, 1), (4, 100)])
 def test_overload_takes_little_from_goodput(workers: int, tenants: int, times: float, seed: int) -> None:
     capacity = 0.94 * 8 * workers  # a step has an overhead of 2 ms
     found = load(prefill(workers), times * 8 * workers, deadline_ms=2000.0, tenants=tenants, seed=seed)
-    assert found["goodput_per_s"] >= 0.85 * capacity, found
-    assert found["useful_share"] >= 0.8, found
+    assert found["goodput_per_s"] >= 0.9 * capacity, found
+    assert found["useful_share"] >= 0.9, found
 
 
 def test_a_light_tenant_is_not_refused_for_a_heavy_ones_backlog() -> None:

@@ -1,6 +1,7 @@
 """A tenant's queue beside a naive twin: whatever joins and leaves, the same entry is next."""
 
 import random
+from itertools import takewhile
 
 import pytest
 
@@ -16,11 +17,10 @@ class Naive:
         self.overtaken_max = overtaken_max
         self.counts: dict[Entry[int], int] = {}
 
-    def overtake(self, by: Entry[int] | None) -> None:
-        for entry in self.counts:
-            if entry is by:
-                return
-            self.counts[entry] += 1
+    def overtake(self, by: Entry[int]) -> None:
+        if next(iter(self.counts)).seq < by.seq:  # else the oldest arrived later
+            for entry in takewhile(lambda entry: entry is not by, self.counts):
+                self.counts[entry] += 1
 
     def first(self) -> Entry[int]:
         oldest = next(iter(self.counts))
@@ -34,6 +34,7 @@ def test_a_lane_gives_what_its_naive_twin_gives(seed: int) -> None:
     rnd = random.Random(seed)
     overtaken_max = rnd.choice([1, 3, 10**9])
     queue, naive = TenantQueue[int](SchedulingClass(("t",), 1.0, None, 0), -1, overtaken_max), Naive(overtaken_max)
+    elsewhere = TenantQueue[int](SchedulingClass(("t",), 1.0, None, 0), -2, overtaken_max)
     deadlines = rnd.choice([3, 50, 10**9])  # few: many ties
     most, joins = rnd.choice([10, 200]), 0
 
@@ -63,8 +64,10 @@ def test_a_lane_gives_what_its_naive_twin_gives(seed: int) -> None:
         elif dice < 0.9:
             leave(rnd.choice(list(naive.counts)))
         else:
-            queue.overtake(None)
-            naive.overtake(None)
+            if naive.counts:
+                other = Entry(0, elsewhere, 0.0, 1, rnd.randrange(joins + 1))
+                queue.overtake(other)
+                naive.overtake(other)
         assert queue.size == len(naive.counts), seed
         assert len(queue.heap) <= 2 * queue.size + SPARE, seed
         assert not naive.counts or queue.first() is naive.first(), (seed, step)

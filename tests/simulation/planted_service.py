@@ -10,6 +10,7 @@ from coordinator import core, outbox, state
 from coordinator.accounting import billing
 from coordinator.accounting.usage import Closed, Past
 from coordinator.admission import intake
+from coordinator.fairness.held_shares import HeldShares
 from coordinator.lifecycle import State as Life
 from coordinator.placement import steps
 from coordinator.recovery import draining, members
@@ -21,6 +22,7 @@ from coordinator.workers.worker import Worker
 from gateway.streams.keeper import StreamKeeper
 from gateway.streams.state import Phase, Submission
 from gateway.streams.types import StreamLimits
+from proto.errors import Interrupt
 from proto.messages import Release, TokenItem
 from runtime.worker.service import Service
 from simulation.faults.ledger import Ledger
@@ -70,12 +72,18 @@ def retries_have_no_bound(m: pytest.MonkeyPatch) -> None:
     """A request that cannot work is tried for ever."""
     original = StreamKeeper._resume
 
-    def resume(self: StreamKeeper, submission: Submission, why: str, now: float, **how: bool) -> None:
+    def resume(self: StreamKeeper, submission: Submission, reason: Interrupt | None, why: str, now: float) -> None:
         limits, self.limits = self.limits, StreamLimits(attempts_max=1000)
-        original(self, submission, why, now, **how)
+        original(self, submission, reason, why, now)
         self.limits = limits
 
     m.setattr(StreamKeeper, "_resume", resume)
+
+
+@bug
+def what_has_left_still_counts_for_its_tenant(m: pytest.MonkeyPatch) -> None:
+    """A tenant seems to hold ever more of decode, and makes room for all others."""
+    m.setattr(HeldShares, "remove", lambda self, path, worker, key: None)
 
 
 @bug
@@ -83,8 +91,9 @@ def what_a_drain_cuts_short_counts_as_a_try(m: pytest.MonkeyPatch) -> None:
     """A rolling restart uses up the attempts of long streams."""
     original = StreamKeeper._resume
 
-    def resume(self: StreamKeeper, submission: Submission, why: str, now: float, **how: bool) -> None:
-        original(self, submission, why, now, link_lost=how.get("link_lost", False))
+    def resume(self: StreamKeeper, submission: Submission, reason: Interrupt | None, why: str, now: float) -> None:
+        reason = Interrupt.DECODE_LOST if reason is Interrupt.DRAINED else reason
+        original(self, submission, reason, why, now)
 
     m.setattr(StreamKeeper, "_resume", resume)
 

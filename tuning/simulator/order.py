@@ -81,10 +81,8 @@ class OneTenant:
         queue.overtake(entry)
         for other_key in keys:
             other = self._rows.get(other_key)
-            if other is not None and other is not queue and other.size:
-                assert other.oldest is not None
-                if other.oldest.joined < entry.joined:
-                    other.overtake(None)
+            if other is not None and other is not queue:
+                other.overtake(entry)
         self._go_on(entry, last, key)
 
     def go_on(self, job: Job, tokens: int, last: bool) -> None:

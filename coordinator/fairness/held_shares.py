@@ -1,0 +1,117 @@
+"""What each tenant holds in decode, and who gives way where another has less than its share. Pure.
+
+The measure of a stream is the part of its worker that it takes: of its sequences or of its blocks, whichever is more (the
+dominant resource of Ghodsi et al., NSDI 2011). At each level of the fair queue (priority class, organisation, user) the one
+that holds most for its weight gives way to the one whose request waits, unless it has about as much already, or would have
+more afterwards. So what is held comes to the weights of those that want more, nothing goes back and forth, and whoever
+is alone may have everything.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+
+from coordinator.fairness.scheduling_class import Path
+
+Key = tuple[str, int]
+"""A request's id and attempt."""
+NEAR_ENOUGH = 0.85
+"""Of what the other holds for its weight: nobody is interrupted for a smaller difference."""
+LOOKED_AT_MAX = 16
+"""Streams of one tenant, at one event."""
+
+
+class _Node:
+    __slots__ = ("children", "held", "order", "streams", "weight")
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+        self.held = 0
+        """Millionths of a decode worker."""
+        self.children: dict[str, _Node] = {}
+        """Those that hold something."""
+        self.order: list[tuple[float, str]] = []
+        """Their names, by what they hold for their weight."""
+        self.streams: dict[tuple[int, Key], int] = {}
+        """Of a tenant: what each holds, by its decode worker; oldest first."""
+
+
+class HeldShares:
+    """A change costs a step at each level."""
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        self._weights = weights or {}
+        self._root = _Node(1.0)
+
+    def add(self, path: Path, worker: int, key: Key, held: int) -> None:
+        """An attempt of this tenant holds so many millionths of a worker from now on."""
+        self._count(path, held).streams[worker, key] = held
+
+    def remove(self, path: Path, worker: int, key: Key) -> None:
+        tenant = self._root
+        for name in path:
+            tenant = tenant.children[name]
+        self._count(path, -tenant.streams.pop((worker, key)))
+
+    def streams(self) -> dict[tuple[int, Key], int]:
+        """What each holds; for checks."""
+        nodes, found = [self._root], dict[tuple[int, Key], int]()
+        for node in nodes:
+            nodes += node.children.values()
+            found |= node.streams
+            assert node.held == sum(child.held for child in node.children.values()) + sum(node.streams.values())
+            assert [name for _, name in node.order] == sorted(
+                node.children, key=lambda n: (node.children[n].held / node.children[n].weight, n)
+            )
+        return found
+
+    def who_gives_way(self, path: Path, wanted: Callable[[int], int]) -> Iterator[tuple[int, Key]]:
+        """The streams of the tenant that holds most for its weight, with their workers, newest first; not those whose end would
+        only turn the tables, if a request of this tenant took their place. `wanted(worker)` is what it would hold there."""
+        most, depth = self._root, 0
+        own: _Node | None = most
+        while most is own and most.order:  # whoever has most is the tenant's own: look further down
+            above = most
+            most, own = above.children[above.order[-1][1]], above.children.get(path[depth])
+            depth += 1
+        if most is own:
+            return
+        own_held, weight = (own.held, own.weight) if own else (0, self._weight(path[:depth]))
+        if own_held / weight > NEAR_ENOUGH * most.held / most.weight:
+            return
+        tenant = most
+        while tenant.order:
+            tenant = tenant.children[tenant.order[-1][1]]
+        for (worker, key), held in islice(reversed(tenant.streams.items()), LOOKED_AT_MAX):
+            if (most.held - held) / most.weight >= (own_held + wanted(worker)) / weight:
+                yield worker, key
+
+    def reweigh(self, weights: Mapping[str, float]) -> None:
+        self._weights = weights
+        self._weigh_below(self._root, ())
+
+    def _weigh_below(self, node: _Node, path: Path) -> None:
+        for name, child in node.children.items():
+            child.weight = self._weight((*path, name))
+            self._weigh_below(child, (*path, name))
+        node.order = sorted((child.held / child.weight, name) for name, child in node.children.items())
+
+    def _count(self, path: Path, held: int) -> _Node:
+        above = self._root
+        above.held += held
+        for depth, name in enumerate(path, 1):
+            node = above.children.get(name)
+            if node is None:
+                node = above.children[name] = _Node(self._weight(path[:depth]))
+            else:
+                del above.order[bisect_left(above.order, (node.held / node.weight, name))]
+            node.held += held
+            if node.held:
+                insort(above.order, (node.held / node.weight, name))
+            else:
+                del above.children[name]
+            above = node
+        return above
+
+    def _weight(self, path: Path) -> float:
+        return self._weights.get("/".join(path), 1.0)

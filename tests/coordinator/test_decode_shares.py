@@ -67,7 +67,7 @@ def test_room_in_blocks_is_shared_too() -> None:
 def test_of_two_that_always_want_more_each_has_half(every_s: float) -> None:
     arrivals = asks("long", 3000, [0.01 * number for number in range(200)]) + asks("short", 100, every(every_s))
     found = played(arrivals)
-    assert found["shares"]["short"]["decode"] == pytest.approx(0.5, abs=0.05), found["shares"]
+    assert found["traffic"]["short"]["decode_share"] == pytest.approx(0.5, abs=0.05), found["traffic"]
     assert found["traffic"]["long"]["interruptions"] <= 40, "what is near enough stays as it is"
 
 
@@ -82,7 +82,7 @@ def test_classes_share_by_their_weights() -> None:
     arrivals = asks("long", 3000, every(0.5), "batch") + asks("short", 200, every(0.05, 1.0), "interactive")
     tenants = {name: {"priority_classes": ["interactive", "batch"]} for name in ("long", "short")}
     found = played(arrivals, **tables, tenants=tenants)
-    assert found["shares"]["short"]["decode"] >= 0.8, found["shares"]
+    assert found["traffic"]["short"]["decode_share"] >= 0.8, found["traffic"]
 
 
 def test_nobody_gives_way_to_itself_or_where_that_would_turn_the_tables() -> None:

@@ -71,11 +71,8 @@ def compose(
             _count_bypass(request, worker, pool, queue, options.bypasses_max, now)
         return _fitting(request, left, block_size)
 
-    begun, worker.begun = worker.begun, None
-    urgent = _most_urgent(worker, now)
-    if urgent is not None or (begun is not None and _may_go_on(begun, left, worker, pool, queue)):
-        begun = urgent or begun
-        assert begun is not None
+    begun = _goes_on(worker, left, pool, queue, now)
+    if begun is not None:
         length = _fitting(begun, left, block_size)
         queue.go_on(begun, length, worker.incarnation, now)
         _add(begun, length, worker, chunks, requests)
@@ -112,6 +109,15 @@ def _fitting(request: Request, left: int, block_size: int) -> int:
     """Tokens of its prompt for a step in which so many are left."""
     remaining = request.submit.prompt_tokens - request.dispatched_tokens
     return remaining if remaining <= left else left - left % block_size
+
+
+def _goes_on(worker: Worker, left: int, pool: Pool, queue: WaitQueue, now: float) -> Request | None:
+    """A prompt half computed here whose next chunk comes before all others."""
+    begun, worker.begun = worker.begun, None
+    urgent = _most_urgent(worker, now)
+    if urgent is not None:
+        return urgent
+    return begun if begun is not None and _may_go_on(begun, left, worker, pool, queue) else None
 
 
 def _most_urgent(worker: Worker, now: float) -> Request | None:

@@ -102,11 +102,13 @@ def received_bytes(descriptor: int) -> int:
 
 
 def shut_down(descriptor: int, port: int) -> None:
-    """End a connection of the socket bound to this port; libzmq notices, and closes it."""
+    """End a connection of the socket bound to this port; libzmq notices, and closes it. With a reset: a peer whose window was
+    full may otherwise wait for a minute until it hears of the end."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as own:
             # Closed meanwhile, its number may be that of something else by now.
             if own.family in (socket.AF_INET, socket.AF_INET6) and own.getsockname()[1] == port:
+                own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 own.shutdown(socket.SHUT_RDWR)
     except OSError:
         return  # it is gone already

@@ -10,7 +10,7 @@ from coordinator.placement.choice import better_prefill, expect_cached
 from coordinator.placement.place import room
 from coordinator.request import Request
 from coordinator.waiting.queue import WaitQueue
-from coordinator.waiting.queue_keys import Demand, bound_key, class_key, classes_without_room, is_class
+from coordinator.waiting.queue_keys import LONE_KEY, Demand, bound_key, class_key, classes_without_room, is_class
 from coordinator.workers.pool import Pool
 from coordinator.workers.worker import Worker
 from proto import limits
@@ -42,12 +42,22 @@ def compose(
     requests: list[Request] = []
     left = max(worker.pace.budget, block_size)
     decode: Worker | None = None
+    waits_alone = False
+    if pool.suspects and any(request.own_step for _, started in worker.steps.values() for request in started):
+        return None
 
     def length_of(request: Request) -> int | Close | MoveTo:
         """How much of a prompt fits what is left."""
-        nonlocal decode
+        nonlocal decode, waits_alone
+        waits_alone = waits_alone or (request.own_step and bool(chunks or worker.steps))
+        if waits_alone:
+            return Close()  # for everything else too, so that nothing is before it the next time
         if request.state is State.QUEUED:
             assert request.entry is not None
+            if request.own_worker:
+                pool.unbind(request)
+                pool.rooms.lone[request.id] = request
+                return MoveTo(LONE_KEY)
             in_class = is_class(request.entry.key)
             if in_class and request.attempt_progress.moves < MOVES_MAX:
                 waiting = pool.kept_waiting(worker, len(queue))
@@ -72,7 +82,7 @@ def compose(
         length = _fitting(begun, left, block_size)
         queue.go_on(begun, length, worker.incarnation, now)
         _add(begun, length, worker, chunks, requests)
-        left -= length
+        left = 0 if begun.own_step else left - length
     look = length_of if watch is None else watched(length_of, watch, worker, pool)
     while left >= block_size and len(chunks) < limits.MAX_CHUNKS_PER_STEP:
         keys = pool.open_keys(worker, queue.classes())
@@ -87,7 +97,7 @@ def compose(
             assert decode is not None
             place(request, worker, decode)
         _add(request, found.length, worker, chunks, requests)
-        left -= found.length
+        left = 0 if request.own_step else left - found.length
     return worker.begin_step(chunks, requests) if chunks else None
 
 
@@ -109,7 +119,7 @@ def _fitting(request: Request, left: int, block_size: int) -> int:
 
 def _may_go_on(begun: Request, left: int, worker: Worker, pool: Pool, queue: WaitQueue) -> bool:
     """Whether the next chunk of a prompt comes before all others: not while somebody waits who has had less than its share."""
-    if begun.entry is None or worker.placed.get(begun.id) is not begun:
+    if begun.entry is None or worker.placed.get(begun.id) is not begun or (begun.own_step and worker.steps):
         return False
     keys = (worker.incarnation, *pool.open_keys(worker, queue.classes()))
     if queue.fair.has_late(keys):

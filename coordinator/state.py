@@ -75,7 +75,7 @@ class State:
         """What people said last of workers, by incarnation: when what still runs there is handed over, or None for not at
         all."""
         self.flipping: dict[int, Flip] = {}
-        """Of workers that are changing their role, by their incarnations in the old one: `MAX_FLIPS_AT_ONCE` at most."""
+        """Of workers that are changing their role, by their incarnations in the old one: of each model `flips_at_once`."""
         self.flips: deque[Flip] = deque(maxlen=FLIPS_SHOWN)
         """The last changes of roles, those included."""
         self.autopilots: dict[str, tuple[AutopilotStatus, float]] = {}
@@ -172,13 +172,6 @@ class State:
     def last_suspicion(self, request_id: str) -> Suspicion | None:
         last = self.ended.get(request_id)
         return last.suspicion if last is not None else None
-
-    def clear(self, request: Request) -> None:
-        """It is not what ended its workers."""
-        request.suspicion = None
-        pool = self.pools[request.submit.model]
-        pool.suspects.pop(request.id, None)
-        pool.free_own_worker(request)
 
     def last_attempt(self, request_id: str) -> int:
         """Of a request that ended lately; 0 for any other."""

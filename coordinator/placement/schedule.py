@@ -41,6 +41,7 @@ def schedule(state: State, now: float) -> None:
             _place_claims(state, pool, queue, now)
         if pool.rooms.reservation is not None:
             _place_kept(state, pool, queue, now)
+        _place_lone(state, pool, queue, now)
         while (worker := _next_to_ask(pool, queue)) is not None or _place_lone(state, pool, queue, now):
             if worker is None:
                 continue
@@ -168,6 +169,8 @@ def _place_out_of_turn(state: State, request: Request, prefill: Worker, decode: 
 
 def _fill(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> bool:
     """Give a prefill worker one step more; False if there is nothing for it."""
+    if pool.suspects and any(request.own_step for _, requests in worker.steps.values() for request in requests):
+        return False  # nothing beside that one
     step = compose(
         worker,
         pool,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from coordinator.events import Limits
 from coordinator.fairness.offers import Close, MoveTo
 from coordinator.lifecycle import State
-from coordinator.observer import NothingRuns, Watch, watched
+from coordinator.observer import Look, NothingRuns, Watch, watched
 from coordinator.placement.choice import better_prefill, expect_cached
 from coordinator.placement.place import room
 from coordinator.request import Request
@@ -42,22 +42,12 @@ def compose(
     requests: list[Request] = []
     left = max(worker.pace.budget, block_size)
     decode: Worker | None = None
-    waits_alone = False
-    if pool.suspects and any(request.own_step for _, started in worker.steps.values() for request in started):
-        return None
 
     def length_of(request: Request) -> int | Close | MoveTo:
         """How much of a prompt fits what is left."""
-        nonlocal decode, waits_alone
-        waits_alone = waits_alone or (request.own_step and bool(chunks or worker.steps))
-        if waits_alone:
-            return Close()  # for everything else too, so that nothing is before it the next time
+        nonlocal decode
         if request.state is State.QUEUED:
             assert request.entry is not None
-            if request.own_worker:
-                pool.unbind(request)
-                pool.rooms.lone[request.id] = request
-                return MoveTo(LONE_KEY)
             in_class = is_class(request.entry.key)
             if in_class and request.attempt_progress.moves < MOVES_MAX:
                 waiting = pool.kept_waiting(worker, len(queue))
@@ -78,12 +68,13 @@ def compose(
         return _fitting(request, left, block_size)
 
     begun, worker.begun = worker.begun, None
-    if begun is not None and _may_go_on(begun, left, worker, pool, queue):
+    if begun and _may_go_on(begun, left, worker, pool, queue):
         length = _fitting(begun, left, block_size)
         queue.go_on(begun, length, worker.incarnation, now)
         _add(begun, length, worker, chunks, requests)
         left = 0 if begun.own_step else left - length
     look = length_of if watch is None else watched(length_of, watch, worker, pool)
+    look = _apart(look, worker, pool, chunks) if pool.suspects else look
     while left >= block_size and len(chunks) < limits.MAX_CHUNKS_PER_STEP:
         keys = pool.open_keys(worker, queue.classes())
         found = queue.next_chunk(worker.incarnation, keys, look, now)
@@ -99,6 +90,22 @@ def compose(
         _add(request, found.length, worker, chunks, requests)
         left = 0 if request.own_step else left - found.length
     return worker.begin_step(chunks, requests) if chunks else None
+
+
+def _apart(look: Look, worker: Worker, pool: Pool, chunks: list[Chunk]) -> Look:
+    """Suspected requests run in steps of their own, and then on decode workers of their own."""
+    waits = False
+
+    def length_of(request: Request) -> int | Close | MoveTo:
+        nonlocal waits
+        if request.own_worker and request.state is State.QUEUED:
+            pool.unbind(request)
+            pool.rooms.lone[request.id] = request
+            return MoveTo(LONE_KEY)
+        waits = waits or (request.own_step and bool(chunks or worker.steps))
+        return Close() if waits else look(request)  # nothing more, so that nothing is before it the next time
+
+    return length_of
 
 
 def _add(request: Request, length: int, worker: Worker, chunks: list[Chunk], requests: list[Request]) -> None:

@@ -73,6 +73,7 @@ def down(state: State, incarnation: int, reason: str, now: float, *, lives: bool
         state.unbind_all(worker)
         pool = state.pools[hello.model]
         pool.remove(worker, now)
+        pool.traffic.lost += not drained
         if not pool.prefill and not pool.decode:
             state.empty_pools[hello.model] = now
         worker.leave()

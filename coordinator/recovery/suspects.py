@@ -85,11 +85,18 @@ def computed(state: State, request: Request) -> None:
     """So much of its prompt is computed as it never was when its worker was lost."""
     suspicion = request.suspicion
     if suspicion and 0 < suspicion.prompt_tokens <= request.attempt_progress.computed_tokens:
-        state.clear(request)
+        _clear(state, request)
 
 
 def emitted(state: State, worker: Worker) -> None:
     """A decode worker has run steps."""
     for request in list(state.pools[worker.hello.model].suspects.values()):
         if _decodes_on(request, worker) and worker.forwarded(request.key) >= PROGRESS_TOKENS:
-            state.clear(request)
+            _clear(state, request)
+
+
+def _clear(state: State, request: Request) -> None:
+    request.suspicion = None
+    pool = state.pools[request.submit.model]
+    pool.suspects.pop(request.id, None)
+    pool.free_own_worker(request)

@@ -76,8 +76,7 @@ def compose(
     look = length_of if watch is None else watched(length_of, watch, worker, pool)
     look = _apart(look, worker, pool, chunks) if pool.suspects else look
     while left >= block_size and len(chunks) < limits.MAX_CHUNKS_PER_STEP:
-        keys = pool.open_keys(worker, queue.classes())
-        found = queue.next_chunk(worker.incarnation, keys, look, now)
+        found = queue.next_chunk(worker.incarnation, pool.open_keys(worker, queue.classes()), look, now)
         request = found.request
         if request is None:
             pool.gave_up = pool.gave_up or found.gave_up

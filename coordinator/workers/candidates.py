@@ -145,7 +145,7 @@ class Candidates:
         looked = 0
         for incarnation in self._least_full:
             worker = self.decode[incarnation]
-            if self._takes(worker, prefill, now):
+            if worker.free_seqs >= request.submit.choices and self._takes(worker, prefill, now):
                 found[incarnation] = worker
                 looked += 1
                 if looked == _LEAST_FULL:

@@ -3,9 +3,11 @@
 import msgspec
 import pytest
 
+from coordinator.event_log.reasons import RunsAlone, why_not
 from coordinator.events import Limits, PeerDown, PeerUp, Tick
 from coordinator.recovery import suspects
 from coordinator.suspicion import Suspicion
+from launcher.admin.explain_words import _reason
 from proto.errors import CancelReason, Reject
 from proto.messages import Cancel, HandedOver, Interrupted, Rejected, Release, Released, Role, Step, StepDone, Submit
 from proto.progress import DecodeProgress, Joined
@@ -200,6 +202,8 @@ def test_two_streams_lost_twice_each_have_a_worker_of_their_own_and_the_guilty_o
     for name in ("a", "b"):
         h.receive(1, submit(name, attempt=3, max_tokens=50))
     assert {h.core.requests[name].state for name in "ab"} == {"queued"}
+    why = why_not(h.core.requests["a"], None, [], h.core.workers[10], h.core.pools["m"])
+    assert why == RunsAlone(2) and "waits for a decode worker of its own" in _reason(why, "")
     h.receive(1, submit("later", max_tokens=50))
     assert h.core.requests["later"].state == "queued", "the only worker is being emptied"
     h.receive(1, Cancel("beside", 1, CancelReason.DISCONNECTED))

@@ -5,7 +5,7 @@ from coordinator.kv_admission.shared_blocks import chains
 from coordinator.lifecycle import ON_WORKERS, Trigger
 from coordinator.lifecycle import State as RequestState
 from coordinator.placement.preemption import charge_held, relieve
-from coordinator.recovery import flips
+from coordinator.recovery import flips, suspects
 from coordinator.request import Request
 from coordinator.state import State
 from coordinator.workers.circuit_breakers import NOBODY
@@ -61,6 +61,7 @@ def step_done(state: State, incarnation: int, event: Received, now: float) -> No
         if request is None or (attempt_progress := request.attempt_progress).prefill_incarnation != incarnation:
             continue
         attempt_progress.computed_tokens += chunk.length
+        suspects.computed(state, request)
         queue.count_uncomputed(request, max(request.submit.prompt_tokens - attempt_progress.computed_tokens, 0))
         if (
             request.state is RequestState.PREFILLING
@@ -199,6 +200,7 @@ def decode_progress(state: State, incarnation: int, event: Received, now: float)
     _time_steps(state, worker, done, now)
     if done.steps:
         state.stepped(incarnation)
+    suspects.emitted(state, worker)
     for shared in done.prefixes:
         room.shares((shared.request_id, shared.attempt), chains(shared.parts))
     charge_held(state, worker, now)

@@ -6,6 +6,7 @@ from coordinator.accounting.bill import Bill
 from coordinator.fairness.tenant_queue import Entry
 from coordinator.kv_admission.demand import NEVER
 from coordinator.lifecycle import State, Trigger, advance
+from coordinator.suspicion import PROGRESS_TOKENS, Suspicion
 from proto.messages import Submit
 
 NO_CLAIM = (0, 0)
@@ -84,6 +85,7 @@ class Request(msgspec.Struct, eq=False):
     """Tokens its answer is counted with on a decode worker, if less than it may have."""
     numerics: str = ""
     """Of the first decode worker it had: what its stream goes on with, if there is a choice."""
+    suspicion: Suspicion | None = None
     attempt_progress: AttemptProgress = _NOTHING
     """To be read. Its own is made by `begin`: there are many requests, and most wait before anything happens to them."""
 
@@ -120,6 +122,14 @@ class Request(msgspec.Struct, eq=False):
         return self.submit.attempt > 1 or self.submit.resumed_tokens > 0
 
     @property
+    def own_step(self) -> bool:
+        return self.suspicion is not None and self.suspicion.own_step
+
+    @property
+    def own_worker(self) -> bool:
+        return self.suspicion is not None and self.suspicion.own_worker
+
+    @property
     def attempt(self) -> int:
         return self.submit.attempt
 
@@ -149,8 +159,10 @@ class Request(msgspec.Struct, eq=False):
 
     def renew(self, submit: Submit, blob: bytes) -> None:
         """Take the next attempt's parameters over."""
-        drained_before = self.submit.drained_attempts
+        drained_before, resumed_before = self.submit.drained_attempts, self.submit.resumed_tokens
         self.submit, self.blob = submit, blob
+        if self.suspicion is not None and submit.resumed_tokens >= resumed_before + PROGRESS_TOKENS:
+            self.suspicion = Suspicion(1, self.suspicion.prompt_tokens)  # its last worker was lost behind these
         self.pay_for_drained(drained_before)
         self.dispatched_tokens = self.cached_tokens = 0
         attempt_progress = self.begin()

@@ -15,8 +15,8 @@ from coordinator.lifecycle import TERMINAL, Trigger
 from coordinator.lifecycle import State as RequestState
 from coordinator.observer import Watch
 from coordinator.request import CLAIM, NO_CLAIM, Request
+from coordinator.suspicion import Suspicion
 from coordinator.waiting.queue import WaitQueue
-from coordinator.waiting.retries import RetryBudget
 from coordinator.workers.flip import Flip
 from coordinator.workers.pool import Pool
 from coordinator.workers.worker import Holding, Where, Worker
@@ -32,6 +32,7 @@ class Last(msgspec.Struct, frozen=True, gc=False):
     attempt: int
     drained: int
     """Attempts up to it that drains cut short; less than any where it was never accepted here."""
+    suspicion: Suspicion | None = None
 
 
 class State:
@@ -47,7 +48,6 @@ class State:
         self.workers: dict[int, Worker] = {}
         self.where: Where = {}
         """By attempt: which of them hold something for it."""
-        self.retries = RetryBudget(self.limits.retry_floor, self.limits.retry_share)
         self.fenced: OrderedDict[int, Hello] = OrderedDict()
         """Incarnations of the last workers that hung, oldest first."""
         self.pools: dict[str, Pool] = {}
@@ -56,7 +56,9 @@ class State:
         """Models without a worker, and since when; longest first."""
         self.queues: dict[str, WaitQueue] = {}
         self.requests: dict[str, Request] = {}
-        """All that have not ended."""
+        """All that have not ended ..."""
+        self.alive: Counter[str] = Counter()
+        """... and how many of each model."""
         self.interrupted: OrderedDict[str, Request] = OrderedDict()
         """Those that wait for their gateway, longest first."""
         self.ended: Remembered[Last] = Remembered(self.limits.remembered_s, self.limits.remembered_max)
@@ -73,7 +75,7 @@ class State:
         """What people said last of workers, by incarnation: when what still runs there is handed over, or None for not at
         all."""
         self.flipping: dict[int, Flip] = {}
-        """Of workers that are changing their role, by their incarnations in the old one: `MAX_FLIPS_AT_ONCE` at most."""
+        """Of workers that are changing their role, by their incarnations in the old one: of each model `flips_at_once`."""
         self.flips: deque[Flip] = deque(maxlen=FLIPS_SHOWN)
         """The last changes of roles, those included."""
         self.autopilots: dict[str, tuple[AutopilotStatus, float]] = {}
@@ -142,7 +144,9 @@ class State:
         request.blob = b""  # rows and lists may know it for a while yet
         self.outcomes[request.state] += 1
         del self.requests[request.id]
-        self.remember(*request.key, request.submit.drained_attempts)
+        self.alive[request.submit.model] -= 1
+        self.remember(*request.key, request.submit.drained_attempts, request.suspicion)
+        self.pools[request.submit.model].suspects.pop(request.id, None)
         self.record_usage(self.billing.end(request.id, request.state, now))
 
     def record_usage(self, entry: Opened | Closed | None) -> None:
@@ -160,9 +164,14 @@ class State:
                 for queue in self.queues.values():
                     queue.forget(tenant)
 
-    def remember(self, request_id: str, attempt: int, drained: int = -1) -> None:
+    def remember(self, request_id: str, attempt: int, drained: int = -1, suspicion: Suspicion | None = None) -> None:
         attempt = max(attempt, self.last_attempt(request_id))
-        self.ended.put(request_id, Last(attempt, max(drained, self.last_drained(request_id))), self.now)
+        suspicion = suspicion or self.last_suspicion(request_id)
+        self.ended.put(request_id, Last(attempt, max(drained, self.last_drained(request_id)), suspicion), self.now)
+
+    def last_suspicion(self, request_id: str) -> Suspicion | None:
+        last = self.ended.get(request_id)
+        return last.suspicion if last is not None else None
 
     def last_attempt(self, request_id: str) -> int:
         """Of a request that ended lately; 0 for any other."""
@@ -227,6 +236,7 @@ class State:
     def withdraw(self, request: Request) -> None:
         """Take the attempt out of the queue or off its workers, whichever it is in, and its estimate off its tenant's bill."""
         queue = self.queues[request.submit.model]
+        self.pools[request.submit.model].free_own_worker(request)
         queue.count_uncomputed(request, 0)
         queue.remove(request)
         queue.refund_output(request)

@@ -58,6 +58,8 @@ class Reject(StrEnum):
     TOO_MANY_ATTEMPTS = "too_many_attempts"
     """Sent by older coordinators only: the gateway bounds the attempts."""
     SHUTTING_DOWN = "shutting_down"
+    LOSES_WORKERS = "loses_workers"
+    """It ran in steps of workers that were lost, one after the other, so it would end more of them."""
 
 
 class Interrupt(StrEnum):

@@ -40,11 +40,16 @@ MAX_MODELS = 64
 """Of one coordinator, those without a worker included until it forgets them."""
 MAX_CLASSES_SHOWN = 64
 """Priority classes with a target, in one status."""
-MAX_FLIPS_AT_ONCE = 8
-"""Workers that change their role."""
+MAX_FLIPS_AT_ONCE = 64
+"""Workers of one model that change their role. Where there are few of them, `flips_at_once`."""
 MAX_SEGMENTS = 4096
 MAX_SEGMENTS_ANNOUNCED = 256
 """At once."""
 MAX_TOKEN_ITEMS = 4096
 MAX_TOKENS_PER_ITEM = 64
 MAX_VOCAB = 1 << 24
+
+
+def flips_at_once(workers: int) -> int:
+    """How many of so many workers of one model may change their role at once."""
+    return min(max(8, workers // 8), MAX_FLIPS_AT_ONCE)

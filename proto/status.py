@@ -118,6 +118,8 @@ class FlipStatus(msgspec.Struct, frozen=True, array_like=True):
     """From then until it was registered in its new role: it served in neither."""
     first_step_ms: DurationMs = 0.0
     """From then until its first step was done; 0: none has run yet."""
+    model: Text = ""
+    """Empty: an older coordinator did not say."""
 
 
 class TrafficStatus(msgspec.Struct, frozen=True, array_like=True):
@@ -139,6 +141,8 @@ class TrafficStatus(msgspec.Struct, frozen=True, array_like=True):
     """Until the prompt was computed, or as long as that has taken up to now; 0: it ended before."""
     tpot_ms: Annotated[tuple[DurationMs, ...], Meta(max_length=1024)] = ()
     """For each later token, as far as they have come; 0: none has."""
+    lost: Count = 0
+    """Workers of the model that were lost since the coordinator started, or forgot the model."""
 
 
 class StepTimes(msgspec.Struct, frozen=True, array_like=True):

@@ -12,7 +12,8 @@ this must hold:
   `FOLLOWS_S` after a change in the same direction, by which the traffic is known to have changed;
 - so it was `confirmations` times in a row, in the same direction;
 - the last change in the other direction was `dwell_s` ago or more;
-- no worker was lost for `calm_s`, none is drained or changing its role, and each role keeps one.
+- of its model's workers no more than one in 64 was lost within `calm_s`, or none where there are fewer; none is changing its
+  role, and each role keeps one. Workers that are drained count for nothing.
 """
 
 from collections import Counter
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from math import inf, sqrt
 from typing import Final, NamedTuple
 
-from proto.limits import MAX_FLIPS_AT_ONCE
+from proto.limits import flips_at_once
 from proto.messages import Role
 from proto.status import StatusReport, TrafficStatus
 from tuning.advise import Estimate, Model, Slo, Traffic, Workers, interarrival_cv
@@ -38,6 +39,8 @@ SIGMAS: Final = 2.0
 WINDOW_S_MAX: Final = 120.0
 """What is older than this is left out."""
 FOLLOWS_S: Final = 180.0
+LOST_SHARE: Final = 1 / 64
+"""Of the workers, so many may be lost within `calm_s`: in a large fleet some worker is lost all the time."""
 CANDIDATES_MAX: Final = 64
 STEP: Final = 1 / 8
 """Of the workers, at most so many change at once, or one."""
@@ -76,7 +79,7 @@ class Observation:
     longer: Traffic | None = None
     """Of a longer time."""
     lost: int = 0
-    """Workers that the coordinator has lost since it started."""
+    """Workers of this model that the coordinator has lost since it started."""
     is_changing: bool = False
     """A worker is changing its role."""
 
@@ -108,7 +111,8 @@ class Autopilot:
     _direction: int = 0
     """Of the last change: 1 towards more prefill workers."""
     _lost: int | None = None
-    _calm_at: float = field(default=-inf)
+    _losses: list[tuple[float, int]] = field(default_factory=list)
+    """When how many workers were lost, within the last `calm_s`."""
 
     def decide(self, seen: Observation, now: float) -> Decision:
         present = ratio_of(seen)
@@ -156,8 +160,10 @@ class Autopilot:
         return traffic, is_now, best
 
     def _watch_losses(self, seen: Observation, now: float) -> None:
-        if self._lost is not None and seen.lost != self._lost:  # fewer: another coordinator, which counts anew
-            self._calm_at = now + self.rules.calm_s
+        self._losses = [(at, count) for at, count in self._losses if now < at + self.rules.calm_s]
+        if self._lost is not None and seen.lost != self._lost:
+            # Fewer: another coordinator, which counts anew, and has not seen what the first one lost last.
+            self._losses.append((now, seen.lost - self._lost if seen.lost > self._lost else len(seen.workers)))
         self._lost = seen.lost
 
     def _hindrance(self, seen: Observation, is_now: Estimate, best: Estimate, direction: int, now: float) -> str:
@@ -169,10 +175,11 @@ class Autopilot:
         self._agreed = self._agreed + direction if self._agreed * direction > 0 else direction
         if is_now.workers.prefill + direction < 1 or is_now.workers.decode - direction < 1:
             return "each role keeps a worker"
-        if seen.is_changing or any(one.draining for one in seen.workers):
-            return "a worker is drained or changing its role"
-        if now < self._calm_at:
-            return f"a worker was lost less than {rules.calm_s:g} s ago"
+        if seen.is_changing:
+            return "a worker is changing its role"
+        if (lost := sum(count for _, count in self._losses)) > LOST_SHARE * is_now.workers.total:
+            which = "a worker was" if lost == 1 else f"{lost} workers were"
+            return f"{which} lost less than {rules.calm_s:g} s ago"
         if abs(self._agreed) < rules.confirmations:
             return "to be seen again first"
         if direction != self._direction and now < self._flipped_at + rules.dwell_s:
@@ -185,7 +192,8 @@ class Autopilot:
 
 
 def ratio_of(seen: Observation) -> Workers:
-    roles = Counter((one.role, one.is_mixed) for one in seen.workers)
+    """Of those that take work."""
+    roles = Counter((one.role, one.is_mixed) for one in seen.workers if not one.draining)
     return Workers(roles[Role.PREFILL, False], roles[Role.DECODE, False], roles[Role.PREFILL, True])
 
 
@@ -224,7 +232,6 @@ def _traffic(status: TrafficStatus, most: int) -> Traffic | None:
 def observation_of(report: StatusReport, model: str) -> Observation:
     """Of the workers of this model."""
     traffic = next((one for one in report.traffic if one.model == model), None)
-    counters = report.counters
     workers = [one for one in report.workers if one.model == model]
     roles = Counter((one.host, one.pid) for one in workers)
     return Observation(
@@ -234,8 +241,8 @@ def observation_of(report: StatusReport, model: str) -> Observation:
         ],
         latest(traffic) if traffic is not None else None,
         of_longer(traffic) if traffic is not None else None,
-        counters.get("prefill_lost", 0) + counters.get("decode_lost", 0),
-        any(one.state in ("draining", "registering") for one in report.flips),
+        traffic.lost if traffic is not None else 0,
+        any(one.model in ("", model) and one.state in ("draining", "registering") for one in report.flips),
     )
 
 
@@ -271,8 +278,9 @@ def _reason(is_now: Estimate, best: Estimate, traffic: Traffic) -> str:
 
 def _whom(workers: Sequence[Seat], role: Role, distance: int) -> tuple[str, ...]:
     """Of this role, those with the fewest requests; one stays."""
-    having = sorted((one.requests, one.name) for one in workers if one.role is role and not one.is_mixed)
-    most = min(max(1, int(STEP * len(workers))), MAX_FLIPS_AT_ONCE, len(having) - 1)
+    able = [one for one in workers if not (one.draining or one.is_mixed)]
+    having = sorted((one.requests, one.name) for one in able if one.role is role)
+    most = min(max(1, int(STEP * len(able))), flips_at_once(len(workers)), len(having) - 1)
     return tuple(name for _, name in having[: min(distance, most)])
 
 

@@ -70,7 +70,7 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
         if submit.attempt == known.attempt:
             state.send(incarnation, Accepted(*known.key, state.billing.rates(submit.tenant, now)))
         return
-    again = _comes_back(state, submit)
+    again = submit.model in state.queues and _comes_back(state, submit)
     if again and _put_off(state, incarnation, submit, now):
         return
     if submit.attempt == 1 and known is None and submit.model in state.pools:
@@ -80,6 +80,7 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
     if reason is None and request is None:
         request = Request(submit.request_id, incarnation, submit, event.blob, now, now, state.path(submit))
         request.counted = submit.attempt == 1
+        request.suspicion = state.last_suspicion(request.id) or state.last_suspicion(whole_of(submit))
         state.set_targets(request)
         reason, why, retry_after_s = tenancy.reserve(state, request, now)
         if reason is None:
@@ -96,13 +97,16 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
     assert request is not None
     if known is None:
         state.requests[request.id] = request
+        state.alive[submit.model] += 1
+        if request.suspicion is not None:
+            state.pools[submit.model].suspects[request.id] = request
         request.pay_for_drained(0)
         state.record_usage(tenancy.opened(state, request))
     else:
         _renew(state, request, submit, event.blob, now)
     if again:
         state.counters["retries"] += 1
-        state.retries.spend(now)
+        state.queues[submit.model].retries.spend(now)
     queue = state.queues[submit.model]
     request.expected_left = expected_left(request, queue.output_estimate(request), state.limits.kv_overcommit)
     queue.push(request, now, not state.draining or state.can_run(request))
@@ -127,11 +131,12 @@ def _comes_back(state: State, submit: Submit) -> bool:
 
 def _put_off(state: State, incarnation: int, submit: Submit, now: float) -> bool:
     """Where too many come back at once, its gateway is told to try again later; nothing else changes."""
-    if state.retries.allows(len(state.requests), now):
+    retries = state.queues[submit.model].retries
+    if retries.allows(state.alive[submit.model], now):
         return False
     state.counters["retries_put_off"] += 1
     why = "too many interrupted requests come back at once"
-    put_off = Rejected(submit.request_id, submit.attempt, Reject.RETRY_BUDGET, why, state.retries.wait_s(now))
+    put_off = Rejected(submit.request_id, submit.attempt, Reject.RETRY_BUDGET, why, retries.wait_s(now))
     state.send(incarnation, put_off)
     return True
 

@@ -15,7 +15,7 @@ from coordinator.fairness.tenant_queue import AGED, Entry
 from coordinator.observer import Looked, Outcome
 from coordinator.placement.choice import cached_tokens
 from coordinator.request import Request
-from coordinator.waiting.queue_keys import bound_key, is_class
+from coordinator.waiting.queue_keys import LONE_KEY, bound_key, is_class
 from coordinator.workers.pool import Pool
 from coordinator.workers.worker import Worker
 
@@ -112,7 +112,14 @@ class FasterElsewhere(msgspec.Struct, frozen=True, tag_field="kind", tag="faster
     """... and when that one would have been done."""
 
 
-Reason = OtherTurn | SameTenant | NoRoom | RoomKept | BehindNoRoom | CachedElsewhere | FasterElsewhere
+class RunsAlone(msgspec.Struct, frozen=True, tag_field="kind", tag="runs_alone"):
+    """It may have ended workers, and waits for a decode worker of its own."""
+
+    losses: int
+    """Workers lost one after the other while they computed it."""
+
+
+Reason = OtherTurn | SameTenant | NoRoom | RoomKept | BehindNoRoom | CachedElsewhere | FasterElsewhere | RunsAlone
 
 
 def by(request: Request) -> By:
@@ -127,6 +134,8 @@ def why_not(target: Request, winner: Request | None, looked: list[Looked], worke
     entry: Entry[Request] | None = target.entry
     if winner is target or entry is None:
         return None
+    if target.suspicion is not None and entry.key == LONE_KEY:
+        return RunsAlone(target.suspicion.losses)
     for look in looked:
         if look.request is target:
             if look.outcome is Outcome.WAITS:

@@ -18,6 +18,7 @@ from coordinator.event_log.reasons import (
     OtherTurn,
     Reason,
     RoomKept,
+    RunsAlone,
     SameTenant,
     why_not,
 )
@@ -141,7 +142,7 @@ def _same(reason: Reason) -> tuple[object, ...]:
             return (type(reason), *who)
         case NoRoom(worker=worker, kept=kept):
             return (type(reason), worker, kept)
-        case BehindNoRoom() | CachedElsewhere() | FasterElsewhere():
+        case BehindNoRoom() | CachedElsewhere() | FasterElsewhere() | RunsAlone():
             return (type(reason),)
 
 

@@ -42,7 +42,10 @@ def schedule(state: State, now: float) -> None:
             _place_claims(state, pool, queue, now)
         if pool.rooms.reservation is not None:
             _place_kept(state, pool, queue, now)
-        while (worker := _next_to_ask(pool, queue)) is not None:
+        _place_lone(state, pool, queue, now)
+        while (worker := _next_to_ask(pool, queue)) is not None or _place_lone(state, pool, queue, now):
+            if worker is None:
+                continue
             if not _fill(state, worker, pool, queue, now):
                 if not _steal(worker, pool, queue, now):
                     pool.ready.pop(worker.incarnation, None)
@@ -139,6 +142,23 @@ def _place_kept(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
         )
 
 
+def _place_lone(state: State, pool: Pool, queue: WaitQueue, now: float) -> bool:
+    """Whether a request that is to run alone got a decode worker of its own: it has had its turn, and one has become empty."""
+    request = next((one for one in pool.rooms.lone.values() if one.entry is not None), None)
+    if request is None or pool.rooms.lone_runs is not None:
+        return False
+    decode = pool.own_worker(request)
+    if decode is None or decode.holdings or not decode.fits(request.submit, request.expected_left):
+        return False
+    prefill = prefill_for(request, decode, pool, now)
+    if prefill is None:
+        return False
+    del pool.rooms.lone[request.id]
+    pool.rooms.lone_runs = request
+    _place_out_of_turn(state, request, prefill, decode, now)
+    return True
+
+
 def _place_out_of_turn(state: State, request: Request, prefill: Worker, decode: Worker, now: float) -> None:
     pool, queue = state.pools[request.submit.model], state.queues[request.submit.model]
     pool.unbind(request)
@@ -151,6 +171,8 @@ def _place_out_of_turn(state: State, request: Request, prefill: Worker, decode: 
 
 def _fill(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> bool:
     """Give a prefill worker one step more; False if there is nothing for it."""
+    if pool.suspects and any(request.own_step for _, requests in worker.steps.values() for request in requests):
+        return False  # nothing beside that one
     step = compose(
         worker,
         pool,

@@ -7,12 +7,12 @@ from math import inf
 from coordinator.events import Limits
 from coordinator.fairness.offers import Close, MoveTo
 from coordinator.lifecycle import State
-from coordinator.observer import NothingRuns, Watch, watched
+from coordinator.observer import Look, NothingRuns, Watch, watched
 from coordinator.placement.choice import better_prefill, expect_cached
 from coordinator.placement.place import room
 from coordinator.request import Request
 from coordinator.waiting.queue import WaitQueue
-from coordinator.waiting.queue_keys import Demand, bound_key, class_key, classes_without_room, is_class
+from coordinator.waiting.queue_keys import LONE_KEY, Demand, bound_key, class_key, classes_without_room, is_class
 from coordinator.workers.pool import Pool
 from coordinator.workers.worker import Worker
 from proto import limits
@@ -76,11 +76,11 @@ def compose(
         length = _fitting(begun, left, block_size)
         queue.go_on(begun, length, worker.incarnation, now)
         _add(begun, length, worker, chunks, requests)
-        left -= length
+        left = 0 if begun.own_step else left - length
     look = length_of if watch is None else watched(length_of, watch, worker, pool)
+    look = _apart(look, worker, pool, chunks) if pool.suspects else look
     while left >= block_size and len(chunks) < limits.MAX_CHUNKS_PER_STEP:
-        keys = pool.open_keys(worker, queue.classes())
-        found = queue.next_chunk(worker.incarnation, keys, look, now)
+        found = queue.next_chunk(worker.incarnation, pool.open_keys(worker, queue.classes()), look, now)
         request = found.request
         if request is None:
             pool.gave_up = pool.gave_up or found.gave_up
@@ -91,8 +91,24 @@ def compose(
             assert decode is not None
             place(request, worker, decode)
         _add(request, found.length, worker, chunks, requests)
-        left -= found.length
+        left = 0 if request.own_step else left - found.length
     return worker.begin_step(chunks, requests) if chunks else None
+
+
+def _apart(look: Look, worker: Worker, pool: Pool, chunks: list[Chunk]) -> Look:
+    """Suspected requests run in steps of their own, and then on decode workers of their own."""
+    waits = False
+
+    def length_of(request: Request) -> int | Close | MoveTo:
+        nonlocal waits
+        if request.own_worker and request.state is State.QUEUED:
+            pool.unbind(request)
+            pool.rooms.lone[request.id] = request
+            return MoveTo(LONE_KEY)
+        waits = waits or (request.own_step and bool(chunks or worker.steps))
+        return Close() if waits else look(request)  # nothing more, so that nothing is before it the next time
+
+    return length_of
 
 
 def _add(request: Request, length: int, worker: Worker, chunks: list[Chunk], requests: list[Request]) -> None:
@@ -126,7 +142,7 @@ def _most_urgent(worker: Worker, now: float) -> Request | None:
     of tenants that were idle, and they would be late."""
     first, first_due = None, inf
     for request in islice(worker.placed.values(), LOOKED_AT_MAX):
-        if ms := request.first_token_ms:
+        if (ms := request.first_token_ms) and not request.own_step:
             due = request.arrived + ms / 1000
             if due < first_due and now > due - ms / 2000 and due > now:
                 first, first_due = request, due
@@ -135,7 +151,7 @@ def _most_urgent(worker: Worker, now: float) -> Request | None:
 
 def _may_go_on(begun: Request, left: int, worker: Worker, pool: Pool, queue: WaitQueue) -> bool:
     """Whether the next chunk of a prompt comes before all others: not while somebody waits who has had less than its share."""
-    if begun.entry is None or worker.placed.get(begun.id) is not begun:
+    if begun.entry is None or worker.placed.get(begun.id) is not begun or (begun.own_step and worker.steps):
         return False
     keys = (worker.incarnation, *pool.open_keys(worker, queue.classes()))
     if queue.fair.has_late(keys):

@@ -18,7 +18,7 @@ from coordinator.workers.worker import WORKERS, Worker
 from proto.drain import Draining, FlipAnswer, FlipFailed, FlipRequest
 from proto.drain import Flip as FlipOrder
 from proto.errors import Interrupt
-from proto.limits import MAX_FLIPS_AT_ONCE
+from proto.limits import flips_at_once
 from proto.messages import Hello, Interrupted, Role
 
 REGISTER_S_MAX = 15.0
@@ -61,8 +61,12 @@ def _refusal(state: State, request: FlipRequest, workers: Sequence[Worker]) -> s
         return f"{name} is changing its role to {running.role}; wait until that is done"
     if len(workers) < len(before.registers_as):
         return f"{name} is a mixed worker, and registered in one of its roles alone; try again"
-    if (others := len(_running(state))) >= MAX_FLIPS_AT_ONCE:
-        return f"{others} workers are changing their roles, and no more than that may at once"
+    model = workers[0].hello.model
+    others = sum(flip.hellos[0].model == model for flip in _running(state))
+    pool = state.pools[model]
+    processes = {worker.process_name for side in (pool.prefill, pool.decode) for worker in side.values()}
+    if others >= flips_at_once(len(processes)):
+        return f"{others} workers of {model} are changing their roles, and no more than that may at once"
     return next(filter(None, (_refusal_of(state, request, worker) for worker in workers)), "")
 
 

@@ -3,7 +3,7 @@
 from coordinator.events import ProtocolViolation, Received
 from coordinator.lifecycle import State as RequestState
 from coordinator.lifecycle import Trigger
-from coordinator.recovery import draining, flips
+from coordinator.recovery import draining, flips, suspects
 from coordinator.state import State
 from coordinator.waiting.queue import WaitQueue
 from coordinator.workers.pool import Pool
@@ -20,7 +20,7 @@ _LOST = {Role.PREFILL: Interrupt.PREFILL_LOST, Role.DECODE: Interrupt.DECODE_LOS
 
 def up(state: State, incarnation: int, hello: Hello, now: float) -> None:
     if incarnation in state.peers:
-        down(state, incarnation, "connected again", now)
+        down(state, incarnation, "connected again", now, lives=True)
     state.peers[incarnation] = hello
     _count_restart(state, incarnation, hello)
     if hello.role in WORKERS:
@@ -57,7 +57,8 @@ def _count_restart(state: State, incarnation: int, hello: Hello) -> None:
         state.names.popitem(last=False)
 
 
-def down(state: State, incarnation: int, reason: str, now: float) -> None:
+def down(state: State, incarnation: int, reason: str, now: float, *, lives: bool = False) -> None:
+    """`lives`: its process, which has lost its connection alone."""
     hello = state.peers.pop(incarnation, None)
     if hello is None:
         return
@@ -73,6 +74,7 @@ def down(state: State, incarnation: int, reason: str, now: float) -> None:
         state.unbind_all(worker)
         pool = state.pools[hello.model]
         pool.remove(worker, now)
+        pool.traffic.lost += not drained
         if not pool.prefill and not pool.decode:
             state.empty_pools[hello.model] = now
         worker.leave()
@@ -86,6 +88,8 @@ def down(state: State, incarnation: int, reason: str, now: float) -> None:
             state.emitted(hello.model, holding.path, key[0], holding.resumed_tokens, emitted, first=emitted > 0)
             state.record_usage(release(key[0], now))
         state.drop_claims_on(worker)
+        if not drained and not lives:
+            suspects.count_loss(state, worker)
         for request in draining.dependents(state, worker):
             state.interrupt(request, why, f"{hello.name}: {reason}"[:500], now)
             if hello.role is Role.PREFILL:

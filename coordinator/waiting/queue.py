@@ -16,6 +16,7 @@ from coordinator.request import Request
 from coordinator.waiting.latest_starts import LatestStarts
 from coordinator.waiting.overload import Backlog, Rate
 from coordinator.waiting.queue_keys import Demand, class_key
+from coordinator.waiting.retries import RetryBudget
 from coordinator.waiting.waits import Waits
 from coordinator.waiting.work_ahead import WorkAhead
 from proto.held import STEP_TOKENS
@@ -64,6 +65,7 @@ class WaitQueue:
         )
         self.backlog = Backlog(limits.queue_tokens_max / limits.queue_requests_max)
         self.work_ahead = WorkAhead(self.fair.weights)
+        self.retries = RetryBudget(limits.retry_floor, limits.retry_share)
         self._served = Rate(0.0)
         """Cost of all tenants."""
         self.step_tokens = STEP_TOKENS

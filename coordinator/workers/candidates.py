@@ -62,6 +62,8 @@ class Candidates:
         """Requests that are bound to a prefill worker."""
         self.hosts: dict[int, None] = {}
         """Prefill workers to which requests are bound, longest first."""
+        self.suspects: dict[str, Request] = {}
+        """Those with a suspicion, by id."""
         self.claims: dict[str, Request] = {}
         """Those that lost their prefill worker and keep their room in decode, by id."""
         self._least_full = Ordered()
@@ -145,7 +147,7 @@ class Candidates:
         looked = 0
         for incarnation in self._least_full:
             worker = self.decode[incarnation]
-            if self._takes(worker, prefill, now):
+            if worker.free_seqs >= request.submit.choices and self._takes(worker, prefill, now):
                 found[incarnation] = worker
                 looked += 1
                 if looked == _LEAST_FULL:
@@ -153,7 +155,7 @@ class Candidates:
         return list(found.values())
 
     def _takes(self, decode: "Worker", prefill: "Worker", now: float) -> bool:
-        if decode.draining or decode.incarnation == self.rooms.kept_on:
+        if decode.draining or decode.incarnation in (self.rooms.kept_on, self.rooms.lone_on):
             return False
         return self.may_pair(prefill, decode, now)
 
@@ -190,14 +192,14 @@ class Candidates:
         if worker.room is None:
             if self.stuck.pop(worker.incarnation, None) is not None:
                 self.ask(worker)
-            if self.claims or rooms.reservation is not None:
+            if self.claims or rooms.lone or rooms.reservation is not None:
                 self.news = True
             return
-        if self.claims or worker.incarnation == rooms.kept_on:
+        if self.claims or worker.incarnation in (rooms.kept_on, rooms.lone_on):
             self.news = True
         if self.breakers.pairs:
             self._ask_stuck()
-        if worker.draining or worker.incarnation == rooms.kept_on:
+        if worker.draining or worker.incarnation in (rooms.kept_on, rooms.lone_on):
             return
         fits: dict[str, bool] = {}
         waiting_ms = self.waiting_target()
@@ -234,9 +236,32 @@ class Candidates:
         if self.rooms.reservation is not None or not self.could_place(request.submit):
             return
         fitting = [w for w in self.decode.values() if not w.draining and w.could_ever_take(request.submit)]
+        fitting = [w for w in fitting if w.incarnation != self.rooms.lone_on]
+        if not fitting:
+            return
         worker = max(fitting, key=lambda w: (w.free_blocks, w.free_seqs, w.incarnation))
         share = worker.capacity.kv_blocks / sum(w.capacity.kv_blocks for w in self.decode.values())
         self.rooms.keep(request, worker.incarnation, share * served_per_s(now), now)
+
+    def own_worker(self, request: Request) -> "Worker | None":
+        """The decode worker that is closed to others for a request that is to run alone: the one that has the least now."""
+        rooms = self.rooms
+        able = [w for w in self.decode.values() if not w.draining and w.could_ever_take(request.submit)]
+        able = [w for w in able if w.incarnation != rooms.kept_on]
+        kept = [w for w in able if w.incarnation == rooms.lone_on]
+        worker = min(kept or able, key=lambda w: (len(w.holdings), w.incarnation), default=None)
+        rooms.lone_on = worker.incarnation if worker is not None else 0
+        return worker
+
+    def free_own_worker(self, request: Request) -> None:
+        """It runs alone no longer, or does not wait to."""
+        rooms = self.rooms
+        rooms.lone.pop(request.id, None)
+        if rooms.lone_runs is request:
+            rooms.lone_runs = None
+        if rooms.lone_on and rooms.lone_runs is None and not rooms.lone:
+            rooms.lone_on = 0
+            self.reopen()
 
     def may_place_on(self, prefill: "Worker") -> bool:
         if prefill.free_seqs <= 0:

@@ -77,4 +77,5 @@ class Flip:
             ms(self.ordered_at, self.drained_at),
             ms(self.drained_at, self.registered_at),
             ms(self.registered_at, self.first_step_at if self.state is FlipState.DONE else 0.0),
+            self.hellos[0].model,
         )

@@ -22,6 +22,12 @@ class RoomClasses:
         self.reservation: Request | None = None
         self.kept_on = self.kept_prefill = 0
         """Incarnations of the workers that are closed to others."""
+        self.lone: dict[str, Request] = {}
+        """Requests that wait for a decode worker of their own, longest first, ..."""
+        self.lone_on = 0
+        """... the worker that is closed to others for one of them, ..."""
+        self.lone_runs: Request | None = None
+        """... and the one that has it."""
         self.rents: dict[tuple[str, int], tuple[float, float, float]] = {}
         """Attempts that have got such room: the cost of keeping it, since when they have it, and its cost per second."""
         self.gives_way = ("", 0)

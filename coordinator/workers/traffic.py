@@ -42,6 +42,8 @@ class Traffic:
         self._passed = 0
         """Requests since the last one that was looked at."""
         self._next_at = -inf
+        self.lost = 0
+        """Workers that were lost."""
 
     def arrived(self, submit: Submit, now: float) -> None:
         """A new request, whether it is let in or not."""
@@ -93,6 +95,7 @@ class Traffic:
                 one.tpot_ms if one.has_ended or tokens is None else _tpot_ms(one, tokens, now)
                 for one, tokens in zip(last, known, strict=True)
             ),
+            self.lost,
         )
 
 

@@ -94,6 +94,8 @@ class Worker:
     """0 … 1: how much of what it was given lately had failed, when ..."""
     trouble_at: int = 0
     """... so many requests of the pool had finished. See `Pool.trouble`."""
+    loss_counted: bool = False
+    """It was lost, or the other half of its process, and what ran there is suspected."""
     draining: bool = False
     """Nothing new is placed here."""
     leaving: bool = False

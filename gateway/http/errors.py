@@ -144,6 +144,7 @@ _OF_REJECT: dict[Reject, tuple[int, str]] = {
     Reject.DEADLINE: (429, "deadline_infeasible"),
     Reject.SHED: (429, "overloaded"),
     Reject.PRIORITY_CLASS: (403, "priority_class_not_allowed"),
+    Reject.LOSES_WORKERS: (422, "loses_workers"),  # clients try again after a 5xx, and that would end more workers
 }
 _OF_KIND: dict[FailKind, int] = {
     FailKind.UNREACHABLE: 503,

@@ -419,3 +419,13 @@ def test_a_report_fits_its_frame_however_many_pairs_workers_tell_of() -> None:
         h.post(PeerUp(number, worker_hello(Role.PREFILL, number)))
         h.receive(number, KvPairs((KvPair(20, "tcp", "x" * MAX_TEXT_CHARS),) * 1024))
     assert len(encode(status(h.core))) < MAX_FRAME_BYTES / 8
+
+
+def test_several_choices_find_a_worker_with_enough_sequences_behind_larger_ones_without() -> None:
+    h = Harness.make(prefill=1, decode=0)
+    for number in range(12):
+        large = number < 6
+        size = {"kv_blocks": 4000, "max_seqs": 1} if large else {"kv_blocks": 100, "max_seqs": 8}
+        h.post(PeerUp(20 + number, worker_hello(Role.DECODE, 20 + number, **size)))
+    h.receive(1, submit("r", choices=2))
+    assert h.core.requests["r"].decode_incarnation >= 26

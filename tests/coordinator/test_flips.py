@@ -9,7 +9,7 @@ from coordinator.recovery.flips import CACHE_TOLD_S, REGISTER_S_MAX
 from coordinator.reporting.report import status
 from proto.drain import Drained, Draining, DrainRequest, Flip, FlipAnswer, FlipFailed, FlipRequest
 from proto.errors import CancelReason, Interrupt
-from proto.limits import MAX_FLIPS_AT_ONCE, PROTOCOL_VERSION
+from proto.limits import PROTOCOL_VERSION, flips_at_once
 from proto.messages import (
     CacheEvents,
     Cancel,
@@ -200,16 +200,16 @@ def test_one_that_changes_is_not_drained_meanwhile() -> None:
 
 def test_a_few_change_at_once_and_each_ends_by_itself() -> None:
     h = Harness.make(prefill=12)
-    names = [f"prefill-{10 + at}" for at in range(MAX_FLIPS_AT_ONCE)]
+    names = [f"prefill-{10 + at}" for at in range(flips_at_once(13))]
     assert not any(ask(h, name, Role.DECODE) for name in names)
-    assert f"{MAX_FLIPS_AT_ONCE} workers are changing" in ask(h, "prefill-18", Role.DECODE)
+    assert "8 workers of m are changing" in ask(h, "prefill-18", Role.DECODE)
     come_back(h, 11, 40, Role.DECODE)
     h.post(PeerDown(12, "said goodbye"))
     h.post(PeerUp(41, msgspec.structs.replace(worker_hello(Role.PREFILL, 41), name="prefill-12")))
     states = {flip.worker: flip.state for flip in status(h.core).flips}
     assert states["prefill-11"] == "done" and states["prefill-12"] == "failed"
     assert {states[name] for name in names if name[-2:] not in ("11", "12")} == {"registering"}
-    assert len(h.core.flipping) == MAX_FLIPS_AT_ONCE - 2 and not ask(h, "prefill-18", Role.DECODE)
+    assert len(h.core.flipping) == 6 and not ask(h, "prefill-18", Role.DECODE)
     h.now = REGISTER_S_MAX
     h.post(Tick())
     assert not h.core.flipping and not h.core.draining, "nothing came of them, and they serve again"

@@ -369,4 +369,4 @@ def test_room_that_is_kept_twice_for_one_request_is_kept_no_longer_once_it_has_i
     pool = h.core.pools["m"]
     assert pool.rooms.reservation is h.core.requests["a"] and pool.claims
     h.receive(20, Released("a", 1))
-    assert h.core.requests["a"].state is State.PREFILLING and pool.rooms.reservation is None
+    assert h.core.requests["a"].state is State.PLACED and pool.rooms.reservation is None, "its own step follows"

@@ -28,6 +28,7 @@ from tests.helpers import until
         (Reject.TOO_LONG, 400, "context_length_exceeded"),
         (Reject.TOO_LARGE, 400, "context_length_exceeded"),
         (Reject.TOO_MANY_ATTEMPTS, 500, "too_many_attempts"),
+        (Reject.LOSES_WORKERS, 422, "loses_workers"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -3,13 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import msgspec
 import pytest
 
-from proto.messages import Role
+from coordinator.events import PeerDown, PeerUp
+from coordinator.reporting.report import status
+from proto.drain import FlipRequest
+from proto.limits import PROTOCOL_VERSION
+from proto.messages import Hello, Role
 from proto.status import TrafficStatus
+from tests.coordinator.world import Harness, worker_hello
 from tests.tuning.driving import Phase, drive
 from tuning.advise import Slo, Traffic, Workers
-from tuning.autopilot import Autopilot, Decision, Observation, Rules, Seat, latest, of_longer
+from tuning.autopilot import Autopilot, Decision, Observation, Rules, Seat, latest, observation_of, of_longer
 from tuning.learned import Learner
 from tuning.profile import Capacity, Curve, DecodeCost, HostCost, PrefillCost, Profile, TransferCost
 
@@ -65,8 +71,7 @@ def test_of_many_workers_up_to_an_eighth_change_at_once(ratio: tuple[int, int], 
 @pytest.mark.parametrize(
     ("seen", "why"),
     [
-        (Observation(seats(2, 6, draining="w7"), PROMPTS), "drained or changing"),
-        (Observation(seats(2, 6), PROMPTS, is_changing=True), "drained or changing"),
+        (Observation(seats(2, 6), PROMPTS, is_changing=True), "is changing its role"),
         (Observation(seats(7, 1), PROMPTS), ""),
         (Observation(seats(2, 6), MODEST), ""),
         (Observation(seats(2, 6), None), "too few requests"),
@@ -84,6 +89,33 @@ def test_it_is_calm_after_a_loss() -> None:
     decisions = looks(pilot, [before, *[after] * 15])
     assert not any(one.workers for one in decisions) and "a worker was lost" in decisions[-1].reason
     assert looks(pilot, [after], 40.0)[0].workers
+
+
+def test_a_drained_worker_counts_for_nothing_and_stops_nothing() -> None:
+    _, second = looks(Autopilot(PROFILE, Rules(SLO)), [Observation(seats(2, 6, draining="w7"), PROMPTS)] * 2)
+    assert (second.workers, second.present) == (("w6",), Workers(2, 5)), "the least busy one is on its way out"
+
+
+def test_a_loss_now_and_then_stops_nothing_in_a_large_fleet() -> None:
+    prompts = replace(PROMPTS, requests_per_s=500.0)
+    seen = [Observation(seats(125, 375), prompts, lost=lost) for lost in (0, 7, 15)]
+    first, second, third = looks(Autopilot(PROFILE, Rules(SLO)), seen)
+    assert not first.workers and len(second.workers) == 62, "an eighth of them, which follows within a minute"
+    assert not third.workers and "15 workers were lost less than 30 s ago" in third.reason
+
+
+def test_changes_and_losses_of_other_models_stop_nothing() -> None:
+    h = Harness.make(prefill=2, decode=6)
+    other = msgspec.structs.replace(worker_hello(Role.PREFILL, 50), model="other")
+    for incarnation in (50, 51):
+        name = f"other-{incarnation}"
+        h.post(PeerUp(incarnation, msgspec.structs.replace(other, incarnation=incarnation, name=name)))
+    h.post(PeerUp(5, Hello(PROTOCOL_VERSION, Role.OBSERVER, 5, "flip-1")))
+    h.receive(5, FlipRequest("other-50", Role.DECODE, True, 0.0))
+    h.post(PeerDown(51, "killed"))
+    report = status(h.core)
+    seen, there = (observation_of(report, model) for model in ("m", "other"))
+    assert (seen.is_changing, seen.lost) == (False, 0) and (there.is_changing, there.lost) == (True, 1)
 
 
 def test_it_does_not_turn_back_at_once() -> None:

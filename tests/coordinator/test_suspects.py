@@ -1,0 +1,254 @@
+"""A request that ends the workers it runs on: how many it may end, and that nobody else fails for it."""
+
+import msgspec
+import pytest
+
+from coordinator.event_log.reasons import RunsAlone, why_not
+from coordinator.events import Limits, PeerDown, PeerUp, Tick
+from coordinator.recovery import suspects
+from coordinator.suspicion import Suspicion
+from launcher.admin.explain_words import _reason
+from proto.errors import CancelReason, Reject
+from proto.messages import Cancel, HandedOver, Interrupted, Rejected, Release, Released, Role, Step, StepDone, Submit
+from proto.progress import DecodeProgress, Joined
+from simulation.cluster.cluster import FIRST_PREFILL, VirtualCluster, hello
+from simulation.cluster.prefill import PrefillWorker
+from simulation.cluster.surroundings import Timing
+from tests.coordinator.world import Harness, submit, worker_hello
+
+
+class Deadly(VirtualCluster):
+    """A prefill worker dies at the end of a step with a prompt called "deadly" in it, and comes back after 5 s."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(Limits(), Timing(prefill_step_s=0.002, decode_step_s=0.02), prefill=workers, decode=4)
+        self.resume_delay_s = 0.05
+        self.killed: list[float] = []
+        for incarnation in list(self.prefill):
+            self._arm(self.prefill[incarnation], incarnation)
+
+    def _arm(self, worker: PrefillWorker, incarnation: int) -> None:
+        ended = worker._step_ended
+
+        def step_ended(begun, took_s):  # type: ignore[no-untyped-def]
+            if incarnation not in self.prefill:
+                return
+            if any(prompt.order.request_id.startswith("deadly") for prompt, _ in begun.work):
+                self.killed.append(self.now)
+                self.lose(incarnation)
+                self.at(self.now + 5.0, self._again, FIRST_PREFILL + 500 + len(self.killed))
+            else:
+                ended(begun, took_s)
+
+        worker._step_ended = step_ended  # type: ignore[method-assign]
+
+    def _again(self, incarnation: int) -> None:
+        self.start(hello(Role.PREFILL, incarnation, self._capacity[Role.PREFILL]))
+        self._arm(self.prefill[incarnation], incarnation)
+
+
+@pytest.mark.parametrize(("workers", "deadly"), [(8, 1), (8, 2), (3, 1), (8, 4)])
+def test_a_deadly_prompt_ends_two_workers_and_nobody_else_fails(workers: int, deadly: int) -> None:
+    cluster = Deadly(workers)
+    for at in range(40 * workers):
+        cluster.at(0.3 * at / workers, cluster.submit, f"r{at}", f"t{at % 10}", 1024, 16)
+    for at in range(deadly):
+        cluster.at(3.0 + 0.01 * at, cluster.submit, f"deadly{at}", "evil", 300, 16)
+    cluster.run(40.0)
+    assert len(cluster.killed) <= 2 * deadly
+    states = {name: request.state for name, request in cluster.requests.items()}
+    assert {states.pop(f"deadly{at}") for at in range(deadly)} == {"failed"} and set(states.values()) == {"finished"}
+    assert [one.reason for one in cluster.rejected] == [Reject.LOSES_WORKERS] * deadly
+    assert not cluster.core.pools["m"].suspects, "those that ran beside it are cleared"
+
+
+def test_without_this_it_ends_one_worker_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suspects, "count_loss", lambda state, worker: None)
+    cluster = Deadly(8)
+    cluster.at(1.0, cluster.submit, "deadly", "evil", 300, 16)
+    cluster.run(4.0)
+    assert len(cluster.killed) > 5
+
+
+# --- by hand -------------------------------------------------------------------------------------------------------------
+
+
+def step_of(h: Harness, incarnation: int) -> Step:
+    [step] = h.take(Step, incarnation)
+    assert isinstance(step, Step)
+    return step
+
+
+def computed(h: Harness, incarnation: int) -> None:
+    """A prefill worker has done its step."""
+    step = step_of(h, incarnation)
+    h.receive(incarnation, StepDone(step.step_id, step.chunks, 10.0, 0))
+
+
+def decoding(h: Harness, name: str, attempt: int = 1) -> int:
+    """Through prefill, and on to its decode worker."""
+    request = h.core.requests[name]
+    computed(h, request.prefill_incarnation)
+    h.receive(request.prefill_incarnation, HandedOver(name, attempt, 100, 1.0))
+    return request.decode_incarnation
+
+
+def let_go(h: Harness) -> None:
+    for send in [send for send in h.sent if isinstance(send.message, Release)]:
+        assert isinstance(send.message, Release)
+        h.receive(send.incarnation, Released(send.message.request_id, send.message.attempt))
+    h.take(Release)
+
+
+def test_those_that_were_lost_together_run_one_by_one_and_are_cleared_by_what_is_computed() -> None:
+    h = Harness.make(prefill=3, limits=Limits(step_tokens=64))
+    h.receive(1, submit("before", 60))  # so that the two are in one step
+    for name in ("a", "b"):
+        h.receive(1, submit(name, 30))
+    for incarnation in (10, 11, 12):
+        for step in h.take(Step, incarnation):
+            assert isinstance(step, Step)
+    lost = h.core.requests["a"].prefill_incarnation
+    with_it = [name for name in ("a", "b") if h.core.requests[name].prefill_incarnation == lost]
+    h.post(PeerDown(lost, "killed"))
+    let_go(h)
+    assert [h.core.requests[name].suspicion for name in with_it] == [Suspicion(1, 30)] * len(with_it)
+    for name in with_it:
+        h.receive(1, submit(name, 30, attempt=2))
+    for worker in h.core.pools["m"].prefill.values():
+        for step, requests in worker.steps.values():
+            assert len(requests) == 1 or not any(request.own_step for request in requests), step
+    while any(h.core.requests[name].suspicion for name in with_it):
+        for worker in list(h.core.pools["m"].prefill.values()):
+            for step, _ in list(worker.steps.values()):
+                h.receive(worker.incarnation, StepDone(step.step_id, step.chunks, 10.0, 0))
+
+
+def killed_twice(h: Harness, name: str = "a") -> None:
+    for attempt in (1, 2):
+        h.receive(1, submit(name, attempt=attempt))
+        h.post(PeerDown(h.core.requests[name].prefill_incarnation, "killed"))
+        let_go(h)
+
+
+def test_alone_in_both_of_two_steps_it_fails_and_its_gateway_is_told_why() -> None:
+    h = Harness.make(prefill=3)
+    killed_twice(h)
+    [said] = h.take(Rejected, 1)
+    assert isinstance(said, Rejected) and said.reason is Reject.LOSES_WORKERS and said.retry_after_s == 0.0
+    assert h.ended == {"a": ["failed"]} and not h.core.requests and len(h.take(Interrupted)) == 1
+    h.receive(1, submit("innocent"))
+    assert h.core.requests["innocent"].state == "prefilling"
+
+
+def test_what_its_gateway_gave_up_and_sends_again_is_still_suspected() -> None:
+    """As after the loss of its link, or where several choices go on one by one."""
+    h = Harness.make(prefill=3)
+    h.receive(1, submit("a", choices=2))
+    h.post(PeerDown(h.core.requests["a"].prefill_incarnation, "killed"))
+    let_go(h)
+    h.receive(1, Cancel("a", 1, CancelReason.ABANDONED))
+    h.receive(1, msgspec.structs.replace(submit("a.c1", 11, attempt=2, resumed=1), first_choice=1))
+    h.post(PeerDown(h.core.requests["a.c1"].prefill_incarnation, "killed"))
+    assert h.ended["a.c1"] == ["failed"]
+
+
+@pytest.mark.parametrize("how", ["connected again", "drained", "waits"])
+def test_only_what_a_lost_process_was_computing_is_suspected(how: str) -> None:
+    h = Harness.make(prefill=1, limits=Limits(steps_in_flight=1))
+    h.receive(1, submit("a"))
+    if how == "drained":
+        h.core.workers[10].draining = True
+    if how == "connected again":
+        h.post(PeerUp(10, worker_hello(Role.PREFILL, 10)))
+    elif how == "waits":
+        h.receive(1, submit("b"))
+        h.post(PeerDown(10, "killed"))
+        assert h.core.requests["b"].suspicion is None
+        return
+    else:
+        h.post(PeerDown(10, "killed"))
+    assert h.core.requests["a"].suspicion is None
+
+
+# --- in decode -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_that_has_made_progress_is_suspected_anew() -> None:
+    h = Harness.make(prefill=1, decode=3)
+    for attempt in (1, 2, 3, 4):
+        h.receive(1, submit("a", attempt=attempt, max_tokens=50))
+        on = decoding(h, "a", attempt)
+        h.receive(on, DecodeProgress(10, 0, 0, joined=(Joined("a", attempt, 0),)))
+        assert h.core.requests["a"].suspicion is None
+        h.post(PeerDown(on, "killed"))
+        assert h.core.requests["a"].suspicion == Suspicion(1)
+        h.post(PeerUp(on + 10, worker_hello(Role.DECODE, on + 10)))
+        let_go(h)
+
+
+def test_two_streams_lost_twice_each_have_a_worker_of_their_own_and_the_guilty_one_fails_with_the_third() -> None:
+    h = Harness.make(prefill=1, decode=1)
+    for attempt in (1, 2):
+        for name in ("a", "b"):
+            h.receive(1, submit(name, attempt=attempt, max_tokens=50))
+            on = decoding(h, name, attempt)
+        h.post(PeerDown(on, "killed"))
+        h.post(PeerUp(on + 1, worker_hello(Role.DECODE, on + 1)))
+        let_go(h)
+    assert not h.ended, "one of the two is at fault, and nobody knows which"
+    h.receive(1, submit("beside", max_tokens=50))
+    other = decoding(h, "beside")
+    for name in ("a", "b"):
+        h.receive(1, submit(name, attempt=3, max_tokens=50))
+    assert {h.core.requests[name].state for name in "ab"} == {"queued"}
+    why = why_not(h.core.requests["a"], None, [], h.core.workers[10], h.core.pools["m"])
+    assert why == RunsAlone(2) and "waits for a decode worker of its own" in _reason(why, "")
+    h.receive(1, submit("later", max_tokens=50))
+    assert h.core.requests["later"].state == "queued", "the only worker is being emptied"
+    h.receive(1, Cancel("beside", 1, CancelReason.DISCONNECTED))
+    let_go(h)
+    assert h.core.requests["a"].decode_incarnation == other and h.core.requests["b"].state == "queued"
+    decoding(h, "a", 3)
+    h.post(PeerDown(other, "killed"))
+    let_go(h)
+    assert h.ended == {"beside": ["cancelled"], "a": ["failed"]}
+    h.post(PeerUp(30, worker_hello(Role.DECODE, 30)))
+    decoding(h, "b", 3)
+    assert h.core.requests["later"].state == "queued"
+    h.receive(30, DecodeProgress(5, 0, 0, joined=(Joined("b", 3, 0),)))
+    h.post(Tick())
+    assert h.core.requests["b"].suspicion is None and h.core.requests["later"].state == "prefilling"
+
+
+def test_both_halves_of_a_mixed_worker_count_once() -> None:
+    h = Harness.make(prefill=0, decode=0)
+    for role, number in ((Role.PREFILL, 10), (Role.DECODE, 20)):
+        half = msgspec.structs.replace(worker_hello(role, number), process="mixed", host="h", pid=7)
+        h.post(PeerUp(number, half))
+    h.receive(1, submit("stream", max_tokens=50))
+    decoding(h, "stream")
+    h.receive(1, submit("prompt"))
+    h.post(PeerDown(10, "killed"))
+    h.post(PeerDown(20, "killed"))
+    assert h.core.requests["stream"].suspicion == Suspicion(1)
+    assert h.core.requests["prompt"].suspicion == Suspicion(1, 10)
+
+
+def test_retry_budgets_are_per_model() -> None:
+    h = Harness.make(limits=Limits(retry_floor=1, retry_share=0.0))
+    for role, number in ((Role.PREFILL, 50), (Role.DECODE, 60)):
+        h.post(PeerUp(number, msgspec.structs.replace(worker_hello(role, number), model="other")))
+
+    def of_other(request: Submit) -> Submit:
+        return msgspec.structs.replace(request, model="other")
+
+    for name in ("a", "b"):
+        h.receive(1, submit(name))
+    h.receive(1, of_other(submit("c")))
+    for lost in (10, 50):
+        h.post(PeerDown(lost, "killed"))
+    let_go(h)
+    for request in (submit("a", attempt=2), submit("b", attempt=2), of_other(submit("c", attempt=2))):
+        h.receive(1, request)
+    assert [said.request_id for said in h.take(Rejected) if isinstance(said, Rejected)] == ["b"]

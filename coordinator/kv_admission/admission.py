@@ -60,6 +60,8 @@ import numpy.typing as npt
 from coordinator.kv_admission.demand import NEVER, KvDemand
 from coordinator.kv_admission.shared_blocks import SharedBlocks
 
+SPARE_SHARE = 1 / 16
+"""Of the pool: left free by attempts that may outlive what they are counted with, for those that do."""
 Key = tuple[str, int]
 Ints = npt.NDArray[np.int64]
 
@@ -148,15 +150,17 @@ class KvAdmission:
         if self.short:
             return False
         self._settle()
-        whole = life.whole(self.block_size)
-        if self.wholes + whole <= self.kv_blocks:
+        whole, most = life.whole(self.block_size), self.kv_blocks
+        if self._entries and life.counted < life.left:
+            most -= int(self.kv_blocks * SPARE_SHARE)
+        if self.wholes + whole <= most:
             return True
-        if max(whole, self.peak + life.grown(0, self.block_size)) > self.kv_blocks:
+        if max(whole, self.peak + life.grown(0, self.block_size)) > most:
             return False
         rows = len(self._ends)
         with_it = self._blocks(self._row(life, self.steps, NEVER), rows)
         with_it += self._table[_TOTAL, :rows]
-        return int(np.maximum.reduce(with_it)) <= self.kv_blocks
+        return int(np.maximum.reduce(with_it)) <= most
 
     def place(self, key: Key, life: KvDemand) -> None:
         """Count an attempt which joins at an unknown step. The caller has asked `fits`, or means to go beyond the pool."""

@@ -31,7 +31,7 @@ class Prices:
 
 USUAL = 0.5
 """The quantile of a tenant's answers that cost and rates are estimated with."""
-LONG = 0.95
+LONG = 0.9
 """The quantile that room in decode is taken for."""
 START_TOKENS, START_LONG_TOKENS = 128.0, 1024.0
 

@@ -172,9 +172,9 @@ class CoordinatorSettings(CommonSettings):
         64.0,
         ge=1.0,
         le=1024.0,
-        description="How far the KV pools of decode workers may be overcommitted: answers are counted with the length that 95 of 100"
-        " of their tenant's do not exceed, but at least max_tokens divided by this. With 1 they are counted with max_tokens"
-        " and never preempted. With more, a preempted answer is computed again and continues where it was.",
+        description="How far the KV pools of decode workers may be overcommitted: answers are counted with the length that nine"
+        " of ten of their tenant's do not exceed, but at least max_tokens divided by this. With 1 they are counted with"
+        " max_tokens and never preempted. With more, a preempted answer is computed again and continues where it was.",
     )
 
     @model_validator(mode="after")

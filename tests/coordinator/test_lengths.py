@@ -57,16 +57,19 @@ class Chats:
 
 @pytest.mark.parametrize("seed", first(1, range(1, 6)))
 @pytest.mark.parametrize(
-    ("lengths", "prompt_tokens", "per_s"), [("chat", 200, 15.0), ("chat", 1000, 8.0), ("mostly short", 200, 15.0)]
+    ("lengths", "prompt_tokens", "per_s", "interrupted_max"),
+    [("chat", 200, 15.0, 0.01), ("chat", 1000, 8.0, 0.01), ("mostly short", 200, 15.0, 0.1)],
 )
-def test_chat_without_max_tokens_uses_the_pool(lengths: str, prompt_tokens: int, per_s: float, seed: int) -> None:
+def test_chat_without_max_tokens_uses_the_pool(
+    lengths: str, prompt_tokens: int, per_s: float, interrupted_max: float, seed: int
+) -> None:
+    """Where one answer of twelve takes a quarter of a worker's pool, and nothing tells which, more are interrupted."""
     chats = Chats(lengths, prompt_tokens, per_s, seed)
     use = chats.use(30.0, 90.0)
     began = [request for request in chats.cluster.requests.values() if request.emitted_tokens[0]]
     interrupted = [request.interruptions for request in began if request.interruptions]
-    print(f"{use=:.2f} {len(began)=} {len(interrupted)=} {max(interrupted, default=0)=}")
     assert use >= 0.6
-    assert len(interrupted) <= 0.01 * len(began) and max(interrupted, default=0) <= 3
+    assert len(interrupted) <= interrupted_max * len(began) and max(interrupted, default=0) <= 3
     assert not chats.cluster.core.counters["work_failed_transfer_failed"], "a computed prompt found no room"
 
 
@@ -88,10 +91,10 @@ def test_short_answers_do_not_teach_quotas_to_let_long_ones_in(taught_tokens: in
     cluster.post(Configured(parse(LIMITED), 0.0))
     for number in range(120):
         cluster.at(3.0 * number, cluster.submit, f"t{number}", "a", 10, taught_tokens)
-    for number in range(400):
-        cluster.at(600 + 0.25 * number, cluster.submit, f"x{number}", "a", 10, 4000)
+    for number in range(1600):
+        cluster.at(400 + 0.25 * number, cluster.submit, f"x{number}", "a", 10, 4000)
     account, most_in_flight, most_a_day = None, 0, 0
-    while cluster.next_s < 900.0:
+    while cluster.next_s < 1200.0:
         cluster.step()
         if (account := cluster.core.billing.quotas.accounts.get("a")) is not None:
             running = [r.submit for r in cluster.requests.values() if r.submit.tenant == "a" and r.state is None]

@@ -41,8 +41,8 @@ whose ends are no later. Nothing is assumed in advance. What is placed has to fi
 has found its prefix, so T is right even where a prefix that it might have shared is given up before it comes.
 
 **Overcommit** gives the promise up for more use: a `KvDemand` with `expected` < `left` is counted as if it ended there. One
-that outlives its expectation is counted with twice the tokens from then on, so T may go beyond the pool; then nothing more is
-placed, and if the blocks really run short, `preemption` chooses who has to leave.
+that outlives its expectation is counted with twice the tokens from then on. `SPARE_SHARE` of the pool is left for that; T may
+go beyond the pool all the same. Then nothing more is placed, and `preemption` chooses who leaves if blocks really run short.
 
 **Cost.** Between two ends T does not fall, so its maximum is at an end, or at "never" for the pending. One row per attempt,
 sorted by end, carries T at that end; a change adds or subtracts one term for the rows up to its own: O(n), in a few numpy
@@ -115,8 +115,7 @@ class KvAdmission:
         self._ids: list[int] = []
         self._next_id = 0
         self._short: list[tuple[int, int, Key]] = []
-        """A heap of running rows that may outlive the end they are counted with: the end, the row's id and the attempt. Some
-        are out of date."""
+        """A heap of running rows that may outlive their end: (end, row's id, attempt). Some are out of date."""
         self._shared = SharedBlocks()
         self._divisor = np.array(block_size)
         self._peak: int | None = None

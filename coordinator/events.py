@@ -124,9 +124,9 @@ class Limits:
     """After so many requests got room before one that waits for it, what comes free is kept for that one."""
     orphan_s_max: float = 120.0
     """How long an open row of an earlier coordinator waits for word of its request."""
-    kv_overcommit: float = 1.0
-    """Answers may be counted with this fraction of their max_tokens on decode workers, or what their tenant's usually take if
-    that is more. 1: with max_tokens, and a decode worker never runs out of blocks."""
+    kv_overcommit: float = 64.0
+    """Answers are counted on decode workers with the length that few of their tenant's exceed, but at least with this fraction
+    of their max_tokens. 1: with max_tokens, and a decode worker never runs out of blocks."""
     remembered_s: float = 600.0
     """How long ended requests are remembered, so that what repeats them neither runs nor is charged again ..."""
     remembered_max: int = 1_000_000

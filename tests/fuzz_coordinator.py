@@ -61,7 +61,7 @@ class CoordinatorWorld:
         )
         self.core = Core(
             Limits(
-                kv_overcommit=source.choice([1.0, 2.0]),
+                kv_overcommit=source.choice([1.0, 2.0, 64.0]),
                 queue_requests_max=source.choice([2, 1024]),
                 tenant_queue_max=source.choice([2, 1024]),
                 remembered_max=source.choice([3, 1000]),
@@ -74,6 +74,8 @@ class CoordinatorWorld:
         self.feed(Configured(open_tenants(), 0.0))
         for incarnation in ROLES:
             self.join(incarnation)
+        for queue in self.core.queues.values():
+            queue._length_of_all.long_tokens = 4.0  # so that answers outlive what they are counted with
 
     def step(self) -> None:
         source = self.random

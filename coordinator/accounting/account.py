@@ -54,7 +54,9 @@ class Account:
         self.concurrency = self.tokens_in_flight = self.kv_blocks = 0
         self.day = 0
         self.day_tokens = 0
-        """Of `day`: settled, and reserved on estimates."""
+        """Of `day`: settled, and the most that open requests may come to; of those ..."""
+        self.day_spare_tokens = 0
+        """... what they are expected to give back."""
         self.set(level, now_ns)
 
     def set(self, level: Level, now_ns: int) -> None:
@@ -79,7 +81,7 @@ class Account:
         if self.tokens is not None:
             self.tokens.refill(now_ns)
         if day > self.day:
-            self.day, self.day_tokens = day, 0
+            self.day, self.day_tokens, self.day_spare_tokens = day, 0, 0
 
     @property
     def idle(self) -> bool:
@@ -92,6 +94,9 @@ class Grant(msgspec.Struct, eq=False, gc=False):
     accounts: tuple[Account, ...]
     """Empty once it is settled."""
     tokens: int
+    """By the estimate: what token rates were charged."""
+    tokens_max: int
+    """The most that it may come to: what is held, and taken of daily budgets."""
     kv_blocks: int
     day: int
     rated: int

@@ -70,7 +70,8 @@ class Bill(Grant, eq=False, gc=False):
         """What was reserved, with what was charged before."""
         counters = self.counters
         prompt_tokens = counters.prompt_tokens if counters.prompt_done else self.prompt_tokens_max
-        return Ask(prompt_tokens, counters.charged_tokens + self.tokens - prompt_tokens, self.kv_blocks)
+        before = counters.charged_tokens - prompt_tokens
+        return Ask(prompt_tokens, before + self.tokens, self.kv_blocks, before + self.tokens_max)
 
     def spend(self, state: State, seconds: float) -> None:
         """Time passed in a state of the request."""

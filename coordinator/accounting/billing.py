@@ -22,6 +22,8 @@ finished meanwhile. So a bill that it held is not closed as cancelled before `DO
 
 from collections import OrderedDict
 
+import msgspec
+
 from coordinator.accounting.account import Grant
 from coordinator.accounting.bill import Bill
 from coordinator.accounting.quota import NO_RATES, Ask, Denial, Quotas
@@ -103,6 +105,7 @@ class Billing:
         bill = self.bills[request_id] = Bill(
             grant.accounts,
             grant.tokens,
+            grant.tokens_max,
             grant.kv_blocks,
             grant.day,
             grant.rated,
@@ -113,7 +116,7 @@ class Billing:
         )
         return bill
 
-    def open_promised(self, submit: Submit, output_tokens: int, kv_blocks: int, held: int, now: float) -> Bill:
+    def open_promised(self, submit: Submit, ask: Ask, held: int, now: float) -> Bill:
         """For a request in its second or a later attempt of which no bill is open: its client was promised an answer, and no
         limit is asked. Of what it was charged before nothing is charged again; where that is forgotten, the ledger knows, and
         tokens that were sent are taken to be charged. `held`: reservations that workers brought along."""
@@ -125,7 +128,7 @@ class Billing:
         if before is not None:
             prompt_tokens_max = before.prompt_tokens_max
         due = prompt_tokens_max - before.prompt_tokens if before is not None else prompt_tokens_max
-        ask = Ask(0 if done else due, output_tokens, kv_blocks)
+        ask = msgspec.structs.replace(ask, prompt_tokens=0 if done else due)
         grant = self.quotas.restore(submit.tenant, ask, self.quotas.day(now), now, counted=False)
         bill = self._open(request_id, grant, prompt_tokens_max, submit.choices)
         counters = bill.begin()

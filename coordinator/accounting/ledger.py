@@ -81,7 +81,8 @@ CREATE TABLE IF NOT EXISTS usage (
     queue_ms REAL, prefill_ms REAL, transfer_ms REAL, decode_ms REAL,
     from_token INTEGER NOT NULL DEFAULT 0,
     before_prompt_tokens INTEGER NOT NULL DEFAULT 0, -- charged when it was opened again
-    before_output_tokens INTEGER NOT NULL DEFAULT 0
+    before_output_tokens INTEGER NOT NULL DEFAULT 0,
+    output_tokens_max INTEGER NOT NULL DEFAULT 0 -- while it is open: the most that its output may come to
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS usage_by_day ON usage (day, tenant);
 CREATE INDEX IF NOT EXISTS usage_by_time ON usage (accepted_s);
@@ -89,11 +90,12 @@ CREATE INDEX IF NOT EXISTS usage_open ON usage (request_id) WHERE outcome IS NUL
 """
 _OPEN: Final = """
 INSERT INTO usage (request_id, day, tenant, model, band, borrowed, accepted_s,
-    charged_tokens, prompt_tokens, output_tokens, kv_blocks, from_token)
+    charged_tokens, prompt_tokens, output_tokens, output_tokens_max, kv_blocks, from_token)
 VALUES (:request_id, :day, :tenant, :model, :priority_class, :borrowed, :accepted_s,
-    :prompt_tokens + :output_tokens, :prompt_tokens, :output_tokens, :kv_blocks, :from_token)
+    :prompt_tokens + :output_tokens, :prompt_tokens, :output_tokens, :output_tokens_max, :kv_blocks, :from_token)
 ON CONFLICT (request_id) DO UPDATE SET outcome = NULL,
     before_prompt_tokens = prompt_tokens, before_output_tokens = output_tokens, kv_blocks = :kv_blocks,
+    output_tokens_max = :output_tokens_max,
     prompt_tokens = MAX(prompt_tokens, :prompt_tokens), output_tokens = MAX(output_tokens, :output_tokens),
     charged_tokens = MAX(prompt_tokens, :prompt_tokens) + MAX(output_tokens, :output_tokens)
 WHERE :again AND outcome IS NOT NULL
@@ -120,7 +122,7 @@ _TRIED: Final[tuple[Entry, ...]] = (
     Opened("", 0, "", "", "", False, Ask(0, 0, 0)),
     Closed("", "", 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0),
 )
-_SINCE_2: Final = ("from_token", "before_prompt_tokens", "before_output_tokens")
+_SINCE_2: Final = ("from_token", "before_prompt_tokens", "before_output_tokens", "output_tokens_max")
 _ADD: Final = """
 ALTER TABLE usage ADD COLUMN {} INTEGER NOT NULL DEFAULT 0
 """

@@ -22,7 +22,8 @@ OPEN_MAX: Final = 1 << 17
 RECENT_MAX: Final = 1 << 18
 _EPOCH: Final = date(1970, 1, 1).toordinal()
 _OPEN: Final = """
-SELECT request_id, day, tenant, model, band, borrowed, from_token, prompt_tokens, output_tokens, kv_blocks
+SELECT request_id, day, tenant, model, band, borrowed, from_token, prompt_tokens, output_tokens, kv_blocks,
+    output_tokens_max
 FROM usage INDEXED BY usage_open -- left to itself, SQLite goes through all rows for their order
 WHERE outcome IS NULL ORDER BY day DESC LIMIT ?
 """
@@ -44,6 +45,7 @@ class _OpenRow(msgspec.Struct, array_like=True):
     prompt_tokens: Count
     output_tokens: Count
     kv_blocks: Count
+    output_tokens_max: Count
 
 
 class _RecentRow(msgspec.Struct, array_like=True):
@@ -106,7 +108,7 @@ class _Reader:
             except ValueError:
                 self._unreadable += 1
                 continue
-            ask = Ask(row.prompt_tokens, row.output_tokens, row.kv_blocks)
+            ask = Ask(row.prompt_tokens, row.output_tokens, row.kv_blocks, row.output_tokens_max)
             names = (row.tenant, row.model, row.priority_class)
             yield Opened(row.request_id, day, *names, bool(row.borrowed), ask, from_token=row.from_token)
 

@@ -4,9 +4,13 @@ A request takes from all levels of its tenant (user, organisation) or from none.
 
 - **Rates** (requests/min, tokens/min) are token buckets that hold one minute's worth: over any span of t minutes a level admits
   at most limit · (1 + t). Tokens are taken on the estimate and trued up at the end; the difference may leave a bucket in debt,
-  which later minutes pay. The **daily budget** is a counter that starts anew at midnight UTC; a request counts for the day on
-  which it was accepted.
-- **Held** amounts (concurrency, tokens in flight, KV blocks) are there from acceptance to the end.
+  which later minutes pay.
+- **Held** amounts (concurrency, tokens in flight, KV blocks) are there from acceptance to the end. The **daily budget** is a
+  counter that starts anew at midnight UTC; a request counts for the day on which it was accepted.
+
+Tokens in flight and the daily budget are taken on the most that a request may come to, and what it does not use is given back
+at its end. A request is admitted where its estimate fits beside the most that all others may come to. So whatever a tenant's
+answers have taught the estimate, the limit is exceeded by no more than the rest of one request.
 
 All amounts are integers, buckets in token·nanoseconds, so that what is given back is exactly what was taken.
 
@@ -40,10 +44,16 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     prompt_tokens: int
     output_tokens: int
     kv_blocks: int
+    output_tokens_max: int = 0
+    """The most that its output may come to; no less than the estimate."""
 
     @property
     def tokens(self) -> int:
         return self.prompt_tokens + self.output_tokens
+
+    @property
+    def tokens_max(self) -> int:
+        return self.prompt_tokens + max(self.output_tokens, self.output_tokens_max)
 
 
 @dataclass(frozen=True)
@@ -95,16 +105,17 @@ class Quotas:
         return self._take(accounts, ask, idle)
 
     def restore(self, tenant: str, ask: Ask, day: int, now: float, *, counted: bool = True) -> Grant:
-        """Hold again what had been granted before: no limit is asked and no rate is charged. `counted`: by `seed`, in the daily
-        budget."""
+        """Hold again what had been granted before: no limit is asked and no rate is charged. `counted`: `seed` has counted its
+        estimate in the daily budget."""
         accounts = self._accounts(tenant, now)
         for account in accounts:
             account.concurrency += 1
-            account.tokens_in_flight += ask.tokens
+            account.tokens_in_flight += ask.tokens_max
             account.kv_blocks += ask.kv_blocks
-            if not counted and account.day == day:
-                account.day_tokens += ask.tokens
-        return Grant(accounts, ask.tokens, ask.kv_blocks, day, 0, False)
+            if account.day == day:
+                account.day_tokens += ask.tokens_max - (ask.tokens if counted else 0)
+                account.day_spare_tokens += ask.tokens_max - ask.tokens
+        return Grant(accounts, ask.tokens, ask.tokens_max, ask.kv_blocks, day, 0, False)
 
     def settle(self, grant: Grant, used_tokens: int, now: float) -> None:
         """The request has ended: give back what was held, and charge what was used instead of the estimate. Once only."""
@@ -116,7 +127,8 @@ class Quotas:
         self._close(grant, 0, now, undo=True)
 
     def seed(self, tenant: str, day: int, tokens: int, now: float) -> None:
-        """What the ledger says that a tenant used on a day, open reservations included; before any request is taken."""
+        """What the ledger says that a tenant used on a day, open requests at their estimates included; before any request is
+        taken."""
         for account in self._accounts(tenant, now):
             if account.day == day:
                 account.day_tokens += tokens
@@ -234,6 +246,8 @@ class Quotas:
         most = limits.tokens_per_day
         if most is not None and account.day_tokens + ask.tokens > most:
             wait_s = min(self._to_midnight_s(account, now) + 1e-3, float(DAY_S))  # not a moment too early
+            if account.day_tokens - account.day_spare_tokens + ask.tokens <= most:
+                wait_s = HELD_RETRY_S  # requests that run are expected to give so much back
             yield Denial(account.name, "tokens_per_day", wait_s if ask.tokens <= most else 0.0)
 
     def _to_midnight_s(self, account: Account, now: float) -> float:
@@ -254,10 +268,11 @@ class Quotas:
                     assert idle and account.borrow
                     borrowed = True
             account.concurrency += 1
-            account.tokens_in_flight += asked_tokens
+            account.tokens_in_flight += ask.tokens_max
             account.kv_blocks += ask.kv_blocks
-            account.day_tokens += asked_tokens
-        return Grant(accounts, asked_tokens, ask.kv_blocks, accounts[0].day, rated, borrowed)
+            account.day_tokens += ask.tokens_max
+            account.day_spare_tokens += ask.tokens_max - asked_tokens
+        return Grant(accounts, asked_tokens, ask.tokens_max, ask.kv_blocks, accounts[0].day, rated, borrowed)
 
     def _close(self, grant: Grant, used_tokens: int, now: float, undo: bool) -> None:
         assert grant.accounts, "a grant is settled once"
@@ -265,7 +280,7 @@ class Quotas:
         for index, account in enumerate(grant.accounts):
             account.refresh(now_ns, day)
             account.concurrency -= 1
-            account.tokens_in_flight -= grant.tokens
+            account.tokens_in_flight -= grant.tokens_max
             account.kv_blocks -= grant.kv_blocks
             assert account.concurrency >= 0 and account.tokens_in_flight >= 0 and account.kv_blocks >= 0
             if account.idle and self.tenants.policy(account.name) is None:
@@ -275,7 +290,8 @@ class Quotas:
             if account.tokens is not None and grant.rated & 2 << (2 * index):
                 account.tokens.take(more)
             if account.day <= grant.day:
-                account.day_tokens += more
+                account.day_tokens += used_tokens - grant.tokens_max
+                account.day_spare_tokens -= grant.tokens_max - grant.tokens
         grant.accounts = ()
         if self._spent and next(iter(self._spent.values())) < day:
             for name in list(self._spent):

@@ -108,7 +108,7 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
         state.counters["retries"] += 1
         state.queues[submit.model].retries.spend(now)
     queue = state.queues[submit.model]
-    request.expected_left = expected_left(request, queue.output_estimate(request), state.limits.kv_overcommit)
+    request.expected_left = expected_left(request, queue.long_output(request), state.limits.kv_overcommit)
     queue.push(request, now, not state.draining or state.can_run(request))
     state.pools[submit.model].news = True
     state.send(incarnation, Accepted(*request.key, state.billing.rates(submit.tenant, now)))

@@ -60,7 +60,7 @@ def reserve(state: State, request: Request, now: float) -> Refusal:
             ask, held = _ask(state, request), 0
             for worker in state.workers.values():
                 held += sum(key[0] == request.id for key in worker.holdings)
-            request.bill = billing.open_promised(submit, ask.output_tokens, ask.kv_blocks, held, now)
+            request.bill = billing.open_promised(submit, ask, held, now)
         return None, "", None
     if policy is None:
         return Reject.QUOTA, f"tenant {submit.tenant} is not known here", RELOAD_S
@@ -105,6 +105,7 @@ def _retry_after_s(denial: Denial, submit: Submit) -> float | None:
 def _ask(state: State, request: Request) -> Ask:
     submit = request.submit
     output_tokens = ceil(state.queues[submit.model].output_estimate(request))
+    output_tokens_max = submit.choices * max(submit.sampling.max_tokens - submit.resumed_tokens, 1)
     decode = next(iter(state.pools[submit.model].decode.values()), None)
     kv_blocks = decode.whole_blocks(submit) if decode is not None else 0
-    return Ask(submit.prompt_tokens, output_tokens, kv_blocks)
+    return Ask(submit.prompt_tokens, output_tokens, kv_blocks, output_tokens_max)

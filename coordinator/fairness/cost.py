@@ -29,20 +29,31 @@ class Prices:
         return self.output_token * tokens
 
 
+USUAL = 0.5
+"""The quantile of a tenant's answers that cost and rates are estimated with."""
+LONG = 0.9
+"""The quantile that room in decode is taken for."""
+START_TOKENS, START_LONG_TOKENS = 128.0, 1024.0
+
+
 class OutputLength:
-    """A quantile of one tenant's answers, learnt online by stochastic approximation (Robbins & Monro 1951)."""
+    """Two quantiles of one tenant's answers, learnt online by stochastic approximation (Robbins & Monro 1951)."""
 
-    __slots__ = ("quantile", "tokens")
+    __slots__ = ("long_tokens", "tokens")
 
-    def __init__(self, quantile: float = 0.5, start_tokens: float = 128.0) -> None:
-        assert 0 < quantile < 1 and start_tokens >= 1
-        self.quantile, self.tokens = quantile, start_tokens
+    def __init__(self, long_tokens: float = START_LONG_TOKENS) -> None:
+        self.tokens, self.long_tokens = START_TOKENS, long_tokens
 
     def learn(self, emitted: int) -> None:
-        """Move by a fraction of the estimate itself: answers differ by orders of magnitude."""
-        toward = self.quantile if emitted > self.tokens else self.quantile - 1
-        self.tokens = max(1.0, self.tokens * (1 + 0.1 * toward))
+        self.tokens = _moved(self.tokens, USUAL, emitted)
+        self.long_tokens = _moved(self.long_tokens, LONG, emitted)
 
     def estimate(self, submit: Submit) -> float:
         """Tokens that all choices of this attempt will emit."""
         return submit.choices * min(float(max(submit.sampling.max_tokens - submit.resumed_tokens, 1)), self.tokens)
+
+
+def _moved(tokens: float, quantile: float, emitted: int) -> float:
+    """An estimate after one more answer. It moves by a fraction of itself: answers differ by orders of magnitude."""
+    toward = quantile if emitted > tokens else quantile - 1
+    return max(1.0, tokens * (1 + 0.1 * toward))

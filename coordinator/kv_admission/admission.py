@@ -41,8 +41,8 @@ whose ends are no later. Nothing is assumed in advance. What is placed has to fi
 has found its prefix, so T is right even where a prefix that it might have shared is given up before it comes.
 
 **Overcommit** gives the promise up for more use: a `KvDemand` with `expected` < `left` is counted as if it ended there. One
-that outlives its expectation is counted with its whole rest from then on, so T may go beyond the pool; then nothing more is
-placed, and if the blocks really run short, somebody else chooses who has to leave (`victims`).
+that outlives its expectation is counted with twice the tokens from then on. `SPARE_SHARE` of the pool is left for that; T may
+go beyond the pool all the same. Then nothing more is placed, and `preemption` chooses who leaves if blocks really run short.
 
 **Cost.** Between two ends T does not fall, so its maximum is at an end, or at "never" for the pending. One row per attempt,
 sorted by end, carries T at that end; a change adds or subtracts one term for the rows up to its own: O(n), in a few numpy
@@ -51,6 +51,7 @@ calls. The rows are kept only from when whole lives add up to more than the pool
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -59,6 +60,8 @@ import numpy.typing as npt
 from coordinator.kv_admission.demand import NEVER, KvDemand
 from coordinator.kv_admission.shared_blocks import SharedBlocks
 
+SPARE_SHARE = 1 / 16
+"""Of the pool: left free by attempts that may outlive what they are counted with, for those that do."""
 Key = tuple[str, int]
 Ints = npt.NDArray[np.int64]
 
@@ -111,8 +114,8 @@ class KvAdmission:
         """The column `_END` once more, and the rows' ids: bisect on a list beats a numpy call."""
         self._ids: list[int] = []
         self._next_id = 0
-        self._short: dict[int, Key] = {}
-        """Running rows that may outlive the end they are counted with."""
+        self._short: list[tuple[int, int, Key]] = []
+        """A heap of running rows that may outlive their end: (end, row's id, attempt). Some are out of date."""
         self._shared = SharedBlocks()
         self._divisor = np.array(block_size)
         self._peak: int | None = None
@@ -146,15 +149,17 @@ class KvAdmission:
         if self.short:
             return False
         self._settle()
-        whole = life.whole(self.block_size)
-        if self.wholes + whole <= self.kv_blocks:
+        whole, most = life.whole(self.block_size), self.kv_blocks
+        if self._entries and life.counted < life.left:
+            most -= int(self.kv_blocks * SPARE_SHARE)
+        if self.wholes + whole <= most:
             return True
-        if max(whole, self.peak + life.grown(0, self.block_size)) > self.kv_blocks:
+        if max(whole, self.peak + life.grown(0, self.block_size)) > most:
             return False
         rows = len(self._ends)
         with_it = self._blocks(self._row(life, self.steps, NEVER), rows)
         with_it += self._table[_TOTAL, :rows]
-        return int(np.maximum.reduce(with_it)) <= self.kv_blocks
+        return int(np.maximum.reduce(with_it)) <= most
 
     def place(self, key: Key, life: KvDemand) -> None:
         """Count an attempt which joins at an unknown step. The caller has asked `fits`, or means to go beyond the pool."""
@@ -190,10 +195,13 @@ class KvAdmission:
     def reached(self, steps: int) -> None:
         """The worker has begun this many steps; every attempt that joined by then has been named."""
         self.steps = max(self.steps, steps)
-        for key in [key for key in self._short.values() if self._entries[key].row.end < self.steps]:
-            entry = self._entries[key]
-            assert entry.life is not None
-            self._run(key, entry.life._replace(expected=NEVER), entry.row.end - entry.life.counted)
+        while self._short and self._short[0][0] < self.steps:
+            _, row_id, key = heappop(self._short)
+            entry = self._entries.get(key)
+            if entry is not None and entry.row.row_id == row_id:
+                assert entry.life is not None
+                longer = entry.life._replace(expected=2 * entry.life.counted + 1)
+                self._run(key, longer, entry.row.end - entry.life.counted)
 
     def release(self, key: Key) -> bool:
         """The worker holds nothing more for this attempt. False if there is none, as when a message is repeated."""
@@ -206,7 +214,6 @@ class KvAdmission:
     def _take_out(self, key: Key) -> None:
         entry = self._entries.pop(key)
         self.wholes -= entry.whole
-        self._short.pop(entry.row.row_id, None)
         if self._has_rows and self.wholes * 2 <= self.kv_blocks:
             self._has_rows, self._peak = False, None
             self._ends.clear()
@@ -252,7 +259,14 @@ class KvAdmission:
         self._add(key, _Entry(row, whole, life, running=True, covered=before.covered))
         self._shared.moved(key, row.end)
         if life.counted < life.left:
-            self._short[row.row_id] = key
+            heappush(self._short, (row.end, row.row_id, key))
+            if len(self._short) > 2 * len(self._entries) + 64:
+                self._short = [short for short in self._short if self._is_current(short)]
+                heapify(self._short)
+
+    def _is_current(self, short: tuple[int, int, Key]) -> bool:
+        entry = self._entries.get(short[2])
+        return entry is not None and entry.row.row_id == short[1]
 
     def _settle(self) -> None:
         """Who counts what several hold may have changed since the last count."""

@@ -56,14 +56,13 @@ def choose(candidates: Iterable[Candidate], blocks: int) -> list[Key]:
     return chosen
 
 
-def expected_left(request: Request, estimate_tokens: float, factor: float) -> int:
-    """Tokens that each choice is counted with after its first: the tenant's learnt length, but no less than max_tokens over
-    the overcommit factor; all of them where it is 1, and where an attempt was interrupted before."""
+def expected_left(request: Request, long_tokens: float, factor: float) -> int:
+    """Tokens that each choice is counted with after its first: the length that few of its tenant's answers exceed, but no less
+    than max_tokens over the overcommit factor; all of them where it is 1, and where an attempt was interrupted before."""
     if factor <= 1 or request.resumed:
         return NEVER
-    sampling, choices = request.submit.sampling, request.submit.choices
-    least = (sampling.max_tokens - request.submit.resumed_tokens) / factor
-    return max(ceil(max(estimate_tokens / choices, least)) - 1, 0)
+    least = (request.submit.sampling.max_tokens - request.submit.resumed_tokens) / factor
+    return max(ceil(max(long_tokens, least)) - 1, 0)
 
 
 def relieve(state: State, worker: Worker, short_blocks: int, now: float) -> None:

@@ -53,6 +53,8 @@ class WaitQueue:
         self._limits = limits
         self._waiting = 0
         self._lengths: dict[Path, OutputLength] = {}
+        self._length_of_all = OutputLength()
+        """What tenants begin with of which no answer has been seen."""
         self._waits = Waits(limits.queue_wait_s_max, limits.resumed_wait_s_max)
         self._waits.priority_classes = limits.priority_classes
         self._latest_starts = LatestStarts()
@@ -310,10 +312,19 @@ class WaitQueue:
 
     def learn(self, request: Request, emitted_tokens: int) -> None:
         """From an answer that came to its end: how long this tenant's are."""
-        self._length(request.path).learn(-(-emitted_tokens // request.submit.choices))
+        each = -(-emitted_tokens // request.submit.choices)
+        self._length(request.path).learn(each)
+        self._length_of_all.learn(each)
 
     def output_estimate(self, request: Request) -> float:
         return self._length(request.path).estimate(request.submit)
 
+    def long_output(self, request: Request) -> float:
+        """Tokens of one choice that few of its tenant's answers exceed."""
+        return self._length(request.path).long_tokens
+
     def _length(self, path: Path) -> OutputLength:
-        return self._lengths.get(path) or self._lengths.setdefault(path, OutputLength())
+        found = self._lengths.get(path)
+        if found is None:
+            found = self._lengths[path] = OutputLength(self._length_of_all.long_tokens)
+        return found

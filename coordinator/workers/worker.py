@@ -6,6 +6,7 @@ from math import ceil, inf
 
 import msgspec
 
+from coordinator.fairness.cost import START_LONG_TOKENS
 from coordinator.fairness.held_shares import HeldShares
 from coordinator.fairness.scheduling_class import Path
 from coordinator.kv_admission.admission import KvAdmission
@@ -314,4 +315,4 @@ def expected_again(held: Held, kv_overcommit: float) -> int:
     """Tokens that a stream of an earlier coordinator is counted with, where its tenant is not known: see `victims`."""
     if kv_overcommit <= 1 or held.attempt > 1 or held.resumed_tokens:
         return NEVER
-    return max(ceil((held.left_tokens + 1) / kv_overcommit) - 1, 0)
+    return max(ceil(max((held.left_tokens + 1) / kv_overcommit, START_LONG_TOKENS)) - 1, 0)

@@ -169,12 +169,12 @@ class CoordinatorSettings(CommonSettings):
         1024, ge=1, le=1 << 20, description="Size in MiB at which recording stops, with a warning. Serving goes on."
     )
     kv_overcommit: float = Field(
-        1.0,
+        64.0,
         ge=1.0,
-        le=16.0,
-        description="How far the KV pools of decode workers may be overcommitted: answers are counted with their tenant's usual"
-        " length, but at least max_tokens divided by this. With 1 they are counted with max_tokens and never run short. With"
-        " more, a preempted answer is computed again and continues where it was.",
+        le=1024.0,
+        description="How far the KV pools of decode workers may be overcommitted: answers are counted with the length that nine"
+        " of ten of their tenant's do not exceed, but at least max_tokens divided by this. With 1 they are counted with"
+        " max_tokens and never preempted. With more, a preempted answer is computed again and continues where it was.",
     )
 
     @model_validator(mode="after")

@@ -45,6 +45,7 @@ class Ledger:
                 self.rows[entry.request_id] = Row(entry, now, ask.prompt_tokens, ask.output_tokens)
             elif entry.again and row.outcome:
                 row.outcome, row.before = "", (row.prompt_tokens, row.output_tokens)
+                row.opened = msgspec.structs.replace(row.opened, ask=ask)
                 row.prompt_tokens = max(row.prompt_tokens, ask.prompt_tokens)
                 row.output_tokens = max(row.output_tokens, ask.output_tokens)
         elif row is not None and not row.outcome:
@@ -71,5 +72,5 @@ class Ledger:
 
 def _as_opened(row: Row) -> Opened:
     opened = row.opened
-    ask = Ask(row.prompt_tokens, row.output_tokens, opened.ask.kv_blocks)
+    ask = Ask(row.prompt_tokens, row.output_tokens, opened.ask.kv_blocks, opened.ask.output_tokens_max)
     return msgspec.structs.replace(opened, ask=ask, again=False)

@@ -7,7 +7,8 @@ from coordinator.accounting.usage import Closed, Opened
 
 
 def opened(request_id: str, tenant: str = "a/x", day: int = 0) -> Opened:
-    return Opened(request_id, day, tenant, "m", "standard", False, Ask(10 + crc32(request_id.encode()) % 100, 50, 3))
+    ask = Ask(10 + crc32(request_id.encode()) % 100, 50, 3, 400)
+    return Opened(request_id, day, tenant, "m", "standard", False, ask)
 
 
 def closed(request_id: str, outcome: str = "finished") -> Closed:

@@ -88,10 +88,11 @@ def test_what_does_not_fit_its_reservation_counts_with_that() -> None:
 
 def test_with_overcommit_adopted_streams_count_as_expected_and_are_no_victims_that_leave_already() -> None:
     h = Harness.make(limits=Limits(kv_overcommit=4.0), decode=0, kv_blocks=78)
-    hello = worker_hello(Role.DECODE, 20, kv_blocks=78)
-    held = tuple(Held(name, 1, 77, 1, 0, 8, 299, 5, 0) for name in ("x",))
+    h.core.queues["m"]._length_of_all.long_tokens = 128.0
+    hello = worker_hello(Role.DECODE, 20, kv_blocks=1600)
+    held = tuple(Held(name, 1, 1002, 1, 0, 8, 4000, 5, 0) for name in ("x",))
     h.post(PeerUp(20, msgspec.structs.replace(hello, held=held)))
-    assert h.core.workers[20].free_blocks == 78 - (8 + 74 + 3) // 4
+    assert h.core.workers[20].free_blocks == 1600 - (8 + 1024 - 1 + 3) // 4
     h.receive(1, submit("a", 8, max_tokens=300))
     assert h.take(Reserve)
     h.receive(20, DecodeProgress(6, 1, 2))

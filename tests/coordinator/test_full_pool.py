@@ -33,7 +33,7 @@ class Found:
 def run(users: int, bypasses_max: int) -> Found:
     """Each user of the attacking organisation has always one request that fills a decode worker and runs for a second."""
     world = VirtualCluster(
-        Limits(bypasses_max=bypasses_max, queue_requests_max=4096),
+        Limits(bypasses_max=bypasses_max, queue_requests_max=4096, kv_overcommit=1.0),
         Timing(prefill_step_s=0.002, decode_step_s=0.01),
         prefill=2,
         decode=6,

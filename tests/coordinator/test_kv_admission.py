@@ -227,7 +227,7 @@ def test_what_was_adopted_counts_whole_and_may_go_beyond_the_pool() -> None:
     assert room.fits(KvDemand(8, 4)) and not room.fits(KvDemand(9, 4))
 
 
-def test_overcommit_counts_what_is_expected_and_the_whole_rest_of_what_outlives_it() -> None:
+def test_overcommit_counts_what_is_expected_and_twice_of_what_outlives_it() -> None:
     room = KvAdmission(40, 1)
     for number in range(3):
         life = KvDemand(4, 30, expected=6)
@@ -240,7 +240,12 @@ def test_overcommit_counts_what_is_expected_and_the_whole_rest_of_what_outlives_
     assert room.peak == 30
     room.reached(7)
     room.check_invariants()
-    assert room.peak == 3 * 34 and not room.fits(KvDemand(1, 0)) and room.held_now(key(0)) == 11
+    assert room.peak == 3 * (4 + 13) and not room.fits(KvDemand(1, 0)) and room.held_now(key(0)) == 11
+    room.reached(14 + 1)
+    assert room.peak == 3 * (4 + 27)
+    room.reached(29)
+    assert room.peak == 3 * (4 + 30), "no more than it may have"
+    room.check_invariants()
     for number in range(3):
         assert room.release(key(number))
     assert room.peak == 0 and len(room) == 0

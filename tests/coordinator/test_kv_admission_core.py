@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from coordinator.events import Limits, PeerUp
+from coordinator.waiting.queue import WaitQueue
 from launcher.bench.dev.kv_utilization import most_use, workloads
 from launcher.bench.dev.kv_utilization_load import Job, OverloadedCluster
 from proto.errors import Interrupt
@@ -60,9 +61,10 @@ def test_streams_of_a_worker_that_comes_back_may_count_for_more_than_its_pool() 
 
 def overcommitted() -> Harness:
     h = Harness.make(limits=Limits(kv_overcommit=4.0), kv_blocks=78)
+    h.core.queues["m"]._length_of_all.long_tokens = 128.0
     for name in ("a", "b"):
         h.now += 1
-        h.receive(1, submit(name, 8, max_tokens=300))  # 77 blocks in the end; 34 for the usual 128 tokens
+        h.receive(1, submit(name, 8, max_tokens=300))  # 77 blocks in the end; 34 for 128 tokens
     assert names(h.take(Reserve)) == ["a", "b"]
     hand_over(h)
     return h
@@ -96,7 +98,7 @@ def test_nothing_is_placed_while_blocks_run_short() -> None:
 
 
 def test_without_overcommit_nobody_is_interrupted_whatever_the_worker_says() -> None:
-    h = Harness.make(kv_blocks=20)
+    h = Harness.make(limits=Limits(kv_overcommit=1.0), kv_blocks=20)
     h.receive(1, submit("a", 8, max_tokens=25))
     h.receive(20, DecodeProgress(5, 1, 9, (Joined("a", 1, 0),)))
     assert not h.take(Interrupted)
@@ -129,11 +131,13 @@ def test_the_most_that_is_possible_depends_on_how_much_of_a_life_is_its_prompt()
     assert 0.84 < most_use(0.5) < 0.85 < most_use(0.55) < most_use(1.0) < most_use(2.0) < 1.0
 
 
-def test_overcommit_uses_more_and_every_victim_comes_to_its_end() -> None:
+def test_where_lengths_are_underestimated_every_victim_comes_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WaitQueue, "long_output", lambda queue, request: 32.0)
+
     def draw(random: Random) -> Job:
         return Job(32, 128, (random.randint(1, 128),))
 
-    world = OverloadedCluster(draw, 512, 16, overload=2.0, overcommit=2.0)
+    world = OverloadedCluster(draw, 512, 16, overload=2.0, overcommit=4.0)
     over = world.run(256, 300)
     careful = OverloadedCluster(draw, 512, 16, overload=2.0).run(256, 300)
     assert over.preempted > 0 and over.kv_use > careful.kv_use

@@ -29,7 +29,7 @@ def run(seed: int, attack: str = "") -> Found:
     """Nine tenants use most of a decode worker. The attacker's requests would fill it each, and run for a second; "back to
     back" has always three of them here, "cancel" leaves while room is kept for it."""
     timing = Timing(prefill_step_s=0.002, decode_step_s=0.01)
-    world = VirtualCluster(Limits(bypasses_max=16), timing, decode_blocks=320, progress=False)
+    world = VirtualCluster(Limits(bypasses_max=16, kv_overcommit=1.0), timing, decode_blocks=320, progress=False)
     rnd, now, sent, held = random.Random(seed), 0.0, 0, []
     pool = world.core.pools[MODEL]
 

@@ -14,7 +14,9 @@ SMALL_PER_S = 30.0
 def run(large: int) -> tuple[VirtualCluster, int]:
     """Six decode workers, nearly full of small streams; `large` requests that need one of them nearly alone."""
     timing = Timing(prefill_step_s=0.002, decode_step_s=0.01)
-    world = VirtualCluster(Limits(bypasses_max=16), timing, prefill=2, decode=6, decode_blocks=200, progress=False)
+    world = VirtualCluster(
+        Limits(bypasses_max=16, kv_overcommit=1.0), timing, prefill=2, decode=6, decode_blocks=200, progress=False
+    )
     rnd, now, number, kept = random.Random(3), 0.0, 0, 0
     pool = world.core.pools[MODEL]
     while (now := now + rnd.expovariate(SMALL_PER_S)) < SECONDS:

@@ -160,8 +160,8 @@ def test_a_finished_request_is_charged_what_was_computed_and_emitted() -> None:
     w.now = 1.0
     w.receive(1, by("a/y", "r", 10, max_tokens=400))
     (row,) = w.journal
-    assert row == Opened("r", 0, "a/y", "m", "standard", False, Ask(10, 128, row.ask.kv_blocks))
-    assert w.day_tokens("a") == 138
+    assert row == Opened("r", 0, "a/y", "m", "standard", False, Ask(10, 128, row.ask.kv_blocks, 400))
+    assert w.day_tokens("a") == 410
     w.now = 2.0
     w.run_prompt("r")
     w.now = 5.0
@@ -276,7 +276,7 @@ def test_a_new_file_is_in_force_at_once_for_new_requests() -> None:
 # --- restart ----------------------------------------------------------------------------------------------------------
 
 PAST = Past(
-    (Opened("r", 0, "a/x", "m", "standard", False, Ask(100, 50, 5)),),
+    (Opened("r", 0, "a/x", "m", "standard", False, Ask(100, 50, 5, 50)),),
     (("a/x", 0, 450), ("a/y", 0, 100)),
 )
 

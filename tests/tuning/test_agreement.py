@@ -52,7 +52,12 @@ def traffic(per_s: float, count: int = 300, seed: int = 1, tenants: Sequence[str
 def in_the_virtual_cluster(sent: Sequence[Sent], workers: Workers, kv_blocks: int) -> tuple[Floats, Floats]:
     """TTFT and TPOT of each request, in ms."""
     cluster = VirtualCluster(
-        Limits(), Measured(), prefill=workers.prefill, decode=workers.decode, decode_blocks=kv_blocks, batched=True
+        Limits(kv_overcommit=1.0),
+        Measured(),
+        prefill=workers.prefill,
+        decode=workers.decode,
+        decode_blocks=kv_blocks,
+        batched=True,
     )
     ends: dict[str, float] = {}
     cluster.on_end = lambda request: ends.__setitem__(request.submit.request_id, cluster.now)

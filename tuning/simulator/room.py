@@ -2,6 +2,8 @@
 
 `KvAdmission` admits everything while the whole lives of all attempts add up to less than the pool, and keeps its rows only from
 there until they are down to half of it. Up to there their sum is all that is needed; the rows are made when they are.
+
+Answers count with their whole length here, as with `--kv-overcommit 1`: with more, the cluster serves more than is predicted.
 """
 
 from coordinator.kv_admission.admission import KvAdmission

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from coordinator.recovery.lock_file import is_taken
+from runtime.storage.lock_file import is_taken
 from runtime.process import garbage_collector as collector
 from runtime.process.niceness import import_nicely
 

@@ -29,6 +29,7 @@ FOLDERS_MAY_IMPORT = {
     },
     "gateway": {
         "anthropic": "http openai streams text",
+        "batches": "http openai responses",
         "http": "streams",
         "openai": "http streams structured text tools",
         "responses": "http openai streams text",
@@ -57,6 +58,7 @@ FOLDERS_MAY_IMPORT = {
         "metrics": "link process settings",
         "process": "",
         "settings": "process",
+        "storage": "",
         "tenancy": "process",
         "worker": "grammar link metrics process settings",
     },

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.recovery.lock_file import is_at, lock_of, network_file_system, open_lock
+from runtime.storage.lock_file import is_at, lock_of, network_file_system, open_lock
 from proto.errors import CrossdockError
 from runtime.process.driver import Stop
 from runtime.process.exits import ConfigError

@@ -42,6 +42,7 @@ FOLDERS_MAY_IMPORT = {
     "kvtransfer": {"memory": "", "session": "", "transports": "memory session"},
     "launcher": {
         "admin": "local",
+        "batch": "http local",
         "bench": "admin http load local models",
         "cluster": "http load local models",
         "http": "",

@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from gateway.batches import files
+from gateway.batches.lines import parse_line, unanswered
 from gateway.batches.store import new_id, row_of
 from gateway.http.errors import ApiError
 
@@ -22,8 +23,7 @@ WHERE ended_s IS NULL) WHERE place <= {AT_ONCE} ORDER BY id
 """
 _LEFT: Final = """
 SELECT number FROM lines WHERE file_id = ? AND is_request AND number NOT IN (SELECT number FROM results WHERE batch_id = ?)
-ORDER BY number
-"""
+ORDER BY number"""
 _PUT: Final = """
 INSERT OR IGNORE INTO results SELECT id, ?, ?, ? FROM batches WHERE id = ? AND status IN ('in_progress', 'cancelling')
 """
@@ -219,6 +219,17 @@ def put_result(db: sqlite3.Connection, batch: Batch, number: int, is_error: bool
     db.execute(f"UPDATE batches SET {column} = {column} + 1 WHERE id = ?", (batch.id,))
     db.execute("UPDATE files SET bytes = bytes + ? WHERE id = ?", (len(data), file_id))
     return True
+
+
+def expire_lines(db: sqlite3.Connection, batch: Batch, most: int) -> int:
+    """Lines that have not run get a result that says so, `most` at the most; returns how many."""
+    message = "The completion window of the batch ended before this request had run."
+    numbers = [row[0] for row in db.execute(f"{_LEFT} LIMIT ?", (batch.input_file_id, batch.id, most))]
+    for number in numbers:
+        custom_id = parse_line(line(db, batch, number)[0]).custom_id
+        told = unanswered(f"batch_req_{batch.id[6:]}-{number}", custom_id, "batch_expired", message)
+        put_result(db, batch, number, True, told)
+    return len(numbers)
 
 
 def finish(db: sqlite3.Connection, batch: Batch, status: str, now: int) -> None:

@@ -54,7 +54,9 @@ def held_bytes(db: sqlite3.Connection, tenant: str) -> int:
 def check_room(db: sqlite3.Connection, tenant: str, more: int, most: int) -> None:
     """Raises `ApiError`."""
     if held_bytes(db, tenant) + more > most:
-        message = f"Your files and batches would take more than the {most} bytes allowed: delete files that are done with."
+        message = (
+            f"Your files and batches would take more than the {most} bytes allowed: delete files that are done with."
+        )
         raise ApiError(403, message, code="storage_quota_exceeded")
 
 
@@ -91,9 +93,7 @@ def get(db: sqlite3.Connection, tenant: str, file_id: str, param: str = "file_id
     return File(**row_of(row))
 
 
-def listed(
-    db: sqlite3.Connection, tenant: str, after: str, limit: int, newest_first: bool, purpose: str
-) -> list[File]:
+def listed(db: sqlite3.Connection, tenant: str, after: str, limit: int, newest_first: bool, purpose: str) -> list[File]:
     """Up to `limit` files behind the one with the id `after`. Raises `ApiError`."""
     way, order = ("<", "DESC") if newest_first else (">", "ASC")
     start = f"AND id {way} ?" if after else ""
@@ -132,7 +132,9 @@ def content(db: sqlite3.Connection, file: File, after: int, bytes_most: int) -> 
     """The lines behind the line `after`, up to about so many bytes, and the number of the last one; none are left where it is
     `after`."""
     if file.batch_id is None:
-        found = db.execute("SELECT number, data FROM lines WHERE file_id = ? AND number > ? ORDER BY number", (file.id, after))
+        found = db.execute(
+            "SELECT number, data FROM lines WHERE file_id = ? AND number > ? ORDER BY number", (file.id, after)
+        )
     else:
         query = "SELECT number, data FROM results WHERE batch_id = ? AND number > ? AND is_error = ? ORDER BY number"
         found = db.execute(query, (file.batch_id, after, file.is_errors))

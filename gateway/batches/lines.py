@@ -112,9 +112,7 @@ class LineChecker:
             try:
                 self._check(number, parse_line(data))
             except ApiError as error:
-                self.errors.append(
-                    {"code": error.code, "line": number, "message": error.message, "param": error.param}
-                )
+                self.errors.append({"code": error.code, "line": number, "message": error.message, "param": error.param})
 
     def _check(self, number: int, line: BatchLine) -> None:
         if not 0 < len(line.custom_id) <= _CUSTOM_ID_CHARS_MAX:

@@ -1,8 +1,8 @@
 """Runs batches: checks their lines, answers each one as if it had come by HTTP, and writes its result.
 
-Of the gateways that share a store, the one that holds the lock of `FILE.lock` does it. The kernel frees the lock when its holder
-ends, however it ends; then another one goes on with the lines that have no result. A line that was being answered when its
-gateway was killed is answered again, and only one result of it is ever written.
+Of the gateways that share a store, the one that holds the lock of `FILE.lock` does it. The kernel frees the lock when its
+holder ends, however it ends; then another one goes on with the lines that have no result. A line that was being answered when
+its gateway was killed is answered again, and only one result of it is ever written.
 
 A line is answered in the lowest priority class that its tenant may use, with the end of the batch as its deadline. If it is
 refused for now, it runs again later, until the batch expires.
@@ -12,8 +12,9 @@ import asyncio
 import fcntl
 import os
 from collections import Counter
+from collections.abc import Coroutine
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from gateway.batches import batches, files
 from gateway.batches import lines as batch_lines
@@ -31,7 +32,7 @@ from gateway.openai.routes_generate import CHAT, COMPLETIONS
 from gateway.responses.routes import endpoint_of
 from gateway.tenancy import lowest_class
 from runtime.process import clock, log
-from runtime.process.driver import cancelled
+from runtime.process.driver import cancelled, watched
 from runtime.storage.lock_file import is_at, lock_of, open_lock
 
 _log = log.get("crossdock.batches")
@@ -39,13 +40,16 @@ POLL_S: Final = 1.0
 """How often batches that another gateway was sent, and lines that wait, are looked for."""
 _PUT_BACK_S_MAX: Final = 60.0
 """A line that is to wait longer tries once in a while: limits may have been raised."""
+_STORE_FAILED_S: Final = 5.0
 _TRIES_MAX: Final = 3
 """Of a line whose workers were lost again and again."""
 _CHECK_BYTES: Final = 1 << 20
 """Of lines that are checked at once."""
 _PRUNE_S: Final = 600.0
-_PRUNE_MAX: Final = 20
+_PRUNE_MAX: Final = 4
 """Files deleted in one transaction."""
+_EXPIRE_MAX: Final = 500
+"""Lines that get the result that they have expired, in one transaction."""
 _DEADLINE_MS_MAX: Final = 86_400_000.0
 
 
@@ -135,15 +139,10 @@ class BatchRunner:
         self._start_lines()
         await self._prune_if_due(now_s)
 
-    def _begin(self, batch_id: str, work: "asyncio.coroutines.Coroutine[None, None, None]") -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _begin(self, batch_id: str, work: Coroutine[Any, Any, None]) -> None:
+        task = watched(work)
         self._tasks[task] = batch_id
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        del self._tasks[task]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            raise error  # a bug: the process ends, as with any other of its tasks
+        task.add_done_callback(self._tasks.pop)
 
     # --- a batch ------------------------------------------------------------------------------------------------------
 
@@ -172,8 +171,9 @@ class BatchRunner:
     async def _end(self, batch: Batch, status: str) -> None:
         await self._drop(batch.id)
         now_s = int(clock.unix_time())
-        if status == "expired":
-            await self._expire(batch)
+        if status == "expired" and batch.started_s is not None:
+            while await self._store.write(batches.expire_lines, batch, _EXPIRE_MAX):
+                pass
         await self._store.write(batches.finish, batch, status, now_s)
         self._say(batch, status)
 
@@ -183,24 +183,11 @@ class BatchRunner:
 
     async def _drop(self, batch_id: str) -> None:
         """End what is under way for a batch."""
-        tasks = [task for task, its in self._tasks.items() if its == batch_id]
-        await cancelled(*tasks)
         if self._batches.pop(batch_id, None) is not None:
             self._queue.remove(batch_id)
+        await cancelled(*[task for task, its in self._tasks.items() if its == batch_id])
         for key in [key for key in self._tries if key[0] == batch_id]:
             del self._tries[key]
-
-    async def _expire(self, batch: Batch) -> None:
-        """Each line that has not run gets a result that says so."""
-        message = "The batch's completion window ended before this request had run."
-        for number in await self._store.read(batches.lines_left, batch):
-            data, _ = await self._store.read(batches.line, batch, number)
-            try:
-                custom_id = parse_line(data).custom_id
-            except ApiError:  # the batch expired before its lines were checked
-                continue
-            line = unanswered(f"batch_req_{RequestInfo().token}", custom_id, "batch_expired", message)
-            await self._store.write(batches.put_result, batch, number, True, line)
 
     async def _prune_if_due(self, now_s: int) -> None:
         if clock.now() < self._prune_at:
@@ -223,17 +210,19 @@ class BatchRunner:
             self._put_back(batch, number, error.retry_after_s or 1.0)
         except StoreError as error:
             _log.error("a line of a batch cannot go on", batch=batch.id, line=number, error=str(error))
-            self._put_back(batch, number, 5.0)
+            self._put_back(batch, number, _STORE_FAILED_S)
         else:
             self._metrics.lines.labels(outcome).inc()
-            self._queue.answered(batch.id)
-            if self._queue.is_done(batch.id):
-                self._woken.set()
+            if batch.id in self._queue:
+                self._queue.answered(batch.id)
+                if self._queue.is_done(batch.id):
+                    self._woken.set()
         self._start_lines()
 
     def _put_back(self, batch: Batch, number: int, after_s: float) -> None:
         self._metrics.lines.labels("put_back").inc()
-        self._queue.put_back(batch.id, number, clock.now() + min(after_s, _PUT_BACK_S_MAX))
+        if batch.id in self._queue:
+            self._queue.put_back(batch.id, number, clock.now() + min(after_s, _PUT_BACK_S_MAX))
 
     async def _answer(self, batch: Batch, number: int) -> str:
         """Answer one line and write its result. Raises `ApiError` if it is to run again, and `StoreError`."""
@@ -272,6 +261,10 @@ class BatchRunner:
             if is_lost or (error.status in (429, 503) and error.retry_after_s is not None):
                 raise
             return error.status, error.encoded(info.request_id)
+        except Exception as error:  # noqa: BLE001 - as over HTTP: else one line would end every gateway that tries it
+            _log.error("bug", batch=batch.id, line=number, exc_info=error)
+            failed = ApiError(500, "The gateway failed.", code="internal_error")
+            return failed.status, failed.encoded(info.request_id)
         return 200, body
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from proto.errors import CrossdockError
+from runtime.storage.lock_file import network_file_system
 from runtime.storage.private_file import make_private
 
 P = ParamSpec("P")
@@ -97,11 +98,11 @@ class Store:
 
     async def write(self, work: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kw: P.kwargs) -> T:
         """What `work` returns or raises, in a transaction that is undone if it raises. Raises `StoreError`."""
-        return await self._call(partial(self._in_transaction, "BEGIN IMMEDIATE", partial(work, *args, **kw)))
+        return await self._call(partial(self._in_transaction, "BEGIN IMMEDIATE", lambda db: work(db, *args, **kw)))
 
     async def read(self, work: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kw: P.kwargs) -> T:
         """As `write`, for what changes nothing: it does not wait for other gateways' transactions."""
-        return await self._call(partial(self._in_transaction, "BEGIN", partial(work, *args, **kw)))
+        return await self._call(partial(self._in_transaction, "BEGIN", lambda db: work(db, *args, **kw)))
 
     async def _call(self, work: Callable[[], T]) -> T:
         try:
@@ -113,6 +114,8 @@ class Store:
 
     def _open(self) -> None:
         make_private(self.path)
+        if kind := network_file_system(self.path.resolve().parent):
+            raise StoreError(f"{self.path} is on {kind}, a network file system, whose locks may be lost")
         db = sqlite3.connect(self.path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
         try:
             version = db.execute("PRAGMA user_version").fetchone()[0]

@@ -104,4 +104,6 @@ def _part(head: bytes) -> Part:
     if headers.get_content_disposition() != "form-data" or name is None:
         raise bad_value(None, "A part of the body has no name.", "invalid_multipart")
     filename = headers.get_filename()
-    return Part(collapse_rfc2231_value(name)[:_NAME_CHARS_MAX], filename if filename is None else filename[:_NAME_CHARS_MAX])
+    return Part(
+        collapse_rfc2231_value(name)[:_NAME_CHARS_MAX], filename if filename is None else filename[:_NAME_CHARS_MAX]
+    )

@@ -111,7 +111,7 @@ async def answer_offline(
             read = await gateway.threads.run(tenant, len(body), work)
         if read.prepared.stream:
             raise bad_value("stream", "'stream' is not possible in a batch.", "unsupported_parameter")
-        identity = replace(read.identity, priority_class=priority_class, deadline_ms=deadline_ms)
+        identity = replace(read.identity, priority_class=priority_class, deadline_ms=deadline_ms, is_offline=True)
         exchange = await _open(gateway, tenant, endpoint, replace(read, identity=identity), slots, info)
         try:
             return await exchange.whole(partial(gateway.threads.run, tenant))
@@ -220,6 +220,7 @@ class _Identity:
     deadline_ms: float
     cache_group: str
     priority: int
+    is_offline: bool = False
 
 
 def _identity(gateway: Gateway, tenant: str, generation: GenerationRequest) -> _Identity:
@@ -263,6 +264,7 @@ def _submit(
             priority_class=identity.priority_class,
             deadline_ms=identity.deadline_ms,
             priority=identity.priority,
+            is_offline=identity.is_offline,
             prompt_scores=PromptScores(len(prompt), wanted) if wanted >= 0 else None,
         )
         for number, (prompt, named) in enumerate(zip(prepared.prompts, names, strict=True))

@@ -78,7 +78,9 @@ def refusals(*statuses: int, error: type[BaseModel] = Error) -> Responses:
 def streamed(event: type[BaseModel], error: type[BaseModel] = Error) -> Responses:
     """For the `responses` of a route that answers whole or as a stream of such events."""
     content = {"text/event-stream": {"schema": {"$ref": _REFS.format(model=event.__name__)}}}
-    return {200: {"description": "The answer.", "content": content}} | refusals(*sorted(_REFUSALS.keys() - {409}), error=error)
+    return {200: {"description": "The answer.", "content": content}} | refusals(
+        *sorted(_REFUSALS.keys() - {409}), error=error
+    )
 
 
 def body_of(model: type[BaseModel], media_type: str = "application/json") -> dict[str, Any]:

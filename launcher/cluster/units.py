@@ -24,7 +24,7 @@ STATE: Final = "/var/lib/crossdock"
 TARGET: Final = "crossdock.target"
 STOP_SLACK_S: Final = 15
 _HIDDEN: Final = ("/home/", "/root/", "/run/user/")
-_WRITES: Final = ("usage_db", "event_log")
+_WRITES: Final = ("usage_db", "event_log", "batch_db")
 _READS: Final = ("model", "tenants", "profile")
 _DESCRIPTIONS: Final = {
     "coordinator": "crossdock coordinator",

@@ -19,7 +19,7 @@ from runtime.settings.cores import cores_text
 from runtime.settings.environment import SUPERVISED
 from runtime.settings.options import SettingsError, load, to_arguments
 from runtime.settings.roles import CoordinatorSettings, GatewaySettings
-from runtime.settings.serve import ServeSettings
+from runtime.settings.serve import BATCHES_OFF, ServeSettings
 from runtime.settings.types import ENV_PREFIX
 from runtime.settings.workers import WorkerSettings, gpu_share_of
 from runtime.tenancy.file import read as read_tenants
@@ -73,6 +73,8 @@ def build(settings: ServeSettings, model: ReadyModel, ports: Ports) -> Cluster:
     tenants = {"tenants": str(Path(settings.tenants).expanduser().resolve())} if settings.tenants else {}
     usage_db = settings.usage_db or (default_db() if settings.tenants else "")
     event_log = {"usage_db": str(Path(usage_db).expanduser().resolve())} if usage_db else {}
+    has_batches = settings.batch_db not in ("", BATCHES_OFF)
+    batches = {"batch_db": str(Path(settings.batch_db).expanduser().resolve())} if has_batches else {}
     common = {"log_format": "json"} | ({"keys": keys_folder(settings)} if settings.keys else {})
     shared = common | {"coordinator": coordinator, "model": str(model.path), "model_id": model.model_id}
     fronts = [
@@ -80,6 +82,7 @@ def build(settings: ServeSettings, model: ReadyModel, ports: Ports) -> Cluster:
             shared
             | {"name": f"gateway-{index}", "host": settings.host, "port": port, "metrics": metrics[1 + index]}
             | tenants
+            | batches
         )
         for index, port in enumerate(http)
     ]

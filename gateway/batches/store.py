@@ -94,7 +94,6 @@ class Store:
     async def close(self) -> None:
         """What has begun is finished first."""
         await self._call(self._close)
-        self._thread.shutdown(wait=False)
 
     async def write(self, work: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kw: P.kwargs) -> T:
         """What `work` returns or raises, in a transaction that is undone if it raises. Raises `StoreError`."""

@@ -8,8 +8,8 @@ from runtime.settings.types import Options
 class BatchRunSettings(Options):
     """Run a file of requests as a batch, and write their results to a file.
 
-    Each line of FILE is a request in the form of OpenAI's batches. The cluster runs them in the lowest priority class, when it has
-    capacity to spare. Ctrl-C leaves the batch running; --resume waits for it again.
+    Each line of FILE is a request in the form of OpenAI's batches. The cluster runs them in the lowest priority class, when it
+    has capacity to spare. Ctrl-C leaves the batch running; --resume waits for it again.
     """
 
     file: str = Field(

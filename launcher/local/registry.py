@@ -117,8 +117,8 @@ def default_db() -> str:
 
 
 def default_batch_db(model_id: str) -> str:
-    """Where `crossdock serve` keeps files and batches for a model; empty where that is a network file system, whose locks may be
-    lost. Clusters of one model may share the file."""
+    """Where `crossdock serve` keeps files and batches for a model; empty where that is a network file system, whose locks may
+    be lost. Clusters of one model may share the file."""
     folder = Path(platformdirs.user_state_dir("crossdock"))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """Short words for files and batches over a fake cluster."""
 
 import asyncio
+import hashlib
 import json
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
@@ -19,6 +20,10 @@ from tests.gateway.fakes import MODEL, Site, make_site
 from tests.helpers import until
 
 KEYS = {"acme": "key-of-acme", "bell": "key-of-bell"}
+TENANTS = "".join(
+    f'[tenants.{name}]\nslo_ttft_ms = 0.001\nkeys = ["{hashlib.sha256(key.encode()).hexdigest()}"]\n'
+    for name, key in KEYS.items()
+)
 
 
 class Desk:
@@ -28,17 +33,20 @@ class Desk:
         self.site = site
         self.service = service
         self.app = create_app(site.gateway, service)
-        self.runner = BatchRunner(site.gateway, service, BatchMetrics(MetricsRegistry("gateway")), lines_max)
+        self.lines_max = lines_max
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self.runner.run())
+        metrics = BatchMetrics(MetricsRegistry("gateway"))
+        self._task = asyncio.create_task(BatchRunner(self.site.gateway, self.service, metrics, self.lines_max).run())
 
     async def kill(self) -> None:
         """The runner ends, as if its process had been killed: no line is finished."""
         if self._task is not None:
             await cancelled(self._task)
             self._task = None
+
+    restart = start
 
     def client(self, key: str = "") -> httpx.AsyncClient:
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)

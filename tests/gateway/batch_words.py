@@ -82,13 +82,19 @@ class Desk:
         return dict(answer.json())
 
     async def ended(self, batch_id: str, key: str = "") -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        return await self.reached(
+            batch_id, lambda batch: batch["status"] in ("completed", "failed", "expired", "cancelled"), key
+        )
 
+    async def reached(
+        self, batch_id: str, condition: Callable[[dict[str, Any]], bool], key: str = ""
+    ) -> dict[str, Any]:
         async with asyncio.timeout(30):
-            while found.get("status") not in ("completed", "failed", "expired", "cancelled"):
+            while True:
                 found = await self.get(batch_id, key)
+                if condition(found):
+                    return found
                 await asyncio.sleep(0.01)
-        return found
 
     async def lines_of(self, file_id: str, key: str = "") -> list[dict[str, Any]]:
         answer = await self.ask("GET", f"/v1/files/{file_id}/content", key)

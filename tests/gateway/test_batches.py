@@ -16,7 +16,7 @@ from gateway.batches.service import BatchService
 from gateway.batches.store import Store
 from proto.errors import Reject
 from tests.gateway.batch_words import KEYS, TENANTS, Desk, jsonl, on_desk, request
-from tests.gateway.fakes import ANSWER, MODEL, rejecting, served
+from tests.gateway.fakes import ANSWER, rejecting, served
 from tests.helpers import until
 
 DB = "batches.sqlite"
@@ -125,8 +125,7 @@ def test_after_a_kill_only_lines_without_a_result_run_again(tmp_path: Path) -> N
         desk.start()
         batch_id = await desk.batch(jsonl(requests(40)))
         for least in (5, 15, 25):
-            while (await desk.get(batch_id))["request_counts"]["completed"] < least:
-                await asyncio.sleep(0.01)
+            await desk.reached(batch_id, lambda batch, least=least: batch["request_counts"]["completed"] >= least)
             await desk.kill()
             done = (await left(desk))["results"]
             submitted = len(desk.site.cluster.submits)
@@ -405,7 +404,9 @@ def test_a_tenant_has_bounded_room_for_files_results_and_batches(tmp_path: Path)
         for file in (await desk.ask("GET", f"/v1/files?after={file_id}")).json()["data"][:4]:
             assert (await desk.ask("DELETE", f"/v1/files/{file['id']}")).status_code == 200
         batch_id = (await desk.create(file_id)).json()["id"]
-        await desk.service.store.write(lambda db: db.execute("UPDATE files SET bytes = ? WHERE id = ?", (most, file_id)))
+        await desk.service.store.write(
+            lambda db: db.execute("UPDATE files SET bytes = ? WHERE id = ?", (most, file_id))
+        )
         desk.start()
         batch = await desk.ended(batch_id)
         assert batch["request_counts"]["failed"] == 20 and not desk.site.cluster.submits
@@ -481,7 +482,9 @@ def test_what_has_expired_is_deleted_unless_a_batch_needs_it(tmp_path: Path) -> 
         store, day = desk.service.store, 86_400
         needed = await desk.file(jsonl(requests(1)))
         await desk.create(needed)
-        soon = (await desk.upload(b"1\n", **{"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"})).json()
+        soon = (
+            await desk.upload(b"1\n", **{"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"})
+        ).json()
         assert soon["expires_at"] - soon["created_at"] == 3600
         await store.write(files.begin, "default", "cut off by a kill", soon["created_at"], 1 << 20)
         assert await store.write(files.prune, soon["created_at"] + 3000, 9) == 0
@@ -508,7 +511,9 @@ def test_a_gateway_without_a_store_says_so(tmp_path: Path) -> None:
     on_desk(body, tmp_path / DB)
 
 
-def test_a_store_that_fails_is_a_503_and_the_batch_goes_on_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_fails_is_a_503_and_the_batch_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runner, "POLL_S", 0.05)
     monkeypatch.setattr(runner, "_STORE_FAILED_S", 0.0)
     real, failing = batches.put_result, True
@@ -538,7 +543,7 @@ def test_a_store_that_fails_is_a_503_and_the_batch_goes_on_later(tmp_path: Path,
 def test_the_store_can_be_read_by_its_user_alone(tmp_path: Path) -> None:
     async def body(desk: Desk) -> None:
         await desk.file(b"{}\n")
-        modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.glob(f"{DB}*")}
+        modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.glob(f"{DB}*")}  # noqa: ASYNC240
         assert set(modes) >= {DB, f"{DB}-wal"} and set(modes.values()) == {0o600}
 
     on_desk(body, tmp_path / DB)

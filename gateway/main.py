@@ -39,6 +39,7 @@ from runtime.process.driver import Stop, cancelled, run_process, unless_stopped,
 from runtime.process.exits import ConfigError
 from runtime.settings import machine
 from runtime.settings.addresses import advertised, host_of, in_url
+from runtime.settings.batches import BATCHES_OFF
 from runtime.settings.roles import GatewaySettings
 from runtime.tenancy.file import TenantsFile
 from runtime.tenancy.tenants import TenantsError, open_tenants
@@ -180,7 +181,7 @@ class GatewayProcess:
     async def _open_batches(self) -> BatchService | None:
         """Raises `ConfigError`."""
         settings = self.settings
-        if not settings.batch_db:
+        if settings.batch_db in BATCHES_OFF:
             return None
         store = Store(settings.batch_db)
         try:

@@ -72,7 +72,7 @@ class MultipartReader:
         line, found, rest = self._rest.partition(b"\r\n")
         if not found and len(self._rest) <= _PADDING_BYTES_MAX:
             return None
-        if line.strip(b" \t"):
+        if line.strip(b" \t") or not found:
             raise bad_value(None, "The body is not valid multipart/form-data.", "invalid_multipart")
         self._rest, self._step = b"\r\n" + rest, self._head  # so that a part without any header ends as others do
         return b""

@@ -15,11 +15,12 @@ from launcher.process import WORKER_MODULES, child_environment, python_command
 from runtime.settings import machine
 from runtime.settings.addresses import METRICS_OFF
 from runtime.settings.autopilot import AutopilotSettings
+from runtime.settings.batches import BATCHES_OFF
 from runtime.settings.cores import cores_text
 from runtime.settings.environment import SUPERVISED
 from runtime.settings.options import SettingsError, load, to_arguments
 from runtime.settings.roles import CoordinatorSettings, GatewaySettings
-from runtime.settings.serve import BATCHES_OFF, ServeSettings
+from runtime.settings.serve import ServeSettings
 from runtime.settings.types import ENV_PREFIX
 from runtime.settings.workers import WorkerSettings, gpu_share_of
 from runtime.tenancy.file import read as read_tenants
@@ -73,8 +74,8 @@ def build(settings: ServeSettings, model: ReadyModel, ports: Ports) -> Cluster:
     tenants = {"tenants": str(Path(settings.tenants).expanduser().resolve())} if settings.tenants else {}
     usage_db = settings.usage_db or (default_db() if settings.tenants else "")
     event_log = {"usage_db": str(Path(usage_db).expanduser().resolve())} if usage_db else {}
-    has_batches = settings.batch_db not in ("", BATCHES_OFF)
-    batches = {"batch_db": str(Path(settings.batch_db).expanduser().resolve())} if has_batches else {}
+    batch_db = settings.batch_db
+    batches = {} if batch_db in BATCHES_OFF else {"batch_db": str(Path(batch_db).expanduser().resolve())}
     common = {"log_format": "json"} | ({"keys": keys_folder(settings)} if settings.keys else {})
     shared = common | {"coordinator": coordinator, "model": str(model.path), "model_id": model.model_id}
     fronts = [

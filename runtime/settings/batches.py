@@ -1,8 +1,13 @@
 """Options of gateways for files and batches."""
 
+from typing import Final
+
 from pydantic import Field
 
 from runtime.settings.types import Options
+
+BATCHES_OFF: Final = ("", "off")
+"""Values of `batch_db` that name no file."""
 
 
 class BatchOptions(Options):
@@ -11,7 +16,7 @@ class BatchOptions(Options):
     batch_db: str = Field(
         "",
         description="SQLite file for /v1/files and /v1/batches, on a local disk; gateways of one host may share it, and one of"
-        " them runs the batches. Empty: neither is served.",
+        " them runs the batches. Empty or off: neither is served.",
     )
     batch_lines_max: int = Field(
         32,

@@ -35,7 +35,15 @@ _VALUES: Final = {
     "TEXT": "question",
 }
 _NAMED: Final = {field: value for value, fields in _VALUES.items() for field in fields.split()}
-_UNITS: Final = {"_ms": "MS", "_s": "SECONDS", "_gib": "GIB", "_mib": "MIB", "_mib_per_s": "MIB/S", "_days": "DAYS", "_h": "HOURS"}
+_UNITS: Final = {
+    "_ms": "MS",
+    "_s": "SECONDS",
+    "_gib": "GIB",
+    "_mib": "MIB",
+    "_mib_per_s": "MIB/S",
+    "_days": "DAYS",
+    "_h": "HOURS",
+}
 
 
 def value_name(key: str, field: FieldInfo) -> str:

@@ -1,14 +1,12 @@
 """Settings of `crossdock serve`."""
 
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from runtime.settings.addresses import MetricsAddress
 from runtime.settings.autopilot import PROFILE_HELP, TPOT_HELP, TTFT_HELP
 from runtime.settings.types import WEIGHTS_HELP, CommaList, Device, Dtype, KeyOptions, Panels, Port, Weights
-
-BATCHES_OFF: Final = "off"
 
 
 class ServeSettings(KeyOptions):

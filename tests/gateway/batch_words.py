@@ -108,8 +108,10 @@ def on_desk(test: Callable[[Desk], Awaitable[None]], path: Path, **options: Any)
     async def body() -> None:
         bounds = {"file_bytes_max": 1 << 20, "tenant_bytes_max": 8 << 20, "keep_s": 30 * DAY_S}
         bounds = {name: options.pop(name, value) for name, value in bounds.items()}
-        lines_max = options.pop("lines_max", 8)
+        lines_max, body_bytes_max = options.pop("lines_max", 8), options.pop("body_bytes_max", None)
         site = make_site(**options)
+        if body_bytes_max:
+            site.gateway.intake.body_bytes_max = body_bytes_max
         store = Store(path)
         await store.open()
         desk = Desk(site, BatchService(store, **bounds), lines_max)

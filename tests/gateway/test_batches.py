@@ -3,10 +3,12 @@
 import asyncio
 import json
 import sqlite3
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -547,3 +549,31 @@ def test_the_store_can_be_read_by_its_user_alone(tmp_path: Path) -> None:
         assert set(modes) >= {DB, f"{DB}-wal"} and set(modes.values()) == {0o600}
 
     on_desk(body, tmp_path / DB)
+
+
+@pytest.mark.parametrize("content", [b"\n" * (LINES_MAX - 1) + b"1", b"{}\n" * LINES_MAX, b"[" * (1 << 19)])
+def test_no_file_holds_the_loop(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the CPU time of the loop's thread in each of its callbacks."""
+    slowest: list[float] = []
+    run = asyncio.Handle._run
+
+    def timed(self: asyncio.Handle) -> None:
+        began = time.thread_time()
+        run(self)
+        slowest.append(time.thread_time() - began)
+
+    async def body(desk: Desk) -> None:
+        desk.start()
+        monkeypatch.setattr(asyncio.Handle, "_run", timed)
+        async with served(desk.site) as url, httpx.AsyncClient(timeout=60, trust_env=False) as client:
+            answer = await client.post(f"{url}/v1/files", files={"file": content}, data={"purpose": "batch"})
+            assert answer.status_code == 200, answer.text
+            made = await desk.create(answer.json()["id"])
+            assert (await desk.ended(made.json()["id"]))["status"] == "failed"
+        assert max(slowest) < 0.05
+
+    def on_app(desk: Desk) -> Any:
+        desk.site.app = desk.app
+        return body(desk)
+
+    on_desk(on_app, tmp_path / DB, body_bytes_max=1 << 20)

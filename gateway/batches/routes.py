@@ -21,6 +21,7 @@ from gateway.batches.types import (
     FileObject,
     UploadRequest,
     listed,
+    window_h,
 )
 from gateway.batches.upload import PIECE_BYTES, upload
 from gateway.http.encoding import JsonResponse
@@ -135,7 +136,7 @@ async def create_batch(call: CallDep) -> dict[str, Any]:
     if asked.output_expires_after is not None:
         keep_s = min(keep_s, asked.output_expires_after.seconds)
     window = asked.completion_window
-    wanted = Wanted(asked.input_file_id, asked.endpoint, window, int(window[:-1]) * 3600, asked.metadata, keep_s)
+    wanted = Wanted(asked.input_file_id, asked.endpoint, window, window_h(window) * 3600, asked.metadata, keep_s)
     most = service.tenant_bytes_max
     batch = await service.write(batches.create, call.tenant, wanted, clock.unix_time(), most)
     service.wake()

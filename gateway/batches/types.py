@@ -2,15 +2,28 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from gateway.http.bounds import MaxKeys
 from gateway.openai.answer_types import AnswerType
 from gateway.openai.request_types import RequestType
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+WINDOW_H_MAX = 168
 _MetadataKey = Annotated[str, Field(max_length=64)]
 _MetadataText = Annotated[str, Field(max_length=512)]
+
+
+def window_h(window: str) -> int:
+    """The hours that `24h` stands for; 0 if it stands for none."""
+    hours = window.removesuffix("h")
+    return int(hours) if window != hours and hours.isascii() and hours.isdigit() else 0
+
+
+def _check_window(window: str) -> str:
+    if not 0 < window_h(window) <= WINDOW_H_MAX:
+        raise ValueError(f"it must be a whole number of hours from 1h to {WINDOW_H_MAX}h, like 24h")
+    return window
 
 
 class ExpiresAfter(RequestType):
@@ -22,7 +35,7 @@ class CreateBatchRequest(RequestType):
     input_file_id: Annotated[str, Field(min_length=1, max_length=128)]
     """A file with the purpose `batch`."""
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
-    completion_window: Annotated[str, Field(pattern=r"^([1-9]|[1-9][0-9]|1[0-5][0-9]|16[0-8])h\z")]
+    completion_window: Annotated[str, Field(min_length=2, max_length=4), AfterValidator(_check_window)]
     """`24h`, or another whole number of hours up to `168h`: requests that have not run by then do not run any more."""
     metadata: Annotated[dict[_MetadataKey, _MetadataText], MaxKeys(16)] | None = None
     """It is given back with the batch."""

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from email import message_from_string
 from email.message import Message
-from email.utils import collapse_rfc2231_value
 from typing import Final
 
 from gateway.http.errors import bad_value
@@ -28,7 +27,7 @@ def boundary_of(content_type: str) -> bytes | None:
     """None: the body is not multipart/form-data."""
     head = Message()
     head["content-type"] = content_type[:1000].replace("\r", " ").replace("\n", " ")
-    boundary = head.get_boundary("")
+    boundary = _text(head.get_param("boundary", ""))
     if head.get_content_type() != "multipart/form-data" or not 0 < len(boundary) <= _BOUNDARY_CHARS_MAX:
         return None
     return boundary.encode("latin-1", "replace")
@@ -103,7 +102,11 @@ def _part(head: bytes) -> Part:
     name = headers.get_param("name", header="content-disposition")
     if headers.get_content_disposition() != "form-data" or name is None:
         raise bad_value(None, "A part of the body has no name.", "invalid_multipart")
-    filename = headers.get_filename()
-    return Part(
-        collapse_rfc2231_value(name)[:_NAME_CHARS_MAX], filename if filename is None else filename[:_NAME_CHARS_MAX]
-    )
+    filename = headers.get_param("filename", header="content-disposition")
+    return Part(_text(name), None if filename is None else _text(filename))
+
+
+def _text(value: str | tuple[str | None, str | None, str]) -> str:
+    """A parameter of a header. One with a charset of its own, which forms may not have, is taken as it is: a charset may be any
+    codec of Python."""
+    return (value if isinstance(value, str) else value[2]).encode("utf-8", "replace").decode()[:_NAME_CHARS_MAX]

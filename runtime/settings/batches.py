@@ -15,8 +15,8 @@ class BatchOptions(Options):
 
     batch_db: str = Field(
         "",
-        description="SQLite file for /v1/files and /v1/batches, on a local disk; gateways of one host may share it, and one of"
-        " them runs the batches. Empty or off: neither is served.",
+        description="SQLite file for /v1/files and /v1/batches, on a local disk; gateways of one host that serve the same"
+        " models may share it, and one of them runs the batches. Empty or off: neither is served.",
     )
     batch_lines_max: int = Field(
         32,

@@ -78,6 +78,47 @@ def test_a_form_without_its_end_is_not_complete_and_holds_little() -> None:
 
 
 @pytest.mark.parametrize(
+    "name", ["filename*=undefined''x", "filename*=raw_unicode_escape''%5Cud800", "name*=idna''%ff; a"]
+)
+def test_a_charset_of_a_name_is_not_used(name: str) -> None:
+    head = f'--b\r\nContent-Disposition: form-data; name="file"; {name}\r\n\r\nx\r\n--b--'
+    _, ((part, content),) = read(head.encode(), b"b", [1000])
+    assert content == b"x"
+    f"{part.name}{part.filename}".encode()
+    assert boundary_of(f"multipart/form-data; boundary*={name.partition('=')[2]}") is not None
+
+
+def test_heads_of_any_bytes_are_read_or_refused() -> None:
+    rng = random.Random(1)
+    words = [
+        b"name",
+        b"filename",
+        b"*",
+        b"0",
+        b"=",
+        b"''",
+        b'"',
+        b"\\",
+        b"%ff",
+        b"utf-8",
+        b"undefined",
+        b";",
+        b"\xff",
+        b"\r\n ",
+        b"a",
+    ]
+    for _ in range(5_000):
+        head = b"Content-Disposition: form-data; name=a;" + b"".join(rng.choices(words, k=rng.randrange(12)))
+        try:
+            _, parts = read(b"--b\r\n" + head + b"\r\n\r\nx\r\n--b--", b"b", [1000])
+        except ApiError:
+            continue
+        for part, _ in parts:
+            f"{part.name}{part.filename}".encode()
+        boundary_of(f"multipart/form-data; {head.decode('latin-1')}")
+
+
+@pytest.mark.parametrize(
     "value", ["", "application/json", "multipart/form-data", "multipart/mixed; boundary=a", 'multipart/form-data; boundary=""',
               f"multipart/form-data; boundary={'a' * 71}"],
 )  # fmt: skip

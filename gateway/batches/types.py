@@ -46,7 +46,7 @@ class CreateBatchRequest(RequestType):
 class UploadRequest(RequestType):
     """Its fields are parts of a multipart/form-data body."""
 
-    file: Annotated[str, Field(json_schema_extra={"format": "binary"})]
+    file: Annotated[Any, Field(json_schema_extra={"type": "string", "format": "binary"})]
     """JSON lines: each has `custom_id`, `method` (`POST`), `url` and `body`. At most 50,000, each within `--body-bytes-max`."""
     purpose: Literal["batch"]
     expires_after: ExpiresAfter | None = None

@@ -5,21 +5,27 @@ Several gateways of one host may use the same file; SQLite's own locks keep thei
 """
 
 import asyncio
+import fcntl
+import os
 import secrets
 import sqlite3
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from proto.errors import CrossdockError
-from runtime.storage.lock_file import network_file_system
+from runtime.process import clock
+from runtime.storage.lock_file import network_file_system, open_lock
 from runtime.storage.private_file import make_private
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _BUSY_TIMEOUT_S: Final = 10.0
+_TRY_AGAIN_S: Final = 0.02
 _VERSION: Final = 1
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS files (
@@ -115,6 +121,10 @@ class Store:
         make_private(self.path)
         if kind := network_file_system(self.path.resolve().parent):
             raise StoreError(f"{self.path} is on {kind}, a network file system, whose locks may be lost")
+        with _alone(Path(f"{self.path}.opening")):
+            self._db = self._prepared()
+
+    def _prepared(self) -> sqlite3.Connection:
         db = sqlite3.connect(self.path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
         try:
             version = db.execute("PRAGMA user_version").fetchone()[0]
@@ -127,7 +137,7 @@ class Store:
             db.close()
             raise
         db.row_factory = sqlite3.Row
-        self._db = db
+        return db
 
     def _close(self) -> None:
         if self._db is not None:
@@ -147,6 +157,24 @@ class Store:
                 db.execute("ROLLBACK")
             raise
         return result
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Two processes that change a file to WAL at once fail, and SQLite's own wait for locks does not help. Raises `OSError`."""
+    descriptor, until = open_lock(path), clock.now() + _BUSY_TIMEOUT_S
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if clock.now() > until:
+                    raise
+                threading.Event().wait(_TRY_AGAIN_S)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def new_id(now: float) -> str:

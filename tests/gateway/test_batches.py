@@ -1,8 +1,10 @@
 """Files and batches: what clients see, and what the runner does, over a fake cluster."""
 
 import asyncio
+import fcntl
 import gc
 import json
+import os
 import sqlite3
 import time
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from gateway.batches.lines import ERRORS_MAX, LINES_MAX
 from gateway.batches.service import BatchService
 from gateway.batches.store import Store
 from proto.errors import Reject
+from runtime.storage.lock_file import open_lock
 from tests.gateway.batch_words import KEYS, TENANTS, Desk, jsonl, on_desk, request
 from tests.gateway.fakes import ANSWER, rejecting, served
 from tests.helpers import until
@@ -583,3 +586,18 @@ def test_no_file_holds_the_loop(tmp_path: Path, content: bytes, monkeypatch: pyt
         on_desk(on_app, tmp_path / DB, body_bytes_max=1 << 20)
     finally:
         gc.enable()
+
+
+def test_gateways_that_start_at_once_open_the_store_one_after_the_other(tmp_path: Path) -> None:
+    async def body() -> None:
+        other = open_lock(tmp_path / f"{DB}.opening")
+        fcntl.flock(other, fcntl.LOCK_EX)
+        store = Store(tmp_path / DB)
+        opening = asyncio.create_task(store.open())
+        await asyncio.wait({opening}, timeout=0.3)
+        assert not opening.done()
+        os.close(other)
+        await opening
+        await store.close()
+
+    asyncio.run(body())

@@ -144,9 +144,13 @@ def test_after_a_kill_only_lines_without_a_result_run_again(tmp_path: Path) -> N
     on_desk(body, tmp_path / DB)
 
 
-def test_of_two_gateways_one_runs_each_line_and_the_other_takes_over(tmp_path: Path) -> None:
+def test_of_two_gateways_one_runs_each_line_and_the_other_takes_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "POLL_S", 0.02)
+
     async def body(desk: Desk) -> None:
-        desk.site.cluster.gap_s = 0.005
+        desk.site.cluster.gap_s = 0.01
         store = Store(tmp_path / DB)
         await store.open()
         other = Desk(desk.site, BatchService(store, 1 << 20, 8 << 20, 1000))
@@ -198,18 +202,17 @@ def test_lines_that_are_refused_for_now_run_later(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(runner, "POLL_S", 0.05)
 
     async def body(desk: Desk) -> None:
-        refuse = rejecting(Reject.QUEUE_FULL, 1.0)
-        refused: list[str] = []
-
-        def reject(submit: Any) -> Any:
-            refused.append(submit.request_id)
-            return refuse(submit) if len(refused) <= 9 else None
-
-        desk.site.cluster.reject = reject
+        cluster = desk.site.cluster
+        cluster.reject = rejecting(Reject.QUEUE_FULL, 1.0)
         desk.start()
-        batch = await desk.ended(await desk.batch(jsonl(requests(12))))
+        batch_id = await desk.batch(jsonl(requests(12)))
+        await until(lambda: len(cluster.submits) > 8)
+        await asyncio.sleep(0.2)
+        assert len(cluster.submits) == 9, "8 at once, then one to see whether there is room"
+        cluster.reject = lambda submit: None
+        batch = await desk.ended(batch_id)
         assert batch["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
-        assert len(refused) == 9 + 12, "8 at once, then one to see whether there is room"
+        assert len(cluster.submits) == 9 + 12
 
     on_desk(body, tmp_path / DB)
 

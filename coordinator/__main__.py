@@ -8,9 +8,9 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from coordinator.recovery.lock_file import is_taken
 from runtime.process import garbage_collector as collector
 from runtime.process.niceness import import_nicely
+from runtime.storage.lock_file import is_taken
 
 _NICE_LOADING = 5
 """More, and on a busy machine it takes half a minute, in which nobody stands by."""

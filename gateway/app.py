@@ -12,6 +12,9 @@ from starlette.types import ASGIApp, Scope
 from gateway.anthropic import routes as routes_anthropic
 from gateway.anthropic.answer import error_body
 from gateway.anthropic.types import CountRequest, MessagesRequest
+from gateway.batches import routes as routes_batches
+from gateway.batches.service import BatchService
+from gateway.batches.types import CreateBatchRequest, UploadRequest
 from gateway.http.encoding import JsonResponse, encode
 from gateway.http.errors import RATE_HEADERS, ApiError
 from gateway.http.reach import Reach
@@ -32,6 +35,7 @@ ROUTERS: Final = (
     routes_responses.router,
     routes_anthropic.router,
     routes_vllm.router,
+    routes_batches.router,
     routes_info.router,
 )
 BODIES: Final = (
@@ -42,6 +46,8 @@ BODIES: Final = (
     CountRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    CreateBatchRequest,
+    UploadRequest,
     ChatCompletionChunk,
     ResponseEvent,
     MessageEvent,
@@ -50,7 +56,7 @@ BODIES: Final = (
 _ROUTES: Final = [route for router in ROUTERS for route in router.routes if isinstance(route, Route)]
 
 
-def create_app(gateway: Gateway) -> ASGIApp:
+def create_app(gateway: Gateway, batches: BatchService | None = None) -> ASGIApp:
     app = FastAPI(
         title="crossdock",
         version=version_of(),
@@ -62,6 +68,7 @@ def create_app(gateway: Gateway) -> ASGIApp:
         default_response_class=JsonResponse,
     )
     app.state.gateway = gateway
+    app.state.batches = batches
     for router in ROUTERS:
         app.include_router(router)
     openapi.describe(app, BODIES)

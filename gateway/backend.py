@@ -159,7 +159,8 @@ class Backend:
         now = clock.now()
         for spec in specs:
             self._subscriptions[spec.stream_id] = subscription
-            self._times[spec.stream_id] = StreamTimes(self.metrics, spec.tenant, len(spec.prompt), now, spec.model)
+            measured = "" if spec.is_offline else spec.tenant
+            self._times[spec.stream_id] = StreamTimes(self.metrics, measured, len(spec.prompt), now, spec.model)
         for spec in specs:
             self._driver.post(Open(spec))
         return subscription

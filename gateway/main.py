@@ -12,6 +12,10 @@ import msgspec
 
 from gateway.app import create_app
 from gateway.backend import Backend
+from gateway.batches.metrics import BatchMetrics
+from gateway.batches.runner import BatchRunner
+from gateway.batches.service import DAY_S, BatchService
+from gateway.batches.store import Store, StoreError
 from gateway.http.body import Intake
 from gateway.http.server import make_server
 from gateway.metrics import GatewayMetrics
@@ -35,6 +39,7 @@ from runtime.process.driver import Stop, cancelled, run_process, unless_stopped,
 from runtime.process.exits import ConfigError
 from runtime.settings import machine
 from runtime.settings.addresses import advertised, host_of, in_url
+from runtime.settings.batches import BATCHES_OFF
 from runtime.settings.roles import GatewaySettings
 from runtime.tenancy.file import TenantsFile
 from runtime.tenancy.tenants import TenantsError, open_tenants
@@ -132,6 +137,7 @@ class GatewayProcess:
         except TenantsError as error:
             raise ConfigError(f"--tenants: {error}") from error
         keys = KeyRing(tenants.tenants if tenants else open_tenants(), self.settings.api_keys)
+        batches = await self._open_batches()
         coordinator, waiting = self._coordinator(address)
         waiting.begin()
         await coordinator.start()
@@ -159,13 +165,32 @@ class GatewayProcess:
         watching = [watched(collector.collect_seldom(self.backend.load, clock.now))]
         if tenants:
             watching.append(watched(tenants.watch(keys.replace)))
+        if batches:
+            of_batches = BatchMetrics(self.metrics.registry)
+            watching.append(watched(BatchRunner(gateway, batches, of_batches, self.settings.batch_lines_max).run()))
         try:
-            return await self._serve(gateway, listener, stop)
+            return await self._serve(gateway, batches, listener, stop)
         finally:
             await cancelled(*watching)
+            if batches:
+                await batches.store.close()
             await coordinator.close()
             waiting.end()
             await gateway.close()
+
+    async def _open_batches(self) -> BatchService | None:
+        """Raises `ConfigError`."""
+        settings = self.settings
+        if settings.batch_db in BATCHES_OFF:
+            return None
+        store = Store(settings.batch_db)
+        try:
+            await store.open()
+        except StoreError as error:
+            raise ConfigError(f"--batch-db: {error}") from error
+        return BatchService(
+            store, settings.batch_file_mib << 20, settings.batch_tenant_mib << 20, settings.batch_keep_days * DAY_S
+        )
 
     async def _load(self, stop: asyncio.Event) -> list[ServedModel] | None:
         """The models' tokenizers; None if told to stop first. Raises `ConfigError`."""
@@ -203,9 +228,9 @@ class GatewayProcess:
         waiting = WaitNotice(self.log, self.settings.coordinator, lambda: client.last_error)
         return client, waiting
 
-    async def _serve(self, gateway: Gateway, listener: socket.socket, stop: Stop) -> int:
+    async def _serve(self, gateway: Gateway, batches: BatchService | None, listener: socket.socket, stop: Stop) -> int:
         """Serve HTTP until told to stop; then let streams end, bounded, and the rest with an error event."""
-        server = make_server(create_app(gateway), self.settings.client_timeout_ms / 1000, _CLOSE_TIMEOUT_S)
+        server = make_server(create_app(gateway, batches), self.settings.client_timeout_ms / 1000, _CLOSE_TIMEOUT_S)
         server.on_listening = lambda: self._is("listening")
         serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
         stopping = asyncio.get_running_loop().create_task(_wait(stop))

@@ -118,7 +118,8 @@ class StreamTimes:
     )
 
     def __init__(self, metrics: GatewayMetrics, tenant: str, prompt_tokens: int, now: float, model: str = "") -> None:
-        slo = metrics.slo_of(tenant)
+        # Empty: of no tenant, to be measured against no SLO.
+        slo = metrics.slo_of(tenant) if tenant else None
         self._slo = slo if slo is not None and slo.given else None
         self._metrics, self._tenant, self._opened_at = metrics, tenant, now
         self._model = metrics.of(model)

@@ -60,6 +60,13 @@ def priority_class_of(priority: Any, service_tier: str | None, tenants: Tenants,
     return generation if policy is not None and generation in policy.priority_classes else ""
 
 
+def lowest_class(tenants: Tenants, tenant: str) -> str:
+    """The priority class with the least weight of those that the tenant may use; empty: its own."""
+    policy = tenants.policy(tenant)
+    allowed = sorted(policy.priority_classes) if policy is not None else []
+    return min(allowed, key=lambda name: tenants.priority_classes[name].weight, default="")
+
+
 def own_priority(priority: Any) -> int:
     """vLLM's: among the tenant's own requests, the lowest goes first. Raises `ApiError`."""
     if type(priority) is not int:

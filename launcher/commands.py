@@ -104,6 +104,16 @@ TABLE: Final[Table] = {
         "runtime.settings.workers:WorkerSettings",
         "launcher.worker:run",
     ),
+    "batch": Group(
+        "Run a file of requests when the cluster has capacity to spare.",
+        {
+            "run": Command(
+                "Run a file of requests as a batch, and write their results to a file.",
+                "launcher.batch.settings:BatchRunSettings",
+                "launcher.batch.run:run",
+            )
+        },
+    ),
     "status": Command(
         "Show workers, queues and running requests of a cluster",
         "launcher.admin.status:StatusSettings",

@@ -29,6 +29,7 @@ FOLDERS_MAY_IMPORT = {
     },
     "gateway": {
         "anthropic": "http openai streams text",
+        "batches": "http openai responses",
         "http": "streams",
         "openai": "http streams structured text tools",
         "responses": "http openai streams text",
@@ -41,6 +42,7 @@ FOLDERS_MAY_IMPORT = {
     "kvtransfer": {"memory": "", "session": "", "transports": "memory session"},
     "launcher": {
         "admin": "local",
+        "batch": "http local",
         "bench": "admin http load local models",
         "cluster": "http load local models",
         "http": "",
@@ -58,6 +60,7 @@ FOLDERS_MAY_IMPORT = {
         "metrics": "link process settings",
         "process": "",
         "settings": "process",
+        "storage": "",
         "tenancy": "process",
         "worker": "grammar link metrics process settings",
     },

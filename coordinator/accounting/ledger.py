@@ -36,10 +36,8 @@ transaction and tells the loop which requests are on disk. More load makes large
 """
 
 import asyncio
-import os
 import queue
 import sqlite3
-import stat
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -55,6 +53,7 @@ from coordinator.accounting.quota import DAY_S, Ask
 from coordinator.accounting.usage import Closed, Entry, Opened, Past
 from proto.errors import CrossdockError
 from runtime.process import clock, log
+from runtime.storage.private_file import make_private
 
 T = TypeVar("T")
 QUEUE_MAX: Final = 1 << 16
@@ -195,7 +194,7 @@ class Ledger:
 
     def _run(self, loop: asyncio.AbstractEventLoop, past: "Future[Past]", today: int) -> None:
         try:
-            _make_private(self.path)
+            make_private(self.path)
             with closing(sqlite3.connect(self.path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)) as db:
                 _prepare(db, self._adding_up)
                 past.set_result(self._read(db, today))
@@ -258,22 +257,6 @@ def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[T], None], value:
 def _why(error: BaseException) -> str:
     expected = isinstance(error, OSError | sqlite3.Error | LedgerError)
     return str(error) if expected else f"{type(error).__name__}: {error}"
-
-
-def _make_private(path: Path) -> None:
-    """Make the file where it is missing. What an earlier version made readable for others is not any more. Raises `OSError`,
-    `LedgerError`."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # SQLite gives the files that it makes beside this one the same mode.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise LedgerError("it is not a file")
-    finally:
-        os.close(descriptor)
-    for each in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
-        if each.exists() and each.stat().st_uid == os.geteuid():
-            each.chmod(0o600)
 
 
 def _prepare(db: sqlite3.Connection, adding_up: Callable[[], None]) -> None:

@@ -16,10 +16,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
-from coordinator.recovery.lock_file import is_at, lock_of, network_file_system, open_lock
 from proto.errors import CrossdockError
 from runtime.process.driver import Stop
 from runtime.process.exits import ConfigError
+from runtime.storage.lock_file import is_at, lock_of, network_file_system, open_lock
 
 PREDECESSOR_S: Final = 5.0
 """How long one that does not stand by waits for a predecessor that is about to end."""

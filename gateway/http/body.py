@@ -4,8 +4,8 @@ What all may hold together is divided between tenants (`fair_share`), so that no
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from ipaddress import AddressValueError, IPv6Address
 from typing import Final
 
@@ -98,6 +98,16 @@ class Intake:
             raise ClientLeft from None
         finally:
             self._bytes.give_back(owner, held)
+
+    @contextmanager
+    def bytes_held(self, owner: str, size: int) -> Iterator[None]:
+        """Accounts for bytes that come by another way than as a body, until left. Raises `ApiError`."""
+        if not self._bytes.take(owner, size):
+            raise _no_room(self._bytes, size)
+        try:
+            yield
+        finally:
+            self._bytes.give_back(owner, size)
 
     def _too_large(self) -> ApiError:
         message = f"The body is larger than the {self.body_bytes_max} bytes allowed."

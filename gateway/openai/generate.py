@@ -12,7 +12,8 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from gateway.backend import ClientLeft, Subscription
-from gateway.http.errors import ApiError, bare_errors, rate_headers
+from gateway.http.body import Slots
+from gateway.http.errors import ApiError, bad_value, bare_errors, rate_headers
 from gateway.http.json_text import parse_json
 from gateway.http.renamed import Names, renamed
 from gateway.http.request_log import RequestInfo, info_of
@@ -91,6 +92,33 @@ async def generate(call: Call, endpoint: Endpoint[R]) -> Response:
     )
 
 
+async def answer_offline(
+    gateway: Gateway,
+    tenant: str,
+    endpoint: Endpoint[R],
+    body: bytes,
+    info: RequestInfo,
+    *,
+    priority_class: str,
+    deadline_ms: float,
+) -> bytes:
+    """The whole answer to a request without a connection of its own, of a batch. Priority class and deadline take the place of
+    those that the body may name. Raises `ApiError`."""
+    info.internal_id = f"{endpoint.id_prefix}-{info.token}"
+    async with gateway.intake.place(tenant) as slots:
+        with gateway.intake.bytes_held(tenant, len(body)):
+            work = partial(_read, gateway, tenant, endpoint, body, info)
+            read = await gateway.threads.run(tenant, len(body), work)
+        if read.prepared.stream:
+            raise bad_value("stream", "'stream' is not possible in a batch.", "unsupported_parameter")
+        identity = replace(read.identity, priority_class=priority_class, deadline_ms=deadline_ms, is_offline=True)
+        exchange = await _open(gateway, tenant, endpoint, replace(read, identity=identity), slots, info)
+        try:
+            return await exchange.whole(partial(gateway.threads.run, tenant))
+        finally:
+            exchange.subscription.close()
+
+
 async def _begin(call: Call, endpoint: Endpoint[R], info: RequestInfo) -> tuple[Exchange, Prepared]:
     """Read the request and submit it. Raises `ApiError` and `ClientLeft`."""
     gateway = call.gateway
@@ -99,11 +127,21 @@ async def _begin(call: Call, endpoint: Endpoint[R], info: RequestInfo) -> tuple[
     async with AsyncExitStack() as reading:
         held = call.held if endpoint.keeps_body else reading
         body = await held.enter_async_context(gateway.intake.body(call.request, call.owner))
-        read = partial(_read, call, endpoint, body, info)
-        served, identity, prepared, names = await gateway.threads.run(call.owner, len(body), read)
-    del body, read
+        work = partial(_read, gateway, call.tenant, endpoint, body, info)
+        read = await gateway.threads.run(call.owner, len(body), work)
+    del body, work
+    exchange = await _open(gateway, call.owner, endpoint, read, slots, info)
+    await call.held.enter_async_context(_watched(call.request.receive, exchange.subscription))
+    return exchange, read.prepared
+
+
+async def _open(
+    gateway: Gateway, owner: str, endpoint: Endpoint[R], read: "_Read", slots: Slots, info: RequestInfo
+) -> Exchange:
+    """Submit a request. Raises `ApiError`."""
+    served, identity = read.served, read.identity
     with renamed(endpoint.names):
-        prepared = await _compiled(prepared, served.grammars, call.owner, identity.cache_group)
+        prepared = await _compiled(read.prepared, served.grammars, owner, identity.cache_group)
     slots.hold(len(prepared.prompts))
     answer = endpoint.answer(
         prepared,
@@ -112,12 +150,11 @@ async def _begin(call: Call, endpoint: Endpoint[R], info: RequestInfo) -> tuple[
         created=int(clock.unix_time()),
         model=served.rules.model_id,
     )
-    exchange = _submit(gateway, served, prepared, names, answer, info, identity)
+    exchange = _submit(gateway, served, prepared, read.names, answer, info, identity)
     if prepared.form.checks:
-        mismatch = partial(served.grammars.mismatch, call.owner)
+        mismatch = partial(served.grammars.mismatch, owner)
         exchange.checker = AnswerChecker(prepared.form, served.tokenizer.facts.eos_ids, mismatch)
-    await call.held.enter_async_context(_watched(call.request.receive, exchange.subscription))
-    return exchange, prepared
+    return exchange
 
 
 async def _compiled(prepared: Prepared, grammars: GrammarChecker, owner: str, cache_group: str) -> Prepared:
@@ -132,20 +169,27 @@ async def _compiled(prepared: Prepared, grammars: GrammarChecker, owner: str, ca
     return in_form(prepared, replace(form, write=None))
 
 
+@dataclass(frozen=True)
+class _Read:
+    """A request that can be submitted."""
+
+    served: ServedModel
+    identity: "_Identity"
+    prepared: Prepared
+    names: list[BlockNames | None]
+
+
 @bare_errors
-def _read(
-    call: Call, endpoint: Endpoint[R], body: bytes, info: RequestInfo
-) -> "tuple[ServedModel, _Identity, Prepared, list[BlockNames | None]]":
+def _read(gateway: Gateway, tenant: str, endpoint: Endpoint[R], body: bytes, info: RequestInfo) -> _Read:
     """All that takes time with a long body. Runs on a thread, so that what the JSON becomes exists only while one works on it:
     a body that waits for its turn is its bytes. Raises `ApiError`."""
-    gateway = call.gateway
     generation = endpoint.read(parse_json(body))
     info.end_user = generation.end_user
     served = gateway.model(generation.model)
-    identity = _identity(gateway, call.tenant, generation)
+    identity = _identity(gateway, tenant, generation)
     with renamed(endpoint.names):
         prepared, names = _prepare(endpoint.prepare, generation, gateway, served, identity.cache_group)
-    return served, identity, prepared, names
+    return _Read(served, identity, prepared, names)
 
 
 def _prepare(
@@ -176,6 +220,7 @@ class _Identity:
     deadline_ms: float
     cache_group: str
     priority: int
+    is_offline: bool = False
 
 
 def _identity(gateway: Gateway, tenant: str, generation: GenerationRequest) -> _Identity:
@@ -219,6 +264,7 @@ def _submit(
             priority_class=identity.priority_class,
             deadline_ms=identity.deadline_ms,
             priority=identity.priority,
+            is_offline=identity.is_offline,
             prompt_scores=PromptScores(len(prompt), wanted) if wanted >= 0 else None,
         )
         for number, (prompt, named) in enumerate(zip(prepared.prompts, names, strict=True))

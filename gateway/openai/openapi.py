@@ -59,6 +59,7 @@ _REFUSALS: Final = {
     404: "There is no such model or path.",
     405: "The method is not allowed here.",
     408: "The request took too long to arrive.",
+    409: "What is asked for is in use, or has ended.",
     413: "The body is too large.",
     415: "The Content-Type is not application/json.",
     429: "A quota or a queue is full; `Retry-After` says until when.",
@@ -77,13 +78,15 @@ def refusals(*statuses: int, error: type[BaseModel] = Error) -> Responses:
 def streamed(event: type[BaseModel], error: type[BaseModel] = Error) -> Responses:
     """For the `responses` of a route that answers whole or as a stream of such events."""
     content = {"text/event-stream": {"schema": {"$ref": _REFS.format(model=event.__name__)}}}
-    return {200: {"description": "The answer.", "content": content}} | refusals(*_REFUSALS, error=error)
+    return {200: {"description": "The answer.", "content": content}} | refusals(
+        *sorted(_REFUSALS.keys() - {409}), error=error
+    )
 
 
-def body_of(model: type[BaseModel]) -> dict[str, Any]:
+def body_of(model: type[BaseModel], media_type: str = "application/json") -> dict[str, Any]:
     """For the `openapi_extra` of a route whose body is such a one."""
     schema = {"$ref": _REFS.format(model=model.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
 
 
 def schemas(models: tuple[type[BaseModel], ...]) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from gateway.openai.prepare import prepare_chat, prepare_completion
 from gateway.openai.request_types import ChatRequest, CompletionRequest, validate
 
 router = APIRouter(tags=["OpenAI"])
-_COMPLETIONS: Final = Endpoint(
+COMPLETIONS: Final = Endpoint(
     "completions", "cmpl", partial(validate, CompletionRequest), prepare_completion, CompletionAnswer
 )
-_CHAT: Final = Endpoint("chat", "chatcmpl", partial(validate, ChatRequest), prepare_chat, ChatAnswer)
+CHAT: Final = Endpoint("chat", "chatcmpl", partial(validate, ChatRequest), prepare_chat, ChatAnswer)
 
 
 @router.post(
@@ -29,7 +29,7 @@ _CHAT: Final = Endpoint("chat", "chatcmpl", partial(validate, ChatRequest), prep
     openapi_extra=body_of(CompletionRequest),
 )
 async def completions(call: CallDep) -> Response:
-    return await generate(call, _COMPLETIONS)
+    return await generate(call, COMPLETIONS)
 
 
 @router.post(
@@ -40,4 +40,4 @@ async def completions(call: CallDep) -> Response:
     openapi_extra=body_of(ChatRequest),
 )
 async def chat_completions(call: CallDep) -> Response:
-    return await generate(call, _CHAT)
+    return await generate(call, CHAT)

@@ -35,9 +35,13 @@ router = APIRouter(tags=["OpenAI"])
     openapi_extra=body_of(ResponsesRequest),
 )
 async def create_response(call: CallDep) -> Response:
-    draft = _Draft(call.gateway, call.tenant)
-    endpoint = Endpoint("responses", "resp", draft.read, prepare_chat, draft.answer, draft.names, keeps_body=True)
-    return await generate(call, endpoint)
+    return await generate(call, endpoint_of(call.gateway, call.tenant))
+
+
+def endpoint_of(gateway: Gateway, tenant: str) -> Endpoint[ChatRequest]:
+    """For one request."""
+    draft = _Draft(gateway, tenant)
+    return Endpoint("responses", "resp", draft.read, prepare_chat, draft.answer, draft.names, keeps_body=True)
 
 
 @router.get(

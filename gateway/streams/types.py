@@ -79,6 +79,8 @@ class StreamSpec:
     """For the first token, from the opening of the stream; 0: none of its own."""
     priority: int = 0
     """Among the tenant's own requests; the lowest goes first."""
+    is_offline: bool = False
+    """Nobody waits for it: it is not measured against the SLO of its tenant."""
     prompt_scores: PromptScores | None = None
     """Takes the log-probabilities of the prompt's tokens, where they are asked for."""
 

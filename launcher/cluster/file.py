@@ -31,7 +31,7 @@ from runtime.settings.cores import parse_cores
 NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9_-]*\z"
 EVERYWHERE: Final = ("0.0.0.0", "::")
 WORKERS_MAX: Final = 64
-PATH_OPTIONS: Final = ("tenants", "usage_db", "event_log", "profile")
+PATH_OPTIONS: Final = ("tenants", "usage_db", "event_log", "profile", "batch_db")
 _HOST_NAME: Final = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?\Z")
 _WORKERS: Final = re.compile(r"^(?:(\d{1,2})P(\d{1,2})D)?(?:(?:^|\+)(\d{1,2})M)?\Z", re.IGNORECASE)
 _GPU: Final = re.compile(r"^(\d{1,3}|(GPU|MIG)-[A-Za-z0-9/-]{1,80})\Z")

@@ -24,7 +24,7 @@ STATE: Final = "/var/lib/crossdock"
 TARGET: Final = "crossdock.target"
 STOP_SLACK_S: Final = 15
 _HIDDEN: Final = ("/home/", "/root/", "/run/user/")
-_WRITES: Final = ("usage_db", "event_log")
+_WRITES: Final = ("usage_db", "event_log", "batch_db")
 _READS: Final = ("model", "tenants", "profile")
 _DESCRIPTIONS: Final = {
     "coordinator": "crossdock coordinator",
@@ -194,7 +194,7 @@ def _unit(kind: str, processes: Sequence[Planned], on: Installed) -> str:
     else:
         on_gpu = any(process.environment.get("CUDA_VISIBLE_DEVICES") for process in processes)
         text += _COMPUTING + (_ON_GPU if on_gpu else _ON_CPU)
-    if role == "coordinator":
+    if role == "coordinator" or any(getattr(process.settings, "batch_db", "") for process in processes):
         text += "StateDirectory=crossdock\n"
     text += "".join(f"BindReadOnlyPaths={_escaped(path)}\n" for path in _under_home(processes, on))
     return text + f"\n[Install]\nWantedBy={TARGET}\n"

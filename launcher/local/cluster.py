@@ -15,6 +15,7 @@ from launcher.process import WORKER_MODULES, child_environment, python_command
 from runtime.settings import machine
 from runtime.settings.addresses import METRICS_OFF
 from runtime.settings.autopilot import AutopilotSettings
+from runtime.settings.batches import BATCHES_OFF
 from runtime.settings.cores import cores_text
 from runtime.settings.environment import SUPERVISED
 from runtime.settings.options import SettingsError, load, to_arguments
@@ -73,6 +74,8 @@ def build(settings: ServeSettings, model: ReadyModel, ports: Ports) -> Cluster:
     tenants = {"tenants": str(Path(settings.tenants).expanduser().resolve())} if settings.tenants else {}
     usage_db = settings.usage_db or (default_db() if settings.tenants else "")
     event_log = {"usage_db": str(Path(usage_db).expanduser().resolve())} if usage_db else {}
+    batch_db = settings.batch_db
+    batches = {} if batch_db in BATCHES_OFF else {"batch_db": str(Path(batch_db).expanduser().resolve())}
     common = {"log_format": "json"} | ({"keys": keys_folder(settings)} if settings.keys else {})
     shared = common | {"coordinator": coordinator, "model": str(model.path), "model_id": model.model_id}
     fronts = [
@@ -80,6 +83,7 @@ def build(settings: ServeSettings, model: ReadyModel, ports: Ports) -> Cluster:
             shared
             | {"name": f"gateway-{index}", "host": settings.host, "port": port, "metrics": metrics[1 + index]}
             | tenants
+            | batches
         )
         for index, port in enumerate(http)
     ]

@@ -5,6 +5,7 @@ A note whose process is gone is ignored: it was killed. Its start time tells it 
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import msgspec
 import platformdirs
 
 from proto.errors import CrossdockError
+from runtime.storage.lock_file import network_file_system
 
 NOTE = "cluster.json"
 
@@ -112,3 +114,16 @@ def started_at(pid: int) -> int | None:
 def default_db() -> str:
     """Where `crossdock serve --tenants` writes, and `crossdock usage` looks."""
     return str(Path(platformdirs.user_state_dir("crossdock")) / "usage.sqlite")
+
+
+def default_batch_db(model_id: str) -> str:
+    """Where `crossdock serve` keeps files and batches for a model; empty where that is a network file system, whose locks may
+    be lost. Clusters of one model may share the file."""
+    folder = Path(platformdirs.user_state_dir("crossdock"))
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if network_file_system(folder):
+            return ""
+    except OSError:
+        return ""
+    return str(folder / f"batches.{re.sub(r'[^A-Za-z0-9._-]', '-', model_id)[:100]}.sqlite")

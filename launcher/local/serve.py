@@ -14,6 +14,7 @@ from launcher.http.client import RequestFailed, events
 from launcher.local import cluster as clusters
 from launcher.local import ports
 from launcher.local.lifetime import Running, run_until_stopped, running
+from launcher.local.registry import default_batch_db
 from launcher.models import resolve as models
 from launcher.models.resolve import ReadyModel
 from proto.errors import CrossdockError
@@ -38,7 +39,8 @@ def run(settings: ServeSettings) -> int:
 
     def begin() -> Coroutine[Any, Any, int]:
         model = models.ready(settings.model, settings.model_id, console)
-        return _serve(settings, model, console, started_at)
+        batch_db = settings.batch_db or default_batch_db(model.model_id)
+        return _serve(settings.model_copy(update={"batch_db": batch_db}), model, console, started_at)
 
     return run_until_stopped(begin, console)
 

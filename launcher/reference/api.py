@@ -9,6 +9,7 @@ import msgspec
 from pydantic import BaseModel
 
 from gateway.anthropic import types as anthropic
+from gateway.batches.types import CreateBatchRequest, UploadRequest
 from gateway.openai.not_served import INSTEAD, NEUTRAL_ONLY
 from gateway.openai.openapi import schemas
 from gateway.openai.request_types import ChatRequest, CompletionRequest
@@ -29,7 +30,8 @@ Nothing that would change an answer is accepted and ignored. Each field is one o
   there. Fields that are not in the tables are refused as unknown.
 
 Beside these, `/v1/models`, `/v1/models/{id}`, `/version` and `/health` are GET requests without fields, and so are
-`/v1/responses/{id}` with GET and DELETE. Images, audio and files are refused wherever messages may have parts.
+`/v1/responses/{id}` with GET and DELETE. `/v1/files` and `/v1/batches` have [a page of their own](batches.md). Images, audio
+and files are refused wherever messages may have parts.
 
 `system_fingerprint` in an answer stands for the model's files, what computes and its versions: with a seed, two answers to the
 same request can be equal only where it is equal. While workers differ, it stands for all of them together.
@@ -116,6 +118,19 @@ _ENDPOINTS: Final[tuple[tuple[str, str, type[BaseModel], Mapping[str, tuple[Any,
         "Counts a conversation's tokens.",
         anthropic.CountRequest,
         anthropic.NEUTRAL_ONLY,
+    ),
+    (
+        "POST /v1/files",
+        "A form (multipart/form-data). Also GET `/v1/files` with `after`, `limit`, `order` and `purpose`, GET and DELETE"
+        " `/v1/files/{id}`, and GET `/v1/files/{id}/content`: see [batches](batches.md).",
+        UploadRequest,
+        {},
+    ),
+    (
+        "POST /v1/batches",
+        "Also GET `/v1/batches` with `after` and `limit`, GET `/v1/batches/{id}`, and POST `/v1/batches/{id}/cancel`.",
+        CreateBatchRequest,
+        {},
     ),
     ("POST /tokenize", "vLLM's.", TokenizeRequest, {}),
     ("POST /detokenize", "vLLM's.", DetokenizeRequest, {}),

@@ -10,6 +10,7 @@ from decode_worker.batch import Batch
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.requests import AttemptTable
 from engine.kv.allocator import BlockAllocator
+from gateway.batches.metrics import BatchMetrics
 from gateway.metrics import GatewayMetrics
 from launcher.admin import autopilot
 from launcher.local import supervisor_metrics
@@ -82,11 +83,17 @@ _ROLES = {"coordinator": "Coordinator", "gateway": "Gateway", "prefill": "Prefil
           "supervisor": "`crossdock serve` and `up`", "autopilot": "`crossdock autopilot`"}  # fmt: skip
 
 
+def _gateway() -> MetricsRegistry:
+    registry = GatewayMetrics().registry
+    BatchMetrics(registry)
+    return registry
+
+
 def registries() -> dict[str, MetricsRegistry]:
     """What each role exports, of processes that have done nothing."""
     found = {
         "coordinator": CoordinatorMetrics(Core(), lambda: 0.0).registry,
-        "gateway": GatewayMetrics().registry,
+        "gateway": _gateway(),
         "prefill": PrefillMetrics(PromptTable(BlockAllocator(1), 1), [], {}, int).registry,
         "decode": DecodeMetrics(AttemptTable[None](BlockAllocator(1), 1, Batch()), {}).registry,
     }

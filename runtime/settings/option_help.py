@@ -14,11 +14,11 @@ OTHER_PANEL: Final = "Options"
 _CHOICES_WIDTH_MAX: Final = 16
 """Longer lists of words stand in the help text alone: in the column of values they would cut the options' names short."""
 _VALUES: Final = {
-    "FILE": "tenants usage_db ledger trace plot file first second tenants_mix config db",
+    "FILE": "tenants usage_db batch_db ledger trace plot file first second tenants_mix config db output",
     "DIR": "keys folder dest",
     "PATH": "tokenizer",
     "MODEL": "model",
-    "NAME": "name model_id kv_interface tenant_name on_host story request",
+    "NAME": "name model_id kv_interface tenant_name on_host story request resume",
     "ADDRESS": "host bind coordinator metrics advertise tokens_bind kv_bind transfer_host",
     "PORT": "port",
     "URL": "url",
@@ -35,7 +35,15 @@ _VALUES: Final = {
     "TEXT": "question",
 }
 _NAMED: Final = {field: value for value, fields in _VALUES.items() for field in fields.split()}
-_UNITS: Final = {"_ms": "MS", "_s": "SECONDS", "_gib": "GIB", "_mib": "MIB", "_mib_per_s": "MIB/S", "_days": "DAYS"}
+_UNITS: Final = {
+    "_ms": "MS",
+    "_s": "SECONDS",
+    "_gib": "GIB",
+    "_mib": "MIB",
+    "_mib_per_s": "MIB/S",
+    "_days": "DAYS",
+    "_h": "HOURS",
+}
 
 
 def value_name(key: str, field: FieldInfo) -> str:

@@ -17,6 +17,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from runtime.settings.addresses import EVERY_INTERFACE, Address, AdvertisedAddress, MetricsAddress, host_of
+from runtime.settings.batches import BatchOptions
 from runtime.settings.types import CommaList, HostNames, Networks, Panels, Port, SecurityOptions, model_id_of
 
 
@@ -220,7 +221,7 @@ class ClientSettings(CommonSettings):
             raise ValueError(f"--advertise: needed, since {option} {bound} is not an address others can connect to")
 
 
-class GatewaySettings(ClientSettings):
+class GatewaySettings(BatchOptions, ClientSettings):
     """Serve the OpenAI HTTP API."""
 
     section = "gateway"
@@ -229,6 +230,7 @@ class GatewaySettings(ClientSettings):
         "Tenants": "api_keys tenants tenant_requests_max",
         "Requests and streams": "more_models served_model_name generation_config default_max_tokens responses_keep_s"
         " queue_wait_s stream_idle_ms stream_keep_alive_ms",
+        "Batches": "batch_db batch_lines_max batch_file_mib batch_tenant_mib batch_keep_days",
         "Cluster": "coordinator tokens_bind advertise drain_timeout_s",
     }
     host: str = Field(

@@ -18,7 +18,7 @@ class ServeSettings(KeyOptions):
         "Processes": "prefill decode mixed gateways ready_timeout_s",
         "Autopilot": "autopilot profile slo_ttft_ms slo_tpot_ms",
         "Network and keys": "host port api_keys keys metrics",
-        "Tenants and records": "tenants usage_db event_log",
+        "Tenants and records": "tenants usage_db event_log batch_db",
         "First question and output": "question once verbose",
     }
     model: str = Field(
@@ -75,6 +75,11 @@ class ServeSettings(KeyOptions):
         "",
         description="SQLite file with one row for each request, which crossdock usage shows. Empty: with --tenants the"
         " command's default, otherwise no record.",
+    )
+    batch_db: str = Field(
+        "",
+        description="SQLite file for /v1/files and /v1/batches; off: neither is served. Empty: one for each model in"
+        " crossdock's state folder.",
     )
     device: Device = Field("auto", description="Where to compute; auto: the GPU if torch sees one, else the CPU.")
     dtype: Dtype = Field("auto", description="Type of weights and KV cache; auto: float32 on CPU, as stored on a GPU.")

@@ -129,7 +129,7 @@ class Oracles:
             return False
         reason = failure.reject.reason
         if reason is Reject.LOSES_WORKERS:
-            return stream.attempts + stream.losses + stream.drains > 1
+            return stream.attempts + stream.losses + stream.no_tries > 1
         if stream.admitted:
             return reason is Reject.SHED and not any(stream.got)
         return reason in _PASSING or (reason is Reject.QUOTA and stream.asked.tenant in LIMITED)

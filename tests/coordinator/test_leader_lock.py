@@ -10,11 +10,11 @@ from coordinator import main
 from coordinator.__main__ import _usage_db
 from coordinator.recovery import leader_lock
 from coordinator.recovery.leader_lock import LeaderLock, NotLeader
-from coordinator.recovery.lock_file import is_taken, network_file_system
 from runtime.process import clock
 from runtime.process.driver import Stop
 from runtime.process.exits import ConfigError
 from runtime.settings.roles import CoordinatorSettings
+from runtime.storage.lock_file import is_taken, network_file_system
 
 SOON_S = 60.0
 

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from tests.e2e.netns import network
 from tests.e2e.test_launch_ssh import launched
 
 RUN_HERE = re.compile(
-    r"curl |crossdock (--help|status|tenants|usage|explain|replay|simulate|drain|cluster|keys)\b"
+    r"curl |crossdock (--help|batch|status|tenants|usage|explain|replay|simulate|drain|cluster|keys)\b"
     r"|scripts/install_units .*--dry-run"
 )
 """Of these, what names a host of a guide needs that host."""
@@ -38,9 +38,18 @@ class Desk:
     folder: Path
     cluster: Live
     request: str
+    made: dict[str, str] = field(default_factory=dict)
+    """Ids of the last file and batch that a command made, by their beginnings."""
 
     def run(self, text: str) -> str:
+        said = self._run(text)
+        self.made |= {found[2]: found[1] for found in re.finditer(r'"id":"((file-|batch_)[0-9a-f]{28})"', said)}
+        return said
+
+    def _run(self, text: str) -> str:
         text = ADDRESS.sub(self.cluster.base_url, text).removeprefix("sudo ")
+        for start, made in self.made.items():
+            text = re.sub(rf"{start}[0-9a-f]{{28}}", made, text)
         text = re.sub(r'"model": "[\w-]+"', f'"model": "{self.cluster.model_id}"', text)
         text = re.sub(r"cmpl-[0-9a-f]{24}", self.request, text)
         return sh(text, self.folder, {"XDG_STATE_HOME": str(self.cluster.home)})
@@ -78,6 +87,8 @@ def desk(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]
     furnish(folder)
     event_log, usage = folder / "events.log", folder / "state" / "crossdock" / "usage.sqlite"
     usage.parent.mkdir(parents=True)
+    (lines,) = blocks("jsonl")
+    (folder / "requests.jsonl").write_text(lines.text.replace("smollm2-135m-instruct", tiny.name))
     with live(tiny, folder / "state", "--event-log", str(event_log), "--usage-db", str(usage)) as cluster:
         request = cluster.complete([1, 2, 3], 5)["id"]
         yield Desk(folder, cluster, request)
@@ -87,6 +98,11 @@ SAYS = {
     "curl -N": "data: [DONE]",
     "curl http://127.0.0.1:8000/v1/models": "tiny-llama",
     "curl -i": "200 OK",
+    "curl http://127.0.0.1:8000/v1/files -F": '"purpose":"batch"',
+    "curl http://127.0.0.1:8000/v1/batches -H": '"status":"validating"',
+    "curl http://127.0.0.1:8000/v1/batches/batch_": '"request_counts"',
+    "curl 'http://127.0.0.1:8000/v1/files?purpose=batch_output": '"object":"list"',
+    "crossdock batch run": "2 of 2 answered",
     "crossdock status --json": '"workers"',
     "crossdock tenants key": "sk-",
     "crossdock tenants check": "acme/ann",

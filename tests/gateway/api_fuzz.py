@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -14,6 +15,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
+from gateway.app import create_app
+from gateway.batches.service import DAY_S, BatchService
+from gateway.batches.store import Store
 from tests.gateway.fakes import MODEL, make_site, served
 
 BOTH = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
@@ -27,10 +31,15 @@ def fake_server() -> Iterator[str]:
 
     async def serve() -> None:
         site = make_site(client_timeout_s=5.0)
-        async with served(site) as url:
-            urls.append(url)
-            up.set()
-            await asyncio.to_thread(stop.wait)
+        with TemporaryDirectory() as folder:
+            store = Store(f"{folder}/batches.sqlite")
+            await store.open()
+            site.app = create_app(site.gateway, BatchService(store, 1 << 20, 1 << 26, DAY_S))
+            async with served(site) as url:
+                urls.append(url)
+                up.set()
+                await asyncio.to_thread(stop.wait)
+            await store.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
@@ -92,6 +101,8 @@ def send(client: httpx.Client, case: Any, body: Any) -> tuple[int, str]:
     options: dict[str, Any] = {}
     if isinstance(body, bytes):
         options["content"] = body
+    elif case.media_type == "multipart/form-data" and isinstance(body, dict):
+        options["files"] = {name: ("x" if name == "file" else None, str(value)) for name, value in body.items()}
     elif type(body).__name__ != "NotSet":
         options["json"] = body
     try:

@@ -93,6 +93,7 @@ CHECKED_BY_CODE = {
     "stop": "stop_strings",
     "priority": "gateway.tenancy",
     "prompt": "gateway.openai.prepare",
+    "file": "gateway.batches.upload",
     **dict.fromkeys(("response_format", "structured_outputs", "guided_json"), "gateway.structured.request"),
     **dict.fromkeys(("guided_regex", "guided_choice", "guided_grammar"), "gateway.structured.request"),
     **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), "gateway.tools.request"),

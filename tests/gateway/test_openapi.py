@@ -21,8 +21,8 @@ SEED = 6
 def test_requests_made_of_the_description_never_make_the_server_fail() -> None:
     with fake_server() as url:
         counts = knock(url, SEED, 12, BOTH)
-    generated = {name: count for name, count in counts.items() if "POST" in name}
-    assert len(generated) == 14, counts
+    generated = {name: count for name, count in counts.items() if "POST" in name and "{" not in name}
+    assert len(generated) == 18, counts
     for name, count in generated.items():
         assert sum(count.values()) >= 10 and set(count) - {0, 404}, (name, count)
 

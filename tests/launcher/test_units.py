@@ -229,3 +229,12 @@ def test_each_has_a_watchdog_and_is_started_again_however_often_it_fails() -> No
         assert f"\nWatchdogSec={watchdog_s_of(role):.0f}\n" in text
         assert "\nStartLimitIntervalSec=0\n" in text and "StartLimitBurst" not in text
         assert "\nRestart=on-failure\n" in text
+
+
+def test_a_gateway_with_batches_may_write_its_file() -> None:
+    text = TEXT.replace("[gateway]\n", '[gateway]\nbatch_db = "/var/lib/crossdock/batches.db"\n')
+    with_batches, without = (units.render(plan("a", each), ON) for each in (text, TEXT))
+    unit = next(path for path in without if "crossdock-gateway@" in path)
+    assert "StateDirectory=crossdock\n" in with_batches[unit] and "StateDirectory" not in without[unit]
+    with pytest.raises(ClusterError, match="batch_db: a unit can write to"):
+        units.render(plan("a", text.replace("/var/lib/crossdock/batches", "/srv/batches")), ON)

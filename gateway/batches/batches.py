@@ -1,0 +1,255 @@
+"""Batches, their lines and their results, in the store. Each function is (part of) one transaction; clients find a batch by its
+own tenant alone."""
+
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from gateway.batches import files
+from gateway.batches.lines import parse_line, unanswered
+from gateway.batches.store import new_id, row_of
+from gateway.http.errors import ApiError
+
+OPEN_MAX: Final = 100
+"""Batches of one tenant that have not ended."""
+AT_ONCE: Final = 4
+"""Batches of one tenant that run at the same time: its oldest."""
+_OPEN: Final = f"""
+SELECT * FROM (SELECT *, row_number() OVER (PARTITION BY tenant ORDER BY id) AS place FROM batches
+WHERE ended_s IS NULL) WHERE place <= {AT_ONCE} ORDER BY id
+"""
+_LEFT: Final = """
+SELECT number FROM lines WHERE file_id = ? AND is_request AND number NOT IN (SELECT number FROM results WHERE batch_id = ?)
+ORDER BY number"""
+_PUT: Final = """
+INSERT OR IGNORE INTO results SELECT id, ?, ?, ? FROM batches WHERE id = ? AND status IN ('in_progress', 'cancelling')
+"""
+
+
+@dataclass(frozen=True)
+class Batch:
+    id: str
+    tenant: str
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    status: str
+    metadata: bytes
+    errors: bytes
+    created_s: int
+    expires_s: int
+    started_s: int | None
+    cancelling_s: int | None
+    ended_s: int | None
+    keep_s: int
+    total: int
+    completed: int
+    failed: int
+    output_file_id: str | None
+    error_file_id: str | None
+
+    def shown(self) -> dict[str, Any]:
+        """As OpenAI has it."""
+
+        def ended(status: str) -> int | None:
+            return self.ended_s if self.status == status else None
+
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "errors": msgspec.json.decode(self.errors),
+            "input_file_id": self.input_file_id,
+            "completion_window": self.completion_window,
+            "status": self.status,
+            "output_file_id": self.output_file_id if self.ended_s is not None else None,
+            "error_file_id": self.error_file_id if self.ended_s is not None else None,
+            "created_at": self.created_s,
+            "in_progress_at": self.started_s,
+            "expires_at": self.expires_s,
+            "finalizing_at": ended("completed"),
+            "completed_at": ended("completed"),
+            "failed_at": ended("failed"),
+            "expired_at": ended("expired"),
+            "cancelling_at": self.cancelling_s,
+            "cancelled_at": ended("cancelled"),
+            "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "metadata": msgspec.json.decode(self.metadata),
+        }
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a client asks for."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    window_s: int
+    metadata: dict[str, str] | None
+    keep_s: int
+
+
+def create(db: sqlite3.Connection, tenant: str, wanted: Wanted, now: float, most: int) -> Batch:
+    """Raises `ApiError`."""
+    file = files.get(db, tenant, wanted.input_file_id, "input_file_id")
+    if file.batch_id is not None:
+        message = "The file has the results of a batch; a batch needs a file with the purpose 'batch'."
+        raise ApiError(400, message, code="invalid_purpose", param="input_file_id")
+    files.check_room(db, tenant, 3 * files.FILE_COST_BYTES, most)
+    count = "SELECT COUNT(*) FROM batches WHERE tenant = ? AND ended_s IS NULL"
+    if db.execute(count, (tenant,)).fetchone()[0] >= OPEN_MAX:
+        message = f"You have {OPEN_MAX} batches that have not ended, and may have no more."
+        raise ApiError(429, message, code="too_many_batches", retry_after_s=60.0)
+    token, created_s = new_id(now), int(now)
+    batch_id, results = f"batch_{token}", (f"file-{token}-output", f"file-{token}-errors")
+    db.execute(
+        "INSERT INTO batches (id, tenant, input_file_id, endpoint, completion_window, status, metadata, created_s, expires_s,"
+        " keep_s, output_file_id, error_file_id) VALUES (?, ?, ?, ?, ?, 'validating', ?, ?, ?, ?, ?, ?)",
+        (
+            batch_id,
+            tenant,
+            wanted.input_file_id,
+            wanted.endpoint,
+            wanted.completion_window,
+            msgspec.json.encode(wanted.metadata),
+            created_s,
+            created_s + wanted.window_s,
+            wanted.keep_s,
+            *results,
+        ),
+    )
+    for is_errors, file_id in enumerate(results):
+        name = f"{batch_id}_{'errors' if is_errors else 'output'}.jsonl"
+        db.execute(
+            "INSERT INTO files (id, tenant, name, is_ready, batch_id, is_errors, created_s, expires_s)"
+            " VALUES (?, ?, ?, 0, ?, ?, ?, ?)",
+            (file_id, tenant, name, batch_id, is_errors, created_s, created_s + wanted.window_s + wanted.keep_s),
+        )
+    return get(db, tenant, batch_id)
+
+
+def get(db: sqlite3.Connection, tenant: str, batch_id: str, param: str = "batch_id") -> Batch:
+    """Raises `ApiError`."""
+    row = db.execute("SELECT * FROM batches WHERE id = ? AND tenant = ?", (batch_id, tenant)).fetchone()
+    if row is None:
+        raise ApiError(404, f"There is no batch {batch_id[:100]!r}.", code="batch_not_found", param=param)
+    return Batch(**row_of(row))
+
+
+def listed(db: sqlite3.Connection, tenant: str, after: str, limit: int) -> list[Batch]:
+    """The newest first, up to `limit`, behind the one with the id `after`. Raises `ApiError`."""
+    start = "AND id < ?" if after else ""
+    values = [tenant, get(db, tenant, after, "after").id] if after else [tenant]
+    query = f"SELECT * FROM batches WHERE tenant = ? {start} ORDER BY id DESC LIMIT ?"
+    return [Batch(**row_of(row)) for row in db.execute(query, (*values, limit))]
+
+
+def cancel(db: sqlite3.Connection, tenant: str, batch_id: str, now: int) -> Batch:
+    """Have it end without the lines that have not begun. Raises `ApiError` if it has ended."""
+    batch = get(db, tenant, batch_id)
+    if batch.ended_s is not None:
+        message = f"The batch is {batch.status} and can no longer be cancelled."
+        raise ApiError(409, message, code="batch_has_ended", param="batch_id")
+    if batch.status != "cancelling":
+        db.execute("UPDATE batches SET status = 'cancelling', cancelling_s = ? WHERE id = ?", (now, batch_id))
+    return get(db, tenant, batch_id)
+
+
+# --- for the runner ---------------------------------------------------------------------------------------------------
+
+
+def open_batches(db: sqlite3.Connection) -> list[Batch]:
+    """Those of all tenants that are to be worked on."""
+    found = []
+    for row in db.execute(_OPEN):
+        fields = row_of(row)
+        del fields["place"]
+        found.append(Batch(**fields))
+    return found
+
+
+def input_lines(db: sqlite3.Connection, batch: Batch, after: int, bytes_most: int) -> list[tuple[int, bytes]]:
+    """Its requests behind the line `after`, up to about so many bytes."""
+    found, size = [], 0
+    query = "SELECT number, data FROM lines WHERE file_id = ? AND number > ? AND is_request ORDER BY number"
+    for number, data in db.execute(query, (batch.input_file_id, after)):
+        found.append((number, data))
+        size += len(data)
+        if size >= bytes_most:
+            break
+    return found
+
+
+def start(db: sqlite3.Connection, batch: Batch, total: int, now: int) -> None:
+    """Its lines are right."""
+    db.execute(
+        "UPDATE batches SET status = 'in_progress', started_s = ?, total = ? WHERE id = ? AND status = 'validating'",
+        (now, total, batch.id),
+    )
+
+
+def refuse(db: sqlite3.Connection, batch: Batch, errors: Sequence[dict[str, Any]], now: int) -> None:
+    """Its lines are not right."""
+    shown = msgspec.json.encode({"object": "list", "data": list(errors)})
+    db.execute("UPDATE batches SET errors = ? WHERE id = ?", (shown, batch.id))
+    finish(db, batch, "failed", now)
+
+
+def lines_left(db: sqlite3.Connection, batch: Batch) -> list[int]:
+    """Numbers of the lines without a result."""
+    return [row[0] for row in db.execute(_LEFT, (batch.input_file_id, batch.id))]
+
+
+def line(db: sqlite3.Connection, batch: Batch, number: int) -> tuple[bytes, int]:
+    """One line, and how many bytes its tenant has in the store."""
+    query = "SELECT data FROM lines WHERE file_id = ? AND number = ?"
+    data: bytes = db.execute(query, (batch.input_file_id, number)).fetchone()[0]
+    return data, files.held_bytes(db, batch.tenant)
+
+
+def put_result(db: sqlite3.Connection, batch: Batch, number: int, is_error: bool, data: bytes) -> bool:
+    """Whether it is written: a line that has a result keeps it, and a batch that has ended gets none."""
+    if not db.execute(_PUT, (number, is_error, data, batch.id)).rowcount:
+        return False
+    column, file_id = ("failed", batch.error_file_id) if is_error else ("completed", batch.output_file_id)
+    db.execute(f"UPDATE batches SET {column} = {column} + 1 WHERE id = ?", (batch.id,))
+    db.execute("UPDATE files SET bytes = bytes + ? WHERE id = ?", (len(data), file_id))
+    return True
+
+
+def expire_lines(db: sqlite3.Connection, batch: Batch, most: int) -> int:
+    """Lines that have not run get a result that says so, `most` at the most; returns how many."""
+    message = "The completion window of the batch ended before this request had run."
+    numbers = [row[0] for row in db.execute(f"{_LEFT} LIMIT ?", (batch.input_file_id, batch.id, most))]
+    for number in numbers:
+        custom_id = parse_line(line(db, batch, number)[0]).custom_id
+        told = unanswered(f"batch_req_{batch.id[6:]}-{number}", custom_id, "batch_expired", message)
+        put_result(db, batch, number, True, told)
+    return len(numbers)
+
+
+def finish(db: sqlite3.Connection, batch: Batch, status: str, now: int) -> None:
+    """The batch has ended; its results can be read. Files without any are not there."""
+    db.execute(
+        "UPDATE files SET is_ready = 1, created_s = ?, expires_s = ? WHERE batch_id = ? AND bytes > 0",
+        (now, now + batch.keep_s, batch.id),
+    )
+    db.execute("DELETE FROM files WHERE batch_id = ? AND bytes = 0", (batch.id,))
+    db.execute(
+        "UPDATE batches SET status = ?, ended_s = ?, output_file_id = (SELECT id FROM files WHERE id = output_file_id),"
+        " error_file_id = (SELECT id FROM files WHERE id = error_file_id) WHERE id = ? AND ended_s IS NULL",
+        (status, now, batch.id),
+    )
+
+
+def prune(db: sqlite3.Connection, before_s: int, most: int) -> int:
+    """Delete batches that ended before then and have no file of results left, `most` at the most; returns how many."""
+    query = (
+        "DELETE FROM batches WHERE id IN (SELECT id FROM batches WHERE ended_s < ? AND NOT EXISTS"
+        " (SELECT 1 FROM files WHERE batch_id = batches.id) LIMIT ?)"
+    )
+    return db.execute(query, (before_s, most)).rowcount

@@ -1,0 +1,159 @@
+"""Uploaded files and files of results, in the store. Each function is (part of) one transaction; a file is found by its own
+tenant alone. Uploaded files are kept as lines, results as one row for each line of their batch."""
+
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gateway.batches.store import new_id, row_of
+from gateway.http.errors import ApiError, bad_value
+
+FILE_COST_BYTES: Final = 16 << 10
+"""What each file and each batch counts for in its tenant's share, beside its content: so their number is bounded too."""
+UPLOAD_S: Final = 3600
+"""An upload that has not ended after so long was cut off by a kill."""
+Line = tuple[int, bool, bytes]
+"""Its number, whether it is a request (or blank), and its bytes with the end of the line."""
+
+
+@dataclass(frozen=True)
+class File:
+    id: str
+    tenant: str
+    name: str
+    is_ready: int
+    batch_id: str | None
+    is_errors: int
+    bytes: int
+    created_s: int
+    expires_s: int
+
+    def shown(self) -> dict[str, Any]:
+        """As OpenAI has it."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.bytes,
+            "created_at": self.created_s,
+            "expires_at": self.expires_s,
+            "filename": self.name,
+            "purpose": "batch" if self.batch_id is None else "batch_output",
+            "status": "processed",
+        }
+
+
+def held_bytes(db: sqlite3.Connection, tenant: str) -> int:
+    """All that a tenant has in the store."""
+    sums = "SELECT COALESCE(SUM(bytes + ?), 0) FROM files WHERE tenant = ?"
+    files: int = db.execute(sums, (FILE_COST_BYTES, tenant)).fetchone()[0]
+    batches: int = db.execute("SELECT COUNT(*) FROM batches WHERE tenant = ?", (tenant,)).fetchone()[0]
+    return files + batches * FILE_COST_BYTES
+
+
+def check_room(db: sqlite3.Connection, tenant: str, more: int, most: int) -> None:
+    """Raises `ApiError`."""
+    if held_bytes(db, tenant) + more > most:
+        message = (
+            f"Your files and batches would take more than the {most} bytes allowed: delete files that are done with."
+        )
+        raise ApiError(403, message, code="storage_quota_exceeded")
+
+
+def begin(db: sqlite3.Connection, tenant: str, name: str, now: float, most: int) -> str:
+    """A file that is being uploaded. Raises `ApiError`."""
+    check_room(db, tenant, FILE_COST_BYTES, most)
+    file_id = f"file-{new_id(now)}"
+    db.execute(
+        "INSERT INTO files (id, tenant, name, is_ready, created_s, expires_s) VALUES (?, ?, ?, 0, ?, ?)",
+        (file_id, tenant, name, int(now), int(now) + UPLOAD_S),
+    )
+    return file_id
+
+
+def append(db: sqlite3.Connection, tenant: str, file_id: str, lines: Sequence[Line], most: int) -> None:
+    """Raises `ApiError`."""
+    size = sum(len(data) for _, _, data in lines)
+    check_room(db, tenant, size, most)
+    db.executemany("INSERT INTO lines VALUES (?, ?, ?, ?)", ((file_id, *line) for line in lines))
+    db.execute("UPDATE files SET bytes = bytes + ? WHERE id = ?", (size, file_id))
+
+
+def end(db: sqlite3.Connection, tenant: str, file_id: str, expires_s: int) -> File:
+    """The upload is complete. Raises `ApiError`."""
+    db.execute("UPDATE files SET is_ready = 1, expires_s = ? WHERE id = ?", (expires_s, file_id))
+    return get(db, tenant, file_id)
+
+
+def get(db: sqlite3.Connection, tenant: str, file_id: str, param: str = "file_id") -> File:
+    """Raises `ApiError`."""
+    row = db.execute("SELECT * FROM files WHERE id = ? AND tenant = ? AND is_ready", (file_id, tenant)).fetchone()
+    if row is None:
+        raise ApiError(404, f"There is no file {file_id[:100]!r}.", code="file_not_found", param=param)
+    return File(**row_of(row))
+
+
+def listed(db: sqlite3.Connection, tenant: str, after: str, limit: int, newest_first: bool, purpose: str) -> list[File]:
+    """Up to `limit` files behind the one with the id `after`. Raises `ApiError`."""
+    way, order = ("<", "DESC") if newest_first else (">", "ASC")
+    start = f"AND id {way} ?" if after else ""
+    values = [tenant, get(db, tenant, after, "after").id] if after else [tenant]
+    kind = {"batch": "AND batch_id IS NULL", "batch_output": "AND batch_id IS NOT NULL"}.get(purpose, "")
+    if purpose and not kind:
+        raise bad_value("purpose", "Invalid value for 'purpose': it must be 'batch' or 'batch_output'.")
+    query = f"SELECT * FROM files WHERE tenant = ? AND is_ready {start} {kind} ORDER BY id {order}"
+    return [File(**row_of(row)) for row in db.execute(f"{query} LIMIT ?", (*values, limit))]
+
+
+def delete(db: sqlite3.Connection, tenant: str, file_id: str) -> None:
+    """Raises `ApiError`: also where a batch that has not ended still needs it."""
+    file = get(db, tenant, file_id)
+    needed = "SELECT id FROM batches WHERE tenant = ? AND ended_s IS NULL AND input_file_id = ?"
+    if batch := db.execute(needed, (tenant, file_id)).fetchone():
+        message = f"The batch {batch[0]} still needs this file; cancel it first."
+        raise ApiError(409, message, code="file_in_use", param="file_id")
+    discard(db, file)
+
+
+def discard(db: sqlite3.Connection, file: File) -> None:
+    if file.batch_id is not None:
+        db.execute("DELETE FROM results WHERE batch_id = ? AND is_error = ?", (file.batch_id, file.is_errors))
+    db.execute("DELETE FROM lines WHERE file_id = ?", (file.id,))
+    db.execute("DELETE FROM files WHERE id = ?", (file.id,))
+
+
+def give_up(db: sqlite3.Connection, file_id: str) -> None:
+    """An upload failed."""
+    db.execute("DELETE FROM lines WHERE file_id = ?", (file_id,))
+    db.execute("DELETE FROM files WHERE id = ? AND NOT is_ready", (file_id,))
+
+
+def content(db: sqlite3.Connection, file: File, after: int, bytes_most: int) -> tuple[int, bytes]:
+    """The lines behind the line `after`, up to about so many bytes, and the number of the last one; none are left where it is
+    `after`."""
+    if file.batch_id is None:
+        found = db.execute(
+            "SELECT number, data FROM lines WHERE file_id = ? AND number > ? ORDER BY number", (file.id, after)
+        )
+    else:
+        query = "SELECT number, data FROM results WHERE batch_id = ? AND number > ? AND is_error = ? ORDER BY number"
+        found = db.execute(query, (file.batch_id, after, file.is_errors))
+    parts, size = [], 0
+    for number, data in found:
+        parts.append(data)
+        after, size = number, size + len(data)
+        if size >= bytes_most:
+            break
+    return after, b"".join(parts)
+
+
+def prune(db: sqlite3.Connection, now: int, most: int) -> int:
+    """Delete files that have expired, `most` at the most, unless a batch that has not ended needs them; returns how many."""
+    expired = db.execute(
+        "SELECT * FROM files WHERE expires_s < ? AND (is_ready OR batch_id IS NULL) AND id NOT IN"
+        " (SELECT input_file_id FROM batches WHERE ended_s IS NULL) ORDER BY expires_s LIMIT ?",
+        (now, most),
+    ).fetchall()
+    for row in expired:
+        discard(db, File(**row_of(row)))
+    return len(expired)

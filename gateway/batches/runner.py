@@ -1,0 +1,274 @@
+"""Runs batches: checks their lines, answers each one as if it had come by HTTP, and writes its result.
+
+Of the gateways that share a store, the one that holds the lock of `FILE.lock` does it. The kernel frees the lock when its
+holder ends, however it ends; then another one goes on with the lines that have no result. A line that was being answered when
+its gateway was killed is answered again, and only one result of it is ever written.
+
+A line is answered in the lowest priority class that its tenant may use, with the end of the batch as its deadline. If it is
+refused for now, it runs again later, until the batch expires.
+"""
+
+import asyncio
+import fcntl
+import os
+from collections import Counter
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any, Final
+
+from gateway.batches import batches, files
+from gateway.batches import lines as batch_lines
+from gateway.batches.batches import Batch
+from gateway.batches.line_queue import LineQueue
+from gateway.batches.lines import ERRORS_MAX, LineChecker, parse_line, result, unanswered
+from gateway.batches.metrics import BatchMetrics
+from gateway.batches.service import BatchService
+from gateway.batches.store import StoreError
+from gateway.http.errors import ApiError
+from gateway.http.request_log import RequestInfo
+from gateway.openai.context import Gateway
+from gateway.openai.generate import Endpoint, answer_offline
+from gateway.openai.routes_generate import CHAT, COMPLETIONS
+from gateway.responses.routes import endpoint_of
+from gateway.tenancy import lowest_class
+from runtime.process import clock, log
+from runtime.process.driver import cancelled, watched
+from runtime.storage.lock_file import is_at, lock_of, open_lock
+
+_log = log.get("crossdock.batches")
+POLL_S: Final = 1.0
+"""How often batches that another gateway was sent, and lines that wait, are looked for."""
+_PUT_BACK_S_MAX: Final = 60.0
+"""A line that is to wait longer tries once in a while: limits may have been raised."""
+_STORE_FAILED_S: Final = 5.0
+_TRIES_MAX: Final = 3
+"""Of a line whose workers were lost again and again."""
+_CHECK_BYTES: Final = 1 << 20
+"""Of lines that are checked at once."""
+_PRUNE_S: Final = 600.0
+_PRUNE_MAX: Final = 4
+"""Files deleted in one transaction."""
+_EXPIRE_MAX: Final = 500
+"""Lines that get the result that they have expired, in one transaction."""
+_DEADLINE_MS_MAX: Final = 86_400_000.0
+
+
+class RunnerLock:
+    def __init__(self, store_path: str) -> None:
+        self._path = lock_of(store_path)
+        self._descriptor: int | None = None
+
+    def take(self) -> bool:
+        """Whether this process holds the lock now. Raises `OSError`."""
+        if self._descriptor is not None:
+            if is_at(self._descriptor, self._path):
+                return True
+            self.give_up()  # the file was removed, and another process may have a new one
+        descriptor = open_lock(self._path)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return False
+        self._descriptor = descriptor
+        return True
+
+    def give_up(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+class BatchRunner:
+    def __init__(self, gateway: Gateway, service: BatchService, metrics: BatchMetrics, lines_max: int) -> None:
+        self._gateway = gateway
+        self._service = service
+        self._store = service.store
+        self._metrics = metrics
+        self._lock = RunnerLock(str(service.store.path))
+        self._queue = LineQueue(lines_max)
+        self._batches: dict[str, Batch] = {}
+        """Those in the queue."""
+        self._tasks: dict[asyncio.Task[None], str] = {}
+        """Checks and lines under way, each with its batch."""
+        self._tries: Counter[tuple[str, int]] = Counter()
+        self._prune_at = 0.0
+        self._woken = asyncio.Event()
+        service.wake = self._woken.set
+        metrics.running = lambda: self._queue.running
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                self._woken.clear()
+                try:
+                    await self._look()
+                except (StoreError, OSError) as error:
+                    _log.error("batches cannot go on", error=str(error))
+                try:
+                    async with asyncio.timeout(POLL_S):
+                        await self._woken.wait()
+                except TimeoutError:
+                    pass
+        finally:
+            await cancelled(*self._tasks)
+            self._lock.give_up()
+
+    async def _look(self) -> None:
+        """Find out what there is to do, and begin it. Raises `StoreError`, `OSError`."""
+        if not self._lock.take():
+            for batch_id in list(self._batches):  # the lock was lost, as by removing its file
+                await self._drop(batch_id)
+            return
+        now_s = int(clock.unix_time())
+        for batch in await self._store.read(batches.open_batches):
+            if batch.status == "cancelling":
+                await self._end(batch, "cancelled")
+            elif now_s >= batch.expires_s:
+                await self._end(batch, "expired")
+            elif batch.status == "validating":
+                if batch.id not in self._tasks.values():
+                    self._begin(batch.id, self._check(batch))
+            elif batch.id not in self._batches:
+                left = await self._store.read(batches.lines_left, batch)
+                self._batches[batch.id] = batch
+                self._queue.add(batch.id, batch.tenant, left)
+            if batch.id in self._batches and self._queue.is_done(batch.id):
+                await self._end(batch, "completed")
+        self._start_lines()
+        await self._prune_if_due(now_s)
+
+    def _begin(self, batch_id: str, work: Coroutine[Any, Any, None]) -> None:
+        task = watched(work)
+        self._tasks[task] = batch_id
+        task.add_done_callback(self._tasks.pop)
+
+    # --- a batch ------------------------------------------------------------------------------------------------------
+
+    async def _check(self, batch: Batch) -> None:
+        """Look at each line, a mebibyte at a time, on the threads that look at bodies."""
+        checker = LineChecker(batch.endpoint, self._gateway.model)
+        after = 0
+        try:
+            while lines := await self._store.read(batches.input_lines, batch, after, _CHECK_BYTES):
+                size = sum(len(data) for _, data in lines)
+                await self._gateway.threads.run(batch.tenant, size, partial(checker.check, lines))
+                after = lines[-1][0]
+                if len(checker.errors) >= ERRORS_MAX:
+                    break
+            now_s = int(clock.unix_time())
+            if checker.errors:
+                await self._store.write(batches.refuse, batch, checker.errors, now_s)
+                self._say(batch, "failed")
+            else:
+                await self._store.write(batches.start, batch, checker.total, now_s)
+        except StoreError as error:
+            _log.error("a batch cannot be checked", batch=batch.id, error=str(error))
+            return  # the next look begins anew
+        self._woken.set()
+
+    async def _end(self, batch: Batch, status: str) -> None:
+        await self._drop(batch.id)
+        now_s = int(clock.unix_time())
+        if status == "expired" and batch.started_s is not None:
+            while await self._store.write(batches.expire_lines, batch, _EXPIRE_MAX):
+                pass
+        await self._store.write(batches.finish, batch, status, now_s)
+        self._say(batch, status)
+
+    def _say(self, batch: Batch, status: str) -> None:
+        self._metrics.batches.labels(status).inc()
+        _log.info("batch ended", batch=batch.id, tenant=batch.tenant, status=status)
+
+    async def _drop(self, batch_id: str) -> None:
+        """End what is under way for a batch."""
+        if self._batches.pop(batch_id, None) is not None:
+            self._queue.remove(batch_id)
+        await cancelled(*[task for task, its in self._tasks.items() if its == batch_id])
+        for key in [key for key in self._tries if key[0] == batch_id]:
+            del self._tries[key]
+
+    async def _prune_if_due(self, now_s: int) -> None:
+        if clock.now() < self._prune_at:
+            return
+        gone = await self._store.write(files.prune, now_s, _PRUNE_MAX)
+        gone += await self._store.write(batches.prune, now_s - self._service.keep_s, _PRUNE_MAX)
+        self._prune_at = clock.now() + (0.0 if gone else _PRUNE_S)
+
+    # --- its lines ----------------------------------------------------------------------------------------------------
+
+    def _start_lines(self) -> None:
+        while self._gateway.backend.not_ready is None and (found := self._queue.next(clock.now())) is not None:
+            batch_id, number = found
+            self._begin(batch_id, self._line(self._batches[batch_id], number))
+
+    async def _line(self, batch: Batch, number: int) -> None:
+        try:
+            outcome = await self._answer(batch, number)
+        except ApiError as error:
+            self._put_back(batch, number, error.retry_after_s or 1.0)
+        except StoreError as error:
+            _log.error("a line of a batch cannot go on", batch=batch.id, line=number, error=str(error))
+            self._put_back(batch, number, _STORE_FAILED_S)
+        else:
+            self._metrics.lines.labels(outcome).inc()
+            if batch.id in self._queue:
+                self._queue.answered(batch.id)
+                if self._queue.is_done(batch.id):
+                    self._woken.set()
+        self._start_lines()
+
+    def _put_back(self, batch: Batch, number: int, after_s: float) -> None:
+        self._metrics.lines.labels("put_back").inc()
+        if batch.id in self._queue:
+            self._queue.put_back(batch.id, number, clock.now() + min(after_s, _PUT_BACK_S_MAX))
+
+    async def _answer(self, batch: Batch, number: int) -> str:
+        """Answer one line and write its result. Raises `ApiError` if it is to run again, and `StoreError`."""
+        data, held = await self._store.read(batches.line, batch, number)
+        line = await self._gateway.threads.run(batch.tenant, len(data), partial(parse_line, data))
+        del data
+        info = RequestInfo()
+        line_id = f"batch_req_{info.token}"
+        if held >= self._service.tenant_bytes_max:
+            message = "The tenant's files and batches take all the room that it may have."
+            written, is_error = unanswered(line_id, line.custom_id, "storage_quota_exceeded", message), True
+        else:
+            status, content = await self._content(batch, number, line, info)
+            written, is_error = result(line_id, line.custom_id, status, info.request_id, content), status != 200
+        await self._store.write(batches.put_result, batch, number, is_error, written)
+        return "failed" if is_error else "completed"
+
+    async def _content(
+        self, batch: Batch, number: int, line: batch_lines.BatchLine, info: RequestInfo
+    ) -> tuple[int, bytes]:
+        """(status, body) of the answer. Raises `ApiError` if the line is to run again."""
+        gateway, left_ms = self._gateway, 1000 * (batch.expires_s - clock.unix_time())
+        try:
+            body = await answer_offline(
+                gateway,
+                batch.tenant,
+                _endpoint(gateway, batch.tenant, line.url),
+                bytes(line.body),
+                info,
+                priority_class=lowest_class(gateway.keys.tenants, batch.tenant),
+                deadline_ms=min(max(left_ms, 1.0), _DEADLINE_MS_MAX),
+            )
+        except ApiError as error:
+            self._tries[batch.id, number] += error.code == "interrupted"
+            is_lost = error.code == "interrupted" and self._tries[batch.id, number] < _TRIES_MAX
+            if is_lost or (error.status in (429, 503) and error.retry_after_s is not None):
+                raise
+            return error.status, error.encoded(info.request_id)
+        except Exception as error:  # noqa: BLE001 - as over HTTP: else one line would end every gateway that tries it
+            _log.error("bug", batch=batch.id, line=number, exc_info=error)
+            failed = ApiError(500, "The gateway failed.", code="internal_error")
+            return failed.status, failed.encoded(info.request_id)
+        return 200, body
+
+
+def _endpoint(gateway: Gateway, tenant: str, url: str) -> Endpoint:  # type: ignore[type-arg]
+    if url == "/v1/responses":
+        return endpoint_of(gateway, tenant)
+    return CHAT if url == "/v1/chat/completions" else COMPLETIONS

@@ -1,0 +1,186 @@
+"""The SQLite file of uploaded files, batches and results, and the one thread that uses it.
+
+A commit is on disk when it returns (`synchronous=FULL`): what a client has been told outlives kill -9 and a loss of power.
+Several gateways of one host may use the same file; SQLite's own locks keep their transactions apart.
+"""
+
+import asyncio
+import fcntl
+import os
+import secrets
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+
+from proto.errors import CrossdockError
+from runtime.process import clock
+from runtime.storage.lock_file import network_file_system, open_lock
+from runtime.storage.private_file import make_private
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_BUSY_TIMEOUT_S: Final = 10.0
+_TRY_AGAIN_S: Final = 0.02
+_VERSION: Final = 1
+_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS files (
+    id TEXT PRIMARY KEY,        -- in the order of creation, as those of batches
+    tenant TEXT NOT NULL,
+    name TEXT NOT NULL,
+    is_ready INTEGER NOT NULL,  -- 0: still being uploaded, or the results of a batch that has not ended
+    batch_id TEXT,              -- of the batch whose results these are; NULL: uploaded
+    is_errors INTEGER NOT NULL DEFAULT 0,
+    bytes INTEGER NOT NULL DEFAULT 0,
+    created_s INTEGER NOT NULL, -- Unix time, as all of these
+    expires_s INTEGER NOT NULL
+);
+CREATE INDEX IF NOT EXISTS files_of_tenant ON files (tenant, id, bytes);
+CREATE INDEX IF NOT EXISTS files_by_end ON files (expires_s);
+CREATE TABLE IF NOT EXISTS lines (
+    file_id TEXT NOT NULL,
+    number INTEGER NOT NULL,    -- from 1
+    is_request INTEGER NOT NULL, -- 0: blank
+    data BLOB NOT NULL,         -- with its end of line
+    PRIMARY KEY (file_id, number)
+);
+CREATE TABLE IF NOT EXISTS batches (
+    id TEXT PRIMARY KEY,
+    tenant TEXT NOT NULL,
+    input_file_id TEXT NOT NULL,
+    endpoint TEXT NOT NULL,
+    completion_window TEXT NOT NULL,
+    status TEXT NOT NULL,
+    metadata BLOB NOT NULL,     -- JSON, as errors
+    errors BLOB NOT NULL DEFAULT 'null',
+    created_s INTEGER NOT NULL,
+    expires_s INTEGER NOT NULL,
+    started_s INTEGER,
+    cancelling_s INTEGER,
+    ended_s INTEGER,
+    keep_s INTEGER NOT NULL,    -- how long its results are kept
+    total INTEGER NOT NULL DEFAULT 0,
+    completed INTEGER NOT NULL DEFAULT 0,
+    failed INTEGER NOT NULL DEFAULT 0,
+    output_file_id TEXT,
+    error_file_id TEXT
+);
+CREATE INDEX IF NOT EXISTS batches_of_tenant ON batches (tenant, id);
+CREATE INDEX IF NOT EXISTS batches_open ON batches (tenant, id) WHERE ended_s IS NULL;
+CREATE TABLE IF NOT EXISTS results (
+    batch_id TEXT NOT NULL,
+    number INTEGER NOT NULL,    -- of the line that it answers
+    is_error INTEGER NOT NULL,
+    data BLOB NOT NULL,
+    PRIMARY KEY (batch_id, number) -- a line has one result, whoever computes it again
+);
+"""
+
+
+class StoreError(CrossdockError):
+    """The file cannot be opened, read or written; `str()` has its path."""
+
+
+class Store:
+    """Used on the event loop's thread. Each call is one transaction."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        self._db: sqlite3.Connection | None = None
+        self._thread = ThreadPoolExecutor(1, "batches")
+
+    async def open(self) -> None:
+        """Raises `StoreError`."""
+        await self._call(self._open)
+
+    async def close(self) -> None:
+        """What has begun is finished first."""
+        await self._call(self._close)
+
+    async def write(self, work: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kw: P.kwargs) -> T:
+        """What `work` returns or raises, in a transaction that is undone if it raises. Raises `StoreError`."""
+        return await self._call(partial(self._in_transaction, "BEGIN IMMEDIATE", lambda db: work(db, *args, **kw)))
+
+    async def read(self, work: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kw: P.kwargs) -> T:
+        """As `write`, for what changes nothing: it does not wait for other gateways' transactions."""
+        return await self._call(partial(self._in_transaction, "BEGIN", lambda db: work(db, *args, **kw)))
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except (sqlite3.Error, OSError) as error:
+            raise StoreError(f"{self.path}: {error}") from None
+
+    # --- on the thread ------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        make_private(self.path)
+        if kind := network_file_system(self.path.resolve().parent):
+            raise StoreError(f"{self.path} is on {kind}, a network file system, whose locks may be lost")
+        with _alone(Path(f"{self.path}.opening")):
+            self._db = self._prepared()
+
+    def _prepared(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self.path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
+        try:
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, _VERSION):
+                raise StoreError(f"{self.path}: it is of version {version}, this program writes version {_VERSION}")
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = FULL")
+            db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT")
+        except BaseException:
+            db.close()
+            raise
+        db.row_factory = sqlite3.Row
+        return db
+
+    def _close(self) -> None:
+        if self._db is not None:
+            self._db.close()
+            self._db = None
+
+    def _in_transaction(self, begin: str, work: Callable[[sqlite3.Connection], T]) -> T:
+        db = self._db
+        if db is None:
+            raise StoreError(f"{self.path}: it is closed")
+        db.execute(begin)
+        try:
+            result = work(db)
+            db.execute("COMMIT")
+        except BaseException:
+            if db.in_transaction:  # an error like a full disk has undone it already
+                db.execute("ROLLBACK")
+            raise
+        return result
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Two processes that change a file to WAL at once fail, and SQLite's own wait for locks does not help. Raises `OSError`."""
+    descriptor, until = open_lock(path), clock.now() + _BUSY_TIMEOUT_S
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if clock.now() > until:
+                    raise
+                threading.Event().wait(_TRY_AGAIN_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def new_id(now: float) -> str:
+    """Later ones are greater, and none can be guessed."""
+    return f"{int(now * 1000):012x}{secrets.token_hex(8)}"
+
+
+def row_of(row: sqlite3.Row) -> dict[str, Any]:
+    return dict(zip(row.keys(), row, strict=True))

@@ -1,0 +1,1 @@
+"""`crossdock batch`: offline work for people. Start with `run`."""

@@ -1,0 +1,126 @@
+"""Bodies of forms, in pieces of any size, right ones and wrong ones."""
+
+import random
+
+import httpx
+import pytest
+
+from gateway.http.errors import ApiError
+from gateway.http.multipart import MultipartReader, Part, boundary_of
+
+
+def read(body: bytes, boundary: bytes, sizes: list[int], seed: int = 0) -> tuple[bool, list[tuple[Part, bytes]]]:
+    reader, rng = MultipartReader(boundary), random.Random(seed)
+    parts: list[tuple[Part, bytes]] = []
+    at = 0
+    while at < len(body):
+        piece = body[at : at + rng.choice(sizes)]
+        at += len(piece)
+        for found in reader.feed(piece):
+            if isinstance(found, Part):
+                parts.append((found, b""))
+            else:
+                parts[-1] = (parts[-1][0], parts[-1][1] + found)
+    return reader.is_complete, parts
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_what_httpx_writes_is_read_whatever_its_content_looks_like(seed: int) -> None:
+    rng = random.Random(seed)
+    content = bytes(rng.choice(b"\r\n-a") for _ in range(rng.randrange(100)))
+    asked = httpx.Request("POST", "http://x/", data={"purpose": "batch"}, files={"file": ("ü 1.jsonl", content)})
+    boundary = boundary_of(asked.headers["content-type"])
+    assert boundary is not None
+    complete, parts = read(asked.read(), boundary, [1, 2, 3, 7, 1000], seed)
+    assert complete
+    assert parts == [(Part("purpose", None), b"batch"), (Part("file", "ü 1.jsonl"), content)]
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n--b--\r\n', [("a", b"1")]),
+        (b'before\r\n--b \t\r\nContent-Disposition: form-data; name=a\r\n\r\n\r\n--b--after', [("a", b"")]),
+        (b'--b\r\ncontent-disposition: form-data; name="a"\r\n\r\n--b\r\n\r\n--b--', [("a", b"--b\r\n")]),
+    ],
+)  # fmt: skip
+def test_forms_of_other_programs(body: bytes, expected: list[tuple[str, bytes]]) -> None:
+    for sizes in ([1], [5], [1000]):
+        complete, parts = read(body, b"b", sizes)
+        assert complete and [(part.name, content) for part, content in parts] == expected
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"--b\r\n\r\n1\r\n--b--",
+        b"--b\r\nContent-Disposition: attachment; name=a\r\n\r\n1\r\n--b--",
+        b"--bx\r\n",
+        b"--b" + b" " * 100,
+        b"--b\r\nA: " + b"x" * 5000,
+    ],
+)
+def test_what_is_no_form_is_refused(body: bytes) -> None:
+    for sizes in ([1], [1000]):
+        with pytest.raises(ApiError) as caught:
+            read(body, b"b", sizes)
+        assert caught.value.code == "invalid_multipart"
+
+
+def test_a_form_without_its_end_is_not_complete_and_holds_little() -> None:
+    reader = MultipartReader(b"b")
+    for _ in reader.feed(b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\n'):
+        pass
+    for _ in range(100):
+        assert sum(len(piece) for piece in reader.feed(b"\r\n--" * 1000) if isinstance(piece, bytes)) > 3900
+        assert len(reader._rest) < 10
+    assert not reader.is_complete
+
+
+@pytest.mark.parametrize(
+    "name", ["filename*=undefined''x", "filename*=raw_unicode_escape''%5Cud800", "name*=idna''%ff; a"]
+)
+def test_a_charset_of_a_name_is_not_used(name: str) -> None:
+    head = f'--b\r\nContent-Disposition: form-data; name="file"; {name}\r\n\r\nx\r\n--b--'
+    _, ((part, content),) = read(head.encode(), b"b", [1000])
+    assert content == b"x"
+    f"{part.name}{part.filename}".encode()
+    assert boundary_of(f"multipart/form-data; boundary*={name.partition('=')[2]}") is not None
+
+
+def test_heads_of_any_bytes_are_read_or_refused() -> None:
+    rng = random.Random(1)
+    words = [
+        b"name",
+        b"filename",
+        b"*",
+        b"0",
+        b"=",
+        b"''",
+        b'"',
+        b"\\",
+        b"%ff",
+        b"utf-8",
+        b"undefined",
+        b";",
+        b"\xff",
+        b"\r\n ",
+        b"a",
+    ]
+    for _ in range(5_000):
+        head = b"Content-Disposition: form-data; name=a;" + b"".join(rng.choices(words, k=rng.randrange(12)))
+        try:
+            _, parts = read(b"--b\r\n" + head + b"\r\n\r\nx\r\n--b--", b"b", [1000])
+        except ApiError:
+            continue
+        for part, _ in parts:
+            f"{part.name}{part.filename}".encode()
+        boundary_of(f"multipart/form-data; {head.decode('latin-1')}")
+
+
+@pytest.mark.parametrize(
+    "value", ["", "application/json", "multipart/form-data", "multipart/mixed; boundary=a", 'multipart/form-data; boundary=""',
+              f"multipart/form-data; boundary={'a' * 71}"],
+)  # fmt: skip
+def test_other_media_types_have_no_boundary(value: str) -> None:
+    assert boundary_of(value) is None

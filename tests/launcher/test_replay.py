@@ -171,7 +171,7 @@ def test_replay_shows_the_first_difference(
     monkeypatch.setattr("coordinator.waiting.overload.JITTER", 0.2)
     assert commands.replay(ReplaySettings(file=str(path))) == 1
     said = capsys.readouterr().out
-    assert "the actions differ" in said and "  event     Tick()" in said
+    assert "the actions differ" in said and "  event     Received(" in said and " bytes of ids)" in said
     assert "recorded" in said and "digest" in said and "retry_after_s=" in said and "\\x00" not in said
     assert commands.replay(ReplaySettings(file=str(path), as_json=True)) == 1
     difference = json.loads(capsys.readouterr().out)["difference"]

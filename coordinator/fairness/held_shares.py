@@ -42,6 +42,8 @@ class HeldShares:
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = weights or {}
         self._root = _Node(1.0)
+        self.freed = 0
+        """Millionths of a worker that came free since somebody looked, not counting who gave way."""
 
     def add(self, path: Path, worker: int, key: Key, held: int) -> None:
         """An attempt of this tenant holds so many millionths of a worker from now on."""
@@ -51,7 +53,9 @@ class HeldShares:
         tenant = self._root
         for name in path:
             tenant = tenant.children[name]
-        self._count(path, -tenant.streams.pop((worker, key)))
+        held = tenant.streams.pop((worker, key))
+        self.freed += held
+        self._count(path, -held)
 
     def streams(self) -> dict[tuple[int, Key], int]:
         """What each holds; for checks."""
@@ -65,9 +69,12 @@ class HeldShares:
             )
         return found
 
-    def who_gives_way(self, path: Path, wanted: Callable[[int], int]) -> Iterator[tuple[int, Key]]:
-        """The streams of the tenant that holds most for its weight, with their workers, newest first; not those whose end would
-        only turn the tables, if a request of this tenant took their place. `wanted(worker)` is what it would hold there."""
+    def who_gives_way(
+        self, path: Path, wanted: Callable[[int], int], soon: float = 0.0
+    ) -> Iterator[tuple[int, Key, int]]:
+        """The streams of the tenant that holds most for its weight, with their workers and what they hold, newest first; not
+        those whose end would only turn the tables, if a request of this tenant took their place, and nobody where this tenant's
+        share comes free `soon` by itself. `wanted(worker)` is what the request would hold there."""
         most, depth = self._root, 0
         own: _Node | None = most
         while most is own and most.order:  # whoever has most is the tenant's own: look further down
@@ -77,14 +84,16 @@ class HeldShares:
         if most is own:
             return
         own_held, weight = (own.held, own.weight) if own else (0, self._weight(path[:depth]))
-        if own_held / weight > NEAR_ENOUGH * most.held / most.weight:
+        most_held = most.held / most.weight
+        lacks = (most_held - own_held / weight) / (1 / most.weight + 1 / weight)
+        if own_held / weight > NEAR_ENOUGH * most_held or lacks <= soon:
             return
         tenant = most
         while tenant.order:
             tenant = tenant.children[tenant.order[-1][1]]
         for (worker, key), held in islice(reversed(tenant.streams.items()), LOOKED_AT_MAX):
             if (most.held - held) / most.weight >= (own_held + wanted(worker)) / weight:
-                yield worker, key
+                yield worker, key, held
 
     def reweigh(self, weights: Mapping[str, float]) -> None:
         self._weights = weights

@@ -23,6 +23,8 @@ from proto.errors import Interrupt
 
 PREEMPTED_MAX = 3
 """A stream is interrupted for others no more often."""
+SOON_S = 3.0
+"""Nobody is interrupted for a share that comes free within this time by itself."""
 CHARGE_EVERY_S = 0.5
 HELD_COST = 4.0
 """All room in decode, while it is short, beside all the tokens that prefill workers compute meanwhile: the order of those who
@@ -91,8 +93,10 @@ def relieve(state: State, worker: Worker, short_blocks: int, now: float) -> None
 
 def give_shares(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
     """The first in the fair order has no room in decode: interrupt one stream of the tenant that holds most for its weight, if
-    that one has more than it would leave (`held_shares`). One at a time: the next when its worker has let go."""
+    that one has more than it would leave (`held_shares`), and too little comes free by itself. One at a time: the next when
+    its worker has let go."""
     rooms = pool.rooms
+    soon = SOON_S * pool.freed_per_s(now)
     if not rooms.closed or rooms.gives_way in state.where:
         return
     request = queue.peek(rooms.closed)
@@ -104,12 +108,13 @@ def give_shares(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
         worker = pool.decode[incarnation]
         return worker.share_of(choices, demand.whole(worker.capacity.block_size))
 
-    for incarnation, key in pool.shares.who_gives_way(request.path, wanted):
+    for incarnation, key, held in pool.shares.who_gives_way(request.path, wanted, soon):
         other, worker = state.current(*key), pool.decode[incarnation]
         if other is None or other.state not in ON_WORKERS or other.preempted >= PREEMPTED_MAX or worker.draining:
             continue
         if makes_room(worker, key, demand, choices):
             rooms.gives_way = key
+            pool.shares.freed -= held
             state.interrupt(other, Interrupt.PREEMPTED, f"{'/'.join(request.path)} has less than its share", now)
             return
 

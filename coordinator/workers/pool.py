@@ -10,6 +10,7 @@ the third is not.
 
 from coordinator.score import Weights
 from coordinator.step_pace import StepLimits, StepPace
+from coordinator.waiting.overload import Rate
 from coordinator.workers.candidates import Candidates
 from coordinator.workers.step_times import StepSample
 from coordinator.workers.traffic import Traffic
@@ -31,6 +32,8 @@ class Pool(Candidates):
         """The longest prompt + output every worker takes, or took before all were lost."""
         self._lost: dict[Role, tuple[Worker, float]] = {}
         """The last worker of each role that has none now, and when it was lost. A drained worker is not lost."""
+        self._freed: Rate | None = None
+        """Millionths of a decode worker that come free by themselves."""
         self._tokens_per_s, self._measured = 0.0, 0
         """The sum of the rates of prefill workers, and of how many."""
         self.no_room = self.cache_waits = 0
@@ -73,6 +76,14 @@ class Pool(Candidates):
         self._finish.drop(worker.incarnation)
         self.reopen()
         self._measure()
+
+    def freed_per_s(self, now: float) -> float:
+        """Millionths of a decode worker that came free lately, not counting streams that gave way."""
+        if self._freed is None:
+            self._freed = Rate(now)
+        self._freed.add(self.shares.freed, now)
+        self.shares.freed = 0
+        return self._freed.per_s(now)
 
     # --- trouble --------------------------------------------------------------------------------------------------------
 

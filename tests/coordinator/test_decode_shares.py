@@ -89,7 +89,7 @@ def test_nobody_gives_way_to_itself_or_where_that_would_turn_the_tables() -> Non
     shares = HeldShares({"a/y": 3.0})
 
     def gives_way(name: str) -> list[str]:
-        return [key[0] for _, key in shares.who_gives_way(("a", name, ""), lambda worker: 10)]
+        return [key[0] for _, key, _ in shares.who_gives_way(("a", name, ""), lambda worker: 10)]
 
     shares.add(("a", "x", ""), 7, ("1", 1), 10)
     assert gives_way("x") == []

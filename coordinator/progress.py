@@ -4,7 +4,7 @@ from coordinator.events import Received
 from coordinator.kv_admission.shared_blocks import chains
 from coordinator.lifecycle import ON_WORKERS, Trigger
 from coordinator.lifecycle import State as RequestState
-from coordinator.placement.preemption import charge_held, relieve
+from coordinator.placement.preemption import charge_decode, relieve
 from coordinator.recovery import flips, suspects
 from coordinator.request import Request
 from coordinator.state import State
@@ -203,7 +203,7 @@ def decode_progress(state: State, incarnation: int, event: Received, now: float)
     suspects.emitted(state, worker)
     for shared in done.prefixes:
         room.shares((shared.request_id, shared.attempt), chains(shared.parts))
-    charge_held(state, worker, now)
+    charge_decode(state, worker, now)
     was_short, room.short = room.short, done.short_blocks > 0 and state.limits.kv_overcommit > 1
     if room.short:
         relieve(state, worker, done.short_blocks, now)

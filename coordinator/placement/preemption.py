@@ -119,20 +119,24 @@ def give_shares(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
             return
 
 
-def charge_held(state: State, worker: Worker, now: float) -> None:
-    """While requests wait for room in decode, that room is what is scarce: tenants pay for what they hold and how long, so that
-    the fair order comes to their shares of it."""
-    pool, since = state.pools[worker.hello.model], worker.held_charged_at
-    if now - since < CHARGE_EVERY_S:
+def charge_decode(state: State, worker: Worker, now: float) -> None:
+    """An answer is charged as it is emitted, once it is longer than its estimate. And while requests wait for room in decode,
+    that room is what is scarce: tenants pay for what they hold and how long, so that the fair order comes to their shares."""
+    pool, room, since = state.pools[worker.hello.model], worker.room, worker.held_charged_at
+    if now - since < CHARGE_EVERY_S or room is None:
         return
     worker.held_charged_at = now
+    queue = state.queues[worker.hello.model]
+    for key in worker.holdings:
+        request = state.current(*key)
+        if request is not None and request.decode_incarnation == worker.incarnation:
+            queue.is_emitting(request, room.forwarded(key))
     if not pool.rooms.closed:
         return
     cost = HELD_COST * pool.tokens_per_s() * min(now - since, 2 * CHARGE_EVERY_S) / len(pool.decode) / 1_000_000
     held: dict[Path, int] = {}
     for holding in worker.holdings.values():
         held[holding.path] = held.get(holding.path, 0) + worker.share_of(holding.seqs, holding.kv_blocks)
-    queue = state.queues[worker.hello.model]
     for path, share in held.items():
         if path:
             queue.charge(path, cost * share)

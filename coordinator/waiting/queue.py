@@ -304,6 +304,14 @@ class WaitQueue:
         if tokens:
             self.fair.adjust(path, self._limits.prices.output(tokens))
 
+    def is_emitting(self, request: Request, tokens: int) -> None:
+        """Each choice has come so far with this attempt."""
+        charged = request.attempt_progress.output_charged
+        more = self._limits.prices.output(tokens * request.submit.choices) - charged
+        if charged and more > 0:
+            self.fair.adjust(request.path, more)
+            request.begin().output_charged = charged + more
+
     def refund_output(self, request: Request) -> None:
         """The estimate gives way to what is reported as emitted."""
         if request.attempt_progress.output_charged:

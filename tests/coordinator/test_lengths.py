@@ -105,3 +105,21 @@ def test_short_answers_do_not_teach_quotas_to_let_long_ones_in(taught_tokens: in
     assert account is not None and account.idle and account.day_tokens == used
     assert 16_000 < most_in_flight <= 20_000 + 4_000
     assert 60_000 < used <= most_a_day <= 100_000 + 4_000
+
+
+def test_an_answer_longer_than_its_estimate_is_charged_as_it_is_emitted() -> None:
+    timing = Timing(prefill_tokens_per_s=2e5, decode_step_s=0.02)
+    cluster = VirtualCluster(Limits(), timing, decode_blocks=DECODE_BLOCKS, block_size=16, max_seqs=64, batched=True)
+    for number in range(50):
+        cluster.at(0.1 * number, partial(cluster.submit, output_tokens=(10,)), f"r{number}", "o", 200, CHAT_MAX_TOKENS)
+    cluster.at(10.0, partial(cluster.submit, output_tokens=(2000,)), "long", "o", 200, CHAT_MAX_TOKENS)
+    cluster.run(11.0)
+    request = cluster.core.requests["long"]
+    charged = []
+    for second in (11.0, 21.0, 31.0):
+        cluster.run(second)
+        charged.append(request.attempt_progress.output_charged)
+    assert charged[0] < 150, "the estimate, or a second"
+    assert charged[1:] == pytest.approx([2 * 11 / 0.02, 2 * 21 / 0.02], rel=0.1)
+    cluster.run(60.0)
+    assert request.state is State.FINISHED and not request.attempt_progress.output_charged

@@ -91,11 +91,11 @@ def test_tokens_come_when_they_come_from_the_whole_core(workers: Workers, per_s:
 
 
 def test_with_several_tenants_first_tokens_come_about_as_from_the_whole_core() -> None:
-    """What tenants owe is trued up with their requests' ends, and not with every report."""
+    """What tenants owe is trued up with their requests' ends, and not with every report or while long answers are emitted."""
     sent = traffic(25.0, tenants=("a", "b", "c/x", "c/y"))
     ttft, _ = in_the_virtual_cluster(sent, Workers(1, 1), 10**6)
     outcome = Simulator(profile(10**6), Workers(1, 1), sent).run()
-    assert np.mean(np.abs(outcome.ttft_ms - ttft) < 0.01) > 0.8
+    assert np.mean(np.abs(outcome.ttft_ms - ttft) < 0.01) > 0.6
     for share in (0.5, 0.9, 0.99):
         assert np.quantile(outcome.ttft_ms, share) == pytest.approx(np.quantile(ttft, share), rel=0.1)
 

@@ -96,8 +96,8 @@ def test_with_several_tenants_first_tokens_come_about_as_from_the_whole_core() -
     ttft, _ = in_the_virtual_cluster(sent, Workers(1, 1), 10**6)
     outcome = Simulator(profile(10**6), Workers(1, 1), sent).run()
     assert np.mean(np.abs(outcome.ttft_ms - ttft) < 0.01) > 0.6
-    for share in (0.5, 0.9, 0.99):
-        assert np.quantile(outcome.ttft_ms, share) == pytest.approx(np.quantile(ttft, share), rel=0.1)
+    for share, rel in ((0.5, 0.1), (0.9, 0.1), (0.99, 0.25)):
+        assert np.quantile(outcome.ttft_ms, share) == pytest.approx(np.quantile(ttft, share), rel=rel)
 
 
 @pytest.mark.parametrize(("workers", "per_s", "kv_blocks"), [(Workers(2, 2), 60.0, 500), (Workers(2, 2), 25.0, 300)])

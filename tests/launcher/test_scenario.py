@@ -76,7 +76,7 @@ NUMBERS: dict[str, str] = {
     "traffic.retries": "-1 1001 0.5",
     "traffic.arrivals": "'bursts' 3",
     "traffic.name": "'\\u0007' 3",
-    "coordinator.kv_overcommit": "0.5 17.0 nan '2'",
+    "coordinator.kv_overcommit": "0.5 1025.0 nan '2'",
     "coordinator.queue_requests_max": "0 -1 1.5 true",
 }
 

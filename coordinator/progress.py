@@ -51,7 +51,7 @@ def step_done(state: State, incarnation: int, event: Received, now: float) -> No
         state.stepped(incarnation)
     pool, queue = state.pools[worker.hello.model], state.queues[worker.hello.model]
     pool.changed(worker)
-    pool.ask(worker)
+    pool.wakeups.has_own_work(worker)
     tokens, pairs = 0, 0.0
     for chunk in done.computed:
         tokens += chunk.length
@@ -126,7 +126,7 @@ def cache_miss(state: State, incarnation: int, event: Received, now: float) -> N
     queue.count_uncomputed(request, submit.prompt_tokens - miss.cached_tokens)
     worker.placed[request.id] = request
     worker.expect(request)
-    state.pools[submit.model].ask(worker)
+    state.pools[submit.model].wakeups.has_own_work(worker)
 
 
 def cache_events(state: State, incarnation: int, event: Received, now: float) -> None:
@@ -223,7 +223,7 @@ def _time_steps(state: State, worker: Worker, done: DecodeProgress, now: float) 
     )
     pool.step_times[Role.DECODE].add(steps, *means, now)
     pool.targets.measured(worker, *means)
-    if pool.targets.used and pool.rooms.closed:
+    if pool.targets.used and pool.wakeups.closed:
         pool.freed(worker)  # its batch may be larger now
 
 

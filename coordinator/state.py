@@ -243,7 +243,7 @@ class State:
         if request.state is RequestState.QUEUED:
             pool = self.pools[request.submit.model]
             pool.unbind(request)
-            pool.gone(request)
+            pool.wakeups.waits_no_more(request)
             if pool.rooms.reservation is request:
                 self.stop_keeping(request)
             return
@@ -271,7 +271,7 @@ class State:
         """Room was kept for it, and is not any more: its tenant pays for what could not run there."""
         pool = self.pools[request.submit.model]
         self.queues[request.submit.model].charge(request.path, pool.rooms.stop_keeping(self.now))
-        pool.reopen()
+        pool.wakeups.look_anew()
 
     def charge_reservations(self, worker: Worker, key: tuple[str, int], holding: Holding) -> None:
         """Of an attempt for which room had been kept: see `room_classes`."""
@@ -299,7 +299,7 @@ class State:
         for prefill in [pool.prefill[incarnation] for incarnation in pool.hosts]:
             if not pool.has_pair(prefill, self.now):
                 self.unbind_all(prefill)
-                pool.news = True
+                pool.wakeups.request_came()
 
     def emitted(
         self, model: str, path: Path, request_id: str, resumed_tokens: int, tokens: int, *, first: bool = False
@@ -316,7 +316,7 @@ class State:
     def refresh_eligibility(self, model: str) -> None:
         """Workers have come or gone, or take work or none: which requests can have a turn."""
         pool = self.pools[model]
-        pool.reopen()
+        pool.wakeups.look_anew()
         self.unbind_without_pair(pool)
         capacities = pool.capacities()
         if capacities != pool.eligible_for:  # one of many equal workers makes no difference to what waits

@@ -110,7 +110,7 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
     queue = state.queues[submit.model]
     request.expected_left = expected_left(request, queue.long_output(request), state.limits.kv_overcommit)
     queue.push(request, now, not state.draining or state.can_run(request))
-    state.pools[submit.model].news = True
+    state.pools[submit.model].wakeups.request_came()
     state.send(incarnation, Accepted(*request.key, state.billing.rates(submit.tenant, now)))
     state.out.append(StateChanged(request.id, request.attempt, request.state, "submitted"))
 

@@ -149,7 +149,8 @@ def why_not(target: Request, winner: Request | None, looked: list[Looked], worke
             return reason
     if entry.key == worker.incarnation:
         return None
-    before = pool.rooms.closed.get(entry.key) or pool.stuck.get(worker.incarnation, {}).get(entry.key)
+    wakeups = pool.wakeups
+    before = wakeups.closed.get(entry.key) or wakeups.stuck.get(worker.incarnation, {}).get(entry.key)
     if before is not None:
         return _without_room(target, before, worker, pool)
     return no_room(target, worker, pool) if not worker.free_seqs else None

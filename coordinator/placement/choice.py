@@ -124,7 +124,7 @@ def _last_block(submit: Submit, cached_tokens: int) -> bytes:
 def best_prefill_first(submit: Submit, pool: Pool) -> list[Worker]:
     """Those with its prompt cached and those with the least to do; where there are few, all."""
     found = {worker.incarnation: worker for worker in pool.holders(Role.PREFILL, submit)}
-    found.update((incarnation, pool.prefill[incarnation]) for incarnation in islice(pool.idle, EXAMINED_MAX))
+    found.update((incarnation, pool.prefill[incarnation]) for incarnation in islice(pool.wakeups.idle, EXAMINED_MAX))
 
     def order(worker: Worker) -> tuple[float, int]:
         side = _prefill_side(worker, cached_tokens(submit, worker, pool), pool)

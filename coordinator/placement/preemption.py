@@ -93,9 +93,9 @@ def give_shares(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
     """The first in the fair order has no room in decode: interrupt one stream of the tenant that holds most for its weight, if
     that one has more than it would leave (`held_shares`). One at a time: the next when its worker has let go."""
     rooms = pool.rooms
-    if not rooms.closed or rooms.gives_way in state.where:
+    if not pool.wakeups.closed or rooms.gives_way in state.where:
         return
-    request = queue.peek(rooms.closed)
+    request = queue.peek(pool.wakeups.closed)
     if request is None or rooms.reservation is not None:
         return
     demand, choices = KvDemand.of(request.submit, request.expected_left), request.submit.choices
@@ -121,7 +121,7 @@ def charge_held(state: State, worker: Worker, now: float) -> None:
     if now - since < CHARGE_EVERY_S:
         return
     worker.held_charged_at = now
-    if not pool.rooms.closed:
+    if not pool.wakeups.closed:
         return
     cost = HELD_COST * pool.tokens_per_s() * min(now - since, 2 * CHARGE_EVERY_S) / len(pool.decode) / 1_000_000
     held: dict[Path, int] = {}

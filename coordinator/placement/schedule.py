@@ -31,53 +31,34 @@ def schedule(state: State, now: float) -> None:
     for model, queue in state.queues.items():
         pool = state.pools[model]
         if pool.breakers.wake(now):
-            pool.reopen()
-        if not pool.news and not pool.ready:
+            pool.wakeups.look_anew()
+        if not pool.wakeups.due:
             continue
         if not queue.fair.size:
-            pool.news = False
-            pool.ready.clear()
+            pool.wakeups.nothing_waits()
             continue
-        if pool.news and pool.claims:
+        if pool.wakeups.for_all and pool.claims:
             _place_claims(state, pool, queue, now)
         if pool.rooms.reservation is not None:
             _place_kept(state, pool, queue, now)
         _place_lone(state, pool, queue, now)
-        while (worker := _next_to_ask(pool, queue)) is not None or _place_lone(state, pool, queue, now):
+        while (worker := pool.wakeups.next_to_ask(queue)) is not None or _place_lone(state, pool, queue, now):
             if worker is None:
                 continue
-            if not _fill(state, worker, pool, queue, now):
-                if not _steal(worker, pool, queue, now):
-                    pool.ready.pop(worker.incarnation, None)
-                    pool.asked.add(worker.incarnation)
-            elif worker.undispatched:
-                pool.ask(worker)
+            if _fill(state, worker, pool, queue, now):
+                if worker.undispatched:
+                    pool.wakeups.has_own_work(worker)
+            elif not _steal(worker, pool, queue, now):
+                pool.wakeups.found_nothing(worker)
         give_shares(state, pool, queue, now)
-        if state.watch is not None and not pool.asked and len(pool.idle):
-            state.watch(NothingRuns(pool.prefill[next(iter(pool.idle))]))  # no class has room, so none is asked
-        pool.news, pool.gave_up = pool.gave_up, False
-        pool.asked.clear()
-
-
-def _next_to_ask(pool: Pool, queue: WaitQueue) -> Worker | None:
-    """The prefill worker with the least to do, of those that may find something."""
-    if pool.news:
-        classes = {key for key in queue.classes() if key not in pool.rooms.closed}
-        for incarnation in pool.idle if classes else ():
-            if incarnation in pool.asked:
-                continue
-            worker = pool.prefill[incarnation]
-            stuck = pool.stuck.get(incarnation)
-            if pool.may_place_on(worker) and not (stuck and stuck.keys() >= classes):
-                return worker
-        pool.news = False
-    ready = [pool.prefill[incarnation] for incarnation in pool.ready]
-    return min(ready, key=lambda w: (w.tokens_in_flight, w.tokens_forwarded, w.incarnation), default=None)
+        if state.watch is not None and not pool.wakeups.asked_in_vain and len(pool.wakeups.idle):
+            state.watch(NothingRuns(pool.prefill[next(iter(pool.wakeups.idle))]))  # no class has room, so none is asked
+        pool.wakeups.event_done()
 
 
 def _steal(worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> bool:
     """It finds nothing to do: of what is bound to another worker, it takes what came last, if that starts earlier here."""
-    if not pool.may_place_on(worker) or not pool.has_pair(worker, now):
+    if not pool.wakeups.may_place_on(worker) or not pool.has_pair(worker, now):
         return False
     hosts = [
         pool.prefill[incarnation]
@@ -127,7 +108,7 @@ def _place_kept(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
     assert request is not None
     if decode is None or decode.draining or not pool.could_place(request.submit):
         rooms.stop_keeping(now)  # which is nobody's fault
-        pool.reopen()
+        pool.wakeups.look_anew()
         return
     if not pool.decode_fits(decode, request):
         return
@@ -165,8 +146,8 @@ def _place_out_of_turn(state: State, request: Request, prefill: Worker, decode: 
     expect_cached(request, prefill, pool)
     _place(state, request, prefill, decode, queue, now)
     queue.settle_on(request, prefill.incarnation)
-    pool.gone(request)
-    pool.ask(prefill)
+    pool.wakeups.waits_no_more(request)
+    pool.wakeups.has_own_work(prefill)
 
 
 def _fill(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> bool:
@@ -203,7 +184,7 @@ def _place(state: State, request: Request, prefill: Worker, decode: Worker, queu
         pool.rooms.reservation_charge(
             request.key, decode.holdings[request.key].kv_blocks / decode.capacity.kv_blocks, now
         )
-        pool.reopen()
+        pool.wakeups.look_anew()
     one, other = prefill.incarnation, decode.incarnation
     for pair in ((one, other), (one, NOBODY), (NOBODY, other)):
         pool.breakers.placed(pair, request.key)

@@ -61,7 +61,7 @@ def compose(
                     expect_cached(request, better, pool)
                     pool.bind(request, better)
                     return MoveTo(bound_key(better.incarnation))
-            elif not in_class and (key := queue.class_key(request)) in pool.rooms.closed:
+            elif not in_class and (key := queue.class_key(request)) in pool.wakeups.closed:
                 pool.unbind(request)  # many may be bound, and to look for room for each would take long
                 return MoveTo(key)
             decode = room(request, worker, pool, now)
@@ -80,10 +80,11 @@ def compose(
     look = length_of if watch is None else watched(length_of, watch, worker, pool)
     look = _apart(look, worker, pool, chunks) if pool.suspects else look
     while left >= block_size and len(chunks) < limits.MAX_CHUNKS_PER_STEP:
-        found = queue.next_chunk(worker.incarnation, pool.open_keys(worker, queue.classes()), look, now)
+        found = queue.next_chunk(worker.incarnation, pool.wakeups.open_keys(worker, queue), look, now)
         request = found.request
         if request is None:
-            pool.gave_up = pool.gave_up or found.gave_up
+            if found.gave_up:
+                pool.wakeups.gave_up()
             if watch is not None:
                 watch(NothingRuns(worker))
             break
@@ -153,7 +154,7 @@ def _may_go_on(begun: Request, left: int, worker: Worker, pool: Pool, queue: Wai
     """Whether the next chunk of a prompt comes before all others: not while somebody waits who has had less than its share."""
     if begun.entry is None or worker.placed.get(begun.id) is not begun or (begun.own_step and worker.steps):
         return False
-    keys = (worker.incarnation, *pool.open_keys(worker, queue.classes()))
+    keys = pool.wakeups.open_keys(worker, queue)
     if queue.fair.has_late(keys):
         return False
     if begun.submit.prompt_tokens - begun.dispatched_tokens <= left:
@@ -170,10 +171,10 @@ def _refuse(request: Request, worker: Worker, pool: Pool, queue: WaitQueue) -> C
     demand = Demand.of(request.submit, request.expected_left, request.tpot_ms)
     key, own = class_key(demand), request.entry.key  # type: ignore[union-attr]
     if not worker.fits(request.submit) or pool.breakers.concern(worker.incarnation):
-        pool.stuck.setdefault(worker.incarnation, {})[own] = request
+        pool.wakeups.no_room_on(worker, own, request)
         return Close()
     shut = [key, *classes_without_room(demand, queue.classes())]
-    pool.rooms.closed.update(dict.fromkeys(shut, request))
+    pool.wakeups.no_room_in_decode(request, shut)
     if own == key:
         return Close(shut)
     pool.unbind(request)  # room in decode is what it waits for
@@ -184,7 +185,7 @@ def _count_bypass(
     request: Request, worker: Worker, pool: Pool, queue: WaitQueue, bypasses_max: int, now: float
 ) -> None:
     """`request` gets room. The first in turn of those without room does not; if that happens often, room is kept for it."""
-    full = [*pool.rooms.closed, *pool.stuck.get(worker.incarnation, ())]
+    full = [*pool.wakeups.closed, *pool.wakeups.stuck.get(worker.incarnation, ())]
     first = queue.peek(full) if full else None
     if first is None or first.state is not State.QUEUED or not queue.goes_before(first, request):
         return

@@ -230,7 +230,7 @@ class WaitQueue:
             length = answer
             return self._terms(request, length, incarnation)
 
-        entry, cost, closed, gave_up = self.fair.pop((incarnation, *keys), offer)
+        entry, cost, closed, gave_up = self.fair.pop(keys, offer)
         if entry is None:
             return NextChunk(None, 0, closed, gave_up)
         self._dispatched(entry.item, length, cost, now)

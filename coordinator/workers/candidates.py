@@ -10,13 +10,13 @@ from itertools import islice
 from coordinator.fairness.held_shares import HeldShares
 from coordinator.request import Request
 from coordinator.score import Weights
-from coordinator.waiting.queue_keys import bound_key
 from coordinator.workers.circuit_breakers import NOBODY, Breakers
 from coordinator.workers.ordered import Ordered
 from coordinator.workers.prefix_index import Locality, hashes_per_block
 from coordinator.workers.replication import Waits
 from coordinator.workers.room_classes import RoomClasses
 from coordinator.workers.token_targets import TokenTargets
+from coordinator.workers.wakeups import Wakeups
 from coordinator.workers.worker import Worker
 from proto.messages import Role, Submit
 
@@ -39,24 +39,12 @@ class Candidates:
         self.prefill: dict[int, Worker] = {}
         self.decode: dict[int, Worker] = {}
         self.rooms = RoomClasses()
+        self.wakeups = Wakeups(self.prefill, self.rooms)
         self.shares = HeldShares()
         self.targets = TokenTargets()
-        self.idle = Ordered()
-        """Prefill workers that can be given a step, the one with the least to do first; of equals, the one that has done
-        least."""
         self._finish = Ordered()
         """Prefill workers, the one first that would be done first with a prompt of usual length."""
         self._usual_tokens = 1024.0
-        self.ready: dict[int, None] = {}
-        """Those of them for which something may have come: under their own key, or since they asked last."""
-        self.news = False
-        """Something may have come for any of them: a request, or room for a class."""
-        self.asked: set[int] = set()
-        """Those that have found nothing at the event in hand."""
-        self.gave_up = False
-        """One of them has moved many requests to other workers; the next event goes on with that."""
-        self.stuck: dict[int, dict[int, Request]] = {}
-        """By prefill worker: queue keys under which the first request has no room there, or no decode worker to go to."""
         self.waits = Waits()
         self.bound = 0
         """Requests that are bound to a prefill worker."""
@@ -73,7 +61,7 @@ class Candidates:
         self._mean_tokens_per_s = 0.0
         """Of the prefill workers measured; 0: to be counted anew."""
 
-    def changed(self, worker: "Worker") -> None:
+    def changed(self, worker: Worker) -> None:
         """What it holds or has to do has changed, or whether it takes work."""
         if worker.room is None:
             if worker.draining:
@@ -81,11 +69,7 @@ class Candidates:
             else:
                 done_s = (worker.tokens_before + self._usual_tokens) / self.rate(worker)
                 self._finish.put(worker.incarnation, done_s, worker.tokens_forwarded)
-            if worker.pace.may_have_more(len(worker.steps), worker.tokens_in_flight):
-                self.idle.put(worker.incarnation, worker.tokens_in_flight, worker.tokens_forwarded)
-            else:
-                self.idle.drop(worker.incarnation)
-                self.ready.pop(worker.incarnation, None)
+            self.wakeups.steps_changed(worker)
             return
         self.targets.changed(worker)
         if worker.draining or worker.free_seqs <= 0:
@@ -94,21 +78,16 @@ class Candidates:
             self._stamp += 1
             self._least_full.put(worker.incarnation, worker.room.wholes - worker.capacity.kv_blocks, self._stamp)
 
-    def first_to_finish(self) -> "list[Worker]":
+    def first_to_finish(self) -> list[Worker]:
         """A few prefill workers that would be done first with a prompt that came to them now."""
         return [self.prefill[incarnation] for incarnation in islice(self._finish, EXAMINED_MAX)]
-
-    def ask(self, worker: "Worker") -> None:
-        """Something may have come for it alone."""
-        if worker.incarnation in self.idle:
-            self.ready[worker.incarnation] = None
 
     def could_place(self, submit: Submit) -> bool:
         """Likewise, on workers that take work."""
         sides = (self.prefill, self.decode)
         return all(any(not w.draining and w.could_ever_take(submit) for w in side.values()) for side in sides)
 
-    def may_pair(self, prefill: "Worker", decode: "Worker", now: float) -> bool:
+    def may_pair(self, prefill: Worker, decode: Worker, now: float) -> bool:
         breakers, one, other = self.breakers, prefill.incarnation, decode.incarnation
         if not breakers.pairs:
             return True
@@ -118,13 +97,13 @@ class Candidates:
             and breakers.allows_worker((NOBODY, other), now, lambda key: key in decode.holdings, len(self.decode))
         )
 
-    def has_pair(self, prefill: "Worker", now: float) -> bool:
+    def has_pair(self, prefill: Worker, now: float) -> bool:
         """Whether anything may be placed on it, as far as its pairs go."""
         return any(not decode.draining and self.may_pair(prefill, decode, now) for decode in self.decode.values())
 
     # --- candidates -----------------------------------------------------------------------------------------------------
 
-    def holders(self, role: Role, submit: Submit) -> "list[Worker]":
+    def holders(self, role: Role, submit: Submit) -> list[Worker]:
         """Workers that have a beginning of a prompt; those with the longest first, but no more than a few."""
         side = self.prefill if role is Role.PREFILL else self.decode
         if len(side) <= EXAMINED_MAX:
@@ -135,7 +114,7 @@ class Candidates:
             found += self.locality.holders(role, submit.block_hashes, every, _HOLDERS) if every else ()
         return [side[incarnation] for incarnation in found]
 
-    def decode_candidates(self, request: Request, prefill: "Worker", now: float) -> "list[Worker]":
+    def decode_candidates(self, request: Request, prefill: Worker, now: float) -> list[Worker]:
         """Decode workers to which this prefill worker may send: the least full ones and those that have the prompt's beginning
         or only streams with the same target; where there are few, all. Not the one whose room is kept."""
         if len(self.decode) <= EXAMINED_MAX:
@@ -154,12 +133,12 @@ class Candidates:
                     break
         return list(found.values())
 
-    def _takes(self, decode: "Worker", prefill: "Worker", now: float) -> bool:
+    def _takes(self, decode: Worker, prefill: Worker, now: float) -> bool:
         if decode.draining or decode.incarnation in (self.rooms.kept_on, self.rooms.lone_on):
             return False
         return self.may_pair(prefill, decode, now)
 
-    def decode_fits(self, decode: "Worker", request: Request, waiting_ms: float = 0.0) -> bool:
+    def decode_fits(self, decode: Worker, request: Request, waiting_ms: float = 0.0) -> bool:
         """Whether a decode worker has room for a request now, and no target is missed there for it. `waiting_ms`: the result of
         `waiting_target`."""
         if not decode.fits(request.submit, request.expected_left):
@@ -170,10 +149,10 @@ class Candidates:
         """The strictest target for the time per token of those that wait without room; 0: none."""
         if not self.targets.used:
             return 0.0
-        firsts = self.rooms.closed.values()
+        firsts = self.wakeups.closed.values()
         return min((first.tpot_ms for first in firsts if first.tpot_ms and first.waits), default=0.0)
 
-    def rate(self, prefill: "Worker") -> float:
+    def rate(self, prefill: Worker) -> float:
         """Tokens per second; one not measured yet is taken for as fast as the others."""
         if prefill.tokens_per_s:
             return prefill.tokens_per_s
@@ -186,48 +165,22 @@ class Candidates:
 
     # --- room -----------------------------------------------------------------------------------------------------------
 
-    def freed(self, worker: "Worker") -> None:
+    def freed(self, worker: Worker) -> None:
         """It has let go of something, or what it holds is sure to take less."""
-        rooms = self.rooms
+        rooms, wakeups = self.rooms, self.wakeups
         if worker.room is None:
-            if self.stuck.pop(worker.incarnation, None) is not None:
-                self.ask(worker)
+            wakeups.prefill_room_freed(worker)
             if self.claims or rooms.lone or rooms.reservation is not None:
-                self.news = True
+                wakeups.may_go_out_of_turn()
             return
-        if self.claims or worker.incarnation in (rooms.kept_on, rooms.lone_on):
-            self.news = True
+        is_kept = worker.incarnation in (rooms.kept_on, rooms.lone_on)
+        if self.claims or is_kept:
+            wakeups.may_go_out_of_turn()
         if self.breakers.pairs:
-            self._ask_stuck()
-        if worker.draining or worker.incarnation in (rooms.kept_on, rooms.lone_on):
-            return
-        fits: dict[str, bool] = {}
-        waiting_ms = self.waiting_target()
-        for key, request in list(rooms.closed.items()):
-            if request.id not in fits:
-                fits[request.id] = not request.waits or self.decode_fits(worker, request, waiting_ms)
-            if fits[request.id]:
-                del rooms.closed[key]
-                self.news = True
-
-    def gone(self, request: Request) -> None:
-        """A request does not wait any more: if it was the one without room, the next of its class may have some."""
-        closed = self.rooms.closed
-        for key in [key for key, first in closed.items() if first is request]:
-            del closed[key]
-            self.news = True
-
-    def reopen(self) -> None:
-        """Workers have come or gone, or take work or none, or may be paired again: look at everything anew."""
-        self.rooms.closed.clear()
-        self._ask_stuck()
-        self.news = True
-
-    def _ask_stuck(self) -> None:
-        """Some may have nothing but what is bound to them, so it is not enough that there is news for all."""
-        self.news = self.news or bool(self.stuck)
-        self.ready.update((incarnation, None) for incarnation in self.stuck if incarnation in self.idle)
-        self.stuck.clear()
+            wakeups.pairs_changed()
+        if wakeups.closed and not worker.draining and not is_kept:
+            waiting_ms = self.waiting_target()
+            wakeups.decode_room_freed(lambda request: self.decode_fits(worker, request, waiting_ms))
 
     def keep_room(self, request: Request, served_per_s: Callable[[float], float], now: float) -> None:
         """For a request that was bypassed too often, on the decode worker with the most room.
@@ -243,7 +196,7 @@ class Candidates:
         share = worker.capacity.kv_blocks / sum(w.capacity.kv_blocks for w in self.decode.values())
         self.rooms.keep(request, worker.incarnation, share * served_per_s(now), now)
 
-    def own_worker(self, request: Request) -> "Worker | None":
+    def own_worker(self, request: Request) -> Worker | None:
         """The decode worker that is closed to others for a request that is to run alone: the one that has the least now."""
         rooms = self.rooms
         able = [w for w in self.decode.values() if not w.draining and w.could_ever_take(request.submit)]
@@ -261,28 +214,11 @@ class Candidates:
             rooms.lone_runs = None
         if rooms.lone_on and rooms.lone_runs is None and not rooms.lone:
             rooms.lone_on = 0
-            self.reopen()
-
-    def may_place_on(self, prefill: "Worker") -> bool:
-        if prefill.free_seqs <= 0:
-            self.stuck.setdefault(prefill.incarnation, {})  # so that it is asked as soon as it lets go of something
-            return False
-        return not prefill.draining and prefill.incarnation != self.rooms.kept_prefill
-
-    def open_keys(self, prefill: "Worker", classes: list[int]) -> list[int]:
-        """Of what is not placed, the queue keys from which this prefill worker may take something now."""
-        if not self.may_place_on(prefill):
-            return []
-        keys, closed, stuck = (
-            [bound_key(prefill.incarnation), *classes],
-            self.rooms.closed,
-            self.stuck.get(prefill.incarnation, ()),
-        )
-        return [key for key in keys if key not in closed and key not in stuck]
+            self.wakeups.look_anew()
 
     # --- bound to a worker for what it has cached -----------------------------------------------------------------------
 
-    def bind(self, request: Request, prefill: "Worker") -> None:
+    def bind(self, request: Request, prefill: Worker) -> None:
         """From now on it counts among what waits for this worker."""
         self.unbind(request)
         attempt_progress = request.begin()
@@ -292,9 +228,9 @@ class Candidates:
         prefill.expect(request)
         self.bound += 1
         self.hosts[prefill.incarnation] = None
-        self.ask(prefill)
+        self.wakeups.has_own_work(prefill)
 
-    def kept_waiting(self, prefill: "Worker", waiting: int) -> float:
+    def kept_waiting(self, prefill: Worker, waiting: int) -> float:
         """How many requests wait a second longer for each second that this worker computes more. `waiting`: for the pool."""
         return (waiting - self.bound) / len(self.prefill) + len(prefill.bound)
 

@@ -50,7 +50,7 @@ class Pool(Candidates):
         limits = self._step_limits
         worker.pace = StepPace(limits._replace(tokens=limits.tokens or worker.capacity.step_tokens))
         self.changed(worker)
-        self.reopen()
+        self.wakeups.look_anew()
         self._measure()
 
     def remove(self, worker: Worker, now: float) -> None:
@@ -60,9 +60,8 @@ class Pool(Candidates):
             self._lost[worker.hello.role] = worker, now
         self.locality.leave(worker.incarnation)
         self.breakers.leave(worker.incarnation)
-        self.idle.drop(worker.incarnation)
+        self.wakeups.left(worker)
         self.hosts.pop(worker.incarnation, None)
-        self.ready.pop(worker.incarnation, None)
         self._least_full.drop(worker.incarnation)
         self.targets.leave(worker)
         if worker.shares is not None:
@@ -71,7 +70,7 @@ class Pool(Candidates):
                     self.shares.remove(holding.path, worker.incarnation, key)
             worker.shares = None
         self._finish.drop(worker.incarnation)
-        self.reopen()
+        self.wakeups.look_anew()
         self._measure()
 
     # --- trouble --------------------------------------------------------------------------------------------------------

@@ -17,8 +17,6 @@ from coordinator.request import Request
 
 class RoomClasses:
     def __init__(self) -> None:
-        self.closed: dict[int, Request] = {}
-        """Classes without room, with the request that found none."""
         self.reservation: Request | None = None
         self.kept_on = self.kept_prefill = 0
         """Incarnations of the workers that are closed to others."""

@@ -6,6 +6,7 @@ another worker has more cached of should run here at all, and then, which decode
 
 from collections.abc import Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from coordinator.request import Request
 from coordinator.score import DecodeSide, PrefillSide, best_decode, prefill_s
@@ -42,7 +43,18 @@ def expect_cached(request: Request, prefill: Worker, pool: Pool) -> None:
     request.cached_tokens = request.dispatched_tokens = cached_tokens(request.submit, prefill, pool)
 
 
-def better_prefill(submit: Submit, asks: Worker, pool: Pool, waiting: float, now: float) -> Worker | None:
+class Better(NamedTuple):
+    worker: Worker
+    """To wait for, or the one that asks: it computes the prefix once more."""
+    prefix: bytes
+    """The last block of what another worker has cached, and the one that asks has not."""
+    cached_tokens: int
+    """That long it is."""
+    waits_s: float
+    """How much longer the request waits for `worker`."""
+
+
+def better_prefill(submit: Submit, asks: Worker, pool: Pool, waiting: float, now: float) -> Better | None:
     """The prefill worker to which a request should be bound instead of running on the one that asks; None if there is none.
 
     Only one that has more of its prompt cached comes into question: by what waits there, the one that asks is the first.
@@ -69,16 +81,13 @@ def better_prefill(submit: Submit, asks: Worker, pool: Pool, waiting: float, now
             best, best_cached, best_s = worker, cached, there_s
     if best is None:
         return _faster_prefill(submit, asks, pool, now) if not here else None
-    prefix = _last_block(submit, best_cached)
+    prefix = last_block(submit, best_cached)
     if here_s - pool.waits.of(prefix, asks.kv_tokens, now) <= best_s:
-        pool.waits.computed(prefix)
-        return None
-    waits_s = max(best.tokens_before - asks.tokens_before, 0) / pool.rate(best)
-    pool.waits.add(prefix, best_cached, waits_s, now)
-    return best
+        return Better(asks, prefix, best_cached, 0.0)
+    return Better(best, prefix, best_cached, max(best.tokens_before - asks.tokens_before, 0) / pool.rate(best))
 
 
-def _faster_prefill(submit: Submit, asks: Worker, pool: Pool, now: float) -> Worker | None:
+def _faster_prefill(submit: Submit, asks: Worker, pool: Pool, now: float) -> Better | None:
     """The prefill worker that would be done with a prompt first, though it is busy while a slower one asks; None if the one
     that asks is the first."""
     tokens = submit.prompt_tokens
@@ -87,7 +96,7 @@ def _faster_prefill(submit: Submit, asks: Worker, pool: Pool, now: float) -> Wor
         done_s = (worker.tokens_before + tokens) / pool.rate(worker)
         if done_s < best_s and _is_faster(worker, asks) and worker.fits(submit) and pool.has_pair(worker, now):
             best, best_s = worker, done_s
-    return best
+    return Better(best, b"", 0, 0.0) if best is not None else None
 
 
 def _is_faster(one: Worker, other: Worker) -> bool:
@@ -106,15 +115,11 @@ def better_than_bound(request: Request, asks: Worker, bound_to: Worker, pool: Po
     there_side.tokens_before -= bound_to.undispatched[request.id]
     here_s = prefill_s(submit.prompt_tokens, here_side, weights, waiting)
     there_s = prefill_s(submit.prompt_tokens, there_side, weights, waiting)
-    prefix = _last_block(submit, there)
-    if here_s - pool.waits.of(prefix, asks.kv_tokens, now) >= there_s - weights.margin_s:
-        return False
-    if here < there:
-        pool.waits.computed(prefix)
-    return True
+    prefix = last_block(submit, there)
+    return here_s - pool.waits.of(prefix, asks.kv_tokens, now) < there_s - weights.margin_s
 
 
-def _last_block(submit: Submit, cached_tokens: int) -> bytes:
+def last_block(submit: Submit, cached_tokens: int) -> bytes:
     if not cached_tokens:
         return b""  # and the request may have no hashes at all
     end = cached_tokens // submit.hash_block_size * HASH_BYTES

@@ -95,7 +95,7 @@ def give_shares(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
     rooms = pool.rooms
     if not pool.wakeups.closed or rooms.gives_way in state.where:
         return
-    request = queue.peek(pool.wakeups.closed)
+    request = queue.first(pool.wakeups.closed)
     if request is None or rooms.reservation is not None:
         return
     demand, choices = KvDemand.of(request.submit, request.expected_left), request.submit.choices

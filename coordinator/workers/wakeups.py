@@ -15,7 +15,7 @@ key, the key of what is bound to it, or a class of KV demand. If something waits
 So whatever ends one of these makes workers be asked: a single one (`ready`), or all that can take a step (`for_all`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from coordinator.request import Request
 from coordinator.waiting.queue import WaitQueue
@@ -107,7 +107,7 @@ class Wakeups:
 
     # --- what `schedule` finds ------------------------------------------------------------------------------------------
 
-    def no_room_in_decode(self, request: Request, classes: list[int]) -> None:
+    def no_room_in_decode(self, request: Request, classes: Iterable[int]) -> None:
         self.closed.update(dict.fromkeys(classes, request))
 
     def no_room_on(self, worker: Worker, key: int, request: Request) -> None:

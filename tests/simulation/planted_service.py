@@ -12,7 +12,7 @@ from coordinator.accounting.usage import Closed, Past
 from coordinator.admission import intake
 from coordinator.fairness.held_shares import HeldShares
 from coordinator.lifecycle import State as Life
-from coordinator.placement import steps
+from coordinator.placement import decide
 from coordinator.recovery import draining, members
 from coordinator.request import Request
 from coordinator.waiting.retries import RetryBudget
@@ -307,7 +307,7 @@ def a_worker_that_is_drained_gets_more(m: pytest.MonkeyPatch) -> None:
         fits = [worker for worker in pool.decode.values() if worker.fits(request.submit)]
         return fits[0] if fits and prefill.fits(request.submit) else None
 
-    m.setattr(steps, "room", room)
+    m.setattr(decide, "room", room)
 
 
 @bug

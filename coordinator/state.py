@@ -236,15 +236,15 @@ class State:
     def withdraw(self, request: Request) -> None:
         """Take the attempt out of the queue or off its workers, whichever it is in, and its estimate off its tenant's bill."""
         queue = self.queues[request.submit.model]
-        self.pools[request.submit.model].free_own_worker(request)
+        self.pools[request.submit.model].end_lone(request)
         queue.count_uncomputed(request, 0)
         queue.remove(request)
         queue.refund_output(request)
         if request.state is RequestState.QUEUED:
             pool = self.pools[request.submit.model]
-            pool.unbind(request)
+            pool.bindings.unbind(request)
             pool.wakeups.waits_no_more(request)
-            if pool.rooms.reservation is request:
+            if pool.large_drain.request is request:
                 self.stop_keeping(request)
             return
         prefill = self.workers.get(request.prefill_incarnation)
@@ -270,16 +270,16 @@ class State:
     def stop_keeping(self, request: Request) -> None:
         """Room was kept for it, and is not any more: its tenant pays for what could not run there."""
         pool = self.pools[request.submit.model]
-        self.queues[request.submit.model].charge(request.path, pool.rooms.stop_keeping(self.now))
+        self.queues[request.submit.model].charge(request.path, pool.large_drain.end(self.now))
         pool.wakeups.look_anew()
 
     def charge_reservations(self, worker: Worker, key: tuple[str, int], holding: Holding) -> None:
-        """Of an attempt for which room had been kept: see `room_classes`."""
-        rooms = self.pools[worker.hello.model].rooms
-        if worker.room is None or key not in rooms.rents:
+        """Of an attempt for which room had been kept: see `reserved_workers`."""
+        drain = self.pools[worker.hello.model].large_drain
+        if worker.room is None or key not in drain.charges:
             return
         due, bill, prices = (
-            rooms.reservation_charge_due(key, self.now),
+            drain.charge_due(key, self.now),
             self.billing.bills.get(key[0]),
             self.limits.prices,
         )
@@ -291,12 +291,12 @@ class State:
         """What waits for this worker, for what it has cached, may run anywhere again."""
         pool, queue = self.pools[prefill.hello.model], self.queues[prefill.hello.model]
         for request in list(prefill.bound.values()):
-            pool.unbind(request)
+            pool.bindings.unbind(request)
             queue.unsettle(request)
 
     def unbind_without_pair(self, pool: Pool) -> None:
         """What waits for a prefill worker from which no KV may go at present may run anywhere again."""
-        for prefill in [pool.prefill[incarnation] for incarnation in pool.hosts]:
+        for prefill in [pool.prefill[incarnation] for incarnation in pool.bindings.hosts]:
             if not pool.has_pair(prefill, self.now):
                 self.unbind_all(prefill)
                 pool.wakeups.request_came()
@@ -328,7 +328,7 @@ class State:
         pool = self.pools[request.submit.model]
         able = not pool.servable() or pool.could_place(request.submit)
         if not able:
-            pool.unbind(request)
+            pool.bindings.unbind(request)
         return able
 
     def send(self, incarnation: int, message: Message, blob: bytes = b"") -> None:

@@ -158,7 +158,7 @@ def why_not(target: Request, winner: Request | None, looked: list[Looked], worke
 
 def _without_room(target: Request, first: Request, worker: Worker, pool: Pool) -> Reason:
     """`first`: the one that found no room, of those under the same queue key."""
-    reservation, kept_on = pool.rooms.reservation, pool.decode.get(pool.rooms.kept_on)
+    reservation, kept_on = pool.large_drain.request, pool.decode.get(pool.large_drain.decode)
     if reservation is not None and reservation is not target and kept_on is not None:
         fits = worker.fits(target.submit) and kept_on.fits(target.submit, target.expected_left)
         if fits:
@@ -187,7 +187,7 @@ def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoom:
         free_seqs,
         most,
         held.get(most, 0),
-        pool.rooms.reservation is target,
+        pool.large_drain.request is target,
         circuit_open,
     )
 

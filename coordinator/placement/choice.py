@@ -34,7 +34,7 @@ def uncached_tokens(submit: Submit, pool: Pool) -> int:
     """What the best prefill worker would have to compute of it, as far as is believed."""
     if not submit.block_hashes:
         return submit.prompt_tokens
-    there = pool.holders(Role.PREFILL, submit)
+    there = pool.candidates.holders(Role.PREFILL, submit)
     return submit.prompt_tokens - max((cached_tokens(submit, worker, pool) for worker in there), default=0)
 
 
@@ -59,13 +59,13 @@ def better_prefill(submit: Submit, asks: Worker, pool: Pool, waiting: float, now
 
     Only one that has more of its prompt cached comes into question: by what waits there, the one that asks is the first.
     Requests bound to a worker count among what waits there, so no more of them wait than its cache is worth. What requests have
-    waited for the same prefix lately speaks for computing it once more: see `replication`.
+    waited for the same prefix lately speaks for computing it once more: see `bindings`.
 
     `waiting`: how many requests wait longer if the worker that asks computes longer.
     """
     if len(pool.prefill) == 1:
         return None
-    holders = pool.holders(Role.PREFILL, submit) if submit.block_hashes else ()
+    holders = pool.candidates.holders(Role.PREFILL, submit) if submit.block_hashes else ()
     there = [worker for worker in holders if worker is not asks and not worker.draining]
     if not there:
         return _faster_prefill(submit, asks, pool, now)
@@ -92,7 +92,7 @@ def _faster_prefill(submit: Submit, asks: Worker, pool: Pool, now: float) -> Bet
     that asks is the first."""
     tokens = submit.prompt_tokens
     best, best_s = None, FASTER * (asks.tokens_before + tokens) / pool.rate(asks)
-    for worker in pool.first_to_finish():
+    for worker in pool.candidates.first_to_finish():
         done_s = (worker.tokens_before + tokens) / pool.rate(worker)
         if done_s < best_s and _is_faster(worker, asks) and worker.fits(submit) and pool.has_pair(worker, now):
             best, best_s = worker, done_s
@@ -128,7 +128,7 @@ def last_block(submit: Submit, cached_tokens: int) -> bytes:
 
 def best_prefill_first(submit: Submit, pool: Pool) -> list[Worker]:
     """Those with its prompt cached and those with the least to do; where there are few, all."""
-    found = {worker.incarnation: worker for worker in pool.holders(Role.PREFILL, submit)}
+    found = {worker.incarnation: worker for worker in pool.candidates.holders(Role.PREFILL, submit)}
     found.update((incarnation, pool.prefill[incarnation]) for incarnation in islice(pool.wakeups.idle, EXAMINED_MAX))
 
     def order(worker: Worker) -> tuple[float, int]:

@@ -31,7 +31,7 @@ class Run(NamedTuple):
     decode: Worker | None
     """None where the request is placed already."""
     copied: bytes
-    """The prefix that is computed once more though another worker has it; empty if there is none. See `replication`."""
+    """The prefix that is computed once more though another worker has it; empty if there is none. See `bindings`."""
 
 
 class Wait(NamedTuple):
@@ -77,7 +77,7 @@ def decide(
     assert request.entry is not None
     in_class, copied = is_class(request.entry.key), b""
     if in_class and request.attempt_progress.moves < MOVES_MAX:
-        better = better_prefill(request.submit, worker, pool, pool.kept_waiting(worker, len(queue)), now)
+        better = better_prefill(request.submit, worker, pool, pool.bindings.kept_waiting(worker, len(queue)), now)
         if better is not None and better.worker is not worker:
             return Wait(*better)
         copied = better.prefix if better is not None else b""

@@ -33,12 +33,12 @@ def place_claims(state: State, pool: Pool, now: float) -> None:
 def place_kept(state: State, pool: Pool, now: float) -> None:
     """A request that was bypassed too often is placed as soon as the decode worker kept for it has room, though it may not be
     its turn yet. Its tenant pays for the time in which that worker took nobody else."""
-    rooms = pool.rooms
-    request, decode = rooms.reservation, pool.decode.get(rooms.kept_on)
+    drain = pool.large_drain
+    request, decode = drain.request, pool.decode.get(drain.decode)
     if request is None:
         return
     if decode is None or decode.draining or not pool.could_place(request.submit):
-        rooms.stop_keeping(now)  # which is nobody's fault
+        drain.end(now)  # which is nobody's fault
         pool.wakeups.look_anew()
         return
     if not pool.decode_fits(decode, request):
@@ -46,34 +46,32 @@ def place_kept(state: State, pool: Pool, now: float) -> None:
     prefill = _prefill_for(request, decode, pool, now)
     if prefill is not None:
         _place_out_of_turn(state, request, prefill, decode, now)
-    elif not rooms.kept_prefill:
+    elif not drain.prefill:
         able = [w for w in pool.prefill.values() if not w.draining and w.could_ever_take(request.submit)]
         able = [w for w in able if pool.may_pair(w, decode, now)]
-        rooms.kept_prefill = (
-            max(able, key=lambda w: (w.free_blocks, w.free_seqs, w.incarnation)).incarnation if able else 0
-        )
+        drain.prefill = max(able, key=lambda w: (w.free_blocks, w.free_seqs, w.incarnation)).incarnation if able else 0
 
 
 def place_lone(state: State, pool: Pool, now: float) -> bool:
     """Whether a request that is to run alone got a decode worker of its own: it has had its turn, and one has become empty."""
-    request = next((one for one in pool.rooms.lone.values() if one.entry is not None), None)
-    if request is None or pool.rooms.lone_runs is not None:
+    request = next((one for one in pool.lone.waiting.values() if one.entry is not None), None)
+    if request is None or pool.lone.runs is not None:
         return False
-    decode = pool.own_worker(request)
+    decode = pool.lone.reserve(request, pool.large_drain.decode)
     if decode is None or decode.holdings or not decode.fits(request.submit, request.expected_left):
         return False
     prefill = _prefill_for(request, decode, pool, now)
     if prefill is None:
         return False
-    del pool.rooms.lone[request.id]
-    pool.rooms.lone_runs = request
+    del pool.lone.waiting[request.id]
+    pool.lone.runs = request
     _place_out_of_turn(state, request, prefill, decode, now)
     return True
 
 
 def _place_out_of_turn(state: State, request: Request, prefill: Worker, decode: Worker, now: float) -> None:
     pool, queue = state.pools[request.submit.model], state.queues[request.submit.model]
-    pool.unbind(request)
+    pool.bindings.unbind(request)
     expect_cached(request, prefill, pool)
     place(state, request, prefill, decode, now)
     queue.settle_on(request, prefill.incarnation)

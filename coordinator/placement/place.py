@@ -13,12 +13,12 @@ def place(state: State, request: Request, prefill: Worker, decode: Worker, now: 
     """Both workers have room for it."""
     pool, queue = state.pools[request.submit.model], state.queues[request.submit.model]
     state.drop_claim(request)
-    pool.unbind(request)
+    pool.bindings.unbind(request)
     queue.placed(request)
     _reserve(request, prefill, decode)
     queue.count_uncomputed(request, request.submit.prompt_tokens - request.cached_tokens)
-    if pool.rooms.reservation is request:
-        pool.rooms.reservation_charge(
+    if pool.large_drain.request is request:
+        pool.large_drain.end_placed(
             request.key, decode.holdings[request.key].kv_blocks / decode.capacity.kv_blocks, now
         )
         pool.wakeups.look_anew()

@@ -92,11 +92,10 @@ def relieve(state: State, worker: Worker, short_blocks: int, now: float) -> None
 def give_shares(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
     """The first in the fair order has no room in decode: interrupt one stream of the tenant that holds most for its weight, if
     that one has more than it would leave (`held_shares`). One at a time: the next when its worker has let go."""
-    rooms = pool.rooms
-    if not pool.wakeups.closed or rooms.gives_way in state.where:
+    if not pool.wakeups.closed or pool.gives_way in state.where:
         return
     request = queue.first(pool.wakeups.closed)
-    if request is None or rooms.reservation is not None:
+    if request is None or pool.large_drain.request is not None:
         return
     demand, choices = KvDemand.of(request.submit, request.expected_left), request.submit.choices
 
@@ -109,7 +108,7 @@ def give_shares(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
         if other is None or other.state not in ON_WORKERS or other.preempted >= PREEMPTED_MAX or worker.draining:
             continue
         if makes_room(worker, key, demand, choices):
-            rooms.gives_way = key
+            pool.gives_way = key
             state.interrupt(other, Interrupt.PREEMPTED, f"{'/'.join(request.path)} has less than its share", now)
             return
 

@@ -59,24 +59,24 @@ def _steal(worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> bool:
         return False
     hosts = [
         pool.prefill[incarnation]
-        for incarnation in islice(pool.hosts, EXAMINED_MAX)
+        for incarnation in islice(pool.bindings.hosts, EXAMINED_MAX)
         if incarnation != worker.incarnation
     ]
     host = max(hosts, key=lambda w: (w.tokens_before, w.incarnation), default=None)
     if host is None:
         return False
-    pool.hosts[host.incarnation] = pool.hosts.pop(host.incarnation)  # the others are looked at too
+    pool.bindings.hosts[host.incarnation] = pool.bindings.hosts.pop(host.incarnation)  # the others are looked at too
     request = next(reversed(host.bound.values()))
     if request.attempt_progress.moves >= STEALS_MAX or not worker.fits(request.submit):
         return False
-    if not better_than_bound(request, worker, host, pool, pool.kept_waiting(worker, len(queue)), now):
+    if not better_than_bound(request, worker, host, pool, pool.bindings.kept_waiting(worker, len(queue)), now):
         return False
     cached_there = request.cached_tokens
-    pool.unbind(request)
+    pool.bindings.unbind(request)
     expect_cached(request, worker, pool)
     if request.cached_tokens < cached_there:
         pool.waits.computed(last_block(request.submit, cached_there))
-    pool.bind(request, worker)
+    pool.bindings.bind(request, worker)
     queue.settle_on(request, bound_key(worker.incarnation))
     return True
 

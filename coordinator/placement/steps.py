@@ -139,19 +139,19 @@ def _pass_over(decision: Decision, request: Request, worker: Worker, pool: Pool,
             if prefix:
                 pool.waits.add(prefix, cached_tokens, waits_s, now)
             expect_cached(request, better, pool)
-            pool.bind(request, better)
+            pool.bindings.bind(request, better)
         case NoRoom(in_decode, classes, copied):
             pool.waits.computed(copied)
             pool.no_room += bool(classes) or not in_decode
             if in_decode:
                 pool.wakeups.no_room_in_decode(request, classes)
-                pool.unbind(request)
+                pool.bindings.unbind(request)
             else:
                 assert request.entry is not None
                 pool.wakeups.no_room_on(worker, request.entry.key, request)
         case Apart.OWN_WORKER:
-            pool.unbind(request)
-            pool.rooms.lone[request.id] = request
+            pool.bindings.unbind(request)
+            pool.lone.waiting[request.id] = request
 
 
 def _goes_on(worker: Worker, left: int, pool: Pool, queue: WaitQueue, now: float) -> Request | None:
@@ -201,5 +201,6 @@ def _count_bypass(
         return
     attempt_progress = first.begin()
     attempt_progress.bypassed += 1
-    if attempt_progress.bypassed >= bypasses_max:
-        pool.keep_room(first, queue.served_per_s, now)
+    large_drain = pool.large_drain
+    if attempt_progress.bypassed >= bypasses_max and large_drain.request is None and pool.could_place(first.submit):
+        large_drain.begin(first, pool.lone.decode, queue.served_per_s(now), now)

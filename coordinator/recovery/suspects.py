@@ -99,4 +99,4 @@ def _clear(state: State, request: Request) -> None:
     request.suspicion = None
     pool = state.pools[request.submit.model]
     pool.suspects.pop(request.id, None)
-    pool.free_own_worker(request)
+    pool.end_lone(request)

@@ -21,13 +21,13 @@ from coordinator.request import Request
 from coordinator.waiting.queue import WaitQueue
 from coordinator.waiting.queue_keys import bound_key
 from coordinator.workers.ordered import Ordered
-from coordinator.workers.room_classes import RoomClasses
+from coordinator.workers.reserved_workers import DrainForLargeRequest
 from coordinator.workers.worker import Worker
 
 
 class Wakeups:
-    def __init__(self, prefill: Mapping[int, Worker], rooms: RoomClasses) -> None:
-        self._prefill, self._rooms = prefill, rooms
+    def __init__(self, prefill: Mapping[int, Worker], large_drain: DrainForLargeRequest) -> None:
+        self._prefill, self._large_drain = prefill, large_drain
         self.idle = Ordered()
         """Prefill workers that can be given a step, the one with the least to do first; of equals, the one that has done
         least."""
@@ -160,7 +160,7 @@ class Wakeups:
         if prefill.free_seqs <= 0:
             self.stuck.setdefault(prefill.incarnation, {})
             return False
-        return not prefill.draining and prefill.incarnation != self._rooms.kept_prefill
+        return not prefill.draining and prefill.incarnation != self._large_drain.prefill
 
     def open_keys(self, prefill: Worker, queue: WaitQueue) -> list[int]:
         """The queue keys from which this prefill worker may take something now, its own first."""

@@ -367,6 +367,6 @@ def test_room_that_is_kept_twice_for_one_request_is_kept_no_longer_once_it_has_i
     for name in ("small", "smaller"):
         h.receive(1, msgspec.structs.replace(submit(name, 2, max_tokens=2), tenant=name))
     pool = h.core.pools["m"]
-    assert pool.rooms.reservation is h.core.requests["a"] and pool.claims
+    assert pool.large_drain.request is h.core.requests["a"] and pool.claims
     h.receive(20, Released("a", 1))
-    assert h.core.requests["a"].state is State.PLACED and pool.rooms.reservation is None, "its own step follows"
+    assert h.core.requests["a"].state is State.PLACED and pool.large_drain.request is None, "its own step follows"

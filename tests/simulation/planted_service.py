@@ -16,7 +16,6 @@ from coordinator.placement import decide
 from coordinator.recovery import draining, members
 from coordinator.request import Request
 from coordinator.waiting.retries import RetryBudget
-from coordinator.workers.candidates import Candidates
 from coordinator.workers.circuit_breakers import Breakers
 from coordinator.workers.pool import Pool
 from coordinator.workers.worker import Worker
@@ -376,4 +375,4 @@ def room_kept_for_a_request_outlives_it(m: pytest.MonkeyPatch) -> None:
 @bug
 def a_worker_stays_closed_to_others_once_one_request_ran_there_alone(m: pytest.MonkeyPatch) -> None:
     """What was suspected of having ended workers is cleared or gone, and its decode worker takes nothing more."""
-    m.setattr(Candidates, "free_own_worker", lambda self, request: None)
+    m.setattr(Pool, "end_lone", lambda self, request: None)

@@ -168,22 +168,25 @@ def _without_room(target: Request, first: Request, worker: Worker, pool: Pool) -
 
 def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoom:
     waiting_ms = pool.waiting_target()
-    worker, holding, fits = prefill, prefill.prefill_holding(target.submit), prefill.fits(target.submit)
+    worker, allocation, fits = prefill, prefill.prefill_allocation(target.submit), prefill.fits(target.submit)
     circuit_open = fits and any(pool.decode_fits(decode, target, waiting_ms) for decode in pool.decode.values())
     free_seqs = worker.free_seqs
     if fits and pool.decode:
         worker = max(pool.decode.values(), key=lambda w: (not w.draining, w.free_blocks, w.free_seqs, w.incarnation))
-        holding, free_seqs = worker.decode_holding(target.submit), pool.targets.free_seqs(worker, target, waiting_ms)
+        allocation, free_seqs = (
+            worker.decode_allocation(target.submit),
+            pool.targets.free_seqs(worker, target, waiting_ms),
+        )
     held: dict[str, int] = {}
-    for other in worker.holdings.values():
+    for other in worker.allocations.values():
         name = "/".join(filter(None, other.path[1:])) or "streams from before"
         held[name] = held.get(name, 0) + other.kv_blocks
     most = max(held, key=lambda name: held[name], default="")
     return NoRoom(
         worker.hello.name,
-        holding.kv_blocks,
+        allocation.kv_blocks,
         worker.free_blocks,
-        holding.seqs,
+        allocation.seqs,
         free_seqs,
         most,
         held.get(most, 0),

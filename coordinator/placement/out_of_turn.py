@@ -5,27 +5,29 @@ room in decode, one for which room is kept, and those that are to have a decode 
 from coordinator.lifecycle import State as RequestState
 from coordinator.placement.choice import best_prefill_first, expect_cached
 from coordinator.placement.place import place
-from coordinator.request import CLAIM, Request
+from coordinator.request import RETAINED, Request
 from coordinator.state import State
 from coordinator.workers.pool import Pool
 from coordinator.workers.worker import Worker
 
 
-def place_claims(state: State, pool: Pool, now: float) -> None:
+def place_retained(state: State, pool: Pool, now: float) -> None:
     """A request whose prefill worker was lost has had its turn, and has its room in decode: it goes on as soon as another
     prefill worker has room. (While its last attempt is not yet out of the decode worker, it may be placed in its turn.)"""
-    for request in list(pool.claims.values()):
-        decode = state.workers[request.attempt_progress.carried_reservation[0]]
+    for request in list(pool.retained.values()):
+        retained = request.attempt_progress.retained
+        assert retained is not None
+        decode = state.workers[retained.decode_incarnation]
         if (
             request.entry is None
             or request.state is not RequestState.QUEUED
-            or (request.id, CLAIM) not in decode.holdings
+            or (request.id, RETAINED) not in decode.allocations
         ):
             continue
         prefill = _prefill_for(request, decode, pool, now)
         if prefill is None:
             continue
-        state.drop_claim(request)
+        state.drop_retained(request)
         if decode.fits(request.submit, request.expected_left):
             _place_out_of_turn(state, request, prefill, decode, now)
 
@@ -58,7 +60,7 @@ def place_lone(state: State, pool: Pool, now: float) -> bool:
     if request is None or pool.lone.runs is not None:
         return False
     decode = pool.lone.reserve(request, pool.large_drain.decode)
-    if decode is None or decode.holdings or not decode.fits(request.submit, request.expected_left):
+    if decode is None or decode.allocations or not decode.fits(request.submit, request.expected_left):
         return False
     prefill = _prefill_for(request, decode, pool, now)
     if prefill is None:

@@ -12,14 +12,14 @@ from proto.messages import Hello, Peer, Prefill, Reserve
 def place(state: State, request: Request, prefill: Worker, decode: Worker, now: float) -> None:
     """Both workers have room for it."""
     pool, queue = state.pools[request.submit.model], state.queues[request.submit.model]
-    state.drop_claim(request)
+    state.drop_retained(request)
     pool.bindings.unbind(request)
     queue.placed(request)
     _reserve(request, prefill, decode)
     queue.count_uncomputed(request, request.submit.prompt_tokens - request.cached_tokens)
     if pool.large_drain.request is request:
         pool.large_drain.end_placed(
-            request.key, decode.holdings[request.key].kv_blocks / decode.capacity.kv_blocks, now
+            request.key, decode.allocations[request.key].kv_blocks / decode.capacity.kv_blocks, now
         )
         pool.wakeups.look_anew()
     one, other = prefill.incarnation, decode.incarnation
@@ -35,9 +35,9 @@ def place(state: State, request: Request, prefill: Worker, decode: Worker, now: 
 
 
 def _reserve(request: Request, prefill: Worker, decode: Worker) -> None:
-    prefill.hold(request.key, prefill.prefill_holding(request.submit, request.path))
+    prefill.hold(request.key, prefill.prefill_allocation(request.submit, request.path))
     decode.hold(
-        request.key, decode.decode_holding(request.submit, request.path, request.expected_left, request.tpot_ms)
+        request.key, decode.decode_allocation(request.submit, request.path, request.expected_left, request.tpot_ms)
     )
     attempt_progress = request.begin()
     attempt_progress.prefill_incarnation, attempt_progress.decode_incarnation = prefill.incarnation, decode.incarnation
@@ -58,7 +58,7 @@ def _orders(request: Request, prefill: Worker, decode: Worker, gateway_hello: He
         submit.first_choice,
         submit.resumed_tokens,
     )
-    blocks = decode.holdings[request.key].kv_blocks
+    blocks = decode.allocations[request.key].kv_blocks
     size, decode_size = prefill.capacity.block_size, decode.capacity.block_size
     hashes = usable_hashes(submit, size)
     decode_hashes = hashes if decode_size == size else usable_hashes(submit, decode_size)

@@ -14,7 +14,7 @@ from coordinator.fairness.scheduling_class import Path
 from coordinator.kv_admission.admission import Key
 from coordinator.kv_admission.demand import NEVER, KvDemand
 from coordinator.lifecycle import ON_WORKERS
-from coordinator.request import CLAIM, Request
+from coordinator.request import RETAINED, Request
 from coordinator.state import State
 from coordinator.waiting.queue import WaitQueue
 from coordinator.workers.pool import Pool
@@ -67,12 +67,12 @@ def expected_left(request: Request, long_tokens: float, factor: float) -> int:
 
 def relieve(state: State, worker: Worker, short_blocks: int, now: float) -> None:
     """Interrupt as many as it takes. What those who are leaving already will give back is counted first."""
-    room = worker.room
+    room = worker.admission
     assert room is not None
     candidates: list[Candidate] = []
-    for key, holding in list(worker.holdings.items()):
-        if key[1] == CLAIM:
-            state.drop_claim(state.requests[key[0]])  # of this room nothing is in use
+    for key, allocation in list(worker.allocations.items()):
+        if key[1] == RETAINED:
+            state.drop_retained(state.requests[key[0]])  # of this room nothing is in use
             continue
         request = state.current(*key)
         if request is not None and request.decode_incarnation == worker.incarnation and request.state in ON_WORKERS:
@@ -81,7 +81,7 @@ def relieve(state: State, worker: Worker, short_blocks: int, now: float) -> None
             candidates.append(
                 Candidate(key, request.resumed, weight, debt, request.attempt_progress.placed_at, room.held_now(key))
             )
-        elif not holding.adopted:
+        elif not allocation.adopted:
             short_blocks -= room.held_now(key)
     for request_id, _ in choose(candidates, short_blocks):
         state.interrupt(
@@ -124,8 +124,8 @@ def charge_held(state: State, worker: Worker, now: float) -> None:
         return
     cost = HELD_COST * pool.tokens_per_s() * min(now - since, 2 * CHARGE_EVERY_S) / len(pool.decode) / 1_000_000
     held: dict[Path, int] = {}
-    for holding in worker.holdings.values():
-        held[holding.path] = held.get(holding.path, 0) + worker.share_of(holding.seqs, holding.kv_blocks)
+    for allocation in worker.allocations.values():
+        held[allocation.path] = held.get(allocation.path, 0) + worker.share_of(allocation.seqs, allocation.kv_blocks)
     queue = state.queues[worker.hello.model]
     for path, share in held.items():
         if path:
@@ -134,8 +134,8 @@ def charge_held(state: State, worker: Worker, now: float) -> None:
 
 def makes_room(worker: Worker, key: Key, demand: KvDemand, choices: int) -> bool:
     """Whether a request has room on this worker without that stream."""
-    room, holding = worker.room, worker.holdings[key]
+    room, allocation = worker.admission, worker.allocations[key]
     assert room is not None
-    if worker.free_seqs + holding.seqs < choices:
+    if worker.free_seqs + allocation.seqs < choices:
         return False
     return demand.whole(room.block_size) <= worker.free_blocks + room.held_now(key) or room.fits(demand)

@@ -11,7 +11,7 @@ from coordinator.lifecycle import State as RequestState
 from coordinator.lifecycle import Trigger
 from coordinator.observer import NothingRuns
 from coordinator.placement.choice import better_than_bound, expect_cached, last_block
-from coordinator.placement.out_of_turn import place_claims, place_kept, place_lone
+from coordinator.placement.out_of_turn import place_kept, place_lone, place_retained
 from coordinator.placement.preemption import give_shares
 from coordinator.placement.steps import compose
 from coordinator.state import State
@@ -35,8 +35,8 @@ def schedule(state: State, now: float) -> None:
         if not queue.fair.size:
             pool.wakeups.nothing_waits()
             continue
-        if pool.wakeups.for_all and pool.claims:
-            place_claims(state, pool, now)
+        if pool.wakeups.for_all and pool.retained:
+            place_retained(state, pool, now)
         place_kept(state, pool, now)
         place_lone(state, pool, now)
         while (worker := pool.wakeups.next_to_ask(queue)) is not None or place_lone(state, pool, now):

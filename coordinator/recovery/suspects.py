@@ -51,7 +51,7 @@ def _in_step(state: State, worker: Worker) -> list[tuple[Request, Suspicion]]:
                 ):
                     found.append((request, _one_more(request, chunk.start + chunk.length)))
         return found
-    for key in worker.holdings:
+    for key in worker.allocations:
         decoding = state.current(*key)
         if (
             decoding is not None

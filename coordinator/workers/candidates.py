@@ -43,12 +43,12 @@ class Candidates:
             self._finish.put(worker.incarnation, done_s, worker.tokens_forwarded)
 
     def decode_changed(self, worker: Worker) -> None:
-        assert worker.room is not None
+        assert worker.admission is not None
         if worker.draining or worker.free_seqs <= 0:
             self._least_full.drop(worker.incarnation)
         else:
             self._stamp += 1
-            self._least_full.put(worker.incarnation, worker.room.wholes - worker.capacity.kv_blocks, self._stamp)
+            self._least_full.put(worker.incarnation, worker.admission.wholes - worker.capacity.kv_blocks, self._stamp)
 
     def left(self, worker: Worker) -> None:
         self._finish.drop(worker.incarnation)

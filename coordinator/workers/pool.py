@@ -1,11 +1,11 @@
 """The workers that serve one model, and what is reserved on them.
 
-Memory on workers is reserved in three ways. An *allocation* (`Worker.holdings`) is what an attempt has on a worker; it lasts
-until the worker says that it has let go. A *retained allocation* (`Pool.claims`) is what an attempt had on a decode worker, and
-goes over to its request when its prefill worker is lost, so that nobody else gets it before the next attempt; it lasts until
-the request is placed or ends. A *drain for a large request* (`DrainForLargeRequest`) has no blocks: it closes one worker to
-everybody but one request that was bypassed too often, until that request fits there. The first two are counted in blocks, the
-third is not.
+Memory on workers is reserved in three ways. An *allocation* (`Worker.allocations`) is what an attempt has on a worker; it lasts
+until the worker says that it has let go. A *retained allocation* (`Pool.retained`) is what an attempt had on a decode worker,
+and goes over to its request when its prefill worker is lost, so that nobody else gets it before the next attempt; it lasts
+until the request is placed or ends. A *drain for a large request* (`DrainForLargeRequest`) has no blocks: it closes one worker
+to everybody but one request that was bypassed too often, until that request fits there. The first two are counted in blocks,
+the third is not.
 """
 
 from coordinator.fairness.held_shares import HeldShares
@@ -49,7 +49,7 @@ class Pool:
         self.waits = Waits()
         self.suspects: dict[str, Request] = {}
         """Those with a suspicion, by id."""
-        self.claims: dict[str, Request] = {}
+        self.retained: dict[str, Request] = {}
         """Those that lost their prefill worker and keep their room in decode, by id."""
         self.gives_way = ("", 0)
         """The attempt that was interrupted last so that another tenant gets its share."""
@@ -95,16 +95,16 @@ class Pool:
         self.candidates.left(worker)
         self.targets.leave(worker)
         if worker.shares is not None:
-            for key, holding in worker.holdings.items():
-                if holding.path:
-                    self.shares.remove(holding.path, worker.incarnation, key)
+            for key, allocation in worker.allocations.items():
+                if allocation.path:
+                    self.shares.remove(allocation.path, worker.incarnation, key)
             worker.shares = None
         self.wakeups.look_anew()
         self._measure()
 
     def changed(self, worker: Worker) -> None:
         """What it holds or has to do has changed, or whether it takes work."""
-        if worker.room is None:
+        if worker.admission is None:
             self.candidates.prefill_changed(worker, self.rate(worker))
             self.wakeups.steps_changed(worker)
         else:
@@ -114,13 +114,13 @@ class Pool:
     def freed(self, worker: Worker) -> None:
         """It has let go of something, or what it holds is sure to take less."""
         wakeups, drain, lone = self.wakeups, self.large_drain, self.lone
-        if worker.room is None:
+        if worker.admission is None:
             wakeups.prefill_room_freed(worker)
-            if self.claims or lone.waiting or drain.request is not None:
+            if self.retained or lone.waiting or drain.request is not None:
                 wakeups.may_go_out_of_turn()
             return
         is_kept = worker.incarnation in (drain.decode, lone.decode)
-        if self.claims or is_kept:
+        if self.retained or is_kept:
             wakeups.may_go_out_of_turn()
         if self.breakers.pairs:
             wakeups.pairs_changed()
@@ -135,9 +135,9 @@ class Pool:
         if not breakers.pairs:
             return True
         return (
-            breakers.allows((one, other), now, lambda key: key in decode.holdings)
-            and breakers.allows_worker((one, NOBODY), now, lambda key: key in prefill.holdings, len(self.prefill))
-            and breakers.allows_worker((NOBODY, other), now, lambda key: key in decode.holdings, len(self.decode))
+            breakers.allows((one, other), now, lambda key: key in decode.allocations)
+            and breakers.allows_worker((one, NOBODY), now, lambda key: key in prefill.allocations, len(self.prefill))
+            and breakers.allows_worker((NOBODY, other), now, lambda key: key in decode.allocations, len(self.decode))
         )
 
     def has_pair(self, prefill: Worker, now: float) -> bool:

@@ -69,7 +69,7 @@ class LoneRequests:
         able = [w for w in self._workers.values() if not w.draining and w.could_ever_take(request.submit)]
         able = [w for w in able if w.incarnation != not_on]
         kept = [w for w in able if w.incarnation == self.decode]
-        worker = min(kept or able, key=lambda w: (len(w.holdings), w.incarnation), default=None)
+        worker = min(kept or able, key=lambda w: (len(w.allocations), w.incarnation), default=None)
         self.decode = worker.incarnation if worker is not None else 0
         return worker
 

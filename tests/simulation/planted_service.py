@@ -158,7 +158,7 @@ def a_cancel_forgets_the_decode_side(m: pytest.MonkeyPatch) -> None:
 
     def release(self: state.State, key: tuple[str, int]) -> None:
         for worker in self.workers.values():
-            if key in worker.holdings and worker.room is None:
+            if key in worker.allocations and worker.admission is None:
                 self.send(worker.incarnation, Release(*key))
 
     m.setattr(state.State, "release_everywhere", release)
@@ -172,7 +172,7 @@ def a_lost_worker_keeps_its_reservations(m: pytest.MonkeyPatch) -> None:
     def down(self: state.State, incarnation: int, reason: str, now: float) -> None:
         worker = self.workers.get(incarnation)
         if worker is not None:
-            worker.holdings.clear()
+            worker.allocations.clear()
         original(self, incarnation, reason, now)
 
     m.setattr(members, "down", down)
@@ -186,7 +186,7 @@ def blocks_count_as_free_when_a_release_is_sent(m: pytest.MonkeyPatch) -> None:
     def release(self: state.State, key: tuple[str, int]) -> None:
         original(self, key)
         for incarnation, worker in list(self.workers.items()):
-            if key in worker.holdings:
+            if key in worker.allocations:
                 self.release(incarnation, key, 0)
 
     m.setattr(state.State, "release_everywhere", release)
@@ -363,13 +363,13 @@ def nobody_looks_when_a_pair_may_be_tried_again(m: pytest.MonkeyPatch) -> None:
 @bug
 def room_kept_for_a_request_outlives_it(m: pytest.MonkeyPatch) -> None:
     """A decode worker fills up with room for nobody."""
-    original = state.State.drop_claim
+    original = state.State.drop_retained
 
     def drop(self: state.State, request: Any) -> None:
         if request.state is not Life.INTERRUPTED:
             original(self, request)
 
-    m.setattr(state.State, "drop_claim", drop)
+    m.setattr(state.State, "drop_retained", drop)
 
 
 @bug

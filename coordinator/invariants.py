@@ -4,7 +4,7 @@ from collections import Counter
 
 from coordinator.core import Core
 from coordinator.lifecycle import ON_WORKERS, TERMINAL, State
-from coordinator.request import CLAIM
+from coordinator.request import RETAINED
 from coordinator.waiting.queue_keys import bound_key
 
 
@@ -19,12 +19,13 @@ def check(core: Core, *, honest: bool = True) -> None:
             core.requests.get(r.id) is r and r.prefill_incarnation == worker.incarnation for r in worker.placed.values()
         )
         assert all(r.entry is not None for r in worker.placed.values())
-        for request_id, attempt in worker.holdings:
-            if attempt == CLAIM:
+        for request_id, attempt in worker.allocations:
+            if attempt == RETAINED:
                 request = core.requests[request_id]
                 assert (
-                    request.attempt_progress.carried_reservation[0] == worker.incarnation
-                    and core.pools[worker.hello.model].claims[request_id] is request
+                    request.attempt_progress.retained is not None
+                    and request.attempt_progress.retained.decode_incarnation == worker.incarnation
+                    and core.pools[worker.hello.model].retained[request_id] is request
                 )
                 assert request.state in (State.QUEUED, State.INTERRUPTED)
         assert worker.tokens_in_flight == sum(c.length for step, _ in worker.steps.values() for c in step.chunks)
@@ -37,17 +38,17 @@ def check(core: Core, *, honest: bool = True) -> None:
         for request in queue:
             assert request.entry is not None or not core.pools[request.submit.model].could_place(request.submit)
     for pool in core.pools.values():
-        assert pool.rooms.reservation is None or pool.rooms.reservation.state is State.QUEUED
-        assert set(pool.hosts) == {worker.incarnation for worker in pool.prefill.values() if worker.bound}
+        assert pool.large_drain.request is None or pool.large_drain.request.state is State.QUEUED
+        assert set(pool.bindings.hosts) == {worker.incarnation for worker in pool.prefill.values() if worker.bound}
         for worker in pool.prefill.values():
             for request in worker.bound.values():
                 assert request.entry is not None and request.entry.key == bound_key(worker.incarnation)
                 assert request.state is State.QUEUED and request.attempt_progress.bound_to == worker.incarnation
         assert pool.shares.streams() == {
-            (worker.incarnation, key): worker.share_of(holding.seqs, holding.kv_blocks)
+            (worker.incarnation, key): worker.share_of(allocation.seqs, allocation.kv_blocks)
             for worker in pool.decode.values()
-            for key, holding in worker.holdings.items()
-            if holding.path
+            for key, allocation in worker.allocations.items()
+            if allocation.path
         }
         contexts = [worker.capacity.context_tokens for worker in (*pool.prefill.values(), *pool.decode.values())]
         assert pool.context_tokens == min(contexts, default=pool.context_tokens)
@@ -59,9 +60,9 @@ def check(core: Core, *, honest: bool = True) -> None:
         assert (request.id in queued) == (request.state is State.QUEUED)
         assert (request.id in core.interrupted) == (request.state is State.INTERRUPTED)
         if request.state in ON_WORKERS and request.state is not State.DECODING:
-            assert request.key in core.workers[request.prefill_incarnation].holdings
+            assert request.key in core.workers[request.prefill_incarnation].allocations
         if request.state is State.DECODING:
-            assert request.key in core.workers[request.decode_incarnation].holdings
+            assert request.key in core.workers[request.decode_incarnation].allocations
     assert all(request_id in core.requests for request_id in (*queued, *core.interrupted))
     _check_bills(core, honest)
 
@@ -70,7 +71,7 @@ def _check_bills(core: Core, honest: bool) -> None:
     """Each request has a bill, each bill something to wait for, and each level holds what its bills say."""
     billing, out = core.billing, Counter[str]()
     for worker in core.workers.values():
-        out.update(request_id for request_id, _ in worker.holdings)
+        out.update(request_id for request_id, _ in worker.allocations)
         out.update(chunk.request_id for step, _ in worker.steps.values() for chunk in step.chunks)
     concurrency: Counter[str] = Counter()
     for request_id, bill in billing.bills.items():

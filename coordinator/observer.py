@@ -8,9 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from coordinator.fairness.offers import Close, MoveTo
 from coordinator.request import Request
-from coordinator.workers.pool import Pool
 from coordinator.workers.worker import Worker
 
 
@@ -41,20 +39,3 @@ class NothingRuns:
 
 Decision = Looked | NothingRuns
 Watch = Callable[[Decision], None]
-Look = Callable[[Request], int | Close | MoveTo]
-"""See `queue.LengthOf`."""
-
-
-def watched(look: Look, watch: Watch, worker: Worker, pool: Pool) -> Look:
-    def look_and_tell(request: Request) -> int | Close | MoveTo:
-        answer = look(request)
-        if isinstance(answer, Close):
-            outcome = Outcome.NO_ROOM
-        elif isinstance(answer, MoveTo):
-            outcome = Outcome.WAITS
-        else:
-            outcome = Outcome.TAKEN
-        watch(Looked(worker, request, outcome))
-        return answer
-
-    return look_and_tell

@@ -51,7 +51,7 @@ def step_done(state: State, incarnation: int, event: Received, now: float) -> No
         state.stepped(incarnation)
     pool, queue = state.pools[worker.hello.model], state.queues[worker.hello.model]
     pool.changed(worker)
-    pool.ask(worker)
+    pool.wakeups.has_own_work(worker)
     tokens, pairs = 0, 0.0
     for chunk in done.computed:
         tokens += chunk.length
@@ -126,7 +126,7 @@ def cache_miss(state: State, incarnation: int, event: Received, now: float) -> N
     queue.count_uncomputed(request, submit.prompt_tokens - miss.cached_tokens)
     worker.placed[request.id] = request
     worker.expect(request)
-    state.pools[submit.model].ask(worker)
+    state.pools[submit.model].wakeups.has_own_work(worker)
 
 
 def cache_events(state: State, incarnation: int, event: Received, now: float) -> None:
@@ -159,7 +159,7 @@ def handed_over(state: State, incarnation: int, event: Received, now: float) -> 
         and request.prefill_incarnation == incarnation
         and request.state in (RequestState.PREFILLING, RequestState.HANDING_OVER)
     ):
-        if request.key not in state.workers[request.decode_incarnation].holdings:
+        if request.key not in state.workers[request.decode_incarnation].allocations:
             state.interrupt(request, Interrupt.TRANSFER_FAILED, "its decode worker had let go of it", now)
             return
         breakers = state.pools[request.submit.model].breakers
@@ -179,10 +179,10 @@ def kv_held(state: State, incarnation: int, event: Received, now: float) -> None
 
 
 def fault_of_progress(state: State, incarnation: int, event: Received) -> str:
-    done, room = event.message, state.workers[incarnation].room
-    assert isinstance(done, DecodeProgress) and room is not None
+    done, admission = event.message, state.workers[incarnation].admission
+    assert isinstance(done, DecodeProgress) and admission is not None
     for shared in done.prefixes:
-        if not room.may_share((shared.request_id, shared.attempt), chains(shared.parts)):
+        if not admission.may_share((shared.request_id, shared.attempt), chains(shared.parts)):
             return f"{shared.request_id} shares more blocks than its prompt has"
     return ""
 
@@ -191,21 +191,21 @@ def decode_progress(state: State, incarnation: int, event: Received, now: float)
     done = event.message
     assert isinstance(done, DecodeProgress)
     worker = state.workers[incarnation]
-    room = worker.room
-    assert room is not None
+    admission = worker.admission
+    assert admission is not None
     for joined in done.joined:
-        room.joined((joined.request_id, joined.attempt), joined.step)
-    room.reached(done.steps)
+        admission.joined((joined.request_id, joined.attempt), joined.step)
+    admission.reached(done.steps)
     worker.steps_done = done.steps
     _time_steps(state, worker, done, now)
     if done.steps:
         state.stepped(incarnation)
     suspects.emitted(state, worker)
     for shared in done.prefixes:
-        room.shares((shared.request_id, shared.attempt), chains(shared.parts))
+        admission.shares((shared.request_id, shared.attempt), chains(shared.parts))
     charge_decode(state, worker, now)
-    was_short, room.short = room.short, done.short_blocks > 0 and state.limits.kv_overcommit > 1
-    if room.short:
+    was_short, admission.short = admission.short, done.short_blocks > 0 and state.limits.kv_overcommit > 1
+    if admission.short:
         relieve(state, worker, done.short_blocks, now)
     elif done.joined or done.prefixes or was_short:
         # An attempt that runs is known to end, and counts for less than one that may come at any time.
@@ -223,7 +223,7 @@ def _time_steps(state: State, worker: Worker, done: DecodeProgress, now: float) 
     )
     pool.step_times[Role.DECODE].add(steps, *means, now)
     pool.targets.measured(worker, *means)
-    if pool.targets.used and pool.rooms.closed:
+    if pool.targets.used and pool.wakeups.closed:
         pool.freed(worker)  # its batch may be larger now
 
 
@@ -263,7 +263,7 @@ def finished(state: State, incarnation: int, event: Received, now: float) -> Non
         state.pools[request.submit.model].traffic.finished(request.id, output_tokens, now)
         pool = state.pools[request.submit.model]
         pool.record_success()
-        pool.breakers.worked((incarnation, NOBODY) if worker.room is None else (NOBODY, incarnation))
+        pool.breakers.worked((incarnation, NOBODY) if worker.admission is None else (NOBODY, incarnation))
         state.end(request, Trigger.FINISH, "done", now)
 
 
@@ -276,7 +276,7 @@ def released(state: State, incarnation: int, event: Received, now: float) -> Non
 
 def _cut_short(state: State, incarnation: int, done: Released | WorkFailed) -> None:
     # A decode worker does not count first tokens, which came before what it has emitted.
-    first = done.output_tokens > 0 and state.workers[incarnation].room is not None
+    first = done.output_tokens > 0 and state.workers[incarnation].admission is not None
     state.release(incarnation, (done.request_id, done.attempt), done.output_tokens, first=first)
 
 
@@ -303,7 +303,7 @@ def _record_failure(state: State, request: Request, worker: Worker, reason: Inte
     pool = state.pools[request.submit.model]
     if reason is Interrupt.ENGINE_ERROR:
         pool.record_failure(worker)
-        alone = (worker.incarnation, NOBODY) if worker.room is None else (NOBODY, worker.incarnation)
+        alone = (worker.incarnation, NOBODY) if worker.admission is None else (NOBODY, worker.incarnation)
         if pool.breakers.failed(alone, request.attempt_progress.placed_at, now):
             state.counters["workers_left_out"] += 1
             state.unbind_without_pair(pool)

@@ -1,5 +1,7 @@
 """What the coordinator knows of one request."""
 
+from typing import NamedTuple
+
 import msgspec
 
 from coordinator.accounting.bill import Bill
@@ -9,9 +11,15 @@ from coordinator.lifecycle import State, Trigger, advance
 from coordinator.suspicion import PROGRESS_TOKENS, Suspicion
 from proto.messages import Submit
 
-NO_CLAIM = (0, 0)
-CLAIM = 0
-"""The attempt under which a worker holds room that no attempt has: real ones begin with 1."""
+RETAINED = 0
+"""The attempt under which a worker has a retained allocation: real ones begin with 1."""
+
+
+class RetainedAllocation(NamedTuple):
+    """What an attempt had on a decode worker, and its request keeps: see `workers.pool`."""
+
+    decode_incarnation: int
+    attempt: int
 
 
 class AttemptProgress(msgspec.Struct, eq=False, gc=False):
@@ -30,7 +38,7 @@ class AttemptProgress(msgspec.Struct, eq=False, gc=False):
     """How often another request got room while this one waited for it."""
     output_charged: float = 0.0
     """What its tenant was charged for output, as estimated."""
-    carried_reservation: tuple[int, int] = NO_CLAIM
+    retained: RetainedAllocation | None = None
     """Its prefill worker was lost: the decode worker whose room stays its own until it is placed again, and which attempt had
     it."""
     paid_tokens: int = 0

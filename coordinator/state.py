@@ -14,12 +14,12 @@ from coordinator.fairness.scheduling_class import Path
 from coordinator.lifecycle import TERMINAL, Trigger
 from coordinator.lifecycle import State as RequestState
 from coordinator.observer import Watch
-from coordinator.request import CLAIM, NO_CLAIM, Request
+from coordinator.request import RETAINED, Request, RetainedAllocation
 from coordinator.suspicion import Suspicion
 from coordinator.waiting.queue import WaitQueue
 from coordinator.workers.flip import Flip
 from coordinator.workers.pool import Pool
-from coordinator.workers.worker import Holding, Where, Worker
+from coordinator.workers.worker import Allocation, Where, Worker
 from proto.errors import Interrupt
 from proto.messages import ClusterState, Hello, Interrupted, Message, Release, Role, Submit
 from proto.status import AutopilotStatus
@@ -137,7 +137,7 @@ class State:
 
     def end(self, request: Request, trigger: Trigger, why: str, now: float) -> None:
         self.withdraw(request)
-        self.drop_claim(request)
+        self.drop_retained(request)
         self.interrupted.pop(request.id, None)
         self.move(request, trigger, now, why)
         assert request.state in TERMINAL
@@ -196,56 +196,53 @@ class State:
         if tell:
             self.send(request.gateway_incarnation, Interrupted(*request.key, reason, why))
 
-    def claim_room(self, request: Request) -> None:
+    def retain_allocation(self, request: Request) -> None:
         """Its attempt was interrupted through no fault of its decode worker. What it has reserved there goes over from that
         attempt to the request when the worker has let go, so that nobody else gets it before the next attempt comes."""
         decode = self.workers.get(request.decode_incarnation)
-        holding = decode.holdings.get(request.key) if decode is not None else None
-        if decode is not None and not decode.draining and holding is not None and holding.life is not None:
-            request.begin().carried_reservation = request.decode_incarnation, request.attempt
-            self.pools[request.submit.model].claims[request.id] = request
+        allocation = decode.allocations.get(request.key) if decode is not None else None
+        if decode is not None and not decode.draining and allocation is not None and allocation.demand is not None:
+            request.begin().retained = RetainedAllocation(request.decode_incarnation, request.attempt)
+            self.pools[request.submit.model].retained[request.id] = request
 
-    def drop_claim(self, request: Request) -> None:
+    def drop_retained(self, request: Request) -> None:
         pool = self.pools[request.submit.model]
-        if pool.claims.pop(request.id, None) is None:
+        if pool.retained.pop(request.id, None) is None:
             return
-        attempt_progress = request.begin()
-        (incarnation, _), attempt_progress.carried_reservation = attempt_progress.carried_reservation, NO_CLAIM
-        worker = self.workers.get(incarnation)
-        if worker is not None and worker.release((request.id, CLAIM)) is not None:
+        retained, request.begin().retained = request.attempt_progress.retained, None
+        worker = self.workers.get(retained.decode_incarnation) if retained is not None else None
+        if worker is not None and worker.release((request.id, RETAINED)) is not None:
             pool.freed(worker)
             self.record_usage(self.billing.release(request.id, self.now))
 
-    def _keep_claim(self, request: Request, worker: Worker, holding: Holding) -> None:
+    def _keep_retained(self, request: Request, worker: Worker, allocation: Allocation) -> None:
         """What the attempt had goes over to the request, unless there is no room for it in full: it may have shared blocks."""
-        assert worker.room is not None and holding.life is not None
-        if worker.room.fits(holding.life):
-            worker.hold((request.id, CLAIM), holding)
+        assert worker.admission is not None and allocation.demand is not None
+        if worker.admission.fits(allocation.demand):
+            worker.hold((request.id, RETAINED), allocation)
             self.billing.hold(request.id)
         else:
-            self.drop_claim(request)
+            self.drop_retained(request)
 
-    def drop_claims_on(self, worker: Worker) -> None:
-        for request in [
-            r
-            for r in self.pools[worker.hello.model].claims.values()
-            if r.attempt_progress.carried_reservation[0] == worker.incarnation
-        ]:
-            self.drop_claim(request)
+    def drop_retained_on(self, worker: Worker) -> None:
+        for request in list(self.pools[worker.hello.model].retained.values()):
+            retained = request.attempt_progress.retained
+            if retained is not None and retained.decode_incarnation == worker.incarnation:
+                self.drop_retained(request)
 
     def withdraw(self, request: Request) -> None:
         """Take the attempt out of the queue or off its workers, whichever it is in, and its estimate off its tenant's bill."""
         queue = self.queues[request.submit.model]
-        self.pools[request.submit.model].free_own_worker(request)
+        self.pools[request.submit.model].end_lone(request)
         queue.count_uncomputed(request, 0)
         queue.remove(request)
         queue.refund_output(request)
         if request.state is RequestState.QUEUED:
             pool = self.pools[request.submit.model]
-            pool.unbind(request)
-            pool.gone(request)
-            if pool.rooms.reservation is request:
-                self.stop_keeping(request)
+            pool.bindings.unbind(request)
+            pool.wakeups.waits_no_more(request)
+            if pool.large_drain.request is request:
+                self.end_large_drain(request)
             return
         prefill = self.workers.get(request.prefill_incarnation)
         if prefill is not None:
@@ -256,50 +253,52 @@ class State:
         """A worker holds nothing more for an attempt, and has emitted so much for it, `first`: and before that the first token
         of each choice was."""
         worker = self.workers[incarnation]
-        holding = worker.release(key)
-        if holding is None:
+        allocation = worker.release(key)
+        if allocation is None:
             return
         self.pools[worker.hello.model].freed(worker)
-        self.charge_reservations(worker, key, holding)
-        self.emitted(worker.hello.model, holding.path, key[0], holding.resumed_tokens, emitted_tokens, first=first)
+        self.charge_large_drain(worker, key, allocation)
+        self.emitted(
+            worker.hello.model, allocation.path, key[0], allocation.resumed_tokens, emitted_tokens, first=first
+        )
         request = self.requests.get(key[0])
-        if request is not None and request.attempt_progress.carried_reservation == (incarnation, key[1]):
-            self._keep_claim(request, worker, holding)
+        if request is not None and request.attempt_progress.retained == (incarnation, key[1]):
+            self._keep_retained(request, worker, allocation)
         self.record_usage(self.billing.release(key[0], self.now))
 
-    def stop_keeping(self, request: Request) -> None:
+    def end_large_drain(self, request: Request) -> None:
         """Room was kept for it, and is not any more: its tenant pays for what could not run there."""
         pool = self.pools[request.submit.model]
-        self.queues[request.submit.model].charge(request.path, pool.rooms.stop_keeping(self.now))
-        pool.reopen()
+        self.queues[request.submit.model].charge(request.path, pool.large_drain.end(self.now))
+        pool.wakeups.look_anew()
 
-    def charge_reservations(self, worker: Worker, key: tuple[str, int], holding: Holding) -> None:
-        """Of an attempt for which room had been kept: see `room_classes`."""
-        rooms = self.pools[worker.hello.model].rooms
-        if worker.room is None or key not in rooms.rents:
+    def charge_large_drain(self, worker: Worker, key: tuple[str, int], allocation: Allocation) -> None:
+        """Of an attempt for which room had been kept: see `reserved_workers`."""
+        drain = self.pools[worker.hello.model].large_drain
+        if worker.admission is None or key not in drain.charges:
             return
         due, bill, prices = (
-            rooms.reservation_charge_due(key, self.now),
+            drain.charge_due(key, self.now),
             self.billing.bills.get(key[0]),
             self.limits.prices,
         )
         if bill is not None:
             paid = prices.prompt_token * bill.counters.prompt_tokens + prices.output(bill.counters.output_tokens)
-            self.queues[worker.hello.model].charge(holding.path, due - paid)
+            self.queues[worker.hello.model].charge(allocation.path, due - paid)
 
     def unbind_all(self, prefill: Worker) -> None:
         """What waits for this worker, for what it has cached, may run anywhere again."""
         pool, queue = self.pools[prefill.hello.model], self.queues[prefill.hello.model]
         for request in list(prefill.bound.values()):
-            pool.unbind(request)
+            pool.bindings.unbind(request)
             queue.unsettle(request)
 
     def unbind_without_pair(self, pool: Pool) -> None:
         """What waits for a prefill worker from which no KV may go at present may run anywhere again."""
-        for prefill in [pool.prefill[incarnation] for incarnation in pool.hosts]:
+        for prefill in [pool.prefill[incarnation] for incarnation in pool.bindings.hosts]:
             if not pool.has_pair(prefill, self.now):
                 self.unbind_all(prefill)
-                pool.news = True
+                pool.wakeups.request_came()
 
     def emitted(
         self, model: str, path: Path, request_id: str, resumed_tokens: int, tokens: int, *, first: bool = False
@@ -316,7 +315,7 @@ class State:
     def refresh_eligibility(self, model: str) -> None:
         """Workers have come or gone, or take work or none: which requests can have a turn."""
         pool = self.pools[model]
-        pool.reopen()
+        pool.wakeups.look_anew()
         self.unbind_without_pair(pool)
         capacities = pool.capacities()
         if capacities != pool.eligible_for:  # one of many equal workers makes no difference to what waits
@@ -328,7 +327,7 @@ class State:
         pool = self.pools[request.submit.model]
         able = not pool.servable() or pool.could_place(request.submit)
         if not able:
-            pool.unbind(request)
+            pool.bindings.unbind(request)
         return able
 
     def send(self, incarnation: int, message: Message, blob: bytes = b"") -> None:

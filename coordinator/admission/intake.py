@@ -110,7 +110,7 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
     queue = state.queues[submit.model]
     request.expected_left = expected_left(request, queue.long_output(request), state.limits.kv_overcommit)
     queue.push(request, now, not state.draining or state.can_run(request))
-    state.pools[submit.model].news = True
+    state.pools[submit.model].wakeups.request_came()
     state.send(incarnation, Accepted(*request.key, state.billing.rates(submit.tenant, now)))
     state.out.append(StateChanged(request.id, request.attempt, request.state, "submitted"))
 
@@ -247,7 +247,7 @@ def cancel(state: State, incarnation: int, event: Received, now: float) -> None:
         whole = cancel.reason is CancelReason.ANSWERED and request.state is RequestState.INTERRUPTED
         state.end(request, Trigger.FINISH if whole else Trigger.CANCEL, cancel.reason, now)
     elif request is None:
-        # Accepted by an earlier coordinator: the workers know it, and so do their holdings.
+        # Accepted by an earlier coordinator: the workers know it, and so do their allocations.
         # One that has still to come back finds the cancel here.
         for attempt in range(1, cancel.attempt + 1):  # one before may have missed that it was given up
             state.release_everywhere((cancel.request_id, attempt))

@@ -59,7 +59,7 @@ def reserve(state: State, request: Request, now: float) -> Refusal:
         if request.bill is None:
             ask, held = _ask(state, request), 0
             for worker in state.workers.values():
-                held += sum(key[0] == request.id for key in worker.holdings)
+                held += sum(key[0] == request.id for key in worker.allocations)
             request.bill = billing.open_promised(submit, ask, held, now)
         return None, "", None
     if policy is None:

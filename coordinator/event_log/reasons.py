@@ -149,7 +149,8 @@ def why_not(target: Request, winner: Request | None, looked: list[Looked], worke
             return reason
     if entry.key == worker.incarnation:
         return None
-    before = pool.rooms.closed.get(entry.key) or pool.stuck.get(worker.incarnation, {}).get(entry.key)
+    wakeups = pool.wakeups
+    before = wakeups.closed.get(entry.key) or wakeups.stuck.get(worker.incarnation, {}).get(entry.key)
     if before is not None:
         return _without_room(target, before, worker, pool)
     return no_room(target, worker, pool) if not worker.free_seqs else None
@@ -157,7 +158,7 @@ def why_not(target: Request, winner: Request | None, looked: list[Looked], worke
 
 def _without_room(target: Request, first: Request, worker: Worker, pool: Pool) -> Reason:
     """`first`: the one that found no room, of those under the same queue key."""
-    reservation, kept_on = pool.rooms.reservation, pool.decode.get(pool.rooms.kept_on)
+    reservation, kept_on = pool.large_drain.request, pool.decode.get(pool.large_drain.decode)
     if reservation is not None and reservation is not target and kept_on is not None:
         fits = worker.fits(target.submit) and kept_on.fits(target.submit, target.expected_left)
         if fits:
@@ -167,26 +168,29 @@ def _without_room(target: Request, first: Request, worker: Worker, pool: Pool) -
 
 def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoom:
     waiting_ms = pool.waiting_target()
-    worker, holding, fits = prefill, prefill.prefill_holding(target.submit), prefill.fits(target.submit)
+    worker, allocation, fits = prefill, prefill.prefill_allocation(target.submit), prefill.fits(target.submit)
     circuit_open = fits and any(pool.decode_fits(decode, target, waiting_ms) for decode in pool.decode.values())
     free_seqs = worker.free_seqs
     if fits and pool.decode:
         worker = max(pool.decode.values(), key=lambda w: (not w.draining, w.free_blocks, w.free_seqs, w.incarnation))
-        holding, free_seqs = worker.decode_holding(target.submit), pool.targets.free_seqs(worker, target, waiting_ms)
+        allocation, free_seqs = (
+            worker.decode_allocation(target.submit),
+            pool.targets.free_seqs(worker, target, waiting_ms),
+        )
     held: dict[str, int] = {}
-    for other in worker.holdings.values():
+    for other in worker.allocations.values():
         name = "/".join(filter(None, other.path[1:])) or "streams from before"
         held[name] = held.get(name, 0) + other.kv_blocks
     most = max(held, key=lambda name: held[name], default="")
     return NoRoom(
         worker.hello.name,
-        holding.kv_blocks,
+        allocation.kv_blocks,
         worker.free_blocks,
-        holding.seqs,
+        allocation.seqs,
         free_seqs,
         most,
         held.get(most, 0),
-        pool.rooms.reservation is target,
+        pool.large_drain.request is target,
         circuit_open,
     )
 

@@ -8,25 +8,20 @@ arithmetic. What is left of the ring is one number for each tenant, the round in
     then put it `cost / weight` rounds after the round it was served in
 
 which is the order of start-time fair queueing (Goyal, Vin & Cheng, SIGCOMM 1996). A tenant that is idle, or passed over
-because nothing of it can run in this pop, keeps its place but falls behind the ring by no more than one quantum:
-its debt is kept, of its credit only so much. That lets a tenant with little to do have a whole short prompt computed in one
-go. For i and j backlogged and able to run over any interval,
+because nothing of it waits under the keys that are named, keeps its place but falls behind the ring by no more than one
+quantum: its debt is kept, of its credit only so much. That lets a tenant with little to do have a whole short prompt computed
+in one go. For i and j backlogged and able to run over any interval,
 
     |S_i/w_i - S_j/w_j| <= quantum + L_i/w_i + L_j/w_j        (S: cost served, w: weight, L: largest cost of one chunk)
 
-also where some tenants can run in some pops only. Where estimates were wrong, the bound is wider by the errors.
+also where some tenants can run under some keys only. Where estimates were wrong, the bound is wider by the errors.
 
-**Queue keys.** Every entry waits under a queue key, an integer that the caller chooses: entries that can run in the same pops
-have the same key. The coordinator uses one key for each prefill worker (requests placed on it) and one for each class of KV
-demand (requests not placed yet). A pop names the keys that it may take from, and merges them in the one fair order. A key that
-is not named costs nothing, however many entries wait under it. The caller answers each offer of a pop in one of three ways:
-
-- `Terms`: the entry gets its next chunk, is charged, and the pop is over;
-- `Close`: nothing under the entry's key can run now; the key is left out for the rest of this pop;
-- `MoveTo`: the entry moves to another key, and the pop goes on.
-
-So a pop makes at most `len(keys) + MOVES_MAX + 1` offers, whoever waits: no tenant can hide others behind requests that
-cannot run. A descent to one offer costs O(levels * (keys + log n)).
+**Queue keys.** Every entry waits under a queue key, an integer that the caller chooses: entries that can run on the same
+workers have the same key. The coordinator uses one key for each prefill worker (requests placed on it) and one for each class
+of KV demand (requests not placed yet). `first` is told the keys that it may take from, and merges them in the one fair order. A
+key that is not named costs nothing, however many entries wait under it. The caller gives the first entry its next chunk
+(`take`), moves it to another key, or leaves its key out and asks again. So it comes to no more entries that cannot run than it
+names keys, whoever waits: no tenant can hide others behind them. `first` costs O(levels * (keys + log n)).
 
 Inside one tenant its `TenantQueue` decides. Pure; costs are in weighted tokens.
 """
@@ -34,23 +29,19 @@ Inside one tenant its `TenantQueue` decides. Pure; costs are in weighted tokens.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, NamedTuple
 
-from coordinator.fairness.offers import Close, Offer, T, Terms
 from coordinator.fairness.scheduling_class import Path, Ring, SchedulingClass
 from coordinator.fairness.sorted_row import SortedRow
-from coordinator.fairness.tenant_queue import Entry, TenantQueue
-
-MOVES_MAX = 64
-"""Entries that one pop may move to another key."""
+from coordinator.fairness.tenant_queue import Entry, T, TenantQueue
 
 
-class Popped(NamedTuple, Generic[T]):
-    entry: Entry[T] | None
-    """None where nothing can run."""
+class Terms(NamedTuple):
+    """What an entry gets a chunk for."""
+
     cost: float
-    closed: tuple[int, ...]
-    """Keys that offers closed in this pop."""
-    gave_up: bool
-    """Nothing was found within `MOVES_MAX` moves; another pop goes on from there."""
+    last: bool
+    """The chunk is its last one: the entry leaves the queue."""
+    key: int
+    """Under which it waits for its further chunks; of no account after the last one."""
 
 
 class FairQueue(Generic[T]):
@@ -124,33 +115,26 @@ class FairQueue(Generic[T]):
         """From now on it waits under another key, as the newest there. Its deadline and its arrival stay."""
         self._move(entry, key, entry.chunks)
 
-    def pop(self, keys: Iterable[int], offer: Offer[T]) -> Popped[T]:
-        """Charge the next chunk that can run under one of the keys. With its last chunk a request leaves the queue."""
-        there = self._root.rows
-        open_keys = [key for key in keys if key in there]
-        closed: list[int] = []
-        moves = 0
-        while open_keys:
-            entry = self._first(open_keys)
-            if entry is None:
-                break
-            answer = offer(entry.item)
-            if isinstance(answer, Terms):
-                self._charge(entry.queue.node, answer.cost)
-                self._count_turn(entry, open_keys)
-                self._go_on(entry, answer)
-                return Popped(entry, answer.cost, tuple(closed), False)
-            if isinstance(answer, Close):
-                shut = {entry.queue.key, *answer.also}
-                closed += [key for key in open_keys if key in shut]
-                open_keys = [key for key in open_keys if key not in shut]
-                continue
-            assert answer.key != entry.queue.key, "it is there already"
-            if moves == MOVES_MAX:
-                return Popped(None, 0.0, tuple(closed), True)
-            moves += 1
-            self._move(entry, answer.key, entry.chunks)
-        return Popped(None, 0.0, tuple(closed), False)
+    def first(self, keys: Iterable[int]) -> Entry[T] | None:
+        """The first in the fair order under these keys. Charges nothing."""
+        node = self._root
+        there = [key for key in keys if key in node.rows]
+        if not there:
+            return None
+        while type(node.rows[there[0]]) is Ring:  # all rows of a node are of one kind
+            node = node.first(there)
+            if len(there) > 1:
+                there = [key for key in there if key in node.rows]
+        queues: list[TenantQueue[T]] = [node.rows[key] for key in there]  # type: ignore[misc]
+        if len(queues) == 1:
+            return queues[0].first()
+        return min((queue.first() for queue in queues), key=lambda entry: entry.queue.order(entry))
+
+    def take(self, entry: Entry[T], terms: Terms, keys: Sequence[int]) -> None:
+        """Charge the next chunk of the entry that is first under these keys. With its last chunk it leaves the queue."""
+        self._charge(entry.queue.node, terms.cost)
+        self._count_turn(entry, keys)
+        self._go_on(entry, terms)
 
     def go_on(self, entry: Entry[T], terms: Terms) -> None:
         """Charge one more chunk of an entry that has just had one, as if the two had been one large chunk. So the rings do not
@@ -162,17 +146,13 @@ class FairQueue(Generic[T]):
     def has_late(self, keys: Iterable[int]) -> bool:
         """Whether the organisation or priority class that is first under these keys has over half of the credit it may save
         up."""
-        entry = self._first(keys)
+        entry = self.first(keys)
         node = None if entry is None else entry.leaf.parent
         while node is not None and (ring := node.parent) is not None:
             if node.round < ring.now - self.quantum / 2:
                 return True
             node = ring
         return False
-
-    def peek(self, keys: Iterable[int]) -> Entry[T] | None:
-        """The first in the fair order under these keys. Charges nothing."""
-        return self._first(keys)
 
     def goes_before(self, one: Entry[T], other: Entry[T]) -> bool:
         """Whether `one` comes first in the fair order."""
@@ -215,21 +195,6 @@ class FairQueue(Generic[T]):
         return (max(ahead, 0.0) if node.busy else ahead) + node.owed
 
     # --- whose turn it is -----------------------------------------------------------------------------------------------
-
-    def _first(self, keys: Iterable[int]) -> Entry[T] | None:
-        """The next entry under these keys. Serves nothing."""
-        node = self._root
-        there = [key for key in keys if key in node.rows]
-        if not there:
-            return None
-        while type(node.rows[there[0]]) is Ring:  # all rows of a node are of one kind
-            node = node.first(there)
-            if len(there) > 1:
-                there = [key for key in there if key in node.rows]
-        queues: list[TenantQueue[T]] = [node.rows[key] for key in there]  # type: ignore[misc]
-        if len(queues) == 1:
-            return queues[0].first()
-        return min((queue.first() for queue in queues), key=lambda entry: entry.queue.order(entry))
 
     def _go_on(self, entry: Entry[T], terms: Terms) -> None:
         if terms.last:

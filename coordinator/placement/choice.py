@@ -6,6 +6,7 @@ another worker has more cached of should run here at all, and then, which decode
 
 from collections.abc import Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from coordinator.request import Request
 from coordinator.score import DecodeSide, PrefillSide, best_decode, prefill_s
@@ -33,7 +34,7 @@ def uncached_tokens(submit: Submit, pool: Pool) -> int:
     """What the best prefill worker would have to compute of it, as far as is believed."""
     if not submit.block_hashes:
         return submit.prompt_tokens
-    there = pool.holders(Role.PREFILL, submit)
+    there = pool.candidates.holders(Role.PREFILL, submit)
     return submit.prompt_tokens - max((cached_tokens(submit, worker, pool) for worker in there), default=0)
 
 
@@ -42,18 +43,29 @@ def expect_cached(request: Request, prefill: Worker, pool: Pool) -> None:
     request.cached_tokens = request.dispatched_tokens = cached_tokens(request.submit, prefill, pool)
 
 
-def better_prefill(submit: Submit, asks: Worker, pool: Pool, waiting: float, now: float) -> Worker | None:
+class Better(NamedTuple):
+    worker: Worker
+    """To wait for, or the one that asks: it computes the prefix once more."""
+    prefix: bytes
+    """The last block of what another worker has cached, and the one that asks has not."""
+    cached_tokens: int
+    """That long it is."""
+    waits_s: float
+    """How much longer the request waits for `worker`."""
+
+
+def better_prefill(submit: Submit, asks: Worker, pool: Pool, waiting: float, now: float) -> Better | None:
     """The prefill worker to which a request should be bound instead of running on the one that asks; None if there is none.
 
     Only one that has more of its prompt cached comes into question: by what waits there, the one that asks is the first.
     Requests bound to a worker count among what waits there, so no more of them wait than its cache is worth. What requests have
-    waited for the same prefix lately speaks for computing it once more: see `replication`.
+    waited for the same prefix lately speaks for computing it once more: see `bindings`.
 
     `waiting`: how many requests wait longer if the worker that asks computes longer.
     """
     if len(pool.prefill) == 1:
         return None
-    holders = pool.holders(Role.PREFILL, submit) if submit.block_hashes else ()
+    holders = pool.candidates.holders(Role.PREFILL, submit) if submit.block_hashes else ()
     there = [worker for worker in holders if worker is not asks and not worker.draining]
     if not there:
         return _faster_prefill(submit, asks, pool, now)
@@ -69,25 +81,22 @@ def better_prefill(submit: Submit, asks: Worker, pool: Pool, waiting: float, now
             best, best_cached, best_s = worker, cached, there_s
     if best is None:
         return _faster_prefill(submit, asks, pool, now) if not here else None
-    prefix = _last_block(submit, best_cached)
+    prefix = last_block(submit, best_cached)
     if here_s - pool.waits.of(prefix, asks.kv_tokens, now) <= best_s:
-        pool.waits.computed(prefix)
-        return None
-    waits_s = max(best.tokens_before - asks.tokens_before, 0) / pool.rate(best)
-    pool.waits.add(prefix, best_cached, waits_s, now)
-    return best
+        return Better(asks, prefix, best_cached, 0.0)
+    return Better(best, prefix, best_cached, max(best.tokens_before - asks.tokens_before, 0) / pool.rate(best))
 
 
-def _faster_prefill(submit: Submit, asks: Worker, pool: Pool, now: float) -> Worker | None:
+def _faster_prefill(submit: Submit, asks: Worker, pool: Pool, now: float) -> Better | None:
     """The prefill worker that would be done with a prompt first, though it is busy while a slower one asks; None if the one
     that asks is the first."""
     tokens = submit.prompt_tokens
     best, best_s = None, FASTER * (asks.tokens_before + tokens) / pool.rate(asks)
-    for worker in pool.first_to_finish():
+    for worker in pool.candidates.first_to_finish():
         done_s = (worker.tokens_before + tokens) / pool.rate(worker)
         if done_s < best_s and _is_faster(worker, asks) and worker.fits(submit) and pool.has_pair(worker, now):
             best, best_s = worker, done_s
-    return best
+    return Better(best, b"", 0, 0.0) if best is not None else None
 
 
 def _is_faster(one: Worker, other: Worker) -> bool:
@@ -106,15 +115,11 @@ def better_than_bound(request: Request, asks: Worker, bound_to: Worker, pool: Po
     there_side.tokens_before -= bound_to.undispatched[request.id]
     here_s = prefill_s(submit.prompt_tokens, here_side, weights, waiting)
     there_s = prefill_s(submit.prompt_tokens, there_side, weights, waiting)
-    prefix = _last_block(submit, there)
-    if here_s - pool.waits.of(prefix, asks.kv_tokens, now) >= there_s - weights.margin_s:
-        return False
-    if here < there:
-        pool.waits.computed(prefix)
-    return True
+    prefix = last_block(submit, there)
+    return here_s - pool.waits.of(prefix, asks.kv_tokens, now) < there_s - weights.margin_s
 
 
-def _last_block(submit: Submit, cached_tokens: int) -> bytes:
+def last_block(submit: Submit, cached_tokens: int) -> bytes:
     if not cached_tokens:
         return b""  # and the request may have no hashes at all
     end = cached_tokens // submit.hash_block_size * HASH_BYTES
@@ -123,8 +128,8 @@ def _last_block(submit: Submit, cached_tokens: int) -> bytes:
 
 def best_prefill_first(submit: Submit, pool: Pool) -> list[Worker]:
     """Those with its prompt cached and those with the least to do; where there are few, all."""
-    found = {worker.incarnation: worker for worker in pool.holders(Role.PREFILL, submit)}
-    found.update((incarnation, pool.prefill[incarnation]) for incarnation in islice(pool.idle, EXAMINED_MAX))
+    found = {worker.incarnation: worker for worker in pool.candidates.holders(Role.PREFILL, submit)}
+    found.update((incarnation, pool.prefill[incarnation]) for incarnation in islice(pool.wakeups.idle, EXAMINED_MAX))
 
     def order(worker: Worker) -> tuple[float, int]:
         side = _prefill_side(worker, cached_tokens(submit, worker, pool), pool)

@@ -1,36 +1,43 @@
-"""Which pair of workers a request goes to, and what they are told. Reservation before work: both or none."""
+"""A request gets a pair of workers, and both are told. Reservation before work: both or none."""
 
-from coordinator.placement.choice import best_prefill_first, choose_decode
+from coordinator.lifecycle import Trigger
 from coordinator.request import Request
-from coordinator.workers.pool import Pool
+from coordinator.state import State
+from coordinator.workers.circuit_breakers import NOBODY
 from coordinator.workers.prefix_index import usable_hashes
 from coordinator.workers.worker import Worker
 from proto.messages import Hello, Peer, Prefill, Reserve
 
 
-def room(request: Request, prefill: Worker, pool: Pool, now: float) -> Worker | None:
-    """The best decode worker for a request that `prefill` could take, or None if it cannot run there now."""
-    submit = request.submit
-    if prefill.draining or not prefill.fits(submit):
-        return None
-    candidates = pool.decode_candidates(request, prefill, now)
-    waiting_ms = pool.waiting_target()
-    fitting = [worker for worker in candidates if pool.decode_fits(worker, request, waiting_ms)]
-    return choose_decode(request, prefill, fitting, pool, now)
+def place(state: State, request: Request, prefill: Worker, decode: Worker, now: float) -> None:
+    """Both workers have room for it."""
+    pool, queue = state.pools[request.submit.model], state.queues[request.submit.model]
+    state.drop_retained(request)
+    pool.bindings.unbind(request)
+    queue.placed(request)
+    _reserve(request, prefill, decode)
+    queue.count_uncomputed(request, request.submit.prompt_tokens - request.cached_tokens)
+    if pool.large_drain.request is request:
+        pool.large_drain.end_placed(
+            request.key, decode.allocations[request.key].kv_blocks / decode.capacity.kv_blocks, now
+        )
+        pool.wakeups.look_anew()
+    one, other = prefill.incarnation, decode.incarnation
+    for pair in ((one, other), (one, NOBODY), (NOBODY, other)):
+        pool.breakers.placed(pair, request.key)
+    state.billing.hold(request.id, 2)
+    request.begin().placed_at = now
+    keep, take_in = _orders(request, prefill, decode, state.peers[request.gateway_incarnation])
+    state.send(decode.incarnation, keep)
+    state.send(prefill.incarnation, take_in, request.blob)
+    request.blob = b""
+    state.move(request, Trigger.PLACE, now, f"{prefill.hello.name} + {decode.hello.name}")
 
 
-def prefill_for(request: Request, decode: Worker, pool: Pool, now: float) -> Worker | None:
-    """The best prefill worker with room for a request that has room on this decode worker."""
-    for prefill in best_prefill_first(request.submit, pool):
-        if not prefill.draining and prefill.fits(request.submit) and pool.may_pair(prefill, decode, now):
-            return prefill
-    return None
-
-
-def reserve(request: Request, prefill: Worker, decode: Worker) -> None:
-    prefill.hold(request.key, prefill.prefill_holding(request.submit, request.path))
+def _reserve(request: Request, prefill: Worker, decode: Worker) -> None:
+    prefill.hold(request.key, prefill.prefill_allocation(request.submit, request.path))
     decode.hold(
-        request.key, decode.decode_holding(request.submit, request.path, request.expected_left, request.tpot_ms)
+        request.key, decode.decode_allocation(request.submit, request.path, request.expected_left, request.tpot_ms)
     )
     attempt_progress = request.begin()
     attempt_progress.prefill_incarnation, attempt_progress.decode_incarnation = prefill.incarnation, decode.incarnation
@@ -40,7 +47,7 @@ def reserve(request: Request, prefill: Worker, decode: Worker) -> None:
     prefill.expect(request)
 
 
-def orders(request: Request, prefill: Worker, decode: Worker, gateway_hello: Hello) -> tuple[Reserve, Prefill]:
+def _orders(request: Request, prefill: Worker, decode: Worker, gateway_hello: Hello) -> tuple[Reserve, Prefill]:
     """The two messages that make a placement real."""
     submit, gateway = request.submit, Peer(gateway_hello.address, request.gateway_incarnation)
     what = (
@@ -51,7 +58,7 @@ def orders(request: Request, prefill: Worker, decode: Worker, gateway_hello: Hel
         submit.first_choice,
         submit.resumed_tokens,
     )
-    blocks = decode.holdings[request.key].kv_blocks
+    blocks = decode.allocations[request.key].kv_blocks
     size, decode_size = prefill.capacity.block_size, decode.capacity.block_size
     hashes = usable_hashes(submit, size)
     decode_hashes = hashes if decode_size == size else usable_hashes(submit, decode_size)

@@ -14,7 +14,7 @@ from coordinator.fairness.scheduling_class import Path
 from coordinator.kv_admission.admission import Key
 from coordinator.kv_admission.demand import NEVER, KvDemand
 from coordinator.lifecycle import ON_WORKERS
-from coordinator.request import CLAIM, Request
+from coordinator.request import RETAINED, Request
 from coordinator.state import State
 from coordinator.waiting.queue import WaitQueue
 from coordinator.workers.pool import Pool
@@ -69,12 +69,12 @@ def expected_left(request: Request, long_tokens: float, factor: float) -> int:
 
 def relieve(state: State, worker: Worker, short_blocks: int, now: float) -> None:
     """Interrupt as many as it takes. What those who are leaving already will give back is counted first."""
-    room = worker.room
+    room = worker.admission
     assert room is not None
     candidates: list[Candidate] = []
-    for key, holding in list(worker.holdings.items()):
-        if key[1] == CLAIM:
-            state.drop_claim(state.requests[key[0]])  # of this room nothing is in use
+    for key, allocation in list(worker.allocations.items()):
+        if key[1] == RETAINED:
+            state.drop_retained(state.requests[key[0]])  # of this room nothing is in use
             continue
         request = state.current(*key)
         if request is not None and request.decode_incarnation == worker.incarnation and request.state in ON_WORKERS:
@@ -83,7 +83,7 @@ def relieve(state: State, worker: Worker, short_blocks: int, now: float) -> None
             candidates.append(
                 Candidate(key, request.resumed, weight, debt, request.attempt_progress.placed_at, room.held_now(key))
             )
-        elif not holding.adopted:
+        elif not allocation.adopted:
             short_blocks -= room.held_now(key)
     for request_id, _ in choose(candidates, short_blocks):
         state.interrupt(
@@ -95,12 +95,11 @@ def give_shares(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
     """The first in the fair order has no room in decode: interrupt one stream of the tenant that holds most for its weight, if
     that one has more than it would leave (`held_shares`), and too little comes free by itself. One at a time: the next when
     its worker has let go."""
-    rooms = pool.rooms
     soon = SOON_S * pool.freed_per_s(now)
-    if not rooms.closed or rooms.gives_way in state.where:
+    if not pool.wakeups.closed or pool.gives_way in state.where:
         return
-    request = queue.peek(rooms.closed)
-    if request is None or rooms.reservation is not None:
+    request = queue.first(pool.wakeups.closed)
+    if request is None or pool.large_drain.request is not None:
         return
     demand, choices = KvDemand.of(request.submit, request.expected_left), request.submit.choices
 
@@ -113,7 +112,7 @@ def give_shares(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
         if other is None or other.state not in ON_WORKERS or other.preempted >= PREEMPTED_MAX or worker.draining:
             continue
         if makes_room(worker, key, demand, choices):
-            rooms.gives_way = key
+            pool.gives_way = key
             pool.shares.freed -= held
             state.interrupt(other, Interrupt.PREEMPTED, f"{'/'.join(request.path)} has less than its share", now)
             return
@@ -122,21 +121,21 @@ def give_shares(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
 def charge_decode(state: State, worker: Worker, now: float) -> None:
     """An answer is charged as it is emitted, once it is longer than its estimate. And while requests wait for room in decode,
     that room is what is scarce: tenants pay for what they hold and how long, so that the fair order comes to their shares."""
-    pool, room, since = state.pools[worker.hello.model], worker.room, worker.held_charged_at
-    if now - since < CHARGE_EVERY_S or room is None:
+    pool, admission, since = state.pools[worker.hello.model], worker.admission, worker.held_charged_at
+    if now - since < CHARGE_EVERY_S or admission is None:
         return
     worker.held_charged_at = now
     queue = state.queues[worker.hello.model]
-    for key in worker.holdings:
+    for key in worker.allocations:
         request = state.current(*key)
         if request is not None and request.decode_incarnation == worker.incarnation:
-            queue.is_emitting(request, room.forwarded(key))
-    if not pool.rooms.closed:
+            queue.is_emitting(request, admission.forwarded(key))
+    if not pool.wakeups.closed:
         return
     cost = HELD_COST * pool.tokens_per_s() * min(now - since, 2 * CHARGE_EVERY_S) / len(pool.decode) / 1_000_000
     held: dict[Path, int] = {}
-    for holding in worker.holdings.values():
-        held[holding.path] = held.get(holding.path, 0) + worker.share_of(holding.seqs, holding.kv_blocks)
+    for allocation in worker.allocations.values():
+        held[allocation.path] = held.get(allocation.path, 0) + worker.share_of(allocation.seqs, allocation.kv_blocks)
     for path, share in held.items():
         if path:
             queue.charge(path, cost * share)
@@ -144,8 +143,8 @@ def charge_decode(state: State, worker: Worker, now: float) -> None:
 
 def makes_room(worker: Worker, key: Key, demand: KvDemand, choices: int) -> bool:
     """Whether a request has room on this worker without that stream."""
-    room, holding = worker.room, worker.holdings[key]
+    room, allocation = worker.admission, worker.allocations[key]
     assert room is not None
-    if worker.free_seqs + holding.seqs < choices:
+    if worker.free_seqs + allocation.seqs < choices:
         return False
     return demand.whole(room.block_size) <= worker.free_blocks + room.held_now(key) or room.fits(demand)

@@ -1,27 +1,24 @@
-"""Which chunks make up one prefill forward pass."""
+"""Which chunks make up one prefill forward pass: candidates in the fair order, and what follows from the decision on each."""
 
-from collections.abc import Callable
 from itertools import islice
 from math import inf
 
-from coordinator.events import Limits
-from coordinator.fairness.offers import Close, MoveTo
-from coordinator.lifecycle import State
-from coordinator.observer import Look, NothingRuns, Watch, watched
-from coordinator.placement.choice import better_prefill, expect_cached
-from coordinator.placement.place import room
+from coordinator.lifecycle import State as RequestState
+from coordinator.observer import Looked, NothingRuns, Outcome
+from coordinator.placement.choice import expect_cached
+from coordinator.placement.decide import Apart, Decision, NoRoom, Run, Wait, decide, fitting
+from coordinator.placement.place import place
 from coordinator.request import Request
+from coordinator.state import State
 from coordinator.waiting.queue import WaitQueue
-from coordinator.waiting.queue_keys import LONE_KEY, Demand, bound_key, class_key, classes_without_room, is_class
+from coordinator.waiting.queue_keys import LONE_KEY, bound_key
 from coordinator.workers.pool import Pool
 from coordinator.workers.worker import Worker
-from proto import limits
+from proto.limits import MAX_CHUNKS_PER_STEP
 from proto.messages import Chunk, Step
 
-Place = Callable[[Request, Worker, Worker], None]
-MOVES_MAX = 4
-"""How often a request is bound to a worker for what that one has cached; after that it runs where its turn comes."""
-
+MOVES_PER_TURN_MAX = 64
+"""Requests that one turn may move to another queue key; the next event goes on from there."""
 LOOKED_AT_MAX = 64
 """Prompts half computed on a prefill worker, at one step."""
 BEGUN_MAX = 8
@@ -33,98 +30,128 @@ others have a turn, and take up room in prefill and decode.
 """
 
 
-def compose(
-    worker: Worker, pool: Pool, queue: WaitQueue, options: Limits, place: Place, now: float, watch: Watch | None = None
-) -> Step | None:
-    """The next step of a prefill worker, in the fair order, up to the token budget; None if there is nothing it can do.
+class _Plan:
+    """The step in the making."""
 
-    Prompts still queued compete with those already placed here; `place` is called for one whose first chunk is taken. Only
-    a prompt's last chunk may end inside a KV block, so that every block is sent once.
-    """
-    block_size = worker.capacity.block_size
-    chunks: list[Chunk] = []
-    requests: list[Request] = []
-    left = max(worker.pace.budget, block_size)
-    decode: Worker | None = None
+    def __init__(self, worker: Worker) -> None:
+        self._worker, self._block_size = worker, worker.capacity.block_size
+        self.chunks: list[Chunk] = []
+        self.requests: list[Request] = []
+        self.left = max(worker.pace.budget, self._block_size)
+        """Tokens of its budget."""
 
-    def length_of(request: Request) -> int | Close | MoveTo:
-        """How much of a prompt fits what is left."""
-        nonlocal decode
-        if request.state is State.QUEUED:
-            assert request.entry is not None
-            in_class = is_class(request.entry.key)
-            if in_class and request.attempt_progress.moves < MOVES_MAX:
-                waiting = pool.kept_waiting(worker, len(queue))
-                better = better_prefill(request.submit, worker, pool, waiting, now)
-                if better is not None:
-                    pool.cache_waits += 1
-                    expect_cached(request, better, pool)
-                    pool.bind(request, better)
-                    return MoveTo(bound_key(better.incarnation))
-            elif not in_class and (key := queue.class_key(request)) in pool.rooms.closed:
-                pool.unbind(request)  # many may be bound, and to look for room for each would take long
-                return MoveTo(key)
-            decode = room(request, worker, pool, now)
-            if decode is None:
-                return _refuse(request, worker, pool, queue)
-            expect_cached(request, worker, pool)
-            _count_bypass(request, worker, pool, queue, options.bypasses_max, now)
-        return _fitting(request, left, block_size)
+    @property
+    def has_space(self) -> bool:
+        return self.left >= self._block_size and len(self.chunks) < MAX_CHUNKS_PER_STEP
 
-    begun = _goes_on(worker, left, pool, queue, now)
+    def add(self, request: Request, length: int) -> None:
+        """It was charged for so much more of its prompt."""
+        self.chunks.append(Chunk(request.id, request.attempt, request.dispatched_tokens - length, length))
+        self.requests.append(request)
+        self.left = 0 if request.own_step else self.left - length
+        if request.entry is None:
+            self._worker.expect_no_more(request)
+        else:
+            self._worker.expect(request)
+            self._worker.begun = request if len(self._worker.placed) > BEGUN_MAX else None
+
+
+def compose(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> Step | None:
+    """The next step of a prefill worker, up to its token budget; None if there is nothing it can do. Prompts still queued
+    compete with those already placed there."""
+    plan = _Plan(worker)
+    begun = _goes_on(worker, plan.left, pool, queue, now)
     if begun is not None:
-        length = _fitting(begun, left, block_size)
+        length = fitting(begun, begun.dispatched_tokens, plan.left, worker.capacity.block_size)
         queue.go_on(begun, length, worker.incarnation, now)
-        _add(begun, length, worker, chunks, requests)
-        left = 0 if begun.own_step else left - length
-    look = length_of if watch is None else watched(length_of, watch, worker, pool)
-    look = _apart(look, worker, pool, chunks) if pool.suspects else look
-    while left >= block_size and len(chunks) < limits.MAX_CHUNKS_PER_STEP:
-        found = queue.next_chunk(worker.incarnation, pool.open_keys(worker, queue.classes()), look, now)
-        request = found.request
+        plan.add(begun, length)
+    moves = 0
+    while plan.has_space:
+        keys = pool.wakeups.open_keys(worker, queue)
+        request = queue.first(keys)
         if request is None:
-            pool.gave_up = pool.gave_up or found.gave_up
-            if watch is not None:
-                watch(NothingRuns(worker))
             break
-        if request.state is State.QUEUED:
-            assert decode is not None
-            place(request, worker, decode)
-        _add(request, found.length, worker, chunks, requests)
-        left = 0 if request.own_step else left - found.length
-    return worker.begin_step(chunks, requests) if chunks else None
+        is_first = not plan.chunks and not worker.steps
+        decision = decide(request, worker, pool, queue, plan.left, is_first=is_first, now=now)
+        if isinstance(decision, Run):
+            _run(state, decision, request, worker, pool, queue, keys, now)
+            plan.add(request, decision.length)
+            moves = 0
+            continue
+        if decision is Apart.OWN_STEP:
+            break
+        key = _key_after(decision, request, queue)
+        if key is not None and moves == MOVES_PER_TURN_MAX:
+            pool.wakeups.gave_up()
+            break
+        _pass_over(decision, request, worker, pool, now)
+        if state.watch is not None and decision is not Apart.OWN_WORKER:
+            state.watch(Looked(worker, request, Outcome.NO_ROOM if key is None else Outcome.WAITS))
+        if key is not None:
+            moves += 1
+            queue.settle_on(request, key)
+    if plan.has_space and state.watch is not None:
+        state.watch(NothingRuns(worker))
+    return worker.begin_step(plan.chunks, plan.requests) if plan.chunks else None
 
 
-def _apart(look: Look, worker: Worker, pool: Pool, chunks: list[Chunk]) -> Look:
-    """Suspected requests run in steps of their own, and then on decode workers of their own."""
-    waits = False
-
-    def length_of(request: Request) -> int | Close | MoveTo:
-        nonlocal waits
-        if request.own_worker and request.state is State.QUEUED:
-            pool.unbind(request)
-            pool.rooms.lone[request.id] = request
-            return MoveTo(LONE_KEY)
-        waits = waits or (request.own_step and bool(chunks or worker.steps))
-        return Close() if waits else look(request)  # nothing more, so that nothing is before it the next time
-
-    return length_of
-
-
-def _add(request: Request, length: int, worker: Worker, chunks: list[Chunk], requests: list[Request]) -> None:
-    chunks.append(Chunk(request.id, request.attempt, request.dispatched_tokens - length, length))
-    requests.append(request)
-    if request.entry is None:
-        worker.expect_no_more(request)
-    else:
-        worker.expect(request)
-        worker.begun = request if len(worker.placed) > BEGUN_MAX else None
+def _run(
+    state: State,
+    decision: Run,
+    request: Request,
+    worker: Worker,
+    pool: Pool,
+    queue: WaitQueue,
+    keys: list[int],
+    now: float,
+) -> None:
+    """Charge for its next chunk, and place it if this is its first."""
+    if decision.decode is not None:
+        pool.waits.computed(decision.copied)
+        request.cached_tokens = request.dispatched_tokens = decision.start
+        _count_bypass(request, worker, pool, queue, state.limits.bypasses_max, now)
+    if state.watch is not None:
+        state.watch(Looked(worker, request, Outcome.TAKEN))
+    queue.take(request, decision.length, worker.incarnation, keys, now)
+    if decision.decode is not None:
+        place(state, request, worker, decision.decode, now)
 
 
-def _fitting(request: Request, left: int, block_size: int) -> int:
-    """Tokens of its prompt for a step in which so many are left."""
-    remaining = request.submit.prompt_tokens - request.dispatched_tokens
-    return remaining if remaining <= left else left - left % block_size
+def _key_after(decision: Decision, request: Request, queue: WaitQueue) -> int | None:
+    """The other queue key under which it is to wait; None: it stays."""
+    if isinstance(decision, Wait):
+        return bound_key(decision.worker.incarnation)
+    if decision is Apart.OWN_WORKER:
+        return LONE_KEY
+    assert isinstance(decision, NoRoom) and request.entry is not None
+    if not decision.in_decode:
+        return None
+    # Room in decode is what it waits for, whichever prefill worker has its prompt cached.
+    key = queue.class_key(request)
+    return key if key != request.entry.key else None
+
+
+def _pass_over(decision: Decision, request: Request, worker: Worker, pool: Pool, now: float) -> None:
+    """It does not run on this worker now."""
+    match decision:
+        case Wait(better, prefix, cached_tokens, waits_s):
+            pool.cache_waits += 1
+            if prefix:
+                pool.waits.add(prefix, cached_tokens, waits_s, now)
+            expect_cached(request, better, pool)
+            pool.bindings.bind(request, better)
+        case NoRoom(in_decode, classes, copied):
+            pool.waits.computed(copied)
+            pool.no_room += bool(classes) or not in_decode
+            if in_decode:
+                pool.wakeups.no_room_in_decode(request, classes)
+                pool.bindings.unbind(request)
+            else:
+                assert request.entry is not None
+                pool.wakeups.no_room_on(worker, request.entry.key, request)
+        case Apart.OWN_WORKER:
+            pool.bindings.unbind(request)
+            pool.lone.waiting[request.id] = request
 
 
 def _goes_on(worker: Worker, left: int, pool: Pool, queue: WaitQueue, now: float) -> Request | None:
@@ -153,42 +180,27 @@ def _may_go_on(begun: Request, left: int, worker: Worker, pool: Pool, queue: Wai
     """Whether the next chunk of a prompt comes before all others: not while somebody waits who has had less than its share."""
     if begun.entry is None or worker.placed.get(begun.id) is not begun or (begun.own_step and worker.steps):
         return False
-    keys = (worker.incarnation, *pool.open_keys(worker, queue.classes()))
+    keys = pool.wakeups.open_keys(worker, queue)
     if queue.fair.has_late(keys):
         return False
     if begun.submit.prompt_tokens - begun.dispatched_tokens <= left:
         return True
-    following = queue.peek(keys)
+    following = queue.first(keys)
     if following is None or following.entry is None or following.path[:2] != begun.path[:2]:
         return False
     return following.path != begun.path or following.entry.due >= begun.entry.due
-
-
-def _refuse(request: Request, worker: Worker, pool: Pool, queue: WaitQueue) -> Close | MoveTo:
-    """There is no room for it: on this prefill worker, or on no decode worker."""
-    pool.no_room += 1
-    demand = Demand.of(request.submit, request.expected_left, request.tpot_ms)
-    key, own = class_key(demand), request.entry.key  # type: ignore[union-attr]
-    if not worker.fits(request.submit) or pool.breakers.concern(worker.incarnation):
-        pool.stuck.setdefault(worker.incarnation, {})[own] = request
-        return Close()
-    shut = [key, *classes_without_room(demand, queue.classes())]
-    pool.rooms.closed.update(dict.fromkeys(shut, request))
-    if own == key:
-        return Close(shut)
-    pool.unbind(request)  # room in decode is what it waits for
-    return MoveTo(key)
 
 
 def _count_bypass(
     request: Request, worker: Worker, pool: Pool, queue: WaitQueue, bypasses_max: int, now: float
 ) -> None:
     """`request` gets room. The first in turn of those without room does not; if that happens often, room is kept for it."""
-    full = [*pool.rooms.closed, *pool.stuck.get(worker.incarnation, ())]
-    first = queue.peek(full) if full else None
-    if first is None or first.state is not State.QUEUED or not queue.goes_before(first, request):
+    full = [*pool.wakeups.closed, *pool.wakeups.stuck.get(worker.incarnation, ())]
+    first = queue.first(full) if full else None
+    if first is None or first.state is not RequestState.QUEUED or not queue.goes_before(first, request):
         return
     attempt_progress = first.begin()
     attempt_progress.bypassed += 1
-    if attempt_progress.bypassed >= bypasses_max:
-        pool.keep_room(first, queue.served_per_s, now)
+    large_drain = pool.large_drain
+    if attempt_progress.bypassed >= bypasses_max and large_drain.request is None and pool.could_place(first.submit):
+        large_drain.begin(first, pool.lone.decode, queue.served_per_s(now), now)

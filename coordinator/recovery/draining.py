@@ -38,12 +38,12 @@ def needs(request: Request, worker: Worker) -> bool:
 
 
 def dependents(state: State, worker: Worker) -> list[Request]:
-    """Requests whose attempts cannot go on without this worker. Until it decodes, an attempt has a holding on its prefill
+    """Requests whose attempts cannot go on without this worker. Until it decodes, an attempt has an allocation on its prefill
     worker, and then on its decode worker, so those that wait need not be looked at."""
-    keys = dict.fromkeys(worker.holdings)
+    keys = dict.fromkeys(worker.allocations)
     if worker.hello.role is Role.DECODE:
         for prefill in state.pools[worker.hello.model].prefill.values():
-            keys.update(dict.fromkeys(prefill.holdings))
+            keys.update(dict.fromkeys(prefill.allocations))
     found = (state.current(*key) for key in keys)
     return [request for request in found if request is not None and needs(request, worker)]
 
@@ -52,7 +52,7 @@ def begin(state: State, worker: Worker, hand_over_ms: float, now: float) -> None
     worker.draining, worker.dismissed = True, False
     worker.hand_over_at = now + hand_over_ms / 1000
     state.draining[worker.incarnation] = worker
-    state.drop_claims_on(worker)
+    state.drop_retained_on(worker)
     state.unbind_all(worker)
     _refresh_eligibility(state, worker)
 
@@ -157,7 +157,7 @@ def hand_over(state: State, now: float) -> None:
                 flip.kept_until = now + KEPT_S_MAX
                 state.keeping[flip] = None
             if worker.hello.role is Role.PREFILL:
-                state.claim_room(request)
+                state.retain_allocation(request)
         if worker.hello.role is Role.DECODE:
             _hand_over_adopted(state, worker)
 
@@ -171,7 +171,7 @@ def _is_kept(request: Request) -> bool:
 def _hand_over_adopted(state: State, worker: Worker) -> None:
     """Streams of an earlier coordinator, each of which one of the gateways knows to be its own."""
     gateways = [incarnation for incarnation, hello in state.peers.items() if hello.role is Role.GATEWAY]
-    for request_id, attempt in worker.holdings:
+    for request_id, attempt in worker.allocations:
         if request_id in state.requests or request_id in state.ended:
             continue
         state.counters[f"interrupted_{Interrupt.DRAINED}"] += 1
@@ -184,7 +184,7 @@ def _hand_over_adopted(state: State, worker: Worker) -> None:
 def dismiss(state: State) -> None:
     """Tell those that hold nothing any more."""
     for worker in state.draining.values():
-        if worker.dismissed or worker.holdings or worker.steps:
+        if worker.dismissed or worker.allocations or worker.steps:
             continue
         flip = state.flipping.get(worker.incarnation)
         if flip is not None and flip.state is FlipState.DRAINING:

@@ -111,7 +111,7 @@ def _look_at(state: State, flip: Flip, now: float) -> None:
             _give_up(state, flip, f"it did not register as a {flip.role} worker within {REGISTER_S_MAX:.0f} s")
     elif any(worker.leaving for worker in workers):
         _give_up(state, flip, "it is to end")
-    elif workers and not any(worker.holdings or worker.steps for worker in workers):
+    elif workers and not any(worker.allocations or worker.steps for worker in workers):
         last = [worker for worker in workers if not flip.force and _is_last(state, worker)]
         if last:
             _give_up(state, flip, f"it has become the only {last[0].hello.role} worker that takes work")

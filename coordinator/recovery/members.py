@@ -82,18 +82,18 @@ def down(state: State, incarnation: int, reason: str, now: float, *, lives: bool
             for chunk, request in zip(step.chunks, requests, strict=True):
                 state.queues[hello.model].skipped(request, chunk)
                 state.record_usage(release(request.id, now))
-        for key, holding in worker.holdings.items():
-            state.charge_reservations(worker, key, holding)
+        for key, allocation in worker.allocations.items():
+            state.charge_large_drain(worker, key, allocation)
             emitted = worker.forwarded(key)
-            state.emitted(hello.model, holding.path, key[0], holding.resumed_tokens, emitted, first=emitted > 0)
+            state.emitted(hello.model, allocation.path, key[0], allocation.resumed_tokens, emitted, first=emitted > 0)
             state.record_usage(release(key[0], now))
-        state.drop_claims_on(worker)
+        state.drop_retained_on(worker)
         if not drained and not lives:
             suspects.count_loss(state, worker)
         for request in draining.dependents(state, worker):
             state.interrupt(request, why, f"{hello.name}: {reason}"[:500], now)
             if hello.role is Role.PREFILL:
-                state.claim_room(request)
+                state.retain_allocation(request)
         state.refresh_eligibility(hello.model)
         flips.worker_lost(state, worker, reason)
         state.tell_gateways()
@@ -138,6 +138,6 @@ def _adopt(state: State, worker: Worker, hello: Hello) -> None:
         if not worker.adopt(held, state.limits.kv_overcommit):
             state.out.append(ProtocolViolation(worker.incarnation, "holds more than its capacity"))
             return
-        state.billing.found(held, of_answer=worker.room is not None)
+        state.billing.found(held, of_answer=worker.admission is not None)
         if held.request_id in state.requests or held.request_id in state.ended:
             state.send(worker.incarnation, Release(*key))

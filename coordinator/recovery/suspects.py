@@ -51,7 +51,7 @@ def _in_step(state: State, worker: Worker) -> list[tuple[Request, Suspicion]]:
                 ):
                     found.append((request, _one_more(request, chunk.start + chunk.length)))
         return found
-    for key in worker.holdings:
+    for key in worker.allocations:
         decoding = state.current(*key)
         if (
             decoding is not None
@@ -99,4 +99,4 @@ def _clear(state: State, request: Request) -> None:
     request.suspicion = None
     pool = state.pools[request.submit.model]
     pool.suspects.pop(request.id, None)
-    pool.free_own_worker(request)
+    pool.end_lone(request)

@@ -161,7 +161,7 @@ class CoordinatorMetrics:
                 states[request.submit.model, request.state] += 1
             for worker in self._core.workers.values():
                 if worker.hello.role is Role.DECODE:
-                    for key in worker.holdings:
+                    for key in worker.allocations:
                         request_ = self._core.current(*key)
                         if request_ is not None:
                             states[request_.submit.model, request_.state] += 1

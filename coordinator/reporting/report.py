@@ -44,7 +44,7 @@ def workers(state: State) -> tuple[WorkerStatus, ...]:
             pid=worker.hello.pid,
             kv_blocks=worker.capacity.kv_blocks,
             kv_blocks_used=worker.capacity.kv_blocks - worker.free_blocks,
-            requests=len(worker.holdings),
+            requests=len(worker.allocations),
             steps_in_flight=len(worker.steps),
             tokens_forwarded=worker.tokens_forwarded,
             own_blocks=worker.kv_held.blocks,

@@ -1,14 +1,13 @@
 """The requests of one model with chunks left to dispatch, queued and placed alike, and what their tenants are charged."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from math import inf
-from typing import NamedTuple, cast
+from typing import cast
 
 from coordinator.events import Limits
 from coordinator.fairness.cost import OutputLength
-from coordinator.fairness.fair_queue import FairQueue
-from coordinator.fairness.offers import Answer, Close, MoveTo, Terms
+from coordinator.fairness.fair_queue import FairQueue, Terms
 from coordinator.fairness.priority_classes import ring_weights
 from coordinator.fairness.scheduling_class import Path
 from coordinator.fairness.sorted_row import SPARE
@@ -26,24 +25,6 @@ _PRIORITY_S = 1e6
 """Of one step of a request's own priority: more than any deadline."""
 _HEAD_START_S = 1e13
 """What a drain cut short goes before whatever else its tenant has waiting."""
-
-
-class NextChunk(NamedTuple):
-    """What a pop has found for a prefill worker."""
-
-    request: Request | None
-    """None where nothing can run."""
-    length: int
-    """Tokens of its prompt."""
-    closed: tuple[int, ...]
-    """Queue keys under which nothing could run."""
-    gave_up: bool
-    """Nothing was found within the bound of moves; another call goes on from there."""
-
-
-LengthOf = Callable[[Request], int | Close | MoveTo]
-"""How many tokens of a prompt, at least one, can run in this step; or that nothing under its queue key can run (`Close`), or
-that it has to wait under another one (`MoveTo`)."""
 
 
 class WaitQueue:
@@ -218,23 +199,17 @@ class WaitQueue:
         """Queue keys of the classes of KV demand in which something waits."""
         return [key for key in self._classes if self.fair.has(key)]
 
-    def next_chunk(self, incarnation: int, keys: Iterable[int], length_of: LengthOf, now: float) -> NextChunk:
-        """Charge the next chunk for this prefill worker, of what is placed there or waits under one of these queue keys."""
-        length = 0
+    def first(self, keys: Iterable[int]) -> Request | None:
+        """The first in the fair order that waits under these queue keys."""
+        entry = self.fair.first(keys)
+        return None if entry is None else entry.item
 
-        def offer(request: Request) -> Answer:
-            nonlocal length
-            answer = length_of(request)
-            if not isinstance(answer, int):
-                return answer
-            length = answer
-            return self._terms(request, length, incarnation)
-
-        entry, cost, closed, gave_up = self.fair.pop((incarnation, *keys), offer)
-        if entry is None:
-            return NextChunk(None, 0, closed, gave_up)
-        self._dispatched(entry.item, length, cost, now)
-        return NextChunk(entry.item, length, closed, False)
+    def take(self, request: Request, length: int, incarnation: int, keys: Sequence[int], now: float) -> None:
+        """Charge the next chunk of the one that is first under these keys, for this prefill worker."""
+        assert request.entry is not None
+        terms = self._terms(request, length, incarnation)
+        self.fair.take(request.entry, terms, keys)
+        self._dispatched(request, length, terms.cost, now)
 
     def go_on(self, request: Request, length: int, incarnation: int, now: float) -> None:
         """Charge so much more of a prompt of which this prefill worker has just had a chunk."""
@@ -261,11 +236,6 @@ class WaitQueue:
         if request.dispatched_tokens == request.submit.prompt_tokens:
             request.begin().output_charged = self._limits.prices.output(self.output_estimate(request))
             request.entry = None
-
-    def peek(self, keys: Iterable[int]) -> Request | None:
-        """The first in the fair order that waits under these queue keys."""
-        entry = self.fair.peek(keys)
-        return None if entry is None else entry.item
 
     def goes_before(self, one: Request, other: Request) -> bool:
         """Whether the turn of `one` comes first in the fair order; both have one."""

@@ -1,31 +1,59 @@
-"""Workers, and what is reserved on them. A pool is the workers of one model.
+"""The workers that serve one model, and what is reserved on them.
 
-Room on workers is kept in three ways. A *holding* (`Worker.holdings`) is what an attempt has on a worker; it lasts until
-the worker says that it has let go. A *carried reservation* (`Candidates.claims`) is the holding of a decode worker that
-goes over to a request whose prefill worker was lost, so that nobody else gets it before the next attempt; it lasts until
-the request is placed or ends. A *reservation* (`RoomClasses.reservation`) has no blocks: it closes one worker to everybody
-but one large request that was passed over too often, until that request fits there. The first two are counted in blocks,
+Memory on workers is reserved in three ways. An *allocation* (`Worker.allocations`) is what an attempt has on a worker; it lasts
+until the worker says that it has let go. A *retained allocation* (`Pool.retained`) is what an attempt had on a decode worker,
+and goes over to its request when its prefill worker is lost, so that nobody else gets it before the next attempt; it lasts
+until the request is placed or ends. A *drain for a large request* (`DrainForLargeRequest`) has no blocks: it closes one worker
+to everybody but one request that was bypassed too often, until that request fits there. The first two are counted in blocks,
 the third is not.
 """
 
+from coordinator.fairness.held_shares import HeldShares
+from coordinator.request import Request
 from coordinator.score import Weights
 from coordinator.step_pace import StepLimits, StepPace
 from coordinator.waiting.overload import Rate
+from coordinator.workers.bindings import Bindings, Waits
 from coordinator.workers.candidates import Candidates
+from coordinator.workers.circuit_breakers import NOBODY, Breakers
+from coordinator.workers.prefix_index import Locality
+from coordinator.workers.reserved_workers import DrainForLargeRequest, LoneRequests
 from coordinator.workers.step_times import StepSample
+from coordinator.workers.token_targets import TokenTargets
 from coordinator.workers.traffic import Traffic
+from coordinator.workers.wakeups import Wakeups
 from coordinator.workers.worker import Worker
 from proto.held import Capacity
 from proto.messages import Role, Submit
 
+TOKENS_PER_S = 1000.0
+"""Of a prefill worker, while none of its pool has been measured."""
 
-class Pool(Candidates):
-    """The workers that serve one model; `admission` lets in only those between which KV can cross."""
+
+class Pool:
+    """`admission` lets in only workers between which KV can cross. What changes a worker tells its pool: `changed`, `freed`."""
 
     def __init__(self, model: str, weights: Weights | None = None, steps: StepLimits | None = None) -> None:
-        super().__init__(weights or Weights())
-        self._step_limits = steps or StepLimits()
         self.model = model
+        self.weights = weights or Weights()
+        self._step_limits = steps or StepLimits()
+        self.prefill: dict[int, Worker] = {}
+        self.decode: dict[int, Worker] = {}
+        self.locality, self.targets = Locality(), TokenTargets()
+        self.candidates = Candidates(self.prefill, self.decode, self.locality, self.targets)
+        self.large_drain = DrainForLargeRequest(self.decode)
+        self.lone = LoneRequests(self.decode)
+        self.wakeups = Wakeups(self.prefill, self.large_drain)
+        self.bindings = Bindings(self.prefill, self.wakeups)
+        self.breakers = Breakers()
+        self.shares = HeldShares()
+        self.waits = Waits()
+        self.suspects: dict[str, Request] = {}
+        """Those with a suspicion, by id."""
+        self.retained: dict[str, Request] = {}
+        """Those that lost their prefill worker and keep their room in decode, by id."""
+        self.gives_way = ("", 0)
+        """The attempt that was interrupted last so that another tenant gets its share."""
         self.traffic = Traffic()
         self.step_times = {Role.PREFILL: StepSample(), Role.DECODE: StepSample()}
         self.context_tokens = 0
@@ -36,6 +64,8 @@ class Pool(Candidates):
         """Millionths of a decode worker that come free by themselves."""
         self._tokens_per_s, self._measured = 0.0, 0
         """The sum of the rates of prefill workers, and of how many."""
+        self._mean_tokens_per_s = 0.0
+        """Of the prefill workers measured; 0: to be counted anew."""
         self.no_room = self.cache_waits = 0
         """Turns that passed a request over: without room for it, or for a worker that has more of it cached."""
         self.finished = 0
@@ -53,7 +83,7 @@ class Pool(Candidates):
         limits = self._step_limits
         worker.pace = StepPace(limits._replace(tokens=limits.tokens or worker.capacity.step_tokens))
         self.changed(worker)
-        self.reopen()
+        self.wakeups.look_anew()
         self._measure()
 
     def remove(self, worker: Worker, now: float) -> None:
@@ -63,18 +93,16 @@ class Pool(Candidates):
             self._lost[worker.hello.role] = worker, now
         self.locality.leave(worker.incarnation)
         self.breakers.leave(worker.incarnation)
-        self.idle.drop(worker.incarnation)
-        self.hosts.pop(worker.incarnation, None)
-        self.ready.pop(worker.incarnation, None)
-        self._least_full.drop(worker.incarnation)
+        self.wakeups.left(worker)
+        self.bindings.hosts.pop(worker.incarnation, None)
+        self.candidates.left(worker)
         self.targets.leave(worker)
         if worker.shares is not None:
-            for key, holding in worker.holdings.items():
-                if holding.path:
-                    self.shares.remove(holding.path, worker.incarnation, key)
+            for key, allocation in worker.allocations.items():
+                if allocation.path:
+                    self.shares.remove(allocation.path, worker.incarnation, key)
             worker.shares = None
-        self._finish.drop(worker.incarnation)
-        self.reopen()
+        self.wakeups.look_anew()
         self._measure()
 
     def freed_per_s(self, now: float) -> float:
@@ -84,6 +112,76 @@ class Pool(Candidates):
         self._freed.add(self.shares.freed, now)
         self.shares.freed = 0
         return self._freed.per_s(now)
+
+    def changed(self, worker: Worker) -> None:
+        """What it holds or has to do has changed, or whether it takes work."""
+        if worker.admission is None:
+            self.candidates.prefill_changed(worker, self.rate(worker))
+            self.wakeups.steps_changed(worker)
+        else:
+            self.targets.changed(worker)
+            self.candidates.decode_changed(worker)
+
+    def freed(self, worker: Worker) -> None:
+        """It has let go of something, or what it holds is sure to take less."""
+        wakeups, drain, lone = self.wakeups, self.large_drain, self.lone
+        if worker.admission is None:
+            wakeups.prefill_room_freed(worker)
+            if self.retained or lone.waiting or drain.request is not None:
+                wakeups.may_go_out_of_turn()
+            return
+        is_kept = worker.incarnation in (drain.decode, lone.decode)
+        if self.retained or is_kept:
+            wakeups.may_go_out_of_turn()
+        if self.breakers.pairs:
+            wakeups.pairs_changed()
+        if wakeups.closed and not worker.draining and not is_kept:
+            waiting_ms = self.waiting_target()
+            wakeups.decode_room_freed(lambda request: self.decode_fits(worker, request, waiting_ms))
+
+    # --- what may run where -------------------------------------------------------------------------------------------
+
+    def may_pair(self, prefill: Worker, decode: Worker, now: float) -> bool:
+        breakers, one, other = self.breakers, prefill.incarnation, decode.incarnation
+        if not breakers.pairs:
+            return True
+        return (
+            breakers.allows((one, other), now, lambda key: key in decode.allocations)
+            and breakers.allows_worker((one, NOBODY), now, lambda key: key in prefill.allocations, len(self.prefill))
+            and breakers.allows_worker((NOBODY, other), now, lambda key: key in decode.allocations, len(self.decode))
+        )
+
+    def has_pair(self, prefill: Worker, now: float) -> bool:
+        """Whether anything may be placed on it, as far as its pairs go."""
+        return any(not decode.draining and self.may_pair(prefill, decode, now) for decode in self.decode.values())
+
+    def decode_candidates(self, request: Request, prefill: Worker, now: float) -> list[Worker]:
+        """Decode workers to which this prefill worker may send. Not those that are closed to all but one request."""
+        closed = (self.large_drain.decode, self.lone.decode)
+
+        def takes(decode: Worker) -> bool:
+            return not decode.draining and decode.incarnation not in closed and self.may_pair(prefill, decode, now)
+
+        return self.candidates.decode(request, takes)
+
+    def end_lone(self, request: Request) -> None:
+        """It does not run alone, and does not wait to."""
+        if self.lone.end(request):
+            self.wakeups.look_anew()
+
+    def decode_fits(self, decode: Worker, request: Request, waiting_ms: float = 0.0) -> bool:
+        """Whether a decode worker has room for a request now, and no target is missed there for it. `waiting_ms`: the result of
+        `waiting_target`."""
+        if not decode.fits(request.submit, request.expected_left):
+            return False
+        return not self.targets.used or request.submit.choices <= self.targets.free_seqs(decode, request, waiting_ms)
+
+    def waiting_target(self) -> float:
+        """The strictest target for the time per token of those that wait without room; 0: none."""
+        if not self.targets.used:
+            return 0.0
+        firsts = self.wakeups.closed.values()
+        return min((first.tpot_ms for first in firsts if first.tpot_ms and first.waits), default=0.0)
 
     # --- trouble --------------------------------------------------------------------------------------------------------
 
@@ -137,6 +235,17 @@ class Pool(Candidates):
         self._measured += not before
         self._tokens_per_s += worker.tokens_per_s - before
 
+    def rate(self, prefill: Worker) -> float:
+        """Tokens per second; one not measured yet is taken for as fast as the others."""
+        if prefill.tokens_per_s:
+            return prefill.tokens_per_s
+        if not self._mean_tokens_per_s:
+            rates = [worker.tokens_per_s for worker in self.prefill.values() if worker.tokens_per_s]
+            if not rates:
+                return TOKENS_PER_S
+            self._mean_tokens_per_s = sum(rates) / len(rates)
+        return self._mean_tokens_per_s
+
     def tokens_per_s(self) -> float:
         """Prefill rate of all workers together; 0 until something was measured. Those that were not measured count as the
         mean of the others."""
@@ -161,6 +270,11 @@ class Pool(Candidates):
         sides = (self.prefill, self.decode)
         return tuple(frozenset(w.capacity for w in side.values() if not w.draining) for side in sides)
 
+    def could_place(self, submit: Submit) -> bool:
+        """Whether it could run on workers that take work, if nothing else was there."""
+        sides = (self.prefill, self.decode)
+        return all(any(not w.draining and w.could_ever_take(submit) for w in side.values()) for side in sides)
+
     def could_ever_fit(self, submit: Submit) -> bool:
         """On workers that are up. Where a role has none, the one that it lost stands for the one that will be started again."""
         for role, side in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode)):
@@ -172,7 +286,7 @@ class Pool(Candidates):
     def _measure(self) -> None:
         both = (*self.prefill.values(), *self.decode.values())
         self.context_tokens = min((worker.capacity.context_tokens for worker in both), default=self.context_tokens)
-        self._block_sizes = sorted({worker.capacity.block_size for worker in both})
+        self.candidates.block_sizes = sorted({worker.capacity.block_size for worker in both})
         self._mean_tokens_per_s = 0.0
         rates = [worker.tokens_per_s for worker in self.prefill.values() if worker.tokens_per_s]
         self._tokens_per_s, self._measured = sum(rates), len(rates)

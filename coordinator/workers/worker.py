@@ -24,15 +24,15 @@ Where = dict[tuple[str, int], list[int]]
 """By attempt: the workers that hold something for it."""
 
 
-class Holding(msgspec.Struct, frozen=True, gc=False):
+class Allocation(msgspec.Struct, frozen=True, gc=False):
     """What one attempt has reserved on one worker, until that worker itself says that it has let go."""
 
     kv_blocks: int
-    """In decode: at the end of its longest life. What it holds until then is in the worker's `room`."""
+    """In decode: at the end of its longest life. What it holds until then is in the worker's `admission`."""
     seqs: int
     path: Path = ()
     """Whom to charge what the worker says it has emitted; empty for what was adopted."""
-    life: KvDemand | None = None
+    demand: KvDemand | None = None
     """In decode; None for what was adopted and of which no more is known than its blocks."""
     resumed_tokens: int = 0
     """Of the answer, before this attempt."""
@@ -48,16 +48,16 @@ class Worker:
     hello: Hello
     capacity: Capacity
     free_seqs: int
-    room: KvAdmission | None = None
+    admission: KvAdmission | None = None
     """Decode only. What a prefill worker holds does not grow: `kv_blocks_taken` says it all."""
     seqs_by_target: dict[float, int] = field(default_factory=dict)
-    """Decode only: sequences held, by `Holding.tpot_ms`."""
+    """Decode only: sequences held, by `Allocation.tpot_ms`."""
     held_charged_at: float = 0.0
     """Decode only: up to when tenants have paid for what they hold here."""
     step_fit: StepFit = field(default_factory=StepFit)
     """Decode only: how long its steps take, learnt while targets are in use."""
     kv_blocks_taken: int = 0
-    holdings: dict[tuple[str, int], Holding] = field(default_factory=dict)
+    allocations: dict[tuple[str, int], Allocation] = field(default_factory=dict)
     placed: dict[str, Request] = field(default_factory=dict)
     """Prefill only: prompts with tokens not yet dispatched, oldest first."""
     begun: Request | None = None
@@ -73,7 +73,7 @@ class Worker:
     shares: HeldShares | None = None
     """Decode only: its pool's, while it is there."""
     on_change: Callable[["Worker"], None] = lambda worker: None
-    """Told when its holdings or steps have changed."""
+    """Told when its allocations or steps have changed."""
     steps: dict[int, tuple[Step, list[Request]]] = field(default_factory=dict)
     """Steps in flight, by id, with the request of each chunk."""
     tokens_in_flight: int = 0
@@ -110,8 +110,8 @@ class Worker:
     def from_hello(hello: Hello) -> "Worker":
         assert hello.capacity is not None
         capacity = hello.capacity
-        room = KvAdmission(capacity.kv_blocks, capacity.block_size) if hello.role is Role.DECODE else None
-        return Worker(hello.incarnation, hello, capacity, capacity.max_seqs, room)
+        admission = KvAdmission(capacity.kv_blocks, capacity.block_size) if hello.role is Role.DECODE else None
+        return Worker(hello.incarnation, hello, capacity, capacity.max_seqs, admission)
 
     def is_same_process(self, other: "Worker") -> bool:
         """Whether the two are the halves of one mixed worker."""
@@ -126,7 +126,7 @@ class Worker:
     @property
     def free_blocks(self) -> int:
         """Blocks that nothing held here will ever need."""
-        taken = self.kv_blocks_taken if self.room is None else self.room.taken
+        taken = self.kv_blocks_taken if self.admission is None else self.admission.taken
         return max(self.capacity.kv_blocks - taken, 0)  # more may have been adopted than is sure to fit
 
     @property
@@ -135,75 +135,77 @@ class Worker:
 
     def fits(self, submit: Submit, expected_left: int = NEVER) -> bool:
         """Whether there is room for it now."""
-        if self.room is None:
+        if self.admission is None:
             return self.free_seqs > 0 and self.whole_blocks(submit) <= self.free_blocks
-        return submit.choices <= self.free_seqs and self.room.fits(KvDemand.of(submit, expected_left))
+        return submit.choices <= self.free_seqs and self.admission.fits(KvDemand.of(submit, expected_left))
 
     def could_ever_take(self, submit: Submit) -> bool:
         """Whether it has room if nothing else is there."""
-        seqs = 1 if self.room is None else submit.choices
+        seqs = 1 if self.admission is None else submit.choices
         return self.whole_blocks(submit) <= self.capacity.kv_blocks and seqs <= self.capacity.max_seqs
 
-    def hold(self, key: tuple[str, int], holding: Holding) -> None:
+    def hold(self, key: tuple[str, int], allocation: Allocation) -> None:
         """The caller has asked `fits`."""
-        assert holding.seqs <= self.free_seqs
-        self._count(key, holding)
+        assert allocation.seqs <= self.free_seqs
+        self._count(key, allocation)
 
     def adopt(self, held: Held, kv_overcommit: float) -> bool:
         """Count what the worker held before it registered; False if that cannot be. Where only reservations are known of decode
         streams, those may add up to more than the pool, because their ends keep them apart."""
         key, life = (held.request_id, held.attempt), None
-        if self.room is not None and held.prompt_tokens:
+        if self.admission is not None and held.prompt_tokens:
             life = KvDemand(held.prompt_tokens, held.left_tokens, held.seqs, expected_again(held, kv_overcommit))
             if life._replace(expected=NEVER).whole(self.capacity.block_size) > held.kv_blocks:
                 life = None  # these do not fit together: the reservation counts
-        holding = Holding(held.kv_blocks, held.seqs, (), life, held.resumed_tokens, adopted=True)
-        blocks = self.capacity.kv_blocks if self.room is not None else self.free_blocks
-        if key in self.holdings or holding.seqs > self.free_seqs or holding.kv_blocks > blocks:
+        allocation = Allocation(held.kv_blocks, held.seqs, (), life, held.resumed_tokens, adopted=True)
+        blocks = self.capacity.kv_blocks if self.admission is not None else self.free_blocks
+        if key in self.allocations or allocation.seqs > self.free_seqs or allocation.kv_blocks > blocks:
             return False
-        if self.room is not None:
-            self.room.reached(held.steps)
-        self._count(key, holding)
-        if self.room is not None and life is not None:
+        if self.admission is not None:
+            self.admission.reached(held.steps)
+        self._count(key, allocation)
+        if self.admission is not None and life is not None:
             if held.joined_step is not None:
-                self.room.joined(key, held.joined_step)
-            return self.room.shares(key, chains(held.prefix))
+                self.admission.joined(key, held.joined_step)
+            return self.admission.shares(key, chains(held.prefix))
         return True
 
-    def _count(self, key: tuple[str, int], holding: Holding) -> None:
-        assert key not in self.holdings
-        self.holdings[key] = holding
+    def _count(self, key: tuple[str, int], allocation: Allocation) -> None:
+        assert key not in self.allocations
+        self.allocations[key] = allocation
         self.where.setdefault(key, []).append(self.incarnation)
-        self.free_seqs -= holding.seqs
-        self._count_target(holding.tpot_ms, holding.seqs)
-        if self.shares is not None and holding.path:
-            self.shares.add(holding.path, self.incarnation, key, self.share_of(holding.seqs, holding.kv_blocks))
-        if self.room is None:
-            self.kv_blocks_taken += holding.kv_blocks
-        elif holding.life is None:
-            self.room.adopt(key, holding.kv_blocks)
+        self.free_seqs -= allocation.seqs
+        self._count_target(allocation.tpot_ms, allocation.seqs)
+        if self.shares is not None and allocation.path:
+            self.shares.add(
+                allocation.path, self.incarnation, key, self.share_of(allocation.seqs, allocation.kv_blocks)
+            )
+        if self.admission is None:
+            self.kv_blocks_taken += allocation.kv_blocks
+        elif allocation.demand is None:
+            self.admission.adopt(key, allocation.kv_blocks)
         else:
-            self.room.place(key, holding.life)
+            self.admission.place(key, allocation.demand)
         self.on_change(self)
 
-    def release(self, key: tuple[str, int]) -> Holding | None:
-        """Count a holding as free again; None if there is none, as when a message is repeated."""
-        holding = self.holdings.pop(key, None)
-        if holding is None:
+    def release(self, key: tuple[str, int]) -> Allocation | None:
+        """Count an allocation as free again; None if there is none, as when a message is repeated."""
+        allocation = self.allocations.pop(key, None)
+        if allocation is None:
             return None
-        self._forget_holding(key)
-        self.free_seqs += holding.seqs
-        self._count_target(holding.tpot_ms, -holding.seqs)
-        if self.shares is not None and holding.path:
-            self.shares.remove(holding.path, self.incarnation, key)
-        if self.room is None:
-            self.kv_blocks_taken -= holding.kv_blocks
+        self._forget_allocation(key)
+        self.free_seqs += allocation.seqs
+        self._count_target(allocation.tpot_ms, -allocation.seqs)
+        if self.shares is not None and allocation.path:
+            self.shares.remove(allocation.path, self.incarnation, key)
+        if self.admission is None:
+            self.kv_blocks_taken -= allocation.kv_blocks
         else:
-            self.room.release(key)
-            if not self.holdings:
-                self.room.short = False  # nothing runs there any more that would say so
+            self.admission.release(key)
+            if not self.allocations:
+                self.admission.short = False  # nothing runs there any more that would say so
         self.on_change(self)
-        return holding
+        return allocation
 
     def share_of(self, seqs: int, kv_blocks: int) -> int:
         """The part of this worker, in millionths, of which there is more: sequences or blocks."""
@@ -216,7 +218,7 @@ class Worker:
         else:
             self.seqs_by_target.pop(tpot_ms, None)
 
-    def _forget_holding(self, key: tuple[str, int]) -> None:
+    def _forget_allocation(self, key: tuple[str, int]) -> None:
         incarnations = self.where[key]
         incarnations.remove(self.incarnation)
         if not incarnations:
@@ -224,12 +226,12 @@ class Worker:
 
     def leave(self) -> None:
         """It is gone; what it held stays on record here, but not in `where`."""
-        for key in self.holdings:
-            self._forget_holding(key)
+        for key in self.allocations:
+            self._forget_allocation(key)
 
     def forwarded(self, key: tuple[str, int]) -> int:
         """Tokens that an attempt has emitted for certain in decode, first ones aside, by the worker's steps."""
-        return self.room.forwarded(key) if self.room is not None and key in self.room else 0
+        return self.admission.forwarded(key) if self.admission is not None and key in self.admission else 0
 
     def begin_step(self, chunks: list[Chunk], requests: list[Request]) -> Step:
         step = Step(self.next_step_id, tuple(chunks))
@@ -284,31 +286,35 @@ class Worker:
     def whole_blocks(self, submit: Submit) -> int:
         """The most blocks it comes to hold here."""
         size = self.capacity.block_size
-        return -(-submit.prompt_tokens // size) if self.room is None else KvDemand.of(submit).whole(size)
+        return -(-submit.prompt_tokens // size) if self.admission is None else KvDemand.of(submit).whole(size)
 
-    def prefill_holding(self, submit: Submit, path: Path = ()) -> Holding:
-        return Holding(self.whole_blocks(submit), 1, path, None, submit.resumed_tokens)
+    def prefill_allocation(self, submit: Submit, path: Path = ()) -> Allocation:
+        return Allocation(self.whole_blocks(submit), 1, path, None, submit.resumed_tokens)
 
-    def decode_holding(
+    def decode_allocation(
         self, submit: Submit, path: Path = (), expected_left: int = NEVER, tpot_ms: float = 0.0
-    ) -> Holding:
+    ) -> Allocation:
         life = KvDemand.of(submit, expected_left)
         longest = life if expected_left == NEVER else KvDemand.of(submit)
         blocks = longest.whole(self.capacity.block_size)
-        return Holding(blocks, submit.choices, path, life, submit.resumed_tokens, tpot_ms=tpot_ms)
+        return Allocation(blocks, submit.choices, path, life, submit.resumed_tokens, tpot_ms=tpot_ms)
 
     def check_invariants(self) -> None:
-        assert self.free_seqs + sum(h.seqs for h in self.holdings.values()) == self.capacity.max_seqs
+        assert self.free_seqs + sum(h.seqs for h in self.allocations.values()) == self.capacity.max_seqs
         assert self.free_seqs >= 0
         assert self.free_seqs + sum(self.seqs_by_target.values()) == self.capacity.max_seqs
-        assert all(self.incarnation in self.where[key] for key in self.holdings)
+        assert all(self.incarnation in self.where[key] for key in self.allocations)
         assert self.undispatched_tokens == sum(self.undispatched.values())
         assert self.undispatched.keys() == self.placed.keys() | self.bound.keys()
-        if self.room is None:
-            assert self.kv_blocks_taken == sum(h.kv_blocks for h in self.holdings.values()) <= self.capacity.kv_blocks
+        if self.admission is None:
+            assert (
+                self.kv_blocks_taken == sum(h.kv_blocks for h in self.allocations.values()) <= self.capacity.kv_blocks
+            )
         else:
-            self.room.check_invariants()
-            assert len(self.room) == len(self.holdings) and all(key in self.room for key in self.holdings)
+            self.admission.check_invariants()
+            assert len(self.admission) == len(self.allocations) and all(
+                key in self.admission for key in self.allocations
+            )
 
 
 def expected_again(held: Held, kv_overcommit: float) -> int:

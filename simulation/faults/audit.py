@@ -67,8 +67,10 @@ def audit(cluster: Cluster) -> None:
     check_blocks(cluster)
     for worker in cluster.workers:
         counted = core.workers[worker.incarnation]
-        if counted.holdings or counted.steps or counted.free_blocks != worker.kv_blocks:
-            raise Violation("block conservation", f"the coordinator counts {counted.holdings} on {worker.name}, idle")
+        if counted.allocations or counted.steps or counted.free_blocks != worker.kv_blocks:
+            raise Violation(
+                "block conservation", f"the coordinator counts {counted.allocations} on {worker.name}, idle"
+            )
     _check_quotas(cluster, core)
     for request_id in cluster.oracles.accepted:
         if request_id not in cluster.ledger.rows:

@@ -272,7 +272,7 @@ class Oracles:
             if limits.concurrency is not None and account.concurrency > limits.concurrency and not _promised(core):
                 raise Violation("quotas", f"{account.name} has {account.concurrency} requests of {limits.concurrency}")
         for model, queue in core.queues.items():
-            if queue.fair.size and not any(w.steps or w.holdings for w in core.workers.values()):
+            if queue.fair.size and not any(w.steps or w.allocations for w in core.workers.values()):
                 pool = core.pools[model]
                 pairs = [(p, d) for p in pool.prefill.values() for d in pool.decode.values()]
                 if any(not (p.draining or d.draining) and pool.may_pair(p, d, core.now) for p, d in pairs):

@@ -1,10 +1,9 @@
 """A fair queue that writes down what each tenant was charged in all."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-from coordinator.fairness.fair_queue import FairQueue, Popped
-from coordinator.fairness.offers import Offer, Terms
+from coordinator.fairness.fair_queue import FairQueue, Terms
 from coordinator.fairness.scheduling_class import Path
 from coordinator.fairness.tenant_queue import Entry
 from coordinator.request import Request
@@ -15,11 +14,9 @@ class Billed(FairQueue[Request]):
         super().__init__(1024.0)
         self.bill: Counter[Path] = Counter()
 
-    def pop(self, keys: Iterable[int], offer: Offer[Request]) -> Popped[Request]:
-        found = super().pop(keys, offer)
-        if found.entry is not None:
-            self.bill[found.entry.leaf.path] += found.cost  # type: ignore[assignment]
-        return found
+    def take(self, entry: Entry[Request], terms: Terms, keys: Sequence[int]) -> None:
+        self.bill[entry.leaf.path] += terms.cost  # type: ignore[assignment]
+        super().take(entry, terms, keys)
 
     def go_on(self, entry: Entry[Request], terms: Terms) -> None:
         self.bill[entry.leaf.path] += terms.cost  # type: ignore[assignment]

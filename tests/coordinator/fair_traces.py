@@ -4,9 +4,9 @@ import random
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from coordinator.fairness.fair_queue import FairQueue
-from coordinator.fairness.offers import CLOSED, Answer, MoveTo, Terms
+from coordinator.fairness.fair_queue import FairQueue, Terms
 from coordinator.fairness.tenant_queue import Entry
+from tests.coordinator.turns import Answer, MoveTo, pop
 
 Path = tuple[str, ...]
 
@@ -166,14 +166,14 @@ class Trace:
             nonlocal offered
             offered += 1
             if job.key in closing:
-                return CLOSED
+                return None
             if self.moves(job, worker):
                 job.key = bound(job.only_on)
                 return MoveTo(job.key)
             job.key = worker
             return Terms(float(job.cost), job.chunks == 1, worker)
 
-        found = self.queue.pop(named, offer)
+        found = pop(self.queue, named, offer)
         if found.entry is None:
             self.idle_with_work += bool(self.able(worker, keys))
             return

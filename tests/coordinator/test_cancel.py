@@ -55,7 +55,7 @@ def spam(seed: int, requests: int) -> None:
 
     invariants.check(world.core)
     assert not world.core.requests and not queue.size and not world.core.queues[MODEL].backlog.tokens, seed
-    assert not any(worker.holdings or worker.steps for worker in world.core.workers.values()), seed
+    assert not any(worker.allocations or worker.steps for worker in world.core.workers.values()), seed
     assert {"queued", "prefilling", "decoding"} <= set(states), (seed, states)
     assert max(further) <= STEP_TOKENS, (seed, "one further chunk at the most", max(further))
     done: Counter[Path] = Counter()

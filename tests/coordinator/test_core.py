@@ -191,9 +191,9 @@ def test_cancel_from_any_state_gives_everything_back_once_the_workers_say_so(sta
     h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
     assert h.ended["a"] == [State.CANCELLED] and "a" not in h.core.requests
     for incarnation in {s.incarnation for s in h.sent if isinstance(s.message, Release)}:
-        assert ("a", 1) in h.core.workers[incarnation].holdings, "blocks are held until the worker lets go"
+        assert ("a", 1) in h.core.workers[incarnation].allocations, "blocks are held until the worker lets go"
         h.receive(incarnation, Released("a", 1))
-    assert all(("a", 1) not in w.holdings for w in h.core.workers.values())
+    assert all(("a", 1) not in w.allocations for w in h.core.workers.values())
 
 
 def test_cancel_by_another_gateway_or_of_an_older_attempt_does_nothing() -> None:
@@ -409,7 +409,7 @@ def test_chaos_every_accepted_request_ends_exactly_once_and_nothing_leaks(seed: 
     for request_id in world.accepted:
         assert len(world.ended[request_id]) == 1, (seed, request_id, world.ended[request_id])
     for worker in world.core.workers.values():
-        assert not worker.holdings and worker.free_blocks == 40, seed
+        assert not worker.allocations and worker.free_blocks == 40, seed
     assert not world.protocol_violation
 
 

@@ -74,7 +74,7 @@ def placed_on(messages: Iterable[object]) -> set[str]:
 def test_nothing_new_comes_and_what_runs_ends_where_it_is() -> None:
     h = Harness.make(decode=2)
     decoding(h, submit("a"))
-    (there,) = (incarnation for incarnation in (20, 21) if h.core.workers[incarnation].holdings)
+    (there,) = (incarnation for incarnation in (20, 21) if h.core.workers[incarnation].allocations)
     h.receive(there, Draining(30_000.0))
     for number in range(8):
         h.receive(1, submit(f"r{number}"))
@@ -92,7 +92,7 @@ def test_nothing_new_comes_and_what_runs_ends_where_it_is() -> None:
 def test_chunks_of_a_prompt_that_is_placed_go_on() -> None:
     h = Harness.make(prefill=2, limits=Limits(step_tokens=8))
     h.receive(1, submit("long", 100))
-    (there,) = (incarnation for incarnation in (10, 11) if h.core.workers[incarnation].holdings)
+    (there,) = (incarnation for incarnation in (10, 11) if h.core.workers[incarnation].allocations)
     h.receive(there, Draining(30_000.0))
     h.receive(1, submit("new", 8))
     assert sum(chunk.length for chunk in compute(h, there)) == 100

@@ -46,10 +46,10 @@ def test_a_busy_pool_has_as_much_room_after_a_failover_as_before(text: str) -> N
     held = world.decode.table.held()
     assert len(held) > 5 and before.free_blocks < 0.1 * KV_BLOCKS
     after = successor(world, held).workers[FIRST_DECODE]
-    assert after.room is not None and before.room is not None
-    after.room.check_invariants()
+    assert after.admission is not None and before.admission is not None
+    after.admission.check_invariants()
     assert before.free_blocks <= after.free_blocks < 0.2 * KV_BLOCKS
-    assert after.room.shared >= before.room.shared and bool(text) == (after.room.shared > 0)
+    assert after.admission.shared >= before.admission.shared and bool(text) == (after.admission.shared > 0)
     only_blocks = tuple(Held(one.request_id, one.attempt, one.kv_blocks, one.seqs) for one in held)
     assert successor(world, only_blocks).workers[FIRST_DECODE].free_blocks == 0
 
@@ -62,7 +62,7 @@ def test_adopted_streams_are_counted_by_what_is_left_of_them() -> None:
         Held("b", 1, 6, 1, 0, 8, 16, 112),
     )
     h.post(PeerUp(22, msgspec.structs.replace(hello, held=held)))
-    room = h.core.workers[22].room
+    room = h.core.workers[22].admission
     assert room is not None and room.steps == 112
     h.receive(1, submit("c", 8, max_tokens=17))
     assert [m.request_id for m in h.take(Reserve) if isinstance(m, Reserve)] == ["c"], "6 + 3 + 3 blocks, not 6 + 6 + 6"

@@ -6,21 +6,21 @@ from itertools import pairwise
 
 import pytest
 
-from coordinator.fairness.fair_queue import MOVES_MAX, FairQueue
-from coordinator.fairness.offers import CLOSED, Answer, Close, MoveTo, Terms
+from coordinator.fairness.fair_queue import FairQueue, Terms
 from coordinator.fairness.priority_classes import ring_weights
 from coordinator.fairness.scheduling_class import Ring
 from coordinator.fairness.sorted_row import SortedRow
 from coordinator.fairness.tenant_queue import Entry, TenantQueue
 from runtime.tenancy.priority_classes import DEFAULT_PRIORITY_CLASSES, PriorityClass
 from tests.coordinator.fair_traces import Job, Trace
+from tests.coordinator.turns import Answer, MoveTo, pop
 from tests.helpers import first
 
 
 class InArrivalOrder(FairQueue[Job]):
     """The negative control: whoever's request came first is next, whatever it has had already."""
 
-    def _first(self, keys: Iterable[int]) -> Entry[Job] | None:
+    def first(self, keys: Iterable[int]) -> Entry[Job] | None:
         queues = [leaf.rows[key] for leaf in self._leaves.values() for key in keys if key in leaf.rows]
         return min(
             (queue.first() for queue in queues if isinstance(queue, TenantQueue)),
@@ -67,7 +67,7 @@ def drain(queue: FairQueue[int], chunks: int) -> dict[tuple[str, ...], float]:
     """Serve so many chunks; the cost served by tenant."""
     served: dict[tuple[str, ...], float] = {}
     for _ in range(chunks):
-        found = queue.pop((PLACED, FREE), one_chunk)
+        found = pop(queue, (PLACED, FREE), one_chunk)
         assert found.entry is not None, "idle with work waiting"
         path = found.entry.leaf.path
         served[path] = served.get(path, 0.0) + found.cost
@@ -162,7 +162,7 @@ def test_a_long_prompt_holds_up_no_short_one_of_its_tenant_and_is_overtaken_so_o
     for _ in range(40):
         if len(queue) == 1:
             queue.push("short", ("a",), FREE - 1, 0.0, 1)
-        found = queue.pop((PLACED, FREE, FREE - 1), lambda item: Terms(256.0, item == "short", PLACED))
+        found = pop(queue, (PLACED, FREE, FREE - 1), lambda item: Terms(256.0, item == "short", PLACED))
         assert found.entry is not None
         order.append(found.entry.item)
     assert order[:5] == ["short"] * 4 + ["long"]
@@ -188,7 +188,7 @@ def test_overtakings_of_entries_that_can_run_never_exceed_the_limit(seed: int) -
         last = rnd.random() < 0.4
         keys = [key for key in (PLACED, FREE, FREE - 1, FREE - 2) if rnd.random() < 0.9]
         first = {entry for entry in overtaken if entry.key in keys and entry.queue.oldest is entry}
-        found = queue.pop(keys, lambda _, last=last: Terms(256.0, last, PLACED))  # type: ignore[misc]
+        found = pop(queue, keys, lambda _, last=last: Terms(256.0, last, PLACED))  # type: ignore[misc]
         if found.entry is None:
             continue
         served = found.entry
@@ -212,7 +212,7 @@ def test_chunks_of_an_earlier_request_overtake_nobody() -> None:
         left[item] -= 1
         return Terms(256.0, not left[item], PLACED)
 
-    order = [found.entry.item for _ in range(24) if (found := queue.pop((PLACED, FREE), offer)).entry]
+    order = [found.entry.item for _ in range(24) if (found := pop(queue, (PLACED, FREE), offer)).entry]
     assert order == ["a"] * 8 + ["b"] * 8 + ["c"] * 8
 
 
@@ -224,7 +224,7 @@ def test_a_tenant_that_cannot_run_on_one_worker_loses_nothing_by_it() -> None:
     served = {"a": 0, "b": 0}
     for turn in range(200):
         keys = (FREE, FREE - 1) if turn % 2 == 0 else (FREE - 1,)
-        found = queue.pop(keys, lambda _: Terms(256.0, True, PLACED))
+        found = pop(queue, keys, lambda _: Terms(256.0, True, PLACED))
         assert found.entry is not None
         served[found.entry.item] += 1
     assert served["a"] >= 95, "half of the workers can run it, and it gets half of the service"
@@ -239,53 +239,33 @@ def test_a_thousand_requests_without_room_hide_nobody_and_cost_one_offer_for_eac
 
     def full(item: int) -> Answer:
         asked.append(item)
-        return CLOSED if item < 1000 else Terms(1.0, True, PLACED)
+        return None if item < 1000 else Terms(1.0, True, PLACED)
 
-    found = queue.pop([FREE - key for key in range(11)], full)
+    found = pop(queue, [FREE - key for key in range(11)], full)
     assert found.entry is not None and found.entry.item == 1000
-    assert len(asked) == 11 and sorted(found.closed) == [FREE - key for key in range(9, -1, -1)]
-    assert queue.pop([FREE], full).entry is None and len(asked) == 12
+    assert len(asked) == 11
+    assert pop(queue, [FREE], full).entry is None and len(asked) == 12
     assert len(queue) == 1000
 
 
-def test_one_offer_closes_other_keys_too() -> None:
-    queue = FairQueue[str]()
-    for number, name in enumerate(("small", "large", "larger")):
-        queue.push(name, (name,), FREE - number, 0.0, 1)
-    queue.charge(("small",), 10.0)  # its turn comes after those of the large ones
-    asked: list[str] = []
-
-    def offer(item: str) -> Answer:
-        asked.append(item)
-        return Close(also=(FREE - 2,)) if item == "large" else Terms(1.0, True, PLACED)
-
-    found = queue.pop((FREE, FREE - 1, FREE - 2), offer)
-    assert found.entry is not None and asked == ["large", "small"] and set(found.closed) == {FREE - 1, FREE - 2}
-
-
-def test_what_moves_to_another_key_lets_others_by_and_a_pop_moves_so_many_at_the_most() -> None:
+def test_what_moves_to_another_key_lets_others_by() -> None:
     queue = FairQueue[int]()
-    backlog(queue, ("a",), MOVES_MAX)
+    backlog(queue, ("a",), 64)
     backlog(queue, ("b",), 1, 7)
-    found = queue.pop((FREE,), lambda cost: MoveTo(2) if cost == 256 else Terms(7.0, True, PLACED))
-    assert found.entry is not None and found.entry.leaf.path == ("b",) and queue.has(2)
-    backlog(queue, ("a",), MOVES_MAX + 10)
-    found = queue.pop((FREE,), lambda cost: MoveTo(2))
-    assert found.entry is None and found.gave_up
-    found = queue.pop((FREE,), lambda cost: MoveTo(2))
-    assert found.entry is None and not found.gave_up and not queue.has(FREE)
-    assert len(queue) == 2 * MOVES_MAX + 10 and queue.pop((2,), one_chunk).entry is not None
+    found = pop(queue, (FREE,), lambda cost: MoveTo(2) if cost == 256 else Terms(7.0, True, PLACED))
+    assert found.entry is not None and found.entry.leaf.path == ("b",) and queue.has(2) and not queue.has(FREE)
+    assert len(queue) == 64 and pop(queue, (2,), one_chunk).entry is not None
 
 
-def test_peek_tells_whose_turn_it_is_and_charges_nothing() -> None:
+def test_first_tells_whose_turn_it_is_and_charges_nothing() -> None:
     queue = FairQueue[str]()
-    assert queue.peek((FREE,)) is None
+    assert queue.first((FREE,)) is None
     first, second = (queue.push(name, (name,), FREE - n, 0.0, 1) for n, name in enumerate("ab"))
     for _ in range(3):
-        assert queue.peek((FREE, FREE - 1)) is first and queue.peek((FREE - 1,)) is second
+        assert queue.first((FREE, FREE - 1)) is first and queue.first((FREE - 1,)) is second
     assert queue.goes_before(first, second) and not queue.goes_before(second, first)
     queue.charge(("a",), 1.0)
-    assert queue.peek((FREE, FREE - 1)) is second and queue.goes_before(second, first)
+    assert queue.first((FREE, FREE - 1)) is second and queue.goes_before(second, first)
 
 
 def test_no_key_of_a_tenant_starves_beside_its_others() -> None:
@@ -294,7 +274,7 @@ def test_no_key_of_a_tenant_starves_beside_its_others() -> None:
     served = []
     for now in range(20):
         queue.push("small", ("a",), FREE, float(now), 1)
-        found = queue.pop((FREE, FREE - 1), lambda _: Terms(1.0, True, PLACED))
+        found = pop(queue, (FREE, FREE - 1), lambda _: Terms(1.0, True, PLACED))
         assert found.entry is not None
         served.append(found.entry.item)
     assert served.index("large") == 4
@@ -316,6 +296,6 @@ def test_what_a_pop_looks_at_does_not_grow_with_tenants(monkeypatch: pytest.Monk
         for number in range(tenants):
             queue.push(1, ("standard", str(number % 7), str(number)), FREE - number % 20, 0.0, 1)
         looked = 0
-        assert queue.pop([FREE - key for key in range(20)], one_chunk).entry is not None
+        assert pop(queue, [FREE - key for key in range(20)], one_chunk).entry is not None
         counts.append(looked)
     assert counts[1] <= 3 * 20 and counts[1] <= 4 * counts[0]

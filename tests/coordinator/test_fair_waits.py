@@ -12,8 +12,9 @@ the longest wait, and one chunk more, for each request of i that waited.
 
 import random
 
-from coordinator.fairness.offers import Answer, MoveTo, Terms
+from coordinator.fairness.fair_queue import Terms
 from tests.coordinator.fair_traces import Job, Path, Trace
+from tests.coordinator.turns import Answer, MoveTo, pop
 
 WAITS = 1000
 """The key of requests that wait."""
@@ -62,7 +63,7 @@ class Waiting(Trace):
             return Terms(float(job.cost), job.chunks == 1, worker)
 
         before = {path: self.rounds(path) for path in self.entries}
-        found = self.queue.pop(self.worker_keys[worker], offer)
+        found = pop(self.queue, self.worker_keys[worker], offer)
         waiting = {path for path, entries in self.entries.items() if any(entry.key == WAITS for entry in entries)}
         self.passed = waiting | {path[:1] for path in waiting}
         if found.entry is None:

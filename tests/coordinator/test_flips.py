@@ -52,8 +52,8 @@ def last(h: Harness) -> FlipStatus:
 def test_streams_move_the_worker_goes_when_it_holds_nothing_and_its_first_step_proves_it() -> None:
     h = Harness.make(decode=2)
     decoding(h, submit("a"))
-    name = next(w.hello.name for w in h.core.workers.values() if w.holdings)
-    own = next(w.incarnation for w in h.core.workers.values() if w.holdings)
+    name = next(w.hello.name for w in h.core.workers.values() if w.allocations)
+    own = next(w.incarnation for w in h.core.workers.values() if w.allocations)
     assert not ask(h, name, Role.PREFILL, why="more prompts")
     assert h.take(Flip, own) == [Flip(Role.PREFILL, 0.0)]
     assert h.take(Release, own) == [Release("a", 1)] and not h.take(Drained) and last(h).state == "draining"
@@ -76,7 +76,7 @@ def test_streams_move_the_worker_goes_when_it_holds_nothing_and_its_first_step_p
 def moving(h: Harness, role: Role = Role.PREFILL) -> int:
     """A worker with a stream is about to change its role; returns its incarnation."""
     decoding(h, named(submit("a"), 1))
-    own = next(w.incarnation for w in h.core.workers.values() if w.room is not None and w.holdings)
+    own = next(w.incarnation for w in h.core.workers.values() if w.admission is not None and w.allocations)
     assert not ask(h, f"decode-{own}", role)
     return own
 
@@ -101,7 +101,7 @@ def test_a_stream_is_resumed_when_the_worker_that_has_its_kv_prefills() -> None:
 def test_a_stream_whose_kv_nobody_will_find_is_resumed_at_once(request_: Submit) -> None:
     h = Harness.make(decode=2)
     decoding(h, request_)
-    own = next(w.incarnation for w in h.core.workers.values() if w.room is not None and w.holdings)
+    own = next(w.incarnation for w in h.core.workers.values() if w.admission is not None and w.allocations)
     assert not ask(h, f"decode-{own}", Role.PREFILL)
     assert interrupted(h) == [("a", Interrupt.DRAINED)] and not h.core.keeping
 
@@ -147,7 +147,7 @@ def test_a_prefill_worker_becomes_a_decode_worker_when_its_prompts_are_handed_ov
 def test_requests_have_their_time_to_finish() -> None:
     h = Harness.make(decode=2)
     decoding(h, submit("a"))
-    own = next(w.incarnation for w in h.core.workers.values() if w.holdings)
+    own = next(w.incarnation for w in h.core.workers.values() if w.allocations)
     assert not ask(h, f"decode-{own}", Role.PREFILL, hand_over_ms=2000.0)
     assert not h.take(Interrupted)
     h.take(Reserve)
@@ -183,7 +183,7 @@ def test_the_last_one_goes_only_by_force() -> None:
 def test_one_that_changes_is_not_drained_meanwhile() -> None:
     h = Harness.make(prefill=3, decode=2)
     decoding(h, submit("a"))
-    own = next(w.incarnation for w in h.core.workers.values() if w.room is not None and w.holdings)
+    own = next(w.incarnation for w in h.core.workers.values() if w.admission is not None and w.allocations)
     assert not ask(h, f"decode-{own}", Role.PREFILL, hand_over_ms=1e6)
     assert ask(h, f"decode-{own}", Role.PREFILL).startswith(f"decode-{own} is changing its role to prefill")
     h.post(PeerUp(5, Hello(PROTOCOL_VERSION, Role.OBSERVER, 5, "drain-1")))
@@ -219,7 +219,7 @@ def test_of_two_that_change_at_once_one_stays_when_no_other_is_left() -> None:
     h = Harness.make(prefill=1, decode=3)
     for name in "abc":
         decoding(h, submit(name))
-    busy = [w.incarnation for w in h.core.workers.values() if w.room is not None and w.holdings]
+    busy = [w.incarnation for w in h.core.workers.values() if w.admission is not None and w.allocations]
     assert len(busy) == 3, "a stream on each"
     first, second, third = busy
     assert not ask(h, f"decode-{first}", Role.PREFILL, hand_over_ms=1e6)
@@ -239,7 +239,7 @@ def test_a_worker_of_an_older_version_is_not_asked() -> None:
 def test_a_change_is_given_up_when_the_other_worker_of_the_role_goes() -> None:
     h = Harness.make(decode=2)
     decoding(h, submit("a"))
-    own = next(w.incarnation for w in h.core.workers.values() if w.holdings)
+    own = next(w.incarnation for w in h.core.workers.values() if w.allocations)
     ask(h, f"decode-{own}", Role.PREFILL, hand_over_ms=1e6)
     h.post(PeerDown(41 - own, "no heartbeat"))
     assert h.take(Draining, own) == [Draining(None)] and not h.core.draining
@@ -254,7 +254,7 @@ def test_a_change_is_given_up_when_the_other_worker_of_the_role_goes() -> None:
 def test_it_is_given_up_when_the_other_one_drains_before_it_may_go() -> None:
     h = Harness.make(decode=2)
     decoding(h, submit("a"))
-    own = next(w.incarnation for w in h.core.workers.values() if w.holdings)
+    own = next(w.incarnation for w in h.core.workers.values() if w.allocations)
     ask(h, f"decode-{own}", Role.PREFILL, hand_over_ms=1e6)
     h.receive(41 - own, Draining(1e6))
     h.receive(own, Finished("a", 1, 4, 4))
@@ -265,7 +265,7 @@ def test_it_is_given_up_when_the_other_one_drains_before_it_may_go() -> None:
 def test_it_is_given_up_when_the_connection_is_lost_or_the_worker_cannot() -> None:
     h = Harness.make(decode=2)
     decoding(h, submit("a"))
-    own = next(w.incarnation for w in h.core.workers.values() if w.holdings)
+    own = next(w.incarnation for w in h.core.workers.values() if w.allocations)
     ask(h, f"decode-{own}", Role.PREFILL, hand_over_ms=1e6)
     h.post(PeerDown(own, "no heartbeat"))
     assert "the connection to it was lost: no heartbeat" in last(h).failure and not h.core.flipping

@@ -55,7 +55,7 @@ def run(users: int, bypasses_max: int) -> Found:
             for user in range(users):
                 if f"user{user}" not in alive:
                     attack(user)
-        held = [h.kv_blocks for w in pool.decode.values() for h in w.holdings.values() if h.path[1] == "attacker"]
+        held = [h.kv_blocks for w in pool.decode.values() for h in w.allocations.values() if h.path[1] == "attacker"]
         shares.append(sum(held) / (6 * 320))
 
     while (now := now + rnd.expovariate(PER_S)) < SECONDS:

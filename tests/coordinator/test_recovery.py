@@ -324,7 +324,7 @@ def test_a_request_whose_prefill_worker_is_lost_keeps_its_room() -> None:
     h.receive(1, submit("a", 9, attempt=2, max_tokens=3))
     assert h.core.requests["a"].state is State.PREFILLING, "at once, though it is not its turn"
     assert [m.request_id for m in sent(h, Prefill)] == [m.request_id for m in sent(h, Reserve)] == ["a"]
-    assert list(h.core.workers[20].holdings) == [("a", 2)]
+    assert list(h.core.workers[20].allocations) == [("a", 2)]
 
 
 def test_its_room_is_not_counted_twice_while_the_last_attempt_is_still_there() -> None:
@@ -351,7 +351,7 @@ def test_room_that_nobody_comes_for_is_given_back(how: str, released_first: bool
         h.post(PeerUp(21, worker_hello(Role.DECODE, 21, kv_blocks=3)))
     if not released_first:
         h.receive(20, Released("a", 1))
-    assert h.core.requests["b"].state is State.PREFILLING and not h.core.pools["m"].claims
+    assert h.core.requests["b"].state is State.PREFILLING and not h.core.pools["m"].retained
 
 
 def sent(h: Harness, kind: type[Message]) -> list[Message]:
@@ -367,6 +367,6 @@ def test_room_that_is_kept_twice_for_one_request_is_kept_no_longer_once_it_has_i
     for name in ("small", "smaller"):
         h.receive(1, msgspec.structs.replace(submit(name, 2, max_tokens=2), tenant=name))
     pool = h.core.pools["m"]
-    assert pool.rooms.reservation is h.core.requests["a"] and pool.claims
+    assert pool.large_drain.request is h.core.requests["a"] and pool.retained
     h.receive(20, Released("a", 1))
-    assert h.core.requests["a"].state is State.PLACED and pool.rooms.reservation is None, "its own step follows"
+    assert h.core.requests["a"].state is State.PLACED and pool.large_drain.request is None, "its own step follows"

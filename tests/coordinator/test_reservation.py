@@ -39,10 +39,12 @@ def run(seed: int, attack: str = "") -> Found:
         for _ in range(3 - len(alive)):
             sent += 1
             world.submit(f"a{sent}", "attacker", 64, 5000, output_tokens=(100,))
-        kept = pool.rooms.reservation
+        kept = pool.large_drain.request
         if attack == "cancel" and kept is not None and rnd.random() < 0.2:
             world.cancel(kept.id)
-        blocks = sum(h.kv_blocks for w in pool.decode.values() for h in w.holdings.values() if h.path[1] == "attacker")
+        blocks = sum(
+            h.kv_blocks for w in pool.decode.values() for h in w.allocations.values() if h.path[1] == "attacker"
+        )
         held.append(1.0 if kept is not None else blocks / 320)
 
     n = 0

@@ -101,11 +101,13 @@ def test_room_of_an_interrupted_attempt_is_kept_only_where_it_fits_in_full() -> 
     h.receive(20, DecodeProgress(1, 5, 0, (), prefixes))
     h.receive(1, submit("c", 16, max_tokens=1))
     decode = h.core.workers[20]
-    assert len(decode.holdings) == 3 and decode.free_blocks == 0
+    assert len(decode.allocations) == 3 and decode.free_blocks == 0
     h.post(PeerDown(h.core.requests["b"].prefill_incarnation, "killed"))
     h.receive(20, Released("b", 1))
-    assert decode.room is not None and decode.room.peak <= 10, "b's blocks were those of a, which counts them still"
-    assert "b" not in h.core.pools[MODEL].claims
+    assert decode.admission is not None and decode.admission.peak <= 10, (
+        "b's blocks were those of a, which counts them still"
+    )
+    assert "b" not in h.core.pools[MODEL].retained
 
 
 class Sharing(OverloadedCluster):
@@ -117,7 +119,7 @@ class Sharing(OverloadedCluster):
         cluster, rnd = self.cluster, Random(1)
         for step in range(steps):
             figures = self.run(0, 1)
-            room = cluster.core.workers[FIRST_DECODE].room
+            room = cluster.core.workers[FIRST_DECODE].admission
             assert room is not None
             held = self.decode.allocator.held_count
             assert held <= room.taken <= self.kv_blocks, "more is held than counted"

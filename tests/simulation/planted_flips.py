@@ -34,7 +34,7 @@ def one_role_of_a_mixed_worker_goes_before_the_other(m: pytest.MonkeyPatch) -> N
 
     def dismiss(state: State) -> None:
         for worker in state.draining.values():
-            if not (worker.dismissed or worker.holdings or worker.steps):
+            if not (worker.dismissed or worker.allocations or worker.steps):
                 worker.dismissed = True
                 state.send(worker.incarnation, Drained())
 

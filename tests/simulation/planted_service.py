@@ -12,11 +12,10 @@ from coordinator.accounting.usage import Closed, Past
 from coordinator.admission import intake
 from coordinator.fairness.held_shares import HeldShares
 from coordinator.lifecycle import State as Life
-from coordinator.placement import steps
+from coordinator.placement import decide
 from coordinator.recovery import draining, members
 from coordinator.request import Request
 from coordinator.waiting.retries import RetryBudget
-from coordinator.workers.candidates import Candidates
 from coordinator.workers.circuit_breakers import Breakers
 from coordinator.workers.pool import Pool
 from coordinator.workers.worker import Worker
@@ -159,7 +158,7 @@ def a_cancel_forgets_the_decode_side(m: pytest.MonkeyPatch) -> None:
 
     def release(self: state.State, key: tuple[str, int]) -> None:
         for worker in self.workers.values():
-            if key in worker.holdings and worker.room is None:
+            if key in worker.allocations and worker.admission is None:
                 self.send(worker.incarnation, Release(*key))
 
     m.setattr(state.State, "release_everywhere", release)
@@ -173,7 +172,7 @@ def a_lost_worker_keeps_its_reservations(m: pytest.MonkeyPatch) -> None:
     def down(self: state.State, incarnation: int, reason: str, now: float) -> None:
         worker = self.workers.get(incarnation)
         if worker is not None:
-            worker.holdings.clear()
+            worker.allocations.clear()
         original(self, incarnation, reason, now)
 
     m.setattr(members, "down", down)
@@ -187,7 +186,7 @@ def blocks_count_as_free_when_a_release_is_sent(m: pytest.MonkeyPatch) -> None:
     def release(self: state.State, key: tuple[str, int]) -> None:
         original(self, key)
         for incarnation, worker in list(self.workers.items()):
-            if key in worker.holdings:
+            if key in worker.allocations:
                 self.release(incarnation, key, 0)
 
     m.setattr(state.State, "release_everywhere", release)
@@ -307,7 +306,7 @@ def a_worker_that_is_drained_gets_more(m: pytest.MonkeyPatch) -> None:
         fits = [worker for worker in pool.decode.values() if worker.fits(request.submit)]
         return fits[0] if fits and prefill.fits(request.submit) else None
 
-    m.setattr(steps, "room", room)
+    m.setattr(decide, "room", room)
 
 
 @bug
@@ -364,16 +363,16 @@ def nobody_looks_when_a_pair_may_be_tried_again(m: pytest.MonkeyPatch) -> None:
 @bug
 def room_kept_for_a_request_outlives_it(m: pytest.MonkeyPatch) -> None:
     """A decode worker fills up with room for nobody."""
-    original = state.State.drop_claim
+    original = state.State.drop_retained
 
     def drop(self: state.State, request: Any) -> None:
         if request.state is not Life.INTERRUPTED:
             original(self, request)
 
-    m.setattr(state.State, "drop_claim", drop)
+    m.setattr(state.State, "drop_retained", drop)
 
 
 @bug
 def a_worker_stays_closed_to_others_once_one_request_ran_there_alone(m: pytest.MonkeyPatch) -> None:
     """What was suspected of having ended workers is cleared or gone, and its decode worker takes nothing more."""
-    m.setattr(Candidates, "free_own_worker", lambda self, request: None)
+    m.setattr(Pool, "end_lone", lambda self, request: None)

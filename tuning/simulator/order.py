@@ -9,8 +9,7 @@ from typing import Protocol
 
 from coordinator.events import Limits
 from coordinator.fairness.cost import OutputLength
-from coordinator.fairness.fair_queue import FairQueue
-from coordinator.fairness.offers import Answer, Terms
+from coordinator.fairness.fair_queue import FairQueue, Terms
 from coordinator.fairness.priority_classes import ring_weights
 from coordinator.fairness.scheduling_class import Path, SchedulingClass
 from coordinator.fairness.tenant_queue import Entry, TenantQueue
@@ -133,17 +132,11 @@ class ManyTenants:
         job.entry = self._fair.push(job, job.path, key, job.due, job.chunks)
 
     def first(self, keys: Sequence[int]) -> Job | None:
-        entry = self._fair.peek(keys)
+        entry = self._fair.first(keys)
         return None if entry is None else entry.item
 
     def take(self, job: Job, keys: Sequence[int], tokens: int, last: bool, key: int) -> None:
-        terms = self._terms(job, tokens, last, key)
-
-        def offer(item: Job) -> Answer:
-            assert item is job
-            return terms
-
-        self._fair.pop(keys, offer)
+        self._fair.take(job.entry, self._terms(job, tokens, last, key), keys)
         if last:
             job.entry = None
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from coordinator.placement.steps import MOVES_MAX
+from coordinator.placement.decide import MOVES_MAX
 from coordinator.waiting.queue_keys import class_key, classes_without_room, is_class
 from engine.kv.split import prefill_blocks
 from tuning.advise import Workers

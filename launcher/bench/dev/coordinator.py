@@ -27,8 +27,7 @@ from statistics import fmean, quantiles
 from typing import Any
 
 from coordinator.events import Limits, PeerUp, Received, Send
-from coordinator.fairness.fair_queue import FairQueue
-from coordinator.fairness.offers import Terms
+from coordinator.fairness.fair_queue import FairQueue, Terms
 from launcher import tables
 from launcher.bench.dev.coordinator_scale import LIMITS, TimedCore, clock_ns, measure, scale_table
 from launcher.bench.settings import CoordinatorBenchSettings
@@ -97,10 +96,6 @@ def _queue_table(queue: dict[str, dict[int, dict[str, float]]], requests: int) -
     return table
 
 
-def _whole(cost: int) -> Terms:
-    return Terms(float(cost), True, _KEY)
-
-
 def _fair_queue(tenants: int, requests: int, deadlines: str) -> dict[str, float]:
     rnd, arrivals, priority_class = random.Random(0), count(), Limits().priority_classes["standard"]
 
@@ -124,7 +119,9 @@ def _fair_queue(tenants: int, requests: int, deadlines: str) -> dict[str, float]
             cost, path = rnd.randint(1, 512), paths[rnd.randrange(tenants)]
             deadline = due(cost)
             begin = time.thread_time_ns()
-            queue.pop((1, _KEY), _whole)
+            entry = queue.first((1, _KEY))
+            assert entry is not None
+            queue.take(entry, Terms(float(entry.item), True, _KEY), (1, _KEY))
             middle = time.thread_time_ns()
             queue.push(cost, path, _KEY, deadline, 1)
             pops.append((middle - begin - look_ns) / 1000)

@@ -1,4 +1,4 @@
-"""When to compute a prefix on one more prefill worker, though another one has it: as in the ski-rental problem. Pure.
+"""Requests that wait for one prefill worker, which has their prompt cached or is faster, and when they had better not. Pure.
 
 A request that waits for the worker with its prefix pays with time. To compute the prefix elsewhere costs once, and later
 requests need not wait for it. So what requests have waited for a prefix is added up, and once it comes to the cost of
@@ -8,12 +8,52 @@ copy would drive out another prefix, so waits do not count at all.
 """
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from math import exp
 from typing import NamedTuple
+
+from coordinator.request import Request
+from coordinator.workers.wakeups import Wakeups
+from coordinator.workers.worker import Worker
 
 _TAU_S = 10.0
 _KEPT_S = 2 * _TAU_S
 _PREFIXES_MAX = 4096
+
+
+class Bindings:
+    def __init__(self, prefill: Mapping[int, Worker], wakeups: Wakeups) -> None:
+        self._prefill, self._wakeups = prefill, wakeups
+        self._count = 0
+        self.hosts: dict[int, None] = {}
+        """Prefill workers to which requests are bound, longest first."""
+
+    def bind(self, request: Request, prefill: Worker) -> None:
+        """From now on it counts among what waits for this worker."""
+        self.unbind(request)
+        attempt_progress = request.begin()
+        attempt_progress.bound_to = prefill.incarnation
+        attempt_progress.moves += 1
+        prefill.bound[request.id] = request
+        prefill.expect(request)
+        self._count += 1
+        self.hosts[prefill.incarnation] = None
+        self._wakeups.has_own_work(prefill)
+
+    def unbind(self, request: Request) -> None:
+        bound_to = request.attempt_progress.bound_to
+        if not bound_to:
+            return
+        request.begin().bound_to = 0
+        self._count -= 1
+        worker = self._prefill[bound_to]
+        worker.expect_no_more(request)
+        if not worker.bound:
+            self.hosts.pop(bound_to, None)
+
+    def kept_waiting(self, prefill: Worker, waiting: int) -> float:
+        """How many requests wait a second longer for each second that this worker computes more. `waiting`: for the pool."""
+        return (waiting - self._count) / len(self._prefill) + len(prefill.bound)
 
 
 class _Wait(NamedTuple):

@@ -1,0 +1,115 @@
+"""What becomes of the request whose turn it is on a prefill worker. Pure: `decide` changes nothing.
+
+`steps.compose` asks the fair queue for one candidate after another, and applies each decision:
+
+    Run      its next chunk goes into the step; if it was not placed yet, it is placed on this worker and `decode`
+    Wait     it is bound to another prefill worker and waits for a turn there
+    NoRoom   its queue key is left out until room is freed; if it was bound to this worker, it waits in its class again
+    Apart    it is suspected of having ended workers, and does not run beside others
+"""
+
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import NamedTuple
+
+from coordinator.lifecycle import State
+from coordinator.placement.choice import better_prefill, cached_tokens, choose_decode
+from coordinator.request import Request
+from coordinator.waiting.queue import WaitQueue
+from coordinator.waiting.queue_keys import Demand, class_key, classes_without_room, is_class
+from coordinator.workers.pool import Pool
+from coordinator.workers.worker import Worker
+
+MOVES_MAX = 4
+"""How often a request is bound to a worker for what that one has cached; after that it runs where its turn comes."""
+
+
+class Run(NamedTuple):
+    start: int
+    """The chunk's first token: those before it are dispatched or cached on the worker."""
+    length: int
+    decode: Worker | None
+    """None where the request is placed already."""
+    copied: bytes
+    """The prefix that is computed once more though another worker has it; empty if there is none. See `bindings`."""
+
+
+class Wait(NamedTuple):
+    worker: Worker
+    prefix: bytes
+    """What that worker has cached and this one has not; empty if it is only faster."""
+    cached_tokens: int
+    waits_s: float
+    """How much longer it waits there."""
+
+
+class NoRoom(NamedTuple):
+    in_decode: bool
+    """On no decode worker; else on this prefill worker, or on none that it may send to."""
+    classes: Sequence[int] = ()
+    """Classes that are found to have no room in decode."""
+    copied: bytes = b""
+    """As in `Run`, had there been room."""
+
+
+class Apart(Enum):
+    OWN_WORKER = auto()
+    """It waits for a decode worker of its own."""
+    OWN_STEP = auto()
+    """It waits for a step of its own. Nothing is put before it meanwhile."""
+
+
+Decision = Run | Wait | NoRoom | Apart
+
+
+def decide(
+    request: Request, worker: Worker, pool: Pool, queue: WaitQueue, left: int, *, is_first: bool, now: float
+) -> Decision:
+    """`left`: tokens of the step's budget that are not used; `is_first`: the step is empty, and no other runs."""
+    queued = request.state is State.QUEUED
+    if queued and request.own_worker:
+        return Apart.OWN_WORKER
+    if request.own_step and not is_first:
+        return Apart.OWN_STEP
+    size = worker.capacity.block_size
+    if not queued:
+        return Run(request.dispatched_tokens, fitting(request, request.dispatched_tokens, left, size), None, b"")
+    assert request.entry is not None
+    in_class, copied = is_class(request.entry.key), b""
+    if in_class and request.attempt_progress.moves < MOVES_MAX:
+        better = better_prefill(request.submit, worker, pool, pool.bindings.kept_waiting(worker, len(queue)), now)
+        if better is not None and better.worker is not worker:
+            return Wait(*better)
+        copied = better.prefix if better is not None else b""
+    elif not in_class and class_key(_demand(request)) in pool.wakeups.closed:
+        return NoRoom(in_decode=True)  # many may be bound, and to look for room for each would take long
+    decode = room(request, worker, pool, now)
+    if decode is None:
+        if not worker.fits(request.submit) or pool.breakers.concern(worker.incarnation):
+            return NoRoom(False, (), copied)
+        demand = _demand(request)
+        return NoRoom(True, (class_key(demand), *classes_without_room(demand, queue.classes())), copied)
+    start = cached_tokens(request.submit, worker, pool)
+    return Run(start, fitting(request, start, left, size), decode, copied)
+
+
+def room(request: Request, prefill: Worker, pool: Pool, now: float) -> Worker | None:
+    """The best decode worker for a request that `prefill` could take, or None if it cannot run there now."""
+    submit = request.submit
+    if prefill.draining or not prefill.fits(submit):
+        return None
+    candidates = pool.decode_candidates(request, prefill, now)
+    waiting_ms = pool.waiting_target()
+    found = [worker for worker in candidates if pool.decode_fits(worker, request, waiting_ms)]
+    return choose_decode(request, prefill, found, pool, now)
+
+
+def fitting(request: Request, start: int, left: int, block_size: int) -> int:
+    """Tokens of its prompt from `start` on for a step in which so many are left. Only a prompt's last chunk may end inside a KV
+    block, so that every block is sent once."""
+    remaining = request.submit.prompt_tokens - start
+    return remaining if remaining <= left else left - left % block_size
+
+
+def _demand(request: Request) -> Demand:
+    return Demand.of(request.submit, request.expected_left, request.tpot_ms)

@@ -1,0 +1,89 @@
+"""Requests that are placed as soon as there is room, whosever turn it is: those that lost their prefill worker and kept their
+room in decode, one for which room is kept, and those that are to have a decode worker of their own.
+"""
+
+from coordinator.lifecycle import State as RequestState
+from coordinator.placement.choice import best_prefill_first, expect_cached
+from coordinator.placement.place import place
+from coordinator.request import RETAINED, Request
+from coordinator.state import State
+from coordinator.workers.pool import Pool
+from coordinator.workers.worker import Worker
+
+
+def place_retained(state: State, pool: Pool, now: float) -> None:
+    """A request whose prefill worker was lost has had its turn, and has its room in decode: it goes on as soon as another
+    prefill worker has room. (While its last attempt is not yet out of the decode worker, it may be placed in its turn.)"""
+    for request in list(pool.retained.values()):
+        retained = request.attempt_progress.retained
+        assert retained is not None
+        decode = state.workers[retained.decode_incarnation]
+        if (
+            request.entry is None
+            or request.state is not RequestState.QUEUED
+            or (request.id, RETAINED) not in decode.allocations
+        ):
+            continue
+        prefill = _prefill_for(request, decode, pool, now)
+        if prefill is None:
+            continue
+        state.drop_retained(request)
+        if decode.fits(request.submit, request.expected_left):
+            _place_out_of_turn(state, request, prefill, decode, now)
+
+
+def place_kept(state: State, pool: Pool, now: float) -> None:
+    """A request that was bypassed too often is placed as soon as the decode worker kept for it has room, though it may not be
+    its turn yet. Its tenant pays for the time in which that worker took nobody else."""
+    drain = pool.large_drain
+    request, decode = drain.request, pool.decode.get(drain.decode)
+    if request is None:
+        return
+    if decode is None or decode.draining or not pool.could_place(request.submit):
+        drain.end(now)  # which is nobody's fault
+        pool.wakeups.look_anew()
+        return
+    if not pool.decode_fits(decode, request):
+        return
+    prefill = _prefill_for(request, decode, pool, now)
+    if prefill is not None:
+        _place_out_of_turn(state, request, prefill, decode, now)
+    elif not drain.prefill:
+        able = [w for w in pool.prefill.values() if not w.draining and w.could_ever_take(request.submit)]
+        able = [w for w in able if pool.may_pair(w, decode, now)]
+        drain.prefill = max(able, key=lambda w: (w.free_blocks, w.free_seqs, w.incarnation)).incarnation if able else 0
+
+
+def place_lone(state: State, pool: Pool, now: float) -> bool:
+    """Whether a request that is to run alone got a decode worker of its own: it has had its turn, and one has become empty."""
+    request = next((one for one in pool.lone.waiting.values() if one.entry is not None), None)
+    if request is None or pool.lone.runs is not None:
+        return False
+    decode = pool.lone.reserve(request, pool.large_drain.decode)
+    if decode is None or decode.allocations or not decode.fits(request.submit, request.expected_left):
+        return False
+    prefill = _prefill_for(request, decode, pool, now)
+    if prefill is None:
+        return False
+    del pool.lone.waiting[request.id]
+    pool.lone.runs = request
+    _place_out_of_turn(state, request, prefill, decode, now)
+    return True
+
+
+def _place_out_of_turn(state: State, request: Request, prefill: Worker, decode: Worker, now: float) -> None:
+    pool, queue = state.pools[request.submit.model], state.queues[request.submit.model]
+    pool.bindings.unbind(request)
+    expect_cached(request, prefill, pool)
+    place(state, request, prefill, decode, now)
+    queue.settle_on(request, prefill.incarnation)
+    pool.wakeups.waits_no_more(request)
+    pool.wakeups.has_own_work(prefill)
+
+
+def _prefill_for(request: Request, decode: Worker, pool: Pool, now: float) -> Worker | None:
+    """The best prefill worker with room for a request that has room on this decode worker."""
+    for prefill in best_prefill_first(request.submit, pool):
+        if not prefill.draining and prefill.fits(request.submit) and pool.may_pair(prefill, decode, now):
+            return prefill
+    return None

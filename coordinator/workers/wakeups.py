@@ -1,0 +1,172 @@
+"""Which prefill workers are asked for a step after an event, and why. Pure.
+
+`placement.schedule` asks a worker only where something has happened that may let it compute. What can happen is a method here
+each, and nothing else makes it ask.
+
+**Invariant**, after `schedule`: take a prefill worker that can be given a step, and a queue key that it may take from: its own
+key, the key of what is bound to it, or a class of KV demand. If something waits there, one of these holds:
+
+- `closed` has the key: a request of this class found no room in decode, and no decode worker has let go of enough since;
+- `stuck` has the key for this worker: a request found no room there, or no decode worker that it may send to, and nothing
+  has been let go of since;
+- the worker takes no new requests (`may_place_on`);
+- `schedule` gave up early, and `for_all` is set for the next event.
+
+So whatever ends one of these makes workers be asked: a single one (`ready`), or all that can take a step (`for_all`).
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from coordinator.request import Request
+from coordinator.waiting.queue import WaitQueue
+from coordinator.waiting.queue_keys import bound_key
+from coordinator.workers.ordered import Ordered
+from coordinator.workers.reserved_workers import DrainForLargeRequest
+from coordinator.workers.worker import Worker
+
+
+class Wakeups:
+    def __init__(self, prefill: Mapping[int, Worker], large_drain: DrainForLargeRequest) -> None:
+        self._prefill, self._large_drain = prefill, large_drain
+        self.idle = Ordered()
+        """Prefill workers that can be given a step, the one with the least to do first; of equals, the one that has done
+        least."""
+        self.for_all = False
+        """Any of them may find something."""
+        self.ready: dict[int, None] = {}
+        """Those of them that may find something of their own."""
+        self.closed: dict[int, Request] = {}
+        """Classes without room in decode, each with the request that found none."""
+        self.stuck: dict[int, dict[int, Request]] = {}
+        """By prefill worker: the keys under which nothing can be placed there, each with the request that found no room. A
+        worker without a sequence free is here too, maybe without a key."""
+        self._found_nothing: set[int] = set()
+        """Workers that were asked in vain at the event in hand."""
+        self._gave_up = False
+
+    # --- what happens ---------------------------------------------------------------------------------------------------
+
+    def request_came(self) -> None:
+        """It waits in its class, or has come back there."""
+        self.for_all = True
+
+    def may_go_out_of_turn(self) -> None:
+        """There may be room for a request that does not wait for its turn: see `placement.out_of_turn`."""
+        self.for_all = True
+
+    def steps_changed(self, worker: Worker) -> None:
+        """A prefill worker has more or less to do."""
+        if worker.pace.may_have_more(len(worker.steps), worker.tokens_in_flight):
+            self.idle.put(worker.incarnation, worker.tokens_in_flight, worker.tokens_forwarded)
+        else:
+            self.idle.drop(worker.incarnation)
+            self.ready.pop(worker.incarnation, None)
+
+    def has_own_work(self, worker: Worker) -> None:
+        """A prefill worker has done a step, or something was placed on it or bound to it."""
+        if worker.incarnation in self.idle:
+            self.ready[worker.incarnation] = None
+
+    def prefill_room_freed(self, worker: Worker) -> None:
+        if self.stuck.pop(worker.incarnation, None) is not None:
+            self.has_own_work(worker)
+
+    def decode_room_freed(self, fits: Callable[[Request], bool]) -> None:
+        """`fits` says whether a request has room on the decode worker that has let go of something."""
+        found: dict[str, bool] = {}
+        for key, request in list(self.closed.items()):
+            if request.id not in found:
+                found[request.id] = not request.waits or fits(request)
+            if found[request.id]:
+                del self.closed[key]
+                self.for_all = True
+
+    def waits_no_more(self, request: Request) -> None:
+        """If it was the one without room, the next of its class may have some."""
+        for key in [key for key, first in self.closed.items() if first is request]:
+            del self.closed[key]
+            self.for_all = True
+
+    def pairs_changed(self) -> None:
+        """A prefill worker may send to another decode worker than before. Some have nothing but what is bound to them, so it is
+        not enough to ask all."""
+        self.for_all = self.for_all or bool(self.stuck)
+        self.ready.update((incarnation, None) for incarnation in self.stuck if incarnation in self.idle)
+        self.stuck.clear()
+
+    def look_anew(self) -> None:
+        """Workers have come or gone, or take work or none, or may be paired again."""
+        self.closed.clear()
+        self.pairs_changed()
+        self.for_all = True
+
+    def left(self, worker: Worker) -> None:
+        """A prefill worker is gone."""
+        self.idle.drop(worker.incarnation)
+        self.ready.pop(worker.incarnation, None)
+
+    # --- what `schedule` finds ------------------------------------------------------------------------------------------
+
+    def no_room_in_decode(self, request: Request, classes: Iterable[int]) -> None:
+        self.closed.update(dict.fromkeys(classes, request))
+
+    def no_room_on(self, worker: Worker, key: int, request: Request) -> None:
+        self.stuck.setdefault(worker.incarnation, {})[key] = request
+
+    def found_nothing(self, worker: Worker) -> None:
+        self.ready.pop(worker.incarnation, None)
+        self._found_nothing.add(worker.incarnation)
+
+    def gave_up(self) -> None:
+        """A turn ended though there may be more to find: the next event goes on with that."""
+        self._gave_up = True
+
+    def nothing_waits(self) -> None:
+        self.for_all = False
+        self.ready.clear()
+
+    def event_done(self) -> None:
+        self.for_all, self._gave_up = self._gave_up, False
+        self._found_nothing.clear()
+
+    # --- who is asked, and for what -------------------------------------------------------------------------------------
+
+    @property
+    def due(self) -> bool:
+        return self.for_all or bool(self.ready)
+
+    @property
+    def asked_in_vain(self) -> bool:
+        """Whether a worker was asked at this event and found nothing."""
+        return bool(self._found_nothing)
+
+    def next_to_ask(self, queue: WaitQueue) -> Worker | None:
+        """The prefill worker with the least to do, of those that may find something."""
+        if self.for_all:
+            classes = {key for key in queue.classes() if key not in self.closed}
+            for incarnation in self.idle if classes else ():
+                if incarnation in self._found_nothing:
+                    continue
+                worker = self._prefill[incarnation]
+                stuck = self.stuck.get(incarnation)
+                if self.may_place_on(worker) and not (stuck and stuck.keys() >= classes):
+                    return worker
+            self.for_all = False
+        ready = [self._prefill[incarnation] for incarnation in self.ready]
+        return min(ready, key=lambda w: (w.tokens_in_flight, w.tokens_forwarded, w.incarnation), default=None)
+
+    def may_place_on(self, prefill: Worker) -> bool:
+        """Whether it takes requests that are not placed. One without a sequence free is asked as soon as it lets go of one."""
+        if prefill.free_seqs <= 0:
+            self.stuck.setdefault(prefill.incarnation, {})
+            return False
+        return not prefill.draining and prefill.incarnation != self._large_drain.prefill
+
+    def open_keys(self, prefill: Worker, queue: WaitQueue) -> list[int]:
+        """The queue keys from which this prefill worker may take something now, its own first."""
+        own = prefill.incarnation
+        if not self.may_place_on(prefill):
+            return [own]
+        closed, stuck = self.closed, self.stuck.get(own, ())
+        keys = (bound_key(own), *queue.classes())
+        return [own, *(key for key in keys if key not in closed and key not in stuck)]

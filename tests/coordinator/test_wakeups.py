@@ -1,0 +1,69 @@
+"""Nobody has to be asked who was not, and to ask changes nothing."""
+
+import pytest
+
+from coordinator.core import Core
+from coordinator.events import Action, Event, Limits, Tick
+from coordinator.placement import steps
+from coordinator.placement.decide import Decision, NoRoom, Run, Wait, decide
+from coordinator.request import Request
+from coordinator.waiting.queue import WaitQueue
+from coordinator.workers.pool import Pool
+from coordinator.workers.worker import Worker
+from tests.coordinator.tape import replay
+from tests.coordinator.test_replay import contended_world, random_world
+from tests.coordinator.world import MODEL, Harness, submit
+from tests.helpers import first
+
+
+class AsksAgain:
+    """After each event, asks every worker that can be given a step about the first request under each key open to it."""
+
+    asked = 0
+
+    def before(self, core: Core, event: Event, now: float) -> None:
+        pass
+
+    def after(self, core: Core, event: Event, now: float, actions: list[Action]) -> None:
+        for model, pool in core.pools.items():
+            assert pool.wakeups.for_all or not pool.wakeups.due
+            for incarnation in pool.wakeups.idle:
+                self.ask(pool, core.queues[model], pool.prefill[incarnation], now)
+
+    def ask(self, pool: Pool, queue: WaitQueue, worker: Worker, now: float) -> None:
+        for key in pool.wakeups.open_keys(worker, queue):
+            request = queue.first((key,))
+            if request is not None:
+                self.asked += 1
+                left = worker.pace.budget
+                found = decide(request, worker, pool, queue, left, is_first=not worker.steps, now=now)
+                assert not isinstance(found, Run), (request.id, worker.incarnation, found)
+
+
+@pytest.mark.parametrize("seed", first(2, range(12)))
+def test_after_an_event_no_worker_that_can_take_a_step_would_find_something(seed: int) -> None:
+    for core in (random_world(seed), contended_world(seed)):
+        again = AsksAgain()
+        assert replay(core.tape()).run(again) is None, "it acts as if nobody had been asked"
+
+
+def test_one_turn_moves_so_many_requests_at_the_most_and_the_next_event_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    h = Harness.make(prefill=2, limits=Limits(queue_requests_max=1000))
+
+    def wait(request: Request, worker: Worker, pool: Pool, *_: object, **__: object) -> Decision:
+        return Wait(pool.prefill[11], b"", 0, 0.0) if worker.incarnation == 10 else NoRoom(in_decode=False)
+
+    with monkeypatch.context() as nobody_is_asked:
+        nobody_is_asked.setattr("coordinator.placement.schedule.compose", lambda *_: None)
+        for number in range(steps.MOVES_PER_TURN_MAX + 10):
+            h.receive(1, submit(f"r{number}"))
+    monkeypatch.setattr(steps, "decide", wait)
+    monkeypatch.setattr("coordinator.placement.schedule._steal", lambda *_: False)
+    pool = h.core.pools[MODEL]
+    pool.wakeups.request_came()
+    h.post(Tick())
+    assert len(pool.prefill[11].bound) == steps.MOVES_PER_TURN_MAX and pool.wakeups.for_all
+    h.post(Tick())
+    assert len(pool.prefill[11].bound) == steps.MOVES_PER_TURN_MAX + 10 and not pool.wakeups.for_all

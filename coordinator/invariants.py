@@ -33,7 +33,10 @@ def check(core: Core, *, honest: bool = True) -> None:
     assert len(queued) == len(set(queued))
     for queue in core.queues.values():
         requests = [r for r in core.requests.values() if core.queues[r.submit.model] is queue]
-        assert queue.work_ahead.tokens == sum(request.uncomputed_tokens for request in requests)
+        assert queue.work_ahead.work == sum(request.uncomputed_tokens for request in requests)
+        assert queue.projection.waiting.work == sum(request.work for request in queue)
+        assert queue.projection.placed.held == sum(request.placed_work for request in requests)
+        assert all(bool(request.placed_work) == (request.state in ON_WORKERS) for request in requests)
         assert queue.backlog.tokens == sum(request.submit.prompt_tokens for request in queue)
         for request in queue:
             assert request.entry is not None or not core.pools[request.submit.model].could_place(request.submit)

@@ -68,6 +68,12 @@ class Request(msgspec.Struct, eq=False):
     state: State = State.QUEUED
     uncomputed_tokens: int = 0
     """Of its prompt, as its model's queue counts them as work ahead of others."""
+    work: int = 0
+    """What it was expected to cost when it last came to wait, ..."""
+    placed_work: int = 0
+    """... and the same while it is placed."""
+    projected_s: float = 0.0
+    """How long it was expected to wait for a place when it came."""
     dispatched_tokens: int = 0
     """Prompt tokens sent out in chunks, the cached ones before them included."""
     cached_tokens: int = 0

@@ -132,6 +132,8 @@ class State:
         return request if request is not None and request.submit.attempt == attempt else None
 
     def move(self, request: Request, trigger: Trigger, now: float, why: str = "") -> None:
+        if trigger is Trigger.PLACE:
+            self.queues[request.submit.model].projection.place(request, now)
         request.fire(trigger, now)
         self.out.append(StateChanged(request.id, request.submit.attempt, request.state, why or trigger))
 
@@ -235,6 +237,7 @@ class State:
         queue = self.queues[request.submit.model]
         self.pools[request.submit.model].end_lone(request)
         queue.count_uncomputed(request, 0)
+        queue.projection.leave(request, self.now)
         queue.remove(request)
         queue.refund_output(request)
         if request.state is RequestState.QUEUED:

@@ -24,7 +24,7 @@ FOLDERS_MAY_IMPORT = {
         "placement": "fairness kv_admission waiting workers",
         "recovery": "reporting waiting workers",
         "reporting": "accounting waiting workers",
-        "waiting": "fairness kv_admission",
+        "waiting": "accounting fairness kv_admission",
         "workers": "fairness kv_admission waiting",
     },
     "gateway": {

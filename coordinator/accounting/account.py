@@ -2,6 +2,7 @@
 
 import msgspec
 
+from coordinator.accounting.drain import ComingBack, Drain
 from runtime.tenancy.tenants import Level, QuotaLimits
 
 NS = 1_000_000_000
@@ -51,7 +52,10 @@ class Account:
         self.borrow = self.limited = False
         self.requests: Bucket | None = None
         self.tokens: Bucket | None = None
-        self.concurrency = self.tokens_in_flight = self.kv_blocks = 0
+        self.open = Drain()
+        """Requests from acceptance to the end."""
+        self.coming: ComingBack[None] = ComingBack()
+        self.tokens_in_flight = self.kv_blocks = 0
         self.day = 0
         self.day_tokens = 0
         """Of `day`: settled, and the most that open requests may come to; of those ..."""
@@ -84,6 +88,14 @@ class Account:
             self.day, self.day_tokens, self.day_spare_tokens = day, 0, 0
 
     @property
+    def concurrency(self) -> int:
+        return self.open.held
+
+    def frees_s(self, amount: int, of: int, now: float, usual_s: float) -> float:
+        """Until so much comes back of what the open requests hold together."""
+        return self.open.wait_s(amount * self.open.held / max(of, 1), now, usual_s)
+
+    @property
     def idle(self) -> bool:
         return not (self.concurrency or self.tokens_in_flight or self.kv_blocks)
 
@@ -103,3 +115,5 @@ class Grant(msgspec.Struct, eq=False, gc=False):
     """Bits 2i and 2i + 1: the request rate and the token rate of account i were charged; not where there was no such limit, or
     where it was borrowed over."""
     borrowed: bool
+    at: float
+    """When it was taken."""

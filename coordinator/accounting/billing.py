@@ -93,9 +93,9 @@ class Billing:
         return bill
 
     def open(
-        self, request_id: str, tenant: str, ask: Ask, now: float, *, idle: bool, choices: int = 1
+        self, request_id: str, tenant: str, ask: Ask, now: float, *, idle: bool, choices: int = 1, usual_s: float = 0.0
     ) -> Bill | Denial:
-        grant = self.quotas.reserve(tenant, ask, now, idle=idle)
+        grant = self.quotas.reserve(tenant, ask, now, idle=idle, usual_s=usual_s)
         if isinstance(grant, Denial):
             return grant
         return self._open(request_id, grant, ask.prompt_tokens, choices)
@@ -110,6 +110,7 @@ class Billing:
             grant.day,
             grant.rated,
             grant.borrowed,
+            grant.at,
             request_id,
             prompt_tokens_max,
             choices,

@@ -28,7 +28,9 @@ from proto.messages import RateState
 from runtime.tenancy.tenants import Level, QuotaLimits, Tenants
 
 HELD_RETRY_S = 1.0
-"""Nothing says when a held amount comes back; the caller may know better from the tenant's measured drain."""
+"""The least that is told where something is held."""
+LATER = 1.1
+"""A client comes back up to so many times later than it was told."""
 BORROW_RETRY_S = 60.0
 """For what only idle capacity can admit."""
 _Left = tuple[int, int, float]
@@ -65,7 +67,10 @@ class Denial:
     limit: str
     """As in the tenants file."""
     retry_after_s: float
-    """When the same ask will be admitted if nothing else is, a day at the most; 0: never. For held amounts `HELD_RETRY_S`."""
+    """When the same ask will be admitted if nothing else is, a day at the most; 0: never. For held amounts, when so much is
+    expected to have come back behind what others were told to wait for."""
+    held: bool = False
+    """It waits for what requests hold."""
 
     def __str__(self) -> str:
         what = "the limit is reached" if self.retry_after_s else "this request alone is over the limit"
@@ -93,29 +98,36 @@ class Quotas:
 
     # --- taking and giving back ---------------------------------------------------------------------------------------
 
-    def reserve(self, tenant: str, ask: Ask, now: float, *, idle: bool = False) -> Grant | Denial:
-        """Take on all levels or on none. `idle`: capacity lies idle, so borrowers may exceed rates."""
+    def reserve(
+        self, tenant: str, ask: Ask, now: float, *, idle: bool = False, usual_s: float = 0.0
+    ) -> Grant | Denial:
+        """Take on all levels or on none. `idle`: capacity lies idle, so borrowers may exceed rates. `usual_s`: how long
+        requests usually take."""
         assert self.tenants.policy(tenant) is not None, "the caller refuses tenants that the file does not know"
         assert ask.prompt_tokens >= 0 and ask.output_tokens >= 0 and ask.kv_blocks >= 0
         accounts = self._accounts(tenant, now)
-        denials = [d for account in accounts if account.limited for d in self._denials(account, ask, now, idle)]
+        limited = [account for account in accounts if account.limited]
+        denials = [(d, account) for account in limited for d in self._denials(account, ask, now, idle, usual_s)]
         if denials:
             # A wait is worth telling only if it is long enough for all of them.
-            return max(denials, key=lambda denial: denial.retry_after_s or float("inf"))
-        return self._take(accounts, ask, idle)
+            denial, account = max(denials, key=lambda found: found[0].retry_after_s or float("inf"))
+            if denial.held:
+                account.coming.tell(now + LATER * denial.retry_after_s, None)
+            return denial
+        return self._take(accounts, ask, idle, now)
 
     def restore(self, tenant: str, ask: Ask, day: int, now: float, *, counted: bool = True) -> Grant:
         """Hold again what had been granted before: no limit is asked and no rate is charged. `counted`: `seed` has counted its
         estimate in the daily budget."""
         accounts = self._accounts(tenant, now)
         for account in accounts:
-            account.concurrency += 1
+            account.open.take(1, now)
             account.tokens_in_flight += ask.tokens_max
             account.kv_blocks += ask.kv_blocks
             if account.day == day:
                 account.day_tokens += ask.tokens_max - (ask.tokens if counted else 0)
                 account.day_spare_tokens += ask.tokens_max - ask.tokens
-        return Grant(accounts, ask.tokens, ask.tokens_max, ask.kv_blocks, day, 0, False)
+        return Grant(accounts, ask.tokens, ask.tokens_max, ask.kv_blocks, day, 0, False, now)
 
     def settle(self, grant: Grant, used_tokens: int, now: float) -> None:
         """The request has ended: give back what was held, and charge what was used instead of the estimate. Once only."""
@@ -224,8 +236,14 @@ class Quotas:
                 account.refresh(now_ns, day)
         return found
 
-    def _denials(self, account: Account, ask: Ask, now: float, idle: bool) -> Iterator[Denial]:
+    def _denials(self, account: Account, ask: Ask, now: float, idle: bool, usual_s: float) -> Iterator[Denial]:
         limits, borrows = account.limits, account.borrow and idle
+
+        def held_s(amount: int, over: int, of: int) -> float:
+            """Until what is held, `of`, is less by `over`, and by as much again for each that comes back before."""
+            account.coming.take_due(now)
+            return max(account.frees_s(over + len(account.coming) * amount, of, now, usual_s), HELD_RETRY_S)
+
         for limit, amount, bucket in (
             ("requests_per_min", 1, account.requests),
             ("tokens_per_min", ask.tokens, account.tokens),
@@ -242,20 +260,23 @@ class Quotas:
             ("kv_blocks", ask.kv_blocks, limits.kv_blocks, account.kv_blocks),
         ):
             if most is not None and held + amount > most:
-                yield Denial(account.name, limit, HELD_RETRY_S if amount <= most else 0.0)
+                wait_s = min(held_s(amount, held + amount - most, held), float(DAY_S)) if amount <= most else 0.0
+                yield Denial(account.name, limit, wait_s, held=True)
         most = limits.tokens_per_day
         if most is not None and account.day_tokens + ask.tokens > most:
             wait_s = min(self._to_midnight_s(account, now) + 1e-3, float(DAY_S))  # not a moment too early
-            if account.day_tokens - account.day_spare_tokens + ask.tokens <= most:
-                wait_s = HELD_RETRY_S  # requests that run are expected to give so much back
-            yield Denial(account.name, "tokens_per_day", wait_s if ask.tokens <= most else 0.0)
+            held = account.day_tokens - account.day_spare_tokens + ask.tokens <= most
+            if held:  # requests that run are expected to give so much back
+                over = account.day_tokens + ask.tokens - most
+                wait_s = min(held_s(ask.tokens, over, account.day_spare_tokens), wait_s)
+            yield Denial(account.name, "tokens_per_day", wait_s if ask.tokens <= most else 0.0, held)
 
     def _to_midnight_s(self, account: Account, now: float) -> float:
         """Until the account's daily budget begins anew; a day at the most."""
         midnight_s = (account.day + 1) * DAY_S - (now + self.utc_offset_s)
         return min(max(midnight_s, 0.0), float(DAY_S))
 
-    def _take(self, accounts: tuple[Account, ...], ask: Ask, idle: bool) -> Grant:
+    def _take(self, accounts: tuple[Account, ...], ask: Ask, idle: bool, now: float) -> Grant:
         rated, borrowed, asked_tokens = 0, False, ask.tokens
         for index, account in enumerate(accounts):
             for shift, bucket, amount in ((0, account.requests, 1), (1, account.tokens, asked_tokens)):
@@ -267,22 +288,25 @@ class Quotas:
                 else:
                     assert idle and account.borrow
                     borrowed = True
-            account.concurrency += 1
+            account.open.take(1, now)
             account.tokens_in_flight += ask.tokens_max
             account.kv_blocks += ask.kv_blocks
             account.day_tokens += ask.tokens_max
             account.day_spare_tokens += ask.tokens_max - asked_tokens
-        return Grant(accounts, asked_tokens, ask.tokens_max, ask.kv_blocks, accounts[0].day, rated, borrowed)
+        return Grant(accounts, asked_tokens, ask.tokens_max, ask.kv_blocks, accounts[0].day, rated, borrowed, now)
 
     def _close(self, grant: Grant, used_tokens: int, now: float, undo: bool) -> None:
         assert grant.accounts, "a grant is settled once"
         more, now_ns, day = used_tokens - grant.tokens, round(now * NS), self.day(now)
         for index, account in enumerate(grant.accounts):
             account.refresh(now_ns, day)
-            account.concurrency -= 1
+            if undo:
+                account.open.undo(1)
+            else:
+                account.open.give_back(1, now - grant.at, now)
             account.tokens_in_flight -= grant.tokens_max
             account.kv_blocks -= grant.kv_blocks
-            assert account.concurrency >= 0 and account.tokens_in_flight >= 0 and account.kv_blocks >= 0
+            assert account.tokens_in_flight >= 0 and account.kv_blocks >= 0
             if account.idle and self.tenants.policy(account.name) is None:
                 self._vacated[account.name] = None
             if undo and account.requests is not None and grant.rated & 1 << (2 * index):

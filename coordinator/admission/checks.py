@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from coordinator.events import Limits
 from coordinator.placement.choice import uncached_tokens
 from coordinator.request import Request
-from coordinator.waiting.overload import spread
+from coordinator.waiting.projection import spread
 from coordinator.waiting.queue import WaitQueue
 from coordinator.workers.pool import Pool
 from coordinator.workers.worker import WORKERS
@@ -65,10 +65,10 @@ DEADLINE_MARGIN = 0.8
 """Part of a deadline by which a first token must be expected: prompts share workers in the grain of chunks."""
 
 
-def feasible(request: Request, pool: Pool, queue: WaitQueue) -> tuple[Reject | None, str, float]:
+def feasible(request: Request, pool: Pool, queue: WaitQueue, place_s: float) -> tuple[Reject | None, str, float | None]:
     """Whether a request's deadline, or its class's target for the first token, can be met at the rates measured, behind what
-    its tenant has waiting, if the tenant gets no more than its share, and if no more of its prompt has to be computed than is
-    believed. With seconds until another try may succeed; 0 for never."""
+    goes before it in the fair order, if no more of its prompt has to be computed than is believed. `place_s`: until it gets a
+    place, as projected. With seconds until another try may succeed; 0: never, None: as long as what waits before it takes."""
     deadline_ms, own_ms = request.first_token_ms, request.submit.deadline_ms
     if not deadline_ms:
         return None, "", 0.0
@@ -81,11 +81,13 @@ def feasible(request: Request, pool: Pool, queue: WaitQueue) -> tuple[Reject | N
         never = bool(own_ms) or alone_ms > deadline_ms
         return Reject.DEADLINE, why, 0.0 if never else spread((soonest_ms - deadline_ms) / 1000, request.id)
     rate = pool.tokens_per_s()
-    if not rate or not queue.work_ahead.tokens:
+    if not rate or not queue.work_ahead.work:
         return None, "", 0.0
-    before = queue.work_ahead.before(request.path, tokens) - tokens
+    before = queue.work_ahead.before(request.path, tokens, urgent=True) - tokens
     expected_ms = 1000 * (before + tokens * len(pool.prefill)) / rate  # one prompt is computed on one worker
+    if pool.wakeups.closed:
+        expected_ms = max(expected_ms, 1000 * place_s + soonest_ms)
     if expected_ms <= DEADLINE_MARGIN * deadline_ms:
         return None, "", 0.0
-    why = f"its first token is expected in {expected_ms:.0f} ms, behind what this tenant has waiting; {limit} is less"
-    return Reject.DEADLINE, why, spread((expected_ms - DEADLINE_MARGIN * deadline_ms) / 1000, request.id)
+    why = f"its first token is expected in {expected_ms:.0f} ms, behind what waits before it; {limit} is less"
+    return Reject.DEADLINE, why, None

@@ -163,12 +163,16 @@ def _judge(state: State, submit: Submit, now: float) -> admission.Refusal:
 
 def _admit(state: State, request: Request, now: float) -> tuple[Reject | None, str, float | None]:
     """Whether a new request is let in beside what waits, and in how many seconds another try may succeed; None: as long as
-    its tenant's backlog takes. A request that was let in before and resumes is not asked again."""
+    what waits before it takes. A request that was let in before and resumes is not asked again."""
     submit, limits = request.submit, state.limits
     pool, queue = state.pools[submit.model], state.queues[submit.model]
-    reason, why, retry_after_s = admission.feasible(request, pool, queue)
+    urgent = request.first_token_ms > 0
+    wait_s = request.projected_s = report.wait_s(state, submit.model, request.path, now, urgent=urgent)
+    reason, why, retry_after_s = admission.feasible(request, pool, queue, wait_s)
     if reason is not None:
         return reason, why, retry_after_s
+    if wait_s > (limit_s := queue.wait_limit_s(request)):
+        return Reject.QUEUE_FULL, f"it would wait for {wait_s:.0f} s, and may for {limit_s:g} s at most", None
     if queue.backlog.waiting(request.path) >= limits.tenant_queue_max:
         return Reject.QUEUE_FULL, f"{limits.tenant_queue_max} requests of this tenant are waiting already", None
     victims: list[Request] = []
@@ -203,7 +207,7 @@ def _shed(state: State, victim: Request, now: float) -> None:
 
 
 _WORTH_ANOTHER_TRY = frozenset(
-    {Reject.QUEUE_FULL, Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.DUPLICATE, Reject.QUOTA}
+    {Reject.QUEUE_FULL, Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.DUPLICATE, Reject.DEADLINE}
 )
 
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 from math import ceil
 from zlib import crc32
 
-from coordinator.accounting.quota import HELD_RETRY_S, Ask, Denial
+from coordinator.accounting.quota import Ask, Denial
 from coordinator.accounting.usage import Opened, Past
 from coordinator.request import Request
 from coordinator.state import State
-from coordinator.waiting.overload import JITTER
+from coordinator.waiting.projection import JITTER
 from proto.errors import Reject
 from proto.messages import Submit
 from runtime.tenancy.tenants import Tenants
@@ -18,7 +18,7 @@ RELOAD_S = 5.0
 JITTERED_MAX_S = 60.0
 """Of a longer wait no more than the part of this is jitter: a client that waits for midnight is not to lose minutes."""
 Refusal = tuple[Reject | None, str, float | None]
-"""A reason, its words, and seconds until another try, 0 for never; None: as long as the backlog takes."""
+"""A reason, its words, and seconds until another try, 0 for never; None: as long as what waits before it takes."""
 
 
 def configure(state: State, tenants: Tenants, utc_offset_s: float, past: Past | None, now: float) -> None:
@@ -71,7 +71,9 @@ def reserve(state: State, request: Request, now: float) -> Refusal:
             0.0,
         )
     idle = not state.queues[submit.model].fair.size
-    bill = billing.open(request.id, submit.tenant, _ask(state, request), now, idle=idle, choices=submit.choices)
+    usual_s = state.queues[submit.model].projection.placed.mean_s
+    ask = _ask(state, request)
+    bill = billing.open(request.id, submit.tenant, ask, now, idle=idle, choices=submit.choices, usual_s=usual_s)
     if isinstance(bill, Denial):
         return Reject.QUOTA, str(bill), _retry_after_s(bill, submit)
     request.bill, request.borrowed = bill, bill.borrowed
@@ -94,10 +96,8 @@ def opened(state: State, request: Request) -> Opened:
     )
 
 
-def _retry_after_s(denial: Denial, submit: Submit) -> float | None:
-    """A limit says exactly when; a few seconds of jitter keep those who were told the same from coming back together."""
-    if denial.retry_after_s == HELD_RETRY_S:
-        return None
+def _retry_after_s(denial: Denial, submit: Submit) -> float:
+    """A few seconds of jitter keep those who were told the same from coming back together."""
     jitter_s = JITTER * min(denial.retry_after_s, JITTERED_MAX_S) * crc32(submit.request_id.encode()) / (1 << 32)
     return min(denial.retry_after_s + jitter_s, 86_400.0)
 

@@ -8,7 +8,9 @@ import msgspec
 from coordinator.accounting.goodput import Tally
 from coordinator.reporting.served import services
 from coordinator.state import State
+from coordinator.waiting.projection import Speed
 from coordinator.workers.circuit_breakers import NOBODY
+from coordinator.workers.pool import Pool
 from proto.limits import MAX_CLASSES_SHOWN
 from proto.messages import Hello, Role, Submit
 from proto.status import ClassStatus, PairStatus, Process, StatusReport, TenantStatus, WorkerStatus
@@ -25,13 +27,21 @@ COUNTER_MAX = (1 << 63) - 1
 
 
 def retry_after_s(state: State, submit: Submit, now: float) -> float:
-    """When a request that is turned away should come again: see `Backlog.retry_after_s`."""
+    """When a request that is turned away should come again: see `Projection.retry_after_s`."""
     pool, queue = state.pools.get(submit.model), state.queues.get(submit.model)
     if pool is None or queue is None or not pool.servable():
         return NO_CAPACITY_S
-    fair_tokens_per_s = pool.tokens_per_s() / max(queue.backlog.organisations(), 1)
     path = state.path(submit)
-    return queue.backlog.retry_after_s(path, submit.request_id, submit.prompt_tokens, fair_tokens_per_s, now)
+    return queue.projection.retry_after_s(path, queue.work(submit, path), submit.request_id, speed(pool), now)
+
+
+def wait_s(state: State, model: str, path: tuple[str, str, str], now: float, *, urgent: bool = False) -> float:
+    """How long a new request would wait for a place: see `Projection.wait_s`."""
+    return state.queues[model].projection.wait_s(path, speed(state.pools[model]), now, urgent=urgent)
+
+
+def speed(pool: Pool) -> Speed:
+    return Speed(pool.tokens_per_s(), bool(pool.wakeups.closed))
 
 
 def workers(state: State) -> tuple[WorkerStatus, ...]:

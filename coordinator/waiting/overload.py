@@ -1,4 +1,4 @@
-"""What waits, by tenant: who has to go when there is too much of it, and when to come back. Pure.
+"""What waits, by tenant: who has to go when there is too much of it. Pure.
 
 The size of a backlog counts requests and tokens at once: a request weighs its prompt's tokens and its part of the room for
 requests (`queue_tokens_max / queue_requests_max`), so that neither a million tiny requests nor a few huge ones hide.
@@ -9,22 +9,12 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from math import exp
 from typing import Generic, TypeVar
-from zlib import crc32
 
 from coordinator.fairness.scheduling_class import Path
 from coordinator.request import Request
 
 K = TypeVar("K", bound=Hashable)
-RETRY_AFTER_S = (1.0, 60.0)
-JITTER = 0.1
-"""A wait is lengthened by up to this part of it, never shortened."""
 _TAU_S = 10.0
-
-
-def spread(wait_s: float, request_id: str) -> float:
-    """A wait as clients are told it: within bounds, and a little longer for some, so that they do not come back together."""
-    low, high = RETRY_AFTER_S
-    return min(max(wait_s, low), high) * (1 + JITTER * crc32(request_id.encode()) / (1 << 32))
 
 
 class Rate:
@@ -82,16 +72,12 @@ class Ranked(Generic[K]):
 
 @dataclass(eq=False)
 class Tenant:
-    drain: Rate
-    """Prompt tokens dispatched."""
     cost: Rate
     """Of what was dispatched, answers as estimated."""
     requests: dict[str, Request] = field(default_factory=dict)
     """Those that wait and may be shed, oldest first."""
     tokens: int = 0
     """Of all that wait, also of those that may not be shed."""
-    booked_until: float = 0.0
-    """By when those told to come back will have come."""
 
 
 class Backlog:
@@ -113,24 +99,18 @@ class Backlog:
     def remove(self, request: Request) -> None:
         self._count(request, -1, self._tenants[request.path])
 
-    def dispatched(self, path: Path, tokens: int, cost: float, now: float) -> None:
-        tenant = self.tenant(path, now)
-        tenant.drain.add(tokens, now)
-        tenant.cost.add(cost, now)
+    def dispatched(self, path: Path, cost: float, now: float) -> None:
+        self.tenant(path, now).cost.add(cost, now)
 
     def waiting(self, path: Path) -> int:
         """Requests of a tenant that wait, resumed ones aside."""
         tenant = self._tenants.get(path)
         return len(tenant.requests) if tenant else 0
 
-    def organisations(self) -> int:
-        """How many have something waiting."""
-        return sum(map(len, self._organisations.values()))
-
     def tenant(self, path: Path, now: float) -> Tenant:
         found = self._tenants.get(path)
         if found is None:
-            found = self._tenants[path] = Tenant(Rate(now), Rate(now))
+            found = self._tenants[path] = Tenant(Rate(now))
         return found
 
     def tenants(self) -> Iterable[Path]:
@@ -206,19 +186,3 @@ class Backlog:
         path = self._users[organisation].largest()
         assert path is not None
         return next(reversed(self._tenants[path].requests.values()))
-
-    # --- when to come back ----------------------------------------------------------------------------------------------
-
-    def retry_after_s(
-        self, path: Path, request_id: str, prompt_tokens: int, fair_tokens_per_s: float, now: float
-    ) -> float:
-        """Seconds until the tenant's backlog is worked off at its measured rate (`fair_tokens_per_s` while it has none), and
-        behind those of it that were told the same before: they come back one by one, not all at once."""
-        tenant = self.tenant(path, now)
-        rate = max(tenant.drain.per_s(now), fair_tokens_per_s)
-        low, high = RETRY_AFTER_S
-        if rate <= 0:
-            return low
-        start = max(tenant.booked_until, now + tenant.tokens / rate)
-        tenant.booked_until = min(start + prompt_tokens / rate, now + high)
-        return spread(start - now, request_id)

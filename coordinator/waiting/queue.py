@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from math import inf
+from math import ceil, inf
 from typing import cast
 
 from coordinator.events import Limits
@@ -14,6 +14,7 @@ from coordinator.fairness.sorted_row import SPARE
 from coordinator.request import Request
 from coordinator.waiting.latest_starts import LatestStarts
 from coordinator.waiting.overload import Backlog, Rate
+from coordinator.waiting.projection import Projection
 from coordinator.waiting.queue_keys import Demand, class_key
 from coordinator.waiting.retries import RetryBudget
 from coordinator.waiting.waits import Waits
@@ -48,6 +49,8 @@ class WaitQueue:
         )
         self.backlog = Backlog(limits.queue_tokens_max / limits.queue_requests_max)
         self.work_ahead = WorkAhead(self.fair.weights)
+        """Prompt tokens that are not computed, of what waits and of what is placed."""
+        self.projection = Projection(self.fair.weights)
         self.retries = RetryBudget(limits.retry_floor, limits.retry_share)
         self._served = Rate(0.0)
         """Cost of all tenants."""
@@ -74,6 +77,7 @@ class WaitQueue:
         self.nothing_due_before = 0.0
         self.fair.reweigh({**ring_weights(limits.priority_classes), **limits.weights})
         self.work_ahead.reweigh(self.fair.weights)
+        self.projection.reweigh(self.fair.weights)
 
     def forget(self, tenant: str) -> None:
         """One of which nothing waits or runs."""
@@ -93,12 +97,21 @@ class WaitQueue:
         self._waiting += 1
         self.count_uncomputed(request, request.submit.prompt_tokens)
         self.backlog.add(request, now)
+        self.projection.wait(request, self.work(request.submit, request.path))
         if can_run:
             self._enter(request, self.class_key(request))
         self._set_deadline(request)
         self._waits.add(request, self._waiting)
         self._latest_starts.add(request, self._waiting)
         self.nothing_due_before = min(self.nothing_due_before, request.since + self._waits.limit_s(request))
+
+    def work(self, submit: Submit, path: Path) -> int:
+        """What a request is going to cost, as `Projection` counts it."""
+        prices = self._limits.prices
+        return ceil(prices.chunk(submit.prompt_tokens) + prices.output(self._length(path).estimate(submit)))
+
+    def wait_limit_s(self, request: Request) -> float:
+        return self._waits.limit_s(request)
 
     def count_uncomputed(self, request: Request, tokens: int) -> None:
         """So much of its prompt is to be computed yet."""
@@ -160,6 +173,7 @@ class WaitQueue:
         request.waits = False
         self._waiting -= 1
         self.backlog.remove(request)
+        self.projection.wait_no_more(request)
 
     def remove(self, request: Request) -> None:
         """No chunk of it is to be dispatched any more. Repeating it does no harm."""
@@ -232,7 +246,7 @@ class WaitQueue:
     def _dispatched(self, request: Request, length: int, cost: float, now: float) -> None:
         self._served.add(cost, now)
         request.dispatched_tokens += length
-        self.backlog.dispatched(request.path, length, cost, now)
+        self.backlog.dispatched(request.path, cost, now)
         if request.dispatched_tokens == request.submit.prompt_tokens:
             request.begin().output_charged = self._limits.prices.output(self.output_estimate(request))
             request.entry = None

@@ -1,88 +1,120 @@
-"""Prompt tokens that are not computed yet, by tenant, and what of them a new prompt has to wait for. Pure.
+"""Work that is not done yet, by tenant, and what of it a new request has to wait for. Pure.
 
-A tenant is sure of its share of all service while others have work too: its weight over the weights of all that have work,
-at each level of the fair queue (priority class, organisation, user). So a prompt is computed after
+The fair queue serves tenants in proportion to their weights while they have work, at each level (priority class,
+organisation, user). So until a tenant has got an amount `x` for its weight, each of the others has got as much for its own, or
+all it wanted, whichever is less. Another tenant's backlog does not count beyond that, however large. Of its own tenant's work,
+only what has a deadline counts for a request with a deadline, because that goes first.
 
-    (tokens of its tenant + its own) / (share of its tenant * tokens per second of all workers)
-
-at the latest, whatever others send. Another tenant's backlog does not count, however large: it only takes its own share. Of
-its own tenant's, only prompts with a deadline count, because they go before those without.
+How much the others want is kept by powers of two. Those of the same power as `x` count as if they wanted as much as they
+can, together: so a question costs a few steps for each level, however many tenants there are.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coordinator.fairness.scheduling_class import Path
 
 
 @dataclass(slots=True)
+class _Size:
+    """Those among the children of a node that want about the same for their weight."""
+
+    count: int = 0
+    weight: float = 0.0
+    work: int = 0
+
+
+@dataclass(slots=True)
 class _Node:
     weight: float
-    tokens: int = 0
-    urgent_tokens: int = 0
-    """Of prompts with a deadline, or with a target for the first token."""
-    busy_weight: float = 0.0
-    """Of the children that have tokens."""
+    work: int = 0
+    urgent: int = 0
+    """Of requests with a deadline, or with a target for the first token."""
+    sizes: dict[int, _Size] = field(default_factory=dict)
+    """Its children that have work, by the binary order of what they want for their weight."""
+
+    @property
+    def order(self) -> int:
+        return int(self.work / self.weight).bit_length()
+
+    def count(self, child: "_Node", sign: int) -> None:
+        """A child comes to want what it does, or no more."""
+        if not child.work:
+            return
+        order = child.order
+        size = self.sizes.get(order)
+        if size is None:
+            size = self.sizes[order] = _Size()
+        size.count += sign
+        size.weight += sign * child.weight
+        size.work += sign * child.work
+        if not size.count:
+            del self.sizes[order]
+
+    def until(self, child: "_Node", work: float) -> float:
+        """What all children get until this one, who is of them or is not, has got so much."""
+        each, total = work / child.weight, work
+        own = child.order if child.work else -1
+        for order, size in self.sizes.items():
+            weight, wanted = size.weight, size.work
+            if order == own:
+                weight, wanted = weight - child.weight, wanted - child.work
+            total += wanted if each >= 1 << order else min(wanted, max(weight, 0.0) * each)
+        return total
 
 
 class WorkAhead:
-    """A change costs one step for each level."""
+    """A change costs one step for each level. Work is counted in whole numbers, so that nothing is left over."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
         self._root = _Node(1.0)
         self._nodes: dict[Path, _Node] = {}
-        """Those that have tokens."""
+        """Those that have work."""
 
     @property
-    def tokens(self) -> int:
-        return self._root.tokens
+    def work(self) -> int:
+        return self._root.work
 
-    def add(self, path: Path, tokens: int, *, urgent: bool) -> None:
-        """So many more, or fewer if negative. `urgent`: of a prompt with a deadline."""
-        if not tokens:
+    def add(self, path: Path, work: int, *, urgent: bool) -> None:
+        """So much more, or less if negative. `urgent`: of a request with a deadline."""
+        if not work:
             return
         above = self._root
-        above.tokens += tokens
+        above.work += work
         for depth in range(1, len(path) + 1):
             own = path[:depth]
             node = self._nodes.get(own)
             if node is None:
                 node = self._nodes[own] = _Node(self._weight(own))
-                above.busy_weight += node.weight
-            node.tokens += tokens
-            node.urgent_tokens += tokens if urgent else 0
-            assert node.tokens >= node.urgent_tokens >= 0
-            if not node.tokens:
+            above.count(node, -1)
+            node.work += work
+            node.urgent += work if urgent else 0
+            assert node.work >= node.urgent >= 0
+            above.count(node, 1)
+            if not node.work:
                 del self._nodes[own]
-                above.busy_weight -= node.weight
             above = node
 
-    def before(self, path: Path, tokens: int) -> float:
-        """Tokens that all workers together compute until a new prompt of so many with a deadline is done, if its tenant gets
-        no more than its share."""
-        share, above = 1.0, self._root
-        for depth in range(1, len(path) + 1):
-            own = path[:depth]
-            node = self._nodes.get(own)
-            if node is None:
-                weight = self._weight(own)
-                share *= weight / (above.busy_weight + weight)
-                node = _Node(weight)
-            else:
-                share *= node.weight / above.busy_weight
-            above = node
-        return (above.urgent_tokens + tokens) / share
+    def before(self, path: Path, work: float, *, urgent: bool) -> float:
+        """Work that is done until a new request of this tenant is, its own of so much included."""
+        leaf = self._nodes.get(path)
+        if leaf is not None:
+            work += leaf.urgent if urgent else leaf.work
+        for depth in range(len(path), 0, -1):
+            node = self._nodes.get(path[:depth]) or _Node(self._weight(path[:depth]))
+            above = self._root if depth == 1 else self._nodes.get(path[: depth - 1])
+            if above is not None:
+                work = above.until(node, work)
+        return work
 
     def reweigh(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
-        self._root.busy_weight = 0.0
-        for node in self._nodes.values():
-            node.busy_weight = 0.0
+        for node in (self._root, *self._nodes.values()):
+            node.sizes.clear()
         for path, node in self._nodes.items():
             node.weight = self._weight(path)
-            above = self._nodes[path[:-1]] if len(path) > 1 else self._root
-            above.busy_weight += node.weight
+            (self._nodes[path[:-1]] if len(path) > 1 else self._root).count(node, 1)
 
     def _weight(self, path: Path) -> float:
         return self._weights.get("/".join(path), 1.0)

@@ -1,0 +1,135 @@
+"""When a request of a tenant would get its place: the one projection of time, for admission, Retry-After and people. Pure.
+
+It divides the work that goes first in the fair order (`work_ahead`) by the rate at which work is placed. Where decode has no
+room, and where something has waited for longer than requests stay, that is the rate at which placed work comes free
+(`drain`), whatever limits it. Else it is the measured speed of prefill.
+
+Those who were rejected and told to come back have their place in the order until then. So each is told its own time, also
+where each belongs to another tenant.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+from zlib import crc32
+
+from coordinator.accounting.drain import ComingBack, Drain
+from coordinator.fairness.scheduling_class import Path
+from coordinator.request import Request
+from coordinator.waiting.work_ahead import WorkAhead
+
+RETRY_AFTER_S = (1.0, 600.0)
+JITTER = 0.1
+"""A wait is lengthened by up to this part of it, never shortened."""
+
+
+def spread(wait_s: float, request_id: str) -> float:
+    """A wait as clients are told it: within bounds, and a little longer for some, so that they do not come back together."""
+    low, high = RETRY_AFTER_S
+    return min(max(wait_s, low), high) * (1 + JITTER * crc32(request_id.encode()) / (1 << 32))
+
+
+class Speed(NamedTuple):
+    """What a pool says about its workers."""
+
+    prompt_tokens_per_s: float
+    """0: not measured."""
+    decode_is_full: bool
+    """Some request found no room there."""
+
+
+class Accuracy(NamedTuple):
+    """Sums over requests that were placed, in seconds."""
+
+    projected_s: float = 0.0
+    waited_s: float = 0.0
+    error_s: float = 0.0
+    """Of what was projected at their arrival, in either direction."""
+
+
+class Projection:
+    """Of one model's queue."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self.waiting = WorkAhead(weights)
+        """Work in weighted tokens, as in `Prices`: of requests that wait for a place ..."""
+        self._line = WorkAhead(weights)
+        """... and with it, of those that were told to come back."""
+        self._coming: ComingBack[tuple[Path, int]] = ComingBack()
+        self.placed = Drain()
+        self._prompt_tokens = 0
+        """Of requests that wait."""
+        self._waits_since: float | None = None
+        """There has been something waiting since then."""
+        self.accuracy: dict[str, Accuracy] = {}
+        """By priority class."""
+
+    def reweigh(self, weights: Mapping[str, float]) -> None:
+        self.waiting.reweigh(weights)
+        self._line.reweigh(weights)
+
+    # --- what happens ---------------------------------------------------------------------------------------------------
+
+    def wait(self, request: Request, work: int) -> None:
+        """It waits for a place from now on."""
+        request.work = work
+        if self._waits_since is None:
+            self._waits_since = request.since
+        self._count(request, 1)
+
+    def wait_no_more(self, request: Request) -> None:
+        self._count(request, -1)
+        if not self.waiting.work:
+            self._waits_since = None
+
+    def _count(self, request: Request, sign: int) -> None:
+        urgent = request.first_token_ms > 0
+        self.waiting.add(request.path, sign * request.work, urgent=urgent)
+        self._line.add(request.path, sign * request.work, urgent=urgent)
+        self._prompt_tokens += sign * request.submit.prompt_tokens
+
+    def place(self, request: Request, now: float) -> None:
+        """It has got a place; `request.since`: when it came to wait."""
+        request.placed_work = request.work
+        self.placed.take(request.work, now)
+        if request.attempt > 1:
+            return
+        sums, waited_s = self.accuracy.get(request.path[0], Accuracy()), now - request.since
+        error_s = abs(waited_s - request.projected_s)
+        self.accuracy[request.path[0]] = Accuracy(
+            sums.projected_s + request.projected_s, sums.waited_s + waited_s, sums.error_s + error_s
+        )
+
+    def leave(self, request: Request, now: float) -> None:
+        """Its attempt is over, if it had a place."""
+        if request.placed_work:
+            self.placed.give_back(request.placed_work, now - request.attempt_progress.placed_at, now)
+            request.placed_work = 0
+
+    # --- when -----------------------------------------------------------------------------------------------------------
+
+    def wait_s(self, path: Path, speed: Speed, now: float, *, urgent: bool = False) -> float:
+        """How long a new request of this tenant would wait for a place."""
+        if not self.waiting.work:
+            return 0.0
+        return self._seconds(self.waiting.before(path, 0, urgent=urgent), speed, now)
+
+    def retry_after_s(self, path: Path, work: int, request_id: str, speed: Speed, now: float) -> float:
+        """What a client is told: its turn behind all that wait, and all that come back before it. It is kept for it."""
+        for before, amount in self._coming.take_due(now):
+            self._line.add(before, -amount, urgent=False)
+        wait_s = self._seconds(self._line.before(path, work, urgent=False) - work, speed, now)
+        told_s = spread(wait_s, request_id)
+        if self._coming.tell(now + told_s, (path, work)):
+            self._line.add(path, work, urgent=False)
+        return told_s
+
+    def _seconds(self, work: float, speed: Speed, now: float) -> float:
+        """In which so much work gets a place."""
+        placed, since = self.placed, self._waits_since
+        steady = since is not None and placed.is_learnt and now - since >= placed.mean_s
+        if placed.held and (speed.decode_is_full or steady):
+            return placed.wait_s(work, now)
+        if not speed.prompt_tokens_per_s:
+            return 0.0
+        prompt_share = self._prompt_tokens / self.waiting.work if self.waiting.work else 1.0
+        return work * prompt_share / speed.prompt_tokens_per_s

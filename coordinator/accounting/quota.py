@@ -98,9 +98,7 @@ class Quotas:
 
     # --- taking and giving back ---------------------------------------------------------------------------------------
 
-    def reserve(
-        self, tenant: str, ask: Ask, now: float, *, idle: bool = False, usual_s: float = 0.0
-    ) -> Grant | Denial:
+    def reserve(self, tenant: str, ask: Ask, now: float, *, idle: bool = False, usual_s: float = 0.0) -> Grant | Denial:
         """Take on all levels or on none. `idle`: capacity lies idle, so borrowers may exceed rates. `usual_s`: how long
         requests usually take."""
         assert self.tenants.policy(tenant) is not None, "the caller refuses tenants that the file does not know"

@@ -72,6 +72,8 @@ class Placed(msgspec.Struct, frozen=True, tag_field="what", tag="placed"):
     """Of the prompt, believed to be on the prefill worker."""
     kept: bool
     """It was not its turn, but room had been kept for it."""
+    projected_s: float = 0.0
+    """The wait for a place that was expected when it came."""
 
 
 class ChunkSent(msgspec.Struct, frozen=True, tag_field="what", tag="chunk"):
@@ -245,8 +247,9 @@ class Timeline:
             self._add(Ended(self._at_s, state.value, why, retry_after_s, self._made_room_for(why)))
         elif state is RequestState.PLACED:
             assert self._core is not None
-            cached_tokens = self._core.requests[self.request_id].cached_tokens
-            self._add(Placed(self._at_s, why, self._blocks, cached_tokens, self._kept))
+            request = self._core.requests[self.request_id]
+            projected_s = request.projected_s if request.submit.attempt == 1 else 0.0
+            self._add(Placed(self._at_s, why, self._blocks, request.cached_tokens, self._kept, projected_s))
         elif state is RequestState.DECODING:
             done = self._event.message if isinstance(self._event, Received) else None
             transfer_ms = done.transfer_ms if isinstance(done, HandedOver) else 0.0

@@ -216,6 +216,21 @@ class CoordinatorMetrics:
             by_class,
         )
 
+        def waits() -> Iterator[tuple[Labels, float]]:
+            for model, queue in self._core.queues.items():
+                for name, sums in queue.projection.accuracy.items():
+                    yield (model, name, "projected"), sums.projected_s
+                    yield (model, name, "waited"), sums.waited_s
+                    yield (model, name, "error"), sums.error_s
+
+        registry.read(
+            "counter",
+            PREFIX + "place_wait_seconds",
+            "Time until requests had a place on workers: as projected on arrival, as it was, and how far the first was off.",
+            ("model", "priority_class", "kind"),
+            waits,
+        )
+
     def _read_fairness(self, registry: MetricsRegistry) -> None:
         def summed(values: Iterable[tuple[str, float]]) -> dict[str, float]:
             total: dict[str, float] = {}

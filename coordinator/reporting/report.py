@@ -32,7 +32,10 @@ def retry_after_s(state: State, submit: Submit, now: float) -> float:
     if pool is None or queue is None or not pool.servable():
         return NO_CAPACITY_S
     path = state.path(submit)
-    return queue.projection.retry_after_s(path, queue.work(submit, path), submit.request_id, speed(pool), now)
+    at, tokens = speed(pool), submit.prompt_tokens
+    before = queue.work_ahead.before(path, tokens, urgent=False) - tokens
+    computed_s = before / at.prompt_tokens_per_s if at.prompt_tokens_per_s else 0.0
+    return queue.projection.retry_after_s(path, queue.work(submit, path), submit.request_id, at, now, computed_s)
 
 
 def wait_s(state: State, model: str, path: tuple[str, str, str], now: float, *, urgent: bool = False) -> float:

@@ -113,11 +113,16 @@ class Projection:
             return 0.0
         return self._seconds(self.waiting.before(path, 0, urgent=urgent), speed, now)
 
-    def retry_after_s(self, path: Path, work: int, request_id: str, speed: Speed, now: float) -> float:
-        """What a client is told: its turn behind all that wait, and all that come back before it. It is kept for it."""
+    def retry_after_s(
+        self, path: Path, work: int, request_id: str, speed: Speed, now: float, computed_s: float = 0.0
+    ) -> float:
+        """What a client is told: its turn behind all that wait, and all that come back before it. It is kept for it.
+        `computed_s`: until prefill has computed what goes before it of all that was let in, also of what has a place."""
         for before, amount in self._coming.take_due(now):
             self._line.add(before, -amount, urgent=False)
-        wait_s = self._seconds(self._line.before(path, work, urgent=False) - work, speed, now)
+        line = self._line.before(path, work, urgent=False)
+        coming = line - self.waiting.before(path, work, urgent=False)
+        wait_s = max(self._seconds(line - work, speed, now), computed_s + self._seconds(coming, speed, now))
         told_s = spread(wait_s, request_id)
         if self._coming.tell(now + told_s, (path, work)):
             self._line.add(path, work, urgent=False)
@@ -127,9 +132,10 @@ class Projection:
         """In which so much work gets a place."""
         placed, since = self.placed, self._waits_since
         steady = since is not None and placed.is_learnt and now - since >= placed.mean_s
+        prefill_s = 0.0
+        if speed.prompt_tokens_per_s:
+            prompt_share = self._prompt_tokens / self.waiting.work if self.waiting.work else 1.0
+            prefill_s = work * prompt_share / speed.prompt_tokens_per_s
         if placed.held and (speed.decode_is_full or steady):
-            return placed.wait_s(work, now)
-        if not speed.prompt_tokens_per_s:
-            return 0.0
-        prompt_share = self._prompt_tokens / self.waiting.work if self.waiting.work else 1.0
-        return work * prompt_share / speed.prompt_tokens_per_s
+            return max(placed.wait_s(work, now), prefill_s)
+        return prefill_s

@@ -150,7 +150,8 @@ def _words(entry: Entry) -> str:
 def _placed(entry: Placed) -> str:
     why = "there was room at last, kept for it" if entry.kept else "its turn"
     cached = f"; {_count(entry.cached_tokens, 'token')} of its prompt cached there" if entry.cached_tokens else ""
-    return f"placed on {entry.workers}: {why}{cached}; {_count(entry.kv_blocks, 'KV block')} reserved for its answer"
+    projected = f"; a wait of {entry.projected_s:.1f} s was projected" if entry.projected_s >= 0.1 else ""
+    return f"placed on {entry.workers}: {why}{cached}; {_count(entry.kv_blocks, 'KV block')} reserved for its answer{projected}"
 
 
 def _changed(entry: Changed) -> str:

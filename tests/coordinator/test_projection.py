@@ -1,0 +1,67 @@
+"""Clients that are turned away come back when they were told to, and find room then, whichever side binds."""
+
+import random
+import statistics
+
+import pytest
+
+from coordinator.events import Limits
+from simulation.cluster.cluster import ClientRequest, VirtualCluster
+from simulation.cluster.surroundings import Timing
+from tests.helpers import first
+
+CAPACITY_PER_S = 3.2
+
+
+def cluster(side: str) -> VirtualCluster:
+    limits = Limits(queue_requests_max=64, kv_overcommit=1.0)
+    if side == "prefill":
+        return VirtualCluster(limits, Timing(prefill_tokens_per_s=800.0, decode_step_s=0.001), prefill=2, decode=2)
+    timing, seqs = Timing(prefill_tokens_per_s=65536.0, decode_step_s=0.05), side == "sequences"
+    return VirtualCluster(
+        limits, timing, prefill=2, decode=2, max_seqs=16 if seqs else 64, decode_blocks=1 << 14 if seqs else 16 * 45,
+        progress=True,
+    )  # fmt: skip
+
+
+class Clients:
+    """Twice as many as can be served, for 100 s."""
+
+    def __init__(self, side: str, tenants: int, seed: int) -> None:
+        self.cluster, source, at_s = cluster(side), random.Random(seed), 0.0
+        self.rejections: dict[str, int] = {}
+        self.told: dict[str, tuple[float, float]] = {}
+        """When a client was first turned away, and the wait that it was told."""
+        self.admitted: dict[str, float] = {}
+        self.cluster.on_end = self.ended
+        while (at_s := at_s + source.expovariate(2 * CAPACITY_PER_S)) < 100.0:
+            name = f"r{len(self.rejections)}"
+            self.rejections[name] = 0
+            self.cluster.at(at_s, self.cluster.submit, name, f"o{source.randrange(tenants)}", 500, 200)
+        self.cluster.run(1500.0)
+
+    def ended(self, request: ClientRequest) -> None:
+        submit, rejected = request.submit, request.rejected
+        name = submit.request_id.split("+")[0]
+        if rejected is None:
+            self.admitted[name] = request.submitted_s
+            return
+        self.rejections[name] += 1
+        assert rejected.retry_after_s
+        now, again = self.cluster.now, f"{name}+{self.rejections[name]}"
+        self.told.setdefault(name, (now, rejected.retry_after_s))
+        self.cluster.at(now + rejected.retry_after_s, self.cluster.submit, again, submit.tenant, 500, 200)
+
+    def waited_of_told(self) -> list[float]:
+        return [(self.admitted[name] - now) / told_s for name, (now, told_s) in self.told.items()]
+
+
+@pytest.mark.parametrize("seed", first(1, range(1, 6)))
+@pytest.mark.parametrize("tenants", [1, 10, 1000])
+@pytest.mark.parametrize("side", ["prefill", "sequences", "blocks"])
+def test_at_twice_the_load_clients_are_told_how_long_it_takes(side: str, tenants: int, seed: int) -> None:
+    clients = Clients(side, tenants, seed)
+    assert len(clients.admitted) == len(clients.rejections), "everybody is served in the end"
+    assert sum(clients.rejections.values()) <= 2 * len(clients.rejections)
+    assert max(clients.rejections.values()) <= 8
+    assert 1 / 1.5 <= statistics.median(clients.waited_of_told()) <= 1.5

@@ -136,6 +136,8 @@ class Core(State):
         return self.out
 
     def next_deadline(self) -> float | None:
+        if any(pool.wakeups.go_on_at_once for pool in self.pools.values()):
+            return self.now
         waiting = [timer for queue in self.queues.values() if (timer := queue.next_timer()) is not None]
         if self.interrupted:
             waiting.append(next(iter(self.interrupted.values())).since + self.limits.resubmit_s_max)

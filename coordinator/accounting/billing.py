@@ -17,7 +17,8 @@ Both say again what ended shortly before they lost the coordinator, and since. I
 lost too, it is written off at its estimate.
 
 Where a worker's link is lost, as by a stop of this very process, the worker may be back in a moment, and say again what has
-finished meanwhile. So a bill that it held is not closed as cancelled before `DOUBT_S` have passed.
+finished meanwhile. So a bill that it held is not closed as cancelled before `DOUBT_S` have passed. The same holds for the
+gateway of an answer that was interrupted: it alone knows how far the answer got.
 """
 
 from collections import OrderedDict
@@ -39,7 +40,7 @@ LOST = "lost"
 _UNSERVED = frozenset({State.REJECTED, State.EXPIRED, State.FAILED})
 """Ends that are ours: where nothing was computed either, it is as if the request had not been."""
 DOUBT_S = 5.0
-"""Longer than a worker that lives takes to come back."""
+"""Longer than a worker or gateway that lives takes to come back."""
 
 
 def whole_of(submit: Submit) -> str:
@@ -216,6 +217,13 @@ class Billing:
         if bill is not None:
             bill.begin().doubt_until = now + DOUBT_S
         return self.release(request_id, now)
+
+    def doubt(self, request_id: str, now: float) -> None:
+        """The link of its gateway was lost. Where its answer began and no worker is left to say how far it got, the gateway
+        may be back, and say it."""
+        bill = self.bills.get(request_id)
+        if bill is not None and bill.counters.output_tokens and not bill.counters.held:
+            bill.begin().doubt_until = now + DOUBT_S
 
     def release(self, request_id: str, now: float) -> Closed | None:
         """One thing less of it is on a worker."""

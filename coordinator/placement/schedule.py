@@ -1,8 +1,6 @@
 """Placing what waits and keeping prefill workers busy: after every event that may have made something possible.
 
-Each pool notes what that is. `news`: a request has come, or a class of requests has room again, so any prefill worker that can
-take a step may find something. `ready`: single prefill workers, which have done a step or for which something waits. Other
-events, like the progress of running streams, make no work here.
+The `Wakeups` of each pool note what that is. Other events, like the progress of running streams, make no work here.
 """
 
 from itertools import islice
@@ -23,6 +21,8 @@ from coordinator.workers.worker import Worker
 
 STEALS_MAX = 8
 """A request that was bound to a worker so often stays where it is."""
+STEPS_PER_EVENT_MAX = 16
+"""Each takes 0.3 ms or more: where one event makes room for more, as in a large cluster, other events come between."""
 
 
 def schedule(state: State, now: float) -> None:
@@ -39,18 +39,30 @@ def schedule(state: State, now: float) -> None:
             place_retained(state, pool, now)
         place_kept(state, pool, now)
         place_lone(state, pool, now)
-        while (worker := pool.wakeups.next_to_ask(queue)) is not None or place_lone(state, pool, now):
-            if worker is None:
-                continue
-            if _fill(state, worker, pool, queue, now):
-                if worker.undispatched:
-                    pool.wakeups.has_own_work(worker)
-            elif not _steal(worker, pool, queue, now):
-                pool.wakeups.found_nothing(worker)
-        give_shares(state, pool, queue, now)
-        if state.watch is not None and not pool.wakeups.asked_in_vain and len(pool.wakeups.idle):
+        _ask_workers(state, pool, queue, now)
+        if not pool.wakeups.go_on_at_once:
+            give_shares(state, pool, queue, now)
+        asked = pool.wakeups.asked_in_vain or pool.wakeups.go_on_at_once
+        if state.watch is not None and not asked and len(pool.wakeups.idle):
             state.watch(NothingRuns(pool.prefill[next(iter(pool.wakeups.idle))]))  # no class has room, so none is asked
         pool.wakeups.event_done()
+
+
+def _ask_workers(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
+    """Ask the prefill workers that may find something, one after another, until none does or enough was done."""
+    steps, pool.wakeups.go_on_at_once = 0, False
+    while (worker := pool.wakeups.next_to_ask(queue)) is not None or place_lone(state, pool, now):
+        if worker is None:
+            continue
+        if steps == STEPS_PER_EVENT_MAX:
+            pool.wakeups.steps_max_reached()
+            return
+        if _fill(state, worker, pool, queue, now):
+            steps += 1
+            if worker.undispatched:
+                pool.wakeups.has_own_work(worker)
+        elif not _steal(worker, pool, queue, now):
+            pool.wakeups.found_nothing(worker)
 
 
 def _steal(worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> bool:

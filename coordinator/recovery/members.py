@@ -65,7 +65,6 @@ def down(state: State, incarnation: int, reason: str, now: float, *, lives: bool
     worker = state.workers.pop(incarnation, None)
     if worker is not None:
         hung = incarnation in state.fenced
-        release = state.billing.release if hung else state.billing.lost
         drained = worker.draining and not hung
         why = Interrupt.DRAINED if drained else _LOST[hello.role]
         state.counters[f"{hello.role}_{'drained' if drained else 'lost'}"] += 1
@@ -81,12 +80,12 @@ def down(state: State, incarnation: int, reason: str, now: float, *, lives: bool
         for step, requests in worker.steps.values():
             for chunk, request in zip(step.chunks, requests, strict=True):
                 state.queues[hello.model].skipped(request, chunk)
-                state.record_usage(release(request.id, now))
+                state.record_usage(state.billing.lost(request.id, now))
         for key, allocation in worker.allocations.items():
             state.charge_large_drain(worker, key, allocation)
             emitted = worker.forwarded(key)
             state.emitted(hello.model, allocation.path, key[0], allocation.resumed_tokens, emitted, first=emitted > 0)
-            state.record_usage(release(key[0], now))
+            state.record_usage(state.billing.lost(key[0], now))
         state.drop_retained_on(worker)
         if not drained and not lives:
             suspects.count_loss(state, worker)
@@ -99,6 +98,7 @@ def down(state: State, incarnation: int, reason: str, now: float, *, lives: bool
         state.tell_gateways()
     elif hello.role is Role.GATEWAY:
         for request in [r for r in state.requests.values() if r.gateway_incarnation == incarnation]:
+            state.billing.doubt(request.id, now)
             state.end(request, Trigger.CANCEL, CancelReason.GATEWAY_LOST, now)
 
 

@@ -10,7 +10,7 @@ key, the key of what is bound to it, or a class of KV demand. If something waits
 - `stuck` has the key for this worker: a request found no room there, or no decode worker that it may send to, and nothing
   has been let go of since;
 - the worker takes no new requests (`may_place_on`);
-- `schedule` gave up early, and `for_all` is set for the next event.
+- `schedule` ended early, and `for_all` is set for the next event.
 
 So whatever ends one of these makes workers be asked: a single one (`ready`), or all that can take a step (`for_all`).
 """
@@ -43,6 +43,8 @@ class Wakeups:
         self._found_nothing: set[int] = set()
         """Workers that were asked in vain at the event in hand."""
         self._gave_up = False
+        self.go_on_at_once = False
+        """There is more to do than one event may take: a `Tick` is due now."""
 
     # --- what happens ---------------------------------------------------------------------------------------------------
 
@@ -121,8 +123,12 @@ class Wakeups:
         """A turn ended though there may be more to find: the next event goes on with that."""
         self._gave_up = True
 
+    def steps_max_reached(self) -> None:
+        """Enough for one event. The next goes on, and is to come at once."""
+        self._gave_up = self.go_on_at_once = True
+
     def nothing_waits(self) -> None:
-        self.for_all = False
+        self.for_all = self.go_on_at_once = False
         self.ready.clear()
 
     def event_done(self) -> None:

@@ -15,11 +15,11 @@ from coordinator.events import Configured, PeerDown, PeerUp, Tick
 from proto.errors import CancelReason, Interrupt
 from proto.held import Held
 from proto.messages import Cancel, Finished, Release, Released, Role, Step, StepDone, WorkFailed
-from proto.progress import DecodeProgress, Joined
+from proto.progress import DecodeProgress, Hung, Joined
 from runtime.tenancy.tenants import parse
 from tests.coordinator.test_ledger import past_of, write
 from tests.coordinator.test_tenancy import FILE, World, by, world
-from tests.coordinator.world import worker_hello
+from tests.coordinator.world import gateway_hello, worker_hello
 
 PROMPT = 100
 
@@ -298,6 +298,24 @@ def test_each_of_several_choices_is_charged_as_far_as_its_gateway_got_it_from_a_
     assert sum(w.closed(name).output_tokens for name in ("r", "r.c0", "r.c1")) == 2 * 90
     assert sum(w.closed(name).prompt_tokens for name in ("r", "r.c0", "r.c1")) == 10
     assert w.day_tokens("a") == 10 + 2 * 90
+
+
+@pytest.mark.parametrize("hung_first", [True, False])
+def test_a_gateway_that_comes_back_tells_how_far_an_answer_got_whose_worker_hung(hung_first: bool) -> None:
+    w = world()
+    w.receive(1, by("a/y", "r", 10, max_tokens=90))
+    w.run_prompt("r")
+    ends = [lambda: w.receive(20, Hung(1000.0)), lambda: w.post(PeerDown(1, "send failed"))]
+    for end in ends if hung_first else reversed(ends):
+        end()
+    assert w.held("a/y")[0] == 1, "its row is open"
+    w.post(PeerUp(1, gateway_hello(1)))
+    w.receive(1, Cancel("r", 1, CancelReason.ABANDONED, 30))
+    assert w.held("a/y")[0] == 1, "its row is open"
+    w.now += DOUBT_S
+    w.post(Tick())
+    assert (w.closed("r").outcome, w.closed("r").output_tokens) == ("cancelled", 30)
+    assert not w.core.billing.bills and w.held("a") == (0, 0, 0)
 
 
 def test_a_whole_answer_whose_worker_was_lost_before_its_last_word_is_charged_as_finished() -> None:

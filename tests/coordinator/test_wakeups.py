@@ -4,12 +4,13 @@ import pytest
 
 from coordinator.core import Core
 from coordinator.events import Action, Event, Limits, Tick
-from coordinator.placement import steps
+from coordinator.placement import schedule, steps
 from coordinator.placement.decide import Decision, NoRoom, Run, Wait, decide
 from coordinator.request import Request
 from coordinator.waiting.queue import WaitQueue
 from coordinator.workers.pool import Pool
 from coordinator.workers.worker import Worker
+from proto.messages import Step
 from tests.coordinator.tape import replay
 from tests.coordinator.test_replay import contended_world, random_world
 from tests.coordinator.world import MODEL, Harness, submit
@@ -27,7 +28,7 @@ class AsksAgain:
     def after(self, core: Core, event: Event, now: float, actions: list[Action]) -> None:
         for model, pool in core.pools.items():
             assert pool.wakeups.for_all or not pool.wakeups.due
-            for incarnation in pool.wakeups.idle:
+            for incarnation in () if pool.wakeups.go_on_at_once else pool.wakeups.idle:
                 self.ask(pool, core.queues[model], pool.prefill[incarnation], now)
 
     def ask(self, pool: Pool, queue: WaitQueue, worker: Worker, now: float) -> None:
@@ -67,3 +68,21 @@ def test_one_turn_moves_so_many_requests_at_the_most_and_the_next_event_goes_on(
     assert len(pool.prefill[11].bound) == steps.MOVES_PER_TURN_MAX and pool.wakeups.for_all
     h.post(Tick())
     assert len(pool.prefill[11].bound) == steps.MOVES_PER_TURN_MAX + 10 and not pool.wakeups.for_all
+
+
+def test_one_event_gives_so_many_steps_at_the_most_and_a_tick_that_is_due_at_once_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    h = Harness.make(prefill=9, decode=2, limits=Limits(step_tokens=16))
+    with monkeypatch.context() as nobody_is_asked:
+        nobody_is_asked.setattr("coordinator.placement.schedule.compose", lambda *_: None)
+        for number in range(9):
+            h.receive(1, submit(f"r{number}", 16))
+    monkeypatch.setattr(schedule, "STEPS_PER_EVENT_MAX", 4)
+    h.core.pools[MODEL].wakeups.request_came()
+    given = []
+    for at_once in (True, True, False):
+        h.post(Tick())
+        given.append(len(h.take(Step)))
+        assert (h.core.next_deadline() == h.now) is at_once
+    assert given == [4, 4, 1]

@@ -50,7 +50,7 @@ from proto.status import AutopilotReport, KvHeld, KvPairs
 
 
 def _status(state: State, incarnation: int, event: Received, now: float) -> None:
-    """With what workers said last time about themselves; they are asked again for the next."""
+    """The answer has what workers said last time about themselves; they are asked again for the next."""
     state.send(incarnation, report.status(state))
     for worker in state.workers:
         state.send(worker, StatusRequest())
@@ -66,7 +66,7 @@ def _autopilot(state: State, incarnation: int, event: Received, now: float) -> N
 
 
 class Handler(NamedTuple):
-    """Of one type of message."""
+    """What is done with one type of message."""
 
     roles: tuple[Role, ...]
     """Who may send it."""

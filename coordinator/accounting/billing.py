@@ -58,7 +58,7 @@ class Billing:
         self.doubts: OrderedDict[str, float] = OrderedDict()
         """Cancelled request → when it is closed as that; soonest first, or nearly."""
         self.settled: Remembered[Settled] = Remembered(remembered_s, remembered_max)
-        """Of older ones the ledger alone knows what they came to."""
+        """What closed bills came to. The ledger alone knows it of older ones."""
 
     # --- what is configured, what was before ----------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class Billing:
         return bill
 
     def open_promised(self, submit: Submit, ask: Ask, held: int, now: float) -> Bill:
-        """For a request in its second or a later attempt of which no bill is open: its client was promised an answer, and no
+        """Open the bill of a request in its second or a later attempt that has none: its client was promised an answer, and no
         limit is asked. Of what it was charged before nothing is charged again; where that is forgotten, the ledger knows, and
         tokens that were sent are taken to be charged. `held`: reservations that workers brought along."""
         request_id, resumed_tokens = submit.request_id, submit.resumed_tokens
@@ -219,8 +219,8 @@ class Billing:
         return self.release(request_id, now)
 
     def doubt(self, request_id: str, now: float) -> None:
-        """The link of its gateway was lost. Where its answer began and no worker is left to say how far it got, the gateway
-        may be back, and say it."""
+        """Its gateway's link was lost. Where the answer has begun and no worker holds the request, only the gateway can say how
+        far the answer got, so the bill stays open for it."""
         bill = self.bills.get(request_id)
         if bill is not None and bill.counters.output_tokens and not bill.counters.held:
             bill.begin().doubt_until = now + DOUBT_S

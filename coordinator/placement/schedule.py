@@ -22,7 +22,7 @@ from coordinator.workers.worker import Worker
 STEALS_MAX = 8
 """A request that was bound to a worker so often stays where it is."""
 STEPS_PER_EVENT_MAX = 16
-"""Each takes 0.3 ms or more: where one event makes room for more, as in a large cluster, other events come between."""
+"""A step takes 0.3 ms or more. Where one event makes room for more steps, as in a large cluster, other events come between."""
 
 
 def schedule(state: State, now: float) -> None:
@@ -42,9 +42,9 @@ def schedule(state: State, now: float) -> None:
         _ask_workers(state, pool, queue, now)
         if not pool.wakeups.go_on_at_once:
             give_shares(state, pool, queue, now)
-        asked = pool.wakeups.asked_in_vain or pool.wakeups.go_on_at_once
-        if state.watch is not None and not asked and len(pool.wakeups.idle):
-            state.watch(NothingRuns(pool.prefill[next(iter(pool.wakeups.idle))]))  # no class has room, so none is asked
+            if state.watch is not None and not pool.wakeups.asked_in_vain and len(pool.wakeups.idle):
+                idle = pool.prefill[next(iter(pool.wakeups.idle))]
+                state.watch(NothingRuns(idle))  # no class has room, so none is asked
         pool.wakeups.event_done()
 
 

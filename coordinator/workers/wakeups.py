@@ -38,8 +38,8 @@ class Wakeups:
         self.closed: dict[int, Request] = {}
         """Classes without room in decode, each with the request that found none."""
         self.stuck: dict[int, dict[int, Request]] = {}
-        """By prefill worker: the keys under which nothing can be placed there, each with the request that found no room. A
-        worker without a sequence free is here too, maybe without a key."""
+        """The keys under which nothing can be placed on a prefill worker, each with the request that found no room. A worker
+        without a sequence free is here too, maybe without a key."""
         self._found_nothing: set[int] = set()
         """Workers that were asked in vain at the event in hand."""
         self._gave_up = False

@@ -14,7 +14,7 @@ from coordinator.workers.worker import Worker
 
 class Outcome(StrEnum):
     TAKEN = "taken"
-    """Its next chunk goes into the step, and the turn is over."""
+    """Its next chunk goes into the step, or it is placed on an idle worker with more of its prompt cached. The turn is over."""
     NO_ROOM = "no_room"
     """This prefill worker or all decode workers have no room for it."""
     WAITS = "waits"

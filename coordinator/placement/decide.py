@@ -3,6 +3,7 @@
 `steps.compose` asks the fair queue for one candidate after another, and applies each decision:
 
     Run      its next chunk goes into the step; if it was not placed yet, it is placed on this worker and `decode`
+    Place    it is placed on another prefill worker, which is idle and starts it at once
     Wait     it is bound to another prefill worker and waits for a turn there
     NoRoom   its queue key is left out until room is freed; if it was bound to this worker, it waits in its class again
     Apart    it is suspected of having ended workers, and does not run beside others
@@ -34,6 +35,11 @@ class Run(NamedTuple):
     """The prefix that is computed once more though another worker has it; empty if there is none. See `bindings`."""
 
 
+class Place(NamedTuple):
+    prefill: Worker
+    decode: Worker
+
+
 class Wait(NamedTuple):
     worker: Worker
     prefix: bytes
@@ -59,7 +65,7 @@ class Apart(Enum):
     """It waits for a step of its own. Nothing is put before it meanwhile."""
 
 
-Decision = Run | Wait | NoRoom | Apart
+Decision = Run | Place | Wait | NoRoom | Apart
 
 
 def decide(
@@ -79,18 +85,27 @@ def decide(
     if in_class and request.attempt_progress.moves < MOVES_MAX:
         better = better_prefill(request.submit, worker, pool, pool.bindings.kept_waiting(worker, len(queue)), now)
         if better is not None and better.worker is not worker:
-            return Wait(*better)
+            there = better.worker
+            if not pool.wakeups.starts_at_once(there) or pool.breakers.concern(there.incarnation):
+                return Wait(*better)
+            # While it waited for its turn there, the next in turn here would get the room in decode.
+            decode = room(request, there, pool, now)
+            return Place(there, decode) if decode is not None else _no_room(request, there, pool, queue)
         copied = better.prefix if better is not None else b""
     elif not in_class and class_key(_demand(request)) in pool.wakeups.closed:
         return NoRoom(in_decode=True)  # many may be bound, and to look for room for each would take long
     decode = room(request, worker, pool, now)
     if decode is None:
-        if not worker.fits(request.submit) or pool.breakers.concern(worker.incarnation):
-            return NoRoom(False, (), copied)
-        demand = _demand(request)
-        return NoRoom(True, (class_key(demand), *classes_without_room(demand, queue.classes())), copied)
+        return _no_room(request, worker, pool, queue, copied)
     start = cached_tokens(request.submit, worker, pool)
     return Run(start, fitting(request, start, left, size), decode, copied)
+
+
+def _no_room(request: Request, worker: Worker, pool: Pool, queue: WaitQueue, copied: bytes = b"") -> NoRoom:
+    if not worker.fits(request.submit) or pool.breakers.concern(worker.incarnation):
+        return NoRoom(False, (), copied)
+    demand = _demand(request)
+    return NoRoom(True, (class_key(demand), *classes_without_room(demand, queue.classes())), copied)
 
 
 def room(request: Request, prefill: Worker, pool: Pool, now: float) -> Worker | None:

@@ -3,8 +3,8 @@ room in decode, one for which room is kept, and those that are to have a decode 
 """
 
 from coordinator.lifecycle import State as RequestState
-from coordinator.placement.choice import best_prefill_first, expect_cached
-from coordinator.placement.place import place
+from coordinator.placement.choice import best_prefill_first
+from coordinator.placement.place import place_at_once
 from coordinator.request import RETAINED, Request
 from coordinator.state import State
 from coordinator.workers.pool import Pool
@@ -29,7 +29,7 @@ def place_retained(state: State, pool: Pool, now: float) -> None:
             continue
         state.drop_retained(request)
         if decode.fits(request.submit, request.expected_left):
-            _place_out_of_turn(state, request, prefill, decode, now)
+            place_at_once(state, request, prefill, decode, now)
 
 
 def place_kept(state: State, pool: Pool, now: float) -> None:
@@ -47,7 +47,7 @@ def place_kept(state: State, pool: Pool, now: float) -> None:
         return
     prefill = _prefill_for(request, decode, pool, now)
     if prefill is not None:
-        _place_out_of_turn(state, request, prefill, decode, now)
+        place_at_once(state, request, prefill, decode, now)
     elif not drain.prefill:
         able = [w for w in pool.prefill.values() if not w.draining and w.could_ever_take(request.submit)]
         able = [w for w in able if pool.may_pair(w, decode, now)]
@@ -67,18 +67,8 @@ def place_lone(state: State, pool: Pool, now: float) -> bool:
         return False
     del pool.lone.waiting[request.id]
     pool.lone.runs = request
-    _place_out_of_turn(state, request, prefill, decode, now)
+    place_at_once(state, request, prefill, decode, now)
     return True
-
-
-def _place_out_of_turn(state: State, request: Request, prefill: Worker, decode: Worker, now: float) -> None:
-    pool, queue = state.pools[request.submit.model], state.queues[request.submit.model]
-    pool.bindings.unbind(request)
-    expect_cached(request, prefill, pool)
-    place(state, request, prefill, decode, now)
-    queue.settle_on(request, prefill.incarnation)
-    pool.wakeups.waits_no_more(request)
-    pool.wakeups.has_own_work(prefill)
 
 
 def _prefill_for(request: Request, decode: Worker, pool: Pool, now: float) -> Worker | None:

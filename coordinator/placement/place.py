@@ -1,6 +1,7 @@
 """A request gets a pair of workers, and both are told. Reservation before work: both or none."""
 
 from coordinator.lifecycle import Trigger
+from coordinator.placement.choice import expect_cached
 from coordinator.request import Request
 from coordinator.state import State
 from coordinator.workers.circuit_breakers import NOBODY
@@ -32,6 +33,17 @@ def place(state: State, request: Request, prefill: Worker, decode: Worker, now: 
     state.send(prefill.incarnation, take_in, request.blob)
     request.blob = b""
     state.move(request, Trigger.PLACE, now, f"{prefill.hello.name} + {decode.hello.name}")
+
+
+def place_at_once(state: State, request: Request, prefill: Worker, decode: Worker, now: float) -> None:
+    """The prefill worker is to be asked for its next step, which comes to this request in its turn and charges for it."""
+    pool, queue = state.pools[request.submit.model], state.queues[request.submit.model]
+    pool.bindings.unbind(request)
+    expect_cached(request, prefill, pool)
+    place(state, request, prefill, decode, now)
+    queue.settle_on(request, prefill.incarnation)
+    pool.wakeups.waits_no_more(request)
+    pool.wakeups.has_own_work(prefill)
 
 
 def _reserve(request: Request, prefill: Worker, decode: Worker) -> None:

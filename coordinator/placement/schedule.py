@@ -81,6 +81,8 @@ def _steal(worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> bool:
     request = next(reversed(host.bound.values()))
     if request.attempt_progress.moves >= STEALS_MAX or not worker.fits(request.submit):
         return False
+    if queue.class_key(request) in pool.wakeups.closed:
+        return False
     if not better_than_bound(request, worker, host, pool, pool.bindings.kept_waiting(worker, len(queue)), now):
         return False
     cached_there = request.cached_tokens

@@ -6,8 +6,8 @@ from math import inf
 from coordinator.lifecycle import State as RequestState
 from coordinator.observer import Looked, NothingRuns, Outcome
 from coordinator.placement.choice import expect_cached
-from coordinator.placement.decide import Apart, Decision, NoRoom, Run, Wait, decide, fitting
-from coordinator.placement.place import place
+from coordinator.placement.decide import Apart, Decision, NoRoom, Place, Run, Wait, decide, fitting
+from coordinator.placement.place import place, place_at_once
 from coordinator.request import Request
 from coordinator.state import State
 from coordinator.waiting.queue import WaitQueue
@@ -80,6 +80,9 @@ def compose(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: flo
             continue
         if decision is Apart.OWN_STEP:
             break
+        if isinstance(decision, Place):
+            _run_there(state, decision, request, worker, pool, queue, now)
+            continue
         key = _key_after(decision, request, queue)
         if key is not None and moves == MOVES_PER_TURN_MAX:
             pool.wakeups.gave_up()
@@ -115,6 +118,16 @@ def _run(
     queue.take(request, decision.length, worker.incarnation, keys, now)
     if decision.decode is not None:
         place(state, request, worker, decision.decode, now)
+
+
+def _run_there(
+    state: State, decision: Place, request: Request, asks: Worker, pool: Pool, queue: WaitQueue, now: float
+) -> None:
+    """Place it on the idle prefill worker that has its prompt cached."""
+    _count_bypass(request, asks, pool, queue, state.limits.bypasses_max, now)
+    if state.watch is not None:
+        state.watch(Looked(asks, request, Outcome.TAKEN))
+    place_at_once(state, request, decision.prefill, decision.decode, now)
 
 
 def _key_after(decision: Decision, request: Request, queue: WaitQueue) -> int | None:

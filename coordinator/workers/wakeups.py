@@ -168,6 +168,10 @@ class Wakeups:
             return False
         return not prefill.draining and prefill.incarnation != self._large_drain.prefill
 
+    def starts_at_once(self, prefill: Worker) -> bool:
+        """Whether something placed on it is in its next step, which it can be given now."""
+        return prefill.incarnation in self.idle and not prefill.undispatched and self.may_place_on(prefill)
+
     def open_keys(self, prefill: Worker, queue: WaitQueue) -> list[int]:
         """The queue keys from which this prefill worker may take something now, its own first."""
         own = prefill.incarnation

@@ -40,7 +40,7 @@ def count_loss(state: State, worker: Worker) -> None:
 
 def _in_step(state: State, worker: Worker) -> list[tuple[Request, Suspicion]]:
     """Requests in the steps that the worker was given, and what speaks against them now. Which of two steps it was in is not
-    known for certain: its last word may be lost."""
+    known for certain: its last word may be lost. A request that decodes has had all its chunks computed."""
     found = []
     if worker.hello.role is Role.PREFILL:
         for step, requests in worker.steps.values():
@@ -48,6 +48,7 @@ def _in_step(state: State, worker: Worker) -> list[tuple[Request, Suspicion]]:
                 if (
                     state.current(chunk.request_id, chunk.attempt) is request
                     and request.prefill_incarnation == worker.incarnation
+                    and request.state is not RequestState.DECODING
                 ):
                     found.append((request, _one_more(request, chunk.start + chunk.length)))
         return found

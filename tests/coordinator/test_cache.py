@@ -166,6 +166,19 @@ def test_a_prompt_waits_for_its_worker_while_less_waits_there_than_its_cache_sav
     assert bound(h, 10) == ["b"] and h.core.workers[10].tokens_before == 32, "what is bound counts as waiting there"
 
 
+def test_a_prompt_that_an_idle_worker_has_cached_does_not_lose_the_room_in_decode_to_the_next() -> None:
+    h = Harness.make(2, 1, Limits(steps_in_flight=1), max_seqs=1)
+    [running] = ask(h, "running", 32, text=None)
+    assert h.core.requests["running"].prefill_incarnation == 10, "the one that is asked first"
+    h.receive(10, StepDone(running.step_id, running.chunks, 1.0, 0))
+    h.receive(10, HandedOver("running", 1, 9, 1.0))
+    h.receive(11, CacheEvents(hashes(200), b""))
+    assert ask(h, "cached", 816) == [] and ask(h, "next", 816, text=None) == [], "neither has room"
+    h.receive(20, Finished("running", 1, 1, 0))
+    assert h.core.requests["cached"].prefill_incarnation == 11 and not bound(h, 11)
+    assert chunks(h.take(Step, 11)) == [(800, 16)] and h.core.requests["next"].state == "queued"
+
+
 def test_requests_with_one_prefix_are_spread_before_the_worker_that_has_it_is_overloaded() -> None:
     h = make(prefill=2, steps_in_flight=1)
     h.receive(10, CacheEvents(hashes(200), b""))

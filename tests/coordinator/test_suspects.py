@@ -171,6 +171,17 @@ def test_only_what_a_lost_process_was_computing_is_suspected(how: str) -> None:
     assert h.core.requests["a"].suspicion is None
 
 
+def test_a_prompt_that_was_handed_over_is_not_suspected_for_a_step_whose_report_was_lost() -> None:
+    h = Harness.make(prefill=1, limits=Limits(step_tokens=16))
+    h.receive(1, submit("a", 32))
+    _lost, last = h.take(Step, 10)
+    assert isinstance(last, Step)
+    h.receive(10, StepDone(last.step_id, last.chunks, 10.0, 0))
+    h.receive(10, HandedOver("a", 1, 100, 1.0))
+    h.post(PeerDown(10, "silent"))
+    assert h.core.requests["a"].suspicion is None and h.core.requests["a"].state == "decoding"
+
+
 # --- in decode -----------------------------------------------------------------------------------------------------------
 
 

@@ -260,7 +260,9 @@ class Oracles:
             raise Violation("peers behave", f"the coordinator says of {incarnation}: {reason}")
 
     def lets_flip(self, core: Core, incarnation: int) -> None:
-        """A worker is told that it may change its role."""
+        """A worker is told that it holds nothing any more, so that it may change its role or, where it is leaving, end."""
+        if core.workers[incarnation].leaving:
+            return
         one = core.workers[incarnation].hello
         others = [w for w in core.workers.values() if w.hello.role is one.role and w.incarnation != incarnation]
         if not core.flipping[incarnation].force and all(other.draining for other in others):

@@ -122,9 +122,12 @@ class Plan:
 
     @property
     def only_drains(self) -> bool:
-        """Nothing goes wrong."""
+        """Nothing goes wrong. A coordinator that ends while a worker changes its role forgets which streams wait for that worker:
+        their gateways notice by the silence, and try again."""
         in_order = all(fault.kind == "drain" or (fault.kind == "flip" and fault.how != "dies") for fault in self.faults)
-        return not self.corrupt and self.hostility is None and in_order
+        flips = any(fault.kind == "flip" for fault in self.faults)
+        forgotten = flips and any(fault.who == "coordinator" for fault in self.faults)
+        return not self.corrupt and self.hostility is None and in_order and not forgotten
 
     @property
     def processes(self) -> list[str]:

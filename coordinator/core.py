@@ -128,9 +128,9 @@ class Core(State):
             draining.hand_over(self, now)
         if self.keeping:
             flips.resume_due(self, now)
-        schedule(self, now)
         if self.flipping:
-            flips.look(self, now)
+            flips.look(self, now)  # a worker whose change is given up takes work again
+        schedule(self, now)
         if self.draining:
             draining.dismiss(self)
         return self.out

@@ -252,14 +252,17 @@ def test_a_change_is_given_up_when_the_other_worker_of_the_role_goes() -> None:
 
 
 def test_it_is_given_up_when_the_other_one_drains_before_it_may_go() -> None:
-    h = Harness.make(decode=2)
+    h = Harness.make(prefill=2, decode=2, max_seqs=1)
     decoding(h, submit("a"))
     own = next(w.incarnation for w in h.core.workers.values() if w.allocations)
     ask(h, f"decode-{own}", Role.PREFILL, hand_over_ms=1e6)
+    h.receive(1, submit("b", 64))
+    h.receive(1, submit("c", 64))
     h.receive(41 - own, Draining(1e6))
     h.receive(own, Finished("a", 1, 4, 4))
     assert h.take(Draining, own) == [Draining(None)] and not h.take(Drained, own)
     assert "has become the only decode worker" in last(h).failure
+    assert h.core.requests["c"].decode_incarnation == own, "it is placed at once, without another event"
 
 
 def test_it_is_given_up_when_the_connection_is_lost_or_the_worker_cannot() -> None:

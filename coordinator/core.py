@@ -120,8 +120,8 @@ class Core(State):
                 members.up(self, incarnation, hello, now)
             case PeerDown(incarnation, reason):
                 members.down(self, incarnation, reason, now)
-            case Configured(tenants, utc_offset_s, past):
-                tenancy.configure(self, tenants, utc_offset_s, past, now)
+            case Configured():
+                tenancy.configure(self, event, now)
             case Tick():
                 pass
         if self.draining:

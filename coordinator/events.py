@@ -11,6 +11,7 @@ import msgspec
 from coordinator.accounting.usage import Closed, Opened, Past
 from coordinator.fairness.cost import Prices
 from coordinator.lifecycle import State
+from coordinator.policy.versions import PolicyInForce
 from coordinator.score import Weights
 from coordinator.step_pace import StepLimits
 from proto.messages import Hello, Message
@@ -50,6 +51,8 @@ class Configured:
     """The wall clock minus the clock of `now`."""
     past: Past | None = None
     """What the ledger says, at the start only."""
+    policy: PolicyInForce = field(default_factory=PolicyInForce)
+    """What these tenants are a version of."""
 
 
 Event = PeerUp | PeerDown | Received | Configured | Tick

@@ -4,6 +4,7 @@ import asyncio
 import os
 import secrets
 import socket
+from pathlib import Path
 
 import msgspec
 
@@ -27,6 +28,8 @@ from coordinator.events import (
 )
 from coordinator.lifecycle import TERMINAL
 from coordinator.outbox import Outbox
+from coordinator.policy.keeper import PolicyKeeper, PolicyStoreError
+from coordinator.policy.versions import PolicyInForce
 from coordinator.recovery.leader_lock import PREDECESSOR_S, LeaderLock, NotLeader
 from coordinator.recovery.stall_detector import StallDetector, StallGuard
 from coordinator.reporting import report
@@ -34,6 +37,7 @@ from coordinator.reporting.metrics import CoordinatorMetrics
 from proto import limits
 from proto.errors import Reject, RemoteProtocolError
 from proto.messages import ClusterState, Hello, Message, Rejected, Role, Submit
+from proto.policy import PolicyRequest
 from proto.status import StatusReport
 from runtime.link.failure_detector import FailureDetector
 from runtime.link.keys import keys_for
@@ -47,7 +51,7 @@ from runtime.process.exits import ConfigError
 from runtime.settings import machine
 from runtime.settings.roles import CoordinatorSettings
 from runtime.tenancy.file import TenantsFile
-from runtime.tenancy.tenants import Tenants, TenantsError, open_tenants
+from runtime.tenancy.tenants import Tenants, TenantsError
 
 _BEHIND_RETRY_S = 1.0
 _CLOCK_STEP_S = 1.0  # by so much the wall clock may go apart from the monotonic one before the core is told
@@ -74,6 +78,7 @@ class Coordinator:
         self.hash_key = b""
         """Of the cluster: the first gateway's, so that prefixes cached before this start are found; else a new one."""
         self.tenants: TenantsFile | None = None
+        self.policies: PolicyKeeper | None = None
         self.ledger: Ledger | None = None
         self.outbox = Outbox()
         self._utc_offset_s = 0.0
@@ -124,12 +129,15 @@ class Coordinator:
             raise ConfigError(f"--event-log: {error}") from error
         try:
             await self.observed.listen()
-            await self._configure()
+            policies = await self._configure()
+            watching.append(watched(policies.serve(lambda: self.core.goodput.by_arm)))
             if self.tenants is not None:
-                watching.append(watched(self.tenants.watch(self._put_in_force)))
+                watching.append(watched(self.tenants.watch(policies.file_changed)))
             address = await self.server.start(bind_within_s)
-        except TenantsError as error:
-            raise ConfigError(f"--tenants: {error}") from error
+        except (TenantsError, PolicyStoreError) as error:
+            await self._close_ledger(watching)
+            option = "--tenants" if isinstance(error, TenantsError) else "--usage-db"
+            raise ConfigError(f"{option}: {error}") from error
         except (CannotBind, LedgerError) as error:
             await self._close_ledger(watching)
             if isinstance(error, CannotBind):
@@ -168,12 +176,12 @@ class Coordinator:
             self._look_at_wall_clock()
             await asyncio.sleep(self.stall_detector.limit_s / 8)
 
-    async def _configure(self) -> None:
-        """Tell the core who its tenants are and what they used, before anyone joins. Raises `TenantsError`, `LedgerError`."""
+    async def _configure(self) -> PolicyKeeper:
+        """Tell the core who its tenants are and what they used, before anyone joins. Raises `TenantsError`, `LedgerError`,
+        `PolicyStoreError`."""
         settings = self.settings
         if settings.tenants:
             self.tenants = TenantsFile(settings.tenants)
-        tenants = self.tenants.tenants if self.tenants is not None else open_tenants()
         past = None
         if settings.usage_db:
             self.ledger = Ledger(
@@ -183,20 +191,27 @@ class Coordinator:
                 keep_days=settings.usage_keep_days,
             )
             past = await self.ledger.start(int(clock.unix_time() // DAY_S))
-        elif any(level.limits.tokens_per_day for policy in tenants.policies.values() for level in policy.levels):
+        path = Path(f"{settings.usage_db}.policies.json") if settings.usage_db else None
+        options = {name: getattr(settings, name) for name in sorted(_LIMITS)}
+        self.policies = policies = PolicyKeeper(path, self.tenants, options, self._put_in_force)
+        tenants, policy = await policies.start()
+        if not settings.usage_db and any(
+            level.limits.tokens_per_day for policy in tenants.policies.values() for level in policy.levels
+        ):
             self.log.warning("tokens_per_day begins anew at each start: no --usage-db is given")
-        self._put_in_force(tenants, past)
+        self._put_in_force(tenants, policy, past)
+        return policies
 
-    def _put_in_force(self, tenants: Tenants, past: Past | None = None) -> None:
+    def _put_in_force(self, tenants: Tenants, policy: PolicyInForce, past: Past | None = None) -> None:
         self._utc_offset_s = clock.unix_time() - clock.now()
-        self.driver.post(Configured(tenants, self._utc_offset_s, past))
+        self.driver.post(Configured(tenants, self._utc_offset_s, past, policy))
 
     def _look_at_wall_clock(self) -> None:
         """Days begin by it: the core is told when somebody has set it."""
         step_s = clock.unix_time() - clock.now() - self._utc_offset_s
         if abs(step_s) > _CLOCK_STEP_S:
             self.log.warning("the wall clock was set", step_s=round(step_s, 1))
-            self._put_in_force(self.core.billing.quotas.tenants)
+            self._put_in_force(self.core.billing.quotas.tenants, self.core.goodput.policy)
 
     def _committed(self, request_ids: list[str]) -> None:
         for send in self.outbox.committed(request_ids):
@@ -250,6 +265,9 @@ class Coordinator:
             why = "usage cannot be recorded as fast as requests come"
             self.metrics.refused_behind += 1
             peer.send(Rejected(message.request_id, message.attempt, Reject.NO_CAPACITY, why, _BEHIND_RETRY_S))
+            return
+        if isinstance(message, PolicyRequest) and peer.hello.role is Role.OBSERVER and self.policies is not None:
+            self.policies.ask(message, peer.send)
             return
         self.driver.post(Received(peer.incarnation, message, blob))
 

@@ -119,7 +119,7 @@ class State:
         first = request.first_token_at or self.now
         later = max(-(-output_tokens // request.submit.choices) - 1, 1)
         took = Times(1000 * (first - request.arrived), 1000 * (self.now - first) / later)
-        self.goodput.finished(request.path[0], took, Times(request.ttft_ms, request.tpot_ms))
+        self.goodput.finished(request.path, took, Times(request.ttft_ms, request.tpot_ms), request.arrived)
 
     def stepped(self, incarnation: int) -> None:
         """A worker has run a step: if it has changed its role, that is proven."""

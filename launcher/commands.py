@@ -146,6 +146,41 @@ TABLE: Final[Table] = {
             ),
         },
     ),
+    "policy": Group(
+        "Change weights, limits and classes in versions: try one on some organisations, promote it, or roll it back.",
+        {
+            "list": Command(
+                "Show the versions of the scheduling policy",
+                "launcher.admin.policy:ListSettings",
+                "launcher.admin.policy:show_list",
+            ),
+            "diff": Command(
+                "Show what a tenants file would change, or what differs between two versions",
+                "launcher.admin.policy:DiffSettings",
+                "launcher.admin.policy:diff",
+            ),
+            "try": Command(
+                "Run some organisations under another tenants file",
+                "launcher.admin.policy:TrySettings",
+                "launcher.admin.policy:try_",
+            ),
+            "compare": Command(
+                "Compare the organisations on trial with all others",
+                "launcher.admin.policy:CompareSettings",
+                "launcher.admin.policy:compare",
+            ),
+            "promote": Command(
+                "Put what is on trial, or a tenants file, in force for everyone",
+                "launcher.admin.policy:PromoteSettings",
+                "launcher.admin.policy:promote",
+            ),
+            "rollback": Command(
+                "Put an earlier version in force again",
+                "launcher.admin.policy:RollbackSettings",
+                "launcher.admin.policy:roll_back",
+            ),
+        },
+    ),
     "keys": Group(
         "Make the keys with which the processes of a cluster authenticate each other.",
         {

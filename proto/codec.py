@@ -15,7 +15,7 @@ from typing import Union
 
 import msgspec
 
-from proto import drain, kv, limits, messages, progress, status
+from proto import drain, kv, limits, messages, policy, progress, status
 from proto.errors import RemoteProtocolError
 from proto.messages import Message
 
@@ -29,7 +29,7 @@ def _defined_in(module: ModuleType) -> list[type[Message]]:
 
 
 ALL_MESSAGES: tuple[type[Message], ...] = tuple(
-    message for module in (messages, progress, drain, kv, status) for message in _defined_in(module)
+    message for module in (messages, progress, drain, kv, status, policy) for message in _defined_in(module)
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -40,6 +40,9 @@ MAX_MODELS = 64
 """Of one coordinator, those without a worker included until it forgets them."""
 MAX_CLASSES_SHOWN = 64
 """Priority classes with a target, in one status."""
+MAX_POLICY_CHARS = 4 << 20
+"""Tables of a tenants file in JSON, without keys: some ten thousand tenants."""
+MAX_POLICY_VERSIONS = 100
 MAX_FLIPS_AT_ONCE = 64
 """Workers of one model that change their role. Where there are few of them, `flips_at_once`."""
 MAX_SEGMENTS = 4096

@@ -193,6 +193,17 @@ class AutopilotReport(Message, frozen=True):
     status: AutopilotStatus
 
 
+class PolicyStatus(msgspec.Struct, frozen=True, array_like=True):
+    """Which version of the scheduling policy is in force, and which one is on trial."""
+
+    number: Count = 0
+    """0: not known."""
+    digest: Text = ""
+    trial: Count = 0
+    """0: none."""
+    trial_digest: Text = ""
+
+
 class StatusReport(Message, frozen=True):
     workers: tuple[WorkerStatus, ...]
     gateways: tuple[Text, ...]
@@ -220,3 +231,4 @@ class StatusReport(Message, frozen=True):
     step_times: Annotated[tuple[StepTimes, ...], Meta(max_length=2 * limits.MAX_MODELS)] = ()
     classes: Annotated[tuple[ClassStatus, ...], Meta(max_length=limits.MAX_CLASSES_SHOWN)] = ()
     """Those with a target."""
+    policy: PolicyStatus = PolicyStatus()

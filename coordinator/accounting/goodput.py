@@ -1,17 +1,29 @@
-"""Goodput by priority class: how many requests came, finished, and kept their class's targets. Pure."""
+"""Goodput by priority class and by version of the policy: requests that came, finished, and kept their class's targets. Pure."""
 
 from collections.abc import Container
 from typing import NamedTuple
 
 import msgspec
 
+from coordinator.policy.versions import PolicyInForce
 
-class Tally(msgspec.Struct, gc=False):
+
+class RequestCounts(msgspec.Struct, gc=False):
     offered: int = 0
     """Requests that came, except those that were refused for what they are or for their tenant's limits."""
     finished: int = 0
     kept: int = 0
     """Finished within both targets. A class without targets keeps them always."""
+    ttft_ms: float = 0.0
+    """Sum over the finished ..."""
+    tpot_ms: float = 0.0
+    """... and of their mean time per later token."""
+
+    def add(self, took: "Times", target: "Times") -> None:
+        self.finished += 1
+        self.kept += took.keep(target)
+        self.ttft_ms += took.ttft_ms
+        self.tpot_ms += took.tpot_ms
 
 
 class Times(NamedTuple):
@@ -27,19 +39,29 @@ class Times(NamedTuple):
 
 class Goodput:
     def __init__(self) -> None:
-        self.by_class: dict[str, Tally] = {}
+        self.by_class: dict[str, RequestCounts] = {}
+        self.policy = PolicyInForce()
+        self.by_arm: dict[str, RequestCounts] = {"active": RequestCounts()}
+        """Requests that came since the policy in force and what is on trial are what they are."""
+        self._since = 0.0
 
-    def offered(self, priority_class: str) -> None:
-        self._tally(priority_class).offered += 1
+    def put_in_force(self, policy: PolicyInForce, now: float) -> None:
+        if policy != self.policy:
+            self.policy, self._since = policy, now
+            self.by_arm = {arm: RequestCounts() for arm in (("active", "candidate") if policy.trial else ("active",))}
 
-    def finished(self, priority_class: str, took: Times, target: Times) -> None:
-        tally = self._tally(priority_class)
-        tally.finished += 1
-        tally.kept += took.keep(target)
+    def offered(self, path: tuple[str, str, str]) -> None:
+        self._of_class(path[0]).offered += 1
+        self.by_arm[self.policy.arm(path[1])].offered += 1
+
+    def finished(self, path: tuple[str, str, str], took: Times, target: Times, arrived: float) -> None:
+        self._of_class(path[0]).add(took, target)
+        if arrived >= self._since:
+            self.by_arm[self.policy.arm(path[1])].add(took, target)
 
     def forget_others(self, priority_classes: Container[str]) -> None:
         """A new tenants file has only these."""
-        self.by_class = {name: tally for name, tally in self.by_class.items() if name in priority_classes}
+        self.by_class = {name: counts for name, counts in self.by_class.items() if name in priority_classes}
 
-    def _tally(self, priority_class: str) -> Tally:
-        return self.by_class.get(priority_class) or self.by_class.setdefault(priority_class, Tally())
+    def _of_class(self, priority_class: str) -> RequestCounts:
+        return self.by_class.get(priority_class) or self.by_class.setdefault(priority_class, RequestCounts())

@@ -88,7 +88,7 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
             if reason is not None and request.bill is not None:
                 state.billing.undo(request.bill, now, now + state.limits.orphan_s_max)
     if submit.attempt == 1 and known is None and reason not in _NOT_OFFERED:
-        state.goodput.offered(state.path(submit)[0])
+        state.goodput.offered(state.path(submit))
     if reason is not None:
         if known is not None:
             state.end(known, Trigger.FAIL, reason, now)

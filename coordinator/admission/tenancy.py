@@ -6,12 +6,12 @@ from zlib import crc32
 
 from coordinator.accounting.quota import Ask, Denial
 from coordinator.accounting.usage import Opened, Past
+from coordinator.events import Configured
 from coordinator.request import Request
 from coordinator.state import State
 from coordinator.waiting.projection import JITTER
 from proto.errors import Reject
 from proto.messages import Submit
-from runtime.tenancy.tenants import Tenants
 
 RELOAD_S = 5.0
 """A tenant that only the gateway knows: the coordinator will have read the same file by then."""
@@ -21,9 +21,10 @@ Refusal = tuple[Reject | None, str, float | None]
 """A reason, its words, and seconds until another try, 0 for never; None: as long as what waits before it takes."""
 
 
-def configure(state: State, tenants: Tenants, utc_offset_s: float, past: Past | None, now: float) -> None:
+def configure(state: State, event: Configured, now: float) -> None:
     """Put a tenants file in force. Requests that wait stay in the priority class they came in, also if the file has it no
     more; then without a floor, or all floors might leave nothing to share."""
+    tenants = event.tenants
     still = {request.path[0] for request in state.requests.values()}
     kept = {
         name: replace(priority_class, floor_share=0.0)
@@ -37,12 +38,13 @@ def configure(state: State, tenants: Tenants, utc_offset_s: float, past: Past | 
         state.limits.priority_classes, key=lambda name: state.limits.priority_classes[name].weight
     )
     state.goodput.forget_others(state.limits.priority_classes)
+    state.goodput.put_in_force(event.policy, now)
     for model, queue in state.queues.items():
         queue.replace_limits(state.limits)
         state.pools[model].shares.reweigh(queue.fair.weights)
     quotas = state.billing.quotas
     known = dict.fromkeys([*quotas.accounts, *state.leaving])
-    state.billing.configure(tenants, utc_offset_s, past or Past(), now + state.limits.orphan_s_max, now)
+    state.billing.configure(tenants, event.utc_offset_s, event.past or Past(), now + state.limits.orphan_s_max, now)
     known |= dict.fromkeys(quotas.accounts)
     state.leaving = {tenant: None for tenant in known if tenants.policy(tenant) is None}
     state.let_leave(list(state.leaving))

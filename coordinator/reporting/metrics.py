@@ -202,10 +202,10 @@ class CoordinatorMetrics:
 
     def _read_classes(self, registry: MetricsRegistry) -> None:
         def by_class() -> Iterator[tuple[Labels, float]]:
-            for name, tally in self._core.goodput.by_class.items():
-                yield (name, "offered"), tally.offered
-                yield (name, "finished"), tally.finished
-                yield (name, "within_targets"), tally.kept
+            for name, counts in self._core.goodput.by_class.items():
+                yield (name, "offered"), counts.offered
+                yield (name, "finished"), counts.finished
+                yield (name, "within_targets"), counts.kept
 
         registry.read(
             "counter",
@@ -214,6 +214,34 @@ class CoordinatorMetrics:
             " finished within the class's ttft_ms and tpot_ms.",
             ("priority_class", "result"),
             by_class,
+        )
+
+        def versions() -> Iterator[tuple[Labels, float]]:
+            policy = self._core.goodput.policy
+            yield ("active", str(policy.number), policy.digest), 1
+            if policy.trial is not None:
+                yield ("candidate", str(policy.trial.number), policy.trial_digest), 1
+
+        registry.read(
+            "gauge",
+            PREFIX + "policy_info",
+            "The version of the scheduling policy that is in force, and the one on trial.",
+            ("arm", "version", "digest"),
+            versions,
+        )
+
+        def by_arm() -> Iterator[tuple[Labels, float]]:
+            for arm, counts in self._core.goodput.by_arm.items():
+                yield (arm, "offered"), counts.offered
+                yield (arm, "finished"), counts.finished
+                yield (arm, "within_targets"), counts.kept
+
+        registry.read(
+            "gauge",
+            PREFIX + "policy_requests",
+            "Requests by version of the policy, since that is in force or on trial; see crossdock policy compare.",
+            ("arm", "result"),
+            by_arm,
         )
 
         def waits() -> Iterator[tuple[Labels, float]]:

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from coordinator.accounting.goodput import Tally
+from coordinator.accounting.goodput import RequestCounts
+from coordinator.policy.versions import PolicyInForce
 from coordinator.reporting.served import services
 from coordinator.state import State
 from coordinator.waiting.projection import Speed
@@ -13,7 +14,7 @@ from coordinator.workers.circuit_breakers import NOBODY
 from coordinator.workers.pool import Pool
 from proto.limits import MAX_CLASSES_SHOWN
 from proto.messages import Hello, Role, Submit
-from proto.status import ClassStatus, PairStatus, Process, StatusReport, TenantStatus, WorkerStatus
+from proto.status import ClassStatus, PairStatus, PolicyStatus, Process, StatusReport, TenantStatus, WorkerStatus
 
 NO_CAPACITY_S = 5.0
 """About what a supervised worker takes to come back."""
@@ -99,6 +100,7 @@ def status(state: State) -> StatusReport:
             for role, sample in pool.step_times.items()
         ),
         classes=classes(state),
+        policy=_policy(state.goodput.policy),
         autopilots=tuple(
             msgspec.structs.replace(one, age_ms=1000 * max(state.now - at, 0.0))
             for one, at in state.autopilots.values()
@@ -106,14 +108,19 @@ def status(state: State) -> StatusReport:
     )
 
 
+def _policy(in_force: PolicyInForce) -> PolicyStatus:
+    trial = in_force.trial.number if in_force.trial is not None else 0
+    return PolicyStatus(in_force.number, in_force.digest, trial, in_force.trial_digest)
+
+
 def classes(state: State) -> tuple[ClassStatus, ...]:
     """Priority classes with a target, in the order of the tenants file."""
     found = []
     for name, one in state.limits.priority_classes.items():
         if one.has_targets:
-            tally = state.goodput.by_class.get(name, Tally())
+            counts = state.goodput.by_class.get(name, RequestCounts())
             targets = (one.ttft_ms or 0.0, one.tpot_ms or 0.0, one.percentile)
-            found.append(ClassStatus(name, *targets, tally.offered, tally.finished, tally.kept))
+            found.append(ClassStatus(name, *targets, counts.offered, counts.finished, counts.kept))
     return tuple(found[:MAX_CLASSES_SHOWN])
 
 

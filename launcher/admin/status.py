@@ -165,7 +165,7 @@ def as_dict(report: StatusReport) -> dict[str, Any]:
     classes = [asdict(one) for one in report.classes]
     return fields | {
         "workers": workers, "kv_pairs": pairs, "tenants": tenants, "flips": flips, "autopilots": autopilots,
-        "classes": classes,
+        "classes": classes, "policy": asdict(report.policy),
     }  # fmt: skip
 
 
@@ -190,6 +190,11 @@ def show(report: StatusReport, console: Console, *, wide: bool = False) -> None:
     console.print(f"Queued: {report.queued}   Running: {_counts(report.running)}   Ended: {_counts(report.finished)}")
     _show_essence(report, console)
     _show_classes(report, console)
+    if report.policy.number:
+        trial = (
+            f"; version {report.policy.trial} ({report.policy.trial_digest}) is on trial" if report.policy.trial else ""
+        )
+        console.print(f"Policy: version {report.policy.number} ({report.policy.digest}){trial}", highlight=False)
     if report.counters:
         console.print(f"Counters: {_counts(report.counters)}")
     if report.metrics:

@@ -3,13 +3,13 @@
 import asyncio
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
 from runtime.process import hangup, log
-from runtime.tenancy.tenants import FILE_BYTES_MAX, Tenants, TenantsError, parse
+from runtime.tenancy.tenants import FILE_BYTES_MAX, Tenants, TenantsError, from_tables, tables_of
 
 POLL_S: Final = 2.0
 _log = log.get("crossdock.tenants")
@@ -21,7 +21,12 @@ def read(path: Path) -> Tenants:
     return _read(path)[0]
 
 
-def _read(path: Path) -> tuple[Tenants, _Stamp]:
+def read_tables(path: Path) -> Mapping[str, object]:
+    """The tables of a file without a mistake. Raises `TenantsError`; its lines start with the path."""
+    return _read(path)[1]
+
+
+def _read(path: Path) -> tuple[Tenants, Mapping[str, object], _Stamp]:
     try:
         # Not blocking, for a FIFO would: nobody may ever write into it.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
@@ -32,7 +37,8 @@ def _read(path: Path) -> tuple[Tenants, _Stamp]:
             content = file.read(FILE_BYTES_MAX + 1)
         if len(content) > FILE_BYTES_MAX:
             raise TenantsError(f"larger than {FILE_BYTES_MAX} bytes")
-        return parse(content.decode("utf-8")), stamp
+        tables = tables_of(content.decode("utf-8"))
+        return from_tables(tables), tables, stamp
     except OSError as error:
         raise TenantsError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -63,7 +69,7 @@ class TenantsFile:
             self.path = Path(path).expanduser()
         except RuntimeError as error:  # whose home is not known
             raise TenantsError(f"{path}: {error}") from None
-        self.tenants, self._seen = _read(self.path)
+        self.tenants, self.tables, self._seen = _read(self.path)
         self._asked = asyncio.Event()
 
     async def watch(self, on_change: Callable[[Tenants], None], poll_s: float = POLL_S) -> None:
@@ -94,7 +100,7 @@ class TenantsFile:
             return False
         self._seen = stamp
         try:
-            self.tenants, self._seen = _read(self.path)
+            self.tenants, self.tables, self._seen = _read(self.path)
         except TenantsError as error:
             why = "; ".join(str(error).splitlines())
             _log.error("tenants file not taken, the earlier one stays", error=why, modified=_when(self._seen))

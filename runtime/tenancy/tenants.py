@@ -35,7 +35,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
@@ -192,11 +192,24 @@ class _FilePart(_Part):
 
 def parse(text: str) -> Tenants:
     """Raises `TenantsError`."""
+    return from_tables(tables_of(text))
+
+
+def tables_of(text: str) -> dict[str, object]:
+    """The file's tables, not checked. Raises `TenantsError` if it is no TOML."""
     try:
-        content = tomllib.loads(text)
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise TenantsError(not_toml(error)) from None
-    return from_tables(content)
+
+
+def without_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """A file's tables without the hashes of keys. (A tenant or user may be called `keys`: that is a table.)"""
+    return {
+        name: without_keys(value) if isinstance(value, Mapping) else value
+        for name, value in tables.items()
+        if name != "keys" or isinstance(value, Mapping)
+    }
 
 
 def from_tables(content: Mapping[str, object]) -> Tenants:

@@ -122,8 +122,8 @@ class Plan:
 
     @property
     def only_drains(self) -> bool:
-        """Nothing goes wrong. A coordinator that ends while a worker changes its role forgets which streams wait for that worker:
-        their gateways notice by the silence, and try again."""
+        """Nothing goes wrong. A coordinator that ends while a worker changes its role forgets which streams wait for that
+        worker: their gateways notice by the silence, and try again."""
         in_order = all(fault.kind == "drain" or (fault.kind == "flip" and fault.how != "dies") for fault in self.faults)
         flips = any(fault.kind == "flip" for fault in self.faults)
         forgotten = flips and any(fault.who == "coordinator" for fault in self.faults)

@@ -1,0 +1,195 @@
+"""Reads and stores versions of the policy, and answers `crossdock policy`. The core is told what is in force by `Configured`.
+
+A version is on disk before it is in force. Tables are checked on a thread, since ten thousand tenants take a while.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from coordinator.accounting.goodput import RequestCounts
+from coordinator.policy.trial import merged
+from coordinator.policy.versions import PolicyError, PolicyInForce, Tables, Trial, Versions
+from proto.errors import CrossdockError
+from proto.policy import ArmStatus, PolicyAction, PolicyAnswer, PolicyRequest, PolicyVersion
+from runtime.process import clock, log
+from runtime.tenancy.file import TenantsFile
+from runtime.tenancy.tenants import Tenants, TenantsError, from_tables
+
+ASKED_MAX: Final = 8
+"""Requests that wait while one is answered."""
+Answer = Callable[[PolicyAnswer], object]
+_log = log.get("crossdock.policy")
+
+
+class PolicyStoreError(CrossdockError):
+    """The file of versions cannot be read or written."""
+
+
+class PolicyKeeper:
+    def __init__(
+        self,
+        path: Path | None,
+        file: TenantsFile | None,
+        options: Mapping[str, Any],
+        put_in_force: Callable[[Tenants, PolicyInForce], None],
+    ) -> None:
+        """`path`: where versions are kept; None: in memory alone."""
+        self._path, self._file, self._put_in_force = path, file, put_in_force
+        # As they are read back from JSON.
+        self._options: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(options))
+        self._versions = Versions()
+        self._asked: asyncio.Queue[tuple[PolicyRequest, Answer] | None] = asyncio.Queue(ASKED_MAX)
+        """None: the tenants file has changed."""
+        self._file_changed = False
+
+    async def start(self) -> tuple[Tenants, PolicyInForce]:
+        """What is in force. Raises `PolicyStoreError`, or `TenantsError` if a stored version cannot be used."""
+        self._versions = await asyncio.to_thread(self._read)
+        return await self._change(lambda versions: versions.load(self._tables, self._options, clock.unix_time()))
+
+    def file_changed(self, _tenants: Tenants) -> None:
+        self._file_changed = True
+        if not self._asked.full():
+            self._asked.put_nowait(None)
+
+    def ask(self, request: PolicyRequest, answer: Answer) -> None:
+        try:
+            self._asked.put_nowait((request, answer))
+        except asyncio.QueueFull:
+            answer(PolicyAnswer("others are asked for at the same time; try again"))
+
+    async def serve(self, counts: Callable[[], Mapping[str, RequestCounts]]) -> None:
+        """Answer one request after another, until cancelled."""
+        while True:
+            asked = await self._asked.get()
+            if self._file_changed:
+                self._file_changed = False
+                await self._load_file()
+            if asked is None:
+                continue
+            request, answer = asked
+            try:
+                if request.action is not PolicyAction.LIST:
+                    self._put_in_force(*await self._change(partial(self._apply, request)))
+                    _log.info("policy", action=request.action.value, version=self._versions.active)
+                answer(self._report(request.number if request.action is PolicyAction.LIST else 0, counts()))
+            except (PolicyError, PolicyStoreError, TenantsError) as error:
+                answer(PolicyAnswer(str(error)[:500]))
+
+    async def _load_file(self) -> None:
+        try:
+            in_force = await self._change(
+                lambda versions: versions.load(self._tables, self._options, clock.unix_time())
+            )
+        except (PolicyError, PolicyStoreError, TenantsError) as error:
+            _log.error("tenants file not put in force", error=str(error))
+        else:
+            self._put_in_force(*in_force)
+
+    @property
+    def _tables(self) -> Tables:
+        return self._file.tables if self._file is not None else {}
+
+    def _apply(self, request: PolicyRequest, versions: Versions) -> None:
+        now_s, options = clock.unix_time(), self._options
+        tables: Any = None
+        if request.content:
+            try:
+                tables = msgspec.json.decode(request.content, type=dict[str, Any])
+            except (msgspec.MsgspecError, RecursionError) as error:
+                raise PolicyError(f"not tables in JSON: {error}") from None
+            from_tables(tables)
+        match request.action:
+            case PolicyAction.TRY:
+                if not request.share and not request.organisations:
+                    raise PolicyError("a trial needs a share or organisations")
+                versions.try_(tables or {}, options, Trial(0, request.share, request.organisations), now_s)
+            case PolicyAction.END:
+                versions.end_trial()
+            case PolicyAction.PROMOTE:
+                versions.promote(tables, options, now_s)
+            case PolicyAction.ROLLBACK:
+                versions.roll_back(request.number, options, now_s)
+
+    async def _change(self, change: Callable[[Versions], None]) -> tuple[Tenants, PolicyInForce]:
+        """All or nothing: a copy is changed, checked and stored first."""
+        versions = msgspec.structs.replace(self._versions, kept=list(self._versions.kept))
+
+        def changed() -> tuple[Tenants, PolicyInForce]:
+            change(versions)
+            tenants = _tenants_of(versions, anyone=self._file is None)
+            self._write(versions)
+            return tenants, versions.in_force
+
+        in_force = await asyncio.to_thread(changed)
+        self._versions = versions
+        return in_force
+
+    def _report(self, number: int, counts: Mapping[str, RequestCounts]) -> PolicyAnswer:
+        versions, now_s = self._versions, clock.unix_time()
+        trial = versions.trial or Trial(0)
+        content = msgspec.json.encode(versions.get(number).tables).decode() if number else ""
+        return PolicyAnswer(
+            "",
+            versions.active,
+            trial.number,
+            trial.share,
+            trial.organisations,
+            tuple(
+                PolicyVersion(
+                    one.number,
+                    one.digest,
+                    one.source,
+                    max(1000 * (now_s - one.unix_s), 0.0),
+                    len(one.tables.get("tenants", ())),
+                )
+                for one in versions.kept
+            ),
+            tuple(
+                ArmStatus(arm, one.offered, one.finished, one.kept, one.ttft_ms, one.tpot_ms)
+                for arm, one in counts.items()
+            ),
+            content,
+            self._path is not None,
+        )
+
+    def _read(self) -> Versions:
+        if self._path is None or not self._path.exists():
+            return Versions()
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=Versions)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise PolicyStoreError(f"{self._path}: {error}") from None
+
+    def _write(self, versions: Versions) -> None:
+        if self._path is None:
+            return
+        fresh = self._path.with_name(self._path.name + ".new")
+        try:
+            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+                file.write(msgspec.json.encode(versions))
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.replace(self._path)
+            folder = os.open(self._path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise PolicyStoreError(f"{self._path}: {error.strerror}") from None
+
+
+def _tenants_of(versions: Versions, *, anyone: bool) -> Tenants:
+    """Raises `TenantsError` or `PolicyError`."""
+    active = from_tables(versions.get(versions.active).tables)
+    if versions.trial is not None:
+        active = merged(active, from_tables(versions.get(versions.trial.number).tables), versions.trial)
+    return replace(active, open=anyone)

@@ -1,0 +1,22 @@
+"""One tenants table of two versions, so that the core never sees more than one policy. Pure."""
+
+from dataclasses import replace
+
+from coordinator.policy.versions import PolicyError, Trial
+from runtime.tenancy.tenants import Tenants
+
+
+def merged(active: Tenants, candidate: Tenants, trial: Trial) -> Tenants:
+    """The organisations on trial have the candidate's limits, weights and classes, and all others those in force.
+
+    A tenant that one version alone knows stays as it is in force, since gateways know the keys of no other. Raises
+    `PolicyError` if priority classes differ: they are shared by all organisations."""
+    if candidate.priority_classes != active.priority_classes:
+        raise PolicyError(
+            "a trial cannot change priority_classes, which all organisations share; promote the file instead"
+        )
+    policies = {
+        name: candidate.policies.get(name, policy) if trial.has(policy.organisation) else policy
+        for name, policy in active.policies.items()
+    }
+    return replace(active, policies=policies)

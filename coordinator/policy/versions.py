@@ -1,0 +1,156 @@
+"""Numbered versions of the scheduling policy: the tenants file without keys, and the coordinator's scheduling options. Pure.
+
+A version gets its number when it is first loaded, promoted or tried. One is in force, and another may be on trial. The tenants
+file counts only where its content has changed since it was last read: a version that was promoted stays through a restart.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from xxhash import xxh64_intdigest
+
+from proto.errors import CrossdockError
+from proto.limits import MAX_POLICY_VERSIONS
+from runtime.tenancy.tenants import without_keys
+
+Tables = Mapping[str, Any]
+
+
+class PolicyError(CrossdockError):
+    """What `crossdock policy` asks for cannot be done."""
+
+
+class Version(msgspec.Struct, frozen=True):
+    number: int
+    digest: str
+    source: str
+    unix_s: float
+    tables: dict[str, Any]
+    """The tenants file, without keys."""
+    options: dict[str, Any]
+    """Scheduling options of the coordinator that had it in force first."""
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """Some organisations run under another version. All requests of an organisation run under the same one."""
+
+    number: int
+    share: float = 0.0
+    """Of all organisations, chosen by a hash of their name: the same ones in every trial of this share."""
+    organisations: tuple[str, ...] = ()
+
+    def has(self, organisation: str) -> bool:
+        return organisation in self.organisations or xxh64_intdigest(organisation.encode()) < self.share * 2**64
+
+
+class PolicyInForce(msgspec.Struct, frozen=True):
+    """What the core knows of versions: their names, for status, metrics and the event log."""
+
+    number: int = 0
+    digest: str = ""
+    trial: Trial | None = None
+    trial_digest: str = ""
+
+    def arm(self, organisation: str) -> str:
+        return "candidate" if self.trial is not None and self.trial.has(organisation) else "active"
+
+
+class Versions(msgspec.Struct):
+    kept: list[Version] = []
+    """Oldest first."""
+    active: int = 0
+    before: list[int] = []
+    """Those that were in force before, latest last."""
+    trial: Trial | None = None
+    file_digest: str = ""
+    """Of the tenants file as it was last read."""
+
+    def get(self, number: int) -> Version:
+        """Raises `PolicyError`."""
+        for version in self.kept:
+            if version.number == number:
+                return version
+        raise PolicyError(f"there is no version {number}; crossdock policy list shows them")
+
+    def load(self, tables: Tables, options: Mapping[str, Any], now_s: float) -> None:
+        """The tenants file as it is, at the start and when it has changed."""
+        tables, changed = without_keys(tables), digest_of(without_keys(tables), {})
+        if changed != self.file_digest or not self.active:
+            self.file_digest, self.trial = changed, None
+            self._put_in_force(self._add(tables, options, "tenants file", now_s))
+        elif self.get(self.active).options != options:
+            was = self.get(self.active)
+            self._put_in_force(self._add(was.tables, options, f"version {was.number} with other options", now_s))
+
+    def try_(self, tables: Tables, options: Mapping[str, Any], trial: Trial, now_s: float) -> None:
+        """`trial`: for whom; its number is given here."""
+        self.trial = None
+        number = self._add(without_keys(tables), options, "trial", now_s)
+        if number == self.active:
+            raise PolicyError(f"this is version {number}, which is in force")
+        self.trial = msgspec.structs.replace(trial, number=number)
+
+    def end_trial(self) -> None:
+        if self.trial is None:
+            raise PolicyError("no version is on trial")
+        self.trial = None
+
+    def promote(self, tables: Tables | None, options: Mapping[str, Any], now_s: float) -> None:
+        """Put tables in force, or what is on trial."""
+        if tables is not None:
+            number = self._add(without_keys(tables), options, "promoted", now_s)
+        elif self.trial is not None:
+            number = self.trial.number
+        else:
+            raise PolicyError("no version is on trial; name a FILE to promote")
+        if number == self.active:
+            raise PolicyError(f"version {number} is in force already")
+        self.trial = None
+        self._put_in_force(number)
+
+    def roll_back(self, number: int, options: Mapping[str, Any], now_s: float) -> None:
+        """To that version, or, with 0, to the one before."""
+        if not number and not self.before:
+            raise PolicyError("no version was in force before this one")
+        to = self.get(number or self.before[-1])
+        if to.number == self.active:
+            raise PolicyError(f"version {to.number} is in force already")
+        self.trial = None
+        back = to.number if to.options == options else self._add(to.tables, options, f"back to {to.number}", now_s)
+        self._put_in_force(back)
+
+    @property
+    def in_force(self) -> PolicyInForce:
+        trial_digest = self.get(self.trial.number).digest if self.trial is not None else ""
+        return PolicyInForce(self.active, self.get(self.active).digest, self.trial, trial_digest)
+
+    def _put_in_force(self, number: int) -> None:
+        if self.active and self.active != number:
+            self.before = [*self.before, self.active][-MAX_POLICY_VERSIONS:]
+        self.active = number
+        self._drop_oldest()
+
+    def _add(self, tables: Tables, options: Mapping[str, Any], source: str, now_s: float) -> int:
+        """Its number: a new one, or that of the version which is the same."""
+        digest = digest_of(tables, options)
+        for version in self.kept:
+            if version.digest == digest:
+                return version.number
+        number = self.kept[-1].number + 1 if self.kept else 1
+        self.kept.append(Version(number, digest, source, now_s, dict(tables), dict(options)))
+        self._drop_oldest()
+        return number
+
+    def _drop_oldest(self) -> None:
+        needed = {self.active, self.trial.number if self.trial is not None else 0}
+        while len(self.kept) > MAX_POLICY_VERSIONS:
+            self.kept.remove(next(version for version in self.kept if version.number not in needed))
+        numbers = {version.number for version in self.kept}
+        self.before = [number for number in self.before if number in numbers]
+
+
+def digest_of(tables: Tables, options: Mapping[str, Any]) -> str:
+    """The first 12 hexadecimal digits of the SHA-256 of both in JSON, with sorted keys."""
+    return hashlib.sha256(msgspec.json.encode([tables, options], order="sorted")).hexdigest()[:12]

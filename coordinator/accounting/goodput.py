@@ -1,4 +1,4 @@
-"""Goodput by priority class and by version of the policy: requests that came, finished, and kept their class's targets. Pure."""
+"""Goodput by priority class and policy version: requests that came, finished, and kept their class's targets. Pure."""
 
 from collections.abc import Container
 from typing import NamedTuple

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from coordinator.accounting.goodput import RequestCounts
-from coordinator.policy.trial import merged
+from coordinator.policy.trial import tenants_of
 from coordinator.policy.versions import PolicyError, PolicyInForce, Tables, Trial, Versions
 from proto.errors import CrossdockError
 from proto.policy import ArmStatus, PolicyAction, PolicyAnswer, PolicyRequest, PolicyVersion
@@ -124,7 +124,7 @@ class PolicyKeeper:
 
         def changed() -> tuple[Tenants, PolicyInForce]:
             change(versions)
-            tenants = _tenants_of(versions, anyone=self._file is None)
+            tenants = replace(tenants_of(versions), open=self._file is None)
             self._write(versions)
             return tenants, versions.in_force
 
@@ -185,11 +185,3 @@ class PolicyKeeper:
                 os.close(folder)
         except OSError as error:
             raise PolicyStoreError(f"{self._path}: {error.strerror}") from None
-
-
-def _tenants_of(versions: Versions, *, anyone: bool) -> Tenants:
-    """Raises `TenantsError` or `PolicyError`."""
-    active = from_tables(versions.get(versions.active).tables)
-    if versions.trial is not None:
-        active = merged(active, from_tables(versions.get(versions.trial.number).tables), versions.trial)
-    return replace(active, open=anyone)

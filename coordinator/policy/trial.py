@@ -2,8 +2,16 @@
 
 from dataclasses import replace
 
-from coordinator.policy.versions import PolicyError, Trial
-from runtime.tenancy.tenants import Tenants
+from coordinator.policy.versions import PolicyError, Trial, Versions
+from runtime.tenancy.tenants import Tenants, from_tables
+
+
+def tenants_of(versions: Versions) -> Tenants:
+    """What is in force, with what is on trial. Raises `TenantsError` or `PolicyError`."""
+    active = from_tables(versions.get(versions.active).tables)
+    if versions.trial is None:
+        return active
+    return merged(active, from_tables(versions.get(versions.trial.number).tables), versions.trial)
 
 
 def merged(active: Tenants, candidate: Tenants, trial: Trial) -> Tenants:

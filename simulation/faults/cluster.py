@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 
+from coordinator.policy.versions import Trial, Versions
 from proto.drain import DrainRequest, FlipRequest
 from proto.messages import Role
+from runtime.tenancy.tenants import tables_of
 from simulation.faults.coordinator_process import CoordinatorProcess
 from simulation.faults.gateway_process import GatewayProcess
 from simulation.faults.ledger import Ledger
 from simulation.faults.oracles import Oracles
-from simulation.faults.plan import Asked, Fault, Plan
+from simulation.faults.plan import OTHER_POLICY, TENANTS, Asked, Fault, Plan
 from simulation.faults.surroundings import Surroundings
 from simulation.faults.worker_process import role_of
 from simulation.faults.worker_processes import DecodeProcess, PrefillProcess, line_up
@@ -31,6 +33,8 @@ class Cluster(Surroundings):
         self.network.corrupt = plan.corrupt
         self.slow_disk_s = 0.0
         self.ledger = Ledger()
+        self.versions = Versions()
+        self.versions.load(tables_of(TENANTS), {}, 0.0)
         self.oracles = Oracles(plan, self, self.ledger)
         self.processes: dict[str, Process] = {}
         self.healing = False
@@ -119,6 +123,9 @@ class Cluster(Surroundings):
                 assert isinstance(process, PrefillProcess | DecodeProcess)
                 process.lineup.flip_ends = fault.how
                 self._order_flip(process, Role(fault.other), fault.grace_s, fault.how == "by force")
+            case "policy":
+                self._change_policy(fault.how)
+                process.call(self.coordinator.put_in_force)
             case "step":
                 for worker in self._all_of(process):
                     worker.fail_step = fault.how
@@ -127,6 +134,18 @@ class Cluster(Surroundings):
             case "transfer":
                 for worker in self._all_of(process):
                     worker.call(worker.transfers.break_pair)
+
+    def _change_policy(self, how: str) -> None:
+        versions, (base, other) = self.versions, (tables_of(TENANTS), tables_of(OTHER_POLICY))
+        if versions.get(versions.active).tables == other:
+            other = base
+        match how:
+            case "tried":
+                versions.try_(other, {}, Trial(0, 0.5), self.now)
+            case "promoted":
+                versions.promote(other, {}, self.now)
+            case "rolled back" if versions.before:
+                versions.roll_back(0, {}, self.now)
 
     def end(self, process: Process, for_s: float) -> None:
         """Whatever ended it, it is started again after `for_s`."""

@@ -4,7 +4,7 @@ of usage is its rows only: what the thread has committed outlives the process, w
 
 from collections import Counter
 
-from coordinator.accounting.usage import Closed, Entry, Opened
+from coordinator.accounting.usage import Closed, Entry, Opened, Past
 from coordinator.core import Core
 from coordinator.events import (
     Action,
@@ -21,6 +21,7 @@ from coordinator.events import (
 from coordinator.invariants import check
 from coordinator.lifecycle import TERMINAL, State
 from coordinator.outbox import Outbox
+from coordinator.policy.trial import tenants_of
 from coordinator.recovery.stall_detector import StallDetector, StallGuard
 from proto.drain import Drained, Draining, DrainRequest, Flip, FlipRequest
 from proto.errors import Interrupt, RemoteProtocolError
@@ -60,9 +61,7 @@ class CoordinatorProcess(Process):
         self.server: Server
 
     def start(self) -> None:
-        past = self.cluster.ledger.past(self.world.now)
-        unix_s = UNIX_S + self.world.now
-        self.post(Configured(self.cluster.plan.tenants, unix_s - self.now(), past))
+        self.put_in_force(self.cluster.ledger.past(self.world.now))
         self.server = Server(
             self,
             "coordinator",
@@ -73,6 +72,10 @@ class CoordinatorProcess(Process):
         )
         self.stall_detector.begin(self.now())
         self._look_for_stall()
+
+    def put_in_force(self, past: Past | None = None) -> None:
+        versions = self.cluster.versions
+        self.post(Configured(tenants_of(versions), UNIX_S + self.world.now - self.now(), past, versions.in_force))
 
     def _look_for_stall(self) -> None:
         if self.stall_detector.look(self.now()):

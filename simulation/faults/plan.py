@@ -1,14 +1,12 @@
 """What one seed stands for: a small cluster, its requests, and what will go wrong when. Drawn before anything runs."""
 
 from dataclasses import dataclass, field, replace
-from functools import cache
 from random import Random
 from typing import Final
 
 from coordinator.events import Limits
 from gateway.streams.types import StreamLimits
 from proto.sampling import Sampling
-from runtime.tenancy.tenants import Tenants, parse
 from simulation.world.network import Hostility
 from simulation.world.toy_model import EOS, VOCAB
 
@@ -25,6 +23,7 @@ FAULTS: Final = {
     "drain": "a worker is drained, to end or because a person asked for it; the coordinator is stopped in order",
     "flip": "a worker changes its role, cannot, or dies in it",
     "leave": "clients leave early",
+    "policy": "another version of the policy is tried, promoted or rolled back",
 }
 """What `--faults` can name."""
 
@@ -47,13 +46,10 @@ limits = { concurrency = 3 }
 [tenants.lab]
 [tenants.lab.users.eve]
 """
+OTHER_POLICY: Final = TENANTS.replace("weight = 2.0", "weight = 0.5").replace('class = "standard"', 'class = "batch"')
+"""Limits are the same: the oracles look at what is held when they become lower, too."""
 LIMITED: Final = frozenset({"acme", "acme/ann", "acme/bob"})
 """Tenants whose requests a quota may turn away."""
-
-
-@cache
-def tenants() -> Tenants:
-    return parse(TENANTS)
 
 
 @dataclass(frozen=True)
@@ -102,7 +98,6 @@ class Plan:
     prefix_cache: bool
     limits: Limits
     stream_limits: StreamLimits
-    tenants: Tenants
     fault_s: float
     """How long the first phase lasts."""
     context_tokens: int = 256
@@ -124,9 +119,11 @@ class Plan:
     def only_drains(self) -> bool:
         """Nothing goes wrong. A coordinator that ends while a worker changes its role forgets which streams wait for that
         worker: their gateways notice by the silence, and try again."""
-        in_order = all(fault.kind == "drain" or (fault.kind == "flip" and fault.how != "dies") for fault in self.faults)
+        in_order = all(
+            fault.kind in ("drain", "policy") or (fault.kind == "flip" and fault.how != "dies") for fault in self.faults
+        )
         flips = any(fault.kind == "flip" for fault in self.faults)
-        forgotten = flips and any(fault.who == "coordinator" for fault in self.faults)
+        forgotten = flips and any((fault.kind, fault.who) == ("drain", "coordinator") for fault in self.faults)
         return not self.corrupt and self.hostility is None and in_order and not forgotten
 
     @property
@@ -154,7 +151,6 @@ def draw(seed: int, kinds: frozenset[str] = frozenset(FAULTS)) -> Plan:
             resubmit_s_max=10.0,
         ),
         stream_limits=StreamLimits(attempts_max=attempts_max),
-        tenants=tenants(),
         fault_s=random.uniform(1.0, 3.0),
     )
     requests = random.randint(3, 8)
@@ -178,6 +174,9 @@ def draw(seed: int, kinds: frozenset[str] = frozenset(FAULTS)) -> Plan:
         plan.faults.sort(key=lambda fault: fault.at_s)
     if "pause" in kinds:
         plan.faults += _stalls(plan, Random(seed ^ 0xAB5E))
+        plan.faults.sort(key=lambda fault: fault.at_s)
+    if "policy" in kinds:
+        plan.faults += _policies(plan, Random(seed ^ 0x9011))
         plan.faults.sort(key=lambda fault: fault.at_s)
     if "transfer" in kinds and chaos.random() < 0.2:
         plan.corrupt = chaos.choice((0.1, 0.8))
@@ -244,6 +243,16 @@ def _stalls(plan: Plan, random: Random) -> list[Fault]:
         return []
     at_s = random.choice(plan.asked).at_s + random.uniform(0.0, 0.5)
     return [Fault(at_s, "pause", "coordinator", for_s=random.uniform(1.5, 5.0))]
+
+
+def _policies(plan: Plan, random: Random) -> list[Fault]:
+    """In one run of four."""
+    count = random.choice((0, 0, 0, random.randint(1, 4)))
+    hows = ("tried", "promoted", "rolled back")
+    return [
+        Fault(random.uniform(0.05, plan.fault_s), "policy", "coordinator", how=random.choice(hows))
+        for _ in range(count)
+    ]
 
 
 def _fault(plan: Plan, random: Random, kind: str) -> Fault:

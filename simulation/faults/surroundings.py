@@ -1,5 +1,6 @@
 """What simulated processes may use of the cluster that they run in."""
 
+from coordinator.policy.versions import Versions
 from simulation.faults.ledger import Ledger
 from simulation.faults.oracles import Oracles
 from simulation.faults.plan import Plan
@@ -9,6 +10,8 @@ from simulation.world.world import Process
 
 class Surroundings(NetworkedWorld):
     plan: Plan
+    versions: Versions
+    """Of the policy: they outlast the coordinator."""
     ledger: Ledger
     oracles: Oracles
     slow_disk_s: float

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proto import drain, kv, limits, messages, parts, progress, status
+from proto import drain, kv, limits, messages, parts, policy, progress, status
 from proto.codec import ALL_MESSAGES, WITH_BLOB, decode, encode, pack_tokens, split_hashes, to_frames, unpack_tokens
 from proto.errors import CancelReason, FinishReason, Interrupt, Reject, RemoteProtocolError
 from proto.held import Capacity, Held
@@ -88,6 +88,18 @@ SAMPLES: list[Message] = [
     drain.FlipFailed("no port"),
     drain.FlipRequest("decode-0", messages.Role.PREFILL, 0.0, True, "more prompts"),
     drain.FlipAnswer("no such worker", (WORKER,)),
+    policy.PolicyRequest(policy.PolicyAction.TRY, 0, "{}", 0.1, ("acme",)),
+    policy.PolicyAnswer(
+        "",
+        1,
+        2,
+        0.1,
+        ("acme",),
+        (policy.PolicyVersion(1, "8087b533678c", "tenants file", 5.0, 2),),
+        (policy.ArmStatus("active", 3, 2, 1, 10.0, 5.0),),
+        "{}",
+        True,
+    ),
     status.AutopilotReport(
         status.AutopilotStatus(
             "m", "on", "1P3D", "2P2D", "long prompts", status.PredictionError(3, 0.1, None, 0.2, 0.05)

@@ -74,6 +74,8 @@ class Request(msgspec.Struct, eq=False):
     """... and the same while it is placed."""
     projected_s: float = 0.0
     """How long it was expected to wait for a place when it came."""
+    expected_tokens: float = 0.0
+    """Of its answer over all choices, when it came."""
     dispatched_tokens: int = 0
     """Prompt tokens sent out in chunks, the cached ones before them included."""
     cached_tokens: int = 0

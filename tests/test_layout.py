@@ -23,7 +23,7 @@ FOLDERS_MAY_IMPORT = {
         "kv_admission": "",
         "placement": "fairness kv_admission waiting workers",
         "recovery": "reporting waiting workers",
-        "reporting": "accounting waiting workers",
+        "reporting": "accounting placement waiting workers",
         "waiting": "accounting fairness kv_admission",
         "workers": "fairness kv_admission waiting",
     },

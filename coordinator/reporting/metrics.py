@@ -12,6 +12,7 @@ from coordinator.accounting.usage import Closed, Opened
 from coordinator.events import StateChanged
 from coordinator.lifecycle import State as RequestState
 from coordinator.reporting.recent import RecentTimes
+from coordinator.reporting.schedule_metrics import estimate_metrics, schedule_metrics
 from coordinator.reporting.served import Service, evenness, services
 from coordinator.state import State
 from proto.messages import Role
@@ -72,6 +73,7 @@ class CoordinatorMetrics:
             " all its attempts.",
             LATENCY_S,
             "model",
+            "priority_class",
             "phase",
         )
         self._release = registry.histogram(
@@ -119,7 +121,7 @@ class CoordinatorMetrics:
 
     def closed(self, entry: Closed) -> None:
         """The request is over, and nothing of it is left on any worker."""
-        tenant, model, _ = self._accepted.pop(entry.request_id, (OTHER, "", ""))
+        tenant, model, priority_class = self._accepted.pop(entry.request_id, (OTHER, "", ""))
         self._tenants.served(tenant, entry.charged_tokens)
         label = self._tenants.label(tenant)
         settled = self._core.billing.settled.get(entry.request_id)
@@ -137,7 +139,7 @@ class CoordinatorMetrics:
             ("decode", entry.decode_ms),
         ):
             if spent_ms > 0.0:
-                phases.labels(model, phase).observe(spent_ms / 1000)
+                phases.labels(model, priority_class, phase).observe(spent_ms / 1000)
         self.recent.closed(entry)
         cancelled_at = self._cancelled_at.pop(entry.request_id, None)
         if cancelled_at is not None:
@@ -230,6 +232,8 @@ class CoordinatorMetrics:
             ("model", "priority_class", "kind"),
             waits,
         )
+        schedule_metrics(registry, lambda: self._core, self._clock)
+        estimate_metrics(registry, lambda: self._core)
 
     def _read_fairness(self, registry: MetricsRegistry) -> None:
         def summed(values: Iterable[tuple[str, float]]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from heapq import heapify, heappop, heappush
 from math import ceil, inf
 from typing import cast
 
+from coordinator.accounting.ratios import Ratios
 from coordinator.events import Limits
 from coordinator.fairness.cost import OutputLength
 from coordinator.fairness.fair_queue import FairQueue, Terms
@@ -37,6 +38,8 @@ class WaitQueue:
         self._lengths: dict[Path, OutputLength] = {}
         self._length_of_all = OutputLength()
         """What tenants begin with of which no answer has been seen."""
+        self.output_ratios: dict[str, Ratios] = {}
+        """By priority class: tokens of answers, in terms of what was expected when they were admitted."""
         self._waits = Waits(limits.queue_wait_s_max, limits.resumed_wait_s_max)
         self._waits.priority_classes = limits.priority_classes
         self._latest_starts = LatestStarts()
@@ -183,6 +186,10 @@ class WaitQueue:
             self.fair.remove(request.entry)
             request.entry = None
 
+    def oldest_since(self) -> dict[str, float]:
+        """By priority class in which something waits: since when its oldest does."""
+        return self._waits.oldest_since()
+
     # --- time -----------------------------------------------------------------------------------------------------------
 
     def next_timer(self) -> float | None:
@@ -304,6 +311,10 @@ class WaitQueue:
 
     def learn(self, request: Request, emitted_tokens: int) -> None:
         """From an answer that came to its end: how long this tenant's are."""
+        if request.expected_tokens:
+            name = request.path[0]
+            found = self.output_ratios.get(name) or self.output_ratios.setdefault(name, Ratios())
+            found.add(emitted_tokens / request.expected_tokens)
         each = -(-emitted_tokens // request.submit.choices)
         self._length(request.path).learn(each)
         self._length_of_all.learn(each)

@@ -195,7 +195,6 @@ def _admit(state: State, request: Request, now: float) -> tuple[Reject | None, s
         return reason, f"{len(queue)} requests of {queue.backlog.tokens} tokens are waiting already", None
     for victim in victims:
         _shed(state, victim, now)
-    request.expected_tokens = submit.resumed_tokens + queue.output_estimate(request)
     return None, "", None
 
 

@@ -103,7 +103,7 @@ class Projection:
         self.accuracy[request.path[0]] = Accuracy(
             sums.projected_s + request.projected_s, sums.waited_s + waited_s, sums.error_s + error_s
         )
-        if max(waited_s, request.projected_s) > SHORT_S:
+        if waited_s > SHORT_S or request.projected_s > SHORT_S:
             found = self.ratios.get(request.path[0]) or self.ratios.setdefault(request.path[0], Ratios())
             found.add(max(waited_s, SHORT_S) / max(request.projected_s, SHORT_S))
 

@@ -100,7 +100,10 @@ class WaitQueue:
         self._waiting += 1
         self.count_uncomputed(request, request.submit.prompt_tokens)
         self.backlog.add(request, now)
-        self.projection.wait(request, self.work(request.submit, request.path))
+        submit, expected = request.submit, self.output_estimate(request)
+        if submit.attempt == 1:
+            request.expected_tokens = submit.resumed_tokens + expected
+        self.projection.wait(request, self._work(submit, expected))
         if can_run:
             self._enter(request, self.class_key(request))
         self._set_deadline(request)
@@ -110,8 +113,11 @@ class WaitQueue:
 
     def work(self, submit: Submit, path: Path) -> int:
         """What a request is going to cost, as `Projection` counts it."""
+        return self._work(submit, self._length(path).estimate(submit))
+
+    def _work(self, submit: Submit, output_tokens: float) -> int:
         prices = self._limits.prices
-        return ceil(prices.chunk(submit.prompt_tokens) + prices.output(self._length(path).estimate(submit)))
+        return ceil(prices.chunk(submit.prompt_tokens) + prices.output(output_tokens))
 
     def wait_limit_s(self, request: Request) -> float:
         return self._waits.limit_s(request)

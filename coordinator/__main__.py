@@ -29,13 +29,13 @@ def _main() -> int:
     usage_db = _usage_db(sys.argv[1:], os.environ)
     if usage_db and is_taken(usage_db):
         with collector.at_rest():
-            import_nicely("coordinator.main", _NICE_LOADING)
+            import_nicely("coordinator.serve", _NICE_LOADING)
     from runtime.settings.command_line import run_role
     from runtime.settings.roles import CoordinatorSettings
 
     def run(settings: CoordinatorSettings) -> int:
         with collector.at_rest():
-            from coordinator.main import run  # here, so that --help and a wrong option answer at once
+            from coordinator.serve import run  # here, so that --help and a wrong option answer at once
 
         return run(settings)
 

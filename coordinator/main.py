@@ -30,7 +30,6 @@ from coordinator.lifecycle import TERMINAL
 from coordinator.outbox import Outbox
 from coordinator.policy.keeper import PolicyKeeper, PolicyStoreError
 from coordinator.policy.versions import PolicyInForce
-from coordinator.recovery.leader_lock import PREDECESSOR_S, LeaderLock, NotLeader
 from coordinator.recovery.stall_detector import StallDetector, StallGuard
 from coordinator.reporting import report
 from coordinator.reporting.metrics import CoordinatorMetrics
@@ -42,11 +41,10 @@ from proto.status import StatusReport
 from runtime.link.failure_detector import FailureDetector
 from runtime.link.keys import keys_for
 from runtime.link.server import CannotBind, LinkServer, LinkSettings, Peer, is_orderly
-from runtime.metrics import server as metrics_server
 from runtime.metrics.common import link_counters
 from runtime.metrics.server import MetricsServer
 from runtime.process import clock, garbage_collector, log, notify
-from runtime.process.driver import CoreDriver, Stop, cancelled, run_process, watched
+from runtime.process.driver import CoreDriver, cancelled, watched
 from runtime.process.exits import ConfigError
 from runtime.settings import machine
 from runtime.settings.roles import CoordinatorSettings
@@ -130,7 +128,7 @@ class Coordinator:
         try:
             await self.observed.listen()
             policies = await self._configure()
-            watching.append(watched(policies.serve(lambda: self.core.goodput.by_arm)))
+            watching.append(watched(policies.serve(lambda: report.arms(self.core))))
             if self.tenants is not None:
                 watching.append(watched(self.tenants.watch(policies.file_changed)))
             address = await self.server.start(bind_within_s)
@@ -324,44 +322,3 @@ class Coordinator:
         recent = metrics.recent.figures()
         new = {"counters": counters, "finished": finished, "metrics": own | said.metrics, "recent": recent}
         return msgspec.structs.replace(said, **new)
-
-
-async def _serve(settings: CoordinatorSettings, stop: Stop) -> int:
-    """In our turn: others may write the same ledger."""
-    if not settings.usage_db:
-        return await _serve_anew(settings, stop, 0.0)
-    process = settings.name or f"coordinator-{os.getpid()}"
-    logger = log.configure(level=settings.log_level, fmt=settings.log_format, process=process)
-    leader_lock = LeaderLock(settings.usage_db)
-    if settings.standby:
-        metrics_server.load()
-        logger.info("standing by", lock=str(leader_lock.path))
-        notify.ready(f"waits for {leader_lock.path}")
-    try:
-        if not await leader_lock.take(stop, None if settings.standby else PREDECESSOR_S):
-            return 0
-        return await _serve_anew(settings, stop, PREDECESSOR_S if settings.standby else 0.0, leader_lock)
-    except NotLeader as error:
-        logger.error("cannot start", error=f"--usage-db: {error}")
-        return 1
-    finally:
-        leader_lock.give_up()
-
-
-async def _serve_anew(
-    settings: CoordinatorSettings, stop: Stop, bind_within_s: float, leader_lock: LeaderLock | None = None
-) -> int:
-    """Under a new incarnation after each absence. Raises `NotLeader` where another coordinator may serve since."""
-    serving = Coordinator(settings)
-    while True:
-        exit_code = await serving.run(stop, bind_within_s)
-        if exit_code or stop.is_set() or not serving.stall_detector.away_s:
-            return exit_code
-        if leader_lock is not None and not leader_lock.is_held():
-            raise NotLeader(f"{leader_lock.path}: it was removed or replaced while this coordinator was away")
-        serving, bind_within_s = Coordinator(settings, serving), PREDECESSOR_S
-
-
-def run(settings: CoordinatorSettings) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code. Raises `ConfigError`."""
-    return run_process(lambda stop: _serve(settings, stop))

@@ -8,11 +8,32 @@ from coordinator.accounting.bill import Bill
 from coordinator.fairness.tenant_queue import Entry
 from coordinator.kv_admission.demand import NEVER
 from coordinator.lifecycle import State, Trigger, advance
-from coordinator.suspicion import PROGRESS_TOKENS, Suspicion
 from proto.messages import Submit
 
 RETAINED = 0
 """The attempt under which a worker has a retained allocation: real ones begin with 1."""
+PROGRESS_TOKENS = 4
+"""Of an answer. A worker that dies takes fewer with it that were on their way to a gateway, and are computed once more."""
+LOSSES_MAX = 3
+
+
+class Suspicion(msgspec.Struct, frozen=True, gc=False):
+    """A request was in a running step of a worker that was lost, and has made no progress since."""
+
+    losses: int
+    """Workers lost so, one after the other."""
+    prompt_tokens: int = 0
+    """The last one was lost in prefill: the request is cleared once so much of its prompt is computed. 0: in decode."""
+
+    @property
+    def own_step(self) -> bool:
+        """Its chunks run in prefill steps with nothing else in them."""
+        return self.prompt_tokens > 0 or self.own_worker
+
+    @property
+    def own_worker(self) -> bool:
+        """It decodes on a worker with no other request. To empty one takes long, so one loss is not enough."""
+        return self.losses >= LOSSES_MAX - 1
 
 
 class RetainedAllocation(NamedTuple):
@@ -74,6 +95,8 @@ class Request(msgspec.Struct, eq=False):
     """... and the same while it is placed."""
     projected_s: float = 0.0
     """How long it was expected to wait for a place when it came."""
+    expected_tokens: float = 0.0
+    """Of its answer over all choices, when it came."""
     dispatched_tokens: int = 0
     """Prompt tokens sent out in chunks, the cached ones before them included."""
     cached_tokens: int = 0

@@ -14,8 +14,7 @@ from coordinator.fairness.scheduling_class import Path
 from coordinator.lifecycle import TERMINAL, Trigger
 from coordinator.lifecycle import State as RequestState
 from coordinator.observer import Watch
-from coordinator.request import RETAINED, Request, RetainedAllocation
-from coordinator.suspicion import Suspicion
+from coordinator.request import RETAINED, Request, RetainedAllocation, Suspicion
 from coordinator.waiting.queue import WaitQueue
 from coordinator.workers.flip import Flip
 from coordinator.workers.pool import Pool

@@ -98,6 +98,8 @@ class Batch(Generic[S]):
         self.running: list[DecodeRequest[S]] = []
         self.steps = 0
         """Planned so far."""
+        self.joined = 0
+        """Sequences, so far."""
         self._depth = depth
         self._in_flight: deque[StepPlan[S]] = deque()
         self._left: set[Key] = set()
@@ -113,6 +115,7 @@ class Batch(Generic[S]):
 
     def join(self, sequence: DecodeRequest[S]) -> None:
         self.running.append(sequence)
+        self.joined += 1
 
     def leave(self, key: Key) -> bool:
         """Take an attempt's sequences out. True if that is done and their blocks are untouched from now on; False if a step

@@ -1,12 +1,12 @@
 """Metrics of a decode worker: its driver tells of steps, and its tables are read."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from decode_worker.batch import StepOutcome
 from decode_worker.requests import AttemptTable, Phase
-from runtime.metrics.common import kv_blocks, kv_transfers, prefix_cache
+from runtime.metrics.common import kv_blocks, kv_transfers, prefix_cache, step_tokens
 from runtime.metrics.registry import COUNTS, STEP_S, MetricsRegistry
 
 PREFIX = "crossdock_decode_"
@@ -14,12 +14,15 @@ S = TypeVar("S")
 
 
 class DecodeMetrics:
-    def __init__(self, table: AttemptTable[S], transfers: Mapping[str, int]) -> None:
-        """`transfers`: the KV receiver's counters."""
+    def __init__(
+        self, table: AttemptTable[S], transfers: Mapping[str, int], padding_rows: Callable[[], int] = int
+    ) -> None:
+        """`transfers`: the KV receiver's counters; `padding_rows`: see `DecodePipeline`."""
         self.registry = registry = MetricsRegistry("decode")
         self._seconds = registry.histogram(PREFIX + "step_seconds", "Time of one forward pass.", STEP_S)
         self._sequences = registry.histogram(PREFIX + "step_sequences", "Sequences in one forward pass.", COUNTS)
         self._tokens = registry.counter(PREFIX + "tokens", "Tokens sent to gateways, without first tokens.")
+        self._forwarded = step_tokens(registry, "decode")
         self._failed = registry.counter(PREFIX + "steps_failed", "Forward passes that failed.")
 
         def attempts() -> dict[str, float]:
@@ -36,6 +39,13 @@ class DecodeMetrics:
             "Tokens of context in the running batch, prompts included.",
             lambda: sum(sequence.blocks.length for sequence in batch.running),
         )
+        registry.total(PREFIX + "joined_sequences", "Sequences that joined the batch.", lambda: batch.joined)
+        registry.total(
+            PREFIX + "left_sequences", "Sequences that left the batch.", lambda: batch.joined - len(batch.running)
+        )
+        registry.total(
+            PREFIX + "padding_rows", "Rows that only filled steps up to the size of a CUDA graph.", padding_rows
+        )
         registry.total(PREFIX + "forwarded_tokens", "Tokens forwarded by the model.", table.tokens_forwarded)
         kv_blocks(registry, table.allocator, table.block_size)
         kv_transfers(registry, "received", transfers)
@@ -49,6 +59,7 @@ class DecodeMetrics:
     def step_done(self, step_ms: float, sequences: int, outcome: StepOutcome[S]) -> None:
         self._seconds.observe(step_ms / 1000)
         self._sequences.observe(sequences)
+        self._forwarded.inc(sequences)
         self._tokens.inc(sum(len(items) for _, items in outcome.by_gateway.values()))
 
     def step_failed(self) -> None:

@@ -20,10 +20,9 @@ from engine.kv.sequence import SequenceBlocks
 from kvtransfer.session.session import Accepted
 from proto.codec import split_hashes
 from proto.errors import Interrupt
-from proto.held import Held
 from proto.kv import kept_names
 from proto.messages import Finished, Released, Reserve, WorkFailed
-from proto.parts import PrefixPart
+from proto.parts import Held, PrefixPart
 from proto.progress import Joined, SharedPrefix
 
 S = TypeVar("S")

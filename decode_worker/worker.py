@@ -91,7 +91,11 @@ class DecodeWorker:
             on_pair_error=lambda error: end_if_gpu_is_lost(error, driver.log),
         )
         self.close_transfers = self.receiver.close
-        self.metrics = DecodeMetrics(self.table, self.receiver.counters)
+        self.metrics = DecodeMetrics(
+            self.table,
+            self.receiver.counters,
+            lambda: engine.pipeline.padding_rows if engine.pipeline is not None else 0,
+        )
         self.registry = self.metrics.registry
 
     async def start(self) -> str:

@@ -28,6 +28,10 @@ class DecodeRow:
 class DecodePipeline(Protocol):
     """An engine has one if its device computes on while the host does something else."""
 
+    @property
+    def padding_rows(self) -> int:
+        """Rows that only filled steps up to the size of a CUDA graph, so far."""
+
     def launch(self, rows: Sequence[DecodeRow], copies: BlockCopies) -> None:
         """Enqueues a step; `copies` of KV blocks, (source, target), come first. At most two steps may be under way;
         where a state `forbids` something, the last one has been collected."""

@@ -96,7 +96,7 @@ TABLE: Final[Table] = {
     "coordinator": Command(
         "Accept requests, place them on workers and tell the workers what to compute.",
         "runtime.settings.roles:CoordinatorSettings",
-        "coordinator.main:run",
+        "coordinator.serve:run",
     ),
     "gateway": Command("Serve the OpenAI HTTP API.", "runtime.settings.roles:GatewaySettings", "gateway.main:run"),
     "worker": Command(

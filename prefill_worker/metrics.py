@@ -6,7 +6,7 @@ from typing import Protocol
 from kvtransfer.session.session import KvFailed, KvSent
 from prefill_worker.core import StepResult, Work
 from prefill_worker.prompts import PromptTable
-from runtime.metrics.common import kv_blocks, kv_transfers, prefix_cache
+from runtime.metrics.common import kv_blocks, kv_transfers, prefix_cache, step_tokens
 from runtime.metrics.registry import COUNTS, LATENCY_S, STEP_S, MetricsRegistry
 
 PREFIX = "crossdock_prefill_"
@@ -30,6 +30,7 @@ class PrefillMetrics:
         self.registry = registry = MetricsRegistry("prefill")
         self._seconds = registry.histogram(PREFIX + "step_seconds", "Time of one forward pass.", STEP_S)
         self._tokens = registry.histogram(PREFIX + "step_tokens", "Prompt tokens in one forward pass.", COUNTS)
+        self._forwarded = step_tokens(registry, "prefill")
         self._prompts = registry.histogram(PREFIX + "step_prompts", "Prompts with a chunk in one forward pass.", COUNTS)
         self._first_tokens = registry.counter(PREFIX + "first_tokens", "First tokens sampled, one for each choice.")
         self._failed = registry.counter(PREFIX + "steps_failed", "Forward passes that failed.")
@@ -51,7 +52,9 @@ class PrefillMetrics:
 
     def step_done(self, work: Work, result: StepResult) -> None:
         self._seconds.observe(result.step_ms / 1000)
-        self._tokens.observe(sum(chunk.length for _, chunk in work))
+        tokens = sum(chunk.length for _, chunk in work)
+        self._tokens.observe(tokens)
+        self._forwarded.inc(tokens)
         self._prompts.observe(len(work))
         if result.first_tokens:
             self._first_tokens.inc(sum(map(len, result.first_tokens.values())))

@@ -16,8 +16,8 @@ import msgspec
 from engine.kv.allocator import BlockAllocator, OutOfBlocks
 from proto.codec import split_hashes
 from proto.errors import Interrupt
-from proto.held import Held
 from proto.messages import Chunk, Finished, HandedOver, Prefill, Released, WorkFailed
+from proto.parts import Held
 
 Key = tuple[str, int]
 FinalReport = Released | WorkFailed | HandedOver | Finished

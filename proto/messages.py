@@ -42,7 +42,7 @@ from proto.fields import (
     Text,
     Tokens_,
 )
-from proto.held import Capacity, Held
+from proto.parts import Capacity, Held
 from proto.parts import Chunk as Chunk
 from proto.parts import Peer as Peer
 from proto.parts import RateState as RateState

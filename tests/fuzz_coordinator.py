@@ -9,7 +9,6 @@ from coordinator.invariants import check
 from proto import limits
 from proto.codec import decode, to_frames
 from proto.errors import RemoteProtocolError
-from proto.held import Capacity, Held
 from proto.messages import (
     CacheMiss,
     Finished,
@@ -27,6 +26,7 @@ from proto.messages import (
     Submit,
     WorkFailed,
 )
+from proto.parts import Capacity, Held
 from proto.progress import Hung
 from runtime.tenancy.tenants import open_tenants
 from tests.random_messages import FLOATS, RandomMessages

@@ -12,9 +12,9 @@ import zmq
 
 from proto.codec import decode, encode, to_frames
 from proto.errors import RemoteProtocolError
-from proto.held import Capacity
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Role
+from proto.parts import Capacity
 from tests.proto.test_codec import blob_for, samples
 
 WORDS: tuple[Any, ...] = (

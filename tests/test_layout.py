@@ -16,14 +16,15 @@ LINES_MAX = 350
 
 FOLDERS_MAY_IMPORT = {
     "coordinator": {
-        "accounting": "",
+        "accounting": "policy",
         "admission": "accounting placement reporting waiting workers",
         "event_log": "fairness placement waiting workers",
         "fairness": "",
         "kv_admission": "",
         "placement": "fairness kv_admission waiting workers",
+        "policy": "",
         "recovery": "reporting waiting workers",
-        "reporting": "accounting waiting workers",
+        "reporting": "accounting placement policy waiting workers",
         "waiting": "accounting fairness kv_admission",
         "workers": "fairness kv_admission waiting",
     },

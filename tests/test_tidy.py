@@ -95,6 +95,8 @@ DRIVERS = frozenset(
         "coordinator/event_log/recorder.py",
         "coordinator/accounting/ledger.py",
         "coordinator/main.py",
+        "coordinator/policy/keeper.py",
+        "coordinator/serve.py",
         "coordinator/recovery/leader_lock.py",
     }
 )

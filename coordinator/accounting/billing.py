@@ -31,8 +31,8 @@ from coordinator.accounting.quota import NO_RATES, Ask, Denial, Quotas
 from coordinator.accounting.tombstones import Remembered
 from coordinator.accounting.usage import Closed, Past, Settled
 from coordinator.lifecycle import State
-from proto.held import Held
 from proto.messages import RateState, Submit
+from proto.parts import Held
 from runtime.tenancy.tenants import Tenants
 
 LOST = "lost"

@@ -25,7 +25,7 @@ from coordinator.event_log.reasons import (
 from coordinator.events import Action, Event, Received, Send, StateChanged
 from coordinator.lifecycle import TERMINAL
 from coordinator.lifecycle import State as RequestState
-from coordinator.observer import Decision, Looked, Outcome
+from coordinator.observer import Composed, Decision, Looked, Outcome, StepEnd
 from proto.messages import HandedOver, Rejected, Reserve, Step, Submit
 
 NAMED_MAX: Final = 3
@@ -85,6 +85,8 @@ class ChunkSent(msgspec.Struct, frozen=True, tag_field="what", tag="chunk"):
     prompt_tokens: int
     beside: int
     """Chunks of other requests in the same step."""
+    end: str = ""
+    """Why the step has no more tokens."""
 
 
 class Changed(msgspec.Struct, frozen=True, tag_field="what", tag="state"):
@@ -162,6 +164,8 @@ class Timeline:
         """Actions of the event in hand that were looked at."""
         self._looked: list[Looked] = []
         self._in_step = self._kept = False
+        self._ends: dict[tuple[int, int], StepEnd] = {}
+        """Of the steps made up at the event in hand, by worker and number."""
         self._event: Event | None = None
         self._came: Submitted | None = None
         """Told once the core has taken it or turned it away: what repeats an attempt is neither."""
@@ -178,6 +182,7 @@ class Timeline:
     def before(self, core: Core, event: Event, now: float) -> None:
         self._core, self._event, self._seen = core, event, 0
         core.watch = self._watch
+        self._ends.clear()
         message = event.message if isinstance(event, Received) else None
         if isinstance(message, Submit) and message.request_id == self.request_id:
             self._began = now if self._began is None else self._began
@@ -198,6 +203,9 @@ class Timeline:
     def _watch(self, decision: Decision) -> None:
         assert self._core is not None
         self._take(self._core.out)
+        if isinstance(decision, Composed):
+            self._ends[decision.worker.incarnation, decision.step_id] = decision.end
+            return
         if isinstance(decision, Looked):
             self._looked.append(decision)
             if decision.outcome is not Outcome.TAKEN:
@@ -268,7 +276,10 @@ class Timeline:
                 total = self._core.requests[self.request_id].submit.prompt_tokens
                 beside = len(step.chunks) - 1
                 # Not a change of state: what passes it by goes on being counted.
-                self.entries.append(ChunkSent(self._at_s, name, step.step_id, chunk.start, chunk.length, total, beside))
+                end = self._ends.get((incarnation, step.step_id), "")
+                self.entries.append(
+                    ChunkSent(self._at_s, name, step.step_id, chunk.start, chunk.length, total, beside, end)
+                )
 
     def _rejection(self) -> tuple[str, float]:
         """What its gateway is told, and when to try again."""

@@ -4,10 +4,11 @@ from itertools import islice
 from math import inf
 
 from coordinator.lifecycle import State as RequestState
-from coordinator.observer import Looked, NothingRuns, Outcome
+from coordinator.observer import Composed, Looked, NothingRuns, Outcome, StepEnd
 from coordinator.placement.choice import expect_cached
 from coordinator.placement.decide import Apart, Decision, NoRoom, Place, Run, Wait, decide, fitting
 from coordinator.placement.place import place, place_at_once
+from coordinator.placement.step_end import nothing_more
 from coordinator.request import Request
 from coordinator.state import State
 from coordinator.waiting.queue import WaitQueue
@@ -44,6 +45,13 @@ class _Plan:
     def has_space(self) -> bool:
         return self.left >= self._block_size and len(self.chunks) < MAX_CHUNKS_PER_STEP
 
+    @property
+    def end(self) -> StepEnd:
+        """Why it has no space."""
+        if self.requests[-1].own_step:
+            return StepEnd.OWN_STEP
+        return StepEnd.FULL if self.left < self._block_size else StepEnd.MAX_CHUNKS
+
     def add(self, request: Request, length: int) -> None:
         """It was charged for so much more of its prompt."""
         self.chunks.append(Chunk(request.id, request.attempt, request.dispatched_tokens - length, length))
@@ -65,11 +73,12 @@ def compose(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: flo
         length = fitting(begun, begun.dispatched_tokens, plan.left, worker.capacity.block_size)
         queue.go_on(begun, length, worker.incarnation, now)
         plan.add(begun, length)
-    moves = 0
+    moves, end = 0, None
     while plan.has_space:
         keys = pool.wakeups.open_keys(worker, queue)
         request = queue.first(keys)
         if request is None:
+            end = nothing_more(worker, pool, queue) if plan.chunks else None
             break
         is_first = not plan.chunks and not worker.steps
         decision = decide(request, worker, pool, queue, plan.left, is_first=is_first, now=now)
@@ -79,6 +88,7 @@ def compose(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: flo
             moves = 0
             continue
         if decision is Apart.OWN_STEP:
+            end = StepEnd.OWN_STEP
             break
         if isinstance(decision, Place):
             _run_there(state, decision, request, worker, pool, queue, now)
@@ -86,6 +96,7 @@ def compose(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: flo
         key = _key_after(decision, request, queue)
         if key is not None and moves == MOVES_PER_TURN_MAX:
             pool.wakeups.gave_up()
+            end = StepEnd.GAVE_UP
             break
         _pass_over(decision, request, worker, pool, now)
         if state.watch is not None and decision is not Apart.OWN_WORKER:
@@ -95,7 +106,14 @@ def compose(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: flo
             queue.settle_on(request, key)
     if plan.has_space and state.watch is not None:
         state.watch(NothingRuns(worker))
-    return worker.begin_step(plan.chunks, plan.requests) if plan.chunks else None
+    if not plan.chunks:
+        return None
+    end = end or plan.end
+    pool.step_ends[end] += 1
+    step = worker.begin_step(plan.chunks, plan.requests)
+    if state.watch is not None:
+        state.watch(Composed(worker, step.step_id, end))
+    return step
 
 
 def _run(

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import msgspec
 
-from coordinator.accounting.goodput import RequestCounts
 from coordinator.policy.trial import tenants_of
 from coordinator.policy.versions import PolicyError, PolicyInForce, Tables, Trial, Versions
 from proto.errors import CrossdockError
@@ -65,7 +64,7 @@ class PolicyKeeper:
         except asyncio.QueueFull:
             answer(PolicyAnswer("others are asked for at the same time; try again"))
 
-    async def serve(self, counts: Callable[[], Mapping[str, RequestCounts]]) -> None:
+    async def serve(self, arms: Callable[[], tuple[ArmStatus, ...]]) -> None:
         """Answer one request after another, until cancelled."""
         while True:
             asked = await self._asked.get()
@@ -79,7 +78,7 @@ class PolicyKeeper:
                 if request.action is not PolicyAction.LIST:
                     self._put_in_force(*await self._change(partial(self._apply, request)))
                     _log.info("policy", action=request.action.value, version=self._versions.active)
-                answer(self._report(request.number if request.action is PolicyAction.LIST else 0, counts()))
+                answer(self._report(request.number if request.action is PolicyAction.LIST else 0, arms()))
             except (PolicyError, PolicyStoreError, TenantsError) as error:
                 answer(PolicyAnswer(str(error)[:500]))
 
@@ -132,7 +131,7 @@ class PolicyKeeper:
         self._versions = versions
         return in_force
 
-    def _report(self, number: int, counts: Mapping[str, RequestCounts]) -> PolicyAnswer:
+    def _report(self, number: int, arms: tuple[ArmStatus, ...]) -> PolicyAnswer:
         versions, now_s = self._versions, clock.unix_time()
         trial = versions.trial or Trial(0)
         content = msgspec.json.encode(versions.get(number).tables).decode() if number else ""
@@ -152,10 +151,7 @@ class PolicyKeeper:
                 )
                 for one in versions.kept
             ),
-            tuple(
-                ArmStatus(arm, one.offered, one.finished, one.kept, one.ttft_ms, one.tpot_ms)
-                for arm, one in counts.items()
-            ),
+            arms,
             content,
             self._path is not None,
         )

@@ -11,9 +11,8 @@ The halves of a mixed worker are one process: what ran in either is looked at to
 
 from coordinator.lifecycle import State as RequestState
 from coordinator.lifecycle import Trigger
-from coordinator.request import Request
+from coordinator.request import LOSSES_MAX, PROGRESS_TOKENS, Request, Suspicion
 from coordinator.state import State
-from coordinator.suspicion import LOSSES_MAX, PROGRESS_TOKENS, Suspicion
 from coordinator.workers.worker import Worker
 from proto.errors import Reject
 from proto.messages import Rejected, Role

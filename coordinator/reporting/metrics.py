@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from coordinator.accounting.usage import Closed, Opened
 from coordinator.events import StateChanged
 from coordinator.lifecycle import State as RequestState
+from coordinator.reporting.goodput_metrics import goodput_metrics
 from coordinator.reporting.recent import RecentTimes
+from coordinator.reporting.schedule_metrics import PREFIX, estimate_metrics, schedule_metrics
 from coordinator.reporting.served import Service, evenness, services
 from coordinator.state import State
 from proto.messages import Role
@@ -19,7 +21,6 @@ from proto.status import StatusReport
 from runtime.metrics.registry import LATENCY_S, Labels, MetricsRegistry
 from runtime.metrics.tenant_labels import OTHER, TenantLabels
 
-PREFIX = "crossdock_coordinator_"
 _BY_REASON = {
     "rejected": ("requests_rejected", "reason", "Requests rejected, at once or after waiting, by reason."),
     "interrupted": ("interruptions", "reason", "Attempts cut short, whose requests continue elsewhere, by reason."),
@@ -71,8 +72,7 @@ class CoordinatorMetrics:
             "Time of each request in the queue, in prefill, in transfer (prompt computed, KV not yet there) and in decode, over"
             " all its attempts.",
             LATENCY_S,
-            "model",
-            "phase",
+            *("model", "priority_class", "phase"),
         )
         self._release = registry.histogram(
             PREFIX + "cancel_to_release_seconds",
@@ -87,7 +87,9 @@ class CoordinatorMetrics:
         self._tenants = TenantLabels(self._tenant_tokens, self._tenant_requests)
         registry.before.append(self._prepare)
         self._read_requests(registry)
-        self._read_classes(registry)
+        goodput_metrics(registry, lambda: self._core)
+        schedule_metrics(registry, lambda: self._core, self._clock)
+        estimate_metrics(registry, lambda: self._core)
         self._read_fairness(registry)
         self._read_workers(registry)
         self._read_faults(registry)
@@ -119,7 +121,7 @@ class CoordinatorMetrics:
 
     def closed(self, entry: Closed) -> None:
         """The request is over, and nothing of it is left on any worker."""
-        tenant, model, _ = self._accepted.pop(entry.request_id, (OTHER, "", ""))
+        tenant, model, priority_class = self._accepted.pop(entry.request_id, (OTHER, "", ""))
         self._tenants.served(tenant, entry.charged_tokens)
         label = self._tenants.label(tenant)
         settled = self._core.billing.settled.get(entry.request_id)
@@ -137,7 +139,7 @@ class CoordinatorMetrics:
             ("decode", entry.decode_ms),
         ):
             if spent_ms > 0.0:
-                phases.labels(model, phase).observe(spent_ms / 1000)
+                phases.labels(model, priority_class, phase).observe(spent_ms / 1000)
         self.recent.closed(entry)
         cancelled_at = self._cancelled_at.pop(entry.request_id, None)
         if cancelled_at is not None:
@@ -198,65 +200,6 @@ class CoordinatorMetrics:
             PREFIX + "requests_refused_behind",
             "Requests refused because usage could not be written fast enough.",
             lambda: self.refused_behind,
-        )
-
-    def _read_classes(self, registry: MetricsRegistry) -> None:
-        def by_class() -> Iterator[tuple[Labels, float]]:
-            for name, counts in self._core.goodput.by_class.items():
-                yield (name, "offered"), counts.offered
-                yield (name, "finished"), counts.finished
-                yield (name, "within_targets"), counts.kept
-
-        registry.read(
-            "counter",
-            PREFIX + "class_requests",
-            "Requests by priority class: offered (without those refused for what they are or for a quota), finished, and"
-            " finished within the class's ttft_ms and tpot_ms.",
-            ("priority_class", "result"),
-            by_class,
-        )
-
-        def versions() -> Iterator[tuple[Labels, float]]:
-            policy = self._core.goodput.policy
-            yield ("active", str(policy.number), policy.digest), 1
-            if policy.trial is not None:
-                yield ("candidate", str(policy.trial.number), policy.trial_digest), 1
-
-        registry.read(
-            "gauge",
-            PREFIX + "policy_info",
-            "The version of the scheduling policy that is in force, and the one on trial.",
-            ("arm", "version", "digest"),
-            versions,
-        )
-
-        def by_arm() -> Iterator[tuple[Labels, float]]:
-            for arm, counts in self._core.goodput.by_arm.items():
-                yield (arm, "offered"), counts.offered
-                yield (arm, "finished"), counts.finished
-                yield (arm, "within_targets"), counts.kept
-
-        registry.read(
-            "gauge",
-            PREFIX + "policy_requests",
-            "Requests by version of the policy, since that is in force or on trial; see crossdock policy compare.",
-            ("arm", "result"),
-            by_arm,
-        )
-
-        def waits() -> Iterator[tuple[Labels, float]]:
-            for model, queue in self._core.queues.items():
-                for name, sums in queue.projection.accuracy.items():
-                    yield (model, name, "projected"), sums.projected_s
-                    yield (model, name, "waited"), sums.waited_s
-                    yield (model, name, "error"), sums.error_s
-
-        registry.read(
-            "counter",
-            PREFIX + "place_wait_seconds",
-            "Time until requests had a place on workers: as projected on arrival, as it was, and how far the first was off.",
-            ("model", "priority_class", "kind"),
-            waits,
         )
 
     def _read_fairness(self, registry: MetricsRegistry) -> None:

@@ -14,6 +14,7 @@ from coordinator.workers.circuit_breakers import NOBODY
 from coordinator.workers.pool import Pool
 from proto.limits import MAX_CLASSES_SHOWN
 from proto.messages import Hello, Role, Submit
+from proto.policy import ArmStatus
 from proto.status import ClassStatus, PairStatus, PolicyStatus, Process, StatusReport, TenantStatus, WorkerStatus
 
 NO_CAPACITY_S = 5.0
@@ -111,6 +112,13 @@ def status(state: State) -> StatusReport:
 def _policy(in_force: PolicyInForce) -> PolicyStatus:
     trial = in_force.trial.number if in_force.trial is not None else 0
     return PolicyStatus(in_force.number, in_force.digest, trial, in_force.trial_digest)
+
+
+def arms(state: State) -> tuple[ArmStatus, ...]:
+    return tuple(
+        ArmStatus(arm, one.offered, one.finished, one.kept, one.ttft_ms, one.tpot_ms)
+        for arm, one in state.goodput.by_arm.items()
+    )
 
 
 def classes(state: State) -> tuple[ClassStatus, ...]:

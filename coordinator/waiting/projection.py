@@ -13,11 +13,14 @@ from typing import NamedTuple
 from zlib import crc32
 
 from coordinator.accounting.drain import ComingBack, Drain
+from coordinator.accounting.ratios import Ratios
 from coordinator.fairness.scheduling_class import Path
 from coordinator.request import Request
 from coordinator.waiting.work_ahead import WorkAhead
 
 RETRY_AFTER_S = (1.0, 600.0)
+SHORT_S = 0.1
+"""Below it, how far a projection was off is of no interest."""
 JITTER = 0.1
 """A wait is lengthened by up to this part of it, never shortened."""
 
@@ -61,7 +64,9 @@ class Projection:
         self._waits_since: float | None = None
         """There has been something waiting since then."""
         self.accuracy: dict[str, Accuracy] = {}
-        """By priority class."""
+        """By priority class, ..."""
+        self.ratios: dict[str, Ratios] = {}
+        """... and the waits in terms of what was projected; not those of which both are short."""
 
     def reweigh(self, weights: Mapping[str, float]) -> None:
         self.waiting.reweigh(weights)
@@ -98,6 +103,9 @@ class Projection:
         self.accuracy[request.path[0]] = Accuracy(
             sums.projected_s + request.projected_s, sums.waited_s + waited_s, sums.error_s + error_s
         )
+        if waited_s > SHORT_S or request.projected_s > SHORT_S:
+            found = self.ratios.get(request.path[0]) or self.ratios.setdefault(request.path[0], Ratios())
+            found.add(max(waited_s, SHORT_S) / max(request.projected_s, SHORT_S))
 
     def leave(self, request: Request, now: float) -> None:
         """Its attempt is over, if it had a place."""

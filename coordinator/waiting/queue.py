@@ -5,6 +5,7 @@ from heapq import heapify, heappop, heappush
 from math import ceil, inf
 from typing import cast
 
+from coordinator.accounting.ratios import Ratios
 from coordinator.events import Limits
 from coordinator.fairness.cost import OutputLength
 from coordinator.fairness.fair_queue import FairQueue, Terms
@@ -19,8 +20,8 @@ from coordinator.waiting.queue_keys import Demand, class_key
 from coordinator.waiting.retries import RetryBudget
 from coordinator.waiting.waits import Waits
 from coordinator.waiting.work_ahead import WorkAhead
-from proto.held import STEP_TOKENS
 from proto.messages import Chunk, Submit
+from proto.parts import STEP_TOKENS
 
 _PRIORITY_S = 1e6
 """Of one step of a request's own priority: more than any deadline."""
@@ -37,6 +38,8 @@ class WaitQueue:
         self._lengths: dict[Path, OutputLength] = {}
         self._length_of_all = OutputLength()
         """What tenants begin with of which no answer has been seen."""
+        self.output_ratios: dict[str, Ratios] = {}
+        """By priority class: tokens of answers, in terms of what was expected when they were admitted."""
         self._waits = Waits(limits.queue_wait_s_max, limits.resumed_wait_s_max)
         self._waits.priority_classes = limits.priority_classes
         self._latest_starts = LatestStarts()
@@ -97,7 +100,10 @@ class WaitQueue:
         self._waiting += 1
         self.count_uncomputed(request, request.submit.prompt_tokens)
         self.backlog.add(request, now)
-        self.projection.wait(request, self.work(request.submit, request.path))
+        submit, expected = request.submit, self.output_estimate(request)
+        if submit.attempt == 1:
+            request.expected_tokens = submit.resumed_tokens + expected
+        self.projection.wait(request, self._work(submit, expected))
         if can_run:
             self._enter(request, self.class_key(request))
         self._set_deadline(request)
@@ -107,8 +113,11 @@ class WaitQueue:
 
     def work(self, submit: Submit, path: Path) -> int:
         """What a request is going to cost, as `Projection` counts it."""
+        return self._work(submit, self._length(path).estimate(submit))
+
+    def _work(self, submit: Submit, output_tokens: float) -> int:
         prices = self._limits.prices
-        return ceil(prices.chunk(submit.prompt_tokens) + prices.output(self._length(path).estimate(submit)))
+        return ceil(prices.chunk(submit.prompt_tokens) + prices.output(output_tokens))
 
     def wait_limit_s(self, request: Request) -> float:
         return self._waits.limit_s(request)
@@ -182,6 +191,10 @@ class WaitQueue:
         if request.entry is not None:
             self.fair.remove(request.entry)
             request.entry = None
+
+    def oldest_since(self) -> dict[str, float]:
+        """By priority class in which something waits: since when its oldest does."""
+        return self._waits.oldest_since()
 
     # --- time -----------------------------------------------------------------------------------------------------------
 
@@ -304,6 +317,10 @@ class WaitQueue:
 
     def learn(self, request: Request, emitted_tokens: int) -> None:
         """From an answer that came to its end: how long this tenant's are."""
+        if request.expected_tokens:
+            name = request.path[0]
+            found = self.output_ratios.get(name) or self.output_ratios.setdefault(name, Ratios())
+            found.add(emitted_tokens / request.expected_tokens)
         each = -(-emitted_tokens // request.submit.choices)
         self._length(request.path).learn(each)
         self._length_of_all.learn(each)

@@ -107,6 +107,11 @@ class Waits:
         ]
         return min(ends, default=None)
 
+    def oldest_since(self) -> dict[str, float]:
+        """By priority class in which something waits: since when its oldest does. Later attempts are under ""."""
+        found = ((name, one.oldest()) for name, one in self._classes.items())
+        return {name: oldest[0][0] for name, oldest in found if oldest is not None}
+
     def overdue(self, now: float) -> Iterator[Request]:
         """Those that have waited too long; the caller ends each before it asks for the next."""
         for name, one in self._classes.items():

@@ -58,6 +58,11 @@ class Candidates:
         """A few prefill workers that would be done first with a prompt that came to them now."""
         return [self._prefill[incarnation] for incarnation in islice(self._finish, EXAMINED_MAX)]
 
+    def least_full(self) -> Worker | None:
+        """The decode worker with the fewest KV blocks taken, of those that take work and have a sequence free."""
+        incarnation = next(iter(self._least_full), None)
+        return self._decode[incarnation] if incarnation is not None else None
+
     def holders(self, role: Role, submit: Submit) -> list[Worker]:
         """Workers that have a beginning of a prompt; those with the longest first, but no more than a few."""
         side = self._prefill if role is Role.PREFILL else self._decode

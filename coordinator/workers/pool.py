@@ -8,6 +8,8 @@ to everybody but one request that was bypassed too often, until that request fit
 the third is not.
 """
 
+from collections import Counter
+
 from coordinator.fairness.held_shares import HeldShares
 from coordinator.request import Request
 from coordinator.score import Weights
@@ -23,8 +25,8 @@ from coordinator.workers.token_targets import TokenTargets
 from coordinator.workers.traffic import Traffic
 from coordinator.workers.wakeups import Wakeups
 from coordinator.workers.worker import Worker
-from proto.held import Capacity
 from proto.messages import Role, Submit
+from proto.parts import Capacity
 
 TOKENS_PER_S = 1000.0
 """Of a prefill worker, while none of its pool has been measured."""
@@ -68,6 +70,8 @@ class Pool:
         """Of the prefill workers measured; 0: to be counted anew."""
         self.no_room = self.cache_waits = 0
         """Turns that passed a request over: without room for it, or for a worker that has more of it cached."""
+        self.step_ends: Counter[str] = Counter()
+        """Prefill steps by `StepEnd`."""
         self.finished = 0
         """Requests."""
         self.eligible_for: tuple[frozenset[Capacity], ...] | None = None

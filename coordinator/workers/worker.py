@@ -15,8 +15,8 @@ from coordinator.kv_admission.shared_blocks import chains
 from coordinator.request import Request
 from coordinator.step_pace import StepLimits, StepPace
 from coordinator.workers.step_fit import StepFit
-from proto.held import STEP_TOKENS, Capacity, Held
 from proto.messages import Chunk, Hello, Role, Step, Submit
+from proto.parts import STEP_TOKENS, Capacity, Held
 from proto.status import KvHeld, KvPair
 
 WORKERS = (Role.PREFILL, Role.DECODE)

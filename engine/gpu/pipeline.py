@@ -57,6 +57,10 @@ class GpuPipeline:
         self._under_way: deque[_Step] = deque()
         self.replay = Replay(self._forward, rows_max)
 
+    @property
+    def padding_rows(self) -> int:
+        return self.replay.padding_rows
+
     @torch.inference_mode()
     def launch(self, rows: Sequence[DecodeRow], copies: BlockCopies) -> None:
         assert len(self._under_way) < DEPTH

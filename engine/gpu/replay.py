@@ -23,6 +23,8 @@ class Replay:
         self._function = function
         self._buckets = buckets(rows_max)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.padding_rows = 0
+        """Rows that only filled a bucket up, of all runs."""
 
     @property
     def graphs(self) -> int:
@@ -43,6 +45,7 @@ class Replay:
     def run(self, rows: int) -> None:
         """The function for the next bucket; the first `rows` lines of what it writes are meant."""
         bucket = next(bucket for bucket in self._buckets if bucket >= rows)
+        self.padding_rows += bucket - rows
         if bucket in self._graphs:
             self._graphs[bucket].replay()
         else:

@@ -24,6 +24,7 @@ from coordinator.event_log.reasons import (
 )
 from coordinator.event_log.timeline import Changed, ChunkSent, Ended, Entry, KeptFor, Passed, Placed, Submitted
 from coordinator.events import Action, Event, Received, Send
+from coordinator.observer import StepEnd
 from launcher import tables
 
 CHUNKS_MAX = 12
@@ -258,9 +259,9 @@ def _chunks(run: list[ChunkSent]) -> list[tuple[str, str]]:
 def _chunk(chunk: ChunkSent) -> str:
     beside = f", beside {_count(chunk.beside, 'other')}" if chunk.beside else ""
     end = chunk.start + chunk.tokens - 1
-    return (
-        f"step {chunk.step:,} of {chunk.worker}: tokens {chunk.start:,} to {end:,} of {chunk.prompt_tokens:,}{beside}"
-    )
+    tokens = f"tokens {chunk.start:,} to {end:,} of {chunk.prompt_tokens:,}"
+    not_full = f"; not full: {chunk.end.replace('_', ' ')}" if chunk.end not in ("", StepEnd.FULL) else ""
+    return f"step {chunk.step:,} of {chunk.worker}: {tokens}{beside}{not_full}"
 
 
 def _who(other: By) -> str:

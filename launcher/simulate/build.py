@@ -11,7 +11,7 @@ from coordinator.events import Limits
 from launcher.load import traces
 from launcher.load.lengths import Lengths, arrival_times
 from launcher.simulate.scenario import CONTEXT_TOKENS, Scenario, Traffic, Workers, faults
-from proto.held import Capacity
+from proto.parts import Capacity
 from runtime.settings.options import SettingsError
 from runtime.settings.roles import CoordinatorSettings
 from runtime.tenancy.tenants import Tenants, from_tables

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from launcher.load.lengths import Lengths
-from proto.held import STEP_TOKENS
+from proto.parts import STEP_TOKENS
 from runtime.tenancy.faults import explain
 from runtime.tenancy.tenants import DEFAULT_TENANT
 from simulation.load.workload import FailureKind

@@ -32,8 +32,8 @@ from launcher.tuning.core_time import shared_core_ms
 from launcher.tuning.event_log import Logged
 from launcher.tuning.measure import Measured, Session
 from launcher.tuning.settings import CalibrateSettings
-from proto.held import Capacity as Told
 from proto.messages import Role
+from proto.parts import Capacity as Told
 from runtime.process.version import version_of
 from tuning import fit
 from tuning.fit import Samples

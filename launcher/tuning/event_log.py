@@ -12,8 +12,8 @@ from coordinator.core import Core
 from coordinator.event_log.format import EventLogError
 from coordinator.event_log.replay import Replay
 from coordinator.events import Action, Event, PeerDown, PeerUp, Received
-from proto.held import Capacity
 from proto.messages import Chunk, Finished, HandedOver, Hello, Role, StepDone, Submit
+from proto.parts import Capacity
 from proto.progress import DecodeProgress
 from runtime.settings.options import SettingsError
 

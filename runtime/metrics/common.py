@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
+from prometheus_client import Counter
+
 from runtime.link.peer import LinkCounters
 from runtime.metrics.registry import Labels, MetricsRegistry
 
@@ -80,6 +82,12 @@ def link_counters(
     registry.by("counter", "crossdock_link_sent_messages", "Messages sent.", "port", each("messages_out"))
     if coordinator_up is not None:
         registry.gauge("crossdock_link_coordinator_up", "1 while the coordinator's link is up.", coordinator_up)
+
+
+def step_tokens(registry: MetricsRegistry, phase: str) -> Counter:
+    """`phase`: prefill or decode."""
+    help_ = "Tokens in forward passes that ended well: of prompts in prefill, one for each sequence in decode."
+    return registry.counter("crossdock_step_tokens", help_, "phase").labels(phase)
 
 
 def kv_blocks(registry: MetricsRegistry, blocks: Blocks, block_size: int) -> None:

@@ -18,7 +18,7 @@ from prometheus_client import (
     disable_created_metrics,
     values,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -89,6 +89,26 @@ class _StateCollector(Collector):
         return [(labels, self._before.get(labels, 0) + values.get(labels, 0)) for labels in {**self._before, **values}]
 
 
+class _StateHistogram(_StateCollector):
+    """A histogram that somebody else keeps. Its values have one label more: a bucket's `le`, smallest first, or "sum"."""
+
+    def describe(self) -> list[Metric]:
+        return [HistogramMetricFamily(self._family.name, self._family.help, labels=self._family.labels)]
+
+    def collect(self) -> list[Metric]:
+        metric = HistogramMetricFamily(self._family.name, self._family.help, labels=self._family.labels)
+        series: dict[Labels, list[tuple[str, float]]] = {}
+        for (*labels, bound), value in self._values():
+            series.setdefault(tuple(labels), []).append((bound, value))
+        for own, found in islice(series.items(), SERIES_MAX):
+            buckets = [(bound, value) for bound, value in found if bound != "sum"]
+            metric.add_metric(own, buckets, dict(found)["sum"])
+        return [metric]
+
+    def carry_over(self) -> None:
+        self._before = dict(self._values())
+
+
 class MetricsRegistry(CollectorRegistry):
     """All metrics of one process, with those of the process as the operating system counts them.
 
@@ -115,6 +135,12 @@ class MetricsRegistry(CollectorRegistry):
         """A counter or gauge that somebody else keeps."""
         self.families.append(Family(name, kind, help_, labels))
         self._read_from.append(_StateCollector(self.families[-1], values))
+        self.register(self._read_from[-1])
+
+    def read_histogram(self, name: str, help_: str, labels: Labels, values: Values) -> None:
+        """A histogram that somebody else keeps. `values`: see `_StateHistogram`."""
+        self.families.append(Family(name, "histogram", help_, labels))
+        self._read_from.append(_StateHistogram(self.families[-1], values))
         self.register(self._read_from[-1])
 
     def carry_over(self) -> None:

@@ -4,9 +4,9 @@ from typing import ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from proto.held import STEP_TOKENS
 from proto.limits import MAX_ID_CHARS
 from proto.messages import Role
+from proto.parts import STEP_TOKENS
 from runtime.settings.addresses import EVERY_INTERFACE, Address
 from runtime.settings.cores import parse_cores
 from runtime.settings.roles import ClientSettings

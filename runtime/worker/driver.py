@@ -22,8 +22,8 @@ import msgspec
 
 from proto import limits
 from proto.errors import CrossdockError, RemoteProtocolError
-from proto.held import Capacity
 from proto.messages import Hello, Message, Role, StatusRequest
+from proto.parts import Capacity
 from proto.progress import Hung
 from proto.status import KvHeld
 from runtime.link.connection_pool import ConnectionPool

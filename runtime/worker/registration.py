@@ -10,8 +10,8 @@ import msgspec
 
 from proto import limits
 from proto.drain import Drained, Draining, Flip, FlipFailed
-from proto.held import Held
 from proto.messages import CacheEvents, Finished, Hello, Message, Role, Welcome
+from proto.parts import Held
 from runtime.link.client import LinkClient
 from runtime.link.peer import LinkCounters
 from runtime.link.server import LinkSettings, OnMessage, Peer, is_orderly

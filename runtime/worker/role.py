@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from proto.held import Held
 from proto.messages import Message
+from proto.parts import Held
 from proto.status import KvHeld
 from runtime.link.peer import LinkCounters
 from runtime.metrics.registry import MetricsRegistry

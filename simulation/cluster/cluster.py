@@ -24,9 +24,9 @@ from coordinator.events import Event, Limits, PeerDown, PeerUp, Received, Send, 
 from coordinator.lifecycle import TERMINAL, State
 from proto.drain import Drained, Draining, Flip, FlipRequest
 from proto.errors import CancelReason, Interrupt, Reject
-from proto.held import Capacity
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Cancel, Hello, Interrupted, Message, Rejected, Role, Submit
+from proto.parts import Capacity
 from proto.sampling import Sampling
 from simulation.cluster.decode import BatchedDecode, PacedDecode
 from simulation.cluster.prefill import PrefillWorker

@@ -13,10 +13,10 @@ from decode_worker.progress import REPORT_S
 from decode_worker.requests import AttemptTable
 from engine.kv.allocator import BlockAllocator
 from kvtransfer.session.session import Accepted
-from proto.held import Capacity
 from proto.kv import Commit, Offer
 from proto.limits import MAX_VOCAB
 from proto.messages import Finished, Message, Release, Released, Reserve
+from proto.parts import Capacity
 from proto.progress import DecodeProgress, Joined
 from simulation.cluster.surroundings import FAILED_STEP_S, Engine, Gateways, Registration, Surroundings
 from simulation.cluster.transfers import Key, Transfers

@@ -6,9 +6,9 @@ from engine.kv.allocator import BlockAllocator
 from engine.sampling.finish import finish_reason
 from prefill_worker.core import Begun, PrefillCore, StepResult
 from prefill_worker.prompts import Key, PrefillRequest, PromptTable
-from proto.held import Capacity
 from proto.limits import MAX_VOCAB
 from proto.messages import Message, TokenItem
+from proto.parts import Capacity
 from simulation.cluster.surroundings import FAILED_STEP_S, Engine, Gateways, Registration, Surroundings
 from simulation.cluster.transfers import KvSender, Transfers
 

@@ -22,8 +22,8 @@ from engine.kv.allocator import BlockAllocator
 from gateway.streams.keeper import StreamKeeper
 from gateway.streams.types import Action, Deliver, Ended, FailKind, Finish, LinkDown
 from proto.errors import FinishReason, Interrupt, Reject
-from proto.held import Held
 from proto.messages import Accepted, Interrupted, Message, Prefill, Reserve, Submit, TokenItem, Tokens, WorkFailed
+from proto.parts import Held
 from simulation.faults.ledger import Ledger
 from simulation.faults.plan import LIMITED, Asked, Plan
 from simulation.world.toy_model import Answer, expected

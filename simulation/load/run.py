@@ -10,8 +10,8 @@ from coordinator.lifecycle import State
 from engine.kv.split import prefill_blocks
 from proto.drain import DrainRequest
 from proto.errors import CrossdockError
-from proto.held import Capacity
 from proto.messages import Role
+from proto.parts import Capacity
 from simulation.cluster.cluster import FIRST_FLIPPED, OBSERVER, VirtualCluster, hello
 from simulation.cluster.decode import BatchedDecode
 from simulation.cluster.prefill import PrefillWorker

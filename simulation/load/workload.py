@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from coordinator.events import Limits
-from proto.held import Capacity
+from proto.parts import Capacity
 from runtime.tenancy.tenants import Tenants, open_tenants
 from simulation.cluster.surroundings import Timing
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import msgspec
 
 from proto.drain import Drained, Draining, Flip, FlipFailed
-from proto.held import Held
 from proto.limits import MAX_CACHE_CHANGES
 from proto.messages import CacheEvents, Hello, Message
+from proto.parts import Held
 from runtime.worker.changeover import Changeover
 from runtime.worker.service import Service
 from simulation.world.links import Client, Link, OnMessage

@@ -13,8 +13,8 @@ import zmq
 
 from proto import limits
 from proto.codec import pack_tokens, to_frames
-from proto.held import Capacity
 from proto.messages import Bye, Hello, Message, Ping, Released, Role, Submit
+from proto.parts import Capacity
 from proto.sampling import Sampling
 from runtime.link.keys import Keys
 from tests.attacks.cluster import Target

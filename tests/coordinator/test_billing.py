@@ -13,8 +13,8 @@ from coordinator.accounting.quota import Ask
 from coordinator.accounting.usage import Opened
 from coordinator.events import Configured, PeerDown, PeerUp, Tick
 from proto.errors import CancelReason, Interrupt
-from proto.held import Held
 from proto.messages import Cancel, Finished, Release, Released, Role, Step, StepDone, WorkFailed
+from proto.parts import Held
 from proto.progress import DecodeProgress, Hung, Joined
 from runtime.tenancy.tenants import parse
 from tests.coordinator.test_ledger import past_of, write

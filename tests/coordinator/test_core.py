@@ -9,7 +9,6 @@ from coordinator.reporting.report import status
 from proto.codec import encode
 from proto.drain import Draining
 from proto.errors import CancelReason, Interrupt, Reject
-from proto.held import Held
 from proto.limits import MAX_FRAME_BYTES, MAX_TEXT_CHARS
 from proto.messages import (
     Accepted,
@@ -32,6 +31,7 @@ from proto.messages import (
     StepDone,
     WorkFailed,
 )
+from proto.parts import Held
 from proto.status import KvHeld, KvPair, KvPairs, StatusReport
 from tests.coordinator.world import Harness, RandomWorld, gateway_hello, submit, worker_hello
 from tests.helpers import first

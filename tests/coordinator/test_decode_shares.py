@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.fairness.held_shares import HeldShares
-from proto.held import Capacity
+from proto.parts import Capacity
 from runtime.tenancy.tenants import from_tables
 from simulation.load.figures import figures
 from simulation.load.run import play

@@ -10,7 +10,6 @@ from coordinator.recovery import draining
 from coordinator.reporting.report import NO_CAPACITY_S, status
 from proto.drain import DrainAnswer, Drained, Draining, DrainRequest
 from proto.errors import CancelReason, Interrupt, Reject
-from proto.held import Held
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import (
     Accepted,
@@ -31,6 +30,7 @@ from proto.messages import (
     StepDone,
     Submit,
 )
+from proto.parts import Held
 from proto.progress import Hung
 from proto.status import Process
 from tests.coordinator.world import Harness, gateway_hello, submit, worker_hello

@@ -8,9 +8,8 @@ import pytest
 from coordinator.core import Core
 from coordinator.events import Limits, PeerUp
 from launcher.bench.dev.kv_utilization_load import Job, OverloadedCluster
-from proto.held import Held
 from proto.messages import Interrupted, Reserve, Role
-from proto.parts import PrefixPart
+from proto.parts import Held, PrefixPart
 from proto.progress import DecodeProgress, Joined
 from simulation.cluster.cluster import FIRST_DECODE
 from tests.coordinator.world import Harness, submit, worker_hello

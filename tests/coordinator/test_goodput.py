@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from proto.held import Capacity
+from proto.parts import Capacity
 from runtime.tenancy.tenants import from_tables
 from simulation.load.figures import figures
 from simulation.load.run import play

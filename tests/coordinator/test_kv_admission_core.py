@@ -11,8 +11,8 @@ from coordinator.waiting.queue import WaitQueue
 from launcher.bench.dev.kv_utilization import most_use, workloads
 from launcher.bench.dev.kv_utilization_load import Job, OverloadedCluster
 from proto.errors import Interrupt
-from proto.held import Held
 from proto.messages import HandedOver, Interrupted, Message, Release, Released, Reserve, Role, Step, StepDone
+from proto.parts import Held
 from proto.progress import DecodeProgress, Joined
 from tests.coordinator.world import Harness, submit, worker_hello
 from tests.helpers import first

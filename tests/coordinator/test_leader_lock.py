@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import main
+from coordinator import serve
 from coordinator.__main__ import _usage_db
 from coordinator.recovery import leader_lock
 from coordinator.recovery.leader_lock import LeaderLock, NotLeader
@@ -60,14 +60,14 @@ def test_who_is_stopped_while_waiting_takes_no_turn(tmp_path: Path) -> None:
 def test_a_second_coordinator_of_a_journal_ends_with_a_word_on_the_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(main, "PREDECESSOR_S", 0.05)
+    monkeypatch.setattr(serve, "PREDECESSOR_S", 0.05)
     path = str(tmp_path / "usage.sqlite")
     settings = CoordinatorSettings(usage_db=path, bind="tcp://127.0.0.1:0", metrics="off", log_format="json")
 
     async def work() -> int:
         first = LeaderLock(path)
         assert await first.take(Stop(), SOON_S)
-        status = await asyncio.wait_for(main._serve(settings, Stop()), SOON_S)
+        status = await asyncio.wait_for(serve.serve(settings, Stop()), SOON_S)
         first.give_up()
         return status
 
@@ -118,7 +118,7 @@ def test_a_ledger_on_a_network_file_system_is_refused_by_name(
     path = tmp_path / "usage.sqlite"
     settings = CoordinatorSettings(usage_db=str(path), bind="tcp://127.0.0.1:0", metrics="off", log_format="json")
     with pytest.raises(ConfigError, match=f"--usage-db: {tmp_path} is on {kind}, a network file system"):
-        asyncio.run(asyncio.wait_for(main._serve(settings, Stop()), 60))
+        asyncio.run(asyncio.wait_for(serve.serve(settings, Stop()), 60))
     assert not path.exists()
 
 
@@ -164,15 +164,15 @@ def test_after_an_absence_it_serves_only_if_the_lock_is_still_its_own(
         Path(f"{path}.lock").touch()
         assert not is_taken(str(path)), "another one could serve"
 
-    async def run(self: main.Coordinator, stop: asyncio.Event, bind_within_s: float) -> int:
+    async def run(self: serve.Coordinator, stop: asyncio.Event, bind_within_s: float) -> int:
         served.append(self.metrics.absences)
         self.stall_detector.away_s = 3.0 if len(served) == 1 else 0.0
         if replaced:
             replace()
         return 0
 
-    monkeypatch.setattr(main.Coordinator, "run", run)
-    status = asyncio.run(asyncio.wait_for(main._serve(settings, Stop()), 60))
+    monkeypatch.setattr(serve.Coordinator, "run", run)
+    status = asyncio.run(asyncio.wait_for(serve.serve(settings, Stop()), 60))
     assert (status, served) == ((1, [0]) if replaced else (0, [0, 1]))
     assert ("--usage-db: " in "".join(capfd.readouterr())) == replaced
 
@@ -207,7 +207,7 @@ def test_a_ledger_that_cannot_be_read_ends_the_start_with_a_word_on_the_option(
     path = tmp_path / "usage.sqlite"
     path.write_bytes(b"garbage" * 1000)
     settings = CoordinatorSettings(usage_db=str(path), bind="tcp://127.0.0.1:0", metrics="off", log_format="json")
-    assert asyncio.run(asyncio.wait_for(main._serve(settings, Stop()), 60)) == 1
+    assert asyncio.run(asyncio.wait_for(serve.serve(settings, Stop()), 60)) == 1
     assert f"--usage-db: {path}: file is not a database" in "".join(capfd.readouterr())
 
 
@@ -215,7 +215,7 @@ def test_a_step_of_the_wall_clock_is_told_to_the_core(monkeypatch: pytest.Monkey
     settings = CoordinatorSettings(bind="tcp://127.0.0.1:0", metrics="off", log_format="json")
 
     async def work() -> None:
-        coordinator = main.Coordinator(settings)
+        coordinator = serve.Coordinator(settings)
         await coordinator._configure()
         quotas = coordinator.core.billing.quotas
         now, unix_s, day = clock.now(), clock.unix_time(), quotas.day(clock.now())

@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.accounting.goodput import RequestCounts
 from coordinator.events import Configured
 from coordinator.policy.keeper import ASKED_MAX, PolicyKeeper, PolicyStoreError
 from coordinator.policy.trial import merged, tenants_of
 from coordinator.policy.versions import PolicyError, PolicyInForce, Trial, Versions
 from proto.limits import MAX_POLICY_VERSIONS
 from proto.messages import Finished, Submit
-from proto.policy import PolicyAction, PolicyAnswer, PolicyRequest
+from proto.policy import ArmStatus, PolicyAction, PolicyAnswer, PolicyRequest
 from runtime.tenancy.file import TenantsFile
 from runtime.tenancy.tenants import Tenants, parse, tables_of
 from tests.coordinator.test_draining import decoding
@@ -168,7 +167,7 @@ class Kept:
 
 async def ask(keeper: PolicyKeeper, *requests: PolicyRequest) -> list[PolicyAnswer]:
     answers: list[PolicyAnswer] = []
-    serving = asyncio.create_task(keeper.serve(lambda: {"active": RequestCounts(3, 2, 1)}))
+    serving = asyncio.create_task(keeper.serve(lambda: (ArmStatus("active", 3, 2, 1),)))
     try:
         async with asyncio.timeout(10):
             for request in requests:

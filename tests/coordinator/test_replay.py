@@ -19,8 +19,8 @@ from coordinator.event_log.format import End, EventLogError, Header, Record, dec
 from coordinator.event_log.replay import Replay
 from coordinator.events import Configured, Event, Limits, PeerDown, PeerUp, ProtocolViolation, Received, Tick
 from proto.errors import CancelReason
-from proto.held import Held
 from proto.messages import Cancel, Ping, Role, StatusRequest, Step, StepDone
+from proto.parts import Held
 from runtime.tenancy.priority_classes import PriorityClass
 from runtime.tenancy.tenants import Tenants, parse
 from simulation.cluster.cluster import VirtualCluster

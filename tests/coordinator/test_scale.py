@@ -12,8 +12,8 @@ from coordinator.placement import choice
 from coordinator.workers.candidates import EXAMINED_MAX
 from coordinator.workers.worker import Worker
 from launcher.bench.dev.coordinator_scale import LIMITS, ScaledCluster
-from proto.held import Capacity
 from proto.messages import CacheEvents, Role, StepDone
+from proto.parts import Capacity
 from proto.progress import DecodeProgress
 from proto.status import KvHeld
 

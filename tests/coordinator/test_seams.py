@@ -13,7 +13,6 @@ from coordinator.request import Request
 from coordinator.waiting.queue import WaitQueue
 from proto.codec import decode, to_frames
 from proto.errors import CancelReason, Reject
-from proto.held import Held
 from proto.messages import (
     Accepted,
     Cancel,
@@ -30,6 +29,7 @@ from proto.messages import (
     StepDone,
     Submit,
 )
+from proto.parts import Held
 from proto.progress import DecodeProgress, Joined
 from proto.status import StatusReport
 from runtime.tenancy.tenants import parse

@@ -6,7 +6,7 @@ import pytest
 from coordinator.event_log.reasons import RunsAlone, why_not
 from coordinator.events import Limits, PeerDown, PeerUp, Tick
 from coordinator.recovery import suspects
-from coordinator.suspicion import Suspicion
+from coordinator.request import Suspicion
 from launcher.admin.explain_words import _reason
 from proto.errors import CancelReason, Reject
 from proto.messages import Cancel, HandedOver, Interrupted, Rejected, Release, Released, Role, Step, StepDone, Submit

@@ -13,7 +13,6 @@ from coordinator.accounting.usage import Closed, Opened, Past
 from coordinator.core import Core
 from coordinator.events import Configured, Limits, PeerDown, PeerUp, Tick
 from proto.errors import CancelReason, Reject
-from proto.held import Held
 from proto.limits import HASH_BYTES
 from proto.messages import (
     Accepted,
@@ -30,6 +29,7 @@ from proto.messages import (
     StepDone,
     Submit,
 )
+from proto.parts import Held
 from runtime.tenancy.tenants import parse
 from tests.coordinator.world import Harness, RandomWorld, gateway_hello, submit, worker_hello
 from tests.helpers import first

@@ -30,6 +30,7 @@ from coordinator.event_log.timeline import (
     Timeline,
 )
 from coordinator.events import Limits, PeerDown, Tick
+from coordinator.observer import StepEnd
 from proto.errors import Interrupt
 from proto.messages import CacheEvents, Chunk, Finished, HandedOver, Released, StepDone, WorkFailed
 from runtime.tenancy.priority_classes import PriorityClass
@@ -100,8 +101,8 @@ def test_a_life_without_waiting() -> None:
     came, placed, first, second, computed, decoding, ended = s.story("a")
     assert came == Submitted(0.0, 1, "standard", "acme/ann", 12, 4, 0, 0)
     assert isinstance(placed, Placed) and placed.workers == "prefill-10 + decode-20" and not placed.kept
-    assert first == ChunkSent(0.0, "prefill-10", 0, 0, 8, 12, 0)
-    assert isinstance(second, ChunkSent) and (second.start, second.tokens) == (8, 4)
+    assert first == ChunkSent(0.0, "prefill-10", 0, 0, 8, 12, 0, StepEnd.FULL)
+    assert isinstance(second, ChunkSent) and (second.start, second.tokens, second.end) == (8, 4, "nothing_waits")
     assert isinstance(computed, Changed) and computed.state == "handing_over"
     assert isinstance(decoding, Changed) and (decoding.state, decoding.transfer_ms) == ("decoding", 3.0)
     assert isinstance(ended, Ended) and ended.outcome == "finished" and ended.by is None

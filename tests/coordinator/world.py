@@ -24,7 +24,6 @@ from coordinator.events import (
 from coordinator.lifecycle import TERMINAL
 from proto.codec import pack_tokens
 from proto.errors import CancelReason, Interrupt
-from proto.held import Capacity
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import (
     Accepted,
@@ -47,6 +46,7 @@ from proto.messages import (
     Submit,
     WorkFailed,
 )
+from proto.parts import Capacity
 from proto.sampling import Sampling
 
 MODEL = "m"

@@ -14,7 +14,7 @@ from decode_worker.batch import Row, StepPlan
 from decode_worker.compute import run_ahead
 from engine.engine import Engine, SeqChunk
 from engine.gpu.ops import TorchOps
-from engine.gpu.replay import buckets
+from engine.gpu.replay import Replay, buckets
 from engine.gpu.runner import GpuRunner
 from engine.gpu.weights import fuse
 from engine.kv.allocator import BlockAllocator
@@ -255,6 +255,14 @@ def test_buckets_cover_every_number_of_rows() -> None:
     for most in (1, 3, ROWS_MAX, 8, 9, 64):
         assert buckets(most)[-1] == most and list(buckets(most)) == sorted(set(buckets(most)))
     assert buckets(20) == (1, 2, 4, 8, 16, 20)
+
+
+def test_rows_that_only_fill_a_bucket_up_are_counted() -> None:
+    ran: list[int] = []
+    replay = Replay(ran.append, 20)
+    for rows in (1, 3, 9, 20):
+        replay.run(rows)
+    assert ran == [1, 4, 16, 20] and replay.padding_rows == 1 + 7
 
 
 def test_the_warm_up_leaves_the_pool_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def test_a_story_in_plain_words(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "+0.400 s  passed over once: urgent of the same tenant first: it is due 2.900 s earlier",
         "+0.500 s  placed on prefill-10 + decode-20: its turn; 4 KV blocks reserved for its answer",
         "+0.500 s  step 3 of prefill-10: tokens 0 to 7 of 12",
-        "+0.600 s  step 4 of prefill-10: tokens 8 to 11 of 12",
+        "+0.600 s  step 4 of prefill-10: tokens 8 to 11 of 12; not full: nothing waits",
         "+0.700 s  prompt computed; the last of its KV is on its way",
         "KV handed over in 3 ms; decoding",
         "+0.800 s  finished",
@@ -85,6 +85,17 @@ def test_waiting_for_room_in_plain_words(tmp_path: Path, capsys: pytest.CaptureF
     assert "behind others without room" in told(file, "behind", capsys)
     kept = "no room; what comes free is kept for waits of acme, priority class standard, which others had bypassed once"
     assert kept in told(file, "after", capsys)
+
+
+@pytest.mark.parametrize(("bypasses_max", "why"), [(9, "no decode kv"), (1, "worker closed")])
+def test_why_a_step_was_not_full(
+    bypasses_max: int, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    s = full_decode(bypasses_max=bypasses_max)
+    s.come("waits", "acme", tokens=10, max_tokens=20)
+    s.come("small", "other", tokens=4, max_tokens=1)
+    text = told(saved(s, tmp_path / "j"), "small", capsys)
+    assert f"step 1 of prefill-10: tokens 0 to 3 of 4; not full: {why}" in text
 
 
 def test_ends_in_plain_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

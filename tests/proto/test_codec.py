@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from proto import drain, kv, limits, messages, parts, policy, progress, status
 from proto.codec import ALL_MESSAGES, WITH_BLOB, decode, encode, pack_tokens, split_hashes, to_frames, unpack_tokens
 from proto.errors import CancelReason, FinishReason, Interrupt, Reject, RemoteProtocolError
-from proto.held import Capacity, Held
 from proto.messages import Chunk, Message, Peer, Role, TokenItem
+from proto.parts import Capacity, Held
 from proto.sampling import Sampling, TokenLogprobs
 
 SAMPLING = Sampling(

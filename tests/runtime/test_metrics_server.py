@@ -303,5 +303,5 @@ def test_who_connects_before_it_serves_waits_for_it() -> None:
 
 def test_a_coordinator_is_back_before_its_metrics_are() -> None:
     """Peers are not to wait for the import of the HTTP library."""
-    found = "import sys, coordinator.main; sys.exit('uvicorn' in sys.modules)"
+    found = "import sys, coordinator.serve; sys.exit('uvicorn' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", found], cwd=ROOT, timeout=120, check=False).returncode == 0

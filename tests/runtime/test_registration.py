@@ -8,9 +8,9 @@ import pytest
 import uvloop
 
 from proto.codec import decode
-from proto.held import Capacity, Held
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Finished, Hello, Message, Released, Role, Welcome
+from proto.parts import Capacity, Held
 from proto.status import KvPair, KvPairs
 from runtime.link import waiting
 from runtime.link.server import LinkServer, LinkSettings, Peer, is_orderly

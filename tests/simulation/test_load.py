@@ -6,7 +6,7 @@ from typing import Any, Literal
 import pytest
 
 from coordinator.lifecycle import State
-from proto.held import Capacity
+from proto.parts import Capacity
 from runtime.tenancy.tenants import from_tables
 from simulation.load import run
 from simulation.load.figures import figures, percentiles

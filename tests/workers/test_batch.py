@@ -3,7 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.batch import Batch, DecodeRequest
+from decode_worker.batch import Batch, DecodeRequest, StepOutcome
+from decode_worker.metrics import DecodeMetrics
 from decode_worker.requests import AttemptTable, FinalReport, Phase
 from engine.kv.allocator import BlockAllocator
 from kvtransfer.session.session import Accepted
@@ -88,6 +89,20 @@ def test_sequences_join_and_leave_between_steps_and_positions_go_on_from_the_pro
     assert w.told == [Finished("b", 1, 2, 0)]
     assert w.step(STOP_TOKEN) == {("a", 0): (3, FinishReason.STOP)}
     assert w.told[-1] == Finished("a", 1, 4, 0) and w.table.allocator.free_count == POOL and not w.table.attempts
+
+
+def test_joins_and_leaves_are_counted() -> None:
+    w = World()
+    metrics = DecodeMetrics(w.table, {}, lambda: 3)
+
+    def counted(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(f"crossdock_{name}_total", labels)
+
+    w.run(reserve("a", 6, choices=2, max_tokens=4))
+    w.run(reserve("b", 3, max_tokens=2))
+    metrics.step_done(1.0, len(w.step()), StepOutcome())
+    assert (counted("decode_joined_sequences"), counted("decode_left_sequences")) == (3, 1)
+    assert counted("step_tokens", phase="decode") == 3 and counted("decode_padding_rows") == 3
 
 
 def test_choices_share_the_prompt_and_copy_only_what_they_write() -> None:

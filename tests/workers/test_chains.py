@@ -6,9 +6,8 @@ from decode_worker.progress import ProgressReport
 from decode_worker.requests import AttemptTable
 from engine.kv.allocator import BlockAllocator, BlockPool
 from proto.codec import split_hashes
-from proto.held import Held
 from proto.messages import Released
-from proto.parts import PrefixPart
+from proto.parts import Held, PrefixPart
 from proto.progress import SharedPrefix
 from tests.workers.test_batch import BLOCK, World, reserve
 

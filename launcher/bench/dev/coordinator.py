@@ -33,8 +33,8 @@ from launcher.bench.dev.coordinator_scale import LIMITS, TimedCore, clock_ns, me
 from launcher.bench.settings import CoordinatorBenchSettings
 from launcher.report import console_for, write_json
 from proto.codec import decode, encode
-from proto.held import Capacity
 from proto.messages import Chunk, Finished, HandedOver, Role, Step, StepDone, Submit
+from proto.parts import Capacity
 from proto.sampling import Sampling
 from simulation.cluster.cluster import hello
 

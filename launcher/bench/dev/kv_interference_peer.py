@@ -18,8 +18,8 @@ from kvtransfer.transports.registry import allowed_on
 from launcher.bench import remote_peer as far
 from launcher.bench.remote_replayer import Replayer
 from proto import limits
-from proto.held import Capacity
 from proto.messages import Hello, Role
+from proto.parts import Capacity
 from runtime.process import clock
 
 _COPIES = 4

@@ -1,0 +1,84 @@
+"""Metrics of scheduling: why steps are not larger, how far estimates were off, and the oldest waits.
+
+All are read from the core's state when somebody asks. No cost grows with the number of requests.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from coordinator.accounting.ratios import Ratios
+from coordinator.placement.step_end import decode_limits
+from coordinator.state import State
+from coordinator.waiting.queue import WaitQueue
+from runtime.metrics.registry import Labels, MetricsRegistry
+
+PREFIX = "crossdock_coordinator_"
+RESUMED = "(resumed)"
+"""Beside the priority classes: later attempts of any of them."""
+
+
+def schedule_metrics(registry: MetricsRegistry, core: Callable[[], State], clock: Callable[[], float]) -> None:
+    def steps() -> Iterator[tuple[Labels, float]]:
+        for model, pool in core().pools.items():
+            for end, count in pool.step_ends.items():
+                yield (model, end), count
+
+    def batches() -> Iterator[tuple[Labels, float]]:
+        for model, pool in core().pools.items():
+            for end, count in decode_limits(pool, core().queues[model]).items():
+                yield (model, end), count
+
+    def oldest() -> Iterator[tuple[Labels, float]]:
+        now = clock()
+        for model, queue in core().queues.items():
+            since = queue.oldest_since()
+            for name in {**core().limits.priority_classes, **since}:
+                yield (model, name or RESUMED), max(now - since.get(name, now), 0.0)
+
+    registry.read(
+        "counter",
+        PREFIX + "prefill_steps",
+        "Prefill steps that were sent, by why they have no more tokens.",
+        ("model", "limit"),
+        steps,
+    )
+    registry.read(
+        "gauge",
+        PREFIX + "decode_batches",
+        "Decode workers by why no more sequences run there.",
+        ("model", "limit"),
+        batches,
+    )
+    registry.read(
+        "gauge",
+        PREFIX + "oldest_wait_seconds",
+        f"How long the request that waits longest has waited; {RESUMED}: of later attempts.",
+        ("model", "priority_class"),
+        oldest,
+    )
+
+
+def estimate_metrics(registry: MetricsRegistry, core: Callable[[], State]) -> None:
+    def ratios(of: Callable[[WaitQueue], Mapping[str, Ratios]]) -> Callable[[], Iterator[tuple[Labels, float]]]:
+        def read() -> Iterator[tuple[Labels, float]]:
+            for model, queue in core().queues.items():
+                for name, found in of(queue).items():
+                    yield (model, name, "sum"), found.sum
+                    for bound, count in found.buckets():
+                        yield (model, name, bound), count
+
+        return read
+
+    labels = ("model", "priority_class")
+    registry.read_histogram(
+        PREFIX + "output_estimate_ratio",
+        "Tokens of each answer that finished, divided by those expected when its request was admitted.",
+        labels,
+        ratios(lambda queue: queue.output_ratios),
+    )
+    registry.read_histogram(
+        PREFIX + "wait_projection_ratio",
+        "Wait for a place of each request that got one, divided by that projected when it came. Waits below 0.1 s count as"
+        " 0.1 s, and are left out where such a one was projected.",
+        labels,
+        ratios(lambda queue: queue.projection.ratios),
+    )

@@ -1,0 +1,220 @@
+"""Why a prefill step has no more tokens, and a decode batch no more sequences; errors of estimates; the oldest waits."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+
+from coordinator.accounting.ratios import Ratios
+from coordinator.core import Core
+from coordinator.events import Limits, PeerUp
+from coordinator.observer import StepEnd
+from coordinator.placement.step_end import decode_limits
+from coordinator.reporting.metrics import CoordinatorMetrics
+from coordinator.request import Suspicion
+from proto.limits import MAX_CHUNKS_PER_STEP
+from proto.messages import CacheEvents, Finished, HandedOver, Role, Step, StepDone
+from runtime.tenancy.priority_classes import DEFAULT_PRIORITY_CLASSES, PriorityClass
+from tests.coordinator.test_cache import hashes
+from tests.coordinator.world import MODEL, Harness, gateway_hello, named, submit, worker_hello
+
+LARGE: Mapping[str, int] = {"kv_blocks": 4096, "max_seqs": 512}
+SMALL = Limits(step_tokens=16, steps_in_flight=1)
+
+
+def scene(limits: Limits = SMALL, prefill: Mapping[str, int] = LARGE, decode: Mapping[str, int] = LARGE) -> Harness:
+    """A prefill worker, 10, that is busy with a step of `busy`; what comes next waits for its end."""
+    s = Harness(Core(limits))
+    s.post(PeerUp(1, gateway_hello(1)))
+    s.post(PeerUp(10, worker_hello(Role.PREFILL, 10, **prefill)))
+    s.post(PeerUp(20, worker_hello(Role.DECODE, 20, **decode)))
+    s.receive(1, submit("busy", s.core.limits.step_tokens, max_tokens=1))
+    s.core.pools[MODEL].step_ends.clear()
+    return s
+
+
+def done(s: Harness, number: int = 0) -> None:
+    """Its step `number` is computed."""
+    s.now += 0.1
+    step, _ = s.core.workers[10].steps[number]
+    s.receive(10, StepDone(number, step.chunks, 1.0, 0))
+
+
+def ends(s: Harness) -> dict[str, int]:
+    return dict(s.core.pools[MODEL].step_ends)
+
+
+def test_full_and_nothing_waits() -> None:
+    s = scene()
+    s.receive(1, submit("a", 20))
+    done(s)
+    assert ends(s) == {StepEnd.FULL: 1}
+    done(s, 1)
+    assert ends(s) == {StepEnd.FULL: 1, StepEnd.NOTHING_WAITS: 1}
+
+
+@pytest.mark.parametrize(
+    ("limits", "prefill", "decode", "choices", "end"),
+    [
+        (SMALL, LARGE, {**LARGE, "max_seqs": 2}, 1, StepEnd.NO_DECODE_SEQUENCES),
+        (SMALL, LARGE, {**LARGE, "max_seqs": 6}, 3, StepEnd.NO_DECODE_SEQUENCES),
+        (SMALL, LARGE, {**LARGE, "kv_blocks": 7}, 1, StepEnd.NO_DECODE_KV),
+        (SMALL, {**LARGE, "max_seqs": 2}, LARGE, 1, StepEnd.NO_ROOM_IN_PREFILL),
+        (SMALL, {**LARGE, "kv_blocks": 5}, LARGE, 1, StepEnd.NO_ROOM_IN_PREFILL),
+    ],
+)
+def test_there_is_room_for_the_first_of_two(
+    limits: Limits, prefill: dict[str, int], decode: dict[str, int], choices: int, end: StepEnd
+) -> None:
+    s = scene(limits, prefill, decode)
+    for name in ("a", "b"):
+        s.receive(1, submit(name, 4, choices=choices))
+    done(s)
+    [step] = [step for step in s.take(Step) if isinstance(step, Step) and step.step_id == 1]
+    assert [chunk.request_id for chunk in step.chunks] == ["a"] and ends(s) == {end: 1}
+
+
+def test_a_target_for_the_time_per_token() -> None:
+    """On a worker that has not been measured, a target allows eight sequences."""
+    targets = {**DEFAULT_PRIORITY_CLASSES, "standard": PriorityClass(4.0, tpot_ms=30.0)}
+    s = scene(Limits(step_tokens=64, steps_in_flight=1, priority_classes=targets))
+    for number in range(9):
+        s.receive(1, submit(f"r{number}", 4))
+    done(s)
+    assert ends(s) == {StepEnd.TPOT_TARGET: 1}
+    assert decode_limits(s.core.pools[MODEL], s.core.queues[MODEL]) == {StepEnd.TPOT_TARGET: 1}
+
+
+def test_as_many_chunks_as_a_message_may_have() -> None:
+    s = scene(Limits(step_tokens=4096, steps_in_flight=1))
+    for number in range(MAX_CHUNKS_PER_STEP + 1):
+        s.receive(1, submit(f"r{number}", 4, max_tokens=1))
+    done(s)
+    assert ends(s) == {StepEnd.MAX_CHUNKS: 1}
+
+
+def test_a_suspect_runs_alone() -> None:
+    s = scene()
+    s.receive(1, submit("a", 4))
+    s.receive(1, submit("suspect", 4))
+    suspect = s.core.requests["suspect"]
+    suspect.suspicion = Suspicion(1, 4)
+    s.core.pools[MODEL].suspects["suspect"] = suspect
+    done(s)
+    assert ends(s) == {StepEnd.OWN_STEP: 1}, "nothing is put before it meanwhile"
+    done(s, 1)
+    assert ends(s) == {StepEnd.OWN_STEP: 2}
+
+
+def test_a_worker_that_drains_finishes_what_it_has() -> None:
+    s = scene()
+    s.receive(1, submit("long", 20))
+    done(s)
+    s.receive(1, submit("waits", 4))
+    s.core.workers[10].draining = True
+    s.core.draining[10] = s.core.workers[10]
+    s.core.pools[MODEL].step_ends.clear()
+    done(s, 1)
+    assert ends(s) == {StepEnd.WORKER_CLOSED: 1}
+
+
+@pytest.mark.parametrize(("moves_max", "end"), [(3, StepEnd.BOUND_ELSEWHERE), (2, StepEnd.GAVE_UP)])
+def test_bound_to_a_worker_that_has_it_cached(moves_max: int, end: StepEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.placement.steps.MOVES_PER_TURN_MAX", moves_max)
+    s = Harness.make(2, limits=SMALL, **LARGE)
+    s.receive(10, CacheEvents(hashes(200), b""))
+    s.receive(1, named(submit("busy", 816), 1))
+    s.receive(1, submit("other", 16))
+    for number in range(3):
+        s.receive(1, named(submit(f"r{number}", 816), 1))
+    s.core.pools[MODEL].step_ends.clear()
+    s.receive(1, msgspec.structs.replace(submit("own", 4), deadline_ms=500.0))
+    s.now += 0.1
+    step, _ = s.core.workers[11].steps[0]
+    s.receive(11, StepDone(0, step.chunks, 1.0, 0))
+    assert ends(s) == {end: 1}
+
+
+def test_decode_batches() -> None:
+    s = scene(decode={**LARGE, "max_seqs": 2})
+    pool, queue = s.core.pools[MODEL], s.core.queues[MODEL]
+    assert decode_limits(pool, queue) == {StepEnd.NOTHING_WAITS: 1}
+    s.receive(1, submit("two", 4, choices=2))
+    done(s)
+    assert decode_limits(pool, queue) == {StepEnd.NO_DECODE_SEQUENCES: 1}
+    s.receive(1, submit("one", 4))
+    assert decode_limits(pool, queue) == {StepEnd.FULL: 1}
+
+
+# --- estimates and waits ------------------------------------------------------------------------------------------------
+
+
+def value(s: Harness, name: str, **labels: Any) -> float | None:
+    registry = CoordinatorMetrics(s.core, lambda: s.now).registry
+    return registry.get_sample_value(f"crossdock_coordinator_{name}", {"model": MODEL, **labels})
+
+
+def test_the_metrics_have_the_same_words() -> None:
+    s = scene()
+    s.receive(1, submit("a", 20))
+    done(s)
+    assert value(s, "prefill_steps_total", limit="full") == 1
+    assert value(s, "decode_batches", limit="nothing_waits") == 1
+
+
+def test_an_answer_of_twice_the_expected_length() -> None:
+    """A tenant of which nothing is known is expected to have answers of 128 tokens."""
+    s = Harness.make(limits=SMALL, **LARGE)
+    s.receive(1, submit("a", 8, max_tokens=1000))
+    done(s)
+    s.receive(10, HandedOver("a", 1, 100, 3.0))
+    s.receive(20, Finished("a", 1, 256, 0))
+    labels = {"priority_class": "standard"}
+    assert value(s, "output_estimate_ratio_sum", **labels) == 2.0
+    assert value(s, "output_estimate_ratio_bucket", le="2.0", **labels) == 1
+    assert value(s, "output_estimate_ratio_bucket", le="1.33", **labels) == 0
+    assert value(s, "output_estimate_ratio_count", **labels) == 1
+
+
+def test_a_wait_against_what_was_projected() -> None:
+    s = scene(decode={**LARGE, "max_seqs": 1})
+    s.receive(1, submit("a", 4))
+    s.core.requests["a"].projected_s = 0.5
+    done(s)
+    s.receive(10, HandedOver("busy", 1, 100, 3.0))
+    s.now = 2.0
+    s.receive(20, Finished("busy", 1, 1, 0))
+    assert value(s, "wait_projection_ratio_sum", priority_class="standard") == pytest.approx(4.0)
+    assert value(s, "wait_projection_ratio_count", priority_class="standard") == 1, "a short wait is no error"
+
+
+def test_ratios_go_on_where_they_were_after_an_absence() -> None:
+    s = scene()
+    ratios = s.core.queues[MODEL].output_ratios["standard"] = Ratios()
+    ratios.add(0.2)
+    metrics = CoordinatorMetrics(s.core, lambda: 0.0)
+    other = scene()
+    metrics.registry.carry_over()
+    metrics._core = other.core
+    other.core.queues[MODEL].output_ratios["standard"] = Ratios()
+    other.core.queues[MODEL].output_ratios["standard"].add(20.0)
+    name, labels = "crossdock_coordinator_output_estimate_ratio", {"model": MODEL, "priority_class": "standard"}
+    assert metrics.registry.get_sample_value(f"{name}_bucket", {**labels, "le": "10.0"}) == 1
+    assert metrics.registry.get_sample_value(f"{name}_count", labels) == 2
+    assert metrics.registry.get_sample_value(f"{name}_sum", labels) == pytest.approx(20.2)
+
+
+def test_the_oldest_wait_is_that_of_the_one_that_waits_longest_now() -> None:
+    s = scene(decode={**LARGE, "max_seqs": 1})
+    for name in ("first", "second"):
+        s.now += 1.0
+        s.receive(1, submit(name, 4))
+    s.now = 5.0
+    assert value(s, "oldest_wait_seconds", priority_class="standard") == 4.0
+    assert value(s, "oldest_wait_seconds", priority_class="batch") == 0.0
+    done(s)
+    s.receive(10, HandedOver("busy", 1, 100, 3.0))
+    s.receive(20, Finished("busy", 1, 1, 0))
+    assert not s.core.requests["first"].waits
+    assert value(s, "oldest_wait_seconds", priority_class="standard") == pytest.approx(s.now - 2.0)

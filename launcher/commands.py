@@ -155,7 +155,7 @@ TABLE: Final[Table] = {
                 "launcher.admin.policy:show_list",
             ),
             "diff": Command(
-                "Show what a tenants file would change, or what differs between two versions",
+                "Show what a tenants file would change in the policy in force",
                 "launcher.admin.policy:DiffSettings",
                 "launcher.admin.policy:diff",
             ),
@@ -165,7 +165,7 @@ TABLE: Final[Table] = {
                 "launcher.admin.policy:try_",
             ),
             "compare": Command(
-                "Compare the organisations on trial with all others",
+                "Compare the requests that run under the policy on trial with all others",
                 "launcher.admin.policy:CompareSettings",
                 "launcher.admin.policy:compare",
             ),

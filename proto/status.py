@@ -196,12 +196,12 @@ class AutopilotReport(Message, frozen=True):
 class PolicyStatus(msgspec.Struct, frozen=True, array_like=True):
     """Which version of the scheduling policy is in force, and which one is on trial."""
 
-    number: Count = 0
+    number: Count
     """0: not known."""
-    digest: Text = ""
-    trial: Count = 0
+    digest: Text
+    trial: Count
     """0: none."""
-    trial_digest: Text = ""
+    trial_digest: Text
 
 
 class StatusReport(Message, frozen=True):
@@ -231,4 +231,4 @@ class StatusReport(Message, frozen=True):
     step_times: Annotated[tuple[StepTimes, ...], Meta(max_length=2 * limits.MAX_MODELS)] = ()
     classes: Annotated[tuple[ClassStatus, ...], Meta(max_length=limits.MAX_CLASSES_SHOWN)] = ()
     """Those with a target."""
-    policy: PolicyStatus = PolicyStatus()
+    policy: PolicyStatus = PolicyStatus(0, "", 0, "")

@@ -41,7 +41,10 @@ class ListSettings(PolicyOptions):
 
 
 class DiffSettings(PolicyOptions):
-    """Show what a tenants file would change in the policy in force, or what differs between two versions."""
+    """Show what a tenants file would change in the policy in force.
+
+    Between two versions with a number instead of a FILE, and --to.
+    """
 
     first: str = Field(
         min_length=1,
@@ -88,13 +91,16 @@ class RollbackSettings(PolicyOptions):
 
 
 class CompareSettings(PolicyOptions):
-    """Compare the requests that run under the policy on trial with all others, from now on."""
+    """Compare the requests that run under the policy on trial with all others.
+
+    Both run at the same time, on the same workers. Counted is what comes from now on.
+    """
 
     for_s: float = Field(60.0, ge=0.0, le=86_400.0, description="Seconds to watch. 0: all since the trial began.")
 
 
 def show_list(settings: ListSettings) -> int:
-    _show(_ask(settings, PolicyRequest(PolicyAction.LIST)))
+    listed(_ask(settings, PolicyRequest(PolicyAction.LIST))).show(tables.console())
     return 0
 
 
@@ -149,7 +155,13 @@ def compare(settings: CompareSettings) -> int:
         after = _ask(settings, question)
         if (after.active, after.trial) != (before.active, before.trial):
             raise PeerRefused("the policy changed meanwhile; compare again")
-    earlier = {one.arm: one for one in before.arms} if settings.for_s else {}
+    compared(after, before if settings.for_s else None).show(tables.console())
+    return 0
+
+
+def compared(after: PolicyAnswer, before: PolicyAnswer | None) -> tables.Table:
+    """What came between two answers; None: since the trial began."""
+    earlier = {one.arm: one for one in before.arms} if before is not None else {}
     table = tables.Table(
         f"Version {after.active} in force, version {after.trial} on trial",
         "arm",
@@ -157,8 +169,7 @@ def compare(settings: CompareSettings) -> int:
     )
     for arm in after.arms:
         table.row(arm.arm, *_figures(arm, earlier.get(arm.arm, ArmStatus(arm.arm))))
-    table.show(tables.console())
-    return 0
+    return table
 
 
 async def _wait(seconds: float) -> None:
@@ -212,7 +223,7 @@ def _content(settings: PolicyOptions, number: int) -> dict[str, Any]:
 
 def _do(settings: PolicyOptions, request: PolicyRequest) -> int:
     answer = _ask(settings, request)
-    _show(answer)
+    listed(answer).show(tables.console())
     if not answer.durable:
         Console(stderr=True).print("The coordinator has no --usage-db: it forgets this when it ends.")
     return 0
@@ -228,12 +239,12 @@ def _ask(settings: PolicyOptions, request: PolicyRequest) -> PolicyAnswer:
     return answer
 
 
-def _show(answer: PolicyAnswer) -> None:
+def listed(answer: PolicyAnswer) -> tables.Table:
     table = tables.Table("Policy", "version", "digest", tables.words("from"), "age", "organisations", tables.words(""))
     for one in answer.versions:
         state = "in force" if one.number == answer.active else _trial(answer) if one.number == answer.trial else ""
         table.row(str(one.number), one.digest, one.source, _age(one.age_ms), str(one.tenants), state)
-    table.show(tables.console())
+    return table
 
 
 def _trial(answer: PolicyAnswer) -> str:

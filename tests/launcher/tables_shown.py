@@ -14,6 +14,7 @@ from launcher.cluster.plan import Planned
 from launcher.load.figures import Slo, figures
 from launcher.load.records import Record
 from proto.messages import Role
+from proto.policy import ArmStatus, PolicyAnswer, PolicyVersion
 from proto.status import PairStatus, StatusReport, WorkerStatus
 from runtime.settings.roles import GatewaySettings
 from runtime.tenancy.tenants import parse
@@ -45,6 +46,14 @@ USAGE: list[dict[str, Any]] = [
 _LIMITS = (
     "limits = { requests_per_min = 6000, tokens_per_min = 2000000, tokens_per_day = 20000000, kv_blocks = 100000 }"
 )
+POLICIES = PolicyAnswer(
+    refusal="", active=98, trial=99, share=0.1, organisations=("acme", "research-department"),
+    versions=tuple(
+        PolicyVersion(number, "5da27501d5a2", source, 8.64e9, 10_000)
+        for number, source in ((98, "version 97 with other options"), (99, "trial"))
+    ),
+    arms=tuple(ArmStatus(arm, 1_234_567, 1_234_566, 1_200_000, 1.2e10, 1.2e8) for arm in ("active", "candidate")),
+)  # fmt: skip
 TENANTS = parse(
     f'[tenants.acme]\npriority_class = "batch"\npriority_classes = ["interactive", "standard", "batch"]\n{_LIMITS}\n'
     f"[tenants.research-department]\nborrow = true\n[tenants.research-department.users.recommendations]\n{_LIMITS}\n"

@@ -14,6 +14,7 @@ from proto.errors import CancelReason, FinishReason, Interrupt, Reject, RemotePr
 from proto.limits import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
 from proto.messages import Accepted, Cancel, Hello, Interrupted, Message, Refused, Rejected, Role, Tokens, Welcome
 from proto.newer import UNKNOWN_AS, HelloPrefix, decode_newer, read, read_answer, read_hello, version_refusal
+from proto.policy import PolicyAction
 from tests.fuzz_frames import corpus, mutated
 from tests.proto.test_codec import blob_for, samples
 
@@ -97,7 +98,7 @@ def _enums(hint: Any) -> set[type[Enum]]:
 
 
 def test_every_enumeration_on_the_wire_says_what_an_unknown_value_is_taken_for() -> None:
-    assert {found for message in ALL_MESSAGES for found in _enums(message)} == {*UNKNOWN_AS, Role}
+    assert {found for message in ALL_MESSAGES for found in _enums(message)} == {*UNKNOWN_AS, Role, PolicyAction}
 
 
 def test_an_unknown_role_is_refused_and_named() -> None:

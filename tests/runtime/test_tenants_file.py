@@ -213,7 +213,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for wrong in ("a\0b", "~nobody-of-this-name/x", "x" * 5000):
         with pytest.raises(TenantsError):
             TenantsFile(wrong)
-    monkeypatch.setattr(tenants_file, "parse", lambda text: [0] * (1 << 60))
+    monkeypatch.setattr(tenants_file, "tables_of", lambda text: [0] * (1 << 60))
     assert "memory" in refused()
 
 

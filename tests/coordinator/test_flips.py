@@ -16,6 +16,7 @@ from proto.messages import (
     Finished,
     Hello,
     Interrupted,
+    Message,
     Release,
     Released,
     Reserve,
@@ -23,6 +24,7 @@ from proto.messages import (
     StepDone,
     Submit,
 )
+from proto.policy import PolicyAction, PolicyRequest
 from proto.progress import DecodeProgress
 from proto.status import FlipStatus
 from tests.coordinator.test_draining import compute, decoding, placed_on
@@ -301,9 +303,12 @@ def test_one_that_was_killed_and_started_again_is_what_it_was() -> None:
     assert not h.core.draining and h.core.counters["decode_restarted"] == 1
 
 
-def test_only_operators_tools_may_ask() -> None:
+@pytest.mark.parametrize(
+    "request_", [FlipRequest("decode-20", Role.PREFILL, 0.0), PolicyRequest(PolicyAction.ROLLBACK)]
+)
+def test_only_operators_tools_may_ask(request_: Message) -> None:
     h = Harness.make(decode=2)
-    h.receive(1, FlipRequest("decode-20", Role.PREFILL, 0.0))
+    h.receive(1, request_)
     assert h.protocol_violation and not h.core.draining and not h.core.flips
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from coordinator.accounting.usage import Closed, Opened, Past
-from coordinator.fairness.cost import Prices
+from coordinator.fairness.cost import START_LONG_TOKENS, Prices
 from coordinator.lifecycle import State
 from coordinator.policy.versions import PolicyInForce
 from coordinator.score import Weights
@@ -130,6 +130,8 @@ class Limits:
     kv_overcommit: float = 64.0
     """Answers are counted on decode workers with the length that few of their tenant's exceed, but at least with this fraction
     of their max_tokens. 1: with max_tokens, and a decode worker never runs out of blocks."""
+    long_output_tokens: float = START_LONG_TOKENS
+    """That few answers exceed, until some have been seen."""
     remembered_s: float = 600.0
     """How long ended requests are remembered, so that what repeats them neither runs nor is charged again ..."""
     remembered_max: int = 1_000_000

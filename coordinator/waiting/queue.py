@@ -36,7 +36,7 @@ class WaitQueue:
         self._limits = limits
         self._waiting = 0
         self._lengths: dict[Path, OutputLength] = {}
-        self._length_of_all = OutputLength()
+        self._length_of_all = OutputLength(limits.long_output_tokens)
         """What tenants begin with of which no answer has been seen."""
         self.output_ratios: dict[str, Ratios] = {}
         """By priority class: tokens of answers, in terms of what was expected when they were admitted."""

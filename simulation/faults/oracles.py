@@ -196,8 +196,10 @@ class Oracles:
             raise Violation("no work for nobody", f"tokens {LEFT_S:g} s after its client left", stream_id)
 
     def failed(self, message: WorkFailed) -> None:
-        """What was placed has room: the coordinator never counts a block as free that its worker has not."""
-        if any(words in message.message for words in _NO_ROOM) and self.plan.hostility is None:
+        """What was placed has room: the coordinator never counts a block as free that its worker has not, unless answers get
+        longer than it expected."""
+        judged = self.plan.hostility is None and not self.plan.overcommitted
+        if any(words in message.message for words in _NO_ROOM) and judged:
             raise Violation("reservation before work", message.message, stream_of(message.request_id))
 
     def goes(self, worker: Process, held: Sequence[Held], why: str) -> None:

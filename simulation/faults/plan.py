@@ -5,6 +5,7 @@ from random import Random
 from typing import Final
 
 from coordinator.events import Limits
+from coordinator.fairness.cost import START_LONG_TOKENS
 from gateway.streams.types import StreamLimits
 from proto.sampling import Sampling
 from simulation.world.network import Hostility
@@ -112,19 +113,24 @@ class Plan:
         return [f"prefill-{i}" for i in range(self.prefill)] + [f"decode-{i}" for i in range(self.decode)]
 
     @property
+    def overcommitted(self) -> bool:
+        return self.limits.long_output_tokens < START_LONG_TOKENS
+
+    @property
     def disturbed(self) -> bool:
         return bool(self.faults or self.corrupt or self.hostility is not None)
 
     @property
     def only_drains(self) -> bool:
-        """Nothing goes wrong. A coordinator that ends while a worker changes its role forgets which streams wait for that
-        worker: their gateways notice by the silence, and try again."""
+        """Nothing goes wrong, and decode workers have the room that they are asked for. A coordinator that ends while a worker
+        changes its role forgets which streams wait for that worker: their gateways notice by the silence, and try again."""
         in_order = all(
             fault.kind in ("drain", "policy") or (fault.kind == "flip" and fault.how != "dies") for fault in self.faults
         )
         flips = any(fault.kind == "flip" for fault in self.faults)
         forgotten = flips and any((fault.kind, fault.who) == ("drain", "coordinator") for fault in self.faults)
-        return not self.corrupt and self.hostility is None and in_order and not forgotten
+        calm = not self.corrupt and self.hostility is None and not self.overcommitted
+        return calm and in_order and not forgotten
 
     @property
     def processes(self) -> list[str]:
@@ -157,6 +163,11 @@ def draw(seed: int, kinds: frozenset[str] = frozenset(FAULTS)) -> Plan:
     beginnings = [tuple(random.randrange(1, VOCAB) for _ in range(12)) for _ in range(2)]
     plan.asked = [_asked(plan, random, number, beginnings, "leave" in kinds) for number in range(requests)]
     plan.limits = replace(plan.limits, retry_floor=random.choice((8, 12, 100)), retry_share=random.choice((0.2, 0.5)))
+    more = Random(seed ^ 0x10C6)
+    if more.random() < 0.25:  # as after many short answers: decode workers are overcommitted, and run short of blocks
+        plan.limits = replace(plan.limits, long_output_tokens=2.0)
+        plan.kv_blocks["decode"], plan.max_seqs = 24, 8
+        plan.asked += [_asked(plan, more, len(plan.asked) + number, beginnings, False) for number in range(6)]
     chaos = Random(seed ^ 0x5EED)
     chosen = [
         kind

@@ -15,6 +15,7 @@ from coordinator.lifecycle import State as Life
 from coordinator.placement import decide
 from coordinator.recovery import draining, members
 from coordinator.request import Request
+from coordinator.waiting.projection import Projection
 from coordinator.waiting.retries import RetryBudget
 from coordinator.workers.circuit_breakers import Breakers
 from coordinator.workers.pool import Pool
@@ -376,3 +377,24 @@ def room_kept_for_a_request_outlives_it(m: pytest.MonkeyPatch) -> None:
 def a_worker_stays_closed_to_others_once_one_request_ran_there_alone(m: pytest.MonkeyPatch) -> None:
     """What was suspected of having ended workers is cleared or gone, and its decode worker takes nothing more."""
     m.setattr(Pool, "end_lone", lambda self, request: None)
+
+
+# --- room and time -----------------------------------------------------------------------------------------------------
+
+
+@bug
+def what_has_a_place_still_counts_as_waiting(m: pytest.MonkeyPatch) -> None:
+    """Waits are told too long, and requests refused that could be served."""
+    m.setattr(Projection, "wait_no_more", lambda self, request: None)
+
+
+@bug
+def what_has_left_still_counts_as_placed(m: pytest.MonkeyPatch) -> None:
+    """Decode seems to get slower and slower."""
+    m.setattr(Projection, "leave", lambda self, request, now: None)
+
+
+@bug
+def room_in_decode_is_asked_for_sequences_alone(m: pytest.MonkeyPatch) -> None:
+    """More is let in than the blocks last for."""
+    m.setattr(Worker, "fits", lambda self, submit, expected_left=0: submit.choices <= self.free_seqs)

@@ -12,7 +12,7 @@ SEEDS = 400
 FOUND_BY = {
     "a_client_that_leaves_is_not_cancelled": 1012,
     "a_worker_changes_its_role_with_streams_on_it": 68,
-    "a_worker_stays_closed_to_others_once_one_request_ran_there_alone": 522,
+    "a_worker_stays_closed_to_others_once_one_request_ran_there_alone": 1416,
     "a_worker_that_lost_its_coordinator_waits_for_ever_to_change": 105,
     "a_probe_without_a_verdict_is_never_over": 304,
     "a_process_that_was_stopped_takes_its_step_for_hung": 84,

@@ -4,6 +4,7 @@ A step of 256 tokens takes milliseconds on a GPU and seconds on a CPU behind a l
 steps are bounded by the time that they take too, as the last ones show it.
 """
 
+from math import inf
 from typing import Final, NamedTuple
 
 STEP_TOKENS_MIN: Final = 64
@@ -25,12 +26,18 @@ class StepPace:
         self._limits = limits
         self.token_ms = 0.0
         """Milliseconds a token took in the last steps of useful length, smoothed; 0 until there was one."""
+        self.slice_ms = 0.0
+        """Of a mixed worker: what its streams' targets leave between two of their steps; 0: none has a target."""
+
+    @property
+    def _longest_ms(self) -> float:
+        return min(self._limits.ms or inf, self.slice_ms or inf)
 
     @property
     def budget(self) -> int:
         """Tokens of its next step."""
-        most, longest_ms = self._limits.tokens, self._limits.ms
-        if not longest_ms or self.token_ms * most <= longest_ms:
+        most, longest_ms = self._limits.tokens, self._longest_ms
+        if self.token_ms * most <= longest_ms:
             return most
         return min(most, max(STEP_TOKENS_MIN, int(longest_ms / self.token_ms)))
 
@@ -47,4 +54,4 @@ class StepPace:
         """Whether it is given another step while so many, of so many tokens, are in flight."""
         if not steps:
             return True
-        return steps < self._limits.in_flight and not 0 < self._limits.ms <= 2 * self.token_ms * tokens
+        return steps < self._limits.in_flight and self._longest_ms > 2 * self.token_ms * tokens

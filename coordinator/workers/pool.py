@@ -31,6 +31,9 @@ from proto.parts import Capacity
 TOKENS_PER_S = 1000.0
 """Of a prefill worker, while none of its pool has been measured."""
 
+SLICE_SHARE = 0.5
+"""Part of a target per token that a mixed worker's prompts may take of it; its own step takes the rest."""
+
 
 class Pool:
     """`admission` lets in only workers between which KV can cross. What changes a worker tells its pool: `changed`, `freed`."""
@@ -70,6 +73,8 @@ class Pool:
         """Of the prefill workers measured; 0: to be counted anew."""
         self.no_room = self.cache_waits = 0
         """Turns that passed a request over: without room for it, or for a worker that has more of it cached."""
+        self._mixed: dict[tuple[str, int, str], Worker] = {}
+        """Prefill halves of mixed workers."""
         self.step_ends: Counter[str] = Counter()
         """Prefill steps by `StepEnd`."""
         self.finished = 0
@@ -86,6 +91,8 @@ class Pool:
             worker.shares = self.shares
         limits = self._step_limits
         worker.pace = StepPace(limits._replace(tokens=limits.tokens or worker.capacity.step_tokens))
+        if worker.hello.process and worker.hello.role is Role.PREFILL:
+            self._mixed[_process(worker)] = worker
         self.changed(worker)
         self.wakeups.look_anew()
         self._measure()
@@ -93,6 +100,8 @@ class Pool:
     def remove(self, worker: Worker, now: float) -> None:
         side = self._side(worker)
         del side[worker.incarnation]
+        if self._mixed.get(_process(worker)) is worker:
+            del self._mixed[_process(worker)]
         if not side and not worker.draining:
             self._lost[worker.hello.role] = worker, now
         self.locality.leave(worker.incarnation)
@@ -125,6 +134,14 @@ class Pool:
         else:
             self.targets.changed(worker)
             self.candidates.decode_changed(worker)
+            if worker.hello.process:
+                self._bound_slices(worker)
+
+    def _bound_slices(self, decode: Worker) -> None:
+        """How long a mixed worker's decode half gives way to its prefill half."""
+        prefill = self._mixed.get(_process(decode))
+        if prefill is not None:
+            prefill.pace.slice_ms = SLICE_SHARE * min(filter(None, decode.seqs_by_target), default=0.0)
 
     def freed(self, worker: Worker) -> None:
         """It has let go of something, or what it holds is sure to take less."""
@@ -297,3 +314,7 @@ class Pool:
 
     def _side(self, worker: Worker) -> dict[int, Worker]:
         return self.prefill if worker.hello.role is Role.PREFILL else self.decode
+
+
+def _process(worker: Worker) -> tuple[str, int, str]:
+    return worker.hello.host, worker.hello.pid, worker.hello.process

@@ -16,6 +16,9 @@ CAPACITY = Capacity(1 << 20, 16, 4096, 1 << 20)
 DECODE = WorkerSpec("decode-0", ("decode",), CAPACITY, StepTimes(decode_step_s=0.002))
 
 
+TARGETS = {"interactive": {"weight": 8, "tpot_ms": 30}, "batch": {"weight": 1}}
+
+
 def prefill(count: int, slowed: float = 1.0, begin: int = 0) -> list[WorkerSpec]:
     times = StepTimes(prefill_tokens_per_s=8192.0, prefill_step_s=0.002, factor=slowed)
     return [WorkerSpec(f"prefill-{n}", ("prefill",), CAPACITY, times) for n in range(begin, begin + count)]
@@ -99,3 +102,38 @@ def test_a_decode_worker_that_began_with_a_single_stream_takes_more() -> None:
     workload = Workload((*prefill(1), decode), tuple(arrivals), duration_s=30.0, tenants=from_tables(tables))
     found = figures(play(workload))["all"]
     assert found["goodput_share"] >= 0.95, found
+
+
+def test_prompts_on_a_mixed_worker_leave_its_streams_their_target() -> None:
+    """A full step of 256 tokens takes 128 ms there."""
+    chat = [(0.5 * n, Ask("chat", "t", "interactive", 64, 40, 40, 0.0, Goal(2000.0, 80.0), 0)) for n in range(50)]
+    work = [(0.25 * n, Ask("work", "t", "batch", 1000, 1, 1, 0.0, Goal(), 0)) for n in range(100)]
+    times = StepTimes(prefill_tokens_per_s=2000.0, prefill_step_s=0.002, decode_step_s=0.01, decode_sequence_s=0.0005)
+    mixed = WorkerSpec("mixed-0", ("prefill", "decode"), CAPACITY, times)
+    tables = {"tenants": {"t": {"priority_classes": ["interactive", "batch"]}}, "priority_classes": TARGETS}
+    workload = Workload((mixed,), tuple(chat + work), duration_s=30.0, tenants=from_tables(tables))
+    by_stream = figures(play(workload))["traffic"]
+    assert by_stream["chat"]["goodput_share"] >= 0.95, by_stream["chat"]
+    assert by_stream["work"]["finished"] >= 40, by_stream["work"]
+
+
+@pytest.mark.parametrize("seed", first(1, range(1, 6)))
+def test_strict_and_lax_streams_run_on_different_workers(seed: int) -> None:
+    """Together, a batch that keeps the strict target would be all that either worker may have."""
+    source, arrivals = random.Random(seed), list[tuple[float, Ask]]()
+    for name, per_s, target_ms in (("interactive", 4.0, 30.0), ("batch", 8.0, 0.0)):
+        at_s = 0.0
+        while (at_s := at_s + source.expovariate(per_s)) < 30.0:
+            arrivals.append((at_s, Ask(name, "t", name, 64, 100, 100, 0.0, Goal(4000.0, target_ms), 0)))
+    times = StepTimes(decode_step_s=0.01, decode_sequence_s=0.001)
+    decode = [WorkerSpec(f"decode-{n}", ("decode",), CAPACITY, times) for n in range(2)]
+    tables = {"tenants": {"t": {"priority_classes": ["interactive", "batch"]}}, "priority_classes": TARGETS}
+    workload = Workload(
+        (*prefill(1), *decode),
+        tuple(sorted(arrivals, key=lambda a: a[0])),
+        duration_s=30.0,
+        tenants=from_tables(tables),
+    )
+    by_stream = figures(play(workload))["traffic"]
+    assert by_stream["interactive"]["goodput_share"] >= 0.95, by_stream["interactive"]
+    assert by_stream["batch"]["tpot_ms"]["p50"] > 30.0, "its worker has a larger batch than the strict target allows"

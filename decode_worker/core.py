@@ -214,4 +214,4 @@ class DecodeCore(Generic[S]):
         """The attempt fails with this sequence; its other choices, if any, are taken out too."""
         attempt = self.table.attempts.get(sequence.key)
         if attempt is not None:
-            self._say(self.table.close(attempt, failed(attempt, reason, why)))
+            self._say(self.table.close(attempt, failed(attempt, reason, why), is_sound=False))

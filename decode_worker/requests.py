@@ -173,16 +173,17 @@ class AttemptTable(Generic[S]):
         self.quarantined[key] = blocks
         self.allocator.quarantine(blocks)
 
-    def close(self, attempt: Attempt[S], final_report: FinalReport) -> list[FinalReport]:
+    def close(self, attempt: Attempt[S], final_report: FinalReport, *, is_sound: bool = True) -> list[FinalReport]:
         """The attempt is over for the first reason given; returns what can be said of it now. In the phase RECEIVING the
-        caller aborts the receiver, which leads to `received_nothing`."""
+        caller aborts the receiver, which leads to `received_nothing`. `is_sound`: as for `ended`."""
         if attempt.final_report is None:
             attempt.final_report = final_report
         if attempt.phase is Phase.RECEIVING:
             return []
         if attempt.phase is Phase.RUNNING:
             self.batch.leave(attempt.key)
-            return self.ended([sequence for sequence in attempt.sequences if not sequence.steps_in_flight])
+            idle = [sequence for sequence in attempt.sequences if not sequence.steps_in_flight]
+            return self.ended(idle, is_sound=is_sound)
         return self._forget(attempt)
 
     def ended(self, sequences: list[DecodeRequest[S]], *, is_sound: bool = True) -> list[FinalReport]:

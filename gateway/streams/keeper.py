@@ -319,7 +319,7 @@ class StreamKeeper:
             elif pending or not self.link_up:
                 continue
             elif now >= submission.silent_at(self.limits, self._coordinator_incarnation):
-                if submission.may_live(now):
+                if submission.may_live(now, self._coordinator_incarnation):
                     submission.asked(now, self.limits)  # said once more, its Submit is answered with what it is
                     self._out.append(SendSubmit(*submission.to_submit(now)))
                 else:

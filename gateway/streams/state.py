@@ -272,11 +272,13 @@ class Submission:
             self.cut_at = now
 
     def silent_at(self, limits: StreamLimits, coordinator: int) -> float:
-        """When it will have been silent for too long: if in doubt, or for a coordinator that knows of it to be asked."""
+        """When it will have been silent for too long: if in doubt, for a coordinator that knows of it to be asked, or where that
+        is gone and nobody would tell that it failed."""
         if self.stall_at is not None:
             return self.stall_at if self.ask_at is None else min(self.stall_at, self.ask_at)
-        timeout_s = limits.stall_s if self.got_tokens else limits.idle_s / 4
-        return self.heard_at + timeout_s if self.coordinator == coordinator else inf
+        if not self.got_tokens:
+            return self.heard_at + limits.idle_s / 4 if self.coordinator == coordinator else inf
+        return self.heard_at + limits.stall_s
 
     def sent_to(self, coordinator: int, now: float) -> None:
         """The current attempt is on its way there."""
@@ -296,9 +298,11 @@ class Submission:
         self.cut_at = self.stall_at = self.ask_at = None
         return first
 
-    def may_live(self, now: float) -> bool:
+    def may_live(self, now: float, coordinator: int) -> bool:
         """Whether it is silent without being taken for lost: it may wait for its turn, or be over."""
-        return self.stall_at is None or not self.got_tokens or now < self.stall_at
+        if self.stall_at is None:
+            return self.coordinator == coordinator
+        return not self.got_tokens or now < self.stall_at
 
     def asked(self, now: float, limits: StreamLimits) -> None:
         """The coordinator is asked after it."""

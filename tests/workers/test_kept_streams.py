@@ -73,7 +73,9 @@ def test_what_nobody_will_ask_for_or_cannot_be_trusted_has_no_name(why: str) -> 
     elif why == "broken step":
         w.batch.plan(w.stuck.append)
         release(w)
-        w.table.ended(w.batch.abandon(), is_sound=False)
+        for sequence in w.batch.abandon():
+            failure = WorkFailed("a", 1, Interrupt.ENGINE_ERROR, "the model failed")
+            w.table.close(w.table.attempts[sequence.key], failure, is_sound=False)
     else:
         release(w)
     known = {"no cache": 0, "suspect": 0}.get(why, 2)

@@ -272,8 +272,8 @@ class Submission:
             self.cut_at = now
 
     def silent_at(self, limits: StreamLimits, coordinator: int) -> float:
-        """When it will have been silent for too long: if in doubt, for a coordinator that knows of it to be asked, or where that
-        is gone and nobody would tell that it failed."""
+        """When it will have been silent for too long: if in doubt, for a coordinator that knows of it to be asked, or, where
+        that is gone, since nobody would tell that it failed."""
         if self.stall_at is not None:
             return self.stall_at if self.ask_at is None else min(self.stall_at, self.ask_at)
         if not self.got_tokens:

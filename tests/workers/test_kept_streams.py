@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 
+from kvtransfer.session.session import Accepted
 from proto.codec import split_hashes
 from proto.errors import Interrupt
-from proto.kv import kept_names
-from proto.messages import Released, WorkFailed
+from proto.kv import Commit, FirstToken, Offer, kept_names
+from proto.messages import Release, Released, WorkFailed
 from tests.workers.test_batch import BLOCK, POOL, World, reserve
+from tests.workers.test_reservations import PREFILL_EPOCH, make_core
 
 
 def world(*, keeps: bool = True) -> World:
@@ -81,3 +83,19 @@ def test_what_nobody_will_ask_for_or_cannot_be_trusted_has_no_name(why: str) -> 
     known = {"no cache": 0, "suspect": 0}.get(why, 2)
     assert len(w.table.allocator.match_prefix(names(order, 4 * BLOCK))) == known
     assert w.table.allocator.room == POOL - known
+
+
+def test_a_step_that_fails_while_its_stream_is_taken_from_the_worker_leaves_no_name() -> None:
+    core, ports = make_core()
+    core.table.keeps = lambda: True
+    order = reserve("a", 2 * BLOCK - 1, max_tokens=8, text=1)
+    core.order(order)
+    answer = core.offered(PREFILL_EPOCH, Offer("a", 1, 1, 2))
+    assert isinstance(answer, Accepted)
+    core.table.allocator.insert(split_hashes(order.block_hashes), list(answer.block_ids)[:1])
+    core.committed(PREFILL_EPOCH, Commit("a", 1, (), 0, (FirstToken(0, 5),)), list(answer.block_ids), [])
+    assert core.plan() is not None
+    core.order(Release("a", 1))
+    core.step_failed("out of luck")
+    assert [type(one) for one in ports.said] == [Released]
+    assert len(core.table.allocator.match_prefix(names(order, 2 * BLOCK))) == 1

@@ -108,24 +108,34 @@ def fairness(records: Sequence[Record], weights: Mapping[str, float], slo: Slo, 
     rows: dict[str, dict[str, Any]] = {}
     for name, weight in weights.items():
         own = [record for record in records if record.tenant == name]
-        served, wanted = sum(map(service, own)), sum(map(asked, own))
-        rows[name] = {
-            "weight": weight,
-            "requests": len(own),
-            "outcomes": dict(Counter(record.outcome for record in own)),
-            "service": served,
-            "service_per_weight": served / weight,
-            "served_share": served / wanted if wanted else None,
-            "ttft_ms": tails(values(own, "ttft_ms")),
-            "itl_ms": tails(values(own, "itl_ms")),
-            "goodput": goodput(own, slo, seconds),
-        }
+        row = _served(own, slo, seconds)
+        rows[name] = {"weight": weight, "service_per_weight": row["service"] / weight, **row}
     active = [row for row in rows.values() if row["requests"]]
     return {
         "tenants": rows,
         "jain_service_per_weight": jain([row["service_per_weight"] for row in active]),
         "jain_served_share": jain([row["served_share"] or 0.0 for row in active]),
     }
+
+
+def _served(own: Sequence[Record], slo: Slo, seconds: float) -> dict[str, Any]:
+    served, wanted = sum(map(service, own)), sum(map(asked, own))
+    return {
+        "requests": len(own),
+        "outcomes": dict(Counter(record.outcome for record in own)),
+        "service": served,
+        "served_share": served / wanted if wanted else None,
+        "ttft_ms": tails(values(own, "ttft_ms")),
+        "itl_ms": tails(values(own, "itl_ms")),
+        "goodput": goodput(own, slo, seconds),
+    }
+
+
+def by_priority(records: Sequence[Record], slo: Slo, seconds: float) -> dict[str, dict[str, Any]]:
+    """Empty where no request asked for one."""
+    names = sorted({record.priority for record in records})
+    found = {name or "(none)": [record for record in records if record.priority == name] for name in names}
+    return {name: _served(own, slo, seconds) for name, own in found.items()} if names != [""] else {}
 
 
 def figures(records: Sequence[Record], weights: Mapping[str, float], slo: Slo) -> dict[str, Any]:
@@ -153,6 +163,7 @@ def figures(records: Sequence[Record], weights: Mapping[str, float], slo: Slo) -
         "tokens_per_chunk": sum(record.tokens for record in ended) / chunks if chunks else None,
         "lengths": _lengths(ended),
         "fairness": fairness(counted, weights, slo, seconds),
+        "priorities": by_priority(counted, slo, seconds),
     }
 
 

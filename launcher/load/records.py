@@ -47,6 +47,7 @@ class Record(msgspec.Struct):
     request_id: str = ""
     queue_ms: float | None = None
     """From the coordinator's event log."""
+    priority: str = ""
 
     @property
     def ttft_ms(self) -> float | None:

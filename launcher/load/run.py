@@ -92,6 +92,7 @@ async def _send_all(
             prompt_asked=planned.prompt_tokens,
             output_asked=planned.output_tokens,
             counted=planned.counted,
+            priority=planned.priority,
         )
         run.records.append(record)
         if len(run.tasks) >= in_flight_max:

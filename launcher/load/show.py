@@ -23,6 +23,8 @@ def show(figures: Mapping[str, Any], console: Console) -> None:
     _goodput(figures, console)
     if len(figures["fairness"]["tenants"]) > 1:
         _fairness(figures["fairness"], console)
+    if figures["priorities"]:
+        _priorities(figures["priorities"], console)
     _honesty(figures, console)
 
 
@@ -90,6 +92,23 @@ def _fairness(fairness: Mapping[str, Any], console: Console) -> None:
         f" {number(fairness['jain_served_share'], 3)} of what each got of what it asked",
         highlight=False,
     )
+
+
+def _priorities(priorities: Mapping[str, Any], console: Console) -> None:
+    rows = tables.Table(
+        "Priorities (times in ms)", "", "asked", "ok", "TTFT p50", "TTFT p99", "ITL p99", "good %", "good/s"
+    )
+    for name, row in priorities.items():
+        ttft, itl, good = row["ttft_ms"] or {}, row["itl_ms"] or {}, row["goodput"]
+        rows.row(
+            name,
+            str(row["requests"]),
+            str(row["outcomes"].get("ok", 0)),
+            *(number(value) for value in (ttft.get("p50"), ttft.get("p99"), itl.get("p99"))),
+            number(good["attainment"] and 100 * good["attainment"]),
+            number(good["requests_per_s"], 2),
+        )
+    rows.show(console)
 
 
 def _honesty(figures: Mapping[str, Any], console: Console) -> None:

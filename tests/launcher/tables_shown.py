@@ -78,6 +78,7 @@ def _record(index: int, tenant: str) -> Record:
     return Record(
         index, tenant, due_s=index, prompt_asked=100, output_asked=10, sent_s=index, first_s=index + 234.5,
         gaps_ms=[123_456.0] * 9, ended_s=index + 999.0, tokens=10, prompt_tokens=100, outcome="ok",
+        priority=("interactive", "batch")[index % 2],
     )  # fmt: skip
 
 

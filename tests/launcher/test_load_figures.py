@@ -50,6 +50,13 @@ def test_tails_are_values_that_were_measured() -> None:
     assert tails([]) is None
 
 
+def test_goodput_is_told_for_each_priority() -> None:
+    records = [record(0, priority="interactive"), record(1, 9.0, priority="interactive"), record(2, priority="batch")]
+    found = figures(records, {"a": 1.0}, Slo(1000, 100, 0))["priorities"]
+    assert {name: row["goodput"]["attainment"] for name, row in found.items()} == {"batch": 1.0, "interactive": 0.5}
+    assert figures([record()], {"a": 1.0}, Slo(1000, 100, 0))["priorities"] == {}
+
+
 def test_goodput_counts_what_met_every_limit() -> None:
     records = [
         record(0),

@@ -24,7 +24,9 @@ from proto.errors import Interrupt
 PREEMPTED_MAX = 3
 """A stream is interrupted for others no more often."""
 SOON_S = 3.0
-"""Nobody is interrupted for a share that comes free within this time by itself."""
+"""Nobody is interrupted for a share that comes free within this time by itself, ..."""
+SOON_SHARE = 0.25
+"""... or, for a request with a time for its first token, within this part of that."""
 CHARGE_EVERY_S = 0.5
 HELD_COST = 4.0
 """All room in decode, while it is short, beside all the tokens that prefill workers compute meanwhile: the order of those who
@@ -95,13 +97,15 @@ def give_shares(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
     """The first in the fair order has no room in decode: interrupt one stream of the tenant that holds most for its weight, if
     that one has more than it would leave (`held_shares`), and too little comes free by itself. One at a time: the next when
     its worker has let go."""
-    soon = SOON_S * pool.freed_per_s(now)
+    freed_per_s = pool.freed_per_s(now)
     if not pool.wakeups.closed or pool.gives_way in state.where:
         return
     request = queue.first(pool.wakeups.closed)
     if request is None or pool.large_drain.request is not None:
         return
     demand, choices = KvDemand.of(request.submit, request.expected_left), request.submit.choices
+    target_s = request.first_token_ms / 1000
+    soon = freed_per_s * (min(SOON_S, SOON_SHARE * target_s) if target_s else SOON_S)
 
     def wanted(incarnation: int) -> int:
         worker = pool.decode[incarnation]

@@ -137,3 +137,25 @@ def test_strict_and_lax_streams_run_on_different_workers(seed: int) -> None:
     by_stream = figures(play(workload))["traffic"]
     assert by_stream["interactive"]["goodput_share"] >= 0.95, by_stream["interactive"]
     assert by_stream["batch"]["tpot_ms"]["p50"] > 30.0, "its worker has a larger batch than the strict target allows"
+
+
+@pytest.mark.parametrize("seed", first(1, range(1, 6)))
+def test_where_a_batch_is_small_interactive_requests_do_not_wait_for_its_next_free_place(seed: int) -> None:
+    """Nine streams keep the target, and each runs for six seconds; both kinds come at 0.75 of what is served."""
+    source, arrivals = random.Random(seed), list[tuple[float, Ask]]()
+    for name, goal in (("interactive", Goal(2000.0, 100.0)), ("batch", Goal())):
+        at_s = 0.0
+        while (at_s := at_s + source.expovariate(1.15)) < 100.0:
+            arrivals.append((at_s, Ask(name, "t", name, 128, 64, 64, 0.0, goal, 0)))
+    decode = WorkerSpec("decode-0", ("decode",), CAPACITY, StepTimes(decode_step_s=0.01, decode_sequence_s=0.0091))
+    classes = {"interactive": {"weight": 8, "ttft_ms": 2000, "tpot_ms": 100}, "batch": {"weight": 1}}
+    tables = {"tenants": {"t": {"priority_classes": ["interactive", "batch"]}}, "priority_classes": classes}
+    workload = Workload(
+        (*prefill(1), decode),
+        tuple(sorted(arrivals, key=lambda a: a[0])),
+        duration_s=100.0,
+        tenants=from_tables(tables),
+    )
+    by_stream = figures(play(workload))["traffic"]
+    assert by_stream["interactive"]["goodput_share"] >= 0.9, by_stream["interactive"]
+    assert by_stream["batch"]["decode_share"] >= 0.2 and by_stream["batch"]["finished"] == by_stream["batch"]["offered"]

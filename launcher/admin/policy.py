@@ -66,7 +66,7 @@ class TrySettings(PolicyOptions):
     share: float = Field(
         0.0, ge=0.0, le=1.0, description="Share of the organisations, chosen by a hash of their name: 0.1 for a tenth."
     )
-    tenants: str = Field("", description="Organisations, separated by commas, as well as or instead of --share.")
+    organisations: str = Field("", description="Comma-separated organisations, as well as or instead of --share.")
     end: bool = Field(False, description="End the trial; all organisations run under the policy in force.")
 
 
@@ -125,12 +125,12 @@ def try_(settings: TrySettings) -> int:
         return _do(settings, PolicyRequest(PolicyAction.END))
     if not settings.file:
         raise SettingsError("FILE: name the tenants file to try, or give --end")
-    names = tuple(filter(None, (name.strip() for name in settings.tenants.split(","))))
+    names = tuple(filter(None, (name.strip() for name in settings.organisations.split(","))))
     if not settings.share and not names:
-        raise SettingsError("--share or --tenants: one of them says for whom the file is tried")
+        raise SettingsError("--share or --organisations: one of them says for whom the file is tried")
     tables = _read(settings.file)
     if unknown := [name for name in names if name not in tables.get("tenants", {})]:
-        raise SettingsError(f"--tenants: {', '.join(unknown)} is no organisation of {settings.file}")
+        raise SettingsError(f"--organisations: {', '.join(unknown)} is no organisation of {settings.file}")
     content = msgspec.json.encode(tables).decode()
     return _do(settings, PolicyRequest(PolicyAction.TRY, content=content, share=settings.share, organisations=names))
 

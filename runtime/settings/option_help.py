@@ -25,7 +25,7 @@ _VALUES: Final = {
     "KEY": "api_key",
     "KEY,…": "api_keys",
     "CORES": "cpu_cores",
-    "NAME,…": "faults names transports",
+    "NAME,…": "faults names organisations transports",
     "KIB,…": "segment_kib block_kib",
     "RATIO,…": "ratios",
     "LENGTHS": "prompt_tokens output_tokens",

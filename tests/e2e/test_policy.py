@@ -36,7 +36,7 @@ def test_a_policy_is_tried_promoted_kept_through_a_kill_and_rolled_back(tiny: Pa
         assert all(two_pass(up, name) for name in ("acme", "lab"))
         shown = policy(up, "diff", str(stricter))
         assert "3 differences" in shown and "tenants.acme.limits.requests_per_min" in shown
-        assert "on trial for acme" in policy(up, "try", str(stricter), "--tenants", "acme")
+        assert "on trial for acme" in policy(up, "try", str(stricter), "--organisations", "acme")
         assert not two_pass(up, "acme") and two_pass(up, "lab")
         arms = dict(re.findall(r"(active|candidate)\W+(\d+)\W+\d+", policy(up, "compare", "--for-s", "0")))
         assert arms["active"] == "2" and int(arms["candidate"]) <= 1

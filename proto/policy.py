@@ -26,7 +26,7 @@ class PolicyRequest(Message, frozen=True):
     number: Count = 0
     """`list`: the version whose content is wanted. `rollback`: the one to put in force. 0: none, the one before."""
     content: Annotated[str, Meta(max_length=limits.MAX_POLICY_CHARS)] = ""
-    """The tables of a tenants file in JSON, without keys. Empty with `promote`: what is on trial."""
+    """The tables of a tenants file in JSON, without keys and cache groups. Empty with `promote`: what is on trial."""
     share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     """`try`: the share of organisations."""
     organisations: Annotated[tuple[Name, ...], Meta(max_length=1024)] = ()

@@ -1,4 +1,4 @@
-"""Numbered versions of the scheduling policy: the tenants file without keys, and the coordinator's scheduling options. Pure.
+"""Numbered versions of the scheduling policy: the tenants file without secrets, and the coordinator's scheduling options. Pure.
 
 A version gets its number when it is first loaded, promoted or tried. One is in force, and another may be on trial. The tenants
 file counts only where its content has changed since it was last read: a version that was promoted stays through a restart.
@@ -13,7 +13,7 @@ from xxhash import xxh64_intdigest
 
 from proto.errors import CrossdockError
 from proto.limits import MAX_POLICY_VERSIONS
-from runtime.tenancy.tenants import without_keys
+from runtime.tenancy.tenants import without_secrets
 
 Tables = Mapping[str, Any]
 
@@ -28,7 +28,7 @@ class Version(msgspec.Struct, frozen=True):
     source: str
     unix_s: float
     tables: dict[str, Any]
-    """The tenants file, without keys."""
+    """The tenants file, without secrets."""
     options: dict[str, Any]
     """Scheduling options of the coordinator that had it in force first."""
 
@@ -76,7 +76,7 @@ class Versions(msgspec.Struct):
 
     def load(self, tables: Tables, options: Mapping[str, Any], now_s: float) -> None:
         """The tenants file as it is, at the start and when it has changed."""
-        tables, changed = without_keys(tables), digest_of(without_keys(tables), {})
+        tables, changed = without_secrets(tables), digest_of(without_secrets(tables), {})
         if changed != self.file_digest or not self.active:
             self.file_digest, self.trial = changed, None
             self._put_in_force(self._add(tables, options, "tenants file", now_s))
@@ -87,7 +87,7 @@ class Versions(msgspec.Struct):
     def try_(self, tables: Tables, options: Mapping[str, Any], trial: Trial, now_s: float) -> None:
         """`trial`: for whom; its number is given here."""
         self.trial = None
-        number = self._add(without_keys(tables), options, "trial", now_s)
+        number = self._add(without_secrets(tables), options, "trial", now_s)
         if number == self.active:
             raise PolicyError(f"this is version {number}, which is in force")
         self.trial = msgspec.structs.replace(trial, number=number)
@@ -100,7 +100,7 @@ class Versions(msgspec.Struct):
     def promote(self, tables: Tables | None, options: Mapping[str, Any], now_s: float) -> None:
         """Put tables in force, or what is on trial."""
         if tables is not None:
-            number = self._add(without_keys(tables), options, "promoted", now_s)
+            number = self._add(without_secrets(tables), options, "promoted", now_s)
         elif self.trial is not None:
             number = self.trial.number
         else:

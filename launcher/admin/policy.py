@@ -22,7 +22,7 @@ from runtime.settings.addresses import AddressOrEmpty
 from runtime.settings.options import SettingsError
 from runtime.settings.types import KeyOptions
 from runtime.tenancy.file import read_tables
-from runtime.tenancy.tenants import TenantsError, without_keys
+from runtime.tenancy.tenants import TenantsError, without_secrets
 
 _ABSENT: Final = "(not given)"
 
@@ -35,8 +35,8 @@ class PolicyOptions(KeyOptions):
 class ListSettings(PolicyOptions):
     """Show the versions of the scheduling policy.
 
-    A version is a tenants file without its keys, with the scheduling options of the coordinator. Each accepted change of
-    either gets the next number. The last 100 are kept beside the usage database.
+    A version is a tenants file without keys and cache_group, with the scheduling options of the coordinator. Each accepted
+    change of either gets the next number. The last 100 are kept beside the usage database.
     """
 
 
@@ -208,12 +208,12 @@ def _value(value: Any) -> str:
 
 
 def _read(file: str) -> dict[str, Any]:
-    """Its tables, without keys."""
+    """Its tables, without secrets."""
     try:
         tables = read_tables(Path(file).expanduser())
     except TenantsError as error:
         raise SettingsError(str(error)) from None
-    return without_keys(tables)
+    return without_secrets(tables)
 
 
 def _content(settings: PolicyOptions, number: int) -> dict[str, Any]:

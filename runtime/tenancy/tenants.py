@@ -203,12 +203,12 @@ def tables_of(text: str) -> dict[str, object]:
         raise TenantsError(not_toml(error)) from None
 
 
-def without_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """A file's tables without the hashes of keys. (A tenant or user may be called `keys`: that is a table.)"""
+def without_secrets(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """A file's tables without what only gateways may know. (A tenant or user may be called `keys`: that is a table.)"""
     return {
-        name: without_keys(value) if isinstance(value, Mapping) else value
+        name: without_secrets(value) if isinstance(value, Mapping) else value
         for name, value in tables.items()
-        if name != "keys" or isinstance(value, Mapping)
+        if name not in ("keys", "cache_group") or isinstance(value, Mapping)
     }
 
 

@@ -45,8 +45,8 @@ def test_each_accepted_change_gets_the_next_number_and_what_was_there_keeps_its_
     assert made.active == 3 and made.get(3).source == "version 1 with other options"
 
 
-def test_keys_are_not_part_of_a_version() -> None:
-    with_key = FILE + f'keys = ["{"0" * 64}"]\n'
+def test_secrets_are_not_part_of_a_version() -> None:
+    with_key = FILE + f'keys = ["{"0" * 64}"]\ncache_group = "g"\n'
     made = versions(FILE, with_key)
     assert made.active == 1 and len(made.kept) == 1
     assert versions("[tenants.acme.users.keys]\nweight = 3.0\n").get(1).tables["tenants"]["acme"]["users"] == {

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from coordinator.policy.versions import Trial, Versions
 from proto.drain import DrainRequest, FlipRequest
 from proto.messages import Role
-from runtime.tenancy.tenants import tables_of
+from runtime.tenancy.tenants import tables_of, without_secrets
 from simulation.faults.coordinator_process import CoordinatorProcess
 from simulation.faults.gateway_process import GatewayProcess
 from simulation.faults.ledger import Ledger
@@ -136,7 +136,8 @@ class Cluster(Surroundings):
                     worker.call(worker.transfers.break_pair)
 
     def _change_policy(self, how: str) -> None:
-        versions, (base, other) = self.versions, (tables_of(TENANTS), tables_of(OTHER_POLICY))
+        versions = self.versions
+        base, other = (without_secrets(tables_of(text)) for text in (TENANTS, OTHER_POLICY))
         if versions.get(versions.active).tables == other:
             other = base
         match how:

@@ -78,8 +78,8 @@ class Handler(NamedTuple):
 HANDLERS: dict[type[Message], Handler] = {
     Submit: Handler((Role.GATEWAY,), intake.submit, intake.fault_of_submit),
     Cancel: Handler((Role.GATEWAY,), intake.cancel),
-    StepDone: Handler((Role.PREFILL,), progress.step_done, progress.fault_of_step),
-    CacheMiss: Handler((Role.PREFILL,), progress.cache_miss, progress.fault_of_miss),
+    StepDone: Handler(WORKERS, progress.step_done, progress.fault_of_step),
+    CacheMiss: Handler(WORKERS, progress.cache_miss, progress.fault_of_miss),
     CacheEvents: Handler(WORKERS, progress.cache_events),
     HandedOver: Handler((Role.PREFILL,), progress.handed_over, progress.fault_of_hand_over),
     DecodeProgress: Handler((Role.DECODE,), progress.decode_progress, progress.fault_of_progress),

@@ -42,8 +42,8 @@ def check(core: Core, *, honest: bool = True) -> None:
             assert request.entry is not None or not core.pools[request.submit.model].could_place(request.submit)
     for pool in core.pools.values():
         assert pool.large_drain.request is None or pool.large_drain.request.state is State.QUEUED
-        assert set(pool.bindings.hosts) == {worker.incarnation for worker in pool.prefill.values() if worker.bound}
-        for worker in pool.prefill.values():
+        assert set(pool.bindings.hosts) == {worker.incarnation for worker in pool.workers.values() if worker.bound}
+        for worker in pool.workers.values():
             for request in worker.bound.values():
                 assert request.entry is not None and request.entry.key == bound_key(worker.incarnation)
                 assert request.state is State.QUEUED and request.attempt_progress.bound_to == worker.incarnation

@@ -72,11 +72,22 @@ def step_done(state: State, incarnation: int, event: Received, now: float) -> No
             request.first_token_at = request.first_token_at or now
             state.billing.prompt_done(request.id)
             state.move(request, Trigger.PROMPT_DONE, now)
+            if request.decode_incarnation == incarnation:
+                _decodes_here(state, request, worker, now)
     if tokens and done.step_ms > 0:
         pool.measure(worker, tokens, done.step_ms)
-        pool.step_times[Role.PREFILL].add(1, tokens, pairs, done.step_ms, now)
+        if worker.admission is None:
+            pool.step_times[Role.PREFILL].add(1, tokens, pairs, done.step_ms, now)
     for chunk in asked:
         state.record_usage(state.billing.release(chunk.request_id, now))
+
+
+def _decodes_here(state: State, request: Request, worker: Worker, now: float) -> None:
+    """A decode worker has computed its prompt, and so has all of it."""
+    model, path = request.submit.model, worker.allocations[request.key].path
+    state.emitted(model, path, request.id, request.submit.resumed_tokens, 0, first=True)
+    state.pools[model].breakers.worked((worker.incarnation, worker.incarnation))
+    state.move(request, Trigger.HANDED_OVER, now)
 
 
 def _is_part(computed: tuple[Chunk, ...], asked: tuple[Chunk, ...]) -> bool:
@@ -293,7 +304,8 @@ def work_failed(state: State, incarnation: int, event: Received, now: float) -> 
         or incarnation not in (request.prefill_incarnation, request.decode_incarnation)
     ):
         return
-    if incarnation == request.prefill_incarnation and request.state is RequestState.DECODING:
+    decodes_here = incarnation == request.decode_incarnation
+    if incarnation == request.prefill_incarnation and request.state is RequestState.DECODING and not decodes_here:
         return
     _record_failure(state, request, worker, failed.reason, now)
     state.interrupt(request, failed.reason, f"{worker.hello.name}: {failed.message}"[:500], now)

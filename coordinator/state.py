@@ -297,7 +297,7 @@ class State:
 
     def unbind_without_pair(self, pool: Pool) -> None:
         """What waits for a prefill worker from which no KV may go at present may run anywhere again."""
-        for prefill in [pool.prefill[incarnation] for incarnation in pool.bindings.hosts]:
+        for prefill in [pool.workers[incarnation] for incarnation in pool.bindings.hosts]:
             if not pool.has_pair(prefill, self.now):
                 self.unbind_all(prefill)
                 pool.wakeups.request_came()

@@ -1,12 +1,16 @@
 """What a decode step does on the engine thread: copies on write, one forward pass, one draw for each sequence."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from decode_worker.batch import Draw, StepPlan
+from decode_worker.suffixes import Slice
 from engine.engine import Engine, SeqChunk
 from engine.pipeline import DecodePipeline, DecodeRow
+from engine.sampling.first_tokens import ComputedPrompt, draw_first_tokens
 from engine.sampling.sampler import Sampled, SamplerState, sample
+from proto.messages import TokenItem
 
 
 @dataclass(frozen=True)
@@ -14,19 +18,34 @@ class StepResult:
     drawn: list[Draw] | None
     """Of the oldest step in flight; None where it is too early to wait for it."""
     step_ms: float
+    first_tokens: list[TokenItem] | None = field(default_factory=list)
+    """Of the prompt that a slice has completed, for each choice; None where none could be drawn."""
 
 
-def run_step(engine: Engine, plan: StepPlan[SamplerState]) -> StepResult:
-    started = time.perf_counter()
-    for source, target in plan.copies:
+def run_step(
+    engine: Engine, plan: StepPlan[SamplerState] | None, part: Slice[SamplerState] | None = None, constraint: Any = None
+) -> StepResult:
+    """One forward pass for the streams of `plan` and a slice of a prompt; at least one of the two. `constraint`: of the
+    slice's grammar."""
+    started, rows = time.perf_counter(), plan.rows if plan is not None else ()
+    for source, target in plan.copies if plan is not None else ():
         engine.copy_block(source, target)
-    logits = engine.forward([SeqChunk((row.token,), row.position, row.table, True) for row in plan.rows])
-    states = [row.running.state for row in plan.rows]
-    sampled = sample(logits, states)
+    chunks = [SeqChunk((row.token,), row.position, row.table, True) for row in rows]
+    if part is not None:
+        chunks.append(SeqChunk(part.tokens, part.start, part.suffix.blocks, part.is_last))
+    logits = engine.forward(chunks)
+    states = [row.running.state for row in rows]
+    sampled = sample(logits[: len(rows)], states) if rows else []
     for state, token in zip(states, sampled, strict=True):
         if token is not None:
             state.accept(token.token)
-    return StepResult(_draws(sampled), (time.perf_counter() - started) * 1000)
+    first: list[TokenItem] | None = []
+    if part is not None and part.is_last:
+        prompt = ComputedPrompt(part.suffix.order, part.suffix.tokens, part.suffix.cached_tokens, constraint)
+        [first] = draw_first_tokens([prompt], logits[len(rows) :])
+    if part is not None:
+        engine.finish()
+    return StepResult(_draws(sampled) if plan is not None else None, (time.perf_counter() - started) * 1000, first)
 
 
 def run_ahead(

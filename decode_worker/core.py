@@ -1,15 +1,16 @@
 """What a decode worker does with its orders, offers and steps. Pure: the driver of the worker runs steps and owns links."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol
 
 from decode_worker.batch import DecodeRequest, Draw, S, StepOutcome, StepPlan
 from decode_worker.progress import ProgressReport
 from decode_worker.requests import Attempt, AttemptTable, FinalReport, Phase, failed
+from decode_worker.suffixes import Slice, Suffixes
 from kvtransfer.session.session import Accepted
 from proto.errors import Interrupt, RemoteProtocolError, no_token_drawn
 from proto.kv import Commit, FirstToken, Offer
-from proto.messages import Message, Release, Released, Reserve, Tokens
+from proto.messages import Message, Prefill, Release, Released, Reserve, Step, TokenItem, Tokens
 from runtime.worker.ports import Coordinator, Gateways
 
 MakeState = Callable[[Reserve, FirstToken, list[int]], S]
@@ -41,6 +42,9 @@ class DecodeCore(Generic[S]):
         self.batch = table.batch
         self.undecided: dict[tuple[str, int], tuple[int, Offer]] = {}
         """Offers, and whose, that came before their reservations, each on a link of its own."""
+        self.suffixes: Suffixes[S] = Suffixes(ports, table, vocab_size, self._close, self._join)
+        self._with_slice = False
+        """The last step computed a part of a prompt."""
         self._progress = ProgressReport(table)
         self._ports = ports
         self._vocab_size = vocab_size
@@ -48,11 +52,15 @@ class DecodeCore(Generic[S]):
 
     # --- orders ---------------------------------------------------------------------------------------------------------
 
-    def order(self, message: Message) -> None:
+    def order(self, message: Message, blob: bytes = b"") -> None:
         """From the coordinator. Raises `RemoteProtocolError`."""
         match message:
             case Reserve():
                 self._reserve(message)
+            case Prefill():
+                self.suffixes.take_in(message, blob)
+            case Step():
+                self.suffixes.add(message)
             case Release():
                 self._release(message)
             case _:
@@ -78,6 +86,7 @@ class DecodeCore(Generic[S]):
     def coordinator_lost(self, now: float) -> None:
         """What runs goes on, and so do reservations: the first tokens of some are out, and their KV is about to be offered. Of
         the others the next coordinator hears from their gateways; those of which it never hears end with `expire`."""
+        self.suffixes.coordinator_lost()
         self.table.allocator.report_all()
         self.table.coordinator_lost(now)
 
@@ -121,7 +130,13 @@ class DecodeCore(Generic[S]):
             broken = failed(attempt, Interrupt.TRANSFER_FAILED, fault)
             self._say(self.table.received_nothing(attempt.key, blocks, broken))
             return
-        tables = self.table.fork(attempt, blocks, len(commit.first_tokens))
+        self._join(attempt, blocks, commit.first_tokens, prompt_tokens)
+
+    def _join(
+        self, attempt: Attempt[S], blocks: list[int], first_tokens: Sequence[FirstToken], prompt_tokens: list[int]
+    ) -> None:
+        """All KV of its prompt is in these blocks."""
+        order, tables = attempt.order, self.table.fork(attempt, blocks, len(first_tokens))
         sequences = [
             DecodeRequest(
                 attempt.key,
@@ -133,7 +148,7 @@ class DecodeCore(Generic[S]):
                 first.token,
                 order.resumed_tokens + 1,
             )
-            for first, table in zip(commit.first_tokens, tables, strict=True)
+            for first, table in zip(first_tokens, tables, strict=True)
         ]
         self.table.start(attempt, sequences)
         self._ports.registration.report_cache(self.table.allocator.take_changes)
@@ -178,6 +193,20 @@ class DecodeCore(Generic[S]):
         """The next step to run; None while nothing runs."""
         return self.batch.plan(self._stuck)
 
+    def next_slice(self, tokens_max: int, now: float) -> Slice[S] | None:
+        """What of a prompt the next step is to compute beside its streams; None: nothing."""
+        return self.suffixes.next_slice(tokens_max, now)
+
+    def slice_computed(self, done: Slice[S], items: list[TokenItem] | None, now: float) -> None:
+        """As for `Suffixes.computed`."""
+        self._with_slice = True
+        self.suffixes.computed(done, items, now)
+
+    def strictest_tpot_ms(self) -> float:
+        """Of the streams that run; 0: none has a target."""
+        attempts = (self.table.attempts.get(one.key) for one in self.batch.running)
+        return min((a.order.tpot_ms for a in attempts if a is not None and a.order.tpot_ms), default=0.0)
+
     def apply(self, drawn: list[Draw]) -> tuple[StepOutcome[S], list[FinalReport]]:
         """The step is computed. What ended is freed now, for the next plan, and said with `pass_on`, once that runs."""
         outcome = self.batch.apply(drawn)
@@ -191,7 +220,11 @@ class DecodeCore(Generic[S]):
         for gateway, items in outcome.by_gateway.values():
             self._ports.gateways.send(gateway, Tokens(tuple(items)))
         self._say(final_reports)
-        self._progress.stepped(outcome, now)
+        if self._with_slice:
+            self._progress.paused()  # its time says nothing of steps without one
+        else:
+            self._progress.stepped(outcome, now)
+        self._with_slice = False
         progress = self._progress.due(now)
         # A coordinator that comes back is told by the Hello what is held here, and counts that whole.
         if progress is not None and self._ports.registration.up:

@@ -24,6 +24,10 @@ class DecodeMetrics:
         self._tokens = registry.counter(PREFIX + "tokens", "Tokens sent to gateways, without first tokens.")
         self._forwarded = step_tokens(registry, "decode")
         self._failed = registry.counter(PREFIX + "steps_failed", "Forward passes that failed.")
+        self._suffixes = registry.counter(
+            PREFIX + "suffix_tokens",
+            "Tokens of prompts computed here, behind KV that was here, between steps of streams.",
+        )
 
         def attempts() -> dict[str, float]:
             phases = Counter(attempt.phase for attempt in table.attempts.values())
@@ -61,6 +65,9 @@ class DecodeMetrics:
         self._sequences.observe(sequences)
         self._forwarded.inc(sequences)
         self._tokens.inc(sum(len(items) for _, items in outcome.by_gateway.values()))
+
+    def slice_done(self, tokens: int) -> None:
+        self._suffixes.inc(tokens)
 
     def step_failed(self) -> None:
         self._failed.inc()

@@ -1,6 +1,6 @@
 """What a decode worker holds for each attempt, from the reservation to the last word about it. Pure.
 
-    RESERVED → RECEIVING → RUNNING → (over)
+    RESERVED → RECEIVING or COMPUTING → RUNNING → (over)
 
 However an attempt ends, its blocks are given back and the coordinator is told only when neither the KV receiver nor a step
 in flight can touch them any more.
@@ -9,7 +9,7 @@ in flight can touch them any more.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -21,7 +21,7 @@ from kvtransfer.session.session import Accepted
 from proto.codec import split_hashes
 from proto.errors import Interrupt
 from proto.kv import kept_names
-from proto.messages import Finished, Released, Reserve, WorkFailed
+from proto.messages import Finished, Prefill, Released, Reserve, WorkFailed
 from proto.parts import Held, PrefixPart
 from proto.progress import Joined, SharedPrefix
 
@@ -32,7 +32,26 @@ FinalReport = Released | WorkFailed | Finished
 class Phase(StrEnum):
     RESERVED = "reserved"
     RECEIVING = "receiving"
+    COMPUTING = "computing"
     RUNNING = "running"
+
+
+@dataclass(eq=False)
+class Suffix:
+    """What a prompt adds to KV that is here, while it is computed here."""
+
+    order: Prefill
+    tokens: list[int]
+    """Of the whole prompt."""
+    blocks: list[int]
+    cached_tokens: int
+    computed_tokens: int
+    """The cached ones included."""
+    in_step: bool = False
+    is_ready: bool = True
+    """Its grammar, if it has one, is compiled, and ..."""
+    matchers: list[Any] = field(default_factory=list)
+    """... these are of its choices."""
 
 
 @dataclass(eq=False)
@@ -52,6 +71,8 @@ class Attempt(Generic[S]):
     prefix: tuple[PrefixPart, ...] = ()
     """What it may share, as reported."""
     joined_step: int | None = None
+    suffix: Suffix | None = None
+    """In the phase COMPUTING."""
     final_report: FinalReport | None = None
     alone_since: float | None = None
     """When the coordinator that made the reservation was lost."""
@@ -113,17 +134,37 @@ class AttemptTable(Generic[S]):
             self.allocator.free(cached)
             return str(error)
         attempt.phase = Phase.RECEIVING
+        self._found(attempt, cached)
+        return Accepted((*cached, *fresh), len(cached))
+
+    def begin_suffix(self, attempt: Attempt[S], order: Prefill, tokens: list[int]) -> str:
+        """Blocks for a prompt that is to be computed here, behind what is cached; or why there are none. No more is used of
+        the cache than the order believes: chunks start there."""
+        # The last token is computed in any case: the first token of the answer is drawn from its logits.
+        believed = min(order.cached_tokens, order.prompt_tokens - 1) // self.block_size
+        cached = self.allocator.match_prefix(attempt.hashes[:believed])
+        try:
+            fresh = self.allocator.allocate(-(-order.prompt_tokens // self.block_size) - len(cached))
+        except OutOfBlocks as error:
+            self.allocator.free(cached)
+            return str(error)
+        attempt.phase = Phase.COMPUTING
+        done = len(cached) * self.block_size
+        attempt.suffix = Suffix(order, tokens, [*cached, *fresh], done, done)
+        self._found(attempt, cached)
+        return ""
+
+    def _found(self, attempt: Attempt[S], cached: list[int]) -> None:
         attempt.cached_blocks = len(cached)
         self.chains.name(attempt.hashes, cached)
         self._report_prefix(attempt, cached)
         self.taken_tokens += attempt.order.prompt_tokens
         self.found_tokens += len(cached) * self.block_size
-        return Accepted((*cached, *fresh), len(cached))
 
     def start(self, attempt: Attempt[S], sequences: list[DecodeRequest[S]]) -> None:
         """The KV is verified and here: the choices run."""
-        assert attempt.phase is Phase.RECEIVING and attempt.final_report is None
-        attempt.phase = Phase.RUNNING
+        assert attempt.phase in (Phase.RECEIVING, Phase.COMPUTING) and attempt.final_report is None
+        attempt.phase, attempt.suffix = Phase.RUNNING, None
         attempt.sequences = sequences
         attempt.started = len(sequences)
         attempt.joined_step = self.batch.steps
@@ -184,6 +225,10 @@ class AttemptTable(Generic[S]):
             self.batch.leave(attempt.key)
             idle = [sequence for sequence in attempt.sequences if not sequence.steps_in_flight]
             return self.ended(idle, is_sound=is_sound)
+        if attempt.suffix is not None:
+            if attempt.suffix.in_step:
+                return []  # the caller comes again when that is over
+            self.allocator.free(attempt.suffix.blocks)
         return self._forget(attempt)
 
     def ended(self, sequences: list[DecodeRequest[S]], *, is_sound: bool = True) -> list[FinalReport]:

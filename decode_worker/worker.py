@@ -4,13 +4,15 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-from decode_worker.batch import Batch
+from decode_worker.batch import Batch, StepPlan
 from decode_worker.compute import StepResult, run_ahead, run_step
 from decode_worker.core import DecodeCore
 from decode_worker.leases import QUARANTINE_WARN_S, leases
 from decode_worker.metrics import DecodeMetrics
-from decode_worker.requests import AttemptTable
+from decode_worker.requests import Attempt, AttemptTable
 from decode_worker.senders import Senders
+from decode_worker.slices import IDLE_TOKENS, SliceSizes
+from decode_worker.suffixes import Slice
 from engine.engine import Engine
 from engine.kv.allocator import BlockAllocator
 from engine.sampling.sampler import SamplerState
@@ -57,7 +59,10 @@ class DecodeWorker:
         )
         self.table.keeps = lambda: self.registration.flips
         self.core = DecodeCore(self, self.table, vocab_size=info.vocab_size, make_state=self._sampler_state)
+        self.slices = SliceSizes(settings.stall_share)
+        self._last_was_slice = False
         self.grammars = GrammarThread(info.model_path, info.vocab_size, info.eos_token_ids)
+        self.core.suffixes.prepare_grammar = self._prepare_grammar
         self._matchers: list[Matcher] = []
         """Of the choices that are about to join the batch, all alike."""
         self.held, self.gateway_lost = self.table.held, self.core.gateway_lost
@@ -112,8 +117,9 @@ class DecodeWorker:
     def kv_held(self) -> KvHeld:
         return KvHeld(self.table.allocator.held_count, self.table.allocator.quarantined_count, self.receiver.sessions)
 
-    def order(self, message: Message, _: bytes) -> None:
-        self.core.order(message)
+    def order(self, message: Message, blob: bytes) -> None:
+        self.core.order(message, blob)
+        self.driver.wake()
         if isinstance(message, Reserve) and message.sampling.grammar:
             self.grammars.warm(message.sampling.grammar)  # while the prompt is computed elsewhere
 
@@ -211,32 +217,81 @@ class DecodeWorker:
     # --- steps ----------------------------------------------------------------------------------------------------------
 
     def next_step(self) -> ComputeStep[StepResult] | None:
-        before, plan, pipeline = self.table.batch.in_flight, self.core.plan(), self.engine.pipeline
+        before, pipeline = self.table.batch.in_flight, self.engine.pipeline
+        part = self._next_slice()
+        if part is not None and pipeline is not None:  # its forward has one token of each stream
+            return self._compute_step(None, part)
+        plan = self.core.plan()
         newest = plan or before
-        if newest is None:
-            return None
-        if pipeline is not None:
-            compute = partial(run_ahead, self.engine, pipeline, plan, collects=before is not None)
-        else:
-            assert plan is not None
-            compute = partial(run_step, self.engine, plan)
-        return ComputeStep(len(newest.rows), compute, done=self._step_done, failed=self._step_failed)
+        if newest is None or part is not None:
+            return self._compute_step(plan, part) if part is not None else None
+        if pipeline is None:
+            return self._compute_step(plan, None)
+        compute = partial(run_ahead, self.engine, pipeline, plan, collects=before is not None)
+        return ComputeStep(len(newest.rows), compute, partial(self._step_done, None), self._step_failed)
 
-    def _step_done(self, result: StepResult) -> Callable[[], None]:
-        if result.drawn is None:
+    def _next_slice(self) -> Slice[SamplerState] | None:
+        """What the next step computes of a prompt, if there is one that is to be computed here."""
+        running, alternates = len(self.table.batch.running), self.engine.pipeline is not None
+        if not len(self.core.suffixes) or (alternates and running and self._last_was_slice):
+            self._last_was_slice = False
+            return None
+        tokens_max = self.driver.settings.step_tokens_on(self.engine.on_gpu)
+        if running:
+            tokens_max = min(tokens_max, self.slices.tokens(running, self.core.strictest_tpot_ms()))
+        elif len(self.table.attempts) > len(self.core.suffixes):
+            tokens_max = min(tokens_max, IDLE_TOKENS)
+        part = self.core.next_slice(tokens_max, clock.now())
+        self._last_was_slice = part is not None
+        return part
+
+    def _compute_step(
+        self, plan: StepPlan[SamplerState] | None, part: Slice[SamplerState] | None
+    ) -> ComputeStep[StepResult]:
+        matchers = part.suffix.matchers if part is not None else []
+        compute = partial(run_step, self.engine, plan, part, matchers[0] if matchers else None)
+        failed = partial(self._step_failed, part=part, with_streams=plan is not None)
+        tokens = len(plan.rows if plan is not None else ()) + len(part.tokens if part is not None else ())
+        return ComputeStep(tokens, compute, partial(self._step_done, part), failed)
+
+    def _step_done(self, part: Slice[SamplerState] | None, result: StepResult) -> Callable[[], None]:
+        drawn, tokens = result.drawn, len(part.tokens) if part is not None else 0
+        beside = len(self.table.batch.running) if drawn is None else len(drawn)
+        alone_ms = self.slices.step_ms(beside) if drawn is None else 0.0
+        self.slices.measured(beside, tokens, alone_ms + result.step_ms)
+        applied = self.core.apply(drawn) if drawn is not None else None
+        if part is not None:
+            self.metrics.slice_done(tokens)
+            self._matchers = list(part.suffix.matchers)
+            self.core.slice_computed(part, result.first_tokens, clock.now())
+        if drawn is None or applied is None:
             return lambda: None
-        drawn = result.drawn
-        outcome, final_reports = self.core.apply(drawn)
 
         def pass_on() -> None:
-            self.core.pass_on(outcome, final_reports, clock.now())
-            self.metrics.step_done(result.step_ms, len(drawn), outcome)
+            self.core.pass_on(*applied, clock.now())
+            self.metrics.step_done(result.step_ms, len(drawn), applied[0])
 
         return pass_on
 
-    def _step_failed(self, error: str) -> None:
+    def _step_failed(self, error: str, part: Slice[SamplerState] | None = None, *, with_streams: bool = True) -> None:
         self.metrics.step_failed()
-        self.core.step_failed(error)
+        if part is not None:
+            self.core.suffixes.failed(part, error)
+        if with_streams:
+            self.core.step_failed(error)
+
+    def _prepare_grammar(self, attempt: Attempt[SamplerState]) -> None:
+        suffix = attempt.suffix
+        assert suffix is not None
+        order = suffix.order
+        resumed = suffix.tokens[len(suffix.tokens) - order.resumed_tokens :] if order.resumed_tokens else ()
+
+        def done(made: list[Matcher] | GrammarError) -> None:
+            suffix.matchers = [] if isinstance(made, GrammarError) else made
+            self.core.suffixes.grammar_ready(attempt, str(made) if isinstance(made, GrammarError) else "")
+            self.driver.wake()
+
+        self.grammars.prepare(order.sampling.grammar, resumed, order.choices, done)
 
 
 def _kv_settings(settings: WorkerSettings, transports: tuple[str, ...], device: str) -> KvSettings:

@@ -8,9 +8,8 @@ import numpy.typing as npt
 import torch
 
 from engine.engine import Engine, SeqChunk
-from engine.sampling.finish import finish_reason
+from engine.sampling.first_tokens import ComputedPrompt, draw_first_tokens
 from engine.sampling.prompt_logprobs import PromptScorer
-from engine.sampling.sampler import SamplerState, sample
 from prefill_worker.core import StepResult
 from prefill_worker.prompts import Key, PrefillRequest
 from proto.limits import MAX_PROMPT_LOGPROBS
@@ -68,34 +67,11 @@ def draw_late(prompts: Sequence[PrefillRequest]) -> StepResult:
 
 def _draw(prompts: Sequence[PrefillRequest], logits: torch.Tensor) -> tuple[dict[Key, list[TokenItem]], frozenset[Key]]:
     """A first token for each choice of prompts with `logits` [prompts, vocab], and prompts where none could be drawn."""
-    rows: list[int] = []
-    states: list[SamplerState] = []
-    for row, prompt in enumerate(prompts):
-        for choice in range(prompt.order.choices):
-            rows.append(row)
-            states.append(first_state(prompt, choice + prompt.order.first_choice, logits.shape[1]))
-    drawn = sample(logits[rows], states) if states else []
-    first: dict[Key, list[TokenItem]] = {prompt.key: [] for prompt in prompts}
-    broken: set[Key] = set()
-    for row, state, token in zip(rows, states, drawn, strict=True):
-        prompt = prompts[row]
-        order = prompt.order
-        if token is None:
-            broken.add(prompt.key)
-            continue
-        first[prompt.key].append(
-            TokenItem(
-                order.request_id,
-                order.attempt,
-                state.choice,
-                order.resumed_tokens,
-                (token.token,),
-                finish_reason(token.token, order.resumed_tokens + 1, order.sampling),
-                (token.logprobs,) if token.logprobs else (),
-                prompt.cached_tokens,
-            )
-        )
-    return first, frozenset(broken)
+    computed = [ComputedPrompt(p.order, p.tokens, p.cached_tokens, p.constraint) for p in prompts]
+    drawn = zip(prompts, draw_first_tokens(computed, logits), strict=True)
+    first = {prompt.key: items for prompt, items in drawn}
+    broken = frozenset(key for key, items in first.items() if items is None)
+    return {key: items or [] for key, items in first.items()}, broken
 
 
 def score_messages(key: tuple[str, int], scorer: PromptScorer) -> list[PromptLogprobs]:
@@ -116,15 +92,6 @@ def final_blocks(prompt: PrefillRequest, chunk: Chunk, block_size: int) -> list[
     end = chunk.start + chunk.length
     is_last = end == prompt.order.prompt_tokens
     return prompt.blocks[chunk.start // block_size : len(prompt.blocks) if is_last else end // block_size]
-
-
-def first_state(prompt: PrefillRequest, choice: int, vocab_size: int) -> SamplerState:
-    """The sampler as it stands before the first token of this attempt: resumed tokens are output, not prompt."""
-    split = len(prompt.tokens) - prompt.order.resumed_tokens
-    return SamplerState(
-        prompt.order.sampling, choice, vocab_size, prompt.tokens[:split], prompt.tokens[split:],
-        constraint=prompt.constraint,
-    )  # fmt: skip
 
 
 def _packed(numbers: npt.NDArray[Any]) -> bytes:

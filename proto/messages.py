@@ -210,7 +210,7 @@ class ClusterState(Message, frozen=True):
     """With which all gateways hash the blocks of prompts."""
 
 
-# --- coordinator → prefill worker ----------------------------------------------------------------------------------------
+# --- coordinator → prefill worker, and a decode worker that computes a suffix -----------------------------------------
 
 
 class Prefill(Message, frozen=True):
@@ -232,7 +232,8 @@ class Prefill(Message, frozen=True):
 
 
 class Step(Message, frozen=True):
-    """One forward pass. Steps run in the order they arrive; chunks of a released request are skipped."""
+    """One forward pass; in a decode worker one chunk, computed in slices. Steps run in the order they arrive; chunks of a
+    released request are skipped."""
 
     step_id: Count
     chunks: Annotated[tuple[Chunk, ...], Meta(min_length=1, max_length=limits.MAX_CHUNKS_PER_STEP)]
@@ -254,7 +255,10 @@ class Reserve(Message, frozen=True):
     kv_blocks: Count
     gateway: Peer
     prefill_incarnation: Incarnation
+    """Its own: it is to compute the prompt itself, and gets a `Prefill` and `Step`s for it."""
     block_hashes: BlockHashes = b""
+    tpot_ms: DurationMs = 0.0
+    """Its target for the time per later token; 0: none."""
 
 
 class Release(Message, frozen=True):
@@ -310,7 +314,7 @@ class Finished(Message, frozen=True):
     output_tokens: Count
     """Summed over choices, this attempt's only."""
     tokens_forwarded: Count
-    """By this process's model since it started: a decode worker's never counts a prompt."""
+    """By this process's model since it started."""
     resumed_tokens: Tokens_ = 0
     """As in its order: a coordinator that has just started does not know the attempt."""
 

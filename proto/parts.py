@@ -93,6 +93,8 @@ class Capacity(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_un
     context_tokens: Tokens_
     step_tokens: Annotated[int, Meta(ge=1, le=1 << 16)] = STEP_TOKENS
     """Of a prefill step, where the coordinator is not told another budget."""
+    computes_suffixes: bool = False
+    """Of a decode worker: it computes what a prompt adds to KV that it has, between the steps of its streams."""
 
 
 class Held(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):

@@ -7,6 +7,7 @@
     Wait     it is bound to another prefill worker and waits for a turn there
     NoRoom   its queue key is left out until room is freed; if it was bound to this worker, it waits in its class again
     Apart    it is suspected of having ended workers, and does not run beside others
+    Apart.ELSEWHERE     the decode worker for which it waited does not take it now: it waits in its class again
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 from coordinator.lifecycle import State
 from coordinator.placement.choice import better_prefill, cached_tokens, choose_decode
+from coordinator.placement.turns import best_turn, takes, waits_behind
 from coordinator.request import Request
 from coordinator.waiting.queue import WaitQueue
 from coordinator.waiting.queue_keys import Demand, class_key, classes_without_room, is_class
@@ -43,7 +45,7 @@ class Place(NamedTuple):
 class Wait(NamedTuple):
     worker: Worker
     prefix: bytes
-    """What that worker has cached and this one has not; empty if it is only faster."""
+    """What that worker has cached and this one has not; empty if it is only faster, or a decode worker."""
     cached_tokens: int
     waits_s: float
     """How much longer it waits there."""
@@ -63,6 +65,8 @@ class Apart(Enum):
     """It waits for a decode worker of its own."""
     OWN_STEP = auto()
     """It waits for a step of its own. Nothing is put before it meanwhile."""
+    ELSEWHERE = auto()
+    """The decode worker that has its beginning does not take it now."""
 
 
 Decision = Run | Place | Wait | NoRoom | Apart
@@ -81,8 +85,13 @@ def decide(
     if not queued:
         return Run(request.dispatched_tokens, fitting(request, request.dispatched_tokens, left, size), None, b"")
     assert request.entry is not None
+    if worker.admission is not None:
+        return _suffix(request, worker, pool, queue, left, now)
     in_class, copied = is_class(request.entry.key), b""
     if in_class and request.attempt_progress.moves < MOVES_MAX:
+        turn = best_turn(request, pool, now, worker)
+        if turn is not None:
+            return Wait(turn.decode, b"", turn.cached_tokens, 0.0)
         better = better_prefill(request.submit, worker, pool, pool.bindings.kept_waiting(worker, len(queue)), now)
         if better is not None and better.worker is not worker:
             there = better.worker
@@ -99,6 +108,14 @@ def decide(
         return _no_room(request, worker, pool, queue, copied)
     start = cached_tokens(request.submit, worker, pool)
     return Run(start, fitting(request, start, left, size), decode, copied)
+
+
+def _suffix(request: Request, worker: Worker, pool: Pool, queue: WaitQueue, left: int, now: float) -> Decision:
+    """A decode worker is to compute what the prompt adds to what it has."""
+    if not takes(worker, request, pool, now) or waits_behind(request, pool, queue):
+        return Apart.ELSEWHERE
+    start = cached_tokens(request.submit, worker, pool)
+    return Run(start, fitting(request, start, left, worker.capacity.block_size), worker, b"")
 
 
 def _no_room(request: Request, worker: Worker, pool: Pool, queue: WaitQueue, copied: bytes = b"") -> NoRoom:

@@ -26,13 +26,15 @@ def place(state: State, request: Request, prefill: Worker, decode: Worker, now: 
     one, other = prefill.incarnation, decode.incarnation
     for pair in ((one, other), (one, NOBODY), (NOBODY, other)):
         pool.breakers.placed(pair, request.key)
-    state.billing.hold(request.id, 2)
+    state.billing.hold(request.id, 1 if prefill is decode else 2)
+    state.counters["turns_on_decode"] += prefill is decode
     request.begin().placed_at = now
     keep, take_in = _orders(request, prefill, decode, state.peers[request.gateway_incarnation])
     state.send(decode.incarnation, keep)
     state.send(prefill.incarnation, take_in, request.blob)
     request.blob = b""
-    state.move(request, Trigger.PLACE, now, f"{prefill.hello.name} + {decode.hello.name}")
+    names = dict.fromkeys((prefill.hello.name, decode.hello.name))
+    state.move(request, Trigger.PLACE, now, " + ".join(names))
 
 
 def place_at_once(state: State, request: Request, prefill: Worker, decode: Worker, now: float) -> None:
@@ -47,7 +49,8 @@ def place_at_once(state: State, request: Request, prefill: Worker, decode: Worke
 
 
 def _reserve(request: Request, prefill: Worker, decode: Worker) -> None:
-    prefill.hold(request.key, prefill.prefill_allocation(request.submit, request.path))
+    if prefill is not decode:
+        prefill.hold(request.key, prefill.prefill_allocation(request.submit, request.path))
     decode.hold(
         request.key, decode.decode_allocation(request.submit, request.path, request.expected_left, request.tpot_ms)
     )
@@ -74,6 +77,6 @@ def _orders(request: Request, prefill: Worker, decode: Worker, gateway_hello: He
     size, decode_size = prefill.capacity.block_size, decode.capacity.block_size
     hashes = usable_hashes(submit, size)
     decode_hashes = hashes if decode_size == size else usable_hashes(submit, decode_size)
-    return Reserve(*what, blocks, gateway, prefill.incarnation, decode_hashes), Prefill(
+    return Reserve(*what, blocks, gateway, prefill.incarnation, decode_hashes, request.tpot_ms), Prefill(
         *what, gateway, Peer(decode.hello.address, decode.incarnation), decode_size, hashes, request.cached_tokens
     )

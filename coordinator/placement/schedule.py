@@ -67,10 +67,10 @@ def _ask_workers(state: State, pool: Pool, queue: WaitQueue, now: float) -> None
 
 def _steal(worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> bool:
     """It finds nothing to do: of what is bound to another worker, it takes what came last, if that starts earlier here."""
-    if not pool.wakeups.may_place_on(worker) or not pool.has_pair(worker, now):
+    if worker.admission is not None or not pool.wakeups.may_place_on(worker) or not pool.has_pair(worker, now):
         return False
     hosts = [
-        pool.prefill[incarnation]
+        pool.workers[incarnation]
         for incarnation in islice(pool.bindings.hosts, EXAMINED_MAX)
         if incarnation != worker.incarnation
     ]

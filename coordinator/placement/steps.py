@@ -56,7 +56,8 @@ class _Plan:
         """It was charged for so much more of its prompt."""
         self.chunks.append(Chunk(request.id, request.attempt, request.dispatched_tokens - length, length))
         self.requests.append(request)
-        self.left = 0 if request.own_step else self.left - length
+        # A decode worker computes one chunk after the other.
+        self.left = 0 if request.own_step or self._worker.admission is not None else self.left - length
         if request.entry is None:
             self._worker.expect_no_more(request)
         else:
@@ -109,7 +110,7 @@ def compose(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: flo
     if not plan.chunks:
         return None
     end = end or plan.end
-    pool.step_ends[end] += 1
+    pool.step_ends[end] += worker.admission is None
     step = worker.begin_step(plan.chunks, plan.requests)
     if state.watch is not None:
         state.watch(Composed(worker, step.step_id, end))
@@ -154,6 +155,8 @@ def _key_after(decision: Decision, request: Request, queue: WaitQueue) -> int | 
         return bound_key(decision.worker.incarnation)
     if decision is Apart.OWN_WORKER:
         return LONE_KEY
+    if decision is Apart.ELSEWHERE:
+        return queue.class_key(request)
     assert isinstance(decision, NoRoom) and request.entry is not None
     if not decision.in_decode:
         return None
@@ -183,6 +186,9 @@ def _pass_over(decision: Decision, request: Request, worker: Worker, pool: Pool,
         case Apart.OWN_WORKER:
             pool.bindings.unbind(request)
             pool.lone.waiting[request.id] = request
+        case Apart.ELSEWHERE:
+            pool.bindings.unbind(request)
+            pool.wakeups.request_came()
 
 
 def _goes_on(worker: Worker, left: int, pool: Pool, queue: WaitQueue, now: float) -> Request | None:

@@ -15,7 +15,7 @@ from coordinator.request import LOSSES_MAX, PROGRESS_TOKENS, Request, Suspicion
 from coordinator.state import State
 from coordinator.workers.worker import Worker
 from proto.errors import Reject
-from proto.messages import Rejected, Role
+from proto.messages import Rejected
 
 
 def count_loss(state: State, worker: Worker) -> None:
@@ -41,16 +41,14 @@ def _in_step(state: State, worker: Worker) -> list[tuple[Request, Suspicion]]:
     """Requests in the steps that the worker was given, and what speaks against them now. Which of two steps it was in is not
     known for certain: its last word may be lost. A request that decodes has had all its chunks computed."""
     found = []
-    if worker.hello.role is Role.PREFILL:
-        for step, requests in worker.steps.values():
-            for chunk, request in zip(step.chunks, requests, strict=True):
-                if (
-                    state.current(chunk.request_id, chunk.attempt) is request
-                    and request.prefill_incarnation == worker.incarnation
-                    and request.state is not RequestState.DECODING
-                ):
-                    found.append((request, _one_more(request, chunk.start + chunk.length)))
-        return found
+    for step, requests in worker.steps.values():
+        for chunk, request in zip(step.chunks, requests, strict=True):
+            if (
+                state.current(chunk.request_id, chunk.attempt) is request
+                and request.prefill_incarnation == worker.incarnation
+                and request.state is not RequestState.DECODING
+            ):
+                found.append((request, _one_more(request, chunk.start + chunk.length)))
     for key in worker.allocations:
         decoding = state.current(*key)
         if (

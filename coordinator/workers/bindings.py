@@ -22,11 +22,11 @@ _PREFIXES_MAX = 4096
 
 
 class Bindings:
-    def __init__(self, prefill: Mapping[int, Worker], wakeups: Wakeups) -> None:
-        self._prefill, self._wakeups = prefill, wakeups
+    def __init__(self, prefill: Mapping[int, Worker], workers: Mapping[int, Worker], wakeups: Wakeups) -> None:
+        self._prefill, self._workers, self._wakeups = prefill, workers, wakeups
         self._count = 0
         self.hosts: dict[int, None] = {}
-        """Prefill workers to which requests are bound, longest first."""
+        """Workers to which requests are bound, longest first."""
 
     def bind(self, request: Request, prefill: Worker) -> None:
         """From now on it counts among what waits for this worker."""
@@ -46,7 +46,7 @@ class Bindings:
             return
         request.begin().bound_to = 0
         self._count -= 1
-        worker = self._prefill[bound_to]
+        worker = self._workers[bound_to]
         worker.expect_no_more(request)
         if not worker.bound:
             self.hosts.pop(bound_to, None)

@@ -8,7 +8,7 @@ to everybody but one request that was bypassed too often, until that request fit
 the third is not.
 """
 
-from collections import Counter
+from collections import ChainMap, Counter
 
 from coordinator.fairness.held_shares import HeldShares
 from coordinator.request import Request
@@ -45,11 +45,12 @@ class Pool:
         self.prefill: dict[int, Worker] = {}
         self.decode: dict[int, Worker] = {}
         self.locality, self.targets = Locality(), TokenTargets()
+        self.workers = ChainMap(self.prefill, self.decode)
         self.candidates = Candidates(self.prefill, self.decode, self.locality, self.targets)
         self.large_drain = DrainForLargeRequest(self.decode)
         self.lone = LoneRequests(self.decode)
-        self.wakeups = Wakeups(self.prefill, self.large_drain)
-        self.bindings = Bindings(self.prefill, self.wakeups)
+        self.wakeups = Wakeups(self.workers, self.large_drain)
+        self.bindings = Bindings(self.prefill, self.workers, self.wakeups)
         self.breakers = Breakers()
         self.shares = HeldShares()
         self.waits = Waits()
@@ -134,6 +135,8 @@ class Pool:
         else:
             self.targets.changed(worker)
             self.candidates.decode_changed(worker)
+            if worker.capacity.computes_suffixes:
+                self.wakeups.steps_changed(worker)
             if worker.hello.process:
                 self._bound_slices(worker)
 
@@ -174,16 +177,23 @@ class Pool:
 
     def has_pair(self, prefill: Worker, now: float) -> bool:
         """Whether anything may be placed on it, as far as its pairs go."""
+        if prefill.admission is not None:
+            return not prefill.draining and self.may_pair(prefill, prefill, now)
         return any(not decode.draining and self.may_pair(prefill, decode, now) for decode in self.decode.values())
 
     def decode_candidates(self, request: Request, prefill: Worker, now: float) -> list[Worker]:
         """Decode workers to which this prefill worker may send. Not those that are closed to all but one request."""
-        closed = (self.large_drain.decode, self.lone.decode)
+        closed = self.kept_for_one
 
         def takes(decode: Worker) -> bool:
             return not decode.draining and decode.incarnation not in closed and self.may_pair(prefill, decode, now)
 
         return self.candidates.decode(request, takes)
+
+    @property
+    def kept_for_one(self) -> tuple[int, int]:
+        """Decode workers that take one request and no other."""
+        return self.large_drain.decode, self.lone.decode
 
     def end_lone(self, request: Request) -> None:
         """It does not run alone, and does not wait to."""
@@ -250,6 +260,10 @@ class Pool:
 
     def measure(self, worker: Worker, tokens: int, step_ms: float) -> None:
         """A prefill step of so many tokens has been computed."""
+        if worker.admission is not None:
+            worker.measure_suffix(tokens, step_ms)
+            self.changed(worker)
+            return
         before = worker.tokens_per_s
         worker.measure(tokens, step_ms)
         self.changed(worker)
@@ -257,9 +271,16 @@ class Pool:
         self._tokens_per_s += worker.tokens_per_s - before
 
     def rate(self, prefill: Worker) -> float:
-        """Tokens per second; one not measured yet is taken for as fast as the others."""
+        """Tokens of prompts per second; one not measured yet is taken for as fast as the prefill workers, and a decode worker
+        with streams for a third as fast."""
         if prefill.tokens_per_s:
             return prefill.tokens_per_s
+        if prefill.admission is not None and prefill.allocations:
+            return self._mean_rate() / 3
+        return self._mean_rate()
+
+    def _mean_rate(self) -> float:
+        """Of the prefill workers that are measured."""
         if not self._mean_tokens_per_s:
             rates = [worker.tokens_per_s for worker in self.prefill.values() if worker.tokens_per_s]
             if not rates:

@@ -26,13 +26,16 @@ from coordinator.workers.worker import Worker
 
 
 class Wakeups:
-    def __init__(self, prefill: Mapping[int, Worker], large_drain: DrainForLargeRequest) -> None:
-        self._prefill, self._large_drain = prefill, large_drain
+    def __init__(self, workers: Mapping[int, Worker], large_drain: DrainForLargeRequest) -> None:
+        """`workers`: of both roles."""
+        self._workers, self._large_drain = workers, large_drain
         self.idle = Ordered()
         """Prefill workers that can be given a step, the one with the least to do first; of equals, the one that has done
         least."""
+        self.takes_chunks: set[int] = set()
+        """Decode workers that can be given a chunk of what is bound to them."""
         self.for_all = False
-        """Any of them may find something."""
+        """Any of the prefill workers may find something."""
         self.ready: dict[int, None] = {}
         """Those of them that may find something of their own."""
         self.closed: dict[int, Request] = {}
@@ -57,16 +60,19 @@ class Wakeups:
         self.for_all = True
 
     def steps_changed(self, worker: Worker) -> None:
-        """A prefill worker has more or less to do."""
-        if worker.pace.may_have_more(len(worker.steps), worker.tokens_in_flight):
+        """A prefill worker has more or less to do, or a decode worker more or fewer suffixes to compute."""
+        if worker.admission is not None:
+            can_take = worker.pace.may_have_more(len(worker.steps), worker.tokens_in_flight)
+            (self.takes_chunks.add if can_take else self.takes_chunks.discard)(worker.incarnation)
+        elif worker.pace.may_have_more(len(worker.steps), worker.tokens_in_flight):
             self.idle.put(worker.incarnation, worker.tokens_in_flight, worker.tokens_forwarded)
         else:
             self.idle.drop(worker.incarnation)
             self.ready.pop(worker.incarnation, None)
 
     def has_own_work(self, worker: Worker) -> None:
-        """A prefill worker has done a step, or something was placed on it or bound to it."""
-        if worker.incarnation in self.idle:
+        """A worker has done a step, or something was placed on it or bound to it."""
+        if worker.incarnation in self.idle or worker.incarnation in self.takes_chunks:
             self.ready[worker.incarnation] = None
 
     def prefill_room_freed(self, worker: Worker) -> None:
@@ -103,8 +109,9 @@ class Wakeups:
         self.for_all = True
 
     def left(self, worker: Worker) -> None:
-        """A prefill worker is gone."""
+        """It is gone."""
         self.idle.drop(worker.incarnation)
+        self.takes_chunks.discard(worker.incarnation)
         self.ready.pop(worker.incarnation, None)
 
     # --- what `schedule` finds ------------------------------------------------------------------------------------------
@@ -147,18 +154,18 @@ class Wakeups:
         return bool(self._found_nothing)
 
     def next_to_ask(self, queue: WaitQueue) -> Worker | None:
-        """The prefill worker with the least to do, of those that may find something."""
+        """The worker with the least to do, of those that may find something."""
         if self.for_all:
             classes = {key for key in queue.classes() if key not in self.closed}
             for incarnation in self.idle if classes else ():
                 if incarnation in self._found_nothing:
                     continue
-                worker = self._prefill[incarnation]
+                worker = self._workers[incarnation]
                 stuck = self.stuck.get(incarnation)
                 if self.may_place_on(worker) and not (stuck and stuck.keys() >= classes):
                     return worker
             self.for_all = False
-        ready = [self._prefill[incarnation] for incarnation in self.ready]
+        ready = [self._workers[incarnation] for incarnation in self.ready]
         return min(ready, key=lambda w: (w.tokens_in_flight, w.tokens_forwarded, w.incarnation), default=None)
 
     def may_place_on(self, prefill: Worker) -> bool:
@@ -175,6 +182,8 @@ class Wakeups:
     def open_keys(self, prefill: Worker, queue: WaitQueue) -> list[int]:
         """The queue keys from which this prefill worker may take something now, its own first."""
         own = prefill.incarnation
+        if prefill.admission is not None:
+            return [own, bound_key(own)]
         if not self.may_place_on(prefill):
             return [own]
         closed, stuck = self.closed, self.stuck.get(own, ())

@@ -264,6 +264,11 @@ class Worker:
             self.tokens_per_s += 0.2 * (rate - self.tokens_per_s)
         self.has_run_full |= full
 
+    def measure_suffix(self, tokens: int, step_ms: float) -> None:
+        """A decode worker has computed so much of a prompt, beside what runs there."""
+        rate = tokens * 1000 / step_ms
+        self.tokens_per_s += (rate - self.tokens_per_s) * (0.3 if self.tokens_per_s else 1.0)
+
     @property
     def tokens_before(self) -> int:
         """Prompt tokens that a request which came to it now would find before it."""

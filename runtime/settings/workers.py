@@ -29,7 +29,7 @@ class WorkerSettings(ClientSettings):
     section = "worker"
     panels: ClassVar[Panels] = {
         "Model": "role model model_id device dtype weights",
-        "Compute": "threads cpu_cores nice max_seqs step_tokens_max step_timeout_ms",
+        "Compute": "threads cpu_cores nice max_seqs step_tokens_max stall_share step_timeout_ms",
         "KV cache": "kv_gib gpu_memory_share block_size prefix_cache",
         "KV transfer": "kv_bind transfer_host kv_interface kv_transport transfer_encryption kv_digest kv_mib_per_s"
         " kv_timeout_ms",
@@ -83,6 +83,14 @@ class WorkerSettings(ClientSettings):
         ge=1,
         le=65_536,
         description="Largest prefill step in tokens taken on. It bounds the memory of one forward pass.",
+    )
+    stall_share: float = Field(
+        0.5,
+        ge=0.0,
+        le=16.0,
+        description="A decode worker computes what a prompt adds to KV that it has, if that is the first to be done, between"
+        " steps of its streams: for so much of a step's time at most, or what their targets for the time per token leave."
+        " 0: it computes no prompts.",
     )
     step_timeout_ms: int = Field(
         30_000,

@@ -72,7 +72,7 @@ class WorkerDriver:
         after each registration. `changeover` is that of all drivers of the process. `process` is the name of the mixed worker
         that this is one role of; `before` are the drivers that this one follows, in another role of the process."""
         self.settings, self.log, self.name, self.links = settings, log, name, links
-        self.hello = _hello(settings, engine, name, metrics_server.address)
+        self.hello = _hello(settings, engine, name, metrics_server.address, is_mixed=bool(process))
         flipped_from = before[0].hello.incarnation if before else 0
         self.hello = msgspec.structs.replace(self.hello, process=process, flipped_from=flipped_from)
         """Without the address of a port, which is known when the role has started."""
@@ -229,9 +229,10 @@ class WorkerDriver:
             os._exit(HUNG_EXIT)
 
 
-def _hello(settings: WorkerSettings, engine: LoadedEngine, name: str, metrics: str) -> Hello:
-    """`metrics` is where this worker can be observed."""
+def _hello(settings: WorkerSettings, engine: LoadedEngine, name: str, metrics: str, *, is_mixed: bool) -> Hello:
+    """`metrics` is where this worker can be observed. `is_mixed`: it is one role of a mixed worker."""
     info = engine.info
+    suffixes = settings.role == "decode" and settings.stall_share > 0 and settings.prefix_cache and not is_mixed
     return Hello(
         version=limits.PROTOCOL_VERSION,
         role=Role(settings.role),
@@ -245,6 +246,7 @@ def _hello(settings: WorkerSettings, engine: LoadedEngine, name: str, metrics: s
             settings.max_seqs,
             info.context_tokens,
             settings.step_tokens_on(engine.on_gpu),
+            suffixes,
         ),
         host=socket.gethostname(),
         pid=os.getpid(),

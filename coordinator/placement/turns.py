@@ -1,0 +1,96 @@
+"""Where a prompt is computed of which a decode worker has the beginning: there, or on a prefill worker. Pure.
+
+    there       (prompt tokens before it + tokens not cached there) / rate of prompts beside the streams there
+    elsewhere   wait for its turn + (tokens before it + tokens not cached) / rate, of the best prefill worker, + hand-over
+
+The smaller one wins. The rates are measured: on a decode worker they are those of slices between the steps of its streams. Only
+a suffix is computed there: no more than what it continues. A request that is bound to a decode worker takes its turns in the
+fair order as all others do. Where others wait for room in decode, it waits for it with them.
+"""
+
+from collections.abc import Iterable
+from math import inf
+from typing import NamedTuple
+
+from coordinator.placement.choice import cached_tokens
+from coordinator.request import Request
+from coordinator.waiting.queue import WaitQueue
+from coordinator.waiting.queue_keys import bound_key
+from coordinator.workers.pool import Pool
+from coordinator.workers.worker import Worker
+from proto.messages import Role, Submit
+
+
+class Turn(NamedTuple):
+    decode: Worker
+    """That computes the suffix."""
+    cached_tokens: int
+    there_s: float
+    elsewhere_s: float
+
+
+def best_turn(request: Request, pool: Pool, now: float, asks: Worker | None = None) -> Turn | None:
+    """The decode worker that is done with the prompt before any prefill worker is; None if there is none. `asks`: a prefill
+    worker on which it is the request's turn; without, it has just come."""
+    submit = request.submit
+    if not submit.block_hashes or not _may_run_on_decode(request, pool):
+        return None
+    best, best_s, best_cached = None, inf, 0
+    for worker in pool.candidates.holders(Role.DECODE, submit):
+        if not takes(worker, request, pool, now):
+            continue
+        cached = cached_tokens(submit, worker, pool)
+        done_s = done_in_s(worker, submit, cached, pool)
+        if done_s < best_s:
+            best, best_s, best_cached = worker, done_s, cached
+    if best is None:
+        return None
+    waits_s = request.projected_s if asks is None and not request.resumed else 0.0
+    prefill = pool.candidates.holders(Role.PREFILL, submit) + pool.candidates.first_to_finish()
+    hand_over_s = pool.weights.transfer_s * ((submit.prompt_tokens - best_cached) // submit.hash_block_size)
+    elsewhere_s = waits_s + hand_over_s + _prefill_s(submit, prefill if asks is None else [*prefill, asks], pool)
+    return Turn(best, best_cached, best_s, elsewhere_s) if best_s <= elsewhere_s else None
+
+
+def came(request: Request, pool: Pool, queue: WaitQueue, now: float) -> None:
+    """It waits from now on: for a decode worker, if that would be done with it first, else in its class."""
+    turn = best_turn(request, pool, now) if request.entry is not None and not pool.wakeups.closed else None
+    if turn is None:
+        pool.wakeups.request_came()
+        return
+    request.cached_tokens = request.dispatched_tokens = turn.cached_tokens
+    pool.bindings.bind(request, turn.decode)
+    queue.settle_on(request, bound_key(turn.decode.incarnation))
+
+
+def takes(worker: Worker, request: Request, pool: Pool, now: float) -> bool:
+    """Whether this decode worker may compute and decode the request now."""
+    if not worker.capacity.computes_suffixes or worker.draining or worker.incarnation in pool.kept_for_one:
+        return False
+    cached = cached_tokens(request.submit, worker, pool)
+    if cached < request.submit.prompt_tokens - cached:
+        return False
+    return pool.may_pair(worker, worker, now) and pool.decode_fits(worker, request, pool.waiting_target())
+
+
+def waits_behind(request: Request, pool: Pool, queue: WaitQueue) -> bool:
+    """Whether another one comes before it that waits for room in decode."""
+    first = queue.first(list(pool.wakeups.closed)) if pool.wakeups.closed else None
+    return first is not None and queue.goes_before(first, request)
+
+
+def done_in_s(worker: Worker, submit: Submit, cached: int, pool: Pool) -> float:
+    """Until it has computed the prompt, behind what it has to compute already."""
+    return (worker.tokens_before + submit.prompt_tokens - cached) / pool.rate(worker)
+
+
+def _prefill_s(submit: Submit, prefill: Iterable[Worker], pool: Pool) -> float:
+    able = (worker for worker in prefill if not worker.draining and worker.could_ever_take(submit))
+    times = (done_in_s(worker, submit, cached_tokens(submit, worker, pool), pool) for worker in able)
+    return min(times, default=inf)
+
+
+def _may_run_on_decode(request: Request, pool: Pool) -> bool:
+    """Not where it needs what only prefill workers do, has its room elsewhere, or may end the worker it runs on."""
+    is_usual = request.submit.sampling.prompt_logprobs < 0 and request.suspicion is None
+    return is_usual and request.id not in pool.retained and pool.large_drain.request is not request

@@ -1,0 +1,186 @@
+"""What prompts add to KV that a decode worker has: computed here in slices, between the steps of its streams. Pure.
+
+The coordinator sends `Reserve`, `Prefill` and one `Step` for each chunk, as it does to a prefill worker. There is no hand-over:
+with the last chunk the first tokens are drawn, and the choices join the batch.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from decode_worker.requests import Attempt, AttemptTable, FinalReport, Phase, Suffix, failed
+from proto.codec import unpack_tokens
+from proto.errors import Interrupt, RemoteProtocolError, no_token_drawn
+from proto.kv import FirstToken
+from proto.messages import CacheMiss, Finished, Prefill, Released, Step, StepDone, TokenItem, Tokens
+from runtime.worker.ports import Coordinator, Gateways
+
+S = TypeVar("S")
+STEPS_QUEUED_MAX = 64
+
+
+@dataclass(frozen=True)
+class Slice(Generic[S]):
+    """Part of a chunk, for the next step."""
+
+    attempt: Attempt[S]
+    suffix: Suffix
+    tokens: tuple[int, ...]
+    start: int
+    """Position in the prompt of the first of them."""
+
+    @property
+    def is_last(self) -> bool:
+        """The prompt is complete with it: first tokens are to be drawn."""
+        return self.start + len(self.tokens) == self.suffix.order.prompt_tokens
+
+
+class Ports(Protocol):
+    @property
+    def registration(self) -> Coordinator: ...
+    @property
+    def gateways(self) -> Gateways: ...
+
+
+class Suffixes(Generic[S]):
+    def __init__(
+        self,
+        ports: Ports,
+        table: AttemptTable[S],
+        vocab_size: int,
+        close: Callable[[Attempt[S], FinalReport, str], None],
+        join: Callable[[Attempt[S], list[int], list[FirstToken], list[int]], None],
+    ) -> None:
+        """`close` ends an attempt, and `join` lets the choices of one run whose prompt is computed, over these blocks."""
+        self._ports, self._table, self._vocab_size, self._close, self._join = ports, table, vocab_size, close, join
+        self.prepare_grammar: Callable[[Attempt[S]], None] | None = None
+        """Told of prompts with a grammar; leads to `grammar_ready`."""
+        self._steps: deque[Step] = deque()
+        self._began_at: float | None = None
+        """The first of them, if a slice of it was begun."""
+        self.links_lost = 0
+
+    def __len__(self) -> int:
+        """Steps that are not done."""
+        return len(self._steps)
+
+    def take_in(self, order: Prefill, blob: bytes) -> None:
+        """Compute nothing before a `Step` says so. Repeating it does no harm."""
+        attempt = self._table.attempts.get((order.request_id, order.attempt))
+        if attempt is None or attempt.phase is not Phase.RESERVED or attempt.final_report is not None:
+            return
+        try:
+            tokens = unpack_tokens(blob, order.prompt_tokens)
+            fault = "a token id outside the vocabulary" if max(tokens) >= self._vocab_size else ""
+        except RemoteProtocolError as error:
+            # A gateway's fault: the coordinator passed the ids on unread, and its link is not the one to end.
+            tokens, fault = [], str(error)
+        fault = fault or self._table.begin_suffix(attempt, order, tokens)
+        if fault:
+            self._fail(attempt, Interrupt.ENGINE_ERROR, fault)
+            return
+        suffix = attempt.suffix
+        assert suffix is not None
+        if suffix.cached_tokens < order.cached_tokens:
+            self._ports.registration.send(CacheMiss(*attempt.key, suffix.cached_tokens))
+        if order.sampling.grammar and self.prepare_grammar is not None:
+            suffix.is_ready = False
+            self.prepare_grammar(attempt)
+
+    def add(self, step: Step) -> None:
+        """Raises `RemoteProtocolError`."""
+        if len(self._steps) >= STEPS_QUEUED_MAX or len(step.chunks) != 1:
+            raise RemoteProtocolError("more than one chunk in a step of a decode worker, or too many steps in flight")
+        self._steps.append(step)
+
+    def grammar_ready(self, attempt: Attempt[S], fault: str = "") -> None:
+        """It is compiled, or cannot be."""
+        if attempt.suffix is None or attempt.final_report is not None:
+            return
+        if fault:
+            self._fail(attempt, Interrupt.GRAMMAR, f"the grammar: {fault}")
+        else:
+            attempt.suffix.is_ready = True
+
+    def coordinator_lost(self) -> None:
+        """Steps will not come any more."""
+        self.links_lost += 1
+        self._steps.clear()
+        for attempt in list(self._table.attempts.values()):
+            if attempt.suffix is not None:
+                self._close(attempt, Released(*attempt.key), "coordinator lost")
+
+    # --- steps ----------------------------------------------------------------------------------------------------------
+
+    def next_slice(self, tokens_max: int, now: float) -> Slice[S] | None:
+        """So many tokens at most of the first chunk that can be computed; None if there is none. A chunk that makes no sense
+        any more is answered at once; one whose grammar is being compiled waits, and lets others go first."""
+        for step in list(self._steps):
+            [chunk] = step.chunks
+            attempt = self._table.attempts.get((chunk.request_id, chunk.attempt))
+            suffix = attempt.suffix if attempt is not None and attempt.final_report is None else None
+            end = chunk.start + chunk.length
+            if suffix is None or not chunk.start <= suffix.computed_tokens < end or end > suffix.order.prompt_tokens:
+                self._steps.remove(step)
+                self._ports.registration.send(StepDone(step.step_id, (), 0.0, self._table.tokens_forwarded()))
+                continue
+            if not suffix.is_ready:
+                continue
+            assert attempt is not None and not suffix.in_step
+            if step is not self._steps[0]:
+                self._steps.remove(step)
+                self._steps.appendleft(step)
+                self._began_at = None
+            self._began_at = now if self._began_at is None else self._began_at
+            start, suffix.in_step = suffix.computed_tokens, True
+            return Slice(attempt, suffix, tuple(suffix.tokens[start : min(start + tokens_max, end)]), start)
+        return None
+
+    def computed(self, done: Slice[S], items: list[TokenItem] | None, now: float) -> None:
+        """`items`: the first token of each choice, if the prompt is complete; None where none could be drawn."""
+        attempt, suffix = done.attempt, done.suffix
+        suffix.in_step = False
+        suffix.computed_tokens += len(done.tokens)
+        self._end_step(attempt, suffix, now)
+        if attempt.final_report is not None:
+            self._close(attempt, attempt.final_report, "")
+        elif items is None:
+            self._table.allocator.forget(suffix.blocks)
+            self._fail(attempt, *no_token_drawn(suffix.order.sampling.grammar))
+        elif done.is_last:
+            self._first_tokens_drawn(attempt, suffix, items)
+
+    def failed(self, begun: Slice[S], error: str) -> None:
+        """The step with it."""
+        begun.suffix.in_step = False
+        report = begun.attempt.final_report
+        if report is not None:
+            self._close(begun.attempt, report, "")
+        else:
+            self._fail(begun.attempt, Interrupt.ENGINE_ERROR, f"the model failed: {error[:300]}")
+
+    def _end_step(self, attempt: Attempt[S], suffix: Suffix, now: float) -> None:
+        """If its chunk is computed. Chunks of before the last loss of the link are not known here any more."""
+        step = self._steps[0] if self._steps else None
+        if step is None or (step.chunks[0].request_id, step.chunks[0].attempt) != attempt.key:
+            return
+        [chunk] = step.chunks
+        if suffix.computed_tokens == chunk.start + chunk.length:
+            self._steps.popleft()
+            assert self._began_at is not None
+            took_ms, self._began_at = 1000 * (now - self._began_at), None
+            self._ports.registration.send(StepDone(step.step_id, (chunk,), took_ms, self._table.tokens_forwarded()))
+
+    def _first_tokens_drawn(self, attempt: Attempt[S], suffix: Suffix, items: list[TokenItem]) -> None:
+        order = suffix.order
+        self._ports.gateways.send(order.gateway, Tokens(tuple(items)))
+        going_on = [FirstToken(item.choice, item.tokens[0]) for item in items if item.finish is None]
+        if going_on:
+            self._join(attempt, suffix.blocks, going_on, suffix.tokens)
+        else:
+            final_report = Finished(*attempt.key, len(items), self._table.tokens_forwarded(), order.resumed_tokens)
+            self._close(attempt, final_report, "ended with its first token")
+
+    def _fail(self, attempt: Attempt[S], reason: Interrupt, why: str) -> None:
+        self._close(attempt, failed(attempt, reason, why), why)

@@ -10,7 +10,9 @@ from decode_worker.suffixes import Slice, Suffixes
 from kvtransfer.session.session import Accepted
 from proto.errors import Interrupt, RemoteProtocolError, no_token_drawn
 from proto.kv import Commit, FirstToken, Offer
+from proto.limits import MAX_CHOICES
 from proto.messages import Message, Prefill, Release, Released, Reserve, Step, TokenItem, Tokens
+from proto.progress import AnswerNames
 from runtime.worker.ports import Coordinator, Gateways
 
 MakeState = Callable[[Reserve, FirstToken, list[int]], S]
@@ -98,6 +100,15 @@ class DecodeCore(Generic[S]):
     def gateway_lost(self, incarnation: int, reason: str) -> None:
         for attempt in self.table.of_gateway(incarnation):
             self._close(attempt, failed(attempt, Interrupt.GATEWAY_LINK_LOST, reason), reason)
+
+    def answer_named(self, gateway_incarnation: int, message: AnswerNames) -> None:
+        """A gateway says what the blocks of an answer hold that has ended."""
+        attempt = self.table.attempts.get((message.request_id, message.attempt))
+        if attempt is None:
+            self.table.ended_streams.name(gateway_incarnation, message)
+        elif attempt.order.gateway.incarnation == gateway_incarnation and message.choice < MAX_CHOICES:
+            attempt.answer_names[message.choice] = message  # it ended at the gateway, and is about to here
+        self._ports.registration.report_cache(self.table.allocator.take_changes)
 
     def _close(self, attempt: Attempt[S], final_report: FinalReport, why: str) -> None:
         self._say(self.table.close(attempt, final_report))

@@ -15,15 +15,15 @@ import msgspec
 
 from decode_worker.batch import Batch, DecodeRequest, Key
 from decode_worker.chains import BlockChains
+from decode_worker.ended import EndedStreams
 from engine.kv.allocator import BlockAllocator, OutOfBlocks
 from engine.kv.sequence import SequenceBlocks
 from kvtransfer.session.session import Accepted
 from proto.codec import split_hashes
 from proto.errors import Interrupt
-from proto.kv import kept_names
 from proto.messages import Finished, Prefill, Released, Reserve, WorkFailed
 from proto.parts import Held, PrefixPart
-from proto.progress import Joined, SharedPrefix
+from proto.progress import AnswerNames, Joined, SharedPrefix
 
 S = TypeVar("S")
 FinalReport = Released | WorkFailed | Finished
@@ -73,6 +73,8 @@ class Attempt(Generic[S]):
     joined_step: int | None = None
     suffix: Suffix | None = None
     """In the phase COMPUTING."""
+    answer_names: dict[int, AnswerNames] = field(default_factory=dict)
+    """By choice, of those that have ended at the gateway and not yet here."""
     final_report: FinalReport | None = None
     alone_since: float | None = None
     """When the coordinator that made the reservation was lost."""
@@ -96,8 +98,7 @@ class AttemptTable(Generic[S]):
         self.batch = batch
         self.tokens_forwarded = tokens_forwarded
         self.prefix_cache = prefix_cache
-        self.keeps: Callable[[], bool] = lambda: False
-        """Whether this process is about to take another role, in which what attempts have computed serves their next ones."""
+        self.ended_streams = EndedStreams(allocator, block_size)
         self.attempts: dict[Key, Attempt[S]] = {}
         self.quarantined: dict[Key, list[int]] = {}
         """Blocks of attempts that failed while a sender may still write to them."""
@@ -237,8 +238,10 @@ class AttemptTable(Generic[S]):
         said: list[FinalReport] = []
         for sequence in sequences:
             attempt = self.attempts.get(sequence.key)
-            if attempt is not None and isinstance(attempt.final_report, Released) and is_sound and self.keeps():
-                self._keep(attempt, sequence.blocks)
+            if attempt is not None and is_sound and self.prefix_cache:
+                self.ended_streams.keep(attempt.order, sequence.choice, attempt.hashes, sequence.blocks)
+                if (names := attempt.answer_names.pop(sequence.choice, None)) is not None:
+                    self.ended_streams.name(attempt.order.gateway.incarnation, names)
             sequence.blocks.release()
             if attempt is None or sequence not in attempt.sequences:
                 continue
@@ -253,16 +256,6 @@ class AttemptTable(Generic[S]):
                     )
                 said += self._forget(attempt)
         return said
-
-    def _keep(self, attempt: Attempt[S], held: SequenceBlocks) -> None:
-        """Give a stream's blocks the names under which its next attempt asks for them, if they all can be trusted."""
-        order, full = attempt.order, held.length // self.block_size
-        known = self.allocator.match_prefix(attempt.hashes)
-        self.allocator.free(known)
-        is_whole = len(attempt.hashes) == order.prompt_tokens // self.block_size and known == held.table[: len(known)]
-        if order.choices == 1 and self.prefix_cache and is_whole and len(known) == len(attempt.hashes):
-            names = kept_names(b"".join(attempt.hashes), *attempt.key, self.block_size, held.length)
-            self.allocator.insert(split_hashes(names), held.table[:full])
 
     def of_gateway(self, incarnation: int) -> list[Attempt[S]]:
         return [attempt for attempt in self.attempts.values() if attempt.order.gateway.incarnation == incarnation]

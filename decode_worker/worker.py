@@ -21,8 +21,10 @@ from kvtransfer.receiver import KvReceiver
 from kvtransfer.session.limits import DIGEST_EVERY, KvSettings, segment_bytes_on
 from kvtransfer.transports.transport import PoolMemory
 from proto.compatible import mismatch
+from proto.errors import RemoteProtocolError
 from proto.kv import Commit, FirstToken
 from proto.messages import Hello, Message, Reserve, Role
+from proto.progress import AnswerNames
 from proto.status import KvHeld
 from runtime.grammar.compiler import GrammarError, Matcher
 from runtime.link.peer import Peer
@@ -57,7 +59,6 @@ class DecodeWorker:
         self.table = AttemptTable(
             blocks, info.block_size, batch, lambda: engine.tokens_forwarded, settings.prefix_cache
         )
-        self.table.keeps = lambda: self.registration.flips
         self.core = DecodeCore(self, self.table, vocab_size=info.vocab_size, make_state=self._sampler_state)
         self.slices = SliceSizes(settings.stall_share)
         self._last_was_slice = False
@@ -128,6 +129,11 @@ class DecodeWorker:
         self.core.coordinator_lost(now)
         # A transfer that stood still for so long would be given up too.
         loop.call_later(self.driver.settings.kv_timeout_ms / 1000, self.core.expire, now)
+
+    def gateway_said(self, incarnation: int, message: Message) -> None:
+        if not isinstance(message, AnswerNames):
+            raise RemoteProtocolError(f"a gateway sent {type(message).__name__}")
+        self.core.answer_named(incarnation, message)
 
     # --- KV in ----------------------------------------------------------------------------------------------------------
 

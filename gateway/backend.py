@@ -20,6 +20,7 @@ from gateway.streams.types import (
     Noticed,
     Open,
     SendCancel,
+    SendNames,
     SendSubmit,
     Shutdown,
     StreamLimits,
@@ -110,6 +111,7 @@ class Backend:
         self.metrics = metrics
         self._driver: CoreDriver[Event, Action] = CoreDriver(self.keeper, perform=self._perform, tick=Tick())
         self._workers = WorkerLinks()
+        self._worker_peers: dict[int, Peer] = {}
         self._kinds: dict[str, set[tuple[str, str]]] = {name: set() for name in self.models}
         self._fingerprints: dict[str, str] = {}
         self._coordinator: Sender | None = None
@@ -232,6 +234,7 @@ class Backend:
 
     def worker_up(self, peer: Peer) -> None:
         self._know(peer.hello)
+        self._worker_peers[peer.incarnation] = peer
         if self._workers.returns(peer.incarnation):
             self._driver.post(WorkerDown(peer.incarnation))
 
@@ -243,6 +246,8 @@ class Backend:
             self._fingerprints[hello.model] = f"fp_{blake2b(text.encode(), digest_size=6).hexdigest()}"
 
     def worker_down(self, peer: Peer) -> None:
+        if self._worker_peers.get(peer.incarnation) is peer:
+            del self._worker_peers[peer.incarnation]
         self._workers.down(peer.incarnation)
         self._driver.post(WorkerDown(peer.incarnation))
 
@@ -268,6 +273,9 @@ class Backend:
             case SendCancel(cancel):
                 if self._coordinator is not None:
                     self._coordinator.send(cancel)
+            case SendNames(decoder, names):
+                if (worker := self._worker_peers.get(decoder)) is not None:
+                    worker.send(names)
             case Noticed(why, stream_id, detail):
                 self.metrics.noticed.labels(why.value).inc()
                 emit = _log.debug if why is Why.STALE_TOKENS else _log.info

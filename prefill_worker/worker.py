@@ -13,6 +13,7 @@ from prefill_worker.compute import draw_late, run_step
 from prefill_worker.core import Begun, PrefillCore, StepResult
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.prompts import PrefillRequest, PromptTable
+from proto.errors import RemoteProtocolError
 from proto.messages import Message, Role
 from proto.status import KvHeld, KvPair, KvPairs
 from runtime.grammar.compiler import GrammarError, Matcher
@@ -109,6 +110,9 @@ class PrefillWorker:
     def order(self, message: Message, blob: bytes) -> None:
         self.core.order(message, blob)
         self.driver.wake()
+
+    def gateway_said(self, incarnation: int, message: Message) -> None:
+        raise RemoteProtocolError(f"a gateway sent {type(message).__name__}")
 
     # --- steps ----------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@
     coordinator ⇄ workers       Prefill, Step, Reserve, Release →   ← StepDone, HandedOver, DecodeProgress, Finished, Released,
                                                                       WorkFailed, CacheMiss, CacheEvents
                                 Draining, Flip              →   ← Draining; Drained →
-    worker   → gateway          Tokens, PromptLogprobs
+    worker   ⇄ gateway          Tokens, PromptLogprobs      →   ← AnswerNames
     anyone   ⇄ anyone           Hello → Welcome | Refused;  Ping → Pong;  Bye
 
 Rules that hold for all of them:

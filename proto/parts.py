@@ -13,6 +13,8 @@ from proto.sampling import TokenId, TokenLogprobs
 
 STEP_TOKENS: Final = 256
 """Of a prefill step on a CPU."""
+STALL_SHARE: Final = 0.5
+"""Of a step of a decode worker: by so much a part of a prompt may lengthen it, where no target says otherwise."""
 
 
 class Role(StrEnum):

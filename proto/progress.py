@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from proto import limits
-from proto.fields import Attempt, Count, DurationMs, RequestId
+from proto.fields import Attempt, BlockHashes, BlockSize, ChoiceIndex, Count, DurationMs, RequestId
 from proto.messages import Message
 from proto.parts import PrefixParts
 
@@ -54,6 +54,20 @@ class Hung(Message, frozen=True):
     """A worker's last word: a step of its model does not end, and it is about to end itself."""
 
     ran_ms: DurationMs
+
+
+class AnswerNames(Message, frozen=True):
+    """Names of the full KV blocks of an answer that has ended, from its gateway to its decode worker: the next turn of a
+    conversation finds them."""
+
+    request_id: RequestId
+    attempt: Attempt
+    choice: ChoiceIndex
+    block_size: BlockSize
+    """Tokens that each of them covers."""
+    first_block: Annotated[int, Meta(ge=0, le=limits.MAX_BLOCK_HASHES)]
+    """Of the context, the first of them: those before it are the prompt's."""
+    block_hashes: BlockHashes
 
 
 _TOP_BYTES_MAX = 4 * limits.MAX_PROMPT_LOGPROBS * limits.MAX_TOP_LOGPROBS

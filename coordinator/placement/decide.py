@@ -90,7 +90,7 @@ def decide(
     in_class, copied = is_class(request.entry.key), b""
     if in_class and request.attempt_progress.moves < MOVES_MAX:
         turn = best_turn(request, pool, now, worker)
-        if turn is not None:
+        if turn is not None and not waits_behind(request, pool, queue):
             return Wait(turn.decode, b"", turn.cached_tokens, 0.0)
         better = better_prefill(request.submit, worker, pool, pool.bindings.kept_waiting(worker, len(queue)), now)
         if better is not None and better.worker is not worker:

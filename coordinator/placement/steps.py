@@ -188,7 +188,7 @@ def _pass_over(decision: Decision, request: Request, worker: Worker, pool: Pool,
             pool.lone.waiting[request.id] = request
         case Apart.ELSEWHERE:
             pool.bindings.unbind(request)
-            pool.wakeups.request_came()
+            pool.wakeups.came_back()
 
 
 def _goes_on(worker: Worker, left: int, pool: Pool, queue: WaitQueue, now: float) -> Request | None:

@@ -55,20 +55,27 @@ class Wakeups:
         """It waits in its class, or has come back there."""
         self.for_all = True
 
+    def came_back(self) -> None:
+        """A request that was bound to a worker waits in its class again: also those that were asked before may find it. A
+        request is bound so often at most."""
+        self.for_all = True
+        self._found_nothing.clear()
+
     def may_go_out_of_turn(self) -> None:
         """There may be room for a request that does not wait for its turn: see `placement.out_of_turn`."""
         self.for_all = True
 
     def steps_changed(self, worker: Worker) -> None:
         """A prefill worker has more or less to do, or a decode worker more or fewer suffixes to compute."""
+        can_take = worker.pace.may_have_more(len(worker.steps), worker.tokens_in_flight)
+        if not can_take:
+            self.ready.pop(worker.incarnation, None)
         if worker.admission is not None:
-            can_take = worker.pace.may_have_more(len(worker.steps), worker.tokens_in_flight)
             (self.takes_chunks.add if can_take else self.takes_chunks.discard)(worker.incarnation)
-        elif worker.pace.may_have_more(len(worker.steps), worker.tokens_in_flight):
+        elif can_take:
             self.idle.put(worker.incarnation, worker.tokens_in_flight, worker.tokens_forwarded)
         else:
             self.idle.drop(worker.incarnation)
-            self.ready.pop(worker.incarnation, None)
 
     def has_own_work(self, worker: Worker) -> None:
         """A worker has done a step, or something was placed on it or bound to it."""

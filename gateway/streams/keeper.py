@@ -27,6 +27,7 @@ from gateway.streams.types import (
     Noticed,
     Open,
     SendCancel,
+    SendNames,
     SendSubmit,
     Shutdown,
     StreamLimits,
@@ -336,6 +337,7 @@ class StreamKeeper:
             self._out.append(SendCancel(word))
 
     def _drop(self, submission: Submission) -> None:
+        self._out += [SendNames(submission.decoder, names) for names in submission.answer_names()]
         del self.submissions[submission.request_id]
         submission.stream.submissions.remove(submission)
 

@@ -8,6 +8,7 @@ from typing import Protocol
 from gateway.streams.prompt_scores import PromptScores
 from gateway.text.block_hashes import BlockNames
 from proto.messages import Accepted, Cancel, Interrupted, RateState, Rejected, Submit, TokenItem
+from proto.progress import AnswerNames
 from proto.sampling import Sampling, TokenLogprobs
 
 
@@ -171,6 +172,14 @@ class SendCancel:
 
 
 @dataclass(frozen=True)
+class SendNames:
+    """What an answer's blocks hold, to the decode worker that has computed it last."""
+
+    decoder: int
+    names: AnswerNames
+
+
+@dataclass(frozen=True)
 class Admitted:
     """The stream will be served: the coordinator has said so, or tokens have."""
 
@@ -249,4 +258,4 @@ class Noticed:
     detail: str = ""
 
 
-Action = SendSubmit | SendCancel | Admitted | Deliver | Ended | Noticed
+Action = SendSubmit | SendCancel | SendNames | Admitted | Deliver | Ended | Noticed

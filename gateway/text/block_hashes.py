@@ -13,9 +13,11 @@
 - The number of tokens in a block is part of the key: caches of another block size are another name space.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
+from proto.codec import pack_tokens
 from proto.kv import kept_names
 from proto.limits import HASH_BYTES, MAX_BLOCK_HASHES
 
@@ -39,6 +41,14 @@ class BlockNames:
         """Of a prompt that begins with this one."""
         hashes = block_hashes(packed, self.block_size, self.cache_group, self.hashes, self.cluster_key)
         return replace(self, hashes=hashes)
+
+    def behind(self, prompt: Sequence[int], output: Sequence[int]) -> bytes:
+        """Of the full blocks behind the prompt's, whose names these are: they end in the answer."""
+        done = len(self.hashes) // HASH_BYTES * self.block_size
+        tail = pack_tokens((*prompt[done:], *output)) if done + self.block_size <= len(prompt) + len(output) else b""
+        more = MAX_BLOCK_HASHES - len(self.hashes) // HASH_BYTES
+        named = chained(self.hashes[-HASH_BYTES:], tail, self.block_size, self.cache_group, self.cluster_key)
+        return named[: more * HASH_BYTES]
 
     def of_kept(self, request_id: str, attempt: int, before: int, tokens: int) -> "BlockNames | None":
         """Of the context of the next attempt, where this attempt had these names for `before` tokens: its worker may have kept
@@ -64,11 +74,17 @@ def block_hashes(
     stride = 4 * block_size
     count = min(len(packed) // stride, MAX_BLOCK_HASHES)
     done = len(known) // HASH_BYTES
+    rest = packed[done * stride : count * stride]
+    return known + chained(known[-HASH_BYTES:], rest, block_size, cache_group, cluster_key)
+
+
+def chained(before: bytes, packed: bytes, block_size: int, cache_group: str, cluster_key: bytes) -> bytes:
+    """Hashes of the full blocks of token ids that follow the block named `before`."""
+    stride, found = 4 * block_size, []
     keyed = blake2b(digest_size=HASH_BYTES, key=group_key(cache_group, block_size, cluster_key))
-    chained, found = known[-HASH_BYTES:], [known]
-    for start in range(done * stride, count * stride, stride):
+    for start in range(0, len(packed) // stride * stride, stride):
         digest = keyed.copy()  # the key is taken in once
-        digest.update(chained + packed[start : start + stride])
-        chained = digest.digest()
-        found.append(chained)
+        digest.update(before + packed[start : start + stride])
+        before = digest.digest()
+        found.append(before)
     return b"".join(found)

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from proto.limits import MAX_ID_CHARS
 from proto.messages import Role
-from proto.parts import STEP_TOKENS
+from proto.parts import STALL_SHARE, STEP_TOKENS
 from runtime.settings.addresses import EVERY_INTERFACE, Address
 from runtime.settings.cores import parse_cores
 from runtime.settings.roles import ClientSettings
@@ -85,7 +85,7 @@ class WorkerSettings(ClientSettings):
         description="Largest prefill step in tokens taken on. It bounds the memory of one forward pass.",
     )
     stall_share: float = Field(
-        0.5,
+        STALL_SHARE,
         ge=0.0,
         le=16.0,
         description="A decode worker computes what a prompt adds to KV that it has, if that is the first to be done, between"

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from proto import limits
-from proto.errors import CrossdockError, RemoteProtocolError
+from proto.errors import CrossdockError
 from proto.messages import Hello, Message, Role, StatusRequest
 from proto.parts import Capacity
 from proto.progress import Hung
@@ -95,7 +95,7 @@ class WorkerDriver:
         self.gateways = ConnectionPool(
             hello=self.hello,
             to=Role.GATEWAY,
-            on_message=_unexpected,
+            on_message=lambda peer, message, _: self.role.gateway_said(peer.incarnation, message),
             on_lost=lambda incarnation, reason: self.role.gateway_lost(incarnation, reason),
             on_idle=self.registration.look,
             settings=links,
@@ -254,7 +254,3 @@ def _hello(settings: WorkerSettings, engine: LoadedEngine, name: str, metrics: s
         numerics=engine.numerics,
         attention_tokens=info.attention_tokens,
     )
-
-
-def _unexpected(_: Peer, message: Message, __: bytes) -> None:
-    raise RemoteProtocolError(f"a gateway sent {type(message).__name__}")

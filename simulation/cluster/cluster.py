@@ -58,10 +58,12 @@ class VirtualCluster(Surroundings):
         max_seqs: int = 10**4,
         batched: bool = False,
         progress: bool = True,
+        computes_suffixes: bool = False,
         core: type[Core] = Core,
         seed: int = 0,
     ) -> None:
-        """With `batched` decode workers run the production batch. Without `progress` they do not say how far they are."""
+        """With `batched` decode workers run the production batch, and may compute suffixes. Without `progress` they do not say
+        how far they are."""
         super().__init__(timing or Timing(), seed)
         self.core = core(limits)
         self.block_size = block_size
@@ -77,7 +79,9 @@ class VirtualCluster(Surroundings):
         """Workers that are to change their role, and the new one."""
         self._capacity = {
             Role.PREFILL: Capacity(prefill_blocks, block_size, max_seqs, 1 << 20),
-            Role.DECODE: Capacity(decode_blocks, block_size, max_seqs, 1 << 20),
+            Role.DECODE: Capacity(
+                decode_blocks, block_size, max_seqs, 1 << 20, computes_suffixes=batched and computes_suffixes
+            ),
         }
         self._batched, self._progress = batched, progress
         self.prefill: dict[int, PrefillWorker] = {}

@@ -11,14 +11,23 @@ from decode_worker.batch import Batch, Draw, StepPlan
 from decode_worker.core import DecodeCore
 from decode_worker.progress import REPORT_S
 from decode_worker.requests import AttemptTable
+from decode_worker.slices import SliceSizes
+from decode_worker.suffixes import Slice
 from engine.kv.allocator import BlockAllocator
 from kvtransfer.session.session import Accepted
 from proto.kv import Commit, Offer
 from proto.limits import MAX_VOCAB
-from proto.messages import Finished, Message, Release, Released, Reserve
-from proto.parts import Capacity
+from proto.messages import Finished, Message, Release, Released, Reserve, Step
+from proto.parts import STALL_SHARE, Capacity
 from proto.progress import DecodeProgress, Joined
-from simulation.cluster.surroundings import FAILED_STEP_S, Engine, Gateways, Registration, Surroundings
+from simulation.cluster.surroundings import (
+    FAILED_STEP_S,
+    Engine,
+    Gateways,
+    Registration,
+    Surroundings,
+    first_tokens,
+)
 from simulation.cluster.transfers import Key, Transfers
 
 
@@ -46,6 +55,8 @@ class BatchedDecode:
         self.offered, self.not_received = self.core.offered, self.core.not_received
         self.held_block_s = 0.0
         """KV blocks that were held, times seconds of steps."""
+        self.slices = SliceSizes(STALL_SHARE)
+        self._step_tokens = capacity.step_tokens
         self._cluster = cluster
         self.engine = engine
         self.fails = False
@@ -53,7 +64,9 @@ class BatchedDecode:
         self._stepping = False
 
     def order(self, message: Message, blob: bytes) -> None:
-        self.core.order(message)
+        self.core.order(message, blob)
+        if isinstance(message, Step):
+            self._cluster.at(self._cluster.now, self._start_step)
 
     def committed(self, incarnation: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None:
         self.core.committed(incarnation, commit, blocks, prompt_tokens)
@@ -61,27 +74,48 @@ class BatchedDecode:
             self._cluster.at(self._cluster.now, self._start_step)
 
     def _start_step(self) -> None:
-        plan = None if self._stepping else self.core.plan()
-        if plan is not None:
-            self._stepping = True
-            took_s = FAILED_STEP_S if self.fails else self.engine.timing.decode_s(len(plan.rows))
-            self.held_block_s += self.allocator.held_count * took_s
-            self.engine.run(took_s, self._step_ended, plan)
+        if self._stepping:
+            return
+        now, running, timing = self._cluster.now, len(self.core.batch.running), self.engine.timing
+        tokens_max = self.slices.tokens(running, self.core.strictest_tpot_ms()) if running else self._step_tokens
+        part = self.core.next_slice(min(tokens_max, self._step_tokens), now) if len(self.core.suffixes) else None
+        plan = self.core.plan()
+        if plan is None and part is None:
+            return
+        self._stepping = True
+        rows, tokens = len(plan.rows) if plan is not None else 0, len(part.tokens) if part is not None else 0
+        took_s = timing.decode_s(rows) if plan is not None else 0.0
+        took_s += (timing.slice_s(tokens, rows) if rows else timing.prefill_s(tokens)) if part is not None else 0.0
+        took_s = FAILED_STEP_S if self.fails else took_s
+        self.slices.measured(rows, tokens, 1000 * took_s)
+        self.held_block_s += self.allocator.held_count * took_s
+        self.engine.run(took_s, self._step_ended, plan, part)
 
-    def _step_ended(self, plan: StepPlan[None]) -> None:
+    def _step_ended(self, plan: StepPlan[None] | None, part: Slice[None] | None) -> None:
         self._stepping = False
         if self.fails:
-            self.core.step_failed("it fails each step")
+            if part is not None:
+                self.core.suffixes.failed(part, "it fails each step")
+            if plan is not None:
+                self.core.step_failed("it fails each step")
             self._start_step()
             return
-        self.tokens_forwarded += len(plan.rows)
-        drawn: list[Draw] = []
-        for row in plan.rows:
-            running = row.running
-            drawn.append((self._cluster.draw(running.key[0], running.choice, running.index), None))
-        outcome, final_reports = self.core.apply(drawn)
+        applied = None
+        if plan is not None:
+            self.tokens_forwarded += len(plan.rows)
+            drawn: list[Draw] = []
+            for row in plan.rows:
+                running = row.running
+                drawn.append((self._cluster.draw(running.key[0], running.choice, running.index), None))
+            applied = self.core.apply(drawn)
+        if part is not None:
+            self.tokens_forwarded += len(part.tokens)
+            suffix = part.suffix
+            items = first_tokens(self._cluster, suffix.order, suffix.cached_tokens) if part.is_last else []
+            self.core.slice_computed(part, items, self._cluster.now)
         self._start_step()
-        self.core.pass_on(outcome, final_reports, self._cluster.now)
+        if applied is not None:
+            self.core.pass_on(*applied, self._cluster.now)
 
 
 @dataclass(eq=False)

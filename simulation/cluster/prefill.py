@@ -3,13 +3,12 @@
 from collections import Counter
 
 from engine.kv.allocator import BlockAllocator
-from engine.sampling.finish import finish_reason
 from prefill_worker.core import Begun, PrefillCore, StepResult
-from prefill_worker.prompts import Key, PrefillRequest, PromptTable
+from prefill_worker.prompts import Key, PromptTable
 from proto.limits import MAX_VOCAB
 from proto.messages import Message, TokenItem
 from proto.parts import Capacity
-from simulation.cluster.surroundings import FAILED_STEP_S, Engine, Gateways, Registration, Surroundings
+from simulation.cluster.surroundings import FAILED_STEP_S, Engine, Gateways, Registration, Surroundings, first_tokens
 from simulation.cluster.transfers import KvSender, Transfers
 
 
@@ -61,16 +60,6 @@ class PrefillWorker:
             self.computed[prompt.key] += chunk.length
             self.computed_tokens += chunk.length
             if chunk.start + chunk.length == prompt.order.prompt_tokens:
-                first[prompt.key] = self._first_tokens(prompt)
+                first[prompt.key] = first_tokens(self._cluster, prompt.order, prompt.cached_tokens)
         self.core.step_done(begun, StepResult(1000 * took_s, first, frozenset()))
         self._start_step()
-
-    def _first_tokens(self, prompt: PrefillRequest) -> list[TokenItem]:
-        order, found = prompt.order, []
-        for choice in range(order.first_choice, order.first_choice + order.choices):
-            token = self._cluster.draw(order.request_id, choice, order.resumed_tokens)
-            finish = finish_reason(token, order.resumed_tokens + 1, order.sampling)
-            found.append(
-                TokenItem(*prompt.key, choice, order.resumed_tokens, (token,), finish, (), prompt.cached_tokens)
-            )
-        return found

@@ -10,8 +10,9 @@ from random import Random
 from typing import Any
 
 from coordinator.lifecycle import State
+from engine.sampling.finish import finish_reason
 from proto.limits import MAX_CACHE_CHANGES
-from proto.messages import CacheEvents, Message, Peer, Rejected, Submit, Tokens
+from proto.messages import CacheEvents, Message, Peer, Prefill, Rejected, Submit, TokenItem, Tokens
 from proto.progress import DecodeProgress
 from runtime.worker.ports import TakeChanges
 
@@ -42,6 +43,10 @@ class Timing:
     def decode_s(self, streams: int) -> float:
         """One step of so many streams."""
         return self.decode_step_s
+
+    def slice_s(self, tokens: int, streams: int) -> float:
+        """That so many tokens of a prompt add to it."""
+        return tokens / self.prefill_tokens_per_s
 
 
 @dataclass(eq=False)
@@ -180,3 +185,17 @@ class Gateways:
             if item.cached_tokens:
                 cluster.requests[item.request_id].cached_tokens = item.cached_tokens
             cluster.emitted(item.request_id, item.attempt, item.choice, item.index + len(item.tokens))
+
+
+def first_tokens(cluster: Surroundings, order: Prefill, cached_tokens: int) -> list[TokenItem]:
+    """One for each choice of a prompt that is computed."""
+    found = []
+    for choice in range(order.first_choice, order.first_choice + order.choices):
+        token = cluster.draw(order.request_id, choice, order.resumed_tokens)
+        finish = finish_reason(token, order.resumed_tokens + 1, order.sampling)
+        found.append(
+            TokenItem(
+                order.request_id, order.attempt, choice, order.resumed_tokens, (token,), finish, (), cached_tokens
+            )
+        )
+    return found

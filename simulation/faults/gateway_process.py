@@ -13,6 +13,7 @@ from gateway.streams.types import (
     Noticed,
     Open,
     SendCancel,
+    SendNames,
     SendSubmit,
     StreamSpec,
     Tick,
@@ -60,6 +61,7 @@ class GatewayProcess(Process):
         self.keeper = StreamKeeper(cluster.plan.stream_limits)
         self.hello = Hello(PROTOCOL_VERSION, Role.GATEWAY, self.incarnation, name, address=name)
         self.workers = WorkerLinks()
+        self.worker_links: dict[int, Link] = {}
         self.coordinator: Link | None = None
         self._alarm = Alarm(self, lambda: self.post(Tick()))
         self.client = Client(
@@ -140,6 +142,9 @@ class GatewayProcess(Process):
                 case SendCancel(cancel):
                     if self.coordinator is not None:
                         self.coordinator.send(cancel)
+                case SendNames(decoder, names):
+                    if (worker := self.worker_links.get(decoder)) is not None:
+                        worker.send(names)
                 case Noticed(why, request_id, detail):
                     self.log(f"{why} {detail}", request_id)
                 case Admitted(stream_id):
@@ -165,10 +170,13 @@ class GatewayProcess(Process):
                 raise RemoteProtocolError(f"a coordinator may not send {type(message).__name__} to a gateway")
 
     def _worker_up(self, link: Link) -> None:
+        self.worker_links[link.incarnation] = link
         if self.workers.returns(link.incarnation):
             self.post(WorkerDown(link.incarnation))
 
     def _worker_down(self, link: Link, _reason: str) -> None:
+        if self.worker_links.get(link.incarnation) is link:
+            del self.worker_links[link.incarnation]
         self.workers.down(link.incarnation)
         self.post(WorkerDown(link.incarnation))
 

@@ -4,12 +4,14 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final
 
+import msgspec
+
 from coordinator.events import Limits
 from coordinator.fairness.cost import START_LONG_TOKENS
 from gateway.streams.types import StreamLimits
 from proto.sampling import Sampling
 from simulation.world.network import Hostility
-from simulation.world.toy_model import EOS, VOCAB
+from simulation.world.toy_model import EOS, VOCAB, expected
 
 FAULTS: Final = {
     "crash": "a process is killed and started again",
@@ -107,6 +109,8 @@ class Plan:
     hostility: Hostility | None = None
     corrupt: float = 0.0
     """Chance that a segment arrives damaged."""
+    computes_suffixes: bool = False
+    """Decode workers do, of prompts whose beginnings they have."""
 
     @property
     def workers(self) -> list[str]:
@@ -168,6 +172,10 @@ def draw(seed: int, kinds: frozenset[str] = frozenset(FAULTS)) -> Plan:
         plan.limits = replace(plan.limits, long_output_tokens=2.0)
         plan.kv_blocks["decode"], plan.max_seqs = 24, 8
         plan.asked += [_asked(plan, more, len(plan.asked) + number, beginnings, False) for number in range(6)]
+    turns = Random(seed ^ 0x7012)
+    if plan.prefix_cache and turns.random() < 0.8:
+        plan.computes_suffixes = True
+        plan.asked += _session(plan, turns, len(plan.asked), "leave" in kinds)
     chaos = Random(seed ^ 0x5EED)
     chosen = [
         kind
@@ -221,6 +229,25 @@ def _asked(plan: Plan, random: Random, number: int, beginnings: list[tuple[int, 
         stop_word=random.randrange(1, VOCAB) if random.random() < 0.2 else -1,
         leaves_after_s=after_s if leaves and leave else None,
     )
+
+
+def _session(plan: Plan, random: Random, number: int, leave: bool) -> list[Asked]:
+    """Turns of one conversation, each of which goes on from the answer before it."""
+    prompt, turns = tuple(random.randrange(1, VOCAB) for _ in range(12)), list[Asked]()
+    for turn in range(random.randint(2, 3)):
+        asked = _asked(plan, random, number + turn, [()], leave)
+        asked = replace(
+            asked,
+            at_s=turns[-1].at_s + random.uniform(0.02, 0.4) if turns else asked.at_s / 2,
+            tenant="lab",
+            priority_class="",
+            prompt=(*prompt, *asked.prompt[:4]),
+            sampling=msgspec.structs.replace(asked.sampling, max_tokens=min(asked.sampling.max_tokens, 6)),
+            choices=random.choice((1, 1, 1, 2)) if not turn else 1,
+        )
+        turns.append(asked)
+        prompt = (*asked.prompt, *expected(asked.prompt, asked.sampling, 0, asked.stop_word).tokens)
+    return turns
 
 
 def _drains(plan: Plan, random: Random) -> list[Fault]:

@@ -69,7 +69,10 @@ class WorkerProcess(PoolProcess):
         self.allocator = BlockAllocator(self.kv_blocks, lineup.pool)
         self.hello = Hello(
             PROTOCOL_VERSION, self.role, self.incarnation, lineup.name_of(self.role), MODEL, FINGERPRINT, f"{lineup.name}/kv",
-            Capacity(self.kv_blocks, self.block_size, plan.max_seqs, plan.context_tokens),
+            Capacity(
+                self.kv_blocks, self.block_size, plan.max_seqs, plan.context_tokens,
+                computes_suffixes=self.role is Role.DECODE and lineup.role is Role.DECODE and plan.computes_suffixes,
+            ),
             host="sim", pid=lineup.pid, flipped_from=lineup.flipped_from,
             process=lineup.name if lineup.role is Role.MIXED else "",
         )  # fmt: skip

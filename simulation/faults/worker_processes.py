@@ -7,12 +7,14 @@ from decode_worker.batch import Batch, Draw, StepPlan
 from decode_worker.core import DecodeCore
 from decode_worker.requests import AttemptTable
 from decode_worker.senders import Senders
+from decode_worker.suffixes import Slice
 from engine.sampling.finish import finish_reason
 from kvtransfer.session.session import KvFailed, KvSent
 from prefill_worker.core import Begun, PrefillCore, StepResult
 from prefill_worker.prompts import Key, PromptTable
 from proto.kv import Commit, FirstToken
-from proto.messages import Message, Reserve, Role, TokenItem
+from proto.messages import Message, Prefill, Reserve, Role, Step, TokenItem
+from proto.progress import AnswerNames
 from simulation.faults.lineup import Lineup
 from simulation.faults.surroundings import Surroundings
 from simulation.faults.worker_process import Gateways, WorkerProcess, role_of, unexpected
@@ -89,15 +91,7 @@ class PrefillProcess(WorkerProcess):
             total = self.toy.forward(prompt.tokens[chunk.start : end], chunk.start, prompt.blocks)
             if end < order.prompt_tokens:
                 continue
-            split = len(prompt.tokens) - order.resumed_tokens
-            items = first[prompt.key] = []
-            for choice in range(order.first_choice, order.first_choice + order.choices):
-                state = ToyState.of(order.sampling, choice, prompt.tokens[:split], prompt.tokens[split:])
-                token = state.draw(total)
-                finish = finish_reason(token, order.resumed_tokens + 1, order.sampling)
-                items.append(
-                    TokenItem(*prompt.key, choice, order.resumed_tokens, (token,), finish, (), prompt.cached_tokens)
-                )
+            items = first[prompt.key] = draw_first_tokens(order, prompt.tokens, total, prompt.cached_tokens)
             if not broken:
                 self.cluster.oracles.drawn(order.request_id, len(items))
         keys = frozenset(prompt.key for prompt, _ in begun.work) if broken else frozenset()
@@ -132,13 +126,12 @@ class DecodeProcess(WorkerProcess):
             lambda: self.toy.tokens_forwarded,
             cluster.plan.prefix_cache,
         )
-        table.keeps = self.is_flipping
         self.core: DecodeCore[ToyState] = DecodeCore(self, table, vocab_size=VOCAB, make_state=_toy_state)
         self.registration = Registration(
             self,
             self.hello,
             held=table.held,
-            on_message=lambda _, message, __: self.core.order(message),
+            on_message=self._order,
             on_lost=self._coordinator_lost,
             is_idle=lambda: self.gateways.idle,
             on_may_go=self.may_go,
@@ -147,7 +140,7 @@ class DecodeProcess(WorkerProcess):
             changeover=lineup.changeover,
             on_flipped=lineup.flipped,
         )
-        self.gateways = Gateways(self, self.hello, unexpected, self.core.gateway_lost, self.registration.look)
+        self.gateways = Gateways(self, self.hello, self._gateway_said, self.core.gateway_lost, self.registration.look)
         self.senders: Senders[Link] = Senders()
         self.server = Server(
             self,
@@ -167,6 +160,15 @@ class DecodeProcess(WorkerProcess):
             on_quarantined=self.core.not_yet_free,
         )
         self._computing = False
+
+    def _gateway_said(self, link: Link, message: Message, _: bytes) -> None:
+        assert isinstance(message, AnswerNames)
+        self.core.answer_named(link.incarnation, message)
+
+    def _order(self, _: Link, message: Message, blob: bytes) -> None:
+        self.core.order(message, blob)
+        if isinstance(message, Step):
+            self.after(0.0, self._wake)
 
     def _coordinator_lost(self, _: str) -> None:
         now = self.now()
@@ -196,22 +198,42 @@ class DecodeProcess(WorkerProcess):
             self._start_step()
 
     def _start_step(self) -> None:
-        plan = self.core.plan()
-        if plan is not None:
+        plan, part = self.core.plan(), self.core.next_slice(self.world.random.choice((1, 3, 8)), self.now())
+        if plan is not None or part is not None:
             self._computing = True
-            self.compute(len(plan.rows), self.step_s(0.008, 0.02), self._step_ended, plan)
+            tokens = len(plan.rows if plan is not None else ()) + len(part.tokens if part is not None else ())
+            self.compute(tokens, self.step_s(0.008, 0.02), self._step_ended, plan, part)
 
-    def _step_ended(self, plan: StepPlan[ToyState]) -> None:
+    def _step_ended(self, plan: StepPlan[ToyState] | None, part: Slice[ToyState] | None) -> None:
         self._computing = False
         fail, self.fail_step = self.fail_step, ""
         if fail == "error":
             self.log("step fails")
-            self.core.step_failed("planted")
+            if part is not None:
+                self.core.suffixes.failed(part, "planted")
+            if plan is not None:
+                self.core.step_failed("planted")
             self._start_step()
             return
-        outcome, final_reports = self.core.apply(self._run(plan, broken=fail == "nan"))
+        broken = fail == "nan"
+        items = self._compute_slice(part, broken) if part is not None else []
+        applied = self.core.apply(self._run(plan, broken)) if plan is not None else None
+        if part is not None:
+            self.core.slice_computed(part, items, self.now())
         self._start_step()
-        self.core.pass_on(outcome, final_reports, self.now())
+        if applied is not None:
+            self.core.pass_on(*applied, self.now())
+
+    def _compute_slice(self, part: Slice[ToyState], broken: bool) -> list[TokenItem] | None:
+        suffix, order = part.suffix, part.suffix.order
+        self.check_held(suffix.blocks, order.request_id)
+        total = self.toy.forward(part.tokens, part.start, suffix.blocks)
+        if not part.is_last:
+            return [] if not broken else None
+        items = draw_first_tokens(order, suffix.tokens, total, suffix.cached_tokens)
+        if not broken:
+            self.cluster.oracles.drawn(order.request_id, len(items))
+        return None if broken else items
 
     def _run(self, plan: StepPlan[ToyState], broken: bool) -> list[Draw]:
         """As `decode_worker.compute.run_step`."""
@@ -229,6 +251,20 @@ class DecodeProcess(WorkerProcess):
             self.cluster.oracles.drawn(row.running.key[0], 1)
             drawn.append((token, None))
         return drawn
+
+
+def draw_first_tokens(order: Prefill, tokens: list[int], total: int, cached_tokens: int) -> list[TokenItem]:
+    """One for each choice of a prompt that is computed; `total` is what its last forward returned."""
+    split, items = len(tokens) - order.resumed_tokens, []
+    for choice in range(order.first_choice, order.first_choice + order.choices):
+        token = ToyState.of(order.sampling, choice, tokens[:split], tokens[split:]).draw(total)
+        finish = finish_reason(token, order.resumed_tokens + 1, order.sampling)
+        items.append(
+            TokenItem(
+                order.request_id, order.attempt, choice, order.resumed_tokens, (token,), finish, (), cached_tokens
+            )
+        )
+    return items
 
 
 def _toy_state(order: Reserve, first: FirstToken, prompt_tokens: list[int]) -> ToyState:

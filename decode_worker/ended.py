@@ -1,0 +1,72 @@
+"""The KV of streams that have ended, until their gateways say what its blocks hold. Pure.
+
+A worker cannot name blocks that hold output: names are hashes under a key that only gateways have. So it gives them names that
+say where they come from (`proto.kv.kept_names`), under which the next attempt at the same request finds them. Once the stream
+has ended, its gateway sends the hashes of its blocks, and they get these instead: the next turn of a conversation, whose prompt
+begins with this answer, finds them. Nobody holds them meanwhile: they count as room, and go when it is needed.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from engine.kv.allocator import BlockAllocator
+from engine.kv.sequence import SequenceBlocks
+from proto.codec import split_hashes
+from proto.kv import kept_names
+from proto.messages import Reserve
+from proto.progress import AnswerNames
+
+REMEMBERED_MAX: Final = 4096
+
+
+class _Kept(NamedTuple):
+    gateway_incarnation: int
+    hashes: tuple[bytes, ...]
+    """Of the full blocks of the prompt that its attempt had."""
+    names: list[bytes]
+    """Of all full blocks."""
+
+
+class EndedStreams:
+    def __init__(self, allocator: BlockAllocator, block_size: int) -> None:
+        self._allocator, self._block_size = allocator, block_size
+        self._kept: OrderedDict[tuple[str, int, int], _Kept] = OrderedDict()
+        """By request, attempt and choice; oldest first."""
+        self.named_tokens = 0
+        """Of answers, whose blocks got their hashes."""
+
+    def keep(self, order: Reserve, choice: int, hashes: Sequence[bytes], held: SequenceBlocks) -> None:
+        """Give a stream's blocks names, while they are held, if they all can be trusted."""
+        size, full = self._block_size, held.length // self._block_size
+        known = self._allocator.match_prefix(hashes)
+        self._allocator.free(known)
+        is_whole = len(hashes) == order.prompt_tokens // size and known == held.table[: len(known)]
+        if not is_whole or len(known) < len(hashes) or not order.block_hashes:
+            return
+        stream_id = order.request_id if order.choices == 1 else f"{order.request_id} choice {choice}"
+        names = split_hashes(kept_names(b"".join(hashes), stream_id, order.attempt, size, held.length))
+        self._allocator.insert(names, held.table[:full])
+        key = (order.request_id, order.attempt, choice)
+        self._kept[key] = _Kept(order.gateway.incarnation, tuple(hashes), names)
+        if len(self._kept) > REMEMBERED_MAX:
+            self._kept.popitem(last=False)
+
+    def name(self, gateway_incarnation: int, message: AnswerNames) -> None:
+        """Its gateway, and no other, says what the blocks of an answer hold."""
+        size, key = self._block_size, (message.request_id, message.attempt, message.choice)
+        kept = self._kept.get(key)
+        if kept is None or kept.gateway_incarnation != gateway_incarnation or size % message.block_size:
+            return
+        del self._kept[key]
+        every, first = size // message.block_size, message.first_block
+        known = min(first // every, len(kept.hashes))
+        new = split_hashes(message.block_hashes)[(known + 1) * every - 1 - first :: every]
+        names = [*kept.hashes[:known], *new]
+        blocks = self._allocator.match_prefix(kept.names)
+        held, count = list(blocks), min(len(blocks), len(names))
+        if count > known:
+            self._allocator.forget(blocks[known:])
+            self._allocator.insert(names[:count], blocks[:count], known)
+            self.named_tokens += (count - known) * size
+        self._allocator.free(held)

@@ -212,6 +212,7 @@ class DecodeCore(Generic[S]):
         """As for `Suffixes.computed`."""
         self._with_slice = True
         self.suffixes.computed(done, items, now)
+        self._ports.registration.report_cache(self.table.allocator.take_changes)
 
     def strictest_tpot_ms(self) -> float:
         """Of the streams that run; 0: none has a target."""

@@ -42,7 +42,8 @@ class EndedStreams:
         known = self._allocator.match_prefix(hashes)
         self._allocator.free(known)
         is_whole = len(hashes) == order.prompt_tokens // size and known == held.table[: len(known)]
-        if not is_whole or len(known) < len(hashes) or not order.block_hashes:
+        may_be_cached = bool(hashes) or order.prompt_tokens < size
+        if not may_be_cached or not is_whole or len(known) < len(hashes):
             return
         stream_id = order.request_id if order.choices == 1 else f"{order.request_id} choice {choice}"
         names = split_hashes(kept_names(b"".join(hashes), stream_id, order.attempt, size, held.length))

@@ -155,6 +155,13 @@ class AttemptTable(Generic[S]):
         self._found(attempt, cached)
         return ""
 
+    def suffix_computed(self, attempt: Attempt[S], suffix: Suffix) -> None:
+        """All of it: its full blocks are there for other prompts too."""
+        known = self.allocator.match_prefix(attempt.hashes[: attempt.cached_blocks])
+        self.allocator.free(known)
+        if known == suffix.blocks[: attempt.cached_blocks]:  # else what it begins with has become suspect since
+            self.allocator.insert(attempt.hashes, suffix.blocks[: len(attempt.hashes)])
+
     def _found(self, attempt: Attempt[S], cached: list[int]) -> None:
         attempt.cached_blocks = len(cached)
         self.chains.name(attempt.hashes, cached)

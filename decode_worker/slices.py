@@ -24,7 +24,7 @@ class SliceSizes:
         """`share`: part of a step's time by which a slice may lengthen it."""
         self._share = share
         self._step_ms: dict[int, float] = {}
-        """Without a slice, by the number of bits of the number of sequences."""
+        """Without a slice, by the number of sequences: as many as fit a batch."""
         self._token_ms = 0.0
         """That a token of a slice adds; 0: not measured yet."""
 
@@ -38,19 +38,19 @@ class SliceSizes:
         return max(int(spare_ms / (self._token_ms or _FIRST_SHARE * step_ms)), 1)
 
     def step_ms(self, sequences: int) -> float:
-        """Of a step of so many sequences without a slice; 0: none was measured."""
-        size = sequences.bit_length()
-        known = min(self._step_ms, key=lambda other: (abs(other - size), other), default=size)
-        return self._step_ms.get(known, 0.0)
+        """Of a step of so many sequences, or about as many, without a slice; 0: none was measured."""
+        if sequences in self._step_ms or not self._step_ms:
+            return self._step_ms.get(sequences, 0.0)
+        return self._step_ms[min(self._step_ms, key=lambda other: (abs(other - sequences), other))]
 
     def measured(self, sequences: int, slice_tokens: int, ms: float) -> None:
         """A step has taken so long, streams and slice together."""
         if not sequences:
             return
-        size, usual_ms = sequences.bit_length(), self.step_ms(sequences)
+        usual_ms = self.step_ms(sequences)
         if not slice_tokens:
-            before = self._step_ms.get(size)
-            self._step_ms[size] = ms if before is None else before + _GAIN * (min(ms, _OUTLIER * before) - before)
+            before = self._step_ms.get(sequences)
+            self._step_ms[sequences] = ms if before is None else before + _GAIN * (min(ms, _OUTLIER * before) - before)
         elif usual_ms:
             added_ms = max(ms - usual_ms, 0.01 * usual_ms) / slice_tokens
             if self._token_ms:

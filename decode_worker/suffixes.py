@@ -174,6 +174,7 @@ class Suffixes(Generic[S]):
 
     def _first_tokens_drawn(self, attempt: Attempt[S], suffix: Suffix, items: list[TokenItem]) -> None:
         order = suffix.order
+        self._table.suffix_computed(attempt, suffix)
         self._ports.gateways.send(order.gateway, Tokens(tuple(items)))
         going_on = [FirstToken(item.choice, item.tokens[0]) for item in items if item.finish is None]
         if going_on:

@@ -56,9 +56,8 @@ class DecodeWorker:
         self.engine, self.driver, self.log = engine, driver, driver.log
         self.registration, self.gateways = driver.registration, driver.gateways
         batch: Batch[SamplerState] = Batch(depth=1 if engine.pipeline is None else 2)
-        self.table = AttemptTable(
-            blocks, info.block_size, batch, lambda: engine.tokens_forwarded, settings.prefix_cache
-        )
+        forwarded = lambda: engine.tokens_forwarded  # noqa: E731
+        self.table = AttemptTable(blocks, info.block_size, batch, forwarded, settings.prefix_cache)
         self.core = DecodeCore(self, self.table, vocab_size=info.vocab_size, make_state=self._sampler_state)
         self.slices = SliceSizes(settings.stall_share)
         self._last_was_slice = False

@@ -62,6 +62,11 @@ _BENCH: Final[Table] = {
         "launcher.load.settings:ServeBenchSettings",
         "launcher.bench.serve:run",
     ),
+    "agents": Command(
+        "Conversations of several turns, like those of coding agents: how fast do their turns come back?",
+        "launcher.bench.settings:AgentsSettings",
+        "launcher.bench.agents:run",
+    ),
     "compare": Command(
         "Two runs side by side",
         "launcher.load.settings:CompareSettings",

@@ -8,7 +8,7 @@ from coordinator.admission import tenancy
 from coordinator.events import Received, StateChanged
 from coordinator.lifecycle import ON_WORKERS, Trigger
 from coordinator.lifecycle import State as RequestState
-from coordinator.placement import turns
+from coordinator.placement import suffix
 from coordinator.placement.choice import uncached_tokens
 from coordinator.placement.preemption import expected_left
 from coordinator.reporting import report
@@ -111,7 +111,7 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
     queue = state.queues[submit.model]
     request.expected_left = expected_left(request, queue.long_output(request), state.limits.kv_overcommit)
     queue.push(request, now, not state.draining or state.can_run(request))
-    turns.came(request, state.pools[submit.model], queue, now)
+    suffix.came(request, state.pools[submit.model], queue, now)
     state.send(incarnation, Accepted(*request.key, state.billing.rates(submit.tenant, now)))
     state.out.append(StateChanged(request.id, request.attempt, request.state, "submitted"))
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from coordinator.lifecycle import State
 from coordinator.placement.choice import better_prefill, cached_tokens, choose_decode
-from coordinator.placement.turns import best_turn, takes, waits_behind
+from coordinator.placement.suffix import best_on_decode, takes, waits_behind
 from coordinator.request import Request
 from coordinator.waiting.queue import WaitQueue
 from coordinator.waiting.queue_keys import Demand, class_key, classes_without_room, is_class
@@ -89,9 +89,9 @@ def decide(
         return _suffix(request, worker, pool, queue, left, now)
     in_class, copied = is_class(request.entry.key), b""
     if in_class and request.attempt_progress.moves < MOVES_MAX:
-        turn = best_turn(request, pool, now, worker)
-        if turn is not None and not waits_behind(request, pool, queue):
-            return Wait(turn.decode, b"", turn.cached_tokens, 0.0)
+        found = best_on_decode(request, pool, now, worker)
+        if found is not None and not waits_behind(request, pool, queue):
+            return Wait(found.decode, b"", found.cached_tokens, 0.0)
         better = better_prefill(request.submit, worker, pool, pool.bindings.kept_waiting(worker, len(queue)), now)
         if better is not None and better.worker is not worker:
             there = better.worker

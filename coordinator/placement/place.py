@@ -27,7 +27,7 @@ def place(state: State, request: Request, prefill: Worker, decode: Worker, now: 
     for pair in ((one, other), (one, NOBODY), (NOBODY, other)):
         pool.breakers.placed(pair, request.key)
     state.billing.hold(request.id, 1 if prefill is decode else 2)
-    state.counters["turns_on_decode"] += prefill is decode
+    state.counters["suffixes_on_decode"] += prefill is decode
     request.begin().placed_at = now
     keep, take_in = _orders(request, prefill, decode, state.peers[request.gateway_incarnation])
     state.send(decode.incarnation, keep)

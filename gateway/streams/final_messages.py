@@ -1,4 +1,5 @@
-"""The last word about each request, said again to a coordinator that may not have heard it, or not have written it down. Pure.
+"""The last word about each request: said again to a coordinator that may not have heard it, or not have written it down; and
+to its worker, what the answer was. Pure.
 
 A worker says again what it has finished, but it may be lost together with the coordinator. Then only the gateway knows how far
 an answer got, and that nobody waits for more of it.
@@ -7,7 +8,11 @@ an answer got, and that nobody waits for more of it.
 from collections import OrderedDict
 from math import inf
 
+from gateway.streams.state import Submission
+from gateway.streams.types import SendNames
+from proto.limits import HASH_BYTES
 from proto.messages import Cancel
+from proto.progress import AnswerNames
 
 AGAIN_S = 10.0
 """Longer than a coordinator can be silent before it is given up, and than it waits for more before it writes an end down."""
@@ -49,3 +54,16 @@ class LastWords:
             self.add(word, now)
         self._lost_at = inf
         return words
+
+
+def answer_names(submission: Submission) -> list[SendNames]:
+    """What the blocks of its answers hold, for prompts that go on from them; to the worker that has computed them last."""
+    spec = submission.stream.spec
+    if spec.names is None or not submission.decoder:
+        return []
+    first, size, found = len(spec.names.hashes) // HASH_BYTES, spec.names.block_size, []
+    for choice in submission.choices:
+        if hashes := spec.names.behind(spec.prompt, choice.tokens):
+            names = AnswerNames(submission.request_id, submission.attempt, choice.index, size, first, hashes)
+            found.append(SendNames(submission.decoder, names))
+    return found

@@ -11,7 +11,7 @@ Rules:
 """
 
 from gateway.streams.deadlines import StreamDeadlines
-from gateway.streams.final_messages import LastWords
+from gateway.streams.final_messages import LastWords, answer_names
 from gateway.streams.state import Choice, Phase, Stream, Submission
 from gateway.streams.types import (
     Action,
@@ -27,7 +27,6 @@ from gateway.streams.types import (
     Noticed,
     Open,
     SendCancel,
-    SendNames,
     SendSubmit,
     Shutdown,
     StreamLimits,
@@ -76,8 +75,7 @@ class StreamKeeper:
             case Interrupted():
                 self._interrupted(event, now)
             case ClientGone(stream_id):
-                stream = self.streams.get(stream_id)
-                if stream is not None:
+                if (stream := self.streams.get(stream_id)) is not None:
                     self._forget(stream, CancelReason.DISCONNECTED)
             case LinkUp(incarnation):
                 self._link_is_up(incarnation, now)
@@ -337,7 +335,7 @@ class StreamKeeper:
             self._out.append(SendCancel(word))
 
     def _drop(self, submission: Submission) -> None:
-        self._out += [SendNames(submission.decoder, names) for names in submission.answer_names()]
+        self._out += answer_names(submission)
         del self.submissions[submission.request_id]
         submission.stream.submissions.remove(submission)
 

@@ -1,6 +1,5 @@
 """What the keeper remembers of a live answer. Pure data."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
@@ -13,9 +12,7 @@ from gateway.streams.types import Deliver, Finish, StreamLimits, StreamSpec, Tex
 from gateway.text.block_hashes import BlockNames
 from proto.codec import pack_tokens
 from proto.errors import CancelReason, Reject
-from proto.limits import HASH_BYTES
 from proto.messages import Cancel, Submit, TokenItem
-from proto.progress import AnswerNames
 
 _RETRY_S = (0.25, 2.0)
 _PASSING = (Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.RETRY_BUDGET)
@@ -236,16 +233,6 @@ class Submission:
                 names = kept or names.extended(packed)
             self.names, self.named = names, (self.attempt, tokens)
         return self.names
-
-    def answer_names(self) -> Iterator[AnswerNames]:
-        """What the blocks of its answers hold, for those that go on from them."""
-        spec = self.stream.spec
-        if spec.names is None or not self.decoder:
-            return
-        first, size = len(spec.names.hashes) // HASH_BYTES, spec.names.block_size
-        for choice in self.choices:
-            if hashes := spec.names.behind(spec.prompt, choice.tokens):
-                yield AnswerNames(self.request_id, self.attempt, choice.index, size, first, hashes)
 
     def last_word(self, reason: CancelReason) -> Cancel:
         output_tokens = sum(len(choice.tokens) for choice in self.choices)

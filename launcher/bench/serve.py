@@ -29,7 +29,7 @@ from launcher.load.plan import Plan
 from launcher.load.probe import Probed, probe
 from launcher.load.records import RunFile
 from launcher.load.run import Run, drive
-from launcher.load.settings import LoadSettings, ServeBenchSettings
+from launcher.load.settings import LoadSettings, ServeBenchSettings, ServerSettings, TargetSettings
 from launcher.load.tenants import Ratio, Tenant
 from launcher.local import registry as here
 from launcher.local.lifetime import running, until_interrupted
@@ -73,14 +73,14 @@ async def _run(settings: ServeBenchSettings, tenants: Sequence[Tenant], console:
             ratio = settings.ratio
             site = await stack.enter_async_context(started(settings, ratio, tenants, model, console))
         else:
-            site = _named(settings, tenants)
+            site = named(settings, tenants)
         result = await measure(settings, site, settings.model_id, console)
     load_show.show(result.figures, console)
     finish(settings, [(result.about["model"], result)], result, console)
     return INTERRUPTED_EXIT if result.about["interrupted"] else 0
 
 
-def _named(settings: ServeBenchSettings, tenants: Sequence[Tenant]) -> Site:
+def named(settings: ServerSettings, tenants: Sequence[Tenant]) -> Site:
     """The server that `--url` says, or the one cluster of this machine. Raises `SettingsError`."""
     keyed = tuple(replace(tenant, key=_key(tenant, settings.api_key)) for tenant in tenants)
     base_url = settings.url
@@ -107,7 +107,7 @@ def _key(tenant: Tenant, default: str) -> str:
 
 @contextlib.asynccontextmanager
 async def started(
-    settings: LoadSettings, ratio: Ratio, tenants: Sequence[Tenant], model: ReadyModel, console: Console
+    settings: TargetSettings, ratio: Ratio, tenants: Sequence[Tenant], model: ReadyModel, console: Console
 ) -> AsyncIterator[Site]:
     """A cluster for the time of the context, with a key for each tenant, where there is more than the default one."""
     with tempfile.TemporaryDirectory(prefix="crossdock-") as folder:

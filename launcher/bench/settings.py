@@ -5,9 +5,47 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode
 
+from launcher.load.settings import ServerSettings
 from runtime.settings.types import CommaList, Device, JsonOption, KeyOptions, Panels, split_commas
 
 Sizes = Annotated[list[int], NoDecode, BeforeValidator(split_commas)]
+
+
+class AgentsSettings(ServerSettings):
+    """Conversations of several turns, like those of coding agents: how fast do their turns come back?
+
+    Closed loop: a turn begins when the answer before it has ended and its user, or tool, has thought. Its prompt is all that
+    came before and something new. Works with any server that speaks the OpenAI API; without --url it is the cluster that runs
+    on this machine, and --start brings one up for the run.
+    """
+
+    panels: ClassVar[Panels] = {
+        "Server": "url start api_key model_id model prefill decode mixed device ready_timeout_s event_log",
+        "Sessions": "sessions turns system_tokens new_tokens output_tokens think_s seed timeout_s",
+        "Trace": "trace scale_tokens think_scale",
+        "Requests": "endpoint ignore_eos token_ids",
+        "Tenants": "tenant",
+        "What counts as good": "slo_ttft_ms slo_tpot_ms slo_itl_ms",
+        "Output": "as_json",
+    }
+    sessions: int = Field(4, ge=1, le=10_000, description="Sessions at a time, dealt to the tenants in turn.")
+    turns: int = Field(6, ge=1, le=10_000, description="Turns of each.")
+    system_tokens: int = Field(
+        1200, ge=0, le=1_000_000, description="Length of the system prompt that all have in common."
+    )
+    new_tokens: int = Field(120, ge=1, le=1_000_000, description="Tokens that each turn adds.")
+    output_tokens: int = Field(32, ge=1, le=1_000_000, description="Tokens of each answer.")
+    think_s: float = Field(
+        0.5, ge=0.0, le=86_400.0, description="Seconds between the end of an answer and the next turn."
+    )
+    trace: str = Field(
+        "",
+        description="File with sessions: CSV with session,turn,prompt_tokens,reused_tokens,output_tokens,think_s, or JSON lines"
+        " of AIPerf or Mooncake with session_id, input_length, output_length and delay; in place of --turns and the lengths.",
+    )
+    scale_tokens: float = Field(1.0, gt=0.0, le=1e3, description="Factor on all lengths of the trace.")
+    think_scale: float = Field(1.0, ge=0.0, le=1e3, description="Factor on all think times of the trace.")
+    endpoint: Literal["chat"] = Field("chat", description="Sessions are chats.")
 
 
 class IsolationSettings(JsonOption):

@@ -5,6 +5,7 @@ What counts is when bytes arrive: each read is stamped once, before it is taken 
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,8 @@ from runtime.process import clock
 class StreamReader:
     """Bytes of a server-sent event stream → arrivals in a record. Pure."""
 
-    def __init__(self, record: Record, origin: float) -> None:
-        self._record, self._origin = record, origin
+    def __init__(self, record: Record, origin: float, on_text: Callable[[str], None] | None = None) -> None:
+        self._record, self._origin, self._on_text = record, origin, on_text
         self._sse = SseReader()
         self._last = 0.0
         self._chunks = self._ids = 0
@@ -68,6 +69,8 @@ class StreamReader:
             text = choice.text or (choice.delta and (choice.delta.content or choice.delta.reasoning_content))
             self._ids += len(choice.token_ids or ())
             carries |= bool(text or choice.token_ids)
+            if text and self._on_text is not None:
+                self._on_text(text)
         if carries:
             self._arrived(now)
         elif self._chunks and any(choice.finish_reason for choice in event.choices or ()):
@@ -117,11 +120,18 @@ class Target:
 
 
 async def send(
-    session: aiohttp.ClientSession, target: Target, planned: Planned, body: bytes, record: Record, origin: float
+    session: aiohttp.ClientSession,
+    target: Target,
+    planned: Planned,
+    body: bytes,
+    record: Record,
+    origin: float,
+    on_text: Callable[[str], None] | None = None,
 ) -> None:
-    """Fills the record in; its outcome is set when this returns, or is cancelled from outside."""
+    """Fills the record in; its outcome is set when this returns, or is cancelled from outside. `on_text` is told of the answer,
+    piece by piece."""
     leaves = planned.cancel_s != NEVER and planned.cancel_s < target.timeout_s
-    reader = StreamReader(record, origin)
+    reader = StreamReader(record, origin, on_text)
     record.sent_s = clock.now() - origin
     try:
         async with asyncio.timeout(planned.cancel_s if leaves else target.timeout_s):

@@ -10,7 +10,7 @@ import numpy as np
 
 from launcher.load import traces as load_traces
 from launcher.load.lengths import Lengths, arrival_times
-from launcher.load.settings import LoadSettings
+from launcher.load.settings import LoadSettings, TargetSettings
 from launcher.load.tenants import Tenant, parse_abuser, parse_priorities, parse_tenants, read_mix
 from launcher.load.traces import MOONCAKE_BLOCK_TOKENS, Row
 from runtime.settings.options import SettingsError
@@ -50,19 +50,21 @@ class Plan:
     """Requests made shorter to fit the model's context."""
 
 
-def tenants_of(settings: LoadSettings) -> list[Tenant]:
+def tenants_of(settings: TargetSettings) -> list[Tenant]:
     """At least one. Raises `SettingsError`."""
-    if settings.tenant and settings.tenants_mix:
+    mix = settings.tenants_mix if isinstance(settings, LoadSettings) else ""
+    abuser = settings.abuser if isinstance(settings, LoadSettings) else ""
+    if settings.tenant and mix:
         raise SettingsError("--tenants-mix: --tenant says the same; give one of them")
     try:  # here and not in the settings, whose errors show the value, and so the keys
-        found = read_mix(settings.tenants_mix) if settings.tenants_mix else parse_tenants(settings.tenant)
+        found = read_mix(mix) if mix else parse_tenants(settings.tenant)
     except ValueError as error:
         raise SettingsError(f"--tenant: {error}") from None
     if not any(tenant.share for tenant in found):
         found.insert(0, Tenant("default"))
-    if settings.abuser:
+    if abuser:
         try:
-            found.append(parse_abuser(settings.abuser))
+            found.append(parse_abuser(abuser))
         except ValueError as error:
             raise SettingsError(f"--abuser: {error}") from None
     if len({tenant.name for tenant in found}) != len(found):

@@ -11,7 +11,7 @@ from launcher.http.streams import WORDS, BenchFailed
 from launcher.load.client import Target
 from launcher.load.plan import Plan
 from launcher.load.prompts import Prompts, words_with_a_tokenizer
-from launcher.load.settings import LoadSettings
+from launcher.load.settings import LoadSettings, TargetSettings
 
 ANSWER_BYTES_MAX = 8 << 20
 PROBE_WORDS = 30
@@ -40,7 +40,7 @@ class Probed:
 
 
 async def probe(
-    session: aiohttp.ClientSession, base_url: str, key: str, model_id: str, settings: LoadSettings
+    session: aiohttp.ClientSession, base_url: str, key: str, model_id: str, settings: TargetSettings
 ) -> Probed:
     """Raises `BenchFailed` where the server cannot be measured."""
     base = base_url.rstrip("/").removesuffix("/v1")

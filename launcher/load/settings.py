@@ -34,7 +34,34 @@ RatioList = Annotated[CommaList, AfterValidator(_check_ratios)]
 _LENGTHS_HELP = "like 128, uniform:64-512 or lognormal:MEDIAN,SIGMA"
 
 
-class LoadSettings(JsonOption):
+class TargetSettings(JsonOption):
+    """Of whatever sends requests: to whom, as whom, and what counts as good."""
+
+    tenant: CommaList = Field(
+        default_factory=list,
+        description="NAME:KEY:SHARE[:WEIGHT[:PRIORITY]], repeated: who sends, with which key ($NAME is read from the"
+        " environment; a cluster started here makes its own keys: leave it empty), how much of the load, with which weight.",
+    )
+    slo_ttft_ms: float = Field(2000.0, gt=0.0, le=1e9, description="Limit for goodput: time to first token.")
+    slo_tpot_ms: float = Field(200.0, gt=0.0, le=1e9, description="Limit for goodput: mean time per later token.")
+    slo_itl_ms: float = Field(
+        0.0, ge=0.0, le=1e9, description="Limit for goodput: 99 of 100 gaps; 0: no limit on gaps."
+    )
+    timeout_s: float = Field(300.0, gt=0.0, le=86_400.0, description="Seconds after which a request is given up.")
+    endpoint: Literal["completions", "chat"] = Field("completions", description="Which of the two APIs is used.")
+    ignore_eos: bool = Field(True, description="Ask for answers of exactly the planned length, where the server can.")
+    token_ids: bool = Field(
+        False, description="Ask for token ids with every chunk: exact counts where chunks carry several tokens."
+    )
+    model: str = Field("", description="Folder or ORG/NAME for a cluster started here; empty: the embedded default.")
+    device: Device = Field("auto", description="Where a cluster started here computes.")
+    ready_timeout_s: float = Field(
+        180.0, gt=0.0, le=86_400.0, description="Seconds that a cluster started here may take to be ready."
+    )
+    seed: int = Field(0, ge=0, le=1 << 31, description="Seed of times, lengths, words, tenants and cancellations.")
+
+
+class LoadSettings(TargetSettings):
     """What is sent, and what counts as good."""
 
     panels: ClassVar[Panels] = {
@@ -83,11 +110,6 @@ class LoadSettings(JsonOption):
     prefix_tokens: int = Field(
         64, ge=1, le=1_000_000, description="Length of each; prompts are at least one token longer."
     )
-    tenant: CommaList = Field(
-        default_factory=list,
-        description="NAME:KEY:SHARE[:WEIGHT[:PRIORITY]], repeated: who sends, with which key ($NAME is read from the"
-        " environment; a cluster started here makes its own keys: leave it empty), how much of the load, with which weight.",
-    )
     tenants_mix: str = Field(
         "", description="The same as a TOML file: [NAME] with key, share, weight, priority, and abuse as in --abuser."
     )
@@ -104,29 +126,12 @@ class LoadSettings(JsonOption):
         " half at a random time.",
     )  # fmt: skip
     cancel_wait_s: float = Field(2.0, gt=0.0, le=3600.0, description="Latest of these times, in seconds after sending.")
-    slo_ttft_ms: float = Field(2000.0, gt=0.0, le=1e9, description="Limit for goodput: time to first token.")
-    slo_tpot_ms: float = Field(200.0, gt=0.0, le=1e9, description="Limit for goodput: mean time per later token.")
-    slo_itl_ms: float = Field(
-        0.0, ge=0.0, le=1e9, description="Limit for goodput: 99 of 100 gaps; 0: no limit on gaps."
-    )
-    timeout_s: float = Field(300.0, gt=0.0, le=86_400.0, description="Seconds after which a request is given up.")
     in_flight_max: int = Field(
         2048, ge=1, le=60_000, description="Most requests at once; those beyond are not sent, and counted as errors."
-    )
-    endpoint: Literal["completions", "chat"] = Field("completions", description="Which of the two APIs is used.")
-    ignore_eos: bool = Field(True, description="Ask for answers of exactly the planned length, where the server can.")
-    token_ids: bool = Field(
-        False, description="Ask for token ids with every chunk: exact counts where chunks carry several tokens."
     )
     tokenizer: str = Field(
         "", description="tokenizer.json or its folder, for servers that take only text: prompts of a known length."
     )
-    model: str = Field("", description="Folder or ORG/NAME for a cluster started here; empty: the embedded default.")
-    device: Device = Field("auto", description="Where a cluster started here computes.")
-    ready_timeout_s: float = Field(
-        180.0, gt=0.0, le=86_400.0, description="Seconds that a cluster started here may take to be ready."
-    )
-    seed: int = Field(0, ge=0, le=1 << 31, description="Seed of times, lengths, words, tenants and cancellations.")
     plot: str = Field("", description="File for a picture (.svg, .png or .pdf); needs the extra crossdock[plot].")
 
     @model_validator(mode="after")
@@ -136,12 +141,8 @@ class LoadSettings(JsonOption):
         return self
 
 
-class ServeBenchSettings(LoadSettings):
-    """Send a server a realistic load, and say how well it was served.
-
-    Open loop: requests leave at their times, whatever the server does. Works with any server that speaks the OpenAI API;
-    without --url it is the cluster that runs on this machine, and --start brings one up for the run.
-    """
+class ServerSettings(TargetSettings):
+    """A server that is up, or one that is started for the run."""
 
     url: str = Field("", description="Server, like http://127.0.0.1:8000; empty: the cluster running on this machine.")
     start: bool = Field(False, description="Start a cluster for the time of the run.")
@@ -170,6 +171,14 @@ class ServeBenchSettings(LoadSettings):
         if self.url and self.start:
             raise ValueError("--start: starts a cluster, and --url names another server; give one of them")
         return self
+
+
+class ServeBenchSettings(LoadSettings, ServerSettings):
+    """Send a server a realistic load, and say how well it was served.
+
+    Open loop: requests leave at their times, whatever the server does. Works with any server that speaks the OpenAI API;
+    without --url it is the cluster that runs on this machine, and --start brings one up for the run.
+    """
 
 
 class RatioSettings(LoadSettings):

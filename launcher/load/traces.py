@@ -3,7 +3,9 @@
 Four formats: CSV with the columns `arrival_s,prompt_tokens,output_tokens` (others are ignored); the Azure LLM inference traces
 as they are (`TIMESTAMP,ContextTokens,GeneratedTokens`), with times counted from the first one; and the JSON lines of Mooncake
 (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`: one id per 512 prompt tokens, equal where prefixes are), which
-AIPerf reads as well; and the records that AIPerf writes (`profile_export.jsonl`). A bad line is named with its number.
+AIPerf reads as well; and the records that AIPerf writes (`profile_export.jsonl`). Sessions of several turns come as CSV with
+the columns `session,turn,prompt_tokens,reused_tokens,output_tokens,think_s`, or as JSON lines of AIPerf or Mooncake with
+`session_id`, `input_length` (that the turn adds), `output_length` and `delay` (ms). A bad line is named with its number.
 """
 
 import csv
@@ -12,19 +14,24 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
-from typing import TextIO
+from typing import Final, TextIO
 
 import msgspec
 import numpy as np
 
 from launcher.load.lengths import TOKENS_MAX
 from runtime.settings.options import SettingsError
+from simulation.load.sessions import Session, Turn
 
 ROWS_MAX = 2_000_000
 LINE_CHARS_MAX = 1 << 20
 MOONCAKE_BLOCK_TOKENS = 512
 COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens")
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+TURNS_MAX: Final = 1_000_000
+SESSION_COLUMNS: Final = ("session", "turn", "prompt_tokens", "reused_tokens", "output_tokens", "think_s")
+RESTART_SHARE: Final = 0.5
+"""A turn that has less of the prompt before it than this part begins a new conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,3 +186,79 @@ def scaled(
             prompt, output = (max(1, round(count * scale_tokens)) for count in (row.prompt_tokens, row.output_tokens))
             played.append(replace(row, at_s=(time_s - from_s) / speed, prompt_tokens=prompt, output_tokens=output))
     return played
+
+
+# --- sessions ---------------------------------------------------------------------------------------------------------
+
+
+class _SessionLine(msgspec.Struct):
+    session_id: str
+    input_length: int
+    output_length: int
+    delay: float = 0.0
+
+
+def read_sessions(path: str, scale_tokens: float, think_scale: float) -> list[Session]:
+    """In the order in which they begin in the file. Raises `SettingsError` naming file and line."""
+    file, found, count = Path(path).expanduser(), dict[str, list[Turn]](), 0
+    try:
+        with file.open(encoding="utf-8", newline="") as stream:
+            rows = _json_turns(stream) if file.suffix in (".jsonl", ".json") else _csv_turns(stream)
+            for number, name, turn in rows:
+                if not 0 <= turn.think_s < 1e9 or not max(turn.new_tokens, turn.output_tokens) <= TOKENS_MAX:
+                    raise _BadLine(number, "a length or a time is out of bounds")
+                count += 1
+                if count > TURNS_MAX:
+                    raise SettingsError(f"--trace: {path} has more than {TURNS_MAX:,} turns")
+                found.setdefault(name, []).append(_scaled_turn(turn, scale_tokens, think_scale))
+    except OSError as error:
+        raise SettingsError(f"--trace: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"--trace: {path} is not UTF-8 text") from None
+    except _BadLine as error:
+        raise SettingsError(f"--trace: {path}, line {error.number}: {error}") from None
+    if not found:
+        raise SettingsError(f"--trace: {path} has no sessions")
+    return [Session(tuple(turns)) for turns in found.values()]
+
+
+def _scaled_turn(turn: Turn, scale_tokens: float, think_scale: float) -> Turn:
+    new, output = (max(1, round(tokens * scale_tokens)) for tokens in (turn.new_tokens, turn.output_tokens))
+    return Turn(new, output, turn.think_s * think_scale, turn.restarts)
+
+
+def _csv_turns(stream: TextIO) -> Iterator[tuple[int, str, Turn]]:
+    reader = csv.DictReader(stream)
+    before: dict[str, tuple[int, int]] = {}
+    try:
+        missing = [name for name in SESSION_COLUMNS if name not in (reader.fieldnames or ())]
+        if missing:
+            raise _BadLine(1, f"no column {missing[0]}; needed are {','.join(SESSION_COLUMNS)}")
+        for fields in reader:
+            try:
+                prompt, reused, output = (int(fields[name]) for name in SESSION_COLUMNS[2:5])
+                think_s = float(fields["think_s"])
+            except (TypeError, ValueError):
+                raise _BadLine(reader.line_num, "not three numbers of tokens and a time") from None
+            name = fields["session"]
+            last_prompt, last_output = before.get(name, (0, 0))
+            restarts = bool(last_prompt) and reused < RESTART_SHARE * last_prompt
+            new = prompt if restarts or not last_prompt else prompt - last_prompt - last_output
+            before[name] = prompt, output
+            yield reader.line_num, name, Turn(max(new, 1), max(output, 1), think_s, restarts)
+    except csv.Error as error:
+        raise _BadLine(reader.line_num, str(error)) from None
+
+
+def _json_turns(stream: TextIO) -> Iterator[tuple[int, str, Turn]]:
+    decoder, number = msgspec.json.Decoder(_SessionLine), 0
+    while line := stream.readline(LINE_CHARS_MAX):
+        number += 1
+        if not line.strip():
+            continue
+        try:
+            found = decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise _BadLine(number, str(error)) from None
+        turn = Turn(max(found.input_length, 1), max(found.output_length, 1), found.delay / 1000)
+        yield number, found.session_id, turn

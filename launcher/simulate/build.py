@@ -1,6 +1,7 @@
 """Makes a workload of a scenario: draws arrivals and lengths, and checks what one key says against the others."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -16,6 +17,7 @@ from runtime.settings.options import SettingsError
 from runtime.settings.roles import CoordinatorSettings
 from runtime.tenancy.tenants import Tenants, from_tables
 from simulation.load.run import REQUESTS_MAX
+from simulation.load.sessions import in_turn, named
 from simulation.load.workload import Ask, Failure, Goal, Loop, StepTimes, WorkerSpec, Workload
 
 WORKERS_MAX: Final = 4096
@@ -44,9 +46,12 @@ def build(scenario: Scenario, folder: Path) -> Workload:
         stream = _Stream(traffic, scenario.duration_s, np.random.default_rng([scenario.seed, number]))
         if traffic.arrivals == "closed":
             loops += stream.loops()
-        elif traffic.arrivals == "trace":
+        elif traffic.arrivals in ("trace", "sessions"):
             try:
-                arrivals += stream.traced(folder)
+                if traffic.arrivals == "trace":
+                    arrivals += stream.traced(folder)
+                else:
+                    loops += stream.sessions(folder, min(worker.capacity.block_size for worker in workers))
             except SettingsError as error:
                 raise ValueError(f"traffic.{number}.{str(error).removeprefix('--')}") from None
         else:
@@ -107,7 +112,8 @@ def _worker(some: Workers, name: str) -> WorkerSpec:
         decode_sequence_s=some.decode_ms_per_sequence / 1000,
     )
     blocks = some.kv_tokens // some.block_size
-    capacity = Capacity(blocks, some.block_size, some.sequences_max, CONTEXT_TOKENS, some.step_tokens)
+    suffixes = some.role == "decode" and some.computes_suffixes
+    capacity = Capacity(blocks, some.block_size, some.sequences_max, CONTEXT_TOKENS, some.step_tokens, suffixes)
     roles: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode") if some.role == "mixed" else (some.role,)
     return WorkerSpec(name, roles, capacity, times)
 
@@ -141,7 +147,7 @@ def _check_size(scenario: Scenario) -> None:
         length_s = min(traffic.until_s or scenario.duration_s, scenario.duration_s) - traffic.from_s
         if length_s <= 0:
             raise ValueError(f"traffic.{number}.from_s: is not before the scenario's end, {scenario.duration_s:g}")
-        if traffic.arrivals == "closed":
+        if traffic.arrivals in ("closed", "sessions"):
             clients += traffic.clients
         elif traffic.arrivals != "trace":
             requests += traffic.rate_per_s * length_s
@@ -185,6 +191,26 @@ class _Stream:
         for number in range(traffic.clients):
             asks = tuple(self._drawn() for _ in range(LOOP_REQUESTS))
             yield Loop(asks, traffic.think_s, traffic.from_s + number / traffic.clients, self._until_s)
+
+    def sessions(self, folder: Path, block_size: int) -> Iterator[Loop]:
+        """Raises `SettingsError`."""
+        traffic = self._traffic
+        read = traces.read_sessions(
+            str(folder / Path(traffic.trace).expanduser()), traffic.scale_tokens, traffic.think_scale
+        )
+        for client, own in enumerate(in_turn(read, traffic.clients)):
+            asks: list[Ask] = []
+            for number, session in enumerate(own):
+                for turn in named(session, f"{traffic.name} {client} {number}", block_size, CONTEXT_TOKENS):
+                    asks.append(
+                        replace(
+                            self._ask(turn.prompt_tokens, turn.turn.output_tokens),
+                            block_hashes=turn.prompt_hashes,
+                            answer_hashes=turn.answer_hashes,
+                            think_s=turn.turn.think_s,
+                        )
+                    )
+            yield Loop(tuple(asks), 0.0, traffic.from_s + client / traffic.clients, self._until_s, once=True)
 
     def _drawn(self) -> Ask:
         return self._ask(self._prompts.draw(self._source), self._outputs.draw(self._source))

@@ -77,13 +77,15 @@ class Workers(_Part):
     """Most sequences in decode at a time."""
     block_size: Annotated[int, Field(ge=1, le=4096)] = 16
     """Tokens of a KV block."""
+    computes_suffixes: bool = True
+    """Of `decode`: it computes what prompts add to KV that it has, at `prefill_tokens_per_s`, between steps of its streams."""
 
     @model_validator(mode="after")
     def _is_one(self) -> "Workers":
         prefill, decode = "prefill mixed", "decode mixed"
         self._refuse("role", {
-            "prefill_tokens_per_s": prefill, "prefill_step_ms": prefill, "step_tokens": prefill,
-            "decode_step_ms": decode, "decode_ms_per_sequence": decode,
+            "prefill_step_ms": prefill, "step_tokens": prefill,
+            "decode_step_ms": decode, "decode_ms_per_sequence": decode, "computes_suffixes": "decode",
         })  # fmt: skip
         if self.kv_tokens < 4 * self.block_size:
             raise ValueError(f"kv_tokens = {self.kv_tokens} is less than four blocks of {self.block_size} tokens")
@@ -99,15 +101,21 @@ class Traffic(_Part):
     """A name of `[tenants]`, or `organisation/user`."""
     priority_class: _Name = ""
     """Empty: the tenant's own."""
-    arrivals: Literal["poisson", "constant", "gamma", "trace", "closed"] = "poisson"
-    """`gamma` comes in bursts. `closed` is a number of clients that each wait for their answer before they ask again."""
+    arrivals: Literal["poisson", "constant", "gamma", "trace", "closed", "sessions"] = "poisson"
+    """`gamma` comes in bursts. `closed` is a number of clients that each wait for their answer before they ask again.
+    `sessions` is a number of clients that play the sessions of a trace, turn by turn."""
     rate_per_s: Annotated[float, Field(gt=0.0, le=1e6)] = 1.0
     """Of `poisson`, `constant` and `gamma`: requests per second on average."""
     cv: Annotated[float, Field(gt=0.0, le=100.0)] = 3.0
     """Of `gamma`: coefficient of variation of the gaps between arrivals."""
     trace: str = ""
     """Of `trace`: a file in a format of `crossdock bench serve --trace`, like a CSV file with the columns `arrival_s`,
-    `prompt_tokens`, `output_tokens`. A relative path begins at the scenario's folder."""
+    `prompt_tokens`, `output_tokens`. A relative path begins at the scenario's folder. Of `sessions`: a file in a format of
+    `crossdock bench agents --trace`."""
+    scale_tokens: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
+    """Of `sessions`: factor on all lengths of the trace."""
+    think_scale: Annotated[float, Field(ge=0.0, le=1000.0)] = 1.0
+    """Of `sessions`: factor on all think times of the trace."""
     speed: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
     """Of `trace`: how much faster it is played."""
     clients: Annotated[int, Field(ge=1, le=100_000)] = 1
@@ -140,11 +148,12 @@ class Traffic(_Part):
     def _is_one(self) -> "Traffic":
         drawn = "poisson constant gamma closed"
         self._refuse("arrivals", {
-            "rate_per_s": "poisson constant gamma", "cv": "gamma", "trace": "trace", "speed": "trace",
-            "clients": "closed", "think_s": "closed", "prompt_tokens": drawn, "output_tokens": drawn,
+            "rate_per_s": "poisson constant gamma", "cv": "gamma", "trace": "trace sessions", "speed": "trace",
+            "scale_tokens": "sessions", "think_scale": "sessions", "clients": "closed sessions",
+            "think_s": "closed", "prompt_tokens": drawn, "output_tokens": drawn,
         })  # fmt: skip
-        if self.arrivals == "trace" and not self.trace:
-            raise ValueError("arrivals = 'trace' needs a file in trace")
+        if self.arrivals in ("trace", "sessions") and not self.trace:
+            raise ValueError(f"arrivals = {self.arrivals!r} needs a file in trace")
         if self.until_s is not None and self.until_s <= self.from_s:
             raise ValueError(f"until_s = {self.until_s:g} is not after from_s = {self.from_s:g}")
         return self

@@ -25,7 +25,7 @@ from coordinator.lifecycle import TERMINAL, State
 from proto.drain import Drained, Draining, Flip, FlipRequest
 from proto.errors import CancelReason, Interrupt, Reject
 from proto.limits import PROTOCOL_VERSION
-from proto.messages import Cancel, Hello, Interrupted, Message, Rejected, Role, Submit
+from proto.messages import Cancel, Hello, Interrupted, Message, Rejected, Reserve, Role, Submit
 from proto.parts import Capacity
 from proto.sampling import Sampling
 from simulation.cluster.decode import BatchedDecode, PacedDecode
@@ -130,11 +130,12 @@ class VirtualCluster(Surroundings):
         output_tokens: tuple[int, ...] = (),
         prompt: bytes = b"",
         block_hashes: bytes = b"",
+        answer_hashes: bytes = b"",
         deadline_ms: float = 0.0,
         priority_class: str = "",
     ) -> None:
         """A request comes now. `output_tokens`: where each choice stops; one choice that goes on to max_tokens if empty.
-        `prompt`: packed token ids; zeros if empty."""
+        `prompt`: packed token ids; zeros if empty. `answer_hashes`: of the full blocks behind the prompt's."""
         output_tokens = output_tokens or (max_tokens,)
         submit = Submit(
             name,
@@ -150,7 +151,9 @@ class VirtualCluster(Surroundings):
             hash_block_size=self.block_size if block_hashes else 0,
         )
         prompt = prompt or bytes(4 * prompt_tokens)
-        self.requests[name] = ClientRequest(submit, prompt, output_tokens, self.now, [0] * len(output_tokens))
+        self.requests[name] = ClientRequest(
+            submit, prompt, output_tokens, self.now, [0] * len(output_tokens), answer_hashes
+        )
         self.receive(GATEWAY, submit, prompt)
 
     def cancel(self, name: str) -> None:
@@ -200,6 +203,9 @@ class VirtualCluster(Surroundings):
         if request.state is None:
             self.at(self.now, self.on_end, request)
         request.state, request.prompt = state, b""
+        decode = self.decode.get(request.decoder)
+        if request.answer_hashes and isinstance(decode, BatchedDecode):
+            self.at(self.now, decode.name_answer, request)
 
     # --- changes of role ------------------------------------------------------------------------------------------------
 
@@ -236,6 +242,8 @@ class VirtualCluster(Surroundings):
         for action in self.core.handle(event, self.now):
             match action:
                 case Send(incarnation, message, blob):
+                    if isinstance(message, Reserve):
+                        self.requests[message.request_id].decoder = incarnation
                     worker = self.prefill.get(incarnation) or self.decode.get(incarnation)
                     if worker is not None and isinstance(message, Flip | Drained | Draining):
                         self._role_order(incarnation, message)

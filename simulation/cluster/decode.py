@@ -16,12 +16,13 @@ from decode_worker.suffixes import Slice
 from engine.kv.allocator import BlockAllocator
 from kvtransfer.session.session import Accepted
 from proto.kv import Commit, Offer
-from proto.limits import MAX_VOCAB
+from proto.limits import HASH_BYTES, MAX_VOCAB
 from proto.messages import Finished, Message, Release, Released, Reserve, Step
 from proto.parts import STALL_SHARE, Capacity
-from proto.progress import DecodeProgress, Joined
+from proto.progress import AnswerNames, DecodeProgress, Joined
 from simulation.cluster.surroundings import (
     FAILED_STEP_S,
+    ClientRequest,
     Engine,
     Gateways,
     Registration,
@@ -55,6 +56,7 @@ class BatchedDecode:
         self.offered, self.not_received = self.core.offered, self.core.not_received
         self.held_block_s = 0.0
         """KV blocks that were held, times seconds of steps."""
+        self._gateway = 0
         self.slices = SliceSizes(STALL_SHARE)
         self._step_tokens = capacity.step_tokens
         self._cluster = cluster
@@ -65,8 +67,18 @@ class BatchedDecode:
 
     def order(self, message: Message, blob: bytes) -> None:
         self.core.order(message, blob)
+        if isinstance(message, Reserve):
+            self._gateway = message.gateway.incarnation
         if isinstance(message, Step):
             self._cluster.at(self._cluster.now, self._start_step)
+
+    def name_answer(self, request: ClientRequest) -> None:
+        """As the gateway does when a stream has ended."""
+        submit, size = request.submit, self.table.block_size
+        first = len(submit.block_hashes) // HASH_BYTES
+        names = AnswerNames(submit.request_id, submit.attempt, 0, size, first, request.answer_hashes)
+        self.core.answer_named(self._gateway, names)
+        request.answer_hashes = b""
 
     def committed(self, incarnation: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None:
         self.core.committed(incarnation, commit, blocks, prompt_tokens)

@@ -62,6 +62,10 @@ class ClientRequest:
     submitted_s: float
     emitted_tokens: list[int]
     """Of each choice, as far as they have come."""
+    answer_hashes: bytes = b""
+    """Of the full blocks behind the prompt's, once it has ended: what the gateway says of them."""
+    decoder: int = 0
+    """Incarnation of its decode worker."""
     cached_tokens: int = 0
     """Of the prompt, found in the prefill worker's cache."""
     state: State | None = None

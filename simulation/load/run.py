@@ -127,7 +127,7 @@ class _Player:
     # --- requests -------------------------------------------------------------------------------------------------------
 
     def _go_round(self, loop: Loop, number: int) -> None:
-        if self._cluster.now < loop.until_s:
+        if self._cluster.now < loop.until_s and not (loop.once and number >= len(loop.asks)):
             name = self._come(loop.asks[number % len(loop.asks)])
             self._loops[name] = loop, number + 1
 
@@ -150,6 +150,8 @@ class _Player:
             output_tokens=(min(ask.output_tokens, ask.max_tokens),),
             deadline_ms=ask.deadline_ms,
             priority_class=ask.priority_class,
+            block_hashes=ask.block_hashes,
+            answer_hashes=ask.answer_hashes,
         )
         return name
 
@@ -175,7 +177,10 @@ class _Player:
         if loop is not None:
             told_s = rejected.retry_after_s if rejected is not None else 0.0
             least_s = 0.0 if outcome.state is State.FINISHED else max(told_s, UNSERVED_WAIT_S)
-            cluster.at(cluster.now + max(loop[0].think_s, least_s), self._go_round, *loop)
+            turns, following = loop
+            is_turn = turns.once and following < len(turns.asks)
+            think_s = turns.asks[following].think_s if is_turn else turns.think_s
+            cluster.at(cluster.now + max(think_s, least_s), self._go_round, *loop)
 
     def _retry(self, outcome: Outcome, loop: tuple[Loop, int] | None) -> None:
         name = self._try(outcome)

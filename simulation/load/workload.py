@@ -62,6 +62,12 @@ class Ask:
     goal: Goal
     retries: int
     """How often the client comes again after a rejection that says when."""
+    block_hashes: bytes = b""
+    """Of the prompt; empty: nothing is looked up or kept."""
+    answer_hashes: bytes = b""
+    """Of the full blocks behind the prompt's."""
+    think_s: float = 0.0
+    """Of a turn of a session: since the end of the one before."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,8 @@ class Loop:
     think_s: float
     from_s: float
     until_s: float
+    once: bool = False
+    """They are turns of sessions, each with a `think_s` of its own, and none is used again."""
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def test_streams_are_whole_and_blocks_come_back(data: st.DataObject, depth: int)
             w.finish_oldest()
     while w.device:
         w.finish_oldest()
-    assert w.table.allocator.free_count == w.table.allocator.total and not w.table.attempts and not w.batch.running
+    assert w.table.allocator.room == w.table.allocator.total and not w.table.attempts and not w.batch.running
     assert sorted(report.request_id for report in w.told) == sorted(orders)
     finished = {report.request_id for report in w.told if isinstance(report, Finished)}
     for (name, choice), stream in w.streams.items():

@@ -13,10 +13,8 @@ from tests.workers.test_batch import BLOCK, POOL, World, reserve
 from tests.workers.test_reservations import PREFILL_EPOCH, make_core
 
 
-def world(*, keeps: bool = True) -> World:
-    w = World()
-    w.table.keeps = lambda: keeps
-    return w
+def world() -> World:
+    return World()
 
 
 def names(order: Any, tokens: int) -> list[bytes]:
@@ -59,9 +57,9 @@ def test_names_go_on_from_those_that_the_attempt_came_with() -> None:
     assert len(w.table.allocator.match_prefix(names(order, 16))) == 16 // BLOCK
 
 
-@pytest.mark.parametrize("why", ["stays", "failed", "no cache", "choices", "suspect", "broken step"])
+@pytest.mark.parametrize("why", ["no cache", "choices", "suspect", "broken step"])
 def test_what_nobody_will_ask_for_or_cannot_be_trusted_has_no_name(why: str) -> None:
-    w = world(keeps=why != "stays")
+    w = world()
     w.table.prefix_cache = why != "no cache"
     order = reserve("a", 2 * BLOCK + 1, max_tokens=50, text=1, choices=2 if why == "choices" else 1)
     w.run(order)
@@ -69,10 +67,7 @@ def test_what_nobody_will_ask_for_or_cannot_be_trusted_has_no_name(why: str) -> 
         w.step()
     if why == "suspect":
         w.table.allocator.forget(w.batch.running[0].blocks.table[:1])
-    if why == "failed":
-        failed = WorkFailed("a", 1, Interrupt.GATEWAY_LINK_LOST, "gone")
-        w.table.close(w.table.attempts[("a", 1)], failed)
-    elif why == "broken step":
+    if why == "broken step":
         w.batch.plan(w.stuck.append)
         release(w)
         for sequence in w.batch.abandon():
@@ -87,7 +82,6 @@ def test_what_nobody_will_ask_for_or_cannot_be_trusted_has_no_name(why: str) -> 
 
 def test_a_step_that_fails_while_its_stream_is_taken_from_the_worker_leaves_no_name() -> None:
     core, ports = make_core()
-    core.table.keeps = lambda: True
     order = reserve("a", 2 * BLOCK - 1, max_tokens=8, text=1)
     core.order(order)
     answer = core.offered(PREFILL_EPOCH, Offer("a", 1, 1, 2))

@@ -21,7 +21,7 @@ from coordinator.workers.worker import Worker
 from proto.messages import Role, Submit
 
 
-class Turn(NamedTuple):
+class OnDecode(NamedTuple):
     decode: Worker
     """That computes the suffix."""
     cached_tokens: int
@@ -29,7 +29,7 @@ class Turn(NamedTuple):
     elsewhere_s: float
 
 
-def best_turn(request: Request, pool: Pool, now: float, asks: Worker | None = None) -> Turn | None:
+def best_on_decode(request: Request, pool: Pool, now: float, asks: Worker | None = None) -> OnDecode | None:
     """The decode worker that is done with the prompt before any prefill worker is; None if there is none. `asks`: a prefill
     worker on which it is the request's turn; without, it has just come."""
     submit = request.submit
@@ -49,18 +49,18 @@ def best_turn(request: Request, pool: Pool, now: float, asks: Worker | None = No
     prefill = pool.candidates.holders(Role.PREFILL, submit) + pool.candidates.first_to_finish()
     hand_over_s = pool.weights.transfer_s * ((submit.prompt_tokens - best_cached) // submit.hash_block_size)
     elsewhere_s = waits_s + hand_over_s + _prefill_s(submit, prefill if asks is None else [*prefill, asks], pool)
-    return Turn(best, best_cached, best_s, elsewhere_s) if best_s <= elsewhere_s else None
+    return OnDecode(best, best_cached, best_s, elsewhere_s) if best_s <= elsewhere_s else None
 
 
 def came(request: Request, pool: Pool, queue: WaitQueue, now: float) -> None:
     """It waits from now on: for a decode worker, if that would be done with it first, else in its class."""
-    turn = best_turn(request, pool, now) if request.entry is not None and not pool.wakeups.closed else None
-    if turn is None:
+    found = best_on_decode(request, pool, now) if request.entry is not None and not pool.wakeups.closed else None
+    if found is None:
         pool.wakeups.request_came()
         return
-    request.cached_tokens = request.dispatched_tokens = turn.cached_tokens
-    pool.bindings.bind(request, turn.decode)
-    queue.settle_on(request, bound_key(turn.decode.incarnation))
+    request.cached_tokens = request.dispatched_tokens = found.cached_tokens
+    pool.bindings.bind(request, found.decode)
+    queue.settle_on(request, bound_key(found.decode.incarnation))
 
 
 def takes(worker: Worker, request: Request, pool: Pool, now: float) -> bool:

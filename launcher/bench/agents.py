@@ -1,0 +1,226 @@
+"""`crossdock bench agents`: conversations of several turns, each of which begins when the last has ended and its user or tool
+has thought."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from launcher import report as bench_report
+from launcher import tables
+from launcher.bench.serve import Site, named, started
+from launcher.bench.settings import AgentsSettings
+from launcher.http.client import new_session
+from launcher.http.streams import WORDS, BenchFailed
+from launcher.load import client as load_client
+from launcher.load.figures import Slo, fairness, goodput, tails, values
+from launcher.load.plan import Planned, tenants_of
+from launcher.load.probe import Probed, probe
+from launcher.load.records import OK, Record
+from launcher.load.show import number
+from launcher.load.tenants import Tenant
+from launcher.load.traces import read_sessions
+from launcher.local.lifetime import until_interrupted
+from launcher.models import resolve as models
+from runtime.process import clock
+from runtime.process.exits import INTERRUPTED_EXIT
+from simulation.load.sessions import Session, Turn, in_turn, synthetic
+
+STAGGER_S: Final = 0.3
+"""Between the first turns of two clients."""
+
+
+@dataclass
+class Played:
+    """What was measured so far."""
+
+    first: list[Record] = field(default_factory=list)
+    """Turns that begin a conversation ..."""
+    later: list[Record] = field(default_factory=list)
+    """... and those that go on with one."""
+    interrupted: bool = False
+
+    @property
+    def all(self) -> list[Record]:
+        return [*self.first, *self.later]
+
+
+def run(settings: AgentsSettings) -> int:
+    sessions = sessions_of(settings)
+    console = bench_report.console_for(settings)
+    return uvloop.run(until_interrupted(_run(settings, sessions, console), console))
+
+
+def sessions_of(settings: AgentsSettings) -> list[Session]:
+    """Raises `SettingsError`."""
+    if settings.trace:
+        return read_sessions(settings.trace, settings.scale_tokens, settings.think_scale)
+    lengths = (settings.system_tokens, settings.new_tokens, settings.output_tokens)
+    return synthetic(settings.sessions, settings.turns, *lengths, settings.think_s)
+
+
+async def _run(settings: AgentsSettings, sessions: Sequence[Session], console: Console) -> int:
+    tenants = tenants_of(settings)
+    async with contextlib.AsyncExitStack() as stack:
+        if settings.start:
+            model = models.ready(settings.model, "", console)
+            site = await stack.enter_async_context(started(settings, settings.ratio, tenants, model, console))
+        else:
+            site = named(settings, tenants)
+        async with new_session(silence_s=None) as http:
+            probed = await probe(http, site.base_url, site.key, settings.model_id, settings)
+            played = await play(http, probed, site, sessions, settings, console)
+    if not played.all:
+        raise BenchFailed("nothing was measured: no turn was sent")
+    figures = figures_of(played, site.tenants, Slo.of(settings.model_dump()))
+    show(figures, console)
+    result = {"settings": settings.model_dump(exclude={"api_key", "tenant", "as_json"}), "figures": figures}
+    bench_report.write_json(settings, result)
+    return INTERRUPTED_EXIT if played.interrupted else 0
+
+
+async def play(
+    http: aiohttp.ClientSession,
+    probed: Probed,
+    site: Site,
+    sessions: Sequence[Session],
+    settings: AgentsSettings,
+    console: Console,
+) -> Played:
+    """If it is cancelled it still returns: what is in flight is cut off."""
+    played, clients = Played(), in_turn(sessions, settings.sessions)
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, refresh_per_second=2) as progress:
+        bar = progress.add_task("turns", total=sum(len(session.turns) for session in sessions))
+        origin = clock.now()
+        tasks = [
+            asyncio.create_task(
+                _Client(http, probed, site.tenants[client % len(site.tenants)], settings, played, origin).play(
+                    client, own, lambda: progress.advance(bar)
+                )
+            )
+            for client, own in enumerate(clients)
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        except asyncio.CancelledError:
+            played.interrupted = True
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    return played
+
+
+class _Client:
+    """Plays one session after the other."""
+
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        probed: Probed,
+        tenant: Tenant,
+        settings: AgentsSettings,
+        played: Played,
+        origin: float,
+    ) -> None:
+        self._http, self._probed, self._tenant, self._settings = http, probed, tenant, settings
+        self._played, self._origin = played, origin
+
+    async def play(self, client: int, sessions: Sequence[Session], on_turn: Any) -> None:
+        await asyncio.sleep(STAGGER_S * client)
+        for at, session in enumerate(sessions):
+            words = random.Random(f"{self._settings.seed} client {client} session {at}")
+            messages: list[dict[str, str]] = []
+            for index, turn in enumerate(session.turns):
+                await asyncio.sleep(turn.think_s)
+                if not messages or turn.restarts:
+                    messages = self._opening(session, words)
+                messages.append({"role": "user", "content": self._text(words, turn.new_tokens)})
+                answer = await self._turn(messages, turn, is_first=len(messages) <= 2, index=index)
+                on_turn()
+                if answer is None:
+                    break
+                messages.append({"role": "assistant", "content": answer})
+
+    def _opening(self, session: Session, words: random.Random) -> list[dict[str, str]]:
+        if not session.system_tokens:
+            return []
+        common = random.Random(f"{self._settings.seed} system")
+        return [{"role": "system", "content": self._text(common, session.system_tokens)}]
+
+    def _text(self, words: random.Random, tokens: int) -> str:
+        return " ".join(words.choices(WORDS, k=max(1, round(tokens / self._probed.tokens_per_word))))
+
+    async def _turn(self, messages: list[dict[str, str]], turn: Turn, *, is_first: bool, index: int) -> str | None:
+        """Its answer; None if none came."""
+        now, target = clock.now() - self._origin, self._probed.target
+        record = Record(index, self._tenant.name, now, turn.new_tokens, turn.output_tokens)
+        (self._played.first if is_first else self._played.later).append(record)
+        planned = Planned(index, now, self._tenant, self._tenant.priority, turn.new_tokens, turn.output_tokens)
+        body = msgspec.json.decode(target.body(planned, ""))
+        body["messages"] = messages
+        text: list[str] = []
+        sent = msgspec.json.encode(body)
+        await load_client.send(self._http, target, planned, sent, record, self._origin, text.append)
+        return "".join(text) if record.outcome == OK else None
+
+
+def figures_of(played: Played, tenants: Sequence[Tenant], slo: Slo) -> dict[str, Any]:
+    records = played.all
+    ended = [record for record in records if record.outcome == OK]
+    seconds = max((record.ended_s for record in ended), default=0.0) - min(record.sent_s for record in records)
+    prompt = sum(record.prompt_tokens for record in ended)
+    return {
+        "turns": len(records),
+        "ok": len(ended),
+        "seconds": seconds,
+        "turns_per_s": len(ended) / seconds if seconds > 0 else None,
+        "goodput": goodput(records, slo, seconds),
+        "ttft_first_ms": tails(values(played.first, "ttft_ms")),
+        "ttft_later_ms": tails(values(played.later, "ttft_ms")),
+        "gaps_ms": tails(values(records, "itl_ms")),
+        "prompt_tokens": prompt,
+        "cached_share": sum(record.cached_tokens for record in ended) / prompt if prompt else None,
+        "errors": {record.outcome: record.detail for record in records if record.outcome != OK},
+        "fairness": fairness(records, {tenant.name: tenant.weight for tenant in tenants}, slo, seconds),
+    }
+
+
+def show(figures: dict[str, Any], console: Console) -> None:
+    rows = tables.Table("Turns, ms", "", "p50", "p90", "p99", "max", "count")
+    for name, key in (
+        ("TTFT, first turns", "ttft_first_ms"),
+        ("TTFT, later turns", "ttft_later_ms"),
+        ("gaps", "gaps_ms"),
+    ):
+        if (row := figures[key]) is not None:
+            rows.row(name, *(number(row[rank]) for rank in ("p50", "p90", "p99", "max")), f"{row['count']:,}")
+    rows.show(console)
+    good = figures["goodput"]
+    console.print(
+        f"[bold]{number(figures['turns_per_s'], 2)} turns/s[/bold], {number(good['requests_per_s'], 2)} of them within the"
+        f" limits; {figures['ok']} of {figures['turns']} turns in {figures['seconds']:.1f} s;"
+        f" {number(figures['cached_share'] and 100 * figures['cached_share'])} % of prompt tokens cached",
+        highlight=False,
+    )
+    served = figures["fairness"]["tenants"]
+    if len(served) > 1:
+        each = tables.Table("Tenants, ms", "", "turns", "TTFT p50", "TTFT p99", "gap p99", "good %")
+        for name, row in served.items():
+            ttft, gaps, share = row["ttft_ms"] or {}, row["itl_ms"] or {}, row["goodput"]["attainment"]
+            shown = (
+                number(value) for value in (ttft.get("p50"), ttft.get("p99"), gaps.get("p99"), share and 100 * share)
+            )
+            each.row(name, str(row["requests"]), *shown)
+        each.show(console)
+    for kind, detail in figures["errors"].items():
+        console.print(f"[red]{kind}[/red]: {detail}", highlight=False, soft_wrap=True)

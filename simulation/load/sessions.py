@@ -1,0 +1,76 @@
+"""Sessions of several turns, as `crossdock bench agents` sends them and the virtual cluster plays them. Pure.
+
+A prompt is that of the turn before, with its answer, and something new.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
+
+from proto.limits import HASH_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    new_tokens: int
+    """That it adds to the prompt and answer of the turn before."""
+    output_tokens: int
+    think_s: float = 0.0
+    """Before it, since the last answer ended."""
+    restarts: bool = False
+    """Its prompt does not go on from the turn before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    turns: tuple[Turn, ...]
+    system_tokens: int = 0
+    """Of its first prompt, those that all sessions have in common."""
+
+
+class Named(NamedTuple):
+    """A turn with the names of its blocks."""
+
+    turn: Turn
+    prompt_tokens: int
+    prompt_hashes: bytes
+    answer_hashes: bytes
+    """Of the full blocks behind the prompt's."""
+
+
+def synthetic(
+    sessions: int, turns: int, system_tokens: int, new_tokens: int, output_tokens: int, think_s: float
+) -> list[Session]:
+    made = [Turn(new_tokens, output_tokens, think_s if turn else 0.0) for turn in range(turns)]
+    return [Session(tuple(made), system_tokens)] * sessions
+
+
+def in_turn(sessions: Sequence[Session], clients: int) -> list[list[Session]]:
+    """Dealt to so many clients, each of which plays one after the other."""
+    return [list(sessions[client::clients]) for client in range(min(clients, len(sessions)))]
+
+
+def named(session: Session, name: str, block_size: int, context_tokens: int) -> Iterator[Named]:
+    """Its turns, up to the first that does not fit the context. Equal blocks have equal names: sessions share those of the
+    system prompt, and a turn has those of the turn before."""
+    hashes, tokens, conversation = b"", 0, 0
+    for number, turn in enumerate(session.turns):
+        if not number or turn.restarts:
+            conversation, tokens, hashes = number, session.system_tokens, b""
+            hashes = _chained(hashes, "system", tokens // block_size)
+        prompt = tokens + turn.new_tokens
+        tokens = prompt + turn.output_tokens
+        if tokens > context_tokens:
+            return
+        hashes = _chained(hashes, f"{name}/{conversation}", tokens // block_size)
+        ends = prompt // block_size * HASH_BYTES
+        yield Named(turn, prompt, hashes[:ends], hashes[ends:])
+
+
+def _chained(hashes: bytes, text: str, blocks: int) -> bytes:
+    found, last = [hashes], hashes[-HASH_BYTES:]
+    for number in range(len(hashes) // HASH_BYTES, blocks):
+        last = blake2b(last + f"{text} {number}".encode(), digest_size=HASH_BYTES).digest()
+        found.append(last)
+    return b"".join(found)

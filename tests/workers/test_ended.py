@@ -1,0 +1,109 @@
+"""What a decode worker keeps of an answer, and the names that the gateway gives its blocks: the next turn finds them."""
+
+from dataclasses import replace
+
+import pytest
+
+from decode_worker.core import DecodeCore
+from gateway.text.block_hashes import BlockNames
+from kvtransfer.session.session import Accepted
+from proto.codec import pack_tokens, split_hashes
+from proto.kv import Commit, FirstToken, Offer
+from proto.messages import Peer, Release, Reserve
+from proto.progress import AnswerNames
+from proto.sampling import Sampling
+from tests.workers.test_batch import BLOCK
+from tests.workers.test_reservations import PREFILL_EPOCH, Ports, make_core
+
+GATEWAY, STRANGER = 1, 2
+PROMPT = (3, 1, 4, 1, 5, 9)
+NAMES = BlockNames.of(pack_tokens(PROMPT), BLOCK, "tenant:a", b"key")
+
+
+def order(choices: int = 1, names: BlockNames | None = NAMES) -> Reserve:
+    hashes = names.hashes if names is not None else b""
+    gateway = Peer("tcp://a", GATEWAY)
+    return Reserve("a", 1, len(PROMPT), Sampling(max_tokens=50), choices, 0, 0, 4, gateway, PREFILL_EPOCH, hashes)
+
+
+def streamed(tokens: int, choices: int = 1, names: BlockNames | None = NAMES) -> tuple[DecodeCore[str], Ports]:
+    """Each choice has drawn so many tokens, the last of which is not forwarded."""
+    core, ports = make_core()
+    core.order(order(choices, names))
+    answer = core.offered(PREFILL_EPOCH, Offer("a", 1, 1, 2))
+    assert isinstance(answer, Accepted)
+    first = tuple(FirstToken(choice, 10 + choice) for choice in range(choices))
+    core.committed(PREFILL_EPOCH, Commit("a", 1, (), 0, first), list(answer.block_ids), [])
+    for number in range(tokens - 1):
+        plan = core.plan()
+        assert plan is not None
+        core.apply([(20 + number + row.running.choice, None) for row in plan.rows])
+    return core, ports
+
+
+def output(tokens: int, choice: int = 0) -> list[int]:
+    return [10 + choice, *(20 + number + choice for number in range(tokens - 1))]
+
+
+def said(tokens: int, choice: int = 0, block_size: int = BLOCK) -> AnswerNames:
+    names = BlockNames.of(pack_tokens(PROMPT), block_size, "tenant:a", b"key")
+    behind = names.behind(PROMPT, output(tokens, choice))
+    return AnswerNames("a", 1, choice, block_size, len(names.hashes) // 16, behind)
+
+
+def found(core: DecodeCore[str], tokens: int, choice: int = 0) -> int:
+    """Blocks of the next turn's prompt that are here."""
+    text = (*PROMPT, *output(tokens, choice), 7, 7, 7, 7)
+    blocks = core.table.allocator.match_prefix(
+        split_hashes(BlockNames.of(pack_tokens(text), BLOCK, "tenant:a", b"key").hashes)
+    )
+    core.table.allocator.free(blocks)
+    return len(blocks)
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 7, 11, 15])
+@pytest.mark.parametrize("named_first", [False, True])
+def test_the_next_turn_finds_all_full_blocks_of_the_answer(tokens: int, named_first: bool) -> None:
+    """A stop string, or a client that leaves, ends a stream at the gateway before its worker hears of it."""
+    core, _ = streamed(tokens)
+    assert found(core, tokens) <= len(PROMPT) // BLOCK
+    if named_first:
+        core.answer_named(GATEWAY, said(tokens))
+    core.order(Release("a", 1))
+    if not named_first:
+        core.answer_named(GATEWAY, said(tokens))
+    assert found(core, tokens) == (len(PROMPT) + tokens - 1) // BLOCK
+    assert core.table.allocator.held_count == 0 and core.table.allocator.room == 8
+    core.table.allocator.check_invariants()
+    core.answer_named(GATEWAY, said(tokens))  # repeated
+
+
+def test_each_choice_has_its_own() -> None:
+    core, _ = streamed(8, choices=2)
+    core.order(Release("a", 1))
+    for choice in (1, 0):
+        core.answer_named(GATEWAY, said(8, choice))
+    assert found(core, 8, 0) == found(core, 8, 1) == (len(PROMPT) + 7) // BLOCK
+    core.table.allocator.check_invariants()
+
+
+@pytest.mark.parametrize("why", ["another gateway", "no cache", "evicted", "another block size"])
+def test_what_may_not_be_named_is_not(why: str) -> None:
+    core, _ = streamed(11, names=None if why == "no cache" else NAMES)
+    core.order(Release("a", 1))
+    if why == "evicted":
+        core.table.allocator.free(core.table.allocator.allocate(8))
+    sent = said(11, block_size=3) if why == "another block size" else said(11)
+    core.answer_named(STRANGER if why == "another gateway" else GATEWAY, sent)
+    assert found(core, 11) == (len(PROMPT) // BLOCK if why in ("another gateway", "another block size") else 0)
+    core.table.allocator.check_invariants()
+
+
+def test_names_of_smaller_blocks_are_joined() -> None:
+    """Gateways hash in the smallest block size of the cluster; a worker with larger blocks knows each by its last hash."""
+    small = BlockNames.of(pack_tokens(PROMPT), BLOCK // 2, "tenant:a", b"key")
+    core, _ = streamed(11, names=replace(NAMES, hashes=b"".join(split_hashes(small.hashes)[1::2])))
+    core.order(Release("a", 1))
+    core.answer_named(GATEWAY, said(11, block_size=BLOCK // 2))
+    names = BlockNames.of(pack_tokens((*PROMPT, *output(11))), BLOCK // 2, "tenant:a", b"key").hashes
+    assert len(core.table.allocator.match_prefix(split_hashes(names)[1::2])) == (len(PROMPT) + 10) // BLOCK

@@ -1,0 +1,54 @@
+"""How much of a prompt rides on the next step of a decode worker: what its streams notice of it is bounded."""
+
+import random
+
+import pytest
+
+from decode_worker.slices import TARGET_SHARE, SliceSizes
+
+
+def step_ms(sequences: int, tokens: int, *, token_ms: float) -> float:
+    return 20.0 + 3.0 * sequences + token_ms * tokens
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("token_ms", [0.02, 0.4, 3.5])
+def test_a_slice_lengthens_a_step_by_no_more_than_its_share(share: float, token_ms: float) -> None:
+    source, sizes = random.Random(1), SliceSizes(share)
+    for number in range(400):
+        sequences = source.randint(1, 12)
+        alone_ms = step_ms(sequences, 0, token_ms=token_ms)
+        tokens = sizes.tokens(sequences) if number % 3 else 0
+        took_ms = step_ms(sequences, tokens, token_ms=token_ms)
+        if number > 150 and tokens > 1:
+            assert took_ms - alone_ms <= 1.25 * share * alone_ms, (sequences, tokens)
+        sizes.measured(sequences, tokens, took_ms * source.uniform(0.98, 1.02))
+    assert sizes.tokens(4) >= 0.6 * share * step_ms(4, 0, token_ms=token_ms) / token_ms, "and it is used"
+
+
+def test_a_target_takes_the_place_of_the_share() -> None:
+    sizes = SliceSizes(0.5)
+    for _ in range(50):
+        sizes.measured(4, 0, 32.0)
+        sizes.measured(4, 8, 40.0)
+    assert sizes.tokens(4) == 16
+    assert sizes.tokens(4, tpot_ms=100.0) == int(TARGET_SHARE * 100 - 32)
+    assert sizes.tokens(4, tpot_ms=30.0) == 1, "even then the prompt gets on"
+
+
+def test_what_was_never_measured_is_tried_with_little() -> None:
+    sizes = SliceSizes(0.5)
+    assert sizes.tokens(3) == 1
+    sizes.measured(3, 0, 30.0)
+    assert sizes.tokens(3) == 2, "a token is taken to add a quarter of a step"
+    sizes.measured(0, 64, 200.0)
+    assert sizes.tokens(3) == 2, "what ran alone says nothing of streams"
+
+
+def test_one_slow_step_does_not_make_slices_small_for_long() -> None:
+    sizes = SliceSizes(0.5)
+    for _ in range(50):
+        sizes.measured(4, 0, 32.0)
+        sizes.measured(4, 8, 40.0)
+    sizes.measured(4, 8, 5000.0)
+    assert sizes.tokens(4) >= 8

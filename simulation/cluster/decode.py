@@ -46,7 +46,7 @@ class BatchedDecode:
         self.gateways = Gateways(cluster)
         self.receiver = transfers
         self.allocator = BlockAllocator(capacity.kv_blocks)
-        self.tokens_forwarded = 0
+        self.tokens_forwarded = self.suffix_tokens = 0
         self.table: AttemptTable[None] = AttemptTable(
             self.allocator, capacity.block_size, Batch(), lambda: self.tokens_forwarded
         )
@@ -122,6 +122,7 @@ class BatchedDecode:
             applied = self.core.apply(drawn)
         if part is not None:
             self.tokens_forwarded += len(part.tokens)
+            self.suffix_tokens += len(part.tokens)
             suffix = part.suffix
             items = first_tokens(self._cluster, suffix.order, suffix.cached_tokens) if part.is_last else []
             self.core.slice_computed(part, items, self._cluster.now)

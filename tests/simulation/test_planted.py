@@ -3,13 +3,14 @@
 import pytest
 
 from simulation.run import run
-from tests.simulation import planted_flips, planted_service, planted_workers
+from tests.simulation import planted_flips, planted_service, planted_suffixes, planted_workers
 
-BUGS = planted_service.BUGS | planted_workers.BUGS | planted_flips.BUGS
+BUGS = planted_service.BUGS | planted_workers.BUGS | planted_suffixes.BUGS | planted_flips.BUGS
 
 SEEDS = 400
 """Most are found within the first ten."""
 FOUND_BY = {
+    "a_gateway_names_what_was_never_an_answer": 382,
     "a_client_that_leaves_is_not_cancelled": 1012,
     "a_worker_changes_its_role_with_streams_on_it": 68,
     "a_worker_stays_closed_to_others_once_one_request_ran_there_alone": 1416,

@@ -88,7 +88,7 @@ def test_sequences_join_and_leave_between_steps_and_positions_go_on_from_the_pro
     assert w.step() == {("a", 0): (2, None), ("b", 0): (1, FinishReason.LENGTH)}
     assert w.told == [Finished("b", 1, 2, 0)]
     assert w.step(STOP_TOKEN) == {("a", 0): (3, FinishReason.STOP)}
-    assert w.told[-1] == Finished("a", 1, 4, 0) and w.table.allocator.free_count == POOL and not w.table.attempts
+    assert w.told[-1] == Finished("a", 1, 4, 0) and w.table.allocator.room == POOL and not w.table.attempts
 
 
 def test_joins_and_leaves_are_counted() -> None:
@@ -214,7 +214,7 @@ def test_release_in_every_phase() -> None:
         if phase is Phase.RECEIVING:
             assert said == []
             said = w.table.received_nothing(("a", 1), blocks, WorkFailed("a", 1, Interrupt.TRANSFER_FAILED, "aborted"))
-        assert said == [Released("a", 1)] and w.table.allocator.free_count == POOL and not w.table.attempts
+        assert said == [Released("a", 1)] and w.table.allocator.room == POOL and not w.table.attempts
 
 
 def test_release_with_a_step_in_flight_waits_for_it_and_its_token_is_not_sent() -> None:

@@ -1,0 +1,166 @@
+"""Where a prompt is computed of which a decode worker has the beginning, and that nobody gets ahead of others by it."""
+
+from collections import Counter
+from hashlib import blake2b
+
+import pytest
+
+from coordinator.events import Limits
+from coordinator.fairness.cost import Prices
+from proto.limits import HASH_BYTES
+from simulation.cluster.cluster import MODEL, VirtualCluster
+from simulation.cluster.decode import BatchedDecode
+from simulation.cluster.surroundings import Timing
+
+BLOCK = 16
+STEP_TOKENS = 256
+
+
+def names(tenant: str, session: str, blocks: int) -> bytes:
+    found, last = b"", b""
+    for number in range(blocks):
+        last = blake2b(last + f"{tenant} {session} {number}".encode(), digest_size=HASH_BYTES).digest()
+        found += last
+    return found
+
+
+class World(VirtualCluster):
+    def __init__(
+        self, *, suffixes: bool = True, decode_blocks: int = 4000, rate: float = 2000.0, decode: int = 1
+    ) -> None:
+        limits = Limits(prices=Prices(1.0, 0.0), queue_wait_s_max=1e6, step_tokens=STEP_TOKENS, queue_tokens_max=10**9)
+        timing = Timing(prefill_tokens_per_s=rate, decode_step_s=0.02, hand_over_s=(0.002, 0.002), report_s=0.001)
+        super().__init__(
+            limits,
+            timing,
+            batched=True,
+            decode_blocks=decode_blocks,
+            max_seqs=64,
+            computes_suffixes=suffixes,
+            decode=decode,
+        )
+
+    def turn(self, name: str, session: str, prompt: int, output: int, tenant: str = "a") -> None:
+        """One that goes on from whatever this session's last was."""
+        hashes = names(tenant, session, (prompt + output) // BLOCK)
+        ends = prompt // BLOCK * HASH_BYTES
+        self.submit(name, tenant, prompt, output, block_hashes=hashes[:ends], answer_hashes=hashes[ends:])
+
+    def computed(self) -> Counter[str]:
+        """Prompt tokens by request, wherever."""
+        found: Counter[str] = Counter()
+        for worker in self.prefill.values():
+            found.update({name: tokens for (name, _), tokens in worker.computed.items()})
+        return found
+
+    @property
+    def on_decode(self) -> int:
+        return self.core.counters["suffixes_on_decode"]
+
+
+def test_the_next_turn_is_computed_where_its_kv_is_while_the_prefill_worker_is_busy() -> None:
+    world = World()
+    world.turn("t0", "s", 800, 80)
+    world.run(5.0)
+    for number in range(4):
+        world.submit(f"long-{number}", "b", 4000)
+    world.at(5.5, world.turn, "t1", "s", 960, 40)
+    world.run(20.0)
+    assert world.on_decode == 1 and world.requests["t1"].cached_tokens == 864, (
+        "the answer included, but for its last token"
+    )
+    assert "t1" not in world.computed() and world.ttft_s["t1"] < 0.5
+    world.turn("t2", "s", 1200, 40)
+    world.run(40.0)
+    assert world.requests["t2"].cached_tokens >= 960
+
+
+def test_an_idle_prefill_worker_is_the_first_to_be_done_where_streams_run_on_the_decode_worker() -> None:
+    world = World(rate=400.0)
+    world.turn("t0", "s", 800, 8)
+    for number in range(8):
+        world.submit(f"stream-{number}", "b", 64, 2000)
+    world.run(8.0)
+    world.turn("t1", "s", 1000, 8)
+    world.run(20.0)
+    assert world.on_decode == 0 and world.computed()["t1"] > 0
+
+
+@pytest.mark.parametrize("added", [400, 1200])
+def test_a_suffix_is_no_longer_than_what_it_continues(added: int) -> None:
+    world = World()
+    world.turn("t0", "s", 800, 8)
+    world.run(5.0)
+    for number in range(8):
+        world.submit(f"long-{number}", "b", 4000)
+    world.at(5.5, world.turn, "t1", "s", 800 + added, 8)
+    world.run(40.0)
+    assert world.on_decode == (added <= 800)
+
+
+def test_a_session_of_another_tenant_is_never_found() -> None:
+    world = World()
+    world.turn("t0", "s", 800, 80)
+    world.run(5.0)
+    for number in range(4):
+        world.submit(f"long-{number}", "b", 4000)
+    world.at(5.5, world.turn, "t1", "s", 960, 8, "b")
+    world.run(20.0)
+    assert world.on_decode == 0 and world.requests["t1"].cached_tokens == 0
+
+
+@pytest.mark.parametrize("sessions", [1, 4])
+def test_locality_lets_no_tenant_get_ahead_of_its_share(sessions: int) -> None:
+    """Tenant a has turns whose KV is on the decode worker, and like b more prompts than the prefill worker can compute. What is
+    computed for it there counts: b has as much, to the bound of the fair queue."""
+    world = World(rate=1000.0)
+    lengths = dict.fromkeys(range(sessions), 512)
+    for session in lengths:
+        world.turn(f"s{session}-0", f"s{session}", 512, 16)
+    world.run(10.0)
+    begun = world.computed()
+    for number in range(60):
+        for tenant in ("a", "b"):
+            world.submit(f"{tenant}-{number}", tenant, 1024)
+    turns: Counter[int] = Counter()
+
+    def go_on(request: object) -> None:
+        for session, length in lengths.items():
+            name = f"s{session}-{turns[session]}"
+            if request is world.requests.get(name) and length < 3000:
+                turns[session] += 1
+                lengths[session] = length + 64 + 16
+                world.turn(f"s{session}-{turns[session]}", f"s{session}", length + 64, 16)
+
+    world.on_end = go_on  # type: ignore[assignment]
+    for session in lengths:
+        turns[session] += 1
+        world.turn(f"s{session}-1", f"s{session}", 512 + 16 + 64, 16)
+        lengths[session] = 512 + 16 + 64
+    bound = world.core.limits.quantum_tokens + 2 * STEP_TOKENS
+    for _ in range(60):
+        world.run(world.now + 0.5)
+        served = Counter[str]()
+        for name, tokens in (world.computed() - begun).items():
+            served["b" if name.startswith("b") else "a"] += tokens
+        decode = next(iter(world.decode.values()))
+        assert isinstance(decode, BatchedDecode)
+        served["a"] += decode.suffix_tokens
+        if not any(r.tenant == "b" for r in (one.submit for one in world.core.requests.values())):
+            break
+        assert served["b"] >= served["a"] - bound, (world.now, served)
+    assert world.on_decode > 2 and MODEL in world.core.pools
+
+
+def test_a_turn_waits_for_room_in_decode_behind_those_that_came_before_it() -> None:
+    world = World(decode_blocks=200)
+    world.turn("t0", "s", 800, 8)
+    world.run(5.0)
+    world.submit("long", "b", 1600, 800)
+    world.run(6.5)
+    world.submit("large", "c", 1600, 400)
+    world.run(7.0)
+    assert world.core.requests["large"].state.value == "queued", "it has no room"
+    world.turn("t1", "s", 900, 400)
+    world.run(60.0)
+    assert 6.5 + world.ttft_s["large"] < 7.0 + world.ttft_s["t1"]

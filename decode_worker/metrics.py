@@ -24,6 +24,7 @@ class DecodeMetrics:
         self._tokens = registry.counter(PREFIX + "tokens", "Tokens sent to gateways, without first tokens.")
         self._forwarded = step_tokens(registry, "decode")
         self._failed = registry.counter(PREFIX + "steps_failed", "Forward passes that failed.")
+        self._first = registry.counter(PREFIX + "first_tokens", "First tokens of prompts computed here.")
         self._suffixes = registry.counter(
             PREFIX + "suffix_tokens",
             "Tokens of prompts computed here, behind KV that was here, between steps of streams.",
@@ -66,8 +67,9 @@ class DecodeMetrics:
         self._forwarded.inc(sequences)
         self._tokens.inc(sum(len(items) for _, items in outcome.by_gateway.values()))
 
-    def slice_done(self, tokens: int) -> None:
+    def slice_done(self, tokens: int, first_tokens: int) -> None:
         self._suffixes.inc(tokens)
+        self._first.inc(first_tokens)
 
     def step_failed(self) -> None:
         self._failed.inc()

@@ -266,7 +266,7 @@ class DecodeWorker:
         self.slices.measured(beside, tokens, alone_ms + result.step_ms)
         applied = self.core.apply(drawn) if drawn is not None else None
         if part is not None:
-            self.metrics.slice_done(tokens)
+            self.metrics.slice_done(tokens, len(result.first_tokens or ()))
             self._matchers = list(part.suffix.matchers)
             self.core.slice_computed(part, result.first_tokens, clock.now())
         if drawn is None or applied is None:

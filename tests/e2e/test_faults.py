@@ -140,12 +140,13 @@ def cut_transfers(up: Live) -> int:
 
 
 def test_a_cut_transfer_group_is_retried_on_a_new_one(up: Live) -> None:
-    expected = up.token_ids(PROMPT, 20, ignore_eos=True)
+    prompts = [[30 + number, *PROMPT] for number in range(5)]  # none is cached
+    answers = [up.token_ids(prompts[0], 20, ignore_eos=True)]
     moved_before = up.wait_idle().counters["kv_bytes_moved"]
     assert cut_transfers(up) > 0, "there was no connection to cut"
-    for _ in range(4):
-        assert up.token_ids(PROMPT, 20, ignore_eos=True) == expected
+    answers += [up.token_ids(prompt, 20, ignore_eos=True) for prompt in prompts[1:]]
     assert up.wait_idle().counters["kv_bytes_moved"] > moved_before
+    assert [up.token_ids(prompt, 20, ignore_eos=True) for prompt in prompts] == answers, "computed where their KV is"
 
 
 def test_transfers_broken_midway_change_no_token(up: Live) -> None:

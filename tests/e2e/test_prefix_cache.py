@@ -49,7 +49,7 @@ def test_what_is_cached_is_not_computed_and_changes_no_token(model_path: Path, t
     asked = prompts()
     expected = {name: generate(model, prompt, NEW_TOKENS) for name, prompt in asked.items()}
     seeded = {"temperature": 1.0, "seed": 5, "n": 2}
-    with live(model_path, tmp_path / "on", STEP_TOKENS="64") as up:
+    with live(model_path, tmp_path / "on", STEP_TOKENS="64", STALL_SHARE="0") as up:
         before = forwarded(up)
         assert ask(up, asked["first"]) == ([expected["first"]], 0)
         cold = forwarded(up)
@@ -68,4 +68,11 @@ def test_what_is_cached_is_not_computed_and_changes_no_token(model_path: Path, t
         for name in ("first", "first", "other end", "whole blocks"):
             assert ask(up, asked[name]) == ([expected[name]], 0)
         assert ask(up, asked["first"], **seeded) == (drawn, 0), "sampled as without a cache"
+    with live(model_path, tmp_path / "turns", STEP_TOKENS="64") as up:
+        for name, cached in (("first", 0), ("first", 224), ("other end", 192), ("whole blocks", 176)):
+            assert ask(up, asked[name]) == ([expected[name]], cached)
+        assert ask(up, asked["first"], **seeded) == (drawn, 224)
+        turn = [*asked["first"], *expected["first"], 7, 8, 9]
+        assert ask(up, turn) == ([generate(model, turn, NEW_TOKENS)], (237 + NEW_TOKENS - 1) // BLOCK * BLOCK)
+        assert up.wait_idle().counters["suffixes_on_decode"] >= 1, "the second at least, when both workers are as fast"
     assert warm_bytes == (4 + 0 + 1) * BLOCK_BYTES, "decode gets only what it lacks"

@@ -125,14 +125,16 @@ async def main(stop):
     plan = SimpleNamespace(rows=[1, 2], copies=())
     role = SimpleNamespace(
         core=SimpleNamespace(
-            step_failed=step_failed, begin_draw=lambda: [], begin_step=lambda: begun, plan=lambda: plan
+            step_failed=step_failed, begin_draw=lambda: [], begin_step=lambda: begun, plan=lambda: plan,
+            suffixes=[],
         ),
-        table=SimpleNamespace(batch=SimpleNamespace(in_flight=None)),
+        table=SimpleNamespace(batch=SimpleNamespace(in_flight=None, running=[])),
         metrics=SimpleNamespace(step_failed=lambda: None), engine=Engine(), sender=SimpleNamespace(digest=None),
     )
     worker.run_step = lambda engine, *_: engine.forward()
-    for name in ("next_step", "_step_done", "_step_failed"):
-        setattr(role, name, getattr(worker.{kind}, name).__get__(role))
+    for name in ("next_step", "_next_slice", "_compute_step", "_step_done", "_step_failed"):
+        if hasattr(worker.{kind}, name):
+            setattr(role, name, getattr(worker.{kind}, name).__get__(role))
     driver = SimpleNamespace(
         role=role, log=log.configure(level="info", fmt="json", process="w"), _watch=StepWatch(1.0),
         _work=asyncio.Event(), _thread=ThreadPoolExecutor(1),

@@ -219,8 +219,8 @@ class Billing:
         return self.release(request_id, now)
 
     def doubt(self, request_id: str, now: float) -> None:
-        """Its gateway's link was lost. Where the answer has begun and no worker holds the request, only the gateway can say how
-        far the answer got, so the bill stays open for it."""
+        """Its gateway's link was lost, or it was failed with its worker. Where the answer has begun and no worker holds the
+        request, only the gateway can say how far the answer got, so the bill stays open for it."""
         bill = self.bills.get(request_id)
         if bill is not None and bill.counters.output_tokens and not bill.counters.held:
             bill.begin().doubt_until = now + DOUBT_S

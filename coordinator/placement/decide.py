@@ -89,7 +89,7 @@ def decide(
         return _suffix(request, worker, pool, queue, left, now)
     in_class, copied = is_class(request.entry.key), b""
     if in_class and request.attempt_progress.moves < MOVES_MAX:
-        found = best_on_decode(request, pool, now, worker)
+        found = best_on_decode(request, pool, queue, now, worker)
         if found is not None and not waits_behind(request, pool, queue):
             return Wait(found.decode, b"", found.cached_tokens, 0.0)
         better = better_prefill(request.submit, worker, pool, pool.bindings.kept_waiting(worker, len(queue)), now)

@@ -3,6 +3,8 @@
     there       (prompt tokens before it + tokens not cached there) / rate of prompts beside the streams there
     elsewhere   wait for its turn + (tokens before it + tokens not cached) / rate, of the best prefill worker, + hand-over
 
+The wait is that for as many requests like this one as wait for a turn, but no longer than its tenant's share lets expect.
+
 The smaller one wins. The rates are measured: on a decode worker they are those of slices between the steps of its streams. Only
 a suffix is computed there: no more than what it continues. A request that is bound to a decode worker takes its turns in the
 fair order as all others do. Where others wait for room in decode, it waits for it with them.
@@ -29,7 +31,9 @@ class OnDecode(NamedTuple):
     elsewhere_s: float
 
 
-def best_on_decode(request: Request, pool: Pool, now: float, asks: Worker | None = None) -> OnDecode | None:
+def best_on_decode(
+    request: Request, pool: Pool, queue: WaitQueue, now: float, asks: Worker | None = None
+) -> OnDecode | None:
     """The decode worker that is done with the prompt before any prefill worker is; None if there is none. `asks`: a prefill
     worker on which it is the request's turn; without, it has just come."""
     submit = request.submit
@@ -45,16 +49,21 @@ def best_on_decode(request: Request, pool: Pool, now: float, asks: Worker | None
             best, best_s, best_cached = worker, done_s, cached
     if best is None:
         return None
-    waits_s = request.projected_s if asks is None and not request.resumed else 0.0
     prefill = pool.candidates.holders(Role.PREFILL, submit) + pool.candidates.first_to_finish()
     hand_over_s = pool.weights.transfer_s * ((submit.prompt_tokens - best_cached) // submit.hash_block_size)
-    elsewhere_s = waits_s + hand_over_s + _prefill_s(submit, prefill if asks is None else [*prefill, asks], pool)
+    if asks is not None:
+        elsewhere_s = _prefill_s(submit, [*prefill, asks], pool, 0)
+    else:
+        elsewhere_s = _prefill_s(submit, prefill, pool, len(queue) - 1)
+        if not request.resumed:
+            elsewhere_s = min(elsewhere_s, request.projected_s + _prefill_s(submit, prefill, pool, 0))
+    elsewhere_s += hand_over_s
     return OnDecode(best, best_cached, best_s, elsewhere_s) if best_s <= elsewhere_s else None
 
 
 def came(request: Request, pool: Pool, queue: WaitQueue, now: float) -> None:
     """It waits from now on: for a decode worker, if that would be done with it first, else in its class."""
-    found = best_on_decode(request, pool, now) if request.entry is not None and not pool.wakeups.closed else None
+    found = best_on_decode(request, pool, queue, now) if request.entry is not None and not pool.wakeups.closed else None
     if found is None:
         pool.wakeups.request_came()
         return
@@ -84,10 +93,16 @@ def done_in_s(worker: Worker, submit: Submit, cached: int, pool: Pool) -> float:
     return (worker.tokens_before + submit.prompt_tokens - cached) / pool.rate(worker)
 
 
-def _prefill_s(submit: Submit, prefill: Iterable[Worker], pool: Pool) -> float:
-    able = (worker for worker in prefill if not worker.draining and worker.could_ever_take(submit))
-    times = (done_in_s(worker, submit, cached_tokens(submit, worker, pool), pool) for worker in able)
-    return min(times, default=inf)
+def _prefill_s(submit: Submit, prefill: Iterable[Worker], pool: Pool, waiting: int) -> float:
+    """The same for the best of these prefill workers; so many requests wait for a turn, and are taken to be like this one."""
+    least_s = inf
+    for worker in prefill:
+        if not worker.draining and worker.could_ever_take(submit):
+            cached = cached_tokens(submit, worker, pool)
+            done_s = done_in_s(worker, submit, cached, pool)
+            waits = pool.bindings.kept_waiting(worker, waiting) if waiting else 0.0
+            least_s = min(least_s, done_s + waits * (submit.prompt_tokens - cached) / pool.rate(worker))
+    return least_s
 
 
 def _may_run_on_decode(request: Request, pool: Pool) -> bool:

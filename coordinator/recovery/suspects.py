@@ -75,6 +75,7 @@ def _one_more(request: Request, prompt_tokens: int) -> Suspicion:
 def _fail(state: State, request: Request, losses: int) -> None:
     why = f"{losses} workers in a row were lost while they computed this request"
     state.counters[f"rejected_{Reject.LOSES_WORKERS}"] += 1
+    state.billing.doubt(request.id, state.now)  # its gateway may have more of the answer than the worker has said
     state.send(request.gateway_incarnation, Rejected(*request.key, Reject.LOSES_WORKERS, why))
     state.end(request, Trigger.FAIL, why, state.now)
 

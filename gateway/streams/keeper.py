@@ -148,14 +148,14 @@ class StreamKeeper:
     def _rejected(self, event: Rejected, now: float) -> None:
         submission = self._current(event.request_id, event.attempt)
         if submission is None:
-            return
-        if event.reason in submission.passing and now < submission.patient_until(self._settled_at, self.limits):
+            self._out += map(SendCancel, self._words.about(event.request_id))  # it may have had all of it
+        elif event.reason in submission.passing and now < submission.patient_until(self._settled_at, self.limits):
             submission.put_off(now + submission.retry_s(event.retry_after_s, settling=now < self._settled_at))
             self._schedule(submission.stream)
-            return
-        if submission.is_new:
-            self._drop(submission)  # else it is cancelled: of an earlier attempt a row may be open
-        self._fail(submission.stream, Failure(FailKind.REJECTED, event.message, event))
+        else:
+            if submission.is_new:
+                self._drop(submission)  # else it is cancelled: of an earlier attempt a row may be open
+            self._fail(submission.stream, Failure(FailKind.REJECTED, event.message, event))
 
     def _interrupted(self, event: Interrupted, now: float) -> None:
         submission = self._current(event.request_id, event.attempt)

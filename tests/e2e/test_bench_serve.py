@@ -1,5 +1,6 @@
 """`crossdock bench serve` as a user runs it, on a tiny model, ended by itself and by Ctrl-C."""
 
+import json
 import os
 import signal
 import subprocess
@@ -53,4 +54,31 @@ def test_ctrl_c_prints_what_was_measured(cluster: Live, tmp_path: Path) -> None:
     assert process.returncode == 130, said
     assert "Latency at the client" in said or "Ended:" in said
     assert load_records.read(str(file)).about["interrupted"]
+    cluster.wait_idle()
+
+
+def test_sessions_are_played_turn_by_turn(cluster: Live) -> None:
+    load = ["--sessions", "2", "--turns", "3", "--system-tokens", "40", "--new-tokens", "20", "--output-tokens", "16"]
+    command = [
+        sys.executable,
+        "-m",
+        "launcher.cli",
+        "bench",
+        "agents",
+        "--url",
+        cluster.base_url,
+        "--think-s",
+        "0.1",
+        *load,
+    ]
+    environment = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--json"], cwd=ROOT, env=environment, text=True, capture_output=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)["figures"]
+    assert (figures["turns"], figures["ok"]) == (6, 6) and figures["turns_per_s"] > 0
+    assert figures["ttft_first_ms"]["count"] == 2 and figures["ttft_later_ms"]["count"] == 4
+    assert figures["cached_share"] > 0.3, "a turn's prompt begins with the turn before"
+    assert "turns/s" in done.stderr
     cluster.wait_idle()

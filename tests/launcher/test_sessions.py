@@ -1,0 +1,130 @@
+"""Sessions of several turns: from traces, with the names of their blocks, and played in virtual time."""
+
+from pathlib import Path
+
+import pytest
+
+from launcher.load.traces import read_sessions
+from launcher.simulate.build import build
+from launcher.simulate.scenario import parse
+from proto.limits import HASH_BYTES
+from runtime.settings.options import SettingsError
+from simulation.load.run import Played, play
+from simulation.load.sessions import Session, Turn, in_turn, named, synthetic
+
+CSV = """session,turn,t_s,prompt_tokens,reused_tokens,output_tokens,think_s
+a,0,0,1000,0,50,0
+b,0,3,400,0,10,0
+a,1,9,1300,1000,20,4.5
+a,2,20,500,100,5,2
+a,3,30,400,400,5,2
+"""
+
+
+def test_a_trace_says_how_much_each_turn_adds(tmp_path: Path) -> None:
+    file = tmp_path / "agents.csv"
+    file.write_text(CSV)
+    first, second = read_sessions(str(file), 1.0, 2.0)
+    assert first.turns == (
+        Turn(1000, 50), Turn(250, 20, 9.0), Turn(500, 5, 4.0, restarts=True), Turn(1, 5, 4.0)
+    ), "a prompt that is shorter than what came before it adds one token at least"  # fmt: skip
+    assert second.turns == (Turn(400, 10),)
+    assert read_sessions(str(file), 0.1, 0.0)[0].turns[1] == Turn(25, 2)
+
+
+def test_json_lines_with_session_ids_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "agents.jsonl"
+    line = '{"session_id": "%s", "input_length": %d, "output_length": 7, "delay": 1500, "hash_ids": [1]}\n'
+    file.write_text(line % ("x", 10) + "\n" + line % ("y", 5) + line % ("x", 3))
+    assert [session.turns for session in read_sessions(str(file), 1.0, 1.0)] == [
+        (Turn(10, 7, 1.5), Turn(3, 7, 1.5)), (Turn(5, 7, 1.5),)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.csv", "session,turn\n", "line 1: no column prompt_tokens"),
+        ("a.csv", CSV.replace("1300", "many"), "line 4: not three numbers of tokens"),
+        ("a.csv", CSV.replace("4.5", "-4.5"), "line 4: a length or a time is out of bounds"),
+        ("a.csv", CSV.splitlines()[0], "has no sessions"),
+        ("a.jsonl", '{"session_id": 3}\n', "line 1: "),
+        ("missing.csv", None, "cannot read"),
+    ],
+)
+def test_a_bad_trace_is_named_with_its_line(tmp_path: Path, name: str, text: str | None, expected: str) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(SettingsError, match="--trace: ") as raised:
+        read_sessions(str(tmp_path / name), 1.0, 1.0)
+    assert expected in str(raised.value)
+
+
+def test_a_turn_has_the_names_of_the_turn_before_and_of_its_answer() -> None:
+    session = Session((Turn(40, 20), Turn(30, 6), Turn(100, 4, restarts=True)), system_tokens=32)
+    first, second, third = named(session, "s", 16, 10_000)
+    assert [turn.prompt_tokens for turn in (first, second, third)] == [72, 122, 132]
+    assert len(first.prompt_hashes) == 4 * HASH_BYTES and len(first.answer_hashes) == HASH_BYTES
+    assert second.prompt_hashes.startswith(first.prompt_hashes + first.answer_hashes)
+    assert third.prompt_hashes[: 2 * HASH_BYTES] == first.prompt_hashes[: 2 * HASH_BYTES], "the system prompt"
+    assert third.prompt_hashes[2 * HASH_BYTES :][:HASH_BYTES] not in second.prompt_hashes
+    other = next(named(session, "t", 16, 10_000))
+    assert other.prompt_hashes != first.prompt_hashes
+    assert [turn.prompt_tokens for turn in named(session, "s", 16, 100)] == [72], "up to what fits the context"
+
+
+def test_sessions_are_dealt_to_clients_in_turn() -> None:
+    sessions = [Session((Turn(number + 1, 1),)) for number in range(5)]
+    assert in_turn(sessions, 2) == [[sessions[0], sessions[2], sessions[4]], [sessions[1], sessions[3]]]
+    assert len(in_turn(sessions, 9)) == 5
+    made = synthetic(3, 2, 100, 10, 5, 0.5)
+    assert made == [Session((Turn(10, 5), Turn(10, 5, 0.5)), 100)] * 3
+
+
+SCENARIO = """
+duration_s = 60.0
+[[workers]]
+role = "prefill"
+prefill_tokens_per_s = 400
+[[workers]]
+role = "decode"
+prefill_tokens_per_s = 400
+computes_suffixes = {computes}
+[[traffic]]
+tenant = "default"
+arrivals = "sessions"
+trace = "agents.csv"
+clients = 12
+"""
+
+
+def played(folder: Path, computes: str) -> Played:
+    rows = [
+        f"s{number},{turn},0,{800 + 90 * turn},{800 + 90 * (turn - 1)},40,0.5"
+        for turn in range(20)
+        for number in range(12)
+    ]
+    (folder / "agents.csv").write_text(
+        "\n".join(["session,turn,t_s,prompt_tokens,reused_tokens,output_tokens,think_s", *rows])
+    )
+    return play(build(parse(SCENARIO.format(computes=computes).encode()), folder))
+
+
+def test_decode_workers_that_compute_suffixes_let_sessions_get_on_faster(tmp_path: Path) -> None:
+    turns = {computes: len(played(tmp_path, computes).outcomes) for computes in ("true", "false")}
+    assert turns["true"] > 1.3 * turns["false"], turns
+    again = played(tmp_path, "true")
+    assert len(again.outcomes) == turns["true"], "the same file and seed give the same run"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (('trace = "agents.csv"\n', ""), "needs a file in trace"),
+        (('arrivals = "sessions"', 'arrivals = "closed"'), "trace has no effect"),
+        (('role = "prefill"', 'role = "prefill"\ncomputes_suffixes = true'), "computes_suffixes has no effect"),
+    ],
+)
+def test_what_has_no_effect_is_refused(change: tuple[str, str], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        parse(SCENARIO.format(computes="true").replace(*change, 1).encode())

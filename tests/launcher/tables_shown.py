@@ -96,6 +96,16 @@ COMPARED = [
      "means_something": what == "p50"}
     for name in ("TTFT", "within the limits of A") for what in ("mean", "p50")
 ]  # fmt: skip
+_TAILS = {"p50": 1234.5, "p90": 12_345.6, "p99": 99_999.9, "max": 123_456.7, "count": 123_456}
+_TURNS = {
+    "requests": 123_456, "ttft_ms": _TAILS, "itl_ms": _TAILS, "goodput": {"attainment": 0.9876, "requests_per_s": 123.45}
+}  # fmt: skip
+AGENTS: dict[str, Any] = {
+    "turns": 123_456, "ok": 123_455, "seconds": 86_400.0, "turns_per_s": 123.45, "cached_share": 0.987,
+    "goodput": _TURNS["goodput"], "ttft_first_ms": _TAILS, "ttft_later_ms": _TAILS, "gaps_ms": _TAILS,
+    "errors": {"http_503": "no capacity"},
+    "fairness": {"tenants": {"an-organisation/with-a-user": _TURNS, "lab": _TURNS}},
+}  # fmt: skip
 QUEUE = {
     kind: {n: {"a": 1234.5, "b": 12_345.6, "c": 1.2, "d": 99_999.9} for n in bench_coordinator._TENANTS}
     for kind in bench_coordinator._DEADLINES

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from launcher import tables
 from launcher.admin import explain_words, policy, simulate, status, tenants, usage
+from launcher.bench import agents as bench_agents
 from launcher.bench import compare as bench_compare
 from launcher.bench import peers as bench_peers
 from launcher.bench import ratio as bench_ratio
@@ -36,6 +37,7 @@ from tests.tuning.profiles import GPU
 
 ROOT = Path(__file__).parents[2]
 SHOWN: dict[str, Callable[[Console], Any]] = {
+    "bench.agents": lambda c: bench_agents.show(shown.AGENTS, c),
     "bench.compare": lambda c: bench_compare.show(shown.DIFFERENCES, shown.COMPARED, c),
     "bench.dev.coordinator": lambda c: bench_coordinator._queue_table(shown.QUEUE, 1_000_000).show(c),
     "bench.dev.engine.rounds": lambda c: bench_engine.show(shown.ENGINE, c),

@@ -55,6 +55,10 @@ class AttemptProgress(msgspec.Struct, eq=False, gc=False):
     """The prefill worker it waits for, which has more of it cached, while it is not placed."""
     moves: int = 0
     """How often it was bound to one."""
+    there_s: float = 0.0
+    """Until its prompt would be computed where its KV is, as expected when it was last bound to a decode worker, and ..."""
+    elsewhere_s: float = 0.0
+    """... on the best prefill worker."""
     bypassed: int = 0
     """How often another request got room while this one waited for it."""
     output_charged: float = 0.0

@@ -74,6 +74,10 @@ class Placed(msgspec.Struct, frozen=True, tag_field="what", tag="placed"):
     """It was not its turn, but room had been kept for it."""
     projected_s: float = 0.0
     """The wait for a place that was expected when it came."""
+    there_s: float = 0.0
+    """On one decode worker, which computes what the prompt adds to KV that it has: how long that was expected to take ..."""
+    elsewhere_s: float = 0.0
+    """... and how long on a prefill worker."""
 
 
 class ChunkSent(msgspec.Struct, frozen=True, tag_field="what", tag="chunk"):
@@ -257,7 +261,11 @@ class Timeline:
             assert self._core is not None
             request = self._core.requests[self.request_id]
             projected_s = request.projected_s if request.submit.attempt == 1 else 0.0
-            self._add(Placed(self._at_s, why, self._blocks, request.cached_tokens, self._kept, projected_s))
+            placed = Placed(self._at_s, why, self._blocks, request.cached_tokens, self._kept, projected_s)
+            if request.prefill_incarnation == request.decode_incarnation:
+                progress = request.attempt_progress
+                placed = msgspec.structs.replace(placed, there_s=progress.there_s, elsewhere_s=progress.elsewhere_s)
+            self._add(placed)
         elif state is RequestState.DECODING:
             done = self._event.message if isinstance(self._event, Received) else None
             transfer_ms = done.transfer_ms if isinstance(done, HandedOver) else 0.0

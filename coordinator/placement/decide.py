@@ -49,6 +49,8 @@ class Wait(NamedTuple):
     cached_tokens: int
     waits_s: float
     """How much longer it waits there."""
+    expected_s: tuple[float, float] = (0.0, 0.0)
+    """Of a decode worker: until the prompt is computed there, and elsewhere."""
 
 
 class NoRoom(NamedTuple):
@@ -91,7 +93,7 @@ def decide(
     if in_class and request.attempt_progress.moves < MOVES_MAX:
         found = best_on_decode(request, pool, queue, now, worker)
         if found is not None and not waits_behind(request, pool, queue):
-            return Wait(found.decode, b"", found.cached_tokens, 0.0)
+            return Wait(found.decode, b"", found.cached_tokens, 0.0, (found.there_s, found.elsewhere_s))
         better = better_prefill(request.submit, worker, pool, pool.bindings.kept_waiting(worker, len(queue)), now)
         if better is not None and better.worker is not worker:
             there = better.worker

@@ -168,12 +168,13 @@ def _key_after(decision: Decision, request: Request, queue: WaitQueue) -> int | 
 def _pass_over(decision: Decision, request: Request, worker: Worker, pool: Pool, now: float) -> None:
     """It does not run on this worker now."""
     match decision:
-        case Wait(better, prefix, cached_tokens, waits_s):
+        case Wait(better, prefix, cached_tokens, waits_s, expected_s):
             pool.cache_waits += 1
             if prefix:
                 pool.waits.add(prefix, cached_tokens, waits_s, now)
             expect_cached(request, better, pool)
             pool.bindings.bind(request, better)
+            request.attempt_progress.there_s, request.attempt_progress.elsewhere_s = expected_s
         case NoRoom(in_decode, classes, copied):
             pool.waits.computed(copied)
             pool.no_room += bool(classes) or not in_decode

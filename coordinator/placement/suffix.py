@@ -69,6 +69,7 @@ def came(request: Request, pool: Pool, queue: WaitQueue, now: float) -> None:
         return
     request.cached_tokens = request.dispatched_tokens = found.cached_tokens
     pool.bindings.bind(request, found.decode)
+    request.attempt_progress.there_s, request.attempt_progress.elsewhere_s = found.there_s, found.elsewhere_s
     queue.settle_on(request, bound_key(found.decode.incarnation))
 
 

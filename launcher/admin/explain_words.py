@@ -150,6 +150,11 @@ def _words(entry: Entry) -> str:
 
 def _placed(entry: Placed) -> str:
     why = "there was room at last, kept for it" if entry.kept else "its turn"
+    if entry.there_s or entry.elsewhere_s:
+        why = (
+            f"it computes what the prompt adds to its KV, expected in {entry.there_s:.2f} s; elsewhere in"
+            f" {entry.elsewhere_s:.2f} s"
+        )
     cached = f"; {_count(entry.cached_tokens, 'token')} of its prompt cached there" if entry.cached_tokens else ""
     projected = f"; a wait of {entry.projected_s:.1f} s was projected" if entry.projected_s >= 0.1 else ""
     return f"placed on {entry.workers}: {why}{cached}; {_count(entry.kv_blocks, 'KV block')} reserved for its answer{projected}"
@@ -160,7 +165,7 @@ def _changed(entry: Changed) -> str:
         case "handing_over":
             return "prompt computed; the last of its KV is on its way"
         case "decoding":
-            return f"KV handed over in {entry.transfer_ms:.0f} ms; decoding"
+            return f"KV handed over in {entry.transfer_ms:.0f} ms; decoding" if entry.transfer_ms else "decoding"
         case state:
             return f"{state}: {entry.why}"
 

@@ -41,7 +41,7 @@ class AgentsSettings(ServerSettings):
     trace: str = Field(
         "",
         description="File with sessions: CSV with session, turn, prompt_tokens, reused_tokens, output_tokens, think_s, or JSON"
-        " lines of AIPerf or Mooncake with session_id, input_length, output_length and delay; in place of --turns and the lengths.",
+        " lines of AIPerf or Mooncake with session_id, input_length, output_length and delay. In place of --turns and lengths.",
     )
     scale_tokens: float = Field(1.0, gt=0.0, le=1e3, description="Factor on all lengths of the trace.")
     think_scale: float = Field(1.0, ge=0.0, le=1e3, description="Factor on all think times of the trace.")

@@ -5,12 +5,14 @@ from hashlib import blake2b
 
 import pytest
 
+from coordinator.event_log.timeline import Placed, Timeline
 from coordinator.events import Limits
 from coordinator.fairness.cost import Prices
 from proto.limits import HASH_BYTES
 from simulation.cluster.cluster import MODEL, VirtualCluster
 from simulation.cluster.decode import BatchedDecode
 from simulation.cluster.surroundings import Timing
+from tests.coordinator.tape import TapedCore, replay, taped
 
 BLOCK = 16
 STEP_TOKENS = 256
@@ -25,9 +27,7 @@ def names(tenant: str, session: str, blocks: int) -> bytes:
 
 
 class World(VirtualCluster):
-    def __init__(
-        self, *, suffixes: bool = True, decode_blocks: int = 4000, rate: float = 2000.0, decode: int = 1
-    ) -> None:
+    def __init__(self, *, decode_blocks: int = 4000, rate: float = 2000.0, core: type[Core] = Core) -> None:
         limits = Limits(prices=Prices(1.0, 0.0), queue_wait_s_max=1e6, step_tokens=STEP_TOKENS, queue_tokens_max=10**9)
         timing = Timing(prefill_tokens_per_s=rate, decode_step_s=0.02, hand_over_s=(0.002, 0.002), report_s=0.001)
         super().__init__(
@@ -36,8 +36,8 @@ class World(VirtualCluster):
             batched=True,
             decode_blocks=decode_blocks,
             max_seqs=64,
-            computes_suffixes=suffixes,
-            decode=decode,
+            computes_suffixes=True,
+            core=core,
         )
 
     def turn(self, name: str, session: str, prompt: int, output: int, tenant: str = "a") -> None:
@@ -59,7 +59,7 @@ class World(VirtualCluster):
 
 
 def test_the_next_turn_is_computed_where_its_kv_is_while_the_prefill_worker_is_busy() -> None:
-    world = World()
+    world = World(core=TapedCore)
     world.turn("t0", "s", 800, 80)
     world.run(5.0)
     for number in range(4):
@@ -73,6 +73,10 @@ def test_the_next_turn_is_computed_where_its_kv_is_while_the_prefill_worker_is_b
     world.turn("t2", "s", 1200, 40)
     world.run(40.0)
     assert world.requests["t2"].cached_tokens >= 960
+    story = Timeline("t1")
+    assert replay(taped(world.core).tape()).run(story) is None
+    [placed] = [entry for entry in story.finish() if isinstance(entry, Placed)]
+    assert placed.workers == "decode-10000" and 0 < placed.there_s < placed.elsewhere_s, "explain says why"
 
 
 def test_an_idle_prefill_worker_is_the_first_to_be_done_where_streams_run_on_the_decode_worker() -> None:

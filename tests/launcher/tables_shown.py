@@ -67,6 +67,7 @@ STORY: list[Entry] = [
         1.0, 2.2, 3, OtherTurn(By(REQUEST, "standard", "lab"), "organisation", "lab", "acme", 2.0, 9.0), (REQUEST,), 1
     ),
     Placed(2.276, "prefill-0 + decode-0", 33, 0, False),
+    Placed(2.276, "decode-0", 33, 1344, False, 0.0, 0.451, 12.913),
     ChunkSent(2.276, "prefill-0", 4, 0, 96, 502, 1),
     Ended(15.131, "finished", "", 0.0, None),
 ]

@@ -32,7 +32,7 @@ from launcher.local.lifetime import until_interrupted
 from launcher.models import resolve as models
 from runtime.process import clock
 from runtime.process.exits import INTERRUPTED_EXIT
-from simulation.load.sessions import Session, Turn, in_turn, synthetic
+from simulation.load.sessions import Session, SessionTurn, in_turn, synthetic
 
 STAGGER_S: Final = 0.3
 """Between the first turns of two clients."""
@@ -160,7 +160,9 @@ class _Client:
     def _text(self, words: random.Random, tokens: int) -> str:
         return " ".join(words.choices(WORDS, k=max(1, round(tokens / self._probed.tokens_per_word))))
 
-    async def _turn(self, messages: list[dict[str, str]], turn: Turn, *, is_first: bool, index: int) -> str | None:
+    async def _turn(
+        self, messages: list[dict[str, str]], turn: SessionTurn, *, is_first: bool, index: int
+    ) -> str | None:
         """Its answer; None if none came."""
         now, target = clock.now() - self._origin, self._probed.target
         record = Record(index, self._tenant.name, now, turn.new_tokens, turn.output_tokens)

@@ -21,7 +21,7 @@ import numpy as np
 
 from launcher.load.lengths import TOKENS_MAX
 from runtime.settings.options import SettingsError
-from simulation.load.sessions import Session, Turn
+from simulation.load.sessions import Session, SessionTurn
 
 ROWS_MAX = 2_000_000
 LINE_CHARS_MAX = 1 << 20
@@ -200,7 +200,7 @@ class _SessionLine(msgspec.Struct):
 
 def read_sessions(path: str, scale_tokens: float, think_scale: float) -> list[Session]:
     """In the order in which they begin in the file. Raises `SettingsError` naming file and line."""
-    file, found, count = Path(path).expanduser(), dict[str, list[Turn]](), 0
+    file, found, count = Path(path).expanduser(), dict[str, list[SessionTurn]](), 0
     try:
         with file.open(encoding="utf-8", newline="") as stream:
             rows = _json_turns(stream) if file.suffix in (".jsonl", ".json") else _csv_turns(stream)
@@ -222,12 +222,12 @@ def read_sessions(path: str, scale_tokens: float, think_scale: float) -> list[Se
     return [Session(tuple(turns)) for turns in found.values()]
 
 
-def _scaled_turn(turn: Turn, scale_tokens: float, think_scale: float) -> Turn:
+def _scaled_turn(turn: SessionTurn, scale_tokens: float, think_scale: float) -> SessionTurn:
     new, output = (max(1, round(tokens * scale_tokens)) for tokens in (turn.new_tokens, turn.output_tokens))
-    return Turn(new, output, turn.think_s * think_scale, turn.restarts)
+    return SessionTurn(new, output, turn.think_s * think_scale, turn.restarts)
 
 
-def _csv_turns(stream: TextIO) -> Iterator[tuple[int, str, Turn]]:
+def _csv_turns(stream: TextIO) -> Iterator[tuple[int, str, SessionTurn]]:
     reader = csv.DictReader(stream)
     before: dict[str, tuple[int, int]] = {}
     try:
@@ -245,12 +245,12 @@ def _csv_turns(stream: TextIO) -> Iterator[tuple[int, str, Turn]]:
             restarts = bool(last_prompt) and reused < RESTART_SHARE * last_prompt
             new = prompt if restarts or not last_prompt else prompt - last_prompt - last_output
             before[name] = prompt, output
-            yield reader.line_num, name, Turn(max(new, 1), max(output, 1), think_s, restarts)
+            yield reader.line_num, name, SessionTurn(max(new, 1), max(output, 1), think_s, restarts)
     except csv.Error as error:
         raise _BadLine(reader.line_num, str(error)) from None
 
 
-def _json_turns(stream: TextIO) -> Iterator[tuple[int, str, Turn]]:
+def _json_turns(stream: TextIO) -> Iterator[tuple[int, str, SessionTurn]]:
     decoder, number = msgspec.json.Decoder(_SessionLine), 0
     while line := stream.readline(LINE_CHARS_MAX):
         number += 1
@@ -260,5 +260,5 @@ def _json_turns(stream: TextIO) -> Iterator[tuple[int, str, Turn]]:
             found = decoder.decode(line)
         except msgspec.DecodeError as error:
             raise _BadLine(number, str(error)) from None
-        turn = Turn(max(found.input_length, 1), max(found.output_length, 1), found.delay / 1000)
+        turn = SessionTurn(max(found.input_length, 1), max(found.output_length, 1), found.delay / 1000)
         yield number, found.session_id, turn

@@ -12,7 +12,7 @@ from proto.limits import HASH_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class SessionTurn:
     new_tokens: int
     """That it adds to the prompt and answer of the turn before."""
     output_tokens: int
@@ -24,7 +24,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    turns: tuple[Turn, ...]
+    turns: tuple[SessionTurn, ...]
     system_tokens: int = 0
     """Of its first prompt, those that all sessions have in common."""
 
@@ -32,7 +32,7 @@ class Session:
 class Named(NamedTuple):
     """A turn with the names of its blocks."""
 
-    turn: Turn
+    turn: SessionTurn
     prompt_tokens: int
     prompt_hashes: bytes
     answer_hashes: bytes
@@ -42,7 +42,7 @@ class Named(NamedTuple):
 def synthetic(
     sessions: int, turns: int, system_tokens: int, new_tokens: int, output_tokens: int, think_s: float
 ) -> list[Session]:
-    made = [Turn(new_tokens, output_tokens, think_s if turn else 0.0) for turn in range(turns)]
+    made = [SessionTurn(new_tokens, output_tokens, think_s if turn else 0.0) for turn in range(turns)]
     return [Session(tuple(made), system_tokens)] * sessions
 
 

@@ -5,6 +5,7 @@ from hashlib import blake2b
 
 import pytest
 
+from coordinator.core import Core
 from coordinator.event_log.timeline import Placed, Timeline
 from coordinator.events import Limits
 from coordinator.fairness.cost import Prices

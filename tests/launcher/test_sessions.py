@@ -10,7 +10,7 @@ from launcher.simulate.scenario import parse
 from proto.limits import HASH_BYTES
 from runtime.settings.options import SettingsError
 from simulation.load.run import Played, play
-from simulation.load.sessions import Session, Turn, in_turn, named, synthetic
+from simulation.load.sessions import Session, SessionTurn, in_turn, named, synthetic
 
 CSV = """session,turn,t_s,prompt_tokens,reused_tokens,output_tokens,think_s
 a,0,0,1000,0,50,0
@@ -26,10 +26,10 @@ def test_a_trace_says_how_much_each_turn_adds(tmp_path: Path) -> None:
     file.write_text(CSV)
     first, second = read_sessions(str(file), 1.0, 2.0)
     assert first.turns == (
-        Turn(1000, 50), Turn(250, 20, 9.0), Turn(500, 5, 4.0, restarts=True), Turn(1, 5, 4.0)
+        SessionTurn(1000, 50), SessionTurn(250, 20, 9.0), SessionTurn(500, 5, 4.0, restarts=True), SessionTurn(1, 5, 4.0)
     ), "a prompt that is shorter than what came before it adds one token at least"  # fmt: skip
-    assert second.turns == (Turn(400, 10),)
-    assert read_sessions(str(file), 0.1, 0.0)[0].turns[1] == Turn(25, 2)
+    assert second.turns == (SessionTurn(400, 10),)
+    assert read_sessions(str(file), 0.1, 0.0)[0].turns[1] == SessionTurn(25, 2)
 
 
 def test_json_lines_with_session_ids_are_read(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_json_lines_with_session_ids_are_read(tmp_path: Path) -> None:
     line = '{"session_id": "%s", "input_length": %d, "output_length": 7, "delay": 1500, "hash_ids": [1]}\n'
     file.write_text(line % ("x", 10) + "\n" + line % ("y", 5) + line % ("x", 3))
     assert [session.turns for session in read_sessions(str(file), 1.0, 1.0)] == [
-        (Turn(10, 7, 1.5), Turn(3, 7, 1.5)), (Turn(5, 7, 1.5),)
+        (SessionTurn(10, 7, 1.5), SessionTurn(3, 7, 1.5)), (SessionTurn(5, 7, 1.5),)
     ]  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def test_a_bad_trace_is_named_with_its_line(tmp_path: Path, name: str, text: str
 
 
 def test_a_turn_has_the_names_of_the_turn_before_and_of_its_answer() -> None:
-    session = Session((Turn(40, 20), Turn(30, 6), Turn(100, 4, restarts=True)), system_tokens=32)
+    session = Session((SessionTurn(40, 20), SessionTurn(30, 6), SessionTurn(100, 4, restarts=True)), system_tokens=32)
     first, second, third = named(session, "s", 16, 10_000)
     assert [turn.prompt_tokens for turn in (first, second, third)] == [72, 122, 132]
     assert len(first.prompt_hashes) == 4 * HASH_BYTES and len(first.answer_hashes) == HASH_BYTES
@@ -74,11 +74,11 @@ def test_a_turn_has_the_names_of_the_turn_before_and_of_its_answer() -> None:
 
 
 def test_sessions_are_dealt_to_clients_in_turn() -> None:
-    sessions = [Session((Turn(number + 1, 1),)) for number in range(5)]
+    sessions = [Session((SessionTurn(number + 1, 1),)) for number in range(5)]
     assert in_turn(sessions, 2) == [[sessions[0], sessions[2], sessions[4]], [sessions[1], sessions[3]]]
     assert len(in_turn(sessions, 9)) == 5
     made = synthetic(3, 2, 100, 10, 5, 0.5)
-    assert made == [Session((Turn(10, 5), Turn(10, 5, 0.5)), 100)] * 3
+    assert made == [Session((SessionTurn(10, 5), SessionTurn(10, 5, 0.5)), 100)] * 3
 
 
 SCENARIO = """

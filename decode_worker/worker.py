@@ -60,7 +60,6 @@ class DecodeWorker:
         self.table = AttemptTable(blocks, info.block_size, batch, forwarded, settings.prefix_cache)
         self.core = DecodeCore(self, self.table, vocab_size=info.vocab_size, make_state=self._sampler_state)
         self.slices = SliceSizes(settings.stall_share)
-        self._last_was_slice = False
         self.grammars = GrammarThread(info.model_path, info.vocab_size, info.eos_token_ids)
         self.core.suffixes.prepare_grammar = self._prepare_grammar
         self._matchers: list[Matcher] = []
@@ -223,32 +222,25 @@ class DecodeWorker:
 
     def next_step(self) -> ComputeStep[StepResult] | None:
         before, pipeline = self.table.batch.in_flight, self.engine.pipeline
-        part = self._next_slice()
-        if part is not None and pipeline is not None:  # its forward has one token of each stream
-            return self._compute_step(None, part)
+        if pipeline is None:
+            part = self._next_slice() if len(self.core.suffixes) else None
+            plan = self.core.plan()
+            return None if plan is None and part is None else self._compute_step(plan, part)
         plan = self.core.plan()
         newest = plan or before
-        if newest is None or part is not None:
-            return self._compute_step(plan, part) if part is not None else None
-        if pipeline is None:
-            return self._compute_step(plan, None)
+        if newest is None:
+            return None
         compute = partial(run_ahead, self.engine, pipeline, plan, collects=before is not None)
         return ComputeStep(len(newest.rows), compute, partial(self._step_done, None), self._step_failed)
 
     def _next_slice(self) -> Slice[SamplerState] | None:
-        """What the next step computes of a prompt, if there is one that is to be computed here."""
-        running, alternates = len(self.table.batch.running), self.engine.pipeline is not None
-        if not len(self.core.suffixes) or (alternates and running and self._last_was_slice):
-            self._last_was_slice = False
-            return None
-        tokens_max = self.driver.settings.step_tokens_on(self.engine.on_gpu)
+        """What the next step computes of a prompt."""
+        running, tokens_max = len(self.table.batch.running), self.driver.settings.step_tokens_on(self.engine.on_gpu)
         if running:
             tokens_max = min(tokens_max, self.slices.tokens(running, self.core.strictest_tpot_ms()))
         elif len(self.table.attempts) > len(self.core.suffixes):
             tokens_max = min(tokens_max, IDLE_TOKENS)
-        part = self.core.next_slice(tokens_max, clock.now())
-        self._last_was_slice = part is not None
-        return part
+        return self.core.next_slice(tokens_max, clock.now())
 
     def _compute_step(
         self, plan: StepPlan[SamplerState] | None, part: Slice[SamplerState] | None
@@ -261,9 +253,7 @@ class DecodeWorker:
 
     def _step_done(self, part: Slice[SamplerState] | None, result: StepResult) -> Callable[[], None]:
         drawn, tokens = result.drawn, len(part.tokens) if part is not None else 0
-        beside = len(self.table.batch.running) if drawn is None else len(drawn)
-        alone_ms = self.slices.step_ms(beside) if drawn is None else 0.0
-        self.slices.measured(beside, tokens, alone_ms + result.step_ms)
+        self.slices.measured(len(drawn or ()), tokens, result.step_ms)
         applied = self.core.apply(drawn) if drawn is not None else None
         if part is not None:
             self.metrics.slice_done(tokens, len(result.first_tokens or ()))

@@ -90,7 +90,7 @@ class WorkerSettings(ClientSettings):
         le=16.0,
         description="A decode worker computes what a prompt adds to KV that it has, if that is the first to be done, between"
         " steps of its streams: for so much of a step's time at most, or what their targets for the time per token leave."
-        " 0: it computes no prompts.",
+        " 0, and on a GPU: it computes no prompts.",
     )
     step_timeout_ms: int = Field(
         30_000,

@@ -232,7 +232,7 @@ class WorkerDriver:
 def _hello(settings: WorkerSettings, engine: LoadedEngine, name: str, metrics: str, *, is_mixed: bool) -> Hello:
     """`metrics` is where this worker can be observed. `is_mixed`: it is one role of a mixed worker."""
     info = engine.info
-    suffixes = settings.role == "decode" and settings.stall_share > 0 and settings.prefix_cache and not is_mixed
+    computes = settings.stall_share > 0 and settings.prefix_cache and not engine.on_gpu
     return Hello(
         version=limits.PROTOCOL_VERSION,
         role=Role(settings.role),
@@ -246,7 +246,7 @@ def _hello(settings: WorkerSettings, engine: LoadedEngine, name: str, metrics: s
             settings.max_seqs,
             info.context_tokens,
             settings.step_tokens_on(engine.on_gpu),
-            suffixes,
+            settings.role == "decode" and computes and not is_mixed,
         ),
         host=socket.gethostname(),
         pid=os.getpid(),

@@ -132,7 +132,7 @@ async def main(stop):
         metrics=SimpleNamespace(step_failed=lambda: None), engine=Engine(), sender=SimpleNamespace(digest=None),
     )
     worker.run_step = lambda engine, *_: engine.forward()
-    for name in ("next_step", "_next_slice", "_compute_step", "_step_done", "_step_failed"):
+    for name in ("next_step", "_compute_step", "_step_done", "_step_failed"):
         if hasattr(worker.{kind}, name):
             setattr(role, name, getattr(worker.{kind}, name).__get__(role))
     driver = SimpleNamespace(

@@ -51,11 +51,11 @@ def said(tokens: int, choice: int = 0, block_size: int = BLOCK) -> AnswerNames:
     return AnswerNames("a", 1, choice, block_size, len(names.hashes) // 16, behind)
 
 
-def found(core: DecodeCore[str], tokens: int, choice: int = 0) -> int:
+def found(core: DecodeCore[str], tokens: int, choice: int = 0, cache_group: str = "tenant:a") -> int:
     """Blocks of the next turn's prompt that are here."""
     text = (*PROMPT, *output(tokens, choice), 7, 7, 7, 7)
     blocks = core.table.allocator.match_prefix(
-        split_hashes(BlockNames.of(pack_tokens(text), BLOCK, "tenant:a", b"key").hashes)
+        split_hashes(BlockNames.of(pack_tokens(text), BLOCK, cache_group, b"key").hashes)
     )
     core.table.allocator.free(blocks)
     return len(blocks)
@@ -76,6 +76,13 @@ def test_the_next_turn_finds_all_full_blocks_of_the_answer(tokens: int, named_fi
     assert core.table.allocator.held_count == 0 and core.table.allocator.room == 8
     core.table.allocator.check_invariants()
     core.answer_named(GATEWAY, said(tokens))  # repeated
+
+
+def test_the_same_conversation_of_another_tenant_is_not_found() -> None:
+    core, _ = streamed(11)
+    core.order(Release("a", 1))
+    core.answer_named(GATEWAY, said(11))
+    assert found(core, 11) and not found(core, 11, cache_group="tenant:b")
 
 
 def test_each_choice_has_its_own() -> None:

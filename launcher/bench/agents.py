@@ -24,7 +24,7 @@ from launcher.load import client as load_client
 from launcher.load.figures import Slo, fairness, goodput, tails, values
 from launcher.load.plan import Planned, tenants_of
 from launcher.load.probe import Probed, probe
-from launcher.load.records import OK, Record
+from launcher.load.records import INTERRUPTED, OK, Record
 from launcher.load.show import number
 from launcher.load.tenants import Tenant
 from launcher.load.traces import read_sessions
@@ -192,7 +192,7 @@ def figures_of(played: Played, tenants: Sequence[Tenant], slo: Slo) -> dict[str,
         "gaps_ms": tails(values(records, "itl_ms")),
         "prompt_tokens": prompt,
         "cached_share": sum(record.cached_tokens for record in ended) / prompt if prompt else None,
-        "errors": {record.outcome: record.detail for record in records if record.outcome != OK},
+        "errors": {record.outcome: record.detail for record in records if record.outcome not in (OK, INTERRUPTED)},
         "fairness": fairness(records, {tenant.name: tenant.weight for tenant in tenants}, slo, seconds),
     }
 

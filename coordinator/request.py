@@ -56,9 +56,9 @@ class AttemptProgress(msgspec.Struct, eq=False, gc=False):
     moves: int = 0
     """How often it was bound to one."""
     there_s: float = 0.0
-    """Until its prompt would be computed where its KV is, as expected when it was last bound to a decode worker, and ..."""
+    """How long its prompt was expected to take where its KV is, when it was last bound to a decode worker, and ..."""
     elsewhere_s: float = 0.0
-    """... on the best prefill worker."""
+    """... how long on the best prefill worker."""
     bypassed: int = 0
     """How often another request got room while this one waited for it."""
     output_charged: float = 0.0

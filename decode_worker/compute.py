@@ -19,7 +19,7 @@ class StepResult:
     """Of the oldest step in flight; None where it is too early to wait for it."""
     step_ms: float
     first_tokens: list[TokenItem] | None = field(default_factory=list)
-    """Of the prompt that a slice has completed, for each choice; None where none could be drawn."""
+    """One for each choice of the prompt that a slice has completed; None where none could be drawn."""
 
 
 def run_step(

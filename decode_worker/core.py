@@ -215,7 +215,7 @@ class DecodeCore(Generic[S]):
         self._ports.registration.report_cache(self.table.allocator.take_changes)
 
     def strictest_tpot_ms(self) -> float:
-        """Of the streams that run; 0: none has a target."""
+        """The strictest target of the streams that run; 0: none has one."""
         attempts = (self.table.attempts.get(one.key) for one in self.batch.running)
         return min((a.order.tpot_ms for a in attempts if a is not None and a.order.tpot_ms), default=0.0)
 

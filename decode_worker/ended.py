@@ -23,18 +23,16 @@ REMEMBERED_MAX: Final = 4096
 class _Kept(NamedTuple):
     gateway_incarnation: int
     hashes: tuple[bytes, ...]
-    """Of the full blocks of the prompt that its attempt had."""
+    """They name the full blocks of the prompt that its attempt had."""
     names: list[bytes]
-    """Of all full blocks."""
+    """They stand for all full blocks, until their hashes are known."""
 
 
 class EndedStreams:
     def __init__(self, allocator: BlockAllocator, block_size: int) -> None:
         self._allocator, self._block_size = allocator, block_size
         self._kept: OrderedDict[tuple[str, int, int], _Kept] = OrderedDict()
-        """By request, attempt and choice; oldest first."""
-        self.named_tokens = 0
-        """Of answers, whose blocks got their hashes."""
+        """Keys are request, attempt and choice; the oldest is first."""
 
     def keep(self, order: Reserve, choice: int, hashes: Sequence[bytes], held: SequenceBlocks) -> None:
         """Give a stream's blocks names, while they are held, if they all can be trusted."""
@@ -61,13 +59,14 @@ class EndedStreams:
             return
         del self._kept[key]
         every, first = size // message.block_size, message.first_block
-        known = min(first // every, len(kept.hashes))
+        known = first // every
+        if known > len(kept.hashes):
+            return  # what lies between has no hashes
         new = split_hashes(message.block_hashes)[(known + 1) * every - 1 - first :: every]
         names = [*kept.hashes[:known], *new]
         blocks = self._allocator.match_prefix(kept.names)
-        held, count = list(blocks), min(len(blocks), len(names))
+        count = min(len(blocks), len(names))
         if count > known:
             self._allocator.forget(blocks[known:])
             self._allocator.insert(names[:count], blocks[:count], known)
-            self.named_tokens += (count - known) * size
-        self._allocator.free(held)
+        self._allocator.free(blocks)

@@ -42,7 +42,7 @@ class Suffix:
 
     order: Prefill
     tokens: list[int]
-    """Of the whole prompt."""
+    """The whole prompt's."""
     blocks: list[int]
     cached_tokens: int
     computed_tokens: int
@@ -72,9 +72,9 @@ class Attempt(Generic[S]):
     """What it may share, as reported."""
     joined_step: int | None = None
     suffix: Suffix | None = None
-    """In the phase COMPUTING."""
+    """It is there in the phase COMPUTING."""
     answer_names: dict[int, AnswerNames] = field(default_factory=dict)
-    """By choice, of those that have ended at the gateway and not yet here."""
+    """Keys are choices: those that have ended at the gateway and not yet here."""
     final_report: FinalReport | None = None
     alone_since: float | None = None
     """When the coordinator that made the reservation was lost."""

@@ -9,12 +9,12 @@ adds.
 from typing import Final
 
 TARGET_SHARE: Final = 0.9
-"""Of a target that a step with a slice may take."""
+"""A step with a slice may take this part of a target."""
 IDLE_TOKENS: Final = 32
-"""Of a slice while no stream runs, and one may join any moment."""
+"""A slice has so many while no stream runs, and one may join any moment."""
 _GAIN: Final = 0.2
 _FIRST_SHARE: Final = 0.25
-"""Of a step: what a token of a slice is taken to add while that was never measured."""
+"""A token of a slice is taken to add this part of a step, while that was never measured."""
 _OUTLIER: Final = 3.0
 """A step that takes so many times as long as usual counts as if it took this much."""
 
@@ -29,7 +29,7 @@ class SliceSizes:
         """That a token of a slice adds; 0: not measured yet."""
 
     def tokens(self, sequences: int, tpot_ms: float = 0.0) -> int:
-        """Of the next slice, beside so many sequences; always one, or a prompt might wait for the end of all streams.
+        """The size of the next slice beside so many sequences: one at least, or a prompt might wait for the end of all streams.
         `tpot_ms`: the strictest of their targets; 0: none has one."""
         step_ms = self.step_ms(sequences)
         if not step_ms:
@@ -38,7 +38,7 @@ class SliceSizes:
         return max(int(spare_ms / (self._token_ms or _FIRST_SHARE * step_ms)), 1)
 
     def step_ms(self, sequences: int) -> float:
-        """Of a step of so many sequences, or about as many, without a slice; 0: none was measured."""
+        """What a step of so many sequences, or about as many, takes without a slice; 0: none was measured."""
         if sequences in self._step_ms or not self._step_ms:
             return self._step_ms.get(sequences, 0.0)
         return self._step_ms[min(self._step_ms, key=lambda other: (abs(other - sequences), other))]

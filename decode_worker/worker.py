@@ -56,8 +56,9 @@ class DecodeWorker:
         self.engine, self.driver, self.log = engine, driver, driver.log
         self.registration, self.gateways = driver.registration, driver.gateways
         batch: Batch[SamplerState] = Batch(depth=1 if engine.pipeline is None else 2)
-        forwarded = lambda: engine.tokens_forwarded  # noqa: E731
-        self.table = AttemptTable(blocks, info.block_size, batch, forwarded, settings.prefix_cache)
+        self.table = AttemptTable(
+            blocks, info.block_size, batch, lambda: engine.tokens_forwarded, settings.prefix_cache
+        )
         self.core = DecodeCore(self, self.table, vocab_size=info.vocab_size, make_state=self._sampler_state)
         self.slices = SliceSizes(settings.stall_share)
         self.grammars = GrammarThread(info.model_path, info.vocab_size, info.eos_token_ids)
@@ -95,11 +96,7 @@ class DecodeWorker:
             on_pair_error=lambda error: end_if_gpu_is_lost(error, driver.log),
         )
         self.close_transfers = self.receiver.close
-        self.metrics = DecodeMetrics(
-            self.table,
-            self.receiver.counters,
-            lambda: engine.pipeline.padding_rows if engine.pipeline is not None else 0,
-        )
+        self.metrics = DecodeMetrics(self.table, self.receiver.counters, partial(_padding_rows, engine))
         self.registry = self.metrics.registry
 
     async def start(self) -> str:
@@ -287,6 +284,10 @@ class DecodeWorker:
             self.driver.wake()
 
         self.grammars.prepare(order.sampling.grammar, resumed, order.choices, done)
+
+
+def _padding_rows(engine: Engine) -> int:
+    return engine.pipeline.padding_rows if engine.pipeline is not None else 0
 
 
 def _kv_settings(settings: WorkerSettings, transports: tuple[str, ...], device: str) -> KvSettings:

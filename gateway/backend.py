@@ -112,6 +112,7 @@ class Backend:
         self._driver: CoreDriver[Event, Action] = CoreDriver(self.keeper, perform=self._perform, tick=Tick())
         self._workers = WorkerLinks()
         self._worker_peers: dict[int, Peer] = {}
+        """Workers that are connected, by incarnation."""
         self._kinds: dict[str, set[tuple[str, str]]] = {name: set() for name in self.models}
         self._fingerprints: dict[str, str] = {}
         self._coordinator: Sender | None = None

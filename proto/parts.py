@@ -14,7 +14,7 @@ from proto.sampling import TokenId, TokenLogprobs
 STEP_TOKENS: Final = 256
 """Of a prefill step on a CPU."""
 STALL_SHARE: Final = 0.5
-"""Of a step of a decode worker: by so much a part of a prompt may lengthen it, where no target says otherwise."""
+"""A part of a prompt may lengthen a decode worker's step by so much of it, where no target says otherwise."""
 
 
 class Role(StrEnum):
@@ -96,7 +96,7 @@ class Capacity(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_un
     step_tokens: Annotated[int, Meta(ge=1, le=1 << 16)] = STEP_TOKENS
     """Of a prefill step, where the coordinator is not told another budget."""
     computes_suffixes: bool = False
-    """Of a decode worker: it computes what a prompt adds to KV that it has, between the steps of its streams."""
+    """It is a decode worker that computes what a prompt adds to KV that it has, between the steps of its streams."""
 
 
 class Held(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):

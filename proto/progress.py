@@ -66,7 +66,7 @@ class AnswerNames(Message, frozen=True):
     block_size: BlockSize
     """Tokens that each of them covers."""
     first_block: Annotated[int, Meta(ge=0, le=limits.MAX_BLOCK_HASHES)]
-    """Of the context, the first of them: those before it are the prompt's."""
+    """The first of them, counted from the beginning of the context: those before it are the prompt's."""
     block_hashes: BlockHashes
 
 

@@ -75,9 +75,9 @@ class Placed(msgspec.Struct, frozen=True, tag_field="what", tag="placed"):
     projected_s: float = 0.0
     """The wait for a place that was expected when it came."""
     there_s: float = 0.0
-    """On one decode worker, which computes what the prompt adds to KV that it has: how long that was expected to take ..."""
+    """How long its decode worker was expected to take for what the prompt adds to KV that is there; 0: it computes nothing."""
     elsewhere_s: float = 0.0
-    """... and how long on a prefill worker."""
+    """How long a prefill worker was expected to take."""
 
 
 class ChunkSent(msgspec.Struct, frozen=True, tag_field="what", tag="chunk"):

@@ -108,10 +108,8 @@ def better_than_bound(request: Request, asks: Worker, bound_to: Worker, pool: Po
     """Whether a request that is bound to another worker, as the last there, had better run on the one that asks."""
     submit, weights = request.submit, pool.weights
     there, here = request.cached_tokens, cached_tokens(submit, asks, pool)
-    if bound_to.admission is not None:
-        here_s = (asks.tokens_before + submit.prompt_tokens - here) / pool.rate(asks)
-        return here_s < FASTER * bound_to.tokens_before / pool.rate(bound_to)
-    if there <= here and (_is_faster(asks, bound_to) or _is_faster(bound_to, asks)):
+    one_is_faster = there <= here and (_is_faster(asks, bound_to) or _is_faster(bound_to, asks))
+    if bound_to.admission is not None or one_is_faster:
         tokens = submit.prompt_tokens - here
         return (asks.tokens_before + tokens) / pool.rate(asks) < FASTER * bound_to.tokens_before / pool.rate(bound_to)
     there_side, here_side = _prefill_side(bound_to, there, pool), _prefill_side(asks, here, pool)

@@ -50,7 +50,7 @@ class Wait(NamedTuple):
     waits_s: float
     """How much longer it waits there."""
     expected_s: tuple[float, float] = (0.0, 0.0)
-    """Of a decode worker: until the prompt is computed there, and elsewhere."""
+    """How long the prompt is expected to take on that decode worker, and elsewhere."""
 
 
 class NoRoom(NamedTuple):

@@ -25,7 +25,7 @@ from proto.messages import Role, Submit
 
 class OnDecode(NamedTuple):
     decode: Worker
-    """That computes the suffix."""
+    """It computes the suffix."""
     cached_tokens: int
     there_s: float
     elsewhere_s: float
@@ -90,12 +90,12 @@ def waits_behind(request: Request, pool: Pool, queue: WaitQueue) -> bool:
 
 
 def done_in_s(worker: Worker, submit: Submit, cached: int, pool: Pool) -> float:
-    """Until it has computed the prompt, behind what it has to compute already."""
+    """How long the worker takes for the prompt, behind what it has to compute already."""
     return (worker.tokens_before + submit.prompt_tokens - cached) / pool.rate(worker)
 
 
 def _prefill_s(submit: Submit, prefill: Iterable[Worker], pool: Pool, waiting: int) -> float:
-    """The same for the best of these prefill workers; so many requests wait for a turn, and are taken to be like this one."""
+    """How long the best of these prefill workers takes; so many requests wait for a turn, and are taken to be like this one."""
     least_s = inf
     for worker in prefill:
         if not worker.draining and worker.could_ever_take(submit):
@@ -107,6 +107,6 @@ def _prefill_s(submit: Submit, prefill: Iterable[Worker], pool: Pool, waiting: i
 
 
 def _may_run_on_decode(request: Request, pool: Pool) -> bool:
-    """Not where it needs what only prefill workers do, has its room elsewhere, or may end the worker it runs on."""
+    """Whether it does without what only prefill workers do, has no room elsewhere, and is not suspected of ending workers."""
     is_usual = request.submit.sampling.prompt_logprobs < 0 and request.suspicion is None
     return is_usual and request.id not in pool.retained and pool.large_drain.request is not request

@@ -26,13 +26,16 @@ from coordinator.workers.traffic import Traffic
 from coordinator.workers.wakeups import Wakeups
 from coordinator.workers.worker import Worker
 from proto.messages import Role, Submit
-from proto.parts import Capacity
+from proto.parts import STALL_SHARE, Capacity
 
 TOKENS_PER_S = 1000.0
 """Of a prefill worker, while none of its pool has been measured."""
 
 SLICE_SHARE = 0.5
 """Part of a target per token that a mixed worker's prompts may take of it; its own step takes the rest."""
+
+BESIDE_STREAMS = STALL_SHARE / (1 + STALL_SHARE)
+"""Part of its time that a decode worker with streams has for prompts, while its rate is not measured."""
 
 
 class Pool:
@@ -272,15 +275,15 @@ class Pool:
 
     def rate(self, prefill: Worker) -> float:
         """Tokens of prompts per second; one not measured yet is taken for as fast as the prefill workers, and a decode worker
-        with streams for a third as fast."""
+        with streams for `BESIDE_STREAMS` as fast."""
         if prefill.tokens_per_s:
             return prefill.tokens_per_s
         if prefill.admission is not None and prefill.allocations:
-            return self._mean_rate() / 3
+            return self._mean_rate() * BESIDE_STREAMS
         return self._mean_rate()
 
     def _mean_rate(self) -> float:
-        """Of the prefill workers that are measured."""
+        """The mean of the prefill workers that are measured."""
         if not self._mean_tokens_per_s:
             rates = [worker.tokens_per_s for worker in self.prefill.values() if worker.tokens_per_s]
             if not rates:

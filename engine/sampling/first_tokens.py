@@ -16,11 +16,11 @@ class ComputedPrompt(NamedTuple):
     """Those of the answer that an earlier attempt has sent come last."""
     cached_tokens: int
     constraint: Any = None
-    """Of the grammar, where there is one."""
+    """Its grammar's matcher, where there is one."""
 
 
 def draw_first_tokens(prompts: Sequence[ComputedPrompt], logits: torch.Tensor) -> list[list[TokenItem] | None]:
-    """For each prompt, with `logits` [prompts, vocab], a token for each choice; None where one could not be drawn."""
+    """A token for each choice of each prompt, from `logits` [prompts, vocab]; None where one could not be drawn."""
     rows: list[int] = []
     states: list[SamplerState] = []
     for row, prompt in enumerate(prompts):

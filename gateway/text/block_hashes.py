@@ -43,12 +43,11 @@ class BlockNames:
         return replace(self, hashes=hashes)
 
     def behind(self, prompt: Sequence[int], output: Sequence[int]) -> bytes:
-        """Of the full blocks behind the prompt's, whose names these are: they end in the answer."""
-        done = len(self.hashes) // HASH_BYTES * self.block_size
-        tail = pack_tokens((*prompt[done:], *output)) if done + self.block_size <= len(prompt) + len(output) else b""
-        more = MAX_BLOCK_HASHES - len(self.hashes) // HASH_BYTES
-        named = chained(self.hashes[-HASH_BYTES:], tail, self.block_size, self.cache_group, self.cluster_key)
-        return named[: more * HASH_BYTES]
+        """The names of the full blocks that follow the prompt's own, which these are: the blocks that end in the answer."""
+        done = len(self.hashes) // HASH_BYTES
+        tail = (*prompt[done * self.block_size :], *output)[: (MAX_BLOCK_HASHES - done) * self.block_size]
+        last = self.hashes[-HASH_BYTES:]
+        return chained(last, pack_tokens(tail), self.block_size, self.cache_group, self.cluster_key)
 
     def of_kept(self, request_id: str, attempt: int, before: int, tokens: int) -> "BlockNames | None":
         """Of the context of the next attempt, where this attempt had these names for `before` tokens: its worker may have kept
@@ -79,7 +78,7 @@ def block_hashes(
 
 
 def chained(before: bytes, packed: bytes, block_size: int, cache_group: str, cluster_key: bytes) -> bytes:
-    """Hashes of the full blocks of token ids that follow the block named `before`."""
+    """The hashes of full blocks of token ids that follow the block named `before`."""
     stride, found = 4 * block_size, []
     keyed = blake2b(digest_size=HASH_BYTES, key=group_key(cache_group, block_size, cluster_key))
     for start in range(0, len(packed) // stride * stride, stride):

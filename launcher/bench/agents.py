@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 import uvloop
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from launcher import report as bench_report
@@ -103,11 +104,9 @@ async def play(
         origin = clock.now()
         tasks = [
             asyncio.create_task(
-                _Client(http, probed, site.tenants[client % len(site.tenants)], settings, played, origin).play(
-                    client, own, lambda: progress.advance(bar)
-                )
+                _Client(http, probed, tenant, settings, played, origin).play(client, own, lambda: progress.advance(bar))
             )
-            for client, own in enumerate(clients)
+            for (client, own), tenant in zip(enumerate(clients), dealt(site.tenants, len(clients)), strict=True)
         ]
         try:
             await asyncio.gather(*tasks)
@@ -118,6 +117,17 @@ async def play(
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
     return played
+
+
+def dealt(tenants: Sequence[Tenant], clients: int) -> list[Tenant]:
+    """Whose each client is: each goes to the tenant that has least for its share."""
+    counts = [0] * len(tenants)
+    found = []
+    for _ in range(clients):
+        at = min(range(len(tenants)), key=lambda one: (counts[one] + 1) / tenants[one].share)
+        counts[at] += 1
+        found.append(tenants[at])
+    return found
 
 
 class _Client:
@@ -225,4 +235,4 @@ def show(figures: dict[str, Any], console: Console) -> None:
             each.row(name, str(row["requests"]), *shown)
         each.show(console)
     for kind, detail in figures["errors"].items():
-        console.print(f"[red]{kind}[/red]: {detail}", highlight=False, soft_wrap=True)
+        console.print(f"[red]{kind}[/red]: {escape(detail)}", highlight=False, soft_wrap=True)

@@ -28,7 +28,7 @@ class AgentsSettings(ServerSettings):
         "What counts as good": "slo_ttft_ms slo_tpot_ms slo_itl_ms",
         "Output": "as_json",
     }
-    sessions: int = Field(4, ge=1, le=10_000, description="Sessions at a time, dealt to the tenants in turn.")
+    sessions: int = Field(4, ge=1, le=10_000, description="Sessions at a time, dealt to the tenants by their shares.")
     turns: int = Field(6, ge=1, le=10_000, description="Turns of each.")
     system_tokens: int = Field(
         1200, ge=0, le=1_000_000, description="Length of the system prompt that all have in common."

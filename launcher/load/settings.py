@@ -35,7 +35,7 @@ _LENGTHS_HELP = "like 128, uniform:64-512 or lognormal:MEDIAN,SIGMA"
 
 
 class TargetSettings(JsonOption):
-    """Of whatever sends requests: to whom, as whom, and what counts as good."""
+    """What every load generator is told: to whom it sends, as whom, and what counts as good."""
 
     tenant: CommaList = Field(
         default_factory=list,

@@ -199,7 +199,7 @@ class _SessionLine(msgspec.Struct):
 
 
 def read_sessions(path: str, scale_tokens: float, think_scale: float) -> list[Session]:
-    """In the order in which they begin in the file. Raises `SettingsError` naming file and line."""
+    """The sessions, in the order in which they begin in the file. Raises `SettingsError` naming file and line."""
     file, found, count = Path(path).expanduser(), dict[str, list[SessionTurn]](), 0
     try:
         with file.open(encoding="utf-8", newline="") as stream:

@@ -166,11 +166,6 @@ class Registration:
         self._service.is_ready = True
         self.look()
 
-    @property
-    def flips(self) -> bool:
-        """Whether this worker is about to take another role."""
-        return self._service.flips_to is not None
-
     def not_ready_to_flip(self) -> None:
         self._service.is_ready = False
 

@@ -49,7 +49,7 @@ class WorkerRole(Protocol):
     def coordinator_lost(self, reason: str) -> None: ...
     def gateway_lost(self, incarnation: int, reason: str) -> None: ...
     def gateway_said(self, incarnation: int, message: Message) -> None:
-        """From a gateway, on the link that this worker has made to it. Raises `RemoteProtocolError`."""
+        """A gateway has sent this on the link that the worker has made to it. Raises `RemoteProtocolError`."""
 
     def next_step(self) -> ComputeStep[Any] | None:
         """The next step to run; None while there is none. `WorkerDriver.wake` says when that changes."""

@@ -205,7 +205,7 @@ class VirtualCluster(Surroundings):
         request.state, request.prompt = state, b""
         decode = self.decode.get(request.decoder)
         if request.answer_hashes and isinstance(decode, BatchedDecode):
-            self.at(self.now, decode.name_answer, request)
+            self.at(self.now, decode.name_answer, GATEWAY, request)
 
     # --- changes of role ------------------------------------------------------------------------------------------------
 

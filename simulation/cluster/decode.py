@@ -56,7 +56,6 @@ class BatchedDecode:
         self.offered, self.not_received = self.core.offered, self.core.not_received
         self.held_block_s = 0.0
         """KV blocks that were held, times seconds of steps."""
-        self._gateway = 0
         self.slices = SliceSizes(STALL_SHARE)
         self._step_tokens = capacity.step_tokens
         self._cluster = cluster
@@ -67,17 +66,15 @@ class BatchedDecode:
 
     def order(self, message: Message, blob: bytes) -> None:
         self.core.order(message, blob)
-        if isinstance(message, Reserve):
-            self._gateway = message.gateway.incarnation
         if isinstance(message, Step):
             self._cluster.at(self._cluster.now, self._start_step)
 
-    def name_answer(self, request: ClientRequest) -> None:
-        """As the gateway does when a stream has ended."""
+    def name_answer(self, gateway_incarnation: int, request: ClientRequest) -> None:
+        """The gateway says what a stream's blocks hold that has ended."""
         submit, size = request.submit, self.table.block_size
         first = len(submit.block_hashes) // HASH_BYTES
         names = AnswerNames(submit.request_id, submit.attempt, 0, size, first, request.answer_hashes)
-        self.core.answer_named(self._gateway, names)
+        self.core.answer_named(gateway_incarnation, names)
         request.answer_hashes = b""
 
     def committed(self, incarnation: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None:

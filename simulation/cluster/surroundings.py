@@ -63,7 +63,7 @@ class ClientRequest:
     emitted_tokens: list[int]
     """Of each choice, as far as they have come."""
     answer_hashes: bytes = b""
-    """Of the full blocks behind the prompt's, once it has ended: what the gateway says of them."""
+    """What the gateway says of the full blocks behind the prompt's, once it has ended."""
     decoder: int = 0
     """Incarnation of its decode worker."""
     cached_tokens: int = 0

@@ -120,9 +120,6 @@ class WorkerProcess(PoolProcess):
     def is_quiet(self) -> bool:
         return not (self.allocator.held_count or self.allocator.quarantined_count) and self.transfers.idle
 
-    def is_flipping(self) -> bool:
-        return self.registration.service.flips_to is not None
-
     def report_cache(self) -> None:
         self.registration.report_cache(self.allocator.take_changes)
 

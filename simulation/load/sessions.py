@@ -14,10 +14,10 @@ from proto.limits import HASH_BYTES
 @dataclass(frozen=True, slots=True)
 class SessionTurn:
     new_tokens: int
-    """That it adds to the prompt and answer of the turn before."""
+    """They come on top of the prompt and answer of the turn before."""
     output_tokens: int
     think_s: float = 0.0
-    """Before it, since the last answer ended."""
+    """The time before it, since the last answer ended."""
     restarts: bool = False
     """Its prompt does not go on from the turn before."""
 
@@ -26,7 +26,7 @@ class SessionTurn:
 class Session:
     turns: tuple[SessionTurn, ...]
     system_tokens: int = 0
-    """Of its first prompt, those that all sessions have in common."""
+    """Its first prompt begins with so many that all sessions have in common."""
 
 
 class Named(NamedTuple):
@@ -36,7 +36,7 @@ class Named(NamedTuple):
     prompt_tokens: int
     prompt_hashes: bytes
     answer_hashes: bytes
-    """Of the full blocks behind the prompt's."""
+    """They name the full blocks behind the prompt's."""
 
 
 def synthetic(
@@ -47,7 +47,7 @@ def synthetic(
 
 
 def in_turn(sessions: Sequence[Session], clients: int) -> list[list[Session]]:
-    """Dealt to so many clients, each of which plays one after the other."""
+    """The sessions dealt to so many clients, each of which plays one after the other."""
     return [list(sessions[client::clients]) for client in range(min(clients, len(sessions)))]
 
 

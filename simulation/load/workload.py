@@ -63,11 +63,11 @@ class Ask:
     retries: int
     """How often the client comes again after a rejection that says when."""
     block_hashes: bytes = b""
-    """Of the prompt; empty: nothing is looked up or kept."""
+    """They name the prompt's blocks; empty: nothing is looked up or kept."""
     answer_hashes: bytes = b""
-    """Of the full blocks behind the prompt's."""
+    """They name the full blocks behind the prompt's."""
     think_s: float = 0.0
-    """Of a turn of a session: since the end of the one before."""
+    """A turn of a session comes so long after the end of the one before."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,12 @@
 """Sessions of several turns: from traces, with the names of their blocks, and played in virtual time."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from launcher.bench.agents import dealt
+from launcher.load.tenants import Tenant
 from launcher.load.traces import read_sessions
 from launcher.simulate.build import build
 from launcher.simulate.scenario import parse
@@ -79,6 +82,11 @@ def test_sessions_are_dealt_to_clients_in_turn() -> None:
     assert len(in_turn(sessions, 9)) == 5
     made = synthetic(3, 2, 100, 10, 5, 0.5)
     assert made == [Session((SessionTurn(10, 5), SessionTurn(10, 5, 0.5)), 100)] * 3
+
+
+def test_sessions_are_dealt_to_tenants_by_their_shares() -> None:
+    tenants = [Tenant("a", share=3.0), Tenant("b"), Tenant("c", share=2.0)]
+    assert Counter(tenant.name for tenant in dealt(tenants, 12)) == {"a": 6, "b": 2, "c": 4}
 
 
 SCENARIO = """

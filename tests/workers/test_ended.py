@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from decode_worker.core import DecodeCore
@@ -94,15 +95,19 @@ def test_each_choice_has_its_own() -> None:
     core.table.allocator.check_invariants()
 
 
-@pytest.mark.parametrize("why", ["another gateway", "no cache", "evicted", "another block size"])
+@pytest.mark.parametrize("why", ["another gateway", "no cache", "evicted", "another block size", "a gap"])
 def test_what_may_not_be_named_is_not(why: str) -> None:
     core, _ = streamed(11, names=None if why == "no cache" else NAMES)
     core.order(Release("a", 1))
     if why == "evicted":
         core.table.allocator.free(core.table.allocator.allocate(8))
     sent = said(11, block_size=3) if why == "another block size" else said(11)
+    if why == "a gap":
+        sent = msgspec.structs.replace(sent, first_block=sent.first_block + 2)
     core.answer_named(STRANGER if why == "another gateway" else GATEWAY, sent)
-    assert found(core, 11) == (len(PROMPT) // BLOCK if why in ("another gateway", "another block size") else 0)
+    inserted, _ = core.table.allocator.take_changes(1000)
+    assert not set(split_hashes(sent.block_hashes)) & set(split_hashes(inserted))
+    assert found(core, 11) == (len(PROMPT) // BLOCK if why not in ("no cache", "evicted") else 0)
     core.table.allocator.check_invariants()
 
 

@@ -31,6 +31,11 @@ def parser() -> argparse.ArgumentParser:
         help="of streams that must follow a grammar, call a tool, or show their prompt's log-probabilities; all that end are"
         " checked (default 0)",
     )  # fmt: skip
+    made.add_argument(
+        "--session-share", type=float, default=0.0, metavar="SHARE",
+        help="of streams that begin a conversation of up to six turns, each compared with an answer computed without a cache"
+        " (default 0)",
+    )  # fmt: skip
     bench.add_common(made)
     return made
 
@@ -39,14 +44,14 @@ def plan_of(arguments: argparse.Namespace, made: argparse.ArgumentParser) -> Pla
     roles = tuple(part.strip() for part in arguments.roles.split(",") if part.strip())
     if not roles or set(roles) - set(ROLES):
         made.error(f"--roles: of {', '.join(ROLES)}")
-    for name in ("stop_share", "overlap", "leave_share", "constrained_share"):
+    for name in ("stop_share", "overlap", "leave_share", "constrained_share", "session_share"):
         if not 0.0 <= getattr(arguments, name) <= 1.0:
             made.error(f"--{name.replace('_', '-')}: between 0 and 1")
     faults = arguments.faults if arguments.faults is not None or arguments.seconds is not None else 20
     return Plan(
         seed=arguments.seed, faults=faults, seconds=arguments.seconds, roles=roles, stop_share=arguments.stop_share,
         overlap=arguments.overlap, clients=arguments.clients, leave_share=arguments.leave_share,
-        constrained_share=arguments.constrained_share,
+        constrained_share=arguments.constrained_share, session_share=arguments.session_share,
     )  # fmt: skip
 
 

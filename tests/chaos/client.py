@@ -50,8 +50,17 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
+class _Details(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Details | None = None
+
+
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
+    usage: _Usage | None = None
     prompt_token_ids: list[int] | None = None
     """With the first event of a chat."""
     error: dict[str, object] | None = None
@@ -67,6 +76,7 @@ class Seen:
     request_id: str = ""
     prompt_tokens: int = 0
     """Of a chat, as its first event says it."""
+    cached_tokens: int = 0
     began_at: float = field(default_factory=time.monotonic)
     first_token_at: float = 0.0
     ended_at: float = 0.0
@@ -118,6 +128,8 @@ async def _read(
             seen.error = f"error event: {event.error}"
             return
         seen.prompt_tokens = seen.prompt_tokens or len(event.prompt_token_ids or ())
+        if event.usage is not None and event.usage.prompt_tokens_details is not None:
+            seen.cached_tokens = event.usage.prompt_tokens_details.cached_tokens
         for part in event.choices:
             choice = seen.answer.setdefault(part.index, Choice())
             choice.text += part.text if part.delta is None else part.delta.text

@@ -42,6 +42,8 @@ class Result:
     ratios: Counter[str] = field(default_factory=Counter)
     kills: int = 0
     answers: int = 0
+    turns: int = 0
+    """Of the answers: to later turns of conversations."""
     tokens: int = 0
     seconds: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
@@ -194,10 +196,12 @@ def ratio(processes: Processes) -> str:
 
 async def flips(
     cluster: Cluster, number: int, answers: int, seed: int, *, clients: int = 8, kill_share: float = 0.0,
-    output_tokens_max: int = 160, progress: Callable[[int], None] = lambda done: None,
+    session_share: float = 0.0, output_tokens_max: int = 160, progress: Callable[[int], None] = lambda done: None,
 ) -> Result:  # fmt: skip
     """What breaks a promise is in the result, even where the run could not go on."""
-    plan = Plan(seed=seed, faults=None, clients=clients, output_tokens_max=output_tokens_max)
+    plan = Plan(
+        seed=seed, faults=None, clients=clients, output_tokens_max=output_tokens_max, session_share=session_share
+    )
     run = FlipRun(cluster, plan, number, answers, kill_share, progress)
     try:
         await run.run(run.change_roles)
@@ -205,6 +209,7 @@ async def flips(
         run.result.violations = run.result.violations or [str(error)]
     found = run.found
     found.answers, found.tokens, found.seconds = run.result.answers, run.result.tokens, run.result.seconds
+    found.turns = run.result.turns
     found.violations, found.audit = run.result.violations, run.result.audit
     return found
 
@@ -231,7 +236,8 @@ def show(result: Result, console: Console) -> None:
     console.print(table)
     console.print(f"From: {', '.join(f'{count} × {ratio}' for ratio, count in sorted(result.ratios.items()))}")
     console.print(
-        f"{result.answers:,} whole answers, {result.tokens:,} tokens compared, {result.kills} processes killed."
+        f"{result.answers:,} whole answers, {result.turns:,} of them to later turns, {result.tokens:,} tokens compared,"
+        f" {result.kills} processes killed."
     )
     for why, count in sorted(result.given_up.items()):
         console.print(f"{count} given up: {why}", highlight=False)
@@ -250,15 +256,20 @@ def main() -> int:
     made.add_argument(
         "--kill-share", type=float, default=0.0, help="of changes beside which a process is killed (default 0)"
     )
+    made.add_argument(
+        "--session-share", type=float, default=0.0, help="of streams that begin a conversation (default 0)"
+    )
     bench.add_common(made)
     arguments = made.parse_args()
     if not 0.0 <= arguments.kill_share <= 1.0:
         made.error("--kill-share: between 0 and 1")
+    if not 0.0 <= arguments.session_share <= 1.0:
+        made.error("--session-share: between 0 and 1")
 
     async def work(cluster: Cluster, progress: Callable[[int], None]) -> Result:
         return await flips(
             cluster, arguments.flips, arguments.answers, arguments.seed, clients=arguments.clients,
-            kill_share=arguments.kill_share, progress=progress,
+            kill_share=arguments.kill_share, session_share=arguments.session_share, progress=progress,
         )  # fmt: skip
 
     return bench.run(arguments, arguments.flips, work, show, as_dict)

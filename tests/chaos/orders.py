@@ -3,7 +3,7 @@
 import json
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from typing import Any, Final
 
@@ -89,18 +89,39 @@ class Order:
     body: dict[str, Any]
     """But for the model."""
     path: str = "/v1/completions"
+    turn: int = 0
+    later_turns: tuple[tuple[int, ...], ...] = ()
+    """What the user of a conversation adds in each turn after this one."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return (self.number, self.turn)
+
+    def next_turn(self, answer: Answer) -> "Order | None":
+        """It goes on from this answer."""
+        if not self.later_turns:
+            return None
+        prompt = [*self.prompt, *answer[0].token_ids, *self.later_turns[0]]
+        body, turn = {**self.body, "prompt": prompt}, self.turn + 1
+        return replace(self, prompt=prompt, body=body, turn=turn, later_turns=self.later_turns[1:])
 
 
 def make_orders(
-    source: random.Random, count: int, *, output_max: int = 400, constrained_share: float = 0.0
+    source: random.Random,
+    count: int,
+    *,
+    output_max: int = 400,
+    constrained_share: float = 0.0,
+    session_share: float = 0.0,
 ) -> list[Order]:
-    """Short and long prompts; a third begin like others. So many of them are of the kinds in `CONSTRAINED`."""
+    """Short and long prompts; a third begin like others. So many of them are of the kinds in `CONSTRAINED`, or are the first
+    turns of conversations."""
     shared = [source.choices(range(_FIRST_BYTE_TOKEN, _VOCAB_END), k=96) for _ in range(3)]
     orders = []
     for number in range(count):
         kind = list(KINDS)[number % len(KINDS)]
         low, high = source.choices([(3, 40), (60, 300), (400, 1200)], weights=[4, 4, 2])[0]
-        prompt = source.choices(range(_FIRST_BYTE_TOKEN, _VOCAB_END), k=source.randint(low, high))
+        prompt = _random_tokens(source, low, high)
         if source.random() < 1 / 3:
             prompt = [*source.choice(shared), *prompt]
         body = {
@@ -110,13 +131,23 @@ def make_orders(
             "seed": source.randrange(1 << 30),
             "return_token_ids": True,
             "stream": True,
+            "stream_options": {"include_usage": True},
             **KINDS[kind],
         }
         orders.append(Order(number, kind, prompt, body))
     if constrained_share:
         for turn, number in enumerate(range(0, count, max(1, round(1 / constrained_share)))):
             orders[number] = _constrained(orders[number], list(CONSTRAINED)[turn % len(CONSTRAINED)], output_max)
+    for order in [one for one in orders if one.kind not in CONSTRAINED][: round(count * session_share)]:
+        later = tuple(tuple(_random_tokens(source, 5, 90)) for _ in range(source.randint(2, 5)))
+        prompt = order.prompt[:700]
+        body = {**order.body, "prompt": prompt, "max_tokens": min(order.body["max_tokens"], 120)}
+        orders[order.number] = replace(order, prompt=prompt, body=body, later_turns=later)
     return orders
+
+
+def _random_tokens(source: random.Random, low: int, high: int) -> list[int]:
+    return source.choices(range(_FIRST_BYTE_TOKEN, _VOCAB_END), k=source.randint(low, high))
 
 
 def _constrained(order: Order, kind: str, output_max: int) -> Order:

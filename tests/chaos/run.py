@@ -5,7 +5,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from signal import SIGCONT, SIGSTOP
 from typing import Any
 
@@ -53,6 +53,8 @@ class Plan:
     output_tokens_max: int = 400
     constrained_share: float = 0.0
     """Of orders whose answers must follow a grammar, call a tool, or show their prompt's log-probabilities."""
+    session_share: float = 0.0
+    """Of orders that begin a conversation of several turns."""
     leave_share: float = 0.0
     """Of requests whose client goes before the end."""
 
@@ -65,6 +67,9 @@ class Result:
     constrained: int = 0
     """Of the answers, those of such orders; all valid, or a violation."""
     tokens: int = 0
+    turns: int = 0
+    """Whole answers to later turns of conversations; of their prompts, these tokens were cached."""
+    cached_tokens: int = 0
     left: int = 0
     resent: int = 0
     violations: list[str] = field(default_factory=list)
@@ -79,9 +84,10 @@ class Run:
         self.result = Result(plan)
         self.random = random.Random(plan.seed)
         self.orders = make_orders(
-            self.random, plan.orders, output_max=plan.output_tokens_max, constrained_share=plan.constrained_share
-        )
-        self.references: dict[int, Answer] = {}
+            self.random, plan.orders, output_max=plan.output_tokens_max, constrained_share=plan.constrained_share,
+            session_share=plan.session_share,
+        )  # fmt: skip
+        self.references: dict[tuple[int, int], Answer] = {}
         self.gaps: deque[tuple[float, float]] = deque(maxlen=GAPS_MAX)
         self.receipts: list[audit.Receipt] = []
         self.tolerates: Callable[[Seen], bool] = lambda seen: False
@@ -116,19 +122,24 @@ class Run:
     # --- the load -------------------------------------------------------------------------------------------------------
 
     async def _look_up(self, session: aiohttp.ClientSession) -> None:
-        """The right answers, from a cluster that nobody hurts; some of them twice, so that all processes have met."""
+        """The right answers, from a cluster that nobody hurts; some of them twice, so that all processes have met. Of turns of
+        conversations nothing is cached."""
         todo, gateways = list(self.orders), self.cluster.of("gateway")
 
         async def some() -> None:
             while todo:
                 order = todo.pop()
+                if order.turn:
+                    order = replace(order, body={**order.body, "cache_salt": f"{order.key}"})
                 for gateway in gateways if order.number < MEETINGS else gateways[:1]:
                     seen = await ask(session, gateway.base_url, self.cluster.model.name, order, lambda a, b: None)
                     if seen.error:
                         raise Violation(f"without any fault: order {order.number}: {seen.error}")
-                    first = self.references.setdefault(order.number, seen.answer)
+                    first = self.references.setdefault(order.key, seen.answer)
                     if said := compare(first, seen.answer, whole=True):
                         raise Violation(f"without any fault: order {order.number} ({order.kind}): {said.note}")
+                if (then := order.next_turn(self.references[order.key])) is not None:
+                    todo.append(then)
 
         await asyncio.gather(*(some() for _ in range(4)))
 
@@ -138,14 +149,21 @@ class Run:
             order = source.choice(self.orders)
             leaves = source.random() < self.plan.leave_share
             leave_after = source.randrange(self.plan.output_tokens_max // 2) if leaves else None
-            for _ in range(RESENDS_MAX):
-                seen, again = await self._ask_once(session, order, leave_after, source)
-                self._judge(order, seen, again)
-                if not again:
-                    break
-                self.result.resent += 1
-            else:
-                raise Violation(f"order {order.number} was sent {RESENDS_MAX} times: {seen.error}")
+            then: Order | None = order
+            while then is not None and not self._over.is_set():
+                seen = await self._ask_until_answered(session, then, leave_after, source)
+                then = None if seen.error else then.next_turn(seen.answer)
+
+    async def _ask_until_answered(
+        self, session: aiohttp.ClientSession, order: Order, leave_after: int | None, source: random.Random
+    ) -> Seen:
+        for _ in range(RESENDS_MAX):
+            seen, again = await self._ask_once(session, order, leave_after, source)
+            self._judge(order, seen, again)
+            if not again:
+                return seen
+            self.result.resent += 1
+        raise Violation(f"order {order.number} was sent {RESENDS_MAX} times: {seen.error}")
 
     async def _ask_once(
         self, session: aiohttp.ClientSession, order: Order, leave_after: int | None, source: random.Random
@@ -165,12 +183,14 @@ class Run:
         result, left = self.result, seen.error == "left"
         whole = not seen.error
         result.answers += whole
+        result.turns += whole and order.turn > 0
+        result.cached_tokens += seen.cached_tokens if order.turn else 0
         result.constrained += whole and order.kind in CONSTRAINED
         if whole and (why := invalid(order, seen.answer)):
             self._violated(f"{seen.request_id} (order {order.number}, {order.kind}): {why}")
         result.left += left
         result.tokens += sum(len(choice.token_ids) for choice in seen.answer.values())
-        difference = compare(self.references[order.number], seen.answer, whole=whole)
+        difference = compare(self.references[order.key], seen.answer, whole=whole)
         fault = self._to_blame(seen)
         if difference:
             self._note_difference(order, seen, difference, fault)

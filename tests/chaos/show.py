@@ -65,7 +65,18 @@ def as_dict(result: Result) -> dict[str, Any]:
         ],
         **{
             what: getattr(result, what)
-            for what in ("answers", "constrained", "tokens", "left", "resent", "seconds", "violations", "audit")
+            for what in (
+                "answers",
+                "constrained",
+                "turns",
+                "cached_tokens",
+                "tokens",
+                "left",
+                "resent",
+                "seconds",
+                "violations",
+                "audit",
+            )
         },
     }
 
@@ -113,6 +124,11 @@ def show(result: Result, console: Console) -> None:
         console.print(
             f"{result.constrained:,} whole answers had to follow a grammar, call a tool or show their prompt's scores;"
             " what is not valid is a violation."
+        )
+    if result.turns:
+        console.print(
+            f"{result.turns:,} of them were later turns of conversations; {result.cached_tokens:,} tokens of their prompts"
+            " were cached."
         )
     console.print(
         f"{result.answers:,} whole answers, {result.tokens:,} tokens compared, {result.resent} requests sent again to another"

@@ -4,6 +4,7 @@ from coordinator.events import Received
 from coordinator.kv_admission.shared_blocks import chains
 from coordinator.lifecycle import ON_WORKERS, Trigger
 from coordinator.lifecycle import State as RequestState
+from coordinator.placement import fetch
 from coordinator.placement.preemption import charge_decode, relieve
 from coordinator.recovery import flips, suspects
 from coordinator.request import Request
@@ -129,6 +130,9 @@ def cache_miss(state: State, incarnation: int, event: Received, now: float) -> N
     if miss.cached_tokens >= request.cached_tokens:
         return
     state.counters["cache_misses"] += 1
+    if miss.fetch_failed:
+        state.counters["fetches_failed"] += 1
+        fetch.failed(worker, request.decode_incarnation, now)
     submit = request.submit
     state.pools[submit.model].locality.forget(incarnation, usable_hashes(submit, size), miss.cached_tokens // size)
     request.cached_tokens = request.begin().computed_tokens = miss.cached_tokens
@@ -163,6 +167,8 @@ def handed_over(state: State, incarnation: int, event: Received, now: float) -> 
     assert isinstance(done, HandedOver)
     request = state.current(done.request_id, done.attempt)
     state.counters["kv_bytes_moved"] += done.kv_bytes
+    if done.fetched_tokens and done.fetch_ms:
+        fetch.measured(state.workers[incarnation], done.fetched_tokens, done.fetch_ms)
     state.counters["kv_exposed_us"] += round(1000 * done.transfer_ms)  # what prefill did not hide
     state.release(incarnation, (done.request_id, done.attempt), 0, first=True)
     if (

@@ -51,6 +51,12 @@ class AttemptProgress(msgspec.Struct, eq=False, gc=False):
     placed_at: float = 0.0
     computed_tokens: int = 0
     """Of the prompt, the cached ones before them included."""
+    fetched_tokens: int = 0
+    """Of its cached tokens, those that its prefill worker is to fetch from its decode worker."""
+    fetch_s: float = 0.0
+    """How long that was expected to take, and ..."""
+    compute_s: float = 0.0
+    """... how long to compute them."""
     bound_to: int = 0
     """The prefill worker it waits for, which has more of it cached, while it is not placed."""
     moves: int = 0

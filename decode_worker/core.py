@@ -4,12 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol
 
 from decode_worker.batch import DecodeRequest, Draw, S, StepOutcome, StepPlan
+from decode_worker.lending import KvOut, Lending
 from decode_worker.progress import ProgressReport
 from decode_worker.requests import Attempt, AttemptTable, FinalReport, Phase, failed
 from decode_worker.suffixes import Slice, Suffixes
 from kvtransfer.session.session import Accepted
 from proto.errors import Interrupt, RemoteProtocolError, no_token_drawn
-from proto.kv import Commit, FirstToken, Offer
+from proto.kv import Commit, FetchRefused, FirstToken, Offer
 from proto.limits import MAX_CHOICES
 from proto.messages import Message, Prefill, Release, Released, Reserve, Step, TokenItem, Tokens
 from proto.progress import AnswerNames
@@ -36,6 +37,11 @@ class Ports(Protocol):
     def gateways(self) -> Gateways: ...
     @property
     def receiver(self) -> KvIn: ...
+    @property
+    def sender(self) -> KvOut: ...
+
+    def refuse_fetch(self, incarnation: int, message: FetchRefused) -> None:
+        """As for `Lending`."""
 
 
 class DecodeCore(Generic[S]):
@@ -45,6 +51,7 @@ class DecodeCore(Generic[S]):
         self.undecided: dict[tuple[str, int], tuple[int, Offer]] = {}
         """Offers, and whose, that came before their reservations, each on a link of its own."""
         self.suffixes: Suffixes[S] = Suffixes(ports, table, vocab_size, self._close, self._join)
+        self.lending: Lending[S] = Lending(ports, table, self._say)
         self._with_slice = False
         """The last step computed a part of a prompt."""
         self._progress = ProgressReport(table)
@@ -104,7 +111,7 @@ class DecodeCore(Generic[S]):
     def answer_named(self, gateway_incarnation: int, message: AnswerNames) -> None:
         """A gateway says what the blocks of an answer hold that has ended."""
         attempt = self.table.attempts.get((message.request_id, message.attempt))
-        if attempt is None:
+        if attempt is None or attempt.is_over:
             self.table.ended_streams.name(gateway_incarnation, message)
         elif attempt.order.gateway.incarnation == gateway_incarnation and message.choice < MAX_CHOICES:
             attempt.answer_names[message.choice] = message  # it ended at the gateway, and is about to here
@@ -114,6 +121,8 @@ class DecodeCore(Generic[S]):
         self._say(self.table.close(attempt, final_report))
         if attempt.phase is Phase.RECEIVING:
             self._ports.receiver.abort(*attempt.key, why)
+        if attempt.lent:
+            self._ports.sender.abort(*attempt.key, why)
 
     def _say(self, final_reports: list[FinalReport]) -> None:
         for final_report in final_reports:

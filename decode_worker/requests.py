@@ -2,8 +2,8 @@
 
     RESERVED → RECEIVING or COMPUTING → RUNNING → (over)
 
-However an attempt ends, its blocks are given back and the coordinator is told only when neither the KV receiver nor a step
-in flight can touch them any more.
+However an attempt ends, its blocks are given back and the coordinator is told only when neither the KV receiver, nor a step
+in flight, nor the KV sender can touch them any more.
 """
 
 from collections.abc import Callable
@@ -75,7 +75,11 @@ class Attempt(Generic[S]):
     """It is there in the phase COMPUTING."""
     answer_names: dict[int, AnswerNames] = field(default_factory=dict)
     """Keys are choices: those that have ended at the gateway and not yet here."""
+    lent: list[int] = field(default_factory=list)
+    """Blocks of its prompt that its prefill worker is fetching."""
     final_report: FinalReport | None = None
+    is_over: bool = False
+    """All is done with it, but what is lent."""
     alone_since: float | None = None
     """When the coordinator that made the reservation was lost."""
 
@@ -213,8 +217,29 @@ class AttemptTable(Generic[S]):
             return []
         if attempt.final_report is None:
             attempt.final_report = final_report
-        del self.attempts[key]
-        return [attempt.final_report]
+        return self._forget(attempt)
+
+    def lend(self, key: Key, prefill_incarnation: int, first_block: int, blocks: int) -> list[int] | str:
+        """What is here of these blocks of a prompt, to be sent to the prefill worker that is to compute the rest; or why
+        nothing is sent. It is held until `lent_back`."""
+        attempt = self.attempts.get(key)
+        if attempt is None or attempt.final_report is not None or attempt.lent:
+            return "there is no such reservation, or it is over, or was fetched for"
+        if attempt.order.prefill_incarnation != prefill_incarnation:
+            return "reserved for another prefill worker"
+        found = self.allocator.match_prefix(attempt.hashes[: first_block + blocks])
+        self.allocator.free(found[:first_block])
+        attempt.lent = found[first_block:]
+        return attempt.lent or "it is not here any more"
+
+    def lent_back(self, key: Key) -> list[FinalReport]:
+        """Nothing reads the blocks that were lent for this attempt any more; returns what is to be said of it now."""
+        attempt = self.attempts.get(key)
+        if attempt is None or not attempt.lent:
+            return []
+        self.allocator.free(attempt.lent)
+        attempt.lent = []
+        return self._forget(attempt) if attempt.is_over else []
 
     def quarantine(self, key: Key, blocks: list[int]) -> None:
         """The receiver has given up, but a sender may still write to these blocks; `received_nothing` follows when it cannot.
@@ -237,6 +262,7 @@ class AttemptTable(Generic[S]):
             if attempt.suffix.in_step:
                 return []  # the caller comes again when that is over
             self.allocator.free(attempt.suffix.blocks)
+            attempt.suffix = None
         return self._forget(attempt)
 
     def ended(self, sequences: list[DecodeRequest[S]], *, is_sound: bool = True) -> list[FinalReport]:
@@ -299,6 +325,9 @@ class AttemptTable(Generic[S]):
 
     def _forget(self, attempt: Attempt[S]) -> list[FinalReport]:
         assert attempt.final_report is not None
+        attempt.is_over = True
+        if attempt.lent:
+            return []
         if self.attempts.pop(attempt.key, None) is None:
             return []
         if isinstance(attempt.final_report, Released | WorkFailed):

@@ -11,18 +11,18 @@ from decode_worker.leases import QUARANTINE_WARN_S, leases
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.requests import Attempt, AttemptTable
 from decode_worker.senders import Senders
-from decode_worker.slices import IDLE_TOKENS, SliceSizes
-from decode_worker.suffixes import Slice
+from decode_worker.suffixes import IDLE_TOKENS, Slice, SliceSizes
 from engine.engine import Engine
 from engine.kv.allocator import BlockAllocator
 from engine.sampling.sampler import SamplerState
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.receiver import KvReceiver
-from kvtransfer.session.limits import DIGEST_EVERY, KvSettings, segment_bytes_on
+from kvtransfer.sender import KvSender
+from kvtransfer.session.limits import DIGEST_EVERY, FETCH_IDLE_MS, KvSettings, segment_bytes_on
 from kvtransfer.transports.transport import PoolMemory
 from proto.compatible import mismatch
 from proto.errors import RemoteProtocolError
-from proto.kv import Commit, FirstToken
+from proto.kv import Commit, Fetch, FetchRefused, FirstToken, is_of_fetch, of_fetch
 from proto.messages import Hello, Message, Reserve, Role
 from proto.progress import AnswerNames
 from proto.status import KvHeld
@@ -78,8 +78,9 @@ class DecodeWorker:
         )
         self.ports = {"kv": self.server.counters}
         self.strangers_log = RateLimitedLog(self.log.warning)
+        layout = KvLayout(info.layers, info.kv_heads, info.head_dim, info.block_size, info.dtype)
         self.receiver = KvReceiver(
-            layout=KvLayout(info.layers, info.kv_heads, info.head_dim, info.block_size, info.dtype),
+            layout=layout,
             pool=engine.pool,
             incarnation=driver.hello.incarnation,
             clock=clock.now,
@@ -95,12 +96,32 @@ class DecodeWorker:
             on_stranger=self._stranger,
             on_pair_error=lambda error: end_if_gpu_is_lost(error, driver.log),
         )
-        self.close_transfers = self.receiver.close
+        self.sender = KvSender(
+            layout=layout,
+            pool=engine.pool,
+            incarnation=driver.hello.incarnation,
+            clock=clock.now,
+            send=lambda incarnation, message, blob: self._send_kv(incarnation, of_fetch(message), blob),
+            on_result=self.core.lending.sent,
+            on_pair_error=lambda error: end_if_gpu_is_lost(error, driver.log),
+            settings=KvSettings(
+                transports=transports,
+                encrypt=settings.encrypts_transfers,
+                segment_bytes=segment_bytes_on(engine.pool.device.type),
+                rendezvous_timeout_ms=settings.kv_timeout_ms,
+                idle_timeout_ms=FETCH_IDLE_MS,
+                remembers_digests=False,
+            ),
+        )
         self.metrics = DecodeMetrics(self.table, self.receiver.counters, partial(_padding_rows, engine))
         self.registry = self.metrics.registry
 
     async def start(self) -> str:
         return advertised(self.driver.settings.advertise, await self.server.start())
+
+    async def close_transfers(self) -> None:
+        await self.sender.close()
+        await self.receiver.close()
 
     async def close(self) -> None:
         self.grammars.close()
@@ -111,7 +132,8 @@ class DecodeWorker:
         self.registration.report_cache(self.table.allocator.take_changes)
 
     def kv_held(self) -> KvHeld:
-        return KvHeld(self.table.allocator.held_count, self.table.allocator.quarantined_count, self.receiver.sessions)
+        sessions = self.receiver.sessions + self.sender.sessions
+        return KvHeld(self.table.allocator.held_count, self.table.allocator.quarantined_count, sessions)
 
     def order(self, message: Message, blob: bytes) -> None:
         self.core.order(message, blob)
@@ -148,6 +170,7 @@ class DecodeWorker:
     def _sender_down(self, peer: Peer, reason: str) -> None:
         if self.senders.lost(peer.incarnation, peer):
             self.receiver.peer_lost(peer.incarnation, reason)
+            self.sender.peer_lost(peer.incarnation, reason)
 
     def _send_kv(self, incarnation: int, message: Message, blob: bytes) -> None:
         peer = self.senders.link(incarnation)
@@ -156,7 +179,15 @@ class DecodeWorker:
 
     def _kv_message(self, peer: Peer, message: Message, blob: bytes) -> None:
         self.senders.heard(peer.incarnation, peer)
-        self.receiver.handle(peer.incarnation, message, blob)
+        if isinstance(message, Fetch):
+            self.core.lending.asked(peer.incarnation, message)
+        elif is_of_fetch(message, from_prefill=True):
+            self.sender.handle(peer.incarnation, message, blob)
+        else:
+            self.receiver.handle(peer.incarnation, message, blob)
+
+    def refuse_fetch(self, incarnation: int, message: FetchRefused) -> None:
+        self._send_kv(incarnation, message, b"")
 
     def _committed(self, incarnation: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None:
         attempt = self.table.attempts.get((commit.request_id, commit.attempt))

@@ -1,4 +1,4 @@
-"""The decode worker's end: takes offers, receives KV into blocks of its pool, and gives it out when it is verified."""
+"""The receiver's end: takes offers, receives KV into blocks of its pool, and gives it out when it is verified."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ _Live = Live[ReceiverSession, _Incoming]
 
 
 class KvReceiver(Driver[ReceiverSession, _Incoming]):
-    """One per decode worker. All methods run on the event loop; callbacks come from inside them or from the loop.
+    """One per worker. All methods run on the event loop; callbacks come from inside them or from the loop.
 
     `accept(peer_epoch, offer)` answers an offer with `Accepted`: target blocks, as many as offered, and how many of the
     first hold their KV already; with a reason to refuse; or with None, and then `decide` follows. All these blocks are of our

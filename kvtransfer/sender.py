@@ -1,4 +1,4 @@
-"""The prefill worker's end: offers finished KV to decode workers and sends it while the next chunk computes."""
+"""The sender's end: offers finished KV to decode workers and sends it while the next chunk computes."""
 
 from collections import deque
 from collections.abc import Callable, Container, Sequence
@@ -57,7 +57,7 @@ _Live = Live[SenderSession, _Outgoing]
 
 
 class KvSender(Driver[SenderSession, _Outgoing]):
-    """One per prefill worker. All methods run on the event loop; every `open` is answered by exactly one
+    """One per worker. All methods run on the event loop; every `open` is answered by exactly one
     `on_result`."""
 
     def __init__(
@@ -77,7 +77,7 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         """`pool` is [blocks, *layout.block_shape]; `ValueError` if not. `on_result` says that the blocks may be
         reused. `own_peers` are receivers in this process."""
         super().__init__(layout, pool, incarnation, clock, send, settings, on_pair_error=on_pair_error)
-        self._digests = BlockDigests(self._rows) if self._rows.is_flat else None
+        self._digests = BlockDigests(self._rows) if self._rows.is_flat and settings.remembers_digests else None
         self._on_result = on_result
         self._on_pairs = on_pairs
         self._own_peers = own_peers
@@ -157,6 +157,11 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         can send them: a receiver then gets what was computed, or nothing. On a GPU it does nothing (`digests`)."""
         if self._digests is not None:
             self._digests.make(block_ids)
+
+    def received(self, block_ids: Sequence[int]) -> None:
+        """These blocks of the pool have other contents than before, which somebody else has computed."""
+        if self._digests is not None:
+            self._digests.forget(block_ids)
 
     def transports(self) -> list[PairState]:
         """Of each receiver that there is a pair with."""

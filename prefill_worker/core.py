@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvtransfer.session.session import KvFailed, KvSent
-from prefill_worker.prompts import FinalReport, Key, PrefillRequest, PromptTable
+from prefill_worker.fetches import Fetches
+from prefill_worker.prompts import FetchPhase, FinalReport, Key, PrefillRequest, PromptTable
 from proto.codec import unpack_tokens
 from proto.errors import Interrupt, RemoteProtocolError, no_token_drawn
-from proto.kv import FirstToken
+from proto.kv import Fetch, FirstToken
 from proto.messages import (
     CacheMiss,
     Chunk,
@@ -73,6 +74,12 @@ class KvOut(Protocol):
     def abort(self, request_id: str, attempt: int, reason: str) -> None: ...
 
 
+class KvIn(Protocol):
+    """`kvtransfer.receiver.KvReceiver` is the real one."""
+
+    def abort(self, request_id: str, attempt: int, reason: str) -> None: ...
+
+
 class Ports(Protocol):
     """What `prefill_worker.worker` has for the core."""
 
@@ -82,6 +89,13 @@ class Ports(Protocol):
     def gateways(self) -> Gateways: ...
     @property
     def sender(self) -> KvOut: ...
+    @property
+    def receiver(self) -> KvIn: ...
+
+    def now(self) -> float: ...
+
+    def fetch(self, decode: Peer, message: Fetch) -> None:
+        """As for `Fetches`."""
 
 
 class PrefillCore:
@@ -107,6 +121,7 @@ class PrefillCore:
         self._tokens_forwarded = tokens_forwarded
         self._prepare_grammar = prepare_grammar
         self._to_draw: list[PrefillRequest] = []
+        self.fetches = Fetches(ports, table, self._say, self._blocks_ready)
 
     # --- orders ---------------------------------------------------------------------------------------------------------
 
@@ -146,9 +161,14 @@ class PrefillCore:
             # Blocks cross in the smaller of the two sizes, in which ours are counted by the tokens they hold.
             size = min(self.table.block_size, order.decode_block_size)
             self._ports.sender.open(*prompt.key, order.decode.incarnation, -(-order.prompt_tokens // size), size)
-            self._ports.sender.blocks_ready(*prompt.key, *self.table.fresh_blocks(prompt))
-            if prompt.cached_tokens < order.cached_tokens:
+            self._blocks_ready(prompt)
+            if order.fetches and prompt.known_blocks < self.table.believed_blocks(order):
+                self.fetches.begin(prompt)
+            elif prompt.cached_tokens < order.cached_tokens:
                 self._ports.registration.send(CacheMiss(*prompt.key, prompt.cached_tokens))
+
+    def _blocks_ready(self, prompt: PrefillRequest) -> None:
+        self._ports.sender.blocks_ready(*prompt.key, *self.table.fresh_blocks(prompt))
 
     def _release(self, message: Release) -> None:
         prompt = self.table.prompts.get((message.request_id, message.attempt))
@@ -174,9 +194,10 @@ class PrefillCore:
     # --- steps ----------------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> Begun | None:
-        """The next step to run; one in which nothing is left to do is answered at once. None if there is none."""
-        while self.steps:
-            step = self.steps.popleft()
+        """The next step to run; one in which nothing is left to do is answered at once, and one that waits for what is fetched
+        lets others go first. None if there is none."""
+        while (step := self._ready_step()) is not None:
+            self.steps.remove(step)
             work = self.table.runnable(step.chunks)
             if sum(chunk.length for _, chunk in work) > self._step_tokens_max:
                 for prompt, _ in work:
@@ -186,6 +207,19 @@ class PrefillCore:
                 self.table.begin_step(work)
                 return Begun(step, work, self.links_lost)
             self._step_done(self.links_lost, step, (), 0.0)
+        return None
+
+    def _ready_step(self) -> Step | None:
+        """The first that does not wait. A prompt's chunks keep their order: a step with one of a prompt that is also in a step
+        that waits comes after that."""
+        held_up: set[Key] = set()
+        for step in self.steps:
+            keys = {(chunk.request_id, chunk.attempt) for chunk in step.chunks}
+            prompts = (self.table.prompts.get(key) for key in keys)
+            is_fetching = any(prompt is not None and prompt.fetch is not FetchPhase.NONE for prompt in prompts)
+            if not is_fetching and not keys & held_up:
+                return step
+            held_up |= keys
         return None
 
     def step_done(self, begun: Begun, result: StepResult) -> None:
@@ -276,7 +310,9 @@ class PrefillCore:
         if prompt is None:
             return
         if isinstance(result, KvSent):
-            final_report: FinalReport = HandedOver(*prompt.key, result.kv_bytes, result.transfer_ms)
+            final_report: FinalReport = HandedOver(
+                *prompt.key, result.kv_bytes, result.transfer_ms, prompt.fetched_tokens, prompt.fetch_ms
+            )
         else:
             final_report = WorkFailed(*prompt.key, Interrupt.TRANSFER_FAILED, result.reason[:500])
         self._say(self.table.sent(prompt, final_report))
@@ -288,6 +324,8 @@ class PrefillCore:
         self._say(self.table.close(prompt, final_report))
         if prompt.sending:
             self._ports.sender.abort(*prompt.key, why)
+        if prompt.fetch is FetchPhase.RECEIVING:
+            self._ports.receiver.abort(*prompt.key, why)
 
     def _say(self, final_reports: list[FinalReport]) -> None:
         for final_report in final_reports:

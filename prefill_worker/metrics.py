@@ -46,6 +46,11 @@ class PrefillMetrics:
         )
         registry.gauge(PREFIX + "steps_queued", "Steps received and not begun.", lambda: len(steps))
         registry.total(PREFIX + "forwarded_tokens", "Tokens forwarded by the model.", tokens_forwarded)
+        registry.total(
+            PREFIX + "fetched_tokens",
+            "Tokens of prompts whose KV was fetched from the decode worker that had computed it.",
+            lambda: table.fetched_tokens,
+        )
         kv_blocks(registry, table.allocator, table.block_size)
         kv_transfers(registry, "sent", transfers)
         prefix_cache(registry, lambda: table.taken_tokens, lambda: table.found_tokens)

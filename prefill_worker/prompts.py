@@ -1,14 +1,15 @@
 """The prompts a prefill worker holds, and when their blocks may be given back. Pure.
 
-A prompt's blocks are in use while a step computes into them (`in_step`) and while the KV sender may read them (`sending`).
-However the attempt ends, its blocks are freed and the coordinator is told only when both are over: `close` says what to
-tell it, the last of the two lets go.
+A prompt's blocks are in use while a step computes into them (`in_step`), while the KV sender may read them (`sending`) and
+while what is fetched may be written to them (`fetch`). However the attempt ends, its blocks are freed and the coordinator is
+told only when all are over: `close` says what to tell it, the last of them lets go.
 
 A prompt may begin with blocks that others have computed, up to what the coordinator believes to be here. Its own are made
 known as they become full, and stay, as long as there is room, when the prompt is gone.
 """
 
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 import msgspec
@@ -23,6 +24,14 @@ Key = tuple[str, int]
 FinalReport = Released | WorkFailed | HandedOver | Finished
 
 _NO_ROOM = "no free KV blocks; the coordinator's count and ours differ"
+
+
+class FetchPhase(Enum):
+    """See `prefill_worker.fetches`."""
+
+    NONE = auto()
+    ASKED = auto()
+    RECEIVING = auto()
 
 
 @dataclass(eq=False)
@@ -42,6 +51,11 @@ class PrefillRequest:
     """Blocks passed to the KV sender."""
     in_step: bool = False
     sending: bool = False
+    fetch: FetchPhase = FetchPhase.NONE
+    fetch_began: float = 0.0
+    fetched_tokens: int = 0
+    fetch_ms: float = 0.0
+    """That it took to fetch these."""
     output_tokens: int = 0
     """First tokens passed on to the gateway."""
     constraint: Any = None
@@ -73,7 +87,9 @@ class PromptTable:
     taken_tokens: int = 0
     """Of all prompts taken in; with them, of those …"""
     found_tokens: int = 0
-    """… which were in the cache."""
+    """… which were in the cache, or in that of a decode worker; and of those …"""
+    fetched_tokens: int = 0
+    """… the latter."""
 
     def take_in(self, order: Prefill, tokens: list[int]) -> PrefillRequest | WorkFailed | None:
         """A new prompt with its blocks; a failure if there is no room; None if the order is a repetition.
@@ -84,9 +100,7 @@ class PromptTable:
         if key in self.prompts:
             return None
         hashes = split_hashes(order.block_hashes)[: order.prompt_tokens // self.block_size] if self.prefix_cache else []
-        # The last token is computed in any case: the first token of the answer is drawn from its logits.
-        believed = min(order.cached_tokens, order.prompt_tokens - 1) // self.block_size
-        cached = self.allocator.match_prefix(hashes[:believed])
+        cached = self.allocator.match_prefix(hashes[: self.believed_blocks(order)])
         try:
             fresh = self.allocator.allocate(-(-order.prompt_tokens // self.block_size) - len(cached))
         except OutOfBlocks:
@@ -97,6 +111,11 @@ class PromptTable:
         self.found_tokens += done
         prompt = self.prompts[key] = PrefillRequest(order, tokens, cached + fresh, hashes, done, done, len(cached))
         return prompt
+
+    def believed_blocks(self, order: Prefill) -> int:
+        """So many of a prompt's blocks need not be computed, as the order has it. The last token is computed in any case: the
+        first token of the answer is drawn from its logits."""
+        return min(order.cached_tokens, order.prompt_tokens - 1) // self.block_size
 
     def runnable(self, chunks: tuple[Chunk, ...]) -> list[tuple[PrefillRequest, Chunk]]:
         """The chunks of a step that still make sense: one of each prompt that is not over, where its last one ended."""
@@ -115,6 +134,14 @@ class PromptTable:
                 continue
             found[prompt.key] = prompt, chunk
         return list(found.values())
+
+    def fetched(self, prompt: PrefillRequest, blocks: int) -> None:
+        """So many blocks behind those that were here are verified and here."""
+        prompt.fetched_tokens = tokens = blocks * self.block_size
+        prompt.computed_tokens = prompt.cached_tokens = prompt.cached_tokens + tokens
+        self.found_tokens += tokens
+        self.fetched_tokens += tokens
+        self._make_known(prompt)
 
     def begin_step(self, work: list[tuple[PrefillRequest, Chunk]]) -> None:
         for prompt, _ in work:
@@ -146,6 +173,8 @@ class PromptTable:
         """The attempt is over here, for the first reason given; returns what can be said of it now."""
         if prompt.final_report is None:
             prompt.final_report = final_report
+        if prompt.fetch is FetchPhase.ASKED:
+            prompt.fetch = FetchPhase.NONE
         return self._release(prompt)
 
     def sent(self, prompt: PrefillRequest, final_report: FinalReport) -> list[FinalReport]:
@@ -165,7 +194,7 @@ class PromptTable:
             prompt.known_blocks = full
 
     def _release(self, prompt: PrefillRequest) -> list[FinalReport]:
-        if prompt.final_report is None or prompt.in_step or prompt.sending:
+        if prompt.final_report is None or prompt.in_step or prompt.sending or prompt.fetch is not FetchPhase.NONE:
             return []
         if self.prompts.pop(prompt.key, None) is None:
             return []

@@ -1,20 +1,26 @@
 """What a prefill worker does of its own: orders to its core, steps of prompt chunks, KV to decode workers."""
 
+import asyncio
 from collections.abc import Callable, Container, Mapping
 from functools import partial
+from typing import Final
 
 from engine.engine import Engine
 from engine.kv.allocator import BlockAllocator
 from kvtransfer.memory.layout import KvLayout
+from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
-from kvtransfer.session.limits import KvSettings, segment_bytes_on
+from kvtransfer.session.limits import DIGEST_EVERY, FETCH_IDLE_MS, KvSettings, segment_bytes_on
 from kvtransfer.session.session import KvFailed, KvSent
+from kvtransfer.transports.transport import PoolMemory
 from prefill_worker.compute import draw_late, run_step
 from prefill_worker.core import Begun, PrefillCore, StepResult
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.prompts import PrefillRequest, PromptTable
 from proto.errors import RemoteProtocolError
+from proto.kv import Commit, Fetch, FetchRefused, is_of_fetch, of_fetch
 from proto.messages import Message, Role
+from proto.messages import Peer as Destination
 from proto.status import KvHeld, KvPair, KvPairs
 from runtime.grammar.compiler import GrammarError, Matcher
 from runtime.link.connection_pool import ConnectionPool
@@ -26,6 +32,8 @@ from runtime.worker.grammars import GrammarThread
 from runtime.worker.role import ComputeStep
 
 CACHE_REPORTS_MAX = 16
+OFFER_S: Final = 3.0
+"""What is to be fetched must be offered in this time."""
 
 
 class PrefillWorker:
@@ -40,9 +48,11 @@ class PrefillWorker:
         driver: WorkerDriver,
         transports: tuple[str, ...],
         own_peers: Container[int],
+        memory: PoolMemory | None,
     ) -> None:
         """`blocks` are those of the engine's pool for this role, all free or cached; `transports` are those that KV may be sent
-        by; `own_peers` are decode workers in this process."""
+        by; `own_peers` are decode workers in this process; `memory` is what the KV pool lies in, if other processes may map
+        it."""
         settings, info = driver.settings, engine.info
         self.engine, self.driver = engine, driver
         self.registration, self.gateways = driver.registration, driver.gateways
@@ -65,8 +75,9 @@ class PrefillWorker:
             on_lost=self._receiver_lost,
             settings=driver.links,
         )
+        layout = KvLayout(info.layers, info.kv_heads, info.head_dim, info.block_size, info.dtype)
         self.sender = KvSender(
-            layout=KvLayout(info.layers, info.kv_heads, info.head_dim, info.block_size, info.dtype),
+            layout=layout,
             pool=engine.pool,
             incarnation=driver.hello.incarnation,
             clock=clock.now,
@@ -83,7 +94,27 @@ class PrefillWorker:
                 rendezvous_timeout_ms=settings.kv_timeout_ms,
             ),
         )
-        self.close_transfers = self.sender.close
+        self.receiver = KvReceiver(
+            layout=layout,
+            pool=engine.pool,
+            incarnation=driver.hello.incarnation,
+            clock=clock.now,
+            send=lambda incarnation, message, blob: self._send_kv(incarnation, of_fetch(message), blob),
+            listen_host=settings.transfer_host,
+            accept=self.core.fetches.offered,
+            on_committed=self._fetched,
+            on_failed=self._not_fetched,
+            settings=KvSettings(
+                transports=transports,
+                encrypt=settings.encrypts_transfers,
+                segment_bytes=segment_bytes_on(engine.pool.device.type),
+                digest_every=DIGEST_EVERY[settings.kv_digest],
+                rendezvous_timeout_ms=settings.kv_timeout_ms,
+                idle_timeout_ms=FETCH_IDLE_MS,
+            ),
+            memory=memory,
+            on_pair_error=lambda error: end_if_gpu_is_lost(error, driver.log),
+        )
         self.metrics = PrefillMetrics(
             self.table, self.core.steps, self.sender.counters, lambda: engine.tokens_forwarded
         )
@@ -91,6 +122,10 @@ class PrefillWorker:
 
     async def start(self) -> str:
         return ""
+
+    async def close_transfers(self) -> None:
+        await self.receiver.close()
+        await self.sender.close()
 
     async def close(self) -> None:
         self.grammars.close()
@@ -105,7 +140,8 @@ class PrefillWorker:
             self._report_pairs()  # a coordinator that has started anew does not know them
 
     def kv_held(self) -> KvHeld:
-        return KvHeld(self.table.allocator.held_count, self.table.allocator.quarantined_count, self.sender.sessions)
+        sessions = self.sender.sessions + self.receiver.sessions
+        return KvHeld(self.table.allocator.held_count, self.table.allocator.quarantined_count, sessions)
 
     def order(self, message: Message, blob: bytes) -> None:
         self.core.order(message, blob)
@@ -173,7 +209,13 @@ class PrefillWorker:
             self.receivers.send(receiver, message, blob)
 
     def _kv_message(self, peer: Peer, message: Message, blob: bytes) -> None:
-        self.sender.handle(peer.incarnation, message, blob)
+        if isinstance(message, FetchRefused):
+            self.core.fetches.refused(peer.incarnation, message)
+            self.driver.wake()
+        elif is_of_fetch(message, from_prefill=False):
+            self.receiver.handle(peer.incarnation, message, blob)
+        else:
+            self.sender.handle(peer.incarnation, message, blob)
 
     def _kv_result(self, result: KvSent | KvFailed) -> None:
         self.metrics.kv_result(result)
@@ -181,4 +223,31 @@ class PrefillWorker:
 
     def _receiver_lost(self, incarnation: int, reason: str) -> None:
         self.core.receiver_of.pop(incarnation, None)
+        self.core.fetches.peer_lost(incarnation)
+        self.receiver.peer_lost(incarnation, reason)
         self.sender.peer_lost(incarnation, reason)
+        self.driver.wake()
+
+    # --- KV in: what is fetched -----------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        return clock.now()
+
+    def fetch(self, decode: Destination, message: Fetch) -> None:
+        self.receivers.send(decode, message)
+        asyncio.get_running_loop().call_later(OFFER_S, self._expire, (message.request_id, message.attempt))
+
+    def _expire(self, key: tuple[str, int]) -> None:
+        self.core.fetches.expire(key)
+        self.driver.wake()
+
+    def _fetched(self, _: int, commit: Commit, blocks: list[int], __: list[int]) -> None:
+        self.sender.received(blocks)
+        self.core.fetches.committed(commit, blocks)
+        self.registration.report_cache(self.table.allocator.take_changes)
+        self.driver.wake()
+
+    def _not_fetched(self, request_id: str, attempt: int, _: list[int], reason: str) -> None:
+        self.driver.log.debug("KV not fetched", request_id=request_id, attempt=attempt, reason=reason)
+        self.core.fetches.not_received(request_id, attempt, reason)
+        self.driver.wake()

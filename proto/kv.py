@@ -8,6 +8,11 @@ Over the control link between the two (the sender connects to the receiver):
     Commit →    ← Ack                 digests; the receiver decodes only after it has checked them
     Abort       from either side, at any point
 
+A prefill worker may lack the beginning of a prompt that the decode worker has. It asks for that, and then all of the above goes
+the other way on the same link, with the decode worker as the sender:
+
+    Fetch →  ← FetchRefused | PairOpen, Offer …
+
 Shapes and dtypes never travel: both sides take them from their own layout, whose fingerprint the handshake compared.
 All counts of blocks are in those of the pair, `PairOpen.block_size`: where the two ends' sizes differ, the smaller.
 """
@@ -68,6 +73,8 @@ class PairClosed(Message, frozen=True):
 
     pair_id: PairId
     reason: Text
+    fetch: bool = False
+    """It is a pair by which a decode worker sends what prefill workers fetch."""
 
 
 class Offer(Message, frozen=True):
@@ -147,6 +154,44 @@ class Abort(Message, frozen=True):
     request_id: RequestId
     attempt: Attempt
     reason: Text
+    fetch: bool = False
+    """The session is one of a fetch."""
+
+
+class Fetch(Message, frozen=True):
+    """From a prefill worker: offer me these blocks of the prompt, as many of them as you have. The attempt is reserved for the
+    two of us."""
+
+    request_id: RequestId
+    attempt: Attempt
+    first_block: Annotated[int, Meta(ge=0, lt=limits.MAX_BLOCKS_PER_REQUEST)]
+    blocks: Annotated[int, Meta(ge=1, le=limits.MAX_BLOCKS_PER_REQUEST)]
+
+
+class FetchRefused(Message, frozen=True):
+    """Nothing will be offered, or no more than was."""
+
+    request_id: RequestId
+    attempt: Attempt
+    reason: Text
+
+
+NO_FIRST_TOKENS = (FirstToken(0, 0),)
+"""In the `Commit` of a fetch, where none was drawn: earlier versions want one in each."""
+_FROM_SENDER = (PairOpen, Offer, Announce, Commit)
+_FROM_RECEIVER = (PairListen, Accept, Decline, Ack)
+
+
+def of_fetch(message: Message) -> Message:
+    """As it is said on the link by the two ends of a fetch: what either end of a hand-over may say too is marked."""
+    return msgspec.structs.replace(message, fetch=True) if isinstance(message, Abort | PairClosed) else message
+
+
+def is_of_fetch(message: Message, *, from_prefill: bool) -> bool:
+    """Whether it is for that end of this link which fetches, or is fetched from."""
+    if isinstance(message, Abort | PairClosed):
+        return message.fetch
+    return isinstance(message, _FROM_RECEIVER if from_prefill else _FROM_SENDER)
 
 
 def kept_names(known: bytes, request_id: str, attempt: int, block_size: int, tokens: int) -> bytes:

@@ -229,6 +229,8 @@ class Prefill(Message, frozen=True):
     block_hashes: BlockHashes = b""
     cached_tokens: Tokens_ = 0
     """So many of the prompt's first tokens are believed to be in this worker's cache; chunks start behind them."""
+    fetches: bool = False
+    """They are in the cache of `decode`, and perhaps not in this one: what is missing is to be fetched from there."""
 
 
 class Step(Message, frozen=True):
@@ -288,6 +290,8 @@ class CacheMiss(Message, frozen=True):
     request_id: RequestId
     attempt: Attempt
     cached_tokens: Tokens_
+    fetch_failed: bool = False
+    """It was to be fetched, and the transfer has failed."""
 
 
 class CacheEvents(Message, frozen=True):
@@ -304,6 +308,9 @@ class HandedOver(Message, frozen=True):
     attempt: Attempt
     kv_bytes: Count
     transfer_ms: DurationMs
+    fetched_tokens: Tokens_ = 0
+    """Of its prompt, those that came from the decode worker before, in ..."""
+    fetch_ms: DurationMs = 0.0
 
 
 class Finished(Message, frozen=True):

@@ -97,6 +97,8 @@ class Capacity(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_un
     """Of a prefill step, where the coordinator is not told another budget."""
     computes_suffixes: bool = False
     """It is a decode worker that computes what a prompt adds to KV that it has, between the steps of its streams."""
+    fetches: bool = False
+    """It is a prefill worker that fetches what a decode worker has of a prompt, or such a decode worker."""
 
 
 class Held(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):

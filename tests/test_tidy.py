@@ -74,7 +74,6 @@ PURE = (
     "decode_worker/progress.py",
     "decode_worker/requests.py",
     "decode_worker/senders.py",
-    "decode_worker/slices.py",
     "decode_worker/suffixes.py",
     "prefill_worker/core.py",
     "prefill_worker/prompts.py",

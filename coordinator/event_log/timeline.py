@@ -78,6 +78,12 @@ class Placed(msgspec.Struct, frozen=True, tag_field="what", tag="placed"):
     """How long its decode worker was expected to take for what the prompt adds to KV that is there; 0: it computes nothing."""
     elsewhere_s: float = 0.0
     """How long a prefill worker was expected to take."""
+    fetched_tokens: int = 0
+    """Of the cached ones, those that the prefill worker is to fetch from the decode worker."""
+    fetch_s: float = 0.0
+    """How long that was expected to take, and ..."""
+    compute_s: float = 0.0
+    """... how long to compute them."""
 
 
 class ChunkSent(msgspec.Struct, frozen=True, tag_field="what", tag="chunk"):
@@ -262,9 +268,16 @@ class Timeline:
             request = self._core.requests[self.request_id]
             projected_s = request.projected_s if request.submit.attempt == 1 else 0.0
             placed = Placed(self._at_s, why, self._blocks, request.cached_tokens, self._kept, projected_s)
+            progress = request.attempt_progress
             if request.prefill_incarnation == request.decode_incarnation:
-                progress = request.attempt_progress
                 placed = msgspec.structs.replace(placed, there_s=progress.there_s, elsewhere_s=progress.elsewhere_s)
+            elif progress.fetched_tokens:
+                placed = msgspec.structs.replace(
+                    placed,
+                    fetched_tokens=progress.fetched_tokens,
+                    fetch_s=progress.fetch_s,
+                    compute_s=progress.compute_s,
+                )
             self._add(placed)
         elif state is RequestState.DECODING:
             done = self._event.message if isinstance(self._event, Received) else None

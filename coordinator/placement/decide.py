@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from coordinator.lifecycle import State
 from coordinator.placement.choice import better_prefill, cached_tokens, choose_decode
+from coordinator.placement.fetch import Beginning, beginning
 from coordinator.placement.suffix import best_on_decode, takes, waits_behind
 from coordinator.request import Request
 from coordinator.waiting.queue import WaitQueue
@@ -35,6 +36,8 @@ class Run(NamedTuple):
     """None where the request is placed already."""
     copied: bytes
     """The prefix that is computed once more though another worker has it; empty if there is none. See `bindings`."""
+    begins: Beginning = Beginning(0)
+    """Where it is placed now: what of its prompt need not be computed."""
 
 
 class Place(NamedTuple):
@@ -108,8 +111,8 @@ def decide(
     decode = room(request, worker, pool, now)
     if decode is None:
         return _no_room(request, worker, pool, queue, copied)
-    start = cached_tokens(request.submit, worker, pool)
-    return Run(start, fitting(request, start, left, size), decode, copied)
+    begins = beginning(request.submit, worker, decode, pool, now)
+    return Run(begins.tokens, fitting(request, begins.tokens, left, size), decode, copied, begins)
 
 
 def _suffix(request: Request, worker: Worker, pool: Pool, queue: WaitQueue, left: int, now: float) -> Decision:

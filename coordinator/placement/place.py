@@ -1,7 +1,7 @@
 """A request gets a pair of workers, and both are told. Reservation before work: both or none."""
 
 from coordinator.lifecycle import Trigger
-from coordinator.placement.choice import expect_cached
+from coordinator.placement.fetch import Beginning, beginning
 from coordinator.request import Request
 from coordinator.state import State
 from coordinator.workers.circuit_breakers import NOBODY
@@ -9,9 +9,13 @@ from coordinator.workers.prefix_index import usable_hashes
 from coordinator.workers.worker import Worker
 from proto.messages import Hello, Peer, Prefill, Reserve
 
+_NOTHING_FETCHED = Beginning(0)
 
-def place(state: State, request: Request, prefill: Worker, decode: Worker, now: float) -> None:
-    """Both workers have room for it."""
+
+def place(
+    state: State, request: Request, prefill: Worker, decode: Worker, now: float, begins: Beginning = _NOTHING_FETCHED
+) -> None:
+    """Both workers have room for it, and its chunks start behind `request.cached_tokens`."""
     pool, queue = state.pools[request.submit.model], state.queues[request.submit.model]
     state.drop_retained(request)
     pool.bindings.unbind(request)
@@ -28,7 +32,10 @@ def place(state: State, request: Request, prefill: Worker, decode: Worker, now: 
         pool.breakers.placed(pair, request.key)
     state.billing.hold(request.id, 1 if prefill is decode else 2)
     state.counters["suffixes_on_decode"] += prefill is decode
-    request.begin().placed_at = now
+    state.counters["prefixes_fetched"] += begins.fetched_tokens > 0
+    progress = request.begin()
+    progress.placed_at = now
+    _, progress.fetched_tokens, progress.fetch_s, progress.compute_s = begins
     keep, take_in = _orders(request, prefill, decode, state.peers[request.gateway_incarnation])
     state.send(decode.incarnation, keep)
     state.send(prefill.incarnation, take_in, request.blob)
@@ -41,8 +48,9 @@ def place_at_once(state: State, request: Request, prefill: Worker, decode: Worke
     """The prefill worker is to be asked for its next step, which comes to this request in its turn and charges for it."""
     pool, queue = state.pools[request.submit.model], state.queues[request.submit.model]
     pool.bindings.unbind(request)
-    expect_cached(request, prefill, pool)
-    place(state, request, prefill, decode, now)
+    begins = beginning(request.submit, prefill, decode, pool, now)
+    request.cached_tokens = request.dispatched_tokens = begins.tokens
+    place(state, request, prefill, decode, now, begins)
     queue.settle_on(request, prefill.incarnation)
     pool.wakeups.waits_no_more(request)
     pool.wakeups.has_own_work(prefill)
@@ -78,5 +86,6 @@ def _orders(request: Request, prefill: Worker, decode: Worker, gateway_hello: He
     hashes = usable_hashes(submit, size)
     decode_hashes = hashes if decode_size == size else usable_hashes(submit, decode_size)
     return Reserve(*what, blocks, gateway, prefill.incarnation, decode_hashes, request.tpot_ms), Prefill(
-        *what, gateway, Peer(decode.hello.address, decode.incarnation), decode_size, hashes, request.cached_tokens
-    )
+        *what, gateway, Peer(decode.hello.address, decode.incarnation), decode_size, hashes, request.cached_tokens,
+        request.attempt_progress.fetched_tokens > 0,
+    )  # fmt: skip

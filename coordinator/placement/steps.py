@@ -136,7 +136,7 @@ def _run(
         state.watch(Looked(worker, request, Outcome.TAKEN))
     queue.take(request, decision.length, worker.incarnation, keys, now)
     if decision.decode is not None:
-        place(state, request, worker, decision.decode, now)
+        place(state, request, worker, decision.decode, now, decision.begins)
 
 
 def _run_there(

@@ -1,7 +1,8 @@
 """Where a prompt is computed of which a decode worker has the beginning: there, or on a prefill worker. Pure.
 
     there       (prompt tokens before it + tokens not cached there) / rate of prompts beside the streams there
-    elsewhere   wait for its turn + (tokens before it + tokens not cached) / rate, of the best prefill worker, + hand-over
+    elsewhere   wait for its turn + (tokens before it + tokens not cached) / rate, of the best prefill worker, + hand-over;
+                and what it takes to fetch what is cached there, where that is better
 
 The wait is that for as many requests like this one as wait for a turn, but no longer than its tenant's share lets expect.
 
@@ -15,6 +16,7 @@ from math import inf
 from typing import NamedTuple
 
 from coordinator.placement.choice import cached_tokens
+from coordinator.placement.fetch import beginning
 from coordinator.request import Request
 from coordinator.waiting.queue import WaitQueue
 from coordinator.waiting.queue_keys import bound_key
@@ -52,11 +54,11 @@ def best_on_decode(
     prefill = pool.candidates.holders(Role.PREFILL, submit) + pool.candidates.first_to_finish()
     hand_over_s = pool.weights.transfer_s * ((submit.prompt_tokens - best_cached) // submit.hash_block_size)
     if asks is not None:
-        elsewhere_s = _prefill_s(submit, [*prefill, asks], pool, 0)
+        elsewhere_s = _prefill_s(submit, [*prefill, asks], best, pool, 0, now)
     else:
-        elsewhere_s = _prefill_s(submit, prefill, pool, len(queue) - 1)
+        elsewhere_s = _prefill_s(submit, prefill, best, pool, len(queue) - 1, now)
         if not request.resumed:
-            elsewhere_s = min(elsewhere_s, request.projected_s + _prefill_s(submit, prefill, pool, 0))
+            elsewhere_s = min(elsewhere_s, request.projected_s + _prefill_s(submit, prefill, best, pool, 0, now))
     elsewhere_s += hand_over_s
     return OnDecode(best, best_cached, best_s, elsewhere_s) if best_s <= elsewhere_s else None
 
@@ -94,13 +96,17 @@ def done_in_s(worker: Worker, submit: Submit, cached: int, pool: Pool) -> float:
     return (worker.tokens_before + submit.prompt_tokens - cached) / pool.rate(worker)
 
 
-def _prefill_s(submit: Submit, prefill: Iterable[Worker], pool: Pool, waiting: int) -> float:
-    """How long the best of these prefill workers takes; so many requests wait for a turn, and are taken to be like this one."""
+def _prefill_s(
+    submit: Submit, prefill: Iterable[Worker], decode: Worker, pool: Pool, waiting: int, now: float
+) -> float:
+    """How long the best of these prefill workers takes, if the answer comes from that decode worker; so many requests wait for
+    a turn, and are taken to be like this one."""
     least_s = inf
     for worker in prefill:
         if not worker.draining and worker.could_ever_take(submit):
-            cached = cached_tokens(submit, worker, pool)
-            done_s = done_in_s(worker, submit, cached, pool)
+            begins = beginning(submit, worker, decode, pool, now)
+            cached = begins.tokens
+            done_s = done_in_s(worker, submit, cached, pool) + begins.fetch_s
             waits = pool.bindings.kept_waiting(worker, waiting) if waiting else 0.0
             least_s = min(least_s, done_s + waits * (submit.prompt_tokens - cached) / pool.rate(worker))
     return least_s

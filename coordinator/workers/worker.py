@@ -77,6 +77,10 @@ class Worker:
     steps: dict[int, tuple[Step, list[Request]]] = field(default_factory=dict)
     """Steps in flight, by id, with the request of each chunk."""
     tokens_in_flight: int = 0
+    fetch_token_s: float = 0.0
+    """Prefill only: what it takes to fetch a token's KV, beside the round trip; 0: not measured yet."""
+    fetch_paused_until: dict[int, float] = field(default_factory=dict)
+    """Prefill only: decode workers from which it fetches nothing for a while, as that has failed."""
     kv_pairs: tuple[KvPair, ...] = ()
     """Prefill only, as it last reported."""
     kv_held: KvHeld = KvHeld(0, 0, 0)  # noqa: RUF009 (it is frozen)

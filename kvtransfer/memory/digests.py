@@ -74,6 +74,11 @@ class BlockDigests:
         for block, digest in zip(block_ids, self._digester.each(block_ids), strict=True):
             self._digests[block] = digest
 
+    def forget(self, block_ids: Sequence[int]) -> None:
+        """These blocks have other contents than before."""
+        for block in block_ids:
+            self._digests[block] = b""
+
     def known(self, block_ids: Sequence[int]) -> bytes:
         """Of these as a segment, or empty where that takes a look at some of them."""
         found = [self._digests[block] for block in block_ids]

@@ -21,6 +21,8 @@ def segment_bytes_on(device: str) -> int:
     return (8 << 20) if device == "cpu" else (64 << 20)
 
 
+FETCH_IDLE_MS = 10_000
+"""A fetch in which nothing moves for so long has failed: nothing is computed meanwhile that it would wait for."""
 DIGEST_EVERY = {"full": 1, "sampled": 16}
 """What `--kv-digest` stands for."""
 
@@ -79,6 +81,8 @@ class KvSettings:
     """Ended sessions kept to answer late frames; what is older is answered as unknown."""
     remembered_ms: int = 60_000
     """And for how long. Longer than any answer is waited for."""
+    remembers_digests: bool = True
+    """The sender keeps the digests of its blocks, and is told of each that changes; else they are made in sending."""
     encrypt: bool = False
     """By `tcp`, KV crosses encrypted if either end wants it."""
 
@@ -86,7 +90,7 @@ class KvSettings:
         if not self.transports:
             raise ValueError("no transport is allowed")
         for name in self.__dataclass_fields__:
-            if name not in ("transports", "bytes_per_s", "encrypt") and getattr(self, name) < 1:
+            if name not in ("transports", "bytes_per_s", "encrypt", "remembers_digests") and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, and must be at least 1")
         if self.bytes_per_s < 0:
             raise ValueError(f"bytes_per_s is {self.bytes_per_s}, and must not be negative")

@@ -156,6 +156,11 @@ def _placed(entry: Placed) -> str:
             f" {entry.elsewhere_s:.2f} s"
         )
     cached = f"; {_count(entry.cached_tokens, 'token')} of its prompt cached there" if entry.cached_tokens else ""
+    if entry.fetched_tokens:
+        cached = (
+            f"; {_count(entry.cached_tokens, 'token')} of its prompt cached, {entry.fetched_tokens:,} of them on its decode"
+            f" worker: fetching those is expected to take {entry.fetch_s:.3f} s, computing them {entry.compute_s:.3f} s"
+        )
     projected = f"; a wait of {entry.projected_s:.1f} s was projected" if entry.projected_s >= 0.1 else ""
     return f"placed on {entry.workers}: {why}{cached}; {_count(entry.kv_blocks, 'KV block')} reserved for its answer{projected}"
 

@@ -79,6 +79,8 @@ class Workers(_Part):
     """Tokens of a KV block."""
     computes_suffixes: bool = True
     """Of `decode`: it computes what prompts add to KV that it has, at `prefill_tokens_per_s`, between steps of its streams."""
+    fetches: bool = True
+    """Of `prefill` and `decode`: prefill workers fetch what decode workers have of a prompt and they have not."""
 
     @model_validator(mode="after")
     def _is_one(self) -> "Workers":
@@ -86,6 +88,7 @@ class Workers(_Part):
         self._refuse("role", {
             "prefill_step_ms": prefill, "step_tokens": prefill,
             "decode_step_ms": decode, "decode_ms_per_sequence": decode, "computes_suffixes": "decode",
+            "fetches": "prefill decode",
         })  # fmt: skip
         if self.kv_tokens < 4 * self.block_size:
             raise ValueError(f"kv_tokens = {self.kv_tokens} is less than four blocks of {self.block_size} tokens")

@@ -247,6 +247,7 @@ def _hello(settings: WorkerSettings, engine: LoadedEngine, name: str, metrics: s
             info.context_tokens,
             settings.step_tokens_on(engine.on_gpu),
             settings.role == "decode" and computes and not is_mixed,
+            settings.prefix_cache,
         ),
         host=socket.gethostname(),
         pid=os.getpid(),

@@ -24,6 +24,7 @@ from coordinator.events import Event, Limits, PeerDown, PeerUp, Received, Send, 
 from coordinator.lifecycle import TERMINAL, State
 from proto.drain import Drained, Draining, Flip, FlipRequest
 from proto.errors import CancelReason, Interrupt, Reject
+from proto.kv import Fetch, FetchRefused
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Cancel, Hello, Interrupted, Message, Rejected, Reserve, Role, Submit
 from proto.parts import Capacity
@@ -59,11 +60,12 @@ class VirtualCluster(Surroundings):
         batched: bool = False,
         progress: bool = True,
         computes_suffixes: bool = False,
+        fetches: bool = False,
         core: type[Core] = Core,
         seed: int = 0,
     ) -> None:
-        """With `batched` decode workers run the production batch, and may compute suffixes. Without `progress` they do not say
-        how far they are."""
+        """With `batched` decode workers run the production batch, and may compute suffixes and be fetched from. Without
+        `progress` they do not say how far they are."""
         super().__init__(timing or Timing(), seed)
         self.core = core(limits)
         self.block_size = block_size
@@ -71,6 +73,8 @@ class VirtualCluster(Surroundings):
         """Called at the time when a request ends."""
         self.rejected: list[Rejected] = []
         self.transfers = Transfers(self)
+        self.fetches = Transfers(self)
+        """The other way: their receivers are prefill workers."""
         self.resume_delay_s = 0.0
         """Before the first resume of an interrupted request; doubled with each, up to 16 times as long."""
         self.commit_s = 0.05
@@ -78,9 +82,14 @@ class VirtualCluster(Surroundings):
         self._flipping: dict[int, Role] = {}
         """Workers that are to change their role, and the new one."""
         self._capacity = {
-            Role.PREFILL: Capacity(prefill_blocks, block_size, max_seqs, 1 << 20),
+            Role.PREFILL: Capacity(prefill_blocks, block_size, max_seqs, 1 << 20, fetches=fetches),
             Role.DECODE: Capacity(
-                decode_blocks, block_size, max_seqs, 1 << 20, computes_suffixes=batched and computes_suffixes
+                decode_blocks,
+                block_size,
+                max_seqs,
+                1 << 20,
+                computes_suffixes=batched and computes_suffixes,
+                fetches=batched and fetches,
             ),
         }
         self._batched, self._progress = batched, progress
@@ -99,15 +108,28 @@ class VirtualCluster(Surroundings):
         assert capacity is not None
         engine = engine or Engine(self, self.timing)
         if worker.role is Role.PREFILL:
-            self.prefill[incarnation] = PrefillWorker(self, self.transfers, incarnation, capacity, engine)
+            self.prefill[incarnation] = prefill = PrefillWorker(
+                self, self.transfers, self.fetches, incarnation, capacity, engine
+            )
+            self.fetches.receivers[incarnation] = prefill
         else:
             self.decode[incarnation] = decode = (
-                BatchedDecode(self, self.transfers, incarnation, capacity, self._progress, engine)
+                BatchedDecode(self, self.transfers, self.fetches, incarnation, capacity, self._progress, engine)
                 if self._batched
                 else PacedDecode(self, incarnation, self._progress)
             )
             self.transfers.receivers[incarnation] = decode
         self.post(PeerUp(incarnation, worker))
+
+    def fetch(self, prefill_incarnation: int, decode_incarnation: int, message: Fetch) -> None:
+        decode = self.decode.get(decode_incarnation)
+        if isinstance(decode, BatchedDecode):
+            self.at(self.now, decode.core.lending.asked, prefill_incarnation, message)
+
+    def refuse_fetch(self, decode_incarnation: int, prefill_incarnation: int, message: FetchRefused) -> None:
+        prefill = self.prefill.get(prefill_incarnation)
+        if prefill is not None:
+            self.at(self.now, prefill.refused, decode_incarnation, message)
 
     def lose(self, incarnation: int) -> None:
         """The worker's process dies."""
@@ -116,6 +138,7 @@ class VirtualCluster(Surroundings):
         if not isinstance(worker, PacedDecode):
             worker.gateways.up = False
         self.transfers.lose(incarnation)
+        self.fetches.lose(incarnation)
         self.post(PeerDown(incarnation, "killed"))
 
     # --- clients --------------------------------------------------------------------------------------------------------
@@ -229,6 +252,7 @@ class VirtualCluster(Surroundings):
         self.prefill.pop(incarnation, None)
         self.decode.pop(incarnation, None)
         self.transfers.receivers.pop(incarnation, None)
+        self.fetches.receivers.pop(incarnation, None)
         following = hello(role, next(self.incarnations), self._capacity[role])
         following = msgspec.structs.replace(following, name=name, flipped_from=incarnation)
         self.at(self.now + self.commit_s, self.start, following)

@@ -11,11 +11,10 @@ from decode_worker.batch import Batch, Draw, StepPlan
 from decode_worker.core import DecodeCore
 from decode_worker.progress import REPORT_S
 from decode_worker.requests import AttemptTable
-from decode_worker.slices import SliceSizes
-from decode_worker.suffixes import Slice
+from decode_worker.suffixes import Slice, SliceSizes
 from engine.kv.allocator import BlockAllocator
 from kvtransfer.session.session import Accepted
-from proto.kv import Commit, Offer
+from proto.kv import Commit, FetchRefused, Offer
 from proto.limits import HASH_BYTES, MAX_VOCAB
 from proto.messages import Finished, Message, Release, Released, Reserve, Step
 from proto.parts import STALL_SHARE, Capacity
@@ -29,7 +28,7 @@ from simulation.cluster.surroundings import (
     Surroundings,
     first_tokens,
 )
-from simulation.cluster.transfers import Key, Transfers
+from simulation.cluster.transfers import Key, KvSender, Transfers
 
 
 class BatchedDecode:
@@ -37,6 +36,7 @@ class BatchedDecode:
         self,
         cluster: Surroundings,
         transfers: Transfers,
+        fetches: Transfers,
         incarnation: int,
         capacity: Capacity,
         progress: bool,
@@ -53,6 +53,8 @@ class BatchedDecode:
         self.core: DecodeCore[None] = DecodeCore(
             self, self.table, vocab_size=MAX_VOCAB, make_state=lambda order, first, prompt_tokens: None
         )
+        self.sender = KvSender(fetches, incarnation, self.core.lending.sent)
+        self._incarnation = incarnation
         self.offered, self.not_received = self.core.offered, self.core.not_received
         self.held_block_s = 0.0
         """KV blocks that were held, times seconds of steps."""
@@ -63,6 +65,9 @@ class BatchedDecode:
         self.fails = False
         """Each step ends at once, with an error."""
         self._stepping = False
+
+    def refuse_fetch(self, incarnation: int, message: FetchRefused) -> None:
+        self._cluster.refuse_fetch(self._incarnation, incarnation, message)
 
     def order(self, message: Message, blob: bytes) -> None:
         self.core.order(message, blob)

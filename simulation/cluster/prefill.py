@@ -3,10 +3,12 @@
 from collections import Counter
 
 from engine.kv.allocator import BlockAllocator
+from kvtransfer.session.session import Accepted
 from prefill_worker.core import Begun, PrefillCore, StepResult
 from prefill_worker.prompts import Key, PromptTable
+from proto.kv import Commit, Fetch, FetchRefused, Offer
 from proto.limits import MAX_VOCAB
-from proto.messages import Message, TokenItem
+from proto.messages import Message, Peer, TokenItem
 from proto.parts import Capacity
 from simulation.cluster.surroundings import FAILED_STEP_S, Engine, Gateways, Registration, Surroundings, first_tokens
 from simulation.cluster.transfers import KvSender, Transfers
@@ -14,8 +16,15 @@ from simulation.cluster.transfers import KvSender, Transfers
 
 class PrefillWorker:
     def __init__(
-        self, cluster: Surroundings, transfers: Transfers, incarnation: int, capacity: Capacity, engine: Engine
+        self,
+        cluster: Surroundings,
+        transfers: Transfers,
+        fetches: Transfers,
+        incarnation: int,
+        capacity: Capacity,
+        engine: Engine,
     ) -> None:
+        self.incarnation, self.receiver = incarnation, fetches
         self.computed_tokens = 0
         self.computed: Counter[Key] = Counter()
         """Tokens of each attempt."""
@@ -39,6 +48,31 @@ class PrefillWorker:
     def order(self, message: Message, blob: bytes) -> None:
         self.core.order(message, blob)
         self._start_step()
+
+    # --- what is fetched ------------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        return self._cluster.now
+
+    def fetch(self, decode: Peer, message: Fetch) -> None:
+        self._cluster.fetch(self.incarnation, decode.incarnation, message)
+
+    def offered(self, incarnation: int, offer: Offer) -> Accepted | str:
+        return self.core.fetches.offered(incarnation, offer)
+
+    def committed(self, incarnation: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None:
+        self.core.fetches.committed(commit, blocks)
+        self._start_step()
+
+    def not_received(self, request_id: str, attempt: int, blocks: list[int]) -> None:
+        self.core.fetches.not_received(request_id, attempt, "the transfer failed")
+        self._start_step()
+
+    def refused(self, incarnation: int, message: FetchRefused) -> None:
+        self.core.fetches.refused(incarnation, message)
+        self._start_step()
+
+    # --- steps ----------------------------------------------------------------------------------------------------------
 
     def _start_step(self) -> None:
         begun = None if self.computing else self.core.begin_step()

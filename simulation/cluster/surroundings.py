@@ -11,6 +11,7 @@ from typing import Any
 
 from coordinator.lifecycle import State
 from engine.sampling.finish import finish_reason
+from proto.kv import Fetch, FetchRefused
 from proto.limits import MAX_CACHE_CHANGES
 from proto.messages import CacheEvents, Message, Peer, Prefill, Rejected, Submit, TokenItem, Tokens
 from proto.progress import DecodeProgress
@@ -90,6 +91,14 @@ class Surroundings(ABC):
     @abstractmethod
     def receive(self, incarnation: int, message: Message, blob: bytes = b"") -> None:
         """The coordinator gets a message now."""
+
+    @abstractmethod
+    def fetch(self, prefill_incarnation: int, decode_incarnation: int, message: Fetch) -> None:
+        """A prefill worker asks a decode worker for KV."""
+
+    @abstractmethod
+    def refuse_fetch(self, decode_incarnation: int, prefill_incarnation: int, message: FetchRefused) -> None:
+        """It has none."""
 
     # --- time -----------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ Key = tuple[str, int]
 
 
 class Receiver(Protocol):
-    """A decode worker, as its `DecodeCore`."""
+    """A decode worker, as its `DecodeCore`; of what is fetched, a prefill worker."""
 
     def offered(self, incarnation: int, offer: Offer) -> Accepted | str | None: ...
 
@@ -24,14 +24,14 @@ class Receiver(Protocol):
 @dataclass(eq=False)
 class _Transfer:
     key: Key
-    prefill_incarnation: int
+    sender_incarnation: int
     on_result: Callable[[KvSent | KvFailed], None]
     receiver: Receiver
     answer: Accepted | str | None = None
 
 
 class Transfers:
-    """All that are open, and the decode workers' end of them; as `decode_worker.core.KvIn`."""
+    """All that are open in one direction, and the receivers' end of them; as `decode_worker.core.KvIn`."""
 
     def __init__(self, cluster: Surroundings) -> None:
         self.cluster = cluster
@@ -50,17 +50,17 @@ class Transfers:
     def open(
         self,
         key: Key,
-        prefill_incarnation: int,
-        decode_incarnation: int,
+        sender_incarnation: int,
+        receiver_incarnation: int,
         blocks: int,
         on_result: Callable[[KvSent | KvFailed], None],
     ) -> None:
-        receiver = self.receivers.get(decode_incarnation)
+        receiver = self.receivers.get(receiver_incarnation)
         if receiver is None:
-            self.cluster.at(self.cluster.now, on_result, KvFailed(*key, "the decode worker was lost"))
+            self.cluster.at(self.cluster.now, on_result, KvFailed(*key, "the receiver was lost"))
             return
-        transfer = self._open[key] = _Transfer(key, prefill_incarnation, on_result, receiver)
-        self._answered(transfer, receiver.offered(prefill_incarnation, Offer(*key, 0, blocks)))
+        transfer = self._open[key] = _Transfer(key, sender_incarnation, on_result, receiver)
+        self._answered(transfer, receiver.offered(sender_incarnation, Offer(*key, 0, blocks)))
 
     def commit(self, commit: Commit, prompt_tokens: Sequence[int]) -> None:
         cluster, transfer = self.cluster, self._open.get((commit.request_id, commit.attempt))
@@ -74,9 +74,9 @@ class Transfers:
         for transfer in list(self._open.values()):
             if transfer.receiver is lost:
                 del self._open[transfer.key]
-                result = KvFailed(*transfer.key, "the decode worker was lost")
+                result = KvFailed(*transfer.key, "the receiver was lost")
                 self.cluster.at(self.cluster.now, transfer.on_result, result)
-            elif transfer.prefill_incarnation == incarnation:
+            elif transfer.sender_incarnation == incarnation:
                 del self._open[transfer.key]
                 blocks = list(transfer.answer.block_ids) if isinstance(transfer.answer, Accepted) else []
                 self.cluster.at(self.cluster.now, transfer.receiver.not_received, *transfer.key, blocks)
@@ -93,7 +93,7 @@ class Transfers:
         assert isinstance(transfer.answer, Accepted), "orders to both workers of a request come together"
         del self._open[transfer.key]
         blocks = list(transfer.answer.block_ids)
-        transfer.receiver.committed(transfer.prefill_incarnation, commit, blocks, prompt_tokens)
+        transfer.receiver.committed(transfer.sender_incarnation, commit, blocks, prompt_tokens)
         transfer.on_result(KvSent(*transfer.key, 0, 1000 * took_s))
 
     def _over(self, transfer: _Transfer, reason: str, blocks: list[int]) -> None:
@@ -102,12 +102,12 @@ class Transfers:
 
 
 class KvSender:
-    """A prefill worker's end; as `prefill_worker.core.KvOut`."""
+    """A sender's end; as `prefill_worker.core.KvOut`."""
 
     def __init__(
-        self, transfers: Transfers, prefill_incarnation: int, on_result: Callable[[KvSent | KvFailed], None]
+        self, transfers: Transfers, sender_incarnation: int, on_result: Callable[[KvSent | KvFailed], None]
     ) -> None:
-        self._transfers, self._incarnation, self._on_result = transfers, prefill_incarnation, on_result
+        self._transfers, self._incarnation, self._on_result = transfers, sender_incarnation, on_result
         self.abort = transfers.abort
 
     def open(self, request_id: str, attempt: int, peer_incarnation: int, blocks: int, block_size: int) -> None:

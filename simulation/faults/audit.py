@@ -49,7 +49,7 @@ def left_on(worker: PrefillProcess | DecodeProcess) -> str:
         held = [*worker.core.table.attempts, *worker.core.undecided]
     if held:
         return f"attempts {held}"
-    if not worker.transfers.idle:
+    if not worker.moves_nothing:
         return "transfers"
     return f"{worker.allocator.held_count} blocks held" if core.table.allocator.held_count else ""
 

@@ -133,7 +133,7 @@ class Cluster(Surroundings):
                 self.random.choice(self._all_of(process)).hang_s = fault.for_s
             case "transfer":
                 for worker in self._all_of(process):
-                    worker.call(worker.transfers.break_pair)
+                    worker.call(worker.break_pair)
 
     def _change_policy(self, how: str) -> None:
         versions = self.versions
@@ -200,7 +200,7 @@ class Cluster(Surroundings):
     def worker_flips(self, worker: Process) -> None:
         assert isinstance(worker, PrefillProcess | DecodeProcess)
         for half in self._all_of(worker):
-            self.oracles.flips(half, half.registration.held(), half.allocator, half.transfers.idle)
+            self.oracles.flips(half, half.registration.held(), half.allocator, half.moves_nothing)
             half.allocator.close()
             half.stop()
             self.network.process_died(half, in_order=True)

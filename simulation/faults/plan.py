@@ -110,6 +110,7 @@ class Plan:
     corrupt: float = 0.0
     """Chance that a segment arrives damaged."""
     computes_suffixes: bool = False
+    fetches: bool = False
     """Decode workers do, of prompts whose beginnings they have."""
 
     @property
@@ -173,7 +174,8 @@ def draw(seed: int, kinds: frozenset[str] = frozenset(FAULTS)) -> Plan:
         plan.kv_blocks["decode"], plan.max_seqs = 24, 8
         plan.asked += [_asked(plan, more, len(plan.asked) + number, beginnings, False) for number in range(6)]
     if plan.prefix_cache and seed % 5:
-        plan.computes_suffixes = True
+        plan.computes_suffixes = bool(seed % 3)
+        plan.fetches = True
         plan.asked += _session(plan, Random(seed ^ 0x7012), len(plan.asked), "leave" in kinds)
     chaos = Random(seed ^ 0x5EED)
     chosen = [
@@ -230,10 +232,16 @@ def _asked(plan: Plan, random: Random, number: int, beginnings: list[tuple[int, 
     )
 
 
+SESSION_TOKENS_MAX = 24
+"""A conversation that is longer has no further turn: each must fit the smallest pool."""
+
+
 def _session(plan: Plan, random: Random, number: int, leave: bool) -> list[Asked]:
-    """Turns of one conversation, each of which goes on from the answer before it."""
+    """Turns of one conversation, each of which goes on from the answer before it. Where decode workers compute no suffixes,
+    there is more that prefill workers may fetch."""
+    turns_max, answer_max = (3, 6) if plan.computes_suffixes else (5, 20)
     prompt, turns = tuple(random.randrange(1, VOCAB) for _ in range(12)), list[Asked]()
-    for turn in range(random.randint(2, 3)):
+    for turn in range(random.randint(2, turns_max)):
         asked = _asked(plan, random, number + turn, [()], leave)
         asked = replace(
             asked,
@@ -241,11 +249,13 @@ def _session(plan: Plan, random: Random, number: int, leave: bool) -> list[Asked
             tenant="lab",
             priority_class="",
             prompt=(*prompt, *asked.prompt[:4]),
-            sampling=msgspec.structs.replace(asked.sampling, max_tokens=min(asked.sampling.max_tokens, 6)),
+            sampling=msgspec.structs.replace(asked.sampling, max_tokens=min(asked.sampling.max_tokens, answer_max)),
             choices=random.choice((1, 1, 1, 2)) if not turn else 1,
         )
         turns.append(asked)
         prompt = (*asked.prompt, *expected(asked.prompt, asked.sampling, 0, asked.stop_word).tokens)
+        if len(prompt) > SESSION_TOKENS_MAX:
+            break
     return turns
 
 

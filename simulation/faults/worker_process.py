@@ -48,7 +48,7 @@ class WorkerProcess(PoolProcess):
     role: Role
     registration: Registration
     gateways: Gateways
-    transfers: Sender | Receiver
+    transfers: tuple[Sender | Receiver, ...]
     toy: Toy
     allocator: BlockAllocator
 
@@ -72,6 +72,7 @@ class WorkerProcess(PoolProcess):
             Capacity(
                 self.kv_blocks, self.block_size, plan.max_seqs, plan.context_tokens,
                 computes_suffixes=self.role is Role.DECODE and lineup.role is Role.DECODE and plan.computes_suffixes,
+                fetches=plan.fetches,
             ),
             host="sim", pid=lineup.pid, flipped_from=lineup.flipped_from,
             process=lineup.name if lineup.role is Role.MIXED else "",
@@ -118,7 +119,16 @@ class WorkerProcess(PoolProcess):
         self.after(0.0, self._go, DRAINED)
 
     def is_quiet(self) -> bool:
-        return not (self.allocator.held_count or self.allocator.quarantined_count) and self.transfers.idle
+        return not (self.allocator.held_count or self.allocator.quarantined_count) and self.moves_nothing
+
+    @property
+    def moves_nothing(self) -> bool:
+        """No KV is on its way here, or from here."""
+        return all(end.idle for end in self.transfers)
+
+    def break_pair(self) -> None:
+        """A fault: the connection to one peer fails."""
+        self.world.random.choice(self.transfers).break_pair()
 
     def report_cache(self) -> None:
         self.registration.report_cache(self.allocator.take_changes)

@@ -12,8 +12,9 @@ from engine.sampling.finish import finish_reason
 from kvtransfer.session.session import KvFailed, KvSent
 from prefill_worker.core import Begun, PrefillCore, StepResult
 from prefill_worker.prompts import Key, PromptTable
-from proto.kv import Commit, FirstToken
+from proto.kv import Commit, Fetch, FetchRefused, FirstToken, is_of_fetch, of_fetch
 from proto.messages import Message, Prefill, Reserve, Role, Step, TokenItem
+from proto.messages import Peer as Destination
 from proto.progress import AnswerNames
 from simulation.faults.lineup import Lineup
 from simulation.faults.surroundings import Surroundings
@@ -27,6 +28,7 @@ from simulation.world.toy_model import VOCAB, ToyState
 
 KV_TIMEOUT_S = 10.0
 STEP_TOKENS_MAX = 64
+OFFER_S = 3.0
 
 
 class PrefillProcess(WorkerProcess):
@@ -56,7 +58,17 @@ class PrefillProcess(WorkerProcess):
         )
         self.gateways = Gateways(self, self.hello, unexpected, self.core.gateway_lost, self.registration.look)
         self.receivers = ConnectionPool(self, self.hello, self._kv_message, self._receiver_lost)
-        self.sender = self.transfers = Sender(self, self.toy, self._send_kv, self._kv_result)
+        self.sender = Sender(self, self.toy, self._send_kv, self._kv_result)
+        self.receiver = Receiver(
+            self,
+            self.toy,
+            lambda incarnation, message, blob: self._send_kv(incarnation, of_fetch(message), blob),
+            accept=self.core.fetches.offered,
+            on_committed=self._fetched,
+            on_failed=self._not_fetched,
+            on_quarantined=lambda request_id, attempt, blocks: None,
+        )
+        self.transfers = (self.sender, self.receiver)
         self._computing = False
 
     def _order(self, _: Link, message: Message, blob: bytes) -> None:
@@ -95,7 +107,8 @@ class PrefillProcess(WorkerProcess):
             if not broken:
                 self.cluster.oracles.drawn(order.request_id, len(items))
         keys = frozenset(prompt.key for prompt, _ in begun.work) if broken else frozenset()
-        return StepResult(1.0, {} if broken else first, keys)
+        step_ms = 4.0 + 10.0 * sum(chunk.length for _, chunk in begun.work)
+        return StepResult(step_ms, {} if broken else first, keys)
 
     def _kv_result(self, result: KvSent | KvFailed) -> None:
         self.core.kv_result(result)
@@ -106,11 +119,37 @@ class PrefillProcess(WorkerProcess):
             self.receivers.send(receiver, message, blob)
 
     def _kv_message(self, link: Link, message: Message, blob: bytes) -> None:
-        self.sender.handle(link.incarnation, message, blob)
+        if isinstance(message, FetchRefused):
+            self.core.fetches.refused(link.incarnation, message)
+            self._step()
+        elif is_of_fetch(message, from_prefill=False):
+            self.receiver.handle(link.incarnation, message, blob)
+        else:
+            self.sender.handle(link.incarnation, message, blob)
 
     def _receiver_lost(self, incarnation: int, reason: str) -> None:
         self.core.receiver_of.pop(incarnation, None)
+        self.core.fetches.peer_lost(incarnation)
+        self.receiver.peer_lost(incarnation, reason)
         self.sender.peer_lost(incarnation, reason)
+        self._step()
+
+    def fetch(self, decode: Destination, message: Fetch) -> None:
+        self.receivers.send(decode, message)
+        self.after(OFFER_S, self._expire, (message.request_id, message.attempt))
+
+    def _expire(self, key: Key) -> None:
+        self.core.fetches.expire(key)
+        self._step()
+
+    def _fetched(self, _: int, commit: Commit, blocks: list[int], __: list[int]) -> None:
+        self.core.fetches.committed(commit, blocks)
+        self.report_cache()
+        self._step()
+
+    def _not_fetched(self, request_id: str, attempt: int, _: list[int]) -> None:
+        self.core.fetches.not_received(request_id, attempt, "the transfer failed")
+        self._step()
 
 
 class DecodeProcess(WorkerProcess):
@@ -150,7 +189,13 @@ class DecodeProcess(WorkerProcess):
             on_message=self._kv_message,
             on_down=self._sender_down,
         )
-        self.receiver = self.transfers = Receiver(
+        self.sender = Sender(
+            self,
+            self.toy,
+            lambda incarnation, message, blob: self._send_kv(incarnation, of_fetch(message), blob),
+            self.core.lending.sent,
+        )
+        self.receiver = Receiver(
             self,
             self.toy,
             self._send_kv,
@@ -159,6 +204,7 @@ class DecodeProcess(WorkerProcess):
             on_failed=self.core.not_received,
             on_quarantined=self.core.not_yet_free,
         )
+        self.transfers = (self.sender, self.receiver)
         self._computing = False
 
     def _gateway_said(self, link: Link, message: Message, _: bytes) -> None:
@@ -177,11 +223,20 @@ class DecodeProcess(WorkerProcess):
 
     def _kv_message(self, link: Link, message: Message, blob: bytes) -> None:
         self.senders.heard(link.incarnation, link)
-        self.receiver.handle(link.incarnation, message, blob)
+        if isinstance(message, Fetch):
+            self.core.lending.asked(link.incarnation, message)
+        elif is_of_fetch(message, from_prefill=True):
+            self.sender.handle(link.incarnation, message, blob)
+        else:
+            self.receiver.handle(link.incarnation, message, blob)
+
+    def refuse_fetch(self, incarnation: int, message: FetchRefused) -> None:
+        self._send_kv(incarnation, message, b"")
 
     def _sender_down(self, link: Link, reason: str) -> None:
         if self.senders.lost(link.incarnation, link):
             self.receiver.peer_lost(link.incarnation, reason)
+            self.sender.peer_lost(link.incarnation, reason)
 
     def _send_kv(self, incarnation: int, message: Message, blob: bytes) -> None:
         link = self.senders.link(incarnation)

@@ -1,4 +1,4 @@
-"""Bugs of what decode workers compute of prompts, and of the names that answers get."""
+"""Bugs of what decode workers compute of prompts, of what is fetched from them, and of the names that answers get."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +14,7 @@ from decode_worker.suffixes import Slice, Suffixes
 from engine.kv.sequence import SequenceBlocks
 from gateway.streams import keeper
 from gateway.streams.types import SendNames
+from prefill_worker.prompts import FetchPhase, PrefillRequest, PromptTable
 from proto.messages import Reserve, TokenItem, Tokens
 from tests.simulation.planted import Planted
 
@@ -126,3 +127,44 @@ def what_a_failed_step_has_left_is_kept(m: pytest.MonkeyPatch) -> None:
         return original(self, sequences)
 
     m.setattr(AttemptTable, "ended", ended)
+
+
+@bug
+def what_is_fetched_is_sent_from_the_first_block_on(m: pytest.MonkeyPatch) -> None:
+    """The prefill worker takes it for what comes behind that."""
+    original = AttemptTable.lend
+
+    def lend(self: AttemptTable[Any], key: Any, prefill: int, first_block: int, blocks: int) -> Any:
+        found = original(self, key, prefill, 0, first_block + blocks)
+        return found if isinstance(found, str) else found[: max(len(found) - first_block, 1)]
+
+    m.setattr(AttemptTable, "lend", lend)
+
+
+@bug
+def what_was_lent_is_never_given_back(m: pytest.MonkeyPatch) -> None:
+    """The pool of the decode worker fills up."""
+    m.setattr(AttemptTable, "lent_back", lambda self, key: [])
+
+
+@bug
+def one_block_more_counts_as_fetched(m: pytest.MonkeyPatch) -> None:
+    """Its KV is never computed."""
+    original = PromptTable.fetched
+
+    def fetched(self: PromptTable, prompt: PrefillRequest, blocks: int) -> None:
+        original(self, prompt, blocks + (prompt.cached_tokens // self.block_size + blocks + 1 < len(prompt.blocks)))
+
+    m.setattr(PromptTable, "fetched", fetched)
+
+
+@bug
+def a_released_prompt_frees_what_is_being_fetched(m: pytest.MonkeyPatch) -> None:
+    """Another prompt gets the blocks while the decode worker's segments are written to them."""
+    original = PromptTable.close
+
+    def close(self: PromptTable, prompt: PrefillRequest, final_report: Any) -> Any:
+        prompt.fetch = FetchPhase.NONE
+        return original(self, prompt, final_report)
+
+    m.setattr(PromptTable, "close", close)

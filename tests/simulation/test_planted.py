@@ -10,10 +10,11 @@ BUGS = planted_service.BUGS | planted_workers.BUGS | planted_suffixes.BUGS | pla
 SEEDS = 400
 """Most are found within the first ten."""
 FOUND_BY = {
-    "a_gateway_names_what_was_never_an_answer": 382,
+    "a_gateway_names_what_was_never_an_answer": 501,
     "a_client_that_leaves_is_not_cancelled": 1012,
+    "a_released_prompt_frees_what_is_being_fetched": 1109,
     "a_worker_changes_its_role_with_streams_on_it": 68,
-    "a_worker_stays_closed_to_others_once_one_request_ran_there_alone": 1052,
+    "a_worker_stays_closed_to_others_once_one_request_ran_there_alone": 2024,
     "a_worker_that_lost_its_coordinator_waits_for_ever_to_change": 105,
     "a_probe_without_a_verdict_is_never_over": 304,
     "a_process_that_was_stopped_takes_its_step_for_hung": 84,
@@ -23,6 +24,7 @@ FOUND_BY = {
     "one_role_of_a_mixed_worker_goes_before_the_other": 758,
     "room_kept_for_a_request_outlives_it": 110,
     "tokens_of_any_attempt_are_taken": 84,
+    "what_a_failed_step_has_left_is_kept": 1008,
 }
 """Seeds to try first. Where one no longer finds its bug, the others are searched as well."""
 

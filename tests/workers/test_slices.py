@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from decode_worker.slices import TARGET_SHARE, SliceSizes
+from decode_worker.suffixes import TARGET_SHARE, SliceSizes
 
 
 def step_ms(sequences: int, tokens: int, *, token_ms: float) -> float:

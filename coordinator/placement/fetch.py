@@ -1,0 +1,71 @@
+"""Whether a prefill worker fetches the beginning of a prompt that its decode worker has, or computes it. Pure.
+
+    computing   tokens that the one has not and the other has / rate of the prefill worker
+    fetching    a round trip + their number x what a token took in earlier fetches
+
+The smaller one wins. Before the first fetch, blocks are taken to move as slowly as the weights of placement have it.
+After a fetch has failed, the same two workers do without for a while.
+"""
+
+from typing import Final, NamedTuple
+
+from coordinator.placement.choice import cached_tokens
+from coordinator.workers.pool import Pool
+from coordinator.workers.worker import Worker
+from proto.messages import Submit
+
+ROUND_TRIP_S: Final = 0.005
+PAUSE_S: Final = 60.0
+_GAIN: Final = 0.2
+
+
+class Beginning(NamedTuple):
+    """Of a prompt, on a prefill worker."""
+
+    tokens: int
+    """Chunks start behind them."""
+    fetched_tokens: int = 0
+    """Of these, the last so many come from the decode worker, and ..."""
+    fetch_s: float = 0.0
+    """... this is expected to take so long; ..."""
+    compute_s: float = 0.0
+    """... to compute them, so long."""
+
+
+def beginning(submit: Submit, prefill: Worker, decode: Worker, pool: Pool, now: float) -> Beginning:
+    """What need not be computed of a prompt that these two workers are to serve."""
+    here = cached_tokens(submit, prefill, pool)
+    if not _may_fetch(prefill, decode, now):
+        return Beginning(here)
+    there = cached_tokens(submit, decode, pool)
+    if there <= here:
+        return Beginning(here)
+    fetch_s = ROUND_TRIP_S + (there - here) * (prefill.fetch_token_s or _guess_s(submit, prefill, decode, pool))
+    compute_s = (there - here) / pool.rate(prefill)
+    return Beginning(there, there - here, fetch_s, compute_s) if fetch_s < compute_s else Beginning(here)
+
+
+def measured(prefill: Worker, tokens: int, ms: float) -> None:
+    """It has fetched so many tokens in this time."""
+    token_s = max(ms / 1000 - ROUND_TRIP_S, 0.1 * ms / 1000) / tokens
+    prefill.fetch_token_s += (_GAIN if prefill.fetch_token_s else 1.0) * (token_s - prefill.fetch_token_s)
+
+
+def failed(prefill: Worker, decode_incarnation: int, now: float) -> None:
+    paused = prefill.fetch_paused_until
+    for incarnation in [incarnation for incarnation, until in paused.items() if until <= now]:
+        del paused[incarnation]
+    paused[decode_incarnation] = now + PAUSE_S
+
+
+def _guess_s(submit: Submit, prefill: Worker, decode: Worker, pool: Pool) -> float:
+    """For a token, while none was fetched."""
+    is_remote = prefill.hello.host != decode.hello.host
+    return (pool.weights.transfer_s + pool.weights.remote_s * is_remote) / submit.hash_block_size
+
+
+def _may_fetch(prefill: Worker, decode: Worker, now: float) -> bool:
+    one, other = prefill.capacity, decode.capacity
+    if not (one.fetches and other.fetches) or one.block_size != other.block_size:
+        return False
+    return now >= prefill.fetch_paused_until.get(decode.incarnation, now) and not prefill.is_same_process(decode)

@@ -1,0 +1,61 @@
+"""What prefill workers fetch: KV of prompts that begin with what was decoded here. Pure.
+
+The hand-over runs the other way: this worker is the sender. Its attempt is not over here before that is.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from decode_worker.requests import AttemptTable, FinalReport
+from kvtransfer.session.session import KvFailed, KvSent
+from proto.kv import NO_FIRST_TOKENS, Fetch, FetchRefused, FirstToken
+
+S = TypeVar("S")
+
+
+class KvOut(Protocol):
+    """`kvtransfer.sender.KvSender` is the real one."""
+
+    def open(self, request_id: str, attempt: int, peer_incarnation: int, blocks: int, block_size: int) -> None: ...
+
+    def blocks_ready(self, request_id: str, attempt: int, first_block: int, block_ids: Sequence[int]) -> None: ...
+
+    def commit(
+        self, request_id: str, attempt: int, first_tokens: Sequence[FirstToken], prompt_tokens: Sequence[int]
+    ) -> None: ...
+
+    def abort(self, request_id: str, attempt: int, reason: str) -> None: ...
+
+
+class Ports(Protocol):
+    @property
+    def sender(self) -> KvOut: ...
+
+    def refuse_fetch(self, incarnation: int, message: FetchRefused) -> None:
+        """Send it to this prefill worker."""
+
+
+class Lending(Generic[S]):
+    def __init__(self, ports: Ports, table: AttemptTable[S], say: Callable[[list[FinalReport]], None]) -> None:
+        """`say` passes on what can be said of attempts that are over."""
+        self._ports, self._table, self._say = ports, table, say
+
+    def asked(self, incarnation: int, message: Fetch) -> None:
+        """By this prefill worker."""
+        key = (message.request_id, message.attempt)
+        blocks = self._table.lend(key, incarnation, message.first_block, message.blocks)
+        if isinstance(blocks, str):
+            self._ports.refuse_fetch(incarnation, FetchRefused(*key, blocks))
+            return
+        self._ports.sender.open(*key, incarnation, len(blocks), self._table.block_size)
+        self._ports.sender.blocks_ready(*key, 0, blocks)
+        self._ports.sender.commit(*key, NO_FIRST_TOKENS, ())
+
+    def sent(self, result: KvSent | KvFailed) -> None:
+        """The sender has let go of the blocks."""
+        key = (result.request_id, result.attempt)
+        attempt = self._table.attempts.get(key)
+        if attempt is not None and isinstance(result, KvFailed):
+            # Perhaps no offer has reached it.
+            self._ports.refuse_fetch(attempt.order.prefill_incarnation, FetchRefused(*key, result.reason[:512]))
+        self._say(self._table.lent_back(key))

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from decode_worker.batch import Batch, StepPlan
@@ -79,42 +80,43 @@ class DecodeWorker:
         self.ports = {"kv": self.server.counters}
         self.strangers_log = RateLimitedLog(self.log.warning)
         layout = KvLayout(info.layers, info.kv_heads, info.head_dim, info.block_size, info.dtype)
-        self.receiver = KvReceiver(
+        kv = _kv_settings(settings, transports, engine.pool.device.type)
+        self.receiver = self._make_receiver(layout, memory, kv)
+        self.sender = self._make_sender(layout, kv)
+        self.metrics = DecodeMetrics(self.table, self.receiver.counters, partial(_padding_rows, engine))
+        self.registry = self.metrics.registry
+
+    def _make_receiver(self, layout: KvLayout, memory: PoolMemory | None, settings: KvSettings) -> KvReceiver:
+        return KvReceiver(
             layout=layout,
-            pool=engine.pool,
-            incarnation=driver.hello.incarnation,
+            pool=self.engine.pool,
+            incarnation=self.driver.hello.incarnation,
             clock=clock.now,
             send=self._send_kv,
-            listen_host=settings.transfer_host,
+            listen_host=self.driver.settings.transfer_host,
             accept=self.core.offered,
             on_committed=self._committed,
             on_failed=self._not_received,
             on_quarantined=self._in_doubt,
-            settings=_kv_settings(settings, transports, engine.pool.device.type),
+            settings=settings,
             memory=memory,
-            is_busy=lambda: bool(batch.running),
+            is_busy=lambda: bool(self.table.batch.running),
             on_stranger=self._stranger,
-            on_pair_error=lambda error: end_if_gpu_is_lost(error, driver.log),
+            on_pair_error=lambda error: end_if_gpu_is_lost(error, self.log),
         )
-        self.sender = KvSender(
+
+    def _make_sender(self, layout: KvLayout, settings: KvSettings) -> KvSender:
+        """For what prefill workers fetch."""
+        return KvSender(
             layout=layout,
-            pool=engine.pool,
-            incarnation=driver.hello.incarnation,
+            pool=self.engine.pool,
+            incarnation=self.driver.hello.incarnation,
             clock=clock.now,
             send=lambda incarnation, message, blob: self._send_kv(incarnation, of_fetch(message), blob),
             on_result=self.core.lending.sent,
-            on_pair_error=lambda error: end_if_gpu_is_lost(error, driver.log),
-            settings=KvSettings(
-                transports=transports,
-                encrypt=settings.encrypts_transfers,
-                segment_bytes=segment_bytes_on(engine.pool.device.type),
-                rendezvous_timeout_ms=settings.kv_timeout_ms,
-                idle_timeout_ms=FETCH_IDLE_MS,
-                remembers_digests=False,
-            ),
+            on_pair_error=lambda error: end_if_gpu_is_lost(error, self.log),
+            settings=replace(settings, idle_timeout_ms=FETCH_IDLE_MS, remembers_digests=False, bytes_per_s=0),
         )
-        self.metrics = DecodeMetrics(self.table, self.receiver.counters, partial(_padding_rows, engine))
-        self.registry = self.metrics.registry
 
     async def start(self) -> str:
         return advertised(self.driver.settings.advertise, await self.server.start())

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Container, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -76,49 +77,50 @@ class PrefillWorker:
             settings=driver.links,
         )
         layout = KvLayout(info.layers, info.kv_heads, info.head_dim, info.block_size, info.dtype)
-        self.sender = KvSender(
-            layout=layout,
-            pool=engine.pool,
-            incarnation=driver.hello.incarnation,
-            clock=clock.now,
-            send=self._send_kv,
-            on_result=self._kv_result,
-            on_pairs=lambda pairs: self._report_pairs(),
-            on_pair_error=lambda error: end_if_gpu_is_lost(error, driver.log),
-            own_peers=own_peers,
-            settings=KvSettings(
-                transports=transports,
-                encrypt=settings.encrypts_transfers,
-                segment_bytes=segment_bytes_on(engine.pool.device.type),
-                ack_timeout_ms=settings.kv_timeout_ms,
-                rendezvous_timeout_ms=settings.kv_timeout_ms,
-            ),
+        kv = KvSettings(
+            transports=transports,
+            encrypt=settings.encrypts_transfers,
+            segment_bytes=segment_bytes_on(engine.pool.device.type),
+            ack_timeout_ms=settings.kv_timeout_ms,
+            rendezvous_timeout_ms=settings.kv_timeout_ms,
         )
-        self.receiver = KvReceiver(
-            layout=layout,
-            pool=engine.pool,
-            incarnation=driver.hello.incarnation,
-            clock=clock.now,
-            send=lambda incarnation, message, blob: self._send_kv(incarnation, of_fetch(message), blob),
-            listen_host=settings.transfer_host,
-            accept=self.core.fetches.offered,
-            on_committed=self._fetched,
-            on_failed=self._not_fetched,
-            settings=KvSettings(
-                transports=transports,
-                encrypt=settings.encrypts_transfers,
-                segment_bytes=segment_bytes_on(engine.pool.device.type),
-                digest_every=DIGEST_EVERY[settings.kv_digest],
-                rendezvous_timeout_ms=settings.kv_timeout_ms,
-                idle_timeout_ms=FETCH_IDLE_MS,
-            ),
-            memory=memory,
-            on_pair_error=lambda error: end_if_gpu_is_lost(error, driver.log),
-        )
+        self.sender = self._make_sender(layout, own_peers, kv)
+        self.receiver = self._make_receiver(layout, memory, replace(kv, idle_timeout_ms=FETCH_IDLE_MS))
         self.metrics = PrefillMetrics(
             self.table, self.core.steps, self.sender.counters, lambda: engine.tokens_forwarded
         )
         self.registry = self.metrics.registry
+
+    def _make_sender(self, layout: KvLayout, own_peers: Container[int], settings: KvSettings) -> KvSender:
+        return KvSender(
+            layout=layout,
+            pool=self.engine.pool,
+            incarnation=self.driver.hello.incarnation,
+            clock=clock.now,
+            send=self._send_kv,
+            on_result=self._kv_result,
+            on_pairs=lambda pairs: self._report_pairs(),
+            on_pair_error=lambda error: end_if_gpu_is_lost(error, self.driver.log),
+            own_peers=own_peers,
+            settings=settings,
+        )
+
+    def _make_receiver(self, layout: KvLayout, memory: PoolMemory | None, settings: KvSettings) -> KvReceiver:
+        """For what is fetched."""
+        return KvReceiver(
+            layout=layout,
+            pool=self.engine.pool,
+            incarnation=self.driver.hello.incarnation,
+            clock=clock.now,
+            send=lambda incarnation, message, blob: self._send_kv(incarnation, of_fetch(message), blob),
+            listen_host=self.driver.settings.transfer_host,
+            accept=self.core.fetches.offered,
+            on_committed=self._fetched,
+            on_failed=self._not_fetched,
+            settings=replace(settings, digest_every=DIGEST_EVERY[self.driver.settings.kv_digest]),
+            memory=memory,
+            on_pair_error=lambda error: end_if_gpu_is_lost(error, self.driver.log),
+        )
 
     async def start(self) -> str:
         return ""

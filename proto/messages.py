@@ -185,8 +185,7 @@ class Rejected(Message, frozen=True):
     attempt: Attempt
     reason: Reject
     message: Text
-    retry_after_s: Seconds = 0.0
-    """0: trying again is pointless."""
+    retry_after_s: Seconds = 0.0  # 0: trying again is pointless
     rates: RateState | None = None
 
 
@@ -229,8 +228,7 @@ class Prefill(Message, frozen=True):
     block_hashes: BlockHashes = b""
     cached_tokens: Tokens_ = 0
     """So many of the prompt's first tokens are believed to be in this worker's cache; chunks start behind them."""
-    fetches: bool = False
-    """They are in the cache of `decode`, and perhaps not in this one: what is missing is to be fetched from there."""
+    fetches: bool = False  # what is missing here of `cached_tokens` is to be fetched from `decode`
 
 
 class Step(Message, frozen=True):
@@ -290,8 +288,7 @@ class CacheMiss(Message, frozen=True):
     request_id: RequestId
     attempt: Attempt
     cached_tokens: Tokens_
-    fetch_failed: bool = False
-    """It was to be fetched, and the transfer has failed."""
+    fetch_failed: bool = False  # it was to be fetched, and the transfer has failed
 
 
 class CacheEvents(Message, frozen=True):
@@ -308,8 +305,7 @@ class HandedOver(Message, frozen=True):
     attempt: Attempt
     kv_bytes: Count
     transfer_ms: DurationMs
-    fetched_tokens: Tokens_ = 0
-    """Of its prompt, those that came from the decode worker before, in ..."""
+    fetched_tokens: Tokens_ = 0  # of its prompt, which came from the decode worker before, in ...
     fetch_ms: DurationMs = 0.0
 
 

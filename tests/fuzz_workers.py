@@ -15,7 +15,7 @@ from prefill_worker.core import Begun, PrefillCore, StepResult
 from prefill_worker.prompts import PrefillRequest, PromptTable
 from proto.codec import decode, to_frames, unpack_tokens
 from proto.errors import FinishReason, RemoteProtocolError
-from proto.kv import Commit, FirstToken, Offer
+from proto.kv import NO_FIRST_TOKENS, Commit, Fetch, FetchRefused, FirstToken, Offer
 from proto.messages import Message, Peer, Prefill, Release, Reserve, Step, TokenItem
 from runtime.worker.ports import TakeChanges
 from tests.random_messages import RandomMessages
@@ -78,12 +78,14 @@ class Ports:
 
 
 class PrefillWorld(Ports):
-    """Also the KV sender: each session that is opened has one result."""
+    """Also the KV sender and receiver: each session that is opened has one result."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.transfers: dict[Key, int] = {}
         """Sessions without a result, and the blocks that each has been given."""
+        self.fetching: dict[Key, list[int]] = {}
+        """Sessions that were accepted, and their blocks."""
         self.compiling: list[PrefillRequest] = []
         self.begun: Begun | None = None
         self.core = PrefillCore(
@@ -101,8 +103,10 @@ class PrefillWorld(Ports):
             self.order()
         elif chance < 0.75:
             self.compute()
-        elif chance < 0.9:
+        elif chance < 0.85:
             self.settle()
+        elif chance < 0.91:
+            self.fetched()
         elif chance < 0.94 and self.compiling:
             fault = self.random.choice(["", "", "no grammar"])
             self.core.grammar_ready(self.compiling.pop(), object(), fault)
@@ -122,11 +126,15 @@ class PrefillWorld(Ports):
         self.core.gateway_lost(12, "the end")
         while self.begun is not None:
             self.compute()
+        while self.fetching:
+            self.fetched()
         while self.transfers:
             self.settle()
         others = {prompt.order.gateway.incarnation for prompt in self.core.table.prompts.values()}
         for incarnation in others:
             self.core.gateway_lost(incarnation, "the end")
+        while self.fetching:
+            self.fetched()
         while self.transfers:
             self.settle()
         assert not self.core.table.prompts and not self.allocator.held_count
@@ -199,15 +207,56 @@ class PrefillWorld(Ports):
             self.trail.append(sent)
             self.core.kv_result(sent)
 
+    # --- what is fetched
+
+    def now(self) -> float:
+        return 0.0
+
+    def fetch(self, decode: Peer, message: Fetch) -> None:
+        decode_frames(message)
+
+    def fetched(self) -> None:
+        """What comes of a fetch, or something that no decode worker would say."""
+        fetches, prompts = self.core.fetches, list(self.core.table.prompts.values())
+        if self.fetching and self.chance(0.6):
+            key = self.random.choice(list(self.fetching))
+            blocks = self.fetching.pop(key)
+            self.trail.append(("fetched", key))
+            if self.chance(0.7):
+                fetches.committed(Commit(*key, (), 0, NO_FIRST_TOKENS), blocks)
+            else:
+                fetches.not_received(*key, "x" * 600)
+        elif prompts and self.chance(0.8):
+            prompt = self.random.choice(prompts)
+            offer = Offer(*prompt.key, 1, self.random.choice([1, 2, 3, 1 << 12]))
+            self.trail.append(offer)
+            answer = fetches.offered(prompt.order.decode.incarnation, offer)
+            if isinstance(answer, Accepted):
+                assert prompt.key not in self.fetching
+                self.fetching[prompt.key] = list(answer.block_ids)
+        else:
+            refused = self.messages.make(FetchRefused)
+            self.trail.append(refused)
+            fetches.refused(self.random.choice([11, 12]), refused)
+            fetches.expire((refused.request_id, refused.attempt))
+            fetches.peer_lost(self.random.choice([11, 12]))
+
+
+def decode_frames(message: Message) -> None:
+    """It is right on the wire."""
+    decode(to_frames(message))
+
 
 class DecodeWorld(Ports):
-    """Also the KV receiver: each session that was accepted ends once."""
+    """Also the KV receiver and sender: each session that was accepted ends once."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.accepted: dict[Key, Accepted] = {}
         self.offered: dict[Key, int] = {}
         """Sessions that are not decided, and whose they are."""
+        self.lent: dict[Key, int] = {}
+        """Sessions of fetches, and how many blocks each sends."""
         self.now = 0.0
         batch: Batch[str] = Batch(self.random.choice([1, 2]))
         self.core: DecodeCore[str] = DecodeCore(
@@ -224,8 +273,10 @@ class DecodeWorld(Ports):
             self.order()
         elif chance < 0.5:
             self.offer()
-        elif chance < 0.65:
+        elif chance < 0.62:
             self.transfer()
+        elif chance < 0.66:
+            self.lend()
         elif chance < 0.93:
             self.compute()
         elif chance < 0.96:
@@ -243,6 +294,8 @@ class DecodeWorld(Ports):
             self.core.order(Release(*attempt.key))
         while self.accepted or self.offered:
             self.transfer()
+        while self.lent:
+            self.lend()
         while self.core.batch.in_flight is not None:
             self.compute()
         assert not self.core.table.attempts and not self.core.undecided and not self.allocator.held_count
@@ -315,6 +368,38 @@ class DecodeWorld(Ports):
             if batch.may_plan:
                 self.core.plan()
             self.core.pass_on(outcome, reports, self.now)
+
+    # --- what prefill workers fetch
+
+    def lend(self) -> None:
+        """Asked for it, or one that was asked for has been sent."""
+        if self.lent and self.chance(0.6):
+            key = self.random.choice(list(self.lent))
+            del self.lent[key]
+            self.core.lending.sent(KvSent(*key, 1, 1.0) if self.chance(0.7) else KvFailed(*key, "x" * 600))
+            return
+        message = self.messages.make(Fetch)
+        attempts, peer = list(self.core.table.attempts.values()), self.random.choice([21, 22])
+        if attempts and self.chance(0.8):
+            order = self.random.choice(attempts).order
+            message, peer = Fetch(order.request_id, order.attempt, 0, 3), order.prefill_incarnation
+        self.trail.append(message)
+        self.core.lending.asked(peer, message)
+
+    def open(self, request_id: str, attempt: int, peer_incarnation: int, blocks: int, block_size: int) -> None:
+        assert (request_id, attempt) not in self.lent and blocks > 0
+        self.lent[request_id, attempt] = blocks
+
+    def blocks_ready(self, request_id: str, attempt: int, first_block: int, block_ids: Sequence[int]) -> None:
+        assert not first_block and len(block_ids) == self.lent[request_id, attempt]
+        assert all(self.allocator.refs(block) for block in block_ids)
+
+    def commit(
+        self, request_id: str, attempt: int, first_tokens: Sequence[FirstToken], prompt: Sequence[int]
+    ) -> None: ...
+
+    def refuse_fetch(self, incarnation: int, message: FetchRefused) -> None:
+        decode_frames(message)
 
     # --- the KV receiver
 

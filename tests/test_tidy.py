@@ -34,6 +34,8 @@ MAY_IMPORT = {
 }
 
 PURE = (
+    "prefill_worker/fetches.py",
+    "decode_worker/lending.py",
     "proto/*.py",
     "coordinator/*.py",
     "coordinator/*/*.py",

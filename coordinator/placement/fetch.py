@@ -3,7 +3,7 @@
     computing   tokens that the one has not and the other has / rate of the prefill worker
     fetching    a round trip + their number x what a token took in earlier fetches
 
-The smaller one wins. Before the first fetch, blocks are taken to move as slowly as the weights of placement have it.
+The smaller one wins. The first fetch measures itself, so before it blocks are taken to move faster than placement reckons.
 After a fetch has failed, the same two workers do without for a while.
 """
 
@@ -14,9 +14,10 @@ from coordinator.workers.pool import Pool
 from coordinator.workers.worker import Worker
 from proto.messages import Submit
 
-ROUND_TRIP_S: Final = 0.005
+ROUND_TRIP_S: Final = 0.002
 PAUSE_S: Final = 60.0
 _GAIN: Final = 0.2
+_HOPE: Final = 0.25
 
 
 class Beginning(NamedTuple):
@@ -61,7 +62,7 @@ def failed(prefill: Worker, decode_incarnation: int, now: float) -> None:
 def _guess_s(submit: Submit, prefill: Worker, decode: Worker, pool: Pool) -> float:
     """For a token, while none was fetched."""
     is_remote = prefill.hello.host != decode.hello.host
-    return (pool.weights.transfer_s + pool.weights.remote_s * is_remote) / submit.hash_block_size
+    return _HOPE * (pool.weights.transfer_s + pool.weights.remote_s * is_remote) / submit.hash_block_size
 
 
 def _may_fetch(prefill: Worker, decode: Worker, now: float) -> bool:

@@ -174,8 +174,7 @@ def draw(seed: int, kinds: frozenset[str] = frozenset(FAULTS)) -> Plan:
         plan.kv_blocks["decode"], plan.max_seqs = 24, 8
         plan.asked += [_asked(plan, more, len(plan.asked) + number, beginnings, False) for number in range(6)]
     if plan.prefix_cache and seed % 5:
-        plan.computes_suffixes = bool(seed % 3)
-        plan.fetches = True
+        plan.fetches, plan.computes_suffixes = True, bool(seed % 3)
         plan.asked += _session(plan, Random(seed ^ 0x7012), len(plan.asked), "leave" in kinds)
     chaos = Random(seed ^ 0x5EED)
     chosen = [

@@ -17,13 +17,15 @@ import psutil
 
 from coordinator.accounting.billing import DOUBT_S
 from tests.chaos.client import Seen
-from tests.chaos.cluster import Cluster
+from tests.chaos.cluster import MODULES, Cluster
 from tests.chaos.orders import Order
 
 SLACK = {"fds": 4, "threads": 2, "memory_maps": 2, "tasks": 4}
 """By which a process may differ from another of its role at rest: a connection just closing, a pool's thread not needed yet."""
 GROUP = {"fds": 16, "threads": 4}
 """Of a pair that broke and meets by tcp since: more than one that shares memory has."""
+FETCH = {"fds": 4, "threads": 1, "memory_maps": 1}
+"""Of a pair by which something was fetched: the first fetches come after the first look."""
 SETTLE_S = 3.0
 LINGER_S = 30.0
 IN_DOUBT_S = DOUBT_S + 2.0
@@ -39,6 +41,8 @@ class Rest:
     shm_files: list[str] = field(default_factory=list)
     groups: Counter[str] = field(default_factory=Counter)
     """Pairs by tcp of each worker."""
+    fetch_peers: int = 0
+    """Workers that each worker may have fetched from since, or the other way round."""
 
     def as_dict(self) -> dict[str, Any]:
         return {**vars(self), "groups": dict(self.groups)}
@@ -101,6 +105,7 @@ def grown(before: Rest, after: Rest) -> list[str]:
         same = [before.counts[other] for other, role in before.roles.items() if role == after.roles[slot]]
         for what, count in counts.items():
             most = max(one.get(what, 0) for one in same) + GROUP.get(what, 0) * after.groups[slot]
+            most += FETCH.get(what, 0) * before.fetch_peers if after.roles[slot] in MODULES else 0
             if count > most + SLACK.get(what, 0):
                 found.append(f"{slot} has {count} {what} at rest, where {most} were enough before")
     if len(after.shm_files) > len(before.shm_files):

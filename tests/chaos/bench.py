@@ -33,6 +33,7 @@ F = TypeVar("F", bound=Found)
 def add_common(made: argparse.ArgumentParser) -> None:
     made.add_argument("--seed", type=int, default=1, help="draws requests, victims and instants (default 1)")
     made.add_argument("--kv-transport", default="auto", help="of the workers (default auto)")
+    made.add_argument("--stall-share", default="", help="of the decode workers; 0: they compute no suffixes")
     made.add_argument("--fresh", action="store_true", help="start every process as a new program; slower")
     made.add_argument(
         "--no-standby", dest="standby", action="store_false", help="one coordinator instead of two in turn"
@@ -100,6 +101,7 @@ async def _on_cluster(
     model = tiny_models.make("llama", folder / "tiny", max_position_embeddings=CONTEXT_TOKENS)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     options = ("--kv-transport", arguments.kv_transport)
+    options += ("--stall-share", arguments.stall_share) if arguments.stall_share else ()
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("starting", total=total)
         async with Cluster(

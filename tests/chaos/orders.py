@@ -139,9 +139,9 @@ def make_orders(
         for turn, number in enumerate(range(0, count, max(1, round(1 / constrained_share)))):
             orders[number] = _constrained(orders[number], list(CONSTRAINED)[turn % len(CONSTRAINED)], output_max)
     for order in [one for one in orders if one.kind not in CONSTRAINED][: round(count * session_share)]:
-        later = tuple(tuple(_random_tokens(source, 5, 90)) for _ in range(source.randint(2, 5)))
-        prompt = order.prompt[:700]
-        body = {**order.body, "prompt": prompt, "max_tokens": min(order.body["max_tokens"], 120)}
+        later = tuple(tuple(_random_tokens(source, 5, 90)) for _ in range(source.randint(2, 4)))
+        prompt = order.prompt[:500]
+        body = {**order.body, "prompt": prompt, "max_tokens": min(order.body["max_tokens"], 220)}
         orders[order.number] = replace(order, prompt=prompt, body=body, later_turns=later)
     return orders
 

@@ -14,7 +14,7 @@ import aiohttp
 from gateway.streams.final_messages import AGAIN_S
 from tests.chaos import audit
 from tests.chaos.client import Seen, ask
-from tests.chaos.cluster import Cluster, Member, Violation
+from tests.chaos.cluster import MODULES, Cluster, Member, Violation
 from tests.chaos.gaps import HIT_S, QUIET_S, Fault, of_faults
 from tests.chaos.orders import CONSTRAINED, Answer, Difference, Order, compare, invalid, make_orders
 
@@ -102,6 +102,8 @@ class Run:
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
             await self._look_up(session)
         baseline = await audit.rest(self.cluster)
+        if self.plan.session_share:
+            baseline.fetch_peers = sum(member.role in MODULES for member in self.cluster.members)
         self.result.begun = time.monotonic()
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
             clients = [asyncio.create_task(self._client(session, number)) for number in range(self.plan.clients)]
@@ -384,6 +386,8 @@ class Run:
             self._violated(str(error))
         found = self.result.audit
         found["idle_after_s"] = time.monotonic() - last_at
+        report = self.cluster.watcher.report
+        found["counters"] = dict(report.counters) if report is not None else {}
         rest, grown = await audit.settled(self.cluster, baseline)
         found["rest"] = rest.as_dict()
         for said in grown:

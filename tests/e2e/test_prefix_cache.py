@@ -13,7 +13,7 @@ from tests import tiny_models
 from tests.e2e.live import Live, live
 from tests.e2e.test_exactness import generate
 
-BLOCK, NEW_TOKENS = 16, 20
+BLOCK, NEW_TOKENS, LONG_ANSWER = 16, 20, 320
 BLOCK_BYTES = 3 * 2 * BLOCK * 2 * 16 * 4
 """Layers, K and V, tokens, heads, head size, float32."""
 
@@ -35,7 +35,8 @@ def prompts() -> dict[str, list[int]]:
 
 def ask(up: Live, prompt: list[int], **options: Any) -> tuple[list[list[int]], int]:
     """(tokens of each choice, cached prompt tokens)"""
-    answer = up.complete(prompt, NEW_TOKENS, return_token_ids=True, ignore_eos=True, **options)
+    asked = {"max_tokens": NEW_TOKENS, **options}
+    answer = up.complete(prompt, asked.pop("max_tokens"), return_token_ids=True, ignore_eos=True, **asked)
     cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return [choice["token_ids"] for choice in answer["choices"]], cached
 
@@ -76,3 +77,19 @@ def test_what_is_cached_is_not_computed_and_changes_no_token(model_path: Path, t
         assert ask(up, turn) == ([generate(model, turn, NEW_TOKENS)], (237 + NEW_TOKENS - 1) // BLOCK * BLOCK)
         assert up.wait_idle().counters["suffixes_on_decode"] >= 1, "the second at least, when both workers are as fast"
     assert warm_bytes == (4 + 0 + 1) * BLOCK_BYTES, "decode gets only what it lacks"
+
+
+def test_a_prefill_worker_fetches_an_answer_from_the_decode_worker_that_gave_it(
+    model_path: Path, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    prompt = prompts()["first"][:100]
+    with live(model_path, tmp_path, STEP_TOKENS="16", STALL_SHARE="0") as up:
+        (answer,), cached = ask(up, prompt, max_tokens=LONG_ANSWER)
+        assert (answer, cached) == (generate(model, prompt, LONG_ANSWER), 0)
+        turn = [*prompt, *answer, 7, 8, 9]
+        before = forwarded(up)
+        assert ask(up, turn) == ([generate(model, turn, NEW_TOKENS)], 416), "all but the last tokens"
+        assert forwarded(up) - before == len(turn) - 416
+        status = up.wait_idle()
+        assert status.counters["prefixes_fetched"] == 1 and not status.counters.get("fetches_failed")

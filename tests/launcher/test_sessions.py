@@ -98,6 +98,7 @@ prefill_tokens_per_s = 400
 role = "decode"
 prefill_tokens_per_s = 400
 computes_suffixes = {computes}
+fetches = {computes}
 [[traffic]]
 tenant = "default"
 arrivals = "sessions"

@@ -115,6 +115,8 @@ SAMPLES: list[Message] = [
     kv.Commit(*ID, (b"12345678",), 2, (kv.FirstToken(0, 5),)),
     kv.Ack(*ID, 100),
     kv.Abort(*ID, "why"),
+    kv.Fetch(*ID, 2, 3),
+    kv.FetchRefused(*ID, "why"),
 ]
 
 

@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol
 
 from decode_worker.batch import DecodeRequest, Draw, S, StepOutcome, StepPlan
-from decode_worker.lending import KvOut, Lending
+from decode_worker.lending import Lending
 from decode_worker.progress import ProgressReport
 from decode_worker.requests import Attempt, AttemptTable, FinalReport, Phase, failed
 from decode_worker.suffixes import Slice, Suffixes
+from kvtransfer.ports import KvOut
 from kvtransfer.session.session import Accepted
 from proto.errors import Interrupt, RemoteProtocolError, no_token_drawn
 from proto.kv import Commit, FetchRefused, FirstToken, Offer

@@ -3,28 +3,15 @@
 The hand-over runs the other way: this worker is the sender. Its attempt is not over here before that is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from decode_worker.requests import AttemptTable, FinalReport
+from kvtransfer.ports import KvOut
 from kvtransfer.session.session import KvFailed, KvSent
-from proto.kv import NO_FIRST_TOKENS, Fetch, FetchRefused, FirstToken
+from proto.kv import NO_FIRST_TOKENS, Fetch, FetchRefused
 
 S = TypeVar("S")
-
-
-class KvOut(Protocol):
-    """`kvtransfer.sender.KvSender` is the real one."""
-
-    def open(self, request_id: str, attempt: int, peer_incarnation: int, blocks: int, block_size: int) -> None: ...
-
-    def blocks_ready(self, request_id: str, attempt: int, first_block: int, block_ids: Sequence[int]) -> None: ...
-
-    def commit(
-        self, request_id: str, attempt: int, first_tokens: Sequence[FirstToken], prompt_tokens: Sequence[int]
-    ) -> None: ...
-
-    def abort(self, request_id: str, attempt: int, reason: str) -> None: ...
 
 
 class Ports(Protocol):

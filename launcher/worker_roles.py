@@ -38,7 +38,8 @@ class Roles:
             say_what_is_encrypted(driver.settings, self._transports, engine.pool.device.type, driver.log)
         blocks = BlockAllocator(engine.blocks, self._pool)
         if driver.settings.role == "prefill":
-            return PrefillWorker(engine, blocks, driver, self._transports, self._receivers, self._memory)
+            with as_config_error():
+                return PrefillWorker(engine, blocks, driver, self._transports, self._receivers, self._memory)
         self._receivers.add(driver.hello.incarnation)
         return DecodeWorker(engine, blocks, driver, self._transports, self._memory)
 

@@ -3,16 +3,18 @@ the worker runs the steps and owns the links.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from kvtransfer.session.session import KvFailed, KvSent
 from prefill_worker.fetches import Fetches
+from prefill_worker.ports import Ports
 from prefill_worker.prompts import FetchPhase, FinalReport, Key, PrefillRequest, PromptTable
+from prefill_worker.tier import Copies, KvTier
 from proto.codec import unpack_tokens
 from proto.errors import Interrupt, RemoteProtocolError, no_token_drawn
-from proto.kv import Fetch, FirstToken
+from proto.kv import FirstToken
 from proto.messages import (
     CacheMiss,
     Chunk,
@@ -31,7 +33,6 @@ from proto.messages import (
 )
 from proto.progress import PromptLogprobs
 from proto.sampling import Sampling
-from runtime.worker.ports import Coordinator, Gateways
 
 STEPS_QUEUED_MAX = 64
 Work = list[tuple[PrefillRequest, Chunk]]
@@ -60,44 +61,6 @@ class Begun:
     """Which of the coordinator's links asked for it."""
 
 
-class KvOut(Protocol):
-    """`kvtransfer.sender.KvSender` is the real one."""
-
-    def open(self, request_id: str, attempt: int, peer_incarnation: int, blocks: int, block_size: int) -> None: ...
-
-    def blocks_ready(self, request_id: str, attempt: int, first_block: int, block_ids: Sequence[int]) -> None: ...
-
-    def commit(
-        self, request_id: str, attempt: int, first_tokens: Sequence[FirstToken], prompt_tokens: Sequence[int]
-    ) -> None: ...
-
-    def abort(self, request_id: str, attempt: int, reason: str) -> None: ...
-
-
-class KvIn(Protocol):
-    """`kvtransfer.receiver.KvReceiver` is the real one."""
-
-    def abort(self, request_id: str, attempt: int, reason: str) -> None: ...
-
-
-class Ports(Protocol):
-    """What `prefill_worker.worker` has for the core."""
-
-    @property
-    def registration(self) -> Coordinator: ...
-    @property
-    def gateways(self) -> Gateways: ...
-    @property
-    def sender(self) -> KvOut: ...
-    @property
-    def receiver(self) -> KvIn: ...
-
-    def now(self) -> float: ...
-
-    def fetch(self, decode: Peer, message: Fetch) -> None:
-        """As for `Fetches`."""
-
-
 class PrefillCore:
     def __init__(
         self,
@@ -122,6 +85,20 @@ class PrefillCore:
         self._prepare_grammar = prepare_grammar
         self._to_draw: list[PrefillRequest] = []
         self.fetches = Fetches(ports, table, self._say, self._blocks_ready)
+        self.tier: KvTier | None = None
+
+    def use_tier(self, copies: Copies, slots: int) -> KvTier:
+        """Keep so many blocks in a second tier."""
+        self.tier = KvTier(copies, self.table, slots, self._say, self._tier_looked_at)
+        return self.tier
+
+    def tier_counts(self) -> tuple[int, int, int]:
+        """As `KvTier.counts`."""
+        return self.tier.counts() if self.tier is not None else (0, 0, 0)
+
+    def take_changes(self, most: int) -> tuple[bytes, bytes]:
+        """Of what is cached here, as `BlockAllocator.take_changes`."""
+        return (self.tier or self.table.allocator).take_changes(most)
 
     # --- orders ---------------------------------------------------------------------------------------------------------
 
@@ -161,14 +138,22 @@ class PrefillCore:
             # Blocks cross in the smaller of the two sizes, in which ours are counted by the tokens they hold.
             size = min(self.table.block_size, order.decode_block_size)
             self._ports.sender.open(*prompt.key, order.decode.incarnation, -(-order.prompt_tokens // size), size)
-            self._blocks_ready(prompt)
-            if order.fetches and prompt.known_blocks < self.table.believed_blocks(order):
-                self.fetches.begin(prompt)
-            elif prompt.cached_tokens < order.cached_tokens:
-                self._ports.registration.send(CacheMiss(*prompt.key, prompt.cached_tokens))
+            if self.tier is None or not self.tier.begin_load(prompt):
+                self._tier_looked_at(prompt)
+
+    def _tier_looked_at(self, prompt: PrefillRequest) -> None:
+        """What is still missing of what is believed to be cached is fetched, or to be computed."""
+        self._blocks_ready(prompt)
+        order = prompt.order
+        if order.fetches and prompt.known_blocks < self.table.believed_blocks(order):
+            self.fetches.begin(prompt)
+        elif prompt.cached_tokens < order.cached_tokens:
+            self._ports.registration.send(CacheMiss(*prompt.key, prompt.cached_tokens))
 
     def _blocks_ready(self, prompt: PrefillRequest) -> None:
         self._ports.sender.blocks_ready(*prompt.key, *self.table.fresh_blocks(prompt))
+        if self.tier is not None:
+            self.tier.computed(prompt)
 
     def _release(self, message: Release) -> None:
         prompt = self.table.prompts.get((message.request_id, message.attempt))
@@ -181,7 +166,7 @@ class PrefillCore:
     def coordinator_lost(self, _: str) -> None:
         """Steps will not come any more; what is already on its way to decode goes on."""
         self.links_lost += 1
-        self.table.allocator.report_all()
+        (self.tier or self.table.allocator).report_all()
         self.steps.clear()
         for prompt in list(self.table.prompts.values()):
             if not prompt.done:
@@ -226,8 +211,18 @@ class PrefillCore:
         done = tuple(chunk for _, chunk in begun.work)
         self._step_done(begun.link, begun.step, done, result.step_ms)
         self._say(self.table.end_step(begun.work, result.broken))
-        self._ports.registration.report_cache(self.table.allocator.take_changes)
+        if self.tier is not None:
+            self._tell_tier(self.tier, begun.work, result)
+        self._ports.registration.report_cache(self.take_changes)
         self._pass_on((prompt for prompt, _ in begun.work), result)
+
+    def _tell_tier(self, tier: KvTier, work: Work, result: StepResult) -> None:
+        tier.measured(sum(chunk.length for _, chunk in work), result.step_ms)
+        for prompt, _ in work:
+            if prompt.key in result.broken:
+                tier.forget(prompt.hashes)
+            elif prompt.final_report is None:
+                tier.computed(prompt)
 
     def step_failed(self, begun: Begun, error: str) -> None:
         self._step_done(begun.link, begun.step, (), 0.0)

@@ -8,23 +8,12 @@ a `CacheMiss`.
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 from kvtransfer.session.session import Accepted
+from prefill_worker.ports import Ports
 from prefill_worker.prompts import FetchPhase, FinalReport, Key, PrefillRequest, PromptTable
 from proto.kv import Commit, Fetch, FetchRefused, Offer
-from proto.messages import CacheMiss, Peer
-from runtime.worker.ports import Coordinator
-
-
-class Ports(Protocol):
-    @property
-    def registration(self) -> Coordinator: ...
-
-    def now(self) -> float: ...
-
-    def fetch(self, decode: Peer, message: Fetch) -> None:
-        """Send it, and call `expire` when an offer should have come."""
+from proto.messages import CacheMiss
 
 
 class Fetches:

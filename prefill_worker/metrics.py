@@ -25,8 +25,9 @@ class PrefillMetrics:
         steps: Queue,
         transfers: Mapping[str, int],
         tokens_forwarded: Callable[[], int],
+        tier_counts: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
     ) -> None:
-        """`transfers`: the KV sender's counters."""
+        """`transfers`: the KV sender's counters. `tier_counts`: see `KvTier.counts`."""
         self.registry = registry = MetricsRegistry("prefill")
         self._seconds = registry.histogram(PREFIX + "step_seconds", "Time of one forward pass.", STEP_S)
         self._tokens = registry.histogram(PREFIX + "step_tokens", "Prompt tokens in one forward pass.", COUNTS)
@@ -50,6 +51,17 @@ class PrefillMetrics:
             PREFIX + "fetched_tokens",
             "Tokens of prompts whose KV was fetched from the decode worker that had computed it.",
             lambda: table.fetched_tokens,
+        )
+        registry.gauge(PREFIX + "tier_blocks", "KV blocks in the second tier.", lambda: tier_counts()[0])
+        registry.total(
+            PREFIX + "tier_loaded_tokens",
+            "Tokens of prompts whose KV came back from the second tier.",
+            lambda: tier_counts()[1],
+        )
+        registry.total(
+            PREFIX + "tier_failures",
+            "Copies to or from the second tier that failed; what was lost is computed.",
+            lambda: tier_counts()[2],
         )
         kv_blocks(registry, table.allocator, table.block_size)
         kv_transfers(registry, "sent", transfers)

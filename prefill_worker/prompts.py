@@ -1,8 +1,8 @@
 """The prompts a prefill worker holds, and when their blocks may be given back. Pure.
 
-A prompt's blocks are in use while a step computes into them (`in_step`), while the KV sender may read them (`sending`) and
-while what is fetched may be written to them (`fetch`). However the attempt ends, its blocks are freed and the coordinator is
-told only when all are over: `close` says what to tell it, the last of them lets go.
+A prompt's blocks are in use while a step computes into them (`in_step`), while they are sent or copied (`sending`, `saving`)
+and while what is loaded or fetched may be written to them (`fetch`). However the attempt ends, its blocks are freed and the
+coordinator is told only when all are over: `close` says what to tell it, the last of them lets go.
 
 A prompt may begin with blocks that others have computed, up to what the coordinator believes to be here. Its own are made
 known as they become full, and stay, as long as there is room, when the prompt is gone.
@@ -30,6 +30,8 @@ class FetchPhase(Enum):
     """See `prefill_worker.fetches`."""
 
     NONE = auto()
+    LOADING = auto()
+    """From the second tier: see `prefill_worker.tier`."""
     ASKED = auto()
     RECEIVING = auto()
 
@@ -47,6 +49,10 @@ class PrefillRequest:
     """The cached ones included."""
     known_blocks: int = 0
     """Blocks that stand in the cache under their hashes."""
+    saved_blocks: int = 0
+    """Of these, those looked at for the second tier."""
+    saving: int = 0
+    """Copies of some of its blocks to the second tier that are under way."""
     sent_blocks: int = 0
     """Blocks passed to the KV sender."""
     in_step: bool = False
@@ -135,13 +141,18 @@ class PromptTable:
             found[prompt.key] = prompt, chunk
         return list(found.values())
 
-    def fetched(self, prompt: PrefillRequest, blocks: int) -> None:
+    def found_later(self, prompt: PrefillRequest, blocks: int) -> None:
         """So many blocks behind those that were here are verified and here."""
-        prompt.fetched_tokens = tokens = blocks * self.block_size
+        tokens = blocks * self.block_size
         prompt.computed_tokens = prompt.cached_tokens = prompt.cached_tokens + tokens
         self.found_tokens += tokens
-        self.fetched_tokens += tokens
         self._make_known(prompt)
+
+    def fetched(self, prompt: PrefillRequest, blocks: int) -> None:
+        """As `found_later`, of blocks that came from a decode worker."""
+        prompt.fetched_tokens = blocks * self.block_size
+        self.fetched_tokens += prompt.fetched_tokens
+        self.found_later(prompt, blocks)
 
     def begin_step(self, work: list[tuple[PrefillRequest, Chunk]]) -> None:
         for prompt, _ in work:
@@ -194,7 +205,8 @@ class PromptTable:
             prompt.known_blocks = full
 
     def _release(self, prompt: PrefillRequest) -> list[FinalReport]:
-        if prompt.final_report is None or prompt.in_step or prompt.sending or prompt.fetch is not FetchPhase.NONE:
+        is_used = prompt.in_step or prompt.sending or prompt.saving or prompt.fetch is not FetchPhase.NONE
+        if prompt.final_report is None or is_used:
             return []
         if self.prompts.pop(prompt.key, None) is None:
             return []

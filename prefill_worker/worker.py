@@ -9,6 +9,7 @@ from typing import Final
 from engine.engine import Engine
 from engine.kv.allocator import BlockAllocator
 from kvtransfer.memory.layout import KvLayout
+from kvtransfer.memory.pool import PoolRows
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session.limits import DIGEST_EVERY, FETCH_IDLE_MS, KvSettings, segment_bytes_on
@@ -18,6 +19,7 @@ from prefill_worker.compute import draw_late, run_step
 from prefill_worker.core import Begun, PrefillCore, StepResult
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.prompts import PrefillRequest, PromptTable
+from prefill_worker.tier_copies import TierCopies
 from proto.errors import RemoteProtocolError
 from proto.kv import Commit, Fetch, FetchRefused, is_of_fetch, of_fetch
 from proto.messages import Message, Role
@@ -27,6 +29,7 @@ from runtime.grammar.compiler import GrammarError, Matcher
 from runtime.link.connection_pool import ConnectionPool
 from runtime.link.peer import LinkCounters, Peer
 from runtime.process import clock
+from runtime.process.rate_limited_log import RateLimitedLog
 from runtime.worker.driver import WorkerDriver
 from runtime.worker.gpu_faults import end_if_gpu_is_lost
 from runtime.worker.grammars import GrammarThread
@@ -87,9 +90,19 @@ class PrefillWorker:
         self.sender = self._make_sender(layout, own_peers, kv)
         self.receiver = self._make_receiver(layout, memory, replace(kv, idle_timeout_ms=FETCH_IDLE_MS))
         self.metrics = PrefillMetrics(
-            self.table, self.core.steps, self.sender.counters, lambda: engine.tokens_forwarded
+            self.table,
+            self.core.steps,
+            self.sender.counters,
+            lambda: engine.tokens_forwarded,
+            self.core.tier_counts,
         )
         self.registry = self.metrics.registry
+        self.tier: TierCopies | None = None
+        if settings.kv_tier_gib and settings.prefix_cache:
+            warn = RateLimitedLog(driver.log.warning)
+            rows = PoolRows(engine.pool, layout)
+            self.tier = TierCopies(settings, rows, warn, self.sender.received, driver.wake)
+            self.tier.tier = self.core.use_tier(self.tier, self.tier.slots)
 
     def _make_sender(self, layout: KvLayout, own_peers: Container[int], settings: KvSettings) -> KvSender:
         return KvSender(
@@ -128,6 +141,8 @@ class PrefillWorker:
     async def close_transfers(self) -> None:
         await self.receiver.close()
         await self.sender.close()
+        if self.tier is not None:
+            await self.tier.close()
 
     async def close(self) -> None:
         self.grammars.close()
@@ -137,7 +152,7 @@ class PrefillWorker:
     def registered(self) -> None:
         # In its last role it may have kept what streams that are resumed now had computed: all of that is told at once.
         for _ in range(CACHE_REPORTS_MAX if self.driver.hello.flipped_from and not self.core.links_lost else 1):
-            self.registration.report_cache(self.table.allocator.take_changes)
+            self.registration.report_cache(self.core.take_changes)
         if self.core.links_lost:
             self._report_pairs()  # a coordinator that has started anew does not know them
 
@@ -246,7 +261,7 @@ class PrefillWorker:
     def _fetched(self, _: int, commit: Commit, blocks: list[int], __: list[int]) -> None:
         self.sender.received(blocks)
         self.core.fetches.committed(commit, blocks)
-        self.registration.report_cache(self.table.allocator.take_changes)
+        self.registration.report_cache(self.core.take_changes)
         self.driver.wake()
 
     def _not_fetched(self, request_id: str, attempt: int, _: list[int], reason: str) -> None:

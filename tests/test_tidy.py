@@ -35,6 +35,7 @@ MAY_IMPORT = {
 
 PURE = (
     "prefill_worker/fetches.py",
+    "prefill_worker/tier.py",
     "decode_worker/lending.py",
     "proto/*.py",
     "coordinator/*.py",

@@ -135,6 +135,10 @@ class BlockAllocator:
         """What is in these blocks, and in blocks that continue them, is suspect: nobody is to find it any more."""
         self.pool.free += self._prefixes.forget(blocks)
 
+    def knows(self, hash_: bytes) -> bool:
+        """Whether a block stands for it."""
+        return hash_ in self._prefixes
+
     def take_changes(self, most: int) -> tuple[bytes, bytes]:
         """(hashes inserted, hashes evicted) since the last report, joined; at most `most` in all."""
         return self._changes.take(most)

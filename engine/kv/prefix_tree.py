@@ -69,6 +69,9 @@ class PrefixTree:
         """All that are known, parents before children."""
         return self._nodes
 
+    def __contains__(self, hash_: bytes) -> bool:
+        return hash_ in self._nodes
+
     def follow(self) -> PrefixChanges:
         """From now on it is told of all changes; as if all that is known now had just become so."""
         changes = PrefixChanges(self._nodes)

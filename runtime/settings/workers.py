@@ -30,7 +30,7 @@ class WorkerSettings(ClientSettings):
     panels: ClassVar[Panels] = {
         "Model": "role model model_id device dtype weights",
         "Compute": "threads cpu_cores nice max_seqs step_tokens_max stall_share step_timeout_ms",
-        "KV cache": "kv_gib gpu_memory_share block_size prefix_cache",
+        "KV cache": "kv_gib gpu_memory_share block_size prefix_cache kv_tier_gib kv_tier_folder",
         "KV transfer": "kv_bind transfer_host kv_interface kv_transport transfer_encryption kv_digest kv_mib_per_s"
         " kv_timeout_ms",
     }
@@ -76,6 +76,16 @@ class WorkerSettings(ClientSettings):
         True,
         description="Keep the KV of finished prompts until its room is needed. If a new prompt of the same tenant begins"
         " alike, that part is not computed (prefill) or received (decode) again.",
+    )
+    kv_tier_gib: float = Field(
+        0.0,
+        ge=0.0,
+        le=1 << 20,
+        description="A prefill worker copies the KV that it computes to a second tier of this size in GiB: a file, or host"
+        " memory on a GPU. It takes it from there when its KV cache has given it up, unless computing it is faster. 0: none.",
+    )
+    kv_tier_folder: str = Field(
+        "", max_length=4096, description="Folder for the file of --kv-tier-gib. Empty: that for temporary files."
     )
     max_seqs: int = Field(64, ge=1, le=65_536, description="Most sequences at once. More slow each stream down.")
     step_tokens_max: int = Field(

@@ -102,7 +102,7 @@ class Transfers:
 
 
 class KvSender:
-    """A sender's end; as `prefill_worker.core.KvOut`."""
+    """A sender's end; as `kvtransfer.ports.KvOut`."""
 
     def __init__(
         self, transfers: Transfers, sender_incarnation: int, on_result: Callable[[KvSent | KvFailed], None]

@@ -111,6 +111,8 @@ class Plan:
     """Chance that a segment arrives damaged."""
     computes_suffixes: bool = False
     fetches: bool = False
+    tier_slots: int = 0
+    """Blocks of the second tier of each prefill worker."""
     """Decode workers do, of prompts whose beginnings they have."""
 
     @property
@@ -174,8 +176,7 @@ def draw(seed: int, kinds: frozenset[str] = frozenset(FAULTS)) -> Plan:
         plan.kv_blocks["decode"], plan.max_seqs = 24, 8
         plan.asked += [_asked(plan, more, len(plan.asked) + number, beginnings, False) for number in range(6)]
     if plan.prefix_cache and seed % 5:
-        plan.fetches, plan.computes_suffixes = True, bool(seed % 3)
-        plan.asked += _session(plan, Random(seed ^ 0x7012), len(plan.asked), "leave" in kinds)
+        _add_session(plan, "leave" in kinds)
     chaos = Random(seed ^ 0x5EED)
     chosen = [
         kind
@@ -233,6 +234,14 @@ def _asked(plan: Plan, random: Random, number: int, beginnings: list[tuple[int, 
 
 SESSION_TOKENS_MAX = 24
 """A conversation that is longer has no further turn: each must fit the smallest pool."""
+
+
+def _add_session(plan: Plan, leave: bool) -> None:
+    """With some of what serves conversations: suffixes on decode workers, fetches, a second tier behind a small pool."""
+    seed = plan.seed
+    plan.fetches, plan.computes_suffixes, plan.tier_slots = True, bool(seed % 3), (0, 24, 0, 6)[seed % 4]
+    plan.kv_blocks["prefill"] = 14 if plan.tier_slots else plan.kv_blocks["prefill"]
+    plan.asked += _session(plan, Random(seed ^ 0x7012), len(plan.asked), leave)
 
 
 def _session(plan: Plan, random: Random, number: int, leave: bool) -> list[Asked]:

@@ -18,6 +18,7 @@ from proto.messages import Peer as Destination
 from proto.progress import AnswerNames
 from simulation.faults.lineup import Lineup
 from simulation.faults.surroundings import Surroundings
+from simulation.faults.tier import Copies
 from simulation.faults.worker_process import Gateways, WorkerProcess, role_of, unexpected
 from simulation.transfers.receiver import Receiver
 from simulation.transfers.sender import Sender
@@ -69,7 +70,13 @@ class PrefillProcess(WorkerProcess):
             on_quarantined=lambda request_id, attempt, blocks: None,
         )
         self.transfers = (self.sender, self.receiver)
+        if cluster.plan.tier_slots:
+            copies = Copies(self, self._step)
+            copies.tier = self.core.use_tier(copies, cluster.plan.tier_slots)
         self._computing = False
+
+    def report_cache(self) -> None:
+        self.registration.report_cache(self.core.take_changes)
 
     def _order(self, _: Link, message: Message, blob: bytes) -> None:
         self.core.order(message, blob)

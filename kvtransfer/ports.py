@@ -1,0 +1,20 @@
+"""What the cores of workers need of the drivers of transfers: the real ones, or those of the simulated world."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from proto.kv import FirstToken
+
+
+class KvOut(Protocol):
+    """`kvtransfer.sender.KvSender` is the real one."""
+
+    def open(self, request_id: str, attempt: int, peer_incarnation: int, blocks: int, block_size: int) -> None: ...
+
+    def blocks_ready(self, request_id: str, attempt: int, first_block: int, block_ids: Sequence[int]) -> None: ...
+
+    def commit(
+        self, request_id: str, attempt: int, first_tokens: Sequence[FirstToken], prompt_tokens: Sequence[int]
+    ) -> None: ...
+
+    def abort(self, request_id: str, attempt: int, reason: str) -> None: ...

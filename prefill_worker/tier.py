@@ -1,0 +1,187 @@
+"""Which blocks are in the second tier of a prefill worker's KV, and what goes there and comes back. Pure.
+
+Blocks are copied there as soon as they are computed, while their prompt holds them: so nothing need be done when the pool gives
+them up. A prompt whose beginning is there, and no longer in the pool, gets it back, if that takes less time than to compute it.
+For the coordinator, a block is cached here while it is in one of the two.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Final, NamedTuple, Protocol
+
+from engine.kv.prefix_tree import PrefixChanges
+from prefill_worker.prompts import FetchPhase, FinalReport, Key, PrefillRequest, PromptTable
+from proto.codec import split_hashes
+
+SAVES_MAX: Final = 64
+"""Under way at once; blocks that become full meanwhile are not copied."""
+_GAIN: Final = 0.2
+
+
+class Slot(NamedTuple):
+    number: int
+    digest: bytes
+    """Of its contents."""
+
+
+class Copies(Protocol):
+    """Copies between pool and slots, on threads. Each call leads to one of `KvTier.saved` and `loaded`."""
+
+    def save(self, key: Key, hashes: Sequence[bytes], blocks: Sequence[int], slots: Sequence[int]) -> None: ...
+
+    def load(self, key: Key, slots: Sequence[Slot], blocks: Sequence[int]) -> None: ...
+
+
+class KvTier:
+    def __init__(
+        self,
+        copies: Copies,
+        table: PromptTable,
+        slots: int,
+        say: Callable[[list[FinalReport]], None],
+        go_on: Callable[[PrefillRequest], None],
+    ) -> None:
+        """`say` passes on what can be said of attempts that are over; `go_on` takes up a prompt for which something came back,
+        or did not."""
+        self._copies, self._table, self._say, self._go_on = copies, table, say, go_on
+        self._slots: OrderedDict[bytes, Slot] = OrderedDict()
+        """By hash; those used longest ago are first, of one prompt the last ones."""
+        self._free = list(range(slots))
+        self._changes = PrefixChanges(())
+        self._pinned: Counter[bytes] = Counter()
+        """Being loaded."""
+        self._saving: set[bytes] = set()
+        self._saves = 0
+        self._loads: dict[Key, list[bytes]] = {}
+        self._compute_ms = self._load_ms = 0.0
+        """For a token; 0: not measured yet."""
+        self.loaded_tokens = self.failures = 0
+
+    def counts(self) -> tuple[int, int, int]:
+        """(blocks that are there, tokens that came back, copies that failed)"""
+        return len(self._slots), self.loaded_tokens, self.failures
+
+    # --- back to the pool -----------------------------------------------------------------------------------------------
+
+    def begin_load(self, prompt: PrefillRequest) -> bool:
+        """Whether something comes back for it; then `go_on` follows."""
+        first, believed = prompt.known_blocks, self._table.believed_blocks(prompt.order)
+        hashes: list[bytes] = []
+        for hash_ in prompt.hashes[first:believed]:
+            if hash_ not in self._slots:
+                break
+            hashes.append(hash_)
+        if not hashes or (self._compute_ms and self._load_ms > self._compute_ms):
+            return False
+        self._pinned.update(hashes)
+        self._loads[prompt.key] = hashes
+        prompt.fetch = FetchPhase.LOADING
+        self._copies.load(prompt.key, [self._slots[one] for one in hashes], prompt.blocks[first : first + len(hashes)])
+        return True
+
+    def loaded(self, key: Key, blocks: int, ms: float) -> None:
+        """So many blocks came back, and were what they should be."""
+        hashes = self._loads.pop(key)
+        self._pinned -= Counter(hashes)
+        if blocks:
+            self._load_ms = _smooth(self._load_ms, ms / (blocks * self._table.block_size))
+        for hash_ in hashes[blocks : blocks + 1]:
+            self.failures += 1
+            if hash_ in self._slots:
+                self._drop(hash_)
+        prompt = self._table.prompts[key]
+        self._table.found_later(prompt, blocks)
+        self.loaded_tokens += blocks * self._table.block_size
+        prompt.fetch = FetchPhase.NONE
+        if prompt.final_report is not None:
+            self._say(self._table.close(prompt, prompt.final_report))
+        else:
+            self._go_on(prompt)
+
+    # --- out of it ------------------------------------------------------------------------------------------------------
+
+    def computed(self, prompt: PrefillRequest) -> None:
+        """More of its blocks may be full. They are copied."""
+        full = slice(prompt.saved_blocks, prompt.known_blocks)
+        prompt.saved_blocks = prompt.known_blocks
+        pairs = zip(prompt.hashes[full], prompt.blocks[full], strict=True)
+        new = [(one, block) for one, block in pairs if one not in self._slots and one not in self._saving]
+        if new and self._saves < SAVES_MAX:
+            slots = self._take(len(new))
+            new = new[: len(slots)]
+        else:
+            new = []
+        if new:
+            self._saves += 1
+            self._saving.update(one for one, _ in new)
+            prompt.saving += 1
+            self._copies.save(prompt.key, [one for one, _ in new], [block for _, block in new], slots)
+        if prompt.done:
+            for one in reversed(prompt.hashes[: prompt.known_blocks]):
+                if one in self._slots:
+                    self._slots.move_to_end(one)
+
+    def saved(self, key: Key, hashes: Sequence[bytes], slots: Sequence[int], digests: Sequence[bytes]) -> None:
+        """They are copied; of those without a digest that has failed."""
+        self._saves -= 1
+        for hash_, slot, digest in reversed(list(zip(hashes, slots, digests, strict=False))):
+            if hash_ in self._saving:
+                self._slots[hash_] = Slot(slot, digest)
+                self._changes.note(hash_, True)
+            else:
+                self._free.append(slot)  # it has become suspect meanwhile
+        self._saving.difference_update(hashes)
+        self._free += slots[len(digests) :]
+        self.failures += len(digests) < len(slots)
+        prompt = self._table.prompts[key]
+        prompt.saving -= 1
+        if prompt.final_report is not None:
+            self._say(self._table.close(prompt, prompt.final_report))
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """What they stand for is suspect."""
+        self._saving.difference_update(hashes)
+        for hash_ in hashes:
+            if hash_ in self._slots:
+                self._drop(hash_)
+
+    def measured(self, tokens: int, step_ms: float) -> None:
+        """A step has computed so many."""
+        self._compute_ms = _smooth(self._compute_ms, step_ms / tokens)
+
+    # --- what the coordinator is told -----------------------------------------------------------------------------------
+
+    def take_changes(self, most: int) -> tuple[bytes, bytes]:
+        """As `BlockAllocator.take_changes`, for both tiers."""
+        allocator = self._table.allocator
+        inserted, evicted = allocator.take_changes(most)
+        left = most - (len(inserted) + len(evicted)) // 16
+        put, dropped = self._changes.take(max(left, 0))
+        gone = [one for one in split_hashes(evicted) if one not in self._slots]
+        gone += [one for one in split_hashes(dropped) if not allocator.knows(one)]
+        new = [one for one in split_hashes(put) if not allocator.knows(one)]
+        return inserted + b"".join(new), b"".join(gone)
+
+    def report_all(self) -> None:
+        """As `BlockAllocator.report_all`."""
+        self._table.allocator.report_all()
+        self._changes.begin(self._slots)
+
+    # --- slots ----------------------------------------------------------------------------------------------------------
+
+    def _take(self, count: int) -> list[int]:
+        """So many slots, or fewer: those of blocks used longest ago are given up."""
+        wanted = max(count - len(self._free), 0)
+        for hash_ in list(islice((one for one in self._slots if not self._pinned[one]), wanted)):
+            self._drop(hash_)
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+    def _drop(self, hash_: bytes) -> None:
+        self._free.append(self._slots.pop(hash_).number)
+        self._changes.note(hash_, False)
+
+
+def _smooth(before: float, value: float) -> float:
+    return before + _GAIN * (value - before) if before else value

@@ -31,7 +31,7 @@ class TierCopies:
     ) -> None:
         """`changed` is told of blocks of the pool that were loaded, and `wake` is called when their prompt may go on. Raises
         `BadOption`."""
-        self.slots = int(settings.kv_tier_gib * (1 << 30)) // rows.layout.block_bytes
+        self.slots = settings.tier_blocks(rows.layout.block_bytes)
         try:
             if not self.slots:
                 raise OSError(f"{settings.kv_tier_gib:g} GiB are less than one KV block")

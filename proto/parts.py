@@ -99,6 +99,8 @@ class Capacity(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_un
     """It is a decode worker that computes what a prompt adds to KV that it has, between the steps of its streams."""
     fetches: bool = False
     """It is a prefill worker that fetches what a decode worker has of a prompt, or such a decode worker."""
+    tier_blocks: Count = 0
+    """So many more blocks may be cached, in its second tier."""
 
 
 class Held(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):

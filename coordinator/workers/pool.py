@@ -89,7 +89,8 @@ class Pool:
     def add(self, worker: Worker) -> None:
         self._side(worker)[worker.incarnation] = worker
         self._lost.pop(worker.hello.role, None)
-        self.locality.join(worker.incarnation, worker.capacity.kv_blocks, worker.hello.role)
+        blocks = worker.capacity.kv_blocks + worker.capacity.tier_blocks
+        self.locality.join(worker.incarnation, blocks, worker.hello.role)
         worker.on_change = self.changed
         if worker.hello.role is Role.DECODE:
             worker.shares = self.shares

@@ -168,6 +168,11 @@ class WorkerSettings(ClientSettings):
     def kv_bytes(self) -> int:
         return int(self.kv_gib * (1 << 30))
 
+    def tier_blocks(self, block_bytes: int) -> int:
+        """KV blocks of this size in the second tier."""
+        has_tier = self.role == "prefill" and self.prefix_cache
+        return int(self.kv_tier_gib * (1 << 30)) // block_bytes if has_tier else 0
+
     def kv_bytes_on(self, device: str) -> int | None:
         """None: as much as `gpu_memory_share` leaves."""
         return self.kv_bytes if device == "cpu" or "kv_gib" in self.model_fields_set else None

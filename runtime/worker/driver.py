@@ -248,6 +248,7 @@ def _hello(settings: WorkerSettings, engine: LoadedEngine, name: str, metrics: s
             settings.step_tokens_on(engine.on_gpu),
             settings.role == "decode" and computes and not is_mixed,
             settings.prefix_cache,
+            settings.tier_blocks(info.block_bytes),
         ),
         host=socket.gethostname(),
         pid=os.getpid(),

@@ -73,6 +73,7 @@ class WorkerProcess(PoolProcess):
                 self.kv_blocks, self.block_size, plan.max_seqs, plan.context_tokens,
                 computes_suffixes=self.role is Role.DECODE and lineup.role is Role.DECODE and plan.computes_suffixes,
                 fetches=plan.fetches,
+                tier_blocks=plan.tier_slots if self.role is Role.PREFILL else 0,
             ),
             host="sim", pid=lineup.pid, flipped_from=lineup.flipped_from,
             process=lineup.name if lineup.role is Role.MIXED else "",

@@ -16,6 +16,8 @@ from proto.codec import split_hashes
 
 SAVES_MAX: Final = 64
 """Under way at once; blocks that become full meanwhile are not copied."""
+TRY_AGAIN: Final = 0.9
+"""Where computing is faster, each prompt that is computed instead counts loading as so much faster: it is tried again."""
 _GAIN: Final = 0.2
 
 
@@ -51,7 +53,8 @@ class KvTier:
         self._changes = PrefixChanges(())
         self._pinned: Counter[bytes] = Counter()
         """Being loaded."""
-        self._saving: set[bytes] = set()
+        self._saving: dict[bytes, Key] = {}
+        """Being copied, and of which prompt."""
         self._saves = 0
         self._loads: dict[Key, list[bytes]] = {}
         self._compute_ms = self._load_ms = 0.0
@@ -72,7 +75,10 @@ class KvTier:
             if hash_ not in self._slots:
                 break
             hashes.append(hash_)
-        if not hashes or (self._compute_ms and self._load_ms > self._compute_ms):
+        if not hashes:
+            return False
+        if self._compute_ms and self._load_ms > self._compute_ms:
+            self._load_ms *= TRY_AGAIN
             return False
         self._pinned.update(hashes)
         self._loads[prompt.key] = hashes
@@ -107,16 +113,13 @@ class KvTier:
         prompt.saved_blocks = prompt.known_blocks
         pairs = zip(prompt.hashes[full], prompt.blocks[full], strict=True)
         new = [(one, block) for one, block in pairs if one not in self._slots and one not in self._saving]
-        if new and self._saves < SAVES_MAX:
-            slots = self._take(len(new))
-            new = new[: len(slots)]
-        else:
-            new = []
-        if new:
+        slots = self._take(len(new)) if self._saves < SAVES_MAX else []
+        if slots:
+            hashes, blocks = zip(*new[: len(slots)], strict=True)
             self._saves += 1
-            self._saving.update(one for one, _ in new)
+            self._saving |= dict.fromkeys(hashes, prompt.key)
             prompt.saving += 1
-            self._copies.save(prompt.key, [one for one, _ in new], [block for _, block in new], slots)
+            self._copies.save(prompt.key, hashes, blocks, slots)
         if prompt.done:
             for one in reversed(prompt.hashes[: prompt.known_blocks]):
                 if one in self._slots:
@@ -126,12 +129,13 @@ class KvTier:
         """They are copied; of those without a digest that has failed."""
         self._saves -= 1
         for hash_, slot, digest in reversed(list(zip(hashes, slots, digests, strict=False))):
-            if hash_ in self._saving:
+            if self._saving.pop(hash_, None) == key:
                 self._slots[hash_] = Slot(slot, digest)
                 self._changes.note(hash_, True)
             else:
                 self._free.append(slot)  # it has become suspect meanwhile
-        self._saving.difference_update(hashes)
+        for hash_ in hashes[len(digests) :]:
+            self._saving.pop(hash_, None)
         self._free += slots[len(digests) :]
         self.failures += len(digests) < len(slots)
         prompt = self._table.prompts[key]
@@ -141,8 +145,8 @@ class KvTier:
 
     def forget(self, hashes: Sequence[bytes]) -> None:
         """What they stand for is suspect."""
-        self._saving.difference_update(hashes)
         for hash_ in hashes:
+            self._saving.pop(hash_, None)
             if hash_ in self._slots:
                 self._drop(hash_)
 

@@ -93,3 +93,15 @@ def test_a_prefill_worker_fetches_an_answer_from_the_decode_worker_that_gave_it(
         assert forwarded(up) - before == len(turn) - 416
         status = up.wait_idle()
         assert status.counters["prefixes_fetched"] == 1 and not status.counters.get("fetches_failed")
+
+
+def test_what_a_small_pool_gives_up_comes_back_from_the_second_tier(model_path: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    rng = random.Random(4)
+    asked = [[rng.randrange(6, 256) for _ in range(200)] for _ in range(5)]
+    expected = [generate(model, prompt, NEW_TOKENS) for prompt in asked]
+    pool = {"KV_GIB": str(40 * BLOCK_BYTES / (1 << 30)), "STALL_SHARE": "0"}
+    with live(model_path, tmp_path, **pool, KV_TIER_GIB="0.01", KV_TIER_FOLDER=str(tmp_path)) as up:
+        for round_ in range(3):
+            for prompt, answer in zip(asked, expected, strict=True):
+                assert ask(up, prompt) == ([answer], 192 if round_ else 0)

@@ -114,7 +114,14 @@ def _worker(some: Workers, name: str) -> WorkerSpec:
     blocks = some.kv_tokens // some.block_size
     suffixes = some.role == "decode" and some.computes_suffixes
     capacity = Capacity(
-        blocks, some.block_size, some.sequences_max, CONTEXT_TOKENS, some.step_tokens, suffixes, some.fetches
+        blocks,
+        some.block_size,
+        some.sequences_max,
+        CONTEXT_TOKENS,
+        some.step_tokens,
+        suffixes,
+        some.fetches,
+        some.kv_tier_tokens // some.block_size,
     )
     roles: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode") if some.role == "mixed" else (some.role,)
     return WorkerSpec(name, roles, capacity, times)

@@ -79,6 +79,8 @@ class Workers(_Part):
     """Tokens of a KV block."""
     computes_suffixes: bool = True
     """Of `decode`: it computes what prompts add to KV that it has, at `prefill_tokens_per_s`, between steps of its streams."""
+    kv_tier_tokens: Annotated[int, Field(ge=0, le=1 << 36)] = 0
+    """Of `prefill`: tokens that its second tier holds."""
     fetches: bool = True
     """Of `prefill` and `decode`: prefill workers fetch what decode workers have of a prompt and they have not."""
 
@@ -88,7 +90,7 @@ class Workers(_Part):
         self._refuse("role", {
             "prefill_step_ms": prefill, "step_tokens": prefill,
             "decode_step_ms": decode, "decode_ms_per_sequence": decode, "computes_suffixes": "decode",
-            "fetches": "prefill decode",
+            "fetches": "prefill decode", "kv_tier_tokens": "prefill",
         })  # fmt: skip
         if self.kv_tokens < 4 * self.block_size:
             raise ValueError(f"kv_tokens = {self.kv_tokens} is less than four blocks of {self.block_size} tokens")

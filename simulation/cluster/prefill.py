@@ -11,6 +11,7 @@ from proto.limits import MAX_VOCAB
 from proto.messages import Message, Peer, TokenItem
 from proto.parts import Capacity
 from simulation.cluster.surroundings import FAILED_STEP_S, Engine, Gateways, Registration, Surroundings, first_tokens
+from simulation.cluster.tier import Copies
 from simulation.cluster.transfers import KvSender, Transfers
 
 
@@ -38,6 +39,9 @@ class PrefillWorker:
             tokens_forwarded=lambda: self.computed_tokens,
         )
         self.sender = KvSender(transfers, incarnation, self.core.kv_result)
+        if capacity.tier_blocks:
+            copies = Copies(cluster, capacity.block_size, self._start_step)
+            copies.tier = self.core.use_tier(copies, capacity.tier_blocks)
         self.computing = False
         self.busy_s = 0.0
         self.fails = False

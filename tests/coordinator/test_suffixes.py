@@ -28,7 +28,15 @@ def names(tenant: str, session: str, blocks: int) -> bytes:
 
 
 class World(VirtualCluster):
-    def __init__(self, *, decode_blocks: int = 4000, rate: float = 2000.0, core: type[Core] = Core) -> None:
+    def __init__(
+        self,
+        *,
+        decode_blocks: int = 4000,
+        rate: float = 2000.0,
+        core: type[Core] = Core,
+        computes_suffixes: bool = True,
+        fetches: bool = False,
+    ) -> None:
         limits = Limits(prices=Prices(1.0, 0.0), queue_wait_s_max=1e6, step_tokens=STEP_TOKENS, queue_tokens_max=10**9)
         timing = Timing(prefill_tokens_per_s=rate, decode_step_s=0.02, hand_over_s=(0.002, 0.002), report_s=0.001)
         super().__init__(
@@ -37,7 +45,8 @@ class World(VirtualCluster):
             batched=True,
             decode_blocks=decode_blocks,
             max_seqs=64,
-            computes_suffixes=True,
+            computes_suffixes=computes_suffixes,
+            fetches=fetches,
             core=core,
         )
 

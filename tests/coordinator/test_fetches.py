@@ -1,0 +1,75 @@
+"""Whether a prefill worker fetches what its decode worker has of a prompt, and what the coordinator learns from it."""
+
+from collections.abc import Callable
+
+import pytest
+
+from coordinator.event_log.timeline import Placed, Timeline
+from coordinator.placement.fetch import PAUSE_S
+from prefill_worker.fetches import Fetches
+from proto.kv import Fetch
+from simulation.cluster.cluster import FIRST_PREFILL, VirtualCluster
+from tests.coordinator.tape import TapedCore, replay, taped
+from tests.coordinator.test_suffixes import BLOCK, World
+
+
+def world(rate: float = 2000.0, *, fetches: bool = True) -> World:
+    """One prefill and one decode worker, which computes nothing of prompts."""
+    return World(rate=rate, core=TapedCore, computes_suffixes=False, fetches=fetches)
+
+
+def fetched(cluster: VirtualCluster) -> int:
+    return cluster.core.counters["prefixes_fetched"]
+
+
+def test_an_answer_is_fetched_and_only_what_is_new_is_computed() -> None:
+    cluster = world()
+    cluster.turn("t0", "s", 800, 160)
+    cluster.run(10.0)
+    cluster.turn("t1", "s", 1000, 40)
+    cluster.run(20.0)
+    assert fetched(cluster) == 1
+    had = (800 + 160 - 1) // BLOCK * BLOCK
+    assert cluster.requests["t1"].cached_tokens == had, "the last token of an answer is never computed"
+    assert cluster.computed()["t1"] == 1000 - had
+    assert cluster.core.workers[FIRST_PREFILL].fetch_token_s > 0, "it is measured"
+    story = Timeline("t1")
+    assert replay(taped(cluster.core).tape()).run(story) is None
+    [placed] = [entry for entry in story.finish() if isinstance(entry, Placed)]
+    assert placed.fetched_tokens == had - 800 and 0 < placed.fetch_s < placed.compute_s, "explain says why"
+
+
+def test_nothing_is_fetched_that_is_computed_sooner_or_where_a_worker_does_not() -> None:
+    for cluster in (world(rate=1e6), world(fetches=False)):
+        cluster.turn("t0", "s", 800, 32)
+        cluster.run(10.0)
+        cluster.turn("t1", "s", 1000, 40)
+        cluster.run(20.0)
+        assert not fetched(cluster) and cluster.requests["t1"].cached_tokens == 800
+
+
+def test_what_could_not_be_fetched_is_computed_and_not_tried_again_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = world()
+
+    def fetch(prefill: int, decode: int, message: Fetch) -> None:
+        fetches: Fetches = cluster.prefill[prefill].core.fetches
+        expire: Callable[[], None] = lambda: fetches.expire((message.request_id, message.attempt))  # noqa: E731
+        cluster.at(cluster.now + 3.0, expire)
+        cluster.at(cluster.now + 3.0, cluster.prefill[prefill]._start_step)
+
+    monkeypatch.setattr(cluster, "fetch", fetch)
+    cluster.turn("t0", "s", 800, 160)
+    cluster.run(10.0)
+    cluster.turn("t1", "s", 1000, 40)
+    cluster.run(20.0)
+    assert fetched(cluster) == 1 == cluster.core.counters["fetches_failed"]
+    assert cluster.computed()["t1"] == 200 and cluster.requests["t1"].state is not None
+    cluster.turn("t2", "s", 1200, 160)
+    cluster.run(30.0)
+    assert fetched(cluster) == 1
+    cluster.run(20.0 + PAUSE_S)
+    cluster.turn("t3", "s", 1500, 40)
+    cluster.run(100.0)
+    assert fetched(cluster) == 2

@@ -34,6 +34,8 @@ def add_common(made: argparse.ArgumentParser) -> None:
     made.add_argument("--seed", type=int, default=1, help="draws requests, victims and instants (default 1)")
     made.add_argument("--kv-transport", default="auto", help="of the workers (default auto)")
     made.add_argument("--stall-share", default="", help="of the decode workers; 0: they compute no suffixes")
+    made.add_argument("--kv-gib", type=float, default=0.008, help="KV cache of each worker (default 0.008)")
+    made.add_argument("--kv-tier-gib", default="0", help="second tier of each prefill worker (default 0)")
     made.add_argument("--fresh", action="store_true", help="start every process as a new program; slower")
     made.add_argument(
         "--no-standby", dest="standby", action="store_false", help="one coordinator instead of two in turn"
@@ -100,12 +102,17 @@ async def _on_cluster(
 ) -> F:
     model = tiny_models.make("llama", folder / "tiny", max_position_embeddings=CONTEXT_TOKENS)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    options = ("--kv-transport", arguments.kv_transport)
+    options = ("--kv-transport", arguments.kv_transport, "--kv-tier-gib", arguments.kv_tier_gib)
     options += ("--stall-share", arguments.stall_share) if arguments.stall_share else ()
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("starting", total=total)
         async with Cluster(
-            model, folder, fresh=arguments.fresh, worker_options=options, standby=arguments.standby
+            model,
+            folder,
+            fresh=arguments.fresh,
+            worker_options=options,
+            standby=arguments.standby,
+            kv_gib=arguments.kv_gib,
         ) as cluster:
             found = await work(cluster, lambda done: progress.update(bar, completed=done, description="running"))
             ended = await cluster.close()

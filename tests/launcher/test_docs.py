@@ -157,6 +157,7 @@ def test_options_named_in_the_pages_exist() -> None:
             "--answers",
             "--flips",
             "--kill-share",
+            "--session-share",
             "--phase-s",
             "--decode-heavy",
         }

@@ -86,6 +86,8 @@ class PrefillWorker:
             segment_bytes=segment_bytes_on(engine.pool.device.type),
             ack_timeout_ms=settings.kv_timeout_ms,
             rendezvous_timeout_ms=settings.kv_timeout_ms,
+            # In a mixed worker, its other role writes to blocks too, and what it has cached is sent from here.
+            remembers_digests=not driver.hello.process,
         )
         self.sender = self._make_sender(layout, own_peers, kv)
         self.receiver = self._make_receiver(layout, memory, replace(kv, idle_timeout_ms=FETCH_IDLE_MS))

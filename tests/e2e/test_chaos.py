@@ -48,7 +48,7 @@ def on(make: Callable[[], C], work: Callable[[C], Awaitable[list[str]]]) -> None
 def test_random_kills_and_stops_change_no_token_and_leave_nothing_behind(model: Path, tmp_path: Path) -> None:
     plan = Plan(
         seed=SEED, faults=5, overlap=0.3, pause_s=0.3, clients=4, orders=12, output_tokens_max=200, leave_share=0.1,
-        constrained_share=0.34,
+        constrained_share=0.34, session_share=0.4,
     )  # fmt: skip
 
     async def work(cluster: Cluster) -> list[str]:

@@ -1,6 +1,7 @@
 """Digests of blocks: the same at both ends however their pools are laid out, made when KV is final, checked when it arrives."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from kvtransfer.memory.pool import PoolRows
 from kvtransfer.session.session import KvFailed, KvSent
 from proto.kv import Commit
 from proto.messages import Message
-from tests.kvtransfer.ends import LAYOUT, Ends, filled_pool, same_bytes, shuffled, with_ends
+from tests.kvtransfer.ends import LAYOUT, SMALL, Ends, filled_pool, same_bytes, shuffled, with_ends
 
 
 def by_hand(blocks: torch.Tensor) -> bytes:
@@ -87,6 +88,25 @@ def test_kv_that_changed_between_computation_and_transfer_is_refused() -> None:
         assert same_bytes(ends.target[ends.committed[0][1]], ends.source[4:9])
 
     with_ends(test)
+
+
+@pytest.mark.usefixtures("transport")
+@pytest.mark.parametrize("remembers", [True, False])
+def test_blocks_that_somebody_else_wrote_to_are_digested_when_they_are_sent(remembers: bool) -> None:
+    """What was loaded or fetched, which the sender is told of; and what the other role of a mixed worker wrote, where it
+    remembers nothing."""
+
+    async def test(ends: Ends) -> None:
+        ends.sender.digest(range(ends.blocks))
+        ends.source[5].view(torch.uint8).view(-1)[100] ^= 4
+        if remembers:
+            ends.sender.received([5])
+        ends.transfer("whole", [4, 5, 6, 7, 8])
+        await ends.ended(1)
+        assert isinstance(ends.results[0], KvSent)
+        assert same_bytes(ends.target[ends.committed[0][1]], ends.source[4:9])
+
+    with_ends(test, settings=replace(SMALL, remembers_digests=remembers))
 
 
 @pytest.mark.usefixtures("transport")

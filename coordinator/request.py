@@ -52,11 +52,11 @@ class AttemptProgress(msgspec.Struct, eq=False, gc=False):
     computed_tokens: int = 0
     """Of the prompt, the cached ones before them included."""
     fetched_tokens: int = 0
-    """Of its cached tokens, those that its prefill worker is to fetch from its decode worker."""
+    """Its prefill worker is to fetch so many of its cached tokens from its decode worker."""
     fetch_s: float = 0.0
-    """How long that was expected to take, and ..."""
+    """The fetch was expected to take so long."""
     compute_s: float = 0.0
-    """... how long to compute them."""
+    """The prefill worker would have needed so long to compute them."""
     bound_to: int = 0
     """The prefill worker it waits for, which has more of it cached, while it is not placed."""
     moves: int = 0

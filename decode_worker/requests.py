@@ -79,7 +79,7 @@ class Attempt(Generic[S]):
     """Blocks of its prompt that its prefill worker is fetching."""
     final_report: FinalReport | None = None
     is_over: bool = False
-    """All is done with it, but what is lent."""
+    """It only waits for what it lends."""
     alone_since: float | None = None
     """When the coordinator that made the reservation was lost."""
 

@@ -31,7 +31,7 @@ class FetchPhase(Enum):
 
     NONE = auto()
     LOADING = auto()
-    """From the second tier: see `prefill_worker.tier`."""
+    """Something comes back from the second tier; see `prefill_worker.tier`."""
     ASKED = auto()
     RECEIVING = auto()
 
@@ -50,7 +50,7 @@ class PrefillRequest:
     known_blocks: int = 0
     """Blocks that stand in the cache under their hashes."""
     saved_blocks: int = 0
-    """Of these, those looked at for the second tier."""
+    """So many of these have been looked at for the second tier."""
     saving: int = 0
     """Copies of some of its blocks to the second tier that are under way."""
     sent_blocks: int = 0
@@ -61,7 +61,7 @@ class PrefillRequest:
     fetch_began: float = 0.0
     fetched_tokens: int = 0
     fetch_ms: float = 0.0
-    """That it took to fetch these."""
+    """The fetch took so long."""
     output_tokens: int = 0
     """First tokens passed on to the gateway."""
     constraint: Any = None

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple, Protocol
 from engine.kv.prefix_tree import PrefixChanges
 from prefill_worker.prompts import FetchPhase, FinalReport, Key, PrefillRequest, PromptTable
 from proto.codec import split_hashes
+from proto.limits import HASH_BYTES
 
 SAVES_MAX: Final = 64
 """Under way at once; blocks that become full meanwhile are not copied."""
@@ -24,7 +25,7 @@ _GAIN: Final = 0.2
 class Slot(NamedTuple):
     number: int
     digest: bytes
-    """Of its contents."""
+    """The block that was put there had this one."""
 
 
 class Copies(Protocol):
@@ -48,17 +49,17 @@ class KvTier:
         or did not."""
         self._copies, self._table, self._say, self._go_on = copies, table, say, go_on
         self._slots: OrderedDict[bytes, Slot] = OrderedDict()
-        """By hash; those used longest ago are first, of one prompt the last ones."""
+        """Keys are hashes. Blocks used longest ago come first; the last ones of a prompt come before its first ones."""
         self._free = list(range(slots))
         self._changes = PrefixChanges(())
         self._pinned: Counter[bytes] = Counter()
-        """Being loaded."""
+        """These hashes are being loaded."""
         self._saving: dict[bytes, Key] = {}
-        """Being copied, and of which prompt."""
+        """These hashes are being copied; values are the prompts that hold their blocks."""
         self._saves = 0
         self._loads: dict[Key, list[bytes]] = {}
         self._compute_ms = self._load_ms = 0.0
-        """For a token; 0: not measured yet."""
+        """A token takes so long; 0: it was not measured yet."""
         self.loaded_tokens = self.failures = 0
 
     def counts(self) -> tuple[int, int, int]:
@@ -160,7 +161,7 @@ class KvTier:
         """As `BlockAllocator.take_changes`, for both tiers."""
         allocator = self._table.allocator
         inserted, evicted = allocator.take_changes(most)
-        left = most - (len(inserted) + len(evicted)) // 16
+        left = most - (len(inserted) + len(evicted)) // HASH_BYTES
         put, dropped = self._changes.take(max(left, 0))
         gone = [one for one in split_hashes(evicted) if one not in self._slots]
         gone += [one for one in split_hashes(dropped) if not allocator.knows(one)]

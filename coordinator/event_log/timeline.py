@@ -79,11 +79,11 @@ class Placed(msgspec.Struct, frozen=True, tag_field="what", tag="placed"):
     elsewhere_s: float = 0.0
     """How long a prefill worker was expected to take."""
     fetched_tokens: int = 0
-    """Of the cached ones, those that the prefill worker is to fetch from the decode worker."""
+    """The prefill worker is to fetch so many of the cached ones from the decode worker."""
     fetch_s: float = 0.0
-    """How long that was expected to take, and ..."""
+    """The fetch was expected to take so long."""
     compute_s: float = 0.0
-    """... how long to compute them."""
+    """The prefill worker would have needed so long to compute them."""
 
 
 class ChunkSent(msgspec.Struct, frozen=True, tag_field="what", tag="chunk"):

@@ -21,16 +21,16 @@ _HOPE: Final = 0.25
 
 
 class Beginning(NamedTuple):
-    """Of a prompt, on a prefill worker."""
+    """What a prefill worker need not compute of a prompt."""
 
     tokens: int
-    """Chunks start behind them."""
+    """Chunks start behind so many."""
     fetched_tokens: int = 0
-    """Of these, the last so many come from the decode worker, and ..."""
+    """The last so many of them come from the decode worker."""
     fetch_s: float = 0.0
-    """... this is expected to take so long; ..."""
+    """The fetch is expected to take so long."""
     compute_s: float = 0.0
-    """... to compute them, so long."""
+    """The prefill worker would need so long to compute them."""
 
 
 def beginning(submit: Submit, prefill: Worker, decode: Worker, pool: Pool, now: float) -> Beginning:
@@ -53,6 +53,7 @@ def measured(prefill: Worker, tokens: int, ms: float) -> None:
 
 
 def failed(prefill: Worker, decode_incarnation: int, now: float) -> None:
+    """These two do without fetches for `PAUSE_S`."""
     paused = prefill.fetch_paused_until
     for incarnation in [incarnation for incarnation, until in paused.items() if until <= now]:
         del paused[incarnation]
@@ -60,7 +61,7 @@ def failed(prefill: Worker, decode_incarnation: int, now: float) -> None:
 
 
 def _guess_s(submit: Submit, prefill: Worker, decode: Worker, pool: Pool) -> float:
-    """For a token, while none was fetched."""
+    """What a token is taken to need while none was fetched."""
     is_remote = prefill.hello.host != decode.hello.host
     return _HOPE * (pool.weights.transfer_s + pool.weights.remote_s * is_remote) / submit.hash_block_size
 

@@ -149,13 +149,19 @@ class World:
         self.known -= set(split_hashes(evicted))
 
 
-def test_a_prompt_that_the_pool_has_given_up_comes_back_from_the_second_tier() -> None:
+def filled(prompts: int) -> World:
+    """So many prompts of three blocks were computed, copied and reported."""
     world = World(slots=20)
-    for text in range(4):
+    for text in range(prompts):
         world.compute(world.ask(text, 3))
         while world.copies.saves:
             world.copy(fails=False)
         world.report()
+    return world
+
+
+def test_a_prompt_that_the_pool_has_given_up_comes_back_from_the_second_tier() -> None:
+    world = filled(4)
     assert len(world.known) == 12 > POOL_BLOCKS, "all is cached, for the coordinator"
     key = world.ask(0, 3)
     assert len(world.copies.loads[0][1]) == 3
@@ -167,12 +173,7 @@ def test_a_prompt_that_the_pool_has_given_up_comes_back_from_the_second_tier() -
 
 
 def test_what_cannot_be_read_is_computed() -> None:
-    world = World(slots=20)
-    for text in range(3):
-        world.compute(world.ask(text, 3))
-        while world.copies.saves:
-            world.copy(fails=False)
-        world.report()
+    world = filled(3)
     key = world.ask(0, 3)
     world.copy(fails=True)
     assert world.ports.said[-1] == CacheMiss(*key, 0)
@@ -181,12 +182,7 @@ def test_what_cannot_be_read_is_computed() -> None:
 
 
 def test_what_takes_longer_than_computing_is_computed() -> None:
-    world = World(slots=20)
-    for text in range(3):
-        world.compute(world.ask(text, 3))
-        while world.copies.saves:
-            world.copy(fails=False)
-        world.report()
+    world = filled(3)
     key = world.ask(0, 3)
     world.copies.loads.clear()
     world.tier.loaded(key, 3, 1e6)

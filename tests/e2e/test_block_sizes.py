@@ -25,7 +25,7 @@ def test_a_pair_of_other_block_sizes_gives_the_same_tokens(tiny: Path, prefill_s
         up.start("coordinator", "--step-tokens", "64")
         up.start("gateway")
         up.start("prefill_worker", "--block-size", str(prefill_size))
-        up.start("decode_worker", "--block-size", str(decode_size), "--kv-gib", "0.1")
+        up.start("decode_worker", "--block-size", str(decode_size), "--kv-gib", "0.1", "--stall-share", "0")
         up.wait_registered(2)
         up.start("decode_worker", "--block-size", "24", "--dtype", "bfloat16", name="decode-other")
         capacities = {w.role: w.kv_blocks for w in up.status().workers}

@@ -45,7 +45,7 @@ from proto.messages import (
     Submit,
     WorkFailed,
 )
-from proto.progress import DecodeProgress, Hung
+from proto.progress import DecodeProgress, EndSession, Hung
 from proto.status import AutopilotReport, KvHeld, KvPairs
 
 
@@ -78,6 +78,7 @@ class Handler(NamedTuple):
 HANDLERS: dict[type[Message], Handler] = {
     Submit: Handler((Role.GATEWAY,), intake.submit, intake.fault_of_submit),
     Cancel: Handler((Role.GATEWAY,), intake.cancel),
+    EndSession: Handler((Role.GATEWAY,), intake.end_session),
     StepDone: Handler(WORKERS, progress.step_done, progress.fault_of_step),
     CacheMiss: Handler(WORKERS, progress.cache_miss, progress.fault_of_miss),
     CacheEvents: Handler(WORKERS, progress.cache_events),

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import msgspec
 
 from coordinator.accounting.bill import Bill
+from coordinator.accounting.sessions import Turn
 from coordinator.fairness.tenant_queue import Entry
 from coordinator.kv_admission.demand import NEVER
 from coordinator.lifecycle import State, Trigger, advance
@@ -133,6 +134,8 @@ class Request(msgspec.Struct, eq=False):
     numerics: str = ""
     """Of the first decode worker it had: what its stream goes on with, if there is a choice."""
     suspicion: Suspicion | None = None
+    turn: Turn | None = None
+    """Of its session, until it has ended."""
     attempt_progress: AttemptProgress = _NOTHING
     """To be read. Its own is made by `begin`: there are many requests, and most wait before anything happens to them."""
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from coordinator.accounting import turns
 from coordinator.accounting.billing import Billing
 from coordinator.accounting.goodput import Goodput, Times
 from coordinator.accounting.tombstones import Remembered
@@ -79,8 +80,7 @@ class State:
         """The last changes of roles, those included."""
         self.autopilots: dict[str, tuple[AutopilotStatus, float]] = {}
         """By model, what its autopilot said last, and when."""
-        self.unproven: dict[int, Flip] = {}
-        """Those that are done, by the worker's new incarnation, until its first step in the new role."""
+        self.unproven: dict[int, Flip] = {}  # those done, by the new incarnation, until its first step in the new role
         self.keeping: dict[Flip, None] = {}
         """Changes of role with streams that wait to be resumed where their KV is."""
         self.counters: Counter[str] = Counter()
@@ -143,6 +143,7 @@ class State:
         self.move(request, trigger, now, why)
         assert request.state in TERMINAL
         request.blob = b""  # rows and lists may know it for a while yet
+        turns.end(request, self.pools[request.submit.model], self.queues[request.submit.model], self.counters, now)
         self.outcomes[request.state] += 1
         del self.requests[request.id]
         self.alive[request.submit.model] -= 1

@@ -10,11 +10,12 @@ from decode_worker.requests import Attempt, AttemptTable, FinalReport, Phase, fa
 from decode_worker.suffixes import Slice, Suffixes
 from kvtransfer.ports import KvOut
 from kvtransfer.session.session import Accepted
+from proto.codec import split_hashes
 from proto.errors import Interrupt, RemoteProtocolError, no_token_drawn
 from proto.kv import Commit, FetchRefused, FirstToken, Offer
 from proto.limits import MAX_CHOICES
 from proto.messages import Message, Prefill, Release, Released, Reserve, Step, TokenItem, Tokens
-from proto.progress import AnswerNames
+from proto.progress import AnswerNames, EndPrefix
 from runtime.worker.ports import Coordinator, Gateways
 
 MakeState = Callable[[Reserve, FirstToken, list[int]], S]
@@ -73,6 +74,9 @@ class DecodeCore(Generic[S]):
                 self.suffixes.add(message)
             case Release():
                 self._release(message)
+            case EndPrefix():
+                self.table.allocator.end(split_hashes(message.block_hashes))
+                self._ports.registration.report_cache(self.table.allocator.take_changes)
             case _:
                 raise RemoteProtocolError(f"unexpected {type(message).__name__}")
 
@@ -239,6 +243,7 @@ class DecodeCore(Generic[S]):
 
     def pass_on(self, outcome: StepOutcome[S], final_reports: list[FinalReport], now: float) -> None:
         """Tokens to gateways, and what the coordinator is to know."""
+        self.table.allocator.tick(now)
         for gateway, items in outcome.by_gateway.values():
             self._ports.gateways.send(gateway, Tokens(tuple(items)))
         self._say(final_reports)

@@ -15,6 +15,7 @@ from engine.kv.sequence import SequenceBlocks
 from proto.codec import split_hashes
 from proto.kv import kept_names
 from proto.messages import Reserve
+from proto.parts import Returns
 from proto.progress import AnswerNames
 
 REMEMBERED_MAX: Final = 4096
@@ -26,6 +27,7 @@ class _Kept(NamedTuple):
     """They name the full blocks of the prompt that its attempt had."""
     names: list[bytes]
     """They stand for all full blocks, until their hashes are known."""
+    returns: Returns
 
 
 class EndedStreams:
@@ -47,7 +49,7 @@ class EndedStreams:
         names = split_hashes(kept_names(b"".join(hashes), stream_id, order.attempt, size, held.length))
         self._allocator.insert(names, held.table[:full])
         key = (order.request_id, order.attempt, choice)
-        self._kept[key] = _Kept(order.gateway.incarnation, tuple(hashes), names)
+        self._kept[key] = _Kept(order.gateway.incarnation, tuple(hashes), names, order.returns)
         if len(self._kept) > REMEMBERED_MAX:
             self._kept.popitem(last=False)
 
@@ -69,4 +71,4 @@ class EndedStreams:
         if count > known:
             self._allocator.forget(blocks[known:])
             self._allocator.insert(names[:count], blocks[:count], known)
-        self._allocator.free(blocks)
+        self._allocator.free(blocks, kept.returns)

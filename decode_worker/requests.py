@@ -275,7 +275,7 @@ class AttemptTable(Generic[S]):
                 self.ended_streams.keep(attempt.order, sequence.choice, attempt.hashes, sequence.blocks)
                 if (names := attempt.answer_names.pop(sequence.choice, None)) is not None:
                     self.ended_streams.name(attempt.order.gateway.incarnation, names)
-            sequence.blocks.release()
+            sequence.blocks.release(attempt.order.returns if attempt is not None else None)
             if attempt is None or sequence not in attempt.sequences:
                 continue
             attempt.sequences = [other for other in attempt.sequences if other is not sequence]

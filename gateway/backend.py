@@ -33,7 +33,7 @@ from gateway.streams.types import (
 from gateway.streams.worker_links import WorkerLinks
 from proto.errors import RemoteProtocolError
 from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, Rejected, Role, Tokens
-from proto.progress import PromptLogprobs
+from proto.progress import EndSession, PromptLogprobs
 from runtime.link.peer import Peer
 from runtime.process import clock, log
 from runtime.process.driver import CoreDriver
@@ -173,6 +173,11 @@ class Backend:
             if stream_id in self._subscriptions:
                 self._forget(stream_id).left()
                 self._driver.post(ClientGone(stream_id))
+
+    def end_session(self, tenant: str, name: bytes) -> None:
+        """A client has said so. While the coordinator is away nothing is done: what is cached goes by itself."""
+        if self._coordinator is not None:
+            self._coordinator.send(EndSession(tenant, name))
 
     def drain(self) -> None:
         """Refuse new streams; those that run go on."""

@@ -12,7 +12,7 @@ from prefill_worker.fetches import Fetches
 from prefill_worker.ports import Ports
 from prefill_worker.prompts import FetchPhase, FinalReport, Key, PrefillRequest, PromptTable
 from prefill_worker.tier import Copies, KvTier
-from proto.codec import unpack_tokens
+from proto.codec import split_hashes, unpack_tokens
 from proto.errors import Interrupt, RemoteProtocolError, no_token_drawn
 from proto.kv import FirstToken
 from proto.messages import (
@@ -31,7 +31,7 @@ from proto.messages import (
     Tokens,
     WorkFailed,
 )
-from proto.progress import PromptLogprobs
+from proto.progress import EndPrefix, PromptLogprobs
 from proto.sampling import Sampling
 
 STEPS_QUEUED_MAX = 64
@@ -113,6 +113,9 @@ class PrefillCore:
                 self.steps.append(message)
             case Release():
                 self._release(message)
+            case EndPrefix():
+                self.table.allocator.end(split_hashes(message.block_hashes))
+                self._ports.registration.report_cache(self.take_changes)
             case _:
                 raise RemoteProtocolError(f"unexpected {type(message).__name__}")
 
@@ -181,6 +184,7 @@ class PrefillCore:
     def begin_step(self) -> Begun | None:
         """The next step to run; one in which nothing is left to do is answered at once, and one that waits for what is fetched
         lets others go first. None if there is none."""
+        self.table.allocator.tick(self._ports.now())
         while (step := self._ready_step()) is not None:
             self.steps.remove(step)
             work = self.table.runnable(step.chunks)

@@ -210,7 +210,7 @@ class PromptTable:
             return []
         if self.prompts.pop(prompt.key, None) is None:
             return []
-        self.allocator.free(prompt.blocks)
+        self.allocator.free(prompt.blocks, prompt.order.returns)
         if isinstance(prompt.final_report, Released | WorkFailed):
             return [msgspec.structs.replace(prompt.final_report, output_tokens=prompt.output_tokens)]
         return [prompt.final_report]

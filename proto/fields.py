@@ -22,6 +22,8 @@ BlockHashes = Annotated[bytes, Meta(max_length=limits.MAX_BLOCK_HASHES * limits.
 """Names of a prompt's full KV blocks, in the size of the worker they go to: `HASH_BYTES` each, chained, and keyed by tenant."""
 HashKey = Annotated[bytes, Meta(max_length=32)]
 """Of a cluster: without it nobody can tell which prompt has which hashes. Empty: none."""
+SessionName = Annotated[bytes, Meta(max_length=limits.HASH_BYTES)]
+"""A hash of the name that a client gives to a conversation; empty: it gave none."""
 CacheChanges = Annotated[bytes, Meta(max_length=limits.MAX_CACHE_CHANGES * limits.HASH_BYTES)]
 BlockSize = Annotated[int, Meta(ge=1, le=4096)]  # tokens per KV block
 DurationMs = Annotated[float, Meta(ge=0.0, le=1e12)]

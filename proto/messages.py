@@ -1,8 +1,8 @@
 """Who says what to whom: the control plane.
 
-    gateway  ⇄ coordinator      Submit, Cancel              →   ← Accepted, Rejected, Interrupted
+    gateway  ⇄ coordinator      Submit, Cancel, EndSession  →   ← Accepted, Rejected, Interrupted
     coordinator ⇄ workers       Prefill, Step, Reserve, Release →   ← StepDone, HandedOver, DecodeProgress, Finished, Released,
-                                                                      WorkFailed, CacheMiss, CacheEvents
+                                EndPrefix                   →       WorkFailed, CacheMiss, CacheEvents
                                 Draining, Flip              →   ← Draining; Drained →
     worker   ⇄ gateway          Tokens, PromptLogprobs      →   ← AnswerNames
     anyone   ⇄ anyone           Hello → Welcome | Refused;  Ping → Pong;  Bye
@@ -39,10 +39,11 @@ from proto.fields import (
     NameOrEmpty,
     RequestId,
     Seconds,
+    SessionName,
     Text,
     Tokens_,
 )
-from proto.parts import Capacity, Held
+from proto.parts import Capacity, Held, Returns
 from proto.parts import Chunk as Chunk
 from proto.parts import Peer as Peer
 from proto.parts import RateState as RateState
@@ -99,8 +100,7 @@ class Welcome(Message, frozen=True):
 
     incarnation: Incarnation
     heartbeat_ms: Annotated[int, Meta(ge=10, le=60_000)]
-    version: int = 8
-    """Of the server; version 8 does not say it."""
+    version: int = 8  # of the server; version 8 does not say it
 
 
 class Refused(Message, frozen=True):
@@ -138,13 +138,11 @@ class Submit(Message, frozen=True):
     prompt_tokens: Annotated[int, Meta(ge=1, le=limits.MAX_CONTEXT_TOKENS)]
     sampling: Sampling
     choices: Choices = 1
-    first_choice: ChoiceIndex = 0
-    """Choices are numbered from here; a resume goes choice by choice."""
+    first_choice: ChoiceIndex = 0  # choices are numbered from here; a resume goes choice by choice
     resumed_tokens: Tokens_ = 0
     tenant: Text = "default"
     """`organisation/user` or `organisation`, from the authenticated key and nothing else."""
-    priority_class: Text = ""
-    """The priority class the client asked for; empty: its tenant's own."""
+    priority_class: Text = ""  # the one the client asked for; empty: its tenant's own
     deadline_ms: DurationMs = 0.0
     """By when the first token is wanted, counted from now; 0: the priority class's default."""
     block_hashes: BlockHashes = b""
@@ -155,6 +153,7 @@ class Submit(Message, frozen=True):
     """Earlier attempts that a worker's drain or the loss of the coordinator's link cut short. They do not count as retries."""
     priority: Annotated[int, Meta(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)] = 0
     """Among the requests of its tenant and priority class: the lowest goes first, whatever the deadlines."""
+    session: SessionName = b""
 
 
 class Cancel(Message, frozen=True):
@@ -229,6 +228,7 @@ class Prefill(Message, frozen=True):
     cached_tokens: Tokens_ = 0
     """So many of the prompt's first tokens are believed to be in this worker's cache; chunks start behind them."""
     fetches: bool = False  # what is missing here of `cached_tokens` is to be fetched from `decode`
+    returns: Returns = Returns()
 
 
 class Step(Message, frozen=True):
@@ -257,8 +257,8 @@ class Reserve(Message, frozen=True):
     prefill_incarnation: Incarnation
     """Its own: it is to compute the prompt itself, and gets a `Prefill` and `Step`s for it."""
     block_hashes: BlockHashes = b""
-    tpot_ms: DurationMs = 0.0
-    """Its target for the time per later token; 0: none."""
+    tpot_ms: DurationMs = 0.0  # its target for the time per later token; 0: none
+    returns: Returns = Returns()
 
 
 class Release(Message, frozen=True):

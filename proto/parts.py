@@ -39,6 +39,15 @@ class Peer(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknow
     incarnation: Incarnation
 
 
+class Returns(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
+    """How the turns of a tenant's conversations follow each other, for what is kept of them until the next one."""
+
+    share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    """Of the turns, those that are followed by another one."""
+    mean_s: Seconds = 0.0
+    """From the end of a turn until the next one comes."""
+
+
 class RateState(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
     """What is left of a tenant's rates, for the `x-ratelimit-*` headers; a limit of 0 means that there is none."""
 

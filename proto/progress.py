@@ -1,5 +1,6 @@
 """What a worker tells of its work under way: how far it is, which lets the coordinator know the blocks of all that runs on a
-decode worker from one number; that it does not get any further; and, to gateways, what it found out of a prompt."""
+decode worker from one number; that it does not get any further; and, to gateways, what it found out of a prompt. And what is
+said of a conversation's turn that is over."""
 
 from typing import Annotated
 
@@ -7,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from proto import limits
-from proto.fields import Attempt, BlockHashes, BlockSize, ChoiceIndex, Count, DurationMs, RequestId
+from proto.fields import Attempt, BlockHashes, BlockSize, ChoiceIndex, Count, DurationMs, RequestId, SessionName, Text
 from proto.messages import Message
 from proto.parts import PrefixParts
 
@@ -68,6 +69,21 @@ class AnswerNames(Message, frozen=True):
     first_block: Annotated[int, Meta(ge=0, le=limits.MAX_BLOCK_HASHES)]
     """The first of them, counted from the beginning of the context: those before it are the prompt's."""
     block_hashes: BlockHashes
+
+
+class EndSession(Message, frozen=True):
+    """From a gateway: a client has said that a conversation is over."""
+
+    tenant: Text
+    session: SessionName
+
+
+class EndPrefix(Message, frozen=True):
+    """To a worker that has one of these: the last blocks of the last prompt of a conversation that is over. What only that
+    conversation has is given up, as far as nothing that runs holds it."""
+
+    block_hashes: BlockHashes
+    """The worker looks for the last one that it knows: its blocks may be larger than those that have hashes."""
 
 
 _TOP_BYTES_MAX = 4 * limits.MAX_PROMPT_LOGPROBS * limits.MAX_TOP_LOGPROBS

@@ -204,6 +204,18 @@ class PolicyStatus(msgspec.Struct, frozen=True, array_like=True):
     trial_digest: Text
 
 
+class SessionStatus(msgspec.Struct, frozen=True, array_like=True):
+    """Conversations of one model."""
+
+    model: Text
+    sessions: Count
+    """Without a turn that runs, of the last hour."""
+    leases: Count
+    """For which KV is kept, since their next turns are still expected ..."""
+    leased_tokens: Count
+    """... and how much it is."""
+
+
 class StatusReport(Message, frozen=True):
     workers: tuple[WorkerStatus, ...]
     gateways: tuple[Text, ...]
@@ -232,3 +244,4 @@ class StatusReport(Message, frozen=True):
     classes: Annotated[tuple[ClassStatus, ...], Meta(max_length=limits.MAX_CLASSES_SHOWN)] = ()
     """Those with a target."""
     policy: PolicyStatus = PolicyStatus(0, "", 0, "")
+    sessions: Annotated[tuple[SessionStatus, ...], Meta(max_length=limits.MAX_MODELS)] = ()

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from coordinator.accounting import turns
 from coordinator.accounting.billing import whole_of
 from coordinator.admission import checks as admission
 from coordinator.admission import tenancy
@@ -14,9 +15,11 @@ from coordinator.placement.preemption import expected_left
 from coordinator.reporting import report
 from coordinator.request import Request
 from coordinator.state import State
+from proto.codec import split_hashes
 from proto.errors import CancelReason, Interrupt, Reject
 from proto.limits import HASH_BYTES
 from proto.messages import Accepted, Cancel, Interrupted, Rejected, Submit
+from proto.progress import EndPrefix, EndSession
 
 
 def fault_of_submit(state: State, incarnation: int, event: Received) -> str:
@@ -102,6 +105,7 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
         if request.suspicion is not None:
             state.pools[submit.model].suspects[request.id] = request
         request.pay_for_drained(0)
+        turns.begin(request, state.pools[submit.model], now)
         state.record_usage(tenancy.opened(state, request))
     else:
         _renew(state, request, submit, event.blob, now)
@@ -262,6 +266,18 @@ def cancel(state: State, incarnation: int, event: Received, now: float) -> None:
             state.record_usage(state.billing.end_orphan(cancel.request_id, RequestState.FINISHED, now))
         else:
             state.record_usage(state.billing.give_up(cancel.request_id, now))
+
+
+def end_session(state: State, _: int, event: Received, __: float) -> None:
+    """A client has said that a conversation is over: workers give up what they keep of it."""
+    ended = event.message
+    assert isinstance(ended, EndSession)
+    for pool in state.pools.values():
+        tail = pool.sessions.end(ended.tenant, ended.session)
+        hashes = split_hashes(tail)
+        for incarnation in pool.workers if hashes else ():
+            if any(pool.locality.has(incarnation, block) for block in hashes):
+                state.send(incarnation, EndPrefix(tail))
 
 
 def expire(state: State, now: float) -> None:

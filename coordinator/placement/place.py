@@ -8,6 +8,7 @@ from coordinator.workers.circuit_breakers import NOBODY
 from coordinator.workers.prefix_index import usable_hashes
 from coordinator.workers.worker import Worker
 from proto.messages import Hello, Peer, Prefill, Reserve
+from proto.parts import Returns
 
 _NOTHING_FETCHED = Beginning(0)
 
@@ -36,7 +37,9 @@ def place(
     progress = request.begin()
     progress.placed_at = now
     _, progress.fetched_tokens, progress.fetch_s, progress.compute_s = begins
-    keep, take_in = _orders(request, prefill, decode, state.peers[request.gateway_incarnation])
+    keep, take_in = _orders(
+        request, prefill, decode, state.peers[request.gateway_incarnation], pool.sessions.returns(request.submit.tenant)
+    )
     state.send(decode.incarnation, keep)
     state.send(prefill.incarnation, take_in, request.blob)
     request.blob = b""
@@ -70,7 +73,9 @@ def _reserve(request: Request, prefill: Worker, decode: Worker) -> None:
     prefill.expect(request)
 
 
-def _orders(request: Request, prefill: Worker, decode: Worker, gateway_hello: Hello) -> tuple[Reserve, Prefill]:
+def _orders(
+    request: Request, prefill: Worker, decode: Worker, gateway_hello: Hello, returns: Returns
+) -> tuple[Reserve, Prefill]:
     """The two messages that make a placement real."""
     submit, gateway = request.submit, Peer(gateway_hello.address, request.gateway_incarnation)
     what = (
@@ -85,7 +90,7 @@ def _orders(request: Request, prefill: Worker, decode: Worker, gateway_hello: He
     size, decode_size = prefill.capacity.block_size, decode.capacity.block_size
     hashes = usable_hashes(submit, size)
     decode_hashes = hashes if decode_size == size else usable_hashes(submit, decode_size)
-    return Reserve(*what, blocks, gateway, prefill.incarnation, decode_hashes, request.tpot_ms), Prefill(
+    return Reserve(*what, blocks, gateway, prefill.incarnation, decode_hashes, request.tpot_ms, returns), Prefill(
         *what, gateway, Peer(decode.hello.address, decode.incarnation), decode_size, hashes, request.cached_tokens,
-        request.attempt_progress.fetched_tokens > 0,
+        request.attempt_progress.fetched_tokens > 0, returns,
     )  # fmt: skip

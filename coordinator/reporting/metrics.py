@@ -13,7 +13,7 @@ from coordinator.events import StateChanged
 from coordinator.lifecycle import State as RequestState
 from coordinator.reporting.goodput_metrics import goodput_metrics
 from coordinator.reporting.recent import RecentTimes
-from coordinator.reporting.schedule_metrics import PREFIX, estimate_metrics, schedule_metrics
+from coordinator.reporting.schedule_metrics import PREFIX, estimate_metrics, schedule_metrics, session_metrics
 from coordinator.reporting.served import Service, evenness, services
 from coordinator.state import State
 from proto.messages import Role
@@ -25,6 +25,11 @@ _BY_REASON = {
     "rejected": ("requests_rejected", "reason", "Requests rejected, at once or after waiting, by reason."),
     "interrupted": ("interruptions", "reason", "Attempts cut short, whose requests continue elsewhere, by reason."),
     "work_failed": ("work_failed", "reason", "Attempts that failed on a worker, by reason."),
+    "lease": (
+        "leases",
+        "outcome",
+        "Later turns of sessions, by whether KV was still there that had been kept for them.",
+    ),
 }
 """Prefixes of `State.counters`."""
 _TOKENS = ("prompt_tokens_cached", "output_tokens", "kv_bytes_moved", "kv_exposed_us")
@@ -90,6 +95,7 @@ class CoordinatorMetrics:
         goodput_metrics(registry, lambda: self._core)
         schedule_metrics(registry, lambda: self._core, self._clock)
         estimate_metrics(registry, lambda: self._core)
+        session_metrics(registry, lambda: self._core)
         self._read_fairness(registry)
         self._read_workers(registry)
         self._read_faults(registry)

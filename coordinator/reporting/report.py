@@ -15,7 +15,16 @@ from coordinator.workers.pool import Pool
 from proto.limits import MAX_CLASSES_SHOWN
 from proto.messages import Hello, Role, Submit
 from proto.policy import ArmStatus
-from proto.status import ClassStatus, PairStatus, PolicyStatus, Process, StatusReport, TenantStatus, WorkerStatus
+from proto.status import (
+    ClassStatus,
+    PairStatus,
+    PolicyStatus,
+    Process,
+    SessionStatus,
+    StatusReport,
+    TenantStatus,
+    WorkerStatus,
+)
 
 NO_CAPACITY_S = 5.0
 """About what a supervised worker takes to come back."""
@@ -101,6 +110,10 @@ def status(state: State) -> StatusReport:
             for role, sample in pool.step_times.items()
         ),
         classes=classes(state),
+        sessions=tuple(
+            SessionStatus(model, len(one), one.leases, one.leased_tokens)
+            for model, one in ((model, pool.sessions) for model, pool in state.pools.items())
+        ),
         policy=_policy(state.goodput.policy),
         autopilots=tuple(
             msgspec.structs.replace(one, age_ms=1000 * max(state.now - at, 0.0))

@@ -57,6 +57,16 @@ def schedule_metrics(registry: MetricsRegistry, core: Callable[[], State], clock
     )
 
 
+def session_metrics(registry: MetricsRegistry, core: Callable[[], State]) -> None:
+    registry.read(
+        "gauge",
+        PREFIX + "leased_tokens",
+        "Tokens whose KV is kept for the next turns of sessions, until their room is needed.",
+        ("model",),
+        lambda: [((model,), pool.sessions.leased_tokens) for model, pool in core().pools.items()],
+    )
+
+
 def estimate_metrics(registry: MetricsRegistry, core: Callable[[], State]) -> None:
     def ratios(of: Callable[[WaitQueue], Mapping[str, Ratios]]) -> Callable[[], Iterator[tuple[Labels, float]]]:
         def read() -> Iterator[tuple[Labels, float]]:

@@ -289,6 +289,11 @@ class WaitQueue:
         if cost > 0:
             self.fair.charge(path, cost)
 
+    def charge_kept(self, path: Path, prompt_tokens: float) -> None:
+        """For KV that was kept between two turns, while others wait; as for computing so many tokens."""
+        if len(self) > self.backlog.waiting(path):
+            self.charge(path, self._limits.prices.prompt_token * prompt_tokens)
+
     # --- true-up --------------------------------------------------------------------------------------------------------
 
     def skipped(self, request: Request, chunk: Chunk) -> None:

@@ -10,6 +10,7 @@ the third is not.
 
 from collections import ChainMap, Counter
 
+from coordinator.accounting.sessions import Sessions
 from coordinator.fairness.held_shares import HeldShares
 from coordinator.request import Request
 from coordinator.score import Weights
@@ -63,7 +64,7 @@ class Pool:
         """Those that lost their prefill worker and keep their room in decode, by id."""
         self.gives_way = ("", 0)
         """The attempt that was interrupted last so that another tenant gets its share."""
-        self.traffic = Traffic()
+        self.traffic, self.sessions = Traffic(), Sessions()
         self.step_times = {Role.PREFILL: StepSample(), Role.DECODE: StepSample()}
         self.context_tokens = 0
         """The longest prompt + output every worker takes, or took before all were lost."""
@@ -91,6 +92,7 @@ class Pool:
         self._lost.pop(worker.hello.role, None)
         blocks = worker.capacity.kv_blocks + worker.capacity.tier_blocks
         self.locality.join(worker.incarnation, blocks, worker.hello.role)
+        self.sessions.kv_tokens += blocks * worker.capacity.block_size
         worker.on_change = self.changed
         if worker.hello.role is Role.DECODE:
             worker.shares = self.shares
@@ -110,6 +112,8 @@ class Pool:
         if not side and not worker.draining:
             self._lost[worker.hello.role] = worker, now
         self.locality.leave(worker.incarnation)
+        capacity = worker.capacity
+        self.sessions.kv_tokens -= (capacity.kv_blocks + capacity.tier_blocks) * capacity.block_size
         self.breakers.leave(worker.incarnation)
         self.wakeups.left(worker)
         self.bindings.hosts.pop(worker.incarnation, None)

@@ -52,6 +52,9 @@ class Locality:
     def count(self, incarnation: int) -> int:
         return len(self._known.get(incarnation, ()))
 
+    def has(self, incarnation: int, block: bytes) -> bool:
+        return block in self._known.get(incarnation, ())
+
     def learn(self, incarnation: int, inserted: bytes, evicted: bytes) -> None:
         """A worker's report: joined hashes, each of them once."""
         self._clear_outdated()

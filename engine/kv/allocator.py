@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from engine.kv.prefix_tree import PrefixTree
 from proto.errors import CrossdockError
+from proto.parts import Returns
 
 
 class OutOfBlocks(CrossdockError):
@@ -41,21 +42,20 @@ class BlockPool:
         self.prefixes.hold(block)
         self.holders[block] = self.holders.get(block, 0) + 1
 
-    def release(self, block: int) -> None:
-        """One allocator does; whether it is kept for its contents then is the prefix tree's to say."""
+    def release(self, block: int, returns: Returns | None) -> None:
+        """One allocator does not any more; whether it is kept for its contents then is the prefix tree's to say."""
         self.holders[block] -= 1
         if not self.holders[block]:
             del self.holders[block]
-            if not self.prefixes.release(block):
+            if not self.prefixes.release(block, returns):
                 self.free.append(block)
 
     def check_invariants(self) -> None:
         """Asserts conservation, and that no block is in two states."""
         free, held = set(self.free), set(self.holders)
-        cached = {block for block in range(self.total) if self.prefixes.is_idle(block)}
+        cached = set(self.prefixes.idle)
         states = (free, held, cached, self.quarantined)
         assert len(free) == len(self.free), "a block is free twice"
-        assert len(cached) == self.prefixes.idle_count
         assert all(count >= 1 for count in self.holders.values()), "a held block has no reference"
         assert sum(map(len, states)) == self.total, "a block is in two states, was lost, or made up"
         assert set().union(*states) == set(range(self.total)), "blocks were lost or made up"
@@ -83,7 +83,7 @@ class BlockAllocator:
     def room(self) -> int:
         """How many blocks it can give out, cached ones included."""
         left = self.total - len(self._refs) - len(self._quarantined)
-        return min(left, len(self.pool.free) + self._prefixes.idle_count)
+        return min(left, len(self.pool.free) + len(self._prefixes.idle))
 
     @property
     def free_count(self) -> int:
@@ -92,7 +92,7 @@ class BlockAllocator:
     @property
     def cached_count(self) -> int:
         """Blocks that nobody holds and whose contents are kept: they count as room, since they are given up when needed."""
-        return min(self._prefixes.idle_count, self.room)
+        return min(len(self._prefixes.idle), self.room)
 
     @property
     def held_count(self) -> int:
@@ -135,6 +135,16 @@ class BlockAllocator:
         """What is in these blocks, and in blocks that continue them, is suspect: nobody is to find it any more."""
         self.pool.free += self._prefixes.forget(blocks)
 
+    def end(self, hashes: Sequence[bytes]) -> None:
+        """A conversation is over whose last prompt ends with these blocks: what only it has is given up."""
+        last = next((hash_ for hash_ in reversed(hashes) if hash_ in self._prefixes), None)
+        if last is not None:
+            self.pool.free += self._prefixes.end(last)
+
+    def tick(self, now: float) -> None:
+        """The time, in seconds."""
+        self._prefixes.idle.now = now
+
     def knows(self, hash_: bytes) -> bool:
         """Whether a block stands for it."""
         return hash_ in self._prefixes
@@ -153,15 +163,16 @@ class BlockAllocator:
             assert block in self._refs, f"block {block} is shared but not held"
             self._refs[block] += 1
 
-    def free(self, blocks: Sequence[int]) -> None:
+    def free(self, blocks: Sequence[int], returns: Returns | None = None) -> None:
         """One reference less to each; those without any left become cached, where they are known, or free, in such an order
-        that tails go before heads and that free blocks go out again ascending."""
+        that tails go before heads and that free blocks go out again ascending. `returns`: of the tenant that has used them;
+        None: as they were used last."""
         for block in reversed(blocks):
             assert block in self._refs, f"block {block} is freed but not held"
             self._refs[block] -= 1
             if not self._refs[block]:
                 del self._refs[block]
-                self.pool.release(block)
+                self.pool.release(block, returns)
 
     def quarantine(self, blocks: Sequence[int]) -> None:
         """Takes held blocks with a single reference out of use until `unquarantine`."""

@@ -2,8 +2,8 @@
 
 A hash stands for a full block *and* all that comes before it, so a node's parent is the block before it. Two rules:
 - A node never outlives its parent: what cannot be reached from the start of a prompt is no longer known.
-- Of blocks that nobody holds, the one let go of longest ago goes first, and of one chain the tail goes before the head:
-  whoever lets go of a chain lets go of its tail first.
+- Of blocks that nobody holds, the one that is least likely to be asked for again goes first (`IdleBlocks`), and of one chain
+  the tail goes before the head: whoever lets go of a chain lets go of its tail first.
 
 Two requests that compute the same prefix at the same time end up with two blocks for one hash. The older one stays; the other
 is remembered as its copy while it is held, so that letting go of a chain counts as use of the blocks that stand for it.
@@ -12,18 +12,23 @@ is remembered as its copy while it is held, so that letting go of a chain counts
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from engine.kv.idle_blocks import IdleBlocks
+from proto.parts import Returns
+
 CHANGES_MAX = 1 << 16
 """Changes kept for the next report; of more, the oldest are forgotten, since reports are hints."""
 
 
 class _Node:
-    __slots__ = ("block", "children", "hash", "parent")
+    __slots__ = ("block", "children", "hash", "parent", "returns")
 
     def __init__(self, hash_: bytes, block: int, parent: "_Node | None") -> None:
         self.hash = hash_
         self.block = block
         self.parent = parent
         self.children: dict[bytes, _Node] = {}
+        self.returns = Returns()
+        """Of who used it last."""
 
 
 class PrefixChanges:
@@ -60,8 +65,8 @@ class PrefixTree:
         self._node_of: dict[int, _Node] = {}
         self._copies: dict[int, _Node] = {}
         """Held blocks with the contents of another block's node."""
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        """Blocks with a node that nobody holds, the one let go of longest ago first."""
+        self.idle = IdleBlocks()
+        """Blocks with a node that nobody holds."""
         self._followers: list[PrefixChanges] = []
 
     @property
@@ -80,13 +85,6 @@ class PrefixTree:
 
     def unfollow(self, changes: PrefixChanges) -> None:
         self._followers.remove(changes)
-
-    @property
-    def idle_count(self) -> int:
-        return len(self._idle)
-
-    def is_idle(self, block: int) -> bool:
-        return block in self._idle
 
     def longest(self, hashes: Sequence[bytes]) -> list[int]:
         """The blocks of the longest known prefix of this chain."""
@@ -122,21 +120,40 @@ class PrefixTree:
 
     def hold(self, block: int) -> None:
         """Somebody holds this block (again)."""
-        self._idle.pop(block, None)
+        self.idle.discard(block)
 
-    def release(self, block: int) -> bool:
-        """Nobody holds this block any more. True if it is kept for its hash, False if it is free."""
-        if block in self._node_of:
-            self._idle[block] = None
+    def release(self, block: int, returns: Returns | None) -> bool:
+        """Nobody holds this block any more. True if it is kept for its hash, False if it is free. `returns`: of who used it;
+        None: as before."""
+        node = self._node_of.get(block)
+        if node is not None:
+            node.returns = returns or node.returns
+            self.idle.add(block, node.returns)
             return True
         node = self._copies.pop(block, None)
-        if node is not None and node.block in self._idle and self._node_of.get(node.block) is node:
-            self._idle.move_to_end(node.block)
+        if node is not None and node.block in self.idle and self._node_of.get(node.block) is node:
+            self.idle.used(node.block)
         return False
 
     def evict(self) -> list[int]:
-        """Give up the block let go of longest ago, and what hangs on it; returns those that are free now."""
-        return self._remove(self._node_of[next(iter(self._idle))])
+        """Give up the block that is worth least, and what hangs on it; returns those that are free now."""
+        while True:
+            node = self._node_of[self.idle.first()]
+            child = next(iter(node.children.values()), None)
+            # What others continue is worth as much as what continues it.
+            if child is None or child.block not in self.idle or not self.idle.keep_with(node.block, child.block):
+                return self._remove(node)
+
+    def end(self, hash_: bytes) -> list[int]:
+        """Give up what continues this, and all that leads to it and to nothing else, as far as nobody holds it; returns the
+        blocks that are free now."""
+        node: _Node | None = self._nodes[hash_]
+        freed: list[int] = []
+        while node is not None and node.block in self.idle and (not freed or not node.children):
+            parent = node.parent
+            freed += self._remove(node)
+            node = parent
+        return freed
 
     def forget(self, blocks: Sequence[int]) -> list[int]:
         """These blocks' contents are not to be used again; returns those that are free now."""
@@ -150,7 +167,7 @@ class PrefixTree:
     def check_invariants(self, held: set[int]) -> None:
         """Asserts that the maps agree, that no node outlives its parent, and that nobody holds an idle block."""
         assert len(self._nodes) == len(self._node_of)
-        assert set(self._idle) == set(self._node_of) - held, "a block with a hash is neither held nor idle, or both"
+        assert set(self.idle) == set(self._node_of) - held, "a block with a hash is neither held nor idle, or both"
         assert not set(self._copies) & set(self._node_of) and set(self._copies) <= held
         for block, node in self._node_of.items():
             assert node.block == block and self._nodes[node.hash] is node
@@ -166,8 +183,8 @@ class PrefixTree:
             node = left.pop()
             left.extend(node.children.values())
             del self._nodes[node.hash], self._node_of[node.block]
-            if node.block in self._idle:
-                del self._idle[node.block]
+            if node.block in self.idle:
+                self.idle.discard(node.block)
                 freed.append(node.block)
             self._note(node.hash, False)
         return freed

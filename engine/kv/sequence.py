@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from engine.kv.allocator import BlockAllocator
+from proto.parts import Returns
 
 BlockCopy = tuple[int, int]
 """(source, target): copy this block's KV before the next forward writes to the target."""
@@ -56,8 +57,8 @@ class SequenceBlocks:
         self._allocator.share(used)
         return SequenceBlocks(self._allocator, self._block_size, used, self.length)
 
-    def release(self) -> None:
-        """Gives every reference back; idempotent."""
-        self._allocator.free(self.table)
+    def release(self, returns: Returns | None = None) -> None:
+        """Gives every reference back, as `BlockAllocator.free`; idempotent."""
+        self._allocator.free(self.table, returns)
         self.table = []
         self.length = 0

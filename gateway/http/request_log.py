@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from runtime.process import clock, log
 
 REQUEST_ID_HEADER: Final = "X-Request-Id"
+SESSION_ID_HEADER = "X-Session-Id"
 _ANTHROPIC_PATH: Final = "/v1/messages"
 """Anthropic's clients read the id from a header of another name."""
 _CLIENT_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -38,6 +39,8 @@ class RequestInfo:
     tenant: str = ""
     end_user: str = ""
     """As the client names it, in `safety_identifier` or `user`."""
+    session_id: str = ""
+    """The header `X-Session-Id`."""
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     first_token_at: float | None = None
@@ -90,7 +93,9 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        info = RequestInfo(client_request_id(Headers(scope=scope).get(REQUEST_ID_HEADER, "")))
+        headers = Headers(scope=scope)
+        info = RequestInfo(client_request_id(headers.get(REQUEST_ID_HEADER, "")))
+        info.session_id = headers.get(SESSION_ID_HEADER, "")
         scope.setdefault("state", {})["request_info"] = info
 
         async def send_with_id(message: Message) -> None:

@@ -36,6 +36,12 @@ class AnthropicError(AnswerType):
     request_id: str = Field(description="As in the header `X-Request-Id`.")
 
 
+class EndedSession(AnswerType):
+    id: str
+    object: Literal["session"]
+    deleted: Literal[True]
+
+
 class Status(AnswerType):
     status: Literal["ok", "ready"]
 

@@ -27,7 +27,7 @@ from gateway.streams.prompt_scores import PromptScores
 from gateway.streams.types import StreamSpec
 from gateway.structured.checker import GrammarChecker
 from gateway.tenancy import own_priority, priority_class_of
-from gateway.text.block_hashes import BlockNames
+from gateway.text.block_hashes import BlockNames, session_name
 from gateway.text.tokenizer import ModelTokenizer
 from proto.codec import pack_tokens
 from runtime.process import clock
@@ -186,7 +186,7 @@ def _read(gateway: Gateway, tenant: str, endpoint: Endpoint[R], body: bytes, inf
     generation = endpoint.read(parse_json(body))
     info.end_user = generation.end_user
     served = gateway.model(generation.model)
-    identity = _identity(gateway, tenant, generation)
+    identity = _identity(gateway, tenant, generation, info.session_id)
     with renamed(endpoint.names):
         prepared, names = _prepare(endpoint.prepare, generation, gateway, served, identity.cache_group)
     return _Read(served, identity, prepared, names)
@@ -220,16 +220,21 @@ class _Identity:
     deadline_ms: float
     cache_group: str
     priority: int
+    session: bytes = b""
     is_offline: bool = False
 
 
-def _identity(gateway: Gateway, tenant: str, generation: GenerationRequest) -> _Identity:
-    """Raises `ApiError`."""
+def _identity(gateway: Gateway, tenant: str, generation: GenerationRequest, header: str) -> _Identity:
+    """`header`: the name of its conversation there. Raises `ApiError`."""
     priority_class = priority_class_of(generation.priority, generation.service_tier, gateway.keys.tenants, tenant)
     policy = gateway.keys.tenants.policy(tenant)
     # None: taken out of the file since the key was looked at; the coordinator will say so.
     group = policy.cache_group if policy is not None else f"tenant:{tenant}"
-    return _Identity(tenant, priority_class, generation.deadline_ms or 0.0, group, own_priority(generation.priority))
+    name = generation.session_id or header or generation.prompt_cache_key
+    own = own_priority(generation.priority)
+    return _Identity(
+        tenant, priority_class, generation.deadline_ms or 0.0, group, own, session_name(name) if name else b""
+    )
 
 
 def _submit(
@@ -264,6 +269,7 @@ def _submit(
             priority_class=identity.priority_class,
             deadline_ms=identity.deadline_ms,
             priority=identity.priority,
+            session=identity.session,
             is_offline=identity.is_offline,
             prompt_scores=PromptScores(len(prompt), wanted) if wanted >= 0 else None,
         )

@@ -127,8 +127,12 @@ class GenerationRequest(RequestType):
     """The client's own user; it is in the access log, for operators to find abuse."""
     safety_identifier: Annotated[str, Field(max_length=IDENTIFIER_CHARS_MAX)] | None = None
     """OpenAI's new name for `user`."""
+    session_id: Annotated[str, Field(min_length=1, max_length=IDENTIFIER_CHARS_MAX)] | None = None
+    """The name of the conversation that this is a turn of; also as the header `X-Session-Id`. Without a name, the last turn is
+    found by its prompt."""
     prompt_cache_key: Annotated[str, Field(max_length=IDENTIFIER_CHARS_MAX)] | None = None
-    """A hint about prompts that begin alike. Nothing depends on it: the prefix cache finds them by their tokens."""
+    """The name of the conversation, where `session_id` gives none. Nothing is found by it but how long to keep what is cached:
+    the prefix cache finds prompts by their tokens."""
     prompt_cache_options: Hint | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     metadata: Labels | None = None

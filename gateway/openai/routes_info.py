@@ -1,4 +1,4 @@
-"""GET routes: models, version, health, readiness. Metrics have a port of their own."""
+"""Routes without a body: models, version, health, readiness. Metrics have a port of their own."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -6,10 +6,11 @@ from typing import Any
 from fastapi import APIRouter
 
 from gateway.http.errors import ApiError
-from gateway.openai.answer_types import Model, ModelList, Status, Version
+from gateway.openai.answer_types import EndedSession, Model, ModelList, Status, Version
 from gateway.openai.context import Gateway, ServedModel
 from gateway.openai.dependencies import GatewayDep, TenantDep
 from gateway.openai.openapi import refusals
+from gateway.text.block_hashes import session_name
 from runtime.process.version import version_of
 
 router = APIRouter(tags=["Models and state"])
@@ -40,6 +41,19 @@ async def models(gateway: GatewayDep, _tenant: TenantDep) -> dict[str, Any]:
 @router.get("/v1/models/{model_id:path}", summary="One model.", response_model=Model, responses=refusals(401, 404))
 async def model(gateway: GatewayDep, _tenant: TenantDep, model_id: str) -> dict[str, Any]:
     return _model(gateway, gateway.model(model_id), model_id)
+
+
+@router.delete(
+    "/v1/sessions/{session_id:path}",
+    summary="End a conversation.",
+    response_model=EndedSession,
+    responses=refusals(401),
+)
+async def end_session(gateway: GatewayDep, tenant: TenantDep, session_id: str) -> dict[str, Any]:
+    """What only this conversation has in caches is given up; turns that run go on. To end one that is not known does no
+    harm."""
+    gateway.backend.end_session(tenant, session_name(session_id))
+    return {"id": session_id, "object": "session", "deleted": True}
 
 
 @router.get("/version", summary="The version of this server.", response_model=Version)

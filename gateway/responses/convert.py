@@ -20,7 +20,7 @@ NAMES: Final = {
 """Fields of chat, and what they are made of here."""
 _SAME: Final = (
     "model", "stream", "temperature", "top_p", "top_k", "seed", "parallel_tool_calls", "priority", "service_tier",
-    "deadline_ms", "cache_salt", "user", "safety_identifier", "prompt_cache_key",
+    "deadline_ms", "cache_salt", "user", "safety_identifier", "prompt_cache_key", "session_id",
 )  # fmt: skip
 _TEXTS: Final = ("input_text", "output_text", "text")
 _CALLS: Final = {

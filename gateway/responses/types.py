@@ -86,6 +86,8 @@ class ResponsesRequest(RequestType):
     cache_salt: Annotated[str, Field(min_length=1, max_length=IDENTIFIER_CHARS_MAX)] | None = None
     user: Annotated[str, Field(max_length=IDENTIFIER_CHARS_MAX)] | None = None
     safety_identifier: Annotated[str, Field(max_length=IDENTIFIER_CHARS_MAX)] | None = None
+    session_id: Annotated[str, Field(min_length=1, max_length=IDENTIFIER_CHARS_MAX)] | None = None
+    """The name of the conversation; without one, the last turn is found by its prompt, as with `previous_response_id`."""
     prompt_cache_key: Annotated[str, Field(max_length=IDENTIFIER_CHARS_MAX)] | None = None
     prompt_cache_options: Hint | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None

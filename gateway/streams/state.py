@@ -221,6 +221,7 @@ class Submission:
             hash_block_size=names.block_size if names is not None else 0,
             drained_attempts=self.uncounted,
             priority=spec.priority,
+            session=spec.session,
         )
         return submit, packed
 

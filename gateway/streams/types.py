@@ -80,6 +80,8 @@ class StreamSpec:
     """For the first token, from the opening of the stream; 0: none of its own."""
     priority: int = 0
     """Among the tenant's own requests; the lowest goes first."""
+    session: bytes = b""
+    """As `proto.fields.SessionName`."""
     is_offline: bool = False
     """Nobody waits for it: it is not measured against the SLO of its tenant."""
     prompt_scores: PromptScores | None = None

@@ -22,6 +22,11 @@ from proto.kv import kept_names
 from proto.limits import HASH_BYTES, MAX_BLOCK_HASHES
 
 
+def session_name(given: str) -> bytes:
+    """What a conversation is called on the wire, by the name that its client gives it. Tenants are told apart elsewhere."""
+    return blake2b(given.encode(errors="replace"), digest_size=HASH_BYTES).digest()
+
+
 @dataclass(frozen=True)
 class BlockNames:
     """The names of one prompt's blocks, and what they were made with."""

@@ -165,7 +165,7 @@ def as_dict(report: StatusReport) -> dict[str, Any]:
     classes = [asdict(one) for one in report.classes]
     return fields | {
         "workers": workers, "kv_pairs": pairs, "tenants": tenants, "flips": flips, "autopilots": autopilots,
-        "classes": classes, "policy": asdict(report.policy),
+        "classes": classes, "policy": asdict(report.policy), "sessions": [asdict(one) for one in report.sessions],
     }  # fmt: skip
 
 
@@ -190,6 +190,7 @@ def show(report: StatusReport, console: Console, *, wide: bool = False) -> None:
     console.print(f"Queued: {report.queued}   Running: {_counts(report.running)}   Ended: {_counts(report.finished)}")
     _show_essence(report, console)
     _show_classes(report, console)
+    _show_sessions(report, console)
     if report.policy.number:
         trial = (
             f"; version {report.policy.trial} ({report.policy.trial_digest}) is on trial" if report.policy.trial else ""
@@ -262,6 +263,19 @@ def _show_classes(report: StatusReport, console: Console) -> None:
             f" finished{share}, {one.offered:,} offered",
             highlight=False,
         )
+
+
+def _show_sessions(report: StatusReport, console: Console) -> None:
+    found, broken = (report.counters.get(f"lease_{what}", 0) for what in ("found", "broken"))
+    for one in report.sessions:
+        if one.sessions:
+            of = f" of {escape(one.model)}" if len(report.sessions) > 1 else ""
+            console.print(
+                f"Sessions{of}: {one.sessions:,}, KV of {one.leases:,} is kept ({_short(one.leased_tokens)} tokens)",
+                highlight=False,
+            )
+    if found or broken:
+        console.print(f"Later turns: {found:,} found their KV, {broken:,} did not", highlight=False)
 
 
 def _seconds(milliseconds: float) -> str:

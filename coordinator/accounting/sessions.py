@@ -1,0 +1,291 @@
+"""Conversations of one model, and what of their KV is kept between turns. Pure.
+
+A session has the name that its client gives it, or is found by its prompt, which continues the last one. When a turn ends, its
+seat and reservations are free at once; its KV stays in the caches of its workers as a lease, which costs nobody any room: it
+is given up when the room is needed, what is least likely to be asked for again first (`engine.kv.idle_blocks`). How likely that
+is comes from here: the share of a tenant's turns that another one follows, and the mean time between them. Turns that have not
+been followed in `PATIENCE` times that time are taken not to be, until they are.
+
+Leases cost their tenants a little: what a session finds again is charged with its tokens times the time they were kept, up to a
+tenth of computing them. And where all leases together are more than the caches hold, those of tenants with more than their
+share of them are the first to go.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import msgspec
+
+from proto.limits import HASH_BYTES
+from proto.messages import Submit
+from proto.parts import Returns
+
+SESSIONS_MAX: Final = 1 << 16
+TENANTS_MAX: Final = 1 << 14
+KEPT_S: Final = 3600.0
+"""A session of which nothing was heard for so long is forgotten."""
+SCANNED_BLOCKS: Final = 128
+"""A session without a name is found if its turn adds less than so many blocks to its prompt."""
+PATIENCE: Final = 8
+PATIENCE_S: Final = 60.0
+"""At least."""
+TAIL_BLOCKS: Final = 8
+LEARNT: Final = 0.1
+"""Weight of a new observation."""
+COMPUTED_ANEW_S: Final = 6000.0
+"""Keeping a token for so long would cost as much as computing it ..."""
+CHARGE_MAX: Final = 0.1
+"""... but never more than this part of that."""
+AT_ONCE: Final = 64
+"""Sessions that one event forgets at most."""
+
+
+class Tenant(msgspec.Struct, eq=False, gc=False):
+    share: float = 0.5
+    """Of its turns, those that another one follows."""
+    mean_s: float = 0.0
+    """From the end of a turn to the next one; 0: there was none yet."""
+    leased_tokens: int = 0
+    weight: float = 1.0
+    """Of its organisation, when it began to have leases."""
+
+    def patience_s(self) -> float:
+        return max(PATIENCE * self.mean_s, PATIENCE_S)
+
+
+class Session(msgspec.Struct, eq=False):
+    tenant: str
+    name: bytes
+    """Empty: it has none."""
+    prompt_tokens: int = 0
+    """Of its last turn that was answered; 0: none was. Of its prompt:"""
+    tail: bytes = b""
+    """the hashes of the last full blocks, `TAIL_BLOCKS` at most,"""
+    rest: bytes = b""
+    """and the packed ids of the tokens behind them."""
+    tokens: int = 0
+    """With the answer."""
+    running: int = 0
+    """Turns."""
+    idle_since: float = 0.0
+    leased: bool = False
+
+    @property
+    def end(self) -> bytes:
+        """The hash of the last full block of its last prompt."""
+        return self.tail[-HASH_BYTES:]
+
+
+class Turn(NamedTuple):
+    """One that has not ended."""
+
+    session: Session
+    prompt_tokens: int
+    """This and the next two as in `Session`, of its own prompt."""
+    tail: bytes
+    rest: bytes
+    kept_s: float
+    """So long before it the last one ended, which it continues; 0: it continues none."""
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """What became of what had been kept for a turn."""
+
+    found: bool
+    """It was there."""
+    cost: float
+    """What that cost its tenant, in prompt tokens."""
+
+
+class Sessions:
+    def __init__(self) -> None:
+        self.kv_tokens = 0
+        """That the caches of all workers of the model hold."""
+        self.leased_tokens = 0
+        self.leases = 0
+        self._tenants: OrderedDict[str, Tenant] = OrderedDict()
+        """The one heard of longest ago first."""
+        self._weights = 0.0
+        """Of tenants with leases."""
+        self._by_name: dict[tuple[str, bytes], Session] = {}
+        self._by_end: dict[tuple[str, bytes], Session] = {}
+        self._idle: OrderedDict[Session, None] = OrderedDict()
+        """All without a running turn, the one that has been so for longest first."""
+        self._leases_of: dict[str, OrderedDict[Session, None]] = {}
+        """By tenant, in the same order."""
+
+    def __len__(self) -> int:
+        return len(self._idle)
+
+    def came(self, submit: Submit, blob: bytes, now: float) -> Turn:
+        """A new request: the next turn of a session, or the first of another one."""
+        self._forget(now)
+        tenant = self._tenant(submit.tenant)
+        self._give_up_waiting(submit.tenant, tenant, now)
+        session, kept_s = self._find(submit, blob), 0.0
+        if session is None:
+            session = Session(submit.tenant, submit.session)
+            if session.name:
+                self._by_name[(session.tenant, session.name)] = session
+        elif session in self._idle:
+            gap_s = now - session.idle_since
+            kept_s = min(gap_s, KEPT_S) if _continues(submit, blob, session) else 0.0
+            if not session.leased:
+                tenant.share += LEARNT * (1 - tenant.share)  # it was taken not to come back
+            tenant.mean_s += (LEARNT if tenant.mean_s else 1.0) * (gap_s - tenant.mean_s)
+            self._end_lease(session)
+            del self._idle[session]
+            tenant.share += LEARNT * (1 - tenant.share)
+        session.running += 1
+        tokens, hashes = submit.prompt_tokens, submit.block_hashes
+        in_blocks = len(hashes) // HASH_BYTES * submit.hash_block_size
+        return Turn(session, tokens, hashes[-TAIL_BLOCKS * HASH_BYTES :], blob[4 * in_blocks :], kept_s)
+
+    def answered(
+        self,
+        turn: Turn,
+        tokens: int,
+        cached_tokens: int,
+        block_size: int,
+        weight: float,
+        now: float,
+    ) -> Ended | None:
+        """A turn has ended with an answer, and left so many tokens of KV. Says what became of what was kept for it; None: it
+        does not continue any. `weight`: of its organisation."""
+        session, ended = turn.session, None
+        if turn.kept_s:
+            kept = session.prompt_tokens // block_size * block_size
+            found = cached_tokens >= kept
+            cost = kept * min(turn.kept_s / COMPUTED_ANEW_S, CHARGE_MAX) if found else 0.0
+            ended = Ended(found, cost)
+        if self._by_end.get((session.tenant, session.end)) is session:
+            del self._by_end[(session.tenant, session.end)]
+        _, session.prompt_tokens, session.tail, session.rest, _ = turn
+        session.tokens = tokens
+        if session.end:
+            self._by_end[(session.tenant, session.end)] = session
+        self.over(session, now)
+        if session in self._idle and session.end:
+            self._lease(session, weight)
+        return ended
+
+    def over(self, session: Session, now: float) -> None:
+        """One of its turns is: with nothing more said, it left nothing."""
+        session.running -= 1
+        if session.running:
+            return
+        if not session.prompt_tokens:
+            self._drop(session)
+            return
+        session.idle_since = now
+        self._idle[session] = None
+        self._forget(now)
+
+    def returns(self, tenant_name: str) -> Returns:
+        """How likely turns of this tenant are to be followed by another one, for those who keep what they leave."""
+        tenant = self._tenants.get(tenant_name) or Tenant()
+        over_share = tenant.leased_tokens * self._weights > tenant.weight * self.leased_tokens
+        if self.leased_tokens > self.kv_tokens and over_share:
+            return Returns(0.0, 0.0)
+        return Returns(tenant.share, min(tenant.mean_s or PATIENCE_S, KEPT_S))
+
+    def end(self, tenant: str, name: bytes) -> bytes:
+        """Its client says that a session is over. Returns its tail; empty if there is nothing to be given up. Turns that run go
+        on, and what they leave is cached like that of any others."""
+        session = self._by_name.get((tenant, name))
+        if session is None or session not in self._idle:
+            return b""
+        self._end_lease(session)
+        del self._idle[session]
+        self._drop(session)
+        return session.tail
+
+    # --- what is kept ---------------------------------------------------------------------------------------------------
+
+    def _find(self, submit: Submit, blob: bytes) -> Session | None:
+        if submit.session:
+            return self._by_name.get((submit.tenant, submit.session))
+        for end in _ends(submit.block_hashes):
+            found = self._by_end.get((submit.tenant, end))
+            if found is not None and not found.name and _continues(submit, blob, found):
+                return found
+        return None
+
+    def _tenant(self, name: str) -> Tenant:
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = Tenant()
+            if len(self._tenants) > TENANTS_MAX:
+                oldest = next(iter(self._tenants))
+                for session in list(self._leases_of.get(oldest, ())):
+                    self._end_lease(session)
+                del self._tenants[oldest]
+        else:
+            self._tenants.move_to_end(name)
+        return tenant
+
+    def _lease(self, session: Session, weight: float) -> None:
+        tenant, leases = self._tenant(session.tenant), self._leases_of.setdefault(session.tenant, OrderedDict())
+        if not leases:
+            tenant.weight = weight
+            self._weights += weight
+        leases[session] = None
+        session.leased = True
+        self.leases += 1
+        tenant.leased_tokens += session.tokens
+        self.leased_tokens += session.tokens
+
+    def _end_lease(self, session: Session) -> None:
+        if not session.leased:
+            return
+        tenant, leases = self._tenants[session.tenant], self._leases_of[session.tenant]
+        del leases[session]
+        session.leased = False
+        self.leases -= 1
+        tenant.leased_tokens -= session.tokens
+        self.leased_tokens -= session.tokens
+        if not leases:
+            del self._leases_of[session.tenant]
+            self._weights -= tenant.weight
+
+    def _give_up_waiting(self, name: str, tenant: Tenant, now: float) -> None:
+        """Of a tenant's turns, those that were not followed by another one for too long."""
+        leases = self._leases_of.get(name)
+        for _ in range(AT_ONCE):
+            if not leases or (first := next(iter(leases))).idle_since + tenant.patience_s() > now:
+                return
+            self._end_lease(first)
+            tenant.share -= LEARNT * tenant.share
+
+    def _forget(self, now: float) -> None:
+        for _ in range(AT_ONCE):
+            first = next(iter(self._idle), None)
+            if first is None or (first.idle_since + KEPT_S > now and len(self._idle) <= SESSIONS_MAX):
+                return
+            self._end_lease(first)
+            del self._idle[first]
+            self._drop(first)
+
+    def _drop(self, session: Session) -> None:
+        for table, key in ((self._by_name, session.name), (self._by_end, session.end)):
+            if table.get((session.tenant, key)) is session:
+                del table[(session.tenant, key)]
+
+
+def _continues(submit: Submit, blob: bytes, session: Session) -> bool:
+    """Whether a prompt begins with the last one of a session, and goes on. So it has the answer in it, or a client gives one
+    name to what has nothing to do with each other."""
+    size, tokens = submit.hash_block_size, session.prompt_tokens
+    if not size or submit.prompt_tokens <= tokens:
+        return False
+    blocks = tokens // size
+    rest = blob[4 * blocks * size : 4 * tokens]
+    return rest == session.rest and submit.block_hashes[: blocks * HASH_BYTES].endswith(session.end)
+
+
+def _ends(hashes: bytes) -> Iterator[bytes]:
+    """Of the last blocks of a prompt, the last one first."""
+    first = max(0, len(hashes) - SCANNED_BLOCKS * HASH_BYTES)
+    for at in range(len(hashes) - HASH_BYTES, first - 1, -HASH_BYTES):
+        yield hashes[at : at + HASH_BYTES]

@@ -1,0 +1,95 @@
+"""Which cached block is given up first: the one that is least likely to be asked for again. Pure.
+
+A block was used last by a tenant of whose turns a share `r` is followed by another one, after `m` seconds in the mean
+(`proto.parts.Returns`). After `a` seconds without use it is asked for again with the probability
+
+    r e^(-a/m) / (r e^(-a/m) + 1 - r)
+
+if the times between turns are exponential. One block takes about as long to compute again as another, and as much room, so
+that nothing else decides. Tenants are rounded to a few kinds: within a kind, the block that was used longest ago goes first.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from math import exp, log2
+from typing import Final, NamedTuple
+
+from proto.parts import Returns
+
+SHARES: Final = 8
+"""Kinds differ in the share by an eighth, and in the mean time by a factor of four."""
+TIMES: Final = 8
+
+
+class _Kind(NamedTuple):
+    eighths: int
+    power_of_four: int
+
+    def probability(self, idle_s: float) -> float:
+        share = self.eighths / SHARES
+        alive = share * exp(-idle_s / 4.0**self.power_of_four)
+        return alive / (alive + 1 - share) if alive else 0.0
+
+
+def _kind(returns: Returns) -> _Kind:
+    eighths = min(round(returns.share * SHARES), SHARES - 1)  # nothing is certain to come back
+    return _Kind(eighths, min(round(log2(max(returns.mean_s, 1.0)) / 2), TIMES - 1))
+
+
+class IdleBlocks:
+    """Blocks that nobody holds, whose contents are kept."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        """In seconds; brought up to date by whoever owns the blocks. Where it stands still, shares alone decide."""
+        self._kinds: dict[_Kind, OrderedDict[int, float]] = {}
+        """By kind: blocks, and since when nobody uses them, the longest first."""
+        self._kind_of: dict[int, _Kind] = {}
+
+    def __len__(self) -> int:
+        return len(self._kind_of)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._kind_of
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._kind_of)
+
+    def add(self, block: int, returns: Returns) -> None:
+        self._add(block, _kind(returns))
+
+    def discard(self, block: int) -> None:
+        kind = self._kind_of.pop(block, None)
+        if kind is not None:
+            blocks = self._kinds[kind]
+            del blocks[block]
+            if not blocks:
+                del self._kinds[kind]
+
+    def used(self, block: int) -> None:
+        """Just now, and nobody holds it all the same."""
+        kind = self._kind_of[block]
+        self.discard(block)
+        self._add(block, kind)
+
+    def first(self) -> int:
+        """The one to be given up first."""
+        kind = min(self._kinds, key=self._worth)
+        return next(iter(self._kinds[kind]))
+
+    def keep_with(self, block: int, other: int) -> bool:
+        """Keep one for at least as long as another, if it would go before; returns whether that changed anything."""
+        mine, theirs = self._kind_of[block], self._kind_of[other]
+        since = self._kinds[theirs][other]
+        if mine == theirs or theirs.probability(self.now - since) <= self._worth(mine):
+            return False
+        self.discard(block)
+        self._add(block, theirs)
+        return True
+
+    def _worth(self, kind: _Kind) -> float:
+        return kind.probability(self.now - next(iter(self._kinds[kind].values())))
+
+    def _add(self, block: int, kind: _Kind) -> None:
+        self._kind_of[block] = kind
+        self._kinds.setdefault(kind, OrderedDict())[block] = self.now

@@ -143,7 +143,7 @@ class State:
         self.move(request, trigger, now, why)
         assert request.state in TERMINAL
         request.blob = b""  # rows and lists may know it for a while yet
-        turns.end(request, self.pools[request.submit.model], self.queues[request.submit.model], self.counters, now)
+        turns.end(request, self.pools[request.submit.model], self.queues[request.submit.model], now)
         self.outcomes[request.state] += 1
         del self.requests[request.id]
         self.alive[request.submit.model] -= 1

@@ -85,17 +85,15 @@ class Turn(NamedTuple):
     """This and the next two as in `Session`, of its own prompt."""
     tail: bytes
     rest: bytes
+    kept_tokens: int
+    """Of the last one's prompt, which it continues; 0: it continues none."""
     kept_s: float
-    """So long before it the last one ended, which it continues; 0: it continues none."""
+    """So long before it the last one ended."""
 
-
-class Ended(msgspec.Struct, frozen=True):
-    """What became of what had been kept for a turn."""
-
-    found: bool
-    """It was there."""
-    cost: float
-    """What that cost its tenant, in prompt tokens."""
+    @property
+    def cost(self) -> float:
+        """Of what was kept for it, in prompt tokens."""
+        return self.kept_tokens * min(self.kept_s / COMPUTED_ANEW_S, CHARGE_MAX)
 
 
 class Sessions:
@@ -123,14 +121,14 @@ class Sessions:
         self._forget(now)
         tenant = self._tenant(submit.tenant)
         self._give_up_waiting(submit.tenant, tenant, now)
-        session, kept_s = self._find(submit, blob), 0.0
+        session, kept_tokens, gap_s = self._find(submit, blob), 0, 0.0
         if session is None:
             session = Session(submit.tenant, submit.session)
             if session.name:
                 self._by_name[(session.tenant, session.name)] = session
         elif session in self._idle:
             gap_s = now - session.idle_since
-            kept_s = min(gap_s, KEPT_S) if _continues(submit, blob, session) else 0.0
+            kept_tokens = session.prompt_tokens if _continues(submit, blob, session) else 0
             if not session.leased:
                 tenant.share += LEARNT * (1 - tenant.share)  # it was taken not to come back
             tenant.mean_s += (LEARNT if tenant.mean_s else 1.0) * (gap_s - tenant.mean_s)
@@ -140,35 +138,20 @@ class Sessions:
         session.running += 1
         tokens, hashes = submit.prompt_tokens, submit.block_hashes
         in_blocks = len(hashes) // HASH_BYTES * submit.hash_block_size
-        return Turn(session, tokens, hashes[-TAIL_BLOCKS * HASH_BYTES :], blob[4 * in_blocks :], kept_s)
+        return Turn(session, tokens, hashes[-TAIL_BLOCKS * HASH_BYTES :], blob[4 * in_blocks :], kept_tokens, gap_s)
 
-    def answered(
-        self,
-        turn: Turn,
-        tokens: int,
-        cached_tokens: int,
-        block_size: int,
-        weight: float,
-        now: float,
-    ) -> Ended | None:
-        """A turn has ended with an answer, and left so many tokens of KV. Says what became of what was kept for it; None: it
-        does not continue any. `weight`: of its organisation."""
-        session, ended = turn.session, None
-        if turn.kept_s:
-            kept = session.prompt_tokens // block_size * block_size
-            found = cached_tokens >= kept
-            cost = kept * min(turn.kept_s / COMPUTED_ANEW_S, CHARGE_MAX) if found else 0.0
-            ended = Ended(found, cost)
+    def answered(self, turn: Turn, tokens: int, weight: float, now: float) -> None:
+        """A turn has ended with an answer, and left so many tokens of KV. `weight`: of its organisation."""
+        session = turn.session
         if self._by_end.get((session.tenant, session.end)) is session:
             del self._by_end[(session.tenant, session.end)]
-        _, session.prompt_tokens, session.tail, session.rest, _ = turn
+        session.prompt_tokens, session.tail, session.rest = turn.prompt_tokens, turn.tail, turn.rest
         session.tokens = tokens
         if session.end:
             self._by_end[(session.tenant, session.end)] = session
         self.over(session, now)
         if session in self._idle and session.end:
             self._lease(session, weight)
-        return ended
 
     def over(self, session: Session, now: float) -> None:
         """One of its turns is: with nothing more said, it left nothing."""

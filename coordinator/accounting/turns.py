@@ -2,34 +2,41 @@
 
 from collections import Counter
 
+from coordinator.placement.choice import cached_tokens
 from coordinator.request import Request
 from coordinator.waiting.queue import WaitQueue
 from coordinator.workers.pool import Pool
+from proto.messages import Role
 
 
-def begin(request: Request, pool: Pool, now: float) -> None:
-    """It has been let in. What an earlier coordinator had let in, or an earlier attempt at all its choices, is no turn."""
+def begin(request: Request, pool: Pool, queue: WaitQueue, counters: Counter[str], now: float) -> None:
+    """It has been let in, and pays for what was kept for it, while others wait. What an earlier coordinator had let in, or an
+    earlier attempt at all its choices, is no turn."""
     submit = request.submit
-    if submit.attempt == 1 and submit.block_hashes:
-        request.turn = pool.sessions.came(submit, request.blob, now)
+    if submit.attempt > 1 or not submit.block_hashes:
+        return
+    turn = request.turn = pool.sessions.came(submit, request.blob, now)
+    if not turn.kept_tokens:
+        return
+    found = False
+    for worker in pool.candidates.holders(Role.PREFILL, submit) + pool.candidates.holders(Role.DECODE, submit):
+        size = worker.capacity.block_size
+        found = found or cached_tokens(submit, worker, pool) // size >= turn.kept_tokens // size
+    counters["lease_found" if found else "lease_broken"] += 1
+    if found:
+        queue.charge_kept(request.path, turn.cost)
 
 
-def end(request: Request, pool: Pool, queue: WaitQueue, counters: Counter[str], now: float) -> None:
-    """It leaves its KV, if its prompt was computed; and pays for what it had found, while others wait."""
+def end(request: Request, pool: Pool, queue: WaitQueue, now: float) -> None:
+    """It leaves its KV, if its prompt was computed."""
     turn, request.turn = request.turn, None
     if turn is None:
         return
-    prefill = pool.workers.get(request.prefill_incarnation)
-    if not request.first_token_at or prefill is None:
+    if not request.first_token_at:
         pool.sessions.over(turn.session, now)
         return
     submit = request.submit
     tokens = submit.prompt_tokens - submit.resumed_tokens
     tokens += request.bill.counters.output_tokens if request.bill is not None else submit.resumed_tokens
     weight = queue.fair.weights.get("/".join(request.path[:2]), 1.0)
-    size = prefill.capacity.block_size
-    ended = pool.sessions.answered(turn, tokens, request.cached_tokens, size, weight, now)
-    if ended is None:
-        return
-    counters["lease_found" if ended.found else "lease_broken"] += 1
-    queue.charge_kept(request.path, ended.cost)
+    pool.sessions.answered(turn, tokens, weight, now)

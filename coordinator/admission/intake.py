@@ -100,13 +100,7 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
         return
     assert request is not None
     if known is None:
-        state.requests[request.id] = request
-        state.alive[submit.model] += 1
-        if request.suspicion is not None:
-            state.pools[submit.model].suspects[request.id] = request
-        request.pay_for_drained(0)
-        turns.begin(request, state.pools[submit.model], now)
-        state.record_usage(tenancy.opened(state, request))
+        _let_in(state, request, now)
     else:
         _renew(state, request, submit, event.blob, now)
     if again:
@@ -118,6 +112,18 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
     suffix.came(request, state.pools[submit.model], queue, now)
     state.send(incarnation, Accepted(*request.key, state.billing.rates(submit.tenant, now)))
     state.out.append(StateChanged(request.id, request.attempt, request.state, "submitted"))
+
+
+def _let_in(state: State, request: Request, now: float) -> None:
+    """A new one."""
+    model = request.submit.model
+    state.requests[request.id] = request
+    state.alive[model] += 1
+    if request.suspicion is not None:
+        state.pools[model].suspects[request.id] = request
+    request.pay_for_drained(0)
+    turns.begin(request, state.pools[model], state.queues[model], state.counters, now)
+    state.record_usage(tenancy.opened(state, request))
 
 
 def _comes_back(state: State, submit: Submit) -> bool:

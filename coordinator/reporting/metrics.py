@@ -13,7 +13,7 @@ from coordinator.events import StateChanged
 from coordinator.lifecycle import State as RequestState
 from coordinator.reporting.goodput_metrics import goodput_metrics
 from coordinator.reporting.recent import RecentTimes
-from coordinator.reporting.schedule_metrics import PREFIX, estimate_metrics, schedule_metrics, session_metrics
+from coordinator.reporting.schedule_metrics import PREFIX, estimate_metrics, schedule_metrics
 from coordinator.reporting.served import Service, evenness, services
 from coordinator.state import State
 from proto.messages import Role
@@ -95,7 +95,6 @@ class CoordinatorMetrics:
         goodput_metrics(registry, lambda: self._core)
         schedule_metrics(registry, lambda: self._core, self._clock)
         estimate_metrics(registry, lambda: self._core)
-        session_metrics(registry, lambda: self._core)
         self._read_fairness(registry)
         self._read_workers(registry)
         self._read_faults(registry)

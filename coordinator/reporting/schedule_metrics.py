@@ -50,20 +50,17 @@ def schedule_metrics(registry: MetricsRegistry, core: Callable[[], State], clock
     )
     registry.read(
         "gauge",
-        PREFIX + "oldest_wait_seconds",
-        f"How long the request that waits longest has waited; {RESUMED}: of later attempts.",
-        ("model", "priority_class"),
-        oldest,
-    )
-
-
-def session_metrics(registry: MetricsRegistry, core: Callable[[], State]) -> None:
-    registry.read(
-        "gauge",
         PREFIX + "leased_tokens",
         "Tokens whose KV is kept for the next turns of sessions, until their room is needed.",
         ("model",),
         lambda: [((model,), pool.sessions.leased_tokens) for model, pool in core().pools.items()],
+    )
+    registry.read(
+        "gauge",
+        PREFIX + "oldest_wait_seconds",
+        f"How long the request that waits longest has waited; {RESUMED}: of later attempts.",
+        ("model", "priority_class"),
+        oldest,
     )
 
 

@@ -30,8 +30,10 @@ Nothing that would change an answer is accepted and ignored. Each field is one o
   there. Fields that are not in the tables are refused as unknown.
 
 Beside these, `/v1/models`, `/v1/models/{id}`, `/version` and `/health` are GET requests without fields, and so are
-`/v1/responses/{id}` with GET and DELETE. `/v1/files` and `/v1/batches` have [a page of their own](batches.md). Images, audio
-and files are refused wherever messages may have parts.
+`/v1/responses/{id}` with GET and DELETE, and `/v1/sessions/{id}` with DELETE, which ends a session: what only it has in caches
+is given up. A session is a conversation: its name is `session_id`, or the header `X-Session-Id` with any of these APIs, or
+`prompt_cache_key`. Without a name, its next turn is found by its prompt. `/v1/files` and `/v1/batches` have
+[a page of their own](batches.md). Images, audio and files are refused wherever messages may have parts.
 
 `system_fingerprint` in an answer stands for the model's files, what computes and its versions: with a seed, two answers to the
 same request can be equal only where it is equal. While workers differ, it stands for all of them together.
@@ -40,7 +42,6 @@ _WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "user": "It is in the access log, for operators to find abuse.",
     "safety_identifier": "It is in the access log, for operators to find abuse.",
     "metadata": "It is given back with the response, or in the access log (`user_id`).",
-    "prompt_cache_key": "The prefix cache finds prompts by their tokens.",
     "prompt_cache_options": "The prefix cache needs no options; `cache_salt` keeps prompts apart.",
     "prompt_cache_retention": "Prompts stay cached until their room is needed.",
     "verbosity": "An answer is as long as the model makes it.",

@@ -4,13 +4,14 @@ import random
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from proto.messages import Role
 from tests import tiny_models
-from tests.e2e.live import Live, live
+from tests.e2e.live import READY_S, Live, live
 from tests.e2e.test_exactness import generate
 
 BLOCK, NEW_TOKENS, LONG_ANSWER = 16, 20, 320
@@ -77,6 +78,24 @@ def test_what_is_cached_is_not_computed_and_changes_no_token(model_path: Path, t
         assert ask(up, turn) == ([generate(model, turn, NEW_TOKENS)], (237 + NEW_TOKENS - 1) // BLOCK * BLOCK)
         assert up.wait_idle().counters["suffixes_on_decode"] >= 1, "the second at least, when both workers are as fast"
     assert warm_bytes == (4 + 0 + 1) * BLOCK_BYTES, "decode gets only what it lacks"
+
+
+def test_a_session_finds_its_kv_until_its_client_ends_it(model_path: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    prompt = prompts()["first"]
+    with live(model_path, tmp_path, STEP_TOKENS="64") as up:
+        for turn in range(3):
+            (answer,), cached = ask(up, prompt, session_id="mine")
+            assert answer == generate(model, prompt, NEW_TOKENS)
+            assert cached >= 224 if turn else cached == 0
+            prompt = [*prompt, *answer, 7, 8, 9]
+        [sessions] = up.wait_idle().sessions
+        assert sessions.leases >= 1 and sessions.leased_tokens >= len(prompt) - 3
+        assert up.status().counters["lease_found"] == 2
+        answer = httpx.delete(f"{up.base_url}/v1/sessions/mine", timeout=10.0, trust_env=False)
+        assert answer.json() == {"id": "mine", "object": "session", "deleted": True}
+        up.wait_for("its lease ends", lambda: up.status().sessions[0].leases == sessions.leases - 1, READY_S)
+        assert ask(up, prompt, session_id="mine") == ([generate(model, prompt, NEW_TOKENS)], 0)
 
 
 def test_a_prefill_worker_fetches_an_answer_from_the_decode_worker_that_gave_it(

@@ -38,7 +38,7 @@ from proto.messages import (
     TokenItem,
     Tokens,
 )
-from proto.progress import PromptLogprobs
+from proto.progress import EndSession, PromptLogprobs
 from proto.sampling import TokenLogprobs
 from runtime.link.peer import Peer
 from runtime.tenancy.tenants import parse
@@ -80,6 +80,7 @@ class FakeCluster:
     """Accept, and answer nothing until `release`."""
     submits: list[tuple[Submit, list[int]]] = field(default_factory=list)
     cancels: list[Cancel] = field(default_factory=list)
+    ended_sessions: list[EndSession] = field(default_factory=list)
     cancelled: set[tuple[str, int]] = field(default_factory=set)
 
     def connect(self) -> None:
@@ -94,6 +95,9 @@ class FakeCluster:
         if isinstance(message, Cancel):
             self.cancels.append(message)
             self.cancelled.add((message.request_id, message.attempt))
+            return
+        if isinstance(message, EndSession):
+            self.ended_sessions.append(message)
             return
         assert isinstance(message, Submit)
         self.submits.append((message, unpack_tokens(blob, message.prompt_tokens)))

@@ -78,6 +78,8 @@ SAMPLES: list[Message] = [
     messages.WorkFailed(*ID, Interrupt.TRANSFER_FAILED, "broke"),
     messages.Tokens((ITEM,)),
     progress.AnswerNames("r", 1, 0, 16, 3, bytes(16)),
+    progress.EndSession("org/user", bytes(16)),
+    progress.EndPrefix(bytes(48)),
     progress.PromptLogprobs("r", 1, 1, 1, bytes(8), bytes(8), bytes(8), bytes(8)),
     status.KvHeld(17, 3, 2),
     status.KvPairs((status.KvPair(9, "gloo", "shm: another host"),)),

@@ -11,7 +11,8 @@ from kvtransfer.session.session import Accepted
 from proto.codec import pack_tokens, split_hashes
 from proto.kv import Commit, FirstToken, Offer
 from proto.messages import Peer, Release, Reserve
-from proto.progress import AnswerNames
+from proto.parts import Returns
+from proto.progress import AnswerNames, EndPrefix
 from proto.sampling import Sampling
 from tests.workers.test_batch import BLOCK
 from tests.workers.test_reservations import PREFILL_EPOCH, Ports, make_core
@@ -119,3 +120,35 @@ def test_names_of_smaller_blocks_are_joined() -> None:
     core.answer_named(GATEWAY, said(11, block_size=BLOCK // 2))
     names = BlockNames.of(pack_tokens((*PROMPT, *output(11))), BLOCK // 2, "tenant:a", b"key").hashes
     assert len(core.table.allocator.match_prefix(split_hashes(names)[1::2])) == (len(PROMPT) + 10) // BLOCK
+
+
+def test_an_answer_is_kept_as_long_as_its_tenant_comes_back() -> None:
+    core, _ = make_core()
+    allocator = core.table.allocator
+    core.order(msgspec.structs.replace(order(), returns=Returns(0.9, 60.0)))
+    answer = core.offered(PREFILL_EPOCH, Offer("a", 1, 1, 2))
+    assert isinstance(answer, Accepted)
+    core.committed(PREFILL_EPOCH, Commit("a", 1, (), 0, (FirstToken(0, 10),)), list(answer.block_ids), [])
+    for number in range(8):
+        plan = core.plan()
+        assert plan is not None
+        core.apply([(20 + number, None) for _ in plan.rows])
+    core.order(Release("a", 1))
+    core.answer_named(GATEWAY, said(9))
+    assert found(core, 9) == 3
+    once = allocator.allocate(allocator.free_count)
+    allocator.insert([bytes([number]) * 16 for number in range(len(once))], once)
+    allocator.free(once, Returns(0.1, 60.0))
+    allocator.free(allocator.allocate(len(once)))
+    assert found(core, 9) == 3, "it is older, and what came once goes first"
+
+
+def test_the_end_of_a_session_gives_up_its_answer_too() -> None:
+    core, _ = streamed(9)
+    core.order(EndPrefix(NAMES.hashes))
+    core.order(Release("a", 1))
+    core.answer_named(GATEWAY, said(9))
+    assert found(core, 9) == 3, "it still ran"
+    core.order(EndPrefix(b"?" * 16 + NAMES.hashes))
+    assert found(core, 9) == 0
+    core.table.allocator.check_invariants()

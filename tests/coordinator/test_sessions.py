@@ -1,0 +1,211 @@
+"""Conversations: which request is the next turn of which, how long their KV is worth keeping, and what it costs."""
+
+import random
+from hashlib import blake2b
+
+import pytest
+
+from coordinator.accounting import sessions as module
+from coordinator.accounting.sessions import Sessions, Turn
+from proto.codec import pack_tokens
+from proto.limits import HASH_BYTES
+from proto.messages import Submit
+from proto.progress import EndPrefix, EndSession
+from proto.sampling import Sampling
+from tests.coordinator.test_suffixes import World
+
+BLOCK = 4
+PROMPT = tuple(range(10, 32))
+"""Five blocks and two tokens."""
+
+
+def submit(prompt: tuple[int, ...], tenant: str = "a", session: bytes = b"", salt: str = "") -> tuple[Submit, bytes]:
+    hashes, last = b"", f"{tenant} {salt}".encode()
+    for end in range(BLOCK, len(prompt) + 1, BLOCK):
+        last = blake2b(last + pack_tokens(prompt[end - BLOCK : end]), digest_size=HASH_BYTES).digest()
+        hashes += last
+    one = Submit(
+        "r", 1, "m", len(prompt), Sampling(max_tokens=8), tenant=tenant, block_hashes=hashes, hash_block_size=BLOCK,
+        session=session,
+    )  # fmt: skip
+    return one, pack_tokens(prompt)
+
+
+def came(sessions: Sessions, prompt: tuple[int, ...], now: float, tenant: str = "a", session: bytes = b"") -> Turn:
+    return sessions.came(*submit(prompt, tenant, session), now)
+
+
+def answered(sessions: Sessions, turn: Turn, now: float, weight: float = 1.0) -> None:
+    sessions.answered(turn, turn.prompt_tokens + 8, weight, now)
+
+
+def played(sessions: Sessions, prompt: tuple[int, ...], at: float, **more: str) -> Turn:
+    turn = came(sessions, prompt, at, **more)
+    answered(sessions, turn, at)
+    return turn
+
+
+def test_the_next_turn_is_found_by_its_prompt_and_its_gap_is_learnt() -> None:
+    sessions = Sessions()
+    first = played(sessions, PROMPT, 0.0)
+    before = sessions.returns("a")
+    turn = came(sessions, (*PROMPT, 1, 2, 3, 4, 5), 7.0)
+    assert turn.session is first.session and (turn.kept_tokens, turn.kept_s) == (22, 7.0)
+    assert turn.cost == 22 * 7 / module.COMPUTED_ANEW_S
+    after = sessions.returns("a")
+    assert after.mean_s == 7.0 and after.share > before.share
+    answered(sessions, turn, 8.0)
+    late = came(sessions, (*PROMPT, *range(1, 30)), 3000.0)
+    assert late.cost == late.kept_tokens * module.CHARGE_MAX
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tenant"),
+    [
+        (PROMPT, "a"),
+        ((*PROMPT[:20], 99, 98, 97), "a"),
+        ((*PROMPT[:20],), "a"),
+        ((99, *PROMPT[1:], 1, 2, 3), "a"),
+        ((*PROMPT, 1, 2, 3), "b"),
+    ],
+    ids=["the same again", "another end behind the same blocks", "only the beginning", "another beginning", "a tenant"],
+)
+def test_other_prompts_are_no_next_turns(prompt: tuple[int, ...], tenant: str) -> None:
+    sessions = Sessions()
+    first = played(sessions, PROMPT, 0.0)
+    turn = came(sessions, prompt, 1.0, tenant)
+    assert turn.session is not first.session and turn.kept_tokens == 0
+
+
+def test_a_name_is_its_tenants_own_and_what_does_not_continue_has_nothing_to_find() -> None:
+    sessions = Sessions()
+    first = played(sessions, PROMPT, 0.0, session=b"name")
+    assert came(sessions, PROMPT, 1.0, "b", b"name").session is not first.session
+    turn = came(sessions, (7, 8, 9), 2.0, "a", b"name")
+    assert turn.session is first.session and turn.kept_tokens == 0
+    assert sessions.end("a", b"name") == b"", "its turn runs"
+    answered(sessions, turn, 3.0)
+    assert sessions.end("b", b"name") == b""
+    assert sessions.end("a", b"other") == b""
+    went_on = came(sessions, (7, 8, 9, *PROMPT), 4.0, "a", b"name")
+    assert went_on.kept_tokens == 3
+    answered(sessions, went_on, 5.0)
+    assert sessions.end("a", b"name") == went_on.tail and sessions.end("a", b"name") == b""
+
+
+def test_turns_that_nothing_follows_make_leases_worth_less_until_they_are_followed() -> None:
+    sessions = Sessions()
+    for number in range(40):
+        played(sessions, (number, *PROMPT), 100.0 * number)
+    low = sessions.returns("a")
+    assert low.share < 0.1 and sessions.leases == 1 and sessions.leased_tokens == 31
+    for number in range(40):
+        came(sessions, (number, *PROMPT, 1, 2), 3990.0)
+    assert sessions.returns("a").share > 0.8 and not sessions.leases
+    assert sessions.returns("b").share == 0.5, "of another tenant nothing is known"
+
+
+def test_where_leases_are_more_than_fits_those_of_a_tenant_over_its_share_are_the_first_to_go() -> None:
+    sessions = Sessions()
+    sessions.kv_tokens = 200
+    played(sessions, PROMPT, 0.0, tenant="small")
+    for number in range(5):
+        played(sessions, (number, *PROMPT), 0.0, tenant="large")
+    assert sessions.returns("large").share > 0, "all of it fits"
+    for number in range(5, 9):
+        played(sessions, (number, *PROMPT), 0.0, tenant="large")
+    assert sessions.returns("large").share == 0.0 and sessions.returns("small").share > 0
+    sessions.kv_tokens = 1000
+    assert sessions.returns("large").share > 0
+
+
+def test_a_weight_is_a_larger_share() -> None:
+    sessions = Sessions()
+    for tenant, weight in (("heavy", 9.0), ("light", 1.0)):
+        for number in range(4):
+            turn = came(sessions, (number, *PROMPT), 0.0, tenant)
+            answered(sessions, turn, 0.0, weight=weight)
+    assert sessions.returns("heavy").share > 0 and sessions.returns("light").share == 0.0
+
+
+def test_a_turn_without_an_answer_leaves_the_session_as_it_was() -> None:
+    sessions = Sessions()
+    first = played(sessions, PROMPT, 0.0)
+    refused = came(sessions, (*PROMPT, 1, 2), 1.0)
+    sessions.over(refused.session, 1.0)
+    assert sessions.leases == 0
+    assert came(sessions, (*PROMPT, 1, 2), 2.0).session is first.session
+    sessions.over(came(sessions, (1, 2, 3), 3.0).session, 3.0)
+    assert len(sessions) == 0, "of one that was never answered nothing is kept"
+
+
+def test_what_is_kept_is_bounded_and_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SESSIONS_MAX", 50)
+    monkeypatch.setattr(module, "TENANTS_MAX", 5)
+    rng, sessions, running, now = random.Random(3), Sessions(), list[Turn](), 0.0
+    for _ in range(4000):
+        now += rng.expovariate(0.3)
+        if running and rng.random() < 0.5:
+            turn = running.pop(rng.randrange(len(running)))
+            if rng.random() < 0.9:
+                answered(sessions, turn, now, weight=2.0)
+            else:
+                sessions.over(turn.session, now)
+        else:
+            prompt = (rng.randrange(40), *PROMPT[: rng.randrange(1, 20)])
+            name = rng.choice([b"", b"x", b"y"])
+            running.append(came(sessions, prompt, now, f"t{rng.randrange(9)}", name))
+        kept = [one for leases in sessions._leases_of.values() for one in leases]
+        assert len(sessions) <= 50 and len(sessions._tenants) <= 5
+        assert sessions.leases == len(kept) and sessions.leased_tokens == sum(one.tokens for one in kept)
+        assert set(kept) <= set(sessions._idle) and all(one.leased for one in kept)
+        assert sessions._weights == pytest.approx(2.0 * len(sessions._leases_of))
+        known = {id(one) for one in (*sessions._by_name.values(), *sessions._by_end.values())}
+        alive = {id(turn.session) for turn in running} | {id(one) for one in sessions._idle}
+        assert known <= alive, "a session that is over can still be found"
+    now += 10 * module.KEPT_S
+    for number in range(20):
+        sessions.over(came(sessions, (number,), now).session, now)
+    assert len(sessions) == 0
+
+
+@pytest.mark.parametrize("others", [0, 6])
+def test_kv_that_was_found_is_charged_while_others_wait(others: int) -> None:
+    world = World()
+    world.turn("t0", "s", 800, 8)
+    world.run(5.0)
+    charged: list[tuple[str, float]] = []
+    world.core.queues["m"].fair.charge = lambda path, cost: charged.append((path[1], cost))  # type: ignore[method-assign]
+    for number in range(others):
+        world.at(14.5, world.submit, f"long-{number}", "b", 4000)
+    world.at(15.0, world.turn, "t1", "s", 960, 8)
+    world.run(100.0)
+    assert world.core.counters["lease_found"] == 1 and not world.core.counters["lease_broken"]
+    assert [who for who, _ in charged] == (["a"] if others else [])
+    assert all(0.8 < cost / (800 * 14 / module.COMPUTED_ANEW_S) < 1.2 for _, cost in charged)
+
+
+def test_the_end_of_a_session_goes_to_the_workers_that_have_it() -> None:
+    world = World()
+    world.turn("t0", "s", 800, 8)
+    world.run(5.0)
+    pool = world.core.pools["m"]
+    tail = next(iter(pool.sessions._idle)).tail
+    session = next(iter(pool.sessions._idle))
+    session.name = b"name"
+    pool.sessions._by_name[("a", b"name")] = session
+    gateway = next(i for i, hello in world.core.peers.items() if hello.role == "gateway")
+    said = []
+    send = world.core.send
+    world.core.send = lambda incarnation, message, blob=b"": (
+        said.append((incarnation, message)),
+        send(incarnation, message, blob),
+    )  # type: ignore[method-assign, assignment]
+    world.receive(gateway, EndSession("b", b"name"))
+    assert not [message for _, message in said if isinstance(message, EndPrefix)], "another tenant's"
+    world.receive(gateway, EndSession("a", b"name"))
+    told = {incarnation for incarnation, message in said if message == EndPrefix(tail)}
+    assert told == set(pool.workers)
+    world.turn("t1", "s", 960, 8)
+    world.run(20.0)
+    assert world.requests["t1"].cached_tokens == 0

@@ -1,0 +1,72 @@
+"""Which session a request is a turn of, as its client says, and the end of one."""
+
+import pytest
+
+from gateway.text.block_hashes import session_name
+from proto.progress import EndSession
+from tests.gateway.fakes import MODEL, Site
+from tests.gateway.http_words import on_site
+from tests.gateway.test_tenancy import BOBS, FILE, KEY
+from tests.helpers import until
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+BODIES = {
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": {"input": "Hi"},
+    "/v1/messages": {**CHAT, "max_tokens": 5},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("fields", "header", "expected"),
+    [
+        ({}, "", ""),
+        ({"prompt_cache_key": "cache"}, "", "cache"),
+        ({"prompt_cache_key": "cache"}, "header", "header"),
+        ({"prompt_cache_key": "cache", "session_id": "body"}, "header", "body"),
+        ({}, "ü" * 600, "ü" * 600),
+    ],
+)
+def test_a_session_has_the_name_that_its_client_gives_it(
+    path: str, fields: dict[str, str], header: str, expected: str
+) -> None:
+    if path == "/v1/messages":
+        fields, expected = {}, header  # Anthropic's API has no such fields
+
+    async def test(site: Site) -> None:
+        async with site.client() as client:
+            headers = {"X-Session-Id": header.encode("latin-1")} if header else {}
+            answer = await client.post(path, json={"model": MODEL, **BODIES[path], **fields}, headers=headers)
+        assert answer.status_code == 200, answer.text
+        ((submit, _),) = site.cluster.submits
+        assert submit.session == (session_name(expected) if expected else b"")
+
+    on_site(test)
+
+
+@pytest.mark.parametrize("session", ["", "x" * 513, 7, ["a"]])
+def test_a_name_that_is_none_is_refused(session: object) -> None:
+    async def test(site: Site) -> None:
+        async with site.client() as client:
+            answer = await client.post("/v1/chat/completions", json={"model": MODEL, **CHAT, "session_id": session})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "session_id"
+        assert not site.cluster.submits
+
+    on_site(test)
+
+
+def test_a_client_ends_sessions_of_its_own_tenant() -> None:
+    async def test(site: Site) -> None:
+        async with site.client() as client:
+            assert (await client.delete("/v1/sessions/a")).status_code == 401
+            for key, name in ((KEY, "a/b c"), (BOBS, "a/b c")):
+                answer = await client.delete(f"/v1/sessions/{name}", headers={"Authorization": f"Bearer {key}"})
+                assert answer.json() == {"id": name, "object": "session", "deleted": True}
+        await until(lambda: len(site.cluster.ended_sessions) == 2)
+        assert site.cluster.ended_sessions == [
+            EndSession(tenant, session_name("a/b c")) for tenant in ("acme/ann", "acme/bob")
+        ]
+
+    on_site(test, tenants=FILE)

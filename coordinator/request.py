@@ -5,9 +5,9 @@ from typing import NamedTuple
 import msgspec
 
 from coordinator.accounting.bill import Bill
-from coordinator.accounting.sessions import Turn
 from coordinator.fairness.tenant_queue import Entry
 from coordinator.kv_admission.demand import NEVER
+from coordinator.kv_admission.sessions import Sessions, Turn
 from coordinator.lifecycle import State, Trigger, advance
 from proto.messages import Submit
 
@@ -200,6 +200,18 @@ class Request(msgspec.Struct, eq=False):
                 self.begin().paid_tokens = self.submit.prompt_tokens
         elif self.attempt_progress.paid_tokens:
             self.begin().paid_tokens = 0
+
+    def end_turn(self, sessions: Sessions, weight: float, now: float) -> None:
+        """It leaves its KV, if its prompt was computed. `weight`: of its organisation."""
+        turn, self.turn = self.turn, None
+        if turn is None:
+            return
+        if not self.first_token_at:
+            sessions.over(turn.session, now)
+            return
+        submit, bill = self.submit, self.bill
+        output_tokens = bill.counters.output_tokens if bill is not None else submit.resumed_tokens
+        sessions.answered(turn, submit.prompt_tokens - submit.resumed_tokens + output_tokens, weight, now)
 
     def fire(self, trigger: Trigger, now: float) -> None:
         if self.bill is not None:

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 
 import msgspec
 
-from coordinator.accounting import turns
 from coordinator.accounting.billing import Billing
 from coordinator.accounting.goodput import Goodput, Times
 from coordinator.accounting.tombstones import Remembered
@@ -143,12 +142,13 @@ class State:
         self.move(request, trigger, now, why)
         assert request.state in TERMINAL
         request.blob = b""  # rows and lists may know it for a while yet
-        turns.end(request, self.pools[request.submit.model], self.queues[request.submit.model], now)
+        pool, queue = self.pools[request.submit.model], self.queues[request.submit.model]
+        request.end_turn(pool.sessions, queue.weight(request.path), now)
         self.outcomes[request.state] += 1
         del self.requests[request.id]
         self.alive[request.submit.model] -= 1
         self.remember(*request.key, request.submit.drained_attempts, request.suspicion)
-        self.pools[request.submit.model].suspects.pop(request.id, None)
+        pool.suspects.pop(request.id, None)
         self.record_usage(self.billing.end(request.id, request.state, now))
 
     def record_usage(self, entry: Opened | Closed | None) -> None:

@@ -2,14 +2,13 @@
 
 import msgspec
 
-from coordinator.accounting import turns
 from coordinator.accounting.billing import whole_of
 from coordinator.admission import checks as admission
 from coordinator.admission import tenancy
 from coordinator.events import Received, StateChanged
 from coordinator.lifecycle import ON_WORKERS, Trigger
 from coordinator.lifecycle import State as RequestState
-from coordinator.placement import suffix
+from coordinator.placement import suffix, turns
 from coordinator.placement.choice import uncached_tokens
 from coordinator.placement.preemption import expected_left
 from coordinator.reporting import report

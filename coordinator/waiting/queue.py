@@ -284,6 +284,10 @@ class WaitQueue:
         """Cost per second of what was dispatched lately, answers as estimated."""
         return self._served.per_s(now)
 
+    def weight(self, path: Path) -> float:
+        """Of its organisation in its priority class."""
+        return self.fair.weights.get("/".join(path[:2]), 1.0)
+
     def charge(self, path: Path, cost: float) -> None:
         """For room that others could not have."""
         if cost > 0:

@@ -10,8 +10,8 @@ the third is not.
 
 from collections import ChainMap, Counter
 
-from coordinator.accounting.sessions import Sessions
 from coordinator.fairness.held_shares import HeldShares
+from coordinator.kv_admission.sessions import Sessions
 from coordinator.request import Request
 from coordinator.score import Weights
 from coordinator.step_pace import StepLimits, StepPace

@@ -267,13 +267,9 @@ def _show_classes(report: StatusReport, console: Console) -> None:
 
 def _show_sessions(report: StatusReport, console: Console) -> None:
     found, broken = (report.counters.get(f"lease_{what}", 0) for what in ("found", "broken"))
-    for one in report.sessions:
-        if one.sessions:
-            of = f" of {escape(one.model)}" if len(report.sessions) > 1 else ""
-            console.print(
-                f"Sessions{of}: {one.sessions:,}, KV of {one.leases:,} is kept ({_short(one.leased_tokens)} tokens)",
-                highlight=False,
-            )
+    for one in report.sessions if found or broken else ():
+        kept = f"{one.sessions:,}, KV of {one.leases:,} is kept ({_short(one.leased_tokens)} tokens)"
+        console.print(f"Sessions of {escape(one.model)}: {kept}", highlight=False, soft_wrap=True)
     if found or broken:
         console.print(f"Later turns: {found:,} found their KV, {broken:,} did not", highlight=False)
 

@@ -5,8 +5,8 @@ from hashlib import blake2b
 
 import pytest
 
-from coordinator.accounting import sessions as module
-from coordinator.accounting.sessions import Sessions, Turn
+from coordinator.kv_admission import sessions as module
+from coordinator.kv_admission.sessions import Sessions, Turn
 from proto.codec import pack_tokens
 from proto.limits import HASH_BYTES
 from proto.messages import Submit

@@ -14,6 +14,7 @@ from kvtransfer.session.session import Action, Ended, KvCommitted, SegmentDone, 
 from prefill_worker.core import PrefillCore
 from prefill_worker.prompts import PrefillRequest, PromptTable
 from proto.messages import Released, TokenItem, Tokens
+from proto.parts import Returns
 from runtime.worker import step_watch
 from runtime.worker.step_watch import StepWatch
 from tests.simulation.planted import Planted
@@ -160,8 +161,8 @@ def _free_only_what_is_held(m: pytest.MonkeyPatch) -> None:
     """So that the allocator's own assertion is not what finds it."""
     original = BlockAllocator.free
 
-    def free(self: BlockAllocator, blocks: list[int]) -> None:
-        original(self, [block for block in blocks if self.refs(block)])
+    def free(self: BlockAllocator, blocks: list[int], returns: Returns | None = None) -> None:
+        original(self, [block for block in blocks if self.refs(block)], returns)
 
     m.setattr(BlockAllocator, "free", free)
 

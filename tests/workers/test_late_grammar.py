@@ -49,6 +49,9 @@ class World:
             prepare_grammar=self.waiting.append,
         )
 
+    def now(self) -> float:
+        return 0.0
+
     def send(self, *what: Any) -> None:
         if isinstance(what[-1], Tokens):
             self.sent.append(what[-1])

@@ -1,4 +1,4 @@
-"""A request as a turn of its session: its beginning, and its end."""
+"""A request as a turn of its session: its beginning. `Request.end_turn` is its end."""
 
 from collections import Counter
 
@@ -25,18 +25,3 @@ def begin(request: Request, pool: Pool, queue: WaitQueue, counters: Counter[str]
     counters["lease_found" if found else "lease_broken"] += 1
     if found:
         queue.charge_kept(request.path, turn.cost)
-
-
-def end(request: Request, pool: Pool, queue: WaitQueue, now: float) -> None:
-    """It leaves its KV, if its prompt was computed."""
-    turn, request.turn = request.turn, None
-    if turn is None:
-        return
-    if not request.first_token_at:
-        pool.sessions.over(turn.session, now)
-        return
-    submit = request.submit
-    tokens = submit.prompt_tokens - submit.resumed_tokens
-    tokens += request.bill.counters.output_tokens if request.bill is not None else submit.resumed_tokens
-    weight = queue.fair.weights.get("/".join(request.path[:2]), 1.0)
-    pool.sessions.answered(turn, tokens, weight, now)

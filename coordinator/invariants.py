@@ -53,8 +53,7 @@ def check(core: Core, *, honest: bool = True) -> None:
             for key, allocation in worker.allocations.items()
             if allocation.path
         }
-        contexts = [worker.capacity.context_tokens for worker in (*pool.prefill.values(), *pool.decode.values())]
-        assert pool.context_tokens == min(contexts, default=pool.context_tokens)
+    _check_pools(core)
     assert sum(len(queue.fair) for queue in core.queues.values()) == sum(
         request.entry is not None for request in core.requests.values()
     )
@@ -88,3 +87,11 @@ def _check_bills(core: Core, honest: bool) -> None:
         concurrency.update(account.name for account in bill.accounts)
     assert set(core.requests) <= set(billing.bills)
     assert all(account.concurrency == concurrency[name] for name, account in billing.quotas.accounts.items())
+
+
+def _check_pools(core: Core) -> None:
+    for model, pool in core.pools.items():
+        turns = (r.turn for r in core.requests.values() if r.turn is not None and r.submit.model == model)
+        contexts = [worker.capacity.context_tokens for worker in (*pool.prefill.values(), *pool.decode.values())]
+        assert pool.context_tokens == min(contexts, default=pool.context_tokens)
+        pool.sessions.check_invariants(Counter(turn.session for turn in turns))

@@ -26,6 +26,7 @@ from proto.codec import pack_tokens
 from proto.errors import RemoteProtocolError
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, Rejected, Role, Tokens
+from proto.progress import EndSession
 from simulation.faults.plan import Asked
 from simulation.faults.surroundings import Surroundings
 from simulation.faults.worker_process import MODEL
@@ -95,12 +96,18 @@ class GatewayProcess(Process):
             Open(
                 StreamSpec(
                     asked.stream_id, MODEL, asked.prompt, asked.sampling, asked.choices,
-                    lambda: _Sink(asked.stop_word), asked.tenant, names, asked.priority_class,
+                    lambda: _Sink(asked.stop_word), asked.tenant, names, asked.priority_class, session=asked.session,
                 )
             )
         )  # fmt: skip
         if asked.leaves_after_s is not None:
             self.after(asked.leaves_after_s, self.leave, asked.stream_id)
+        if asked.session:
+            self.after(0.15, self.end_session, asked)
+
+    def end_session(self, asked: Asked) -> None:
+        if self.coordinator is not None:
+            self.coordinator.send(EndSession(asked.tenant, asked.session))
 
     def leave(self, stream_id: str) -> None:
         if stream_id in self.keeper.streams:

@@ -69,6 +69,8 @@ class Asked:
     choices: int
     stop_word: int
     leaves_after_s: float | None
+    session: bytes = b""
+    """Its client says that this is over, soon after it has asked."""
 
 
 @dataclass(frozen=True)
@@ -259,6 +261,7 @@ def _session(plan: Plan, random: Random, number: int, leave: bool) -> list[Asked
             prompt=(*prompt, *asked.prompt[:4]),
             sampling=msgspec.structs.replace(asked.sampling, max_tokens=min(asked.sampling.max_tokens, answer_max)),
             choices=random.choice((1, 1, 1, 2)) if not turn else 1,
+            session=b"mine" if plan.seed % 2 else b"",
         )
         turns.append(asked)
         prompt = (*asked.prompt, *expected(asked.prompt, asked.sampling, 0, asked.stop_word).tokens)

@@ -27,7 +27,7 @@ class _Kind(NamedTuple):
 
     def probability(self, idle_s: float) -> float:
         share = self.eighths / SHARES
-        alive = share * exp(-idle_s / 4.0**self.power_of_four)
+        alive = share * exp(-max(idle_s, 0.0) / 4.0**self.power_of_four)
         return alive / (alive + 1 - share) if alive else 0.0
 
 

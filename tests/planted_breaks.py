@@ -69,6 +69,16 @@ HASHES, NOTIFY = "tests/coordinator/test_hash_key.py::", "tests/launcher/test_no
 CLEAR, CALLS = "tests/kvtransfer/test_encryption_options.py::", "tests/test_dangerous_calls.py::"
 
 BREAKS: Final[dict[str, Break]] = {
+    "tests/coordinator/test_sessions.py::test_the_end_of_a_session_goes_to_the_workers_that_have_it": Break(
+        "coordinator/kv_admission/sessions.py",
+        "session = self._by_name.get((tenant, name))",
+        "session = next((one for (_, other), one in self._by_name.items() if other == name), None)",
+    ),
+    "tests/coordinator/test_sessions.py::test_leases_delay_nobody": Break(
+        "engine/kv/allocator.py",
+        "return min(left, len(self.pool.free) + len(self._prefixes.idle))",
+        "return min(left, len(self.pool.free))",
+    ),
     "tests/gateway/test_heavy_bodies.py::test_every_field_of_every_request_is_bounded": Break(
         "gateway/openai/request_types.py", "    arguments: Text", "    arguments: str"
     ),

@@ -205,3 +205,17 @@ def test_the_end_of_a_session_goes_to_the_workers_that_have_it() -> None:
     world.turn("t1", "s", 960, 8)
     world.run(20.0)
     assert world.requests["t1"].cached_tokens == 0
+
+
+def test_leases_delay_nobody() -> None:
+    ttft_s = {}
+    for conversations in (0, 12):
+        world = World(decode_blocks=200)
+        for number in range(conversations):
+            world.turn(f"t{number}", f"s{number}", 560, 40)
+        world.run(60.0)
+        assert world.core.pools["m"].sessions.leases == conversations
+        world.submit("long", "b", 2000, 200)
+        world.run(90.0)
+        ttft_s[conversations] = world.ttft_s["long"]
+    assert ttft_s[12] == pytest.approx(ttft_s[0], abs=0.01), "they are given up at once"

@@ -6,11 +6,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from coordinator.kv_admission.sessions import Sessions
+from coordinator.request import Request
 from coordinator.workers.wakeups import Wakeups
 from coordinator.workers.worker import Worker
 from decode_worker.ended import EndedStreams
 from decode_worker.requests import AttemptTable
 from decode_worker.suffixes import Slice, Suffixes
+from engine.kv.prefix_tree import PrefixTree
 from engine.kv.sequence import SequenceBlocks
 from gateway.streams import keeper
 from gateway.streams.types import SendNames
@@ -168,3 +171,28 @@ def a_released_prompt_frees_what_is_being_fetched(m: pytest.MonkeyPatch) -> None
         return original(self, prompt, final_report)
 
     m.setattr(PromptTable, "close", close)
+
+
+@bug
+def the_end_of_a_session_frees_blocks_that_are_held(m: pytest.MonkeyPatch) -> None:
+    """Another prompt gets them while one that begins with them runs."""
+    original = PrefixTree.end
+
+    def end(self: PrefixTree, hash_: bytes) -> list[int]:
+        node = self._nodes[hash_]
+        held = [] if node.block in self.idle else [*self._remove(node), node.block]
+        return held or original(self, hash_)
+
+    m.setattr(PrefixTree, "end", end)
+
+
+@bug
+def a_turn_that_is_not_answered_never_ends(m: pytest.MonkeyPatch) -> None:
+    """Its session is kept for ever."""
+    original = Request.end_turn
+
+    def end_turn(self: Request, sessions: Sessions, weight: float, now: float) -> None:
+        if self.first_token_at:
+            original(self, sessions, weight, now)
+
+    m.setattr(Request, "end_turn", end_turn)

@@ -13,6 +13,7 @@ FOUND_BY = {
     "a_gateway_names_what_was_never_an_answer": 501,
     "a_client_that_leaves_is_not_cancelled": 1012,
     "a_released_prompt_frees_what_is_being_fetched": 1109,
+    "the_end_of_a_session_frees_blocks_that_are_held": 103,
     "a_worker_changes_its_role_with_streams_on_it": 68,
     "a_worker_stays_closed_to_others_once_one_request_ran_there_alone": 2024,
     "a_worker_that_lost_its_coordinator_waits_for_ever_to_change": 105,

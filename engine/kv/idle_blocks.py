@@ -11,6 +11,7 @@ that nothing else decides. Tenants are rounded to a few kinds: within a kind, th
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from heapq import heapify, heappop, heappush, heapreplace
 from math import exp, log2
 from typing import Final, NamedTuple
 
@@ -45,6 +46,10 @@ class IdleBlocks:
         self._kinds: dict[_Kind, OrderedDict[int, float]] = {}
         """By kind: blocks, and since when nobody uses them, the longest first."""
         self._kind_of: dict[int, _Kind] = {}
+        self._ranked: list[tuple[float, _Kind]] = []
+        """A heap: what the first block of each kind was worth at `_ranked_at` or later. It is worth that or, since another one
+        is the first now, more; there may be kinds without blocks."""
+        self._ranked_at = 0.0
 
     def __len__(self) -> int:
         return len(self._kind_of)
@@ -74,8 +79,18 @@ class IdleBlocks:
 
     def first(self) -> int:
         """The one to be given up first."""
-        kind = min(self._kinds, key=self._worth)
-        return next(iter(self._kinds[kind]))
+        if self._ranked_at != self.now:
+            self._ranked, self._ranked_at = [(self._worth(kind), kind) for kind in self._kinds], self.now
+            heapify(self._ranked)
+        while True:
+            ranked, kind = self._ranked[0]
+            blocks = self._kinds.get(kind)
+            if blocks is None:
+                heappop(self._ranked)
+            elif (worth := self._worth(kind)) > ranked:
+                heapreplace(self._ranked, (worth, kind))
+            else:
+                return next(iter(blocks))
 
     def keep_with(self, block: int, other: int) -> bool:
         """Keep one for at least as long as another, if it would go before; returns whether that changed anything."""
@@ -92,4 +107,8 @@ class IdleBlocks:
 
     def _add(self, block: int, kind: _Kind) -> None:
         self._kind_of[block] = kind
-        self._kinds.setdefault(kind, OrderedDict())[block] = self.now
+        blocks = self._kinds.get(kind)
+        if blocks is None:
+            blocks = self._kinds[kind] = OrderedDict()
+            heappush(self._ranked, (kind.probability(0.0), kind))
+        blocks[block] = self.now

@@ -132,6 +132,8 @@ class Oracles:
             return stream.attempts + stream.losses + stream.no_tries > 1
         if stream.admitted:
             return reason is Reject.SHED and not any(stream.got)
+        if reason is Reject.TOO_LARGE:  # a worker with the small pool of a second tier may be the only one that decodes
+            return self.plan.tier_slots > 0 and stream.asked.choices > 1
         return reason in _PASSING or (reason is Reject.QUOTA and stream.asked.tenant in LIMITED)
 
     def left(self, stream_id: str) -> None:

@@ -280,11 +280,17 @@ class Oracles:
         for model, queue in core.queues.items():
             if queue.fair.size and not any(w.steps or w.allocations for w in core.workers.values()):
                 pool = core.pools[model]
-                pairs = [(p, d) for p in pool.prefill.values() for d in pool.decode.values()]
-                if any(not (p.draining or d.draining) and pool.may_pair(p, d, core.now) for p, d in pairs):
-                    waiting = next((r for r in core.requests.values() if r.entry is not None), None)
-                    why = f"{queue.fair.size} wait while every worker lies idle"
-                    raise Violation("work conserving", why, stream_of(waiting.id) if waiting else "")
+                pairs = [
+                    (p, d)
+                    for p in pool.prefill.values()
+                    for d in pool.decode.values()
+                    if not (p.draining or d.draining) and pool.may_pair(p, d, core.now)
+                ]
+                for waiting in core.requests.values():
+                    fits = [p.could_ever_take(waiting.submit) and d.could_ever_take(waiting.submit) for p, d in pairs]
+                    if waiting.entry is not None and any(fits):
+                        why = f"{queue.fair.size} wait while every worker lies idle"
+                        raise Violation("work conserving", why, stream_of(waiting.id))
 
 
 def _promised(core: Core) -> bool:

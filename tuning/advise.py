@@ -83,7 +83,7 @@ class Estimate:
     ttft_attainment: float
     tpot_attainment: float
     binds: str
-    """What limits it: "prefill compute", "decode compute", "decode memory", "queue", or "" where the SLO is kept."""
+    """What limits it: "prefill compute", "decode compute", "decode memory", "TTFT target", or "" where the SLO is kept."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class Model:
             if batch.load >= 1 and batch.load >= load:
                 binds = "decode memory" if batch.memory else "decode compute"
             elif first < each:
-                binds = "prefill compute" if load > 0.7 else "queue"
+                binds = "prefill compute" if load > 0.7 else "TTFT target"
             else:
                 binds = "decode compute"
         goodput = 1000 * self.per_ms * attainment

@@ -4,10 +4,12 @@
    the highest bounds are looked at first, and a candidate whose bound is below what another of as many workers has shown on an
    excerpt (the low end of its band) is discarded.
 2. Excerpts of the trace (windows from all over it) rank what is left; half goes on to an excerpt twice as long.
-3. The best few of the budget run the whole trace. Probabilities come from drawing its windows with replacement, the same
-   windows for all candidates, and from the profile's run-to-run spread.
+3. The best few run the whole trace, and those with fewer workers that may serve as much. The one recommended is the best of
+   these; of those that are no worse by more than the error, the one with the fewest workers. Probabilities and errors come from
+   drawing windows of the trace with replacement, the same windows for all candidates, and from the profile's run-to-run spread.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -17,6 +19,7 @@ import numpy as np
 from tuning.advise import Workers
 from tuning.bounds import attainable
 from tuning.goals import Goals
+from tuning.limits import limit_of
 from tuning.profile import Profile
 from tuning.simulator.cluster import Simulator
 from tuning.simulator.job import Sent
@@ -28,6 +31,11 @@ FULL_MAX: Final = 6
 """Candidates that run the whole trace …"""
 FULL_RUNS: Final = 3
 """… and of the best, how often with scaled step times."""
+OF_EACH_MAX: Final = 2
+"""Candidates of a smaller number of workers that go on to longer excerpts, with and without mixed ones."""
+LIMIT_REQUESTS: Final = 1200
+"""In the excerpt that tells what limits a candidate."""
+ERROR_MIN: Final = 0.002
 RUNG_SHARES: Final = (1 / 16, 1 / 6)
 REQUESTS_MIN: Final = 400
 DRAWS: Final = 400
@@ -63,9 +71,14 @@ class Result:
     prefill_busy: float = 0.0
     decode_busy: float = 0.0
     batch_mean: float = 0.0
+    limit_gain: float = 0.0
+    """Share of the requests that would keep the SLO in addition, with twice as much of what limits it."""
+    link_busy: float = 0.0
     probability: float = 0.0
-    """That it is the best of the budget."""
+    """That it would be the one recommended."""
     full: bool = False
+    drawn: Floats = field(default_factory=lambda: np.zeros(0), repr=False)
+    """Attainment over windows of the trace drawn with replacement; the same windows for all that ran as many requests."""
 
     def rank(self) -> tuple[float, float]:
         return -round(self.attainment, 3), self.strain
@@ -78,7 +91,7 @@ class Found:
     results: dict[Candidate, Result]
     best: Result
     ranked: list[Result]
-    """Full runs of the budget, the likeliest first."""
+    """Full runs: the recommended one, then the best first."""
     requests: int
     requests_per_s: float
     outcome: Outcome
@@ -103,9 +116,8 @@ class Space:
     def candidates(self) -> list[Candidate]:
         found = []
         for total in range(1, self.budget + 1):
-            tokens = self.step_tokens if total == self.budget else self.step_tokens[:1]
-            seqs = self.seqs_max if total == self.budget else self.seqs_max[:1]
-            found += [Candidate(one, t, s) for one in self.layouts(total) for t in tokens for s in seqs]
+            layouts = self.layouts(total)
+            found += [Candidate(one, t, s) for one in layouts for t in self.step_tokens for s in self.seqs_max]
         return found
 
 
@@ -144,16 +156,22 @@ def search(
             _take(result, _run(profile, part, candidate, options), goals, len(part), seed)
             shown[total] = max(shown.get(total, 0.0), result.low)
         left = _best_half(kept, results, space.budget)
-    left = [one for one in left if one.workers.total == space.budget][:FULL_MAX]
     outcomes: dict[Candidate, list[Outcome]] = {}
-    for done, candidate in enumerate(left):
-        tell("the whole trace", done, len(left))
-        outcomes[candidate] = [_run(profile, sent, candidate, options)]
-        _take(results[candidate], outcomes[candidate][0], goals, len(sent), seed)
-        results[candidate].full = True
+
+    def run_whole(one: Candidate) -> Result:
+        if one not in outcomes:
+            tell("the whole trace", len(outcomes), FULL_MAX)
+            outcomes[one] = [_run(profile, sent, one, options)]
+            _take(results[one], outcomes[one][0], goals, len(sent), seed)
+            results[one].full = True
+        return results[one]
+
+    _run_the_best(sorted(left, key=lambda one: results[one].rank()), run_whole, goals)
     _probabilities(outcomes, results, profile, sent, goals, options, seed)
-    ranked = sorted((results[one] for one in outcomes), key=lambda one: (-one.probability, *one.rank()))
-    best = ranked[0]
+    best = recommended([results[one] for one in outcomes])
+    others = sorted((results[one] for one in outcomes if one != best.candidate), key=Result.rank)
+    ranked = [best, *others]
+    _find_limits(ranked, profile, sent, goals, options, tell)
     outcome = outcomes[best.candidate][0]
     good = outcome.good(goals)
     names = np.array(outcome.classes)
@@ -174,15 +192,14 @@ def _take(result: Result, outcome: Outcome, goals: Goals, requests: int, seed: i
     good, strain = outcome.good(goals), outcome.strain(goals)
     result.requests, result.attainment = requests, float(good.mean())
     result.strain = float(np.quantile(strain, goals.percentile, method="lower"))
-    drawn = _draws(outcome.at_s, good.astype(float), seed)
-    result.low, result.high = (float(value) for value in np.quantile(drawn, (0.05, 0.95)))
-    result.binds = outcome.binds(goals)
+    result.drawn = _draws(outcome.at_s, good.astype(float), seed)
+    result.low, result.high = (float(value) for value in np.quantile(result.drawn, (0.05, 0.95)))
     result.figures = {
         metric: dict(zip(("p50", "p90", "p99"), outcome.percentiles(metric, (0.5, 0.9, 0.99)), strict=True))
         for metric in ("ttft_ms", "tpot_ms", "itl_ms")
     }
     result.prefill_busy, result.decode_busy = outcome.prefill_busy, outcome.decode_busy
-    result.batch_mean = outcome.batch_mean
+    result.batch_mean, result.link_busy = outcome.batch_mean, outcome.link_busy
 
 
 def _draws(at_s: Floats, values: Floats, seed: int, draws: int = DRAWS) -> Floats:
@@ -195,17 +212,67 @@ def _draws(at_s: Floats, values: Floats, seed: int, draws: int = DRAWS) -> Float
 
 
 def _best_half(left: Sequence[Candidate], results: dict[Candidate, Result], budget: int) -> list[Candidate]:
-    """Of the budget the better half, of fewer workers the best with and without mixed ones."""
+    """Of the budget the better half, of fewer workers the best few with and without mixed ones."""
     order = sorted(left, key=lambda one: results[one].rank())
     own = [one for one in order if one.workers.total == budget]
     kept = own[: max(-(-len(own) // 2), FULL_MAX)]
-    seen: set[tuple[int, bool]] = set()
+    seen: Counter[tuple[int, bool]] = Counter()
     for one in order:
         kind = one.workers.total, bool(one.workers.mixed)
-        if kind not in seen:
-            seen.add(kind)
-            kept += [one] if one not in kept else []
+        seen[kind] += 1
+        if seen[kind] <= OF_EACH_MAX and one not in kept:
+            kept.append(one)
     return kept
+
+
+def _run_the_best(order: Sequence[Candidate], run: Callable[[Candidate], Result], goals: Goals) -> None:
+    """The first of this order, and of fewer workers those that are as good or keep the SLO too."""
+    best = max((run(one) for one in order[:FULL_MAX]), key=lambda one: one.attainment)
+    _fewest(order, best, run, lambda one: best.attainment - one.attainment <= error(best, one))
+    if best.attainment >= goals.percentile:
+        _fewest(order, best, run, lambda one: one.attainment >= goals.percentile)
+
+
+def _find_limits(
+    ranked: Sequence[Result], profile: Profile, sent: Sequence[Sent], goals: Goals, options: Options, tell: Tell
+) -> None:
+    part = excerpt(sent, LIMIT_REQUESTS)
+    for done, one in enumerate(ranked):
+        tell("what limits", done, len(ranked))
+        if one.attainment < goals.percentile:
+            workers, chosen = one.candidate.workers, _options(options, one.candidate)
+            one.binds, one.limit_gain = limit_of(profile, workers, part, goals, chosen)
+
+
+def _fewest(
+    order: Sequence[Candidate], best: Result, run: Callable[[Candidate], Result], is_enough: Callable[[Result], bool]
+) -> None:
+    """Run the best of each of some numbers of workers, until the least number that is enough is found."""
+    low, high = min(one.workers.total for one in order), best.candidate.workers.total
+    while low < high:
+        middle = (low + high) // 2
+        one = next((one for one in order if one.workers.total == middle), None)
+        if one is not None and is_enough(run(one)):
+            high = middle
+        else:
+            low = middle + 1
+
+
+def recommended(full: Sequence[Result]) -> Result:
+    """The best, or of those that are no worse by more than the error, the one with the fewest workers; of equally many, the one
+    that stays furthest below its limits."""
+    best = max(full, key=lambda one: one.attainment)
+    near = [one for one in full if best.attainment - one.attainment <= error(best, one)]
+    return min(near, key=lambda one: (one.candidate.workers.total, one.strain, -one.attainment))
+
+
+def error(one: Result, other: Result) -> float:
+    """Of the difference between two candidates' attainment: 90 % of the draws are no further from it."""
+    return max(_half_width(one.drawn - other.drawn), ERROR_MIN)
+
+
+def _half_width(differences: Floats) -> float:
+    return float(np.quantile(np.abs(differences - differences.mean()), 0.9))
 
 
 def _probabilities(
@@ -217,21 +284,24 @@ def _probabilities(
     options: Options,
     seed: int,
 ) -> None:
-    """How often each has the highest attainment, or of equals the least strain, over windows drawn and steps scaled."""
-    close = sorted(outcomes, key=lambda one: results[one].rank())[:2]
+    """How often each would be recommended, over windows drawn and steps scaled."""
+    best = recommended([results[one] for one in outcomes]).candidate
+    close = [best, *sorted(outcomes.keys() - {best}, key=lambda one: results[one].rank())[:1]]
     rng = np.random.default_rng([seed, 3])
     for _ in range(FULL_RUNS - 1):
         scaled = profile.scaled(*np.exp(rng.normal(0.0, profile.run_sigma, 2)).tolist())
         part = excerpt(sent, max(len(sent) // 4, REQUESTS_MIN))
         for one in close:
             outcomes[one].append(_run(scaled, part, one, options))
-    wins = dict.fromkeys(outcomes, 0.0)
     for run in range(FULL_RUNS):
         having = {one: found[run] for one, found in outcomes.items() if run < len(found)}
         draws = np.array([_draws(o.at_s, o.good(goals).astype(float), seed + run) for o in having.values()])
         near = np.array([_draws(o.at_s, np.minimum(o.strain(goals), 10.0), seed + run) for o in having.values()])
-        best = np.argmax(np.round(draws, 3) - 1e-5 * near, axis=0)
+        least = np.array([[max(_half_width(a - b), ERROR_MIN) for b in draws] for a in draws])
+        workers = np.array([one.workers.total for one in having])
+        top = np.argmax(draws, axis=0)
+        ties = draws.max(axis=0) - draws <= least[top].T
+        worth = np.where(ties, -1e3 * workers[:, None] - near, -np.inf)
+        chosen = np.argmax(worth, axis=0)
         for place, one in enumerate(having):
-            wins[one] += float((best == place).mean()) / FULL_RUNS
-    for one, share in wins.items():
-        results[one].probability = share
+            results[one].probability += float((chosen == place).mean()) / FULL_RUNS

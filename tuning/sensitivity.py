@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 
 from tuning.advise import Workers
 from tuning.goals import Goals
+from tuning.limits import limit_of
 from tuning.profile import Profile
 from tuning.search import Candidate, Found, Space, Tell
 from tuning.simulator.cluster import Simulator
@@ -14,11 +15,16 @@ from tuning.simulator.options import Options
 from tuning.traffic import Change, excerpt
 
 REQUESTS: Final = 1200
+MAP_REQUESTS: Final = 400
+"""In the excerpt that tells what limits each ratio of the map."""
 MAP_SIDE_MAX: Final = 10
 UP: Final = (1.25, 1.6, 2.0, 3.0)
 DOWN: Final = (0.8, 0.6, 0.45, 0.3)
 SERVED_MIN: Final = 0.2
 """Where even the best ratio keeps the SLO for fewer requests, it does not matter which one is best."""
+LOADS: Final = (0.5, 0.8, 1.0, 1.2, 1.5, 2.0)
+HEADROOM_MAX: Final = 4.0
+HEADROOM_STEPS: Final = 7
 HITS: Final = (0.2, 0.4, 0.6, 0.8)
 
 
@@ -27,6 +33,14 @@ class Cell(NamedTuple):
     decode: int
     attainment: float
     binds: str
+
+
+class WhatIf(NamedTuple):
+    load: float
+    """Times that of the traffic."""
+    workers: str
+    attainment: float
+    goodput_requests_per_s: float
 
 
 class TurningPoint(NamedTuple):
@@ -48,14 +62,51 @@ def map_of(
         for prefill in _side(found.budget - 1, best.workers.prefill)
         for decode in _side(found.budget - 1, best.workers.decode)
     ]
-    part = excerpt(sent, REQUESTS)
+    part, short = excerpt(sent, REQUESTS), excerpt(sent, MAP_REQUESTS)
     chosen = replace(options, step_tokens=best.step_tokens, seqs_max=best.seqs_max)
     cells = []
     for done, (prefill, decode) in enumerate(ratios):
         tell("what binds", done, len(ratios))
-        outcome = Simulator(profile, Workers(prefill, decode), part, chosen).run()
-        cells.append(Cell(prefill, decode, outcome.attainment(goals), outcome.binds(goals)))
+        workers = Workers(prefill, decode)
+        kept = Simulator(profile, workers, part, chosen).run().attainment(goals)
+        binds = "" if kept >= goals.percentile else limit_of(profile, workers, short, goals, chosen).name
+        cells.append(Cell(prefill, decode, kept, binds))
     return cells
+
+
+def what_if(
+    profile: Profile, sent: Sequence[Sent], goals: Goals, found: Found, options: Options, tell: Tell
+) -> tuple[list[WhatIf], float]:
+    """What becomes of the recommendation with other loads and one worker more or less; and at how many times the load it just
+    keeps the SLO (`HEADROOM_MAX` at most)."""
+    best, part = found.best.candidate, excerpt(sent, REQUESTS)
+    chosen = replace(options, step_tokens=best.step_tokens, seqs_max=best.seqs_max)
+
+    def row(load: float, workers: Workers) -> WhatIf:
+        kept = Simulator(profile, workers, Change(load=load).applied(part), chosen).run().attainment(goals)
+        return WhatIf(load, str(workers), kept, load * found.requests_per_s * kept)
+
+    rows = []
+    asked = [(load, best.workers) for load in LOADS] + [(1.0, one) for one in one_more_or_less(best.workers)]
+    for done, (load, workers) in enumerate(asked):
+        tell("what if", done, len(asked))
+        rows.append(row(load, workers))
+    low, high = 0.0, HEADROOM_MAX
+    for _ in range(HEADROOM_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if row(middle, best.workers).attainment >= goals.percentile else (low, middle)
+    return rows, low
+
+
+def one_more_or_less(workers: Workers) -> list[Workers]:
+    """With one worker more or less of each role that there is, and each phase left somewhere."""
+    found = []
+    for role, count in enumerate(workers):
+        for step in (1, -1):
+            other = Workers(*(n + step if at == role else n for at, n in enumerate(workers)))
+            if count and min(other) >= 0 and (other.mixed or (other.prefill and other.decode)):
+                found.append(other)
+    return found
 
 
 def _side(most: int, best: int) -> list[int]:

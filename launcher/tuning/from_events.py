@@ -9,7 +9,7 @@ from rich.console import Console
 from launcher.tuning import event_log
 from launcher.tuning.event_log import Logged
 from launcher.tuning.settings import CalibrateSettings
-from launcher.tuning.traffic import load_profile
+from launcher.tuning.traffic import check_model, load_profile
 from proto.messages import Role
 from runtime.settings.options import SettingsError
 from tuning.learned import ROLES, SAMPLES_MIN, BusyTimes, StepTime, correct, is_crowded
@@ -25,9 +25,8 @@ def corrected(settings: CalibrateSettings, console: Console) -> Profile:
     models = sorted(set().union(*(logged.models for logged in logs)))
     if len(models) > 1:
         raise SettingsError(f"{OPTION}: workers of several models: {', '.join(models)}; a profile is of one")
-    known = profile.about.get("model")
-    if models and known not in (None, *models):
-        console.print(f"[yellow]The profile is of {known}, the event log of {models[0]}[/yellow]", highlight=False)
+    if models:
+        check_model(profile, models[0], OPTION, force=settings.force)
     return of_logs(profile, logs, console)
 
 

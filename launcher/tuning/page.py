@@ -14,8 +14,12 @@ COLOURS: Final = {
     "prefill compute": "var(--prefill)",
     "decode compute": "var(--decode)",
     "decode memory": "var(--memory)",
+    "prefill memory": "var(--memory)",
+    "sequences": "var(--sequences)",
     "transfer": "var(--transfer)",
-    "queue": "var(--queue)",
+    "shared cores": "var(--cores)",
+    "TTFT target": "var(--target)",
+    "TPOT target": "var(--target)",
 }
 WIDTH, HEIGHT = 480, 260
 LEFT, RIGHT, TOP, BOTTOM = 42, 10, 10, 34
@@ -41,6 +45,7 @@ def rendered(report: Mapping[str, Any]) -> str:
         probability=show.probability_of(report),
         headline=show.headline(report),
         turns=show.turn_lines(report["turns"]),
+        busy_note=show.BUSY_NOTE,
         apply_note=show.apply_note(report),
         how=show.how(report),
         number=show.number,
@@ -56,7 +61,7 @@ def rendered(report: Mapping[str, Any]) -> str:
 
 def goodput_chart(report: Mapping[str, Any]) -> str:
     rows = show.families(report)
-    offered = report["traffic"]["requests_per_s"]
+    offered, best = report["traffic"]["requests_per_s"], report["recommendation"]["workers"]
     most = max([offered, *(one["goodput_high"] for row in rows for one in row[1:] if one)]) * 1.05
     last = max(rows[-1][0], 2)
 
@@ -78,9 +83,10 @@ def goodput_chart(report: Mapping[str, Any]) -> str:
         line = [at(n, one["goodput_requests_per_s"]) for n, one in having]
         parts.append(f'<polyline points="{_points(line)}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
         for (n, one), (x, y) in zip(having, line, strict=True):
-            parts.append(
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"><title>{_told(n, one)}</title></circle>'
-            )
+            ring = ' stroke="var(--ink)" stroke-width="3"' if one["workers"] == best else ""
+            radius = 7 if ring else 4
+            title = f"<title>{_told(n, one)}</title>"
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{colour}"{ring}>{title}</circle>')
     return _svg(parts, "Goodput by number of workers")
 
 

@@ -54,7 +54,7 @@ class CalibrateSettings(JsonOption):
     panels: ClassVar[Panels] = {
         "Installation": "model device ready_timeout_s",
         "Measurement": "rounds sequences_max context_tokens_max seed",
-        "Correction": "from_events profile",
+        "Correction": "from_events profile force",
         "Output": "out as_json",
     }
     model: str = Field(
@@ -82,6 +82,7 @@ class CalibrateSettings(JsonOption):
         description="Event logs of a coordinator, separated by commas: measure nothing, and correct --profile by them.",
     )
     profile: str = Field("profile.json", min_length=1, description="For --from-events: the profile to correct.")
+    force: bool = Field(False, description="For --from-events: correct the profile of another model, too.")
     out: str = Field("profile.json", min_length=1, description="File to write the profile to.")
 
 
@@ -89,7 +90,7 @@ class TrafficSettings(JsonOption):
     """The profile, and the traffic that is played."""
 
     panels: ClassVar[Panels] = {
-        "Installation": "profile",
+        "Installation": "profile force",
         "Traffic": "trace speed scale_tokens from_s duration_s rate arrivals cv prompt_tokens output_tokens hit_rate"
         " cancel_share seed",
         "What counts as good": "slo_ttft_ms slo_tpot_ms percentile slo",
@@ -97,6 +98,7 @@ class TrafficSettings(JsonOption):
     profile: str = Field(
         "profile.json", min_length=1, description="Profile of the installation, from crossdock calibrate."
     )
+    force: bool = Field(False, description="Use a profile of another model than that of an event log.")
     trace: str = Field(
         "",
         description="File with traffic: CSV with arrival_s,prompt_tokens,output_tokens, an Azure LLM inference trace,"
@@ -142,16 +144,20 @@ class TuneSettings(TrafficSettings):
     """Which ratio of prefill to decode workers serves this traffic best, or should they be mixed?
 
     Plays the traffic against ratios of up to --workers workers, in simulation, with the coordinator's own rules and the
-    times of --profile. Says what is best, how sure that is, what limits each ratio, and what change of the traffic would turn
-    the answer. To compare it with real runs: crossdock tune check.
+    times of --profile. Says what is best, or with fewer workers as good, how sure that is, what limits each ratio, and what
+    change of the traffic would turn the answer. To compare it with real runs: crossdock tune check.
     """
 
     panels: ClassVar[Panels] = {
-        "Candidates": "workers mixed step_tokens seqs_max",
+        "Candidates": "workers mixed own_hardware step_tokens seqs_max",
         "Output": "out html as_json",
     }
     workers: int = Field(4, ge=1, le=64, description="Workers to share out: GPUs, or parts of a CPU.")
     mixed: bool = Field(True, description="Look at workers that do both phases, too.")
+    own_hardware: bool = Field(
+        False,
+        description="Take each worker to have hardware of its own, where the profile is of a host whose workers share cores.",
+    )
     step_tokens: Sizes = Field(
         default_factory=list,
         description="Token budgets of a prefill step to compare, separated by commas; empty: the profile's.",

@@ -3,23 +3,33 @@
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 
 from launcher import tables
 from launcher.models.resolve import DEFAULT_MODEL_ID
 
-COLOURS = {
-    "": "green",
-    "prefill compute": "dark_orange",
-    "decode compute": "blue",
-    "decode memory": "magenta",
-    "transfer": "red",
-    "queue": "yellow",
+KEPT: Final = ("·", "green")
+LIMITS: Final = {
+    "": KEPT,
+    "prefill compute": ("P", "dark_orange"),
+    "decode compute": ("D", "blue"),
+    "decode memory": ("M", "magenta"),
+    "prefill memory": ("m", "magenta"),
+    "sequences": ("S", "cyan"),
+    "transfer": ("T", "red"),
+    "shared cores": ("C", "yellow"),
+    "TTFT target": ("F", "bright_black"),
+    "TPOT target": ("L", "bright_black"),
 }
-LETTERS = {"": "·", "prefill compute": "P", "decode compute": "D", "decode memory": "M", "transfer": "T", "queue": "Q"}
+"""What limits a ratio: its letter and colour in the map."""
+BUSY_NOTE: Final = (
+    "Busy: share of the time in which a prefill worker (P) or a decode worker (D) computes, and a prefill worker's link (T)"
+    " sends. Limited by: the resource of which twice as much would let the most requests keep the SLO, or else a target."
+)
 
 
 def show(report: Mapping[str, Any], console: Console) -> None:
@@ -32,9 +42,12 @@ def show(report: Mapping[str, Any], console: Console) -> None:
         highlight=False,
     )
     console.print(Text(headline(report), style="bold green" if report["kept"] else "bold yellow"))
+    for line in report["caveats"]:
+        console.print(f"[yellow]{escape(line)}[/yellow]", highlight=False, soft_wrap=True)
     _ranked(report["ranked"], console)
     _by_workers(report, console)
     _map(report["map"], console)
+    _what_if(report, console)
     for line in turn_lines(report["turns"]):
         console.print(line, highlight=False)
     console.print(f"\n{apply_note(report)}", highlight=False)
@@ -53,7 +66,7 @@ def apply_note(report: Mapping[str, Any]) -> str:
 
 
 def headline(report: Mapping[str, Any]) -> str:
-    """ "3P5D, 92 %; 4P4D −3 %": the best with its probability, and how much less the next best serves."""
+    """ "3P5D, 92 %; 4P4D −3 %": the recommendation with its probability, and how much less the next best serves."""
     best, others = report["recommendation"], report["ranked"][1:]
     other = next((one for one in others if one["workers"] != best["workers"]), None)
     text = f"{best['workers']}, {100 * (probability_of(report) or 0):.0f} %"
@@ -65,12 +78,21 @@ def headline(report: Mapping[str, Any]) -> str:
     kept = best["attainment"]
     text += f". {100 * kept:.1f} % of requests keep the SLO"
     if not report["kept"]:
-        text += f"; {best['binds']} limits it"
+        text += f"; {limit_words(best)}"
+    times = f"{report['headroom']:.2g} times the load"
+    text += f". It keeps the SLO up to {times}" if report["headroom"] else ". It keeps the SLO at no load"
     fewest = report["fewest_workers"]
     if fewest and fewest != best["workers"]:
-        what = "keep it" if report["kept"] else "serve as much, within 1 %"
-        text += f". The fewest workers that {what}: {fewest}"
+        text += f". The fewest workers that keep it: {fewest}"
     return text + "."
+
+
+def limit_words(one: Mapping[str, Any]) -> str:
+    """What limits a ratio that does not keep the SLO, and by how much."""
+    gain = f"{100 * one['limit_gain']:.0f} points more"
+    if one["binds"] in ("TTFT target", "TPOT target"):
+        return f"the {one['binds']} limits it: more of any one resource helps nobody, and twice the target {gain}"
+    return f"{one['binds']} limits it: with twice as much, {gain}"
 
 
 def probability_of(report: Mapping[str, Any]) -> float:
@@ -91,7 +113,7 @@ def number(value: float | None, digits: int = 1) -> str:
 def _ranked(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     table = tables.Table(
         "Whole trace; times in ms", "ratio", "step", "best", "good/s", "%", "TTFT p50", "TTFT p90", "TPOT p90",
-        "busy P/D", tables.words("limited by"),
+        "busy P/D/T", tables.words("limited by"),
     )  # fmt: skip
     for one in rows:
         table.row(
@@ -103,8 +125,21 @@ def _ranked(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
             number(one["ttft_ms"]["p50"], 0),
             number(one["ttft_ms"]["p90"], 0),
             number(one["tpot_ms"]["p90"]),
-            f"{one['prefill_busy']:.2f}/{one['decode_busy']:.2f}",
+            f"{one['prefill_busy']:.2f}/{one['decode_busy']:.2f}/{one['link_busy']:.2f}",
             one["binds"] or "nothing",
+        )
+    table.show(console)
+    console.print(f"[dim]{BUSY_NOTE}[/dim]", highlight=False)
+
+
+def _what_if(report: Mapping[str, Any], console: Console) -> None:
+    table = tables.Table("What if (on an excerpt)", "load", tables.words("workers"), "good/s", "%")
+    for one in report["what_if"]:
+        table.row(
+            f"× {one['load']:g}",
+            one["workers"],
+            number(one["goodput_requests_per_s"], 2),
+            number(100 * one["attainment"]),
         )
     table.show(console)
 
@@ -115,17 +150,25 @@ def families(report: Mapping[str, Any]) -> list[tuple[int, Mapping[str, Any] | N
     for total in range(1, report["settings"]["workers"] + 1):
         rows = [one for one in report["candidates"] if one["total"] == total and one["attainment"] is not None]
         sides = [[one for one in rows if bool(one["mixed"]) is mixed] for mixed in (False, True)]
-        apart, mixed = (
-            min(side, key=lambda one: (-round(one["attainment"], 3), one["strain"] or 1e9), default=None)
-            for side in sides
-        )
+        apart, mixed = (min(side, key=_rank, default=None) for side in sides)
         found.append((total, apart, mixed))
     return found
 
 
+def _rank(one: Mapping[str, Any]) -> tuple[bool, float, float]:
+    """Those that ran the whole trace first."""
+    return not one["whole_trace"], -round(one["attainment"], 3), one["strain"] or 1e9
+
+
 def _by_workers(report: Mapping[str, Any], console: Console) -> None:
     table = tables.Table(
-        "Goodput by number of workers (good/s, 90 % band)", "workers", "best ratio", "good/s", "band", "mixed", "band "
+        "Goodput by number of workers (good/s, 90 % band; *: of an excerpt)",
+        "workers",
+        "best ratio",
+        "good/s",
+        "band",
+        "mixed",
+        "band ",
     )
     for total, apart, mixed in families(report):
         table.row(str(total), apart["workers"] if apart else "", *_band(apart), *_band(mixed))
@@ -135,23 +178,25 @@ def _by_workers(report: Mapping[str, Any], console: Console) -> None:
 def _band(one: Mapping[str, Any] | None) -> tuple[str, str]:
     if one is None:
         return "", ""
-    return number(one["goodput_requests_per_s"], 2), f"{one['goodput_low']:.2f}–{one['goodput_high']:.2f}"
+    mark = "" if one["whole_trace"] else "*"
+    return number(one["goodput_requests_per_s"], 2) + mark, f"{one['goodput_low']:.2f}–{one['goodput_high']:.2f}"
 
 
 def _map(cells: Sequence[Mapping[str, Any]], console: Console) -> None:
     if not cells:
         return
-    console.print(Text("What limits each ratio (prefill down, decode across)", style="bold italic"))
+    console.print(Text("What limits each ratio, on an excerpt (prefill down, decode across)", style="bold italic"))
     rows = rows_of(cells)
     text = Text("     " + "".join(f"{cell['decode']:>4}" for cell in rows[0]) + "\n")
     for row in rows:
         text.append(f"{row[0]['prefill']:>4} ")
         for cell in row:
-            text.append(f"{LETTERS[cell['binds']]:>4}", style=COLOURS[cell["binds"]])
+            letter, colour = LIMITS[cell["binds"]]
+            text.append(f"{letter:>4}", style=colour)
         text.append("\n")
     console.print(text, end="")
     used = sorted({cell["binds"] for cell in cells})
-    console.print("     " + ", ".join(f"{LETTERS[name]} {name or 'keeps the SLO'}" for name in used), highlight=False)
+    console.print("     " + ", ".join(f"{LIMITS[name][0]} {name or 'keeps the SLO'}" for name in used), highlight=False)
 
 
 def rows_of(cells: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:

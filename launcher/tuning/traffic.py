@@ -33,14 +33,24 @@ def load_profile(path: str, option: str = "--profile") -> Profile:
         raise SettingsError(f"{option}: {error}") from None
 
 
+def check_model(profile: Profile, model: str, option: str, *, force: bool) -> None:
+    """Raises `SettingsError` if the profile is known to be of another model than what `option` names."""
+    known = profile.about.get("model")
+    if known and known != model and not force:
+        raise SettingsError(
+            f"{option}: of the model {model}, but the profile is of {known}; --force uses it all the same"
+        )
+
+
 def block_tokens(settings: TrafficSettings) -> int:
     return max(1, round(MOONCAKE_BLOCK_TOKENS * settings.scale_tokens))
 
 
-def traffic(settings: TrafficSettings) -> list[Sent]:
-    """In the order of time, at least one request. Raises `SettingsError`."""
+def traffic(settings: TrafficSettings, profile: Profile | None = None) -> list[Sent]:
+    """In the order of time, at least one request. `profile`: must be of the model that an event log is of. Raises
+    `SettingsError`."""
     if settings.trace and _is_event_log(settings.trace):
-        found = _logged(settings)
+        found = _logged(settings, profile)
     elif settings.trace:
         found = [_sent(row) for row in _played(settings, traces.read(settings.trace))]
     else:
@@ -88,9 +98,12 @@ def _is_event_log(path: str) -> bool:
         raise SettingsError(f"--trace: cannot read {path}: {error.strerror}") from None
 
 
-def _logged(settings: TrafficSettings) -> list[Sent]:
+def _logged(settings: TrafficSettings, profile: Profile | None) -> list[Sent]:
     """Requests that ended, with their priority class; tenants as they were."""
     logged = event_log.read(Path(settings.trace), "--trace")
+    if profile is not None and len(logged.models) == 1:
+        [model] = logged.models
+        check_model(profile, model, "--trace", force=settings.force)
     found = []
     for name, (at_s, submit) in logged.submitted.items():
         output = logged.output_tokens.get(name, 0)

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,16 @@ from runtime.process.version import version_of
 from runtime.settings.options import SettingsError
 from tuning.advise import Slo, Workers
 from tuning.goals import Goals
-from tuning.profile import Profile
+from tuning.profile import ControlCost, Profile
 from tuning.search import Found, Result, Space, search
-from tuning.sensitivity import map_of, turns
+from tuning.sensitivity import map_of, turns, what_if
 from tuning.simulator.job import Sent
 from tuning.simulator.options import Options
 from tuning.traffic import fitted, per_minute, summary, with_cancels
 
 FORMAT = 1
+PROFILE_DAYS = 30
+"""Younger ones need no word about their age."""
 
 
 def run(settings: TuneSettings) -> int:
@@ -35,14 +38,13 @@ def run(settings: TuneSettings) -> int:
     profile = load_profile(settings.profile)
     goals = goals_of(settings)
     report = report_of(settings, profile, goals, console)
-    show.show(report, console)
-    for path, text in (
-        (settings.out, encoded(report)),
-        (settings.html, page.rendered(report) if settings.html else ""),
-    ):
-        if path:
+    written = {settings.out: encoded(report), settings.html: page.rendered(report) if settings.html else ""}
+    for path, text in written.items():
+        if path:  # before anything is printed: whoever reads may go away
             Path(path).expanduser().write_text(text, encoding="utf-8")
-            console.print(f"Written: {path}", highlight=False, soft_wrap=True)
+    show.show(report, console)
+    for path in filter(None, written):
+        console.print(f"Written: {path}", highlight=False, soft_wrap=True)
     bench_report.write_json(settings, report)
     return 0
 
@@ -68,25 +70,51 @@ def encoded(report: Mapping[str, Any]) -> str:
     return msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n"
 
 
-def note_cores(workers: int, profile: Profile, console: Console) -> None:
-    """Say so if more workers are looked at than the profile's host has cores for."""
-    cores = profile.prefill_cores + profile.decode_cores
-    if 0 < cores < workers:
-        console.print(
-            f"[yellow]All workers are taken to be on one host like the profile's, where {workers} share {cores} cores"
-            f" (--workers); more than {cores} mixed ones are left out[/yellow]",
-            highlight=False,
+def own_hardware(profile: Profile) -> Profile:
+    """Where each worker has what one of them had, and takes nothing from the others."""
+    return profile.replaced(
+        prefill_cores=0, decode_cores=0, beside_decode=1.0, beside_prefill=1.0, control=ControlCost()
+    )
+
+
+def caveats(settings: TuneSettings, profile: Profile, requests: int, cut: int) -> list[str]:
+    """What may turn the answer, and is not in it."""
+    found, cores = [], profile.prefill_cores + profile.decode_cores
+    if cut:
+        context = context_tokens(profile)
+        found.append(
+            f"{cut:,} of {requests:,} requests were made shorter, to fit the model's context of {context:,} tokens."
         )
+    if 0 < cores < settings.workers:
+        found.append(
+            f"All workers are taken to be on one host like the profile's, where they share {cores} cores; more than {cores}"
+            " mixed ones are left out. For hardware where each worker has its own: --own-hardware."
+        )
+    if settings.own_hardware:
+        found.append("Each worker is taken to have hardware of its own, and to take nothing from the others.")
+    if settings.hit_rate:
+        found.append(f"{settings.hit_rate:.0%} of each prompt is taken to be cached (--hit-rate).")
+    about = profile.about
+    made = [f"of {about['model']}"] if about.get("model") else []
+    made += [f"on {cpu}"] if (cpu := about.get("machine", {}).get("cpu")) else []
+    made += [f"{days} days ago"] if (days := _age_days(about.get("when", ""))) > PROFILE_DAYS else []
+    if made:
+        found.append(f"The profile was measured {', '.join(made)}; runs differ by {profile.run_sigma:.0%}.")
+    return found
+
+
+def _age_days(when: str) -> int:
+    try:
+        measured = datetime.fromisoformat(when)
+    except ValueError:
+        return 0
+    return (datetime.now(measured.tzinfo) - measured).days
 
 
 def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: Console) -> dict[str, Any]:
     """Everything that is shown. Raises `SettingsError`."""
-    sent, cut = fitted(traffic(settings), context_tokens(profile))
-    if cut:
-        console.print(
-            f"[yellow]{cut:,} requests were made shorter to fit the model's context[/yellow]", highlight=False
-        )
-    note_cores(settings.workers, profile, console)
+    sent, cut = fitted(traffic(settings, profile), context_tokens(profile))
+    profile = own_hardware(profile) if settings.own_hardware else profile
     sent = with_cancels(sent, settings.cancel_share, settings.seed)
     check_classes(goals, sent)
     space = Space(
@@ -108,6 +136,7 @@ def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: C
         found = search(profile, sent, goals, space, options, tell=tell, seed=settings.seed)
         cells = map_of(profile, sent, goals, found, options, tell)
         turned = turns(profile, sent, goals, space, found, options, tell)
+        changed, headroom = what_if(profile, sent, goals, found, options, tell)
     best = found.best
     report: dict[str, Any] = plain(
         {
@@ -130,6 +159,9 @@ def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: C
             "class_attainment": found.class_attainment,
             "map": [cell._asdict() for cell in cells],
             "turns": [turn._asdict() for turn in turned],
+            "what_if": [row._asdict() for row in changed],
+            "headroom": headroom,
+            "caveats": caveats(settings, profile, len(sent), cut),
             "apply": apply_lines(best, profile),
             "seconds": round(time.perf_counter() - began, 1),
         }
@@ -165,19 +197,19 @@ def entry(result: Result, found: Found) -> dict[str, Any]:
         "goodput_high": per_s * result.high if result.requests else None,
         "strain": result.strain,
         "binds": result.binds,
+        "limit_gain": result.limit_gain,
         "probability": result.probability if result.full else None,
         "prefill_busy": result.prefill_busy,
         "decode_busy": result.decode_busy,
+        "link_busy": result.link_busy,
         "batch_mean": result.batch_mean,
         **result.figures,
     }
 
 
 def fewest(found: Found) -> str:
-    """The fewest workers that keep the SLO, of those looked at; if none does, the fewest that serve as much, within 1 %."""
-    most = found.best.attainment
-    enough = found.goals.percentile if most >= found.goals.percentile else 0.99 * most
-    keep = [one for one in found.results.values() if one.requests and one.attainment >= enough]
+    """The fewest workers that keep the SLO, of those that ran the whole trace."""
+    keep = [one for one in found.ranked if one.attainment >= found.goals.percentile]
     best = min(keep, key=lambda one: (one.candidate.workers.total, *one.rank()), default=None)
     return "" if best is None else str(best.candidate.workers)
 

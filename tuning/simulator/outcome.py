@@ -1,4 +1,4 @@
-"""What clients would have seen of a simulated run, and what made them wait."""
+"""What clients would have seen of a simulated run, and how busy its workers were."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,11 +15,8 @@ from tuning.simulator.prefill import PrefillWorker
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
-CAUSES: Final = ("prefill compute", "decode compute", "decode memory", "transfer", "queue")
 PAUSE_S: Final = 100.0
 """A time without arrivals that is no part of the traffic: between windows of an excerpt."""
-_BUSY: Final = 0.6
-"""Prefill workers that are busier have too little to give; below it, bursts are what requests wait for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,24 +66,6 @@ class Outcome:
 
     def attainment(self, slo: Limits) -> float:
         return float(self.good(slo).mean()) if len(self.at_s) else 1.0
-
-    def binds(self, slo: Limits) -> str:
-        """The commonest cause of misses; empty if the SLO is kept."""
-        late, slow = self.misses(slo)
-        if 1 - (late | slow).mean() >= slo.percentile:
-            return ""
-        counts = dict.fromkeys(CAUSES, 0)
-        counts["decode memory"] = int((late & self.no_room).sum())
-        own = late & ~self.no_room
-        ttft_ms, tpot_ms = slo.limits(self.classes)
-        waited = own & (self.queue_ms > 0.1 * ttft_ms)
-        counts["prefill compute"] = int(own.sum() if self.prefill_busy > _BUSY else (own & ~waited).sum())
-        counts["queue"] = int(0 if self.prefill_busy > _BUSY else waited.sum())
-        steps = np.maximum(self.output_tokens - 1, 1)
-        moved = slow & (self.hand_over_ms / steps > 0.3 * tpot_ms)
-        counts["transfer"] = int(moved.sum())
-        counts["decode compute"] = int(slow.sum()) - int(moved.sum())
-        return max(counts, key=lambda cause: counts[cause])
 
     def percentiles(self, metric: str, shares: Sequence[float]) -> list[float]:
         """Of "ttft_ms", "tpot_ms", "queue_ms" or "itl_ms"; NaN where nothing was measured."""

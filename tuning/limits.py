@@ -1,0 +1,114 @@
+"""What limits a ratio: the resource of which twice as much would let the most requests keep the SLO. Pure.
+
+Each resource in turn is doubled, and the traffic is simulated again. Where twice as much of any one of them helps nobody, the
+targets themselves are what is missed: one of them is too strict for what a single request takes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+import msgspec
+
+from tuning.advise import Slo, Workers
+from tuning.goals import Goals
+from tuning.profile import Profile
+from tuning.simulator.cluster import Simulator
+from tuning.simulator.job import Sent
+from tuning.simulator.options import Options
+
+Relief = Callable[[Profile, Options], tuple[Profile, Options]]
+LEAST_GAIN: Final = 0.005
+"""Of all requests: a resource that helps fewer is not what limits."""
+
+
+class Limit(NamedTuple):
+    name: str
+    """Of a resource, or "TTFT target" or "TPOT target"."""
+    gain: float
+    """Share of the requests that would keep the SLO in addition, with twice as much."""
+
+
+def _prefill_compute(profile: Profile, options: Options) -> tuple[Profile, Options]:
+    cost = profile.prefill
+    faster = msgspec.structs.replace(cost, curve=cost.curve.scaled(0.5), context_ms=cost.context_ms / 2)
+    return profile.replaced(prefill=faster), options
+
+
+def _decode_compute(profile: Profile, options: Options) -> tuple[Profile, Options]:
+    cost = profile.decode
+    faster = msgspec.structs.replace(cost, curve=cost.curve.scaled(0.5), kv_token_ms=cost.kv_token_ms / 2)
+    return profile.replaced(decode=faster), options
+
+
+def _prefill_memory(profile: Profile, options: Options) -> tuple[Profile, Options]:
+    capacity = profile.prefill_capacity
+    return profile.replaced(
+        prefill_capacity=msgspec.structs.replace(capacity, kv_blocks=2 * capacity.kv_blocks)
+    ), options
+
+
+def _decode_memory(profile: Profile, options: Options) -> tuple[Profile, Options]:
+    capacity = profile.decode_capacity
+    return profile.replaced(
+        decode_capacity=msgspec.structs.replace(capacity, kv_blocks=2 * capacity.kv_blocks)
+    ), options
+
+
+def _sequences(profile: Profile, options: Options) -> tuple[Profile, Options]:
+    return profile, replace(options, seqs_max=2 * (options.seqs_max or profile.decode_capacity.seqs_max))
+
+
+def _transfer(profile: Profile, options: Options) -> tuple[Profile, Options]:
+    cost = profile.transfer
+    faster = msgspec.structs.replace(cost, latency_ms=cost.latency_ms / 2, bytes_per_ms=2 * cost.bytes_per_ms)
+    return profile.replaced(transfer=faster), options
+
+
+def _cores(profile: Profile, options: Options) -> tuple[Profile, Options]:
+    """Twice as many, and half of what work of one role takes from the other's."""
+    return profile.replaced(
+        prefill_cores=2 * profile.prefill_cores,
+        decode_cores=2 * profile.decode_cores,
+        beside_decode=1 + (profile.beside_decode - 1) / 2,
+        beside_prefill=1 + (profile.beside_prefill - 1) / 2,
+    ), options
+
+
+RESOURCES: Final[Mapping[str, Relief]] = {
+    "prefill compute": _prefill_compute,
+    "decode compute": _decode_compute,
+    "decode memory": _decode_memory,
+    "prefill memory": _prefill_memory,
+    "sequences": _sequences,
+    "transfer": _transfer,
+    "shared cores": _cores,
+}
+TARGETS: Final[Mapping[str, tuple[float, float]]] = {"TTFT target": (2.0, 1.0), "TPOT target": (1.0, 2.0)}
+"""Factors on the limits of the first token and of later ones."""
+NAMES: Final = (*RESOURCES, *TARGETS)
+
+
+def limit_of(profile: Profile, workers: Workers, sent: Sequence[Sent], goals: Goals, options: Options) -> Limit:
+    """Of a ratio that does not keep the SLO."""
+    outcome = Simulator(profile, workers, sent, options).run()
+    kept = outcome.attainment(goals)
+    gains = {}
+    for name, relief in RESOURCES.items():
+        changed = relief(profile, options)
+        if changed != (profile, options):
+            gains[name] = Simulator(changed[0], workers, sent, changed[1]).run().attainment(goals) - kept
+    best = max(gains, key=lambda name: gains[name])
+    if gains[best] < LEAST_GAIN:
+        gains = {name: outcome.attainment(eased(goals, *factors)) - kept for name, factors in TARGETS.items()}
+        best = max(gains, key=lambda name: gains[name])
+    return Limit(best, gains[best])
+
+
+def eased(goals: Goals, ttft: float, tpot: float) -> Goals:
+    """With so many times the limits."""
+
+    def of(slo: Slo) -> Slo:
+        return replace(slo, ttft_ms=ttft * slo.ttft_ms, tpot_ms=tpot * slo.tpot_ms)
+
+    return Goals(of(goals.default), {name: of(slo) for name, slo in goals.by_class.items()})

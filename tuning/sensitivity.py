@@ -123,7 +123,7 @@ def turns(
     """For each kind of change the least that turns the recommendation to another ratio of as many workers."""
     part = excerpt(sent, REQUESTS)
     best = found.best.candidate
-    layouts = _near(best.workers, space.layouts(space.budget))
+    layouts = _near(best.workers, space.layouts(best.workers.total))
     if len(layouts) < 2:
         return []  # there is nothing that it could turn to
     changes: list[tuple[str, Sequence[float], Callable[[float], Change]]] = []

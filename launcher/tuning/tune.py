@@ -127,7 +127,7 @@ def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: C
     options = Options(hit_rate=settings.hit_rate, block_tokens=block_tokens(settings))
     began = time.perf_counter()
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("simulating", total=None)
 
         def tell(what: str, done: int, of: int) -> None:

@@ -11,6 +11,7 @@ A band has three causes:
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import sqrt
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -31,6 +32,9 @@ WINDOWS_MIN: Final = 8
 BAND: Final = (0.05, 0.95)
 SHARES: Final = (0.5, 0.9, 0.99)
 GAP_POINTS: Final = 200
+HALF_MIN: Final = 0.01
+"""Of a figure: no band is narrower, to either side."""
+WILSON_Z: Final = 1.645
 
 
 class Band(NamedTuple):
@@ -77,7 +81,9 @@ def predict(
     gaps = [gap_quantiles(outcome, profile) for outcome in outcomes]
     return Prediction(
         workers,
-        _band([one[0] for one in draws["attainment"]] if counted.any() else [1.0]),
+        _share_band([one[0] for one in draws["attainment"]], int(counted.sum()))
+        if counted.any()
+        else Band(1.0, 0.0, 1.0),
         {
             metric: {f"p{100 * share:.0f}": _band([one[place] for one in found]) for place, share in enumerate(SHARES)}
             for metric, found in (
@@ -148,11 +154,20 @@ def resampled(at_s: Floats, counted: Bools, rng: np.random.Generator) -> Ints:
     return np.concatenate([parts[one] for one in rng.integers(len(parts), size=len(parts))])
 
 
+def _share_band(draws: Sequence[float], requests: int) -> Band:
+    """As `_band`, of a share of so many requests: no narrower than chance makes it (Wilson's interval)."""
+    band, z2 = _band(draws), WILSON_Z**2
+    middle = (band.value + z2 / (2 * requests)) / (1 + z2 / requests)
+    half = WILSON_Z / (1 + z2 / requests) * sqrt(band.value * (1 - band.value) / requests + z2 / (4 * requests**2))
+    low, high = max(min(band.low, middle - half), 0.0), min(max(band.high, middle + half), 1.0)
+    return Band(band.value, min(low, band.value), max(high, band.value))
+
+
 def _band(draws: Sequence[float]) -> Band:
     """With their median, which is what most likely is about to be measured."""
     found = np.array(draws)
     found = found[~np.isnan(found)]
     if not len(found):
         return Band(float("nan"), float("nan"), float("nan"))
-    low, middle, high = np.quantile(found, (BAND[0], 0.5, BAND[1]))
-    return Band(float(middle), float(low), float(high))
+    low, middle, high = (float(one) for one in np.quantile(found, (BAND[0], 0.5, BAND[1])))
+    return Band(middle, min(low, middle * (1 - HALF_MIN)), max(high, middle * (1 + HALF_MIN)))

@@ -1,5 +1,6 @@
 """`crossdock tune check`: predictions beside live runs of the same traffic."""
 
+import contextlib
 import csv
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import platformdirs
 import uvloop
 from pydantic import ValidationError
 from rich.console import Console
@@ -21,6 +23,7 @@ from launcher.local.lifetime import until_interrupted
 from launcher.models import resolve as models
 from launcher.tuning.settings import TrafficSettings, TuneCheckSettings, TuneSettings
 from launcher.tuning.traffic import load_profile, traffic
+from launcher.tuning.verdict import coverage, verdict
 from runtime.process.exits import INTERRUPTED_EXIT
 from runtime.settings.options import SettingsError
 from tuning.advise import Slo, Workers
@@ -29,6 +32,10 @@ from tuning.profile import Profile
 from tuning.simulator.job import Sent
 
 RATIOS_MAX = 3
+CHECKS_MAX = 1000
+"""Whose coverage is kept."""
+NOT_HELD = 3
+"""Exit status: another ratio was better live."""
 RANKS = ("p50", "p90", "p99")
 RECOMMENDATION_BYTES_MAX = 64 << 20
 
@@ -38,11 +45,11 @@ def run(settings: TuneCheckSettings) -> int:
     tuned = _tuned(report["settings"], settings.recommendation)
     profile = load_profile(settings.profile or tuned.profile)
     console = bench_report.console_for(settings)
-    ratios = _ratios(settings, report)
+    ratios, recommended = _ratios(settings, report), str(report["ranked"][0]["workers"]) if report["ranked"] else ""
     if left_out := _not_played(tuned):
         names = ", ".join(left_out)
         console.print(f"[dim]Neither run live nor part of the prediction: {names}[/dim]", highlight=False)
-    return uvloop.run(until_interrupted(_run(settings, tuned, profile, ratios, console), console))
+    return uvloop.run(until_interrupted(_run(settings, tuned, recommended, profile, ratios, console), console))
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -91,7 +98,12 @@ def _ratios(settings: TuneCheckSettings, report: Mapping[str, Any]) -> list[Rati
 
 
 async def _run(
-    settings: TuneCheckSettings, tuned: TuneSettings, profile: Profile, ratios: Sequence[Ratio], console: Console
+    settings: TuneCheckSettings,
+    tuned: TuneSettings,
+    recommended: str,
+    profile: Profile,
+    ratios: Sequence[Ratio],
+    console: Console,
 ) -> int:
     model = models.ready(settings.model, "", console)
     rows: list[dict[str, Any]] = []
@@ -116,10 +128,18 @@ async def _run(
             interrupted = bool(result.about["interrupted"])
             if interrupted:
                 break
+    if not rows:
+        return INTERRUPTED_EXIT
+    found, (covered, figures) = verdict(rows, recommended), kept_coverage(rows)
+    bench_report.write_json(settings, {"runs": rows, "verdict": found._asdict(), "all_runs": [covered, figures]})
     for row in rows:
         show(row, console)
-    bench_report.write_json(settings, {"runs": rows})
-    return INTERRUPTED_EXIT if interrupted else 0
+    console.print(f"[bold]{found.words}[/bold]", highlight=False, soft_wrap=True)
+    console.print(
+        f"{found.covered} of {found.figures} figures lie in their bands; {covered} of {figures} in all checks of this user.",
+        highlight=False,
+    )
+    return INTERRUPTED_EXIT if interrupted else 0 if found.held else NOT_HELD
 
 
 def _load(settings: TuneCheckSettings, tuned: TuneSettings, file: Path) -> LoadSettings:
@@ -174,6 +194,24 @@ def _pair(band: Band, measured: float | None, *, absolute: bool = False) -> dict
         "error": error,
         "covered": measured is not None and band.covers(measured),
     }
+
+
+def kept_coverage(rows: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+    """(figures in their band, figures) of all checks of this user, these ones included, which are kept with them. A file that
+    cannot be read or written is left out."""
+    file = Path(platformdirs.user_state_dir("crossdock")) / "tune-checks.jsonl"
+    lines: list[bytes] = []
+    with contextlib.suppress(OSError):
+        lines = file.read_bytes().splitlines()[-CHECKS_MAX + 1 :]
+    lines.append(msgspec.json.encode(coverage(rows)))
+    found: list[tuple[int, int]] = []
+    for line in lines:
+        with contextlib.suppress(msgspec.DecodeError):
+            found.append(msgspec.json.decode(line, type=tuple[int, int]))
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"\n".join(lines) + b"\n")
+    return sum(one for one, _ in found), sum(one for _, one in found)
 
 
 def show(row: Mapping[str, Any], console: Console) -> None:

@@ -1,0 +1,76 @@
+"""What `crossdock tune check` found, in two sentences: which ratio was best live, and how far predictions were off. Pure."""
+
+from collections.abc import Mapping, Sequence
+from math import sqrt
+from typing import Any, Final, NamedTuple
+
+_Z: Final = 1.645
+"""Of 90 % of a normal distribution."""
+METRICS: Final = ("ttft_ms", "tpot_ms", "itl_ms")
+Row = Mapping[str, Any]
+
+
+class Verdict(NamedTuple):
+    held: bool
+    """No other ratio kept the SLO for more requests than chance explains."""
+    words: str
+    covered: int
+    """Of the figures of these runs, those in their band ..."""
+    figures: int
+    """... and all."""
+
+
+def verdict(rows: Sequence[Row], recommended: str) -> Verdict:
+    """`rows`: of runs, at least one of them of the recommended ratio, if that ran at all."""
+    judged = [row for row in rows if row["attainment"]["measured"] is not None]
+    covered, figures = coverage(rows)
+    if not judged:
+        return Verdict(False, "No request was judged, so nothing is known.", covered, figures)
+    best = max(judged, key=lambda row: (row["attainment"]["measured"], row["ratio"] == recommended))
+    chosen = next((row for row in judged if row["ratio"] == recommended), None)
+    if chosen is None:
+        words = f"{_served(best)} was best live; the recommendation, {recommended}, was not run."
+        return Verdict(False, f"{words} {_off(judged)}", covered, figures)
+    less = best["attainment"]["measured"] - chosen["attainment"]["measured"]
+    held = less <= _chance(best, chosen)
+    if best is chosen:
+        words = f"{_served(best)} was best live, as recommended."
+    elif held:
+        words = f"{_served(best)} was best live; the recommendation, {_served(chosen)}, held: chance explains the difference."
+    else:
+        words = f"{_served(best)} was best live; the recommendation, {_served(chosen)}, did not hold."
+    return Verdict(held, f"{words} {_off(judged)}", covered, figures)
+
+
+def coverage(rows: Sequence[Row]) -> tuple[int, int]:
+    """(figures in their band, figures), of runs."""
+    found = [row["attainment"] for row in rows]
+    found += [one for row in rows for metric in METRICS for one in row.get(metric, {}).values()]
+    measured = [one for one in found if one["measured"] is not None]
+    return sum(one["covered"] for one in measured), len(measured)
+
+
+def _served(row: Row) -> str:
+    return f"{row['ratio']} with {row['attainment']['measured']:.1%} of requests within the SLO"
+
+
+def _off(rows: Sequence[Row]) -> str:
+    """By how much the predictions were off, and in which direction."""
+    points = [100 * row["attainment"]["error"] for row in rows]
+    mean = sum(points) / len(points)
+    most = max(rows, key=lambda row: abs(row["attainment"]["error"]))
+    way = "too high" if mean > 0 else "too low"
+    said = f"Predicted shares were {abs(mean):.1f} points {way} on average"
+    if len(rows) > 1:
+        said += f", most for {most['ratio']} ({100 * most['attainment']['error']:+.1f})"
+    return said.replace("-", "−") + "."
+
+
+def _chance(one: Row, other: Row) -> float:
+    """By so much the shares of two runs of equal ratios may differ, with as many requests."""
+    variance = 0.0
+    for row in (one, other):
+        share, count = row["attainment"]["measured"], max(row["requests"], 1)
+        share = min(max(share, 1 / (2 * count)), 1 - 1 / (2 * count))  # no run is sure to be repeated
+        variance += share * (1 - share) / count
+    return _Z * sqrt(variance)

@@ -1,0 +1,80 @@
+"""What `crossdock tune check` concludes, and the bands that it is judged by."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.tuning import check
+from launcher.tuning.verdict import coverage, verdict
+from tests.tuning.profiles import GPU
+from tuning.advise import Slo, Workers
+from tuning.predict import predict
+from tuning.simulator.job import Sent
+
+
+def row(
+    ratio: str, measured: float | None, predicted: float = 0.9, requests: int = 100, covered: bool = True
+) -> dict[str, Any]:
+    error = None if measured is None else predicted - measured
+    share = {"predicted": predicted, "measured": measured, "error": error, "covered": covered}
+    return {
+        "ratio": ratio,
+        "requests": requests,
+        "attainment": share,
+        "ttft_ms": {"p50": {"measured": 5.0, "covered": False}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("rows", "held", "words"),
+    [
+        (
+            [row("2M", 0.96), row("1P1D", 0.6)],
+            True,
+            "2M with 96.0% of requests within the SLO was best live, as recommended.",
+        ),
+        (
+            [row("2M", 0.6), row("1P1D", 0.9)],
+            False,
+            "the recommendation, 2M with 60.0% of requests within the SLO, did not hold",
+        ),
+        ([row("2M", 0.9), row("1P1D", 0.94)], True, "held: chance explains the difference"),
+        ([row("2M", 0.9, requests=5000), row("1P1D", 0.94, requests=5000)], False, "did not hold"),
+        ([row("2M", 1.0, requests=8), row("1P1D", 1.0, requests=8)], True, "2M with 100.0% of requests"),
+        ([row("1P1D", 0.9)], False, "the recommendation, 2M, was not run"),
+        ([row("2M", None)], False, "No request was judged"),
+    ],
+)
+def test_the_best_ratio_is_named_and_whether_the_recommendation_held(
+    rows: list[dict[str, Any]], held: bool, words: str
+) -> None:
+    found = verdict(rows, "2M")
+    assert found.held is held and words in found.words
+
+
+def test_how_far_predictions_were_off_is_said_with_its_direction() -> None:
+    found = verdict([row("2M", 0.5, 0.9), row("1P1D", 0.8, 0.7)], "2M")
+    assert found.words.endswith("Predicted shares were 15.0 points too high on average, most for 2M (+40.0).")
+    assert verdict([row("2M", 0.9, 0.8)], "2M").words.endswith("Predicted shares were 10.0 points too low on average.")
+    assert (found.covered, found.figures) == coverage([row("2M", 0.5), row("1P1D", 0.8)]) == (2, 4)
+
+
+def test_coverage_is_counted_over_all_checks_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check.platformdirs, "user_state_dir", lambda _: str(tmp_path / "state"))
+    monkeypatch.setattr(check, "CHECKS_MAX", 3)
+    for count in (1, 2, 3, 3):
+        assert check.kept_coverage([row("2M", 0.9)]) == (count, 2 * count)
+    file = tmp_path / "state" / "tune-checks.jsonl"
+    file.write_text("[1,2]\nnonsense\n")
+    assert check.kept_coverage([row("2M", 0.9, covered=False)]) == (1, 4)
+    monkeypatch.setattr(check.platformdirs, "user_state_dir", lambda _: str(file))
+    assert check.kept_coverage([row("2M", 0.9)]) == (1, 2), "a file where the folder should be"
+
+
+def test_no_band_is_without_width() -> None:
+    quiet = GPU.replaced(run_sigma=0.0)
+    found = predict(quiet, Workers(1, 1), [Sent(float(n), 100, 10) for n in range(40)], Slo(1e6, 1e6), runs=2)
+    assert found.attainment.value == 1.0 and 0.9 < found.attainment.low < 0.97
+    for metric in found.latency.values():
+        assert all(band.low < band.value < band.high for band in metric.values())

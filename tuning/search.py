@@ -108,10 +108,13 @@ class Space:
     mixed_max: int = 0
     """Mixed workers that there are cores for: each has its own in the model. 0: any number."""
 
+    def has_cores_for(self, workers: Workers) -> bool:
+        return not 0 < self.mixed_max < workers.mixed
+
     def layouts(self, total: int) -> list[Workers]:
         found = [Workers(prefill, total - prefill) for prefill in range(1, total)]
-        mixed = self.mixed and not 0 < self.mixed_max < total
-        return [*found, Workers(0, 0, total)] if mixed else found
+        mixed = Workers(0, 0, total)
+        return [*found, mixed] if self.mixed and self.has_cores_for(mixed) else found
 
     def candidates(self) -> list[Candidate]:
         found = []

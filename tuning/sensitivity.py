@@ -75,7 +75,7 @@ def map_of(
 
 
 def what_if(
-    profile: Profile, sent: Sequence[Sent], goals: Goals, found: Found, options: Options, tell: Tell
+    profile: Profile, sent: Sequence[Sent], goals: Goals, space: Space, found: Found, options: Options, tell: Tell
 ) -> tuple[list[WhatIf], float]:
     """What becomes of the recommendation with other loads and one worker more or less; and at how many times the load it just
     keeps the SLO (`HEADROOM_MAX` at most)."""
@@ -87,7 +87,8 @@ def what_if(
         return WhatIf(load, str(workers), kept, load * found.requests_per_s * kept)
 
     rows = []
-    asked = [(load, best.workers) for load in LOADS] + [(1.0, one) for one in one_more_or_less(best.workers)]
+    asked = [(load, best.workers) for load in LOADS]
+    asked += [(1.0, one) for one in one_more_or_less(best.workers) if space.has_cores_for(one)]
     for done, (load, workers) in enumerate(asked):
         tell("what if", done, len(asked))
         rows.append(row(load, workers))

@@ -136,7 +136,7 @@ def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: C
         found = search(profile, sent, goals, space, options, tell=tell, seed=settings.seed)
         cells = map_of(profile, sent, goals, found, options, tell)
         turned = turns(profile, sent, goals, space, found, options, tell)
-        changed, headroom = what_if(profile, sent, goals, found, options, tell)
+        changed, headroom = what_if(profile, sent, goals, space, found, options, tell)
     best = found.best
     report: dict[str, Any] = plain(
         {

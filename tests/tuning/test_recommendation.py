@@ -134,10 +134,16 @@ def test_one_worker_more_or_less_leaves_each_phase_somewhere(prefill: int, decod
         assert abs(other.total - workers.total) == 1 and (other.mixed or (other.prefill and other.decode))
 
 
+def test_no_mixed_worker_is_asked_for_that_has_no_core() -> None:
+    space = Space(4, mixed_max=2)
+    assert [str(one) for one in space.layouts(2)] == ["1P1D", "2M"] and Workers(0, 0, 3) not in space.layouts(3)
+    assert space.has_cores_for(Workers(0, 0, 2)) and not space.has_cores_for(Workers(0, 0, 3))
+
+
 def test_the_headroom_is_the_load_that_is_just_kept() -> None:
     profile, sent, workers = CASES[0]
     found = searched(profile, sent, workers)
-    rows, headroom = what_if(profile, sent, found.goals, found, Options(), lambda *_: None)
+    rows, headroom = what_if(profile, sent, found.goals, Space(workers), found, Options(), lambda *_: None)
     kept = {one.load: one.attainment for one in rows if one.workers == str(found.best.candidate.workers)}
     assert sorted(kept) == [0.5, 0.8, 1.0, 1.2, 1.5, 2.0]
     for load, attainment in kept.items():

@@ -7,7 +7,7 @@ import msgspec
 from coordinator.accounting.bill import Bill
 from coordinator.fairness.tenant_queue import Entry
 from coordinator.kv_admission.demand import NEVER
-from coordinator.kv_admission.sessions import Sessions, Turn
+from coordinator.kv_admission.sessions import OpenTurn, Sessions
 from coordinator.lifecycle import State, Trigger, advance
 from proto.messages import Submit
 
@@ -134,7 +134,7 @@ class Request(msgspec.Struct, eq=False):
     numerics: str = ""
     """Of the first decode worker it had: what its stream goes on with, if there is a choice."""
     suspicion: Suspicion | None = None
-    turn: Turn | None = None
+    turn: OpenTurn | None = None
     """Of its session, until it has ended."""
     attempt_progress: AttemptProgress = _NOTHING
     """To be read. Its own is made by `begin`: there are many requests, and most wait before anything happens to them."""

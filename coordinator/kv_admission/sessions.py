@@ -77,7 +77,7 @@ class Session(msgspec.Struct, eq=False):
         return self.tail[-HASH_BYTES:]
 
 
-class Turn(NamedTuple):
+class OpenTurn(NamedTuple):
     """One that has not ended."""
 
     session: Session
@@ -116,7 +116,7 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._idle)
 
-    def came(self, submit: Submit, blob: bytes, now: float) -> Turn:
+    def came(self, submit: Submit, blob: bytes, now: float) -> OpenTurn:
         """A new request: the next turn of a session, or the first of another one."""
         self._forget(now)
         tenant = self._tenant(submit.tenant)
@@ -138,9 +138,9 @@ class Sessions:
         session.running += 1
         tokens, hashes = submit.prompt_tokens, submit.block_hashes
         in_blocks = len(hashes) // HASH_BYTES * submit.hash_block_size
-        return Turn(session, tokens, hashes[-TAIL_BLOCKS * HASH_BYTES :], blob[4 * in_blocks :], kept_tokens, gap_s)
+        return OpenTurn(session, tokens, hashes[-TAIL_BLOCKS * HASH_BYTES :], blob[4 * in_blocks :], kept_tokens, gap_s)
 
-    def answered(self, turn: Turn, tokens: int, weight: float, now: float) -> None:
+    def answered(self, turn: OpenTurn, tokens: int, weight: float, now: float) -> None:
         """A turn has ended with an answer, and left so many tokens of KV. `weight`: of its organisation."""
         session = turn.session
         if self._by_end.get((session.tenant, session.end)) is session:

@@ -7,7 +7,7 @@ from hashlib import blake2b
 import pytest
 
 from coordinator.kv_admission import sessions as module
-from coordinator.kv_admission.sessions import Sessions, Turn
+from coordinator.kv_admission.sessions import OpenTurn, Sessions
 from proto.codec import pack_tokens
 from proto.limits import HASH_BYTES
 from proto.messages import Submit
@@ -32,15 +32,15 @@ def submit(prompt: tuple[int, ...], tenant: str = "a", session: bytes = b"", sal
     return one, pack_tokens(prompt)
 
 
-def came(sessions: Sessions, prompt: tuple[int, ...], now: float, tenant: str = "a", session: bytes = b"") -> Turn:
+def came(sessions: Sessions, prompt: tuple[int, ...], now: float, tenant: str = "a", session: bytes = b"") -> OpenTurn:
     return sessions.came(*submit(prompt, tenant, session), now)
 
 
-def answered(sessions: Sessions, turn: Turn, now: float, weight: float = 1.0) -> None:
+def answered(sessions: Sessions, turn: OpenTurn, now: float, weight: float = 1.0) -> None:
     sessions.answered(turn, turn.prompt_tokens + 8, weight, now)
 
 
-def played(sessions: Sessions, prompt: tuple[int, ...], at: float, **more: str) -> Turn:
+def played(sessions: Sessions, prompt: tuple[int, ...], at: float, **more: str) -> OpenTurn:
     turn = came(sessions, prompt, at, **more)
     answered(sessions, turn, at)
     return turn
@@ -143,7 +143,7 @@ def test_a_turn_without_an_answer_leaves_the_session_as_it_was() -> None:
 def test_what_is_kept_is_bounded_and_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SESSIONS_MAX", 50)
     monkeypatch.setattr(module, "TENANTS_MAX", 5)
-    rng, sessions, running, now = random.Random(3), Sessions(), list[Turn](), 0.0
+    rng, sessions, running, now = random.Random(3), Sessions(), list[OpenTurn](), 0.0
     for _ in range(4000):
         now += rng.expovariate(0.3)
         if running and rng.random() < 0.5:

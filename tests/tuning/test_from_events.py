@@ -13,7 +13,8 @@ from coordinator.events import Limits, PeerDown, PeerUp
 from launcher.tuning import calibrate, event_log
 from launcher.tuning.event_log import Logged, LoggedDecode, LoggedStep
 from launcher.tuning.from_events import of_logs, samples_of
-from launcher.tuning.settings import CalibrateSettings
+from launcher.tuning.settings import CalibrateSettings, TuneSettings
+from launcher.tuning.traffic import traffic
 from proto.messages import Chunk, Role
 from proto.progress import DecodeProgress
 from runtime.settings.options import SettingsError
@@ -80,6 +81,21 @@ def test_too_few_steps_are_an_error_that_names_the_option(folder: Path) -> None:
     with pytest.raises(SettingsError, match=r"--from-events: too few step times: \d+ of prefill, \d+ of decode; .* 32"):
         corrected(folder, "short.log", out="none.json")
     assert not (folder / "none.json").exists()
+
+
+def test_a_profile_of_another_model_is_refused_unless_it_is_forced(folder: Path) -> None:
+    (folder / "other.json").write_bytes(encoded(PROFILE.replaced(about={"model": "llama"})))
+    log, other, out = str(folder / "events.log"), str(folder / "other.json"), str(folder / "forced.json")
+    wanted = "of the model m, but the profile is of llama; --force uses it all the same"
+    with pytest.raises(SettingsError, match=f"--from-events: {wanted}"):
+        calibrate.run(CalibrateSettings(from_events=[log], profile=other, out=out))
+    assert not (folder / "forced.json").exists()
+    assert calibrate.run(CalibrateSettings(from_events=[log], profile=other, out=out, force=True)) == 0
+    profile = decoded((folder / "other.json").read_bytes(), "other")
+    with pytest.raises(SettingsError, match=f"--trace: {wanted}"):
+        traffic(TuneSettings(trace=log), profile)
+    assert len(traffic(TuneSettings(trace=log, force=True), profile)) > 50
+    assert len(traffic(TuneSettings(trace=log), PROFILE)) > 50
 
 
 def test_what_is_no_event_log_or_no_profile_is_named(folder: Path) -> None:

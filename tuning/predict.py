@@ -85,7 +85,9 @@ def predict(
         if counted.any()
         else Band(1.0, 0.0, 1.0),
         {
-            metric: {f"p{100 * share:.0f}": _band([one[place] for one in found]) for place, share in enumerate(SHARES)}
+            metric: {
+                f"p{100 * share:.0f}": _interval([one[place] for one in found]) for place, share in enumerate(SHARES)
+            }
             for metric, found in (
                 ("ttft_ms", draws["ttft_ms"]),
                 ("tpot_ms", draws["tpot_ms"]),
@@ -155,15 +157,17 @@ def resampled(at_s: Floats, counted: Bools, rng: np.random.Generator) -> Ints:
 
 
 def _share_band(draws: Sequence[float], requests: int) -> Band:
-    """As `_band`, of a share of so many requests: no narrower than chance makes it (Wilson's interval)."""
-    band, z2 = _band(draws), WILSON_Z**2
-    middle = (band.value + z2 / (2 * requests)) / (1 + z2 / requests)
-    half = WILSON_Z / (1 + z2 / requests) * sqrt(band.value * (1 - band.value) / requests + z2 / (4 * requests**2))
-    low, high = max(min(band.low, middle - half), 0.0), min(max(band.high, middle + half), 1.0)
-    return Band(band.value, min(low, band.value), max(high, band.value))
+    """As `_interval`, of a share of so many requests: no narrower than chance makes it (Wilson's interval)."""
+    interval, z2 = _interval(draws), WILSON_Z**2
+    middle = (interval.value + z2 / (2 * requests)) / (1 + z2 / requests)
+    half = (
+        WILSON_Z / (1 + z2 / requests) * sqrt(interval.value * (1 - interval.value) / requests + z2 / (4 * requests**2))
+    )
+    low, high = max(min(interval.low, middle - half), 0.0), min(max(interval.high, middle + half), 1.0)
+    return Band(interval.value, min(low, interval.value), max(high, interval.value))
 
 
-def _band(draws: Sequence[float]) -> Band:
+def _interval(draws: Sequence[float]) -> Band:
     """With their median, which is what most likely is about to be measured."""
     found = np.array(draws)
     found = found[~np.isnan(found)]

@@ -199,8 +199,8 @@ def text() -> str:
         parts.append(f"## {name}\n\n{about}\n")
         lines = ["| field | | |", "|---|---|---|"]
         for field, status, note in _rows(name, cls, neutral):
-            cell = note.replace("|", "\\|")
-            lines.append(f"| `{field}` | {status} | {cell} |")
+            entry = note.replace("|", "\\|")
+            lines.append(f"| `{field}` | {status} | {entry} |")
         parts.append("\n".join(lines) + "\n")
         if inside := _INSIDE.get(name):
             parts.append("Inside of these, without effect:\n")

@@ -181,18 +181,18 @@ def compared(ratio: str, foretold: Prediction, figures: Mapping[str, Any]) -> di
     return row
 
 
-def _pair(band: Band, measured: float | None, *, absolute: bool = False) -> dict[str, Any]:
+def _pair(expected: Band, measured: float | None, *, absolute: bool = False) -> dict[str, Any]:
     """`error`: of the prediction; in points of a share, else relative."""
     error = None
     if measured is not None:
-        error = band.value - measured if absolute else band.value / max(measured, 1e-9) - 1
+        error = expected.value - measured if absolute else expected.value / max(measured, 1e-9) - 1
     return {
-        "predicted": band.value,
-        "low": band.low,
-        "high": band.high,
+        "predicted": expected.value,
+        "low": expected.low,
+        "high": expected.high,
         "measured": measured,
         "error": error,
-        "covered": measured is not None and band.covers(measured),
+        "covered": measured is not None and expected.covers(measured),
     }
 
 

@@ -31,14 +31,16 @@ def rendered(report: Mapping[str, Any]) -> str:
     template = environment.from_string(Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8"))
     cells, best = report["map"], report["recommendation"]
     shown = [
-        cell
+        square
         | {
-            "colour": COLOURS[cell["binds"]],
-            "chosen": (cell["prefill"], cell["decode"]) == (best["prefill"], best["decode"]),
+            "colour": COLOURS[square["binds"]],
+            "chosen": (square["prefill"], square["decode"]) == (best["prefill"], best["decode"]),
         }
-        for cell in cells
+        for square in cells
     ]
-    used = dict.fromkeys(cell["binds"] for cell in sorted(cells, key=lambda cell: list(COLOURS).index(cell["binds"])))
+    used = dict.fromkeys(
+        square["binds"] for square in sorted(cells, key=lambda square: list(COLOURS).index(square["binds"]))
+    )
     machine = report["about"]["profile"].get("machine", {})
     return template.render(
         report=report,
@@ -77,9 +79,9 @@ def goodput_chart(report: Mapping[str, Any]) -> str:
     apart = [(total, one) for total, one, _ in rows if one is not None]
     mixed = [(total, one) for total, _, one in rows if one is not None]
     for having, colour in ((mixed, "var(--mixed)"), (apart, "var(--apart)")):
-        band = [at(n, one["goodput_high"]) for n, one in having]
-        band += [at(n, one["goodput_low"]) for n, one in reversed(having)]
-        parts.append(f'<polygon points="{_points(band)}" fill="{colour}" opacity=".16"/>')
+        outline = [at(n, one["goodput_high"]) for n, one in having]
+        outline += [at(n, one["goodput_low"]) for n, one in reversed(having)]
+        parts.append(f'<polygon points="{_points(outline)}" fill="{colour}" opacity=".16"/>')
         line = [at(n, one["goodput_requests_per_s"]) for n, one in having]
         parts.append(f'<polyline points="{_points(line)}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
         for (n, one), (x, y) in zip(having, line, strict=True):

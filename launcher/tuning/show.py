@@ -171,11 +171,11 @@ def _by_workers(report: Mapping[str, Any], console: Console) -> None:
         "band ",
     )
     for total, apart, mixed in families(report):
-        table.row(str(total), apart["workers"] if apart else "", *_band(apart), *_band(mixed))
+        table.row(str(total), apart["workers"] if apart else "", *_interval(apart), *_interval(mixed))
     table.show(console)
 
 
-def _band(one: Mapping[str, Any] | None) -> tuple[str, str]:
+def _interval(one: Mapping[str, Any] | None) -> tuple[str, str]:
     if one is None:
         return "", ""
     mark = "" if one["whole_trace"] else "*"
@@ -187,15 +187,15 @@ def _map(cells: Sequence[Mapping[str, Any]], console: Console) -> None:
         return
     console.print(Text("What limits each ratio, on an excerpt (prefill down, decode across)", style="bold italic"))
     rows = rows_of(cells)
-    text = Text("     " + "".join(f"{cell['decode']:>4}" for cell in rows[0]) + "\n")
+    text = Text("     " + "".join(f"{square['decode']:>4}" for square in rows[0]) + "\n")
     for row in rows:
         text.append(f"{row[0]['prefill']:>4} ")
-        for cell in row:
-            letter, colour = LIMITS[cell["binds"]]
+        for square in row:
+            letter, colour = LIMITS[square["binds"]]
             text.append(f"{letter:>4}", style=colour)
         text.append("\n")
     console.print(text, end="")
-    used = sorted({cell["binds"] for cell in cells})
+    used = sorted({square["binds"] for square in cells})
     console.print("     " + ", ".join(f"{LIMITS[name][0]} {name or 'keeps the SLO'}" for name in used), highlight=False)
 
 

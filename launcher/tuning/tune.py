@@ -157,7 +157,7 @@ def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: C
             "ranked": [entry(one, found) for one in found.ranked],
             "candidates": [entry(one, found) for one in found.results.values()],
             "class_attainment": found.class_attainment,
-            "map": [cell._asdict() for cell in cells],
+            "map": [square._asdict() for square in cells],
             "turns": [turn._asdict() for turn in turned],
             "what_if": [row._asdict() for row in changed],
             "headroom": headroom,

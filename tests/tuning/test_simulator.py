@@ -255,3 +255,16 @@ def test_an_excerpt_has_windows_of_the_whole_trace() -> None:
     assert 1100 <= len(part) <= 1200
     assert [one.at_s for one in part] == sorted(one.at_s for one in part)
     assert excerpt(sent, 10_000) == sent
+
+
+def test_requests_that_wait_for_a_worker_with_their_prefix_are_no_class_of_demand() -> None:
+    rng = np.random.default_rng(1)
+    small = GPU.replaced(decode_capacity=msgspec.structs.replace(GPU.decode_capacity, kv_blocks=700))
+    sent, at_s = list[Sent](), 0.0
+    for number in range(120):
+        at_s += float(rng.exponential(0.15))
+        prefix = int(rng.integers(1, 8))
+        blocks = (*(100 * prefix + block for block in range(12)), 10_000 + number)
+        sent.append(Sent(at_s, 13 * 512, int(rng.integers(50, 300)), blocks))
+    outcome = Simulator(small, Workers(3, 1), sent).run()
+    assert 0.2 < outcome.no_room.mean() < 0.8 and not np.isnan(outcome.ttft_ms).any()

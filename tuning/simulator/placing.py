@@ -164,7 +164,8 @@ class Placing(ABC):
             return
         job.no_room = True
         key = class_key(job.demand)
-        self.closed.update((one, job) for one in (key, *classes_without_room(job.demand, self.classes)))
+        others = classes_without_room(job.demand, filter(is_class, self.classes))
+        self.closed.update((one, job) for one in (key, *others))
         if job.key != key:
             self._rekey(job, key)
 

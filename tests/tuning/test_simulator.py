@@ -1,5 +1,6 @@
 """The fast simulator by itself: closed forms, failures, stragglers, caches, mixed workers."""
 
+import msgspec
 import numpy as np
 import pytest
 

@@ -39,6 +39,9 @@ def verdict(rows: Sequence[Row], recommended: str) -> Verdict:
         words = f"{_served(best)} was best live; the recommendation, {_served(chosen)}, held: chance explains the difference."
     else:
         words = f"{_served(best)} was best live; the recommendation, {_served(chosen)}, did not hold."
+        expected = max(judged, key=lambda row: (row["attainment"]["predicted"], row is best))
+        if expected is best:
+            words += " The traffic that was sent differs: for it, the prediction had that ratio first, too."
     return Verdict(held, f"{words} {_off(judged)}", covered, figures)
 
 

@@ -53,6 +53,13 @@ def test_the_best_ratio_is_named_and_whether_the_recommendation_held(
     assert found.held is held and words in found.words
 
 
+def test_where_other_traffic_was_sent_the_prediction_for_that_counts_too() -> None:
+    rows = [row("1P1D", 0.6, predicted=0.84), row("2M", 0.95, predicted=0.9)]
+    found = verdict(rows, "1P1D")
+    assert not found.held and "for it, the prediction had that ratio first, too" in found.words
+    assert "prediction had" not in verdict([row("1P1D", 0.6, 0.9), row("2M", 0.95, 0.84)], "1P1D").words
+
+
 def test_how_far_predictions_were_off_is_said_with_its_direction() -> None:
     found = verdict([row("2M", 0.5, 0.9), row("1P1D", 0.8, 0.7)], "2M")
     assert found.words.endswith("Predicted shares were 15.0 points too high on average, most for 2M (+40.0).")

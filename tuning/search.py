@@ -12,6 +12,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -31,10 +32,14 @@ FULL_MAX: Final = 6
 """Candidates that run the whole trace …"""
 FULL_RUNS: Final = 3
 """… and of the best, how often with scaled step times."""
+CURVE_MAX: Final = 16
+"""Numbers of workers of which the best ones run the whole trace."""
+CONTENDS: Final = 0.6
+"""Candidates that serve a smaller part of what the best one does on an excerpt do not run the whole trace."""
 OF_EACH_MAX: Final = 2
 """Candidates of a smaller number of workers that go on to longer excerpts, with and without mixed ones."""
 LIMIT_REQUESTS: Final = 1200
-"""In the excerpt that tells what limits a candidate."""
+"""In the excerpt that tells what limits a candidate, unless it is the recommended one."""
 ERROR_MIN: Final = 0.002
 RUNG_SHARES: Final = (1 / 16, 1 / 6)
 REQUESTS_MIN: Final = 400
@@ -169,7 +174,8 @@ def search(
             results[one].full = True
         return results[one]
 
-    _run_the_best(sorted(left, key=lambda one: results[one].rank()), run_whole, goals)
+    shares = {one: results[one].attainment for one in left}
+    _run_the_best(sorted(left, key=lambda one: results[one].rank()), run_whole, shares.__getitem__, goals)
     _probabilities(outcomes, results, profile, sent, goals, options, seed)
     best = recommended([results[one] for one in outcomes])
     others = sorted((results[one] for one in outcomes if one != best.candidate), key=Result.rank)
@@ -228,9 +234,23 @@ def _best_half(left: Sequence[Candidate], results: dict[Candidate, Result], budg
     return kept
 
 
-def _run_the_best(order: Sequence[Candidate], run: Callable[[Candidate], Result], goals: Goals) -> None:
-    """The first of this order, and of fewer workers those that are as good or keep the SLO too."""
-    best = max((run(one) for one in order[:FULL_MAX]), key=lambda one: one.attainment)
+def _run_the_best(
+    order: Sequence[Candidate],
+    run: Callable[[Candidate], Result],
+    serves: Callable[[Candidate], float],
+    goals: Goals,
+) -> None:
+    """The first of this order; those that show how goodput grows with the number of workers; and of fewer workers than the best
+    has, those that are as good or keep the SLO too. `serves`: attainment on an excerpt, which is more than on the whole trace
+    where there is too much to do."""
+    found = [run(one) for one in order[:FULL_MAX]]
+    order = [one for one in order if serves(one) > CONTENDS * serves(order[0])]
+    totals = sorted({one.workers.total for one in order})
+    for total in totals[:: -(-len(totals) // CURVE_MAX)]:
+        for mixed in (False, True):
+            of_kind = (one for one in order if (one.workers.total, bool(one.workers.mixed)) == (total, mixed))
+            found += [run(one) for one in islice(of_kind, 1)]
+    best = max(found, key=lambda one: one.attainment)
     _fewest(order, best, run, lambda one: best.attainment - one.attainment <= error(best, one))
     if best.attainment >= goals.percentile:
         _fewest(order, best, run, lambda one: one.attainment >= goals.percentile)
@@ -239,12 +259,13 @@ def _run_the_best(order: Sequence[Candidate], run: Callable[[Candidate], Result]
 def _find_limits(
     ranked: Sequence[Result], profile: Profile, sent: Sequence[Sent], goals: Goals, options: Options, tell: Tell
 ) -> None:
-    part = excerpt(sent, LIMIT_REQUESTS)
+    part: Sequence[Sent] = sent
     for done, one in enumerate(ranked):
         tell("what limits", done, len(ranked))
         if one.attainment < goals.percentile:
             workers, chosen = one.candidate.workers, _options(options, one.candidate)
             one.binds, one.limit_gain = limit_of(profile, workers, part, goals, chosen)
+        part = excerpt(sent, LIMIT_REQUESTS)
 
 
 def _fewest(

@@ -15,8 +15,8 @@ from tuning.simulator.options import Options
 from tuning.traffic import Change, excerpt
 
 REQUESTS: Final = 1200
-MAP_REQUESTS: Final = 400
-"""In the excerpt that tells what limits each ratio of the map."""
+MAP_REQUESTS: Final = 1600
+"""In the excerpt for the map: each of its ratios runs it up to ten times."""
 MAP_SIDE_MAX: Final = 10
 UP: Final = (1.25, 1.6, 2.0, 3.0)
 DOWN: Final = (0.8, 0.6, 0.45, 0.3)
@@ -24,7 +24,7 @@ SERVED_MIN: Final = 0.2
 """Where even the best ratio keeps the SLO for fewer requests, it does not matter which one is best."""
 LOADS: Final = (0.5, 0.8, 1.0, 1.2, 1.5, 2.0)
 HEADROOM_MAX: Final = 4.0
-HEADROOM_STEPS: Final = 7
+HEADROOM_STEPS: Final = 4
 HITS: Final = (0.2, 0.4, 0.6, 0.8)
 
 
@@ -62,14 +62,14 @@ def map_of(
         for prefill in _side(found.budget - 1, best.workers.prefill)
         for decode in _side(found.budget - 1, best.workers.decode)
     ]
-    part, short = excerpt(sent, REQUESTS), excerpt(sent, MAP_REQUESTS)
+    part = excerpt(sent, MAP_REQUESTS)
     chosen = replace(options, step_tokens=best.step_tokens, seqs_max=best.seqs_max)
     cells = []
     for done, (prefill, decode) in enumerate(ratios):
         tell("what binds", done, len(ratios))
         workers = Workers(prefill, decode)
         kept = Simulator(profile, workers, part, chosen).run().attainment(goals)
-        binds = "" if kept >= goals.percentile else limit_of(profile, workers, short, goals, chosen).name
+        binds = "" if kept >= goals.percentile else limit_of(profile, workers, part, goals, chosen).name
         cells.append(Cell(prefill, decode, kept, binds))
     return cells
 
@@ -79,11 +79,11 @@ def what_if(
 ) -> tuple[list[WhatIf], float]:
     """What becomes of the recommendation with other loads and one worker more or less; and at how many times the load it just
     keeps the SLO (`HEADROOM_MAX` at most)."""
-    best, part = found.best.candidate, excerpt(sent, REQUESTS)
+    best = found.best.candidate
     chosen = replace(options, step_tokens=best.step_tokens, seqs_max=best.seqs_max)
 
     def row(load: float, workers: Workers) -> WhatIf:
-        kept = Simulator(profile, workers, Change(load=load).applied(part), chosen).run().attainment(goals)
+        kept = Simulator(profile, workers, Change(load=load).applied(sent), chosen).run().attainment(goals)
         return WhatIf(load, str(workers), kept, load * found.requests_per_s * kept)
 
     rows = []
@@ -92,8 +92,11 @@ def what_if(
     for done, (load, workers) in enumerate(asked):
         tell("what if", done, len(asked))
         rows.append(row(load, workers))
-    low, high = 0.0, HEADROOM_MAX
-    for _ in range(HEADROOM_STEPS):
+    loads = [one for one in rows if one.workers == str(best.workers)]
+    low = max((one.load for one in loads if one.attainment >= goals.percentile), default=0.0)
+    high = min((one.load for one in loads if one.load > low), default=HEADROOM_MAX)
+    for step in range(HEADROOM_STEPS):
+        tell("headroom", step, HEADROOM_STEPS)
         middle = (low + high) / 2
         low, high = (middle, high) if row(middle, best.workers).attainment >= goals.percentile else (low, middle)
     return rows, low
@@ -144,7 +147,8 @@ def turns(
             if kept < SERVED_MIN:
                 break
             reached = factor
-            if other is not None:
+            # A queue that grows for an hour is longer than one that grows for the length of an excerpt.
+            if other is not None and _best(profile, sent, goals, make(factor), [best.workers, other], best, options)[0]:
                 turned.append(TurningPoint(what, factor, str(other)))
                 break
         else:

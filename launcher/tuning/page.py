@@ -48,6 +48,7 @@ def rendered(report: Mapping[str, Any]) -> str:
         headline=show.headline(report),
         turns=show.turn_lines(report["turns"]),
         busy_note=show.BUSY_NOTE,
+        ranked=report["ranked"][: show.ROWS_MAX],
         apply_note=show.apply_note(report),
         how=show.how(report),
         number=show.number,
@@ -93,8 +94,7 @@ def goodput_chart(report: Mapping[str, Any]) -> str:
 
 
 def _told(total: int, one: Mapping[str, Any]) -> str:
-    how = "whole trace" if one["whole_trace"] else "excerpt"
-    return f"{total} workers: {one['workers']}, {one['goodput_requests_per_s']:.2f}/s ({how})"
+    return f"{total} workers: {one['workers']}, {one['goodput_requests_per_s']:.2f}/s"
 
 
 def arrivals_chart(per_minute: Sequence[float]) -> str:

@@ -26,6 +26,8 @@ LIMITS: Final = {
     "TPOT target": ("L", "bright_black"),
 }
 """What limits a ratio: its letter and colour in the map."""
+ROWS_MAX: Final = 10
+"""Of those that ran the whole trace."""
 BUSY_NOTE: Final = (
     "Busy: share of the time in which a prefill worker (P) or a decode worker (D) computes, and a prefill worker's link (T)"
     " sends. Limited by: the resource of which twice as much would let the most requests keep the SLO, or else a target."
@@ -115,7 +117,7 @@ def _ranked(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
         "Whole trace; times in ms", "ratio", "step", "best", "good/s", "%", "TTFT p50", "TTFT p90", "TPOT p90",
         "busy P/D/T", tables.words("limited by"),
     )  # fmt: skip
-    for one in rows:
+    for one in rows[:ROWS_MAX]:
         table.row(
             one["workers"],
             str(one["step_tokens"]),
@@ -133,7 +135,7 @@ def _ranked(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
 
 
 def _what_if(report: Mapping[str, Any], console: Console) -> None:
-    table = tables.Table("What if (on an excerpt)", "load", tables.words("workers"), "good/s", "%")
+    table = tables.Table("What if", "load", tables.words("workers"), "good/s", "%")
     for one in report["what_if"]:
         table.row(
             f"× {one['load']:g}",
@@ -145,24 +147,19 @@ def _what_if(report: Mapping[str, Any], console: Console) -> None:
 
 
 def families(report: Mapping[str, Any]) -> list[tuple[int, Mapping[str, Any] | None, Mapping[str, Any] | None]]:
-    """For each number of workers the best ratio with separate phases, and the mixed one."""
+    """For each number of workers the best ratio with separate phases, and the mixed one, where they ran the whole trace."""
     found = []
     for total in range(1, report["settings"]["workers"] + 1):
-        rows = [one for one in report["candidates"] if one["total"] == total and one["attainment"] is not None]
+        rows = [one for one in report["candidates"] if one["total"] == total and one["whole_trace"]]
         sides = [[one for one in rows if bool(one["mixed"]) is mixed] for mixed in (False, True)]
-        apart, mixed = (min(side, key=_rank, default=None) for side in sides)
+        apart, mixed = (max(side, key=itemgetter("attainment"), default=None) for side in sides)
         found.append((total, apart, mixed))
     return found
 
 
-def _rank(one: Mapping[str, Any]) -> tuple[bool, float, float]:
-    """Those that ran the whole trace first."""
-    return not one["whole_trace"], -round(one["attainment"], 3), one["strain"] or 1e9
-
-
 def _by_workers(report: Mapping[str, Any], console: Console) -> None:
     table = tables.Table(
-        "Goodput by number of workers (good/s, 90 % band; *: of an excerpt)",
+        "Goodput by number of workers (good/s, 90 % band)",
         "workers",
         "best ratio",
         "good/s",
@@ -178,8 +175,7 @@ def _by_workers(report: Mapping[str, Any], console: Console) -> None:
 def _interval(one: Mapping[str, Any] | None) -> tuple[str, str]:
     if one is None:
         return "", ""
-    mark = "" if one["whole_trace"] else "*"
-    return number(one["goodput_requests_per_s"], 2) + mark, f"{one['goodput_low']:.2f}–{one['goodput_high']:.2f}"
+    return number(one["goodput_requests_per_s"], 2), f"{one['goodput_low']:.2f}–{one['goodput_high']:.2f}"
 
 
 def _map(cells: Sequence[Mapping[str, Any]], console: Console) -> None:

@@ -184,7 +184,7 @@ LOADED: dict[str, Any] = {
 RANKED: list[dict[str, Any]] = [
     {
         "workers": workers, "step_tokens": 2048, "probability": 0.92, "goodput_requests_per_s": 1_234.56, "attainment": 1.0,
-        "ttft_ms": {"p50": 12_345.0, "p90": 123_456.0}, "tpot_ms": {"p90": 1_234.5}, "prefill_busy": 0.987,
+        "ttft_ms": {"p50": 12_345.0, "p90": 123_456.0}, "tpot_ms": {"p90": 1_234.5}, "prefill_busy": 0.987, "link_busy": 0.123,
         "decode_busy": 0.123, "binds": binds,
     }
     for workers, binds in (("128P384D", "prefill compute"), ("512M", ""))
@@ -195,9 +195,11 @@ TUNED: dict[str, Any] = {
         {
             "workers": workers, "total": total, "mixed": mixed, "attainment": 0.9, "strain": 1.0,
             "goodput_requests_per_s": 1_234.56, "goodput_low": 1_200.0, "goodput_high": 1_300.0,
+            "whole_trace": True,
         }
         for workers, total, mixed in (("1P1D", 2, 0), ("1M", 1, 1), ("2M", 2, 2))
     ],
+    "what_if": [{"load": 1.5, "workers": "128P384D", "goodput_requests_per_s": 1_234.56, "attainment": 0.987}],
 }  # fmt: skip
 _BAND = {
     "predicted": 12_345.6,

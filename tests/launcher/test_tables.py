@@ -67,7 +67,11 @@ SHOWN: dict[str, Callable[[Console], Any]] = {
     "admin.usage": lambda c: usage.show(shown.USAGE, c),
     "tuning.calibrate": lambda c: tune_calibrate.show(GPU, c),
     "tuning.check": lambda c: tune_check.show(shown.CHECKED, c),
-    "tuning.show": lambda c: (tune_show._ranked(shown.RANKED, c), tune_show._by_workers(shown.TUNED, c)),
+    "tuning.show": lambda c: (
+        tune_show._ranked(shown.RANKED, c),
+        tune_show._by_workers(shown.TUNED, c),
+        tune_show._what_if(shown.TUNED, c),
+    ),
 }
 
 

@@ -81,8 +81,9 @@ def test_what_a_search_recommends_and_says_holds(profile: Profile, sent: list[Se
                 f"{one.candidate} was better on an excerpt and did not run the trace"
             )
     assert sum(one.probability for one in found.ranked) == pytest.approx(1.0)
-    options, part = Options(step_tokens=256), excerpt(sent, 1200)
+    options = Options(step_tokens=256)
     for one in found.ranked:
+        part = sent if one is best else excerpt(sent, 1200)
         assert bool(one.binds) == (one.attainment < found.goals.percentile)
         if one.binds in RESOURCES:
             relieved, changed = RESOURCES[one.binds](profile, options)

@@ -268,4 +268,4 @@ def test_requests_that_wait_for_a_worker_with_their_prefix_are_no_class_of_deman
         blocks = (*(100 * prefix + block for block in range(12)), 10_000 + number)
         sent.append(Sent(at_s, 13 * 512, int(rng.integers(50, 300)), blocks))
     outcome = Simulator(small, Workers(3, 1), sent).run()
-    assert 0.2 < outcome.no_room.mean() < 0.8 and not np.isnan(outcome.ttft_ms).any()
+    assert 0.2 < outcome.no_room.mean() < 0.8 and np.isnan(outcome.ttft_ms).mean() < 0.6

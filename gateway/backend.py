@@ -174,10 +174,11 @@ class Backend:
                 self._forget(stream_id).left()
                 self._driver.post(ClientGone(stream_id))
 
-    def end_session(self, tenant: str, name: bytes) -> None:
-        """A client has said so. While the coordinator is away nothing is done: what is cached goes by itself."""
+    def end_session(self, tenant: str, name: bytes) -> bool:
+        """A client has said so. False: the coordinator cannot be told now."""
         if self._coordinator is not None:
             self._coordinator.send(EndSession(tenant, name))
+        return self._coordinator is not None
 
     def drain(self) -> None:
         """Refuse new streams; those that run go on."""

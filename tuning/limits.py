@@ -24,7 +24,7 @@ LEAST_GAIN: Final = 0.005
 
 class Limit(NamedTuple):
     name: str
-    """Of a resource, or "TTFT target" or "TPOT target"."""
+    """A resource, or "TTFT target" or "TPOT target"."""
     gain: float
     """Share of the requests that would keep the SLO in addition, with twice as much."""
 
@@ -86,7 +86,6 @@ RESOURCES: Final[Mapping[str, Relief]] = {
 }
 TARGETS: Final[Mapping[str, tuple[float, float]]] = {"TTFT target": (2.0, 1.0), "TPOT target": (1.0, 2.0)}
 """Factors on the limits of the first token and of later ones."""
-NAMES: Final = (*RESOURCES, *TARGETS)
 
 
 def limit_of(profile: Profile, workers: Workers, sent: Sequence[Sent], goals: Goals, options: Options) -> Limit:

@@ -279,10 +279,8 @@ def end_session(state: State, _: int, event: Received, __: float) -> None:
     assert isinstance(ended, EndSession)
     for pool in state.pools.values():
         tail = pool.sessions.end(ended.tenant, ended.session)
-        hashes = split_hashes(tail)
-        for incarnation in pool.workers if hashes else ():
-            if any(pool.locality.has(incarnation, block) for block in hashes):
-                state.send(incarnation, EndPrefix(tail))
+        for incarnation in pool.locality.having(split_hashes(tail)):
+            state.send(incarnation, EndPrefix(tail))
 
 
 def expire(state: State, now: float) -> None:

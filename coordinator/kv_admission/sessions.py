@@ -13,6 +13,7 @@ share of them are the first to go.
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from hashlib import blake2b
 from typing import Final, NamedTuple
 
 import msgspec
@@ -43,12 +44,12 @@ AT_ONCE: Final = 64
 
 class Tenant(msgspec.Struct, eq=False, gc=False):
     share: float = 0.5
-    """Of its turns, those that another one follows."""
+    """The part of its turns that another one follows."""
     mean_s: float = 0.0
-    """From the end of a turn to the next one; 0: there was none yet."""
+    """The mean time between the end of a turn and the next turn; 0: there was none yet."""
     leased_tokens: int = 0
     weight: float = 1.0
-    """Of its organisation, when it began to have leases."""
+    """The weight of its organisation when it began to have leases."""
 
     def patience_s(self) -> float:
         return max(PATIENCE * self.mean_s, PATIENCE_S)
@@ -59,13 +60,13 @@ class Session(msgspec.Struct, eq=False):
     name: bytes
     """Empty: it has none."""
     prompt_tokens: int = 0
-    """Of its last turn that was answered; 0: none was. Of its prompt:"""
+    """The length of the last prompt that was answered; 0: none was. The next two are of that prompt."""
     tail: bytes = b""
-    """the hashes of the last full blocks, `TAIL_BLOCKS` at most,"""
+    """The hashes of its last full blocks, `TAIL_BLOCKS` at most."""
     rest: bytes = b""
-    """and the packed ids of the tokens behind them."""
+    """A digest of the tokens behind them."""
     tokens: int = 0
-    """With the answer."""
+    """The prompt and its answer."""
     running: int = 0
     """Turns."""
     idle_since: float = 0.0
@@ -86,20 +87,20 @@ class OpenTurn(NamedTuple):
     tail: bytes
     rest: bytes
     kept_tokens: int
-    """Of the last one's prompt, which it continues; 0: it continues none."""
+    """The length of the last turn's prompt, which it continues; 0: it continues none."""
     kept_s: float
     """So long before it the last one ended."""
 
     @property
     def cost(self) -> float:
-        """Of what was kept for it, in prompt tokens."""
+        """What keeping that costs its tenant, in prompt tokens."""
         return self.kept_tokens * min(self.kept_s / COMPUTED_ANEW_S, CHARGE_MAX)
 
 
 class Sessions:
     def __init__(self) -> None:
         self.kv_tokens = 0
-        """That the caches of all workers of the model hold."""
+        """Room in the caches of all workers of the model."""
         self.leased_tokens = 0
         self.leases = 0
         self._tenants: OrderedDict[str, Tenant] = OrderedDict()
@@ -138,7 +139,9 @@ class Sessions:
         session.running += 1
         tokens, hashes = submit.prompt_tokens, submit.block_hashes
         in_blocks = len(hashes) // HASH_BYTES * submit.hash_block_size
-        return OpenTurn(session, tokens, hashes[-TAIL_BLOCKS * HASH_BYTES :], blob[4 * in_blocks :], kept_tokens, gap_s)
+        return OpenTurn(
+            session, tokens, hashes[-TAIL_BLOCKS * HASH_BYTES :], _digest(blob[4 * in_blocks :]), kept_tokens, gap_s
+        )
 
     def answered(self, turn: OpenTurn, tokens: int, weight: float, now: float) -> None:
         """A turn has ended with an answer, and left so many tokens of KV. `weight`: of its organisation."""
@@ -243,7 +246,7 @@ class Sessions:
             self._weights -= tenant.weight
 
     def _give_up_waiting(self, name: str, tenant: Tenant, now: float) -> None:
-        """Of a tenant's turns, those that were not followed by another one for too long."""
+        """The turns of a tenant that no other one has followed for too long leave no lease any more."""
         leases = self._leases_of.get(name)
         for _ in range(AT_ONCE):
             if not leases or (first := next(iter(leases))).idle_since + tenant.patience_s() > now:
@@ -273,12 +276,17 @@ def _continues(submit: Submit, blob: bytes, session: Session) -> bool:
     if not size or submit.prompt_tokens <= tokens:
         return False
     blocks = tokens // size
-    rest = blob[4 * blocks * size : 4 * tokens]
-    return rest == session.rest and submit.block_hashes[: blocks * HASH_BYTES].endswith(session.end)
+    if not submit.block_hashes[: blocks * HASH_BYTES].endswith(session.end):
+        return False
+    return _digest(blob[4 * blocks * size : 4 * tokens]) == session.rest
+
+
+def _digest(packed: bytes) -> bytes:
+    return blake2b(packed, digest_size=HASH_BYTES).digest()
 
 
 def _ends(hashes: bytes) -> Iterator[bytes]:
-    """Of the last blocks of a prompt, the last one first."""
+    """The hashes of the last blocks of a prompt, the last one first."""
     first = max(0, len(hashes) - SCANNED_BLOCKS * HASH_BYTES)
     for at in range(len(hashes) - HASH_BYTES, first - 1, -HASH_BYTES):
         yield hashes[at : at + HASH_BYTES]

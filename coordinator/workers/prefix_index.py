@@ -52,8 +52,11 @@ class Locality:
     def count(self, incarnation: int) -> int:
         return len(self._known.get(incarnation, ()))
 
-    def has(self, incarnation: int, block: bytes) -> bool:
-        return block in self._known.get(incarnation, ())
+    def having(self, blocks: list[bytes]) -> list[int]:
+        """The workers that have any of these blocks."""
+        there = (index[block[0]].get(block, ()) for index in self._indexes.values() for block in blocks)
+        found = {incarnation for incarnations in there for incarnation in incarnations}
+        return sorted(one for one in found if not self._known.get(one, set()).isdisjoint(blocks))
 
     def learn(self, incarnation: int, inserted: bytes, evicted: bytes) -> None:
         """A worker's report: joined hashes, each of them once."""

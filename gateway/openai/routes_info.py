@@ -47,12 +47,15 @@ async def model(gateway: GatewayDep, _tenant: TenantDep, model_id: str) -> dict[
     "/v1/sessions/{session_id:path}",
     summary="End a conversation.",
     response_model=EndedSession,
-    responses=refusals(401),
+    responses=refusals(401, 503),
 )
 async def end_session(gateway: GatewayDep, tenant: TenantDep, session_id: str) -> dict[str, Any]:
     """What only this conversation has in caches is given up; turns that run go on. To end one that is not known does no
     harm."""
-    gateway.backend.end_session(tenant, session_name(session_id))
+    if not gateway.backend.end_session(tenant, session_name(session_id)):
+        raise ApiError(
+            503, "The coordinator cannot be reached: nothing was ended.", code="not_ready", retry_after_s=1.0
+        )
     return {"id": session_id, "object": "session", "deleted": True}
 
 

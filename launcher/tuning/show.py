@@ -12,9 +12,8 @@ from rich.text import Text
 from launcher import tables
 from launcher.models.resolve import DEFAULT_MODEL_ID
 
-KEPT: Final = ("·", "green")
 LIMITS: Final = {
-    "": KEPT,
+    "": ("·", "green"),
     "prefill compute": ("P", "dark_orange"),
     "decode compute": ("D", "blue"),
     "decode memory": ("M", "magenta"),

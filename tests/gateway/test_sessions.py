@@ -70,3 +70,13 @@ def test_a_client_ends_sessions_of_its_own_tenant() -> None:
         ]
 
     on_site(test, tenants=FILE)
+
+
+def test_where_the_coordinator_cannot_be_told_the_client_is() -> None:
+    async def test(site: Site) -> None:
+        async with site.client() as client:
+            answer = await client.delete("/v1/sessions/a")
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "not_ready"
+        assert answer.headers["retry-after"] == "1"
+
+    on_site(test, connected=False)

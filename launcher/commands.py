@@ -219,6 +219,21 @@ TABLE: Final[Table] = {
         "launcher.tuning.settings:CalibrateSettings",
         "launcher.tuning.calibrate:run",
     ),
+    "profile": Group(
+        "Profiles for crossdock tune without a calibration.",
+        {
+            "estimate": Command(
+                "Estimate a profile of hardware that you do not have at hand.",
+                "launcher.tuning.profiles.settings:EstimateSettings",
+                "launcher.tuning.profiles.estimate:run",
+            ),
+            "from-vllm": Command(
+                "Make a profile of a vLLM that runs, without stopping it.",
+                "launcher.tuning.profiles.settings:FromVllmSettings",
+                "launcher.tuning.profiles.from_vllm:run",
+            ),
+        },
+    ),
     "tune": Command(
         "Which ratio of prefill to decode workers serves this traffic best, or should they be mixed?",
         "launcher.tuning.settings:TuneSettings",

@@ -14,6 +14,10 @@ from runtime.settings.options import SettingsError
 from runtime.settings.types import JsonOption
 
 
+def write(path: str, data: bytes) -> None:
+    Path(path).expanduser().write_bytes(data)
+
+
 def check_writable(path: str, option: str) -> None:
     """Before minutes are spent. Raises `SettingsError`."""
     if not path:

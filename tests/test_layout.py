@@ -54,7 +54,7 @@ FOLDERS_MAY_IMPORT = {
         "simulate": "load",
         "tuning": "bench http load local models",
     },
-    "tuning": {"simulator": ""},
+    "tuning": {"estimates": "", "simulator": ""},
     "runtime": {
         "grammar": "",
         "link": "process settings",

@@ -17,7 +17,9 @@ from tuning.simulator.options import Options
 
 
 def attainable(profile: Profile, workers: Workers, sent: Sequence[Sent], goals: Goals, options: Options) -> float:
-    """A share of the requests."""
+    """A share of the requests. Of sessions, which come when answers have come, nothing is known."""
+    if any(one.follows >= 0 for one in sent):
+        return 1.0
     ttft_ms = max(slo.ttft_ms for slo in (goals.default, *goals.by_class.values()))
     tpot_ms = max(slo.tpot_ms for slo in (goals.default, *goals.by_class.values()))
     span_ms = 1000 * (sent[-1].at_s - sent[0].at_s)

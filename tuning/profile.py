@@ -1,4 +1,4 @@
-"""What prefill, decode and KV transfer take on one installation, as measured by `crossdock calibrate`. Pure.
+"""What prefill, decode and KV transfer take on one installation. `docs/profile.md` describes the file. Pure.
 
     prefill step   = curve(prompt tokens of the step) + context_ms * sum of tokens * mean context
     decode step    = curve(sequences) + kv_token_ms * KV tokens read
@@ -12,13 +12,19 @@ Curves are piecewise linear through the measured medians. The residuals of the f
 from bisect import bisect_right
 from collections.abc import Sequence
 from math import log
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from proto.errors import CrossdockError
 
 FORMAT: Final = 1
+Least = Annotated[float, msgspec.Meta(ge=0)]
+More = Annotated[float, msgspec.Meta(gt=0)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
+Cores = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+Origin = Literal["calibrated", "estimated", "from a server"]
+"""Measured by `crossdock calibrate`, made of published figures, or fitted to what requests to another server took."""
 
 
 class ProfileError(CrossdockError):
@@ -28,8 +34,8 @@ class ProfileError(CrossdockError):
 class Curve(msgspec.Struct, frozen=True):
     """A piecewise linear function of a count, in ms. Beyond its last point it goes on with the last slope."""
 
-    at: tuple[float, ...]
-    ms: tuple[float, ...]
+    at: tuple[Least, ...]
+    ms: tuple[More, ...]
 
     def __call__(self, count: float) -> float:
         at, ms = self.at, self.ms
@@ -71,7 +77,7 @@ class Residuals(msgspec.Struct, frozen=True):
 class PrefillCost(msgspec.Struct, frozen=True):
     curve: Curve
     """Of the tokens of a step."""
-    context_ms: float = 0.0
+    context_ms: Least = 0.0
     """For each token and token of context that it attends to."""
     residuals: Residuals = Residuals()
 
@@ -92,7 +98,7 @@ class PrefillCost(msgspec.Struct, frozen=True):
 class DecodeCost(msgspec.Struct, frozen=True):
     curve: Curve
     """Of the sequences of a step."""
-    kv_token_ms: float = 0.0
+    kv_token_ms: Least = 0.0
     """For each token of KV that a step reads."""
     residuals: Residuals = Residuals()
 
@@ -101,10 +107,10 @@ class DecodeCost(msgspec.Struct, frozen=True):
 
 
 class TransferCost(msgspec.Struct, frozen=True):
-    latency_ms: float = 0.0
-    bytes_per_ms: float = 1e9
+    latency_ms: Least = 0.0
+    bytes_per_ms: More = 1e9
     """Of one prefill worker's link."""
-    bytes_per_token: float = 0.0
+    bytes_per_token: Least = 0.0
     transport: str = ""
     residuals: Residuals = Residuals()
 
@@ -115,14 +121,14 @@ class TransferCost(msgspec.Struct, frozen=True):
 class HostCost(msgspec.Struct, frozen=True):
     """What is neither a step nor a transfer."""
 
-    request_ms: float = 0.0
+    request_ms: Least = 0.0
     """HTTP, tokenizer, control plane and gateway, from the client's send to the first step's begin and from the last step's end
     to the client's first token …"""
-    request_token_ms: float = 0.0
+    request_token_ms: Least = 0.0
     """… and for each prompt token."""
-    step_gap_ms: float = 0.0
+    step_gap_ms: Least = 0.0
     """Between two prefill steps of one worker."""
-    join_ms: float = 0.0
+    join_ms: Least = 0.0
     """From a prompt's KV being there to its first decode step, beyond the wait for the step in progress."""
     residuals: Residuals = Residuals()
 
@@ -131,9 +137,9 @@ class ControlCost(msgspec.Struct, frozen=True):
     """Core time of what passes tokens on: event loops of decode workers, gateway and client. They share cores with prefill
     workers (`Profile.prefill_cores`). 0: not measured, and not modelled."""
 
-    step_ms: float = 0.0
+    step_ms: Least = 0.0
     """For each decode step …"""
-    token_ms: float = 0.0
+    token_ms: Least = 0.0
     """… and each of its tokens."""
 
     def of(self, sequences: float) -> float:
@@ -143,10 +149,12 @@ class ControlCost(msgspec.Struct, frozen=True):
 class Capacity(msgspec.Struct, frozen=True):
     """Of each worker."""
 
-    kv_blocks: int
-    block_size: int = 16
-    seqs_max: int = 1024
-    context_tokens: int = 1 << 20
+    kv_blocks: Count
+    block_size: Count = 16
+    seqs_max: Count = 1024
+    context_tokens: Count = 1 << 20
+    cost_per_hour: Least = 0.0
+    """In any currency, of one worker; 0: not known."""
 
     @property
     def kv_tokens(self) -> int:
@@ -160,17 +168,17 @@ class Profile(msgspec.Struct, frozen=True):
     decode_capacity: Capacity
     transfer: TransferCost = TransferCost()
     host: HostCost = HostCost()
-    prefill_cores: int = 0
+    prefill_cores: Cores = 0
     """Cores that all prefill workers of the host share, one worker being able to fill one; 0: each has its own …"""
-    decode_cores: int = 0
+    decode_cores: Cores = 0
     """… and the same of decode workers."""
-    beside_decode: float = 1.0
+    beside_decode: More = 1.0
     """How many times as long prefill steps take while decode workers of the host are busy …"""
-    beside_prefill: float = 1.0
+    beside_prefill: More = 1.0
     """… and decode steps while prefill workers are."""
-    run_sigma: float = 0.03
+    run_sigma: Least = 0.03
     """How much step times differ from one run to another, as the standard deviation of their logarithm."""
-    step_tokens: int = 256
+    step_tokens: Count = 256
     """Prompt tokens of a prefill step, as calibrated with."""
     attention_tokens: int = 0
     """The context at which attention takes as much work for a token as the weights; 0: not known."""
@@ -182,6 +190,12 @@ class Profile(msgspec.Struct, frozen=True):
     """Degrees of freedom of `run_sigma`; 0: it is taken as known."""
     gap_spread: tuple[float, ...] = ()
     """Gaps between tokens of streams that ran undisturbed, over their mean: quantiles at even distances."""
+    origin: Origin = "calibrated"
+
+    def cost_per_hour(self, prefill: int, decode: int, mixed: int) -> float:
+        """Of so many workers; 0 where that of a kind is not known."""
+        costs = self.prefill_capacity.cost_per_hour, self.decode_capacity.cost_per_hour
+        return prefill * costs[0] + (decode + mixed) * costs[1] if min(costs) > 0 else 0.0
 
     def replaced(self, **changes: Any) -> "Profile":
         return msgspec.structs.replace(self, **changes)
@@ -213,18 +227,35 @@ def decoded(data: bytes, name: str) -> Profile:
     try:
         profile = msgspec.json.decode(data, type=Profile)
     except msgspec.DecodeError as error:
-        raise ProfileError(f"{name}: not a profile of crossdock calibrate: {error}") from None
+        raise ProfileError(f"{name}: not a profile, as docs/profile.md describes it: {error}") from None
     if profile.format != FORMAT:
         raise ProfileError(f"{name}: of format {profile.format}; this version reads {FORMAT}")
     for what, curve in (("prefill", profile.prefill.curve), ("decode", profile.decode.curve)):
         rising = all(a < b for a, b in zip(curve.at, curve.at[1:], strict=False))
-        if not curve.at or len(curve.at) != len(curve.ms) or not rising or min(curve.ms) <= 0:
-            raise ProfileError(f"{name}: {what}.curve needs rising counts, each with a time above 0")
-    if min(profile.prefill_capacity.kv_blocks, profile.decode_capacity.kv_blocks) < 1 or profile.step_tokens < 1:
-        raise ProfileError(f"{name}: kv_blocks and step_tokens must be above 0")
-    if profile.transfer.bytes_per_ms <= 0:
-        raise ProfileError(f"{name}: transfer.bytes_per_ms must be above 0")
+        if not curve.at or len(curve.at) != len(curve.ms) or not rising:
+            raise ProfileError(f"{name}: {what}.curve needs rising counts, each with a time")
     return profile
+
+
+def merged(prefill: Profile, decode: Profile) -> Profile:
+    """Prefill workers of one kind and decode workers of another, each with hardware of its own: nothing is shared."""
+    slower = min(prefill.transfer, decode.transfer, key=lambda cost: cost.bytes_per_ms)
+    host = msgspec.structs.replace(prefill.host, join_ms=decode.host.join_ms)
+    return Profile(
+        prefill.prefill,
+        decode.decode,
+        prefill.prefill_capacity,
+        decode.decode_capacity,
+        msgspec.structs.replace(slower, bytes_per_token=decode.transfer.bytes_per_token),
+        host,
+        run_sigma=max(prefill.run_sigma, decode.run_sigma),
+        run_dof=min(prefill.run_dof, decode.run_dof),
+        step_tokens=prefill.step_tokens,
+        attention_tokens=prefill.attention_tokens,
+        about={"model": prefill.about.get("model", ""), "prefill": prefill.about, "decode": decode.about},
+        gap_spread=decode.gap_spread,
+        origin=max(prefill.origin, decode.origin),
+    )
 
 
 def encoded(profile: Profile) -> bytes:

@@ -5,14 +5,15 @@
    excerpt (the low end of its band) is discarded.
 2. Excerpts of the trace (windows from all over it) rank what is left; half goes on to an excerpt twice as long.
 3. The best few run the whole trace, and those with fewer workers that may serve as much. The one recommended is the best of
-   these; of those that are no worse by more than the error, the one with the fewest workers. Probabilities and errors come from
-   drawing windows of the trace with replacement, the same windows for all candidates, and from the profile's run-to-run spread.
+   these; of those that are no worse by more than the error, the one that costs least, or has the fewest workers. Probabilities
+   and errors come from drawing windows of the trace with replacement, the same windows for all candidates, and from the
+   profile's run-to-run spread.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, product
 from typing import Final
 
 import numpy as np
@@ -53,6 +54,8 @@ class Candidate:
     step_tokens: int
     seqs_max: int = 0
     """0: the profile's."""
+    stall_share: float = 0.0
+    """As in `Options`."""
 
     def __str__(self) -> str:
         return str(self.workers)
@@ -81,9 +84,17 @@ class Result:
     link_busy: float = 0.0
     probability: float = 0.0
     """That it would be the one recommended."""
+    cost_per_hour: float = 0.0
+    """0: not known."""
+    requests_per_s: float = 0.0
+    """Of sessions, which come the faster the faster they are answered; 0: as the traffic says."""
     full: bool = False
     drawn: Floats = field(default_factory=lambda: np.zeros(0), repr=False)
     """Attainment over windows of the trace drawn with replacement; the same windows for all that ran as many requests."""
+
+    @property
+    def price(self) -> float:
+        return self.cost_per_hour or self.candidate.workers.total
 
     def rank(self) -> tuple[float, float]:
         return -round(self.attainment, 3), self.strain
@@ -110,6 +121,7 @@ class Space:
     mixed: bool = True
     step_tokens: tuple[int, ...] = (256,)
     seqs_max: tuple[int, ...] = (0,)
+    stall_shares: tuple[float, ...] = (0.0,)
     mixed_max: int = 0
     """Mixed workers that there are cores for: each has its own in the model. 0: any number."""
 
@@ -125,7 +137,7 @@ class Space:
         found = []
         for total in range(1, self.budget + 1):
             layouts = self.layouts(total)
-            found += [Candidate(one, t, s) for one in layouts for t in self.step_tokens for s in self.seqs_max]
+            found += [Candidate(*one) for one in product(layouts, self.step_tokens, self.seqs_max, self.stall_shares)]
         return found
 
 
@@ -146,7 +158,11 @@ def search(
     """`sent` is not empty."""
     options = options or Options()
     results = {
-        one: Result(one, attainable(profile, one.workers, sent, goals, _options(options, one)))
+        one: Result(
+            one,
+            attainable(profile, one.workers, sent, goals, options_for(options, one)),
+            cost_per_hour=profile.cost_per_hour(*one.workers),
+        )
         for one in space.candidates()
     }
     left = sorted(results, key=lambda one: -results[one].bound)
@@ -185,23 +201,24 @@ def search(
     good = outcome.good(goals)
     names = np.array(outcome.classes)
     classes = {str(name): float(good[names == name].mean()) for name in np.unique(names)}
-    span_s = max(sent[-1].at_s - sent[0].at_s, 1e-9)
-    return Found(goals, space.budget, results, best, ranked, len(sent), len(sent) / span_s, outcome, classes)
+    per_s = best.requests_per_s or len(sent) / max(sent[-1].at_s - sent[0].at_s, 1e-9)
+    return Found(goals, space.budget, results, best, ranked, len(sent), per_s, outcome, classes)
 
 
 def _run(profile: Profile, sent: Sequence[Sent], one: Candidate, options: Options) -> Outcome:
-    return Simulator(profile, one.workers, sent, _options(options, one)).run()
+    return Simulator(profile, one.workers, sent, options_for(options, one)).run()
 
 
-def _options(options: Options, one: Candidate) -> Options:
-    return replace(options, step_tokens=one.step_tokens, seqs_max=one.seqs_max)
+def options_for(options: Options, one: Candidate) -> Options:
+    return replace(options, step_tokens=one.step_tokens, seqs_max=one.seqs_max, stall_share=one.stall_share)
 
 
 def _take(result: Result, outcome: Outcome, goals: Goals, requests: int, seed: int) -> None:
     good, strain = outcome.good(goals), outcome.strain(goals)
     result.requests, result.attainment = requests, float(good.mean())
     result.strain = float(np.quantile(strain, goals.percentile, method="lower"))
-    result.drawn = _draws(outcome.at_s, good.astype(float), seed)
+    result.drawn = _draws(outcome, good.astype(float), seed)
+    result.requests_per_s = len(good) / outcome.span_s if outcome.clients else 0.0
     result.low, result.high = (float(value) for value in np.quantile(result.drawn, (0.05, 0.95)))
     result.figures = {
         metric: dict(zip(("p50", "p90", "p99"), outcome.percentiles(metric, (0.5, 0.9, 0.99)), strict=True))
@@ -211,9 +228,10 @@ def _take(result: Result, outcome: Outcome, goals: Goals, requests: int, seed: i
     result.batch_mean, result.link_busy = outcome.batch_mean, outcome.link_busy
 
 
-def _draws(at_s: Floats, values: Floats, seed: int, draws: int = DRAWS) -> Floats:
-    """Means of `values` over windows drawn with replacement; the same windows for the same seed."""
-    parts = windows(at_s, WINDOWS)
+def _draws(outcome: Outcome, values: Floats, seed: int, draws: int = DRAWS) -> Floats:
+    """Means of `values` over windows drawn with replacement, of sessions over clients; the same ones for the same seed."""
+    clients = np.array(outcome.clients)
+    parts = [np.flatnonzero(clients == one) for one in np.unique(clients)] or windows(outcome.at_s, WINDOWS)
     sums = np.array([values[part].sum() for part in parts])
     sizes = np.array([len(part) for part in parts])
     chosen = np.random.default_rng([seed, 2]).integers(len(parts), size=(draws, len(parts)))
@@ -263,7 +281,7 @@ def _find_limits(
     for done, one in enumerate(ranked):
         tell("what limits", done, len(ranked))
         if one.attainment < goals.percentile:
-            workers, chosen = one.candidate.workers, _options(options, one.candidate)
+            workers, chosen = one.candidate.workers, options_for(options, one.candidate)
             one.binds, one.limit_gain = limit_of(profile, workers, part, goals, chosen)
         part = excerpt(sent, LIMIT_REQUESTS)
 
@@ -283,11 +301,11 @@ def _fewest(
 
 
 def recommended(full: Sequence[Result]) -> Result:
-    """The best, or of those that are no worse by more than the error, the one with the fewest workers; of equally many, the one
-    that stays furthest below its limits."""
+    """The best, or of those that are no worse by more than the error, the one that costs least, by what workers cost or by
+    their number; of those that cost the same, the one that stays furthest below its limits."""
     best = max(full, key=lambda one: one.attainment)
     near = [one for one in full if best.attainment - one.attainment <= error(best, one)]
-    return min(near, key=lambda one: (one.candidate.workers.total, one.strain, -one.attainment))
+    return min(near, key=lambda one: (one.price, one.strain, -one.attainment))
 
 
 def error(one: Result, other: Result) -> float:
@@ -319,13 +337,13 @@ def _probabilities(
             outcomes[one].append(_run(scaled, part, one, options))
     for run in range(FULL_RUNS):
         having = {one: found[run] for one, found in outcomes.items() if run < len(found)}
-        draws = np.array([_draws(o.at_s, o.good(goals).astype(float), seed + run) for o in having.values()])
-        near = np.array([_draws(o.at_s, np.minimum(o.strain(goals), 10.0), seed + run) for o in having.values()])
+        draws = np.array([_draws(o, o.good(goals).astype(float), seed + run) for o in having.values()])
+        near = np.array([_draws(o, np.minimum(o.strain(goals), 10.0), seed + run) for o in having.values()])
         least = np.array([[max(_half_width(a - b), ERROR_MIN) for b in draws] for a in draws])
-        workers = np.array([one.workers.total for one in having])
+        prices = np.array([results[one].price for one in having])
         top = np.argmax(draws, axis=0)
         ties = draws.max(axis=0) - draws <= least[top].T
-        worth = np.where(ties, -1e3 * workers[:, None] - near, -np.inf)
+        worth = np.where(ties, -1e3 * prices[:, None] / prices.min() - near, -np.inf)
         chosen = np.argmax(worth, axis=0)
         for place, one in enumerate(having):
             results[one].probability += float((chosen == place).mean()) / FULL_RUNS

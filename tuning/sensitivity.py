@@ -8,7 +8,7 @@ from tuning.advise import Workers
 from tuning.goals import Goals
 from tuning.limits import limit_of
 from tuning.profile import Profile
-from tuning.search import Candidate, Found, Space, Tell
+from tuning.search import Candidate, Found, Space, Tell, options_for
 from tuning.simulator.cluster import Simulator
 from tuning.simulator.job import Sent
 from tuning.simulator.options import Options
@@ -63,7 +63,7 @@ def map_of(
         for decode in _side(found.budget - 1, best.workers.decode)
     ]
     part = excerpt(sent, MAP_REQUESTS)
-    chosen = replace(options, step_tokens=best.step_tokens, seqs_max=best.seqs_max)
+    chosen = options_for(options, best)
     cells = []
     for done, (prefill, decode) in enumerate(ratios):
         tell("what binds", done, len(ratios))
@@ -80,7 +80,7 @@ def what_if(
     """What becomes of the recommendation with other loads and one worker more or less; and at how many times the load it just
     keeps the SLO (`HEADROOM_MAX` at most)."""
     best = found.best.candidate
-    chosen = replace(options, step_tokens=best.step_tokens, seqs_max=best.seqs_max)
+    chosen = options_for(options, best)
 
     def row(load: float, workers: Workers) -> WhatIf:
         kept = Simulator(profile, workers, Change(load=load).applied(sent), chosen).run().attainment(goals)
@@ -177,9 +177,7 @@ def _best(
     """Another one that keeps the SLO for clearly more requests, None where the best stays within 1 %; and what is kept at
     most."""
     changed = change.applied(part)
-    chosen = replace(
-        options, step_tokens=best.step_tokens, seqs_max=best.seqs_max, hit_rate=change.hit_rate or options.hit_rate
-    )
+    chosen = replace(options_for(options, best), hit_rate=change.hit_rate or options.hit_rate)
     kept = {one: Simulator(profile, one, changed, chosen).run().attainment(goals) for one in layouts}
     first = max(kept, key=lambda one: kept[one])
     return (first if kept[first] > kept.get(best.workers, 0.0) + 0.01 else None), kept[first]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tuning.sessions import first_turns, more_clients
 from tuning.simulator.job import Sent
 
 PAUSE_S = 120.0
@@ -25,17 +26,27 @@ class Change:
     hit_rate: float = 0.0
 
     def applied(self, sent: Sequence[Sent]) -> list[Sent]:
-        """All but the hit rate, which is `Options.hit_rate`: it counts where there are no ids of blocks, so they go."""
+        """All but the hit rate, which is `Options.hit_rate`: it counts where there are no ids of blocks, so they go. The load
+        of sessions is the number of clients."""
+        load = self.load
+        if load != 1 and has_sessions(sent):
+            sent, load = more_clients(sent, load), 1.0
         return [
             one._replace(
-                at_s=one.at_s / self.load,
+                at_s=one.at_s / load,
                 blocks=() if self.hit_rate else one.blocks,
+                session=0 if self.hit_rate else one.session,
+                reused_tokens=round(one.reused_tokens * self.prompts),
                 prompt_tokens=max(1, round(one.prompt_tokens * self.prompts)),
                 output_tokens=max(1, round(one.output_tokens * self.outputs)),
                 leaves_after=max(1, round(one.leaves_after * self.outputs)) if one.leaves_after else 0,
             )
             for one in sent
         ]
+
+
+def has_sessions(sent: Sequence[Sent]) -> bool:
+    return any(one.follows >= 0 for one in sent)
 
 
 def with_cancels(sent: Sequence[Sent], share: float, seed: int) -> list[Sent]:
@@ -63,6 +74,8 @@ def excerpt(sent: Sequence[Sent], requests: int) -> list[Sent]:
     """About so many requests: windows from all over the trace, one behind the other with pauses between."""
     if requests >= len(sent):
         return list(sent)
+    if has_sessions(sent):
+        return first_turns(sent, requests)
     parts = min(max(requests // WINDOW_REQUESTS, 1), PARTS_MAX)
     each, every = requests // parts, len(sent) / parts
     found: list[Sent] = []

@@ -177,6 +177,8 @@ def scaled(
     """
     until_s = from_s + duration_s * speed
     part = [row for row in rows if from_s <= row.at_s < until_s]
+    if not part:
+        return []
     groups = [(at_s, list(group)) for at_s, group in groupby(part, key=lambda row: row.at_s)]
     ends = [at_s for at_s, _ in groups[1:]] + [until_s]
     played = []
@@ -196,6 +198,17 @@ class _SessionLine(msgspec.Struct):
     input_length: int
     output_length: int
     delay: float = 0.0
+
+
+def has_sessions(path: str) -> bool:
+    """By its first line. Raises `SettingsError`."""
+    file = Path(path).expanduser()
+    try:
+        with file.open(encoding="utf-8", errors="replace") as stream:
+            line = stream.readline(LINE_CHARS_MAX)
+    except OSError as error:
+        raise SettingsError(f"--trace: cannot read {path}: {error.strerror}") from None
+    return '"session_id"' in line if file.suffix in (".jsonl", ".json") else SESSION_COLUMNS[0] in line.split(",")
 
 
 def read_sessions(path: str, scale_tokens: float, think_scale: float) -> list[Session]:

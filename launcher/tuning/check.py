@@ -17,12 +17,13 @@ from launcher import report as bench_report
 from launcher import tables
 from launcher.bench.serve import measure, started
 from launcher.load import plan as load_plan
+from launcher.load import traces
 from launcher.load.settings import LoadSettings
 from launcher.load.tenants import Ratio, Tenant
 from launcher.local.lifetime import until_interrupted
 from launcher.models import resolve as models
 from launcher.tuning.settings import TrafficSettings, TuneCheckSettings, TuneSettings
-from launcher.tuning.traffic import load_profile, traffic
+from launcher.tuning.traffic import load_profile, profile_of, traffic
 from launcher.tuning.verdict import coverage, verdict
 from runtime.process.exits import INTERRUPTED_EXIT
 from runtime.settings.options import SettingsError
@@ -43,7 +44,7 @@ RECOMMENDATION_BYTES_MAX = 64 << 20
 def run(settings: TuneCheckSettings) -> int:
     report = _read(settings.recommendation)
     tuned = _tuned(report["settings"], settings.recommendation)
-    profile = load_profile(settings.profile or tuned.profile)
+    profile = load_profile(settings.profile) if settings.profile else profile_of(tuned)
     console = bench_report.console_for(settings)
     ratios, recommended = _ratios(settings, report), str(report["ranked"][0]["workers"]) if report["ranked"] else ""
     if left_out := _not_played(tuned):
@@ -143,7 +144,9 @@ async def _run(
 
 
 def _load(settings: TuneCheckSettings, tuned: TuneSettings, file: Path) -> LoadSettings:
-    """The recommendation's traffic, as a trace for the load generator."""
+    """The recommendation's traffic, as a trace for the load generator. Raises `SettingsError`."""
+    if tuned.trace and traces.has_sessions(tuned.trace):
+        raise SettingsError("it has sessions, which are not run live here; crossdock bench agents plays them")
     whole = TrafficSettings(**tuned.model_dump(include=set(TrafficSettings.model_fields)))
     with file.open("w", encoding="utf-8", newline="") as stream:
         writer = csv.writer(stream)

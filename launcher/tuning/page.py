@@ -41,7 +41,6 @@ def rendered(report: Mapping[str, Any]) -> str:
     used = dict.fromkeys(
         square["binds"] for square in sorted(cells, key=lambda square: list(COLOURS).index(square["binds"]))
     )
-    machine = report["about"]["profile"].get("machine", {})
     return template.render(
         report=report,
         probability=show.probability_of(report),
@@ -57,8 +56,6 @@ def rendered(report: Mapping[str, Any]) -> str:
         peak=max(report["traffic"]["per_minute"], default=0.0),
         rows=show.rows_of(shown),
         key=[(name or "keeps the SLO", COLOURS[name]) for name in used],
-        profile=report["about"]["profile"],
-        machine=machine.get("cpu", ""),
     )
 
 

@@ -37,6 +37,13 @@ def _check_slos(value: list[str]) -> list[str]:
     return value
 
 
+def _check_shares(value: list[float]) -> list[float]:
+    if any(not 0 <= share <= 16 for share in value):
+        raise ValueError("each must be in 0 to 16")
+    return value
+
+
+Shares = Annotated[list[float], NoDecode, BeforeValidator(split_commas), AfterValidator(_check_shares)]
 Sizes = Annotated[list[int], NoDecode, BeforeValidator(split_commas), AfterValidator(_check_sizes)]
 SloList = Annotated[CommaList, AfterValidator(_check_slos)]
 
@@ -90,20 +97,32 @@ class TrafficSettings(JsonOption):
     """The profile, and the traffic that is played."""
 
     panels: ClassVar[Panels] = {
-        "Installation": "profile force",
+        "Installation": "profile prefill_profile decode_profile force",
         "Traffic": "trace speed scale_tokens from_s duration_s rate arrivals cv prompt_tokens output_tokens hit_rate"
         " cancel_share seed",
+        "Sessions": "sessions think_scale",
         "What counts as good": "slo_ttft_ms slo_tpot_ms percentile slo",
     }
     profile: str = Field(
         "profile.json", min_length=1, description="Profile of the installation, from crossdock calibrate."
     )
-    force: bool = Field(False, description="Use a profile of another model than that of an event log.")
+    prefill_profile: str = Field(
+        "", description="With --decode-profile, in place of --profile: prefill workers are of this hardware ..."
+    )
+    decode_profile: str = Field("", description="... and decode workers of that. No worker is mixed then.")
+    force: bool = Field(
+        False, description="Use a profile of another model than that of an event log, or two profiles of two models."
+    )
     trace: str = Field(
         "",
         description="File with traffic: CSV with arrival_s,prompt_tokens,output_tokens, an Azure LLM inference trace,"
-        " JSON lines of Mooncake or AIPerf, or a coordinator's event log. Empty: a mix made of --rate and the lengths.",
+        " JSON lines of Mooncake or AIPerf, or a coordinator's event log; or sessions of several turns, as for crossdock bench"
+        " agents. Empty: a mix made of --rate and the lengths.",
     )
+    sessions: int = Field(
+        0, ge=0, le=100_000, description="Of a trace of sessions: how many go on at a time; 0: all of them."
+    )
+    think_scale: float = Field(1.0, ge=0.0, le=1e3, description="Factor on all think times of a trace of sessions.")
     speed: float = Field(1.0, gt=0.0, le=1e6, description="Speed at which the trace is played: 2 is twice the load.")
     scale_tokens: float = Field(1.0, gt=0.0, le=1e3, description="Factor on all lengths of the trace.")
     from_s: float = Field(
@@ -149,7 +168,7 @@ class TuneSettings(TrafficSettings):
     """
 
     panels: ClassVar[Panels] = {
-        "Candidates": "workers mixed own_hardware step_tokens seqs_max",
+        "Candidates": "workers mixed own_hardware step_tokens seqs_max stall_share",
         "Output": "out html as_json",
     }
     workers: int = Field(4, ge=1, le=64, description="Workers to share out: GPUs, or parts of a CPU.")
@@ -164,6 +183,11 @@ class TuneSettings(TrafficSettings):
     )
     seqs_max: Sizes = Field(
         default_factory=list, description="Most sequences of a decode batch to compare; empty: the profile's."
+    )
+    stall_share: Shares = Field(
+        default_factory=list,
+        description="Of sessions: shares of a decode step to compare, separated by commas, in which decode workers compute"
+        " what a turn adds; empty: as workers have it, on CPUs half, on GPUs none.",
     )
     out: str = Field("", description="File for the recommendation, for crossdock tune check.")
     html: str = Field("", description="File for the report as one HTML page.")

@@ -82,10 +82,24 @@ def headline(report: Mapping[str, Any]) -> str:
         text += f"; {limit_words(best)}"
     times = f"{report['headroom']:.2g} times the load"
     text += f". It keeps the SLO up to {times}" if report["headroom"] else ". It keeps the SLO at no load"
+    text += cost_words(report)
     fewest = report["fewest_workers"]
     if fewest and fewest != best["workers"]:
         text += f". The fewest workers that keep it: {fewest}"
     return text + "."
+
+
+def cost_words(report: Mapping[str, Any]) -> str:
+    """How many requests in time are had for a unit of money, and which ratio gives most."""
+    best = report["recommendation"]
+    if not best["good_per_cost"]:
+        return ""
+    most = max(report["ranked"], key=itemgetter("good_per_cost"))
+    text = f". {number(best['good_per_cost'], 0)} requests in time for each unit of money"
+    if most["workers"] != best["workers"]:
+        kept = f"{100 * most['attainment']:.1f} % within the SLO"
+        text += f" ({most['workers']}: {number(most['good_per_cost'], 0)}, with {kept})"
+    return text
 
 
 def limit_words(one: Mapping[str, Any]) -> str:
@@ -112,8 +126,9 @@ def number(value: float | None, digits: int = 1) -> str:
 
 
 def _ranked(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    costs = ("good/money",) if rows[0]["good_per_cost"] else ()
     table = tables.Table(
-        "Whole trace; times in ms", "ratio", "step", "best", "good/s", "%", "TTFT p50", "TTFT p90", "TPOT p90",
+        "Whole trace; times in ms", "ratio", "step", "best", "good/s", *costs, "%", "TTFT p50", "TTFT p90", "TPOT p90",
         "busy P/D/T", tables.words("limited by"),
     )  # fmt: skip
     for one in rows[:ROWS_MAX]:
@@ -122,6 +137,7 @@ def _ranked(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
             str(one["step_tokens"]),
             f"{100 * one['probability']:.0f} %",
             number(one["goodput_requests_per_s"], 2),
+            *(number(one["good_per_cost"], 0) for _ in costs),
             number(100 * one["attainment"]),
             number(one["ttft_ms"]["p50"], 0),
             number(one["ttft_ms"]["p90"], 0),

@@ -1,6 +1,7 @@
 """The traffic that `crossdock tune` plays: a trace in any of the formats, an event log, or a mix."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,8 +15,10 @@ from launcher.tuning import event_log
 from launcher.tuning.settings import TrafficSettings
 from runtime.settings.options import SettingsError
 from runtime.tenancy.priority_classes import DEFAULT_PRIORITY_CLASSES
-from tuning.profile import Profile, ProfileError, decoded
+from tuning.profile import Profile, ProfileError, decoded, merged
+from tuning.sessions import played
 from tuning.simulator.job import Sent
+from tuning.traffic import fitted
 
 PROFILE_BYTES_MAX = 16 << 20
 
@@ -33,10 +36,22 @@ def load_profile(path: str, option: str = "--profile") -> Profile:
         raise SettingsError(f"{option}: {error}") from None
 
 
+def profile_of(settings: TrafficSettings) -> Profile:
+    """Of `--profile`, or of both kinds of hardware. Raises `SettingsError`."""
+    kinds = settings.prefill_profile, settings.decode_profile
+    if not any(kinds):
+        return load_profile(settings.profile)
+    if not all(kinds):
+        raise SettingsError("--prefill-profile and --decode-profile are only of use together")
+    prefill, decode = load_profile(kinds[0], "--prefill-profile"), load_profile(kinds[1], "--decode-profile")
+    check_model(prefill, decode.about.get("model", ""), "--decode-profile", force=settings.force)
+    return merged(prefill, decode)
+
+
 def check_model(profile: Profile, model: str, option: str, *, force: bool) -> None:
     """Raises `SettingsError` if the profile is known to be of another model than what `option` names."""
     known = profile.about.get("model")
-    if known and known != model and not force:
+    if known and model and known != model and not force:
         raise SettingsError(
             f"{option}: of the model {model}, but the profile is of {known}; --force uses it all the same"
         )
@@ -44,6 +59,33 @@ def check_model(profile: Profile, model: str, option: str, *, force: bool) -> No
 
 def block_tokens(settings: TrafficSettings) -> int:
     return max(1, round(MOONCAKE_BLOCK_TOKENS * settings.scale_tokens))
+
+
+class Traffic(NamedTuple):
+    sent: list[Sent]
+    """In the order of time, at least one request."""
+    cut: int = 0
+    """Requests that were made shorter, to fit the model's context ..."""
+    left_out: int = 0
+    """... and turns that were left out, with all that follow them, because they do not fit."""
+
+
+def fitted_traffic(settings: TrafficSettings, profile: Profile) -> Traffic:
+    """As it fits the context of the profile's model. Raises `SettingsError`."""
+    context = context_tokens(profile)
+    if not settings.trace or not traces.has_sessions(settings.trace):
+        return Traffic(*fitted(traffic(settings, profile), context))
+    if settings.speed != 1 or settings.from_s or settings.cancel_share:
+        raise SettingsError("--speed, --from and --cancel-share: not for sessions, which come when answers have come")
+    found = traces.read_sessions(settings.trace, settings.scale_tokens, settings.think_scale)
+    sent, left_out = played(found, settings.sessions or len(found), context, settings.duration_s)
+    if not sent:
+        raise SettingsError(f"--trace: no turn of {settings.trace} fits the model's context of {context} tokens")
+    return Traffic(sent, 0, left_out)
+
+
+def context_tokens(profile: Profile) -> int:
+    return min(profile.prefill_capacity.context_tokens, profile.decode_capacity.context_tokens)
 
 
 def traffic(settings: TrafficSettings, profile: Profile | None = None) -> list[Sent]:

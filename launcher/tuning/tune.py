@@ -14,7 +14,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from launcher import report as bench_report
 from launcher.tuning import page, show
 from launcher.tuning.settings import TuneSettings, parse_slos
-from launcher.tuning.traffic import block_tokens, load_profile, traffic
+from launcher.tuning.traffic import Traffic, block_tokens, context_tokens, fitted_traffic, profile_of
+from proto.parts import STALL_SHARE
 from runtime.process.version import version_of
 from runtime.settings.options import SettingsError
 from tuning.advise import Slo, Workers
@@ -24,9 +25,15 @@ from tuning.search import Found, Result, Space, search
 from tuning.sensitivity import map_of, turns, what_if
 from tuning.simulator.job import Sent
 from tuning.simulator.options import Options
-from tuning.traffic import fitted, per_minute, summary, with_cancels
+from tuning.simulator.outcome import Outcome
+from tuning.traffic import per_minute, summary, with_cancels
 
 FORMAT = 1
+ORIGINS = {
+    "calibrated": "The profile was measured {}; runs differ by {}.",
+    "estimated": "The profile is an estimate {}, from published figures: times may be off by a quarter.",
+    "from a server": "The profile was fitted to requests of another server {}; times differ by {}.",
+}
 PROFILE_DAYS = 30
 """Younger ones need no word about their age."""
 
@@ -35,7 +42,7 @@ def run(settings: TuneSettings) -> int:
     for path, option in ((settings.out, "--out"), (settings.html, "--html")):
         bench_report.check_writable(path, option)
     console = bench_report.console_for(settings)
-    profile = load_profile(settings.profile)
+    profile = profile_of(settings)
     goals = goals_of(settings)
     report = report_of(settings, profile, goals, console)
     written = {settings.out: encoded(report), settings.html: page.rendered(report) if settings.html else ""}
@@ -62,10 +69,6 @@ def check_classes(goals: Goals, sent: Sequence[Sent]) -> None:
         )
 
 
-def context_tokens(profile: Profile) -> int:
-    return min(profile.prefill_capacity.context_tokens, profile.decode_capacity.context_tokens)
-
-
 def encoded(report: Mapping[str, Any]) -> str:
     return msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n"
 
@@ -77,13 +80,23 @@ def own_hardware(profile: Profile) -> Profile:
     )
 
 
-def caveats(settings: TuneSettings, profile: Profile, requests: int, cut: int) -> list[str]:
+def usual_stall_share(profile: Profile) -> float:
+    """As workers have it, if nobody says otherwise: those on GPUs compute no prompts beside streams."""
+    return STALL_SHARE if profile.about.get("device") == "cpu" else 0.0
+
+
+def caveats(settings: TuneSettings, profile: Profile, played: Traffic) -> list[str]:
     """What may turn the answer, and is not in it."""
     found, cores = [], profile.prefill_cores + profile.decode_cores
-    if cut:
-        context = context_tokens(profile)
+    context, requests = context_tokens(profile), len(played.sent)
+    if played.cut:
         found.append(
-            f"{cut:,} of {requests:,} requests were made shorter, to fit the model's context of {context:,} tokens."
+            f"{played.cut:,} of {requests:,} requests were made shorter, to fit the model's context of {context:,} tokens."
+        )
+    if played.left_out:
+        found.append(
+            f"{played.left_out:,} turns are left out, beside {requests:,} that are played: prompts of their sessions had grown"
+            f" beyond the model's context of {context:,} tokens."
         )
     if 0 < cores < settings.workers:
         found.append(
@@ -94,13 +107,26 @@ def caveats(settings: TuneSettings, profile: Profile, requests: int, cut: int) -
         found.append("Each worker is taken to have hardware of its own, and to take nothing from the others.")
     if settings.hit_rate:
         found.append(f"{settings.hit_rate:.0%} of each prompt is taken to be cached (--hit-rate).")
+    if settings.prefill_profile:
+        found.append("Prefill and decode workers are of different hardware, so none is mixed; each has its own.")
+    return found + [line for one in sources_of(profile) if (line := source(one, profile))]
+
+
+def sources_of(profile: Profile) -> list[Mapping[str, Any]]:
+    """What each of its kinds of hardware is, as `Profile.about`."""
     about = profile.about
+    return [about["prefill"], about["decode"]] if "prefill" in about else [about]
+
+
+def source(about: Mapping[str, Any], profile: Profile) -> str:
+    """Where a profile comes from, in a sentence."""
     made = [f"of {about['model']}"] if about.get("model") else []
     made += [f"on {cpu}"] if (cpu := about.get("machine", {}).get("cpu")) else []
     made += [f"{days} days ago"] if (days := _age_days(about.get("when", ""))) > PROFILE_DAYS else []
-    if made:
-        found.append(f"The profile was measured {', '.join(made)}; runs differ by {profile.run_sigma:.0%}.")
-    return found
+    if not made:
+        return ""
+    origin = about.get("origin", profile.origin)
+    return ORIGINS[origin].format(", ".join(made), f"{profile.run_sigma:.0%}")
 
 
 def _age_days(when: str) -> int:
@@ -113,15 +139,16 @@ def _age_days(when: str) -> int:
 
 def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: Console) -> dict[str, Any]:
     """Everything that is shown. Raises `SettingsError`."""
-    sent, cut = fitted(traffic(settings, profile), context_tokens(profile))
+    played = fitted_traffic(settings, profile)
     profile = own_hardware(profile) if settings.own_hardware else profile
-    sent = with_cancels(sent, settings.cancel_share, settings.seed)
+    sent = with_cancels(played.sent, settings.cancel_share, settings.seed)
     check_classes(goals, sent)
     space = Space(
         settings.workers,
-        settings.mixed or settings.workers == 1,
+        (settings.mixed or settings.workers == 1) and not settings.prefill_profile,
         tuple(settings.step_tokens or [profile.step_tokens]),
         tuple(settings.seqs_max or [0]),
+        tuple(settings.stall_share or [usual_stall_share(profile)]),
         mixed_max=profile.prefill_cores + profile.decode_cores,
     )
     options = Options(hit_rate=settings.hit_rate, block_tokens=block_tokens(settings))
@@ -137,13 +164,13 @@ def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: C
         cells = map_of(profile, sent, goals, found, options, tell)
         turned = turns(profile, sent, goals, space, found, options, tell)
         changed, headroom = what_if(profile, sent, goals, space, found, options, tell)
-    best = found.best
+    best, seen = found.best, as_it_came(sent, found.outcome)
     report: dict[str, Any] = plain(
         {
             "format": FORMAT,
-            "about": {"crossdock": version_of("crossdock"), "profile": profile.about, "profile_file": settings.profile},
+            "about": _about(settings, profile),
             "settings": settings.model_dump(exclude={"as_json"}),
-            "traffic": summary(sent) | {"per_minute": per_minute(sent)},
+            "traffic": summary(seen) | {"per_minute": per_minute(seen)},
             "slo": {
                 "ttft_ms": goals.default.ttft_ms,
                 "tpot_ms": goals.default.tpot_ms,
@@ -161,12 +188,29 @@ def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: C
             "turns": [turn._asdict() for turn in turned],
             "what_if": [row._asdict() for row in changed],
             "headroom": headroom,
-            "caveats": caveats(settings, profile, len(sent), cut),
+            "caveats": caveats(settings, profile, played),
             "apply": apply_lines(best, profile),
             "seconds": round(time.perf_counter() - began, 1),
         }
     )
     return report
+
+
+def _about(settings: TuneSettings, profile: Profile) -> dict[str, Any]:
+    return {
+        "crossdock": version_of("crossdock"),
+        "profile": profile.about,
+        "profile_file": settings.profile,
+        "sources": [line for one in sources_of(profile) if (line := source(one, profile))],
+    }
+
+
+def as_it_came(sent: Sequence[Sent], outcome: Outcome) -> list[Sent]:
+    """With the times of the recommended ratio: turns of sessions come when answers have come."""
+    if not outcome.clients:
+        return list(sent)
+    moved = [one._replace(at_s=at_s) for one, at_s in zip(sent, outcome.at_s.tolist(), strict=True)]
+    return sorted(moved, key=lambda one: one.at_s)
 
 
 def plain(value: Any) -> Any:
@@ -179,15 +223,18 @@ def plain(value: Any) -> Any:
 
 
 def entry(result: Result, found: Found) -> dict[str, Any]:
-    candidate, per_s = result.candidate, found.requests_per_s
+    candidate, per_s = result.candidate, result.requests_per_s or found.requests_per_s
     return {
         "workers": str(candidate.workers),
         "prefill": candidate.workers.prefill,
         "decode": candidate.workers.decode,
         "mixed": candidate.workers.mixed,
         "total": candidate.workers.total,
+        "cost_per_hour": result.cost_per_hour or None,
+        "good_per_cost": 3600 * per_s * result.attainment / result.cost_per_hour if result.cost_per_hour else None,
         "step_tokens": candidate.step_tokens,
         "seqs_max": candidate.seqs_max,
+        "stall_share": candidate.stall_share,
         "bound": result.bound,
         "simulated_requests": result.requests,
         "whole_trace": result.full,
@@ -230,6 +277,9 @@ def apply_lines(result: Result, profile: Profile) -> dict[str, Any]:
             lines += ["", "[decode]", f"max_seqs = {candidate.seqs_max}"]
         if workers.mixed:
             lines += ["", "[mixed]", f"max_seqs = {candidate.seqs_max}"]
+    if candidate.stall_share != usual_stall_share(profile) and workers.decode + workers.mixed:
+        command = f"CROSSDOCK_STALL_SHARE={candidate.stall_share:g} {command}"
+        lines += ["", "[decode]" if workers.decode else "[mixed]", f"stall_share = {candidate.stall_share:g}"]
     return {"workers": str(workers), "command": command, "cluster_toml": lines, "model": str(model)}
 
 

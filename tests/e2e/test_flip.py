@@ -196,7 +196,7 @@ def test_the_autopilot_changes_a_role_and_says_why(up: Twins, tmp_path: Path) ->
 
 def test_the_autopilot_needs_a_profile(tmp_path: Path) -> None:
     (tmp_path / "not.json").write_text("{}")
-    for name, why in (("not.json", "not a profile of crossdock calibrate"), ("none.json", "No such file")):
+    for name, why in (("not.json", "not a profile, as"), ("none.json", "No such file")):
         command = [sys.executable, "-m", "launcher.cli", "autopilot", "--profile", str(tmp_path / name)]
         refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert refused.returncode == 78 and "--profile" in refused.stderr and why in refused.stderr, refused.stderr

@@ -184,8 +184,8 @@ LOADED: dict[str, Any] = {
 RANKED: list[dict[str, Any]] = [
     {
         "workers": workers, "step_tokens": 2048, "probability": 0.92, "goodput_requests_per_s": 1_234.56, "attainment": 1.0,
-        "ttft_ms": {"p50": 12_345.0, "p90": 123_456.0}, "tpot_ms": {"p90": 1_234.5}, "prefill_busy": 0.987, "link_busy": 0.123,
-        "decode_busy": 0.123, "binds": binds,
+        "good_per_cost": 1_234_567.0, "ttft_ms": {"p50": 12_345.0, "p90": 123_456.0}, "tpot_ms": {"p90": 1_234.5},
+        "prefill_busy": 0.987, "link_busy": 0.123, "decode_busy": 0.123, "binds": binds,
     }
     for workers, binds in (("128P384D", "prefill compute"), ("512M", ""))
 ]  # fmt: skip

@@ -29,9 +29,9 @@ from launcher.cluster import check as cluster_check
 from launcher.load import show as load_show
 from launcher.simulate import load as simulate_load
 from launcher.tables import Table
-from launcher.tuning import calibrate as tune_calibrate
 from launcher.tuning import check as tune_check
 from launcher.tuning import show as tune_show
+from launcher.tuning.profiles.show import show as show_profile
 from tests.launcher import tables_shown as shown
 from tests.tuning.profiles import GPU
 
@@ -65,7 +65,7 @@ SHOWN: dict[str, Callable[[Console], Any]] = {
     "admin.status": lambda c: (status.show(shown.REPORT, c), status.show(shown.REPORT, c, wide=True)),
     "admin.tenants": lambda c: tenants.show(shown.TENANTS, c),
     "admin.usage": lambda c: usage.show(shown.USAGE, c),
-    "tuning.calibrate": lambda c: tune_calibrate.show(GPU, c),
+    "tuning.profiles.show": lambda c: show_profile(GPU, c),
     "tuning.check": lambda c: tune_check.show(shown.CHECKED, c),
     "tuning.show": lambda c: (
         tune_show._ranked(shown.RANKED, c),

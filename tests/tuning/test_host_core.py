@@ -56,6 +56,22 @@ def test_tokens_take_their_part_of_the_core_and_no_more() -> None:
     assert beside_one < beside_two
 
 
+def gaps(streams: int, workers: Workers, control_ms: float) -> float:
+    """Mean time per later token, in ms, of so many streams."""
+    sent = [Sent(0.0, 16, 300)] * streams
+    outcome = Simulator(TINY.replaced(control=ControlCost(control_ms)), workers, sent).run()
+    return float(np.median(outcome.tpot_ms))
+
+
+def test_each_mixed_worker_has_a_core_but_passing_tokens_on_takes_of_it_where_all_have_one() -> None:
+    one, two = Workers(0, 0, 1), Workers(0, 0, 2)
+    assert gaps(2, one, 0.0) == pytest.approx(1.0, rel=0.05)
+    assert gaps(2, two, 0.0) == pytest.approx(1.0, rel=0.05), "one core each"
+    assert gaps(1, one, 0.2) == pytest.approx(1.0, rel=0.05), "the other core passes its tokens on"
+    # 1 step ms and 0.2 ms of tokens on each of two cores.
+    assert gaps(2, two, 0.2) == pytest.approx(1 / (1 - 0.2), rel=0.07)
+
+
 def test_parts_of_a_core_are_equal_where_it_is_too_small() -> None:
     assert stretch(1, 1, 0, 0.0) == 1.0
     assert stretch(1, 1, 1, 0.02) == pytest.approx(1 / 0.98)

@@ -92,6 +92,10 @@ def test_mistakes_name_the_option(here: Path) -> None:
         (("--rate", "0.1", "--duration", "0.01"), "--rate: no request comes within --duration"),
         (("--html", "no/such/folder.html"), "--html"),
         (("--step-tokens", "0"), "--step-tokens"),
+        (("--stall-share", "0.5,17"), "--stall-share"),
+        (("--trace", "traffic.csv", "--from", "9000"), "--from: no request comes in the part"),
+        (("--prefill-profile", "profile.json"), "--prefill-profile and --decode-profile are only of use together"),
+        (("--prefill-profile", "profile.json", "--decode-profile", "none.json"), "--decode-profile"),
         (("--percentile", "100"), "--percentile: 100 is not under 100"),
     ):
         done = crossdock(here, "tune", *words)
@@ -174,6 +178,48 @@ def test_results_are_written_though_nobody_reads_what_is_printed(here: Path) -> 
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(here)}
     subprocess.run(["/bin/sh", "-c", command], cwd=here, env=environment, timeout=100, check=False, capture_output=True)
     assert json.loads((here / "w.json").read_text())["recommendation"] and "</html>" in (here / "w.html").read_text()
+
+
+def test_two_kinds_of_hardware_with_prices_are_one_question(here: Path) -> None:
+    for name, factor, cost in (("fast", 0.5, 3.0), ("cheap", 1.5, 1.0)):
+        priced = msgspec.structs.replace(GPU.decode_capacity, cost_per_hour=cost)
+        made = GPU.scaled(factor, 1.0).replaced(
+            prefill_capacity=priced, decode_capacity=priced, about={"model": "m", "machine": {"cpu": name}}
+        )
+        (here / f"{name}.json").write_bytes(encoded(made))
+    kinds = ("--prefill-profile", "fast.json", "--decode-profile", "cheap.json")
+    words = ("tune", *kinds, "--trace", "traffic.csv", "--duration", "60", "--workers", "4")
+    done = crossdock(here, *words, "--out", "o.json", "--html", "o.html")
+    assert done.returncode == 0, done.stderr
+    report, page = json.loads((here / "o.json").read_text()), (here / "o.html").read_text()
+    best, costs = report["recommendation"], {one["workers"]: one["cost_per_hour"] for one in report["candidates"]}
+    assert costs["1P2D"] == 5.0 and costs["2P1D"] == 7.0 and not any(one["mixed"] for one in report["candidates"])
+    assert best["good_per_cost"] == pytest.approx(3600 * best["goodput_requests_per_s"] / best["cost_per_hour"])
+    told = " ".join(report["caveats"])
+    assert "on fast" in told and "on cheap" in told and "none is mixed" in told
+    assert "requests in time for each unit of money" in " ".join(done.stdout.split()) and "good / money" in page
+    other = GPU.replaced(about={"model": "another"})
+    (here / "cheap.json").write_bytes(encoded(other))
+    done = crossdock(here, *words)
+    assert done.returncode != 0 and "--decode-profile: of the model another" in done.stderr
+
+
+def test_sessions_are_played_and_told(here: Path) -> None:
+    rows = ["session,turn,prompt_tokens,reused_tokens,output_tokens,think_s"]
+    for session in range(12):
+        tokens = 1500
+        for turn in range(8):
+            rows.append(f"s{session},{turn},{tokens},{tokens - 200 if turn else 0},60,{2 if turn else 0}")
+            tokens += 200
+    (here / "agents.csv").write_text("\n".join(rows))
+    words = ("tune", "--trace", "agents.csv", "--workers", "3", "--out", "o.json", "--html", "o.html")
+    done = crossdock(here, *words, "--sessions", "6")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((here / "o.json").read_text())
+    assert report["traffic"]["requests"] == 96
+    assert 0 < report["traffic"]["requests_per_s"] < 12
+    done = crossdock(here, "tune", "check", "o.json")
+    assert done.returncode != 0 and "bench agents plays them" in " ".join(done.stderr.split())
 
 
 def test_what_turns_the_answer_stands_beside_it(here: Path) -> None:

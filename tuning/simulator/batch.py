@@ -16,6 +16,7 @@ from math import ceil, inf, sqrt
 from tuning.profile import DecodeCost
 from tuning.simulator.gaps import Gaps
 from tuning.simulator.job import Job
+from tuning.simulator.kept import Kept
 from tuning.simulator.room import Room
 
 _SAME_BOUNDARY = 1e-6
@@ -43,7 +44,17 @@ class Batch:
         self.late: deque[Job] = deque()
         """Those of them whose prompts are computed."""
         self.share = 1.0
-        """How much longer steps take because others use the same cores."""
+        """How much longer steps take because others use the same cores ..."""
+        self.stretch = 1.0
+        """... and because parts of prompts are computed in them (`Options.stall_share`)."""
+        self.suffixes = 0
+        """Prompts that are computed here."""
+        self.suffixes_end_s = 0.0
+        self.kept = Kept()
+        self.is_mixed = False
+        """A mixed worker's ..."""
+        self.prefills = False
+        """... which runs a prefill step."""
         self.tokens_want = 0.0
         """Cores that passing on its tokens would fill."""
         self.version = 0
@@ -60,13 +71,13 @@ class Batch:
         base, count = self._base, self.sequences
         while len(base) <= count:
             base.append(self._cost.curve(len(base)) * self._slow)
-        return (base[count] + self._per_token * self.kv_tokens) * self.share
+        return (base[count] + self._per_token * self.kv_tokens) * self.share * self.stretch
 
     def boundary_s(self, steps: int) -> float:
         return self.begin_s + steps * self._a() + self._b() * steps * (steps - 1) / 2
 
     def _b(self) -> float:
-        return self._per_token * self.sequences * self.share
+        return self._per_token * self.sequences * self.share * self.stretch
 
     def steps_until(self, now: float) -> int:
         """The first boundary that is not before `now`, counted from `begin_s`."""
@@ -101,6 +112,15 @@ class Batch:
             self.begin_s = until_s
             self.steps += steps
             self.kv_tokens += count * steps
+
+    def stretch_steps(self, now: float, factor: float) -> None:
+        self.sync(now)
+        self.stretch = factor
+
+    @property
+    def idle_tokens(self) -> int:
+        """That nothing running holds."""
+        return (self.room.kv_blocks - self.room.taken) * self.room.block_size
 
     # --- sequences ------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,9 @@ from tuning.simulator.prefill import PrefillWorker
 
 def cached_tokens(job: Job, worker: PrefillWorker, block_tokens: int) -> int:
     """A whole number of KV blocks; the last prompt token is always computed."""
+    if job.sent.session:
+        tokens = worker.kept.of(job.sent)
+        return tokens - tokens % worker.block_size
     cache, known = worker.cache, 0
     for block in job.blocks:
         if block not in cache:

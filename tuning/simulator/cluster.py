@@ -24,7 +24,7 @@ from tuning.simulator.outcome import Outcome, outcome_of
 from tuning.simulator.placing import Placing
 from tuning.simulator.prefill import PrefillWorker
 
-_STEP, _ARRIVED, _END, _DOWN, _UP, _SUBMIT = range(6)
+_STEP, _ARRIVED, _END, _DOWN, _UP, _SUBMIT, _SUFFIX, _TURN = range(8)
 """Kinds of events."""
 
 
@@ -41,9 +41,8 @@ class Simulator(Placing):
         host = profile.host
         self._gap_s, self._join_s = host.step_gap_ms / 1000, host.join_ms / 1000
         self._request_s, self._request_token_s = host.request_ms / 1000, host.request_token_ms / 1000
-        transfer = profile.transfer
-        self._latency_s = transfer.latency_ms / 1000
-        self._token_s = transfer.bytes_per_token / transfer.bytes_per_ms / 1000
+        self._latency_s = profile.transfer.latency_ms / 1000
+        self._following = {one.follows: number for number, one in enumerate(sent) if one.follows >= 0}
         for failure in self.options.failures:
             self._at(failure.at_s, _DOWN, failure)
 
@@ -53,18 +52,16 @@ class Simulator(Placing):
 
     def run(self) -> Outcome:
         due = self._due
-        handlers = self._step_ended, self._arrived, self._sequence_ended, self._lost, self._came, self._submit
-        jobs = iter(self.jobs)
+        handlers = (
+            *(self._step_ended, self._arrived, self._sequence_ended, self._lost, self._came),
+            *(self._submit, self._suffix_done, self._next_turn),
+        )
+        jobs = (job for job in self.jobs if job.sent.follows < 0)
         job, talks = next(jobs, None), self._host.talks
         while job is not None or due:
             if job is not None and (not due or job.at_s <= due[0][0]):
                 self.now = job.at_s
-                if talks:
-                    self._at(
-                        self._host.talk(self._request_s + self._request_token_s * job.prompt, self.now), _SUBMIT, job
-                    )
-                else:
-                    self.submit(job)
+                self._talk(job)
                 job = next(jobs, None)
             else:
                 self.now, _, kind, what, also = heappop(due)
@@ -73,6 +70,23 @@ class Simulator(Placing):
                 self.schedule()
         host = HostCost() if talks else self.profile.host
         return outcome_of(self.jobs, self.prefill, self.batches, self.gaps, host.request_ms, host.request_token_ms)
+
+    def _talk(self, job: Job) -> None:
+        if self._host.talks:
+            alone_s = self._request_s + self._request_token_s * job.prompt
+            self._at(self._host.talk(alone_s, self.now), _SUBMIT, job)
+        else:
+            self.submit(job)
+
+    def over(self, job: Job) -> None:
+        following = self._following.get(job.number)
+        if following is not None:
+            turn = self.jobs[following]
+            self._at(self.now + turn.sent.think_s, _TURN, turn)
+
+    def _next_turn(self, job: Job, _: object) -> None:
+        job.comes(self.now)
+        self._talk(job)
 
     def _submit(self, job: Job, _: object) -> None:
         self._host.talked(self.now)
@@ -94,7 +108,9 @@ class Simulator(Placing):
             return
         # One thread computes: the step begins when the decode step under way has ended, and the next decode step after it.
         batch.sync(self.now)
-        worker.running = True
+        worker.running = batch.prefills = True
+        self._host.mixed_changed(batch, self.now)
+        took_s *= self._host.mixed_slower()
         worker.busy_s += took_s + (batch.step_s() if batch.sequences else 0.0)
         self._push_step(batch.wait_for(self.now, took_s), worker)
         self._push_end(batch)
@@ -107,25 +123,33 @@ class Simulator(Placing):
         if version != worker.version:
             return
         step = worker.steps.popleft()
-        self._host.stop(worker, self.now)
+        self._stop(worker)
         worker.tokens_in_flight -= step.tokens
         worker.tokens_forwarded += step.tokens
         worker.pace.measure(step.tokens, 1000 * (self.now - worker.began_s - worker.after_s))
         for job, start, tokens in step.chunks:
             if job.prefill is not worker:
                 continue  # its attempt was interrupted
-            worker.send(tokens, self.now, self._token_s)
+            worker.send(tokens, self.now, self.token_s)
             if start + tokens == job.prompt:
                 self._prompt_done(job, worker)
         worker.free_s = self.now + self._gap_s
         self.start(worker)
         self.news = True
 
+    def _stop(self, worker: PrefillWorker) -> None:
+        self._host.stop(worker, self.now)
+        if worker.batch is not None:
+            worker.batch.prefills = False
+            self._host.mixed_changed(worker.batch, self.now)
+
     def _prompt_done(self, job: Job, worker: PrefillWorker) -> None:
         job.first_token, job.last_s = True, self.now
         if job.first_s == NOT_YET:
             job.first_s = self.now
-        if job.blocks:
+        if job.sent.session:
+            worker.kept.keep(job.sent.session, job.prompt, worker.idle_tokens)
+        elif job.blocks:
             remember(job, worker, self.options.block_tokens, worker.kv_tokens)
         if job.output <= 1:
             worker.release_blocks(job)
@@ -138,6 +162,7 @@ class Simulator(Placing):
         if self.options.late_room:
             job.decode.promised -= 1
             job.end_s = self.now
+            self.over(job)
         else:
             self._release(job)
 
@@ -152,7 +177,8 @@ class Simulator(Placing):
         self._join(job, batch)
 
     def _join(self, job: Job, batch: Batch) -> None:
-        job.prefill.release_blocks(job)
+        if job.prefill is not None:
+            job.prefill.release_blocks(job)
         job.left_s = self.now
         batch.join(job, self.now)
         job.join_s = batch.begin_s
@@ -160,6 +186,28 @@ class Simulator(Placing):
             self.freed(batch)
         self.news = True
         self._host.batch_changed(batch, self.now)
+
+    def compute_suffix(self, job: Job, batch: Batch, took_s: float) -> None:
+        batch.suffixes += 1
+        batch.suffixes_end_s = max(batch.suffixes_end_s, self.now) + took_s
+        if batch.suffixes == 1:
+            self._stretch(batch, 1 + self.options.stall_share)
+        self._at(batch.suffixes_end_s, _SUFFIX, job)
+
+    def _suffix_done(self, job: Job, _: object) -> None:
+        batch: Batch = job.decode
+        batch.suffixes -= 1
+        if not batch.suffixes:
+            self._stretch(batch, 1.0)
+        job.first_token, job.first_s, job.last_s = True, self.now, self.now
+        if job.output <= 1:
+            self._release(job)
+        else:
+            self._join(job, batch)
+
+    def _stretch(self, batch: Batch, factor: float) -> None:
+        batch.stretch_steps(self.now, factor)
+        self._push_end(batch)
 
     # --- decode -----------------------------------------------------------------------------------------------------------
 
@@ -184,6 +232,9 @@ class Simulator(Placing):
             job.end_s = self.now
         batch.held_seqs -= 1
         batch.room.release(job.number)
+        if job.sent.session:
+            batch.kept.keep(job.sent.session, job.prompt + job.output - 1, batch.idle_tokens)
+        self.over(job)
         self.order.ended(job, job.output)
         self.freed(batch)
         while batch.late and self.reserve_late(batch.late[0]):
@@ -201,7 +252,7 @@ class Simulator(Placing):
 
     def stop_worker(self, worker: PrefillWorker) -> None:
         worker.up = False
-        self._host.stop(worker, self.now)
+        self._stop(worker)
         worker.version += 1
         worker.steps.clear()
         worker.tokens_in_flight = 0

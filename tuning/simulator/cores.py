@@ -1,7 +1,8 @@
 """Workers of one host that take cores or memory bandwidth from each other.
 
 With more workers of a role busy than they have cores, each gets its part (processor sharing). While workers of the other role
-are busy, steps take longer by a measured factor. Where a profile says neither, nothing is shared, and this costs nothing.
+are busy, steps take longer by a measured factor. Each mixed worker has a core, but where all cores have one, requests and
+tokens take their time from them. Where a profile says neither, nothing is shared, and this costs nothing.
 """
 
 from collections.abc import Callable
@@ -32,6 +33,9 @@ class Host:
         self._tokens_want = 0.0
         """Cores that the tokens of all decode workers would fill."""
         self._push_step, self._push_end = push_step, push_end
+        self._cores = self._prefill_cores + self._decode_cores
+        self._mixed: dict[int, Batch] = {}
+        """Of mixed workers that compute."""
         self._running: dict[int, PrefillWorker] = {}
         self._busy: dict[int, Batch] = {}
         self._prefill_share = 1.0
@@ -49,6 +53,26 @@ class Host:
         if self._running.pop(worker.number, None) is not None:
             self._retime(now, None)
 
+    def mixed_changed(self, batch: Batch, now: float) -> None:
+        """A mixed worker begins or ends a prefill step, or its sequences have changed."""
+        if batch.prefills or batch.sequences:
+            self._mixed[batch.number] = batch
+        else:
+            self._mixed.pop(batch.number, None)
+        share = self.mixed_slower(self._beside_prefill)
+        for other in self._mixed.values():
+            if other.share != share:
+                other.sync(now)
+                other.share = share
+                self._push_end(other)
+
+    def mixed_slower(self, beside: float = 0.0) -> float:
+        """How many times as long their steps take; `beside`: where several compute, by default that of prefill steps."""
+        if not self._shared or not self._cores:
+            return 1.0
+        count, left = len(self._mixed), max(self._cores - self._tokens_want, self._cores / 2)
+        return max(count / left, 1.0) * ((beside or self._beside_decode) if count > 1 else 1.0)
+
     def batch_changed(self, batch: Batch, now: float) -> None:
         """Its sequences have changed, and with them its next end."""
         busy = batch.sequences > 0
@@ -56,7 +80,9 @@ class Host:
             wants = (self._step_s + self._token_s * batch.sequences) / batch.step_s() if busy else 0.0
             self._tokens_want += wants - batch.tokens_want
             batch.tokens_want = wants
-        if self._shared and busy != (batch.number in self._busy):
+        if batch.is_mixed:
+            self.mixed_changed(batch, now)
+        elif self._shared and busy != (batch.number in self._busy):
             if busy:
                 self._busy[batch.number] = batch
             else:

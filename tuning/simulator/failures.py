@@ -48,7 +48,7 @@ def lose(cluster: Cluster, number: int) -> None:
 def _interrupt(cluster: Cluster, job: Job, emitted: int) -> None:
     worker: PrefillWorker = job.prefill
     batch: Batch = job.decode
-    if job.left_s == NOT_YET:
+    if job.left_s == NOT_YET and worker is not None:
         worker.placed.pop(job.number, None)
         worker.undispatched -= job.prompt - job.dispatched
         worker.release_blocks(job)

@@ -1,6 +1,6 @@
 """One request as the simulator sees it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from coordinator.waiting.queue_keys import Demand, class_key
@@ -21,16 +21,33 @@ class Sent(NamedTuple):
     priority: str = DEFAULT_PRIORITY_CLASS
     leaves_after: int = 0
     """Tokens after which its client leaves; 0: it stays to the end."""
+    session: int = 0
+    """It is a turn of that session; 0: of none."""
+    reused_tokens: int = 0
+    """Its prompt begins with so many of the session's turn before, prompt and answer."""
+    follows: int = -1
+    """Index of the request after whose end it comes, then and not at `at_s`; -1: of none ..."""
+    think_s: float = 0.0
+    """... and so long after."""
 
     @property
     def forwarded_tokens(self) -> int:
         return min(self.leaves_after, self.output_tokens) if self.leaves_after else self.output_tokens
 
 
+def clients_of(sent: Sequence[Sent]) -> list[int]:
+    """The number of the client of each."""
+    found: list[int] = []
+    for number, one in enumerate(sent):
+        found.append(number if one.follows < 0 else found[one.follows])
+    return found
+
+
 class Job:
     """Times in seconds; `NOT_YET` where nothing happened."""
 
     __slots__ = (
+        "_patience_s",
         "at_s",
         "attempt",
         "blocks",
@@ -77,7 +94,8 @@ class Job:
         """What the coordinator knows of: its client may leave earlier."""
         self.chunks = -(-self.prompt // step_tokens)
         priority_class = priority_classes[sent.priority]
-        self.due = self.at_s + priority_class.ttft_s + self.chunks * priority_class.ttft_s_per_chunk
+        self._patience_s = priority_class.ttft_s + self.chunks * priority_class.ttft_s_per_chunk
+        self.due = self.at_s + self._patience_s
         organisation, _, user = sent.tenant.partition("/")
         self.path = (sent.priority, organisation, user)
         self.demand = Demand(self.prompt + self.output_max - 1, 1)
@@ -94,6 +112,11 @@ class Job:
         """This attempt has drawn its first token."""
         self.no_room = False
         """It once found no room on any decode worker."""
+
+    def comes(self, now: float) -> None:
+        """It follows one that has ended."""
+        self.at_s = self.submitted_s = now
+        self.due = now + self._patience_s
 
     def again(self, now: float, emitted: int, step_tokens: int) -> None:
         """The next attempt: the prompt goes on with what this one emitted."""

@@ -31,6 +31,9 @@ class Options:
     late_room: bool = False
     """Room on the decode worker is sought when a prompt is computed, not before, as other systems do. Until there is some,
     the prompt's KV stays on the prefill worker."""
+    stall_share: float = 0.0
+    """Decode workers compute what a session's turn adds to what they have, and take this share of a step for it; 0: they do
+    not, as on GPUs."""
     slow: tuple[tuple[int, float], ...] = ()
     """Stragglers: worker, as in `Failure`, and how many times as long its steps take."""
     failures: tuple[Failure, ...] = ()

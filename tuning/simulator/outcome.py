@@ -10,7 +10,7 @@ import numpy.typing as npt
 from tuning.goals import Limits
 from tuning.simulator.batch import Batch
 from tuning.simulator.gaps import Gaps
-from tuning.simulator.job import NOT_YET, Job
+from tuning.simulator.job import NOT_YET, Job, clients_of
 from tuning.simulator.prefill import PrefillWorker
 
 Floats = npt.NDArray[np.float64]
@@ -39,6 +39,10 @@ class Outcome:
     cached_tokens: Floats
     classes: tuple[str, ...]
     """Priority classes."""
+    clients: tuple[int, ...]
+    """Of sessions: whose turn each is. Else empty."""
+    span_s: float
+    """From the first arrival to the last end, without pauses."""
     gaps: Gaps
     prefill_busy: float
     """Share of the time from the first arrival to the last end in which prefill workers computed."""
@@ -97,7 +101,7 @@ def outcome_of(
     served, ended = first_s != NOT_YET, end_s != NOT_YET
     ttft_ms = np.where(served, 1000 * (first_s - at_s) + host_ms + host_token_ms * prompt, np.nan)
     tpot_ms = np.where(ended & (output > 1), 1000 * (end_s - first_s) / np.maximum(output - 1, 1), np.nan)
-    waits_s = np.diff(at_s)
+    waits_s = np.diff(np.sort(at_s))
     tail_s = max(float(end_s.max(initial=0.0)) - float(at_s.max(initial=0.0)), 0.0)
     span_s = max(float(waits_s[waits_s < PAUSE_S].sum()) + tail_s, 1e-9)
     workers, running = list(prefill), list(batches)
@@ -113,6 +117,8 @@ def outcome_of(
         output,
         column(job.cached for job in jobs),
         tuple(job.sent.priority for job in jobs),
+        tuple(clients_of([job.sent for job in jobs])) if any(job.sent.follows >= 0 for job in jobs) else (),
+        span_s,
         gaps,
         sum(worker.busy_s for worker in workers) / span_s / max(len(workers), 1),
         sum(batch.busy_s for batch in running) / span_s / max(len(running), 1),

@@ -2,10 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from math import inf
 
 import msgspec
 
 from coordinator.placement.decide import MOVES_MAX
+from coordinator.placement.fetch import ROUND_TRIP_S
 from coordinator.waiting.queue_keys import class_key, classes_without_room, is_class
 from engine.kv.split import prefill_blocks
 from tuning.advise import Workers
@@ -42,6 +44,8 @@ class Placing(ABC):
         self._hit_rate = options.hit_rate
         self._wait_s_max = limits.queue_wait_s_max
         self._weights = limits.placement
+        transfer = profile.transfer
+        self.token_s = transfer.bytes_per_token / transfer.bytes_per_ms / 1000
         self._tokens_per_s = self.step_tokens / profile.prefill.step_ms(self.step_tokens, 0.0) * 1000
         self._make_workers(workers)
 
@@ -62,6 +66,7 @@ class Placing(ABC):
                 prefill_capacity, blocks = msgspec.structs.replace(capacity, kv_blocks=part), max(blocks - part, 1)
             room = Room(blocks, capacity.block_size)
             batch = Batch(number, profile.decode, room, seqs_max, self.gaps, slow.get(number, 1.0))
+            batch.is_mixed = is_mixed
             batches.append(batch)
             if is_mixed:
                 mixed_slow = slow.get(number, 1.0)
@@ -73,10 +78,20 @@ class Placing(ABC):
     def start(self, worker: PrefillWorker) -> None:
         """Begin the first of its steps, if none runs."""
 
+    @abstractmethod
+    def compute_suffix(self, job: Job, batch: Batch, took_s: float) -> None:
+        """This decode worker computes what the prompt adds to what it has, in so long."""
+
+    @abstractmethod
+    def over(self, job: Job) -> None:
+        """It has ended, or was not served."""
+
     def submit(self, job: Job) -> None:
         tokens = job.prompt + job.output_max - 1
         fits = any(tokens <= batch.room.kv_tokens for batch in self.batches)
-        if fits and self._waiting < self.options.limits.queue_requests_max:
+        if not fits or self._waiting >= self.options.limits.queue_requests_max:
+            self.over(job)
+        elif not self._runs_on_decode(job, self._waiting):
             self.enqueue(job)
 
     def enqueue(self, job: Job) -> None:
@@ -119,9 +134,15 @@ class Placing(ABC):
         if self.now - job.at_s > self._wait_s_max and not job.attempt:
             self._leaves_class(job.key)
             self.order.remove(job)
+            self.over(job)
             return False
-        if job.blocks and is_class(job.key) and job.moves < MOVES_MAX and self._binds(job, worker):
-            return False
+        if (job.blocks or job.sent.session) and is_class(job.key) and job.moves < MOVES_MAX:
+            if self._runs_on_decode(job, 0):
+                self._leaves_class(job.key)
+                self.order.remove(job)
+                return False
+            if self._binds(job, worker):
+                return False
         late = self.options.late_room
         decode = None
         if worker.fits(job):
@@ -130,7 +151,9 @@ class Placing(ABC):
             self._refuse(job, worker)
             return False
         self._leaves_class(job.key)
-        if job.blocks:
+        if job.sent.session:
+            self._begin_turn(job, worker, decode)
+        elif job.blocks:
             job.cached = job.dispatched = cached_tokens(job, worker, self.options.block_tokens)
         elif self._hit_rate:
             tokens = min(int(self._hit_rate * job.prompt), job.prompt - 1)
@@ -142,6 +165,59 @@ class Placing(ABC):
         else:
             self._reserve(job, decode)
         return True
+
+    # --- turns of sessions ------------------------------------------------------------------------------------------------
+
+    def _begin_turn(self, job: Job, worker: PrefillWorker, decode: Batch) -> None:
+        """What the worker has is not computed; nor is what the decode worker has, if to fetch it is faster. What the decode
+        worker lacks of it is sent."""
+        here, there = cached_tokens(job, worker, 0), decode.kept.of(job.sent)
+        there -= there % worker.block_size
+        if there > here and decode is not worker.batch:
+            fetch_s = ROUND_TRIP_S + (there - here) * self.token_s
+            here = there if fetch_s < (there - here) / self._tokens_per_s else here
+        job.cached = job.dispatched = here
+        if decode is not worker.batch:
+            worker.send(max(here - there, 0), self.now, self.token_s)
+        worker.kept.take(job.sent.session)
+        decode.kept.take(job.sent.session)
+
+    def _runs_on_decode(self, job: Job, waiting: int) -> bool:
+        """As `coordinator.placement.suffix`: the decode worker that has most of a prompt computes the rest, if it is done
+        before any prefill worker would be. `waiting`: requests that are before it there."""
+        share, best, best_s = self.options.stall_share, None, inf
+        if not share or not job.sent.session:
+            return False
+        for batch in self.batches:
+            kept = batch.kept.of(job.sent)
+            if 2 * kept >= job.prompt and self._has_room(batch, job):
+                done_s = max(batch.suffixes_end_s - self.now, 0.0) + self._suffix_s(batch, job.prompt - kept)
+                if done_s < best_s:
+                    best, best_s, job.cached = batch, done_s, kept
+        if best is None:
+            return False
+        elsewhere_s = self._weights.transfer_s * ((job.prompt - job.cached) // best.room.block_size) + min(
+            (worker.tokens_in_flight + worker.undispatched + (1 + waiting / len(self.prefill)) * left)
+            / self._tokens_per_s
+            for worker in self.prefill
+            if (left := job.prompt - max(cached_tokens(job, worker, 0), job.cached))
+        )
+        if best_s > elsewhere_s:
+            return False
+        self._begin_on_decode(job, best)
+        return True
+
+    def _suffix_s(self, batch: Batch, tokens: int) -> float:
+        share = self.options.stall_share
+        return tokens / self._tokens_per_s * ((1 + share) / share if batch.sequences else 1.0)
+
+    def _begin_on_decode(self, job: Job, batch: Batch) -> None:
+        job.decode, job.dispatched, job.placed_s = batch, job.prompt, self.now
+        batch.kept.take(job.sent.session)
+        self._reserve(job, batch)
+        self.compute_suffix(job, batch, self._suffix_s(batch, job.prompt - job.cached))
+
+    # --- room -------------------------------------------------------------------------------------------------------------
 
     def _reserve(self, job: Job, decode: Batch) -> None:
         steps = decode.steps_begun(self.now) if decode.room.exact else 0
@@ -191,12 +267,13 @@ class Placing(ABC):
         """The least full one with room, as by `coordinator.score`, which spares a mixed worker's own half the transfer."""
         own = worker.batch
         best, best_rank = None, (0.0, 0, 0)
-        saved = self._weights.transfer_s * worker.blocks(job) / self._weights.load_s
+        block = self._weights.transfer_s / self._weights.load_s
+        saved = block * worker.blocks(job)
         for batch in self.batches:
             if not self._has_room(batch, job):
                 continue
             full = max(batch.room.taken / batch.room.kv_blocks, batch.held_seqs / batch.seqs_max)
-            full -= saved if batch is own else 0.0
+            full -= saved if batch is own else block * (batch.kept.of(job.sent) // batch.room.block_size)
             rank = (full, batch.forwarded, batch.number)
             if best is None or rank < best_rank:
                 best, best_rank = batch, rank

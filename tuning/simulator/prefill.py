@@ -11,6 +11,7 @@ from proto.limits import MAX_CHUNKS_PER_STEP
 from tuning.profile import Capacity, PrefillCost
 from tuning.simulator.batch import Batch
 from tuning.simulator.job import Job
+from tuning.simulator.kept import Kept
 from tuning.simulator.order import Order
 
 
@@ -58,6 +59,7 @@ class PrefillWorker:
         self.link_busy_s = 0.0
         self.cache: OrderedDict[int, None] = OrderedDict()
         """Ids of the prompt blocks that it has, least recently used first."""
+        self.kept = mixed_with.kept if mixed_with is not None else Kept()
 
     @property
     def fullness(self) -> float:
@@ -66,6 +68,11 @@ class PrefillWorker:
     @property
     def kv_tokens(self) -> int:
         return self._kv_blocks * self.block_size
+
+    @property
+    def idle_tokens(self) -> int:
+        """That nothing running holds, on both halves of a mixed worker."""
+        return self.free_blocks * self.block_size + (self.batch.idle_tokens if self.batch is not None else 0)
 
     def send(self, tokens: int, now: float, token_s: float) -> None:
         """Their KV leaves after the step; one prompt's after the other's."""

@@ -14,7 +14,7 @@ _ATTEMPT = 1
 
 class Room:
     def __init__(self, kv_blocks: int, block_size: int) -> None:
-        self.kv_blocks, self._block_size = kv_blocks, block_size
+        self.kv_blocks, self.block_size = kv_blocks, block_size
         self.kv_tokens = kv_blocks * block_size
         self.wholes = 0
         self._lives: dict[int, tuple[int, int, int, int]] = {}
@@ -23,7 +23,7 @@ class Room:
         self._exact: KvAdmission | None = None
 
     def whole(self, prompt: int, output: int) -> int:
-        return -(-(prompt + output - 1) // self._block_size)
+        return -(-(prompt + output - 1) // self.block_size)
 
     @property
     def taken(self) -> int:
@@ -39,7 +39,7 @@ class Room:
         if self._exact is None:
             if self.wholes + self.whole(prompt, output) <= self.kv_blocks:
                 return True
-            self._exact = exact = KvAdmission(self.kv_blocks, self._block_size)
+            self._exact = exact = KvAdmission(self.kv_blocks, self.block_size)
             for number, (tokens, left, placed, joined) in self._lives.items():
                 key = str(number), _ATTEMPT
                 exact.reached(placed)

@@ -1,0 +1,1 @@
+"""`crossdock profile`: profiles without a calibration."""

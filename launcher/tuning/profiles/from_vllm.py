@@ -1,0 +1,241 @@
+"""`crossdock profile from-vllm`: a profile from what requests to a running server took, or from its metrics."""
+
+import asyncio
+import csv
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+import aiohttp
+import msgspec
+import uvloop
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from launcher import report as bench_report
+from launcher.http.client import headers, new_session, read_whole
+from launcher.load.records import OK, RunFile
+from launcher.local.lifetime import until_interrupted
+from launcher.tuning.profiles.estimate import shape_of
+from launcher.tuning.profiles.settings import FromVllmSettings
+from launcher.tuning.profiles.show import show
+from proto.errors import CrossdockError
+from runtime.process.version import version_of
+from runtime.settings.options import SettingsError
+from tuning.estimates import from_metrics, from_timings
+from tuning.estimates.from_metrics import Reading
+from tuning.estimates.from_timings import Misfit, Server, Timing, TimingsError
+from tuning.estimates.roofline import BLOCK_TOKENS, VALUE_BYTES
+from tuning.profile import Capacity, Profile, encoded
+
+COLUMNS: Final = ("arrival_s", "prompt_tokens", "output_tokens", "ttft_ms", "end_s")
+FILE_BYTES_MAX: Final = 1 << 30
+ROWS_MAX: Final = 1_000_000
+ANSWER_BYTES_MAX: Final = 8 << 20
+READ_EVERY_S: Final = 5.0
+MISFIT_MAX: Final = 0.25
+METRICS: Final = {
+    "prompt_tokens": "vllm:prompt_tokens_total",
+    "answer_tokens": "vllm:generation_tokens_total",
+    "gap_s": "vllm:inter_token_latency_seconds_sum",
+    "gaps": "vllm:inter_token_latency_seconds_count",
+    "ttft_s": "vllm:time_to_first_token_seconds_sum",
+    "queue_s": "vllm:request_queue_time_seconds_sum",
+    "prefill_s": "vllm:request_prefill_time_seconds_sum",
+    "requests": "vllm:time_to_first_token_seconds_count",
+    "running": "vllm:num_requests_running",
+    "kv_share": "vllm:kv_cache_usage_perc",
+}
+"""What of its metrics is read."""
+
+
+class ServerFailed(CrossdockError):
+    """It cannot be reached, or says too little."""
+
+
+def run(settings: FromVllmSettings) -> int:
+    if not settings.timings and not settings.url:
+        raise SettingsError("--timings or --url is needed")
+    bench_report.check_writable(settings.out, "--out")
+    console = bench_report.console_for(settings)
+    timings = read_timings(settings.timings) if settings.timings else []
+    return uvloop.run(until_interrupted(_run(settings, timings, console), console))
+
+
+async def _run(settings: FromVllmSettings, timings: list[Timing], console: Console) -> int:
+    misfit: Misfit | None = None
+    async with new_session() as session:
+        server, model = await _server(settings, session)
+        about = {
+            "model": model,
+            "origin": "from a server",
+            "versions": {"crossdock": version_of("crossdock")},
+            "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        try:
+            if timings:
+                profile, misfit = _fit(timings, server, about, console)
+            else:
+                readings = await _watch(settings, session, console)
+                profile = from_metrics.fitted(readings, server, about)
+        except TimingsError as error:
+            raise SettingsError(f"{'--timings' if timings else '--watch'}: {error}") from None
+    bench_report.write(settings.out, encoded(profile))
+    show(profile, console)
+    if misfit is not None:
+        show_misfit(misfit, console)
+    console.print(f"Written: {settings.out}", highlight=False, soft_wrap=True)
+    bench_report.write_json(settings, msgspec.to_builtins(profile))
+    return 0
+
+
+def _fit(timings: list[Timing], server: Server, about: dict[str, Any], console: Console) -> tuple[Profile, Misfit]:
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("fitting", total=None)
+        return from_timings.fitted(timings, server, about, lambda done, of: bar.update(task, completed=done, total=of))
+
+
+def show_misfit(misfit: Misfit, console: Console) -> None:
+    parts = [f"{name.replace('_', ' ').upper()} {100 * value:+.0f} %" for name, value in misfit._asdict().items()]
+    console.print(
+        f"Predicted for the last third of the requests, which were not fitted to: {', '.join(parts)}", highlight=False
+    )
+    if max(map(abs, misfit)) > MISFIT_MAX:
+        console.print(
+            "[yellow]That is far off: the traffic may have changed, --step-tokens or --instances may differ from the"
+            " server's, or prompts were cached[/yellow]"
+        )
+
+
+# --- timings ----------------------------------------------------------------------------------------------------------
+
+
+def read_timings(path: str) -> list[Timing]:
+    """Raises `SettingsError` naming file and line."""
+    file = Path(path).expanduser()
+    try:
+        if file.stat().st_size > FILE_BYTES_MAX:
+            raise SettingsError(f"--timings: {path} is larger than {FILE_BYTES_MAX} bytes")
+        if file.suffix == ".json":
+            return _of_run(msgspec.json.decode(file.read_bytes(), type=RunFile))
+        with file.open(encoding="utf-8", newline="") as stream:
+            return list(_of_csv(path, stream))
+    except OSError as error:
+        raise SettingsError(f"--timings: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"--timings: {path} is not UTF-8 text") from None
+    except msgspec.DecodeError as error:
+        raise SettingsError(f"--timings: {path} is not what crossdock bench serve --json prints: {error}") from None
+
+
+def _of_run(run: RunFile) -> list[Timing]:
+    return [
+        Timing(one.sent_s, one.prompt_tokens or one.prompt_asked, one.tokens, one.ttft_ms, one.ended_s)
+        for one in run.requests
+        if one.outcome == OK and one.ttft_ms is not None and one.tokens > 0
+    ]
+
+
+def _of_csv(path: str, stream: TextIO) -> Iterator[Timing]:
+    reader = csv.DictReader(stream)
+    names = reader.fieldnames or ()
+    if missing := [name for name in COLUMNS if name not in names]:
+        raise SettingsError(f"--timings: {path} has no column {missing[0]}; needed are {','.join(COLUMNS)}")
+    for count, fields in enumerate(reader):
+        if count >= ROWS_MAX:
+            raise SettingsError(f"--timings: {path} has more than {ROWS_MAX:,} rows")
+        try:
+            at_s, prompt, output, ttft_ms, end_s = (float(fields[name]) for name in COLUMNS)
+            fine = prompt >= 1 and output >= 1 and 0 < ttft_ms <= 1000 * (end_s - at_s) * 1.001 < 1e12
+        except (TypeError, ValueError, OverflowError):
+            fine = False
+        if not fine:
+            raise SettingsError(
+                f"--timings: {path}, line {reader.line_num}: tokens must be 1 or more, and the first one come after"
+                " arrival_s and not after end_s"
+            )
+        yield Timing(at_s, int(prompt), int(output), ttft_ms, end_s)
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+async def _server(settings: FromVllmSettings, session: aiohttp.ClientSession) -> tuple[Server, str]:
+    """What it is by the options, and where they do not say it, by itself. Raises `SettingsError` or `ServerFailed`."""
+    kv_tokens, context, model = settings.kv_tokens, settings.context_tokens, settings.model
+    if settings.url and not (kv_tokens and context and model):
+        models = msgspec.json.decode(await _get(settings, session, "/v1/models"), type=dict[str, Any])
+        known = next((one for one in models.get("data", []) if isinstance(one, dict)), {})
+        model = model or str(known.get("id", ""))
+        context = context or int(known.get("max_model_len") or 0)
+        kv_tokens = kv_tokens or kv_tokens_of(samples_of(await _get(settings, session, "/metrics")))
+    if not kv_tokens:
+        raise SettingsError("--kv-tokens: needed without --url; vLLM logs it at start as the size of its KV cache")
+    context = context or kv_tokens
+    blocks = max(kv_tokens // BLOCK_TOKENS, 2)
+    capacity = Capacity(blocks, BLOCK_TOKENS, settings.seqs_max, min(context, kv_tokens), settings.cost_per_hour)
+    kv_bytes = VALUE_BYTES * shape_of(settings.model).kv_values if settings.model else 0
+    network = settings.network_gbit_per_s
+    return Server(capacity, settings.instances, settings.step_tokens, kv_bytes, network), model
+
+
+async def _watch(settings: FromVllmSettings, session: aiohttp.ClientSession, console: Console) -> list[Reading]:
+    """Raises `ServerFailed`."""
+    found, times = [], round(settings.watch_s / READ_EVERY_S)
+    columns = TextColumn("reading metrics"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=times)
+        for done in range(times + 1):
+            found.append(reading_of(samples_of(await _get(settings, session, "/metrics"))))
+            bar.update(task, completed=done)
+            if done < times:
+                await asyncio.sleep(READ_EVERY_S)
+    return found
+
+
+async def _get(settings: FromVllmSettings, session: aiohttp.ClientSession, path: str) -> bytes:
+    """Raises `ServerFailed`."""
+    url = settings.url.rstrip("/").removesuffix("/v1") + path
+    try:
+        async with session.get(url, headers=headers(settings.api_key)) as response:
+            if response.status != 200:
+                raise ServerFailed(f"GET {url}: HTTP {response.status}; see --url and --api-key")
+            return await read_whole(response, ANSWER_BYTES_MAX)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise ServerFailed(f"--url: {url} cannot be reached: {error or type(error).__name__}") from None
+
+
+Samples = Mapping[str, list[tuple[Mapping[str, str], float]]]
+
+
+def samples_of(text: bytes) -> Samples:
+    """By name: labels and value. Raises `ServerFailed`."""
+    found: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+    try:
+        for family in text_string_to_metric_families(text.decode()):
+            for sample in family.samples:
+                found.setdefault(sample.name, []).append((sample.labels, float(sample.value)))
+    except ValueError as error:  # also what is not UTF-8
+        raise ServerFailed(f"--url: its metrics cannot be read: {error}") from None
+    return found
+
+
+def kv_tokens_of(samples: Samples) -> int:
+    """Of all blocks, as its configuration says; 0 where it does not."""
+    for labels, _ in samples.get("vllm:cache_config_info", []):
+        blocks, size = (labels.get(name, "") for name in ("num_gpu_blocks", "block_size"))
+        if blocks.isdecimal() and size.isdecimal():
+            return int(blocks) * int(size)
+    return 0
+
+
+def reading_of(samples: Samples) -> Reading:
+    """Raises `ServerFailed`."""
+    if missing := [name for name in METRICS.values() if name not in samples]:
+        raise ServerFailed(
+            f"--url: its metrics have no {missing[0]}; it is no vLLM, or one of another version: use --timings"
+        )
+    return Reading(**{field: sum(value for _, value in samples[name]) for field, name in METRICS.items()})

@@ -1,0 +1,92 @@
+"""Options of `crossdock profile`."""
+
+from typing import Annotated, ClassVar
+
+from pydantic import AfterValidator, Field
+
+from runtime.settings.types import JsonOption, Panels
+from tuning.estimates.cards import CARDS
+
+
+def _known_card(value: str) -> str:
+    found = next((name for name in CARDS if name.lower() == value.lower()), None)
+    if found is None:
+        raise ValueError(f"must be one of {', '.join(CARDS)}")
+    return found
+
+
+class EstimateSettings(JsonOption):
+    """Estimate a profile of hardware that you do not have at hand.
+
+    The times come from the maker's figures of the card and the shape of the model, with how far hardware stayed below such
+    figures in published measurements. They may be off by a quarter. Where you can, measure: crossdock calibrate, or crossdock
+    profile from-vllm.
+    """
+
+    panels: ClassVar[Panels] = {
+        "Hardware": "gpu tensor_parallel network_gbit_per_s cost_per_hour",
+        "Model": "model",
+        "Worker": "step_tokens seqs_max",
+        "Output": "out as_json",
+    }
+    gpu: Annotated[str, AfterValidator(_known_card)] = Field(description=f"The card: {', '.join(CARDS)}.")
+    model: str = Field(
+        min_length=1, description="Name like Llama-3.1-8B, or a folder with the config.json of any other model."
+    )
+    tensor_parallel: int = Field(1, ge=1, le=16, description="Cards of one worker, over which each layer is split.")
+    network_gbit_per_s: float = Field(
+        200.0, gt=0.0, le=1e5, description="Gigabits per second over which a worker hands KV over."
+    )
+    cost_per_hour: float = Field(
+        0.0, ge=0.0, le=1e6, description="What one worker costs in an hour, in any currency; 0: not known."
+    )
+    step_tokens: int = Field(2048, ge=16, le=65_536, description="Prompt tokens of a prefill step.")
+    seqs_max: int = Field(64, ge=1, le=65_536, description="Most sequences of a decode batch.")
+    out: str = Field("profile.json", min_length=1, description="File to write the profile to.")
+
+
+class FromVllmSettings(JsonOption):
+    """Make a profile of a vLLM that runs, without stopping it.
+
+    Give it what requests took, as --timings; that is the better way. Or only --url: then its metrics are read for --watch
+    seconds, under the traffic that it has. The profile is of one instance, which computes prompts and answers alike.
+    """
+
+    panels: ClassVar[Panels] = {
+        "Server": "url api_key model instances step_tokens seqs_max kv_tokens context_tokens",
+        "What is fitted to": "timings watch_s",
+        "Hardware": "network_gbit_per_s cost_per_hour",
+        "Output": "out as_json",
+    }
+    url: str = Field("", description="Address of the server: its KV cache and context are read there, and its metrics.")
+    api_key: str = Field("", description="Key for --url, if it wants one.")
+    timings: str = Field(
+        "",
+        description="File with what requests took: CSV with arrival_s,prompt_tokens,output_tokens,ttft_ms,end_s (seconds since"
+        " any moment), or what crossdock bench serve --url URL --json printed.",
+    )
+    watch_s: float = Field(
+        600.0,
+        ge=30.0,
+        le=86_400.0,
+        description="Without --timings: seconds for which metrics are read.",
+        json_schema_extra={"option": "--watch"},
+    )
+    model: str = Field(
+        "",
+        description="Its name, like Llama-3.1-8B, or a folder with its config.json: how large its KV is. Empty: ask --url.",
+    )
+    instances: int = Field(1, ge=1, le=64, description="Instances among which the requests of --timings were spread.")
+    step_tokens: int = Field(2048, ge=16, le=65_536, description="Its --max-num-batched-tokens.")
+    seqs_max: int = Field(256, ge=1, le=65_536, description="Its --max-num-seqs.")
+    kv_tokens: int = Field(
+        0, ge=0, le=1 << 40, description="Tokens that its KV cache holds, as it logs at start; 0: ask --url."
+    )
+    context_tokens: int = Field(0, ge=0, le=1 << 30, description="Its --max-model-len; 0: ask --url.")
+    network_gbit_per_s: float = Field(
+        200.0, gt=0.0, le=1e5, description="Gigabits per second over which a worker would hand KV over."
+    )
+    cost_per_hour: float = Field(
+        0.0, ge=0.0, le=1e6, description="What one instance costs in an hour, in any currency; 0: not known."
+    )
+    out: str = Field("profile.json", min_length=1, description="File to write the profile to.")

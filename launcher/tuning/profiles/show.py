@@ -1,0 +1,59 @@
+"""A profile on the terminal."""
+
+from typing import Final
+
+from rich.console import Console
+
+from launcher import tables
+from tuning.profile import Profile, TransferCost
+
+SCATTER_MAX: Final = 0.3
+"""On a quiet machine 9 in 10 steps take less than so much longer than the fit."""
+NO_LIMIT: Final = TransferCost().bytes_per_ms
+"""Where long transfers took no longer than short ones: most of the KV is sent while the prompt is computed."""
+RUNS: Final = {
+    "calibrated": "From one start of the workers to the next, times differ by {}",
+    "estimated": "Nothing of this was measured: times may be off by a quarter",
+    "from a server": "From one run to the next, times may differ by {}",
+}
+
+
+def show(profile: Profile, console: Console) -> None:
+    table = tables.Table("What steps take", "phase", "count", "ms")
+    phases = ("prefill tokens", profile.prefill), ("decode sequences", profile.decode)
+    for name, cost in phases:
+        for at, ms in zip(cost.curve.at, cost.curve.ms, strict=True):
+            table.row(name, f"{at:.0f}", f"{ms:.2f}")
+    table.show(console)
+    host, transfer = profile.host, profile.transfer
+    speed = f" + {transfer.bytes_per_token / 1024:.0f} KiB a token at {transfer.bytes_per_ms / 1e6:.2f} GB/s"
+    if transfer.bytes_per_ms >= NO_LIMIT:
+        speed = " after the last step, however long the prompt"
+    lines = [
+        "8 in 10 steps took, beside these figures: "
+        + ", ".join(
+            f"{name.split()[0]} {cost.residuals.p10:+.0%} to {cost.residuals.p90:+.0%}" for name, cost in phases
+        ),
+        f"Context: {1e6 * profile.prefill.context_ms:.2f} ns for each pair of tokens in prefill,"
+        f" {1e6 * profile.decode.kv_token_ms:.0f} ns for each token of KV in a decode step",
+        f"KV transfer: {transfer.latency_ms:.2f} ms{speed}",
+        f"Host: {host.request_ms:.1f} ms a request + {1000 * host.request_token_ms:.1f} µs a prompt token,"
+        f" {host.step_gap_ms:.2f} ms between steps, {host.join_ms:.2f} ms to join a batch",
+    ]
+    if profile.control.step_ms:
+        lines.append(
+            f"Tokens on the cores of gateway and client: {profile.control.step_ms:.2f} ms a decode step"
+            f" + {1000 * profile.control.token_ms:.0f} µs a token"
+        )
+    lines.append(RUNS[profile.origin].format(f"{profile.run_sigma:.0%}"))
+    if max(profile.beside_decode, profile.beside_prefill) > 1.01:
+        lines.append(
+            f"Both roles on this host: prefill takes {profile.beside_decode:.2f} times as long beside decode,"
+            f" decode {profile.beside_prefill:.2f} times beside prefill"
+        )
+    for line in lines:
+        console.print(line, highlight=False)
+    if max(cost.residuals.p90 for _, cost in phases) > SCATTER_MAX:
+        console.print(
+            "[yellow]The times differ much: was the machine busy with something else? Calibrate again[/yellow]"
+        )

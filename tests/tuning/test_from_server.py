@@ -1,0 +1,148 @@
+"""Profiles fitted to what requests to a server took; the server here is the simulator, whose times are known."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launcher.load import records as load_records
+from launcher.load.records import Record, RunFile
+from launcher.tuning.profiles.from_vllm import ServerFailed, kv_tokens_of, read_timings, reading_of, samples_of
+from runtime.settings.options import SettingsError
+from tuning.advise import Slo
+from tuning.estimates import from_metrics
+from tuning.estimates.from_metrics import Reading, non_negative
+from tuning.estimates.from_timings import Server, Timing, TimingsError, fitted, profile_of, simulated
+from tuning.profile import Capacity
+from tuning.simulator.job import Sent
+
+SERVER = Server(Capacity(8000, 16, 64, 8192), step_tokens=1024, bytes_per_token=131072.0)
+TRUE = (6.0, 0.05, 4e-6, 9.0, 0.15, 5e-5)
+"""As `profile_of` takes them."""
+
+
+def traffic(rate: float, seconds: float, seed: int) -> list[Sent]:
+    rng = np.random.default_rng(seed)
+    at_s, found = 0.0, []
+    while (at_s := at_s + rng.exponential(1 / rate)) < seconds:
+        found.append(Sent(at_s, int(rng.lognormal(6.0, 0.8)) + 1, int(rng.lognormal(4.0, 0.6)) + 2))
+    return found
+
+
+def taken(sent: Sequence[Sent], noise: float = 0.0) -> list[Timing]:
+    outcome = simulated(profile_of(TRUE, SERVER, {}), SERVER, sent)
+    rng = np.random.default_rng(9)
+    found = []
+    for one, ttft_ms, tpot_ms in zip(sent, outcome.ttft_ms.tolist(), outcome.tpot_ms.tolist(), strict=True):
+        ttft_ms, tpot_ms = (value * float(np.exp(rng.normal(0, noise))) for value in (ttft_ms, tpot_ms))
+        end_s = one.at_s + (ttft_ms + tpot_ms * (one.output_tokens - 1)) / 1000
+        found.append(Timing(one.at_s, one.prompt_tokens, one.output_tokens, ttft_ms, end_s))
+    return found
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_a_fit_predicts_loads_that_it_has_not_seen(noise: float) -> None:
+    seen = traffic(4, 60, 1) + [one._replace(at_s=one.at_s + 60) for one in traffic(9, 60, 2)]
+    profile, misfit = fitted(taken(seen, noise), SERVER, {"model": "m"})
+    assert profile.origin == "from a server"
+    assert max(map(abs, misfit)) < 0.2
+    slo, true = Slo(400.0, 20.0), profile_of(TRUE, SERVER, {})
+    for rate in (3, 7, 11):
+        unseen = traffic(rate, 120, 10 + rate)
+        mine, theirs = (simulated(one, SERVER, unseen).attainment(slo) for one in (profile, true))
+        assert abs(mine - theirs) < 0.08, rate
+
+
+def test_too_little_to_fit_to_is_told() -> None:
+    timings = taken(traffic(4, 60, 1))
+    with pytest.raises(TimingsError, match="59 requests are too few"):
+        fitted(timings[:59], SERVER, {})
+    with pytest.raises(TimingsError, match="no answer has more than one token"):
+        fitted([one._replace(output_tokens=1) for one in timings], SERVER, {})
+
+
+def readings(intervals: int) -> list[Reading]:
+    """Of a server whose gaps are 9 ms + 0.15 ms a sequence + 0.05 ms a prompt token of each step."""
+    rng = np.random.default_rng(3)
+    found = [Reading(*(0.0,) * 8, running=4.0, kv_share=0.0)]
+    for _ in range(intervals):
+        running, prompts = float(rng.integers(2, 30)), float(rng.integers(0, 20_000))
+        steps = 300.0
+        gap_s = (9 + 0.15 * (running + found[-1].running) / 2 + 0.05 * prompts / steps) / 1000
+        answers, last = steps * (running + found[-1].running) / 2, found[-1]
+        found.append(
+            Reading(
+                last.prompt_tokens + prompts, last.answer_tokens + answers, last.gap_s + gap_s * answers, last.gaps + answers,
+                last.ttft_s + 10 * 0.05, last.queue_s, last.prefill_s + 10 * 0.04, last.requests + 10, running, 0.0,
+            )
+        )  # fmt: skip
+    return found
+
+
+def test_metrics_give_the_times_that_made_them() -> None:
+    profile = from_metrics.fitted(readings(60), SERVER, {})
+    assert profile.decode.step_ms(1, 0) == pytest.approx(9.15, rel=0.02)
+    assert profile.decode.step_ms(64, 0) == pytest.approx(9 + 64 * 0.15, rel=0.02)
+    assert profile.prefill.curve(1024) == pytest.approx(1024 * 0.05, rel=0.05)
+    assert profile.host.request_ms == pytest.approx(10.0, rel=0.01)
+    with pytest.raises(TimingsError, match="only 11 intervals had tokens; 12 are needed"):
+        from_metrics.fitted(readings(11), SERVER, {})
+
+
+def test_no_time_is_negative() -> None:
+    rows = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
+    assert non_negative(rows, np.array([3.0, 2.0, 1.0])) == pytest.approx([2.0, 0.0])
+    assert non_negative(rows, np.array([-1.0, -1.0, -1.0])) == [0.0, 0.0]
+
+
+METRICS = b"""# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{block_size="16",num_gpu_blocks="2048"} 1.0
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0"} 3.0
+vllm:num_requests_running{engine="1"} 4.0
+"""
+
+
+def test_what_a_server_says_of_itself() -> None:
+    samples = samples_of(METRICS)
+    assert kv_tokens_of(samples) == 32768
+    assert kv_tokens_of({}) == 0
+    with pytest.raises(ServerFailed, match="no vllm:prompt_tokens_total"):
+        reading_of(samples)
+    with pytest.raises(ServerFailed, match="cannot be read"):
+        samples_of(b"\xff\xfe{")
+
+
+def test_timings_are_read_from_csv_and_from_a_run(tmp_path: Path) -> None:
+    file = tmp_path / "t.csv"
+    file.write_text("arrival_s,prompt_tokens,output_tokens,ttft_ms,end_s\n1.5,100,20,80,2.5\n")
+    assert read_timings(str(file)) == [Timing(1.5, 100, 20, 80.0, 2.5)]
+    done = Record(0, "default", 0.0, 100, 20, sent_s=1.5, first_s=1.58, ended_s=2.5, tokens=20, outcome="ok")
+    failed = Record(1, "default", 0.0, 100, 20, sent_s=1.5, outcome="http_500")
+    run = tmp_path / "run.json"
+    run.write_text(load_records.encoded(RunFile(1, {}, {}, {}, {}, [done, failed])))
+    [timing] = read_timings(str(run))
+    assert timing.ttft_ms == pytest.approx(80.0)
+    assert timing[1:3] == (100, 20)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("arrival_s,prompt_tokens\n1,2\n", "no column output_tokens"),
+        ("arrival_s,prompt_tokens,output_tokens,ttft_ms,end_s\n1,2,3,80\n", "line 2"),
+        ("arrival_s,prompt_tokens,output_tokens,ttft_ms,end_s\n1,2,3,80,1.01\n", "line 2"),
+        ("arrival_s,prompt_tokens,output_tokens,ttft_ms,end_s\n1,2,0,80,3\n", "line 2"),
+        ("arrival_s,prompt_tokens,output_tokens,ttft_ms,end_s\n1,nan,3,80,3\n", "line 2"),
+        ("arrival_s,prompt_tokens,output_tokens,ttft_ms,end_s\n1,inf,3,80,3\n", "line 2"),
+    ],
+)
+def test_bad_timings_are_named(tmp_path: Path, text: str, why: str) -> None:
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(SettingsError, match=why):
+        read_timings(str(tmp_path / "t.csv"))
+    (tmp_path / "t.json").write_text(json.dumps({"format": 1}))
+    with pytest.raises(SettingsError, match="not what crossdock bench serve --json prints"):
+        read_timings(str(tmp_path / "t.json"))

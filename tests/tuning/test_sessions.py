@@ -1,0 +1,154 @@
+"""Sessions in the simulator: turns come when answers have come, and what a turn begins with need not be computed again."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.tuning.settings import TuneSettings
+from launcher.tuning.traffic import fitted_traffic
+from launcher.tuning.tune import as_it_came, usual_stall_share
+from runtime.settings.options import SettingsError
+from simulation.load.sessions import Session, SessionTurn
+from tests.tuning.profiles import GPU
+from tuning.advise import Slo, Workers
+from tuning.goals import Goals
+from tuning.search import Space, search
+from tuning.sessions import first_turns, more_clients, played
+from tuning.simulator.cluster import Simulator
+from tuning.simulator.job import Sent, clients_of
+from tuning.simulator.kept import Kept
+from tuning.simulator.options import Options
+from tuning.traffic import Change, excerpt
+
+CONTEXT = 32_768
+LAYOUTS = (Workers(1, 1), Workers(1, 3), Workers(2, 2), Workers(0, 0, 2))
+
+
+def agents(sessions: int, turns: int, think_s: float = 1.0) -> list[Sent]:
+    one = [SessionTurn(2000, 80), *(SessionTurn(200, 80, think_s) for _ in range(turns - 1))]
+    return played([Session(tuple(one))] * sessions, sessions, CONTEXT, 1e9)[0]
+
+
+@pytest.mark.parametrize("workers", LAYOUTS)
+@pytest.mark.parametrize("stall_share", [0.0, 0.5])
+def test_a_turn_comes_after_the_end_of_the_one_before_and_its_think_time(workers: Workers, stall_share: float) -> None:
+    sent = agents(6, 8)
+    simulator = Simulator(GPU, workers, sent, Options(stall_share=stall_share))
+    outcome = simulator.run()
+    assert not np.isnan(outcome.ttft_ms).any()
+    for job in simulator.jobs:
+        before = job.sent.follows
+        if before >= 0:
+            assert job.at_s == pytest.approx(simulator.jobs[before].end_s + job.sent.think_s)
+    assert outcome.clients == tuple(clients_of(sent))
+
+
+@pytest.mark.parametrize("workers", LAYOUTS)
+@pytest.mark.parametrize("stall_share", [0.0, 0.5])
+def test_what_a_turn_begins_with_is_computed_once_if_there_is_room(workers: Workers, stall_share: float) -> None:
+    sent = agents(4, 8)
+    outcome = Simulator(GPU, workers, sent, Options(stall_share=stall_share)).run()
+    reused = np.array([one.reused_tokens for one in sent])
+    later = reused > 0
+    assert (outcome.cached_tokens <= reused).all()
+    assert (outcome.cached_tokens[later] > reused[later] - 100).mean() > 0.9
+    forgotten = [one._replace(session=0, reused_tokens=0) for one in sent]
+    without = Simulator(GPU, workers, forgotten, Options()).run()
+    assert np.median(outcome.ttft_ms[later]) < np.median(without.ttft_ms[later])
+
+
+def test_without_room_what_was_kept_is_computed_again() -> None:
+    small = GPU.replaced(**{
+        name: type(GPU.decode_capacity)(600, 16, 64, 8192) for name in ("prefill_capacity", "decode_capacity")
+    })  # fmt: skip
+    few, many = agents(2, 8), agents(12, 8)
+    shares = [
+        outcome.cached_tokens.sum() / outcome.prompt_tokens.sum()
+        for outcome in (Simulator(small, Workers(1, 1), sent).run() for sent in (few, many))
+    ]
+    assert shares[0] > 2 * shares[1]
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 900)), max_size=40), st.integers(0, 1500))
+def test_kept_sessions_never_take_more_than_there_is(kept: list[tuple[int, int]], room: int) -> None:
+    found, last = Kept(), dict[int, int]()
+    for session, tokens in kept:
+        found.keep(session, tokens, room)
+        last[session] = tokens
+        sizes = [found.of(Sent(0.0, 10**6, 1, session=one, reused_tokens=10**6)) for one in range(1, 5)]
+        assert sum(sizes) <= room
+        assert all(size in (0, last.get(one)) for one, size in enumerate(sizes, 1))
+        if tokens <= room:
+            assert sizes[session - 1] == tokens
+
+
+def test_a_new_conversation_reuses_nothing_and_what_does_not_fit_is_counted() -> None:
+    turns = [
+        SessionTurn(1000, 100),
+        SessionTurn(50, 100),
+        SessionTurn(500, 100, restarts=True),
+        SessionTurn(30_000, 100),
+    ]
+    sent, left_out = played([Session((*turns, SessionTurn(1, 1))), Session((SessionTurn(7, 5),))], 1, 20_000, 1e9)
+    assert [(one.prompt_tokens, one.reused_tokens) for one in sent] == [(1000, 0), (1150, 1100), (500, 0), (7, 0)]
+    assert left_out == 2
+    assert [one.follows for one in sent] == [-1, 0, 1, 2]
+    assert sent[0].session == sent[1].session
+    assert len({one.session for one in sent}) == 3
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.5, 1.5, 2.0, 3.0])
+def test_load_is_the_number_of_clients(factor: float) -> None:
+    sent = agents(8, 5)
+    more = Change(load=factor).applied(sent)
+    assert len(set(clients_of(more))) == round(8 * factor)
+    assert len(more) == round(len(sent) * factor)
+    assert len({one.session for one in more}) == round(8 * factor)
+    assert more == more_clients(sent, factor)
+
+
+def test_an_excerpt_has_the_first_turns_of_each_client() -> None:
+    sent = agents(8, 10)
+    part = excerpt(sent, 24)
+    assert part == first_turns(sent, 24)
+    assert len(part) == 24
+    assert len(set(clients_of(part))) == 8
+
+
+def test_the_search_takes_sessions_and_counts_turns_per_second() -> None:
+    sent = agents(24, 12, 0.2)
+    found = search(GPU, sent, Goals(Slo(300.0, 30.0)), Space(3, stall_shares=(0.0, 0.5)))
+    assert found.best.full
+    assert found.requests_per_s == pytest.approx(len(sent) / found.outcome.span_s)
+    assert len({one.candidate for one in found.ranked}) == len(found.ranked) > 2
+    came = as_it_came(sent, found.outcome)
+    assert [one.at_s for one in came] == sorted(found.outcome.at_s.tolist())
+
+
+def settings(file: Path, **options: object) -> TuneSettings:
+    return TuneSettings(trace=str(file), **options)  # type: ignore[arg-type]
+
+
+def test_a_file_of_sessions_is_known_by_its_columns(tmp_path: Path) -> None:
+    file = tmp_path / "agents.csv"
+    file.write_text(
+        "session,turn,t_s,prompt_tokens,reused_tokens,output_tokens,think_s\n"
+        "a,0,0,900,0,50,0\na,1,9,1000,900,50,4\nb,0,0,800,0,60,0\n"
+    )
+    found = fitted_traffic(settings(file), GPU)
+    assert len(found.sent) == 3
+    assert max(clients_of(found.sent)) > 0
+    assert max(clients_of(fitted_traffic(settings(file, sessions=1), GPU).sent)) == 0
+    with pytest.raises(SettingsError, match="not for sessions"):
+        fitted_traffic(settings(file, speed=2.0), GPU)
+    lines = tmp_path / "agents.jsonl"
+    lines.write_text('{"session_id": "a", "input_length": 900, "output_length": 50}\n' * 2)
+    assert len(fitted_traffic(settings(lines), GPU).sent) == 2
+
+
+def test_decode_workers_compute_what_turns_add_only_where_workers_do() -> None:
+    assert usual_stall_share(GPU) == 0
+    assert usual_stall_share(GPU.replaced(about={"device": "cpu"})) == 0.5

@@ -1,0 +1,31 @@
+"""Accelerators by name, with their makers' figures: dense bfloat16 arithmetic, memory, and links to others of their kind."""
+
+from typing import Final, NamedTuple
+
+
+class Card(NamedTuple):
+    tflops: float
+    """Dense bfloat16, in 10^12 operations a second."""
+    gb_per_s: float
+    """Of its memory, in 10^9 bytes."""
+    memory_gib: float
+    link_gb_per_s: float
+    """To the other cards of one worker, in one direction."""
+
+
+CARDS: Final = {
+    "A10": Card(125, 600, 24, 32),
+    "A100-40GB-SXM": Card(312, 1555, 40, 300),
+    "A100-80GB-PCIe": Card(312, 1935, 80, 32),
+    "A100-80GB-SXM": Card(312, 2039, 80, 300),
+    "B200": Card(2250, 8000, 180, 900),
+    "H100-NVL": Card(835, 3938, 94, 300),
+    "H100-PCIe": Card(756, 2000, 80, 64),
+    "H100-SXM": Card(989, 3350, 80, 450),
+    "H200-SXM": Card(989, 4800, 141, 450),
+    "L4": Card(121, 300, 24, 32),
+    "L40S": Card(362, 864, 48, 32),
+    "MI300X": Card(1307, 5300, 192, 448),
+    "RTX-4090": Card(165, 1008, 24, 32),
+}
+"""Of data sheets; products that are sold under one name with and without sparsity are given without."""

@@ -1,0 +1,93 @@
+"""Sessions of several turns as traffic: each turn comes some time after the end of the one before. Pure.
+
+So many clients play them, each one session after the other. How much is asked for depends on how fast answers come.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from simulation.load.sessions import Session, in_turn
+from tuning.simulator.job import Sent, clients_of
+
+TPOT_S, TOKEN_S = 0.03, 0.0005
+"""Taken for where in time a turn might come, by which parts of the traffic are chosen."""
+
+
+def played(sessions: Sequence[Session], clients: int, context_tokens: int, duration_s: float) -> tuple[list[Sent], int]:
+    """In the order of about when they come; and how many turns are left out, because they do not fit the context. No turn that
+    might come after `duration_s` is played."""
+    rows: list[tuple[int, Sent]] = []
+    """With the number of the client."""
+    number = left_out = 0
+    for client, own in enumerate(in_turn(sessions, clients)):
+        at_s = 0.0
+        for session in own:
+            reused, number = 0, number + 1
+            for place, turn in enumerate(session.turns):
+                if not place or turn.restarts:
+                    reused, number = 0, number + 1
+                prompt = (reused or session.system_tokens) + turn.new_tokens
+                if prompt + turn.output_tokens > context_tokens:
+                    left_out += len(session.turns) - place
+                    break
+                at_s += turn.think_s
+                if at_s > duration_s:
+                    break
+                rows.append(
+                    (
+                        client,
+                        Sent(
+                            at_s,
+                            prompt,
+                            turn.output_tokens,
+                            (),
+                            session=number,
+                            reused_tokens=reused,
+                            think_s=turn.think_s,
+                        ),
+                    )
+                )
+                at_s += TOKEN_S * turn.new_tokens + TPOT_S * turn.output_tokens
+                reused = prompt + turn.output_tokens
+    return chained(rows), left_out
+
+
+def chained(rows: Iterable[tuple[int, Sent]]) -> list[Sent]:
+    """In the order of their times, each after the one before it of the same client."""
+    last: dict[int, int] = {}
+    found = []
+    for number, (client, one) in enumerate(sorted(rows, key=lambda row: row[1].at_s)):
+        found.append(one._replace(follows=last.get(client, -1)))
+        last[client] = number
+    return found
+
+
+def first_turns(sent: Sequence[Sent], requests: int) -> list[Sent]:
+    """About so many: the first ones of each client."""
+    share = requests / len(sent)
+    clients = np.array(clients_of(sent))
+    counts = dict(zip(*np.unique(clients, return_counts=True), strict=True))
+    seen: dict[int, int] = {}
+    rows = []
+    for client, one in zip(clients.tolist(), sent, strict=True):
+        seen[client] = seen.get(client, 0) + 1
+        if seen[client] <= max(share * counts[client], 1):
+            rows.append((client, one))
+    return chained(rows)
+
+
+def more_clients(sent: Sequence[Sent], factor: float) -> list[Sent]:
+    """So many times as many clients: the same ones again, with sessions of their own, or fewer of them."""
+    clients = clients_of(sent)
+    names = sorted(set(clients))
+    many = max(round(factor * len(names)), 1)
+    sessions = max(one.session for one in sent) + 1
+    rows = []
+    for copy in range(-(-many // len(names))):
+        chosen = set(names[: many - copy * len(names)])
+        for client, one in zip(clients, sent, strict=True):
+            if client in chosen:
+                session = one.session + copy * sessions if one.session else 0
+                rows.append((client + copy * len(sent), one._replace(session=session)))
+    return chained(rows)

@@ -65,7 +65,7 @@ class Send(msgspec.Struct, frozen=True, gc=False):
 
 
 class StateChanged(msgspec.Struct, frozen=True, gc=False):
-    """For the log and for metrics: a request changed state."""
+    """A request changed its state, for the log and for metrics."""
 
     request_id: str
     attempt: int
@@ -92,13 +92,13 @@ class Limits:
     queue_requests_max: int = 1024
     """More make the largest backlog give way, or are rejected with 429."""
     queue_tokens_max: int = 4_000_000
-    """Prompt tokens that may wait; likewise."""
+    """Most prompt tokens that may wait, with the same effect."""
     tenant_queue_max: int = 1024
-    """Of one tenant."""
+    """Most requests of one tenant that may wait."""
     queue_wait_s_max: float = 120.0
-    """Longest wait for a place, in priority classes without one of their own ..."""
+    """Longest wait for a place, in seconds, in priority classes that have none of their own."""
     resumed_wait_s_max: float = 600.0
-    """... and for a later attempt at a request: its client may have had tokens already."""
+    """Longest wait of a later attempt, in seconds: its client may have had tokens already."""
     step_tokens: int = 0
     """Token budget of one prefill forward pass; the grain at which everything can change its mind. 0: as the worker says."""
     step_ms: float = 250.0
@@ -107,20 +107,20 @@ class Limits:
     steps_in_flight: int = 2
     """Per prefill worker; two hide the round trip, more only delay cancellation."""
     retry_floor: int = 100
-    """Interrupted requests that may come back within ten seconds in any case ..."""
+    """Interrupted requests that may come back within ten seconds in any case."""
     retry_share: float = 1.0
-    """... and so many more for each request that lives."""
+    """How many more may come back for each request that lives."""
     resubmit_s_max: float = 30.0
     """An interrupted request whose gateway does not come back within this is failed."""
     priority_classes: Mapping[str, PriorityClass] = field(default_factory=lambda: DEFAULT_PRIORITY_CLASSES)
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Of organisations ("priority class/organisation") and users ("priority class/organisation/user"); 1 where none is
-    given."""
+    """Weights of organisations ("priority class/organisation") and users ("priority class/organisation/user"); 1 where none
+    is given."""
     quantum_tokens: float = 1024.0
     """Cost that an idle tenant of weight 1 saves up, and has served before others when it comes back."""
     prices: Prices = field(default_factory=Prices)
     placement: Weights = field(default_factory=Weights)
-    """Of the score that chooses workers."""
+    """Weights of the score that chooses workers."""
     overtaken_max: int = 16
     """After so many chunks of its tenant's later requests, the request that waited longest goes next."""
     bypasses_max: int = 64
@@ -133,9 +133,9 @@ class Limits:
     long_output_tokens: float = START_LONG_TOKENS
     """That few answers exceed, until some have been seen."""
     remembered_s: float = 600.0
-    """How long ended requests are remembered, so that what repeats them neither runs nor is charged again ..."""
+    """How long ended requests are remembered, in seconds, so that what repeats them neither runs nor is charged again."""
     remembered_max: int = 1_000_000
-    """... and the most of them: about 250 bytes each, and as much again for what they were charged."""
+    """Most ended requests that are remembered: about 250 bytes each, and as much again for what they were charged."""
 
     @property
     def steps(self) -> StepLimits:

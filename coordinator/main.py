@@ -74,7 +74,8 @@ class Coordinator:
         self.observed = MetricsServer(settings.metrics)
         self.peers: dict[int, Peer] = {}
         self.hash_key = b""
-        """Of the cluster: the first gateway's, so that prefixes cached before this start are found; else a new one."""
+        """The cluster's key for hashes: the first gateway's, so that prefixes cached before this start are found; else a new
+        one."""
         self.tenants: TenantsFile | None = None
         self.policies: PolicyKeeper | None = None
         self.ledger: Ledger | None = None
@@ -118,7 +119,7 @@ class Coordinator:
         self.load = lambda: (self.driver.events, len(self.core.requests))
 
     async def run(self, stop: asyncio.Event, bind_within_s: float = 0.0) -> int:
-        """Until `stop`, a failure, or an absence. `bind_within_s`: how long a predecessor may take to let the port go."""
+        """Serve until `stop`, a failure, or an absence. `bind_within_s`: how long a predecessor may take to let the port go."""
         watching: list[asyncio.Task[None]] = []
         try:
             if self.recorded is not None:
@@ -312,7 +313,7 @@ class Coordinator:
                     asyncio.get_running_loop().call_soon(self.server.drop, peer, reason)
 
     def complete(self, said: StatusReport) -> StatusReport:
-        """With what the core does not see: what it answers depends on its events alone."""
+        """Add what the core does not see: its answers depend on its events alone."""
         links, metrics = self.server.counters, self.metrics
         own_counters = {"protocol_errors": links.protocol_errors, "failed_checks": links.failed_checks}
         own_counters |= {f"turned_away_{reason}": count for reason, count in links.turned_away().items()}

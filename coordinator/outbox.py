@@ -14,7 +14,7 @@ class Outbox:
 
     uncommitted: set[str] = field(default_factory=set)
     held: dict[int, deque[Send]] = field(default_factory=dict)
-    """By peer; no empty queues."""
+    """Messages that are held back, by peer; it has no empty queues."""
 
     def opened(self, request_id: str) -> None:
         self.uncommitted.add(request_id)

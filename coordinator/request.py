@@ -14,7 +14,8 @@ from proto.messages import Submit
 RETAINED = 0
 """The attempt under which a worker has a retained allocation: real ones begin with 1."""
 PROGRESS_TOKENS = 4
-"""Of an answer. A worker that dies takes fewer with it that were on their way to a gateway, and are computed once more."""
+"""A worker reports after so many tokens of an answer. If it dies, fewer were on their way to a gateway, and are computed once
+more."""
 LOSSES_MAX = 3
 
 
@@ -51,7 +52,7 @@ class AttemptProgress(msgspec.Struct, eq=False, gc=False):
     decode_incarnation: int = 0
     placed_at: float = 0.0
     computed_tokens: int = 0
-    """Of the prompt, the cached ones before them included."""
+    """Prompt tokens that are computed, the cached ones before them included."""
     fetched_tokens: int = 0
     """Its prefill worker is to fetch so many of its cached tokens from its decode worker."""
     fetch_s: float = 0.0
@@ -63,9 +64,9 @@ class AttemptProgress(msgspec.Struct, eq=False, gc=False):
     moves: int = 0
     """How often it was bound to one."""
     there_s: float = 0.0
-    """How long its prompt was expected to take where its KV is, when it was last bound to a decode worker, and ..."""
+    """How long its prompt was expected to take where its KV is, in seconds, when it was last bound to a decode worker."""
     elsewhere_s: float = 0.0
-    """... how long on the best prefill worker."""
+    """How long it was expected to take on the best prefill worker then."""
     bypassed: int = 0
     """How often another request got room while this one waited for it."""
     output_charged: float = 0.0
@@ -74,7 +75,7 @@ class AttemptProgress(msgspec.Struct, eq=False, gc=False):
     """Its prefill worker was lost: the decode worker whose room stays its own until it is placed again, and which attempt had
     it."""
     paid_tokens: int = 0
-    """Of this attempt's prompt, those that its tenant was charged for with an earlier one, which a drain cut short."""
+    """Tokens of this attempt's prompt that its tenant was charged for with an earlier one, which a drain cut short."""
 
 
 class _Nothing(AttemptProgress, frozen=True):  # type: ignore[misc]
@@ -99,45 +100,47 @@ class Request(msgspec.Struct, eq=False):
     """(priority class, organisation, user): whose turn and whose bill."""
     state: State = State.QUEUED
     uncomputed_tokens: int = 0
-    """Of its prompt, as its model's queue counts them as work ahead of others."""
+    """Prompt tokens to be computed, as its model's queue counts them as work ahead of others."""
     work: int = 0
-    """What it was expected to cost when it last came to wait, ..."""
+    """What it was expected to cost when it last came to wait."""
     placed_work: int = 0
-    """... and the same while it is placed."""
+    """The value of `work` while it is placed."""
     projected_s: float = 0.0
     """How long it was expected to wait for a place when it came."""
     expected_tokens: float = 0.0
-    """Of its answer over all choices, when it came."""
+    """Answer tokens over all choices, as they were expected when it came."""
     dispatched_tokens: int = 0
     """Prompt tokens sent out in chunks, the cached ones before them included."""
     cached_tokens: int = 0
-    """Of the prompt's first tokens, those that its prefill worker has: they are neither computed nor charged."""
+    """The prompt's first tokens that its prefill worker has: they are neither computed nor charged."""
     ttft_ms: float = 0.0
-    """Its priority class's target for the first token, when it came; 0: none ..."""
+    """Its priority class's target for the first token, when it came; 0: none."""
     tpot_ms: float = 0.0
-    """... and for the mean time per later token."""
+    """Its priority class's target for the mean time per later token; 0: none."""
     counted: bool = False
-    """In the goodput of its priority class: it came here first."""
+    """It counts in the goodput of its priority class: it came here first."""
     first_token_at: float = 0.0
     """When its prompt was first computed; 0: not yet."""
     waits: bool = False
-    """In its model's queue, and not placed."""
+    """It waits in its model's queue, and is not placed."""
     entry: "Entry[Request] | None" = None
     """Its place in the fair queue while it has chunks to dispatch."""
     preempted: int = 0
     """How often it was interrupted to make room for others."""
     borrowed: bool = False
-    """Beyond its tenant's rates, while nobody else wanted the capacity: the first to go in an overload."""
+    """It was let in beyond its tenant's rates, while nobody else wanted the capacity: such requests are the first to go in an
+    overload."""
     bill: Bill | None = None
     expected_left: int = NEVER
     """Tokens its answer is counted with on a decode worker, if less than it may have."""
     numerics: str = ""
-    """Of the first decode worker it had: what its stream goes on with, if there is a choice."""
+    """The kernel fingerprint of its first decode worker: its stream goes on with the same one, if there is a choice."""
     suspicion: Suspicion | None = None
     turn: OpenTurn | None = None
-    """Of its session, until it has ended."""
+    """It is a turn of its session, until it has ended."""
     attempt_progress: AttemptProgress = _NOTHING
-    """To be read. Its own is made by `begin`: there are many requests, and most wait before anything happens to them."""
+    """This one is only to be read: `begin` makes a request's own. There are many requests, and most wait before anything
+    happens to them."""
 
     def begin(self) -> AttemptProgress:
         """Its own progress, to be written to."""
@@ -156,7 +159,7 @@ class Request(msgspec.Struct, eq=False):
 
     @property
     def deadline(self) -> float | None:
-        """By when the first token is wanted, if the client said so and it has not had it."""
+        """When the first token is wanted at the latest, if the client said so and has not had it."""
         if not self.submit.deadline_ms or self.submit.resumed_tokens:
             return None
         return self.arrived + self.submit.deadline_ms / 1000
@@ -188,7 +191,8 @@ class Request(msgspec.Struct, eq=False):
         return (self.id, self.submit.attempt)
 
     def unpaid_tokens(self, start: int, length: int) -> int:
-        """Of a chunk, those that its tenant is charged for; or gets back, if it was skipped, be it of an earlier attempt."""
+        """Tokens of a chunk that its tenant is charged for, or gets back if the chunk was skipped, also of an earlier
+        attempt."""
         paid = self.attempt_progress.paid_tokens
         return length if paid <= start else max(start + length - paid, 0)
 

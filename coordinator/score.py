@@ -31,17 +31,17 @@ class Weights:
     remote_s: float = 0.001
     """Per block to send from host to host, on top."""
     room_s: float = 0.2
-    """For a full prefill worker, far less for one with room: a full one has to give up cached blocks."""
+    """Seconds for a full prefill worker, far less for one with room: a full one has to give up cached blocks."""
     load_s: float = 1.0
-    """For a full decode worker, less in proportion: each stream more slows all others there, all the time it runs."""
+    """Seconds for a full decode worker, less in proportion: each stream more slows all others there, all the time it runs."""
     trouble_s: float = 5.0
-    """For a worker on which everything failed lately: avoided, as long as there is another."""
+    """Seconds for a worker on which everything failed lately: it is avoided as long as there is another."""
     targets_s: float = 2.0
-    """For a decode worker where some streams have another target for the time per token, and twice that where all have: more
-    than for a full one."""
+    """Seconds for a decode worker where some streams have another target for the time per token, and twice that where all
+    have: more than for a full one."""
     numerics_s: float = 1000.0
-    """For a decode worker that computes other last bits than the one where an interrupted stream began: only if there is no
-    other, since the stream may then go on with other tokens."""
+    """Seconds for a decode worker that computes other last bits than the one where an interrupted stream began: it is chosen
+    only if there is no other, since the stream may then go on with other tokens."""
     margin_s: float = 0.0
     """A request waits for another worker than the one that could take it now only if the score is better by more than this."""
 
@@ -54,7 +54,7 @@ class PrefillSide:
     """Dispatched or placed there and not computed yet."""
     tokens_per_s: float
     cached_tokens: int
-    """Of this prompt."""
+    """Tokens of this prompt that it has."""
     fullness: float
     """0 with all blocks free, 1 with none."""
     failure_rate: float
@@ -67,9 +67,9 @@ class DecodeSide:
     """A decode worker, as this prompt would find it."""
 
     missing_blocks: int
-    """Of this prompt, not cached there."""
+    """Blocks of this prompt that it does not have cached."""
     fullness: float
-    """Of its blocks or its sequences, whichever is more."""
+    """How full its blocks or its sequences are, whichever is more."""
     failure_rate: float
     host: str
     is_same_process: bool = False

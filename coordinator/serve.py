@@ -11,7 +11,7 @@ from runtime.settings.roles import CoordinatorSettings
 
 
 async def serve(settings: CoordinatorSettings, stop: Stop) -> int:
-    """In our turn: others may write the same ledger."""
+    """Serve while the leader lock is held: other coordinators may write the same ledger."""
     if not settings.usage_db:
         return await _serve_anew(settings, stop, 0.0)
     process = settings.name or f"coordinator-{os.getpid()}"
@@ -35,7 +35,7 @@ async def serve(settings: CoordinatorSettings, stop: Stop) -> int:
 async def _serve_anew(
     settings: CoordinatorSettings, stop: Stop, bind_within_s: float, leader_lock: LeaderLock | None = None
 ) -> int:
-    """Under a new incarnation after each absence. Raises `NotLeader` where another coordinator may serve since."""
+    """Serve under a new incarnation after each absence. Raises `NotLeader` where another coordinator may serve since."""
     serving = Coordinator(settings)
     while True:
         exit_code = await serving.run(stop, bind_within_s)

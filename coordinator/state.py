@@ -42,22 +42,22 @@ class State:
         )
         self.billing = Billing(open_tenants(), self.limits.remembered_s, self.limits.remembered_max)
         self.now = 0.0
-        """Of the event in hand."""
+        """The time of the present event."""
         self.peers: dict[int, Hello] = {}
         self.workers: dict[int, Worker] = {}
         self.where: Where = {}
-        """By attempt: which of them hold something for it."""
+        """The workers that hold something for each attempt."""
         self.fenced: OrderedDict[int, Hello] = OrderedDict()
         """Incarnations of the last workers that hung, oldest first."""
         self.pools: dict[str, Pool] = {}
-        """By model id; a pool stays for a while when its workers go, so that its model stays known."""
+        """Pools by model id. A pool stays for a while when its workers go, so that its model stays known."""
         self.empty_pools: OrderedDict[str, float] = OrderedDict()
         """Models without a worker, and since when; longest first."""
         self.queues: dict[str, WaitQueue] = {}
         self.requests: dict[str, Request] = {}
-        """All that have not ended ..."""
+        """All requests that have not ended."""
         self.alive: Counter[str] = Counter()
-        """... and how many of each model."""
+        """How many live requests each model has."""
         self.interrupted: OrderedDict[str, Request] = OrderedDict()
         """Those that wait for their gateway, longest first."""
         self.ended: Remembered[Last] = Remembered(self.limits.remembered_s, self.limits.remembered_max)
@@ -66,7 +66,7 @@ class State:
         self.leaving: dict[str, None] = {}
         """Tenants that the file does not have any more, until nothing of theirs is left."""
         self.names: OrderedDict[str, int] = OrderedDict()
-        """Of the last processes that joined, and their incarnations."""
+        """Names of the last processes that joined, and their incarnations."""
         self.outcomes: Counter[str] = Counter()
         self.draining: dict[int, Worker] = {}
         """Workers on which nothing new is placed."""
@@ -74,11 +74,11 @@ class State:
         """What people said last of workers, by incarnation: when what still runs there is handed over, or None for not at
         all."""
         self.flipping: dict[int, Flip] = {}
-        """Of workers that are changing their role, by their incarnations in the old one: of each model `flips_at_once`."""
+        """Workers that are changing their role, by their incarnations in the old one: of each model at most `flips_at_once`."""
         self.flips: deque[Flip] = deque(maxlen=FLIPS_SHOWN)
         """The last changes of roles, those included."""
         self.autopilots: dict[str, tuple[AutopilotStatus, float]] = {}
-        """By model, what its autopilot said last, and when."""
+        """What each model's autopilot said last, and when."""
         self.unproven: dict[int, Flip] = {}  # those done, by the new incarnation, until its first step in the new role
         self.keeping: dict[Flip, None] = {}
         """Changes of role with streams that wait to be resumed where their KV is."""
@@ -176,7 +176,7 @@ class State:
         return last.suspicion if last is not None else None
 
     def last_attempt(self, request_id: str) -> int:
-        """Of a request that ended lately; 0 for any other."""
+        """The number of the last attempt of a request that ended lately; 0 for any other."""
         last = self.ended.get(request_id)
         return last.attempt if last is not None else 0
 
@@ -276,7 +276,7 @@ class State:
         pool.wakeups.look_anew()
 
     def charge_large_drain(self, worker: Worker, key: tuple[str, int], allocation: Allocation) -> None:
-        """Of an attempt for which room had been kept: see `reserved_workers`."""
+        """Charge an attempt for which room had been kept: see `reserved_workers`."""
         drain = self.pools[worker.hello.model].large_drain
         if worker.admission is None or key not in drain.charges:
             return

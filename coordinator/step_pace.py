@@ -20,14 +20,14 @@ class StepLimits(NamedTuple):
 
 
 class StepPace:
-    """Of one prefill worker."""
+    """How many tokens a step of one prefill worker may have."""
 
     def __init__(self, limits: StepLimits) -> None:
         self._limits = limits
         self.token_ms = 0.0
         """Milliseconds a token took in the last steps of useful length, smoothed; 0 until there was one."""
         self.slice_ms = 0.0
-        """Of a mixed worker: what its streams' targets leave between two of their steps; 0: none has a target."""
+        """Milliseconds that the targets of a mixed worker's streams leave between two of their steps; 0: none has a target."""
 
     @property
     def _longest_ms(self) -> float:

@@ -35,7 +35,7 @@ class DecodeRequest(Generic[S]):
     index: int
     """Number of the next token in the answer, as far as draws are known."""
     steps_in_flight: int = 0
-    """Of those that it is in."""
+    """Steps in flight that it is in."""
     is_over: bool = False
     """Its last token is drawn; what steps in flight still draw for it is of no use."""
 
@@ -46,7 +46,7 @@ class DecodeRequest(Generic[S]):
 
     @property
     def next_index(self) -> int:
-        """Of the token that the next step draws."""
+        """Index of the token that the next step draws."""
         return self.index + self.steps_in_flight
 
 
@@ -77,7 +77,7 @@ class StepPlan(Generic[S]):
 @dataclass
 class StepOutcome(Generic[S]):
     sequences: int = 0
-    """In the step."""
+    """Sequences in the step."""
     kv_tokens: int = 0
     """That the step has read."""
     by_gateway: dict[int, tuple[Peer, list[TokenItem]]] = field(default_factory=dict)

@@ -18,13 +18,13 @@ class _Name(NamedTuple):
     """What the block held when it got the name."""
     chain: int
     at: int
-    """Among the blocks of the chain."""
+    """Its place among the blocks of the chain."""
 
 
 class BlockChains:
     def __init__(self) -> None:
         self._names: dict[int, _Name] = {}
-        """By block, the last one of each."""
+        """The last name of each block."""
         self._chains = 0
 
     def name(self, hashes: Sequence[bytes], known: Sequence[int], brought: Sequence[int] = ()) -> None:

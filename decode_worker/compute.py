@@ -16,7 +16,7 @@ from proto.messages import TokenItem
 @dataclass(frozen=True)
 class StepResult:
     drawn: list[Draw] | None
-    """Of the oldest step in flight; None where it is too early to wait for it."""
+    """What was drawn in the oldest step in flight; None where it is too early to wait for it."""
     step_ms: float
     first_tokens: list[TokenItem] | None = field(default_factory=list)
     """One for each choice of the prompt that a slice has completed; None where none could be drawn."""

@@ -64,7 +64,7 @@ class DecodeCore(Generic[S]):
     # --- orders ---------------------------------------------------------------------------------------------------------
 
     def order(self, message: Message, blob: bytes = b"") -> None:
-        """From the coordinator. Raises `RemoteProtocolError`."""
+        """Carry out an order of the coordinator. Raises `RemoteProtocolError`."""
         match message:
             case Reserve():
                 self._reserve(message)

@@ -28,7 +28,7 @@ class Lending(Generic[S]):
         self._ports, self._table, self._say = ports, table, say
 
     def asked(self, incarnation: int, message: Fetch) -> None:
-        """By this prefill worker."""
+        """This prefill worker has asked."""
         key = (message.request_id, message.attempt)
         blocks = self._table.lend(key, incarnation, message.first_block, message.blocks)
         if isinstance(blocks, str):

@@ -49,9 +49,9 @@ class Suffix:
     """The cached ones included."""
     in_step: bool = False
     is_ready: bool = True
-    """Its grammar, if it has one, is compiled, and ..."""
+    """Its grammar, if it has one, is compiled."""
     matchers: list[Any] = field(default_factory=list)
-    """... these are of its choices."""
+    """Matchers of its choices, once it is ready."""
 
 
 @dataclass(eq=False)
@@ -63,11 +63,11 @@ class Attempt(Generic[S]):
     started: int = 0
     """Sequences that ever ran."""
     output_tokens: int = 0
-    """Of those that ended, first tokens included."""
+    """Tokens of the choices that ended, first tokens included."""
     hashes: list[bytes] = field(default_factory=list)
-    """Of the prompt's full blocks, as far as they may be shared."""
+    """Hashes of the prompt's full blocks, as far as they may be shared."""
     cached_blocks: int = 0
-    """Of these, so many were here before it."""
+    """How many of these were here before it."""
     prefix: tuple[PrefixPart, ...] = ()
     """What it may share, as reported."""
     joined_step: int | None = None
@@ -112,7 +112,7 @@ class AttemptTable(Generic[S]):
         self.prefixes: list[SharedPrefix] = []
         """What became known of attempts' prefixes and was not reported yet."""
         self.taken_tokens = self.found_tokens = 0
-        """Of prompts whose KV was to be received, and those of them that were here already."""
+        """Tokens of prompts whose KV was to be received, and those of them that were here already."""
 
     def reserve(self, order: Reserve) -> None:
         """Idempotent: a repeated reservation changes nothing. Raises `RemoteProtocolError` on hashes cut short."""

@@ -210,7 +210,7 @@ class SliceSizes:
         """`share`: part of a step's time by which a slice may lengthen it."""
         self._share = share
         self._step_ms: dict[int, float] = {}
-        """Without a slice, by the number of sequences: as many as fit a batch."""
+        """Times of steps without a slice, by the number of sequences: as many as fit a batch."""
         self._token_ms = 0.0
         """That a token of a slice adds; 0: not measured yet."""
 

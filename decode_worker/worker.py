@@ -65,7 +65,7 @@ class DecodeWorker:
         self.grammars = GrammarThread(info.model_path, info.vocab_size, info.eos_token_ids)
         self.core.suffixes.prepare_grammar = self._prepare_grammar
         self._matchers: list[Matcher] = []
-        """Of the choices that are about to join the batch, all alike."""
+        """Matchers of the choices that are about to join the batch, all alike."""
         self.held, self.gateway_lost = self.table.held, self.core.gateway_lost
         self.senders: Senders[Peer] = Senders()
         self.server = LinkServer(
@@ -106,7 +106,7 @@ class DecodeWorker:
         )
 
     def _make_sender(self, layout: KvLayout, settings: KvSettings) -> KvSender:
-        """For what prefill workers fetch."""
+        """The sender for what prefill workers fetch."""
         return KvSender(
             layout=layout,
             pool=self.engine.pool,
@@ -166,7 +166,7 @@ class DecodeWorker:
         return mismatch(name, own.fingerprint, own.block_size, hello.name, hello.fingerprint, size) or None
 
     def _stranger(self, reason: str) -> None:
-        """In another thread."""
+        """This runs in another thread."""
         self.strangers_log("a connection to the KV port was turned away", reason=reason)
 
     def _sender_down(self, peer: Peer, reason: str) -> None:

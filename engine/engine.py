@@ -26,7 +26,7 @@ class ModelInfo:
     kv_heads: int
     head_dim: int
     dtype: str
-    """Of weights and KV: `float32`, `bfloat16`, `float16`."""
+    """The dtype of weights and KV: `float32`, `bfloat16`, `float16`."""
     block_size: int
     """Tokens per KV block."""
     block_bytes: int
@@ -43,7 +43,7 @@ class Runner(Protocol):
     the common shape."""
 
     backend: str
-    """For people."""
+    """The backend's name that people see."""
     numerics: str
     """What decides the last bits of what it computes: equal between two workers that compute the same bits."""
     is_batch_invariant: bool

@@ -16,13 +16,13 @@ class DecodeRow:
     sequence: Hashable
     """The same object in each step of the sequence. One that is not in a step is never in a later one."""
     token: int
-    """To forward, if this is the sequence's first step here; later ones forward what the step before has drawn."""
+    """The token to forward, if this is the sequence's first step here; later ones forward what the step before has drawn."""
     position: int
-    """Of the token that is forwarded."""
+    """Position of the token that is forwarded."""
     table: Sequence[int]
     state: SamplerState
     index: int
-    """Of the token that is drawn, in the answer."""
+    """Index in the answer of the token that is drawn."""
 
 
 class DecodePipeline(Protocol):

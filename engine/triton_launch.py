@@ -20,7 +20,7 @@ class KernelFailed(CrossdockError):
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """On the current stream. Nothing is started for an empty grid. Raises KernelFailed."""
+    """Launch on the current stream. Nothing is started for an empty grid. Raises KernelFailed."""
     if not all(grid):
         return
     try:

@@ -120,7 +120,7 @@ class Backend:
         self._hash_block_sizes: dict[str, int] = {}
         """Tokens that each hash of a prompt is to cover, by model, as the coordinator last said."""
         self.hash_key = b""
-        """Of the cluster, for the hashes of prompts; as the coordinator says it."""
+        """The cluster's key for the hashes of prompts, as the coordinator says it."""
         self._subscriptions: dict[str, Subscription] = {}
         self._times: dict[str, StreamTimes] = {}
         self._draining = False
@@ -151,8 +151,8 @@ class Backend:
         return self._hash_block_sizes.get(model, 0)
 
     def system_fingerprint(self, model: str) -> str | None:
-        """Of what decides whether two answers can be equal: the model's files, what computes, versions. None until a worker has
-        connected. Workers that differ change it as they become known."""
+        """A digest of what decides whether two answers can be equal: the model's files, what computes, versions. None until a
+        worker has connected. Workers that differ change it as they become known."""
         return self._fingerprints.get(model)
 
     # --- HTTP side --------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class Backend:
         self._driver.post(Shutdown())
 
     async def emptied(self) -> None:
-        """Until no stream is left. For one that waits, when none begins any more."""
+        """Wait until no stream is left. One caller may wait, when no stream begins any more."""
         while self._subscriptions:
             self._empty.clear()
             await self._empty.wait()

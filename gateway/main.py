@@ -268,7 +268,7 @@ def _load_models(settings: GatewaySettings) -> list[ServedModel]:
 
 
 def _own_names(settings: GatewaySettings) -> set[str]:
-    """By which clients may ask for this gateway where no key is needed: those given, and those of where it listens."""
+    """Names by which clients may ask for this gateway where no key is needed: those given, and those of where it listens."""
     names = {settings.host, *settings.allowed_hosts}
     if not is_loopback(f"tcp://{in_url(settings.host)}:0"):
         names |= {socket.gethostname(), host_of(settings.advertise)}

@@ -71,7 +71,7 @@ class ModelMetrics:
 
 
 def _families(registry: MetricsRegistry) -> tuple[Any, ...]:
-    """In the order of `ModelMetrics`."""
+    """The families in the order of `ModelMetrics`."""
     return (
         registry.histogram(
             PREFIX + "time_to_first_token_seconds", "From submission to a prompt's first token.", LATENCY_S, "model"

@@ -31,7 +31,7 @@ class ResponseStore:
         self.bytes_max = bytes_max
         self.size_bytes = 0
         self._tenants: OrderedDict[str, OrderedDict[str, Kept]] = OrderedDict()
-        """By tenant, then by response; the oldest first."""
+        """Responses by tenant, then by name; the oldest first."""
         self._order: OrderedDict[str, str] = OrderedDict()
         """Response → tenant, the oldest first."""
         self._tenant_bytes: dict[str, int] = {}

@@ -224,12 +224,12 @@ class Driver(ABC, Generic[S, R]):
         return self._digests if route.rows is self._rows else None
 
     def _has_room(self, new_pair: bool) -> bool:
-        """For one more session, and the pair it may need; dying pairs count, since each is a thread."""
+        """Whether there is room for one more session, and the pair it may need; dying pairs count, since each is a thread."""
         pairs = max(len(self._routes), len(self._pairs))
         return len(self._live) < self._settings.sessions_max and not (new_pair and pairs >= self._settings.pairs_max)
 
     def _make_room(self, offered: tuple[str, ...]) -> None:
-        """For one pair more, by the costliest of these transports: idle ones may go for it."""
+        """Make room for one pair more, by the costliest of these transports: idle ones may go for it."""
 
         def pair_bytes(names: tuple[str, ...]) -> int:
             known = [TRANSPORTS[name] for name in names if name in TRANSPORTS]

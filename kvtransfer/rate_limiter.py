@@ -24,7 +24,7 @@ class Bucket:
         self._at = 0.0
 
     def wait_s(self, now: float) -> float:
-        """Until the next one may begin."""
+        """Seconds until the next one may begin."""
         self._level = min(self._burst_bytes, self._level + (now - self._at) * self._bytes_per_s)
         self._at = now
         return max(0.0, -self._level / self._bytes_per_s)

@@ -99,7 +99,7 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
             self._rate_limiter = RateLimiter(bucket, settings.segment_timeout_ms / 4e3, clock, is_busy)
 
     def _turned_away(self, reason: str) -> None:
-        """In the listener's thread, the only one that changes this counter."""
+        """Runs in the listener's thread, the only one that changes this counter."""
         self.counters["strangers"] += 1
         self._on_stranger(reason)
 

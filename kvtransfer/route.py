@@ -34,12 +34,12 @@ class Route:
     """The two have met."""
     sessions: "dict[Key, Live[Any, Any]]" = field(default_factory=dict)
     timer: asyncio.TimerHandle | None = None
-    """Until when the two must have met."""
+    """When the two must have met at the latest."""
     dropped: bool = False
     used_at: float = 0.0
     """When its last session began or ended."""
     encrypt: bool = False
-    """By `tcp`, KV crosses encrypted."""
+    """KV crosses encrypted by `tcp`."""
 
 
 S = TypeVar("S", bound=Session)

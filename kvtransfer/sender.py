@@ -164,7 +164,7 @@ class KvSender(Driver[SenderSession, _Outgoing]):
             self._digests.forget(block_ids)
 
     def transports(self) -> list[PairState]:
-        """Of each receiver that there is a pair with."""
+        """The transport of each receiver that there is a pair with."""
         return [
             PairState(incarnation, route.transport, route.why)
             for incarnation, route in self._routes.items()

@@ -15,7 +15,7 @@ PEERS_MAX = 1024
 @dataclass(slots=True)
 class _Record:
     breaks: int
-    """In a row."""
+    """Breaks in a row."""
     until: float
     """Not proposed before."""
     period_s: float

@@ -13,49 +13,6 @@ To begin, [bold]crossdock serve[/bold] brings a whole cluster up on this machine
 file, look at the plan with [bold]crossdock cluster check FILE[/bold], and run [bold]crossdock up FILE[/bold] on each.
 """
 
-_DEV: Final[Table] = {
-    "isolation": Command(
-        "Do running streams slow down when long prompts arrive?",
-        "launcher.bench.settings:IsolationSettings",
-        "launcher.bench.dev.isolation:run",
-    ),
-    "handover": Command(
-        "How much does moving a prompt's KV to decode delay its stream?",
-        "launcher.bench.settings:HandoverSettings",
-        "launcher.bench.dev.handover:run",
-    ),
-    "kv-interference": Command(
-        "Do running streams slow down when KV arrives?",
-        "launcher.bench.settings:HarmlessSettings",
-        "launcher.bench.dev.kv_interference:run",
-    ),
-    "engine": Command(
-        "How near does the engine come to what this machine allows?",
-        "launcher.bench.settings:EngineBenchSettings",
-        "launcher.bench.dev.engine.command:run",
-    ),
-    "fairness": Command(
-        "Does a small tenant wait when another floods the service?",
-        "launcher.bench.settings:FairnessSettings",
-        "launcher.bench.dev.fairness:run",
-    ),
-    "coordinator": Command(
-        "What a decision of the coordinator costs",
-        "launcher.bench.settings:CoordinatorBenchSettings",
-        "launcher.bench.dev.coordinator:run",
-    ),
-    "kv": Command(
-        "How fast KV moves from one process to another",
-        "launcher.bench.settings:KvBenchSettings",
-        "launcher.bench.dev.kv:run",
-    ),
-    "kv-utilization": Command(
-        "How full the KV pool of a decode worker gets under overload",
-        "launcher.bench.settings:RoomBenchSettings",
-        "launcher.bench.dev.kv_utilization:run",
-    ),
-}
-
 _BENCH: Final[Table] = {
     "serve": Command(
         "Send a server a realistic load, and say how well it was served.",
@@ -77,7 +34,16 @@ _BENCH: Final[Table] = {
         "launcher.load.settings:RatioSettings",
         "launcher.bench.ratio:run",
     ),
-    "dev": Group("Measure one part of crossdock on this machine, for those who work on it.", _DEV),
+    "isolation": Command(
+        "Do running streams slow down when long prompts arrive?",
+        "launcher.bench.settings:IsolationSettings",
+        "launcher.bench.isolation:run",
+    ),
+    "handover": Command(
+        "How much does moving a prompt's KV to decode delay its stream?",
+        "launcher.bench.settings:HandoverSettings",
+        "launcher.bench.handover:run",
+    ),
 }
 
 TABLE: Final[Table] = {

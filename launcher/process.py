@@ -17,7 +17,7 @@ _KEPT_LINES = 50
 
 
 WORKER_MODULES = {"prefill": "prefill_worker", "decode": "decode_worker", "mixed": "launcher.mixed_worker"}
-"""By role."""
+"""The module of each role."""
 
 
 def python_command(module: str, *arguments: str) -> tuple[str, ...]:
@@ -26,8 +26,8 @@ def python_command(module: str, *arguments: str) -> tuple[str, ...]:
 
 
 STREAMED_COPIES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=524288"}
-"""For a process that sends KV: copies of 512 KiB and more go past the caches. The copy is read by another process, and what a
-store does not read first is a third of the memory's work. Known to glibc on x86; others pass over it."""
+"""Settings for a process that sends KV: copies of 512 KiB and more go past the caches. The copy is read by another process,
+and what a store does not read first is a third of the memory's work. Known to glibc on x86; others pass over it."""
 
 
 def child_environment(threads: int, *, sends_kv: bool = False) -> dict[str, str]:

@@ -33,7 +33,7 @@ def check_writable(path: str, option: str) -> None:
 
 
 def console_for(settings: JsonOption, **more: Any) -> Console:
-    """For what people read: stdout, or stderr where JSON has that."""
+    """The console for what people read: stdout, or stderr where JSON has that."""
     return tables.console(stderr=settings.as_json, **more)
 
 
@@ -42,6 +42,6 @@ def machine() -> dict[str, Any]:
 
 
 def write_json(settings: JsonOption, result: dict[str, Any]) -> None:
-    """To stdout, where it was asked for."""
+    """Write JSON to stdout, where it was asked for."""
     if settings.as_json:
         sys.stdout.write(json.dumps(result | {"machine": machine()}, indent=1) + "\n")

@@ -44,7 +44,7 @@ class Roles:
         return DecodeWorker(engine, blocks, driver, self._transports, self._memory)
 
     def shares(self, engine: Engine, role: Role, settings: WorkerSettings) -> dict[Role, Engine]:
-        """Of each role of the process. Raises `PoolTooSmall` and `WrongTransport`."""
+        """The shares of each role of the process. Raises `PoolTooSmall` and `WrongTransport`."""
         if role is not Role.MIXED:
             return {role: engine}
         check_within_process(settings, self._transports)
@@ -78,7 +78,7 @@ def say_what_is_encrypted(settings: WorkerSettings, transports: tuple[str, ...],
 
 
 class PoolTooSmall(BadOption):
-    """For a mixed worker."""
+    """The pool is too small for a mixed worker."""
 
 
 def split(engine: Engine, settings: WorkerSettings) -> dict[Role, Engine]:

@@ -75,7 +75,7 @@ def _draw(prompts: Sequence[PrefillRequest], logits: torch.Tensor) -> tuple[dict
 
 
 def score_messages(key: tuple[str, int], scorer: PromptScorer) -> list[PromptLogprobs]:
-    """Of the prompt tokens behind those of one chunk."""
+    """Scores of the prompt tokens behind those of one chunk."""
     return [
         PromptLogprobs(
             *key,

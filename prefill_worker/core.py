@@ -42,13 +42,13 @@ Work = list[tuple[PrefillRequest, Chunk]]
 class StepResult:
     step_ms: float
     first_tokens: dict[Key, list[TokenItem]]
-    """For each prompt that is complete now: the first token of each choice."""
+    """The first token of each choice, for each prompt that is complete now."""
     broken: frozenset[Key]
     """Prompts whose logits were not finite, so that nothing could be drawn."""
     undrawn: Mapping[Key, Any] = field(default_factory=dict)
     """Logits of those that are complete, and wait for their grammar to be compiled."""
     prompt_logprobs: dict[Key, list[PromptLogprobs]] = field(default_factory=dict)
-    """Of the prompts that want them: what this step computed."""
+    """What this step computed of the prompts that want log probabilities."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,13 @@ class PrefillCore:
         return self.tier.counts() if self.tier is not None else (0, 0, 0)
 
     def take_changes(self, most: int) -> tuple[bytes, bytes]:
-        """Of what is cached here, as `BlockAllocator.take_changes`."""
+        """Changes of what is cached here, as `BlockAllocator.take_changes`."""
         return (self.tier or self.table.allocator).take_changes(most)
 
     # --- orders ---------------------------------------------------------------------------------------------------------
 
     def order(self, message: Message, blob: bytes) -> None:
-        """From the coordinator. Raises `RemoteProtocolError`."""
+        """Carry out an order of the coordinator. Raises `RemoteProtocolError`."""
         match message:
             case Prefill():
                 self._take_in(message, blob)

@@ -42,9 +42,9 @@ class PrefillRequest:
     tokens: list[int]
     blocks: list[int]
     hashes: list[bytes] = field(default_factory=list)
-    """Of its full blocks, as far as they may be shared."""
+    """Hashes of its full blocks, as far as they may be shared."""
     cached_tokens: int = 0
-    """Of its first tokens, those that were found here: computed for another prompt."""
+    """First tokens that were found here: computed for another prompt."""
     computed_tokens: int = 0
     """The cached ones included."""
     known_blocks: int = 0
@@ -65,9 +65,9 @@ class PrefillRequest:
     output_tokens: int = 0
     """First tokens passed on to the gateway."""
     constraint: Any = None
-    """Of the sampler, where the order has a grammar: None until that is compiled."""
+    """The sampler's constraint, where the order has a grammar: None until that is compiled."""
     logits: Any = None
-    """Of its last token, while no first token can be drawn from them because the grammar is still being compiled."""
+    """Logits of its last token, while no first token can be drawn from them because the grammar is still being compiled."""
     final_report: FinalReport | None = None
     """Set once the attempt is over here; what the coordinator will be told."""
 
@@ -91,11 +91,11 @@ class PromptTable:
     prefix_cache: bool = True
     prompts: dict[Key, PrefillRequest] = field(default_factory=dict)
     taken_tokens: int = 0
-    """Of all prompts taken in; with them, of those …"""
+    """Tokens of all prompts taken in."""
     found_tokens: int = 0
-    """… which were in the cache, or in that of a decode worker; and of those …"""
+    """Those of `taken_tokens` that were in the cache, or in that of a decode worker."""
     fetched_tokens: int = 0
-    """… the latter."""
+    """Those of `found_tokens` that came from a decode worker."""
 
     def take_in(self, order: Prefill, tokens: list[int]) -> PrefillRequest | WorkFailed | None:
         """A new prompt with its blocks; a failure if there is no room; None if the order is a repetition.

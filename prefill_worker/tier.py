@@ -16,7 +16,7 @@ from proto.codec import split_hashes
 from proto.limits import HASH_BYTES
 
 SAVES_MAX: Final = 64
-"""Under way at once; blocks that become full meanwhile are not copied."""
+"""Most copies under way at once; blocks that become full meanwhile are not copied."""
 TRY_AGAIN: Final = 0.9
 """Where computing is faster, each prompt that is computed instead counts loading as so much faster: it is tried again."""
 _GAIN: Final = 0.2

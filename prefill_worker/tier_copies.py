@@ -41,7 +41,7 @@ class TierCopies:
             bad.option = "--kv-tier-folder" if settings.kv_tier_folder else "--kv-tier-gib"
             raise bad from error
         self.tier: KvTier | None = None
-        """To be told of what has been copied."""
+        """The tier that is told of what has been copied."""
         self._warn, self._changed, self._wake = warn, changed, wake
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kv-tier")
@@ -58,7 +58,7 @@ class TierCopies:
         self._file.close()
 
     def _save(self, key: Key, hashes: Sequence[bytes], blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """In a thread."""
+        """Save; this runs in a thread."""
         digests: list[bytes] = []
         try:
             digests = self._file.write(blocks, slots)
@@ -71,7 +71,7 @@ class TierCopies:
         self.tier.saved(key, hashes, slots, digests)
 
     def _load(self, key: Key, slots: Sequence[Slot], blocks: Sequence[int]) -> None:
-        """In a thread."""
+        """Load; this runs in a thread."""
         began, count = time.perf_counter(), 0
         try:
             count = self._file.read([one.number for one in slots], [one.digest for one in slots], blocks)

@@ -121,7 +121,7 @@ class PrefillWorker:
         )
 
     def _make_receiver(self, layout: KvLayout, memory: PoolMemory | None, settings: KvSettings) -> KvReceiver:
-        """For what is fetched."""
+        """The receiver for what is fetched."""
         return KvReceiver(
             layout=layout,
             pool=self.engine.pool,

@@ -66,7 +66,7 @@ class FlipRequest(Message, frozen=True):
     hand_over_ms: DurationMs
     force: bool = False
     why: Text = ""
-    """For the event log and `crossdock status`: the autopilot's reason."""
+    """The autopilot's reason, for the event log and `crossdock status`."""
 
 
 class FlipAnswer(Message, frozen=True):

@@ -45,7 +45,7 @@ class PairOpen(Message, frozen=True):
     host_id: Text
     """Equal at both ends only if they run on one host, and can share memory there."""
     encrypt: bool = False
-    """By `tcp`, KV must cross encrypted."""
+    """KV must cross encrypted; for `tcp`."""
 
 
 class PairListen(Message, frozen=True):
@@ -55,17 +55,17 @@ class PairListen(Message, frozen=True):
     transport: TransportName
     host: Text
     port: Annotated[int, Meta(ge=0, le=65535)]
-    """Of the rendezvous; 0 where the secret names all there is to know."""
+    """The rendezvous's port; 0 where the secret names all there is to know."""
     secret: Text
     """Prefix of every key of the store, or name of the socket."""
     why: Text
     """What spoke against better transports; empty: nothing."""
     token: Annotated[bytes, Meta(max_length=16)] = b""
-    """Of `tcp`: names the pair to the receiver's listener. Good for one connection."""
+    """The name of the pair for the receiver's listener, for `tcp`. It is good for one connection."""
     key: Annotated[bytes, Meta(max_length=32)] = b""
-    """Of `tcp`: the secret that both ends prove on that connection, and from which the key of the records is derived."""
+    """The secret that both ends prove on a `tcp` connection, and from which the key of the records is derived."""
     encrypted: bool = False
-    """Of `tcp`: records are encrypted."""
+    """Records are encrypted; for `tcp`."""
 
 
 class PairClosed(Message, frozen=True):
@@ -110,8 +110,8 @@ class Announce(Message, frozen=True):
     attempt: Attempt
     pair_id: PairId
     sequence: Annotated[int, Meta(ge=0, lt=1 << 31)]
-    """Of the first of them among all of the pair, and its tag on the data plane: a repeated announcement is seen, a lost one
-    too."""
+    """The number of the first of them among all of the pair, and its tag on the data plane: a repeated announcement is seen,
+    a lost one too."""
     segment: SegmentIndex
     first_block: Annotated[int, Meta(ge=0, lt=limits.MAX_BLOCKS_PER_REQUEST)]
     blocks: Annotated[
@@ -136,7 +136,8 @@ class Commit(Message, frozen=True):
     digests: Annotated[
         tuple[Annotated[bytes, Meta(min_length=8, max_length=8)], ...], Meta(max_length=limits.MAX_SEGMENTS)
     ]
-    """Of each segment, in order: xxh3-64 of its blocks' digests, xxh3-64 each; between GPUs a checksum (`kvtransfer`)."""
+    """The digest of each segment, in order: xxh3-64 of its blocks' digests, xxh3-64 each; between GPUs a checksum
+    (`kvtransfer`)."""
     prompt_tokens: Tokens_
     first_tokens: Annotated[tuple[FirstToken, ...], Meta(min_length=1, max_length=limits.MAX_CHOICES)]
 
@@ -159,8 +160,8 @@ class Abort(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True):
-    """From a prefill worker: offer me these blocks of the prompt, as many of them as you have. The attempt is reserved for the
-    two of us."""
+    """A prefill worker asks for these blocks of the prompt, as many of them as there are. The attempt is reserved for the
+    two."""
 
     request_id: RequestId
     attempt: Attempt
@@ -177,7 +178,7 @@ class FetchRefused(Message, frozen=True):
 
 
 NO_FIRST_TOKENS = (FirstToken(0, 0),)
-"""In the `Commit` of a fetch, where none was drawn: earlier versions want one in each."""
+"""The first tokens in the `Commit` of a fetch, where none was drawn: earlier versions want one in each."""
 _FROM_SENDER = (PairOpen, Offer, Announce, Commit)
 _FROM_RECEIVER = (PairListen, Accept, Decline, Ack)
 

@@ -28,16 +28,16 @@ MAX_PROMPT_LOGPROBS = 512
 """Prompt tokens in one `PromptLogprobs`."""
 MAX_CHUNKS_PER_STEP = 256
 MAX_PREFIX_PARTS = 16
-"""Of one prompt: what lies beyond is counted as its own."""
+"""Most parts of one prompt: what lies beyond is counted as its own."""
 MAX_BLOCKS_PER_REQUEST = MAX_CONTEXT_TOKENS
 HASH_BYTES = 16
-"""Of one KV block's contents, in the prefix cache."""
+"""Bytes of the hash of one KV block's contents, in the prefix cache."""
 MAX_BLOCK_HASHES = 1 << 16
-"""In one prompt: what lies beyond is computed anew. 1 MiB of a frame; a prompt of 1M tokens in blocks of 16."""
+"""Most hashes of one prompt: what lies beyond is computed anew. 1 MiB of a frame; a prompt of 1M tokens in blocks of 16."""
 MAX_CACHE_CHANGES = 4096
-"""In one `CacheEvents`."""
+"""Most changes in one `CacheEvents`."""
 MAX_MODELS = 64
-"""Of one coordinator, those without a worker included until it forgets them."""
+"""Most models of one coordinator, those without a worker included until it forgets them."""
 MAX_CLASSES_SHOWN = 64
 """Priority classes with a target, in one status."""
 MAX_POLICY_CHARS = 4 << 20
@@ -47,7 +47,7 @@ MAX_FLIPS_AT_ONCE = 64
 """Workers of one model that change their role. Where there are few of them, `flips_at_once`."""
 MAX_SEGMENTS = 4096
 MAX_SEGMENTS_ANNOUNCED = 256
-"""At once."""
+"""Most segments that are announced at once."""
 MAX_TOKEN_ITEMS = 4096
 MAX_TOKENS_PER_ITEM = 64
 MAX_VOCAB = 1 << 24

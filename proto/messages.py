@@ -67,11 +67,11 @@ class Hello(Message, frozen=True):
     role: Role
     incarnation: Incarnation
     name: Name
-    """For people: `prefill-0`."""
+    """The name that people see, like `prefill-0`."""
     model: Text = ""
     """Model id; empty where a role has none."""
     fingerprint: Text = ""
-    """Of model, revision, dtype and KV shape; two workers hand over KV only when theirs are equal (`proto.compatible`)."""
+    """Digest of model, revision, dtype and KV shape; workers hand over KV only where it is equal (`proto.compatible`)."""
     address: Text = ""
     """Where others reach this process: a gateway's token port, a decode worker's KV port."""
     capacity: Capacity | None = None
@@ -88,11 +88,11 @@ class Hello(Message, frozen=True):
     flipped_from: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     """An incarnation under which this process had another role until now; 0: it had none."""
     attention_tokens: Tokens_ = 0
-    """Of a worker: the context at which attention takes as much work as the weights; 0: not known."""
+    """The context at which attention takes as much work as the weights, from a worker; 0: not known."""
     process: NameOrEmpty = ""
     """The name of the mixed worker that this is one role of; empty: the process has no other role."""
     hash_key: HashKey = b""
-    """Of a gateway: what it has hashed blocks with, so that a new coordinator goes on with it and cached prefixes are found."""
+    """What a gateway has hashed blocks with, so that a new coordinator goes on with it and cached prefixes are found."""
 
 
 class Welcome(Message, frozen=True):
@@ -104,7 +104,7 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """To a Hello that does not fit, or to a peer that is not known (any more): start over. Its field never changes."""
+    """The answer to a Hello that does not fit, or to a peer that is not known: start over. Its field never changes."""
 
     reason: Text
 
@@ -144,15 +144,15 @@ class Submit(Message, frozen=True):
     """`organisation/user` or `organisation`, from the authenticated key and nothing else."""
     priority_class: Text = ""  # the one the client asked for; empty: its tenant's own
     deadline_ms: DurationMs = 0.0
-    """By when the first token is wanted, counted from now; 0: the priority class's default."""
+    """How soon the first token is wanted, counted from now; 0: the priority class's default."""
     block_hashes: BlockHashes = b""
-    """Of the ids that follow, for the prefix cache; empty: nothing is looked up or kept."""
+    """Hashes of the ids that follow, for the prefix cache; empty: nothing is looked up or kept."""
     hash_block_size: Annotated[int, Meta(ge=0, le=4096)] = 0
     """Tokens that each of them covers. Workers whose blocks are a multiple know each by its last hash; others use none."""
     drained_attempts: Annotated[int, Meta(ge=0, lt=1_000)] = 0
     """Earlier attempts that a worker's drain or the loss of the coordinator's link cut short. They do not count as retries."""
     priority: Annotated[int, Meta(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)] = 0
-    """Among the requests of its tenant and priority class: the lowest goes first, whatever the deadlines."""
+    """The lowest goes first among the requests of its tenant and priority class, whatever the deadlines."""
     session: SessionName = b""
 
 
@@ -161,11 +161,11 @@ class Cancel(Message, frozen=True):
     attempt: Attempt
     reason: CancelReason
     output_tokens: AnswerTokens = 0
-    """Of its answer, those that the gateway has, over all choices. A worker that was lost cannot say it any more."""
+    """Answer tokens that the gateway has, over all choices. A worker that was lost cannot say it any more."""
 
 
 class StatusRequest(Message, frozen=True):
-    """From `crossdock status`, by way of the coordinator's control port."""
+    """`crossdock status` asks, by way of the coordinator's control port."""
 
 
 # --- coordinator → gateway --------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class ClusterState(Message, frozen=True):
     hash_block_sizes: Annotated[tuple[BlockSize, ...], Meta(max_length=limits.MAX_MODELS)] = ()
     """Tokens that each hash of a prompt is to cover: for each of them, its workers' smallest block size."""
     hash_key: HashKey = b""
-    """With which all gateways hash the blocks of prompts."""
+    """The key with which all gateways hash the blocks of prompts."""
 
 
 # --- coordinator → prefill worker, and a decode worker that computes a suffix -----------------------------------------
@@ -278,7 +278,7 @@ class StepDone(Message, frozen=True):
     computed: Annotated[tuple[Chunk, ...], Meta(max_length=limits.MAX_CHUNKS_PER_STEP)]
     step_ms: DurationMs
     tokens_forwarded: Count
-    """By this process's model since it started."""
+    """Tokens that this process's model forwarded since it started."""
 
 
 class CacheMiss(Message, frozen=True):
@@ -317,7 +317,7 @@ class Finished(Message, frozen=True):
     output_tokens: Count
     """Summed over choices, this attempt's only."""
     tokens_forwarded: Count
-    """By this process's model since it started."""
+    """Tokens that this process's model forwarded since it started."""
     resumed_tokens: Tokens_ = 0
     """As in its order: a coordinator that has just started does not know the attempt."""
 

@@ -12,7 +12,7 @@ from proto.fields import Attempt, BlockSize, ChoiceIndex, Count, Incarnation, Re
 from proto.sampling import TokenId, TokenLogprobs
 
 STEP_TOKENS: Final = 256
-"""Of a prefill step on a CPU."""
+"""Tokens of a prefill step on a CPU."""
 STALL_SHARE: Final = 0.5
 """A part of a prompt may lengthen a decode worker's step by so much of it, where no target says otherwise."""
 
@@ -43,9 +43,9 @@ class Returns(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unk
     """How the turns of a tenant's conversations follow each other, for what is kept of them until the next one."""
 
     share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
-    """Of the turns, those that are followed by another one."""
+    """The share of the turns that are followed by another one."""
     mean_s: Seconds = 0.0
-    """From the end of a turn until the next one comes."""
+    """Seconds from the end of a turn until the next one comes, on average."""
 
 
 class RateState(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
@@ -54,7 +54,7 @@ class RateState(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_u
     limit_requests: Count
     remaining_requests: Count
     reset_requests_s: Seconds
-    """Until all of the limit is there again."""
+    """Seconds until all of the limit is there again."""
     limit_tokens: Count
     remaining_tokens: Count
     reset_tokens_s: Seconds
@@ -79,7 +79,7 @@ class TokenItem(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_u
     """Set with the last token. A stop token is the last token and is not text."""
     logprobs: Annotated[tuple[TokenLogprobs, ...], Meta(max_length=limits.MAX_TOKENS_PER_ITEM)] = ()
     cached_tokens: Tokens_ = 0
-    """With an attempt's first token: how many of the prompt's tokens came from the prefix cache and were not computed."""
+    """How many of the prompt's tokens came from the prefix cache and were not computed; with an attempt's first token."""
 
 
 class PrefixPart(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
@@ -103,7 +103,7 @@ class Capacity(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_un
     """Most sequences at once: in prefill, prompts being computed; in decode, the running batch."""
     context_tokens: Tokens_
     step_tokens: Annotated[int, Meta(ge=1, le=1 << 16)] = STEP_TOKENS
-    """Of a prefill step, where the coordinator is not told another budget."""
+    """Tokens of a prefill step, where the coordinator is not told another budget."""
     computes_suffixes: bool = False
     """It is a decode worker that computes what a prompt adds to KV that it has, between the steps of its streams."""
     fetches: bool = False
@@ -121,7 +121,7 @@ class Held(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknow
     seqs: Count
     resumed_tokens: Tokens_ = 0
     prompt_tokens: Tokens_ = 0
-    """From here on in decode only; 0: nothing more is known than `kv_blocks`."""
+    """Prompt tokens, from here on in decode only; 0: nothing more is known than `kv_blocks`."""
     left_tokens: Tokens_ = 0
     """Most tokens that each choice forwards after joining the batch."""
     steps: Count = 0

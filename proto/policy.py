@@ -46,14 +46,14 @@ class ArmStatus(Struct, frozen=True, array_like=True):
     arm: Text
     """`active` or `candidate`."""
     offered: Count = 0
-    """Without those refused for what they are or for a quota."""
+    """Requests without those that were refused for what they are or for a quota."""
     finished: Count = 0
     kept: Count = 0
     """Finished within the targets of their class."""
     ttft_ms: DurationMs = 0.0
-    """Sum over all finished ..."""
+    """Sum of the times to first token of all finished requests."""
     tpot_ms: DurationMs = 0.0
-    """... and of their mean time per later token."""
+    """Sum of their mean times per later token."""
 
 
 class PolicyAnswer(Message, frozen=True):
@@ -67,6 +67,6 @@ class PolicyAnswer(Message, frozen=True):
     versions: Annotated[tuple[PolicyVersion, ...], Meta(max_length=limits.MAX_POLICY_VERSIONS)] = ()
     arms: Annotated[tuple[ArmStatus, ...], Meta(max_length=2)] = ()
     content: Annotated[str, Meta(max_length=limits.MAX_POLICY_CHARS)] = ""
-    """Of the version that was asked for."""
+    """The content of the version that was asked for."""
     durable: bool = False
     """Versions are kept through a restart."""

@@ -26,7 +26,7 @@ class SharedPrefix(msgspec.Struct, frozen=True, gc=False, array_like=True, forbi
     request_id: RequestId
     attempt: Attempt
     parts: PrefixParts
-    """In the order of the prompt."""
+    """The parts in the order of the prompt."""
 
 
 class DecodeProgress(Message, frozen=True):
@@ -35,7 +35,7 @@ class DecodeProgress(Message, frozen=True):
     steps: Count
     """Begun since the process started. Every attempt that joined by then has been named, here or before."""
     free_blocks: Count
-    """With what is only cached, and given up when needed."""
+    """Free blocks, with those that are only cached, and given up when needed."""
     short_blocks: Count
     """What may be missing within the next steps; more than 0 only where the coordinator overcommits."""
     joined: Annotated[tuple[Joined, ...], Meta(max_length=1 << 16)] = ()
@@ -72,15 +72,15 @@ class AnswerNames(Message, frozen=True):
 
 
 class EndSession(Message, frozen=True):
-    """From a gateway: a client has said that a conversation is over."""
+    """A gateway says that a client has ended a conversation."""
 
     tenant: Text
     session: SessionName
 
 
 class EndPrefix(Message, frozen=True):
-    """To a worker that has one of these: the last blocks of the last prompt of a conversation that is over. What only that
-    conversation has is given up, as far as nothing that runs holds it."""
+    """The last blocks of the last prompt of a conversation that is over, for a worker that has one of them. It gives up what
+    only that conversation has, as far as nothing that runs holds it."""
 
     block_hashes: BlockHashes
     """The worker looks for the last one that it knows: its blocks may be larger than those that have hashes."""

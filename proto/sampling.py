@@ -26,9 +26,9 @@ class Sampling(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_un
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] = 1.0
-    """Over prompt and output (Keskar et al. 2019, CTRL); 1 is off."""
+    """The penalty over prompt and output (Keskar et al. 2019, CTRL); 1 is off."""
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
-    """Over output only, as OpenAI defines it; so is the next."""
+    """The penalty over output only, as OpenAI defines it; so is the next."""
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     logit_bias: Annotated[
         tuple[tuple[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], ...], Meta(max_length=limits.MAX_LOGIT_BIAS)
@@ -42,7 +42,7 @@ class Sampling(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_un
     """As `logprobs`, of the prompt's tokens, as the model gives them: no penalty or bias counts. They travel as
     `PromptLogprobs`, before the first token."""
     min_tokens: Annotated[int, Meta(ge=0, le=limits.MAX_CONTEXT_TOKENS)] = 0
-    """Until the answer has so many, no stop token is drawn; resumed ones are included."""
+    """No stop token is drawn until the answer has so many tokens; resumed ones are included."""
     allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=limits.MAX_ALLOWED_TOKEN_IDS)] = ()
     """No others are drawn; empty: all may be."""
     bad_words: Annotated[

@@ -56,7 +56,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
     requests: Count
     steps_in_flight: Count
     tokens_forwarded: Count
-    """By its model since it started, as last heard."""
+    """Tokens that its model forwarded since it started, as last heard."""
     own_blocks: Count = 0
     """KV blocks held by its own count, when the last `crossdock status` asked; so are the next two."""
     own_blocks_quarantined: Count = 0
@@ -73,7 +73,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
 class TenantStatus(msgspec.Struct, frozen=True, array_like=True):
     name: Text
     share: Annotated[float, Meta(ge=0.0, le=1.0)]
-    """Of the cost of what was dispatched in about the last ten seconds."""
+    """Its share of the cost of what was dispatched in about the last ten seconds."""
     waiting: Count
     """Requests."""
 
@@ -113,11 +113,11 @@ class FlipStatus(msgspec.Struct, frozen=True, array_like=True):
     """Who wanted it, or for what reason; empty: a person, who did not say."""
     failure: Text = ""
     drained_ms: DurationMs = 0.0
-    """From the order until nothing was left on it."""
+    """Milliseconds from the order until nothing was left on it."""
     commit_ms: DurationMs = 0.0
-    """From then until it was registered in its new role: it served in neither."""
+    """Milliseconds from then until it was registered in its new role: it served in neither."""
     first_step_ms: DurationMs = 0.0
-    """From then until its first step was done; 0: none has run yet."""
+    """Milliseconds from then until its first step was done; 0: none has run yet."""
     model: Text = ""
     """Empty: an older coordinator did not say."""
 
@@ -127,20 +127,20 @@ class TrafficStatus(msgspec.Struct, frozen=True, array_like=True):
 
     model: Text
     ages_ms: Annotated[tuple[DurationMs, ...], Meta(max_length=1024)]
-    """Since each came."""
+    """How long ago each came."""
     stands_for: Annotated[tuple[Count, ...], Meta(max_length=1024)]
     """How many came since the one before, itself included."""
     prompt_tokens: Annotated[tuple[Count, ...], Meta(max_length=1024)]
     cached_tokens: Annotated[tuple[Count, ...], Meta(max_length=1024)]
-    """Of the prompt, as far as is known."""
+    """Prompt tokens that are cached, as far as is known."""
     output_tokens: Annotated[tuple[Count, ...], Meta(max_length=1024)]
-    """Of the answer, as it was or as it is expected."""
+    """Answer tokens, as they were or as they are expected."""
     waiting_tokens: Count
     """Prompt tokens that wait for their turn."""
     ttft_ms: Annotated[tuple[DurationMs, ...], Meta(max_length=1024)] = ()
-    """Until the prompt was computed, or as long as that has taken up to now; 0: it ended before."""
+    """How long it took until the prompt was computed, or has taken up to now; 0: it ended before."""
     tpot_ms: Annotated[tuple[DurationMs, ...], Meta(max_length=1024)] = ()
-    """For each later token, as far as they have come; 0: none has."""
+    """Mean time per later token, as far as they have come; 0: none has."""
     lost: Count = 0
     """Workers of the model that were lost since the coordinator started, or forgot the model."""
 
@@ -170,7 +170,7 @@ class PredictionError(msgspec.Struct, frozen=True, array_like=True):
     ttft_p90: ErrorRatio = None
     tpot_p90: ErrorRatio = None
     slo_share: ErrorRatio = None
-    """Of the share of requests that keep the SLO: 0.05 is 5 points."""
+    """The error of the share of requests that keep the SLO: 0.05 is 5 points."""
 
 
 class AutopilotStatus(msgspec.Struct, frozen=True, array_like=True):
@@ -182,7 +182,7 @@ class AutopilotStatus(msgspec.Struct, frozen=True, array_like=True):
     reason: Text
     error: PredictionError = PredictionError()
     age_ms: DurationMs = 0.0
-    """Since it said so."""
+    """How long ago it said so."""
     learned: Text = ""
     """How it has corrected its profile, in words; empty: not at all."""
 
@@ -209,11 +209,11 @@ class SessionStatus(msgspec.Struct, frozen=True, array_like=True):
 
     model: Text
     sessions: Count
-    """Without a turn that runs, of the last hour."""
+    """Sessions of the last hour without a turn that runs."""
     leases: Count
-    """For which KV is kept, since their next turns are still expected ..."""
+    """Sessions for which KV is kept, since their next turns are still expected."""
     leased_tokens: Count
-    """... and how much it is."""
+    """Tokens that are kept for them."""
 
 
 class StatusReport(Message, frozen=True):
@@ -229,7 +229,7 @@ class StatusReport(Message, frozen=True):
     circuit_open: tuple[Text, ...] = ()
     """Pairs of workers that get no requests for a while, in words."""
     tenants: tuple[TenantStatus, ...] = ()
-    """With the largest shares, largest first."""
+    """The tenants with the largest shares, largest first."""
     metrics: dict[Text, Text] = {}  # noqa: RUF012 (msgspec copies it)
     """Name of a process → HOST:PORT of its metrics."""
     recent: dict[Text, float] = {}  # noqa: RUF012

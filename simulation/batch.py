@@ -16,7 +16,7 @@ LINE_SEEDS = 16
 
 @dataclass
 class Sum:
-    """Of a number of runs; sums can be added."""
+    """The sums of a number of runs; sums can be added."""
 
     seeds: int = 0
     events: int = 0

@@ -50,7 +50,6 @@ FOLDERS_MAY_IMPORT = {
         "load": "http",
         "local": "http models",
         "models": "",
-        "reference": "admin cluster local simulate",
         "simulate": "load",
         "tuning": "bench http load local models",
     },

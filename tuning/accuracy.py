@@ -53,12 +53,12 @@ class Accuracy:
         self._slo = slo
         self.predict_with(profile)
         self._looks: deque[_Look] = deque()
-        """Of the last minute, all with the same workers."""
+        """What was seen in the last minute, all with the same workers."""
         self._compared_at: float | None = None
         self._errors: deque[tuple[float, tuple[float | None, ...]]] = deque(maxlen=int(KEPT_S / WINDOW_S))
 
     def predict_with(self, profile: Profile) -> None:
-        """From now on."""
+        """Predict with this profile from the next look on."""
         # What the gateway adds is not in what the coordinator measures.
         host = msgspec.structs.replace(profile.host, request_ms=0.0, request_token_ms=0.0)
         self._profile = msgspec.structs.replace(profile, host=host)
@@ -93,7 +93,7 @@ class Accuracy:
 
 
 def predicted(profile: Profile, traffic: Traffic, workers: Workers, slo: Slo) -> Figures:
-    """By the model with which the autopilot compares ratios."""
+    """The share by the model with which the autopilot compares ratios."""
     model = Model(profile, traffic, slo, WINDOW_S)
     single = sum(count <= 1 for count in traffic.output_tokens) / len(traffic.output_tokens)
 
@@ -111,7 +111,7 @@ def predicted(profile: Profile, traffic: Traffic, workers: Workers, slo: Slo) ->
 
 
 def measured(status: TrafficStatus, recent: Sequence[int], slo: Slo) -> Figures:
-    """Of these requests; those that ended without a first token (rejected, cancelled) are left out."""
+    """The share of these requests; those that ended without a first token (rejected, cancelled) are left out."""
     times = [(status.ttft_ms[at], status.tpot_ms[at]) for at in recent if status.ttft_ms[at] > 0]
     ttft, tpot = sorted(first for first, _ in times), sorted(later for _, later in times if later > 0)
     kept = [first <= slo.ttft_ms and later <= slo.tpot_ms for first, later in times]

@@ -29,13 +29,13 @@ _BUSY_MAX: Final = 0.98
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of the last minutes."""
+    """The traffic of the last minutes."""
 
     requests_per_s: float
     prompt_tokens: Sequence[int]
-    """A sample of lengths; of more than `SAMPLES_MAX` some are taken at even distances …"""
+    """A sample of lengths; if there are more than `SAMPLES_MAX`, some are taken at even distances."""
     output_tokens: Sequence[int]
-    """… and the answer of each prompt, as it was or as it is expected."""
+    """The answer of each prompt of `prompt_tokens`, as it was or as it is expected."""
     hit_rate: float = 0.0
     """Share of prompt tokens that prefill workers had cached."""
     arrival_cv: float = 1.0
@@ -66,7 +66,7 @@ class Slo:
     """Share of requests that should keep both."""
 
     def limits(self, classes: Sequence[str]) -> tuple[float, float]:
-        """Of the first token and of later ones, the same for all; `goals.Goals` has some for each priority class."""
+        """The limits of the first token and of later ones, the same for all; `goals.Goals` has some for each priority class."""
         return self.ttft_ms, self.tpot_ms
 
 
@@ -90,7 +90,7 @@ class Estimate:
 class Advice:
     present: Estimate
     best: Estimate
-    """Of `present` and `neighbours`."""
+    """The best of `present` and `neighbours`."""
     neighbours: tuple[Estimate, ...]
     """One worker in another role, best first."""
     gain: float
@@ -250,8 +250,8 @@ class Model:
     # --- phases ---------------------------------------------------------------------------------------------------------
 
     def _ttft(self, servers: int, service_ms: Floats, load: float, other_load: float, early_ms: float) -> Floats:
-        """For each request, the probability that it keeps the limit of its first token, which comes so long before a worker is
-        free again."""
+        """The probability, for each request, that it keeps the limit of its first token, which comes so long before a worker
+        is free again."""
         slack = self.slo.ttft_ms - (service_ms - early_ms) - self.host_ms
         if not servers:
             return np.zeros_like(slack)
@@ -297,7 +297,7 @@ class Model:
         return self.profile.decode.curve(count) + self.slope_ms * count
 
     def _tpot(self, batch: _Decode, away: float, work: float = 0.0) -> Floats:
-        """For each request, the probability that it keeps the limit of later tokens. `work`: the second moment of prompts'
+        """The probability, for each request, that it keeps the limit of later tokens. `work`: the second moment of prompts'
         time that comes to its worker, per ms."""
         steps = np.maximum(self.steps, 1.0)
         mean = batch.step_ms / (1 - away) + (self.join_ms + batch.step_ms / 2) / steps
@@ -323,7 +323,7 @@ def erlang_c(servers: int, load: float) -> float:
 
 
 def interarrival_cv(times_s: Sequence[float]) -> float:
-    """Of arrivals in order; 1 where there are too few to say."""
+    """The coefficient of variation of gaps between arrivals, which are in order; 1 where there are too few to say."""
     gaps = [later - earlier for earlier, later in pairwise(times_s)]
     mean = sum(gaps) / len(gaps) if gaps else 0.0
     if len(gaps) < 8 or mean <= 0:

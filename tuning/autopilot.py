@@ -31,19 +31,19 @@ from tuning.profile import Profile
 SAMPLE_MIN: Final = 8
 """Requests below which nothing is said of the traffic."""
 SAMPLE: Final = 48
-"""The latest requests, which show a great change soon …"""
+"""The number of latest requests in which a great change shows soon."""
 LONGER_S: Final = 60.0
-"""… and those of so many seconds, which show a small one."""
+"""Requests of so many seconds show a small change."""
 SIGMAS: Final = 2.0
 """How far the number of requests in a sample may be above the expected one by chance."""
 WINDOW_S_MAX: Final = 120.0
 """What is older than this is left out."""
 FOLLOWS_S: Final = 180.0
 LOST_SHARE: Final = 1 / 64
-"""Of the workers, so many may be lost within `calm_s`: in a large fleet some worker is lost all the time."""
+"""This share of the workers may be lost within `calm_s`: in a large fleet some worker is lost all the time."""
 CANDIDATES_MAX: Final = 64
 STEP: Final = 1 / 8
-"""Of the workers, at most so many change at once, or one."""
+"""The largest share of the workers that changes at once; one worker may in any case."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Rules:
     dwell_s: float = 60.0
     calm_s: float = 30.0
     horizon_s: float = 60.0
-    """For how long the present traffic is taken to go on."""
+    """The present traffic is taken to go on for so long, in seconds."""
     flip_s: float = 2.0
     """What one change costs: so long one worker serves nobody."""
 
@@ -75,9 +75,9 @@ class Seat(NamedTuple):
 class Observation:
     workers: Sequence[Seat]
     traffic: Traffic | None
-    """Of the latest requests; None: too few came lately."""
+    """The traffic of the latest requests; None: too few came lately."""
     longer: Traffic | None = None
-    """Of a longer time."""
+    """The traffic of a longer time."""
     lost: int = 0
     """Workers of this model that the coordinator has lost since it started."""
     is_changing: bool = False
@@ -92,13 +92,13 @@ class Decision:
     needed: Workers | None
     """The least of each role that would keep the SLO, for who can add machines; None: nothing is known."""
     gain: float
-    """Of goodput with `wanted` instead of `present`; 0.1 is a tenth more."""
+    """How much more goodput there would be with `wanted` instead of `present`; 0.1 is a tenth more."""
     reason: str
-    """In words, for the event log."""
+    """The reason in words, for the event log."""
     workers: tuple[str, ...] = ()
     """Who should change their role now; none: nobody."""
     role: Role = Role.PREFILL
-    """To this one."""
+    """The role that it is to have."""
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Autopilot:
     """How often in a row the same direction was best; negative: towards fewer prefill workers."""
     _flipped_at: float = -inf
     _direction: int = 0
-    """Of the last change: 1 towards more prefill workers."""
+    """The direction of the last change: 1 is towards more prefill workers."""
     _lost: int | None = None
     _losses: list[tuple[float, int]] = field(default_factory=list)
     """When how many workers were lost, within the last `calm_s`."""
@@ -192,7 +192,7 @@ class Autopilot:
 
 
 def ratio_of(seen: Observation) -> Workers:
-    """Of those that take work."""
+    """The ratio of the workers that take work."""
     roles = Counter((one.role, one.is_mixed) for one in seen.workers if not one.draining)
     return Workers(roles[Role.PREFILL, False], roles[Role.DECODE, False], roles[Role.PREFILL, True])
 
@@ -230,7 +230,7 @@ def _traffic(status: TrafficStatus, most: int) -> Traffic | None:
 
 
 def observation_of(report: StatusReport, model: str) -> Observation:
-    """Of the workers of this model."""
+    """What is seen of the workers of this model."""
     traffic = next((one for one in report.traffic if one.model == model), None)
     workers = [one for one in report.workers if one.model == model]
     roles = Counter((one.host, one.pid) for one in workers)
@@ -247,7 +247,7 @@ def observation_of(report: StatusReport, model: str) -> Observation:
 
 
 def _best(model: Model, present: Workers) -> Estimate:
-    """Of all ratios of so many workers, or, of many, some at even distances and the neighbours. Mixed ones stay."""
+    """The best of all ratios of so many workers, or, of many, of some at even distances and the neighbours. Mixed ones stay."""
     total = present.prefill + present.decode
     step = max(1, total // CANDIDATES_MAX)
     counts = {*range(1, total, step), present.prefill - 1, present.prefill, present.prefill + 1}
@@ -277,7 +277,7 @@ def _reason(is_now: Estimate, best: Estimate, traffic: Traffic) -> str:
 
 
 def _whom(workers: Sequence[Seat], role: Role, distance: int) -> tuple[str, ...]:
-    """Of this role, those with the fewest requests; one stays."""
+    """The workers of this role with the fewest requests; one worker stays."""
     able = [one for one in workers if not (one.draining or one.is_mixed)]
     having = sorted((one.requests, one.name) for one in able if one.role is role)
     most = min(max(1, int(STEP * len(able))), flips_at_once(len(workers)), len(having) - 1)

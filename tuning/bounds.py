@@ -46,13 +46,14 @@ def _fit(work_ms: np.ndarray[tuple[int], np.dtype[np.float64]], room_ms: float) 
 
 
 def _least_ms_per_token(profile: Profile, step_tokens: int) -> float:
-    """Of any step, context left out; the workers of a host may share fewer cores, which only makes it slower."""
+    """The least over all steps, context left out. The workers of a host may share fewer cores, which only makes it slower."""
     sizes = [*(int(at) for at in profile.prefill.curve.at if at <= step_tokens), step_tokens]
     return min(profile.prefill.curve(size) / size for size in sizes if size > 0)
 
 
 def _least_ms_per_step(profile: Profile, seqs_max: int) -> float:
-    """Of a batch's step for each of its sequences: between the points of a curve it is never less than at one of them."""
+    """The least time of a batch's step for each of its sequences: between the points of a curve it is never less than at one
+    of them."""
     most = seqs_max or profile.decode_capacity.seqs_max
     sizes = {1, most, *(int(at) for at in profile.decode.curve.at if 1 <= at <= most)}
     return min(profile.decode.curve(size) / size for size in sizes)

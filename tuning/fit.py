@@ -1,8 +1,8 @@
-"""From measured steps, gaps and transfers to a profile: piecewise fits with their residuals. Pure.
+"""Fits a profile to measured steps, gaps and transfers, piecewise, with the residuals. Pure.
 
 Slopes over context and KV tokens come from samples of equal counts (within-group least squares), so that a curve through the
-medians need not be linear in the count. Medians, not means: a measurement on a machine with other work has outliers upwards.
-"""
+medians need not be linear in the count. Medians are used because a measurement on a machine with other work has outliers
+upwards."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -20,8 +20,8 @@ GAP_POINTS = 100
 GROUP_MAX = 150
 """Samples of one size that a slope is made of."""
 APART_MIN = 0.25
-"""By so much of the larger number of reads two samples must differ: between those that read nearly the same, the slope is that
-of noise."""
+"""Two samples must differ by this part of the larger number of reads: between those that read nearly the same, the slope is
+noise."""
 
 
 class FitError(CrossdockError):
@@ -41,7 +41,7 @@ class StepSample(NamedTuple):
 
 class HandOver(NamedTuple):
     last_tokens: int
-    """Of the prompt's last step: what prefill cannot hide."""
+    """Tokens of the prompt's last step: what prefill cannot hide."""
     bytes_per_token: float
     ms: float
 
@@ -66,12 +66,12 @@ class Samples:
     outside: list[Outside] = field(default_factory=list)
     step_gaps_ms: list[float] = field(default_factory=list)
     second_token_ms: list[tuple[int, float]] = field(default_factory=list)
-    """Of a stream that ran alone: tokens of its prompt's last step, and its first gap less its later ones."""
+    """Tokens of the prompt's last step of a stream that ran alone, and its first gap less its later ones."""
     core: list[tuple[int, float]] = field(default_factory=list)
     """Sequences of a batch, and core time of the control processes for each of its steps, in ms."""
 
     gaps: list[float] = field(default_factory=list)
-    """Between tokens of streams that ran undisturbed, over their mean."""
+    """Gaps between tokens of streams that ran undisturbed, over their mean."""
 
     def add(self, others: "Samples") -> None:
         for each in fields(self):
@@ -98,8 +98,8 @@ def _are_apart(a: StepSample, b: StepSample) -> bool:
 
 
 def curve(samples: Sequence[StepSample], per_read: float) -> Curve:
-    """Through the medians, never falling: where they fall, through their means (isotonic regression, by pooling adjacent
-    violators)."""
+    """The curve through the medians, which never falls: where they fall, it goes through their means (isotonic regression, by
+    pooling adjacent violators)."""
     if not samples:
         raise FitError("no step was measured; see the logs of the workers")
     groups: dict[int, list[float]] = defaultdict(list)

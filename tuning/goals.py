@@ -28,7 +28,7 @@ class Goals:
 
     @property
     def percentile(self) -> float:
-        """Of all requests together."""
+        """The share of all requests together that should keep the limits."""
         return self.default.percentile
 
     def limits(self, classes: Sequence[str]) -> tuple[float | Floats, float | Floats]:

@@ -57,19 +57,19 @@ class StepTime(NamedTuple):
 
 
 class Correction(NamedTuple):
-    """Of one role."""
+    """How one role's times are corrected."""
 
     curve: Curve
     per_read: float
     residuals: Residuals
-    """Of the samples."""
+    """Residuals of the samples."""
     factor: float
     """Median of measured / expected."""
     sizes: tuple[tuple[float, float], ...]
     """(size, factor of its samples), smallest first."""
     steps: int
     sigma: float
-    """By how much whole periods of time differ, as the standard deviation of the logarithm."""
+    """How much whole periods of time differ, as the standard deviation of the logarithm."""
 
     def words(self, role: Role) -> str:
         (small, first), (large, last) = self.sizes[0], self.sizes[-1]
@@ -276,7 +276,7 @@ class BusyTimes:
                 self._before.append(self._before[-1] + end - begin)
 
     def share(self, begin_s: float, end_s: float) -> float:
-        """Of the time between, 0 to 1."""
+        """Its share of the time between, 0 to 1."""
         return (self._until(end_s) - self._until(begin_s)) / (end_s - begin_s) if end_s > begin_s else 0.0
 
     def _until(self, at_s: float) -> float:

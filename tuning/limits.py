@@ -19,7 +19,7 @@ from tuning.simulator.options import Options
 
 Relief = Callable[[Profile, Options], tuple[Profile, Options]]
 LEAST_GAIN: Final = 0.005
-"""Of all requests: a resource that helps fewer is not what limits."""
+"""A resource that helps a smaller share of all requests is not what limits."""
 
 
 class Limit(NamedTuple):
@@ -89,7 +89,7 @@ TARGETS: Final[Mapping[str, tuple[float, float]]] = {"TTFT target": (2.0, 1.0), 
 
 
 def limit_of(profile: Profile, workers: Workers, sent: Sequence[Sent], goals: Goals, options: Options) -> Limit:
-    """Of a ratio that does not keep the SLO."""
+    """What limits a ratio that does not keep the SLO."""
     outcome = Simulator(profile, workers, sent, options).run()
     kept = outcome.attainment(goals)
     gains = {}
@@ -105,7 +105,7 @@ def limit_of(profile: Profile, workers: Workers, sent: Sequence[Sent], goals: Go
 
 
 def eased(goals: Goals, ttft: float, tpot: float) -> Goals:
-    """With so many times the limits."""
+    """Goals with so many times the limits."""
 
     def of(slo: Slo) -> Slo:
         return replace(slo, ttft_ms=ttft * slo.ttft_ms, tpot_ms=tpot * slo.tpot_ms)

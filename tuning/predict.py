@@ -33,7 +33,7 @@ BAND: Final = (0.05, 0.95)
 SHARES: Final = (0.5, 0.9, 0.99)
 GAP_POINTS: Final = 200
 HALF_MIN: Final = 0.01
-"""Of a figure: no band is narrower, to either side."""
+"""No band is narrower than this part of its figure, to either side."""
 WILSON_Z: Final = 1.645
 
 
@@ -51,7 +51,7 @@ class Prediction(NamedTuple):
     attainment: Band
     """Share of requests that keep the SLO."""
     latency: dict[str, dict[str, Band]]
-    """By metric, then "p50", "p90", "p99"."""
+    """Bands by metric, then "p50", "p90", "p99"."""
 
 
 def predict(
@@ -108,7 +108,7 @@ def run_factors(profile: Profile, count: int, rng: np.random.Generator) -> list[
 
 
 def scattered(outcome: Outcome, profile: Profile, rng: np.random.Generator) -> Outcome:
-    """With each request's times as far from the fit as measurements were."""
+    """The outcome with each request's times as far from the fit as measurements were."""
 
     def factors(residuals: Residuals) -> Floats:
         return np.exp(rng.normal(0.0, residuals.sigma, len(outcome.at_s)))
@@ -168,7 +168,7 @@ def _share_band(draws: Sequence[float], requests: int) -> Band:
 
 
 def _interval(draws: Sequence[float]) -> Band:
-    """With their median, which is what most likely is about to be measured."""
+    """The interval with its median, which is most likely what is measured."""
     found = np.array(draws)
     found = found[~np.isnan(found)]
     if not len(found):

@@ -76,9 +76,9 @@ class Residuals(msgspec.Struct, frozen=True):
 
 class PrefillCost(msgspec.Struct, frozen=True):
     curve: Curve
-    """Of the tokens of a step."""
+    """Time of a step by its tokens."""
     context_ms: Least = 0.0
-    """For each token and token of context that it attends to."""
+    """Time of each pair of a token and a token that it attends to."""
     residuals: Residuals = Residuals()
 
     def step_ms(self, tokens: int, pairs: float) -> float:
@@ -97,9 +97,9 @@ class PrefillCost(msgspec.Struct, frozen=True):
 
 class DecodeCost(msgspec.Struct, frozen=True):
     curve: Curve
-    """Of the sequences of a step."""
+    """Time of a step by its sequences."""
     kv_token_ms: Least = 0.0
-    """For each token of KV that a step reads."""
+    """Time of each token of KV that a step reads."""
     residuals: Residuals = Residuals()
 
     def step_ms(self, sequences: float, kv_tokens: float) -> float:
@@ -109,7 +109,7 @@ class DecodeCost(msgspec.Struct, frozen=True):
 class TransferCost(msgspec.Struct, frozen=True):
     latency_ms: Least = 0.0
     bytes_per_ms: More = 1e9
-    """Of one prefill worker's link."""
+    """Speed of one prefill worker's link."""
     bytes_per_token: Least = 0.0
     transport: str = ""
     residuals: Residuals = Residuals()
@@ -122,14 +122,14 @@ class HostCost(msgspec.Struct, frozen=True):
     """What is neither a step nor a transfer."""
 
     request_ms: Least = 0.0
-    """HTTP, tokenizer, control plane and gateway, from the client's send to the first step's begin and from the last step's end
-    to the client's first token …"""
+    """HTTP, tokenizer, control plane and gateway, from the client's send to the first step's begin and from the last step's
+    end to the client's first token."""
     request_token_ms: Least = 0.0
-    """… and for each prompt token."""
+    """The same for each prompt token, on top."""
     step_gap_ms: Least = 0.0
-    """Between two prefill steps of one worker."""
+    """Time between two prefill steps of one worker."""
     join_ms: Least = 0.0
-    """From a prompt's KV being there to its first decode step, beyond the wait for the step in progress."""
+    """Time until a prompt whose KV is there has its first decode step, beyond the wait for the step in progress."""
     residuals: Residuals = Residuals()
 
 
@@ -138,23 +138,23 @@ class ControlCost(msgspec.Struct, frozen=True):
     workers (`Profile.prefill_cores`). 0: not measured, and not modelled."""
 
     step_ms: Least = 0.0
-    """For each decode step …"""
+    """Core time of each decode step."""
     token_ms: Least = 0.0
-    """… and each of its tokens."""
+    """Core time of each of its tokens, on top."""
 
     def of(self, sequences: float) -> float:
         return self.step_ms + self.token_ms * sequences
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """Of each worker."""
+    """What one worker has."""
 
     kv_blocks: Count
     block_size: Count = 16
     seqs_max: Count = 1024
     context_tokens: Count = 1 << 20
     cost_per_hour: Least = 0.0
-    """In any currency, of one worker; 0: not known."""
+    """What one worker costs, in any currency; 0: not known."""
 
     @property
     def kv_tokens(self) -> int:
@@ -169,13 +169,13 @@ class Profile(msgspec.Struct, frozen=True):
     transfer: TransferCost = TransferCost()
     host: HostCost = HostCost()
     prefill_cores: Cores = 0
-    """Cores that all prefill workers of the host share, one worker being able to fill one; 0: each has its own …"""
+    """Cores that all prefill workers of the host share, one worker being able to fill one; 0: each has its own."""
     decode_cores: Cores = 0
-    """… and the same of decode workers."""
+    """Cores that all decode workers of the host share; 0: each has its own."""
     beside_decode: More = 1.0
-    """How many times as long prefill steps take while decode workers of the host are busy …"""
+    """How many times as long prefill steps take while decode workers of the host are busy."""
     beside_prefill: More = 1.0
-    """… and decode steps while prefill workers are."""
+    """How many times as long decode steps take while prefill workers of the host are busy."""
     run_sigma: Least = 0.03
     """How much step times differ from one run to another, as the standard deviation of their logarithm."""
     step_tokens: Count = 256
@@ -193,7 +193,7 @@ class Profile(msgspec.Struct, frozen=True):
     origin: Origin = "calibrated"
 
     def cost_per_hour(self, prefill: int, decode: int, mixed: int) -> float:
-        """Of so many workers; 0 where that of a kind is not known."""
+        """What so many workers cost; 0 where the cost of a kind is not known."""
         costs = self.prefill_capacity.cost_per_hour, self.decode_capacity.cost_per_hour
         return prefill * costs[0] + (decode + mixed) * costs[1] if min(costs) > 0 else 0.0
 

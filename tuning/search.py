@@ -30,9 +30,9 @@ from tuning.simulator.outcome import Floats, Outcome
 from tuning.traffic import excerpt, windows
 
 FULL_MAX: Final = 6
-"""Candidates that run the whole trace …"""
+"""Candidates that run the whole trace."""
 FULL_RUNS: Final = 3
-"""… and of the best, how often with scaled step times."""
+"""How often the best candidates run with scaled step times."""
 CURVE_MAX: Final = 16
 """Numbers of workers of which the best ones run the whole trace."""
 CONTENDS: Final = 0.6
@@ -40,7 +40,7 @@ CONTENDS: Final = 0.6
 OF_EACH_MAX: Final = 2
 """Candidates of a smaller number of workers that go on to longer excerpts, with and without mixed ones."""
 LIMIT_REQUESTS: Final = 1200
-"""In the excerpt that tells what limits a candidate, unless it is the recommended one."""
+"""Requests in the excerpt that tells what limits a candidate, unless it is the recommended one."""
 ERROR_MIN: Final = 0.002
 RUNG_SHARES: Final = (1 / 16, 1 / 6)
 REQUESTS_MIN: Final = 400
@@ -67,7 +67,7 @@ class Result:
     bound: float
     """The most of its requests that could keep the SLO."""
     requests: int = 0
-    """Of the trace, that were simulated; 0: discarded by its bound."""
+    """Requests of the trace that were simulated; 0: it was discarded by its bound."""
     attainment: float = 0.0
     low: float = 0.0
     high: float = 0.0
@@ -87,7 +87,7 @@ class Result:
     cost_per_hour: float = 0.0
     """0: not known."""
     requests_per_s: float = 0.0
-    """Of sessions, which come the faster the faster they are answered; 0: as the traffic says."""
+    """Turns of sessions come the faster the faster they are answered; 0: requests come as the traffic says."""
     full: bool = False
     drawn: Floats = field(default_factory=lambda: np.zeros(0), repr=False)
     """Attainment over windows of the trace drawn with replacement; the same windows for all that ran as many requests."""
@@ -111,7 +111,7 @@ class Found:
     requests: int
     requests_per_s: float
     outcome: Outcome
-    """Of the best, over the whole trace."""
+    """The outcome of the best over the whole trace."""
     class_attainment: dict[str, float]
 
 
@@ -169,7 +169,7 @@ def search(
     for share in RUNG_SHARES:
         part = excerpt(sent, max(round(share * len(sent)), REQUESTS_MIN))
         shown: dict[int, float] = {}
-        """By number of workers."""
+        """The best low end by number of workers."""
         kept = []
         for done, candidate in enumerate(left):
             tell(f"{len(part):,} requests", done, len(left))
@@ -239,7 +239,8 @@ def _draws(outcome: Outcome, values: Floats, seed: int, draws: int = DRAWS) -> F
 
 
 def _best_half(left: Sequence[Candidate], results: dict[Candidate, Result], budget: int) -> list[Candidate]:
-    """Of the budget the better half, of fewer workers the best few with and without mixed ones."""
+    """The better half of those with as many workers as the budget, and the best few of fewer workers, with and without mixed
+    ones."""
     order = sorted(left, key=lambda one: results[one].rank())
     own = [one for one in order if one.workers.total == budget]
     kept = own[: max(-(-len(own) // 2), FULL_MAX)]
@@ -309,7 +310,7 @@ def recommended(full: Sequence[Result]) -> Result:
 
 
 def error(one: Result, other: Result) -> float:
-    """Of the difference between two candidates' attainment: 90 % of the draws are no further from it."""
+    """The error of the difference between two candidates' attainment: 90 % of the draws are no further from it."""
     return max(_half_width(one.drawn - other.drawn), ERROR_MIN)
 
 

@@ -16,7 +16,7 @@ from tuning.traffic import Change, excerpt
 
 REQUESTS: Final = 1200
 MAP_REQUESTS: Final = 1600
-"""In the excerpt for the map: each of its ratios runs it up to ten times."""
+"""Requests in the excerpt for the map: each of its ratios runs it up to ten times."""
 MAP_SIDE_MAX: Final = 10
 UP: Final = (1.25, 1.6, 2.0, 3.0)
 DOWN: Final = (0.8, 0.6, 0.45, 0.3)
@@ -47,7 +47,7 @@ class TurningPoint(NamedTuple):
     what: str
     """"prompt length", "output length", "load" or "hit rate"."""
     factor: float
-    """Of the traffic as it was; for the hit rate, the share itself."""
+    """How many times the traffic as it was; for the hit rate, the share itself."""
     candidate: str
     """That would be best then; empty where none in the range looked at is."""
 
@@ -103,7 +103,7 @@ def what_if(
 
 
 def one_more_or_less(workers: Workers) -> list[Workers]:
-    """With one worker more or less of each role that there is, and each phase left somewhere."""
+    """These workers with one more or less of each role that there is, with both phases left somewhere."""
     found = []
     for role, count in enumerate(workers):
         for step in (1, -1):
@@ -124,7 +124,7 @@ def _side(most: int, best: int) -> list[int]:
 def turns(
     profile: Profile, sent: Sequence[Sent], goals: Goals, space: Space, found: Found, options: Options, tell: Tell
 ) -> list[TurningPoint]:
-    """For each kind of change the least that turns the recommendation to another ratio of as many workers."""
+    """The least of each kind of change that turns the recommendation to another ratio of as many workers."""
     part = excerpt(sent, REQUESTS)
     best = found.best.candidate
     layouts = _near(best.workers, space.layouts(best.workers.total))

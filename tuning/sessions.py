@@ -15,10 +15,10 @@ TPOT_S, TOKEN_S = 0.03, 0.0005
 
 
 def played(sessions: Sequence[Session], clients: int, context_tokens: int, duration_s: float) -> tuple[list[Sent], int]:
-    """In the order of about when they come; and how many turns are left out, because they do not fit the context. No turn that
-    might come after `duration_s` is played."""
+    """The turns in the order of about when they come; and how many are left out, because they do not fit the context. No turn
+    that might come after `duration_s` is played."""
     rows: list[tuple[int, Sent]] = []
-    """With the number of the client."""
+    """Turns with the number of their client."""
     number = left_out = 0
     for client, own in enumerate(in_turn(sessions, clients)):
         at_s = 0.0
@@ -54,7 +54,7 @@ def played(sessions: Sequence[Session], clients: int, context_tokens: int, durat
 
 
 def chained(rows: Iterable[tuple[int, Sent]]) -> list[Sent]:
-    """In the order of their times, each after the one before it of the same client."""
+    """The turns in the order of their times, each after the one before it of the same client."""
     last: dict[int, int] = {}
     found = []
     for number, (client, one) in enumerate(sorted(rows, key=lambda row: row[1].at_s)):

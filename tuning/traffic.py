@@ -10,7 +10,7 @@ from tuning.sessions import first_turns, more_clients
 from tuning.simulator.job import Sent
 
 PAUSE_S = 120.0
-"""Between the windows of an excerpt: queues drain."""
+"""Seconds between the windows of an excerpt, in which queues drain."""
 PARTS_MAX = 12
 WINDOW_REQUESTS = 400
 """Shorter windows end before a queue has grown."""

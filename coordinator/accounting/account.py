@@ -34,11 +34,11 @@ class Bucket:
         self.content = min(self.per_min * PER_MIN, self.content - amount * PER_MIN)
 
     def wait_ns(self, amount: int) -> int:
-        """Until so much can be taken; the caller has seen that it is not more than the bucket holds."""
+        """Seconds until so much can be taken. The caller has seen that the bucket can hold as much."""
         return -(-max(amount * PER_MIN - self.content, 0) // self.per_min)
 
     def resize(self, per_min: int) -> None:
-        """To another limit; what was used stays used."""
+        """Change the limit; what was used stays used."""
         self.content += (per_min - self.per_min) * PER_MIN
         self.per_min = per_min
 
@@ -58,9 +58,9 @@ class Account:
         self.tokens_in_flight = self.kv_blocks = 0
         self.day = 0
         self.day_tokens = 0
-        """Of `day`: settled, and the most that open requests may come to; of those ..."""
+        """Tokens of `day`: those that are settled, and the most that open requests may come to."""
         self.day_spare_tokens = 0
-        """... what they are expected to give back."""
+        """Tokens of `day_tokens` that open requests are expected to give back."""
         self.set(level, now_ns)
 
     def set(self, level: Level, now_ns: int) -> None:
@@ -92,7 +92,7 @@ class Account:
         return self.open.held
 
     def frees_s(self, amount: int, of: int, now: float, usual_s: float) -> float:
-        """Until so much comes back of what the open requests hold together."""
+        """Seconds until so much comes back of what the open requests hold together."""
         return self.open.wait_s(amount * self.open.held / max(of, 1), now, usual_s)
 
     @property
@@ -106,7 +106,7 @@ class Grant(msgspec.Struct, eq=False, gc=False):
     accounts: tuple[Account, ...]
     """Empty once it is settled."""
     tokens: int
-    """By the estimate: what token rates were charged."""
+    """The estimate of its tokens that token rates were charged with."""
     tokens_max: int
     """The most that it may come to: what is held, and taken of daily budgets."""
     kv_blocks: int

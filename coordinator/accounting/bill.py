@@ -12,17 +12,17 @@ class UsageCounters(msgspec.Struct, eq=False, gc=False):
 
     attempt: int = 0
     computed_tokens: int = 0
-    """Of the prompt, in this attempt."""
+    """Prompt tokens that were computed in this attempt."""
     prompt_tokens: int = 0
-    """To be charged."""
+    """Prompt tokens to be charged."""
     prompt_done: bool = False
     """All of the prompt was computed or cached, in some attempt: what a later one computes of it again is not charged."""
     output_tokens: int = 0
-    """Of the answer, known to be emitted, summed over choices."""
+    """Answer tokens that are known to be emitted, summed over choices."""
     from_token: int = 0
-    """Of the answer: those before it are on another bill."""
+    """The first answer token on this bill; those before it are on another one."""
     charged_tokens: int = 0
-    """By an earlier bill of this request."""
+    """Tokens that an earlier bill of this request charged."""
     again: bool = False
     """Its row in the ledger may be closed."""
     adopted: bool = False
@@ -56,7 +56,8 @@ class Bill(Grant, eq=False, gc=False):
     prompt_tokens_max: int
     choices: int = 1
     counters: UsageCounters = _NOTHING
-    """To be read. Its own is made by `begin`: most requests wait before anything comes of them, and there are many."""
+    """This one is only to be read: `begin` makes a request's own. Most requests wait before anything comes of them, and there
+    are many."""
 
     def begin(self) -> UsageCounters:
         """Its counters, to be written to."""

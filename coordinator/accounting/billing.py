@@ -13,7 +13,7 @@ A request that comes back after its bill was settled, as a stream does that its 
 which goes on from there, and its row in the ledger is opened again.
 
 A bill of an earlier coordinator is an *orphan*: its row in the ledger is open, and a worker's or the gateway's word closes it.
-Both say again what ended shortly before they lost the coordinator, and since. If no word comes in `orphan_s`, as where both are
+Both say again what ended shortly before they lost the coordinator, and since. If no word comes in `orphan_s_max`, as where both are
 lost too, it is written off at its estimate.
 
 Where a worker's link is lost, as by a stop of this very process, the worker may be back in a moment, and say again what has

@@ -16,7 +16,7 @@ EXPIRED_MAX = 64
 
 
 class Drain:
-    """Of one kind of amount, like requests or tokens."""
+    """How fast one kind of amount, like requests or tokens, comes free."""
 
     __slots__ = ("_freed_at", "_mean_s", "_seen", "held")
 
@@ -47,12 +47,12 @@ class Drain:
 
     @property
     def mean_s(self) -> float:
-        """For how long each is held; 0 before the first has come free."""
+        """How long each is held, in seconds; 0 before the first has come free."""
         return self._mean_s
 
     def wait_s(self, amount: float, now: float, usual_s: float = 0.0) -> float:
-        """Until so much more has come free. While nothing does, as long again as nothing has. `usual_s`: the time for which
-        each is held, while nothing was learnt."""
+        """Seconds until so much more has come free. While nothing does, it is as long again as nothing has. `usual_s`: how
+        long each is held, while nothing was learnt."""
         if not self.held or amount <= 0:
             return 0.0
         quiet_s = now - self._freed_at

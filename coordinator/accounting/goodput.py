@@ -15,9 +15,9 @@ class RequestCounts(msgspec.Struct, gc=False):
     kept: int = 0
     """Finished within both targets. A class without targets keeps them always."""
     ttft_ms: float = 0.0
-    """Sum over the finished ..."""
+    """Sum of the times to first token of finished requests."""
     tpot_ms: float = 0.0
-    """... and of their mean time per later token."""
+    """Sum of their mean times per later token."""
 
     def add(self, took: "Times", target: "Times") -> None:
         self.finished += 1
@@ -27,7 +27,7 @@ class RequestCounts(msgspec.Struct, gc=False):
 
 
 class Times(NamedTuple):
-    """Of one request, as this coordinator sees it; targets of 0 are none."""
+    """The times of one request, as this coordinator sees it; a target of 0 is none."""
 
     ttft_ms: float
     tpot_ms: float

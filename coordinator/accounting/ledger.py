@@ -148,7 +148,7 @@ class Ledger:
         self.path = Path(path).expanduser()
         self.keep_days = keep_days
         self._prune_at = 0.0
-        """By the one clock: at the start, and then once a day."""
+        """When old rows are deleted next, by the one clock: at the start, and then once a day."""
         self._on_committed, self._on_failed = on_committed, on_failed
         self._entries: queue.Queue[Entry | None] = queue.Queue(QUEUE_MAX)
         self._thread: threading.Thread | None = None

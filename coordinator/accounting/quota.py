@@ -32,9 +32,9 @@ HELD_RETRY_S = 1.0
 LATER = 1.1
 """A client comes back up to so many times later than it was told."""
 BORROW_RETRY_S = 60.0
-"""For what only idle capacity can admit."""
+"""A client may come again after so long, if only idle capacity can admit its request."""
 _Left = tuple[int, int, float]
-"""Of one limit: the limit, what remains of it, and seconds until all of it is there again."""
+"""One limit, what remains of it, and seconds until all of it is there again."""
 _NONE: _Left = (0, 0, 0.0)
 NO_RATES = RateState(0, 0, 0.0, 0, 0, 0.0)
 DAY_S = 86_400
@@ -85,11 +85,11 @@ class Quotas:
     utc_offset_s: float = 0.0
     accounts: dict[str, Account] = field(default_factory=dict)
     _of: dict[str, tuple[Account, ...]] = field(default_factory=dict, repr=False)
-    """By tenant: its levels."""
+    """The levels of each tenant."""
     _spent: dict[str, int] = field(default_factory=dict, repr=False)
     """Levels that are gone but for what they used of a daily budget, and that day: it counts if they come back."""
     _level_names: set[str] = field(default_factory=set, repr=False)
-    """Of all tenants that the file has."""
+    """Names of the levels of all tenants in the file."""
     _vacated: dict[str, None] = field(default_factory=dict, repr=False)
     """Levels by which nothing is held any more since the last `take_vacated`, of tenants that the file does not have."""
 
@@ -154,7 +154,7 @@ class Quotas:
     # --- looking ------------------------------------------------------------------------------------------------------
 
     def rates(self, tenant: str, now: float) -> RateState:
-        """Of requests and of tokens the limit with the least left, on any level, per minute or per day."""
+        """The limits of requests and of tokens with the least left, on any level, per minute or per day."""
         accounts = self._accounts(tenant, now)
         if not any(account.limited for account in accounts):
             return NO_RATES
@@ -238,7 +238,7 @@ class Quotas:
         limits, borrows = account.limits, account.borrow and idle
 
         def held_s(amount: int, over: int, of: int) -> float:
-            """Until what is held, `of`, is less by `over`, and by as much again for each that comes back before."""
+            """Seconds until what is held, `of`, is less by `over`, and by as much again for each that comes back before."""
             account.coming.take_due(now)
             return max(account.frees_s(over + len(account.coming) * amount, of, now, usual_s), HELD_RETRY_S)
 
@@ -270,7 +270,7 @@ class Quotas:
             yield Denial(account.name, "tokens_per_day", wait_s if ask.tokens <= most else 0.0, held)
 
     def _to_midnight_s(self, account: Account, now: float) -> float:
-        """Until the account's daily budget begins anew; a day at the most."""
+        """Seconds until the account's daily budget begins anew, at most a day."""
         midnight_s = (account.day + 1) * DAY_S - (now + self.utc_offset_s)
         return min(max(midnight_s, 0.0), float(DAY_S))
 

@@ -12,7 +12,7 @@ class Opened(msgspec.Struct, frozen=True, gc=False):
 
     request_id: str
     day: int
-    """On which it counts: days since 1970, UTC."""
+    """The day on which it counts, in days since 1970, UTC."""
     tenant: str
     model: str
     priority_class: str
@@ -21,7 +21,8 @@ class Opened(msgspec.Struct, frozen=True, gc=False):
     again: bool = False
     """It may have been closed, and comes back: what it is charged in the end is not less than what it was."""
     from_token: int = 0
-    """Of the answer: those before it are charged to another request, of which this one is the rest of a choice."""
+    """The first answer token that is charged here. Those before it are charged to another request, of which this one
+    continues a choice."""
 
 
 class Closed(msgspec.Struct, frozen=True, gc=False):
@@ -67,5 +68,5 @@ class Settled(msgspec.Struct, frozen=True, gc=False):
     output_tokens: int
     from_token: int
     charged_tokens: int
-    """By bills before it."""
+    """Tokens that bills before it charged."""
     used_tokens: int

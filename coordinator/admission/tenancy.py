@@ -16,7 +16,7 @@ from proto.messages import Submit
 RELOAD_S = 5.0
 """A tenant that only the gateway knows: the coordinator will have read the same file by then."""
 JITTERED_MAX_S = 60.0
-"""Of a longer wait no more than the part of this is jitter: a client that waits for midnight is not to lose minutes."""
+"""The jitter of a wait is at most a part of this, so that a client that waits for midnight does not lose minutes."""
 Refusal = tuple[Reject | None, str, float | None]
 """A reason, its words, and seconds until another try, 0 for never; None: as long as what waits before it takes."""
 

@@ -50,9 +50,9 @@ class Header:
     """Python and machine: elsewhere the last bit of a float may differ."""
     process: str = ""
     unix_s: float = 0.0
-    """When the recording began …"""
+    """Unix time at which the recording began."""
     started: float = 0.0
-    """… and what the core's clock showed then."""
+    """What the core's clock showed at `unix_s`."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Chain:
         return self._hash
 
     def record(self, count: int, digest: int | str) -> bytes:
-        """Of the event last given."""
+        """Write the digest of the event that was given last."""
         return _PAIR + self._head + _encoder.encode((self.sum, count, digest))
 
 

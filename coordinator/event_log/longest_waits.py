@@ -1,7 +1,6 @@
-"""From an event log: which requests waited longest, and which ids begin with a prefix. Pure.
+"""Which requests waited longest, and which ids begin with a prefix, from an event log. Pure.
 
-Both are observers of a `coordinator.event_log.replay.Replay`.
-"""
+Both are observers of a `coordinator.event_log.replay.Replay`."""
 
 from heapq import heappush, heappushpop
 
@@ -36,7 +35,7 @@ class Waited(msgspec.Struct, frozen=True, order=True):
 
     waited_s: float
     submitted_s: float
-    """Since the recording began."""
+    """Seconds since the recording began."""
     request: str
     priority_class: str
     tenant: str
@@ -52,7 +51,7 @@ class Longest:
         self._started, self._most = started, most
         self._since: dict[str, float] = {}
         self._live: dict[str, tuple[Request, float]] = {}
-        """With the seconds waited so far."""
+        """Live requests, with the seconds that they have waited so far."""
         self._top: list[Waited] = []
         self._now = started
         self.requests = 0

@@ -1,4 +1,4 @@
-"""From an event log: workers that change their role, and what the autopilot said of the ratio. Pure.
+"""Workers that change their role, and what the autopilot said of the ratio, from an event log. Pure.
 
 `RatioChanges` is an observer of a `coordinator.event_log.replay.Replay`; a request's `Timeline` has what falls into its life.
 """
@@ -23,7 +23,7 @@ class RoleChange(msgspec.Struct, frozen=True, tag_field="what", tag="role_change
     """Who wanted it, or for what reason."""
     failure: str
     took_ms: float
-    """From the order to its registration in the new role."""
+    """Milliseconds from the order to its registration in the new role."""
 
 
 class Advice(msgspec.Struct, frozen=True, tag_field="what", tag="advice"):

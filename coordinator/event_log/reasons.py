@@ -105,11 +105,11 @@ class FasterElsewhere(msgspec.Struct, frozen=True, tag_field="kind", tag="faster
     worker: str
     """That one."""
     done_s: float
-    """When it is expected to be computed there ..."""
+    """When the prompt is expected to be computed by the worker for which it waits."""
     asked: str
     """The worker whose turn it let pass."""
     done_there_s: float
-    """... and when that one would have been done."""
+    """When the other worker would have computed it."""
 
 
 class RunsAlone(msgspec.Struct, frozen=True, tag_field="kind", tag="runs_alone"):
@@ -211,7 +211,7 @@ def _elsewhere(target: Request, asked: Worker, pool: Pool) -> CachedElsewhere | 
 
 
 def _goes_first(winner: Request, target: Request) -> OtherTurn | SameTenant | None:
-    """By the fair order; None if `target` would have gone first."""
+    """Whether `winner` goes first by the fair order; None if `target` would have gone first."""
     mine: Entry[Any] | None = target.entry
     theirs: Entry[Any] | None = winner.entry
     assert mine is not None and theirs is not None

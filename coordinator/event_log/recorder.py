@@ -196,8 +196,8 @@ def _open_new(path: Path) -> int:
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    """Until the file is closed, at the latest when the process ends. Raises `OSError`, also where the file system has no locks,
-    and where the path is another file's by now."""
+    """Lock the file until it is closed, at the latest when the process ends. Raises `OSError`, also where the file system has
+    no locks, and where the path has become another file's."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -39,9 +39,9 @@ class Difference:
     """Where the event log and the core part."""
 
     number: int
-    """Of the event, from 1."""
+    """The event's number, from 1."""
     at_s: float
-    """Since the recording began."""
+    """Seconds since the recording began."""
     event: Event
     why: str
     recorded: str

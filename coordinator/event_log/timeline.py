@@ -40,9 +40,9 @@ class Submitted(msgspec.Struct, frozen=True, tag_field="what", tag="submitted"):
     prompt_tokens: int
     max_tokens: int
     waiting: int
-    """Requests for this model that waited already …"""
+    """Requests for this model that waited already when it came."""
     waiting_of_tenant: int
-    """… and those among them of the same tenant."""
+    """Those of `waiting` that are of the same tenant."""
 
 
 class Passed(msgspec.Struct, frozen=True, tag_field="what", tag="passed_over"):
@@ -69,7 +69,7 @@ class Placed(msgspec.Struct, frozen=True, tag_field="what", tag="placed"):
     kv_blocks: int
     """Reserved on the decode worker."""
     cached_tokens: int
-    """Of the prompt, believed to be on the prefill worker."""
+    """Prompt tokens that the prefill worker was believed to have cached."""
     kept: bool
     """It was not its turn, but room had been kept for it."""
     projected_s: float = 0.0
@@ -114,7 +114,7 @@ class Ended(msgspec.Struct, frozen=True, tag_field="what", tag="ended"):
     why: str
     retry_after_s: float
     by: By | None
-    """For whom it had to make room."""
+    """The request for which it had to make room."""
 
 
 Entry = Submitted | Passed | KeptFor | Placed | ChunkSent | Changed | Ended | RoleChange | Advice
@@ -161,7 +161,7 @@ def _same(reason: Reason) -> tuple[object, ...]:
 
 
 class Timeline:
-    """Of one request, over all its attempts. An `Observer`."""
+    """What happened to one request, over all its attempts. An `Observer`."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -175,7 +175,7 @@ class Timeline:
         self._looked: list[Looked] = []
         self._in_step = self._kept = False
         self._ends: dict[tuple[int, int], StepEnd] = {}
-        """Of the steps made up at the event in hand, by worker and number."""
+        """Ends of the steps that are composed at the present event, by worker and number."""
         self._event: Event | None = None
         self._came: Submitted | None = None
         """Told once the core has taken it or turned it away: what repeats an attempt is neither."""

@@ -19,7 +19,7 @@ class Prices:
     output_token: float = 2.0
 
     def chunk(self, tokens: int, context_tokens: int = 0, attention_tokens: int = 0) -> float:
-        """Of so many tokens behind so many; `attention_tokens` 0: context costs nothing."""
+        """What a chunk of `tokens` costs behind `context_tokens`; with `attention_tokens` 0 context costs nothing."""
         cost = self.prompt_token * tokens
         if attention_tokens:
             cost *= 1.0 + (context_tokens + tokens / 2) / attention_tokens

@@ -41,7 +41,7 @@ class Terms(NamedTuple):
     last: bool
     """The chunk is its last one: the entry leaves the queue."""
     key: int
-    """Under which it waits for its further chunks; of no account after the last one."""
+    """The queue key under which it waits for its further chunks; unused after the last one."""
 
 
 class FairQueue(Generic[T]):
@@ -112,7 +112,7 @@ class FairQueue(Generic[T]):
         self.size -= 1
 
     def move(self, entry: Entry[T], key: int) -> None:
-        """From now on it waits under another key, as the newest there. Its deadline and its arrival stay."""
+        """Let it wait under another key, as the newest there. Its deadline and its arrival stay."""
         self._move(entry, key, entry.chunks)
 
     def first(self, keys: Iterable[int]) -> Entry[T] | None:

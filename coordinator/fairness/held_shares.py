@@ -16,7 +16,7 @@ from coordinator.fairness.scheduling_class import Path
 Key = tuple[str, int]
 """A request's id and attempt."""
 NEAR_ENOUGH = 0.85
-"""Of what the other holds for its weight: nobody is interrupted for a smaller difference."""
+"""Nobody is interrupted for a smaller difference, as a part of what the other holds for its weight."""
 LOOKED_AT_MAX = 16
 """Streams of one tenant, at one event."""
 
@@ -33,7 +33,7 @@ class _Node:
         self.order: list[tuple[float, str]] = []
         """Their names, by what they hold for their weight."""
         self.streams: dict[tuple[int, Key], int] = {}
-        """Of a tenant: what each holds, by its decode worker; oldest first."""
+        """What each stream of a tenant holds, by its decode worker; oldest first."""
 
 
 class HeldShares:

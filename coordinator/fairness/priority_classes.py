@@ -1,4 +1,4 @@
-"""From the priority classes' weights and floors to the weights of the fair queue's first ring."""
+"""Turns the priority classes' weights and floors into the weights of the fair queue's first ring."""
 
 from collections.abc import Mapping
 

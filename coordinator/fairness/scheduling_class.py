@@ -68,13 +68,13 @@ class SchedulingClass:
         assert weight > 0, path
         self.path, self.weight, self.parent, self.position = path, weight, parent, position
         self.round = 0.0
-        """Of the parent's ring: when this node's turn comes."""
+        """The round of the parent's ring in which this node's turn comes."""
         self.owed = 0.0
         """Corrections not yet charged: they count with the next chunk."""
         self.now = 0.0
         """The round this node's own ring has come to."""
         self.rows: dict[int, SortedRow] = {}
-        """By queue key, where it has something to run."""
+        """The rows in which it has something to run, by queue key."""
         self.children: dict[str, SchedulingClass] = {}
         self.order: list[tuple[float, int, SchedulingClass]] = []
         """Children that have something to run, in the order of their turns: round, position, child."""

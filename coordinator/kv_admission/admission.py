@@ -61,13 +61,13 @@ from coordinator.kv_admission.demand import NEVER, KvDemand
 from coordinator.kv_admission.shared_blocks import SharedBlocks
 
 SPARE_SHARE = 1 / 16
-"""Of the pool: left free by attempts that may outlive what they are counted with, for those that do."""
+"""The part of the pool that attempts leave free which may outlive what they are counted with."""
 Key = tuple[str, int]
 Ints = npt.NDArray[np.int64]
 
 
 _COLUMNS = _END, _CAP, _OFFSET, _CHOICES, _BASE, _TOTAL = range(6)
-"""Of the table: the fields of `_Row`, and T at the row's end."""
+"""Columns of the table: the fields of `_Row`, and T at the row's end."""
 
 
 class _Row(NamedTuple):
@@ -92,7 +92,7 @@ class _Entry(NamedTuple):
     """None: adopted, only its blocks are known."""
     running: bool
     covered: int = 0
-    """Of its prompt's blocks, those that are counted with other attempts; `row` and `whole` are without them."""
+    """Its prompt's blocks that are counted with other attempts; `row` and `whole` are without them."""
 
 
 class KvAdmission:

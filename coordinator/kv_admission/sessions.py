@@ -30,14 +30,14 @@ SCANNED_BLOCKS: Final = 128
 """A session without a name is found if its turn adds less than so many blocks to its prompt."""
 PATIENCE: Final = 8
 PATIENCE_S: Final = 60.0
-"""At least."""
+"""A lease lasts for so long at least."""
 TAIL_BLOCKS: Final = 8
 LEARNT: Final = 0.1
 """Weight of a new observation."""
 COMPUTED_ANEW_S: Final = 6000.0
-"""Keeping a token for so long would cost as much as computing it ..."""
+"""Keeping a token for so long would cost as much as computing it."""
 CHARGE_MAX: Final = 0.1
-"""... but never more than this part of that."""
+"""What is kept costs at most this part of computing it."""
 AT_ONCE: Final = 64
 """Sessions that one event forgets at most."""
 
@@ -106,13 +106,13 @@ class Sessions:
         self._tenants: OrderedDict[str, Tenant] = OrderedDict()
         """The one heard of longest ago first."""
         self._weights = 0.0
-        """Of tenants with leases."""
+        """Weights of the tenants that have leases."""
         self._by_name: dict[tuple[str, bytes], Session] = {}
         self._by_end: dict[tuple[str, bytes], Session] = {}
         self._idle: OrderedDict[Session, None] = OrderedDict()
         """All without a running turn, the one that has been so for longest first."""
         self._leases_of: dict[str, OrderedDict[Session, None]] = {}
-        """By tenant, in the same order."""
+        """Leases of each tenant, in the order of `_idle`."""
 
     def __len__(self) -> int:
         return len(self._idle)

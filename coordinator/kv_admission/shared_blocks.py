@@ -18,7 +18,7 @@ _NO_PARTS: Mapping[int, int] = {}
 @dataclass(eq=False, slots=True)
 class _Chain:
     holders: dict[Key, tuple[int, int, Key]] = field(default_factory=dict)
-    """Of each: the last step at which it may live, blocks of the chain that it holds, and itself."""
+    """The last step at which each attempt may live, the blocks of the chain that it holds, and its key."""
     counting: dict[Key, int] = field(default_factory=dict)
     """How many blocks of it are counted with whom; all blocks of the others are covered."""
 
@@ -40,7 +40,7 @@ class _Chain:
 
 
 def chains(parts: Iterable[PrefixPart]) -> dict[int, int]:
-    """By chain, how many of its blocks."""
+    """How many blocks there are of each chain."""
     return {part.chain: part.blocks for part in parts}
 
 
@@ -89,7 +89,7 @@ class SharedBlocks:
             self._leave(number, key)
 
     def settle(self) -> dict[Key, int]:
-        """By how many covered blocks attempts have more, or less, than they were last told."""
+        """How many covered blocks attempts have more, or less, than they were last told."""
         changed: dict[Key, int] = {}
         for number in sorted(self.stale):
             for key, more in self._chains[number].settle().items():

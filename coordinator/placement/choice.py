@@ -45,7 +45,7 @@ def expect_cached(request: Request, prefill: Worker, pool: Pool) -> None:
 
 class Better(NamedTuple):
     worker: Worker
-    """To wait for, or the one that asks: it computes the prefix once more."""
+    """The worker to wait for, or the one that asks: that one computes the prefix once more."""
     prefix: bytes
     """The last block of what another worker has cached, and the one that asks has not."""
     cached_tokens: int

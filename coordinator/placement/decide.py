@@ -58,7 +58,7 @@ class Wait(NamedTuple):
 
 class NoRoom(NamedTuple):
     in_decode: bool
-    """On no decode worker; else on this prefill worker, or on none that it may send to."""
+    """There is no room on any decode worker; else there is none on this prefill worker, or on none that it may send to."""
     classes: Sequence[int] = ()
     """Classes that are found to have no room in decode."""
     copied: bytes = b""

@@ -24,9 +24,9 @@ from proto.errors import Interrupt
 PREEMPTED_MAX = 3
 """A stream is interrupted for others no more often."""
 SOON_S = 3.0
-"""Nobody is interrupted for a share that comes free within this time by itself, ..."""
+"""Nobody is interrupted for a share that comes free by itself within so many seconds."""
 SOON_SHARE = 0.25
-"""... or, for a request with a time for its first token, within this part of that."""
+"""Nobody is interrupted within this part of a request's target for its first token."""
 CHARGE_EVERY_S = 0.5
 HELD_COST = 4.0
 """All room in decode, while it is short, beside all the tokens that prefill workers compute meanwhile: the order of those who

@@ -50,5 +50,5 @@ def decode_limit(decode: Worker, first: Request, pool: Pool) -> StepEnd:
 
 
 def _first_without_room(pool: Pool, queue: WaitQueue) -> Request | None:
-    """Of a class of KV demand that found none in decode, and in which something waits."""
+    """The first request of a class of KV demand that found no room in decode, where something of the class waits."""
     return next((first for key, first in pool.wakeups.closed.items() if queue.fair.has(key)), None)

@@ -38,7 +38,8 @@ class Trial(msgspec.Struct, frozen=True):
 
     number: int
     share: float = 0.0
-    """Of all organisations, chosen by a hash of their name: the same ones in every trial of this share."""
+    """The share of all organisations that it is tried on, chosen by a hash of their names: the same ones in every trial of
+    this share."""
     organisations: tuple[str, ...] = ()
 
     def has(self, organisation: str) -> bool:
@@ -65,7 +66,7 @@ class Versions(msgspec.Struct):
     """Those that were in force before, latest last."""
     trial: Trial | None = None
     file_digest: str = ""
-    """Of the tenants file as it was last read."""
+    """Digest of the tenants file as it was last read."""
 
     def get(self, number: int) -> Version:
         """Raises `PolicyError`."""
@@ -111,7 +112,7 @@ class Versions(msgspec.Struct):
         self._put_in_force(number)
 
     def roll_back(self, number: int, options: Mapping[str, Any], now_s: float) -> None:
-        """To that version, or, with 0, to the one before."""
+        """Go back to that version, or, with 0, to the one before."""
         if not number and not self.before:
             raise PolicyError("no version was in force before this one")
         to = self.get(number or self.before[-1])

@@ -25,7 +25,7 @@ from proto.messages import Interrupted, Release, Role
 
 ORDERS_MAX = 1024
 KEPT_S_MAX = 0.5
-"""For which a stream waits to be resumed where its KV is, instead of being computed again elsewhere."""
+"""A stream waits for so long at most to be resumed where its KV is, instead of being computed again elsewhere."""
 
 
 def needs(request: Request, worker: Worker) -> bool:
@@ -84,7 +84,7 @@ def _refresh_eligibility(state: State, worker: Worker) -> None:
 
 
 def said(state: State, incarnation: int, event: Received, now: float) -> None:
-    """By the worker itself: it is to end."""
+    """The worker says that it is to end."""
     message, worker = event.message, state.workers[incarnation]
     assert isinstance(message, Draining)
     worker.leaving = message.hand_over_ms is not None
@@ -96,7 +96,7 @@ def said(state: State, incarnation: int, event: Received, now: float) -> None:
 
 
 def asked(state: State, incarnation: int, event: Received, now: float) -> None:
-    """By a person, who knows workers by name."""
+    """A person asks for it, who knows workers by name."""
     request = event.message
     assert isinstance(request, DrainRequest)
     workers = named(state, request.worker)

@@ -22,15 +22,15 @@ from proto.limits import flips_at_once
 from proto.messages import Hello, Interrupted, Role
 
 REGISTER_S_MAX = 15.0
-"""In which a process that holds nothing has registered in its new role, or is given its old one back."""
+"""A process that holds nothing has so long to register in its new role; then it is given its old one back."""
 CACHE_TOLD_S = 0.1
-"""In which a worker that has come back has told what it has cached."""
+"""A worker that has come back has so long to tell what it has cached."""
 FIRST_VERSION = 10
-"""Of the protocol: workers of an older one know nothing of this."""
+"""The first version of the protocol that has changes of role."""
 
 
 def asked(state: State, incarnation: int, event: Received, now: float) -> None:
-    """By a person or the autopilot."""
+    """A person or the autopilot asks for it."""
     request = event.message
     assert isinstance(request, FlipRequest)
     workers = draining.named(state, request.worker)
@@ -151,7 +151,7 @@ def worker_joined(state: State, hello: Hello, now: float) -> None:
 
 
 def failed(state: State, incarnation: int, event: Received, now: float) -> None:
-    """By the worker: it cannot."""
+    """The worker says that it cannot."""
     assert isinstance(event.message, FlipFailed)
     if (flip := state.flipping.get(incarnation)) is not None:
         _give_up(state, flip, event.message.why)
@@ -170,7 +170,7 @@ def _give_up(state: State, flip: Flip, why: str) -> None:
 
 
 def cache_told(state: State, incarnation: int) -> None:
-    """By a worker: if it has just come back, its coordinator knows now what it has kept."""
+    """A worker has told what it has cached. If it has just come back, its coordinator knows what it has kept."""
     flip = state.unproven.get(incarnation)
     if flip is not None and flip.state is FlipState.DONE:
         _resume(state, flip)

@@ -66,7 +66,8 @@ class LeaderLock:
 
 
 def _wait(usage_db: Path, path: Path, taken: "Future[int]") -> None:
-    """On a thread of its own, since waiting for a lock cannot be interrupted: whoever gave up waiting leaves it behind."""
+    """Runs on a thread of its own, since waiting for a lock cannot be interrupted: a caller that gives up leaves the thread
+    behind."""
     descriptor = -1
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

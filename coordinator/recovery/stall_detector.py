@@ -26,11 +26,11 @@ class StallDetector:
         self._looked_at: float | None = None
 
     def begin(self, now: float) -> None:
-        """From now on peers may come, and leave."""
+        """Peers may come and leave from this moment on."""
         self._looked_at = now
 
     def look(self, now: float) -> bool:
-        """To be asked more often than `limit_s`; from the first true answer on, all are."""
+        """The caller asks more often than every `limit_s`. Once the answer is true, it stays true."""
         if self._looked_at is None:
             return False
         if now - self._looked_at > self.limit_s and not self.away_s:

@@ -12,7 +12,7 @@ REQUESTS_MAX = 256
 class RecentTimes:
     def __init__(self) -> None:
         self._last: deque[tuple[float, float, float, int]] = deque(maxlen=REQUESTS_MAX)
-        """Of those that came to their end: queue, prefill, from there to the end, in ms; output tokens."""
+        """Queue, prefill, and from there to the end, in ms, and answer tokens of requests that came to their end."""
 
     def closed(self, entry: Closed) -> None:
         if entry.outcome == State.FINISHED:
@@ -36,6 +36,6 @@ class RecentTimes:
 
 
 def _quantile(values: Sequence[float], part: float) -> float:
-    """By nearest rank."""
+    """The quantile by nearest rank."""
     ordered = sorted(values)
     return ordered[min(int(part * len(ordered)), len(ordered) - 1)]

@@ -13,7 +13,7 @@ from runtime.metrics.registry import Labels, MetricsRegistry
 
 PREFIX = "crossdock_coordinator_"
 RESUMED = "(resumed)"
-"""Beside the priority classes: later attempts of any of them."""
+"""The label of later attempts, whatever their priority class."""
 
 
 def schedule_metrics(registry: MetricsRegistry, core: Callable[[], State], clock: Callable[[], float]) -> None:

@@ -23,7 +23,7 @@ class Service(NamedTuple):
 
 
 def services(queue: WaitQueue, now: float) -> list[Service]:
-    """Of tenants that were served lately, or wait."""
+    """What was served to tenants that were served lately, or that wait."""
     found = []
     for path in queue.backlog.tenants():
         tenant = queue.backlog.tenant(path, now)
@@ -42,7 +42,7 @@ def jain(values: Iterable[float]) -> float:
 
 
 def evenness(queue: WaitQueue, found: Iterable[Service]) -> dict[str, float]:
-    """By priority class: Jain's index of the cost served per weight, over organisations with requests waiting. Those
+    """Jain's index of the cost served per weight for each priority class, over organisations with requests waiting. Those
     without any get what they ask for, which is no question of fairness."""
     served: dict[tuple[str, str], float] = {}
     waiting: set[tuple[str, str]] = set()

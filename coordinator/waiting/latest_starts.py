@@ -20,7 +20,7 @@ SLOWER = 0.8
 
 
 class LatestStarts:
-    """Of requests that may be shed: those in their first attempt."""
+    """When the requests that may be shed must start at the latest: those in their first attempt."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []

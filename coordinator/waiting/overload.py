@@ -73,15 +73,16 @@ class Ranked(Generic[K]):
 @dataclass(eq=False)
 class Tenant:
     cost: Rate
-    """Of what was dispatched, answers as estimated."""
+    """Cost of what was dispatched, with answers as estimated."""
     requests: dict[str, Request] = field(default_factory=dict)
     """Those that wait and may be shed, oldest first."""
     tokens: int = 0
-    """Of all that wait, also of those that may not be shed."""
+    """Tokens of all requests that wait, also of those that may not be shed."""
 
 
 class Backlog:
-    """Of one model's queue. The owner reports what comes to wait, what goes, and what is dispatched."""
+    """How much one model's queue has to do, and how fast it is done. The owner reports what comes to wait, what goes, and
+    what is dispatched."""
 
     def __init__(self, tokens_per_request: float) -> None:
         self._tokens_per_request = tokens_per_request
@@ -168,7 +169,7 @@ class Backlog:
         return None
 
     def _victim_beside(self, newcomer: Request, size: float) -> Request | None:
-        """Of the newcomer's own priority class: somebody with more than the newcomer's tenant would have."""
+        """A request of the newcomer's own priority class, of a tenant with more than the newcomer's would have."""
         priority_class, own, _ = newcomer.path
         organisations = self._organisations.setdefault(priority_class, Ranked())
         organisation = organisations.largest()

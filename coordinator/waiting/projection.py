@@ -46,27 +46,27 @@ class Accuracy(NamedTuple):
     projected_s: float = 0.0
     waited_s: float = 0.0
     error_s: float = 0.0
-    """Of what was projected at their arrival, in either direction."""
+    """How far what was projected at their arrival was off, in seconds, in either direction."""
 
 
 class Projection:
-    """Of one model's queue."""
+    """How long requests of one model's queue will wait."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self.waiting = WorkAhead(weights)
-        """Work in weighted tokens, as in `Prices`: of requests that wait for a place ..."""
+        """Work of the requests that wait for a place, in weighted tokens, as in `Prices`."""
         self._line = WorkAhead(weights)
-        """... and with it, of those that were told to come back."""
+        """Work as in `waiting`, with that of requests that were told to come back."""
         self._coming: ComingBack[tuple[Path, int]] = ComingBack()
         self.placed = Drain()
         self._prompt_tokens = 0
-        """Of requests that wait."""
+        """Prompt tokens of the requests that wait."""
         self._waits_since: float | None = None
         """There has been something waiting since then."""
         self.accuracy: dict[str, Accuracy] = {}
-        """By priority class, ..."""
+        """How far projections were off, by priority class."""
         self.ratios: dict[str, Ratios] = {}
-        """... and the waits in terms of what was projected; not those of which both are short."""
+        """Waits as parts of what was projected, by priority class; without those of which both are short."""
 
     def reweigh(self, weights: Mapping[str, float]) -> None:
         self.waiting.reweigh(weights)
@@ -137,7 +137,7 @@ class Projection:
         return told_s
 
     def _seconds(self, work: float, speed: Speed, now: float) -> float:
-        """In which so much work gets a place."""
+        """Seconds in which so much work gets a place."""
         placed, since = self.placed, self._waits_since
         steady = since is not None and placed.is_learnt and now - since >= placed.mean_s
         prefill_s = 0.0

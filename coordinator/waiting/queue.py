@@ -24,7 +24,7 @@ from proto.messages import Chunk, Submit
 from proto.parts import STEP_TOKENS
 
 _PRIORITY_S = 1e6
-"""Of one step of a request's own priority: more than any deadline."""
+"""Seconds that one step of a request's own priority counts: more than any deadline."""
 _HEAD_START_S = 1e13
 """What a drain cut short goes before whatever else its tenant has waiting."""
 
@@ -39,7 +39,7 @@ class WaitQueue:
         self._length_of_all = OutputLength(limits.long_output_tokens)
         """What tenants begin with of which no answer has been seen."""
         self.output_ratios: dict[str, Ratios] = {}
-        """By priority class: tokens of answers, in terms of what was expected when they were admitted."""
+        """Tokens of answers as parts of what was expected when they were admitted, by priority class."""
         self._waits = Waits(limits.queue_wait_s_max, limits.resumed_wait_s_max)
         self._waits.priority_classes = limits.priority_classes
         self._latest_starts = LatestStarts()
@@ -58,9 +58,9 @@ class WaitQueue:
         self._served = Rate(0.0)
         """Cost of all tenants."""
         self.step_tokens = STEP_TOKENS
-        """Of workers that are not told another budget."""
+        """Step budget of workers that are not told another one."""
         self.attention_tokens = 0
-        """Of the model, as in `Prices.chunk`."""
+        """The model's figure, as in `Prices.chunk`."""
         self._classes: dict[int, None] = {}
         """Keys of all classes of KV demand that have come up. There are some tens at the most."""
         self._priority_classes: set[str] = set(limits.priority_classes)
@@ -193,7 +193,7 @@ class WaitQueue:
             request.entry = None
 
     def oldest_since(self) -> dict[str, float]:
-        """By priority class in which something waits: since when its oldest does."""
+        """When the oldest request came, for each priority class in which something waits."""
         return self._waits.oldest_since()
 
     # --- time -----------------------------------------------------------------------------------------------------------
@@ -285,16 +285,16 @@ class WaitQueue:
         return self._served.per_s(now)
 
     def weight(self, path: Path) -> float:
-        """Of its organisation in its priority class."""
+        """The weight of its organisation in its priority class."""
         return self.fair.weights.get("/".join(path[:2]), 1.0)
 
     def charge(self, path: Path, cost: float) -> None:
-        """For room that others could not have."""
+        """Charge for room that others could not have."""
         if cost > 0:
             self.fair.charge(path, cost)
 
     def charge_kept(self, path: Path, prompt_tokens: float) -> None:
-        """For KV that was kept between two turns, while others wait; as for computing so many tokens."""
+        """Charge for KV that was kept between two turns, while others wait; as for computing so many tokens."""
         if len(self) > self.backlog.waiting(path):
             self.charge(path, self._limits.prices.prompt_token * prompt_tokens)
 
@@ -325,7 +325,7 @@ class WaitQueue:
             request.begin().output_charged = 0.0
 
     def learn(self, request: Request, emitted_tokens: int) -> None:
-        """From an answer that came to its end: how long this tenant's are."""
+        """Learn from an answer that came to its end how long this tenant's are."""
         if request.expected_tokens:
             name = request.path[0]
             found = self.output_ratios.get(name) or self.output_ratios.setdefault(name, Ratios())

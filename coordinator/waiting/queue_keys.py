@@ -30,7 +30,7 @@ class Demand(NamedTuple):
     tokens: int
     choices: int
     target: int = 0
-    """Of its time per token: the larger, the longer that may be; 0 for none."""
+    """Its class of targets for the time per token: the larger, the longer that may be; 0 for none."""
 
     @staticmethod
     def of(submit: Submit, expected_left: int = NEVER, tpot_ms: float = 0.0) -> "Demand":
@@ -56,7 +56,7 @@ def smallest(key: int) -> Demand:
 
 
 def classes_without_room(demand: Demand, classes: Iterable[int]) -> list[int]:
-    """Of these classes, those that no room can be found for either if `demand` has none."""
+    """Those of these classes that no room can be found for either if `demand` has none."""
     found = []
     for key in classes:
         least = smallest(key)
@@ -71,12 +71,8 @@ def bound_key(incarnation: int) -> int:
 
 
 LONE_KEY = bound_key(0)
-"""Of requests that are to have a decode worker of their own: no prefill worker asks for it."""
+"""The key of requests that are to have a decode worker of their own: no prefill worker asks for it."""
 
 
 def is_class(key: int) -> bool:
     return -_CLASSES < key < 0
-
-
-def is_placed(key: int) -> bool:
-    return key > 0

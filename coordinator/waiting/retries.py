@@ -13,7 +13,7 @@ WINDOW_S = 10.0
 
 class RetryBudget:
     def __init__(self, floor: int, share: float) -> None:
-        """Within a window `floor`, and `share` times the number of live requests."""
+        """Allow `floor` retries within a window, and `share` times the number of live requests."""
         self._floor, self._share = floor, share
         self._let_in: deque[float] = deque()
         """When, within the last window."""
@@ -28,5 +28,5 @@ class RetryBudget:
         self._let_in.append(now)
 
     def wait_s(self, now: float) -> float:
-        """Until there is more again."""
+        """Seconds until more are allowed again."""
         return max(self._let_in[0] + WINDOW_S - now, 0.0) if self._let_in else 0.0

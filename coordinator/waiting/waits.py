@@ -1,4 +1,4 @@
-"""Since when each request waits for a place, and which ones have waited too long. Pure."""
+"""When each request began to wait for a place, and which ones have waited too long. Pure."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ class _Class:
     def __init__(self, name: str) -> None:
         self.name = name
         self.came: deque[tuple[float, Request]] = deque()
-        """With the time since when each waits."""
+        """When each request began to wait."""
         self.kept: deque[tuple[float, Request]] = deque()
         """While those that are gone are dropped: older ones, which have been looked through."""
 
@@ -73,7 +73,7 @@ class Waits:
         self._entries = 0
         """As many as were left when those that are gone were last dropped, and those that came since."""
         self._swept: list[_Class] = []
-        """Of which those that are gone are dropped now, a few with each request that comes."""
+        """Entries from which those that are gone are dropped, a few with each request that comes."""
 
     def __iter__(self) -> Iterator[Request]:
         """Those that wait, oldest first."""
@@ -108,7 +108,7 @@ class Waits:
         return min(ends, default=None)
 
     def oldest_since(self) -> dict[str, float]:
-        """By priority class in which something waits: since when its oldest does. Later attempts are under ""."""
+        """When the oldest request came, for each priority class in which something waits. Later attempts are under ""."""
         found = ((name, one.oldest()) for name, one in self._classes.items())
         return {name: oldest[0][0] for name, oldest in found if oldest is not None}
 

@@ -29,7 +29,7 @@ class _Node:
     weight: float
     work: int = 0
     urgent: int = 0
-    """Of requests with a deadline, or with a target for the first token."""
+    """Requests with a deadline, or with a target for the first token."""
     sizes: dict[int, _Size] = field(default_factory=dict)
     """Its children that have work, by the binary order of what they want for their weight."""
 

@@ -29,7 +29,7 @@ class Bindings:
         """Workers to which requests are bound, longest first."""
 
     def bind(self, request: Request, prefill: Worker) -> None:
-        """From now on it counts among what waits for this worker."""
+        """Count the request among what waits for this worker."""
         self.unbind(request)
         attempt_progress = request.begin()
         attempt_progress.bound_to = prefill.incarnation

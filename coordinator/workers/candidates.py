@@ -28,7 +28,7 @@ class Candidates:
     ) -> None:
         self._prefill, self._decode, self._locality, self._targets = prefill, decode, locality, targets
         self.block_sizes: list[int] = []
-        """Of all workers."""
+        """Block sizes of all workers."""
         self._finish = Ordered()
         """Prefill workers, the one first that would be done first with a prompt of usual length."""
         self._least_full = Ordered()

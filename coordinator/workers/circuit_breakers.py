@@ -33,7 +33,7 @@ _TROUBLE = 0.2
 @dataclass
 class _State:
     failures: int = 0
-    """In a row."""
+    """Failures in a row."""
     failed_at: float = -inf
     open_until: float = -inf
     probe: Key | None = None

@@ -21,7 +21,7 @@ class FlipState(StrEnum):
 @dataclass(eq=False)
 class Flip:
     hellos: Sequence[Hello]
-    """Of the process in its old role: one, or two of a mixed worker."""
+    """What the process said in its old role: one message, or two of a mixed worker."""
     role: Role
     """The new one."""
     force: bool
@@ -50,7 +50,7 @@ class Flip:
 
     @property
     def incarnations(self) -> tuple[int, ...]:
-        """Of the old role."""
+        """Its incarnations in the old role."""
         return tuple(hello.incarnation for hello in self.hellos)
 
     def keeps(self, role: Role) -> bool:
@@ -58,7 +58,7 @@ class Flip:
         return role is Role.DECODE and Role.PREFILL in self.role.registers_as
 
     def came_back(self, hello: Hello) -> bool:
-        """In this role; True if it has now registered in all that it takes."""
+        """It has come back in this role; True if it has registered in all roles that it takes."""
         self.registered.add(hello.role)
         return self.registered == set(self.role.registers_as)
 

@@ -30,7 +30,7 @@ from proto.messages import Role, Submit
 from proto.parts import STALL_SHARE, Capacity
 
 TOKENS_PER_S = 1000.0
-"""Of a prefill worker, while none of its pool has been measured."""
+"""The rate that a prefill worker is taken to have, while none of its pool has been measured."""
 
 SLICE_SHARE = 0.5
 """Part of a target per token that a mixed worker's prompts may take of it; its own step takes the rest."""
@@ -75,7 +75,7 @@ class Pool:
         self._tokens_per_s, self._measured = 0.0, 0
         """The sum of the rates of prefill workers, and of how many."""
         self._mean_tokens_per_s = 0.0
-        """Of the prefill workers measured; 0: to be counted anew."""
+        """Mean rate of the prefill workers that were measured; 0: to be counted anew."""
         self.no_room = self.cache_waits = 0
         """Turns that passed a request over: without room for it, or for a worker that has more of it cached."""
         self._mixed: dict[tuple[str, int, str], Worker] = {}
@@ -302,7 +302,7 @@ class Pool:
         return self._tokens_per_s * len(self.prefill) / self._measured if self._measured else 0.0
 
     def fastest_tokens_per_s(self) -> float:
-        """Of the workers that take prompts, the highest rate measured with full steps; 0 where there is none."""
+        """The highest rate that was measured with full steps, of workers that take prompts; 0 where there is none."""
         rates = (w.tokens_per_s for w in self.prefill.values() if w.has_run_full and not w.draining)
         return max(rates, default=0.0)
 
@@ -316,7 +316,7 @@ class Pool:
         return min((w.tokens_in_flight + tokens) / (w.tokens_per_s if w.has_run_full else fastest) for w in takers)
 
     def capacities(self) -> tuple[frozenset[Capacity], ...]:
-        """Of prefill and decode workers that take work: all on which it depends what can run at all."""
+        """Capacities of prefill and decode workers that take work: all on which it depends what can run at all."""
         sides = (self.prefill, self.decode)
         return tuple(frozenset(w.capacity for w in side.values() if not w.draining) for side in sides)
 
@@ -326,7 +326,8 @@ class Pool:
         return all(any(not w.draining and w.could_ever_take(submit) for w in side.values()) for side in sides)
 
     def could_ever_fit(self, submit: Submit) -> bool:
-        """On workers that are up. Where a role has none, the one that it lost stands for the one that will be started again."""
+        """Whether it fits workers that are up. Where a role has none, the one that it lost stands for the one that will be
+        started again."""
         for role, side in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode)):
             workers = side.values() or (self._lost[role][0],)
             if not any(worker.could_ever_take(submit) for worker in workers):

@@ -32,7 +32,7 @@ class Locality:
         self._alone: dict[int, tuple[int]] = {}
         """One object for all blocks that nobody else has."""
         self._index_of: dict[int, Index] = {}
-        """By worker: the index of its side."""
+        """The index of each worker's side."""
         self._indexes: dict[str, Index] = {}
         self._outdated: list[tuple[Index, int, Iterator[bytes]]] = []
 

@@ -13,11 +13,11 @@ from math import inf, log2
 import msgspec
 
 _GAIN = 0.1
-"""Of a new report in an average of many."""
+"""The weight of a new report in an average of many."""
 _OUTLIER = 1.5
 """A step that takes so many times as long as others of its size, or as short, counts as if it took this much."""
 _OUTLIERS_MAX = 3
-"""In a row; then the worker has changed its speed, and what was learnt before is dropped."""
+"""After so many outliers in a row the worker has changed its speed, and what was learnt before is dropped."""
 _SIZES_MAX = 32
 _RIDGE = (1e-3, 1e-9, 1e-6)
 """Against each part, relative to its own weight: against the base most."""
@@ -33,7 +33,7 @@ class _Mean(msgspec.Struct, gc=False):
 class StepFit:
     def __init__(self) -> None:
         self._means: dict[int, _Mean] = {}
-        """By half octave of sequences."""
+        """Means by half octave of sequences."""
         self._parts: tuple[float, float, float] | None = None
         self._outliers = 0
         self._kv_per_sequence = 0.0
@@ -62,7 +62,7 @@ class StepFit:
         self._parts = None
 
     def step_ms(self, sequences: float) -> float:
-        """With as much KV for each sequence as in the last report."""
+        """Milliseconds of a step with as much KV for each sequence as in the last report."""
         base, per_sequence = self._line()
         return base + per_sequence * sequences
 
@@ -100,7 +100,7 @@ class StepFit:
 
 
 def _solved(rows: list[list[float]]) -> list[float]:
-    """Of linear equations with a positive definite matrix, the last column being the right side."""
+    """Solve linear equations with a positive definite matrix, whose last column is the right side."""
     for at, pivot in enumerate(rows):
         for below in rows[at + 1 :]:
             factor = below[at] / pivot[at]

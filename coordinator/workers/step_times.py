@@ -16,7 +16,7 @@ from proto.status import StepTimes
 SIZES = 16
 """Classes: 1, 2 to 3, 4 to 7 and so on; the last one has all larger sizes, too."""
 KEPT = 32
-"""Of each class."""
+"""Steps of each class that are kept."""
 SPACING_S = 1.07
 
 

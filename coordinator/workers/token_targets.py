@@ -8,7 +8,7 @@ they would take every place that it waits for. A worker with nothing on it takes
 Nothing is capped by a target that no worker could keep with a single stream, nor on a mixed worker: its steps have prompts in
 between, so they are not learnt.
 
-Streams with different targets are kept apart where there are several workers (`Score.other_targets`): a worker has *other
+Streams with different targets are kept apart where there are several workers (`DecodeSide.other_targets`): a worker has *other
 targets* for a request to a degree of 0 where all streams have the request's target or there are none, 1 where some have, and 2
 where none has. Two kinds that share workers part by themselves, since neither adds to a worker that the other has begun on as
 long as it has one of its own.
@@ -30,16 +30,17 @@ GROWTH = 2.0
 
 
 class TokenTargets:
-    """Of one pool. Until a request with a target comes, it costs nothing and decides nothing."""
+    """The targets for the time per token of one pool's streams. Until a request with a target comes, this costs nothing and
+    decides nothing."""
 
     def __init__(self) -> None:
         self.used = False
         self._alone = Ordered()
         """Decode workers by how long a step of one sequence takes; the fastest first."""
         self._alike: dict[float, Ordered] = {}
-        """By target: decode workers with a sequence free where all streams have it, the least busy first."""
+        """Decode workers with a sequence free where all streams have the same target, by that target, the least busy first."""
         self._target_of: dict[int, float] = {}
-        """Under which of them a worker is."""
+        """The target under which a worker is listed."""
 
     def begin(self, workers: Iterable[Worker]) -> None:
         """A request with a target has come."""

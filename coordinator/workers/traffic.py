@@ -17,7 +17,7 @@ from proto.status import TrafficStatus
 SAMPLE_MAX = 512
 SPACING_S = 0.125
 ANSWERS = 192
-"""Of the latest requests, so many tell how long answers are now."""
+"""The number of latest requests that tell how long answers are."""
 
 
 class _Arrival(msgspec.Struct, gc=False):

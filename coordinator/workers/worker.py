@@ -21,25 +21,25 @@ from proto.status import KvHeld, KvPair
 
 WORKERS = (Role.PREFILL, Role.DECODE)
 Where = dict[tuple[str, int], list[int]]
-"""By attempt: the workers that hold something for it."""
+"""The workers that hold something for each attempt."""
 
 
 class Allocation(msgspec.Struct, frozen=True, gc=False):
     """What one attempt has reserved on one worker, until that worker itself says that it has let go."""
 
     kv_blocks: int
-    """In decode: at the end of its longest life. What it holds until then is in the worker's `admission`."""
+    """Its blocks in decode, at the end of its longest life. What it holds until then is in the worker's `admission`."""
     seqs: int
     path: Path = ()
     """Whom to charge what the worker says it has emitted; empty for what was adopted."""
     demand: KvDemand | None = None
-    """In decode; None for what was adopted and of which no more is known than its blocks."""
+    """Its demand in decode; None for what was adopted and of which no more is known than its blocks."""
     resumed_tokens: int = 0
-    """Of the answer, before this attempt."""
+    """Answer tokens from before this attempt."""
     adopted: bool = False
     """The worker had it when it registered."""
     tpot_ms: float = 0.0
-    """In decode: its target for the time per token; 0: none, or not known."""
+    """Its target for the time per token in decode; 0: none, or not known."""
 
 
 @dataclass(eq=False)
@@ -69,7 +69,7 @@ class Worker:
     undispatched_tokens: int = 0
     """The sum."""
     where: Where = field(default_factory=dict)
-    """Of all workers."""
+    """Where all attempts hold something, of all workers."""
     shares: HeldShares | None = None
     """Decode only: its pool's, while it is there."""
     on_change: Callable[["Worker"], None] = lambda worker: None
@@ -88,7 +88,7 @@ class Worker:
     next_step_id: int = 0
     tokens_forwarded: int = 0
     steps_done: int = 0
-    """In its present role, as last heard."""
+    """Steps done in its present role, as last heard."""
     tokens_per_s: float = 0.0
     """Measured prefill rate, smoothed; 0 until the first step is done."""
     pace: StepPace = field(default_factory=lambda: StepPace(StepLimits(STEP_TOKENS)))
@@ -96,9 +96,9 @@ class Worker:
     has_run_full: bool = False
     """It has computed a step that was at least half full: its rate is one that deadlines can be judged by."""
     failure_rate: float = 0.0
-    """0 … 1: how much of what it was given lately had failed, when ..."""
+    """How much of what it was given lately had failed, 0 to 1, when `trouble_at` requests of the pool had finished."""
     trouble_at: int = 0
-    """... so many requests of the pool had finished. See `Pool.trouble`."""
+    """Requests of the pool that had finished when `failure_rate` was counted; `Pool.failure_rate` lets it fall from there."""
     loss_counted: bool = False
     """It was lost, or the other half of its process, and what ran there is suspected."""
     draining: bool = False

@@ -41,8 +41,8 @@ class SeqChunk:
 
 
 def rows_of_logits(chunks: Sequence[SeqChunk]) -> Iterator[tuple[OnLogits, int, int, int]]:
-    """For each piece of logits that `on_logits` is to be given: that, the number of its first token in the chunk and in the
-    packed batch, and how many tokens it has."""
+    """Each piece of logits that `on_logits` is to be given, with the number of its first token in the chunk and in the packed
+    batch, and how many tokens it has."""
     first = 0
     for chunk in chunks:
         if chunk.on_logits is not None:

@@ -10,12 +10,12 @@ from engine.attention.forward_batch import ForwardBatch
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """With what a layer calls its attention."""
+    """What a layer calls its attention with."""
 
     window: int | None
     """A token sees itself and at most `window - 1` tokens before it; None: all before it."""
     scaling: float | None
-    """Of the scores; None: head_dim ** -0.5."""
+    """The factor on scores; None: head_dim ** -0.5."""
     softcap: float | None
     """Scores are bounded by `softcap * tanh(score / softcap)` (Gemma 2, arXiv:2408.00118)."""
 
@@ -38,10 +38,10 @@ class AttentionMetadata:
 
     batch: ForwardBatch
     groups: tuple[RowGroup, ...] = ()
-    """For the backend `torch`."""
+    """Groups for the backend `torch`."""
     tiles: torch.Tensor | None = field(default=None)
-    """For the backend `triton`: [2, tiles] int32, the sequence of each tile of queries and its first row in there. None: there
-    is one row for each sequence."""
+    """Tiles for the backend `triton`: [2, tiles] int32, the sequence of each tile of queries and its first row in there.
+    None: there is one row for each sequence."""
 
 
 class AttentionBackend(Protocol):

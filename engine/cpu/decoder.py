@@ -121,7 +121,7 @@ class CpuDecoder:
         return torch.from_numpy(logits)[:, : self._vocab_size]
 
     def _pass_logits(self, chunks: Sequence[SeqChunk]) -> None:
-        """To those that want the logits of all their tokens. `normed` still has what the last layer made of each."""
+        """Pass logits to those that want them of all their tokens. `normed` still has what the last layer made of each."""
         normed, hidden = self._buffers["normed"], self._widths["normed"]
         room: Floats | None = None
         for on_logits, start, row, rows in rows_of_logits(chunks):

@@ -115,7 +115,7 @@ def instruction_set() -> str:
 
 
 def source_hash() -> str:
-    """Of the kernels' source, which decides what they compute."""
+    """Digest of the kernels' source, which decides what they compute."""
     return hashlib.sha256(b"".join(source.read_bytes() for source in sorted(_SOURCES.iterdir()))).hexdigest()
 
 

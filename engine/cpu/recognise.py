@@ -20,7 +20,7 @@ from engine.attention.paged import AttentionCall
 from engine.cpu.library import HEAD_DIM_MAX, LANES, QUERIES_MAX
 
 ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (F.silu, lambda x: F.gelu(x, approximate="tanh"))
-"""By their numbers in the kernels."""
+"""Activations by their numbers in the kernels."""
 _IGNORED = (nn.Dropout, nn.Identity)
 _LAYERS: dict[frozenset[str], tuple[str | None, str | None, str | None, str | None]] = {
     frozenset({"input_layernorm", "post_attention_layernorm"}): (
@@ -65,9 +65,9 @@ class LayerParts:
     """One, or the experts of a mixture."""
     router: RouterParts | None
     attention_norm: torch.Tensor | None
-    """Of what attention reads."""
+    """The norm of what attention reads."""
     attention_out_norm: torch.Tensor | None
-    """Of what attention adds."""
+    """The norm of what attention adds."""
     mlp_norm: torch.Tensor | None
     mlp_out_norm: torch.Tensor | None
     query_norm: torch.Tensor | None

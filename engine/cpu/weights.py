@@ -35,7 +35,7 @@ class PackedWeights:
             self.bias = torch.cat([*(bias.detach().float() for bias in biases), torch.zeros(more)])
 
     def described(self) -> Linear:
-        """For the kernels; valid as long as this object."""
+        """The description for the kernels; valid as long as this object."""
         scale, bias = (0 if tensor is None else tensor.data_ptr() for tensor in (self.scale, self.bias))
         return Linear(self.panels.data_ptr(), scale, bias, self.inputs, self.outputs, FORMATS[self.format])
 

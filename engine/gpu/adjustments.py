@@ -7,8 +7,8 @@ from engine.sampling.sampler import SamplerState
 
 
 class Adjustments:
-    """For each slot what its sequence's logits are changed by. Made when the first sequence asks for it: at 150,000 words of
-    vocabulary and 64 slots it is 86 MB."""
+    """What the logits of each slot's sequence are changed by. It is made when the first sequence asks for it: at 150,000
+    words of vocabulary and 64 slots it is 86 MB."""
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
         self._seen = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)

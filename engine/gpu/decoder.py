@@ -22,10 +22,6 @@ class Decoder:
         self._ops = ops
         self._calls = [layer.call for layer in weights.layers]
 
-    @property
-    def attention_name(self) -> str:
-        return self._ops.attention.name
-
     def forward(self, batch: ForwardBatch, out: torch.Tensor) -> None:
         """Writes the logits of all rows to `out` [tokens, vocab] float32."""
         out.copy_(_times(self.hidden(batch), self.weights.head))

@@ -10,9 +10,9 @@ from engine.attention.forward_batch import SeqChunk
 from engine.engine import Runner
 
 _LIBRARIES_BYTES: Final = 512 << 20
-"""For CUDA graphs, and what libraries allocate when they are first used."""
+"""Memory for CUDA graphs, and what libraries allocate when they are first used."""
 _DRAW_BYTES: Final = 64
-"""Of each logit that is drawn from: itself, its weights, sums and copies in float64, its penalties."""
+"""Memory of each logit that is drawn from: itself, its weights, sums and copies in float64, its penalties."""
 
 
 MakeRunner = Callable[[int], tuple[Runner, int]]

@@ -68,7 +68,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
 
 def _rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Of x [rows, heads, dim] the first dimensions, as many as the tables have (Su et al. 2021, arXiv:2104.09864)."""
+    """x [rows, heads, dim] with as many of its first dimensions rotated as the tables have (Su et al. 2021,
+    arXiv:2104.09864)."""
     rotary = cosine.shape[-1]
     turned, rest = x[..., :rotary].float(), x[..., rotary:]
     first, second = turned.chunk(2, dim=-1)

@@ -26,7 +26,7 @@ DEPTH: Final = 2
 
 @dataclass(frozen=True)
 class _Step:
-    """Under way."""
+    """A step under way."""
 
     states: tuple[SamplerState, ...]
     tokens: torch.Tensor

@@ -32,7 +32,7 @@ class Replay:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """On a GPU, from the largest on, so that the smaller ones use its memory. Raises RuntimeError."""
+        """Capture on a GPU, from the largest on, so that the smaller ones use its memory. Raises RuntimeError."""
         memory = torch.cuda.graph_pool_handle()
         for rows in reversed(self._buckets):
             self._function(rows)  # compiles kernels, and lets libraries allocate, which a graph cannot

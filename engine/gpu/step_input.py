@@ -21,7 +21,7 @@ from engine.sampling.sampler import SamplerState
 
 class Field(IntEnum):
     SLOT = 0
-    """Of the sequence; the number of slots where a row only fills the batch up."""
+    """Slot of the sequence; the number of slots where a row only fills the batch up."""
     POSITION = auto()
     BLOCK = auto()
     """Where this position's K and V go."""
@@ -46,7 +46,7 @@ class Join:
 
     slot: int
     token: int
-    """To forward first."""
+    """The token to forward first."""
     first: int
     """Where its table begins in the buffer."""
     blocks: int
@@ -75,7 +75,7 @@ class StepInput:
         self._context_tokens = context_tokens
         size = self._fields_size + slots * -(-context_tokens // block_size)
         self.buffer = torch.zeros(size, dtype=torch.int64, device=device)
-        """On the device, in a fixed place, which CUDA graphs read."""
+        """The buffer on the device, in a fixed place, which CUDA graphs read."""
         self._host = [torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(_BUFFERS)]
         self._turn = 0
         self._slot_of: dict[Hashable, int] = {}

@@ -29,7 +29,7 @@ class BlockPool:
         self.free = list(reversed(range(total)))
         self.prefixes = PrefixTree()
         self.holders: dict[int, int] = {}
-        """Of each held block, how many allocators hold it."""
+        """How many allocators hold each held block."""
         self.quarantined: set[int] = set()
 
     def take(self, count: int) -> list[int]:

@@ -42,9 +42,9 @@ class IdleBlocks:
 
     def __init__(self) -> None:
         self.now = 0.0
-        """In seconds; brought up to date by whoever owns the blocks. Where it stands still, shares alone decide."""
+        """The time in seconds, which the owner of the blocks brings up to date. Where it stands still, shares alone decide."""
         self._kinds: dict[_Kind, OrderedDict[int, float]] = {}
-        """By kind: blocks, and since when nobody uses them, the longest first."""
+        """Blocks of each kind, and since when nobody uses them, the longest first."""
         self._kind_of: dict[int, _Kind] = {}
         self._ranked: list[tuple[float, _Kind]] = []
         """A heap: what the first block of each kind was worth at `_ranked_at` or later. It is worth that or, since another one

@@ -28,7 +28,7 @@ class _Node:
         self.parent = parent
         self.children: dict[bytes, _Node] = {}
         self.returns = Returns()
-        """Of who used it last."""
+        """How likely the last user is to come back."""
 
 
 class PrefixChanges:
@@ -78,7 +78,7 @@ class PrefixTree:
         return hash_ in self._nodes
 
     def follow(self) -> PrefixChanges:
-        """From now on it is told of all changes; as if all that is known now had just become so."""
+        """Tell the caller of all changes from here on; the first ones are what is known already."""
         changes = PrefixChanges(self._nodes)
         self._followers.append(changes)
         return changes

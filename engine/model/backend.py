@@ -43,7 +43,7 @@ class Candidate:
     weights: str
     """How the CPU kernels are to keep its weights."""
     kv_bytes: int | None
-    """Of the pool; None: what the share of the GPU leaves."""
+    """Bytes of the pool; None: what the share of the GPU leaves."""
     gpu: GpuShare
 
     @property
@@ -52,7 +52,7 @@ class Candidate:
 
     @property
     def on_cpu(self) -> bool:
-        """In float32, which is what the CPU kernels compute in."""
+        """The model in float32, which is what the CPU kernels compute in."""
         return bool(self.model.device.type == "cpu" and self.model.dtype == torch.float32)
 
 
@@ -112,7 +112,7 @@ def _with_kernels(
 
 
 def _fused(candidate: Candidate, progress: Progress) -> DecoderWeights | None:
-    """For the GPU kernels; None where they cannot run it."""
+    """The candidate for the GPU kernels; None where they cannot run it."""
     try:
         return fuse(recognised(candidate), candidate.info.context_tokens)
     except NotRecognised as error:

@@ -15,7 +15,7 @@ _FLOATS: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float
 _HEADER_BYTES_MAX: Final = 100 << 20
 """The format allows no longer ones."""
 _CAPABILITY_MIN: Final = (8, 0)
-"""Of GPUs with products in bfloat16. On older ones the kernels would not fit their registers."""
+"""The least capability of GPUs with products in bfloat16. On older ones the kernels would not fit their registers."""
 
 
 def check_gpu(device: torch.device) -> None:

@@ -1,4 +1,3 @@
-"""From logits to tokens, and when a sequence ends.
+"""Draws tokens from logits, and says when a sequence ends.
 
-Start with `sampler`; `draw` is what a row with a temperature goes through; `finish` says when a choice ends.
-"""
+Start with `sampler`; `draw` is what a row with a temperature goes through; `finish` says when a choice ends."""

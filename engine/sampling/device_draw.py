@@ -69,7 +69,7 @@ def _threshold(logits: torch.Tensor, weights: torch.Tensor, parameters: DrawPara
 
 
 def _largest(keys: torch.Tensor, amounts: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """For each row the largest number such that the amounts of keys at or above it are together at least `wanted`."""
+    """The largest number for each row such that the amounts of keys at or above it are together at least `wanted`."""
     # From the highest bit on: a bit is set if what is left above is still enough. The sign comes first, and is turned over.
     found = torch.full_like(wanted, _SIGN, dtype=torch.int64)
     for bit in range(31, -1, -1):
@@ -80,7 +80,8 @@ def _largest(keys: torch.Tensor, amounts: torch.Tensor, wanted: torch.Tensor) ->
 
 
 def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Tensor:
-    """Of each row: [token's log-probability, `top` largest ones, their token ids], as float64 [rows, 1 + 2 * top]."""
+    """Log probabilities of each row: [token's log-probability, `top` largest ones, their token ids], as float64 [rows, 1 + 2
+    * top]."""
     normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
     values, ids = torch.topk(logits, top, dim=-1)
     own = logits.gather(1, tokens[:, None])

@@ -14,7 +14,7 @@ _HALF, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 
 
 def uniforms(seeds: Words, choices: Words, indices: Words) -> npt.NDArray[np.float64]:
-    """In [0, 1): of each draw what `SamplerState.uniform` has for this seed, choice and token index."""
+    """Numbers in [0, 1): of each draw what `SamplerState.uniform` has for this seed, choice and token index."""
     key = [seeds.copy(), choices.copy()]
     # numpy counts before it computes, so its first numbers are those of a counter that begins with 1.
     one, zero = np.ones_like(indices), np.zeros_like(indices)

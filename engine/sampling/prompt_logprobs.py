@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class PromptRows:
-    """For consecutive tokens of a prompt: float32 and int32 arrays [rows] or [rows, top]."""
+    """Log probabilities of consecutive tokens of a prompt: float32 and int32 arrays [rows] or [rows, top]."""
 
     start: int
     """Position of the first of these tokens in the prompt, from 1."""

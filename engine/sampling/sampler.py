@@ -171,7 +171,7 @@ def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled
 
 
 def _likeliest(logits: torch.Tensor) -> tuple[list[bool], list[int]]:
-    """Of each row: whether its maximum is finite, and where it is first. NaN counts as the maximum."""
+    """Whether each row's maximum is finite, and where it is first. NaN counts as the maximum."""
     if logits.device.type != "cpu":
         highest, tokens = logits.max(dim=-1)
         return torch.isfinite(highest).tolist(), tokens.tolist()
@@ -196,7 +196,7 @@ def _sample_row(row: torch.Tensor, state: SamplerState, scratch: Weights) -> Sam
 
 
 def _logprobs(row: torch.Tensor, token: int, top: int) -> TokenLogprobs | None:
-    """Of the drawn token, and of the `top` likeliest, best first; None when `top` is negative."""
+    """Log probabilities of the drawn token, and of the `top` likeliest, best first; None when `top` is negative."""
     if top < 0:
         return None
     top = min(top, len(row))

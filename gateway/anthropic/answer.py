@@ -34,7 +34,7 @@ class MessagesAnswer(ChatAnswer):
     def __init__(self, prepared: Prepared, tokenizer: ModelTokenizer, **head: Any) -> None:
         super().__init__(prepared, tokenizer, **head)
         self._blocks: list[Json] = []
-        """In order; the last may be open."""
+        """The blocks in order; the last may be open."""
         self._open = False
         self._stopped: Json = {"stop_reason": None, "stop_sequence": None}
 

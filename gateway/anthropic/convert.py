@@ -140,7 +140,8 @@ def _block_text(block: Json, at: str) -> str:
 
 
 def _text(content: Any, param: str) -> str:
-    """Of a string, or of text blocks. `cache_control` of a block is a hint that nothing depends on. Raises `ApiError`."""
+    """The text of a string, or of text blocks. `cache_control` of a block is a hint that nothing depends on. Raises
+    `ApiError`."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -42,7 +42,7 @@ class Thinking(RequestType):
     """`adaptive` and `between_tools`: models that think do so as their chat template has it. `enabled`: they think where the
     template lets that be asked for."""
     budget_tokens: Annotated[int, Field(ge=0, le=limits.MAX_CONTEXT_TOKENS)] | None = None
-    """Without effect, as what follows: a thought is as long as the model makes it, and it is shown."""
+    """This has no effect, nor has what follows: a thought is as long as the model makes it, and it is shown."""
     display: Literal["summarized", "omitted", "updates"] | None = None
     block_binding: Hint | None = None
 
@@ -57,7 +57,7 @@ class OutputConfig(RequestType):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     """As `reasoning_effort` of /v1/chat/completions."""
     task_budget: Hint | None = None
-    """Without effect."""
+    """This has no effect."""
 
 
 class CountRequest(RequestType):
@@ -84,7 +84,7 @@ class CountRequest(RequestType):
 
 class MessagesRequest(CountRequest):
     max_tokens: Annotated[int, Field(ge=1, le=limits.MAX_CONTEXT_TOKENS)]
-    """At most: an answer ends where the model's context does."""
+    """The answer has so many tokens at most: it ends where the model's context does."""
     stop_sequences: (
         Annotated[list[Annotated[str, Field(min_length=1, max_length=STOP_CHARS_MAX)]], MaxItems(STOPS_MAX)] | None
     ) = None
@@ -94,4 +94,4 @@ class MessagesRequest(CountRequest):
     top_k: Annotated[int, Field(ge=0, lt=limits.MAX_VOCAB)] | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-    """Without effect: the tenant's own priority class serves."""
+    """This has no effect: the tenant's own priority class serves."""

@@ -13,9 +13,9 @@ from gateway.http.encoding import encode
 from gateway.http.errors import ApiError, bad_value
 
 LINES_MAX: Final = 50_000
-"""Of one file."""
+"""Most lines of one file."""
 ERRORS_MAX: Final = 100
-"""Of one batch; its check ends with the last of these."""
+"""Most errors of one batch; its check ends with the last of these."""
 _CUSTOM_ID_CHARS_MAX: Final = 512
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
@@ -97,7 +97,7 @@ class LineChecker:
         self._endpoint = endpoint
         self._check_model = check_model
         self._first_lines: dict[str, int] = {}
-        """By custom_id."""
+        """The first line with each custom_id."""
         self.errors: list[dict[str, Any]] = []
 
     @property

@@ -42,9 +42,9 @@ _PUT_BACK_S_MAX: Final = 60.0
 """A line that is to wait longer tries once in a while: limits may have been raised."""
 _STORE_FAILED_S: Final = 5.0
 _TRIES_MAX: Final = 3
-"""Of a line whose workers were lost again and again."""
+"""How often a line is tried whose workers are lost again and again."""
 _CHECK_BYTES: Final = 1 << 20
-"""Of lines that are checked at once."""
+"""Bytes of lines that are checked at once."""
 _PRUNE_S: Final = 600.0
 _PRUNE_MAX: Final = 4
 """Files deleted in one transaction."""
@@ -98,7 +98,7 @@ class BatchRunner:
         metrics.running = lambda: self._queue.running
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         try:
             while True:
                 self._woken.clear()

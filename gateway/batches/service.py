@@ -20,7 +20,7 @@ class BatchService:
     store: Store
     file_bytes_max: int
     tenant_bytes_max: int
-    """Of all files and results of one tenant, with what each file and batch counts beside."""
+    """Bytes of all files and results of one tenant, with what each file and batch counts beside."""
     keep_s: int
     """How long files and ended batches are kept."""
     wake: Callable[[], None] = lambda: None

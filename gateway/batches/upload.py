@@ -66,7 +66,7 @@ class _Upload:
         self._file_bytes = 0
         self._parts = 0
         self._field: str | None = None
-        """Of the form, whose value is arriving; None: the file is."""
+        """The form's field whose value is arriving; None: the file is."""
         self._fields: dict[str, bytes] = {}
 
     async def take(self, found: Part | bytes) -> None:

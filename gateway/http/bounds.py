@@ -10,9 +10,9 @@ from pydantic import BaseModel, BeforeValidator, FailFast, Field, model_validato
 from pydantic_core import PydanticCustomError
 
 TEXT_CHARS_MAX: Final = 32 << 20
-"""In one string. `--body-bytes-max` is less, as a rule."""
+"""Characters in one string. `--body-bytes-max` is less, as a rule."""
 FIELDS_MAX: Final = 64
-"""In an object of which code looks at some fields only."""
+"""Fields of an object of which code looks at some only."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class MultipartReader:
         return b""
 
     def _boundary(self) -> Part | bytes | None:
-        """Behind a boundary: the end of its line, or of the whole body."""
+        """What follows a boundary: the end of its line, or of the whole body."""
         if self._rest.startswith(b"--"):
             self.is_complete = True
             return b""

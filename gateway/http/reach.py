@@ -1,8 +1,8 @@
-"""From where a request may come: which client's it is behind a reverse proxy, and, where no key is needed, by which name it
-asked and from which web page.
+"""Where a request may come from: which client it is behind a reverse proxy, and, where no key is needed, the name that it asked
+for and its web page. Pure.
 
-Without a key, whoever reaches the port is let in, and so is a page in the browser of somebody who can: by a name that its owner
-points at this machine (DNS rebinding) it counts as the gateway's own page. Hence the names are looked at.
+The gateway lets in every client of a port without keys, and so a page in the browser of somebody who can reach it: under a name
+that the page's owner points at this machine (DNS rebinding) it counts as the gateway's own page. Hence the names are checked.
 """
 
 import ipaddress

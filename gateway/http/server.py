@@ -28,7 +28,7 @@ from gateway.http.request_log import REQUEST_ID_HEADER, RequestInfo
 from runtime.process.descriptors import raise_descriptor_limit
 
 HEADER_BYTES_MAX: Final = 64 << 10
-"""Of the request line and all headers together."""
+"""Bytes of the request line and all headers together."""
 HEADERS_MAX: Final = 200
 CONNECTIONS_MAX: Final = 8_192
 """Open at once, as far as the process may have so many files. One more takes the place of the one that has been without a
@@ -36,12 +36,12 @@ request for longest; where all have one, it is closed unread."""
 PIPELINED_MAX: Final = 4
 """Requests that wait for the answer to an earlier one of their connection; after these nothing is read."""
 QUEUED_MAX: Final = 64
-"""Likewise, when they came in one packet, so that they were there before reading could end; one more ends the connection."""
+"""Requests that came in one packet, so that they were there before reading could end; one more ends the connection."""
 KEEP_ALIVE_S: Final = 30
 SEND_BUFFER_BYTES: Final = 256 << 10
 """The kernel's, for each connection: what a client that reads nothing can make it hold."""
 PROBE_S: Final = 1.0
-"""Between two looks whether a client that sends no more has gone altogether."""
+"""Seconds between two looks whether a client that sends no more has gone altogether."""
 _FIRST_PROBE_S: Final = 0.05
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _FILES_OF_OUR_OWN: Final = 256
@@ -96,7 +96,7 @@ class _Connection(HttpToolsProtocol):
     timeout_s: float
     connections_max: int
     without_request: ClassVar["OrderedDict[_Connection, None]"]
-    """Of this server: those whose next request has not arrived, as far as its headers; for longest first."""
+    """This server's connections whose next request has not arrived, as far as its headers; for longest first."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -107,7 +107,7 @@ class _Connection(HttpToolsProtocol):
         self._unanswered: list[RequestResponseCycle] = []
         self._probing: asyncio.TimerHandle | None = None
         self._body_follows = False
-        """Behind a head that offers another protocol, where the parser looks for no body."""
+        """A body follows a head that offers another protocol, where the parser looks for none."""
         self._body_at: int | None = None
         """Where it begins in what is being read."""
         self.without_request[self] = None
@@ -300,7 +300,7 @@ class _Connection(HttpToolsProtocol):
 
 
 class _BodyOnly:
-    """For a parser that reads the body of a request whose head another parser has read."""
+    """The protocol of a parser that reads the body of a request whose head another parser has read."""
 
     def __init__(self, connection: _Connection) -> None:
         self.on_body = connection.on_body
@@ -308,7 +308,7 @@ class _BodyOnly:
 
 
 def _without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
-    """For HTTP/1.0, which has no chunks: a body whose length is not known ends with the connection."""
+    """The app for HTTP/1.0, which has no chunks: a body whose length is not known ends with the connection."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         is_known = True

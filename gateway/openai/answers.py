@@ -20,7 +20,7 @@ from proto.sampling import TokenLogprobs
 Json = dict[str, Any]
 _DONE = b"data: [DONE]\n\n"
 _ENDS = (Finish.STOP, Finish.TOOL_CALLS)
-"""With which a stop token may be the last."""
+"""Reasons to end with which a stop token may be the last."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class _Shown(NamedTuple):
     text: str
     own_bytes: bytes
     offset: int
-    """Of `text` in the choice's text, in characters."""
+    """Where `text` begins in the choice's text, in characters."""
     logprob: float
     top: list[tuple[str, bytes, float]]
     """Texts, bytes and log probabilities of the likeliest tokens at its place."""
@@ -69,7 +69,7 @@ class Answer(Protocol):
 
     def chunks(self, choice: ChoiceState, part: Deliver) -> Iterable[Json]: ...
     def collect(self, choice: ChoiceState, part: Deliver) -> None:
-        """For an answer in one piece."""
+        """Take this part for an answer in one piece."""
         ...
 
     def usage(self, completion_tokens: int, cached_tokens: int) -> Json: ...
@@ -103,7 +103,7 @@ class _Base:
         self._head = {"id": answer_id, "created": created, "model": model}
         self.system_fingerprint: Callable[[], str | None] = lambda: None
         self.prompt_scores: Sequence[PromptScores | None] = [None] * len(prepared.prompts)
-        """Of each prompt; complete before its first token comes."""
+        """The scores of each prompt; they are complete before its first token comes."""
         self._shows_logprobs = prepared.sampling.logprobs >= 0 and not prepared.hides_logprobs
         self._readers: list[AnswerReader] = []
 
@@ -135,7 +135,7 @@ class _Base:
         return self.event(self._envelope(self.chunk_kind, []) | {"usage": usage}) + _DONE
 
     def failing(self, error: ApiError, request_id: str) -> bytes:
-        """Without `[DONE]`."""
+        """The events of an answer that fails, without `[DONE]`."""
         return self.event(error.body(request_id))
 
     def _shown(
@@ -212,7 +212,7 @@ class CompletionAnswer(_Base):
         return self._envelope(self.whole_kind, bodies) | {"usage": usage}
 
     def _best(self, drawn: list[ChoiceState]) -> list[ChoiceState]:
-        """Of each prompt's, those that are given: the likeliest per token, where more were drawn."""
+        """The answers of each prompt that are given: the likeliest per token, where more were drawn."""
         each, given = self.prepared.choices, self.prepared.answers
         if each == given:
             return drawn

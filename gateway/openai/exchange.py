@@ -35,7 +35,7 @@ class AnswerChecker:
         self._eos_ids = eos_ids
         self._mismatch = mismatch
         self._texts: dict[int, list[str]] = {}
-        """Of each choice."""
+        """The text of each choice."""
 
     async def check(self, choice: int, part: Deliver) -> None:
         """`part` is the next of the choice. Raises `ApiError` if it is the last, and the choice does not match."""
@@ -81,7 +81,7 @@ class Exchange:
         self.info = info
         self.completion_tokens = 0
         self.cached_tokens: dict[str, int] = {}
-        """By stream: choices of one prompt share what was computed of it."""
+        """Cached tokens by stream: choices of one prompt share what was computed of it."""
         self.unadmitted = set(stream_ids)
         self.unended = set(stream_ids)
         self.failed: ApiError | None = None

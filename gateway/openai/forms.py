@@ -107,7 +107,7 @@ class Chat:
     wanted: Wanted | None
     messages: list[dict[str, Any]]
     options: dict[str, Any]
-    """For the chat template."""
+    """Options for the chat template."""
 
     @classmethod
     def of(cls, request: ChatRequest, facts: TemplateFacts) -> "Chat":
@@ -122,7 +122,7 @@ class Chat:
 
     @property
     def described_tools(self) -> list[dict[str, Any]]:
-        """For a chat template that takes them; without those, they are in the messages."""
+        """The tools for a chat template that takes them; without those, they are in the messages."""
         if self.tools is None or not self.tools.allowed or tells_in_words(self.facts):
             return []
         return [tool.described() for tool in self.tools.offered]

@@ -35,7 +35,7 @@ from runtime.process.driver import cancelled
 
 R = TypeVar("R", bound=GenerationRequest)
 CLIENT_LEFT = 499
-"""For the access log only: nobody reads this response."""
+"""The status in the access log of a response that nobody reads."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Endpoint(Generic[R]):
     """How one API asks and answers."""
 
     name: str
-    """In metrics."""
+    """The name in metrics."""
     id_prefix: str
     read: Callable[[Any], R]
     """A parsed JSON body → a request. Runs on a thread, as does `prepare`. Raises `ApiError`."""
@@ -51,7 +51,7 @@ class Endpoint(Generic[R]):
     """Raises `ApiError`."""
     answer: Callable[..., Answer]
     names: Names = field(default_factory=dict)
-    """Of the fields that `read` has made the request of, for errors."""
+    """Names of the fields that `read` has made the request of, for errors."""
     keeps_body: bool = False
     """Its answer holds about as much as the body, until it ends; so long it counts against the bound on bodies."""
 

@@ -66,17 +66,17 @@ _REFUSALS: Final = {
     503: "There is no capacity now.",
 }
 TOKENIZED: Final = (400, 401, 404, 408, 413, 415, 429, 503)
-"""With which requests that need a tokenizer only may be refused."""
+"""Refusals of requests that need a tokenizer only."""
 Responses = dict[int | str, dict[str, Any]]
 
 
 def refusals(*statuses: int, error: type[BaseModel] = Error) -> Responses:
-    """For a route's `responses`."""
+    """The refusals for a route's `responses`."""
     return {status: {"description": _REFUSALS[status], "model": error} for status in statuses}
 
 
 def streamed(event: type[BaseModel], error: type[BaseModel] = Error) -> Responses:
-    """For the `responses` of a route that answers whole or as a stream of such events."""
+    """The `responses` of a route that answers whole or as a stream of such events."""
     content = {"text/event-stream": {"schema": {"$ref": _REFS.format(model=event.__name__)}}}
     return {200: {"description": "The answer.", "content": content}} | refusals(
         *sorted(_REFUSALS.keys() - {409}), error=error
@@ -84,7 +84,7 @@ def streamed(event: type[BaseModel], error: type[BaseModel] = Error) -> Response
 
 
 def body_of(model: type[BaseModel], media_type: str = "application/json") -> dict[str, Any]:
-    """For the `openapi_extra` of a route whose body is such a one."""
+    """The `openapi_extra` of a route whose body is such a one."""
     schema = {"$ref": _REFS.format(model=model.__name__)}
     return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
 

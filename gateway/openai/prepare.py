@@ -68,12 +68,12 @@ class Rules:
 
     model_id: str
     default_max_tokens: int
-    """Of a chat answer; 0: as many as the context leaves."""
+    """Tokens of a chat answer; 0: as many as the context leaves."""
     aliases: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """By which clients may ask for the model."""
+        """Names by which clients may ask for the model."""
         return (self.model_id, *self.aliases)
 
 

@@ -24,16 +24,16 @@ _OF_THE_MODEL: Final = (
 
 PROMPTS_MAX: Final = 64
 CHOICES_MAX: Final = 256
-"""Over all prompts of one request."""
+"""Most choices over all prompts of one request."""
 MESSAGES_MAX: Final = 4096
 PARTS_MAX: Final = 4096
-"""In one message."""
+"""Most parts of one message."""
 IDENTIFIER_CHARS_MAX: Final = 512
 STOPS_MAX: Final = 16
 """OpenAI has 4. Evaluators send more: the `until` of lm-eval's code tasks has six."""
 STOP_CHARS_MAX: Final = 256
 CALLS_MAX: Final = 256
-"""In one message."""
+"""Most calls in one message."""
 BAD_WORDS_MAX: Final = limits.MAX_BAD_WORDS // 2
 """Each may have two spellings in tokens."""
 
@@ -92,7 +92,7 @@ class GenerationRequest(RequestType):
     """Name of a priority class of the tenants file; or a number, as in vLLM: of a tenant's requests the lowest goes first."""
     service_tier: Literal["auto", "default", "flex", "priority", "scale", "fast", "ultrafast"] | None = None
     deadline_ms: Annotated[float, Field(gt=0.0, le=86_400_000.0)] | None = None
-    """By when the first token is wanted, from now."""
+    """How soon the first token is wanted, from now."""
     return_token_ids: bool | None = None
     response_format: Any = None
     """What the answer looks like: `text`, `json_object`, `json_schema` or `structural_tag`."""
@@ -107,8 +107,8 @@ class GenerationRequest(RequestType):
     """vLLM's: log-probabilities of the prompt's tokens, and of so many of the likeliest at each place. The prompt is computed
     anew for them, cached or not. Not with `stream`."""
     min_tokens: Annotated[int, Field(ge=0, le=limits.MAX_CONTEXT_TOKENS)] | None = None
-    """Until there are so many, no stop token is drawn, and stop strings are not looked for. A complete answer
-    of a grammar ends all the same."""
+    """No stop token is drawn, and stop strings are not looked for, until there are so many. A complete answer of a grammar
+    ends all the same."""
     allowed_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], MaxItems(limits.MAX_ALLOWED_TOKEN_IDS)] | None = (
         None
     )
@@ -141,7 +141,7 @@ class GenerationRequest(RequestType):
 
     @property
     def end_user(self) -> str:
-        """For the log: bounded and printable."""
+        """The name of the end user for the log, bounded and printable."""
         name = self.safety_identifier or self.user or ""
         return "".join(char if char.isprintable() else "?" for char in name[:128])
 
@@ -200,7 +200,7 @@ class ChatMessage(RequestType):
     """Null or left out only of the role `assistant`; `gateway.tools.conversation` sees to that."""
     tool_calls: Annotated[list[ToolCall], MaxItems(CALLS_MAX)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
-    """Of the role `tool`: which call this is the result of."""
+    """The call that a message of the role `tool` is the result of."""
     reasoning_content: Text | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
     cache_control: Hint | None = None
@@ -215,7 +215,7 @@ class ChatMessage(RequestType):
     @model_validator(mode="before")
     @classmethod
     def _of_any_server(cls, fields: Any) -> Any:
-        """Of an assistant's message, what no chat template shows is dropped. A function's result is that of a tool."""
+        """What no chat template shows of an assistant's message is dropped. A function's result is that of a tool."""
         if not isinstance(fields, dict):
             return fields
         if fields.get("role") == "function" and "tool_call_id" not in fields:

@@ -51,7 +51,7 @@ class ResponsesAnswer(ChatAnswer):
         self._keep = keep
         self._namespaces = namespaces
         self._items: list[Json] = []
-        """Of the output, in order; the last may be open."""
+        """Items of the output in order; the last may be open."""
         self._open = False
         self._sequence = 0
         self._finish: Finish | None = None
@@ -128,7 +128,7 @@ class ResponsesAnswer(ChatAnswer):
         return self.event({"type": "response.failed", "response": self._response("failed", error=fault)})
 
     def _item_id(self, prefix: str) -> str:
-        """Of the next item."""
+        """The id of the next item."""
         return f"{prefix}_{str(self._head['id']).removeprefix('resp-')}_{len(self._items)}"
 
     def _new_message(self) -> Json:

@@ -39,7 +39,7 @@ async def create_response(call: CallDep) -> Response:
 
 
 def endpoint_of(gateway: Gateway, tenant: str) -> Endpoint[ChatRequest]:
-    """For one request."""
+    """The endpoint for one request."""
     draft = _Draft(gateway, tenant)
     return Endpoint("responses", "resp", draft.read, prepare_chat, draft.answer, draft.names, keeps_body=True)
 
@@ -86,7 +86,7 @@ class _Draft:
     asked: dict[str, msgspec.Raw] = field(default_factory=dict)
     """What the response repeats of the request."""
     namespaces: dict[str, Item] = field(default_factory=dict)
-    """Of the functions that are in one."""
+    """Namespaces of the functions that are in one."""
     items: bytes = b""
     """JSON: the conversation's items, the request's own included. Empty: they are not to be kept."""
     names: dict[str, str] = field(default_factory=dict)

@@ -38,7 +38,7 @@ class TextOptions(RequestType):
     format: AnyObject | None = None
     """`text`, `json_object` or `json_schema`."""
     verbosity: Literal["low", "medium", "high"] | None = None
-    """Without effect."""
+    """This has no effect."""
 
 
 class ReasoningOptions(RequestType):

@@ -10,7 +10,7 @@ from proto.messages import TokenItem
 
 
 class EarlyTokens:
-    """Of one attempt, for each of its choices, in the order in which they came."""
+    """Early tokens of one attempt, for each of its choices, in the order in which they came."""
 
     def __init__(self) -> None:
         self._items: dict[int, list[tuple[TokenItem, int]]] = {}

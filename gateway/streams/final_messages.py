@@ -24,7 +24,7 @@ class LastWords:
     def __init__(self, most: int) -> None:
         self._most = most
         self._words: OrderedDict[str, tuple[float, Cancel]] = OrderedDict()
-        """By request, and when it was said or would have been; oldest first."""
+        """Messages by request, and when each was sent or would have been; oldest first."""
         self._lost_at = inf
 
     def add(self, word: Cancel, now: float) -> None:

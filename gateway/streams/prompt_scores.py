@@ -10,7 +10,7 @@ from proto.progress import PromptLogprobs
 
 
 class PromptScore(NamedTuple):
-    """Of one token of the prompt."""
+    """The score of one token of the prompt."""
 
     logprob: float
     rank: int
@@ -30,7 +30,7 @@ class PromptScores:
 
     @property
     def complete(self) -> bool:
-        """For every token of the prompt but the first."""
+        """Whether there is one for every token of the prompt but the first."""
         return len(self._ranks) == self._wanted
 
     def take(self, message: PromptLogprobs) -> None:
@@ -63,7 +63,7 @@ class PromptScores:
         return len(self._ranks)
 
     def __iter__(self) -> Iterator[PromptScore]:
-        """From the prompt's second token on."""
+        """The scores from the prompt's second token on."""
         for row, (logprob, rank) in enumerate(zip(self._logprobs, self._ranks, strict=True)):
             at = slice(row * self._top, (row + 1) * self._top)
             yield PromptScore(logprob, rank, tuple(zip(self._top_ids[at], self._top_logprobs[at], strict=True)))

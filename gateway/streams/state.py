@@ -21,7 +21,7 @@ _PASSING_RESUME = (*_PASSING, Reject.QUEUE_FULL, Reject.SHED)
 
 class Phase(Enum):
     PENDING = "pending"
-    """To be sent, once its time has come and the link is up."""
+    """It is to be sent, once its time has come and the link is up."""
     SENT = "sent"
     RUNNING = "running"
     """Accepted, or tokens have come."""
@@ -93,7 +93,7 @@ class Submission:
     """A new request that met a closed link waits until then."""
     interrupted_at: float = 0.0
     got_tokens: bool = False
-    """In this attempt."""
+    """Tokens that it got in this attempt."""
     coordinator: int = 0
     """Incarnation of the one that this attempt was submitted to."""
     decoder: int = 0
@@ -102,13 +102,13 @@ class Submission:
     """When that worker's connection ended, or any while it is not known whose they would be; None once more have come."""
     stall_at: float | None = None
     ask_at: float | None = None
-    """In doubt, but the coordinator may know more: when it is asked."""
+    """When the coordinator is asked, which may know more of a stream in doubt."""
     heard_at: float = 0.0
     """When this attempt was sent, last brought tokens, or was last asked after."""
     names: BlockNames | None = None
-    """Of the attempt that was submitted last ..."""
+    """Names of the blocks of the attempt that was submitted last."""
     named: tuple[int, int] = (0, 0)
-    """... its number, and its tokens, output among them."""
+    """The number of that attempt, and its tokens, output among them."""
     early: EarlyTokens = field(default_factory=EarlyTokens)
     ended_early: bool = False
     """Some choice ended here while its worker, or the coordinator, believes that it goes on."""
@@ -144,7 +144,7 @@ class Submission:
         return bool(decoder) and self.phase is not Phase.PENDING and len(choice.tokens) == choice.first
 
     def lacks_logprobs(self, item: TokenItem) -> bool:
-        """Of the tokens themselves, or of the prompt's, which come before them."""
+        """Whether log probabilities are missing, of the tokens themselves or of the prompt's, which come before them."""
         scores = self.stream.spec.prompt_scores
         lacks_prompts = scores is not None and not scores.complete
         return lacks_prompts or (self.stream.spec.sampling.logprobs >= 0 and len(item.logprobs) != len(item.tokens))
@@ -165,7 +165,7 @@ class Submission:
         )
 
     def patient_until(self, settled_at: float, limits: StreamLimits) -> float:
-        """Until when a rejection that may pass is tried again."""
+        """How long a rejection that may pass is tried again."""
         if self.is_new:
             # Workers may be on their way back: to a coordinator that has just started, or after a moment of silence.
             return max(self.wait_until or 0.0, settled_at)
@@ -226,7 +226,7 @@ class Submission:
         return submit, packed
 
     def _names(self, packed: bytes, sent: int) -> BlockNames | None:
-        """Of the blocks of the current attempt. What the last one has computed may be there still, where it ran."""
+        """Names of the blocks of the current attempt. What the last one has computed may be there still, where it ran."""
         names, (attempt, before), tokens = self.stream.spec.names, self.named, len(packed) // 4
         if names is not None and attempt != self.attempt:
             if sent:
@@ -328,7 +328,7 @@ class Stream:
     submissions: list[Submission] = field(default_factory=list)
     admitted: bool = False
     scheduled_at: float | None = None
-    """Of its entry in the keeper's heap."""
+    """The time of its entry in the keeper's heap."""
 
     @property
     def id(self) -> str:

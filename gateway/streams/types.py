@@ -74,12 +74,12 @@ class StreamSpec:
     make_text: Callable[[], TextSink]
     tenant: str = "default"
     names: BlockNames | None = None
-    """Of the prompt's KV blocks; without them, nothing of it is taken from a prefix cache or kept there."""
+    """Names of the prompt's KV blocks; without them, nothing of it is taken from a prefix cache or kept there."""
     priority_class: str = ""
     deadline_ms: float = 0.0
-    """For the first token, from the opening of the stream; 0: none of its own."""
+    """The time for the first token, from the opening of the stream; 0: none of its own."""
     priority: int = 0
-    """Among the tenant's own requests; the lowest goes first."""
+    """The lowest goes first among the tenant's own requests."""
     session: bytes = b""
     """As `proto.fields.SessionName`."""
     is_offline: bool = False
@@ -187,7 +187,7 @@ class Admitted:
 
     stream_id: str
     rates: RateState | None = None
-    """Of its tenant, where the coordinator's word came first."""
+    """Rates of its tenant, where the coordinator's word came first."""
 
 
 class Finish(StrEnum):
@@ -212,7 +212,7 @@ class Deliver:
     stop: str = ""
     """The stop string that ended it, if one did."""
     cached_tokens: int = 0
-    """With a choice's first token: prompt tokens that were not computed for it."""
+    """Prompt tokens that were not computed for a choice; with its first token."""
 
     def ended_by(self, tokens: frozenset[int]) -> bool:
         """Whether one of these tokens ends the choice, and no stop string."""

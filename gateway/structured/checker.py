@@ -24,18 +24,18 @@ from runtime.process.driver import cancelled
 
 PROCESSES: Final = 2
 ANSWER_S: Final = 4.0
-"""For a process that is ready, on a machine that is busy."""
+"""Time that a ready process has to answer, on a machine that is busy."""
 START_S: Final = 60.0
-"""Of a process: it loads the tokenizer."""
+"""Time that a process has to start: it loads the tokenizer."""
 WAIT_S: Final = 10.0
-"""For one's turn."""
+"""Time for which a request waits for its turn."""
 KEPT: Final = 2048
 """Verdicts. Each has 32 bytes of a digest, and 300 characters at the most."""
 TOO_LARGE: Final = f"it takes more than {COMPILE_CPU_S} s, or too much memory, to compile"
 PENALTY: Final = 10.0
 """Times the CPU time of a job that took too long: before the next of its organisation."""
 FORGIVEN_S: Final = 600.0
-"""For so long, an organisation of which a job took too long has not all processes to choose from."""
+"""An organisation of which a job took too long has fewer processes to choose from for so long."""
 SLOW_MAX: Final = 1024
 """Organisations of the kind that are remembered."""
 _BY_OTHERS: Final = (-signal.SIGKILL, -signal.SIGTERM)

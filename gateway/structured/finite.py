@@ -51,7 +51,7 @@ class _Lark:
     def _holds(self, tokens: list[tuple[str, str]]) -> bool:
         """Whether one of the alternatives has finite parts only, given what is known of other rules."""
         stack: list[tuple[bool, bool]] = []
-        """For each open bracket: (whether an alternative before it was finite, whether the one it is in is so far)."""
+        """The state of each open bracket: (whether an alternative before it was finite, whether the one it is in is so far)."""
         any_before, so_far, last = False, True, True
         for kind, text in [*tokens, ("mark", "|")]:
             if kind == "repeat":
@@ -89,7 +89,7 @@ def _rules(text: str) -> dict[str, list[tuple[str, str]]]:
     body: list[tuple[str, str]] = []
     at, decoder = 0, json.JSONDecoder()
     fresh = True
-    """At the start of a line."""
+    """The parser is at the start of a line."""
     while found := _TOKEN.match(text, at):
         kind = next(name for name in _KINDS if found[name] is not None)
         at = found.end()

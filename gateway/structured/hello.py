@@ -5,7 +5,8 @@ from typing import Any, Final
 import msgspec
 
 COMPILE_CPU_S: Final = 0.8
-"""Of one grammar. Time of the CPU, so that a machine that is busy refuses no grammar that another would take."""
+"""CPU time for one grammar. It is time of the CPU, so that a machine that is busy refuses no grammar that another would take.
+"""
 
 
 class Hello(msgspec.Struct):

@@ -16,7 +16,7 @@ _OPTIONS: Final = '%llguidance {"no_forcing": true}'
 has the name of one would then end the answer, or not match."""
 _TOO_LARGE: Final = f"it makes a grammar of more than {limits.MAX_GRAMMAR_CHARS} characters"
 _FOR_GOOD: Final = ("Unsatisfiable", "no finite answer", "it takes more than")
-"""In refusals that no schema with less in it would escape, or should."""
+"""Words in refusals that no schema with less in it would escape, or should."""
 _PATHS_MAX: Final = 8
 _PLACES_MAX: Final = 3
 
@@ -40,7 +40,7 @@ class Schema:
     schema: Any
     strict: bool
     is_whole: bool
-    """In the grammar."""
+    """It is a whole rule in the grammar."""
     call: str
     """The function whose arguments it is of; empty: it is of the answer."""
 

@@ -16,13 +16,14 @@ NODES_MAX: Final = 4000
 ENUM_MAX: Final = 4000
 """Values over the whole schema."""
 PATTERNS_IN_ALL_OF_MAX: Final = 2
-"""To intersect regular expressions can take exponential time."""
+"""Most patterns in `allOf`: intersecting regular expressions can take exponential time."""
 MULTIPLE_OF_MAX: Final = 10_000
 """An automaton with so many states counts the remainder: those of the least common multiple where schemas intersect."""
 MULTIPLES_MAX: Final = 40_000
 """States over the whole schema."""
 WHITESPACE: Final = r"[ \n\t]{1,20}"
-"""Between the parts of a JSON text. Bounded: a model that writes nothing else must not go on until its limit."""
+"""White space between the parts of a JSON text. It is bounded: a model that writes nothing else must not go on until its
+limit."""
 _UNIONS: Final = ("anyOf", "oneOf")
 _MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _SINGLES: Final = frozenset({"items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains",
@@ -118,7 +119,7 @@ class _Fault:
 
     message: str
     keys: frozenset[str]
-    """Without them, the schema is small enough."""
+    """Keys without which the schema is small enough."""
 
 
 def _bounds(schema: dict[str, Any]) -> _Fault | None:
@@ -164,7 +165,7 @@ def _bounds(schema: dict[str, Any]) -> _Fault | None:
 
 
 def _states(divisor: Any) -> int:
-    """Of the automaton for a `multipleOf`: the divisor without its decimal point. 0: it needs none."""
+    """States of the automaton for a `multipleOf`: the divisor without its decimal point. 0: it needs none."""
     if isinstance(divisor, int):
         return 0 if isinstance(divisor, bool) else min(abs(divisor), 10**20)
     if not isinstance(divisor, float) or not math.isfinite(divisor):

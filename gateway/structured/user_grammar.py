@@ -11,7 +11,8 @@ _DIRECTIVES: Final = re.compile(
 )
 _START: Final = re.compile(r"^[ \t\r\f\v]*start[ \t\r\f\v]*:", re.MULTILINE)
 SET_OPERATORS_MAX: Final = 2
-"""To intersect or negate regular expressions can take exponential time. Those in strings are counted as well."""
+"""Most operators on sets: intersecting or negating regular expressions can take exponential time. Those in strings count as
+well."""
 LINES_MAX: Final = 2000
 GBNF_WORK_MAX: Final = 4_000_000
 """Rules times characters: the reader of GBNF may look at every character once for each rule."""

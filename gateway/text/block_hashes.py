@@ -32,7 +32,7 @@ class BlockNames:
     """The names of one prompt's blocks, and what they were made with."""
 
     block_size: int
-    """In tokens."""
+    """Tokens of a block."""
     cache_group: str
     hashes: bytes
     cluster_key: bytes = field(default=b"", repr=False)
@@ -43,7 +43,7 @@ class BlockNames:
         return BlockNames(block_size, cache_group, hashes, cluster_key)
 
     def extended(self, packed: bytes) -> "BlockNames":
-        """Of a prompt that begins with this one."""
+        """The hashes of a prompt that begins with this one."""
         hashes = block_hashes(packed, self.block_size, self.cache_group, self.hashes, self.cluster_key)
         return replace(self, hashes=hashes)
 
@@ -55,8 +55,8 @@ class BlockNames:
         return chained(last, pack_tokens(tail), self.block_size, self.cache_group, self.cluster_key)
 
     def of_kept(self, request_id: str, attempt: int, before: int, tokens: int) -> "BlockNames | None":
-        """Of the context of the next attempt, where this attempt had these names for `before` tokens: its worker may have kept
-        what it has computed. None if not all of those had names."""
+        """The hashes of the context of the next attempt, where this attempt had these names for `before` tokens: its worker
+        may have kept what it has computed. None if not all of those had names."""
         if len(self.hashes) // HASH_BYTES < before // self.block_size:
             return None
         hashes = kept_names(self.hashes, request_id, attempt, self.block_size, tokens)

@@ -32,7 +32,7 @@ class Detokenizer:
         self._given = 0
         """Characters of the window's text already given out."""
         self._broken_tokens = 0
-        """Since the text last ended in a whole character."""
+        """Tokens since the text last ended in a whole character."""
 
     def push(self, token: int) -> str:
         """The text that has become certain with this token."""

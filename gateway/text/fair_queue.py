@@ -14,7 +14,7 @@ from gateway.fair_share import organisation_of
 QUANTUM_BYTES: Final = 64 << 10
 """What an organisation may have tokenized in one round."""
 COST_BYTES_MIN: Final = 1 << 10
-"""Of the smallest prompt: a job costs something, however short its text."""
+"""The cost of the smallest prompt: a job costs something, however short its text."""
 LARGE_BYTES: Final = 256 << 10
 """A job of so many bytes takes about half a second, and more."""
 

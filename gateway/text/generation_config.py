@@ -14,7 +14,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "repetition_penalty": (0.0, 100.0),
 }
 _ABOVE_MIN = frozenset({"top_p", "repetition_penalty"})
-"""For these the lower bound itself is not allowed."""
+"""Fields whose lower bound itself is not allowed."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ NO_REGIONS: Final = Regions(())
 
 
 class RegionParser:
-    """Of one answer."""
+    """The parser of one answer."""
 
     def __init__(self, regions: Regions) -> None:
         self._marked = [region for region in regions.all if region.open]

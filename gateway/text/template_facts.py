@@ -10,7 +10,7 @@ _NAMES = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 @dataclass(frozen=True)
 class TemplateFacts:
     text: str = ""
-    """Of all the model's templates, where it has several."""
+    """The text of all the model's templates, where it has several."""
     variables: frozenset[str] = frozenset()
     """That it takes from outside."""
     response_template: dict[str, Any] | None = None

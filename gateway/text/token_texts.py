@@ -55,7 +55,7 @@ class TokenTexts:
         self._special_ids = special_ids
         self.at_start = True
         self.chars = 0
-        """Of the text so far."""
+        """Characters of the text so far."""
 
     def push(self, token: int, *, is_last: bool = False, is_text: bool = True) -> tuple[str, bytes]:
         """The text that has become certain with this token, and its bytes: none for a special token, nor for one that ends

@@ -126,7 +126,7 @@ class ModelTokenizer:
         return text
 
     def token_texts(self, *, keeps_special: bool = False) -> TokenTexts:
-        """For the log probabilities of one choice. `keeps_special`: as of its text."""
+        """The texts of tokens for the log probabilities of one choice. `keeps_special`: as its text does."""
         if keeps_special:
             return TokenTexts(self._pieces, self.decode_all, frozenset())
         return TokenTexts(self._pieces, self.decode, self.special_ids)

@@ -39,7 +39,7 @@ class CallReader:
         """What has come of the present name, key or value."""
         self._key: str | None = None
         self._depth = 0
-        """Of brackets in the present value."""
+        """The depth of brackets in the present value."""
         self._in_string = self._escaped = False
         self._name: str | None = None
         self._arguments: str | None = None

@@ -21,7 +21,7 @@ _CALLS_IN_WORDS: Final = (
     "To call one, answer with its name and its arguments in this form, and nothing else:\n"
     '<tool_call>\n{{"name": "NAME", "arguments": {{"PARAMETER": "VALUE"}}}}\n</tool_call>'
 )
-"""For models whose chat template knows no tools."""
+"""Words for models whose chat template knows no tools."""
 
 
 def tells_in_words(facts: TemplateFacts) -> bool:
@@ -132,7 +132,7 @@ def _plain(message: Any) -> dict[str, Any]:
 
 
 def _in_words(message: Any, param: str) -> dict[str, Any]:
-    """For a template that knows no tools: calls and results as text of the roles that it knows."""
+    """The message for a template that knows no tools: calls and results as text of the roles that it knows."""
     if message.role == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message.text()}\n</tool_response>"}
     found = _plain(message)

@@ -32,7 +32,7 @@ class CallFormat:
     in_list: bool = False
     """All calls stand in one JSON list behind one opening."""
     separator: str = ""
-    """Between two calls, where it is not white space."""
+    """The separator between two calls, where it is not white space."""
 
     def call(self, tool: Tool, grammar: Grammar) -> str:
         """Raises `SchemaError` and `TooLarge`."""

@@ -18,7 +18,7 @@ class Reading:
     """How the answers to one request are read."""
 
     regions: Regions
-    """With a template of the model's own: as far as its marks are fixed texts."""
+    """Regions of a model's own template, as far as its marks are fixed texts."""
     keep: frozenset[int]
     """Special tokens that are text here: the marks of calls and thoughts."""
     thought_ends: frozenset[int] = frozenset()
@@ -30,7 +30,7 @@ class Reading:
     prefix: str = ""
     """The prompt, which may begin the answer: for the template."""
     short_ids: bool = False
-    """Of calls: Mistral's templates take nine letters and digits only."""
+    """Calls have short ids: Mistral's templates take nine letters and digits only."""
     tools: tuple[dict[str, Any], ...] = ()
 
 
@@ -55,7 +55,7 @@ class Parts:
 
 
 class AnswerReader:
-    """Of one choice."""
+    """The reader of one choice."""
 
     def __init__(self, reading: Reading, seed: str) -> None:
         """`seed` names the choice among all: the ids of its calls are made of it."""
@@ -72,7 +72,7 @@ class AnswerReader:
         """Parts of which nothing but white space has come: models put line ends behind marks."""
         self._held = {"content": "", "reasoning": ""}
         self._raw: str | None = ""
-        """Of the present region of calls; None once a call was found in it."""
+        """Text of the present region of calls; None once a call was found in it."""
         self.calls = 0
         self._in_call = False
         self.reasoning_tokens = 0
@@ -217,7 +217,7 @@ def _own_parser(reading: Reading, template: dict[str, Any]) -> Any:
 
 
 def regions_of_template(template: dict[str, Any]) -> Regions:
-    """Of a model's response template, as far as its marks are fixed texts."""
+    """The regions of a model's response template, as far as its marks are fixed texts."""
     found = [
         Region(CALLS if name == CALLS else THINKING, opens, _texts(field.get("close")))
         for name, field in template["fields"].items()

@@ -19,7 +19,7 @@ RUN_BYTES_MIN = 16 << 10
 
 
 class Copier:
-    """From `source` to `target`; both have sub-blocks of one size. For one thread. `digests` are of the source."""
+    """Copies from `source` to `target`; both have sub-blocks of one size. It is for one thread. `digests` are of the source."""
 
     def __init__(self, source: PoolRows, target: PoolRows, digests: BlockDigests | Digester) -> None:
         assert source.layout == target.layout

@@ -112,7 +112,7 @@ class _Foreign:
 
 
 def _as_tensor(address: int, size: int, device: torch.device) -> torch.Tensor:
-    """Without a copy; of bytes."""
+    """This memory as a tensor of bytes, without a copy."""
     with torch.cuda.device(device):
         tensor: torch.Tensor = torch.as_tensor(_Foreign(address, size), device=device)
     if tensor.data_ptr() != address:
@@ -152,7 +152,7 @@ class DeviceMemory:
 
 
 _mapped: dict[tuple[int, bytes], tuple[int, int]] = {}
-"""By device and handle: address, and how many use it. The driver maps a handle once in a process."""
+"""Address, and number of users, by device and handle. The driver maps a handle once in a process."""
 _lock = threading.Lock()
 
 

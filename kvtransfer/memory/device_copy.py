@@ -80,7 +80,7 @@ class DeviceDigester:
 
 
 class DeviceCopier:
-    """From `source` to `target` on one device; both have sub-blocks of one size. For one thread."""
+    """Copies from `source` to `target` on one device; both have sub-blocks of one size. It is for one thread."""
 
     def __init__(self, source: PoolRows, target: PoolRows, every: int) -> None:
         assert source.layout == target.layout and source.device == target.device

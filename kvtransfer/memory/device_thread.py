@@ -47,7 +47,7 @@ class WakeupFd:
             return
 
     def wait(self, timeout_s: float) -> None:
-        """Until it is rung, or so long."""
+        """Wait until it is rung, or so long."""
         poll = select.poll()
         poll.register(self._event, select.POLLIN)
         poll.poll(max(0.0, timeout_s) * 1e3)

@@ -23,7 +23,7 @@ PIECE_BYTES = 256 << 10
 
 
 def of_packed(packed: Any, sub_block_bytes: int) -> list[bytes]:
-    """Of each of the sub-blocks in this array of bytes."""
+    """Digests of each of the sub-blocks in this array of bytes."""
     view = memoryview(packed)  # cut in half the time of an array
     return [xxhash.xxh3_64_digest(view[at : at + sub_block_bytes]) for at in range(0, len(view), sub_block_bytes)]
 
@@ -34,7 +34,7 @@ def of_segment(sub_block_digests: Sequence[bytes]) -> bytes:
 
 
 class Digester:
-    """Of sub-blocks of one pool, where they lie in host memory. For one thread."""
+    """Digests of sub-blocks of one pool, where they lie in host memory. It is for one thread."""
 
     def __init__(self, rows: PoolRows) -> None:
         self._rows = rows
@@ -42,7 +42,7 @@ class Digester:
         self._buffer = None if rows.is_flat else rows.buffer(self._piece_sub_blocks)
 
     def digest(self, block_ids: Sequence[int], begun: Sequence[bytes] = ()) -> bytes:
-        """Of these as a segment; `begun` are digests of the first of them."""
+        """The digest of these blocks as a segment; `begun` are digests of the first of them."""
         return of_segment([*begun, *self.each(block_ids[len(begun) :])])
 
     def each(self, block_ids: Sequence[int]) -> list[bytes]:
@@ -80,7 +80,7 @@ class BlockDigests:
             self._digests[block] = b""
 
     def known(self, block_ids: Sequence[int]) -> bytes:
-        """Of these as a segment, or empty where that takes a look at some of them."""
+        """The digest of these blocks as a segment, or empty where some of them would have to be read."""
         found = [self._digests[block] for block in block_ids]
         return of_segment(found) if all(found) else b""
 

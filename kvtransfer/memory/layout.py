@@ -38,11 +38,11 @@ class KvLayout:
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
-        """Of one block: (layers, 2, block_size, kv_heads, head_dim)."""
+        """The shape of one block: (layers, 2, block_size, kv_heads, head_dim)."""
         return (self.layers, 2, self.block_size, self.kv_heads, self.head_dim)
 
     def shape(self, blocks: int) -> tuple[int, int, int, int, int, int]:
-        """Of `blocks` blocks, in elements."""
+        """The shape of `blocks` blocks, in elements."""
         return (blocks, *self.block_shape)
 
     @property

@@ -74,7 +74,7 @@ class PoolRows:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def wait(self) -> None:
-        """Until all that was enqueued on that stream is done."""
+        """Wait until all that was enqueued on that stream is done."""
         if self._stream is not None:
             self._stream.synchronize()
 

@@ -52,8 +52,8 @@ class KvSettings:
     whatever their size. What is announced is sent even if its session is aborted, so this bounds the waste; where it is
     skipped instead (`Transport.skips_unwanted`), as many as a receiver queues may be announced at once."""
     shm_window_bytes: int = SHM_WINDOW_BYTES
-    """Of the memory that a receiver shares with one sender of its host, and with no other, for what is under way between them.
-    It has room for two of the largest segments at least."""
+    """Bytes that a receiver shares with one sender of its host, and with no other, for what is under way between them. They
+    have room for two of the largest segments at least."""
     bytes_per_s: int = 0
     """The receiver begins no more than this, of all pairs together, while it is busy; 0: no limit. A segment is held back for
     a quarter of `segment_timeout_ms` at most, counted from the pair's one before."""
@@ -84,7 +84,7 @@ class KvSettings:
     remembers_digests: bool = True
     """The sender keeps the digests of its blocks, and is told of each that changes; else they are made in sending."""
     encrypt: bool = False
-    """By `tcp`, KV crosses encrypted if either end wants it."""
+    """KV crosses encrypted by `tcp` if either end wants it."""
 
     def __post_init__(self) -> None:
         if not self.transports:

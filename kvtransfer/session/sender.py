@@ -50,7 +50,7 @@ def next_parts(waiting: deque[tuple[Owner, SendSegment]], room: int) -> tuple[Ow
 
 
 def announcement(key: tuple[str, int], pair_id: int, sequence: int, parts: Sequence[SendSegment]) -> Announce:
-    """Of segments that follow each other, the first being segment `sequence` of the pair."""
+    """The announcement of segments that follow each other, the first being segment `sequence` of the pair."""
     counts = tuple(len(part.block_ids) for part in parts)
     return Announce(*key, pair_id, sequence, parts[0].segment, parts[0].first_block, counts)
 
@@ -121,7 +121,7 @@ class SenderSession(Session):
         self._cut = 0
         """Blocks already cut into segments, or not wanted."""
         self._digests: list[bytes] = []
-        """By segment; empty where it is not known yet."""
+        """The digest of each segment; empty where it is not known yet."""
         self._unknown = 0
         self._commit: CommitReady | None = None
         self._commit_at = 0.0

@@ -78,7 +78,7 @@ class _Grants(WriteCredits):
 
 
 def wait_until_gone(process: int, limit_ms: int) -> None:
-    """Until the process of this descriptor has ended, or for so long; for as long without a descriptor."""
+    """Wait until the process of this descriptor has ended, or for so long; for as long without a descriptor."""
     poll = select.poll()
     if process >= 0:
         poll.register(process, select.POLLIN)

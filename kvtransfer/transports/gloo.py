@@ -34,7 +34,7 @@ class _GlooChannel(Channel):
         self._buffers = deque(self._rows.buffer(local.segment_blocks) for _ in range(BUFFERS))
         """The next one to use first. Each is used again only when what it was used for is over."""
         self._under_way: deque[tuple[SegmentJob, Any, Any]] = deque()
-        """With its data, or where that lands, and the operation."""
+        """Operations under way, with their data, or where that lands."""
 
     def work(self, inbox: Inbox, answer: Answer) -> None:
         announced: deque[SegmentJob] = deque()

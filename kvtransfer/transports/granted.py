@@ -129,7 +129,7 @@ class WriteCredits(Channel):
         self._outbox: deque[SegmentJob] = deque()
         """Not granted yet."""
         self._granted: deque[tuple[SegmentJob, bool]] = deque()
-        """In order; whether any blocks were granted, or it was called unwanted."""
+        """Grants in order; whether any blocks were granted, or it was called unwanted."""
 
     def work(self, inbox: Inbox, answer: Answer) -> None:
         poll = select.poll()

@@ -83,7 +83,7 @@ class _NcclChannel(Channel):
         self._wakeup = WakeupFd()
         self._jobs: deque[SegmentJob] = deque()
         self._handle: TransferHandle | None = None
-        """Of the first job, when its operation was asked for."""
+        """The handle of the first job, when its operation was asked for."""
 
     def work(self, inbox: Inbox, answer: Answer) -> None:
         poll = select.poll()

@@ -30,7 +30,7 @@ def host_id() -> str:
 
 
 def memory_for(names: tuple[str, ...], device: str) -> PoolMemory | None:
-    """For the pool of a receiver that may use these transports; None: no other process need map it."""
+    """Memory for the pool of a receiver that may use these transports; None: no other process need map it."""
     return DeviceMemory(device) if device != "cpu" and "cuda_ipc" in names else None
 
 
@@ -63,7 +63,7 @@ class WrongTransport(BadOption):
 
 
 def usable(local: Local, offered: tuple[str, ...], allowed: tuple[str, ...], same_host: bool) -> tuple[list[str], str]:
-    """Of the offered transports, those that the receiver can use, in the sender's order; and what speaks against others."""
+    """The offered transports that the receiver can use, in the sender's order; and what speaks against others."""
     found, against = [], []
     for name in offered:
         transport = TRANSPORTS.get(name)
@@ -82,7 +82,7 @@ def usable(local: Local, offered: tuple[str, ...], allowed: tuple[str, ...], sam
 
 
 def listen(local: Local, names: tuple[str, ...], why: str) -> Listener:
-    """By the first of these that can. Raises what the last one raises."""
+    """Listen by the first of these that can. Raises what the last one raises."""
     assert names
     for name in names[:-1]:
         try:

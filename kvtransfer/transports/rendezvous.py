@@ -29,7 +29,7 @@ _SET_UP = "set up"
 """Said by the sender when it needs the store no more."""
 _ABANDONED = "abandoned"
 _REACH_SHARE = 0.2
-"""Of the timeout, for a first connection; and for the TCPStore's, whose retries make up to thrice that of it."""
+"""The part of the timeout that a first connection may take; and the TCPStore's, whose retries make up to thrice that of it."""
 
 
 class Work(Protocol):

@@ -59,13 +59,13 @@ _MAGIC = b"cdkvshm3"
 _WINDOW_BYTES_MAX = 1 << 36
 _WORD = "<u4"
 _UNWANTED_PLACE = 0xFFFF_FFFF
-"""In place of a place: the segment is not wanted."""
+"""The word in place of a place: the segment is not wanted."""
 UNWANTED: Final = b"\0" * 8
 """The sender's digest of a segment that the receiver did not want: its session there is over."""
 
 
 def pack_places(places: Sequence[int | None]) -> bytes:
-    """Of segments that follow each other, the first sub-block of each in the window; None: it is not wanted."""
+    """The places of segments that follow each other, the first sub-block of each in the window; None: it is not wanted."""
     return np.array([_UNWANTED_PLACE if one is None else one for one in places], dtype=_WORD).tobytes()
 
 
@@ -166,7 +166,7 @@ class Receives(Channel):
         self._outbox: deque[_Granted] = deque()
         """Not granted yet."""
         self._granted: deque[_Granted] = deque()
-        """In order."""
+        """Grants in order."""
         self._inbox: Inbox | None = None
 
     def work(self, inbox: Inbox, answer: Answer) -> None:

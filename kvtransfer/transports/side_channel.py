@@ -128,7 +128,7 @@ class RendezvousListener:
         the door. Raises `PairBroken` or `OSError`."""
         deadline = time.monotonic() + timeout_s
         greeting: dict[int, _Greeting] = {}
-        """By descriptor, the first to come first."""
+        """Greetings by descriptor, the first to come first."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         try:

@@ -145,7 +145,7 @@ class Inbox:
         return [self._jobs.popleft() for _ in range(len(self._jobs))]
 
     def wait(self) -> None:
-        """Until something was put or the inbox was closed. Without a limit: the driver closes it."""
+        """Wait until something was put or the inbox was closed. There is no limit: the driver closes it."""
         poll = select.poll()
         poll.register(self._event, select.POLLIN)
         poll.poll()
@@ -198,7 +198,7 @@ class Transport(ABC):
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     """Where a pool may be that it sends from, and receives into."""
     skips_unwanted: ClassVar[bool] = False
-    """Of what is announced, it does not send what the receiver does not want any more."""
+    """The sender leaves out what is announced and not wanted by the receiver any more."""
     within_process: ClassVar[bool] = True
     """Both ends of a pair may be in one process, as those of a mixed worker are."""
     confidential: ClassVar[bool] = False

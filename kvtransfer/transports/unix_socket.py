@@ -36,7 +36,7 @@ SKIPPED: Final = 4
 MESSAGE_BYTES_MAX: Final = 128 << 10
 """Well below what a socket buffer takes at once."""
 DESCRIPTORS: Final = 2
-"""With Hello, at most."""
+"""Most descriptors with Hello."""
 GRANT_BLOCKS_MAX: Final = (MESSAGE_BYTES_MAX - 16) // 4 - WINDOW_SEGMENTS_MAX
 
 _HEAD = struct.Struct("<II")
@@ -46,8 +46,8 @@ _TIMEVAL = struct.Struct("ll")
 
 
 def pack_grants(targets: Sequence[Sequence[int]]) -> bytes:
-    """Of segments that follow each other, the blocks of each; at most WINDOW_SEGMENTS_MAX and GRANT_BLOCKS_MAX. How many there
-    are, how many blocks each has, and the blocks."""
+    """The blocks of segments that follow each other; at most WINDOW_SEGMENTS_MAX and GRANT_BLOCKS_MAX. How many segments
+    there are, how many blocks each has, and the blocks."""
     words = [len(targets), *map(len, targets)]
     for block_ids in targets:
         words += block_ids
@@ -76,7 +76,7 @@ class Connection:
         connected.setblocking(False)
         self._socket = connected
         self._buffer = memoryview(bytearray(MESSAGE_BYTES_MAX))
-        """Of our own: to get so much memory for each message takes longer than to read it."""
+        """A buffer that is used again: to get so much memory for each message takes longer than to read it."""
 
     def fileno(self) -> int:
         return self._socket.fileno()

@@ -33,11 +33,11 @@ SAY_LEARNED_MIN = 0.05
 
 @dataclass
 class Seen:
-    """For the metrics, and for the coordinator."""
+    """What is seen for the metrics, and for the coordinator."""
 
     decision: Decision | None = None
     model: str = ""
-    """Of the decision."""
+    """The model of the decision."""
     error: PredictionError = field(default_factory=PredictionError)
     flips: int = 0
     refused: int = 0
@@ -71,7 +71,7 @@ class Seen:
         return True
 
     def question(self, mode: str) -> Message:
-        """For a `StatusReport`: with the last decision, once there is one."""
+        """The question for a `StatusReport`, with the last decision, once there is one."""
         one = self.decision
         if one is None:
             return StatusRequest()
@@ -154,7 +154,7 @@ async def _watch(
 def learn(
     learner: Learner, pilot: Autopilot, accuracy: Accuracy, report: StatusReport, seen: Seen, logger: Log
 ) -> None:
-    """From now on, predict with what steps take."""
+    """Predict with what steps take, from here on."""
     pilot.profile = learner.look(report, seen.model)
     accuracy.predict_with(pilot.profile)
     seen.learned = learner.learned.words

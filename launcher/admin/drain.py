@@ -22,7 +22,7 @@ from runtime.settings.types import KeyOptions
 
 _LOOK_EVERY_S = 0.25
 _TIMEOUT_S = 10.0
-"""Beyond the hand-over, and for a coordinator that is being started again meanwhile."""
+"""Seconds beyond the hand-over, and for a coordinator that is being started again meanwhile."""
 
 
 class DrainSettings(KeyOptions):
@@ -83,7 +83,8 @@ async def _drain(settings: DrainSettings, coordinator: str, keys: Keys | None) -
 async def _wait(
     settings: DrainSettings, coordinator: str, named: Set[Process], at_first: int, keys: Keys | None
 ) -> int:
-    """Until it holds nothing, hangs, or is gone. The coordinator is asked again and again, as it may be another one by then."""
+    """Wait until it holds nothing, hangs, or is gone. The coordinator is asked again and again, as it may be another one by
+    then."""
     until = clock.now() + settings.drain_timeout_s + _TIMEOUT_S
     name, left = settings.worker, at_first
     with Progress(console=Console(stderr=True), transient=True) as progress:

@@ -22,7 +22,7 @@ from runtime.settings.types import KeyOptions
 
 _LOOK_EVERY_S = 0.1
 _COMMIT_S = 30.0
-"""Beyond the hand-over: what worker and coordinator take to give a change up."""
+"""Seconds beyond the hand-over: what worker and coordinator take to give a change up."""
 
 
 class FlipSettings(KeyOptions):
@@ -134,12 +134,12 @@ def process_of(worker: WorkerStatus) -> str:
 
 
 def role_of(worker: WorkerStatus) -> Role:
-    """Of its process: mixed, if it registers in two roles and so has another name."""
+    """The role of its process: mixed, if it registers in two roles and so has another name."""
     return Role.MIXED if process_of(worker) != worker.name else Role(worker.role)
 
 
 def what_became(report: StatusReport, worker: WorkerStatus, before: Role, role: Role) -> FlipStatus:
-    """Of the last change of this process's role, which was ordered to be `role`."""
+    """What became of the last change of this process's role, which was ordered to be `role`."""
     mine = [one for one in report.flips if one.worker == process_of(worker) and one.pid == worker.pid]
     if mine:
         return mine[-1]

@@ -39,7 +39,7 @@ def _opened(path: str) -> Iterator[Replay]:
 
 
 def _rest_bytes(path: str, replay: Replay) -> int:
-    """Behind the last whole record."""
+    """Bytes behind the last whole record."""
     return Path(path).expanduser().stat().st_size - replay.bytes_read
 
 
@@ -157,7 +157,7 @@ def explain(settings: ExplainSettings) -> int:
 
 
 def _timeline(file: str, wanted: str) -> tuple[str, list[Entry]]:
-    """Of the request of this id, or else of the only one whose id begins so. Raises `EventLogError`."""
+    """The timeline of the request with this id, or else of the only one whose id begins so. Raises `EventLogError`."""
     if entries := _replayed(file, lambda _: Timeline(wanted)).finish():
         return wanted, entries
     found = sorted(_replayed(file, lambda _: Named(wanted)).found)

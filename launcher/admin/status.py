@@ -141,7 +141,7 @@ def run(settings: StatusSettings) -> int:
 
 
 def _supervised(coordinator: str) -> list[ProcessStates]:
-    """Of what `crossdock serve` and `up` on this machine run of that cluster."""
+    """The process states of what `crossdock serve` and `up` on this machine run of that cluster."""
     return [process_states.read(folder) for folder in here.folders_of(coordinator)]
 
 
@@ -279,7 +279,7 @@ def _seconds(milliseconds: float) -> str:
 
 
 def _title(report: StatusReport) -> str:
-    """With what is the same for all workers."""
+    """The title, with what is the same for all workers."""
     models, hosts = ({getattr(worker, what) for worker in report.workers} for what in ("model", "host"))
     which = f"{len(models)} models" if len(models) > 1 else escape(*models)
     where = f"{len(hosts)} hosts" if len(hosts) > 1 else escape(*hosts)

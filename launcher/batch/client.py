@@ -11,7 +11,7 @@ from launcher.http.client import ERROR_BYTES_MAX, read_whole, reason
 from proto.errors import CrossdockError
 
 ANSWER_S: Final = 60.0
-"""For an answer, and for the next piece of a file."""
+"""Seconds to wait for an answer, and for the next piece of a file."""
 
 
 class BatchFailed(CrossdockError):

@@ -65,7 +65,7 @@ class _Lines:
     def __init__(self, path: Path) -> None:
         """Raises `OSError`."""
         self.numbers: dict[str, int] = {}
-        """By custom_id."""
+        """Line numbers by custom_id."""
         self.endpoint = ""
         self.errors: list[dict[str, Any]] = []
         checker: LineChecker | None = None

@@ -36,7 +36,7 @@ from runtime.process.exits import INTERRUPTED_EXIT
 from simulation.load.sessions import Session, SessionTurn, in_turn, synthetic
 
 STAGGER_S: Final = 0.3
-"""Between the first turns of two clients."""
+"""Seconds between the first turns of two clients."""
 
 
 @dataclass
@@ -44,9 +44,9 @@ class Played:
     """What was measured so far."""
 
     first: list[Record] = field(default_factory=list)
-    """Turns that begin a conversation ..."""
+    """Turns that begin a conversation."""
     later: list[Record] = field(default_factory=list)
-    """... and those that go on with one."""
+    """Turns that go on with a conversation."""
     interrupted: bool = False
 
     @property

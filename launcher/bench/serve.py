@@ -50,7 +50,7 @@ class Site:
     base_url: str
     key: str
     tenants: tuple[Tenant, ...]
-    """With keys that it takes."""
+    """The tenants, with keys that it takes."""
     event_log: str = ""
 
 
@@ -208,7 +208,7 @@ def _result(settings: LoadSettings, site: Site, probed: Probed, plan: Plan, done
 
 
 def shown_settings(settings: LoadSettings) -> dict[str, Any]:
-    """Without keys."""
+    """The settings without keys."""
     values = settings.model_dump(exclude={"api_key", "as_json", "plot"})
     values["tenant"] = [":".join((part := text.split(":"))[:1] + part[2:]) for text in settings.tenant]
     values["abuser"] = ":".join((part := settings.abuser.split(":"))[:1] + part[2:])

@@ -106,7 +106,7 @@ class Ports(_Table):
     tokens: Port = 7100
     kv: Port = 7200
     metrics: Port = 0
-    """On loopback, of every process in turn."""
+    """The metrics ports of all processes in turn, on loopback."""
 
 
 class Host(_Table):
@@ -116,7 +116,7 @@ class Host(_Table):
     bind: Annotated[str, AfterValidator(_check_ip)] = ""
     """What is listened on, where it is not the address that others connect to."""
     interface: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@-]*\z", max_length=64)] = ""
-    """For KV, as in --kv-interface."""
+    """The network interface for KV, as in --kv-interface."""
     ssh: Text = ""
     """Where `launch_ssh` connects to, like user@host; empty: the address."""
     netns: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]*\z", max_length=64)] = ""
@@ -129,7 +129,7 @@ class Host(_Table):
     cores: Annotated[str, AfterValidator(_check_cores)] = ""
     """Shared out to workers that compute on the CPU; empty: nothing is pinned."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Of each worker; 0: as many as its cores, or 1."""
+    """Threads of each worker; 0: as many as its cores, or 1."""
     gateway: RoleOptions = {}
     worker: RoleOptions = {}
     prefill: RoleOptions = {}

@@ -72,7 +72,7 @@ class Site:
         return Answer(name, done.returncode, done.stdout.decode("utf-8", "replace").strip())
 
     def run_all(self, scripts: dict[str, str], *, timeout_s: float) -> Iterator[Answer]:
-        """On several hosts at once, as they answer; one that does not has status 255."""
+        """Run on several hosts at once, as they answer; one that does not answer has status 255."""
 
         def one(name: str, script: str) -> Answer:
             try:

@@ -64,7 +64,7 @@ def run(settings: UnitsSettings) -> int:
 
 
 def verify(root: Path, paths: list[str]) -> None:
-    """With systemd's own eyes, where it is installed. Raises `CannotInstall`."""
+    """Have systemd check the units, where it is installed. Raises `CannotInstall`."""
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
         return

@@ -28,7 +28,7 @@ from runtime.settings.options import SettingsError
 HELP = "Run the cluster that a cluster.toml describes, on all of its hosts, by ssh."
 _SHORT_S = 60.0
 _FETCH_S = 3600.0
-"""For models that have to be fetched first."""
+"""Seconds for models that have to be fetched first."""
 _STATE = """
 p=$(sed -n 's/.*"pid":\\([0-9]*\\).*/\\1/p' "$d/cluster.json" 2>/dev/null)
 s=$(sed -n 's/.*"started":\\([0-9]*\\).*/\\1/p' "$d/cluster.json" 2>/dev/null)

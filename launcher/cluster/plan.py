@@ -49,12 +49,12 @@ class Planned:
 
     role: str
     index: int
-    """Among those of its role on its host."""
+    """Its number among those of its role on its host."""
     settings: Options
     environment: Mapping[str, str] = field(default_factory=dict)
     """What pins it to a GPU, beside `child_environment`."""
     cores: tuple[int, ...] = ()
-    """To start on; empty: any."""
+    """The cores to start on; empty: any."""
     threads: int = 1
 
     @property
@@ -79,7 +79,7 @@ class Planned:
 class HostPlan:
     processes: tuple[Planned, ...]
     base_urls: tuple[str, ...]
-    """Of the gateways here."""
+    """The base URLs of the gateways here."""
     note: str = ""
     metrics: str = METRICS_OFF
     """Where `crossdock up` itself shows metrics, of how its processes fare."""
@@ -95,7 +95,7 @@ def coordinator_address(file: ClusterFile) -> str:
 
 
 def base_urls(file: ClusterFile) -> list[str]:
-    """Of all gateways."""
+    """The base URLs of all gateways."""
     return [url for name in file.hosts for url in plan_host(file, name, "any").base_urls]
 
 
@@ -152,7 +152,7 @@ def plan_host(file: ClusterFile, name: str, model: str, model_id: str = "") -> H
 
 
 def _own_metrics(file: ClusterFile, where: str, processes: int) -> str:
-    """Of `crossdock up` itself: the port after those of its processes."""
+    """The metrics address of `crossdock up` itself: the port after those of its processes."""
     port = file.ports.metrics + processes if file.ports.metrics else 0
     return f"{_shown(where)}:{port if port <= _PORT_MAX else 0}"
 
@@ -206,8 +206,8 @@ def _cpu_plan(host: Host) -> CpuPlan:
 def _settings(
     file: ClusterFile, host: str, role: str, decided: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
 ) -> Options:
-    """From the least to the most special: what follows from the host, the tables of the file, those of the host; and what
-    is decided, which none of them may name."""
+    """Settings from the least to the most special: what follows from the host, the tables of the file, those of the host; and
+    what is decided, which none of them may name."""
     cls = SETTINGS[role]
     tables = [("common", file.common)]
     if role in WORKER_MODULES:

@@ -36,7 +36,7 @@ _DESCRIPTIONS: Final = {
     "autopilot": "crossdock autopilot (ratio of prefill and decode workers)",
 }
 _ALONE: Final = ("coordinator", "coordinator-standby")
-"""By index."""
+"""Units with one process, by index."""
 _SINGLE: Final = (*_ALONE, "autopilot")
 _SANDBOX: Final = """\
 User=crossdock
@@ -206,7 +206,8 @@ def _stop_s(processes: Sequence[Planned]) -> int:
 
 
 def _credentials(role: str, on: Installed) -> list[str]:
-    """Of the folder of keys: the public ones and this role's secret one; a mixed worker has those of both its roles."""
+    """Credentials from the folder of keys: the public ones and this role's secret one; a mixed worker has those of both its
+    roles."""
     if not on.keys:
         return []
     public = [name for name in on.key_files if name.endswith(".key")]

@@ -163,7 +163,8 @@ def _check_wanted(settings: UpSettings, at: Place) -> None:
 
 
 async def _wait(settings: UpSettings, plan: HostPlan, supervisor: Supervisor, console: Console) -> None:
-    """Until every process here has said that it is ready, and the gateways have workers of both kinds, wherever those are."""
+    """Wait until every process here has said that it is ready, and the gateways have workers of both kinds, wherever those
+    are."""
     async with new_session() as session:
 
         async def is_ready() -> bool:

@@ -22,7 +22,7 @@ SILENCE_S: Final = 300.0
 """A server that sends nothing for so long has failed."""
 READY_S: Final = 2.0
 DRAIN_S: Final = 1.0
-"""For the end of the connection's use behind [DONE], so that it can be used again."""
+"""Seconds for the end of the connection's use behind [DONE], so that it can be used again."""
 _DONE: Final = b"[DONE]"
 
 
@@ -166,7 +166,7 @@ async def answers_ready(session: aiohttp.ClientSession, url: str) -> bool:
 
 
 def reason(body: bytes) -> str:
-    """Of an error's answer."""
+    """The reason in an error's answer."""
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -90,7 +90,7 @@ class Target:
     """The server, and what was learned of it."""
 
     url: str
-    """Of the endpoint."""
+    """The URL of the endpoint."""
     model: str
     chat: bool
     ignore_eos: bool

@@ -1,8 +1,7 @@
-"""From the records of a run to its figures: tails, goodput, throughput, errors, fairness. Pure.
+"""The figures of a run from its records: tails, goodput, throughput, errors, fairness. Pure.
 
 Goodput is that of DistServe (Zhong et al. 2024): requests per second that met every limit on their latencies. Jain's index of
-fairness (Jain, Chiu, Hawe 1984) is (Σx)² / (n·Σx²): 1 where all have the same, 1/n where one has all.
-"""
+fairness (Jain, Chiu, Hawe 1984) is (Σx)² / (n·Σx²): 1 where all have the same, 1/n where one has all."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ from launcher.load.records import CANCELLED, INTERRUPTED, OK, Record
 
 RANKS: Final = (50, 90, 95, 99)
 OUTPUT_COST: Final = 2.0
-"""Of an answer's token, where a prompt's costs 1: what the coordinator charges."""
+"""The cost of an answer's token, where a prompt's costs 1: what the coordinator charges."""
 METRICS: Final = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "request", "queue_ms": "queue"}
 
 
@@ -139,7 +138,7 @@ def by_priority(records: Sequence[Record], slo: Slo, seconds: float) -> dict[str
 
 
 def figures(records: Sequence[Record], weights: Mapping[str, float], slo: Slo) -> dict[str, Any]:
-    """Of the counted requests, over the time from the first of them being due to the last end among them."""
+    """The figures of the counted requests, over the time from the first of them being due to the last end among them."""
     counted = [record for record in records if record.counted]
     start = min((record.due_s for record in counted), default=0.0)
     seconds = max((record.ended_s for record in counted), default=0.0) - start

@@ -1,7 +1,6 @@
-"""From settings and a seed to every request of a run: when, from whom, how long, and whether its client leaves.
+"""Every request of a run, from settings and a seed: when, from whom, how long, and whether its client leaves.
 
-All is drawn before the first request is sent, so that the same seed sends the same load, whatever the server does.
-"""
+All is drawn before the first request is sent, so that the same seed sends the same load, whatever the server does."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ _TIMES, _LENGTHS, _TENANTS, _PREFIXES, _CANCELS, _PRIORITY_CLASSES, _ABUSE = ran
 class Planned:
     index: int
     due_s: float
-    """Since the run began."""
+    """Seconds since the run began."""
     tenant: Tenant
     priority: str
     prompt_tokens: int
@@ -34,9 +33,9 @@ class Planned:
     blocks: tuple[int, ...] = ()
     """Ids of the blocks its prompt is made of, where a trace says so."""
     cancel_tokens: int = NEVER
-    """The client leaves when it has so many tokens …"""
+    """The client leaves when it has so many tokens."""
     cancel_s: float = NEVER
-    """… or so many seconds after sending."""
+    """The client leaves so many seconds after sending, if `cancel_tokens` does not say it."""
     counted: bool = True
     """It does not come in the warm-up."""
 
@@ -51,7 +50,7 @@ class Plan:
 
 
 def tenants_of(settings: TargetSettings) -> list[Tenant]:
-    """At least one. Raises `SettingsError`."""
+    """The tenants, at least one. Raises `SettingsError`."""
     mix = settings.tenants_mix if isinstance(settings, LoadSettings) else ""
     abuser = settings.abuser if isinstance(settings, LoadSettings) else ""
     if settings.tenant and mix:

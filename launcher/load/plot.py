@@ -58,7 +58,7 @@ def _cumulate(axes: Any, found: Sequence[float], name: str) -> None:
 
 
 def draw_isolation(path: str, result: dict[str, Any]) -> None:
-    """For each length of a gap, the share of gaps that were longer, of the streams alone and beside long prompts."""
+    """Draw the share of gaps that were longer than each length, of the streams alone and beside long prompts."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.6), layout="constrained")

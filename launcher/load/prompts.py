@@ -27,7 +27,7 @@ class Prompts:
     prefix_tokens: int
     tokens_per_word: float = 1.0
     overhead_tokens: float = 0.0
-    """Of the chat template, or a first token that the server adds."""
+    """Tokens of the chat template, or a first token that the server adds."""
 
     def make(self, planned: Planned) -> Prompt:
         words = isinstance(self.pool[0], str)

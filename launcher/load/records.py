@@ -31,12 +31,12 @@ class Record(msgspec.Struct):
     first_s: float | None = None
     """The first chunk with a token."""
     gaps_ms: list[float] = []
-    """Between chunks with tokens."""
+    """Gaps between chunks with tokens."""
     tail_ms: float = 0.0
-    """From the last of them to a chunk that only ends the answer: with the last token, if that has no text."""
+    """Time from the last of them to a chunk that only ends the answer: with the last token, if that has no text."""
     ended_s: float = 0.0
     tokens: int = 0
-    """Of the answer: as the server counts them, or else the chunks that carried some."""
+    """Answer tokens: as the server counts them, or else the chunks that carried some."""
     prompt_tokens: int = 0
     """As the server counts them; 0 if it did not say."""
     cached_tokens: int = 0
@@ -46,7 +46,7 @@ class Record(msgspec.Struct):
     retry_after_s: float | None = None
     request_id: str = ""
     queue_ms: float | None = None
-    """From the coordinator's event log."""
+    """Time in the queue, from the coordinator's event log."""
     priority: str = ""
 
     @property

@@ -160,7 +160,7 @@ class ServerSettings(TargetSettings):
 
     @property
     def ratio(self) -> Ratio:
-        """Of the cluster that is started."""
+        """The ratio of the cluster that is started."""
         counts = {"prefill": self.prefill, "decode": self.decode}
         if self.mixed:
             counts = {role: count if role in self.model_fields_set else 0 for role, count in counts.items()}

@@ -201,7 +201,7 @@ class _SessionLine(msgspec.Struct):
 
 
 def has_sessions(path: str) -> bool:
-    """By its first line. Raises `SettingsError`."""
+    """Whether the file has sessions, by its first line. Raises `SettingsError`."""
     file = Path(path).expanduser()
     try:
         with file.open(encoding="utf-8", errors="replace") as stream:

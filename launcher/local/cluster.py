@@ -37,7 +37,7 @@ class Cluster:
     plan: CpuPlan
     processes: tuple[ProcessSpec, ...]
     key: str = field(default="", repr=False)
-    """For a client on this machine; empty where none is needed."""
+    """The key for a client on this machine; empty where none is needed."""
     metrics: str = METRICS_OFF
     """Where the launcher itself shows metrics, of how the processes fare."""
     notes: tuple[str, ...] = ()
@@ -137,7 +137,7 @@ def _autopilot_spec(settings: ServeSettings, shared: dict[str, str]) -> ProcessS
 
 
 def keys_folder(settings: ServeSettings) -> str:
-    """In full, for processes and for who asks in another terminal."""
+    """The folder in full, for processes and for people who ask in another terminal."""
     return str(Path(settings.keys).expanduser().resolve())
 
 

@@ -57,7 +57,7 @@ class NotifySocket:
         return lines
 
     def listen(self, pid: int, on_line: Callable[[str], None]) -> None:
-        """To this process, on the running event loop, until `ignore` or `close`."""
+        """Listen to this process, on the running event loop, until `ignore` or `close`."""
 
         def readable() -> None:
             for line in self.heard(pid):

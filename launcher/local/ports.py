@@ -19,7 +19,7 @@ SEARCHED = 100
 
 
 class PortInUse(OSError):
-    """By another program or cluster."""
+    """Another program or cluster uses the port."""
 
     def __init__(self, port: int) -> None:
         super().__init__(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
@@ -78,7 +78,8 @@ class Ports:
         return row
 
     def _lock(self, port: int) -> None:
-        """By a name that the kernel gives to one socket of this network namespace, and frees when its process ends."""
+        """Lock the port by a name that the kernel gives to one socket of this network namespace, and frees when its process
+        ends."""
         lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             lock.bind(f"\0crossdock-port-{port}")
@@ -139,8 +140,8 @@ def _next_row(host: str, first: int, count: int, ports: Ports) -> tuple[int, ...
 
 
 def metrics_addresses(settings: ServeSettings, ports: Ports) -> list[str]:
-    """For each process, in the order in which they start, and last the launcher's own; one that starts again has the same.
-    Raises `SettingsError`."""
+    """Addresses for each process, in the order in which they start, and last the launcher's own; one that starts again has
+    the same. Raises `SettingsError`."""
     processes = 1 + settings.gateways + settings.prefill + settings.decode + settings.mixed + 1
     if settings.metrics == METRICS_OFF:
         return [METRICS_OFF] * processes

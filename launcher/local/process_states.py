@@ -23,7 +23,7 @@ class ProcessState(msgspec.Struct, frozen=True):
     """0 while it does not run."""
     ready: bool
     restarts: int
-    """Since the cluster was started."""
+    """How often it was started again since the cluster was started."""
     restarted_at: tuple[float, ...] = ()
     """The latest `RESTARTS_KEPT`, oldest first."""
     starts_at: float | None = None

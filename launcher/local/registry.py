@@ -22,14 +22,14 @@ class LocalCluster(msgspec.Struct, frozen=True):
     """One note."""
 
     pid: int
-    """Of the `crossdock serve`, `up`, or benchmark, that runs it."""
+    """The process id of the `crossdock serve`, `up`, or benchmark that runs it."""
     started: int
     """When that process started, in clock ticks since boot."""
     model_id: str
     base_url: str
     coordinator: str
     cluster: str = ""
-    """Of a `crossdock up`: the cluster's name, and which of its hosts this is."""
+    """The cluster's name, and which of its hosts this is, of a `crossdock up`."""
     host: str = ""
 
 
@@ -39,7 +39,7 @@ def runs_folder() -> Path:
 
 
 def host_folder(cluster: str, host: str) -> Path:
-    """Of what belongs to one host of a cluster: cluster.toml and keys that were copied there, logs, the note."""
+    """The folder of what belongs to one host of a cluster: cluster.toml and keys that were copied there, logs, the note."""
     return runs_folder() / f"{cluster}.{host}"
 
 
@@ -48,7 +48,7 @@ class CannotKeep(CrossdockError):
 
 
 def make_folder(folder: Path) -> None:
-    """For this user alone. Raises `CannotKeep`."""
+    """Make the folder for this user alone. Raises `CannotKeep`."""
     with _kept(folder):
         runs_folder().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def clusters() -> list[LocalCluster]:
 
 
 def folders_of(coordinator: str) -> list[Path]:
-    """Of the runs, or the hosts' parts, of the cluster with this coordinator that are running here."""
+    """The folders of the runs, or the hosts' parts, of the cluster with this coordinator that are running here."""
     found = [(path.parent, running(path.parent)) for path in sorted(runs_folder().glob(f"*/{NOTE}"))]
     return [folder for folder, note in found if note is not None and note.coordinator == coordinator]
 

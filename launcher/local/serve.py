@@ -24,7 +24,7 @@ from runtime.settings.serve import ServeSettings
 ANSWER_TOKENS = 128
 ANSWER_TIMEOUT_S = 120.0
 SOBER = {"temperature": 0, "max_tokens": 64}
-"""For the example: a small model at temperature 1 talks long and wildly."""
+"""Sampling of the example: a small model at temperature 1 talks long and wildly."""
 
 
 class AnswerFailed(CrossdockError):

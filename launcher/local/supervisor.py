@@ -32,7 +32,7 @@ from runtime.settings.options import SettingsError, complaints
 
 STOP_GRACE_S = 5.0
 ABORT_S = 1.0
-"""From SIGABRT, upon which a child that hangs writes where its threads are, to SIGKILL."""
+"""Seconds from SIGABRT, upon which a child that hangs writes where its threads are, to SIGKILL."""
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -49,7 +49,7 @@ class ProcessSpec:
     cores: tuple[int, ...] = ()
     """Cores to start on, inherited by its threads; empty: as this process."""
     stop_stage: int = 0
-    """At the end all of one stage have gone before those of the next are asked to."""
+    """The stage in which it is stopped: all of one stage have gone before those of the next are asked to."""
     watchdog_s: float = 0.0
     """Once ready, it is killed when it has said nothing for so long; 0: never."""
 
@@ -99,7 +99,7 @@ class Supervisor:
         self._closing = False
         self._news = ""
         self._tasks: dict[asyncio.Task[None], int] = {}
-        """With the stage in which each is stopped."""
+        """The tasks with the stage in which each is stopped."""
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, spec: ProcessSpec) -> None:
@@ -191,7 +191,7 @@ class Supervisor:
             child.starts_at = None
 
     def _publish(self) -> None:
-        """For `crossdock status`."""
+        """Write the states for `crossdock status`."""
         if not self._closing:
             address = self._metrics.address if self._metrics is not None else ""
             process_states.write(self._log_dir, ProcessStates(tuple(self.states()), address))
@@ -257,7 +257,7 @@ def _notifying(child: Child) -> dict[str, str]:
 
 
 def _before_exec(parent: int, cores: tuple[int, ...]) -> None:
-    """In the child, before it becomes another program: be killed when the parent dies, and take up the cores. A process
+    """Runs in the child, before it becomes another program: be killed when the parent dies, and take up the cores. A process
     group of its own keeps Ctrl-C from it: the parent stops its children in its own order."""
     os.setpgid(0, 0)
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

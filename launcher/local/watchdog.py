@@ -8,8 +8,8 @@ long as they take. Silence does not count while this process itself did not run.
 from dataclasses import dataclass
 
 WATCHDOG_S = {"coordinator": 10.0, "gateway": 10.0, "prefill": 30.0, "decode": 30.0, "mixed": 30.0}
-"""By role. The coordinator fences a worker that stands still within seconds, and its streams go on elsewhere, so killing it is
-not urgent. Nobody takes the place of a coordinator or a gateway that hangs."""
+"""The watchdog's time by role. The coordinator fences a worker that stands still within seconds, and its streams go on
+elsewhere, so killing it is not urgent. Nobody takes the place of a coordinator or a gateway that hangs."""
 _LOOKS = 8
 _LOOK_S_MAX = 1.0
 _LATE_LOOKS = 3
@@ -47,7 +47,7 @@ class Watchdog:
         return 0.0 if self.ready_at is None else now - self.ready_at
 
     def silent_s(self, now: float) -> float | None:
-        """To be asked every `look_every_s`: for how long a child said nothing that must be killed for it, or None."""
+        """How long a child said nothing that must be killed for it, or None. The caller asks every `look_every_s`."""
         was_away = now - self._looked_at > _LATE_LOOKS * self.look_every_s
         self._looked_at = now
         if was_away:

@@ -1,4 +1,1 @@
-"""From what the user calls a model to a folder on disk.
-
-Start with `resolve`.
-"""
+"""Finds the folder on disk of what the user calls a model. Start with `resolve`."""

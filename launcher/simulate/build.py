@@ -22,7 +22,7 @@ from simulation.load.workload import Ask, Failure, Goal, Loop, StepTimes, Worker
 
 WORKERS_MAX: Final = 4096
 BLOCKS_MAX: Final = 1 << 24
-"""Of KV, on all workers together: the allocators of so many take about 700 MB."""
+"""Most KV blocks on all workers together: the allocators of so many take about 700 MB."""
 CLIENTS_MAX: Final = 100_000
 LOOP_REQUESTS: Final = 16
 """Different requests of each client in a closed loop."""
@@ -128,7 +128,7 @@ def _worker(some: Workers, name: str) -> WorkerSpec:
 
 
 def _with_class(number: int, traffic: Traffic, tenants: Tenants) -> Traffic:
-    """With its name, its priority class, and the goals that it has from there."""
+    """The traffic with its name, its priority class, and the goals that it has from there."""
     policy = tenants.policy(traffic.tenant)
     if policy is None:
         raise ValueError(f"traffic.{number}.tenant: there is no {traffic.tenant!r} in [tenants]")

@@ -78,11 +78,12 @@ class Workers(_Part):
     block_size: Annotated[int, Field(ge=1, le=4096)] = 16
     """Tokens of a KV block."""
     computes_suffixes: bool = True
-    """Of `decode`: it computes what prompts add to KV that it has, at `prefill_tokens_per_s`, between steps of its streams."""
+    """A `decode` worker computes what prompts add to KV that it has, at `prefill_tokens_per_s`, between steps of its streams.
+    """
     kv_tier_tokens: Annotated[int, Field(ge=0, le=1 << 36)] = 0
-    """Of `prefill`: tokens that its second tier holds."""
+    """Tokens that the second tier of a `prefill` worker holds."""
     fetches: bool = True
-    """Of `prefill` and `decode`: prefill workers fetch what decode workers have of a prompt and they have not."""
+    """`prefill` workers fetch what `decode` workers have of a prompt and they have not."""
 
     @model_validator(mode="after")
     def _is_one(self) -> "Workers":
@@ -101,7 +102,7 @@ class Traffic(_Part):
     """A stream of requests that are alike. Lengths are written like `128`, `uniform:64-512` or `lognormal:200,0.8`."""
 
     name: _Name = ""
-    """In the tables of figures. Empty: the tenant's name."""
+    """The name in the tables of figures. Empty: the tenant's name."""
     tenant: Annotated[_Name, Field(min_length=1)] = DEFAULT_TENANT
     """A name of `[tenants]`, or `organisation/user`."""
     priority_class: _Name = ""
@@ -110,24 +111,24 @@ class Traffic(_Part):
     """`gamma` comes in bursts. `closed` is a number of clients that each wait for their answer before they ask again.
     `sessions` is a number of clients that play the sessions of a trace, turn by turn."""
     rate_per_s: Annotated[float, Field(gt=0.0, le=1e6)] = 1.0
-    """Of `poisson`, `constant` and `gamma`: requests per second on average."""
+    """Requests per second on average, for `poisson`, `constant` and `gamma`."""
     cv: Annotated[float, Field(gt=0.0, le=100.0)] = 3.0
-    """Of `gamma`: coefficient of variation of the gaps between arrivals."""
+    """Coefficient of variation of the gaps between arrivals, for `gamma`."""
     trace: str = ""
-    """Of `trace`: a file in a format of `crossdock bench serve --trace`, like a CSV file with the columns `arrival_s`,
-    `prompt_tokens`, `output_tokens`. A relative path begins at the scenario's folder. Of `sessions`: a file in a format of
-    `crossdock bench agents --trace`."""
+    """The file of a `trace`, in a format of `crossdock bench serve --trace`, like a CSV file with the columns `arrival_s`,
+    `prompt_tokens`, `output_tokens`; or of `sessions`, in a format of `crossdock bench agents --trace`. A relative path
+    begins at the scenario's folder."""
     scale_tokens: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
-    """Of `sessions`: factor on all lengths of the trace."""
+    """Factor on all lengths of the trace, for `sessions`."""
     think_scale: Annotated[float, Field(ge=0.0, le=1000.0)] = 1.0
-    """Of `sessions`: factor on all think times of the trace."""
+    """Factor on all think times of the trace, for `sessions`."""
     speed: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
-    """Of `trace`: how much faster it is played."""
+    """How much faster a `trace` is played."""
     clients: Annotated[int, Field(ge=1, le=100_000)] = 1
-    """Of `closed`: how many there are. They begin one after the other within the first second."""
+    """How many clients there are, for `closed`. They begin one after the other within the first second."""
     think_s: _Seconds = 0.0
-    """Of `closed`: how long a client waits after an answer. After a failed request it waits a second at least, and
-    longer where Retry-After says so."""
+    """How long a client of `closed` waits after an answer. After a failed request it waits a second at least, and longer
+    where Retry-After says so."""
     from_s: _Seconds = 0.0
     """When the stream begins."""
     until_s: _Duration | None = None
@@ -139,7 +140,7 @@ class Traffic(_Part):
     max_tokens: Annotated[int, Field(ge=1, le=CONTEXT_TOKENS)] | None = None
     """The request's `max_tokens`. By default as many as the answer will have, as if clients knew."""
     deadline_ms: _Ms = 0.0
-    """For the first token; 0: none."""
+    """The deadline for the first token; 0: none."""
     ttft_ms: _Ms = 0.0
     """A request counts as goodput if its first token comes within this. 0: within `deadline_ms`, else its class's
     `ttft_ms`, if there is one."""
@@ -175,7 +176,7 @@ class FailureOf(_Part):
     """`slow`: its steps take longer. `failing`: it answers, but its steps fail at once. `lost`: it is gone with all that it
     holds. `drained`: it gets no new work, and its streams move."""
     factor: Annotated[float, Field(gt=0.0, le=1e6)] = 10.0
-    """Of `slow`: how many times as long each step takes."""
+    """How many times as long each step takes, for `slow`."""
     for_s: _Seconds = 0.0
     """After that it is over, or the worker is started again; 0: never."""
 
@@ -193,7 +194,7 @@ class Scenario(_Part):
     settle_s: _Seconds = 120.0
     """How much longer requests may take to end."""
     seed: Annotated[int, Field(ge=0, le=1 << 62)] = 1
-    """Of everything that is random. The same seed and file give the same figures to the last bit."""
+    """The seed of everything that is random. The same seed and file give the same figures to the last bit."""
     hand_over_ms: Annotated[list[_Ms], Field(min_length=2, max_length=2), AfterValidator(_ascending)] = [2.0, 4.0]
     """Least and most that a hand-over of KV takes."""
     coordinator: dict[str, Any] = {}
@@ -203,7 +204,7 @@ class Scenario(_Part):
     priority_classes: dict[str, Any] | None = None
     """Tables of priority classes, as in the tenants file. By default its three."""
     workers: Annotated[list[Workers], Field(min_length=1, max_length=1024)]
-    """At least one table for each role, or one with `mixed` workers."""
+    """Workers: at least one table for each role, or one with `mixed` workers."""
     traffic: Annotated[list[Traffic], Field(min_length=1, max_length=4096)]
     """A table for each stream of requests."""
     failures: Annotated[list[FailureOf], Field(max_length=4096)] = []

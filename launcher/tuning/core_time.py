@@ -7,7 +7,7 @@ import psutil
 
 
 def shared_core_ms(cores: frozenset[int]) -> float | None:
-    """Of this process and those it started: time that threads ran which may run on these cores only, so far; None where the
+    """Time that threads of this process and those it started ran so far which may run on these cores only; None where the
     kernel does not say. Threads that have ended are not counted."""
     own = psutil.Process()
     total = 0

@@ -53,7 +53,7 @@ class Logged:
 
     steps: list[LoggedStep] = field(default_factory=list)
     decode: list[LoggedDecode] = field(default_factory=list)
-    """Of workers that do nothing else."""
+    """Decode steps of workers that do nothing else."""
     hand_overs: dict[str, HandedOver] = field(default_factory=dict)
     submitted: dict[str, tuple[float, Submit]] = field(default_factory=dict)
     """First attempts."""
@@ -62,16 +62,16 @@ class Logged:
     hosts: set[str] = field(default_factory=set)
     models: set[str] = field(default_factory=set)
     most_workers: dict[Role, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    """At one time, on each host."""
+    """Most workers at one time, on each host."""
     step_tokens: int = 0
     attention_tokens: int = 0
     cached_tokens: dict[str, int] = field(default_factory=dict)
-    """Of each prompt, as its prefill worker found them."""
+    """Cached tokens of each prompt, as its prefill worker found them."""
     _up: dict[int, Hello] = field(default_factory=dict)
     """Workers, by incarnation."""
 
     def steps_of(self) -> dict[str, list[LoggedStep]]:
-        """By request."""
+        """The steps of each request."""
         found: dict[str, list[LoggedStep]] = defaultdict(list)
         for step in self.steps:
             for chunk in step.chunks:

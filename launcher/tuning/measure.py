@@ -26,7 +26,8 @@ STREAM_STEPS = 40
 """Steps for which all streams of a batch are to run together."""
 LAG_MAX = 32
 PAUSE_S = 0.1
-"""Between prompts, on average. Back to back they would find everything in the caches, which prompts of traffic do not."""
+"""Seconds between prompts, on average. Back to back they would find everything in the caches, which prompts of traffic do
+not."""
 CORE_MS, CORE_STEPS = 400.0, (40, 400)
 """How long streams run, and how many steps at least and at most, to see what tokens take of the control processes' cores."""
 SHORTEST = (8, 32, 64, 128, 192, 256)
@@ -160,7 +161,7 @@ async def measure(
 async def _core(
     session: Session, sequences: int, longest: int, core_ms: Callable[[], float | None]
 ) -> list[tuple[int, float]]:
-    """Of two plays that differ only in their steps."""
+    """The core time of two plays that differ only in their steps."""
     prompt, few = min(32, longest // 2), 8
     before = core_ms()
     records = await session.play([(prompt, few)] * sequences)
@@ -207,7 +208,7 @@ def _times(record: Record) -> list[float]:
 
 
 def _together(records: Sequence[Record]) -> tuple[float, float]:
-    """From when on, and until when, all run."""
+    """When all begin to run together, and when that ends."""
     times = [_times(record) for record in records]
     return max(one[1] for one in times if len(one) > 1), min(one[-1] for one in times)
 

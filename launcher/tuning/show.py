@@ -26,7 +26,7 @@ LIMITS: Final = {
 }
 """What limits a ratio: its letter and colour in the map."""
 ROWS_MAX: Final = 10
-"""Of those that ran the whole trace."""
+"""Most rows of those that ran the whole trace."""
 BUSY_NOTE: Final = (
     "Busy: share of the time in which a prefill worker (P) or a decode worker (D) computes, and a prefill worker's link (T)"
     " sends. Limited by: the resource of which twice as much would let the most requests keep the SLO, or else a target."
@@ -162,7 +162,7 @@ def _what_if(report: Mapping[str, Any], console: Console) -> None:
 
 
 def families(report: Mapping[str, Any]) -> list[tuple[int, Mapping[str, Any] | None, Mapping[str, Any] | None]]:
-    """For each number of workers the best ratio with separate phases, and the mixed one, where they ran the whole trace."""
+    """The best ratio with separate phases, and the mixed one, for each number of workers, where they ran the whole trace."""
     found = []
     for total in range(1, report["settings"]["workers"] + 1):
         rows = [one for one in report["candidates"] if one["total"] == total and one["whole_trace"]]
@@ -211,7 +211,7 @@ def _map(cells: Sequence[Mapping[str, Any]], console: Console) -> None:
 
 
 def rows_of(cells: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Of the map: one for each number of prefill workers."""
+    """The rows of the map: one for each number of prefill workers."""
     return [list(row) for _, row in groupby(cells, key=itemgetter("prefill"))]
 
 

@@ -37,7 +37,7 @@ def load_profile(path: str, option: str = "--profile") -> Profile:
 
 
 def profile_of(settings: TrafficSettings) -> Profile:
-    """Of `--profile`, or of both kinds of hardware. Raises `SettingsError`."""
+    """The profile of `--profile`, or of both kinds of hardware. Raises `SettingsError`."""
     kinds = settings.prefill_profile, settings.decode_profile
     if not any(kinds):
         return load_profile(settings.profile)
@@ -63,11 +63,11 @@ def block_tokens(settings: TrafficSettings) -> int:
 
 class Traffic(NamedTuple):
     sent: list[Sent]
-    """In the order of time, at least one request."""
+    """Requests in the order of time, at least one."""
     cut: int = 0
-    """Requests that were made shorter, to fit the model's context ..."""
+    """How many requests were made shorter, to fit the model's context."""
     left_out: int = 0
-    """... and turns that were left out, with all that follow them, because they do not fit."""
+    """How many turns were left out, with all that follow them, because they do not fit."""
 
 
 def fitted_traffic(settings: TrafficSettings, profile: Profile) -> Traffic:
@@ -89,7 +89,7 @@ def context_tokens(profile: Profile) -> int:
 
 
 def traffic(settings: TrafficSettings, profile: Profile | None = None) -> list[Sent]:
-    """In the order of time, at least one request. `profile`: must be of the model that an event log is of. Raises
+    """The requests in the order of time, at least one. `profile`: must be of the model that an event log is of. Raises
     `SettingsError`."""
     if settings.trace and _is_event_log(settings.trace):
         found = _logged(settings, profile)

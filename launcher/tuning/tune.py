@@ -18,7 +18,7 @@ from launcher.tuning.traffic import Traffic, block_tokens, context_tokens, fitte
 from proto.parts import STALL_SHARE
 from runtime.process.version import version_of
 from runtime.settings.options import SettingsError
-from tuning.advise import Slo, Workers
+from tuning.advise import Slo
 from tuning.goals import Goals
 from tuning.profile import ControlCost, Profile
 from tuning.search import Found, Result, Space, search
@@ -206,7 +206,7 @@ def _about(settings: TuneSettings, profile: Profile) -> dict[str, Any]:
 
 
 def as_it_came(sent: Sequence[Sent], outcome: Outcome) -> list[Sent]:
-    """With the times of the recommended ratio: turns of sessions come when answers have come."""
+    """The requests with the times of the recommended ratio: turns of sessions come when answers have come."""
     if not outcome.clients:
         return list(sent)
     moved = [one._replace(at_s=at_s) for one, at_s in zip(sent, outcome.at_s.tolist(), strict=True)]
@@ -281,15 +281,3 @@ def apply_lines(result: Result, profile: Profile) -> dict[str, Any]:
         command = f"CROSSDOCK_STALL_SHARE={candidate.stall_share:g} {command}"
         lines += ["", "[decode]" if workers.decode else "[mixed]", f"stall_share = {candidate.stall_share:g}"]
     return {"workers": str(workers), "command": command, "cluster_toml": lines, "model": str(model)}
-
-
-def workers_of(text: str) -> Workers:
-    """Of `str(Workers)`: "2P1D", "4M" or "1P1D+2M"."""
-    counts = {"P": 0, "D": 0, "M": 0}
-    number = ""
-    for letter in text.replace("+", ""):
-        if letter.isdigit():
-            number += letter
-        else:
-            counts[letter], number = int(number), ""
-    return Workers(counts["P"], counts["D"], counts["M"])

@@ -5,7 +5,7 @@ from math import sqrt
 from typing import Any, Final, NamedTuple
 
 _Z: Final = 1.645
-"""Of 90 % of a normal distribution."""
+"""90 % of a normal distribution lie within so many standard deviations."""
 METRICS: Final = ("ttft_ms", "tpot_ms", "itl_ms")
 Row = Mapping[str, Any]
 
@@ -15,9 +15,9 @@ class Verdict(NamedTuple):
     """No other ratio kept the SLO for more requests than chance explains."""
     words: str
     covered: int
-    """Of the figures of these runs, those in their band ..."""
+    """Figures of these runs that lie in their band."""
     figures: int
-    """... and all."""
+    """All figures of these runs."""
 
 
 def verdict(rows: Sequence[Row], recommended: str) -> Verdict:
@@ -58,7 +58,7 @@ def _served(row: Row) -> str:
 
 
 def _off(rows: Sequence[Row]) -> str:
-    """By how much the predictions were off, and in which direction."""
+    """How far the predictions were off, and in which direction."""
     points = [100 * row["attainment"]["error"] for row in rows]
     mean = sum(points) / len(points)
     most = max(rows, key=lambda row: abs(row["attainment"]["error"]))
@@ -70,7 +70,7 @@ def _off(rows: Sequence[Row]) -> str:
 
 
 def _chance(one: Row, other: Row) -> float:
-    """By so much the shares of two runs of equal ratios may differ, with as many requests."""
+    """The difference that chance makes between the shares of two runs of equal ratios, with as many requests."""
     variance = 0.0
     for row in (one, other):
         share, count = row["attainment"]["measured"], max(row["requests"], 1)

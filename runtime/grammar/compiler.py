@@ -30,7 +30,7 @@ _PLACE: Final = re.compile(r"^at \d+\(\d+\): ")
 _START_TOKENS_MAX: Final = 64
 _CACHED_MAX: Final = 128
 _CACHED_CHARS_MAX: Final = 1 << 20
-"""Of all grammars kept compiled."""
+"""Characters of all grammars that are kept compiled."""
 
 
 class GrammarError(Exception):
@@ -55,7 +55,7 @@ def make_matcher(grammar: str, tokenizer: llguidance.LLTokenizer) -> llguidance.
 
 
 class Compiler:
-    """Of one model. Belongs to one thread; the matchers it makes may be used on another."""
+    """The compiler of one model. It belongs to one thread; the matchers it makes may be used on another."""
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer

@@ -19,8 +19,8 @@ from runtime.process.driver import cancelled, watched
 from runtime.process.loop_socket import LoopSocket
 
 NEVER_MS = 3_600_000
-"""To libzmq's own reconnecting: its socket is closed long before. Off (-1) would also take back what a connection delivered
-in its last moment and nobody has read yet, and tell nothing of a connection refused."""
+"""An interval at which libzmq's own reconnecting never comes: its socket is closed long before. Off (-1) would also take back
+what a connection delivered in its last moment and nobody has read yet, and tell nothing of a connection refused."""
 
 _log = log.get("crossdock.link")
 

@@ -25,7 +25,7 @@ class _Outlet:
 
 
 class ConnectionPool:
-    """To processes of role `to`. `on_lost(incarnation, reason)` is called on the event loop, never from inside `send`;
+    """Links to processes of role `to`. `on_lost(incarnation, reason)` is called on the event loop, never from inside `send`;
     `on_idle` when nothing waits for a link any more."""
 
     def __init__(

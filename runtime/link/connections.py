@@ -13,12 +13,12 @@ from runtime.link.peer import Peer
 from runtime.process import clock
 
 HELLO_S = 3.0
-"""In which a connection has become a link; one whose link has ended gets as long."""
+"""A connection has so long to become a link; one whose link has ended gets as long."""
 LOOK_S = 0.25
 UNENDED_BYTES_MAX = 2 * limits.MAX_FRAMES * limits.MAX_FRAME_BYTES
-"""On the wire, since the last message that ended: as much as the largest one."""
+"""Bytes on the wire since the last message that ended: as much as the largest one."""
 UNENDED_BYTES_MAX_ALL = 4 * UNENDED_BYTES_MAX
-"""Of all connections of a socket together. What is kept takes up to 20 times as much, where frames are tiny."""
+"""Such bytes of all connections of a socket together. What is kept takes up to 20 times as much, where frames are tiny."""
 _BYTES_RECEIVED = 128
 """Offset of `tcpi_bytes_received` in Linux's `struct tcp_info`."""
 
@@ -32,9 +32,9 @@ class Connection:
 
 
 class Connections:
-    """Of one socket, by descriptor, as its monitor tells. `drop(descriptor, why)` is told of those that have to go; `why` is
-    empty for one without a link. `peer_of(descriptor)` is the peer whose link it is, and asked anew at each look: a `Hello` may
-    be read before the monitor tells of its connection."""
+    """The connections of one socket, by descriptor, as its monitor tells. `drop(descriptor, why)` is told of those that have
+    to go; `why` is empty for one without a link. `peer_of(descriptor)` is the peer whose link it is, and asked anew at each
+    look: a `Hello` may be read before the monitor tells of its connection."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Connections:
 
 
 def received_bytes(descriptor: int) -> int:
-    """By this TCP connection since it began; 0 if it is none, or gone."""
+    """Bytes that this TCP connection received since it began; 0 if it is none, or gone."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as own:
             info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)

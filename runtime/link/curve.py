@@ -28,7 +28,7 @@ _domains = itertools.count(1)
 
 _ZAP_VERSION = b"1.0"
 _ZAP_FRAMES = 7
-"""Of a request about a CURVE client: version, request id, domain, address, routing id, mechanism, key."""
+"""Frames of a request about a CURVE client: version, request id, domain, address, routing id, mechanism, key."""
 
 
 class _Handler:
@@ -38,7 +38,7 @@ class _Handler:
         self._socket = socket
         socket.frames_max = _ZAP_FRAMES + 1
         self.lets_in: dict[str, Callable[[str], bool]] = {}
-        """By domain: whether a client with this public key may come in."""
+        """Whether a client with this public key may come in, by domain."""
         socket.bind("inproc://zeromq.zap.01")
 
     async def run(self) -> None:
@@ -73,10 +73,10 @@ class ZapAuthenticator:
 
     def __init__(self, socket: LoopSocket, keys: Keys | None, counters: LinkCounters, peers_max: int) -> None:
         self.links: Counter[str] = Counter()
-        """Of each key."""
+        """The number of links of each key."""
         self._peers_max = peers_max
         self._let_in: dict[str, deque[float]] = {}
-        """By key, when connections were let in that have not said Hello; oldest first, no empty ones."""
+        """When connections were let in that have not said Hello, by key; oldest first, no empty ones."""
         self._socket = socket
         self._keys = keys
         self._counters = counters

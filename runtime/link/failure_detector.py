@@ -11,7 +11,7 @@ HEARTBEATS_MISSED_MAX = 3
 
 
 class FailureDetector:
-    """For one end of links. `look` and `pause_s` take turns: look, then sleep so long."""
+    """The failure detector of one end of links. `look` and `pause_s` take turns: look, then sleep so long."""
 
     def __init__(self, heartbeat_ms: int, now: float, theirs_ms: int | None = None) -> None:
         """`theirs_ms` is the other end's heartbeat: where it is the shorter one, that end wants to hear from us as often."""
@@ -32,7 +32,7 @@ class FailureDetector:
         return now - heard_at > self.limit_s
 
     def pause_s(self, heard_at: Iterable[float], now: float) -> float:
-        """Until the next look, in which one may be lost of those that were last heard from then; at most a beat."""
+        """Seconds until the next look, in which one may be lost of those that were last heard from then; at most a beat."""
         left_s = min(heard_at, default=now) + self.limit_s - now
         pause_s = min(max(left_s, self._excuse_s) + self.beat_s / 100, self.beat_s)
         self._due = now + pause_s

@@ -129,7 +129,8 @@ def _own(folder: Path, role: Role) -> tuple[str, bytes]:
 
 
 def _read_public(folder: Path) -> dict[str, Listed]:
-    """By key, as Z85. Files of other names are none of ours: credentials of a unit lie in one folder. Raises `KeysError`."""
+    """The public keys of the folder as Z85, with their files. Files of other names are ignored: credentials of a unit lie in
+    one folder. Raises `KeysError`."""
     listed: dict[str, Listed] = {}
     try:
         paths = sorted(folder.glob(f"*{_PUBLIC}"))

@@ -24,10 +24,10 @@ class LinkSettings:
     queue_messages_max: int = 10_000
     """Per peer and direction; a peer whose queue is full is given up."""
     peers_max: int = 4_096
-    """Of one server, and of each key, with those that have not said Hello yet; one more is refused."""
+    """Most peers of one server, and of each key, with those that have not said Hello yet; one more is refused."""
     handshake_timeout_ms: int = 5_000
     keys: Keys | None = None
-    """Of this process, for CURVE; None: links are neither encrypted nor authenticated."""
+    """This process's keys for CURVE; None: links are neither encrypted nor authenticated."""
     reconnect_ms: int = 50
     reconnect_ms_max: int = 300
     """Less than a coordinator takes to start: what waits for it is to lose no more than that again. A refused connection is
@@ -59,7 +59,7 @@ class LinkCounters:
     messages_out: int = 0
 
     def turned_away(self) -> dict[str, int]:
-        """By reason: who was not let in."""
+        """The number of peers that were not let in, by reason."""
         return {
             "plain": self.plain,
             "unknown_key": self.unknown_keys,
@@ -77,7 +77,7 @@ class Peer:
     _send: Callable[["Peer", list[bytes]], bool]
     routing_id: bytes = b""
     descriptor: int = -1
-    """Of its connection, at a server."""
+    """The descriptor of its connection, at a server."""
     heard_at: float = field(default_factory=clock.now)
     user_id: str = ""
     """Its public key, where links have keys."""

@@ -289,7 +289,7 @@ class LinkServer:
 
 
 def _descriptor(frame: zmq.Frame) -> int:
-    """Of the connection that a frame came by; -1 where it came by none."""
+    """The descriptor of the connection that a frame came by; -1 where it came by none."""
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:

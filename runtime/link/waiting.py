@@ -11,7 +11,8 @@ AGAIN_S = 30.0
 
 
 class WaitNotice:
-    """Between `begin` and `end`: one line at info after `FIRST_S`, and one at warning every `AGAIN_S` from then on."""
+    """Tells of a wait between `begin` and `end`: one line at info after `FIRST_S`, and one at warning every `AGAIN_S` from
+    then on."""
 
     def __init__(self, log: Log, address: str, why: Callable[[], str]) -> None:
         self._log = log

@@ -45,7 +45,7 @@ class Server(uvicorn.Server):
         self.lifespan = config.lifespan_class(config)
 
     async def close(self) -> None:
-        """At once, where uvicorn's own `shutdown` waits for connections and looks every 100 ms."""
+        """Close at once, where uvicorn's own `shutdown` waits for connections and looks every 100 ms."""
         for listener in self.servers:
             listener.close()
         for connection in list(self.server_state.connections):

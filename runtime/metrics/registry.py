@@ -35,7 +35,7 @@ Values = Callable[[], Iterable[tuple[Labels, float]]]
 """Label values and a number, for each series there is now."""
 
 SERIES_MAX: Final = 500
-"""Of a family that is read from state."""
+"""Most series of a family that is read from state."""
 
 LATENCY_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 """Buckets for waits that end with a request."""
@@ -149,7 +149,7 @@ class MetricsRegistry(CollectorRegistry):
             collector.carry_over()
 
     def gauge(self, name: str, help_: str, value: Callable[[], float]) -> None:
-        """Without labels, and somebody else keeps it."""
+        """A gauge without labels whose value somebody else keeps."""
         self.read("gauge", name, help_, (), lambda: [((), value())])
 
     def total(self, name: str, help_: str, value: Callable[[], float]) -> None:

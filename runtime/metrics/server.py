@@ -97,8 +97,8 @@ class MetricsServer:
         not_ready: Callable[[], str | None],
         more: dict[str, Callable[[], Any]] | None = None,
     ) -> None:
-        """From now on there is something to see. `not_ready`: why this process cannot serve now, or None; `more`: what is
-        answered at other paths, as JSON."""
+        """Show this from here on. `not_ready`: why this process cannot serve now, or None; `more`: what is answered at other
+        paths, as JSON."""
         self._registry, self._not_ready, self._more = registry, not_ready, more or {}
 
     async def close(self) -> None:
@@ -159,7 +159,7 @@ def load() -> "type[Server]":
 
 
 async def _listen(host: str, port: int) -> list[socket.socket]:
-    """On each address of the host. Raises `OSError`."""
+    """Listen on each address of the host. Raises `OSError`."""
     loop, listening = asyncio.get_running_loop(), []
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     try:

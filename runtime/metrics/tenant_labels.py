@@ -40,7 +40,7 @@ class TenantLabels:
             service[tenant] = service.get(tenant, 0.0) + amount
 
     def rank(self, now: float) -> None:
-        """To be called now and then."""
+        """Rank tenants anew; the caller does it now and then."""
         if now < self._ranked_at + _RANKED_EVERY_S:
             return
         self._ranked_at = now

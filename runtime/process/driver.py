@@ -99,7 +99,7 @@ class Stop(asyncio.Event):
         (self.at_once if self.is_set() else self).set()
 
     async def unless_at_once(self, done: Awaitable[object], within_s: float) -> None:
-        """Until `done`, no longer than `within_s`, and not at all once it is to be at once."""
+        """Wait for `done`, no longer than `within_s`, and not at all once it is to be at once."""
         loop = asyncio.get_running_loop()
         waiting = {asyncio.ensure_future(done), loop.create_task(self.at_once.wait())}
         try:

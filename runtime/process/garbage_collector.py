@@ -26,9 +26,9 @@ def at_rest() -> Iterator[None]:
 IDLE_S: Final = 0.25
 """No event for so long: a full collection delays nobody that is there."""
 FULL_EVERY_S: Final = 60.0
-"""Between full collections, at the least."""
+"""Least seconds between full collections."""
 FEW_REQUESTS: Final = 1000
-"""With no more alive, a full collection takes a few milliseconds."""
+"""A full collection takes a few milliseconds with no more requests alive."""
 NEVER: Final = 1_000_000_000
 """Threshold of the oldest generation: the interpreter never begins a full collection by itself."""
 _LOOK_S: Final = 0.1
@@ -61,8 +61,8 @@ class FullCollections:
 
 
 async def collect_seldom(load: Callable[[], tuple[int, int]], now: Callable[[], float]) -> None:
-    """Until cancelled, full collections only as `FullCollections` says; young generations are collected as always. `load`: as
-    for `FullCollections.due`."""
+    """Run until cancelled: full collections come only as `FullCollections` says; young generations are collected as always.
+    `load`: as for `FullCollections.due`."""
     young, middle, old = gc.get_threshold()
     gc.set_threshold(young, middle, NEVER)
     policy = FullCollections(now())

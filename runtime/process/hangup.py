@@ -14,7 +14,7 @@ def on_hangup(call: Callable[[], None]) -> None:
 
 
 def listen() -> None:
-    """From now on the signal asks, instead of ending this process."""
+    """Let the signal ask, from this moment on, instead of ending this process."""
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _hear)
 
 

@@ -17,7 +17,7 @@ _DEFAULTS: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handle
 
 
 def guard() -> None:
-    """From now until `release` such a signal ends this process at once. One that is ignored stays so, as under nohup."""
+    """Let such a signal end this process at once, until `release`. One that is ignored stays so, as under nohup."""
     for number in _GUARDED:
         if signal.getsignal(number) == _DEFAULTS[number]:
             signal.signal(number, _end)

@@ -26,7 +26,7 @@ class LoopSocket(zmq.Socket[bytes]):
     """One reader. Made and used on the event loop's thread."""
 
     frames_max: int = MAX_FRAMES + 2
-    """Of a message, with a routing id; what is kept of a longer one is too many for the codec, which refuses it."""
+    """Most frames of a message, with a routing id; what is kept of a longer one is too many for the codec, which refuses it."""
     _amid: bool = False
     """The rest of a message that is too long has still to be read, and dropped."""
 

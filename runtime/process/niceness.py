@@ -12,11 +12,11 @@ from typing import Final
 
 _GROUP: Final = "/proc/self/autogroup"
 _TRIES, _AGAIN_S = 50, 0.1
-"""Without rights the kernel takes one change of any group in a tenth of a second."""
+"""The kernel takes one change of any group in a tenth of a second from a process without rights."""
 
 
 def be_nice_as_group(nice: int) -> None:
-    """To all other sessions, if this one is ours alone. Where it cannot be done, it stays as it was."""
+    """Be nice to all other sessions, if this one is ours alone. Where it cannot be done, it stays as it was."""
     if os.getsid(0) != os.getpid():
         return
     for _ in range(_TRIES):

@@ -12,7 +12,7 @@ idle strangers could take all descriptors of the process."""
 BACKLOG = 1_024
 """Connections that the kernel keeps for a bound socket until libzmq takes them: many may come at once."""
 _SOCKETS_MAX = 32_768
-"""Of one process. A link takes three with its monitor, and libzmq's own limit is 1,023."""
+"""Most sockets of one process. A link takes three with its monitor, and libzmq's own limit is 1,023."""
 _context: LoopContext | None = None
 
 
@@ -35,7 +35,7 @@ def open_socket(kind: int, queue_messages_max: int) -> LoopSocket:
 
 
 def close_sockets() -> None:
-    """On the event loop: close what this process still has open, and wait until what was sent is with the kernel, the linger
+    """Close what this process still has open, on the event loop, and wait until what was sent is with the kernel, the linger
     at most. A process that ends without it may take its goodbyes with it."""
     global _context
     if _context is None or _context.closed:

@@ -13,7 +13,7 @@ METRICS_OFF = "off"
 
 
 def host_of(address: str) -> str:
-    """Of an address that has been checked; empty otherwise."""
+    """The host of an address that has been checked; empty otherwise."""
     match = _ADDRESS.match(address)
     return match["host"] if match is not None else ""
 
@@ -64,7 +64,7 @@ def advertised_metrics(host: str, port: int, advertise: str, hostname: str) -> s
 
 
 def _check_metrics(value: str) -> str:
-    """In full: a port alone is on loopback."""
+    """The address in full: a port alone is on loopback."""
     if value == METRICS_OFF:
         return value
     full = f"127.0.0.1:{value}" if value.isascii() and value.isdigit() else value
@@ -82,7 +82,7 @@ def _check_address(value: str) -> str:
 
 
 def _check_advertised(value: str) -> str:
-    """In full: a host alone stands for port 0 there."""
+    """The address in full: a host alone stands for port 0 there."""
     if not value:
         return value
     full = value if value.startswith("tcp://") else f"tcp://{value}"

@@ -76,7 +76,7 @@ Table = Mapping[str, Command | Group]
 
 
 def commands_in(table: Table, prefix: str = "") -> Iterator[tuple[str, Command]]:
-    """Every command with its full name, like `bench dev kv`."""
+    """Every command with its full name, like `bench isolation`."""
     for name, row in table.items():
         if isinstance(row, Group):
             yield from commands_in(row.commands, f"{prefix}{name} ")
@@ -137,7 +137,7 @@ def _flags(cls: type[Options], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _paragraphs(text: str) -> str:
-    """Without the line breaks of the source, so that the terminal's width decides."""
+    """Paragraphs without the line breaks of the source, so that the terminal's width decides."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 

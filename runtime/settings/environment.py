@@ -23,7 +23,7 @@ _LINK_NAME: Final = re.compile(
 
 
 def known_names() -> set[str]:
-    """Of every option of every command that this program has, whichever of them runs."""
+    """Names of every option of every command that this program has, whichever of them runs."""
     found: set[str] = set()
     classes: list[type[Options]] = [Options]
     while classes:

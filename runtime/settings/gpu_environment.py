@@ -137,7 +137,7 @@ def interface_of(host: str) -> str:
 
 
 def nccl_version() -> tuple[int, int]:
-    """Of the wheel that torch will load; (0, 0) where none is installed."""
+    """The version of the wheel that torch will load; (0, 0) where none is installed."""
     for wheel in _NCCL_WHEELS:
         try:
             found = re.match(r"(\d+)\.(\d+)", version(wheel))

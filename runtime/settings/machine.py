@@ -19,7 +19,7 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _PASSING = (errno.EADDRINUSE, socket.EAI_AGAIN)
 _CORES_MAX: Final = 8192
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""Of a container, version 2 and 1, as seen from inside."""
+"""Files with a container's limits, version 2 and 1, as seen from inside."""
 
 
 def prepare(settings: WorkerSettings) -> WorkerSettings:
@@ -100,7 +100,7 @@ def torch_is_cpu_build() -> bool:
 
 
 def gpu_memory_bytes() -> int:
-    """Of the GPU that torch will use; 0 where it sees none."""
+    """Memory of the GPU that torch will use; 0 where it sees none."""
     if torch_is_cpu_build():
         return 0
     import torch
@@ -120,7 +120,7 @@ def free_memory_bytes() -> int:
 
 
 def host_memory_bytes() -> int:
-    """Of the machine, or what a container leaves of it."""
+    """Memory of the machine, or what a container leaves of it."""
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for path in _CGROUP_LIMITS:
         try:

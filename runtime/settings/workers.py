@@ -13,13 +13,13 @@ from runtime.settings.roles import ClientSettings
 from runtime.settings.types import WEIGHTS_HELP, Cores, Device, Dtype, Panels, Weights
 
 GPU_MEMORY_SHARE: Final = 0.9
-"""Of all workers on one GPU together, unless they are told their own."""
+"""The share of all workers on one GPU together, unless they are told their own."""
 MIXED_NAME_CHARS: Final = MAX_ID_CHARS - len("-prefill")
-"""Of a mixed worker, at most."""
+"""Most characters of a mixed worker's name."""
 
 
 def gpu_share_of(workers: int) -> float:
-    """Of each, if so many share a GPU."""
+    """The share of each, if so many share a GPU."""
     return round(GPU_MEMORY_SHARE / workers, 3)
 
 
@@ -178,7 +178,7 @@ class WorkerSettings(ClientSettings):
         return self.kv_bytes if device == "cpu" or "kv_gib" in self.model_fields_set else None
 
     def step_tokens_on(self, on_gpu: bool) -> int:
-        """Of a prefill step, unless the coordinator's --step-tokens says it."""
+        """Tokens of a prefill step, unless the coordinator's --step-tokens says it."""
         return self.step_tokens_max if on_gpu else min(STEP_TOKENS, self.step_tokens_max)
 
     @property

@@ -73,7 +73,8 @@ class TenantsFile:
         self._asked = asyncio.Event()
 
     async def watch(self, on_change: Callable[[Tenants], None], poll_s: float = POLL_S) -> None:
-        """Until cancelled. A file that cannot be used is said in the log, once, and the one before it stays in force."""
+        """Watch the file until cancelled. If it cannot be used, the error is logged once, and the file before it stays in
+        force."""
         hangup.on_hangup(self._ask)
         hangup.listen()
         while True:

@@ -12,11 +12,11 @@ class PriorityClass:
 
     weight: float = 1.0
     floor_share: float = 0.0
-    """Of all service, while every priority class has work; more when some have none."""
+    """Its share of all service, while every priority class has work; more when some have none."""
     ttft_s: float = 2.0
-    """A request without a deadline of its own is due so long after its arrival …"""
+    """A request without a deadline of its own is due so long after its arrival."""
     ttft_s_per_chunk: float = 2.0
-    """… and so much later for each chunk of its prompt: an old long prompt is not due before every new short one."""
+    """It is due so much later for each chunk of its prompt: an old long prompt is not due before every new short one."""
     queue_wait_s: float | None = None
     """A request that found no place within this is turned away; None: within the coordinator's --queue-wait-s-max."""
     ttft_ms: float | None = None

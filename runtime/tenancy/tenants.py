@@ -82,7 +82,7 @@ class Slo:
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
-    """For 99 of 100 gaps between deliveries of a stream."""
+    """The target for 99 of 100 gaps between deliveries of a stream."""
 
     @property
     def given(self) -> bool:
@@ -98,7 +98,7 @@ class Policy:
     user: str
     """Empty for an organisation's own keys."""
     weight: float
-    """Beside the other users of its organisation."""
+    """Its weight beside the other users of its organisation."""
     organisation_weight: float
     priority_class: str
     priority_classes: frozenset[str]
@@ -114,9 +114,9 @@ class Tenants:
     """What a tenants file says."""
 
     priority_classes: Mapping[str, PriorityClass]
-    """In the order of the file."""
+    """Priority classes in the order of the file."""
     policies: Mapping[str, Policy]
-    """By tenant; `default` is always there."""
+    """Policies by tenant; `default` is always there."""
     keys: Mapping[bytes, str] = field(repr=False)
     """SHA-256 digest of a key → tenant."""
     open: bool = False
@@ -127,7 +127,7 @@ class Tenants:
         return self.policies.get(tenant) or (self.policies[DEFAULT_TENANT] if self.open else None)
 
     def weights(self) -> dict[str, float]:
-        """By path in the fair queue: `priority_class/organisation` and `priority_class/organisation/user`."""
+        """Weights by path in the fair queue: `priority_class/organisation` and `priority_class/organisation/user`."""
         weights: dict[str, float] = {}
         for policy in self.policies.values():
             for priority_class in policy.priority_classes:

@@ -23,7 +23,7 @@ class Half(Protocol):
 
 
 class Changeover:
-    """Of the registrations that a process has at present."""
+    """A change of the registrations that a process has at present."""
 
     def __init__(self, prepare: Callable[[Role], None], drop: Callable[[], None]) -> None:
         """`prepare(role)` makes ready what registers in that role, and leads to `prepared` or `failed`; `drop` ends that, and

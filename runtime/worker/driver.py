@@ -75,7 +75,7 @@ class WorkerDriver:
         self.hello = _hello(settings, engine, name, metrics_server.address, is_mixed=bool(process))
         flipped_from = before[0].hello.incarnation if before else 0
         self.hello = msgspec.structs.replace(self.hello, process=process, flipped_from=flipped_from)
-        """Without the address of a port, which is known when the role has started."""
+        """What it says of itself, without the address of a port, which is known when the role has started."""
         self.registration = Registration(
             settings=settings,
             hello=self.hello,
@@ -191,7 +191,7 @@ class WorkerDriver:
         return step, asyncio.get_running_loop().run_in_executor(self._thread, self._compute, step)
 
     def _compute(self, step: ComputeStep[ResultT]) -> ResultT:
-        """On the compute thread."""
+        """This runs on the compute thread."""
         self._watch.begin(step.tokens, clock.now())
         try:
             return step.compute()

@@ -225,7 +225,7 @@ async def _drive(lineup: _Lineup[EngineT], stop: Stop, logger: Log) -> int:
 
 
 async def _run(driver: WorkerDriver, stop: Stop, logger: Log) -> int:
-    """On a failure, what else this process does is to stop, too."""
+    """Run it. If it fails, the rest of this process is to stop, too."""
     try:
         await driver.run(stop)
     except CannotBind as error:

@@ -42,7 +42,7 @@ class WorkerRole(Protocol):
         """The coordinator knows this worker, for the first time or again."""
 
     def order(self, message: Message, blob: bytes) -> None:
-        """From the coordinator. Raises `RemoteProtocolError`."""
+        """Carry out an order of the coordinator. Raises `RemoteProtocolError`."""
 
     def held(self) -> tuple[Held, ...]: ...
     def kv_held(self) -> KvHeld: ...

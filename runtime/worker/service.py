@@ -30,7 +30,7 @@ class Service:
         """All that the new role needs is there."""
 
     def hand_over_ms(self, now: float) -> HandOverMs:
-        """For the next `Hello`."""
+        """The time of a hand-over for the next `Hello`."""
         return None if self._hand_over_at is None else max(0.0, 1000 * (self._hand_over_at - now))
 
     def leave(self, grace_s: float, now: float) -> Draining:
@@ -44,7 +44,7 @@ class Service:
         return Draining(self.hand_over_ms(now))
 
     def ordered(self, order: Draining | Drained | Flip, now: float) -> None:
-        """By the coordinator."""
+        """The coordinator orders it."""
         self._dismissed = isinstance(order, Drained)  # after any other order it is said anew, if it is so
         if not isinstance(order, Drained):
             self.flips_to = order.role if isinstance(order, Flip) and not self.leaving else None
@@ -65,7 +65,7 @@ class Service:
             self.flips_to, self._hand_over_at = None, None
 
     def flip_overdue_s(self, now: float) -> float:
-        """Since when the change should have been over; negative: in how long."""
+        """How long ago the change should have been over; negative: in how long it should be."""
         return now - FLIP_AFTER_S - (self._hand_over_at or now)
 
     def may_flip(self, *, empty: bool) -> bool:

@@ -27,10 +27,10 @@ class StepWatch:
     timeout_s: float
     """0: never."""
     _tokens: int = 0
-    """Of the step that runs; 0: none does."""
+    """Tokens of the step that runs; 0: none does."""
     _began_at: float = 0.0
     _most_tokens: int = 0
-    """Of the steps that ended, as the next."""
+    """The most tokens of the steps that ended."""
     _longest_s: float = 0.0
     _looked_at: float = field(default=float("-inf"))
 
@@ -56,7 +56,7 @@ class StepWatch:
         self._most_tokens, self._tokens = max(self._most_tokens, self._tokens), 0
 
     def hung_for(self, now: float) -> float | None:
-        """To be asked every `look_every_s`: the seconds that a step has run which will not end, or None."""
+        """The seconds that a step has run which will not end, or None. The caller asks every `look_every_s`."""
         was_stopped = now - self._looked_at > _LATE_LOOKS * self.look_every_s
         self._looked_at = now
         if not self._tokens:

@@ -64,8 +64,8 @@ class VirtualCluster(Surroundings):
         core: type[Core] = Core,
         seed: int = 0,
     ) -> None:
-        """With `batched` decode workers run the production batch, and may compute suffixes and be fetched from. Without
-        `progress` they do not say how far they are."""
+        """Decode workers run the production batch if `batched`, and may compute suffixes and be fetched from. They do not say how
+        far they are without `progress`."""
         super().__init__(timing or Timing(), seed)
         self.core = core(limits)
         self.block_size = block_size
@@ -78,7 +78,7 @@ class VirtualCluster(Surroundings):
         self.resume_delay_s = 0.0
         """Before the first resume of an interrupted request; doubled with each, up to 16 times as long."""
         self.commit_s = 0.05
-        """Between the end of a worker's old role and its registration in the new one."""
+        """Seconds between the end of a worker's old role and its registration in the new one."""
         self._flipping: dict[int, Role] = {}
         """Workers that are to change their role, and the new one."""
         self._capacity = {

@@ -20,7 +20,7 @@ from runtime.worker.ports import TakeChanges
 STOP, OTHER = 1, 2
 """The token that ends an answer before its max_tokens, and all others."""
 FAILED_STEP_S = 0.005
-"""Of a worker whose steps fail."""
+"""How long the steps of a worker take whose steps fail."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Timing:
 
     prefill_tokens_per_s: float = 8192.0
     prefill_step_s: float = 0.0
-    """Of each prefill step, whatever is in it."""
+    """Time of each prefill step, whatever is in it."""
     decode_step_s: float = 0.0
-    """Between two tokens of a stream."""
+    """Time between two tokens of a stream."""
     hand_over_s: tuple[float, float] = (0.0, 0.0)
-    """From a prompt's last step to its KV on the decode worker: drawn evenly between these."""
+    """Time from a prompt's last step to its KV on the decode worker: drawn evenly between these."""
     report_s: float = 0.0
-    """From a worker to the coordinator. Orders take no time."""
+    """Time from a worker to the coordinator. Orders take no time."""
 
     def prefill_s(self, tokens: int) -> float:
         """One step of so many prompt tokens."""
@@ -62,13 +62,13 @@ class ClientRequest:
     """Each choice stops with so many tokens."""
     submitted_s: float
     emitted_tokens: list[int]
-    """Of each choice, as far as they have come."""
+    """Tokens of each choice, as far as they have come."""
     answer_hashes: bytes = b""
     """What the gateway says of the full blocks behind the prompt's, once it has ended."""
     decoder: int = 0
     """Incarnation of its decode worker."""
     cached_tokens: int = 0
-    """Of the prompt, found in the prefill worker's cache."""
+    """Prompt tokens that were found in the prefill worker's cache."""
     state: State | None = None
     """Once it has ended."""
     rejected: Rejected | None = None
@@ -84,7 +84,7 @@ class Surroundings(ABC):
         self.random = Random(seed)
         self.requests: dict[str, ClientRequest] = {}
         self.ttft_s: dict[str, float] = {}
-        """In the order in which first tokens came."""
+        """Times to first token, in the order in which first tokens came."""
         self._due: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._asked = 0
 

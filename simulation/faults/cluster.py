@@ -18,9 +18,9 @@ from simulation.world.network import Network
 from simulation.world.world import Process
 
 ANEW_S = 0.1
-"""In which a coordinator that was away begins anew."""
+"""A coordinator that was away begins anew within so long."""
 FLIP_S_MAX = 0.05
-"""Between the end of one role and the beginning of the other."""
+"""Longest time between the end of one role and the beginning of the other."""
 SLOW_STEPS, SLOW_FRAMES_S, SLOW_DISK_S = 15.0, 0.2, 0.4
 
 
@@ -233,7 +233,7 @@ class Cluster(Surroundings):
         self._end(coordinator, ANEW_S)
 
     def _end(self, process: Process, for_s: float) -> None:
-        """In order, and started again after a while."""
+        """End the process in order, and start it again after a while."""
         process.stop()
         self.network.process_died(process, in_order=True)
         self.network.suspect_all()

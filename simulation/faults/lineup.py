@@ -10,7 +10,7 @@ from simulation.world.toy_model import Toy
 from simulation.world.world import Timer
 
 MIXED_BLOCKS_MIN = 48
-"""Of a pool that is shared out between two roles, so that either has room for any request."""
+"""The least pool that is shared out between two roles, so that either has room for any request."""
 
 
 class Lineup:

@@ -32,7 +32,7 @@ from simulation.world.world import Process, Violation, World
 _PASSING = frozenset({Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.QUEUE_FULL, Reject.SHED, Reject.RETRY_BUDGET})
 """Why a new request may be turned away in a small cluster with short queues, whatever its tenant."""
 LEFT_S = 0.1
-"""Until nothing more is computed for a client that left, where nothing is disturbed."""
+"""Nothing more is computed for a client that left after so long, where nothing is disturbed."""
 DRAINED = "it is drained"
 _NO_ROOM = ("no free KV block", "KV blocks wanted")
 
@@ -53,7 +53,7 @@ class Expectation:
     no_tries: int = 0
     """Attempts that a drain, or another tenant's share, cut short."""
     losses: int = 0
-    """Of its gateway's link: what was on its way then is sent again under another number."""
+    """Losses of its gateway's link: what was on its way then is sent again under another number."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Oracles:
     ledger: Ledger
     streams: dict[str, Expectation] = field(default_factory=dict)
     drawn_tokens: Counter[str] = field(default_factory=Counter)
-    """By stream, over all attempts and workers."""
+    """Tokens drawn for each stream, over all attempts and workers."""
     accepted: set[str] = field(default_factory=set)
     """Request ids whose acceptance left the coordinator."""
     delivered_tokens: int = 0
@@ -229,7 +229,7 @@ class Oracles:
     # --- the coordinator ------------------------------------------------------------------------------------------------
 
     def said(self, message: Message) -> None:
-        """To a gateway or a worker: nothing of a request before its row is in the ledger."""
+        """Check what is said to a gateway or a worker: nothing of a request before its row is in the ledger."""
         if isinstance(message, Accepted | Prefill | Reserve):
             if message.request_id not in self.ledger.rows:
                 why = f"{type(message).__name__} leaves before its row is in the ledger"

@@ -97,7 +97,7 @@ class Plan:
     decode: int
     gateways: int
     kv_blocks: dict[str, int]
-    """By role, as the next."""
+    """Blocks of each role, as the next."""
     block_size: dict[str, int]
     max_seqs: int
     prefix_cache: bool
@@ -239,7 +239,7 @@ SESSION_TOKENS_MAX = 24
 
 
 def _add_session(plan: Plan, leave: bool) -> None:
-    """With some of what serves conversations: suffixes on decode workers, fetches, a second tier behind a small pool."""
+    """Add some of what serves conversations: suffixes on decode workers, fetches, a second tier behind a small pool."""
     seed = plan.seed
     plan.fetches, plan.computes_suffixes, plan.tier_slots = True, bool(seed % 3), (0, 24, 0, 6)[seed % 4]
     plan.kv_blocks["prefill"] = 14 if plan.tier_slots else plan.kv_blocks["prefill"]
@@ -296,7 +296,7 @@ def _flips(plan: Plan, random: Random) -> list[Fault]:
 
 
 def _stalls(plan: Plan, random: Random) -> list[Fault]:
-    """In one run of twelve the coordinator is stopped for so long that it begins anew, or nearly, while something runs."""
+    """Stop the coordinator, in one run of twelve, for so long that it begins anew, or nearly, while something runs."""
     if random.random() >= 1 / 12:
         return []
     at_s = random.choice(plan.asked).at_s + random.uniform(0.0, 0.5)
@@ -304,7 +304,7 @@ def _stalls(plan: Plan, random: Random) -> list[Fault]:
 
 
 def _policies(plan: Plan, random: Random) -> list[Fault]:
-    """In one run of four."""
+    """Change policies, in one run of four."""
     count = random.choice((0, 0, 0, random.randint(1, 4)))
     hows = ("tried", "promoted", "rolled back")
     return [

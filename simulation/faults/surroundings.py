@@ -11,12 +11,12 @@ from simulation.world.world import Process
 class Surroundings(NetworkedWorld):
     plan: Plan
     versions: Versions
-    """Of the policy: they outlast the coordinator."""
+    """Versions of the policy: they outlast the coordinator."""
     ledger: Ledger
     oracles: Oracles
     slow_disk_s: float
     restart_s = 0.5
-    """In which a worker that ended itself is started again."""
+    """A worker that ended itself is started again within so long."""
 
     def end(self, process: Process, for_s: float) -> None:
         """End a process without warning; it is started again after `for_s`."""

@@ -29,7 +29,7 @@ MODEL, FINGERPRINT = "toy", "f"
 
 
 def role_of(name: str) -> Role:
-    """In which a worker of this name starts."""
+    """The role in which a worker of this name starts."""
     return Role(name.partition("-")[0])
 
 

@@ -12,7 +12,7 @@ RANKS: Final = (50, 90, 99)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """By nearest rank. None where nothing was measured."""
+    """Percentiles by nearest rank. None where nothing was measured."""
     if not values:
         return None
     ordered = sorted(values)
@@ -21,7 +21,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
 
 @dataclass(frozen=True)
 class _Sums:
-    """Of the whole run; what a group has is compared with them."""
+    """Sums of the whole run; what a group has is compared with them."""
 
     duration_s: float
     prompt_tokens: int

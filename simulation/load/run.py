@@ -25,7 +25,7 @@ UNSERVED_WAIT_S = 1.0
 """A client in a closed loop whose request did not finish waits so long at least, as `Loop` says: it must not ask without end
 in no time."""
 REQUESTS_MAX = 1_000_000
-"""Of all kinds, with those that come again."""
+"""Most requests of all kinds, with those that come again."""
 
 
 class TooManyRequests(CrossdockError):
@@ -42,9 +42,9 @@ class Outcome:
     state: State | None = None
     """None: it had not ended at the end of the run."""
     reason: str = ""
-    """Of the last rejection."""
+    """The reason of the last rejection."""
     ttft_s: float | None = None
-    """Since it first came, waits between tries included."""
+    """Time since it first came, waits between tries included."""
     tpot_s: float | None = None
     interruptions: int = 0
     computed_tokens: int = 0
@@ -66,7 +66,7 @@ class Played:
     workload: Workload
     outcomes: list[Outcome] = field(default_factory=list)
     computed_tokens: int = 0
-    """By all prefill workers, for whatever came of it."""
+    """Tokens that all prefill workers computed, for whatever came of it."""
 
 
 def play(workload: Workload, progress: Callable[[float], None] = lambda now_s: None) -> Played:
@@ -84,11 +84,11 @@ class _Player:
         self._cluster.post(Configured(workload.tenants, 0.0))
         self._played = Played(workload)
         self._outcomes: dict[str, Outcome] = {}
-        """Of requests that have not ended, by the id of the current try."""
+        """Outcomes of requests that have not ended, by the id of the current try."""
         self._tries: dict[str, Outcome] = {}
-        """By the id of any try."""
+        """Outcomes by the id of any try."""
         self._loops: dict[str, tuple[Loop, int]] = {}
-        """By the id of the current try: the client that sent it, and which of its requests comes next."""
+        """The client that sent it, and which of its requests comes next, by the id of the current try."""
         self._running: dict[str, tuple[list[int], Engine]] = {}
         """Incarnations of each worker, and what it computes with."""
         self._all_prefill: list[PrefillWorker] = []

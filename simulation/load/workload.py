@@ -35,7 +35,7 @@ class WorkerSpec:
     name: str
     roles: tuple[Literal["prefill", "decode"], ...]
     capacity: Capacity
-    """Of a mixed worker, both roles share the blocks."""
+    """What it has; of a mixed worker, both roles share the blocks."""
     times: StepTimes
 
 
@@ -90,7 +90,7 @@ class Failure:
     worker: str
     kind: FailureKind
     factor: float = 10.0
-    """Of `slow`: how many times as long each step takes."""
+    """How many times as long each step takes, for `slow`."""
     for_s: float = 0.0
     """After that a slow or failing worker is as before, and a lost or drained one is started again; 0: never."""
 
@@ -99,7 +99,7 @@ class Failure:
 class Workload:
     workers: tuple[WorkerSpec, ...]
     arrivals: tuple[tuple[float, Ask], ...]
-    """In the order of their times."""
+    """Requests in the order of their times."""
     loops: tuple[Loop, ...] = ()
     failures: tuple[Failure, ...] = ()
     streams: tuple[str, ...] = ()

@@ -61,7 +61,7 @@ class Pair:
         self.toy = toy
         self.sends = sends
         self.ratio = ratio
-        """Of our blocks to those that cross."""
+        """The number of our blocks to those that cross."""
         self.is_down = False
         self._ready = False
         self.far: Pair | None = None

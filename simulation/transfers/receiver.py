@@ -167,7 +167,7 @@ class Receiver(Driver):
 
 
 def _decision(live: Live, answer: Accepted | str) -> Accepted | Refusal:
-    """In the blocks that cross."""
+    """The decision in the blocks that cross."""
     if isinstance(answer, str):
         return Refusal(answer)
     ratio, blocks = live.route.ratio, live.session.blocks

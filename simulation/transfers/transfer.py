@@ -45,9 +45,9 @@ class Route:
     peer_incarnation: int
     pair_id: int
     block_size: int
-    """Of the blocks that cross."""
+    """Size of the blocks that cross."""
     ratio: int
-    """Of ours to those."""
+    """The number of our blocks to those."""
     pair: Pair | None = None
     sessions: "dict[Key, Live]" = field(default_factory=dict)
     timer: Timer | None = None

@@ -18,7 +18,7 @@ class _Outlet:
 
 
 class ConnectionPool:
-    """Links that a worker opens by itself; as `runtime.link.connection_pool.Outbound`."""
+    """Links that a worker opens by itself; as `runtime.link.connection_pool.ConnectionPool`."""
 
     def __init__(
         self,

@@ -48,9 +48,9 @@ class Wire:
         self.network = network
         self.ends = (client, server)
         self.closed = [False, False]
-        """By side: it has closed its end, or has heard that the other end has."""
+        """Whether each side has closed its end, or has heard that the other end has."""
         self.hole = [False, False]
-        """By sending side: what it sends vanishes."""
+        """Whether what each side sends vanishes."""
         self.robbed = False
         self._last = [0.0, 0.0]
         self._stuck: tuple[list[Frame | None], list[Frame | None]] = ([], [])
@@ -158,7 +158,7 @@ class Network:
         self.world = world
         self.hostility: Hostility | None = None
         self.listeners: dict[str, Handler] = {}
-        """By address."""
+        """Listeners by address."""
         self.wires: list[Wire] = []
         self.corrupt = 0.0
         """Chance that a segment arrives damaged."""

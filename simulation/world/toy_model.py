@@ -45,7 +45,7 @@ class Toy:
         self.pool[target][:] = self.pool[source]
 
     def packed(self, sub_blocks: Iterable[int], ratio: int) -> tuple[tuple[int, ...], ...]:
-        """Of sub-blocks, `ratio` to a block."""
+        """Blocks of sub-blocks, `ratio` to a block."""
         size = self.block_size // ratio
         return tuple(tuple(self.pool[c // ratio][c % ratio * size : (c % ratio + 1) * size]) for c in sub_blocks)
 
@@ -93,7 +93,7 @@ class Answer:
     tokens: tuple[int, ...]
     finish: FinishReason
     stopped: bool
-    """By a stop string, which ends it in the gateway."""
+    """It was stopped by a stop string, which ends it in the gateway."""
 
 
 def expected(prompt: Sequence[int], sampling: Sampling, choice: int, stop_word: int) -> Answer:

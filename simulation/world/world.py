@@ -114,7 +114,7 @@ class Alarm:
         self._set: tuple[float, Timer] | None = None
 
     def set(self, at: float | None) -> None:
-        """By the clock of the process."""
+        """Set it, by the clock of the process."""
         if self._set is not None:
             if at == self._set[0]:
                 return

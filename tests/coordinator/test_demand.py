@@ -10,7 +10,6 @@ from coordinator.waiting.queue_keys import (
     class_key,
     classes_without_room,
     is_class,
-    is_placed,
     smallest,
 )
 
@@ -22,7 +21,7 @@ def test_a_class_holds_half_an_octave_and_its_smallest_demand_is_no_more_than_an
         demand = Demand(int(2 ** rnd.uniform(0, 24)), rnd.randint(1, 128))
         key = class_key(demand)
         least = smallest(key)
-        assert is_class(key) and not is_placed(key)
+        assert is_class(key)
         assert least.tokens <= demand.tokens <= max(1.5 * least.tokens, 2)
         assert least.choices <= demand.choices < 2 * least.choices
         assert class_key(least) == key or demand.tokens <= 2
@@ -32,7 +31,6 @@ def test_keys_are_few_and_differ_from_those_of_workers() -> None:
     classes = {class_key(Demand(tokens, 1)) for tokens in range(1, 200_000, 7)}
     assert len(classes) <= 35
     assert not any(is_class(bound_key(incarnation)) or is_class(incarnation) for incarnation in (1, 10, 1 << 40))
-    assert is_placed(10) and not is_placed(bound_key(10))
     assert len({bound_key(incarnation) for incarnation in range(100)}) == 100
 
 

@@ -5,9 +5,9 @@ from random import Random
 import msgspec
 import pytest
 
+from benchmarks.kv_utilization_load import Job, OverloadedCluster
 from coordinator.core import Core
 from coordinator.events import Limits, PeerUp
-from launcher.bench.dev.kv_utilization_load import Job, OverloadedCluster
 from proto.messages import Interrupted, Reserve, Role
 from proto.parts import Held, PrefixPart
 from proto.progress import DecodeProgress, Joined

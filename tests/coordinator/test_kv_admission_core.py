@@ -6,10 +6,10 @@ from random import Random
 import msgspec
 import pytest
 
+from benchmarks.kv_utilization import most_use, workloads
+from benchmarks.kv_utilization_load import Job, OverloadedCluster
 from coordinator.events import Limits, PeerUp
 from coordinator.waiting.queue import WaitQueue
-from launcher.bench.dev.kv_utilization import most_use, workloads
-from launcher.bench.dev.kv_utilization_load import Job, OverloadedCluster
 from proto.errors import Interrupt
 from proto.messages import HandedOver, Interrupted, Message, Release, Released, Reserve, Role, Step, StepDone
 from proto.parts import Held
@@ -112,7 +112,7 @@ def test_under_overload_nothing_is_refused_after_prefill_and_nothing_runs_out(na
 
 
 def test_the_pool_is_used_to_85_percent_when_answers_average_half_of_max_tokens() -> None:
-    """Prompts as long as max_tokens; it depends on that, and `crossdock bench dev kv-utilization` has the table."""
+    """Prompts as long as max_tokens; it depends on that, and `python -m benchmarks kv-utilization` has the table."""
 
     def draw(random: Random) -> Job:
         return Job(256, 256, (random.randint(1, 256),))

@@ -1,4 +1,4 @@
-"""What one event costs does not grow with the number of workers: counted, not timed. See `bench dev coordinator`."""
+"""What one event costs does not grow with the number of workers: counted, not timed. See `python -m benchmarks coordinator`."""
 
 import cProfile
 from collections import Counter
@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from benchmarks.coordinator_scale import LIMITS, ScaledCluster
 from coordinator.events import Action, Event, PeerDown, PeerUp, Received
 from coordinator.placement import choice
 from coordinator.workers.candidates import EXAMINED_MAX
 from coordinator.workers.worker import Worker
-from launcher.bench.dev.coordinator_scale import LIMITS, ScaledCluster
 from proto.messages import CacheEvents, Role, StepDone
 from proto.parts import Capacity
 from proto.progress import DecodeProgress

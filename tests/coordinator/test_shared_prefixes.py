@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.kv_utilization_load import Figures, Job, OverloadedCluster
 from coordinator.events import PeerDown
 from coordinator.kv_admission.admission import KvAdmission
 from coordinator.kv_admission.demand import NEVER, KvDemand
 from coordinator.kv_admission.shared_blocks import SharedBlocks
-from launcher.bench.dev.kv_utilization_load import Figures, Job, OverloadedCluster
 from proto.messages import Released
 from proto.parts import PrefixPart
 from proto.progress import DecodeProgress, SharedPrefix

@@ -1,4 +1,4 @@
-"""`crossdock bench dev kv`, small: all transports, everything beside them, as JSON."""
+"""`python -m benchmarks kv`, small: all transports, everything beside them, as JSON."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("segments", first(1, ["4096", "512,4096"]))
 def test_all_transports_are_measured_beside_what_the_machine_can_do(segments):
-    command = [sys.executable, "-m", "launcher.cli", "bench", "dev", "kv", "--json", "--rounds", "1"]
+    command = [sys.executable, "-m", "benchmarks", "kv", "--json", "--rounds", "1"]
     command += ["--session-mib", "256", "--segment-kib", segments, "--block-kib", "64"]
     command += ["--transports", "shm,tcp,tcp-plain,gloo"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)

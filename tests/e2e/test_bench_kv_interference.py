@@ -1,4 +1,4 @@
-"""`crossdock bench dev kv-interference` on a tiny model: a real worker, and KV that really arrives beside streams."""
+"""`python -m benchmarks kv-interference` on a tiny model: a real worker, and KV that really arrives beside streams."""
 
 import json
 import os
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(tiny: Path, state: Path) -> tuple[dict[str, Any], str]:
-    command = [sys.executable, "-m", "launcher.cli", "bench", "dev", "kv-interference", str(tiny), "--json"]
+    command = [sys.executable, "-m", "benchmarks", "kv-interference", str(tiny), "--json"]
     load = ["--prompt-tokens", "128", "--stream-tokens", "48", "--streams", "2", "--rounds", "1", "--seconds", "3"]
     environment = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": str(state)}
     done = subprocess.run([*command, *load], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)

@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from launcher.admin.status import show
-from launcher.reference import metrics as metrics_reference
 from tests.e2e.live import Live, live
+from tools import metrics as metrics_reference
 
 KEYS = {"acme/ann": "key-of-ann-0123456789", "lab": "key-of-lab-0123456789"}
 SECRET = "xyzzy"

@@ -31,7 +31,7 @@ from gateway.responses import types as to_responses
 from gateway.responses.convert import as_chat, input_items
 from gateway.responses.tools import _HINTS
 from gateway.tools.request import _FUNCTION_FIELDS, tools_of
-from launcher.reference import api
+from tools import api
 
 HEADERS = {"betas", "user_profile_id", "workspace_id"}
 """Parameters of Anthropic's package that it sends as headers; `betas` is known in a body as well."""

@@ -6,10 +6,6 @@ from coordinator.event_log.longest_waits import Waited
 from coordinator.event_log.reasons import By, OtherTurn
 from coordinator.event_log.timeline import ChunkSent, Ended, Entry, Passed, Placed, Submitted
 from launcher.bench import ratio as bench_ratio
-from launcher.bench.dev import coordinator as bench_coordinator
-from launcher.bench.dev import kv_utilization as bench_room
-from launcher.bench.dev.coordinator_scale import Cost
-from launcher.bench.settings import KvBenchSettings
 from launcher.cluster.plan import Planned
 from launcher.load.figures import Slo, figures
 from launcher.load.records import Record
@@ -107,24 +103,6 @@ AGENTS: dict[str, Any] = {
     "errors": {"http_503": "no capacity"},
     "fairness": {"tenants": {"an-organisation/with-a-user": _TURNS, "lab": _TURNS}},
 }  # fmt: skip
-QUEUE = {
-    kind: {n: {"a": 1234.5, "b": 12_345.6, "c": 1.2, "d": 99_999.9} for n in bench_coordinator._TENANTS}
-    for kind in bench_coordinator._DEADLINES
-}
-COSTS = [Cost(workers, "prefill", 1234.5, 99.9, "HandedOver", 123.4, 9.0) for workers in (1, 128)]
-_CASE = {"tokens_per_s": 1234.5, "lowest": 12.5, "highest": 99_999.9, "ms": 1234.5}
-ENGINE: dict[str, Any] = {
-    "settings": {"device": "cuda", "threads": 16, "rounds": 100},
-    "model_type": "qwen2", "dtype": "float32", "backend": "cpu (avx512, float32 weights)",
-    "floor": {"read_gb_per_s": {"sum": 4123.4, "engine": 42.1}, "gflop_per_s": {"torch": 751_234.5, "engine": 263.1}},
-    "rows": [
-        {**_CASE, "name": "decode, 16 streams, temperature 1, top_p 0.9", "floor_ms": 1234.5, "time_over_floor": 12.34,
-         "against_transformers": None},
-        {**_CASE, "name": "prefill of 1,000", "floor_ms": 12.5, "time_over_floor": 1.1, "against_transformers": 12.34},
-        {**_CASE, "name": "prefill of 1,000, llama-bench (llama 7B all F32)", "floor_ms": None, "time_over_floor": None,
-         "against_transformers": None},
-    ],
-}  # fmt: skip
 _GAPS = {f"{rank}_ms": 123_456.7 for rank in ("p50", "p95", "p99", "max")} | {
     "gaps": 1_234_567,
     "tokens_per_s": 99_999.9,
@@ -133,38 +111,11 @@ ISOLATION: dict[str, Any] = {
     "alone": _GAPS, "loaded": _GAPS,
     "long_prompts": {"finished": 12, "prompt_tokens_mean": 123_456.0, "ttft_p50_s": 99.0, "ttft_max_s": 999.0},
 }  # fmt: skip
-_SPEEDS = {"throughput": {"1": 1234.5, "8": 9999.9, "16": 99_999.9}, "prefill": {"tokens_per_s": 123_456.7}}
-PEERS = dict.fromkeys(("crossdock 1P1D", "llama.cpp, colocated"), ISOLATION | _SPEEDS)
-HARMLESS: dict[str, Any] = {
-    "alone": _GAPS, "beside": _GAPS, "p50_ratio": 1.0, "p99_ratio": 1.1, "transfers": 12, "kv_mib": 99.0,
-    "transfer_p50_ms": 9.0, "transfer_gb_per_s": 1.0, "gb_per_s": 1.0, "joined": 3,
-}  # fmt: skip
-_TTFT = {"requests": 123_456, "prompt_tokens_mean": 123_456.0} | {f"ttft_p{rank}_s": 12_345.67 for rank in (50, 90, 99)}
-FAIRNESS = {"alone": _TTFT, "beside": _TTFT}
 HANDOVER = {
     "prompt_tokens_mean": 1000.0, "kv_mib_mean": 40.0, "ttft_p50_ms": 1.0, "exposed_p50_ms": 1.0, "steady_gap_p50_ms": 1.0,
     "exposed_share_of_ttft_p50": 0.1234, "exposed_share_of_ttft_max": 0.5678, "second_gap_p50_ms": 1.0,
     "second_over_steady_p50": 1.25, "second_over_steady_max": 123.45,
 }  # fmt: skip
-_NAMES = ("memcpy", "digest", "shm", "tcp", "tcp-plain", "gloo", "socket", "bare shm", "bare gloo")
-_RATIOS = ("shm/mem", "tcp/socket", "tcp-plain/socket", "gloo/socket", "shm/bare", "gloo/bare")
-KV_SETTINGS = KvBenchSettings(transports=["shm", "tcp", "tcp-plain", "gloo"])
-KV: dict[str, Any] = {
-    "rows": [
-        {"segment_bytes": 64 << 10, "block_bytes": 512 << 10, "gb_per_s": dict.fromkeys(_NAMES, 12.34),
-         "ratio": dict.fromkeys(_RATIOS, 0.95)}
-    ] * 3,
-    "overhead_ms_p50": {
-        "commit": dict.fromkeys(_NAMES, 0.5), "acknowledgement": dict.fromkeys(_NAMES, 0.5),
-        "round trip": {"socket": 0.1},
-    },
-}  # fmt: skip
-_LIFE = {
-    "kv_use": 0.987, "output_tokens": 123_456, "steps": 12, "refused_after_prefill": 1, "out_of_memory": 0,
-    "finished": 123_456, "preempted": 123_456, "recomputed_tokens": 12_345_678,
-}  # fmt: skip
-ROOM = {name: {"peak": _LIFE, "whole_life": _LIFE} for name in (*bench_room.UNIFORM, "a few huge among many tiny")}
-OVERCOMMIT = {name: {"1.1": _LIFE, "2": _LIFE} for name in bench_room.UNIFORM}
 SIMULATED = Sum(20_000, 1_234_567, 98_765, 111_000.0, {"a worker is killed": 7_700, "pause": 12}, {"finished": 12_345})
 _GROUP = {
     "offered": 1_234_567, "finished": 1_234_567, "ended_otherwise": {"rejected": 99_999, "expired": 99_999},

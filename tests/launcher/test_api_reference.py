@@ -4,13 +4,13 @@ from pathlib import Path
 
 from gateway.openai.not_served import NEUTRAL_ONLY
 from gateway.openai.request_types import ChatRequest
-from launcher.reference import api
+from tools import api
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == api.text(), "run: python -m launcher.reference.api docs/api.md"
+    assert PAGE.read_text(encoding="utf-8") == api.text(), "run: python -m tools.api docs/api.md"
 
 
 def test_every_field_is_supported_refused_or_without_effect() -> None:

@@ -1,4 +1,4 @@
-"""`crossdock bench dev engine`: the arithmetic of its floors, its figures, and llama-bench beside it."""
+"""`python -m benchmarks engine`: the arithmetic of its floors, its figures, and llama-bench beside it."""
 
 import io
 import json
@@ -13,10 +13,10 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
+from benchmarks.engine import cases, llama_bench, machine, rounds
+from benchmarks.engine.floor import MachineRates, ModelSize, Work
+from benchmarks.settings import EngineBenchSettings
 from launcher import tables
-from launcher.bench.dev.engine import cases, llama_bench, machine, rounds
-from launcher.bench.dev.engine.floor import MachineRates, ModelSize, Work
-from launcher.bench.settings import EngineBenchSettings
 from launcher.http.streams import BenchFailed
 from runtime.settings.options import SettingsError
 from tests import tiny_models

@@ -28,7 +28,7 @@ def test_help_names_every_command() -> None:
     assert done.returncode == 0
     for command in ("serve", "coordinator", "gateway", "worker", "status", "explain", "replay", "bench"):
         assert command in done.stdout
-    assert "isolation" in _crossdock("bench", "dev").stdout
+    assert "isolation" in _crossdock("bench").stdout
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ def test_help_names_every_command() -> None:
         (("worker", "--model", "m"), "crossdock: --role: needed"),
         (("serve", "/no/such/folder"), "crossdock: --model: there is no folder /no/such/folder"),
         (("serve", "--prefill", "0"), "crossdock: --prefill: 0, and no --mixed: nothing would compute prompts"),
-        (("bench", "dev", "isolation", "--plot", "/no/such/folder/x.svg"), "crossdock: --plot: there is no folder"),
-        (("bench", "dev", "isolation", "--prompt-words-max", "1"), "crossdock: --prompt-words-max: 1 is under"),
+        (("bench", "isolation", "--plot", "/no/such/folder/x.svg"), "crossdock: --plot: there is no folder"),
+        (("bench", "isolation", "--prompt-words-max", "1"), "crossdock: --prompt-words-max: 1 is under"),
         (("replay",), "crossdock: FILE: needed"),
         (("brew",), "crossdock: No such command"),
     ],

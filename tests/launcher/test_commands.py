@@ -107,8 +107,8 @@ def test_help_imports_no_command() -> None:
 
 
 def test_a_group_without_a_command_shows_its_help() -> None:
-    assert only_groups([]) and only_groups(["bench"]) and only_groups(["bench", "dev"])
-    assert not only_groups(["serve"]) and not only_groups(["bench", "dev", "kv"])
+    assert only_groups([]) and only_groups(["bench"]) and only_groups(["cluster"])
+    assert not only_groups(["serve"]) and not only_groups(["bench", "isolation"])
 
 
 def test_the_shell_completes_groups_commands_and_options() -> None:
@@ -118,7 +118,7 @@ def test_the_shell_completes_groups_commands_and_options() -> None:
         more = {"_CROSSDOCK_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(number)}
         return in_python(code, **more).stdout.split()
 
-    assert "kv-interference" in completed("crossdock bench dev ", 3)
+    assert "isolation" in completed("crossdock bench ", 2)
     assert completed("crossdock serve --mod", 2) == ["--model", "--model-id"]
     assert "--install-completion" in completed("crossdock --inst", 1)
 

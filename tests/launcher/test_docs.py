@@ -17,7 +17,6 @@ from gateway.http.errors import _OF_KIND, _OF_REJECT
 from launcher import commands as crossdock
 from launcher.cluster import install_units, launch_ssh
 from launcher.cluster.file import parse as parse_cluster
-from launcher.reference import configuration as configuration_reference
 from launcher.simulate.scenario import parse as parse_scenario
 from proto.codec import ALL_MESSAGES, WITH_BLOB
 from proto.limits import PROTOCOL_VERSION
@@ -25,6 +24,7 @@ from runtime.settings import command_line, options
 from runtime.tenancy.file import read as read_tenants
 from tests.documents import PAGES, ROOT, Command, blocks, commands
 from tests.test_layout import sources
+from tools import configuration as configuration_reference
 
 COMMANDS = commands()
 NOT_OURS = {"curl", "journalctl", "kubectl", "pip", "python3", "sbatch", "systemctl"}
@@ -125,7 +125,7 @@ def test_every_command_has_options_that_exist(command: Command, understanding: p
         "./scripts/none",
         "./scripts/test tests/none.py",
         "./scripts/test tests/test_tiers.py::test_none",
-        ".venv/bin/python -m launcher.reference.none",
+        ".venv/bin/python -m tools.none",
         "./scripts/chaos --fault 3x",
         "scripts/launch_ssh left cluster.toml",
         "kubectl apply -f scripts/nothing.yaml",
@@ -140,9 +140,7 @@ def test_a_wrong_command_is_seen(words: str, understanding: pytest.MonkeyPatch) 
 
 def test_the_configuration_reference_is_up_to_date() -> None:
     written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert written == configuration_reference.text(), (
-        "run: python -m launcher.reference.configuration docs/configuration.md"
-    )
+    assert written == configuration_reference.text(), "run: python -m tools.configuration docs/configuration.md"
 
 
 def test_options_named_in_the_pages_exist() -> None:

@@ -10,8 +10,8 @@ import promql_parser as promql
 import pytest
 import yaml
 
-from launcher.reference import metrics as metrics_reference
 from runtime.metrics.registry import Family
+from tools import metrics as metrics_reference
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "scripts" / "metrics"
@@ -23,7 +23,7 @@ FAMILIES = metrics_reference.families()
 
 def test_the_reference_is_up_to_date() -> None:
     assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == metrics_reference.text(), (
-        "run: python -m launcher.reference.metrics docs/metrics.md"
+        "run: python -m tools.metrics docs/metrics.md"
     )
 
 

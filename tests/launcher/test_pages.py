@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.reference import lifecycle
 from tests.documents import ALL_PAGES, ROOT
+from tools import lifecycle
 
 UNIT = re.compile(r"\n\n|\n(?=\||\s*(?:[-*]|\d+\.) )")
 """Between paragraphs, rows of a table and items of a list."""
@@ -65,7 +65,7 @@ def test_a_missing_file_is_seen(text: str, expected: list[str]) -> None:
 
 def test_the_life_cycle_is_up_to_date() -> None:
     page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    assert lifecycle.replace(page) == page, "run: python -m launcher.reference.lifecycle ARCHITECTURE.md"
+    assert lifecycle.replace(page) == page, "run: python -m tools.lifecycle ARCHITECTURE.md"
 
 
 def test_the_life_cycle_has_every_transition() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launcher.bench.peers import Peer, PeerFailed, PeersSettings, find_peers, started
+from benchmarks.peers import Peer, PeerFailed, PeersSettings, find_peers, started
 from launcher.load import plot
 from launcher.local.ports import free_port
 from runtime.settings.options import SettingsError

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from launcher.reference import policy
 from launcher.simulate import scenario
 from tests.documents import ROOT
+from tools import policy
 
 PAGE = (ROOT / "docs" / "policy.md").read_text(encoding="utf-8")
 
@@ -18,7 +18,7 @@ def streams(name: str) -> dict[str, dict[str, Any]]:
 
 
 def test_it_is_up_to_date() -> None:
-    assert policy.replace(PAGE) == PAGE, "run: python -m launcher.reference.policy docs/policy.md"
+    assert policy.replace(PAGE) == PAGE, "run: python -m tools.policy docs/policy.md"
 
 
 def test_a_page_without_parts_is_refused() -> None:

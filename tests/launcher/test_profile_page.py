@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 
-from launcher.reference.profile import schema
 from tests.documents import ROOT
 from tests.tuning.profiles import GPU
+from tools.profile_schema import schema
 from tuning.profile import Profile, ProfileError, decoded, encoded
 
 PAGE = (ROOT / "docs" / "profile.md").read_text(encoding="utf-8")
@@ -18,7 +18,7 @@ EXAMPLE = json.loads(PAGE.rpartition("```json\n")[2].partition("```")[0])
 
 def test_the_schema_is_up_to_date() -> None:
     file = ROOT / "docs" / "profile.schema.json"
-    assert file.read_bytes() == schema(), "run: python -m launcher.reference.profile docs/profile.schema.json"
+    assert file.read_bytes() == schema(), "run: python -m tools.profile_schema docs/profile.schema.json"
 
 
 def test_schema_and_program_take_the_same_files() -> None:

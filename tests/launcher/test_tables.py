@@ -14,17 +14,9 @@ from launcher import tables
 from launcher.admin import explain_words, policy, simulate, status, tenants, usage
 from launcher.bench import agents as bench_agents
 from launcher.bench import compare as bench_compare
-from launcher.bench import peers as bench_peers
+from launcher.bench import handover as bench_handover
+from launcher.bench import isolation as bench_isolation
 from launcher.bench import ratio as bench_ratio
-from launcher.bench.dev import coordinator as bench_coordinator
-from launcher.bench.dev import coordinator_scale as bench_scale
-from launcher.bench.dev import fairness as bench_fairness
-from launcher.bench.dev import handover as bench_handover
-from launcher.bench.dev import isolation as bench_isolation
-from launcher.bench.dev import kv as bench_kv
-from launcher.bench.dev import kv_interference as bench_harmless
-from launcher.bench.dev import kv_utilization as bench_room
-from launcher.bench.dev.engine import rounds as bench_engine
 from launcher.cluster import check as cluster_check
 from launcher.load import show as load_show
 from launcher.simulate import load as simulate_load
@@ -39,20 +31,9 @@ ROOT = Path(__file__).parents[2]
 SHOWN: dict[str, Callable[[Console], Any]] = {
     "bench.agents": lambda c: bench_agents.show(shown.AGENTS, c),
     "bench.compare": lambda c: bench_compare.show(shown.DIFFERENCES, shown.COMPARED, c),
-    "bench.dev.coordinator": lambda c: bench_coordinator._queue_table(shown.QUEUE, 1_000_000).show(c),
-    "bench.dev.engine.rounds": lambda c: bench_engine.show(shown.ENGINE, c),
-    "bench.dev.fairness": lambda c: bench_fairness._show(shown.FAIRNESS, c),
-    "bench.dev.handover": lambda c: bench_handover._show(shown.HANDOVER, c),
-    "bench.dev.kv_interference": lambda c: bench_harmless._show(shown.HARMLESS, c),
-    "bench.dev.kv": lambda c: bench_kv.show(shown.KV, shown.KV_SETTINGS, c),
-    "bench.peers": lambda c: bench_peers.show(shown.PEERS, c),
+    "bench.handover": lambda c: bench_handover._show(shown.HANDOVER, c),
     "bench.ratio": lambda c: bench_ratio.show(shown.RATIOS, c),
-    "bench.dev.isolation": lambda c: bench_isolation.show_isolation(shown.ISOLATION, c),
-    "bench.dev.kv_utilization": lambda c: (
-        bench_room._show(shown.ROOM, c),
-        bench_room._show_overcommit(shown.OVERCOMMIT, c),
-    ),
-    "bench.dev.coordinator_scale": lambda c: bench_scale.scale_table(shown.COSTS, 10_000, 1_000_000).show(c),
+    "bench.isolation": lambda c: bench_isolation.show_isolation(shown.ISOLATION, c),
     "cluster.check": lambda c: cluster_check._table("node-0 (10.0.0.1)", shown.PLANNED).show(c),
     "admin.explain_words": lambda c: (
         explain_words.show_longest(shown.WAITED, 1234, c),

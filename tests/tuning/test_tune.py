@@ -15,11 +15,9 @@ from launcher.load import traces
 from launcher.report import check_writable
 from launcher.tuning.settings import TuneCheckSettings, TuneSettings
 from launcher.tuning.show import turn_lines
-from launcher.tuning.tune import workers_of
 from runtime.settings.options import SettingsError
 from tests.test_tidy import ROOT
 from tests.tuning.profiles import GPU
-from tuning.advise import Workers
 from tuning.profile import encoded
 
 
@@ -127,11 +125,6 @@ def test_aiperf_records_are_a_trace(tmp_path: Path) -> None:
     file.write_text('{"metadata": {"request_start_ns": "soon"}}')
     with pytest.raises(SettingsError, match="line 1"):
         traces.read(str(file))
-
-
-def test_ratios_are_read_as_they_are_written() -> None:
-    for workers in (Workers(2, 1), Workers(0, 0, 4), Workers(12, 3, 1)):
-        assert workers_of(str(workers)) == workers
 
 
 def test_settings_of_a_recommendation_can_be_read_again() -> None:

@@ -7,10 +7,10 @@ class Card(NamedTuple):
     tflops: float
     """Dense bfloat16, in 10^12 operations a second."""
     gb_per_s: float
-    """Of its memory, in 10^9 bytes."""
+    """The speed of its memory, in 10^9 bytes a second."""
     memory_gib: float
     link_gb_per_s: float
-    """To the other cards of one worker, in one direction."""
+    """The speed to the other cards of one worker in one direction, in 10^9 bytes a second."""
 
 
 CARDS: Final = {
@@ -28,4 +28,4 @@ CARDS: Final = {
     "MI300X": Card(1307, 5300, 192, 448),
     "RTX-4090": Card(165, 1008, 24, 32),
 }
-"""Of data sheets; products that are sold under one name with and without sparsity are given without."""
+"""Figures of data sheets; products that are sold under one name with and without sparsity are given without."""

@@ -19,7 +19,7 @@ from tuning.profile import Profile
 
 INTERVALS_MIN: Final = 12
 TOKENS_MIN: Final = 32
-"""Of answers, in an interval that counts."""
+"""Answer tokens that an interval needs to count."""
 RUN_SIGMA: Final = 0.15
 
 
@@ -29,9 +29,9 @@ class Reading(NamedTuple):
     prompt_tokens: float
     answer_tokens: float
     gap_s: float
-    """Sum of the times between tokens ..."""
+    """Sum of the times between tokens."""
     gaps: float
-    """... and their number."""
+    """Number of the times between tokens."""
     ttft_s: float
     queue_s: float
     prefill_s: float

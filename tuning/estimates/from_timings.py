@@ -21,7 +21,7 @@ from tuning.simulator.outcome import Floats
 
 REQUESTS_MIN: Final = 60
 REQUESTS_MAX: Final = 3000
-"""Of more, the last ones are taken."""
+"""If there are more, the last ones are taken."""
 FIT_SHARE: Final = 0.7
 """The first of them are fitted to; the others say how good the fit is."""
 ROUNDS: Final = 14
@@ -54,7 +54,7 @@ class Timing(NamedTuple):
 
 
 class Misfit(NamedTuple):
-    """Of the requests that were not fitted to: predicted / measured - 1."""
+    """How far predictions are off for requests that were not fitted to: predicted / measured - 1."""
 
     ttft_p50: float
     ttft_p90: float
@@ -137,7 +137,7 @@ def _columns(rows: Sequence[Timing]) -> tuple[Floats, Floats, Floats]:
 
 
 def _guess(prompt: Floats, ttft_ms: Floats, tpot_ms: Floats) -> tuple[float, ...]:
-    """Of those that seem to have waited least."""
+    """Start values, from those requests that seem to have waited least."""
     token_ms = max(float(np.quantile(ttft_ms / prompt, 0.1)), 1e-4)
     step_ms = max(float(np.nanquantile(tpot_ms, 0.05)), 1e-3)
     request_ms = max(float(ttft_ms.min()) / 4, 0.1)

@@ -15,23 +15,23 @@ from tuning.estimates.shapes import Shape
 from tuning.profile import Capacity, Curve, DecodeCost, HostCost, PrefillCost, Profile, Residuals, TransferCost
 
 COMPUTE: Final = 0.60
-"""Share of a card's arithmetic that large matrices reach ..."""
+"""The share of a card's arithmetic that large matrices reach."""
 MEMORY: Final = 0.74
-"""... of its memory's speed that reading weights and KV reaches ..."""
+"""The share of its memory's speed that reading weights and KV reaches."""
 LINK: Final = 0.37
-"""... and of its link's, that sums over all cards reach."""
+"""The share of its link's speed that sums over all cards reach."""
 LAYER_MS: Final = 0.026
-"""For each layer of a step, on top ..."""
+"""Time that each layer of a step takes on top."""
 SYNC_MS: Final = 0.093
-"""... and with each doubling of the cards of a worker."""
+"""Time that each layer takes for each doubling of the cards of a worker."""
 LARGE_TOKENS, LARGE_FACTOR = 4096, 2.1
-"""From so many tokens on, sums over more than two cards take so many times as long for each."""
+"""Sums over more than two cards take so many times as long for each token, from so many tokens on."""
 VALUE_BYTES: Final = 2
-"""Of a weight, and of a key or value: bfloat16."""
+"""Bytes of a weight, and of a key or value: bfloat16."""
 MEMORY_SHARE: Final = 0.9
-"""Of a card's memory, for weights and KV ..."""
+"""The share of a card's memory that is there for weights, KV and steps."""
 ACTIVATION_BYTES: Final = 2 << 30
-"""... less what steps need, on each card."""
+"""What steps need of that on each card."""
 BLOCK_TOKENS: Final = 16
 HOST: Final = HostCost(request_ms=5.0, request_token_ms=0.002, step_gap_ms=0.3, join_ms=1.0)
 RUN_SIGMA: Final = 0.15
@@ -52,7 +52,7 @@ class Roofline:
         self._layers_ms = shape.layers * (LAYER_MS + SYNC_MS * log2(cards))
 
     def prefill_ms(self, tokens: int) -> float:
-        """Of a step's tokens, their context left out."""
+        """Time of a step's tokens, their context left out."""
         shape = self._shape
         read_ms = VALUE_BYTES * shape.read_weights(tokens) / self._bytes_per_ms
         return (
@@ -61,11 +61,11 @@ class Roofline:
 
     @property
     def context_ms(self) -> float:
-        """For each token and token of context."""
+        """Time of each token and token of context."""
         return 4 * self._shape.layers * self._shape.heads * self._shape.head_dim / self._flop_per_ms
 
     def decode_ms(self, sequences: int) -> float:
-        """Of a step, reading KV left out."""
+        """Time of a step, reading KV left out."""
         shape = self._shape
         weights = shape.token_weights + shape.head
         read_ms = VALUE_BYTES * (shape.read_weights(sequences) + shape.head) / self._bytes_per_ms
@@ -83,7 +83,7 @@ class Roofline:
         return slower * sent_bytes / (self._card.link_gb_per_s * 1e6 * LINK)
 
     def kv_tokens(self) -> int:
-        """For which there is memory. Raises `EstimateError`."""
+        """Tokens for whose KV there is memory. Raises `EstimateError`."""
         each = self._card.memory_gib * 2**30 * MEMORY_SHARE - ACTIVATION_BYTES
         left = self._cards * each - VALUE_BYTES * self._shape.parameters
         tokens = int(left / (VALUE_BYTES * self._shape.kv_values))

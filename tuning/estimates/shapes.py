@@ -68,7 +68,7 @@ class Shape:
 
 
 def of_config(config: Mapping[str, Any]) -> Shape:
-    """Of a config.json in Hugging Face format. Raises `ShapeError` naming what is missing."""
+    """The shape that a config.json in Hugging Face format describes. Raises `ShapeError` naming what is missing."""
     config = {**config, **(config.get("text_config") or {})}
     if config.get("kv_lora_rank"):
         raise ShapeError("config.json: latent attention (kv_lora_rank) is not known here")

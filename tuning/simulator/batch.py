@@ -20,8 +20,8 @@ from tuning.simulator.kept import Kept
 from tuning.simulator.room import Room
 
 _SAME_BOUNDARY = 1e-6
-"""Of a step: a time that lies so little behind a boundary is the boundary, rounded. Times of a day have 11 digits after the
-point, so steps may be as short as 0.1 ms."""
+"""A time that lies behind a boundary by so small a part of a step is the boundary, rounded. Times of a day have 11 digits
+after the point, so steps may be as short as 0.1 ms."""
 
 
 class Batch:
@@ -38,23 +38,23 @@ class Batch:
         self.kv_tokens = 0
         self.sequences = 0
         self.held_seqs = 0
-        """Of all that is placed here, whether it runs yet or not."""
+        """All sequences that are placed here, whether they run yet or not."""
         self.promised = 0
         """Requests that are to come here without room yet (`Options.late_room`)."""
         self.late: deque[Job] = deque()
         """Those of them whose prompts are computed."""
         self.share = 1.0
-        """How much longer steps take because others use the same cores ..."""
+        """How many times as long steps take because others use the same cores."""
         self.stretch = 1.0
-        """... and because parts of prompts are computed in them (`Options.stall_share`)."""
+        """How many times as long steps take because parts of prompts are computed in them (`Options.stall_share`)."""
         self.suffixes = 0
         """Prompts that are computed here."""
         self.suffixes_end_s = 0.0
         self.kept = Kept()
         self.is_mixed = False
-        """A mixed worker's ..."""
+        """It is a mixed worker's batch."""
         self.prefills = False
-        """... which runs a prefill step."""
+        """Its mixed worker runs a prefill step."""
         self.tokens_want = 0.0
         """Cores that passing on its tokens would fill."""
         self.version = 0

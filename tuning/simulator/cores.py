@@ -35,7 +35,7 @@ class Host:
         self._push_step, self._push_end = push_step, push_end
         self._cores = self._prefill_cores + self._decode_cores
         self._mixed: dict[int, Batch] = {}
-        """Of mixed workers that compute."""
+        """Batches of mixed workers that compute."""
         self._running: dict[int, PrefillWorker] = {}
         self._busy: dict[int, Batch] = {}
         self._prefill_share = 1.0

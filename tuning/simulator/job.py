@@ -26,9 +26,9 @@ class Sent(NamedTuple):
     reused_tokens: int = 0
     """Its prompt begins with so many of the session's turn before, prompt and answer."""
     follows: int = -1
-    """Index of the request after whose end it comes, then and not at `at_s`; -1: of none ..."""
+    """Index of the request after whose end it comes, instead of at `at_s`; -1: it follows none."""
     think_s: float = 0.0
-    """... and so long after."""
+    """It comes so long after that end, in seconds."""
 
     @property
     def forwarded_tokens(self) -> int:
@@ -100,11 +100,11 @@ class Job:
         self.path = (sent.priority, organisation, user)
         self.demand = Demand(self.prompt + self.output_max - 1, 1)
         self.key = class_key(self.demand)
-        """Of the queue, while it is not placed."""
+        """Its key in the queue, while it is not placed."""
         self.dispatched = self.cached = self.moves = self.attempt = 0
         self.output_charged = 0.0
         self.entry: Any = None
-        """In the queue, while it has chunks left."""
+        """Its entry in the queue, while it has chunks left."""
         self.prefill: Any = None
         self.decode: Any = None
         self.placed_s = self.first_s = self.join_s = self.end_s = self.left_s = self.last_s = NOT_YET

@@ -9,11 +9,11 @@ from tuning.simulator.job import Sent
 
 
 class Kept:
-    """Of one worker, or of both halves of a mixed one."""
+    """What one worker keeps, or both halves of a mixed one."""
 
     def __init__(self) -> None:
         self._tokens: OrderedDict[int, int] = OrderedDict()
-        """By session."""
+        """Tokens of each session."""
         self._sum = 0
 
     def of(self, sent: Sent) -> int:

@@ -23,11 +23,11 @@ class Options:
     step_tokens: int = 0
     """0: the profile's."""
     seqs_max: int = 0
-    """Of a decode batch; 0: the profile's."""
+    """Most sequences of a decode batch; 0: the profile's."""
     hit_rate: float = 0.0
     """Share of each prompt that prefill workers have cached, where the trace does not say by block ids."""
     block_tokens: int = CACHE_BLOCK_TOKENS
-    """Of each of `Sent.blocks`."""
+    """Tokens of each of `Sent.blocks`."""
     late_room: bool = False
     """Room on the decode worker is sought when a prompt is computed, not before, as other systems do. Until there is some,
     the prompt's KV stays on the prefill worker."""

@@ -32,7 +32,7 @@ class Outcome:
     no_room: Bools
     """It had to wait for KV room on decode workers."""
     hand_over_ms: Floats
-    """From the first token to the first decode step."""
+    """Time from the first token to the first decode step."""
     prompt_tokens: Floats
     output_tokens: Floats
     """That its client had, which may have left early."""
@@ -40,9 +40,9 @@ class Outcome:
     classes: tuple[str, ...]
     """Priority classes."""
     clients: tuple[int, ...]
-    """Of sessions: whose turn each is. Else empty."""
+    """The client whose turn each is, if there are sessions; else empty."""
     span_s: float
-    """From the first arrival to the last end, without pauses."""
+    """Seconds from the first arrival to the last end, without pauses."""
     gaps: Gaps
     prefill_busy: float
     """Share of the time from the first arrival to the last end in which prefill workers computed."""
@@ -72,7 +72,7 @@ class Outcome:
         return float(self.good(slo).mean()) if len(self.at_s) else 1.0
 
     def percentiles(self, metric: str, shares: Sequence[float]) -> list[float]:
-        """Of "ttft_ms", "tpot_ms", "queue_ms" or "itl_ms"; NaN where nothing was measured."""
+        """Percentiles of "ttft_ms", "tpot_ms", "queue_ms" or "itl_ms"; NaN where nothing was measured."""
         if metric == "itl_ms":
             return self.gaps.percentiles_ms(tuple(shares))
         values = getattr(self, metric)

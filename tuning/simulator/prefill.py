@@ -32,24 +32,24 @@ class PrefillWorker:
         self.number, self.batch, self.slow = number, mixed_with, slow
         self.pace = StepPace(limits)
         self.key = number + 1
-        """Of the queue, for what is placed here …"""
+        """The queue's key of what is placed here."""
         self.bound_key = bound_key(number + 1)
-        """… and for what waits for this worker, which has it cached."""
+        """The queue's key of what waits for this worker, which has it cached."""
         self.free_blocks, self.free_seqs = capacity.kv_blocks, capacity.seqs_max
         self._kv_blocks = capacity.kv_blocks
         self.block_size = capacity.block_size
         self.steps: deque[Step] = deque()
-        """In flight; the first one runs."""
+        """Steps in flight; the first one runs."""
         self.tokens_in_flight = self.tokens_forwarded = self.undispatched = 0
         self.placed: dict[int, Job] = {}
-        """With chunks left to dispatch, by number."""
+        """Jobs with chunks left to dispatch, by number."""
         self.begun: Job | None = None
         self.stuck: dict[int, Job] = {}
         """Queue keys whose first job has no room here."""
         self.up = True
         self.running = False
         self.left_s = 0.0
-        """Of the step that runs, as if alone, at `since_s`."""
+        """Seconds that were left, at `since_s`, of the step that runs, as if it were alone."""
         self.since_s = self.began_s = 0.0
         self.free_s = self.after_s = 0.0
         """When it can begin its next step, and how long the one that runs had to wait for that."""

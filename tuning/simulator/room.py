@@ -18,8 +18,8 @@ class Room:
         self.kv_tokens = kv_blocks * block_size
         self.wholes = 0
         self._lives: dict[int, tuple[int, int, int, int]] = {}
-        """By job number, in the order of placing: prompt tokens, tokens to forward, the worker's steps when it was placed, and
-        the step after which it joined, or -1."""
+        """Lives by job number, in the order of placing: prompt tokens, tokens to forward, the worker's steps when it was
+        placed, and the step after which it joined, or -1."""
         self._exact: KvAdmission | None = None
 
     def whole(self, prompt: int, output: int) -> int:

@@ -1,6 +1,6 @@
 """The one listening socket of a process for `tcp` pairs, and the thread that tells senders from strangers.
 
-A connection has to say the hello of a pair that is expected (`tcp_handshake`) within `HELLO_TIMEOUT_S`, and is handed to that
+A connection has to say the hello of a pair that is expected (`handshake`) within `HELLO_TIMEOUT_S`, and is handed to that
 pair's thread then. All connections that have not done so are served by one selector, so none of them can hold up another one,
 and there are never more than `pending_limit` of them. Running out of descriptors costs strangers first.
 """
@@ -33,7 +33,7 @@ HELLO_TIMEOUT_S: Final = 2.0
 _BACKLOG: Final = 1024
 _ACCEPTED_AT_ONCE: Final = 16
 _PAUSE_S: Final = 0.1
-"""Without accepting, where there is no descriptor for a connection and no stranger to close for it."""
+"""A pause without accepting, where there is no descriptor for a connection and no stranger to close for it."""
 _NO_ROOM: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _JOIN_S: Final = 5.0
 
@@ -80,7 +80,7 @@ class TcpListener:
         self._on_stranger = on_stranger
         self._lock = threading.Lock()
         self._expected: dict[bytes, Expected] = {}
-        """By token. Shared with the threads of pairs, under the lock."""
+        """Pairs that are expected, by token. They are shared with the threads of pairs, under the lock."""
         self._thread: threading.Thread | None = None
         self._socket: socket.socket | None = None
         self._wake = -1

@@ -11,12 +11,12 @@ C = TypeVar("C")
 
 
 class PendingConnections(Generic[C]):
-    """At most `limit` of them, each for at most `timeout_s`."""
+    """Connections that have not said who they are: at most `limit` of them, each for at most `timeout_s`."""
 
     def __init__(self, limit: int, timeout_s: float) -> None:
         self._limit, self._timeout_s = limit, timeout_s
         self._deadlines: OrderedDict[C, float] = OrderedDict()
-        """In the order of arrival, which is that of the deadlines."""
+        """Deadlines in the order of arrival, which is their own order."""
 
     def __len__(self) -> int:
         return len(self._deadlines)

@@ -62,7 +62,7 @@ class Connection:
         return ready.get(self.socket.fileno(), 0)
 
     def wait_readable(self, wanted: int, deadline: float) -> None:
-        """Until `wanted` bytes can be read, or so many of them that reading is worth a wake-up, or the peer has ended."""
+        """Wait until `wanted` bytes can be read, or so many of them that reading is worth a wake-up, or the peer has ended."""
         low_water = min(wanted, _WOKEN_AT_BYTES)
         if low_water != self._low_water:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
@@ -77,7 +77,7 @@ class RecordWriter:
     """The sender's end."""
 
     def __init__(self, connection: Connection, key: bytes | None, record_bytes_max: int) -> None:
-        """Without a key records are sent in the clear."""
+        """Records are sent in the clear without a key."""
         self._connection = connection
         self._cipher = None if key is None else AESGCM(key)
         self._sent = 0

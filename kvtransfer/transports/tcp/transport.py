@@ -1,8 +1,8 @@
 """The transport `tcp`: KV over plain sockets between any two hosts, authenticated and, where the two want it, encrypted.
 
 The receiver's process has one listening socket (`tcp_listener`). For each pair it makes a token and a key, which reach the
-sender over the control link; the sender connects, and both prove that they know the key (`tcp_handshake`). Then segments
-cross in the order in which they were announced, as records (`tcp_segments`, `tcp_stream`). The sender streams them as fast as
+sender over the control link; the sender connects, and both prove that they know the key (`handshake`). Then segments
+cross in the order in which they were announced, as records (`segments`, `stream`). The sender streams them as fast as
 the connection takes them. The receiver reads a segment once it was announced, straight into the granted blocks where they
 lie in one piece of host memory, and else by a buffer.
 

@@ -212,7 +212,7 @@ Samples = Mapping[str, list[tuple[Mapping[str, str], float]]]
 
 
 def samples_of(text: bytes) -> Samples:
-    """By name: labels and value. Raises `ServerFailed`."""
+    """Labels and value of each sample, by name. Raises `ServerFailed`."""
     found: dict[str, list[tuple[Mapping[str, str], float]]] = {}
     try:
         for family in text_string_to_metric_families(text.decode()):
@@ -224,7 +224,7 @@ def samples_of(text: bytes) -> Samples:
 
 
 def kv_tokens_of(samples: Samples) -> int:
-    """Of all blocks, as its configuration says; 0 where it does not."""
+    """Tokens of all KV blocks, as its configuration says; 0 where it does not."""
     for labels, _ in samples.get("vllm:cache_config_info", []):
         blocks, size = (labels.get(name, "") for name in ("num_gpu_blocks", "block_size"))
         if blocks.isdecimal() and size.isdecimal():

@@ -8,7 +8,7 @@ from launcher import tables
 from tuning.profile import Profile, TransferCost
 
 SCATTER_MAX: Final = 0.3
-"""On a quiet machine 9 in 10 steps take less than so much longer than the fit."""
+"""The largest scatter on a quiet machine: 9 in 10 steps take less than so much longer than the fit."""
 NO_LIMIT: Final = TransferCost().bytes_per_ms
 """Where long transfers took no longer than short ones: most of the KV is sent while the prompt is computed."""
 RUNS: Final = {

@@ -1,4 +1,4 @@
-"""What this machine can do at all, for `crossdock bench dev kv`: the same bytes between the same two processes with nothing of
+"""What this machine can do at all, for `python -m benchmarks kv`: the same bytes between the same two processes with nothing of
 crossdock's between them. Both ends of each measurement: `Near` receives, the functions below it run in the sending process
 (`bench_kv_far`) and return seconds.
 """
@@ -17,9 +17,9 @@ import numpy as np
 import torch
 import xxhash
 
+from benchmarks.remote_peer import Far
 from kvtransfer.memory.shared import SharedMemory, map_shared
 from kvtransfer.transports import rendezvous
-from launcher.bench.remote_peer import Far
 from launcher.http.streams import BenchFailed
 
 _PIECE_BYTES = 4 << 20

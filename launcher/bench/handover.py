@@ -1,4 +1,4 @@
-"""`crossdock bench dev handover`: what moving a prompt's KV from prefill to decode costs the one who waits for it.
+"""`crossdock bench handover`: what moving a prompt's KV from prefill to decode costs the one who waits for it.
 
 Chunks travel while later ones compute, so what is left when the prompt is computed should be next to nothing. Two figures
 say so: the time from then until the decode worker has acknowledged the KV, as a share of the time to first token; and the

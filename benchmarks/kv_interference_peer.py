@@ -1,6 +1,6 @@
-"""The prefill side of `crossdock bench dev kv-interference`; takes orders (`remote_peer`).
+"""The prefill side of `python -m benchmarks kv-interference`; takes orders (`remote_peer`).
 
-Run as `python -m launcher.bench.dev.kv_interference_peer MODEL TOKENS`. It computes the KV of one prompt with the real engine,
+Run as `python -m benchmarks.kv_interference_peer MODEL TOKENS`. It computes the KV of one prompt with the real engine,
 once, keeps it, and sends it again and again.
 """
 
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import uvloop
 
+from benchmarks import remote_peer as far
+from benchmarks.remote_replayer import Replayer
 from engine.engine import Engine, ModelInfo, SeqChunk
 from engine.model.loader import load_engine
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.session.limits import KvSettings, segment_bytes_on
 from kvtransfer.transports.registry import allowed_on
-from launcher.bench import remote_peer as far
-from launcher.bench.remote_replayer import Replayer
 from proto import limits
 from proto.messages import Hello, Role
 from proto.parts import Capacity

@@ -1,4 +1,4 @@
-"""`python -m launcher.reference.policy PAGE`: puts the keys of a scenario, and what the scenarios in docs/scenarios print,
+"""`python -m tools.policy PAGE`: puts the keys of a scenario, and what the scenarios in docs/scenarios print,
 between the markers of docs/policy.md."""
 
 import io
@@ -18,7 +18,7 @@ from runtime.settings.options import bounds
 from simulation.load.figures import figures
 from simulation.load.run import play
 
-SCENARIOS: Final = Path(__file__).parents[2] / "docs" / "scenarios"
+SCENARIOS: Final = Path(__file__).parents[1] / "docs" / "scenarios"
 COLUMNS: Final = 128
 _PART: Final = re.compile(r"(<!-- (keys|file|output): ([\w -]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 

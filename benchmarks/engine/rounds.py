@@ -1,4 +1,4 @@
-"""`crossdock bench dev engine`: rounds of the engine and of plain transformers, each case beside what the machine reaches.
+"""`python -m benchmarks engine`: rounds of the engine and of plain transformers, each case beside what the machine reaches.
 
 Same weights, dtype and threads for both. Just before each case the machine itself is measured, in the same process, so that a
 case and its floor see the same machine.
@@ -15,13 +15,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.engine import llama_bench
+from benchmarks.engine.cases import BLOCK_SIZE, Case, cases, kv_bytes, size_of
+from benchmarks.engine.machine import Machine
+from benchmarks.settings import EngineBenchSettings
 from engine.cpu.decoder import CpuDecoder
 from engine.model.loader import load_engine
 from launcher import tables
-from launcher.bench.dev.engine import llama_bench
-from launcher.bench.dev.engine.cases import BLOCK_SIZE, Case, cases, kv_bytes, size_of
-from launcher.bench.dev.engine.machine import Machine
-from launcher.bench.settings import EngineBenchSettings
 from runtime.settings.options import SettingsError
 
 

@@ -1,4 +1,4 @@
-"""What `crossdock bench dev engine` times: decode through the real sampler and prefill, of the engine and of transformers."""
+"""What `python -m benchmarks engine` times: decode through the real sampler and prefill, of the engine and of transformers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.engine.floor import ModelSize, Work
+from benchmarks.engine.machine import timed
 from engine.engine import Engine, SeqChunk
 from engine.sampling.sampler import SamplerState, sample
-from launcher.bench.dev.engine.floor import ModelSize, Work
-from launcher.bench.dev.engine.machine import timed
 from launcher.http.streams import BenchFailed
 from proto.sampling import Sampling
 

@@ -1,4 +1,4 @@
-"""`python -m launcher.reference.lifecycle [PAGE]`: the diagram of a request's life cycle, made from `coordinator.lifecycle`.
+"""`python -m tools.lifecycle [PAGE]`: the diagram of a request's life cycle, made from `coordinator.lifecycle`.
 
 With PAGE, the part of that page between the two markers is replaced.
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from coordinator.lifecycle import TERMINAL, TRANSITIONS, State, Trigger
 
-BEGIN = "<!-- lifecycle: made by `python -m launcher.reference.lifecycle ARCHITECTURE.md`; a test fails when it is stale -->\n"
+BEGIN = "<!-- lifecycle: made by `python -m tools.lifecycle ARCHITECTURE.md`; a test fails when it is stale -->\n"
 END = "<!-- lifecycle: end -->\n"
 LIVE = frozenset(State) - TERMINAL
 

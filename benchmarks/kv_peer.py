@@ -1,6 +1,6 @@
-"""The sending process of `crossdock bench dev kv`; takes orders (`remote_peer`).
+"""The sending process of `python -m benchmarks kv`; takes orders (`remote_peer`).
 
-Run as `python -m launcher.bench.dev.kv_peer ADDRESS POOL_BYTES`.
+Run as `python -m benchmarks.kv_peer ADDRESS POOL_BYTES`.
 """
 
 import asyncio
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import uvloop
 
+from benchmarks import kv_floor as bench_kv_bare
+from benchmarks import remote_peer as far
+from benchmarks.remote_replayer import Replayer
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.session.limits import KvSettings
-from launcher.bench import remote_peer as far
-from launcher.bench.dev import kv_floor as bench_kv_bare
-from launcher.bench.remote_replayer import Replayer
 from proto import limits
 from proto.messages import Hello, Role
 from runtime.process import clock

@@ -1,4 +1,4 @@
-"""A virtual cluster whose one decode worker gets more than it can hold: what `crossdock bench dev kv-utilization` measures.
+"""A virtual cluster whose one decode worker gets more than it can hold: what `python -m benchmarks kv-utilization` measures.
 
 Four prefill workers compute a step in the time of a decode step, whatever is in it. Hand-overs take up to 4 steps, reports 2.
 """

@@ -1,4 +1,4 @@
-"""`crossdock bench dev kv-utilization`: how full a decode worker's KV pool gets under overload, and whether it ever runs out.
+"""`python -m benchmarks kv-utilization`: how full a decode worker's KV pool gets under overload, and whether it ever runs out.
 
 KV use is the mean over the loaded steps of blocks really held (prompts on their way included) over all blocks. It is compared
 with that of whole-life reservation (prompt + max_tokens for each request) in the same world with the same seed.
@@ -20,11 +20,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.kv_utilization_load import Figures, Job, OverloadedCluster
+from benchmarks.settings import RoomBenchSettings
 from coordinator.kv_admission.admission import KvAdmission
 from coordinator.kv_admission.demand import KvDemand
 from launcher import tables
-from launcher.bench.dev.kv_utilization_load import Figures, Job, OverloadedCluster
-from launcher.bench.settings import RoomBenchSettings
 from launcher.report import console_for, write_json
 
 Draw = Callable[[Random], Job]

@@ -1,4 +1,4 @@
-"""`crossdock bench dev fairness`: the time to first token of a small tenant, alone and beside one that floods the service.
+"""`python -m benchmarks fairness`: the time to first token of a small tenant, alone and beside one that floods the service.
 
 Real processes and HTTP, each tenant with a key of its own. The small tenant's requests come at random times, whether earlier
 ones are answered or not (open loop), each with a prompt never seen before; the flood keeps a number of long prompts in the
@@ -19,9 +19,9 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from benchmarks.settings import FairnessSettings
 from launcher import report as bench_report
 from launcher import tables
-from launcher.bench.settings import FairnessSettings
 from launcher.http.client import new_session
 from launcher.http.streams import BenchFailed, Stream, long_prompt, percentile, stream_completion
 from launcher.local.lifetime import running, until_interrupted

@@ -1,4 +1,4 @@
-"""`python -m launcher.reference.api [FILE]`: every field of every request, made from the types that check requests."""
+"""`python -m tools.api [FILE]`: every field of every request, made from the types that check requests."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ from gateway.vllm.types import DetokenizeRequest, TokenizeRequest
 _HEAD = """\
 # API
 
-Made by `python -m launcher.reference.api docs/api.md` from the types that requests are checked with; a test fails when it is
+Made by `python -m tools.api docs/api.md` from the types that requests are checked with; a test fails when it is
 stale. `/openapi.json` of a gateway describes the same in OpenAPI 3.1, with the answers.
 
 Nothing that would change an answer is accepted and ignored. Each field is one of these:

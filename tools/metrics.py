@@ -1,4 +1,4 @@
-"""`python -m launcher.reference.metrics [FILE]`: the reference of all metrics, made from what the processes export."""
+"""`python -m tools.metrics [FILE]`: the reference of all metrics, made from what the processes export."""
 
 import sys
 from collections.abc import Iterable
@@ -57,7 +57,7 @@ ELSEWHERE = (
 _HEAD = """\
 # Metrics
 
-Made by `python -m launcher.reference.metrics docs/metrics.md` from what the processes export; a test fails when it is stale.
+Made by `python -m tools.metrics docs/metrics.md` from what the processes export; a test fails when it is stale.
 
 Each process has a metrics port (`--metrics`). It is on loopback unless you give another address, because whoever reaches it can
 read it. It serves `/metrics`, `/health`, `/live` (200 only while the process makes progress) and `/ready` (200 only while it

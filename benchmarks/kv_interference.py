@@ -1,4 +1,4 @@
-"""`crossdock bench dev kv-interference`: what KV that arrives does to the streams that run, with no prompt being computed.
+"""`python -m benchmarks kv-interference`: what KV that arrives does to the streams that run, with no prompt being computed.
 
 A decode worker as `crossdock serve` starts it, and no prefill worker: the KV of one prompt is stored, and sent again and again
 by the real sender from a process that computes nothing. This process is the worker's coordinator and gateway. What has arrived
@@ -17,10 +17,10 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from benchmarks.remote_peer import Far
+from benchmarks.settings import HarmlessSettings
 from launcher import report as bench_report
 from launcher import tables
-from launcher.bench.remote_peer import Far
-from launcher.bench.settings import HarmlessSettings
 from launcher.http.streams import BenchFailed, Stream, gaps_between, percentile
 from launcher.local import cluster as clusters
 from launcher.local.core_plan import plan_cpu
@@ -192,7 +192,7 @@ async def _running(settings: HarmlessSettings, model: ReadyModel, console: Conso
     if plan.control:
         # What sends and what measures must not compute where the streams do.
         os.sched_setaffinity(0, plan.control)
-    far = Far("launcher.bench.dev.kv_interference_peer", str(model.path), str(settings.prompt_tokens))
+    far = Far("benchmarks.kv_interference_peer", str(model.path), str(settings.prompt_tokens))
     bench = Bench(settings, far)
     supervisor = Supervisor(log_dir=new_log_dir(), say=sayer(console))
     try:

@@ -1,6 +1,6 @@
 """`scripts/compare_peers`: gaps of running streams while long prompts arrive, crossdock beside other servers on this machine.
 
-One server runs at a time, with the same model in float32, and `crossdock bench dev isolation` measures each. What is not
+One server runs at a time, with the same model in float32, and `crossdock bench isolation` measures each. What is not
 installed is left out.
 """
 
@@ -132,8 +132,8 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 
 
 async def measure(url: str, settings: PeersSettings) -> dict[str, Any]:
-    """What `bench dev isolation` says of the server, or of crossdock where there is no URL. Raises `PeerFailed`."""
-    arguments = ["bench", "dev", "isolation", "--json", "--seconds", str(settings.seconds)]
+    """What `bench isolation` says of the server, or of crossdock where there is no URL. Raises `PeerFailed`."""
+    arguments = ["bench", "isolation", "--json", "--seconds", str(settings.seconds)]
     arguments += ["--url", url] if url else [settings.model] if settings.model else []
     process = await asyncio.create_subprocess_exec(
         *python_command("launcher.cli", *arguments), stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
@@ -187,7 +187,7 @@ def run(settings: PeersSettings) -> int:
 
 
 def main() -> int:
-    return run_role("launcher.bench.peers", PeersSettings, run)
+    return run_role("benchmarks.peers", PeersSettings, run)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from launcher.bench.settings import EngineBenchSettings
+from benchmarks.settings import EngineBenchSettings
 from launcher.http.streams import BenchFailed
 from runtime.settings.options import SettingsError
 

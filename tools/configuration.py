@@ -1,4 +1,4 @@
-"""`python -m launcher.reference.configuration [FILE]`: the reference of all options, made from the settings classes."""
+"""`python -m tools.configuration [FILE]`: the reference of all options, made from the settings classes."""
 
 import inspect
 import sys
@@ -17,7 +17,7 @@ from runtime.settings.types import ENV_PREFIX, Options
 _HEAD = f"""\
 # Configuration
 
-Made by `python -m launcher.reference.configuration docs/configuration.md` from the settings classes; a test fails when it is
+Made by `python -m tools.configuration docs/configuration.md` from the settings classes; a test fails when it is
 stale. `--help` of each command shows the same text.
 
 Flags take precedence over the environment, the environment over a TOML file, and the file over the defaults. `--config PATH` or

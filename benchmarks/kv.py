@@ -1,4 +1,4 @@
-"""`crossdock bench dev kv`: KV between two real processes, by every transport, beside what this machine can do at all.
+"""`python -m benchmarks kv`: KV between two real processes, by every transport, beside what this machine can do at all.
 
 Floors, for S bytes:
 - `shm`: the sender's copy reads S and writes S, as memcpy does; its digests were made when the KV was. The receiver's copy
@@ -28,6 +28,10 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from benchmarks import kv_floor as bench_kv_bare
+from benchmarks.kv_peer import PLAIN_TCP, RECEIVER_EPOCH, filled, settings_of
+from benchmarks.remote_peer import Far
+from benchmarks.settings import KvBenchSettings
 from kvtransfer.memory.digests import Digester
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
@@ -36,10 +40,6 @@ from kvtransfer.receiver import KvReceiver
 from kvtransfer.session.session import Accepted
 from kvtransfer.transports.registry import TRANSPORTS, suited
 from launcher import tables
-from launcher.bench.dev import kv_floor as bench_kv_bare
-from launcher.bench.dev.kv_peer import PLAIN_TCP, RECEIVER_EPOCH, filled, settings_of
-from launcher.bench.remote_peer import Far
-from launcher.bench.settings import KvBenchSettings
 from launcher.http.streams import BenchFailed
 from launcher.report import console_for, write_json
 from proto import limits
@@ -99,7 +99,7 @@ class Near:
 
     async def start(self) -> None:
         address = await self.server.start()
-        self.far = Far("launcher.bench.dev.kv_peer", address, str(self.pool.shape[0]))
+        self.far = Far("benchmarks.kv_peer", address, str(self.pool.shape[0]))
         await self.far.start()
         self.bare = bench_kv_bare.Near(self.memory, self.pool, self.far)
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.engine.floor import MachineRates
 from engine.cpu import library
 from engine.cpu.weights import FORMATS
-from launcher.bench.dev.engine.floor import MachineRates
 
 BUFFER_BYTES = 512 << 20
 """Far beyond the caches."""

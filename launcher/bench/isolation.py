@@ -1,4 +1,4 @@
-"""`crossdock bench dev isolation`: inter-token gaps at the client, alone and under long prompts.
+"""`crossdock bench isolation`: inter-token gaps at the client, alone and under long prompts.
 
 The figure is that of the disaggregation papers (DistServe, Zhong et al. 2024; Splitwise, Patel et al. 2024): the
 latency between tokens of running streams, as its distribution, with and without prompts arriving.

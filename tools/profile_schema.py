@@ -1,6 +1,6 @@
 """`docs/profile.schema.json`: the format of a profile, as a JSON schema.
 
-python -m launcher.reference.profile docs/profile.schema.json
+python -m tools.profile_schema docs/profile.schema.json
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""`crossdock bench dev coordinator`: what a decision costs, in CPU time of the deciding thread.
+"""`python -m benchmarks coordinator`: what a decision costs, in CPU time of the deciding thread.
 
 - the fair queue alone: taking the next chunk (and its request out) and adding a request, at a constant backlog; with deadlines
   as the core sets them (nearly in order of arrival) and, for the worst case inside a tenant, at random;
@@ -26,11 +26,11 @@ from itertools import count, product
 from statistics import fmean, quantiles
 from typing import Any
 
+from benchmarks.coordinator_scale import LIMITS, TimedCore, clock_ns, measure, scale_table
+from benchmarks.settings import CoordinatorBenchSettings
 from coordinator.events import Limits, PeerUp, Received, Send
 from coordinator.fairness.fair_queue import FairQueue, Terms
 from launcher import tables
-from launcher.bench.dev.coordinator_scale import LIMITS, TimedCore, clock_ns, measure, scale_table
-from launcher.bench.settings import CoordinatorBenchSettings
 from launcher.report import console_for, write_json
 from proto.codec import decode, encode
 from proto.messages import Chunk, Finished, HandedOver, Role, Step, StepDone, Submit
@@ -51,7 +51,7 @@ _KEY = -1
 
 
 def run(settings: CoordinatorBenchSettings) -> int:
-    """`crossdock bench dev coordinator`."""
+    """`python -m benchmarks coordinator`."""
     console = console_for(settings)
     with console.status("measuring") as status:
         request_bytes = _memory(min(settings.requests, 200_000))

@@ -1,0 +1,1 @@
+"""Benchmarks of single parts of crossdock, for its developers: `python -m benchmarks`. They are no part of the package."""

@@ -1,4 +1,0 @@
-"""Benchmarks of single parts of crossdock, for its developers.
-
-Each file is one command of `crossdock bench dev`.
-"""

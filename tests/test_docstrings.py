@@ -1,0 +1,109 @@
+"""Docstrings of the product can be read alone: they are no fragments, and the names in them exist."""
+
+import ast
+import builtins
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.test_tidy import EVERYTHING, ROOT
+
+FRAGMENT = re.compile(
+    r"^(Of|In|With|For|At|To|By|Likewise|Until|From|On|Beside|Behind|Among|Between|Under|Over|Without|Within|Since|Through|Beyond)"
+    r"\b|^(\.\.\.|…)|(\.\.\.|…)$"
+)
+"""What begins with a preposition, or goes on in another docstring, has its subject elsewhere."""
+ELSEWHERE = frozenset(
+    "prefix_offset read_offset DecodeStream _build PR_SET_PDEATHSIG prometheus_client auth tcpi_bytes_received fn s0".split()
+)
+"""Names of other programs, and of mathematics."""
+Found = tuple[str, int, str]
+
+
+def docstrings(path: str, source: str) -> Iterator[Found]:
+    """Those of attributes and constants, too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield path, node.lineno, node.value.value.strip()
+
+
+def sources(folders: list[str]) -> Iterator[tuple[str, str]]:
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+
+
+def fragments(found: Iterator[Found]) -> list[str]:
+    return [f"{path}:{line}: {text[:60]}" for path, line, text in found if FRAGMENT.search(text)]
+
+
+def words_of(source: str) -> set[str]:
+    """Every name of a module, and every word of its texts but docstrings."""
+    found, tree = set[str](), ast.parse(source)
+    told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+                found.add(name)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+            case ast.alias(name=name):
+                found.update(name.split("."))
+            case ast.Constant(value=str(text)) if id(node) not in told:
+                found.update(re.findall(r"\w+", text))
+    return found
+
+
+@cache
+def known() -> frozenset[str]:
+    found = set(dir(builtins)) | ELSEWHERE
+    for path, source in sources([*EVERYTHING, "tests", "benchmarks", "tools"]):
+        found |= words_of(source) | {part.removesuffix(".py") for part in Path(path).parts}
+    return frozenset(
+        found | {path.stem for path in [*ROOT.glob("*.*"), *(ROOT / "docs").glob("*"), *(ROOT / "scripts").glob("*")]}
+    )
+
+
+def named(text: str) -> Iterator[str]:
+    """The identifiers of a docstring that are between backticks, with what a call names."""
+    for quoted in re.findall(r"`([^`]+)`", text):
+        if call := re.match(r"([\w.]+)\(", quoted):
+            quoted = call[1]
+        if re.fullmatch(r"[\w.-]+", quoted):
+            yield from (word for word in quoted.strip("-.").split(".") if re.fullmatch(r"[A-Za-z_]\w*", word))
+
+
+@pytest.mark.parametrize("folder", sorted(EVERYTHING))
+def test_no_docstring_is_a_fragment(folder: str) -> None:
+    assert not fragments(one for path, source in sources([folder]) for one in docstrings(path, source))
+
+
+@pytest.mark.parametrize("folder", sorted(EVERYTHING))
+def test_names_in_docstrings_exist(folder: str) -> None:
+    gone = [
+        f"{path}:{line}: `{word}`"
+        for file, source in sources([folder])
+        for path, line, text in docstrings(file, source)
+        for word in named(text)
+        if word not in known()
+    ]
+    assert not gone
+
+
+def test_fragments_and_dead_names_are_found() -> None:
+    gone = "_".join(("no", "such", "name"))
+    lines = (
+        "class A:",
+        "    x: int",
+        "    'Of the pool.'",
+        "    y: int",
+        "    'A sum ...'",
+        "    z: int",
+        f"    'See `{gone}(1)`.'",
+    )
+    found = list(docstrings("a.py", "\n".join(lines)))
+    assert len(fragments(iter(found))) == 2
+    assert [word for _, _, text in found for word in named(text) if word not in known()] == [gone]

@@ -31,7 +31,7 @@ from benchmarks.settings import CoordinatorBenchSettings
 from coordinator.events import Limits, PeerUp, Received, Send
 from coordinator.fairness.fair_queue import FairQueue, Terms
 from launcher import tables
-from launcher.report import console_for, write_json
+from launcher.reports import console_for, write_json
 from proto.codec import decode, encode
 from proto.messages import Chunk, Finished, HandedOver, Role, Step, StepDone, Submit
 from proto.parts import Capacity

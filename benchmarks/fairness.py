@@ -20,12 +20,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from benchmarks.settings import FairnessSettings
-from launcher import report as bench_report
-from launcher import tables
+from launcher import reports, tables
 from launcher.http.client import new_session
 from launcher.http.streams import BenchFailed, Stream, long_prompt, percentile, stream_completion
 from launcher.local.lifetime import running, until_interrupted
-from launcher.models import resolve as models
+from launcher.models import resolve
 from runtime.process import clock
 from runtime.settings.serve import ServeSettings
 
@@ -34,12 +33,12 @@ _TOKENS = 2
 
 
 def run(settings: FairnessSettings) -> int:
-    console = bench_report.console_for(settings)
+    console = reports.console_for(settings)
     return uvloop.run(until_interrupted(_run(settings, console), console))
 
 
 async def _run(settings: FairnessSettings, console: Console) -> int:
-    model = models.ready(settings.model, "", console)
+    model = resolve.ready(settings.model, "", console)
     keys = {name: secrets.token_hex(32) for name in ("small", "flood")}
     with tempfile.TemporaryDirectory(prefix="crossdock-") as folder:
         tenants, usage = Path(folder) / "tenants.toml", Path(folder) / "usage.db"
@@ -53,7 +52,7 @@ async def _run(settings: FairnessSettings, console: Console) -> int:
         except aiohttp.ClientError as error:
             raise BenchFailed(f"the server cannot be reached: {error or type(error).__name__}") from None
     _show(result, console)
-    bench_report.write_json(settings, result | {"settings": settings.model_dump()})
+    reports.write_json(settings, result | {"settings": settings.model_dump()})
     return 0
 
 

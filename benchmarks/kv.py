@@ -28,7 +28,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks import kv_floor as bench_kv_bare
+from benchmarks import kv_floor
 from benchmarks.kv_peer import PLAIN_TCP, RECEIVER_EPOCH, filled, settings_of
 from benchmarks.remote_peer import Far
 from benchmarks.settings import KvBenchSettings
@@ -41,7 +41,7 @@ from kvtransfer.session.session import Accepted
 from kvtransfer.transports.registry import TRANSPORTS, suited
 from launcher import tables
 from launcher.http.streams import BenchFailed
-from launcher.report import console_for, write_json
+from launcher.reports import console_for, write_json
 from proto import limits
 from proto.messages import Hello, Message, Role
 from runtime.link.server import LinkServer, LinkSettings, Peer
@@ -101,7 +101,7 @@ class Near:
         address = await self.server.start()
         self.far = Far("benchmarks.kv_peer", address, str(self.pool.shape[0]))
         await self.far.start()
-        self.bare = bench_kv_bare.Near(self.memory, self.pool, self.far)
+        self.bare = kv_floor.Near(self.memory, self.pool, self.far)
 
     async def close(self) -> None:
         for receiver in self.receivers.values():

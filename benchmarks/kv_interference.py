@@ -19,18 +19,16 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from benchmarks.remote_peer import Far
 from benchmarks.settings import HarmlessSettings
-from launcher import report as bench_report
-from launcher import tables
+from launcher import reports, tables
 from launcher.http.streams import BenchFailed, Stream, gaps_between, percentile
-from launcher.local import cluster as clusters
+from launcher.local import cluster
 from launcher.local.core_plan import plan_cpu
 from launcher.local.lifetime import new_log_dir, sayer, until_interrupted
 from launcher.local.supervisor import Supervisor
-from launcher.models import resolve as models
+from launcher.models import resolve
 from launcher.models.resolve import ReadyModel
 from proto import limits
-from proto.messages import Finished, Hello, Message, Release, Released, Reserve, Role, Tokens
-from proto.messages import Peer as Destination
+from proto.messages import Destination, Finished, Hello, Message, Release, Released, Reserve, Role, Tokens
 from proto.progress import DecodeProgress
 from proto.sampling import Sampling
 from runtime.link.server import LinkServer, Peer
@@ -168,12 +166,12 @@ class Bench:
 
 
 def run(settings: HarmlessSettings) -> int:
-    console = bench_report.console_for(settings)
+    console = reports.console_for(settings)
     return uvloop.run(until_interrupted(_run(settings, console), console))
 
 
 async def _run(settings: HarmlessSettings, console: Console) -> int:
-    model = models.ready(settings.model, "", console)
+    model = resolve.ready(settings.model, "", console)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("starting a decode worker and computing the prompt", total=None)
@@ -181,7 +179,7 @@ async def _run(settings: HarmlessSettings, console: Console) -> int:
             result = await _measure(bench, settings, progress, task)
     result |= {"model": model.model_id, "settings": settings.model_dump()}
     _show(result, console)
-    bench_report.write_json(settings, result)
+    reports.write_json(settings, result)
     return 0
 
 
@@ -202,7 +200,7 @@ async def _running(settings: HarmlessSettings, model: ReadyModel, console: Conso
             "log_format": "json", "kv_transport": settings.kv_transport, "kv_mib_per_s": str(settings.kv_mib_per_s),
         }  # fmt: skip
         serve = ServeSettings(device="cpu", kv_gib=_KV_GIB)
-        supervisor.start(clusters.worker_spec("decode", 0, plan.decode[0], serve, shared, plan.control))
+        supervisor.start(cluster.worker_spec("decode", 0, plan.decode[0], serve, shared, plan.control))
         tokens_address = await bench.tokens.start()
         async with asyncio.timeout(_START_TIMEOUT_S):
             await bench.up.wait()

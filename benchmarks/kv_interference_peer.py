@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import uvloop
 
-from benchmarks import remote_peer as far
+from benchmarks import remote_peer
 from benchmarks.remote_replayer import Replayer
 from engine.engine import Engine, ModelInfo, SeqChunk
 from engine.model.loader import load_engine
@@ -74,7 +74,7 @@ def _compute(engine: Engine, tokens: int, blocks: int) -> None:
 
 async def main(model: str, tokens: int) -> None:
     store = Store(model, tokens)
-    await far.serve({"connect": store.connect, "session": store.session})
+    await remote_peer.serve({"connect": store.connect, "session": store.session})
     await store.close()
 
 

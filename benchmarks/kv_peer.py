@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import uvloop
 
-from benchmarks import kv_floor as bench_kv_bare
-from benchmarks import remote_peer as far
+from benchmarks import kv_floor, remote_peer
 from benchmarks.remote_replayer import Replayer
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.session.limits import KvSettings
@@ -72,13 +71,13 @@ async def main(address: str, pool_bytes: int) -> None:
     memory = torch.from_numpy(filled(pool_bytes))
     ways = Ways(address, memory)
     bare: dict[str, Callable[..., float]] = {
-        "bare_tcp": functools.partial(bench_kv_bare.over_tcp, memory),
-        "bare_gloo": functools.partial(bench_kv_bare.over_gloo, memory),
-        "bare_shm": bench_kv_bare.IntoPool(memory).copy,
-        "bare_round_trip": bench_kv_bare.round_trip,
+        "bare_tcp": functools.partial(kv_floor.over_tcp, memory),
+        "bare_gloo": functools.partial(kv_floor.over_gloo, memory),
+        "bare_shm": kv_floor.IntoPool(memory).copy,
+        "bare_round_trip": kv_floor.round_trip,
     }
     threaded = {name: functools.partial(asyncio.to_thread, order) for name, order in bare.items()}
-    await far.serve({"set_up": ways.set_up, "session": ways.session, **threaded})
+    await remote_peer.serve({"set_up": ways.set_up, "session": ways.session, **threaded})
     await ways.close()
 
 

@@ -25,7 +25,7 @@ from benchmarks.settings import RoomBenchSettings
 from coordinator.kv_admission.admission import KvAdmission
 from coordinator.kv_admission.demand import KvDemand
 from launcher import tables
-from launcher.report import console_for, write_json
+from launcher.reports import console_for, write_json
 
 Draw = Callable[[Random], Job]
 UNIFORM = {"uniform, prompt L/4": 0.25, "uniform, prompt L/2": 0.5, "uniform, prompt L": 1.0, "uniform, prompt 2L": 2.0}

@@ -10,7 +10,7 @@ from math import inf
 from random import Random
 
 from coordinator.events import Limits
-from coordinator.lifecycle import State
+from coordinator.lifecycle import RequestState
 from proto.errors import Interrupt
 from proto.limits import HASH_BYTES
 from simulation.cluster.cluster import FIRST_DECODE, VirtualCluster
@@ -131,6 +131,6 @@ class OverloadedCluster:
         cluster.at(cluster.now + cluster.random.expovariate(self._per_s), self._arrive)
 
     def _ended(self, request: ClientRequest) -> None:
-        if request.state is State.FINISHED:
+        if request.state is RequestState.FINISHED:
             self._finished += 1
             self._output_tokens += sum(request.output_tokens)

@@ -21,13 +21,12 @@ import uvloop
 from pydantic import Field
 from rich.console import Console
 
-from launcher import report as bench_report
-from launcher import tables
+from launcher import reports, tables
 from launcher.http.client import answers_ready, new_session
-from launcher.load import plot as load_plot
+from launcher.load.plot import check, draw_peers
 from launcher.local.lifetime import until_interrupted
 from launcher.local.ports import free_port
-from launcher.models import resolve as models
+from launcher.models import resolve
 from launcher.process import python_command
 from proto.errors import CrossdockError
 from runtime.process import clock
@@ -150,7 +149,7 @@ async def measure(url: str, settings: PeersSettings) -> dict[str, Any]:
 
 
 async def _run(settings: PeersSettings, console: Console) -> int:
-    folder, port = str(models.ready(settings.model, "", console).path), free_port("127.0.0.1")
+    folder, port = str(resolve.ready(settings.model, "", console).path), free_port("127.0.0.1")
     results: dict[str, Any] = {}
     with TemporaryDirectory(prefix="crossdock-") as logs:
         for peer in find_peers(settings, folder, port):
@@ -161,9 +160,9 @@ async def _run(settings: PeersSettings, console: Console) -> int:
             async with started(peer, port, Path(logs) / "peer.log", console) as url:
                 results[peer.name] = await measure(url, settings)
     show(results, console)
-    bench_report.write_json(settings, {"servers": results, "seconds": settings.seconds})
+    reports.write_json(settings, {"servers": results, "seconds": settings.seconds})
     if settings.plot:
-        load_plot.draw_peers(settings.plot, results)
+        draw_peers(settings.plot, results)
     return 0
 
 
@@ -181,8 +180,8 @@ def show(results: dict[str, Any], console: Console) -> None:
 
 
 def run(settings: PeersSettings) -> int:
-    load_plot.check(settings.plot)
-    console = bench_report.console_for(settings)
+    check(settings.plot)
+    console = reports.console_for(settings)
     return uvloop.run(until_interrupted(_run(settings, console), console))
 
 

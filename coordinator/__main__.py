@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from runtime.process import garbage_collector as collector
+from runtime.process import garbage_collector
 from runtime.process.niceness import import_nicely
 from runtime.storage.lock_file import is_taken
 
@@ -28,13 +28,13 @@ def _usage_db(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
 def _main() -> int:
     usage_db = _usage_db(sys.argv[1:], os.environ)
     if usage_db and is_taken(usage_db):
-        with collector.at_rest():
+        with garbage_collector.at_rest():
             import_nicely("coordinator.serve", _NICE_LOADING)
     from runtime.settings.command_line import run_role
     from runtime.settings.roles import CoordinatorSettings
 
     def run(settings: CoordinatorSettings) -> int:
-        with collector.at_rest():
+        with garbage_collector.at_rest():
             from coordinator.serve import run  # here, so that --help and a wrong option answer at once
 
         return run(settings)

@@ -21,8 +21,7 @@ from math import inf
 from typing import NamedTuple
 
 from coordinator import progress
-from coordinator.admission import checks as admission
-from coordinator.admission import intake, tenancy
+from coordinator.admission import checks, intake, tenancy
 from coordinator.events import Action, Configured, Event, PeerDown, PeerUp, ProtocolViolation, Received, Tick
 from coordinator.placement.schedule import schedule
 from coordinator.recovery import draining, flips, members
@@ -104,7 +103,7 @@ class Core(State):
         """Why a process may not join, or None. Asked before its `PeerUp`."""
         if hello.incarnation in self.fenced:
             return "this incarnation hung, and was given up"
-        return admission.refusal(hello, self.pools)
+        return checks.refusal(hello, self.pools)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         self.out, self.now = [], now

@@ -10,7 +10,7 @@ import msgspec
 
 from coordinator.accounting.usage import Closed, Opened, Past
 from coordinator.fairness.cost import START_LONG_TOKENS, Prices
-from coordinator.lifecycle import State
+from coordinator.lifecycle import RequestState
 from coordinator.policy.versions import PolicyInForce
 from coordinator.score import Weights
 from coordinator.step_pace import StepLimits
@@ -69,7 +69,7 @@ class StateChanged(msgspec.Struct, frozen=True, gc=False):
 
     request_id: str
     attempt: int
-    state: State
+    state: RequestState
     why: str
 
 

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from coordinator.core import Core
-from coordinator.lifecycle import ON_WORKERS, TERMINAL, State
+from coordinator.lifecycle import ON_WORKERS, TERMINAL, RequestState
 from coordinator.request import RETAINED
 from coordinator.waiting.queue_keys import bound_key
 
@@ -27,7 +27,7 @@ def check(core: Core, *, honest: bool = True) -> None:
                     and request.attempt_progress.retained.decode_incarnation == worker.incarnation
                     and core.pools[worker.hello.model].retained[request_id] is request
                 )
-                assert request.state in (State.QUEUED, State.INTERRUPTED)
+                assert request.state in (RequestState.QUEUED, RequestState.INTERRUPTED)
         assert worker.tokens_in_flight == sum(c.length for step, _ in worker.steps.values() for c in step.chunks)
     queued = [request.id for queue in core.queues.values() for request in queue]
     assert len(queued) == len(set(queued))
@@ -41,12 +41,12 @@ def check(core: Core, *, honest: bool = True) -> None:
         for request in queue:
             assert request.entry is not None or not core.pools[request.submit.model].could_place(request.submit)
     for pool in core.pools.values():
-        assert pool.large_drain.request is None or pool.large_drain.request.state is State.QUEUED
+        assert pool.large_drain.request is None or pool.large_drain.request.state is RequestState.QUEUED
         assert set(pool.bindings.hosts) == {worker.incarnation for worker in pool.workers.values() if worker.bound}
         for worker in pool.workers.values():
             for request in worker.bound.values():
                 assert request.entry is not None and request.entry.key == bound_key(worker.incarnation)
-                assert request.state is State.QUEUED and request.attempt_progress.bound_to == worker.incarnation
+                assert request.state is RequestState.QUEUED and request.attempt_progress.bound_to == worker.incarnation
         assert pool.shares.streams() == {
             (worker.incarnation, key): worker.share_of(allocation.seqs, allocation.kv_blocks)
             for worker in pool.decode.values()
@@ -59,11 +59,11 @@ def check(core: Core, *, honest: bool = True) -> None:
     )
     for request in core.requests.values():
         assert request.state not in TERMINAL
-        assert (request.id in queued) == (request.state is State.QUEUED)
-        assert (request.id in core.interrupted) == (request.state is State.INTERRUPTED)
-        if request.state in ON_WORKERS and request.state is not State.DECODING:
+        assert (request.id in queued) == (request.state is RequestState.QUEUED)
+        assert (request.id in core.interrupted) == (request.state is RequestState.INTERRUPTED)
+        if request.state in ON_WORKERS and request.state is not RequestState.DECODING:
             assert request.key in core.workers[request.prefill_incarnation].allocations
-        if request.state is State.DECODING:
+        if request.state is RequestState.DECODING:
             assert request.key in core.workers[request.decode_incarnation].allocations
     assert all(request_id in core.requests for request_id in (*queued, *core.interrupted))
     _check_bills(core, honest)

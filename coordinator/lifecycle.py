@@ -9,7 +9,7 @@ the next attempt and the request is QUEUED again. Every accepted request reaches
 from enum import StrEnum
 
 
-class State(StrEnum):
+class RequestState(StrEnum):
     QUEUED = "queued"
     PLACED = "placed"
     """A prefill and a decode worker are chosen and their blocks reserved."""
@@ -41,35 +41,37 @@ class Trigger(StrEnum):
     """It waits, and has to make room for others in an overload."""
 
 
-TERMINAL = frozenset({State.FINISHED, State.CANCELLED, State.EXPIRED, State.FAILED, State.REJECTED})
-ON_WORKERS = frozenset({State.PLACED, State.PREFILLING, State.HANDING_OVER, State.DECODING})
+TERMINAL = frozenset(
+    {RequestState.FINISHED, RequestState.CANCELLED, RequestState.EXPIRED, RequestState.FAILED, RequestState.REJECTED}
+)
+ON_WORKERS = frozenset({RequestState.PLACED, RequestState.PREFILLING, RequestState.HANDING_OVER, RequestState.DECODING})
 
-_LIVE = (State.QUEUED, *sorted(ON_WORKERS), State.INTERRUPTED)
+_LIVE = (RequestState.QUEUED, *sorted(ON_WORKERS), RequestState.INTERRUPTED)
 
-TRANSITIONS: dict[tuple[State, Trigger], State] = {
-    (State.QUEUED, Trigger.PLACE): State.PLACED,
-    (State.PLACED, Trigger.DISPATCH): State.PREFILLING,
-    (State.PREFILLING, Trigger.PROMPT_DONE): State.HANDING_OVER,
-    (State.HANDING_OVER, Trigger.HANDED_OVER): State.DECODING,
+TRANSITIONS: dict[tuple[RequestState, Trigger], RequestState] = {
+    (RequestState.QUEUED, Trigger.PLACE): RequestState.PLACED,
+    (RequestState.PLACED, Trigger.DISPATCH): RequestState.PREFILLING,
+    (RequestState.PREFILLING, Trigger.PROMPT_DONE): RequestState.HANDING_OVER,
+    (RequestState.HANDING_OVER, Trigger.HANDED_OVER): RequestState.DECODING,
     # The answer may end with its first token, which prefill draws, or the decode worker's word may overtake the prefill
     # worker's, each on a link of its own.
-    (State.PREFILLING, Trigger.FINISH): State.FINISHED,
-    (State.HANDING_OVER, Trigger.FINISH): State.FINISHED,
-    (State.DECODING, Trigger.FINISH): State.FINISHED,
-    (State.PREFILLING, Trigger.HANDED_OVER): State.DECODING,
-    (State.INTERRUPTED, Trigger.RESUBMIT): State.QUEUED,
+    (RequestState.PREFILLING, Trigger.FINISH): RequestState.FINISHED,
+    (RequestState.HANDING_OVER, Trigger.FINISH): RequestState.FINISHED,
+    (RequestState.DECODING, Trigger.FINISH): RequestState.FINISHED,
+    (RequestState.PREFILLING, Trigger.HANDED_OVER): RequestState.DECODING,
+    (RequestState.INTERRUPTED, Trigger.RESUBMIT): RequestState.QUEUED,
     # Its worker was lost with its last word, but not before its gateway had all of the answer.
-    (State.INTERRUPTED, Trigger.FINISH): State.FINISHED,
-    (State.QUEUED, Trigger.RESUBMIT): State.QUEUED,
-    (State.QUEUED, Trigger.EXPIRE): State.EXPIRED,
-    (State.QUEUED, Trigger.SHED): State.REJECTED,
+    (RequestState.INTERRUPTED, Trigger.FINISH): RequestState.FINISHED,
+    (RequestState.QUEUED, Trigger.RESUBMIT): RequestState.QUEUED,
+    (RequestState.QUEUED, Trigger.EXPIRE): RequestState.EXPIRED,
+    (RequestState.QUEUED, Trigger.SHED): RequestState.REJECTED,
     # Its own deadline is past and its prompt not yet wholly dispatched.
-    (State.PLACED, Trigger.EXPIRE): State.EXPIRED,
-    (State.PREFILLING, Trigger.EXPIRE): State.EXPIRED,
-    (State.INTERRUPTED, Trigger.EXPIRE): State.FAILED,
-    **{(state, Trigger.INTERRUPT): State.INTERRUPTED for state in sorted(ON_WORKERS)},
-    **{(state, Trigger.CANCEL): State.CANCELLED for state in _LIVE},
-    **{(state, Trigger.FAIL): State.FAILED for state in _LIVE},
+    (RequestState.PLACED, Trigger.EXPIRE): RequestState.EXPIRED,
+    (RequestState.PREFILLING, Trigger.EXPIRE): RequestState.EXPIRED,
+    (RequestState.INTERRUPTED, Trigger.EXPIRE): RequestState.FAILED,
+    **{(state, Trigger.INTERRUPT): RequestState.INTERRUPTED for state in sorted(ON_WORKERS)},
+    **{(state, Trigger.CANCEL): RequestState.CANCELLED for state in _LIVE},
+    **{(state, Trigger.FAIL): RequestState.FAILED for state in _LIVE},
 }
 
 
@@ -77,7 +79,7 @@ class IllegalTransition(AssertionError):
     """A bug of ours: the core fired a trigger that the table does not have for this state."""
 
 
-def advance(state: State, trigger: Trigger) -> State:
+def advance(state: RequestState, trigger: Trigger) -> RequestState:
     """The next state. Raises `IllegalTransition` where the table has none."""
     following = TRANSITIONS.get((state, trigger))
     if following is None:

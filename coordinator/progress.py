@@ -2,8 +2,7 @@
 
 from coordinator.events import Received
 from coordinator.kv_admission.shared_blocks import chains
-from coordinator.lifecycle import ON_WORKERS, Trigger
-from coordinator.lifecycle import State as RequestState
+from coordinator.lifecycle import ON_WORKERS, RequestState, Trigger
 from coordinator.placement import fetch
 from coordinator.placement.preemption import charge_decode, relieve
 from coordinator.recovery import flips, suspects

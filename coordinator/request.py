@@ -8,7 +8,7 @@ from coordinator.accounting.bill import Bill
 from coordinator.fairness.tenant_queue import Entry
 from coordinator.kv_admission.demand import NEVER
 from coordinator.kv_admission.sessions import OpenTurn, Sessions
-from coordinator.lifecycle import State, Trigger, advance
+from coordinator.lifecycle import RequestState, Trigger, advance
 from proto.messages import Submit
 
 RETAINED = 0
@@ -98,7 +98,7 @@ class Request(msgspec.Struct, eq=False):
     arrived: float
     path: tuple[str, str, str]
     """(priority class, organisation, user): whose turn and whose bill."""
-    state: State = State.QUEUED
+    state: RequestState = RequestState.QUEUED
     uncomputed_tokens: int = 0
     """Prompt tokens to be computed, as its model's queue counts them as work ahead of others."""
     work: int = 0

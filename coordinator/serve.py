@@ -4,7 +4,7 @@ import os
 
 from coordinator.main import Coordinator
 from coordinator.recovery.leader_lock import PREDECESSOR_S, LeaderLock, NotLeader
-from runtime.metrics import server as metrics_server
+from runtime.metrics import server
 from runtime.process import log, notify
 from runtime.process.driver import Stop, run_process
 from runtime.settings.roles import CoordinatorSettings
@@ -18,7 +18,7 @@ async def serve(settings: CoordinatorSettings, stop: Stop) -> int:
     logger = log.configure(level=settings.log_level, fmt=settings.log_format, process=process)
     leader_lock = LeaderLock(settings.usage_db)
     if settings.standby:
-        metrics_server.load()
+        server.load()
         logger.info("standing by", lock=str(leader_lock.path))
         notify.ready(f"waits for {leader_lock.path}")
     try:

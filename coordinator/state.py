@@ -11,8 +11,7 @@ from coordinator.accounting.tombstones import Remembered
 from coordinator.accounting.usage import Closed, Opened
 from coordinator.events import Action, Limits, Send, StateChanged
 from coordinator.fairness.scheduling_class import Path
-from coordinator.lifecycle import TERMINAL, Trigger
-from coordinator.lifecycle import State as RequestState
+from coordinator.lifecycle import TERMINAL, RequestState, Trigger
 from coordinator.observer import Watch
 from coordinator.request import RETAINED, Request, RetainedAllocation, Suspicion
 from coordinator.waiting.queue import WaitQueue

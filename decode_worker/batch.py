@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 from engine.kv.allocator import OutOfBlocks
 from engine.kv.sequence import BlockCopy, SequenceBlocks
 from engine.sampling.finish import finish_reason
-from proto.messages import Peer, TokenItem
+from proto.messages import Destination, TokenItem
 from proto.sampling import Sampling, TokenLogprobs
 
 Key = tuple[str, int]
@@ -26,7 +26,7 @@ class DecodeRequest(Generic[S]):
 
     key: Key
     choice: int
-    gateway: Peer
+    gateway: Destination
     sampling: Sampling
     blocks: SequenceBlocks
     state: S
@@ -80,7 +80,7 @@ class StepOutcome(Generic[S]):
     """Sequences in the step."""
     kv_tokens: int = 0
     """That the step has read."""
-    by_gateway: dict[int, tuple[Peer, list[TokenItem]]] = field(default_factory=dict)
+    by_gateway: dict[int, tuple[Destination, list[TokenItem]]] = field(default_factory=dict)
     ended: list[DecodeRequest[S]] = field(default_factory=list)
     broken: list[DecodeRequest[S]] = field(default_factory=list)
     """Those of them for which nothing could be drawn."""

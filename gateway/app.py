@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Scope
 
-from gateway.anthropic import routes as routes_anthropic
+from gateway.anthropic import routes
 from gateway.anthropic.answer import error_body
 from gateway.anthropic.types import CountRequest, MessagesRequest
 from gateway.batches import routes as routes_batches
@@ -33,7 +33,7 @@ from runtime.process.version import version_of
 ROUTERS: Final = (
     routes_generate.router,
     routes_responses.router,
-    routes_anthropic.router,
+    routes.router,
     routes_vllm.router,
     routes_batches.router,
     routes_info.router,
@@ -113,7 +113,7 @@ def _response(error: ApiError, request: Request) -> Response:
         headers["Connection"] = "close"
     # Elsewhere the rest of an unread body is left to the server, which throws it away: closing would reset the connection
     # under a client that is still sending, and this answer would be lost.
-    if request.url.path.startswith(routes_anthropic.PREFIX):
+    if request.url.path.startswith(routes.PREFIX):
         content = encode(error_body(error, info.request_id))
     else:
         content = error.encoded(info.request_id)

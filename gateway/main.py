@@ -33,8 +33,7 @@ from runtime.link.server import CannotBind, LinkServer, LinkSettings, Peer, is_o
 from runtime.link.waiting import WaitNotice
 from runtime.metrics.common import link_counters
 from runtime.metrics.server import MetricsServer
-from runtime.process import clock, log, notify
-from runtime.process import garbage_collector as collector
+from runtime.process import clock, garbage_collector, log, notify
 from runtime.process.driver import Stop, cancelled, run_process, unless_stopped, watched
 from runtime.process.exits import ConfigError
 from runtime.settings import machine
@@ -162,7 +161,7 @@ class GatewayProcess:
         ends = {"tokens": self.tokens.counters, "coordinator": coordinator.counters}
         link_counters(self.metrics.registry, ends, lambda: self.backend.coordinator_is_up)
         self.observed.show(self.metrics.registry, lambda: self.backend.not_ready)
-        watching = [watched(collector.collect_seldom(self.backend.load, clock.now))]
+        watching = [watched(garbage_collector.collect_seldom(self.backend.load, clock.now))]
         if tenants:
             watching.append(watched(tenants.watch(keys.replace)))
         if batches:
@@ -196,7 +195,7 @@ class GatewayProcess:
         """The models' tokenizers; None if told to stop first. Raises `ConfigError`."""
         loader = ThreadPoolExecutor(1, "loader")
         try:
-            with collector.at_rest():
+            with garbage_collector.at_rest():
                 return await unless_stopped(stop, loader, partial(_load_models, self.settings))
         finally:
             loader.shutdown(wait=False)

@@ -13,6 +13,27 @@ To begin, [bold]crossdock serve[/bold] brings a whole cluster up on this machine
 file, look at the plan with [bold]crossdock cluster check FILE[/bold], and run [bold]crossdock up FILE[/bold] on each.
 """
 
+_LAUNCH: Final[Table] = {
+    "up": Command(
+        "Bring the whole cluster up", "launcher.cluster.settings:LaunchUpSettings", "launcher.cluster.launch_ssh:up"
+    ),
+    "status": Command(
+        "Which hosts are up, and what the coordinator knows of the workers",
+        "launcher.cluster.settings:LaunchStatusSettings",
+        "launcher.cluster.launch_ssh:status",
+    ),
+    "logs": Command(
+        "The last lines of every process's log",
+        "launcher.cluster.settings:LaunchLogsSettings",
+        "launcher.cluster.launch_ssh:logs",
+    ),
+    "down": Command(
+        "Take the whole cluster down",
+        "launcher.cluster.settings:LaunchDownSettings",
+        "launcher.cluster.launch_ssh:down",
+    ),
+}
+
 _BENCH: Final[Table] = {
     "serve": Command(
         "Send a server a realistic load, and say how well it was served.",
@@ -61,7 +82,13 @@ TABLE: Final[Table] = {
                 "Show every process that a cluster.toml describes, or its mistakes",
                 "launcher.cluster.settings:ClusterCheckSettings",
                 "launcher.cluster.check:run",
-            )
+            ),
+            "launch": Group("Run the cluster that a cluster.toml describes, on all of its hosts, by ssh.", _LAUNCH),
+            "units": Command(
+                "Make systemd units for this host's part of a cluster",
+                "launcher.cluster.settings:UnitsSettings",
+                "launcher.cluster.install_units:run",
+            ),
         },
     ),
     "coordinator": Command(

@@ -11,6 +11,6 @@ def run(settings: WorkerSettings) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code. Raises `ConfigError`."""
     settings = machine.prepare(settings)
     # It imports torch, which must not come before the environment that `prepare` sets.
-    from launcher.worker_roles import run as run_prepared
+    from launcher import worker_roles
 
-    return run_prepared(settings)
+    return worker_roles.run(settings)

@@ -18,10 +18,10 @@ from proto.kv import FirstToken
 from proto.messages import (
     CacheMiss,
     Chunk,
+    Destination,
     Finished,
     HandedOver,
     Message,
-    Peer,
     Prefill,
     Release,
     Released,
@@ -76,7 +76,7 @@ class PrefillCore:
         self.table = table
         self.steps: deque[Step] = deque()
         self.links_lost = 0
-        self.receiver_of: dict[int, Peer] = {}
+        self.receiver_of: dict[int, Destination] = {}
         """Decode workers by incarnation, as the coordinator named them."""
         self._ports = ports
         self._vocab_size = vocab_size
@@ -266,7 +266,7 @@ class PrefillCore:
 
     def _pass_on(self, prompts: Iterable[PrefillRequest], result: StepResult) -> None:
         """Blocks to the KV sender, first tokens to gateways."""
-        by_gateway: dict[int, tuple[Peer, list[TokenItem]]] = {}
+        by_gateway: dict[int, tuple[Destination, list[TokenItem]]] = {}
         for prompt in prompts:
             if prompt.final_report is not None:
                 continue

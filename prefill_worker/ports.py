@@ -4,7 +4,7 @@ from typing import Protocol
 
 from kvtransfer.ports import KvOut
 from proto.kv import Fetch
-from proto.messages import Peer
+from proto.messages import Destination
 from runtime.worker.ports import Coordinator, Gateways
 
 
@@ -26,5 +26,5 @@ class Ports(Protocol):
 
     def now(self) -> float: ...
 
-    def fetch(self, decode: Peer, message: Fetch) -> None:
+    def fetch(self, decode: Destination, message: Fetch) -> None:
         """Send it, and call `Fetches.expire` when an offer should have come."""

@@ -22,8 +22,7 @@ from prefill_worker.prompts import PrefillRequest, PromptTable
 from prefill_worker.tier_copies import TierCopies
 from proto.errors import RemoteProtocolError
 from proto.kv import Commit, Fetch, FetchRefused, is_of_fetch, of_fetch
-from proto.messages import Message, Role
-from proto.messages import Peer as Destination
+from proto.messages import Destination, Message, Role
 from proto.status import KvHeld, KvPair, KvPairs
 from runtime.grammar.compiler import GrammarError, Matcher
 from runtime.link.connection_pool import ConnectionPool

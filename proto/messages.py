@@ -45,7 +45,7 @@ from proto.fields import (
 )
 from proto.parts import Capacity, Held, Returns
 from proto.parts import Chunk as Chunk
-from proto.parts import Peer as Peer
+from proto.parts import Destination as Destination
 from proto.parts import RateState as RateState
 from proto.parts import Role as Role
 from proto.parts import TokenItem as TokenItem
@@ -221,8 +221,8 @@ class Prefill(Message, frozen=True):
     choices: Choices
     first_choice: ChoiceIndex
     resumed_tokens: Tokens_
-    gateway: Peer
-    decode: Peer
+    gateway: Destination
+    decode: Destination
     decode_block_size: BlockSize
     block_hashes: BlockHashes = b""
     cached_tokens: Tokens_ = 0
@@ -253,7 +253,7 @@ class Reserve(Message, frozen=True):
     first_choice: ChoiceIndex
     resumed_tokens: Tokens_
     kv_blocks: Count
-    gateway: Peer
+    gateway: Destination
     prefill_incarnation: Incarnation
     """Its own: it is to compute the prompt itself, and gets a `Prefill` and `Step`s for it."""
     block_hashes: BlockHashes = b""

@@ -32,7 +32,7 @@ class Role(StrEnum):
         return (Role.PREFILL, Role.DECODE) if self is Role.MIXED else (self,)
 
 
-class Peer(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
+class Destination(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
     """Where another process is and which incarnation of it is meant."""
 
     address: Text

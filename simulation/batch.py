@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from simulation.faults.plan import FAULTS
-from simulation.run import Result, run
+from simulation.run import Result, run_seed
 
 LINE_SEEDS = 16
 """Runs between two lines of a child."""
@@ -56,7 +56,7 @@ def sums(seeds: Iterable[int], kinds: frozenset[str] = frozenset(FAULTS)) -> Ite
     """A sum for each few runs; ends after one with a failure."""
     part = Sum()
     for seed in seeds:
-        part.add(run(seed, kinds))
+        part.add(run_seed(seed, kinds))
         if part.seeds == LINE_SEEDS or part.failed:
             yield part
             if part.failed:

@@ -34,7 +34,7 @@ class Result:
     """Kept for the story, where asked for or where the run failed."""
 
 
-def run(seed: int, kinds: frozenset[str] = frozenset(FAULTS), keep: bool = False) -> Result:
+def run_seed(seed: int, kinds: frozenset[str] = frozenset(FAULTS), keep: bool = False) -> Result:
     plan = draw(seed, kinds)
     cluster: Cluster | None = None
     failure: BaseException | None = None

@@ -16,7 +16,7 @@ from prefill_worker.prompts import PrefillRequest, PromptTable
 from proto.codec import decode, to_frames, unpack_tokens
 from proto.errors import FinishReason, RemoteProtocolError
 from proto.kv import NO_FIRST_TOKENS, Commit, Fetch, FetchRefused, FirstToken, Offer
-from proto.messages import Message, Peer, Prefill, Release, Reserve, Step, TokenItem
+from proto.messages import Destination, Message, Prefill, Release, Reserve, Step, TokenItem
 from runtime.worker.ports import TakeChanges
 from tests.random_messages import RandomMessages
 
@@ -65,7 +65,7 @@ class Ports:
     def report_cache(self, take_changes: TakeChanges) -> None:
         take_changes(4096)
 
-    def connect(self, to: Peer) -> None: ...
+    def connect(self, to: Destination) -> None: ...
 
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
@@ -212,7 +212,7 @@ class PrefillWorld(Ports):
     def now(self) -> float:
         return 0.0
 
-    def fetch(self, decode: Peer, message: Fetch) -> None:
+    def fetch(self, decode: Destination, message: Fetch) -> None:
         decode_frames(message)
 
     def fetched(self) -> None:

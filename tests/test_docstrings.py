@@ -1,4 +1,4 @@
-"""Docstrings of the product can be read alone: they are no fragments, and the names in them exist."""
+"""Docstrings of the product can be read alone, the names in them exist, and imports keep the names of what is ours."""
 
 import ast
 import builtins
@@ -107,3 +107,22 @@ def test_fragments_and_dead_names_are_found() -> None:
     found = list(docstrings("a.py", "\n".join(lines)))
     assert len(fragments(iter(found))) == 2
     assert [word for _, _, text in found for word in named(text) if word not in known()] == [gone]
+
+
+def renamed(path: str, source: str) -> list[str]:
+    """Imports that give something of ours another name. Two of the same name in one file may have one each."""
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    names = [alias.name for node in imports for alias in node.names]
+    return [
+        f"{path}:{node.lineno}: {alias.name} as {alias.asname}"
+        for node in imports
+        for alias in node.names
+        if node.module and node.module.split(".")[0] in EVERYTHING
+        if alias.asname not in (None, alias.name) and names.count(alias.name) < 2
+    ]
+
+
+def test_nothing_of_ours_is_imported_under_another_name() -> None:
+    assert not [one for path, source in sources(sorted(EVERYTHING)) for one in renamed(path, source)]
+    source = "from proto import limits as bounds\nfrom proto import codec as codec\n"
+    assert renamed("a.py", source) == ["a.py:1: limits as bounds"]

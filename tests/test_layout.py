@@ -53,7 +53,7 @@ FOLDERS_MAY_IMPORT = {
         "simulate": "load",
         "tuning": "bench http load local models",
     },
-    "tuning": {"estimates": "", "simulator": ""},
+    "tuning": {"estimates": "simulator", "simulator": ""},
     "runtime": {
         "grammar": "",
         "link": "process settings",

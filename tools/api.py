@@ -8,12 +8,12 @@ from typing import Any, Final
 import msgspec
 from pydantic import BaseModel
 
-from gateway.anthropic import types as anthropic
+from gateway.anthropic import types
 from gateway.batches.types import CreateBatchRequest, UploadRequest
 from gateway.openai.not_served import INSTEAD, NEUTRAL_ONLY
 from gateway.openai.openapi import schemas
 from gateway.openai.request_types import ChatRequest, CompletionRequest
-from gateway.responses import types as responses
+from gateway.responses import types as responses_types
 from gateway.vllm.types import DetokenizeRequest, TokenizeRequest
 
 _HEAD = """\
@@ -105,20 +105,20 @@ _ENDPOINTS: Final[tuple[tuple[str, str, type[BaseModel], Mapping[str, tuple[Any,
     (
         "POST /v1/responses",
         "Answers a conversation, and keeps it for a while in the memory of the gateway that answered (`--responses-keep-s`).",
-        responses.ResponsesRequest,
-        responses.NEUTRAL_ONLY,
+        responses_types.ResponsesRequest,
+        responses_types.NEUTRAL_ONLY,
     ),
     (
         "POST /v1/messages",
         "Anthropic's form. Keys may come as `x-api-key`.",
-        anthropic.MessagesRequest,
-        anthropic.NEUTRAL_ONLY,
+        types.MessagesRequest,
+        types.NEUTRAL_ONLY,
     ),
     (
         "POST /v1/messages/count_tokens",
         "Counts a conversation's tokens.",
-        anthropic.CountRequest,
-        anthropic.NEUTRAL_ONLY,
+        types.CountRequest,
+        types.NEUTRAL_ONLY,
     ),
     (
         "POST /v1/files",

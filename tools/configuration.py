@@ -5,10 +5,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import typer
 from pydantic.fields import FieldInfo
 
-from launcher.cluster import install_units, launch_ssh
 from launcher.commands import TABLE
 from runtime.settings.command_line import commands_in
 from runtime.settings.options import CONFIG_ENV, bounds, option_name
@@ -35,7 +33,7 @@ that changes its default: `--once` turns an option on, `--no-access-log` turns o
 `true` or `false`. Unknown, malformed and out-of-bounds values are refused. The message names the option and the source of its
 value.
 
-`cluster.toml`, which `crossdock up FILE`, `scripts/launch_ssh` and `scripts/install_units` read, is another file. See
+`cluster.toml`, which `crossdock up FILE` and `crossdock cluster` read, is another file. See
 [multi-node](multi-node.md) and `scripts/cluster.toml`, which explains every key.
 
 """
@@ -45,13 +43,6 @@ def commands() -> Iterator[tuple[str, type[Options]]]:
     """Every command that people call, with its settings."""
     for name, command in commands_in(TABLE):
         yield f"crossdock {name}", command.settings_class()
-    yield from _commands_of(launch_ssh.build_app(), "scripts/launch_ssh ")
-    yield from _commands_of(install_units.build_app(), "scripts/")
-
-
-def _commands_of(app: typer.Typer, prefix: str) -> Iterator[tuple[str, type[Options]]]:
-    for command in app.registered_commands:
-        yield f"{prefix}{command.name}", command.callback.settings_class  # type: ignore[union-attr]
 
 
 def text() -> str:

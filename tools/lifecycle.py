@@ -6,11 +6,11 @@ With PAGE, the part of that page between the two markers is replaced.
 import sys
 from pathlib import Path
 
-from coordinator.lifecycle import TERMINAL, TRANSITIONS, State, Trigger
+from coordinator.lifecycle import TERMINAL, TRANSITIONS, RequestState, Trigger
 
 BEGIN = "<!-- lifecycle: made by `python -m tools.lifecycle ARCHITECTURE.md`; a test fails when it is stale -->\n"
 END = "<!-- lifecycle: end -->\n"
-LIVE = frozenset(State) - TERMINAL
+LIVE = frozenset(RequestState) - TERMINAL
 
 
 def text() -> str:
@@ -24,11 +24,11 @@ def text() -> str:
         if trigger not in everywhere
     ]
     sentences = [f"`{trigger}` leads to {state.name}" for trigger, state in everywhere.items()]
-    diagram = ["```mermaid", "stateDiagram-v2", f"    [*] --> {State.QUEUED.name}", *edges, "```"]
+    diagram = ["```mermaid", "stateDiagram-v2", f"    [*] --> {RequestState.QUEUED.name}", *edges, "```"]
     return "\n".join([*diagram, "", f"From every live state {' and '.join(sentences)}.", ""])
 
 
-def _targets_in_every_live_state(trigger: Trigger) -> set[State]:
+def _targets_in_every_live_state(trigger: Trigger) -> set[RequestState]:
     """Where the trigger leads; empty if some live state does not have it."""
     if any((state, trigger) not in TRANSITIONS for state in LIVE):
         return set()

@@ -72,6 +72,7 @@ def _cores(profile: Profile, options: Options) -> tuple[Profile, Options]:
         decode_cores=2 * profile.decode_cores,
         beside_decode=1 + (profile.beside_decode - 1) / 2,
         beside_prefill=1 + (profile.beside_prefill - 1) / 2,
+        beside_mixed=1 + (profile.beside_mixed - 1) / 2,
     ), options
 
 

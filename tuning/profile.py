@@ -176,6 +176,9 @@ class Profile(msgspec.Struct, frozen=True):
     """How many times as long prefill steps take while decode workers of the host are busy."""
     beside_prefill: More = 1.0
     """How many times as long decode steps take while prefill workers of the host are busy."""
+    beside_mixed: More = 1.0
+    """How many times as long decode steps of a mixed worker take while another one of the host decodes: they share the memory's
+    speed."""
     run_sigma: Least = 0.03
     """How much step times differ from one run to another, as the standard deviation of their logarithm."""
     step_tokens: Count = 256

@@ -75,7 +75,7 @@ def _multiply(weights: torch.Tensor, x: torch.Tensor) -> Callable[[], object]:
     rows, inputs = x.shape
     outputs = weights.numel() // inputs // library.PANEL * library.PANEL
     y = torch.empty(rows, outputs)
-    kernels = library.load()
+    kernels = library.load_kernels()
 
     def multiply() -> None:
         linear = library.Linear(weights.data_ptr(), 0, 0, inputs, outputs, FORMATS["float32"])

@@ -4,7 +4,7 @@ import msgspec
 
 from coordinator.accounting.account import Grant
 from coordinator.accounting.quota import Ask
-from coordinator.lifecycle import State
+from coordinator.lifecycle import RequestState
 
 
 class UsageCounters(msgspec.Struct, eq=False, gc=False):
@@ -74,15 +74,15 @@ class Bill(Grant, eq=False, gc=False):
         before = counters.charged_tokens - prompt_tokens
         return Ask(prompt_tokens, before + self.tokens, self.kv_blocks, before + self.tokens_max)
 
-    def spend(self, state: State, seconds: float) -> None:
+    def spend(self, state: RequestState, seconds: float) -> None:
         """Time passed in a state of the request."""
         counters = self.begin()
         match state:
-            case State.PREFILLING:
+            case RequestState.PREFILLING:
                 counters.prefill_s += seconds
-            case State.HANDING_OVER:
+            case RequestState.HANDING_OVER:
                 counters.transfer_s += seconds
-            case State.DECODING:
+            case RequestState.DECODING:
                 counters.decode_s += seconds
             case _:
                 counters.queue_s += seconds

@@ -13,8 +13,8 @@ A request that comes back after its bill was settled, as a stream does that its 
 which goes on from there, and its row in the ledger is opened again.
 
 A bill of an earlier coordinator is an *orphan*: its row in the ledger is open, and a worker's or the gateway's word closes it.
-Both say again what ended shortly before they lost the coordinator, and since. If no word comes in `orphan_s_max`, as where both are
-lost too, it is written off at its estimate.
+Both say again what ended shortly before they lost the coordinator, and since. If no word comes in `orphan_s_max`, as where
+both are lost too, it is written off at its estimate.
 
 Where a worker's link is lost, as by a stop of this very process, the worker may be back in a moment, and say again what has
 finished meanwhile. So a bill that it held is not closed as cancelled before `DOUBT_S` have passed. The same holds for the
@@ -30,14 +30,14 @@ from coordinator.accounting.bill import Bill
 from coordinator.accounting.quota import NO_RATES, Ask, Denial, Quotas
 from coordinator.accounting.tombstones import Remembered
 from coordinator.accounting.usage import Closed, Past, Settled
-from coordinator.lifecycle import State
+from coordinator.lifecycle import RequestState
 from proto.messages import RateState, Submit
 from proto.parts import Held
 from runtime.tenancy.tenants import Tenants
 
 LOST = "lost"
 """Outcome of an orphan that nobody could tell about."""
-_UNSERVED = frozenset({State.REJECTED, State.EXPIRED, State.FAILED})
+_UNSERVED = frozenset({RequestState.REJECTED, RequestState.EXPIRED, RequestState.FAILED})
 """Ends that are ours: where nothing was computed either, it is as if the request had not been."""
 DOUBT_S = 5.0
 """Longer than a worker or gateway that lives takes to come back."""
@@ -252,7 +252,7 @@ class Billing:
         if not self.is_open_to(request_id):
             return None
         counters = self.bills[request_id].begin()
-        if outcome != State.CANCELLED:
+        if outcome != RequestState.CANCELLED:
             counters.doubt_until = now
         elif counters.outcome:
             outcome = counters.outcome  # one that lets go of an attempt does not know of all of the answer
@@ -265,7 +265,7 @@ class Billing:
         if request_id not in self.orphans:
             return None
         self.bills[request_id].begin().doubt_until = now + DOUBT_S
-        return self.end(request_id, State.CANCELLED, now)
+        return self.end(request_id, RequestState.CANCELLED, now)
 
     def write_off(self, now: float, orphans_until: float) -> list[Closed]:
         """Orphans whose time has come; those that a worker still holds get more."""
@@ -296,7 +296,7 @@ class Billing:
         counters = bill.counters
         if not counters.outcome or counters.held:
             return None
-        if counters.outcome == State.CANCELLED and now < counters.doubt_until:
+        if counters.outcome == RequestState.CANCELLED and now < counters.doubt_until:
             self.doubts[bill.request_id] = counters.doubt_until
             return None
         return self._close(bill, now)
@@ -306,7 +306,7 @@ class Billing:
         self.orphans.pop(bill.request_id, None)
         self.doubts.pop(bill.request_id, None)
         counters = bill.counters
-        whole = counters.prompt_done or counters.outcome == State.FINISHED
+        whole = counters.prompt_done or counters.outcome == RequestState.FINISHED
         cached_tokens = max(bill.prompt_tokens_max - counters.prompt_tokens, 0) if whole else 0
         used_tokens = counters.used_tokens
         if used_tokens or counters.outcome not in _UNSERVED:

@@ -3,11 +3,9 @@
 import msgspec
 
 from coordinator.accounting.billing import whole_of
-from coordinator.admission import checks as admission
-from coordinator.admission import tenancy
+from coordinator.admission import checks, tenancy
 from coordinator.events import Received, StateChanged
-from coordinator.lifecycle import ON_WORKERS, Trigger
-from coordinator.lifecycle import State as RequestState
+from coordinator.lifecycle import ON_WORKERS, RequestState, Trigger
 from coordinator.placement import suffix, turns
 from coordinator.placement.choice import uncached_tokens
 from coordinator.placement.preemption import expected_left
@@ -162,13 +160,13 @@ def _renew(state: State, request: Request, submit: Submit, blob: bytes, now: flo
     request.fire(Trigger.RESUBMIT, now)
 
 
-def _judge(state: State, submit: Submit, now: float) -> admission.Refusal:
+def _judge(state: State, submit: Submit, now: float) -> checks.Refusal:
     key = submit.request_id, submit.attempt
     if key in state.where:
         return Reject.DUPLICATE, "a worker is still busy with this very attempt"
     if submit.attempt == 1 and submit.request_id in state.billing.bills:
         return Reject.DUPLICATE, "an earlier request of this id is not settled yet"
-    return admission.judge(submit, state.pools.get(submit.model), state.limits, now)
+    return checks.judge(submit, state.pools.get(submit.model), state.limits, now)
 
 
 def _admit(state: State, request: Request, now: float) -> tuple[Reject | None, str, float | None]:
@@ -178,7 +176,7 @@ def _admit(state: State, request: Request, now: float) -> tuple[Reject | None, s
     pool, queue = state.pools[submit.model], state.queues[submit.model]
     urgent = request.first_token_ms > 0
     wait_s = request.projected_s = report.wait_s(state, submit.model, request.path, now, urgent=urgent)
-    reason, why, retry_after_s = admission.feasible(request, pool, queue, wait_s)
+    reason, why, retry_after_s = checks.feasible(request, pool, queue, wait_s)
     if reason is not None:
         return reason, why, retry_after_s
     if wait_s > (limit_s := queue.wait_limit_s(request)):

@@ -9,8 +9,7 @@ import msgspec
 from coordinator.core import Core
 from coordinator.event_log.reasons import by
 from coordinator.events import Action, Event, StateChanged
-from coordinator.lifecycle import TERMINAL
-from coordinator.lifecycle import State as RequestState
+from coordinator.lifecycle import TERMINAL, RequestState
 from coordinator.request import Request
 
 

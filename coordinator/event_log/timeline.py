@@ -23,8 +23,7 @@ from coordinator.event_log.reasons import (
     why_not,
 )
 from coordinator.events import Action, Event, Received, Send, StateChanged
-from coordinator.lifecycle import TERMINAL
-from coordinator.lifecycle import State as RequestState
+from coordinator.lifecycle import TERMINAL, RequestState
 from coordinator.observer import Composed, Decision, Looked, Outcome, StepEnd
 from proto.messages import HandedOver, Rejected, Reserve, Step, Submit
 

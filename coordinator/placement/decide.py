@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
-from coordinator.lifecycle import State
+from coordinator.lifecycle import RequestState
 from coordinator.placement.choice import better_prefill, cached_tokens, choose_decode
 from coordinator.placement.fetch import Beginning, beginning
 from coordinator.placement.suffix import best_on_decode, takes, waits_behind
@@ -81,7 +81,7 @@ def decide(
     request: Request, worker: Worker, pool: Pool, queue: WaitQueue, left: int, *, is_first: bool, now: float
 ) -> Decision:
     """`left`: tokens of the step's budget that are not used; `is_first`: the step is empty, and no other runs."""
-    queued = request.state is State.QUEUED
+    queued = request.state is RequestState.QUEUED
     if queued and request.own_worker:
         return Apart.OWN_WORKER
     if request.own_step and not is_first:

@@ -2,7 +2,7 @@
 room in decode, one for which room is kept, and those that are to have a decode worker of their own.
 """
 
-from coordinator.lifecycle import State as RequestState
+from coordinator.lifecycle import RequestState
 from coordinator.placement.choice import best_prefill_first
 from coordinator.placement.place import place_at_once
 from coordinator.request import RETAINED, Request

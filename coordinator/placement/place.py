@@ -7,7 +7,7 @@ from coordinator.state import State
 from coordinator.workers.circuit_breakers import NOBODY
 from coordinator.workers.prefix_index import usable_hashes
 from coordinator.workers.worker import Worker
-from proto.messages import Hello, Peer, Prefill, Reserve
+from proto.messages import Destination, Hello, Prefill, Reserve
 from proto.parts import Returns
 
 _NOTHING_FETCHED = Beginning(0)
@@ -77,7 +77,7 @@ def _orders(
     request: Request, prefill: Worker, decode: Worker, gateway_hello: Hello, returns: Returns
 ) -> tuple[Reserve, Prefill]:
     """The two messages that make a placement real."""
-    submit, gateway = request.submit, Peer(gateway_hello.address, request.gateway_incarnation)
+    submit, gateway = request.submit, Destination(gateway_hello.address, request.gateway_incarnation)
     what = (
         *request.key,
         submit.prompt_tokens,
@@ -91,6 +91,6 @@ def _orders(
     hashes = usable_hashes(submit, size)
     decode_hashes = hashes if decode_size == size else usable_hashes(submit, decode_size)
     return Reserve(*what, blocks, gateway, prefill.incarnation, decode_hashes, request.tpot_ms, returns), Prefill(
-        *what, gateway, Peer(decode.hello.address, decode.incarnation), decode_size, hashes, request.cached_tokens,
+        *what, gateway, Destination(decode.hello.address, decode.incarnation), decode_size, hashes, request.cached_tokens,
         request.attempt_progress.fetched_tokens > 0, returns,
     )  # fmt: skip

@@ -5,8 +5,7 @@ The `Wakeups` of each pool note what that is. Other events, like the progress of
 
 from itertools import islice
 
-from coordinator.lifecycle import State as RequestState
-from coordinator.lifecycle import Trigger
+from coordinator.lifecycle import RequestState, Trigger
 from coordinator.observer import NothingRuns
 from coordinator.placement.choice import better_than_bound, expect_cached, last_block
 from coordinator.placement.out_of_turn import place_kept, place_lone, place_retained

@@ -3,7 +3,7 @@
 from itertools import islice
 from math import inf
 
-from coordinator.lifecycle import State as RequestState
+from coordinator.lifecycle import RequestState
 from coordinator.observer import Composed, Looked, NothingRuns, Outcome, StepEnd
 from coordinator.placement.choice import expect_cached
 from coordinator.placement.decide import Apart, Decision, NoRoom, Place, Run, Wait, decide, fitting

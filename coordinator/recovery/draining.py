@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from math import inf
 
 from coordinator.events import Received
-from coordinator.lifecycle import ON_WORKERS
-from coordinator.lifecycle import State as RequestState
+from coordinator.lifecycle import ON_WORKERS, RequestState
 from coordinator.reporting import report
 from coordinator.request import Request
 from coordinator.state import State

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from math import inf
 
 from coordinator.events import Received
-from coordinator.lifecycle import State as RequestState
+from coordinator.lifecycle import RequestState
 from coordinator.recovery import draining
 from coordinator.reporting import report
 from coordinator.state import State
 from coordinator.workers.flip import Flip, FlipState
 from coordinator.workers.worker import WORKERS, Worker
+from proto import drain
 from proto.drain import Draining, FlipAnswer, FlipFailed, FlipRequest
-from proto.drain import Flip as FlipOrder
 from proto.errors import Interrupt
 from proto.limits import flips_at_once
 from proto.messages import Hello, Interrupted, Role
@@ -42,7 +42,7 @@ def asked(state: State, incarnation: int, event: Received, now: float) -> None:
             state.flipping[worker.incarnation] = flip
             state.drain_orders.pop(worker.incarnation, None)
             draining.begin(state, worker, request.hand_over_ms, now)
-            state.send(worker.incarnation, FlipOrder(request.role, request.hand_over_ms))
+            state.send(worker.incarnation, drain.Flip(request.role, request.hand_over_ms))
     state.send(incarnation, FlipAnswer(refusal[:500], report.workers(state)))
 
 

@@ -1,8 +1,7 @@
 """Processes come and go: what that means for the requests they hold."""
 
 from coordinator.events import ProtocolViolation, Received
-from coordinator.lifecycle import State as RequestState
-from coordinator.lifecycle import Trigger
+from coordinator.lifecycle import RequestState, Trigger
 from coordinator.recovery import draining, flips, suspects
 from coordinator.state import State
 from coordinator.waiting.queue import WaitQueue

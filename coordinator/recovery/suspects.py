@@ -9,8 +9,7 @@ that alone.
 The halves of a mixed worker are one process: what ran in either is looked at together, when the first of them goes.
 """
 
-from coordinator.lifecycle import State as RequestState
-from coordinator.lifecycle import Trigger
+from coordinator.lifecycle import RequestState, Trigger
 from coordinator.request import LOSSES_MAX, PROGRESS_TOKENS, Request, Suspicion
 from coordinator.state import State
 from coordinator.workers.worker import Worker

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from coordinator.accounting.usage import Closed, Opened
 from coordinator.events import StateChanged
-from coordinator.lifecycle import State as RequestState
+from coordinator.lifecycle import RequestState
 from coordinator.reporting.goodput_metrics import goodput_metrics
 from coordinator.reporting.recent import RecentTimes
 from coordinator.reporting.schedule_metrics import PREFIX, estimate_metrics, schedule_metrics

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from coordinator.accounting.usage import Closed
-from coordinator.lifecycle import State
+from coordinator.lifecycle import RequestState
 
 REQUESTS_MAX = 256
 
@@ -15,7 +15,7 @@ class RecentTimes:
         """Queue, prefill, and from there to the end, in ms, and answer tokens of requests that came to their end."""
 
     def closed(self, entry: Closed) -> None:
-        if entry.outcome == State.FINISHED:
+        if entry.outcome == RequestState.FINISHED:
             self._last.append(
                 (entry.queue_ms, entry.prefill_ms, entry.transfer_ms + entry.decode_ms, entry.output_tokens)
             )

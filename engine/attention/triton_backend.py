@@ -7,7 +7,7 @@ import torch
 from triton import next_power_of_2
 
 from engine import triton_launch
-from engine.attention import triton_kernels as kernels
+from engine.attention import triton_kernels
 from engine.attention.forward_batch import ForwardBatch, upload
 from engine.attention.interface import AttentionCall, AttentionMetadata
 
@@ -64,7 +64,7 @@ class TritonAttention:
         k, v = (one if one.stride(-1) == 1 and one.stride(1) == self._head_dim else one.contiguous() for one in (k, v))
         width = self._kv_heads * self._head_dim
         triton_launch.launch(
-            kernels.write, (k.shape[0],), k, v, self._layers[layer], metadata.batch.slots, k.stride(0), v.stride(0),
+            triton_kernels.write, (k.shape[0],), k, v, self._layers[layer], metadata.batch.slots, k.stride(0), v.stride(0),
             self.v_distance, WIDTH=width, PADDED=next_power_of_2(width),
         )  # fmt: skip
 
@@ -80,7 +80,7 @@ class TritonAttention:
             return self._decode(layer, q, metadata.batch, shared, sizes, of_keys)
         batch, tiles, out = metadata.batch, metadata.tiles, torch.empty_like(q)
         triton_launch.launch(
-            kernels.prefill, (tiles.shape[1], q.shape[1]), q, self._layers[layer], batch.tables, batch.lengths,
+            triton_kernels.prefill, (tiles.shape[1], q.shape[1]), q, self._layers[layer], batch.tables, batch.lengths,
             batch.row_starts, tiles, out, *shared, tiles.shape[1], batch.tables.stride(0), self._block_stride,
             self.v_distance, HEADS=q.shape[1], ROWS=self.rows, **sizes, **of_keys,
         )  # fmt: skip
@@ -107,13 +107,13 @@ class TritonAttention:
         sums = q.new_empty((sequences, heads, SPLITS, self._dim_pad), dtype=torch.float32)
         stats = q.new_empty((sequences, heads, SPLITS, 2), dtype=torch.float32)
         triton_launch.launch(
-            kernels.decode, (sequences, self._kv_heads, SPLITS), q, self._layers[layer], batch.tables, batch.lengths, sums,
-            stats, *shared, batch.tables.stride(0), self._block_stride, self.v_distance, GROUP=group,
+            triton_kernels.decode, (sequences, self._kv_heads, SPLITS), q, self._layers[layer], batch.tables, batch.lengths,
+            sums, stats, *shared, batch.tables.stride(0), self._block_stride, self.v_distance, GROUP=group,
             GROUP_PAD=max(16, next_power_of_2(group)), SPLITS=SPLITS, **sizes, **of_keys,
         )  # fmt: skip
         out = torch.empty_like(q)
         triton_launch.launch(
-            kernels.join_splits, (sequences, heads), sums, stats, batch.lengths, out, shared[-1], HEADS=heads,
+            triton_kernels.join_splits, (sequences, heads), sums, stats, batch.lengths, out, shared[-1], HEADS=heads,
             SPLITS=SPLITS, TILE=self._tile, **sizes,
         )  # fmt: skip
         return out

@@ -31,7 +31,7 @@ class CpuDecoder:
 
     def __init__(self, parts: ModelParts, pool: torch.Tensor, context_tokens: int, format: str, threads: int) -> None:
         """`pool` [blocks, layers, 2, block_size, kv_heads, head_dim] float32."""
-        self._library = library.load()
+        self._library = library.load_kernels()
         self._library.start_threads(threads)
         self.backend = f"cpu ({library.instruction_set()}, {format} weights)"
         self.numerics = f"cpu kernels {library.source_hash()[:8]}, {format} weights"  # on any instruction set

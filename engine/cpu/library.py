@@ -134,7 +134,7 @@ _TARGETS = {
 
 
 @cache
-def load() -> ctypes.CDLL:
+def load_kernels() -> ctypes.CDLL:
     """The kernels. Builds them first where that was not done before: a few seconds. Raises KernelsUnavailable."""
     try:
         library = ctypes.CDLL(str(_built()))

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from engine.attention import paged as attention
+from engine.attention import paged
 from engine.attention.paged import AttentionCall
 from engine.attention.torch_backend import TorchAttention
 from engine.cpu.decoder import CpuDecoder
-from engine.cpu.library import KernelsUnavailable
-from engine.cpu.library import load as load_kernels
+from engine.cpu.library import KernelsUnavailable, load_kernels
 from engine.cpu.recognise import ModelParts, NotRecognised, recognise
 from engine.cpu.weights import round_weights
 from engine.engine import Engine, ModelInfo, Runner
@@ -165,5 +164,5 @@ def _without_kernels(candidate: Candidate, why: str, progress: Progress) -> None
 
 
 def _transformers_runner(candidate: Candidate, pool: torch.Tensor) -> TransformersRunner:
-    candidate.model.set_attn_implementation(attention.NAME)
+    candidate.model.set_attn_implementation(paged.NAME)
     return TransformersRunner(candidate.model, candidate.text_config, pool, TorchAttention(pool))

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from engine.attention import paged as attention
+from engine.attention import paged
 from engine.attention.paged import AttentionCall, Recorder, UnsupportedAttention, forward_context
 from engine.engine import Engine, ModelInfo
 from engine.gpu.memory import GpuShare
@@ -62,7 +62,7 @@ def load_engine(
     room.check_weights(model, folder, torch.device(device), asked, kv_bytes, gpu, host_bytes)
     loaded, config = _load_weights(folder, model, device, asked, progress)
     text_config = loaded.config.get_text_config()
-    attention.register()
+    paged.register()
     progress("checking the model")
     calls, kv_heads, head_dim = _examine(loaded, model, text_config)
     layers, weights_dtype = len(calls), loaded.dtype
@@ -175,8 +175,8 @@ def _examine(loaded: Any, model: str, text_config: Any) -> tuple[list[AttentionC
     if "chunked_attention" in (getattr(text_config, "layer_types", None) or ()):
         raise ModelUnsupported(f"{model}: chunked attention is not supported")
     before = loaded.config._attn_implementation
-    loaded.set_attn_implementation(attention.NAME)
-    if loaded.config._attn_implementation != attention.NAME:
+    loaded.set_attn_implementation(paged.NAME)
+    if loaded.config._attn_implementation != paged.NAME:
         raise ModelUnsupported(f"{model}: {text_config.model_type} does not use transformers' attention interface")
     recorder = Recorder()
     reset = forward_context.set(recorder)

@@ -17,10 +17,9 @@ from functools import partial
 from typing import Any, Final
 
 from gateway.batches import batches, files
-from gateway.batches import lines as batch_lines
 from gateway.batches.batches import Batch
 from gateway.batches.line_queue import LineQueue
-from gateway.batches.lines import ERRORS_MAX, LineChecker, parse_line, result, unanswered
+from gateway.batches.lines import ERRORS_MAX, BatchLine, LineChecker, parse_line, result, unanswered
 from gateway.batches.metrics import BatchMetrics
 from gateway.batches.service import BatchService
 from gateway.batches.store import StoreError
@@ -240,9 +239,7 @@ class BatchRunner:
         await self._store.write(batches.put_result, batch, number, is_error, written)
         return "failed" if is_error else "completed"
 
-    async def _content(
-        self, batch: Batch, number: int, line: batch_lines.BatchLine, info: RequestInfo
-    ) -> tuple[int, bytes]:
+    async def _content(self, batch: Batch, number: int, line: BatchLine, info: RequestInfo) -> tuple[int, bytes]:
         """(status, body) of the answer. Raises `ApiError` if the line is to run again."""
         gateway, left_ms = self._gateway, 1000 * (batch.expires_s - clock.unix_time())
         try:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from kvtransfer.rate_limiter import Lane, RateLimiter
-from kvtransfer.transports import registry as transports
+from kvtransfer.transports import registry
 from kvtransfer.transports.transport import (
     MAX_QUEUED_SEGMENTS,
     Channel,
@@ -192,8 +192,8 @@ class Pair:
     def _meet(self) -> Channel:
         how = self._how
         if isinstance(how, Rendezvous):
-            return transports.connect(self._local, how)
-        listener = transports.listen(self._local, how.transports, how.why)
+            return registry.connect(self._local, how)
+        listener = registry.listen(self._local, how.transports, how.why)
         with self._lock:
             self._listener = listener
             if self._inbox.closed:

@@ -14,12 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from launcher import tables
 from launcher.admin.simulate_settings import SimulateSettings
 from launcher.process import ROOT
-from launcher.report import console_for, write_json
+from launcher.reports import console_for, write_json
 from runtime.process import clock
 from simulation.batch import Sum, as_json, from_line
 from simulation.faults.plan import FAULTS
-from simulation.run import Result, timeline
-from simulation.run import run as run_seed
+from simulation.run import Result, run_seed, timeline
 
 _TIMELINE_ALL = 100_000
 

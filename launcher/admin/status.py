@@ -16,8 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from launcher import tables
-from launcher.local import process_states
-from launcher.local import registry as here
+from launcher.local import process_states, registry
 from launcher.local.process_states import ProcessStates
 from proto import limits
 from proto.errors import CrossdockError
@@ -109,7 +108,7 @@ def coordinator_of(named: str) -> Iterator[str]:
     """The address to ask: the one named, or that of the cluster on this machine. Raises `SeveralClusters`, and says of a
     `NoAnswer` inside if there is none."""
     # Several hosts of one cluster may be this machine's.
-    running = [] if named else list({one.coordinator: one for one in here.clusters()}.values())
+    running = [] if named else list({one.coordinator: one for one in registry.clusters()}.values())
     if len(running) > 1:
         lines = [f"    --coordinator {one.coordinator}   {one.model_id} at {one.base_url}" for one in running]
         raise SeveralClusters("\n".join(["several clusters run on this machine; name one:", *lines]))
@@ -142,7 +141,7 @@ def run(settings: StatusSettings) -> int:
 
 def _supervised(coordinator: str) -> list[ProcessStates]:
     """The process states of what `crossdock serve` and `up` on this machine run of that cluster."""
-    return [process_states.read(folder) for folder in here.folders_of(coordinator)]
+    return [process_states.read(folder) for folder in registry.folders_of(coordinator)]
 
 
 def _show_processes(parts: list[ProcessStates], console: Console) -> None:

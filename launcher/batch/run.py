@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from gateway.batches.lines import LineChecker, parse_line
 from gateway.batches.types import ENDPOINTS
 from gateway.http.errors import ApiError
-from launcher import report, tables
+from launcher import reports, tables
 from launcher.batch.client import BatchClient, BatchFailed, Unreachable
 from launcher.batch.settings import BatchRunSettings
 from launcher.local import registry
@@ -36,7 +36,7 @@ def run(settings: BatchRunSettings) -> int:
     console = tables.console()
     path = Path(settings.file).expanduser()
     output = Path(settings.output).expanduser() if settings.output else path.with_suffix(".results.jsonl")
-    report.check_writable(str(output), "--output")
+    reports.check_writable(str(output), "--output")
     url = settings.url or _here()
     if not url.startswith(("http://", "https://")):
         raise SettingsError(f"--url: {url} does not begin with http:// or https://")

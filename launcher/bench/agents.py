@@ -15,13 +15,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from launcher import report as bench_report
-from launcher import tables
+from launcher import reports, tables
 from launcher.bench.serve import Site, named, started
 from launcher.bench.settings import AgentsSettings
 from launcher.http.client import new_session
 from launcher.http.streams import WORDS, BenchFailed
-from launcher.load import client as load_client
+from launcher.load.client import send
 from launcher.load.figures import Slo, fairness, goodput, tails, values
 from launcher.load.plan import Planned, tenants_of
 from launcher.load.probe import Probed, probe
@@ -30,7 +29,7 @@ from launcher.load.show import number
 from launcher.load.tenants import Tenant
 from launcher.load.traces import read_sessions
 from launcher.local.lifetime import until_interrupted
-from launcher.models import resolve as models
+from launcher.models import resolve
 from runtime.process import clock
 from runtime.process.exits import INTERRUPTED_EXIT
 from simulation.load.sessions import Session, SessionTurn, in_turn, synthetic
@@ -56,7 +55,7 @@ class Played:
 
 def run(settings: AgentsSettings) -> int:
     sessions = sessions_of(settings)
-    console = bench_report.console_for(settings)
+    console = reports.console_for(settings)
     return uvloop.run(until_interrupted(_run(settings, sessions, console), console))
 
 
@@ -72,7 +71,7 @@ async def _run(settings: AgentsSettings, sessions: Sequence[Session], console: C
     tenants = tenants_of(settings)
     async with contextlib.AsyncExitStack() as stack:
         if settings.start:
-            model = models.ready(settings.model, "", console)
+            model = resolve.ready(settings.model, "", console)
             site = await stack.enter_async_context(started(settings, settings.ratio, tenants, model, console))
         else:
             site = named(settings, tenants)
@@ -84,7 +83,7 @@ async def _run(settings: AgentsSettings, sessions: Sequence[Session], console: C
     figures = figures_of(played, site.tenants, Slo.of(settings.model_dump()))
     show(figures, console)
     result = {"settings": settings.model_dump(exclude={"api_key", "tenant", "as_json"}), "figures": figures}
-    bench_report.write_json(settings, result)
+    reports.write_json(settings, result)
     return INTERRUPTED_EXIT if played.interrupted else 0
 
 
@@ -182,7 +181,7 @@ class _Client:
         body["messages"] = messages
         text: list[str] = []
         sent = msgspec.json.encode(body)
-        await load_client.send(self._http, target, planned, sent, record, self._origin, text.append)
+        await send(self._http, target, planned, sent, record, self._origin, text.append)
         return "".join(text) if record.outcome == OK else None
 
 

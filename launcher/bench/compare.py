@@ -13,14 +13,12 @@ from typing import Any, Final
 import numpy as np
 from rich.console import Console
 
-from launcher import report as bench_report
-from launcher import tables
-from launcher.load import plot as load_plot
-from launcher.load import records as load_records
-from launcher.load import show as load_show
+from launcher import reports, tables
+from launcher.load import plot, records
 from launcher.load.figures import METRICS, Slo, values
 from launcher.load.records import CANCELLED, INTERRUPTED, Record, RunFile
 from launcher.load.settings import CompareSettings
+from launcher.load.show import number
 
 SHOWN: Final = ("mean", "p50", "p90", "p95", "p99")
 _SAMPLES_MAX: Final = 20_000_000
@@ -28,16 +26,16 @@ _SAMPLES_MAX: Final = 20_000_000
 
 
 def run(settings: CompareSettings) -> int:
-    load_plot.check(settings.plot)
-    first, second = load_records.read(settings.first), load_records.read(settings.second)
-    console = bench_report.console_for(settings)
+    plot.check(settings.plot)
+    first, second = records.read(settings.first), records.read(settings.second)
+    console = reports.console_for(settings)
     differs = differences(first.settings, second.settings)
     rows = compared(first, second, settings.seed, settings.resamples)
     show(differs, rows, console)
     if settings.as_json:
         sys.stdout.write(json.dumps({"settings": differs, "figures": rows}, indent=1) + "\n")
     if settings.plot:
-        load_plot.draw(settings.plot, [("A", first), ("B", second)])
+        plot.draw(settings.plot, [("A", first), ("B", second)])
     return 0
 
 
@@ -134,13 +132,13 @@ def show(differs: dict[str, tuple[Any, Any]], rows: Sequence[dict[str, Any]], co
         console.print("Their settings are the same.")
     shown = tables.Table("B beside A", "", "A", "B", "B / A", "95 % of B / A", tables.words(""))
     for row in rows:
-        interval = f"{load_show.number(row['low'], 3)} to {load_show.number(row['high'], 3)}"
+        interval = f"{number(row['low'], 3)} to {number(row['high'], 3)}"
         digits = 3 if row["a"] < 10 else 1
         shown.row(
             row["figure"],
-            load_show.number(row["a"], digits),
-            load_show.number(row["b"], digits),
-            load_show.number(row["ratio"], 3),
+            number(row["a"], digits),
+            number(row["b"], digits),
+            number(row["ratio"], 3),
             interval,
             "differs" if row["means_something"] else "noise",
             style="bold" if row["means_something"] else "dim",

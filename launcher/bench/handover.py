@@ -15,13 +15,12 @@ import uvloop
 from rich.console import Console
 from rich.progress import Progress
 
-from launcher import report as bench_report
-from launcher import tables
+from launcher import reports, tables
 from launcher.admin.status import ask
 from launcher.bench.settings import HandoverSettings
 from launcher.http.streams import BenchFailed, Stream, gaps_between, long_prompt, percentile, stream_completion
 from launcher.local.lifetime import Running, running, until_interrupted
-from launcher.models import resolve as models
+from launcher.models import resolve
 from proto.messages import Role
 from runtime.link.keys import Keys, keys_for
 from runtime.settings.serve import ServeSettings
@@ -50,13 +49,13 @@ class Handover:
 
 
 def run(settings: HandoverSettings) -> int:
-    console = bench_report.console_for(settings)
+    console = reports.console_for(settings)
     return uvloop.run(until_interrupted(_run(settings, console), console))
 
 
 async def _run(settings: HandoverSettings, console: Console) -> int:
     keys = keys_for(settings, Role.OBSERVER)
-    model = models.ready(settings.model, "", console)
+    model = resolve.ready(settings.model, "", console)
     serve = ServeSettings(port=0, device=settings.device, threads=settings.threads, keys=settings.keys)
     try:
         async with running(serve, model, console) as up:
@@ -65,7 +64,7 @@ async def _run(settings: HandoverSettings, console: Console) -> int:
         raise BenchFailed(f"the server cannot be reached: {error or type(error).__name__}") from None
     result = {"model": model.model_id, "settings": settings.model_dump(), **figures(done)}
     _show(result, console)
-    bench_report.write_json(settings, result)
+    reports.write_json(settings, result)
     return 0
 
 

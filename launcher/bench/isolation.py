@@ -17,8 +17,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from launcher import report as bench_report
-from launcher import tables
+from launcher import reports, tables
 from launcher.bench.settings import IsolationSettings
 from launcher.http.client import new_session
 from launcher.http.streams import (
@@ -30,9 +29,9 @@ from launcher.http.streams import (
     percentile,
     stream_completion,
 )
-from launcher.load import plot as load_plot
+from launcher.load import plot
 from launcher.local.lifetime import running, until_interrupted
-from launcher.models import resolve as models
+from launcher.models import resolve
 from runtime.process import clock
 from runtime.settings.options import SettingsError
 from runtime.settings.serve import ServeSettings
@@ -56,8 +55,8 @@ class Window:
 def run(settings: IsolationSettings) -> int:
     if settings.prompt_words_max < settings.prompt_words_min:
         raise SettingsError(f"--prompt-words-max: {settings.prompt_words_max} is under --prompt-words-min")
-    load_plot.check(settings.plot)
-    console = bench_report.console_for(settings)
+    plot.check(settings.plot)
+    console = reports.console_for(settings)
     return uvloop.run(until_interrupted(_run(settings, console), console))
 
 
@@ -70,9 +69,9 @@ async def _run(settings: IsolationSettings, console: Console) -> int:
         raise BenchFailed(f"the server cannot be reached: {error or type(error).__name__}") from None
     result["settings"] = settings.model_dump(exclude={"api_key", "plot"})
     show_isolation(result, console)
-    bench_report.write_json(settings, result)
+    reports.write_json(settings, result)
     if settings.plot:
-        load_plot.draw_isolation(settings.plot, result)
+        plot.draw_isolation(settings.plot, result)
     return 0
 
 
@@ -84,7 +83,7 @@ async def _server(settings: IsolationSettings, console: Console) -> AsyncIterato
         async with new_session(base_url, settings.api_key) as client:
             yield client
         return
-    model = models.ready(settings.model, "", console)
+    model = resolve.ready(settings.model, "", console)
     serve = ServeSettings(
         port=0, prefill=settings.prefill, decode=settings.decode, device=settings.device, threads=settings.threads
     )

@@ -11,18 +11,15 @@ from typing import Any, Final
 import uvloop
 from rich.console import Console
 
-from launcher import report as bench_report
-from launcher import tables
+from launcher import reports, tables
 from launcher.bench.serve import check_files, measure, started
-from launcher.load import plan as load_plan
-from launcher.load import plot as load_plot
-from launcher.load import records as load_records
-from launcher.load import show as load_show
+from launcher.load import plan, plot, records
 from launcher.load.records import RunFile
 from launcher.load.settings import RatioSettings
+from launcher.load.show import number
 from launcher.load.tenants import Ratio
 from launcher.local.lifetime import until_interrupted
-from launcher.models import resolve as models
+from launcher.models import resolve
 from runtime.process.exits import INTERRUPTED_EXIT
 
 SERVED_SHARE: Final = 0.9
@@ -30,15 +27,15 @@ SERVED_SHARE: Final = 0.9
 
 
 def run(settings: RatioSettings) -> int:
-    load_plan.make(settings, load_plan.tenants_of(settings), 0)  # a bad trace is told before minutes are spent
+    plan.make_plan(settings, plan.tenants_of(settings), 0)  # a bad trace is told before minutes are spent
     check_files(settings)
-    console = bench_report.console_for(settings)
+    console = reports.console_for(settings)
     return uvloop.run(until_interrupted(_run(settings, console), console))
 
 
 async def _run(settings: RatioSettings, console: Console) -> int:
-    model = models.ready(settings.model, "", console)
-    tenants = load_plan.tenants_of(settings)
+    model = resolve.ready(settings.model, "", console)
+    tenants = plan.tenants_of(settings)
     results: dict[str, RunFile] = {}
     for text in settings.ratios:
         ratio = Ratio.parse(text)
@@ -50,9 +47,9 @@ async def _run(settings: RatioSettings, console: Console) -> int:
     rows = [row(name, result.figures) for name, result in results.items()]
     show(rows, console)
     if settings.as_json:
-        sys.stdout.write(load_records.encoded({"ratios": rows, "runs": results}))
+        sys.stdout.write(records.encoded({"ratios": rows, "runs": results}))
     if settings.plot:
-        load_plot.draw(settings.plot, list(results.items()))
+        plot.draw(settings.plot, list(results.items()))
     return INTERRUPTED_EXIT if any(result.about["interrupted"] for result in results.values()) else 0
 
 
@@ -103,10 +100,10 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
         bold = "bold" if one["goodput_requests_per_s"] == best else ""
         shown.row(
             one["ratio"],
-            load_show.number(one["goodput_requests_per_s"], 2),
-            load_show.number(one["attainment"] and 100 * one["attainment"]),
+            number(one["goodput_requests_per_s"], 2),
+            number(one["attainment"] and 100 * one["attainment"]),
             *(
-                load_show.number(one[key], 0)
+                number(one[key], 0)
                 for key in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "queue_p50_ms")
             ),
             ", ".join(one["fails"]) or "none",

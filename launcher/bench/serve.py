@@ -16,24 +16,20 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from launcher import report as bench_report
+from launcher import reports
 from launcher.http.client import new_session
 from launcher.http.streams import BenchFailed
-from launcher.load import plan as load_plan
-from launcher.load import plot as load_plot
-from launcher.load import queue_times as load_queue
-from launcher.load import records as load_records
-from launcher.load import show as load_show
+from launcher.load import plot, queue_times, records, show
 from launcher.load.figures import Slo, figures
-from launcher.load.plan import Plan
+from launcher.load.plan import Plan, make_plan, tenants_of
 from launcher.load.probe import Probed, probe
 from launcher.load.records import RunFile
 from launcher.load.run import Run, drive
 from launcher.load.settings import LoadSettings, ServeBenchSettings, ServerSettings, TargetSettings
 from launcher.load.tenants import Ratio, Tenant
-from launcher.local import registry as here
+from launcher.local import registry
 from launcher.local.lifetime import running, until_interrupted
-from launcher.models import resolve as models
+from launcher.models import resolve
 from launcher.models.resolve import ReadyModel
 from runtime.process.exits import INTERRUPTED_EXIT
 from runtime.process.version import version_of
@@ -55,27 +51,27 @@ class Site:
 
 
 def run(settings: ServeBenchSettings) -> int:
-    tenants = load_plan.tenants_of(settings)
+    tenants = tenants_of(settings)
     check_files(settings)
-    console = bench_report.console_for(settings)
+    console = reports.console_for(settings)
     return uvloop.run(until_interrupted(_run(settings, tenants, console), console))
 
 
 def check_files(settings: LoadSettings) -> None:
     """Before minutes are spent. Raises `SettingsError`."""
-    load_plot.check(settings.plot)
+    plot.check(settings.plot)
 
 
 async def _run(settings: ServeBenchSettings, tenants: Sequence[Tenant], console: Console) -> int:
     async with contextlib.AsyncExitStack() as stack:
         if settings.start:
-            model = models.ready(settings.model, "", console)
+            model = resolve.ready(settings.model, "", console)
             ratio = settings.ratio
             site = await stack.enter_async_context(started(settings, ratio, tenants, model, console))
         else:
             site = named(settings, tenants)
         result = await measure(settings, site, settings.model_id, console)
-    load_show.show(result.figures, console)
+    show.show(result.figures, console)
     finish(settings, [(result.about["model"], result)], result, console)
     return INTERRUPTED_EXIT if result.about["interrupted"] else 0
 
@@ -85,7 +81,7 @@ def named(settings: ServerSettings, tenants: Sequence[Tenant]) -> Site:
     keyed = tuple(replace(tenant, key=_key(tenant, settings.api_key)) for tenant in tenants)
     base_url = settings.url
     if not base_url:
-        found = here.clusters()
+        found = registry.clusters()
         if len(found) != 1:
             many = "several clusters run" if found else "no cluster runs"
             raise SettingsError(f"--url: needed, or --start: {many} on this machine")
@@ -154,12 +150,12 @@ async def measure(settings: LoadSettings, site: Site, model_id: str, console: Co
     """One run of the load. Raises `BenchFailed` where nothing can be measured; ended by Ctrl-C it returns what there is."""
     async with new_session(silence_s=None) as session:
         probed = await probe(session, site.base_url, site.key, model_id, settings)
-        plan = load_plan.make(settings, site.tenants, probed.target.context_tokens)
+        plan = make_plan(settings, site.tenants, probed.target.context_tokens)
         prompts = probed.prompts(settings, plan)
         _announce(probed, plan, console)
         done = await drive(session, probed.target, plan.requests, prompts, settings.in_flight_max, console)
     if site.event_log:
-        note = load_queue.add_waits(Path(site.event_log), done.records)
+        note = queue_times.add_waits(Path(site.event_log), done.records)
         if note:
             console.print(f"[dim]{note}[/dim]", highlight=False)
     if not any(record.counted for record in done.records):
@@ -199,11 +195,11 @@ def _result(settings: LoadSettings, site: Site, probed: Probed, plan: Plan, done
         "ignore_eos": probed.target.ignore_eos,
         "cut_to_context": plan.cut,
         "interrupted": done.interrupted,
-        "machine": bench_report.machine() | {"system": platform.platform()},
+        "machine": reports.machine() | {"system": platform.platform()},
     }
     slo = Slo.of(settings.model_dump())
     return RunFile(
-        load_records.FORMAT, shown_settings(settings), about, weights, figures(done.records, weights, slo), done.records
+        records.FORMAT, shown_settings(settings), about, weights, figures(done.records, weights, slo), done.records
     )
 
 
@@ -218,7 +214,7 @@ def shown_settings(settings: LoadSettings) -> dict[str, Any]:
 def finish(settings: LoadSettings, drawn: Sequence[tuple[str, RunFile]], result: RunFile, console: Console) -> None:
     """JSON and the picture, where asked for."""
     if settings.as_json:
-        sys.stdout.write(load_records.encoded(result))
+        sys.stdout.write(records.encoded(result))
     if settings.plot:
-        load_plot.draw(settings.plot, drawn)
+        plot.draw(settings.plot, drawn)
         console.print(f"Drawn: {settings.plot}", highlight=False, soft_wrap=True)

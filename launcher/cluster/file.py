@@ -118,9 +118,9 @@ class Host(_Table):
     interface: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@-]*\z", max_length=64)] = ""
     """The network interface for KV, as in --kv-interface."""
     ssh: Text = ""
-    """Where `launch_ssh` connects to, like user@host; empty: the address."""
+    """Where `crossdock cluster launch` connects to, like user@host; empty: the address."""
     netns: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]*\z", max_length=64)] = ""
-    """A network namespace of the machine that `launch_ssh` runs on, instead of ssh."""
+    """A network namespace of the machine that `crossdock cluster launch` runs on, instead of ssh."""
     coordinator: bool = False
     gateways: Annotated[int, Field(ge=0, le=64)] = 0
     workers: Annotated[Ratio, BeforeValidator(_parse_ratio)] = Ratio(0, 0)
@@ -157,7 +157,7 @@ class ClusterFile(_Table):
     keys: Text = ""
     insecure: bool = False
     command: Text = "crossdock"
-    """How `launch_ssh` calls crossdock on a host."""
+    """How `crossdock cluster launch` calls crossdock on a host."""
     ports: Ports = Ports()
     common: RoleOptions = {}
     coordinator: RoleOptions = {}
@@ -191,7 +191,7 @@ def parse(text: str, folder: PurePath) -> ClusterFile:
 
 
 def travels(text: str) -> list[str]:
-    """The relative paths in it: what `launch_ssh` copies with the file. Of a text that `parse` takes."""
+    """The relative paths in it: what `crossdock cluster launch` copies with the file. Of a text that `parse` takes."""
     content = tomllib.loads(text)
     found = [content.get("keys", "")]
     tables = [content.get(role, {}) for role in ("coordinator", "gateway")]

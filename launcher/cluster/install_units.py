@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import typer
 from rich.console import Console
 
 from launcher.cluster import units
@@ -17,8 +16,6 @@ from launcher.cluster.up import Place, place
 from launcher.process import ROOT
 from proto.errors import CrossdockError
 from runtime.link.keys import NAME
-from runtime.process.exits import leave
-from runtime.settings.command_line import add_command, invoke, new_app
 from runtime.settings.options import SettingsError
 
 _VERIFY_S = 60.0
@@ -114,17 +111,3 @@ def _write(path: Path, text: str) -> None:
         file.write(text)
     half.chmod(mode)
     os.replace(half, path)
-
-
-def build_app() -> typer.Typer:
-    app = new_app()
-    add_command(app, "install_units", UnitsSettings, run)
-    return app
-
-
-def main() -> None:
-    leave(invoke(build_app(), sys.argv[1:], "install_units"))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""`scripts/launch_ssh`: the whole cluster of a `cluster.toml`, up, looked at, and down. Each host runs `crossdock up`."""
+"""`crossdock cluster launch`: the whole cluster of a `cluster.toml`, up, looked at, and down. Each host runs `crossdock up`."""
 
 import subprocess
 import sys
@@ -6,7 +6,6 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import typer
 from rich.console import Console
 
 from launcher.cluster.file import ClusterError, ClusterFile, incomplete
@@ -21,11 +20,8 @@ from launcher.cluster.settings import (
 )
 from launcher.cluster.up import DOWN_S, read_file
 from launcher.local.child_logs import readable
-from runtime.process.exits import leave
-from runtime.settings.command_line import add_command, invoke, new_app
 from runtime.settings.options import SettingsError
 
-HELP = "Run the cluster that a cluster.toml describes, on all of its hosts, by ssh."
 _SHORT_S = 60.0
 _FETCH_S = 3600.0
 """Seconds for models that have to be fetched first."""
@@ -63,7 +59,7 @@ def up(settings: LaunchUpSettings) -> int:
     states = _all(site, _STATE)
     if running := [answer for answer in states if answer.status == 0]:
         names = ", ".join(answer.host for answer in running)
-        raise HostFailed(f"{site.file.name} is up already on {names}; launch_ssh down stops it")
+        raise HostFailed(f"{site.file.name} is up already on {names}; crossdock cluster launch down stops it")
     _expect(states, (3,))
     failed: list[Answer] = []
     try:
@@ -83,7 +79,9 @@ def up(settings: LaunchUpSettings) -> int:
     except BaseException:
         if not failed:
             _down(site, console, keep_logs=True)
-        console.print("Nothing is left running; logs stay on the hosts until launch_ssh down", markup=False)
+        console.print(
+            "Nothing is left running; logs stay on the hosts until crossdock cluster launch down", markup=False
+        )
         raise
     for url in base_urls(site.file):
         console.print(f"Base URL   {url}/v1", markup=False)
@@ -180,20 +178,3 @@ def _show(name: str, process: "subprocess.Popen[bytes]") -> None:
         level, text = readable(line.decode("utf-8", "replace").rstrip())
         sys.stdout.write(f"{name} | {level + ' ' if level else ''}{text}\n")
         sys.stdout.flush()
-
-
-def build_app() -> typer.Typer:
-    app = new_app(HELP)
-    add_command(app, "up", LaunchUpSettings, up)
-    add_command(app, "status", LaunchStatusSettings, status)
-    add_command(app, "logs", LaunchLogsSettings, logs)
-    add_command(app, "down", LaunchDownSettings, down)
-    return app
-
-
-def main() -> None:
-    leave(invoke(build_app(), sys.argv[1:] or ["--help"], "launch_ssh"))
-
-
-if __name__ == "__main__":
-    main()

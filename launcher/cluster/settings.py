@@ -20,7 +20,7 @@ _HOST = Field(
 class UpSettings(Options):
     """Start what belongs on this host, restart what dies, and take it down in order on Ctrl-C or SIGTERM.
 
-    Every host of a cluster runs this with the same file; scripts/launch_ssh does so for all of them.
+    Every host of a cluster runs this with the same file; crossdock cluster launch does so for all of them.
     """
 
     cluster_file: str = _ARGUMENT
@@ -41,7 +41,7 @@ class DownSettings(Options):
 
 
 class LaunchSettings(Options):
-    """What the commands of `launch_ssh` share."""
+    """What the commands of `crossdock cluster launch` share."""
 
     cluster_file: str = _ARGUMENT
     local: bool = Field(

@@ -20,11 +20,11 @@ from launcher.cluster.file import ClusterError, ClusterFile, parse
 from launcher.cluster.plan import HostPlan, Planned, coordinator_address, plan_host, watchdog_s_of
 from launcher.cluster.settings import DownSettings, UpSettings
 from launcher.http.client import answers_ready, new_session
-from launcher.local import registry as here
+from launcher.local import registry
 from launcher.local.lifetime import run_until_stopped, sayer, wait_ready
 from launcher.local.notify_listener import NotifySocket
 from launcher.local.supervisor import ProcessSpec, Supervisor
-from launcher.models import resolve as models
+from launcher.models import resolve
 from launcher.process import child_environment, python_command
 from proto.errors import CrossdockError
 from runtime.process import interrupts, notify
@@ -56,7 +56,7 @@ class Place:
 
     @property
     def folder(self) -> Path:
-        return here.host_folder(self.file.name, self.host)
+        return registry.host_folder(self.file.name, self.host)
 
 
 def read_file(path: str) -> ClusterFile:
@@ -102,7 +102,7 @@ def up(settings: UpSettings) -> int:
 
 def _check_down(at: Place) -> None:
     """Raises `RunsAlready`."""
-    if running := here.running(at.folder):
+    if running := registry.running(at.folder):
         raise RunsAlready(f"{at.host} of {at.file.name} is up already (pid {running.pid}); crossdock down stops it")
 
 
@@ -113,20 +113,20 @@ def _plan(at: Place, console: Console) -> tuple[HostPlan, str]:
         plan_host(file, at.host, "not looked for yet")  # a mistake is told before a model is fetched
         if not (host.gateways or host.workers.total):
             return plan_host(file, at.host, "none"), ""
-        model = models.ready(file.model, file.model_id, console)
+        model = resolve.ready(file.model, file.model_id, console)
         return plan_host(file, at.host, str(model.path), model.model_id), model.model_id
     except ClusterError as error:
         raise SettingsError("\n".join(f"FILE: {line}" for line in str(error).splitlines())) from None
 
 
 async def _up(settings: UpSettings, at: Place, plan: HostPlan, model_id: str, console: Console) -> int:
-    here.make_folder(at.folder)
+    registry.make_folder(at.folder)
     _check_down(at)  # once more: fetching a model may have taken minutes, and two of us would share one note
     supervisor = Supervisor(log_dir=at.folder, say=sayer(console), verbose=settings.verbose)
     coordinator = coordinator_address(at.file)
     if plan.note:
         console.print(f"[yellow]note[/yellow] {escape(plan.note)}")
-    with here.noted(
+    with registry.noted(
         at.folder,
         model_id=model_id,
         base_url=next(iter(plan.base_urls), ""),
@@ -191,7 +191,7 @@ def spec_of(process: Planned) -> ProcessSpec:
 
 def _detach(settings: UpSettings, at: Place, console: Console) -> int:
     """The same command again, in a session of its own; returns when it says that it is ready. Raises `NotUp`."""
-    here.make_folder(at.folder)
+    registry.make_folder(at.folder)
     log = at.folder / LOG
     arguments = [str(Path(settings.cluster_file).expanduser().resolve()), "--host", at.host]
     arguments += ["--ready-timeout-s", str(settings.ready_timeout_s), *(["--verbose"] if settings.verbose else [])]
@@ -235,7 +235,7 @@ def down(settings: DownSettings) -> int:
     """Raises `SettingsError`, `NotUp`."""
     at = place(settings.cluster_file, settings.on_host)
     console = Console()
-    note = here.running(at.folder)
+    note = registry.running(at.folder)
     if note is None:
         console.print(f"{at.host} of {at.file.name} is not up", highlight=False)
     elif _end(note.pid):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from launcher.load import traces as load_traces
+from launcher.load import traces
 from launcher.load.lengths import Lengths, arrival_times
 from launcher.load.settings import LoadSettings, TargetSettings
 from launcher.load.tenants import Tenant, parse_abuser, parse_priorities, parse_tenants, read_mix
@@ -71,7 +71,7 @@ def tenants_of(settings: TargetSettings) -> list[Tenant]:
     return found
 
 
-def make(settings: LoadSettings, tenants: Sequence[Tenant], context_tokens: int) -> Plan:
+def make_plan(settings: LoadSettings, tenants: Sequence[Tenant], context_tokens: int) -> Plan:
     """`context_tokens`: of the model; 0 if unknown. Raises `SettingsError` where nothing would be sent."""
 
     def source(stream: int) -> np.random.Generator:
@@ -94,8 +94,8 @@ def make(settings: LoadSettings, tenants: Sequence[Tenant], context_tokens: int)
 
 def _rows(settings: LoadSettings, times: np.random.Generator, lengths: np.random.Generator) -> list[Row]:
     if settings.trace:
-        rows = load_traces.scaled(
-            load_traces.read(settings.trace),
+        rows = traces.scaled(
+            traces.read(settings.trace),
             from_s=settings.from_s,
             duration_s=settings.duration_s,
             speed=settings.speed,

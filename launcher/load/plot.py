@@ -6,7 +6,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from launcher import report as bench_report
+from launcher import reports
 from launcher.load.figures import values
 from launcher.load.records import RunFile
 from runtime.settings.options import SettingsError
@@ -19,7 +19,7 @@ def check(path: str) -> None:
     """Before minutes are spent. Raises `SettingsError`."""
     if not path:
         return
-    bench_report.check_writable(path, "--plot")
+    reports.check_writable(path, "--plot")
     if Path(path).suffix not in FORMATS:
         raise SettingsError(f"--plot: {path} must end with one of {', '.join(FORMATS)}")
     if find_spec("matplotlib") is None:

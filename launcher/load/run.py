@@ -9,7 +9,7 @@ import aiohttp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from launcher.load import client as load_client
+from launcher.load import client
 from launcher.load.client import Target
 from launcher.load.plan import Planned
 from launcher.load.prompts import Prompts
@@ -99,7 +99,7 @@ async def _send_all(
             record.outcome = NOT_SENT
             record.sent_s = record.ended_s = clock.now() - origin
             continue
-        task = loop.create_task(load_client.send(session, target, planned, body, record, origin))
+        task = loop.create_task(client.send(session, target, planned, body, record, origin))
         run.tasks.add(task)
         task.add_done_callback(run.tasks.discard)
 

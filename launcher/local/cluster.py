@@ -23,7 +23,7 @@ from runtime.settings.roles import CoordinatorSettings, GatewaySettings
 from runtime.settings.serve import ServeSettings
 from runtime.settings.types import ENV_PREFIX
 from runtime.settings.workers import WorkerSettings, gpu_share_of
-from runtime.tenancy.file import read as read_tenants
+from runtime.tenancy.file import read
 from runtime.tenancy.tenants import TenantsError
 
 _EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -146,7 +146,7 @@ def _own_key(settings: ServeSettings) -> str:
     tenant `default`. Raises `SettingsError` where the file cannot be used."""
     if settings.tenants:
         try:
-            tenants = read_tenants(Path(settings.tenants).expanduser())
+            tenants = read(Path(settings.tenants).expanduser())
         except TenantsError as error:
             raise SettingsError("\n".join(f"--tenants: {line}" for line in str(error).splitlines())) from None
         if tenants.keys and not settings.api_keys:

@@ -19,9 +19,8 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from launcher.http.client import answers_ready, new_session
-from launcher.local import cluster as clusters
-from launcher.local import registry as here
-from launcher.local.cluster import Cluster
+from launcher.local import registry
+from launcher.local.cluster import Cluster, build
 from launcher.local.ports import Ports
 from launcher.local.supervisor import Child, RoleFailed, Supervisor
 from launcher.models.resolve import ReadyModel
@@ -51,7 +50,7 @@ async def running(settings: ServeSettings, model: ReadyModel, console: Console) 
     or `ConfigError` where a role refuses its settings.
     """
     with Ports() as ports:
-        cluster = clusters.build(settings, model, ports)
+        cluster = build(settings, model, ports)
         for note in cluster.notes:
             console.print(f"[yellow]note[/yellow] {escape(note)}", highlight=False, soft_wrap=True)
         async with (
@@ -73,7 +72,9 @@ async def _started(
     log_dir = new_log_dir()
     supervisor = Supervisor(log_dir=log_dir, say=sayer(console), verbose=settings.verbose)
     try:
-        with here.noted(log_dir, model_id=model.model_id, base_url=cluster.base_url, coordinator=cluster.coordinator):
+        with registry.noted(
+            log_dir, model_id=model.model_id, base_url=cluster.base_url, coordinator=cluster.coordinator
+        ):
             for spec in cluster.processes:
                 supervisor.start(spec)
             yield supervisor, log_dir
@@ -134,9 +135,9 @@ def sayer(console: Console) -> Callable[[str, str, str], None]:
 
 def new_log_dir() -> Path:
     """A folder for this run's logs; older runs but the last few are removed. Raises `CannotKeep`."""
-    runs = here.runs_folder()
+    runs = registry.runs_folder()
     own = runs / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
-    here.make_folder(own)
+    registry.make_folder(own)
     old = sorted(path for path in runs.iterdir() if _RUN_NAME.match(path.name) and path != own)
     for path in old[: max(0, len(old) - RUNS_KEPT)]:
         if not Path(f"/proc/{path.name.rsplit('-', 1)[1]}").exists():

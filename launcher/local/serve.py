@@ -11,11 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from launcher.http.client import RequestFailed, events
-from launcher.local import cluster as clusters
-from launcher.local import ports
+from launcher.local import cluster, ports
 from launcher.local.lifetime import Running, run_until_stopped, running
 from launcher.local.registry import default_batch_db
-from launcher.models import resolve as models
+from launcher.models import resolve
 from launcher.models.resolve import ReadyModel
 from proto.errors import CrossdockError
 from runtime.process import clock
@@ -38,7 +37,7 @@ def run(settings: ServeSettings) -> int:
     ports.check(settings)  # a taken one is told before a model is fetched for minutes
 
     def begin() -> Coroutine[Any, Any, int]:
-        model = models.ready(settings.model, settings.model_id, console)
+        model = resolve.ready(settings.model, settings.model_id, console)
         batch_db = settings.batch_db or default_batch_db(model.model_id)
         return _serve(settings.model_copy(update={"batch_db": batch_db}), model, console, started_at)
 
@@ -102,7 +101,7 @@ def _invite(up: Running, model: ReadyModel, settings: ServeSettings, console: Co
     console.print(f"Base URL   {base_url}", highlight=False)
     for other in up.cluster.base_urls[1:]:
         console.print(f"and        {other}/v1", highlight=False)
-    keys = f" --keys {shlex.quote(clusters.keys_folder(settings))}" if settings.keys else ""
+    keys = f" --keys {shlex.quote(cluster.keys_folder(settings))}" if settings.keys else ""
     status = f"crossdock status --coordinator {up.cluster.coordinator}{keys}"
     console.print(f"Status     {status}", highlight=False, soft_wrap=True)
     console.print("Try        ", end="")

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from launcher import tables
-from launcher.report import console_for, write_json
+from launcher.reports import console_for, write_json
 from launcher.simulate.build import build
 from launcher.simulate.scenario import FILE_BYTES_MAX, parse
 from runtime.settings.options import SettingsError

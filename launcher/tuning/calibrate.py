@@ -14,7 +14,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from launcher import report as bench_report
+from launcher import reports
 from launcher.bench.serve import started
 from launcher.http.client import new_session
 from launcher.load.plan import Plan
@@ -23,17 +23,16 @@ from launcher.load.settings import LoadSettings
 from launcher.load.tenants import Ratio, Tenant
 from launcher.local.core_plan import plan_cpu
 from launcher.local.lifetime import until_interrupted
-from launcher.models import resolve as models
+from launcher.models import resolve
 from launcher.models.resolve import ReadyModel
-from launcher.tuning import event_log, from_events
-from launcher.tuning import measure as measuring
-from launcher.tuning.core_time import shared_core_ms
+from launcher.tuning import event_log, from_events, measure
+from launcher.tuning.core_time import read_slower, shared_core_ms
 from launcher.tuning.event_log import Logged
 from launcher.tuning.measure import Measured, Session
 from launcher.tuning.profiles.show import show
 from launcher.tuning.settings import CalibrateSettings
+from proto import parts
 from proto.messages import Role
-from proto.parts import Capacity as Told
 from runtime.process.version import version_of
 from tuning import fit
 from tuning.fit import Samples
@@ -48,8 +47,8 @@ _VERSIONS = ("crossdock", "torch", "transformers")
 
 
 def run(settings: CalibrateSettings) -> int:
-    bench_report.check_writable(settings.out, "--out")
-    console = bench_report.console_for(settings)
+    reports.check_writable(settings.out, "--out")
+    console = reports.console_for(settings)
     if settings.from_events:
         _finish(settings, from_events.corrected(settings, console), console)
         return 0
@@ -57,7 +56,7 @@ def run(settings: CalibrateSettings) -> int:
 
 
 async def _run(settings: CalibrateSettings, console: Console) -> int:
-    model = models.ready(settings.model, "", console)
+    model = resolve.ready(settings.model, "", console)
     load = LoadSettings(
         model=settings.model, device=settings.device, ready_timeout_s=settings.ready_timeout_s, token_ids=True
     )
@@ -65,8 +64,12 @@ async def _run(settings: CalibrateSettings, console: Console) -> int:
     with bar:
         for number in range(settings.rounds):
             measured, logged, probed = await _round(settings, load, model, number, bar, console)
-            samples.add(measuring.samples_of(measured, logged))
-    profile = profile_of(samples, logged, _about(probed, settings.device), shared_cores(settings.device))
+            samples.add(measure.samples_of(measured, logged))
+    cores = shared_cores(settings.device)
+    profile = profile_of(samples, logged, _about(probed, settings.device), cores)
+    if cores[0]:
+        slower = await asyncio.to_thread(read_slower, frozenset(os.sched_getaffinity(0)))
+        profile = profile.replaced(beside_mixed=slower)
     _finish(settings, profile, console)
     return 0
 
@@ -82,12 +85,12 @@ async def _round(
         if probed.target.context_tokens:
             longest = min(longest, probed.target.context_tokens // 2)
         sizes = STEP_TOKENS, longest, settings.sequences_max
-        bar.expect(sum(measuring.requests_of(one, *sizes) for one in range(settings.rounds)))
+        bar.expect(sum(measure.requests_of(one, *sizes) for one in range(settings.rounds)))
         seed = settings.seed + number
         prompts = probed.prompts(load.model_copy(update={"seed": seed}), Plan((), 1, 0))
         to = Session(session, probed, prompts, site.tenants[0], bar.advance)
         cores = frozenset(os.sched_getaffinity(0))
-        measured = await measuring.measure(to, number, *sizes, lambda: shared_core_ms(cores))
+        measured = await measure.measure(to, number, *sizes, lambda: shared_core_ms(cores))
         await asyncio.sleep(LOG_SETTLES_S)
         return measured, event_log.read(Path(site.event_log), "--event-log"), probed
 
@@ -96,7 +99,7 @@ def _finish(settings: CalibrateSettings, profile: Profile, console: Console) -> 
     Path(settings.out).expanduser().write_bytes(encoded(profile))
     show(profile, console)
     console.print(f"Written: {settings.out}", highlight=False, soft_wrap=True)
-    bench_report.write_json(settings, msgspec.to_builtins(profile))
+    reports.write_json(settings, msgspec.to_builtins(profile))
 
 
 class _Bar:
@@ -126,7 +129,7 @@ class _Bar:
 def profile_of(samples: Samples, logged: Logged, about: dict[str, Any], cores: tuple[int, int] = (0, 0)) -> Profile:
     """`cores`: that all prefill and all decode workers of this host share; 0: no limit. Raises `FitError`."""
     prefill, decode = fit.prefill_cost(samples.prefill), fit.decode_cost(samples.decode)
-    transfer = fit.transfer_cost(samples.hand_overs, measuring.transport_of(logged))
+    transfer = fit.transfer_cost(samples.hand_overs, measure.transport_of(logged))
     host = fit.host_cost(samples, transfer)
     control = fit.control_cost(samples.core) if cores[0] else ControlCost()
     beside_decode = fit.beside([(one, 1.0) for one in samples.prefill_beside], prefill)
@@ -162,7 +165,7 @@ def profile_of(samples: Samples, logged: Logged, about: dict[str, Any], cores: t
     )
 
 
-def _capacity(told: Told) -> Capacity:
+def _capacity(told: parts.Capacity) -> Capacity:
     return Capacity(told.kv_blocks, told.block_size, told.max_seqs, told.context_tokens)
 
 
@@ -178,8 +181,7 @@ def _about(probed: Probed, device: str) -> dict[str, Any]:
     return {
         "model": probed.target.model,
         "device": device,
-        "machine": bench_report.machine()
-        | {"cpu": _cpu_name(), "memory_gib": round(psutil.virtual_memory().total / 2**30)},
+        "machine": reports.machine() | {"cpu": _cpu_name(), "memory_gib": round(psutil.virtual_memory().total / 2**30)},
         "system": platform.platform(),
         "versions": {name: version_of(name) for name in _VERSIONS},
         "when": datetime.now(UTC).isoformat(timespec="seconds"),

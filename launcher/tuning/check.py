@@ -13,15 +13,14 @@ import uvloop
 from pydantic import ValidationError
 from rich.console import Console
 
-from launcher import report as bench_report
-from launcher import tables
+from launcher import reports, tables
 from launcher.bench.serve import measure, started
-from launcher.load import plan as load_plan
 from launcher.load import traces
+from launcher.load.plan import make_plan
 from launcher.load.settings import LoadSettings
 from launcher.load.tenants import Ratio, Tenant
 from launcher.local.lifetime import until_interrupted
-from launcher.models import resolve as models
+from launcher.models import resolve
 from launcher.tuning.settings import TrafficSettings, TuneCheckSettings, TuneSettings
 from launcher.tuning.traffic import load_profile, profile_of, traffic
 from launcher.tuning.verdict import coverage, verdict
@@ -45,7 +44,7 @@ def run(settings: TuneCheckSettings) -> int:
     report = _read(settings.recommendation)
     tuned = _tuned(report["settings"], settings.recommendation)
     profile = load_profile(settings.profile) if settings.profile else profile_of(tuned)
-    console = bench_report.console_for(settings)
+    console = reports.console_for(settings)
     ratios, recommended = _ratios(settings, report), str(report["ranked"][0]["workers"]) if report["ranked"] else ""
     if left_out := _not_played(tuned):
         names = ", ".join(left_out)
@@ -106,7 +105,7 @@ async def _run(
     ratios: Sequence[Ratio],
     console: Console,
 ) -> int:
-    model = models.ready(settings.model, "", console)
+    model = resolve.ready(settings.model, "", console)
     rows: list[dict[str, Any]] = []
     interrupted = False
     with tempfile.TemporaryDirectory(prefix="crossdock-") as folder:
@@ -121,7 +120,7 @@ async def _run(
             async with started(load, ratio, tenants, model, console) as site:
                 result = await measure(load, site, "", console)
             context = profile.decode_capacity.context_tokens
-            plan = load_plan.make(load, tenants, min(context, profile.prefill_capacity.context_tokens))
+            plan = make_plan(load, tenants, min(context, profile.prefill_capacity.context_tokens))
             sent = [Sent(one.due_s, one.prompt_tokens, one.output_tokens) for one in plan.requests]
             workers = Workers(ratio.prefill, ratio.decode, ratio.mixed)
             foretold = predict(profile, workers, sent, slo, from_s=load.warmup_s)
@@ -132,7 +131,7 @@ async def _run(
     if not rows:
         return INTERRUPTED_EXIT
     found, (covered, figures) = verdict(rows, recommended), kept_coverage(rows)
-    bench_report.write_json(settings, {"runs": rows, "verdict": found._asdict(), "all_runs": [covered, figures]})
+    reports.write_json(settings, {"runs": rows, "verdict": found._asdict(), "all_runs": [covered, figures]})
     for row in rows:
         show(row, console)
     console.print(f"[bold]{found.words}[/bold]", highlight=False, soft_wrap=True)

@@ -1,9 +1,20 @@
-"""CPU time of threads on cores that control processes and prefill workers share, from the kernel's scheduler."""
+"""What workers of one host take from each other: CPU time of threads on shared cores, and the speed of memory."""
 
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
+from threading import Barrier
+from typing import Final
 
+import numpy as np
 import psutil
+
+READ_BYTES: Final = 64 << 20
+"""More than caches hold, for each thread."""
+READ_TIMES: Final = 15
+START_S: Final = 30.0
 
 
 def shared_core_ms(cores: frozenset[int]) -> float | None:
@@ -39,3 +50,31 @@ def _process_ns(pid: int, cores: frozenset[int]) -> int:
             continue
         total += int(text.split()[0])
     return total
+
+
+def read_slower(cores: frozenset[int]) -> float:
+    """How many times as long it takes to read memory while all of these cores read as while one does. Decode steps read
+    weights most of the time."""
+    if len(cores) < 2:
+        return 1.0
+    alone_s = median(_reads({min(cores)}))
+    return max(median(_reads(cores)) / alone_s, 1.0)
+
+
+def _reads(cores: frozenset[int] | set[int]) -> list[float]:
+    """Seconds of each read, of one thread on each core, all at once."""
+    together = Barrier(len(cores), timeout=START_S)
+
+    def read(core: int) -> list[float]:
+        os.sched_setaffinity(0, {core})  # of this thread
+        values, found = np.ones(READ_BYTES // 8), []
+        values.sum()
+        together.wait()
+        for _ in range(READ_TIMES):
+            began = time.perf_counter()
+            values.sum()
+            found.append(time.perf_counter() - began)
+        return found
+
+    with ThreadPoolExecutor(len(cores)) as threads:
+        return [took_s for one in threads.map(read, sorted(cores)) for took_s in one]

@@ -11,7 +11,7 @@ from statistics import fmean, median
 import aiohttp
 
 from launcher.http.streams import BenchFailed
-from launcher.load import client as load_client
+from launcher.load import client
 from launcher.load.plan import Planned
 from launcher.load.probe import Probed
 from launcher.load.prompts import Prompts
@@ -76,7 +76,7 @@ class Session:
                 body = self.probed.target.body(planned, self.prompts.make(planned))
                 tasks.append(record)
                 group.create_task(
-                    load_client.send(self.http, self.probed.target, planned, body, record, origin)
+                    client.send(self.http, self.probed.target, planned, body, record, origin)
                 ).add_done_callback(lambda _: self.on_done(1))
         for record in tasks:
             if record.outcome != OK:

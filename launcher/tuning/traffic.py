@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from coordinator.event_log.format import MAGIC
-from launcher.load import plan as load_plan
 from launcher.load import traces
+from launcher.load.plan import make_plan
 from launcher.load.settings import LoadSettings
 from launcher.load.tenants import Tenant
 from launcher.load.traces import MOONCAKE_BLOCK_TOKENS, Row
@@ -108,7 +108,7 @@ def traffic(settings: TrafficSettings, profile: Profile | None = None) -> list[S
             requests=1_000_000,
         )
         try:
-            plan = load_plan.make(load, [Tenant("default")], 0)
+            plan = make_plan(load, [Tenant("default")], 0)
         except SettingsError:
             raise SettingsError("--rate: no request comes within --duration") from None
         found = [Sent(one.due_s, one.prompt_tokens, max(one.output_tokens, 1)) for one in plan.requests]

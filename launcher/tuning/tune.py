@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from launcher import report as bench_report
+from launcher import reports
 from launcher.tuning import page, show
 from launcher.tuning.settings import TuneSettings, parse_slos
 from launcher.tuning.traffic import Traffic, block_tokens, context_tokens, fitted_traffic, profile_of
@@ -40,8 +40,8 @@ PROFILE_DAYS = 30
 
 def run(settings: TuneSettings) -> int:
     for path, option in ((settings.out, "--out"), (settings.html, "--html")):
-        bench_report.check_writable(path, option)
-    console = bench_report.console_for(settings)
+        reports.check_writable(path, option)
+    console = reports.console_for(settings)
     profile = profile_of(settings)
     goals = goals_of(settings)
     report = report_of(settings, profile, goals, console)
@@ -52,7 +52,7 @@ def run(settings: TuneSettings) -> int:
     show.show(report, console)
     for path in filter(None, written):
         console.print(f"Written: {path}", highlight=False, soft_wrap=True)
-    bench_report.write_json(settings, report)
+    reports.write_json(settings, report)
     return 0
 
 
@@ -76,7 +76,7 @@ def encoded(report: Mapping[str, Any]) -> str:
 def own_hardware(profile: Profile) -> Profile:
     """Where each worker has what one of them had, and takes nothing from the others."""
     return profile.replaced(
-        prefill_cores=0, decode_cores=0, beside_decode=1.0, beside_prefill=1.0, control=ControlCost()
+        prefill_cores=0, decode_cores=0, beside_decode=1.0, beside_prefill=1.0, beside_mixed=1.0, control=ControlCost()
     )
 
 

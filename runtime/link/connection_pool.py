@@ -9,8 +9,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from proto.messages import Hello, Message, Role, Welcome
-from proto.messages import Peer as Destination
+from proto.messages import Destination, Hello, Message, Role, Welcome
 from runtime.link.client import LinkClient
 from runtime.link.server import LinkSettings, OnMessage, Peer
 from runtime.process.driver import watched

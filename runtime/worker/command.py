@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import NoReturn
 
-from runtime.process import garbage_collector as collector
+from runtime.process import garbage_collector
 from runtime.process.exits import leave
 from runtime.settings import machine
 from runtime.settings.command_line import run_role
@@ -15,7 +15,7 @@ def run_alone(role: str, package: str) -> NoReturn:
 
     def run(settings: WorkerSettings) -> int:
         settings = machine.prepare(settings)
-        with collector.at_rest():
+        with garbage_collector.at_rest():
             # Not before, so that --help and a wrong option answer at once. It knows both roles, since the process can take
             # either.
             main = import_module("launcher.worker_roles")

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from proto.messages import Message, Peer
+from proto.messages import Destination, Message
 
 TakeChanges = Callable[[int], tuple[bytes, bytes]]
 """Takes (hashes inserted, hashes evicted) out of a prefix cache's list of changes, so many at the most."""
@@ -23,6 +23,6 @@ class Coordinator(Protocol):
 class Gateways(Protocol):
     """`runtime.link.connection_pool.ConnectionPool` is the real one."""
 
-    def connect(self, to: Peer) -> None: ...
+    def connect(self, to: Destination) -> None: ...
 
-    def send(self, to: Peer, message: Message) -> None: ...
+    def send(self, to: Destination, message: Message) -> None: ...

@@ -15,8 +15,7 @@ from runtime.link.keys import keys_for
 from runtime.link.server import CannotBind, LinkSettings
 from runtime.metrics.combined import CombinedPage
 from runtime.metrics.server import MetricsPage, MetricsServer
-from runtime.process import clock, log, notify
-from runtime.process import garbage_collector as collector
+from runtime.process import clock, garbage_collector, log, notify
 from runtime.process.driver import Stop, keep_memory_private, run_process, unless_stopped, watched
 from runtime.process.exits import ConfigError
 from runtime.process.log import Log
@@ -71,7 +70,7 @@ def run_worker(
         await metrics.start()
         logger.info("loading", model=settings.model)
         try:
-            with as_config_error(), collector.at_rest():
+            with as_config_error(), garbage_collector.at_rest():
                 engine = await unless_stopped(stop, thread, load_and_be_nice)
         except ConfigError:
             raise

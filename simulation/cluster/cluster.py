@@ -21,7 +21,7 @@ import msgspec
 
 from coordinator.core import Core
 from coordinator.events import Event, Limits, PeerDown, PeerUp, Received, Send, StateChanged, Tick
-from coordinator.lifecycle import TERMINAL, State
+from coordinator.lifecycle import TERMINAL, RequestState
 from proto.drain import Drained, Draining, Flip, FlipRequest
 from proto.errors import CancelReason, Interrupt, Reject
 from proto.kv import Fetch, FetchRefused
@@ -64,8 +64,8 @@ class VirtualCluster(Surroundings):
         core: type[Core] = Core,
         seed: int = 0,
     ) -> None:
-        """Decode workers run the production batch if `batched`, and may compute suffixes and be fetched from. They do not say how
-        far they are without `progress`."""
+        """Decode workers run the production batch if `batched`, and may compute suffixes and be fetched from. Without
+        `progress` they do not say how far they are."""
         super().__init__(timing or Timing(), seed)
         self.core = core(limits)
         self.block_size = block_size
@@ -194,7 +194,7 @@ class VirtualCluster(Surroundings):
                 return
             request.rejected = message
             self.rejected.append(message)
-            self._ended(request, request.state or State.REJECTED)
+            self._ended(request, request.state or RequestState.REJECTED)
         elif isinstance(message, Interrupted):
             drained = message.reason is Interrupt.DRAINED
             request = self.requests[message.request_id]
@@ -222,7 +222,7 @@ class VirtualCluster(Surroundings):
         request.recomputed_tokens += request.submit.prompt_tokens
         self.receive(GATEWAY, request.submit, request.prompt + bytes(4 * emitted))
 
-    def _ended(self, request: ClientRequest, state: State) -> None:
+    def _ended(self, request: ClientRequest, state: RequestState) -> None:
         if request.state is None:
             self.at(self.now, self.on_end, request)
         request.state, request.prompt = state, b""

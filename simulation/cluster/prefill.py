@@ -8,7 +8,7 @@ from prefill_worker.core import Begun, PrefillCore, StepResult
 from prefill_worker.prompts import Key, PromptTable
 from proto.kv import Commit, Fetch, FetchRefused, Offer
 from proto.limits import MAX_VOCAB
-from proto.messages import Message, Peer, TokenItem
+from proto.messages import Destination, Message, TokenItem
 from proto.parts import Capacity
 from simulation.cluster.surroundings import FAILED_STEP_S, Engine, Gateways, Registration, Surroundings, first_tokens
 from simulation.cluster.tier import Copies
@@ -58,7 +58,7 @@ class PrefillWorker:
     def now(self) -> float:
         return self._cluster.now
 
-    def fetch(self, decode: Peer, message: Fetch) -> None:
+    def fetch(self, decode: Destination, message: Fetch) -> None:
         self._cluster.fetch(self.incarnation, decode.incarnation, message)
 
     def offered(self, incarnation: int, offer: Offer) -> Accepted | str:

@@ -9,11 +9,11 @@ from math import inf
 from random import Random
 from typing import Any
 
-from coordinator.lifecycle import State
+from coordinator.lifecycle import RequestState
 from engine.sampling.finish import finish_reason
 from proto.kv import Fetch, FetchRefused
 from proto.limits import MAX_CACHE_CHANGES
-from proto.messages import CacheEvents, Message, Peer, Prefill, Rejected, Submit, TokenItem, Tokens
+from proto.messages import CacheEvents, Destination, Message, Prefill, Rejected, Submit, TokenItem, Tokens
 from proto.progress import DecodeProgress
 from runtime.worker.ports import TakeChanges
 
@@ -69,7 +69,7 @@ class ClientRequest:
     """Incarnation of its decode worker."""
     cached_tokens: int = 0
     """Prompt tokens that were found in the prefill worker's cache."""
-    state: State | None = None
+    state: RequestState | None = None
     """Once it has ended."""
     rejected: Rejected | None = None
     recomputed_tokens: int = 0
@@ -186,10 +186,10 @@ class Gateways:
         self._cluster = cluster
         self.up = True
 
-    def connect(self, to: Peer) -> None:
+    def connect(self, to: Destination) -> None:
         """There is no link to open."""
 
-    def send(self, to: Peer, message: Message) -> None:
+    def send(self, to: Destination, message: Message) -> None:
         assert isinstance(message, Tokens)
         cluster = self._cluster
         if not self.up:

@@ -5,7 +5,7 @@ from collections import Counter
 from coordinator.accounting.billing import LOST
 from coordinator.core import Core
 from coordinator.invariants import check
-from coordinator.lifecycle import State
+from coordinator.lifecycle import RequestState
 from simulation.faults.cluster import Cluster
 from simulation.faults.ledger import DAY
 from simulation.faults.oracles import stream_of
@@ -122,7 +122,7 @@ def _check_rows(cluster: Cluster) -> None:
         if prompt[stream_id] > len(stream.asked.prompt):
             why = f"{prompt[stream_id]} prompt tokens charged of a prompt of {len(stream.asked.prompt)}"
             raise Violation("bills", why, stream_id)
-        if ends == {State.REJECTED} and output[stream_id] + prompt[stream_id]:
+        if ends == {RequestState.REJECTED} and output[stream_id] + prompt[stream_id]:
             raise Violation("bills", "it was turned away and charged", stream_id)
         # A gateway that lives says how far an answer got, whoever else is lost.
         lives = not any(fault.kind == "crash" and fault.who == stream.gateway for fault in cluster.plan.faults)

@@ -19,7 +19,7 @@ from coordinator.events import (
     Tick,
 )
 from coordinator.invariants import check
-from coordinator.lifecycle import TERMINAL, State
+from coordinator.lifecycle import TERMINAL, RequestState
 from coordinator.outbox import Outbox
 from coordinator.policy.trial import tenants_of
 from coordinator.recovery.stall_detector import StallDetector, StallGuard
@@ -114,7 +114,7 @@ class CoordinatorProcess(Process):
                     self._send(action)
             case Opened() | Closed():
                 self._record_usage(action)
-            case StateChanged(request_id, state=State.QUEUED):
+            case StateChanged(request_id, state=RequestState.QUEUED):
                 alive = self.core.requests
                 self.cluster.oracles.taken(self.incarnation, alive[request_id].submit, len(alive), self.now())
             case StateChanged(request_id, attempt, state, why):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from coordinator.core import Core
 from coordinator.events import StateChanged
-from coordinator.lifecycle import State
+from coordinator.lifecycle import RequestState
 from coordinator.waiting.retries import WINDOW_S
 from engine.kv.allocator import BlockAllocator
 from gateway.streams.keeper import StreamKeeper
@@ -238,7 +238,7 @@ class Oracles:
                 self.accepted.add(message.request_id)
 
     def moved(self, incarnation: int, moved: StateChanged) -> None:
-        if moved.state is State.REJECTED:
+        if moved.state is RequestState.REJECTED:
             return
         key = (incarnation, moved.request_id, moved.attempt)
         if key in self._ends:

@@ -6,8 +6,7 @@ from typing import Any
 from engine.kv.allocator import BlockAllocator
 from proto.errors import RemoteProtocolError
 from proto.limits import PROTOCOL_VERSION
-from proto.messages import Hello, Message, Role, Tokens
-from proto.messages import Peer as Destination
+from proto.messages import Destination, Hello, Message, Role, Tokens
 from proto.parts import Capacity
 from proto.progress import Hung
 from runtime.worker.service import GO_AFTER_S

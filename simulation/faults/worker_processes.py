@@ -13,8 +13,7 @@ from kvtransfer.session.session import KvFailed, KvSent
 from prefill_worker.core import Begun, PrefillCore, StepResult
 from prefill_worker.prompts import Key, PromptTable
 from proto.kv import Commit, Fetch, FetchRefused, FirstToken, is_of_fetch, of_fetch
-from proto.messages import Message, Prefill, Reserve, Role, Step, TokenItem
-from proto.messages import Peer as Destination
+from proto.messages import Destination, Message, Prefill, Reserve, Role, Step, TokenItem
 from proto.progress import AnswerNames
 from simulation.faults.lineup import Lineup
 from simulation.faults.surroundings import Surroundings

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from coordinator.lifecycle import State
+from coordinator.lifecycle import RequestState
 from simulation.load.run import Outcome, Played
 
 RANKS: Final = (50, 90, 99)
@@ -31,13 +31,13 @@ class _Sums:
 def _of_group(outcomes: Sequence[Outcome], sums: _Sums) -> dict[str, Any]:
     """Figures of some of the requests. Times are in milliseconds."""
     ended = Counter(str(one.state.value) if one.state is not None else "unfinished" for one in outcomes)
-    rejected = Counter(one.reason for one in outcomes if one.state is State.REJECTED)
+    rejected = Counter(one.reason for one in outcomes if one.state is RequestState.REJECTED)
     good = sum(one.is_good for one in outcomes)
     computed = sum(one.computed_tokens for one in outcomes)
     useful = sum(min(one.ask.prompt_tokens, one.computed_tokens) for one in outcomes if one.is_good)
     return {
         "offered": len(outcomes),
-        "finished": ended.pop(State.FINISHED.value, 0),
+        "finished": ended.pop(RequestState.FINISHED.value, 0),
         "ended_otherwise": dict(sorted(ended.items())),
         "rejected": dict(sorted(rejected.items())),
         "goodput_per_s": good / sums.duration_s,

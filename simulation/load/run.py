@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from coordinator.events import Configured, PeerDown, PeerUp
-from coordinator.lifecycle import State
+from coordinator.lifecycle import RequestState
 from engine.kv.split import prefill_blocks
 from proto.drain import DrainRequest
 from proto.errors import CrossdockError
@@ -39,7 +39,7 @@ class Outcome:
     ask: Ask
     came_s: float
     rejections: int = 0
-    state: State | None = None
+    state: RequestState | None = None
     """None: it had not ended at the end of the run."""
     reason: str = ""
     """The reason of the last rejection."""
@@ -55,7 +55,7 @@ class Outcome:
     @property
     def is_good(self) -> bool:
         goal = self.ask.goal
-        if self.state is not State.FINISHED or self.ttft_s is None:
+        if self.state is not RequestState.FINISHED or self.ttft_s is None:
             return False
         in_time = not goal.ttft_ms or 1000 * self.ttft_s <= goal.ttft_ms
         return in_time and (not goal.tpot_ms or 1000 * (self.tpot_s or 0.0) <= goal.tpot_ms)
@@ -176,7 +176,7 @@ class _Player:
             outcome.tpot_s = (cluster.now - request.submitted_s - first_s) / later if later > 0 else 0.0
         if loop is not None:
             told_s = rejected.retry_after_s if rejected is not None else 0.0
-            least_s = 0.0 if outcome.state is State.FINISHED else max(told_s, UNSERVED_WAIT_S)
+            least_s = 0.0 if outcome.state is RequestState.FINISHED else max(told_s, UNSERVED_WAIT_S)
             turns, following = loop
             is_turn = turns.once and following < len(turns.asks)
             think_s = turns.asks[following].think_s if is_turn else turns.think_s

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from proto.messages import Hello, Message
-from proto.messages import Peer as Destination
+from proto.messages import Destination, Hello, Message
 from simulation.world.links import HANDSHAKE_S, Client, Link, OnMessage
 from simulation.world.world import Process, Timer
 

@@ -17,7 +17,7 @@ _FIRST_BYTE_TOKEN, _VOCAB_END = 6, 262
 
 def _is_batch_invariant() -> bool:
     try:
-        library.load()
+        library.load_kernels()
     except library.KernelsUnavailable:
         return False
     return True

@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.core import HANDLERS, Core
 from coordinator.events import Configured, PeerDown, PeerUp, ProtocolViolation, Received, Send, Tick
-from coordinator.lifecycle import State
+from coordinator.lifecycle import RequestState
 from coordinator.recovery.members import EMPTY_POOL_S_MAX
 from coordinator.reporting.report import COUNTER_MAX
 from proto.codec import decode, to_frames
@@ -111,8 +111,8 @@ def test_a_worker_that_lets_go_of_what_goes_on_is_dropped() -> None:
     (step,) = h.core.workers[10].steps.values()
     h.receive(10, StepDone(0, step[0].chunks, 1.0, 8))
     h.receive(10, HandedOver("a", 1, 9, 1.0))
-    assert h.core.requests["a"].state is State.DECODING
-    assert violations(h, 20, Released("a", 1)) and h.core.requests["a"].state is State.DECODING
+    assert h.core.requests["a"].state is RequestState.DECODING
+    assert violations(h, 20, Released("a", 1)) and h.core.requests["a"].state is RequestState.DECODING
 
 
 def test_what_is_handed_over_to_a_worker_that_has_let_go_is_interrupted() -> None:
@@ -122,7 +122,7 @@ def test_what_is_handed_over_to_a_worker_that_has_let_go_is_interrupted() -> Non
     h.receive(10, StepDone(0, step[0].chunks, 1.0, 8))
     h.receive(20, Released("a", 1))
     h.receive(10, HandedOver("a", 1, 9, 1.0))
-    assert h.core.requests["a"].state is State.INTERRUPTED
+    assert h.core.requests["a"].state is RequestState.INTERRUPTED
 
 
 def test_a_bug_in_a_check_ends_the_link_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

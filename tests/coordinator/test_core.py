@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from coordinator.events import Limits, PeerDown, PeerUp, Received, Tick
-from coordinator.lifecycle import TERMINAL, TRANSITIONS, IllegalTransition, State, Trigger, advance
+from coordinator.lifecycle import TERMINAL, TRANSITIONS, IllegalTransition, RequestState, Trigger, advance
 from coordinator.reporting.report import status
 from proto.codec import encode
 from proto.drain import Draining
@@ -37,9 +37,9 @@ from tests.coordinator.world import Harness, RandomWorld, gateway_hello, submit,
 from tests.helpers import first
 
 
-@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("state", RequestState)
 @pytest.mark.parametrize("trigger", Trigger)
-def test_every_pair_is_in_the_table_or_illegal(state: State, trigger: Trigger) -> None:
+def test_every_pair_is_in_the_table_or_illegal(state: RequestState, trigger: Trigger) -> None:
     if (state, trigger) in TRANSITIONS:
         assert state not in TERMINAL
         advance(state, trigger)
@@ -49,9 +49,9 @@ def test_every_pair_is_in_the_table_or_illegal(state: State, trigger: Trigger) -
 
 
 def test_every_live_state_reaches_an_end_and_can_be_cancelled() -> None:
-    for state in set(State) - TERMINAL:
-        assert TRANSITIONS[(state, Trigger.CANCEL)] is State.CANCELLED
-        assert TRANSITIONS[(state, Trigger.FAIL)] is State.FAILED
+    for state in set(RequestState) - TERMINAL:
+        assert TRANSITIONS[(state, Trigger.CANCEL)] is RequestState.CANCELLED
+        assert TRANSITIONS[(state, Trigger.FAIL)] is RequestState.FAILED
 
 
 def test_a_life_from_submit_to_finish() -> None:
@@ -64,12 +64,12 @@ def test_a_life_from_submit_to_finish() -> None:
     assert prefill.decode.incarnation == 20 and prefill.gateway.incarnation == 1
     assert step.chunks == (Chunk("a", 1, 0, 10),)
     h.receive(10, StepDone(0, step.chunks, 5.0, 0))
-    assert h.core.requests["a"].state is State.HANDING_OVER
+    assert h.core.requests["a"].state is RequestState.HANDING_OVER
     h.receive(10, HandedOver("a", 1, 1234, 1.0))
-    assert h.core.requests["a"].state is State.DECODING
+    assert h.core.requests["a"].state is RequestState.DECODING
     assert h.core.workers[10].free_blocks == 1000
     h.receive(20, Finished("a", 1, 4, 0))
-    assert h.ended == {"a": [State.FINISHED]} and not h.core.requests
+    assert h.ended == {"a": [RequestState.FINISHED]} and not h.core.requests
     assert h.core.workers[20].free_blocks == 1000 and not h.take(Release)
 
 
@@ -165,31 +165,39 @@ def test_nobody_waits_for_a_worker_that_was_drained() -> None:
     assert [m.reason for m in h.take(Rejected) if isinstance(m, Rejected)] == [Reject.NO_CAPACITY]
 
 
-def states_of_a_life() -> list[tuple[State, Harness]]:
+def states_of_a_life() -> list[tuple[RequestState, Harness]]:
     """A core with request `a` in each of its live states."""
     found = []
-    for state in (State.QUEUED, State.PREFILLING, State.HANDING_OVER, State.DECODING, State.INTERRUPTED):
+    for state in (
+        RequestState.QUEUED,
+        RequestState.PREFILLING,
+        RequestState.HANDING_OVER,
+        RequestState.DECODING,
+        RequestState.INTERRUPTED,
+    ):
         h = Harness.make()
-        if state is State.QUEUED:
+        if state is RequestState.QUEUED:
             h = Harness.make(max_seqs=1)
             h.receive(1, submit("blocker"))
         h.receive(1, submit("a", 10))
-        if state in (State.HANDING_OVER, State.DECODING):
+        if state in (RequestState.HANDING_OVER, RequestState.DECODING):
             h.receive(10, StepDone(0, (Chunk("a", 1, 0, 10),), 1.0, 0))
-        if state is State.DECODING:
+        if state is RequestState.DECODING:
             h.receive(10, HandedOver("a", 1, 1, 1.0))
-        if state is State.INTERRUPTED:
+        if state is RequestState.INTERRUPTED:
             h.receive(20, WorkFailed("a", 1, Interrupt.TRANSFER_FAILED, "planted"))
         assert h.core.requests["a"].state is state
         found.append((state, h))
     return found
 
 
-@pytest.mark.parametrize(("state", "h"), states_of_a_life(), ids=lambda v: v.value if isinstance(v, State) else "")
-def test_cancel_from_any_state_gives_everything_back_once_the_workers_say_so(state: State, h: Harness) -> None:
+@pytest.mark.parametrize(
+    ("state", "h"), states_of_a_life(), ids=lambda v: v.value if isinstance(v, RequestState) else ""
+)
+def test_cancel_from_any_state_gives_everything_back_once_the_workers_say_so(state: RequestState, h: Harness) -> None:
     h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
     h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
-    assert h.ended["a"] == [State.CANCELLED] and "a" not in h.core.requests
+    assert h.ended["a"] == [RequestState.CANCELLED] and "a" not in h.core.requests
     for incarnation in {s.incarnation for s in h.sent if isinstance(s.message, Release)}:
         assert ("a", 1) in h.core.workers[incarnation].allocations, "blocks are held until the worker lets go"
         h.receive(incarnation, Released("a", 1))
@@ -220,34 +228,34 @@ def test_a_lost_worker_interrupts_and_the_next_attempt_runs_elsewhere(lost: int)
     assert isinstance(told, Interrupted) and told.attempt == 1
     assert h.take(Release, other) == [Release("a", 1)]
     h.receive(1, submit("a", attempt=2))
-    assert h.core.requests["a"].state is State.PREFILLING
+    assert h.core.requests["a"].state is RequestState.PREFILLING
     assert lost not in (request.prefill_incarnation, request.decode_incarnation)
     # What the first attempt still says is dropped.
     h.receive(other, WorkFailed("a", 1, Interrupt.TRANSFER_FAILED, "late"))
     h.receive(other, Finished("a", 1, 3, 0))
-    assert h.core.requests["a"].state is State.PREFILLING
+    assert h.core.requests["a"].state is RequestState.PREFILLING
 
 
 def test_prefill_lost_after_hand_over_does_not_touch_the_stream() -> None:
-    h = dict(states_of_a_life())[State.DECODING]
+    h = dict(states_of_a_life())[RequestState.DECODING]
     h.post(PeerDown(10, "killed"))
-    assert h.core.requests["a"].state is State.DECODING and not h.take(Interrupted)
+    assert h.core.requests["a"].state is RequestState.DECODING and not h.take(Interrupted)
 
 
 def test_an_interrupted_request_whose_gateway_stays_silent_fails_in_bounded_time() -> None:
-    h = dict(states_of_a_life())[State.INTERRUPTED]
+    h = dict(states_of_a_life())[RequestState.INTERRUPTED]
     assert h.core.next_deadline() == 30.0
     h.now = 30.0
     h.post(Tick())
-    assert h.ended["a"] == [State.FAILED] and h.core.next_deadline() is None
+    assert h.ended["a"] == [RequestState.FAILED] and h.core.next_deadline() is None
 
 
 def test_waiting_too_long_expires() -> None:
-    h = dict(states_of_a_life())[State.QUEUED]
+    h = dict(states_of_a_life())[RequestState.QUEUED]
     assert h.core.next_deadline() == 120.0
     h.now = 121.0
     h.post(Tick())
-    assert h.ended["a"] == [State.EXPIRED]
+    assert h.ended["a"] == [RequestState.EXPIRED]
     assert [m.reason for m in h.take(Rejected) if isinstance(m, Rejected)] == [Reject.EXPIRED]
 
 
@@ -257,7 +265,7 @@ def test_gateway_lost_cancels_its_requests_and_no_others() -> None:
     h.receive(1, submit("a"))
     h.receive(2, submit("b"))
     h.post(PeerDown(1, "killed"))
-    assert h.ended == {"a": [State.CANCELLED]} and list(h.core.requests) == ["b"]
+    assert h.ended == {"a": [RequestState.CANCELLED]} and list(h.core.requests) == ["b"]
 
 
 def test_repeated_submit_is_accepted_once() -> None:
@@ -291,9 +299,9 @@ def test_prompts_of_requests_that_were_cancelled_are_not_kept_behind_one_that_wa
 
 
 def test_finish_may_overtake_the_hand_over() -> None:
-    h = dict(states_of_a_life())[State.HANDING_OVER]
+    h = dict(states_of_a_life())[RequestState.HANDING_OVER]
     h.receive(20, Finished("a", 1, 4, 0))
-    assert h.ended["a"] == [State.FINISHED]
+    assert h.ended["a"] == [RequestState.FINISHED]
     assert h.take(Release, 10) == [Release("a", 1)]
     h.receive(10, HandedOver("a", 1, 1, 1.0))
     h.receive(10, Released("a", 1))
@@ -304,20 +312,20 @@ def test_an_answer_of_one_token_ends_in_prefill() -> None:
     h = Harness.make()
     h.receive(1, submit("a", max_tokens=1))
     h.receive(10, Finished("a", 1, 1, 0))
-    assert h.ended["a"] == [State.FINISHED] and h.take(Release, 20) == [Release("a", 1)]
+    assert h.ended["a"] == [RequestState.FINISHED] and h.take(Release, 20) == [Release("a", 1)]
 
 
 def test_a_decode_worker_that_lets_go_early_leaves_the_verdict_to_the_prefill_worker() -> None:
     h = Harness.make()
     h.receive(1, submit("a", max_tokens=1))
     h.receive(20, Released("a", 1))
-    assert h.core.requests["a"].state is State.PREFILLING and not h.take(Interrupted)
+    assert h.core.requests["a"].state is RequestState.PREFILLING and not h.take(Interrupted)
     h.receive(10, Finished("a", 1, 1, 0))
-    assert h.ended["a"] == [State.FINISHED] and not h.take(Release)
+    assert h.ended["a"] == [RequestState.FINISHED] and not h.take(Release)
 
 
 def test_a_newer_attempt_takes_the_place_of_one_that_waits() -> None:
-    h = dict(states_of_a_life())[State.QUEUED]
+    h = dict(states_of_a_life())[RequestState.QUEUED]
     h.receive(1, submit("a", attempt=2))
     assert h.core.requests["a"].attempt == 2 and [r.id for r in h.core.queues["m"]] == ["a"]
 
@@ -343,8 +351,11 @@ def test_a_request_that_no_worker_of_now_can_hold_lets_others_pass() -> None:
     h.receive(10, StepDone(0, (Chunk("running", 1, 0, 10),), 1.0, 0))
     h.receive(10, HandedOver("running", 1, 1, 1.0))
     h.receive(20, Finished("running", 1, 4, 0))
-    assert small_incarnations == [20] and h.core.requests["small"].state is State.PREFILLING
-    assert "big" not in h.core.requests or h.core.requests["big"].state in (State.QUEUED, State.INTERRUPTED)
+    assert small_incarnations == [20] and h.core.requests["small"].state is RequestState.PREFILLING
+    assert "big" not in h.core.requests or h.core.requests["big"].state in (
+        RequestState.QUEUED,
+        RequestState.INTERRUPTED,
+    )
 
 
 def test_worker_registration() -> None:

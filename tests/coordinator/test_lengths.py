@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from coordinator.events import Configured, Limits
-from coordinator.lifecycle import State
+from coordinator.lifecycle import RequestState
 from runtime.tenancy.tenants import parse
 from simulation.cluster.cluster import VirtualCluster
 from simulation.cluster.decode import BatchedDecode
@@ -100,7 +100,7 @@ def test_short_answers_do_not_teach_quotas_to_let_long_ones_in(taught_tokens: in
             running = [r.submit for r in cluster.requests.values() if r.submit.tenant == "a" and r.state is None]
             most_in_flight = max(most_in_flight, sum(s.prompt_tokens + s.sampling.max_tokens for s in running))
             most_a_day = max(most_a_day, account.day_tokens)
-    finished = [r for r in cluster.requests.values() if r.state is State.FINISHED]
+    finished = [r for r in cluster.requests.values() if r.state is RequestState.FINISHED]
     used = sum(r.submit.prompt_tokens + sum(r.emitted_tokens) for r in finished)
     assert account is not None and account.idle and account.day_tokens == used
     assert 16_000 < most_in_flight <= 20_000 + 4_000
@@ -122,4 +122,4 @@ def test_an_answer_longer_than_its_estimate_is_charged_as_it_is_emitted() -> Non
     assert charged[0] < 150, "the estimate, or a second"
     assert charged[1:] == pytest.approx([2 * 11 / 0.02, 2 * 21 / 0.02], rel=0.1)
     cluster.run(60.0)
-    assert request.state is State.FINISHED and not request.attempt_progress.output_charged
+    assert request.state is RequestState.FINISHED and not request.attempt_progress.output_charged

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from coordinator.events import Limits, PeerDown, PeerUp, Tick
-from coordinator.lifecycle import State
+from coordinator.lifecycle import RequestState
 from coordinator.reporting import report
 from coordinator.waiting.retries import WINDOW_S, RetryBudget
 from coordinator.workers.circuit_breakers import OPEN_S, OPEN_S_MAX, TRIP_AFTER, Breakers
@@ -124,7 +124,7 @@ def test_more_than_the_budget_wait_and_then_come_back_too() -> None:
     [refused] = h.take(Rejected)
     assert isinstance(refused, Rejected) and refused.reason is Reject.RETRY_BUDGET
     assert 0 < refused.retry_after_s <= WINDOW_S
-    assert h.core.requests["c"].state is State.INTERRUPTED and not h.ended, "it is not lost"
+    assert h.core.requests["c"].state is RequestState.INTERRUPTED and not h.ended, "it is not lost"
     for _ in range(20):
         h.now += 0.1
         h.receive(1, submit("c", attempt=2))
@@ -240,7 +240,7 @@ class Cluster(Harness):
 
     def go_on(self, name: str, works: bool, lasts_s: float = 0.1) -> tuple[int, int] | None:
         request = self.core.requests[name]
-        if request.state is State.QUEUED:
+        if request.state is RequestState.QUEUED:
             return None
         prefill, decode = request.prefill_incarnation, request.decode_incarnation
         [step] = [m for m in self.take(Step, prefill) if isinstance(m, Step)]
@@ -286,19 +286,21 @@ def test_the_only_pair_is_tried_by_one_at_a_time_until_it_works() -> None:
     h.now = h.core.next_deadline() or 0.0
     h.post(Tick())
     states = [h.core.requests[name].state for name in ("a", "b")]
-    assert states == [State.PREFILLING, State.QUEUED], "one probe"
+    assert states == [RequestState.PREFILLING, RequestState.QUEUED], "one probe"
     h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
-    assert h.core.requests["b"].state is State.QUEUED, "its blocks are not back yet"
+    assert h.core.requests["b"].state is RequestState.QUEUED, "its blocks are not back yet"
     h.receive(10, Released("a", 1))
     h.receive(20, Released("a", 1))
-    assert h.core.requests["b"].state is not State.QUEUED, "a probe that ends without a verdict makes room for the next"
+    assert h.core.requests["b"].state is not RequestState.QUEUED, (
+        "a probe that ends without a verdict makes room for the next"
+    )
     h.receive(1, submit("c", 8))
     h.take(Step)
     for step_id, (step, _) in list(h.core.workers[10].steps.items()):
         h.receive(10, StepDone(step_id, tuple(c for c in step.chunks if c == Chunk("b", 1, 0, 8)), 1.0, 0))
-    assert [h.core.requests[name].state for name in ("b", "c")] == [State.HANDING_OVER, State.QUEUED]
+    assert [h.core.requests[name].state for name in ("b", "c")] == [RequestState.HANDING_OVER, RequestState.QUEUED]
     h.receive(10, HandedOver("b", 1, 9, 1.0))
-    assert h.core.requests["c"].state is State.PREFILLING, "it works again"
+    assert h.core.requests["c"].state is RequestState.PREFILLING, "it works again"
 
 
 # --- room that is kept ---------------------------------------------------------------------------------------------------
@@ -309,7 +311,7 @@ def full() -> Harness:
     h = Harness.make(2, 1, kv_blocks=3)
     h.receive(1, submit("a", 9, max_tokens=3))
     h.receive(1, submit("b", 9, max_tokens=3))
-    assert h.core.requests["b"].state is State.QUEUED
+    assert h.core.requests["b"].state is RequestState.QUEUED
     h.sent.clear()
     h.post(PeerDown(h.core.requests["a"].prefill_incarnation, "killed"))
     assert h.take(Release, 20) == [Release("a", 1)]
@@ -320,9 +322,9 @@ def test_a_request_whose_prefill_worker_is_lost_keeps_its_room() -> None:
     h = full()
     h.receive(20, Released("a", 1))
     h.receive(20, Released("a", 1))
-    assert h.core.requests["b"].state is State.QUEUED, "the room is not free"
+    assert h.core.requests["b"].state is RequestState.QUEUED, "the room is not free"
     h.receive(1, submit("a", 9, attempt=2, max_tokens=3))
-    assert h.core.requests["a"].state is State.PREFILLING, "at once, though it is not its turn"
+    assert h.core.requests["a"].state is RequestState.PREFILLING, "at once, though it is not its turn"
     assert [m.request_id for m in sent(h, Prefill)] == [m.request_id for m in sent(h, Reserve)] == ["a"]
     assert list(h.core.workers[20].allocations) == [("a", 2)]
 
@@ -330,9 +332,9 @@ def test_a_request_whose_prefill_worker_is_lost_keeps_its_room() -> None:
 def test_its_room_is_not_counted_twice_while_the_last_attempt_is_still_there() -> None:
     h = full()
     h.receive(1, submit("a", 9, attempt=2, max_tokens=3))
-    assert h.core.requests["a"].state is State.QUEUED, "blocks are held until the worker lets go"
+    assert h.core.requests["a"].state is RequestState.QUEUED, "blocks are held until the worker lets go"
     h.receive(20, Released("a", 1))
-    assert h.core.requests["a"].state is State.PREFILLING and h.core.requests["b"].state is State.QUEUED
+    assert h.core.requests["a"].state is RequestState.PREFILLING and h.core.requests["b"].state is RequestState.QUEUED
 
 
 @pytest.mark.parametrize("released_first", [True, False])
@@ -351,7 +353,7 @@ def test_room_that_nobody_comes_for_is_given_back(how: str, released_first: bool
         h.post(PeerUp(21, worker_hello(Role.DECODE, 21, kv_blocks=3)))
     if not released_first:
         h.receive(20, Released("a", 1))
-    assert h.core.requests["b"].state is State.PREFILLING and not h.core.pools["m"].retained
+    assert h.core.requests["b"].state is RequestState.PREFILLING and not h.core.pools["m"].retained
 
 
 def sent(h: Harness, kind: type[Message]) -> list[Message]:
@@ -369,4 +371,6 @@ def test_room_that_is_kept_twice_for_one_request_is_kept_no_longer_once_it_has_i
     pool = h.core.pools["m"]
     assert pool.large_drain.request is h.core.requests["a"] and pool.retained
     h.receive(20, Released("a", 1))
-    assert h.core.requests["a"].state is State.PLACED and pool.large_drain.request is None, "its own step follows"
+    assert h.core.requests["a"].state is RequestState.PLACED and pool.large_drain.request is None, (
+        "its own step follows"
+    )

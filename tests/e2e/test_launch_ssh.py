@@ -44,7 +44,7 @@ class Launched(Served):
 
     def call(self, verb: str, *more: str, expect: int = 0) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "launcher.cluster.launch_ssh", verb, str(self.path), *self.options, *more],
+            [sys.executable, "-m", "launcher.cli", "cluster", "launch", verb, str(self.path), *self.options, *more],
             env=self.environment,
             capture_output=True,
             text=True,
@@ -76,7 +76,7 @@ def launched(folder: Path, text: str, *, local: bool = True) -> Iterator[Launche
         yield cluster
     finally:
         subprocess.run(
-            [sys.executable, "-m", "launcher.cluster.launch_ssh", "down", str(cluster.path), *cluster.options],
+            [sys.executable, "-m", "launcher.cli", "cluster", "launch", "down", str(cluster.path), *cluster.options],
             env=cluster.environment, capture_output=True, timeout=300, check=False,
         )  # fmt: skip
     assert not cluster.processes()

@@ -34,7 +34,7 @@ KNOWN = tuple(kind for kind in tiny_models.KINDS if kind not in UNKNOWN)
 
 def kernels_are_here() -> bool:
     try:
-        library.load()
+        library.load_kernels()
     except library.KernelsUnavailable:
         return False
     return True
@@ -104,7 +104,7 @@ def test_kernels_that_cannot_be_loaded_are_none(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "kernels.so").write_text("no library")
     monkeypatch.setattr(library, "_built", lambda: tmp_path / "kernels.so")
     with pytest.raises(library.KernelsUnavailable, match="cannot be loaded"):
-        library.load.__wrapped__()
+        library.load_kernels.__wrapped__()
 
 
 def test_kernels_of_somebody_else_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ def test_products_are_those_of_the_rounded_weights(format: str, outputs: int) ->
         x = torch.randn(rows, 48)
         y = np.full((rows, packed.outputs), np.nan, np.float32)
         described = packed.described()
-        library.load().multiply(described, x.data_ptr(), 48, y.ctypes.data, packed.outputs, rows)
+        library.load_kernels().multiply(described, x.data_ptr(), 48, y.ctypes.data, packed.outputs, rows)
         torch.testing.assert_close(torch.from_numpy(y[:, :outputs]), layer(x), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(
         packed.row(torch.tensor([0, outputs - 1])), layer.weight[[0, outputs - 1]], rtol=1e-6, atol=0

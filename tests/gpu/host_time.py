@@ -23,7 +23,7 @@ from engine.gpu.weights import DecoderWeights, LayerWeights, Product
 from engine.kv.allocator import BlockAllocator
 from engine.kv.sequence import SequenceBlocks
 from engine.sampling.sampler import SamplerState, sample
-from proto.messages import Peer
+from proto.messages import Destination
 from proto.sampling import Sampling
 from tests.gpu.record import attempt
 
@@ -41,7 +41,7 @@ def requests_of(sampling: Sampling, allocator: BlockAllocator) -> list[DecodeReq
     for number in range(SEQUENCES):
         blocks = SequenceBlocks(allocator, BLOCK_SIZE, allocator.allocate(CONTEXT // BLOCK_SIZE), CONTEXT - 64)
         state = SamplerState(sampling, 0, VOCAB, [], start_index=1)
-        found.append(DecodeRequest((f"r{number}", 1), 0, Peer("tcp://a", 1), sampling, blocks, state, 7, 1))
+        found.append(DecodeRequest((f"r{number}", 1), 0, Destination("tcp://a", 1), sampling, blocks, state, 7, 1))
     return found
 
 

@@ -31,8 +31,7 @@ from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.session import Accepted, KvFailed, KvSent
 from proto.kv import Accept, Ack, Announce, Commit, Offer, PairListen
 from proto.limits import PROTOCOL_VERSION
-from proto.messages import Hello, Message, Role
-from proto.messages import Peer as Destination
+from proto.messages import Destination, Hello, Message, Role
 from runtime.link.connection_pool import ConnectionPool
 from runtime.link.server import LinkServer, LinkSettings, Peer
 from tests.kvtransfer.ends import FIRST, same_bytes, settings_for, shuffled

@@ -161,7 +161,7 @@ def _read_export(file: Path, plan: Plan) -> Measured:
 async def _agree(settings: AgreeSettings, base_url: str, console: Console) -> int:
     async with new_session(silence_s=None) as session:
         probed = await probe(session, base_url, settings.api_key, "", settings)
-    plan = load_plan.make(settings, [Tenant("default", settings.api_key)], probed.target.context_tokens)
+    plan = load_plan.make_plan(settings, [Tenant("default", settings.api_key)], probed.target.context_tokens)
     rounds: list[dict[str, Measured]] = []
     for number in range(settings.rounds):
         found: dict[str, Measured] = {}

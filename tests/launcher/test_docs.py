@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import typer
 
+from benchmarks import __main__ as benchmarks
 from gateway.http.errors import _OF_KIND, _OF_REJECT
 from launcher import commands as crossdock
-from launcher.cluster import install_units, launch_ssh
 from launcher.cluster.file import parse as parse_cluster
 from launcher.simulate.scenario import parse as parse_scenario
 from proto.codec import ALL_MESSAGES, WITH_BLOB
 from proto.limits import PROTOCOL_VERSION
 from runtime.settings import command_line, options
+from runtime.settings.command_line import commands_in, new_app
 from runtime.tenancy.file import read as read_tenants
 from tests.documents import PAGES, ROOT, Command, blocks, commands
 from tests.test_layout import sources
@@ -64,9 +65,11 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     if program == "crossdock":
         _understands(crossdock.build_app(), tuple(crossdock.as_listed(list(words))))
     elif program == "scripts/launch_ssh":
-        _understands(launch_ssh.build_app(), words)
+        _understands(crossdock.build_app(), ("cluster", "launch", *words) if words != ("--help",) else words)
     elif program == "scripts/install_units":
-        _understands(install_units.build_app(), words)
+        _understands(crossdock.build_app(), ("cluster", "units", *words))
+    elif program == ".venv/bin/python" and words[:2] == ("-m", "benchmarks"):
+        _understands(new_app(benchmarks.HELP, benchmarks.TABLE), words[2:])
     elif program == ".venv/bin/python" and words[:1] == ("-m",):
         assert importlib.util.find_spec(words[1]) is not None
         assert all((ROOT / word).is_file() for word in words[2:])
@@ -87,7 +90,7 @@ def _check_script(script: Path, words: tuple[str, ...], monkeypatch: pytest.Monk
         tier = next((tier for tier in (("unit",), ("-m", "long")) if words[: len(tier)] == tier), ())
         assert all(_is_test(word) for word in words[len(tier) :])
     else:
-        found = re.search(r"-m ((?:tests|launcher)\.[\w.]+) ", last)
+        found = re.search(r"-m ((?:tests|launcher|benchmarks)\.[\w.]+) ", last)
         assert found is not None, "what does it run?"
         name = f"{found[1]}.__main__" if (ROOT / found[1].replace(".", "/")).is_dir() else found[1]
         monkeypatch.setattr(sys, "argv", [script.name, *words])
@@ -146,11 +149,19 @@ def test_the_configuration_reference_is_up_to_date() -> None:
 def test_options_named_in_the_pages_exist() -> None:
     known = {options.option_name(key, field) for _, cls in configuration_reference.commands()
              for key, field in cls.model_fields.items()}  # fmt: skip
+    known |= {
+        options.option_name(key, field)
+        for _, command in commands_in(benchmarks.TABLE)
+        for key, field in command.settings_class().model_fields.items()  # type: ignore[union-attr]
+    }
     known |= {"--config", "--help", "--install-completion", "--no-standby", "--aiperf", "--aiperf-tokenizer"}
     for path in PAGES:
         prose = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", prose)) - {
             "--roles",
+            "--max-model-len",  # of vLLM, as are the next two
+            "--max-num-batched-tokens",
+            "--max-num-seqs",
             "--constrained-share",
             "--answers",
             "--flips",

@@ -25,7 +25,7 @@ AZURE = Path(os.environ.get("CROSSDOCK_TEST_AZURE_TRACE", "AzureLLMInferenceTrac
 
 def make(context: int = 0, **values: Any) -> load_plan.Plan:
     settings = LoadSettings(**{"warmup_s": 0.0, **values})
-    return load_plan.make(settings, load_plan.tenants_of(settings), context)
+    return load_plan.make_plan(settings, load_plan.tenants_of(settings), context)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def learn(
 
 def planned(probed: Probed) -> tuple[load_plan.Plan, list[Any]]:
     settings = LoadSettings(prompt_tokens="103", warmup_s=0.0)
-    plan = load_plan.make(settings, load_plan.tenants_of(settings), probed.target.context_tokens)
+    plan = load_plan.make_plan(settings, load_plan.tenants_of(settings), probed.target.context_tokens)
     prompts = probed.prompts(settings, plan)
     return plan, [prompts.make(one) for one in plan.requests]
 

@@ -30,6 +30,7 @@ from runtime.settings.workers import WorkerSettings
 from tests.launcher.built import build
 from tests.tuning.profiles import GPU
 from tuning.advise import Workers
+from tuning.search import Candidate
 
 FILE = """
 insecure = true
@@ -186,7 +187,7 @@ def test_a_unit_has_the_keys_of_both_roles() -> None:
     ],
 )
 def test_tune_prints_what_applies_it(workers: Workers, command: str, lines: list[str]) -> None:
-    candidate = SimpleNamespace(workers=workers, step_tokens=GPU.step_tokens, seqs_max=32)
+    candidate = Candidate(workers, GPU.step_tokens, 32)
     found = tune.apply_lines(SimpleNamespace(candidate=candidate), GPU)  # type: ignore[arg-type]
     assert found["command"] == command and set(lines) <= set(found["cluster_toml"])
     given = dict(zip(*[iter(command.split()[2:])] * 2, strict=True))

@@ -1,5 +1,6 @@
 """The pages name files that exist, and the diagram of the life cycle is that of the table."""
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,3 +88,17 @@ def test_a_page_without_markers_is_refused() -> None:
 def test_pages_stay_short(page: str, lines: int) -> None:
     lengths = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob(page)}
     assert lengths and max(lengths.values()) <= lines, lengths
+
+
+def test_the_walk_through_the_code_names_functions_that_are_there() -> None:
+    page = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d+ \| `([\w/]+\.py)` \| ([^|]+) \|", page, re.MULTILINE)
+    assert len(rows) == 24
+    for file, names in rows:
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        defined = {
+            n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        }
+        assert set(re.findall(r"`(\w+)`", names)) <= defined, file
+    for file in re.findall(r"`([\w/]+/[\w.]*)`", page):
+        assert (ROOT / file).exists(), file

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from proto import drain, kv, limits, messages, parts, policy, progress, status
 from proto.codec import ALL_MESSAGES, WITH_BLOB, decode, encode, pack_tokens, split_hashes, to_frames, unpack_tokens
 from proto.errors import CancelReason, FinishReason, Interrupt, Reject, RemoteProtocolError
-from proto.messages import Chunk, Message, Peer, Role, TokenItem
+from proto.messages import Chunk, Destination, Message, Role, TokenItem
 from proto.parts import Capacity, Held
 from proto.sampling import Sampling, TokenLogprobs
 
@@ -21,7 +21,7 @@ RATES = messages.RateState(10, 9, 6.0, 1000, 900, 60.0)
 ID = ("chat-1.c2", 3)
 WORK = (*ID, 9, SAMPLING, 2, 1, 4)
 HASHES = bytes(range(32))
-GATEWAY, DECODE = Peer("tcp://127.0.0.1:5", 77), Peer("tcp://[::1]:6", 78)
+GATEWAY, DECODE = Destination("tcp://127.0.0.1:5", 77), Destination("tcp://[::1]:6", 78)
 ITEM = TokenItem(
     *ID, 1, 4, (9, 10), FinishReason.STOP, (TokenLogprobs(-0.5, ((9, -0.5), (8, -1.0))), TokenLogprobs(-1.0)), 32
 )

@@ -11,7 +11,7 @@ from coordinator.accounting import billing
 from coordinator.accounting.usage import Closed, Past
 from coordinator.admission import intake
 from coordinator.fairness.held_shares import HeldShares
-from coordinator.lifecycle import State as Life
+from coordinator.lifecycle import RequestState
 from coordinator.placement import decide
 from coordinator.recovery import draining, members
 from coordinator.request import Request
@@ -367,7 +367,7 @@ def room_kept_for_a_request_outlives_it(m: pytest.MonkeyPatch) -> None:
     original = state.State.drop_retained
 
     def drop(self: state.State, request: Any) -> None:
-        if request.state is not Life.INTERRUPTED:
+        if request.state is not RequestState.INTERRUPTED:
             original(self, request)
 
     m.setattr(state.State, "drop_retained", drop)

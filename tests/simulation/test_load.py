@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import pytest
 
-from coordinator.lifecycle import State
+from coordinator.lifecycle import RequestState
 from proto.parts import Capacity
 from runtime.tenancy.tenants import from_tables
 from simulation.load import run
@@ -82,7 +82,7 @@ def test_a_worker_that_never_comes_back_leaves_its_requests_unserved() -> None:
         PAIR, every(1.0, ask(), 20.0), failures=(Failure(9.9, "prefill-0", "lost"),), duration_s=20.0, settle_s=5.0
     )
     played = play(workload)
-    assert [one.state for one in played.outcomes[:9]] == [State.FINISHED] * 9
+    assert [one.state for one in played.outcomes[:9]] == [RequestState.FINISHED] * 9
     assert all(one.state is None for one in played.outcomes[11:])
     assert figures(played)["all"]["ended_otherwise"] == {"unfinished": 10}
 
@@ -112,7 +112,7 @@ def test_mixed_workers_share_their_time_and_their_blocks() -> None:
     assert (mixed.outcomes[0].tpot_s or 0) > 1.3 * (split.outcomes[0].tpot_s or 0)
     # A quarter of the blocks is for prompts.
     too_long = play(Workload(workers("mixed-0"), ((0.0, ask(prompt_tokens=4096 * 16 // 3)),), duration_s=5.0))
-    assert too_long.outcomes[0].state is State.REJECTED
+    assert too_long.outcomes[0].state is RequestState.REJECTED
 
 
 def test_clients_in_a_closed_loop_wait_for_their_answers() -> None:
@@ -142,7 +142,7 @@ def test_clients_that_wait_to_come_again_are_waited_for() -> None:
     tenants = from_tables({"tenants": {"t": {"limits": {"requests_per_min": 1}}}})
     played = play(Workload(PAIR, every(0.1, ask(retries=5), 0.2), duration_s=0.3, settle_s=600.0, tenants=tenants))
     early, late = played.outcomes
-    assert early.rejections == 0 and late.rejections == 1 and late.state is State.FINISHED
+    assert early.rejections == 0 and late.rejections == 1 and late.state is RequestState.FINISHED
     assert late.ttft_s is not None and late.ttft_s > 30.0
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from simulation.run import run
+from simulation.run import run_seed
 from tests.simulation import planted_flips, planted_service, planted_suffixes, planted_workers
 
 BUGS = planted_service.BUGS | planted_workers.BUGS | planted_suffixes.BUGS | planted_flips.BUGS
@@ -35,7 +35,7 @@ FOUND_BY = {
 def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[name](monkeypatch)
     for seed in (FOUND_BY.get(name, 0), *range(SEEDS)):
-        failure = run(seed).failure
+        failure = run_seed(seed).failure
         if failure is not None:
             assert isinstance(failure, AssertionError | KeyError | IndexError), repr(failure)
             return

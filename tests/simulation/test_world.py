@@ -10,20 +10,22 @@ import pytest
 
 from simulation.batch import from_line
 from simulation.faults.plan import FAULTS, draw
-from simulation.run import run, timeline
+from simulation.run import run_seed, timeline
 from tests.helpers import first
 
 PART = 125
 """Seeds of one test."""
 ROOT = Path(__file__).resolve().parents[2]
-DIGESTS = "import sys; from simulation.run import run; sys.stdout.write(' '.join(run(s).digest for s in range(12)))"
+DIGESTS = (
+    "import sys; from simulation.run import run_seed; sys.stdout.write(' '.join(run_seed(s).digest for s in range(12)))"
+)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("start", first(1, range(0, 8 * PART, PART)))
 def test_nothing_is_lost(start: int) -> None:
     for seed in range(start, start + PART):
-        result = run(seed)
+        result = run_seed(seed)
         if result.failure is not None:
             assert result.cluster is not None
             told = "\n".join(timeline(result.cluster, getattr(result.failure, "request_id", "")))
@@ -34,12 +36,12 @@ def test_nothing_is_lost(start: int) -> None:
 
 @pytest.mark.parametrize("seed", [1513, 3379, 3899, 4256, 7077, 8509, 14218, 303333, 312694, 411105])
 def test_what_longer_searches_found_stays_mended(seed: int) -> None:
-    assert run(seed).failure is None
+    assert run_seed(seed).failure is None
 
 
 @pytest.mark.timeout(600)
 def test_each_kind_of_fault_comes_up() -> None:
-    injected = {name for seed in range(30) for name in run(seed).injected}
+    injected = {name for seed in range(30) for name in run_seed(seed).injected}
     for kind in (
         "crash",
         "pause",
@@ -60,11 +62,11 @@ def test_each_kind_of_fault_comes_up() -> None:
 def test_a_run_with_one_kind_of_faults_has_the_same_requests(kind: str) -> None:
     alone, with_all = draw(3, frozenset({kind})), draw(3)
     assert [(a.prompt, a.at_s) for a in alone.asked] == [(a.prompt, a.at_s) for a in with_all.asked]
-    assert run(3, frozenset({kind})).failure is None
+    assert run_seed(3, frozenset({kind})).failure is None
 
 
 def test_a_seed_tells_the_same_story_whatever_the_hash_seed() -> None:
-    here = [run(seed).digest for seed in range(12)]
+    here = [run_seed(seed).digest for seed in range(12)]
     assert len(set(here)) == len(here)
     for hash_seed in ("0", "1234"):
         environment = os.environ | {"PYTHONHASHSEED": hash_seed}
@@ -75,7 +77,7 @@ def test_a_seed_tells_the_same_story_whatever_the_hash_seed() -> None:
 
 
 def test_a_story_is_of_its_request_and_of_what_was_done_to_the_cluster() -> None:
-    result = run(7, keep=True)
+    result = run_seed(7, keep=True)
     assert result.cluster is not None
     told = timeline(result.cluster, "r0", 1000)
     assert any("client asks r0" in line for line in told) and any("healing" in line for line in told)

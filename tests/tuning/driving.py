@@ -9,7 +9,7 @@ from functools import partial
 from itertools import pairwise
 
 from coordinator.events import Limits
-from coordinator.lifecycle import State
+from coordinator.lifecycle import RequestState
 from coordinator.reporting import report
 from proto.messages import Role
 from simulation.cluster.cluster import VirtualCluster
@@ -95,7 +95,7 @@ def drive(
 
     def ended(request: ClientRequest) -> None:
         name = request.submit.request_id
-        if request.state is not State.FINISHED:
+        if request.state is not RequestState.FINISHED:
             return
         ttft_s, tokens = cluster.ttft_s[name], request.output_tokens[0]
         tpot_ms = 1000 * (cluster.now - request.submitted_s - ttft_s) / max(tokens - 1, 1)

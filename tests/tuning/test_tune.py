@@ -12,7 +12,7 @@ import pytest
 from markupsafe import escape
 
 from launcher.load import traces
-from launcher.report import check_writable
+from launcher.reports import check_writable
 from launcher.tuning.settings import TuneCheckSettings, TuneSettings
 from launcher.tuning.show import turn_lines
 from runtime.settings.options import SettingsError
@@ -44,7 +44,7 @@ def crossdock(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_guides_command_gives_a_recommendation_and_a_page_without_network(here: Path) -> None:
     guide = (ROOT / "docs" / "ratio-lab.md").read_text(encoding="utf-8")
-    [words] = [
+    words, *_ = [
         line.split()[1:]
         for line in guide.splitlines()
         if line.startswith("crossdock tune --profile profile.json --trace")

@@ -9,11 +9,11 @@ from decode_worker.requests import AttemptTable, FinalReport, Phase
 from engine.kv.allocator import BlockAllocator
 from kvtransfer.session.session import Accepted
 from proto.errors import FinishReason, Interrupt
-from proto.messages import Finished, Peer, Released, Reserve, WorkFailed
+from proto.messages import Destination, Finished, Released, Reserve, WorkFailed
 from proto.sampling import Sampling
 
 BLOCK, POOL, STOP_TOKEN = 4, 60, 7
-GATEWAYS = (Peer("tcp://a", 1), Peer("tcp://b", 2))
+GATEWAYS = (Destination("tcp://a", 1), Destination("tcp://b", 2))
 
 
 def reserve(

@@ -10,7 +10,7 @@ from gateway.text.block_hashes import BlockNames
 from kvtransfer.session.session import Accepted
 from proto.codec import pack_tokens, split_hashes
 from proto.kv import Commit, FirstToken, Offer
-from proto.messages import Peer, Release, Reserve
+from proto.messages import Destination, Release, Reserve
 from proto.parts import Returns
 from proto.progress import AnswerNames, EndPrefix
 from proto.sampling import Sampling
@@ -24,7 +24,7 @@ NAMES = BlockNames.of(pack_tokens(PROMPT), BLOCK, "tenant:a", b"key")
 
 def order(choices: int = 1, names: BlockNames | None = NAMES) -> Reserve:
     hashes = names.hashes if names is not None else b""
-    gateway = Peer("tcp://a", GATEWAY)
+    gateway = Destination("tcp://a", GATEWAY)
     return Reserve("a", 1, len(PROMPT), Sampling(max_tokens=50), choices, 0, 0, 4, gateway, PREFILL_EPOCH, hashes)
 
 

@@ -15,7 +15,7 @@ from prefill_worker.core import PrefillCore
 from prefill_worker.prompts import FetchPhase, PromptTable
 from proto.codec import pack_tokens
 from proto.kv import NO_FIRST_TOKENS, Commit, Fetch, FetchRefused, Offer
-from proto.messages import CacheMiss, Chunk, Message, Peer, Prefill, Release, Released, Reserve, Step, StepDone
+from proto.messages import CacheMiss, Chunk, Destination, Message, Prefill, Release, Released, Reserve, Step, StepDone
 from proto.sampling import Sampling
 from runtime.worker.ports import TakeChanges
 from tests.workers.test_batch import BLOCK
@@ -38,11 +38,11 @@ class Ports:
         self.aborted = False
         self.lent: Sequence[int] = ()
 
-    def send(self, *message: Message | Peer) -> None:
+    def send(self, *message: Message | Destination) -> None:
         self.said += [part for part in message if isinstance(part, Message)]
 
     def report_cache(self, take_changes: TakeChanges) -> None: ...
-    def connect(self, to: Peer) -> None: ...
+    def connect(self, to: Destination) -> None: ...
     def open(self, *order: Any) -> None: ...
     def commit(self, *order: Any) -> None: ...
 
@@ -55,7 +55,7 @@ class Ports:
     def now(self) -> float:
         return 0.0
 
-    def fetch(self, decode: Peer, message: Fetch) -> None:
+    def fetch(self, decode: Destination, message: Fetch) -> None:
         self.said.append(message)
 
     def refuse_fetch(self, incarnation: int, message: FetchRefused) -> None:
@@ -72,7 +72,8 @@ def prefill_core(here: int) -> tuple[PrefillCore, Ports]:
         ports, PromptTable(allocator, BLOCK), vocab_size=99, step_tokens_max=64, tokens_forwarded=lambda: 0
     )
     order = Prefill(
-        *KEY, len(PROMPT), Sampling(max_tokens=5), 1, 0, 0, Peer("g", GATEWAY), Peer("d", DECODE), BLOCK, HASHES, BELIEVED, True
+        *KEY, len(PROMPT), Sampling(max_tokens=5), 1, 0, 0, Destination("g", GATEWAY), Destination("d", DECODE), BLOCK,
+        HASHES, BELIEVED, True,
     )  # fmt: skip
     core.order(order, pack_tokens(PROMPT))
     core.order(Step(1, (Chunk(*KEY, BELIEVED, len(PROMPT) - BELIEVED),)), b"")
@@ -96,7 +97,7 @@ def test_a_step_waits_for_what_is_fetched_and_starts_behind_it() -> None:
 def test_another_steps_prompts_go_first_meanwhile() -> None:
     core, _ = prefill_core(here=0)
     other = Prefill(
-        "b", 1, BLOCK, Sampling(max_tokens=5), 1, 0, 0, Peer("g", GATEWAY), Peer("d", DECODE), BLOCK
+        "b", 1, BLOCK, Sampling(max_tokens=5), 1, 0, 0, Destination("g", GATEWAY), Destination("d", DECODE), BLOCK
     )  # fmt: skip
     core.order(other, pack_tokens(PROMPT[:BLOCK]))
     core.order(Step(2, (Chunk("b", 1, 0, BLOCK),)), b"")
@@ -107,7 +108,8 @@ def test_another_steps_prompts_go_first_meanwhile() -> None:
 
 def test_the_chunks_of_a_prompt_keep_their_order_where_a_step_waits() -> None:
     core, _ = prefill_core(here=0)
-    other = Prefill("b", 1, 2 * BLOCK, Sampling(max_tokens=5), 1, 0, 0, Peer("g", GATEWAY), Peer("d", DECODE), BLOCK)
+    to = Destination("g", GATEWAY), Destination("d", DECODE)
+    other = Prefill("b", 1, 2 * BLOCK, Sampling(max_tokens=5), 1, 0, 0, *to, BLOCK)
     core.order(other, pack_tokens(PROMPT[: 2 * BLOCK]))
     core.order(Step(2, (Chunk(*KEY, BELIEVED + 1, 1), Chunk("b", 1, 0, BLOCK))), b"")
     core.order(Step(3, (Chunk("b", 1, BLOCK, BLOCK),)), b"")
@@ -181,7 +183,9 @@ def lender() -> tuple[DecodeCore[str], Ports]:
     allocator.free(blocks)
     table = AttemptTable(allocator, BLOCK, Batch[str]())
     core = DecodeCore(ports, table, vocab_size=99, make_state=lambda order, first, prompt: "state")
-    core.order(Reserve(*KEY, len(PROMPT), Sampling(max_tokens=5), 1, 0, 0, 6, Peer("g", GATEWAY), PREFILL, HASHES))
+    core.order(
+        Reserve(*KEY, len(PROMPT), Sampling(max_tokens=5), 1, 0, 0, 6, Destination("g", GATEWAY), PREFILL, HASHES)
+    )
     return core, ports
 
 

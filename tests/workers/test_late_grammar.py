@@ -11,7 +11,7 @@ from prefill_worker.compute import draw_late
 from prefill_worker.core import Begun, PrefillCore, StepResult, needs_tokens
 from prefill_worker.prompts import PrefillRequest, PromptTable
 from proto.codec import pack_tokens
-from proto.messages import Chunk, Message, Peer, Prefill, Release, Step, Tokens, WorkFailed
+from proto.messages import Chunk, Destination, Message, Prefill, Release, Step, Tokens, WorkFailed
 from proto.sampling import Sampling
 
 GRAMMAR = 'start: "a"'
@@ -61,7 +61,7 @@ class World:
     def commit(self, request_id: str, attempt: int, first: Sequence[Any], prompt: Sequence[int]) -> None:
         self.committed.append((first, tuple(prompt)))
 
-    def connect(self, to: Peer) -> None: ...
+    def connect(self, to: Destination) -> None: ...
     def report_cache(self, take: Any) -> None: ...
     def open(self, *_: Any) -> None: ...
     def blocks_ready(self, *_: Any) -> None: ...
@@ -70,7 +70,7 @@ class World:
     def compute(self) -> Begun:
         """The whole prompt, by a step that could not draw."""
         sampling = Sampling(max_tokens=4, temperature=0.0, grammar=GRAMMAR)
-        peer = Peer("x", 7)
+        peer = Destination("x", 7)
         self.core.order(Prefill("r", 1, 3, sampling, 1, 0, 0, peer, peer, 2), pack_tokens((1, 2, 3)))
         self.core.order(Step(1, (Chunk("r", 1, 0, 3),)), b"")
         begun = self.core.begin_step()

@@ -13,7 +13,7 @@ from kvtransfer.memory.pool import PoolRows
 from prefill_worker.compute import run_step
 from prefill_worker.prompts import PrefillRequest, PromptTable
 from proto.codec import pack_tokens
-from proto.messages import Chunk, Peer, Prefill, Released, TokenItem
+from proto.messages import Chunk, Destination, Prefill, Released, TokenItem
 from proto.sampling import Sampling
 from tests import tiny_models
 from tests.engine.support import load
@@ -36,7 +36,9 @@ def first_token(
     digests: BlockDigests | None = None,
 ) -> tuple[PrefillRequest, TokenItem]:
     hashes = block_hashes(pack_tokens(tokens), BLOCK, "tenant:t")
-    order = Prefill(name, 1, len(tokens), sampling, 1, 0, 0, Peer("g", 1), Peer("d", 2), 16, hashes, cached)
+    order = Prefill(
+        name, 1, len(tokens), sampling, 1, 0, 0, Destination("g", 1), Destination("d", 2), 16, hashes, cached
+    )
     prompt = table.take_in(order, tokens)
     assert isinstance(prompt, PrefillRequest)
     while True:

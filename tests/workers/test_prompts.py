@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from engine.kv.allocator import BlockAllocator
 from prefill_worker.prompts import FinalReport, PrefillRequest, PromptTable
 from proto.errors import Interrupt
-from proto.messages import Chunk, Finished, HandedOver, Peer, Prefill, Released, WorkFailed
+from proto.messages import Chunk, Destination, Finished, HandedOver, Prefill, Released, WorkFailed
 from proto.sampling import Sampling
 
 BLOCK = 4
@@ -17,7 +17,18 @@ def order(name: str, tokens: int, attempt: int = 1, text: int | None = None, cac
     blocks = range(tokens // BLOCK) if text is not None else ()
     hashes = b"".join(bytes([text or 0, block]) * 8 for block in blocks)
     return Prefill(
-        name, attempt, tokens, Sampling(max_tokens=5), 1, 0, 0, Peer("g", 1), Peer("d", 2), 16, hashes, cached
+        name,
+        attempt,
+        tokens,
+        Sampling(max_tokens=5),
+        1,
+        0,
+        0,
+        Destination("g", 1),
+        Destination("d", 2),
+        16,
+        hashes,
+        cached,
     )
 
 

@@ -8,7 +8,7 @@ from decode_worker.requests import AttemptTable, Phase
 from engine.kv.allocator import BlockAllocator
 from kvtransfer.session.session import Accepted
 from proto.kv import Commit, FirstToken, Offer
-from proto.messages import Message, Peer, Release, Released, WorkFailed
+from proto.messages import Destination, Message, Release, Released, WorkFailed
 from runtime.worker.ports import TakeChanges
 from tests.workers.test_batch import BLOCK, reserve
 
@@ -26,12 +26,12 @@ class Ports:
         self.said: list[Message] = []
         self.decided: list[tuple[str, Accepted | str]] = []
 
-    def send(self, *message: Message | Peer) -> None:
+    def send(self, *message: Message | Destination) -> None:
         self.said += [part for part in message if isinstance(part, Message)]
 
     def report_cache(self, take_changes: TakeChanges) -> None: ...
 
-    def connect(self, to: Peer) -> None: ...
+    def connect(self, to: Destination) -> None: ...
 
     def decide(self, request_id: str, attempt: int, answer: Accepted | str) -> None:
         self.decided.append((request_id, answer))

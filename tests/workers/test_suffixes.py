@@ -10,8 +10,8 @@ from proto.errors import FinishReason, Interrupt, RemoteProtocolError
 from proto.messages import (
     CacheMiss,
     Chunk,
+    Destination,
     Finished,
-    Peer,
     Prefill,
     Release,
     Released,
@@ -25,7 +25,7 @@ from tests.workers.test_batch import BLOCK, GATEWAYS, reserve
 from tests.workers.test_reservations import make_core
 
 TOKENS = 3 * BLOCK + 1
-OWN = Peer("tcp://d", 9)
+OWN = Destination("tcp://d", 9)
 
 
 def begin(

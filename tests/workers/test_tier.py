@@ -21,7 +21,7 @@ from prefill_worker.tier import Slot
 from prefill_worker.tier_copies import TierCopies
 from proto.codec import pack_tokens, split_hashes
 from proto.errors import BadOption
-from proto.messages import CacheMiss, Chunk, Peer, Prefill, Release, Step
+from proto.messages import CacheMiss, Chunk, Destination, Prefill, Release, Step
 from proto.sampling import Sampling
 from runtime.process.rate_limited_log import RateLimitedLog
 from runtime.settings.workers import WorkerSettings
@@ -99,7 +99,7 @@ class World:
         believed = next((at for at, one in enumerate(hashes) if one not in self.known), blocks)
         tokens = list(range(1, blocks * BLOCK + 2))
         order = Prefill(
-            f"r{self.asked}", 1, len(tokens), Sampling(max_tokens=5), 1, 0, 0, Peer("g", 1), Peer("d", 2), BLOCK,
+            f"r{self.asked}", 1, len(tokens), Sampling(max_tokens=5), 1, 0, 0, Destination("g", 1), Destination("d", 2), BLOCK,
             b"".join(hashes), believed * BLOCK,
         )  # fmt: skip
         self.core.order(order, pack_tokens(tokens))

@@ -22,6 +22,7 @@ class Host:
         """`push_step`: the step that runs on a worker ends then; `push_end`: a batch's next end comes at another time now."""
         self._prefill_cores, self._decode_cores = profile.prefill_cores, profile.decode_cores
         self._beside_decode, self._beside_prefill = profile.beside_decode, profile.beside_prefill
+        self._beside_mixed = profile.beside_mixed
         self._shared = bool(self._prefill_cores or self._decode_cores) or (
             max(self._beside_decode, self._beside_prefill) > 1
         )
@@ -59,7 +60,8 @@ class Host:
             self._mixed[batch.number] = batch
         else:
             self._mixed.pop(batch.number, None)
-        share = self.mixed_slower(self._beside_prefill)
+        decoding = sum(1 for other in self._mixed.values() if other.sequences and not other.prefills)
+        share = self.mixed_slower(self._beside_mixed if decoding > 1 else self._beside_prefill)
         for other in self._mixed.values():
             if other.share != share:
                 other.sync(now)

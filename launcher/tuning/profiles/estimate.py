@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from launcher import report as bench_report
+from launcher import reports
 from launcher.tuning.profiles.settings import EstimateSettings
 from launcher.tuning.profiles.show import show
 from runtime.process.version import version_of
@@ -19,8 +19,8 @@ CONFIG_BYTES_MAX = 1 << 20
 
 
 def run(settings: EstimateSettings) -> int:
-    bench_report.check_writable(settings.out, "--out")
-    console = bench_report.console_for(settings)
+    reports.check_writable(settings.out, "--out")
+    console = reports.console_for(settings)
     shape = shape_of(settings.model)
     about = {
         "model": settings.model,
@@ -47,7 +47,7 @@ def run(settings: EstimateSettings) -> int:
     Path(settings.out).expanduser().write_bytes(encoded(profile))
     show(profile, console)
     console.print(f"Written: {settings.out}", highlight=False, soft_wrap=True)
-    bench_report.write_json(settings, msgspec.to_builtins(profile))
+    reports.write_json(settings, msgspec.to_builtins(profile))
     return 0
 
 

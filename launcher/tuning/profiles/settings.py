@@ -62,8 +62,8 @@ class FromVllmSettings(JsonOption):
     api_key: str = Field("", description="Key for --url, if it wants one.")
     timings: str = Field(
         "",
-        description="File with what requests took: CSV with arrival_s,prompt_tokens,output_tokens,ttft_ms,end_s (seconds since"
-        " any moment), or what crossdock bench serve --url URL --json printed.",
+        description="File with what requests took: CSV with the columns arrival_s, prompt_tokens, output_tokens, ttft_ms,"
+        " end_s (seconds since any moment), or what crossdock bench serve --url URL --json printed.",
     )
     watch_s: float = Field(
         600.0,

@@ -51,6 +51,10 @@ def show(profile: Profile, console: Console) -> None:
             f"Both roles on this host: prefill takes {profile.beside_decode:.2f} times as long beside decode,"
             f" decode {profile.beside_prefill:.2f} times beside prefill"
         )
+    if profile.beside_mixed > 1.01:
+        lines.append(
+            f"Mixed workers on this host: decode takes {profile.beside_mixed:.2f} times as long beside another's"
+        )
     for line in lines:
         console.print(line, highlight=False)
     if max(cost.residuals.p90 for _, cost in phases) > SCATTER_MAX:

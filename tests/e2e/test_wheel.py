@@ -1,0 +1,53 @@
+"""The wheel alone, without the checkout, brings a cluster up that answers a question."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.test_tidy import EVERYTHING, ROOT
+
+
+def _run(folder: Path, *command: str, **environment: str) -> str:
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def installed(folder: Path) -> Path:
+    """A folder with what the wheel has; what crossdock needs is that of this environment."""
+    source, site = folder / "source", folder / "site"
+    shutil.copytree(
+        ROOT, source, ignore=shutil.ignore_patterns(".*", "tests", "docs", "build", "*.egg-info", "__pycache__")
+    )
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
+    _run(folder, *pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder / "dist"), str(source))
+    [wheel] = (folder / "dist").glob("crossdock-*.whl")
+    _run(folder, *pip, "install", "--no-deps", "--no-index", "--target", str(site), str(wheel))
+    return site
+
+
+def test_the_wheel_serves_an_answer(tiny: Path, tmp_path: Path) -> None:
+    site = installed(tmp_path)
+    found = {path.name for path in site.iterdir() if path.is_dir() and not path.name.endswith(".dist-info")} - {"bin"}
+    assert found == EVERYTHING, "neither tests nor tools are in it"
+    where = {
+        "PYTHONPATH": str(site),
+        "XDG_STATE_HOME": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+        "CROSSDOCK_KV_GIB": "0.5",
+    }
+    python = (sys.executable, "-P")
+    assert str(site) in _run(tmp_path, *python, "-c", "import launcher; print(launcher.__file__)", **where)
+    said = _run(tmp_path, *python, "-m", "launcher.cli", "serve", str(tiny), "--port", "0", "--once", **where)
+    assert "\nA " in said

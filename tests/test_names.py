@@ -1,0 +1,40 @@
+"""Names that were retired do not come back: `retired_names.tsv` has them, with what replaces each."""
+
+import ast
+from collections.abc import Iterator
+
+from tests.test_docstrings import sources
+from tests.test_tidy import EVERYTHING, ROOT
+
+RETIRED = dict(
+    line.split("\t")
+    for line in (ROOT / "tests" / "retired_names.tsv").read_text(encoding="utf-8").splitlines()
+    if not line.startswith("#")
+)
+
+
+def retired(path: str, source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                pass
+            case ast.arg(arg=name) | ast.Attribute(attr=name) | ast.Name(id=name) | ast.alias(asname=str(name)):
+                pass
+            case _:
+                continue
+        if name.lstrip("_") in RETIRED:
+            yield f"{path}:{getattr(node, 'lineno', 0)}: {name}; the name is {RETIRED[name.lstrip('_')]}"
+
+
+def test_no_retired_name_is_used() -> None:
+    assert not [one for path, source in sources(sorted(EVERYTHING)) for one in retired(path, source)]
+
+
+def test_a_retired_name_is_found_wherever_it_stands() -> None:
+    lines = (
+        "from launcher import reports as bench_report",
+        "class Seldom:",
+        " def knock(self, wish):",
+        "  self._band = wish",
+    )
+    assert len(list(retired("a.py", "\n".join(lines)))) == 6

@@ -31,6 +31,8 @@ DRAWS: Final = 500
 WINDOWS_MIN: Final = 8
 BAND: Final = (0.05, 0.95)
 SHARES: Final = (0.5, 0.9, 0.99)
+METRICS: Final = ("ttft_ms", "tpot_ms", "e2e_ms")
+"""Each request has one of each."""
 GAP_POINTS: Final = 200
 HALF_MIN: Final = 0.01
 """No band is narrower than this part of its figure, to either side."""
@@ -71,12 +73,12 @@ def predict(
     scales = zip(*(run_factors(profile, runs - 1, rng) for _ in ("prefill", "decode")), strict=True)
     outcomes = [point, *(Simulator(profile.scaled(*both), workers, sent, options).run() for both in scales)]
     counted = point.at_s >= from_s
-    draws: dict[str, list[list[float]]] = {name: [] for name in ("attainment", "ttft_ms", "tpot_ms")}
+    draws: dict[str, list[list[float]]] = {name: [] for name in ("attainment", *METRICS)}
     for number in range(DRAWS):
         outcome = scattered(outcomes[number % len(outcomes)], profile, rng)
         chosen = resampled(outcome.at_s, counted, rng)
         draws["attainment"].append([float(outcome.good(slo)[chosen].mean())])
-        for metric in ("ttft_ms", "tpot_ms"):
+        for metric in METRICS:
             draws[metric].append(quantiles(getattr(outcome, metric)[chosen]))
     gaps = [gap_quantiles(outcome, profile) for outcome in outcomes]
     return Prediction(
@@ -88,11 +90,7 @@ def predict(
             metric: {
                 f"p{100 * share:.0f}": _interval([one[place] for one in found]) for place, share in enumerate(SHARES)
             }
-            for metric, found in (
-                ("ttft_ms", draws["ttft_ms"]),
-                ("tpot_ms", draws["tpot_ms"]),
-                ("itl_ms", gaps),
-            )
+            for metric, found in (*((name, draws[name]) for name in METRICS), ("itl_ms", gaps))
         },
     )
 

@@ -23,7 +23,7 @@ from launcher.local.lifetime import until_interrupted
 from launcher.models import resolve
 from launcher.tuning.settings import TrafficSettings, TuneCheckSettings, TuneSettings
 from launcher.tuning.traffic import load_profile, profile_of, traffic
-from launcher.tuning.verdict import coverage, verdict
+from launcher.tuning.verdict import METRICS, coverage, verdict
 from runtime.process.exits import INTERRUPTED_EXIT
 from runtime.settings.options import SettingsError
 from tuning.advise import Slo, Workers
@@ -176,7 +176,7 @@ def compared(ratio: str, foretold: Prediction, figures: Mapping[str, Any]) -> di
         "attainment": _pair(foretold.attainment, good["attainment"], absolute=True),
         "goodput_per_s": _pair(Band(*(per_s * share for share in foretold.attainment)), good["requests_per_s"]),
     }
-    for metric in ("ttft_ms", "tpot_ms", "itl_ms"):
+    for metric in METRICS:
         tails = figures["latency"][metric]
         if tails:
             row[metric] = {rank: _pair(foretold.latency[metric][rank], tails[rank]) for rank in RANKS}
@@ -237,7 +237,7 @@ def show(row: Mapping[str, Any], console: Console) -> None:
             "goodput", f"{one['predicted']:.2f} /s", f"{one['low']:.2f}–{one['high']:.2f}", f"{one['measured']:.2f} /s",
             f"{one['error']:+.1%}", _yes(one["covered"]),
         )  # fmt: skip
-    for metric in ("ttft_ms", "tpot_ms", "itl_ms"):
+    for metric in METRICS:
         for rank, one in row.get(metric, {}).items():
             name = f"{metric.removesuffix('_ms').upper()} {rank}"
             table.row(

@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 
 _Z: Final = 1.645
 """90 % of a normal distribution lie within so many standard deviations."""
-METRICS: Final = ("ttft_ms", "tpot_ms", "itl_ms")
+METRICS: Final = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
 Row = Mapping[str, Any]
 
 

@@ -51,6 +51,11 @@ class Outcome:
     """Sequences in a decode step, on average."""
     link_busy: float
 
+    @property
+    def e2e_ms(self) -> Floats:
+        """From the request to its last token; NaN for requests that got no answer."""
+        return np.asarray(self.ttft_ms + np.nan_to_num(self.tpot_ms, nan=0.0) * np.maximum(self.output_tokens - 1, 0))
+
     def misses(self, slo: Limits) -> tuple[Bools, Bools]:
         """Requests that miss the limit of their first token (or got none), and those that miss that of later ones."""
         ttft_ms, tpot_ms = slo.limits(self.classes)

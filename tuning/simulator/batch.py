@@ -53,8 +53,8 @@ class Batch:
         self.kept = Kept()
         self.is_mixed = False
         """It is a mixed worker's batch."""
-        self.prefills = False
-        """Its mixed worker runs a prefill step."""
+        self.prefill_s = 0.0
+        """The time, alone, of the prefill step that its mixed worker runs; 0: it runs none."""
         self.tokens_want = 0.0
         """Cores that passing on its tokens would fill."""
         self.version = 0

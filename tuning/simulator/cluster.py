@@ -108,9 +108,9 @@ class Simulator(Placing):
             return
         # One thread computes: the step begins when the decode step under way has ended, and the next decode step after it.
         batch.sync(self.now)
-        worker.running = batch.prefills = True
+        worker.running, batch.prefill_s = True, took_s
         self._host.mixed_changed(batch, self.now)
-        took_s *= self._host.mixed_slower()
+        took_s *= self._host.mixed_slower(batch)
         worker.busy_s += took_s + (batch.step_s() if batch.sequences else 0.0)
         self._push_step(batch.wait_for(self.now, took_s), worker)
         self._push_end(batch)
@@ -140,7 +140,7 @@ class Simulator(Placing):
     def _stop(self, worker: PrefillWorker) -> None:
         self._host.stop(worker, self.now)
         if worker.batch is not None:
-            worker.batch.prefills = False
+            worker.batch.prefill_s = 0.0
             self._host.mixed_changed(worker.batch, self.now)
 
     def _prompt_done(self, job: Job, worker: PrefillWorker) -> None:

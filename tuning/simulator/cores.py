@@ -56,40 +56,51 @@ class Host:
 
     def mixed_changed(self, batch: Batch, now: float) -> None:
         """A mixed worker begins or ends a prefill step, or its sequences have changed."""
-        if batch.prefills or batch.sequences:
+        self._count_tokens(batch)
+        if batch.prefill_s or batch.sequences:
             self._mixed[batch.number] = batch
         else:
             self._mixed.pop(batch.number, None)
-        decoding = sum(1 for other in self._mixed.values() if other.sequences and not other.prefills)
-        share = self.mixed_slower(self._beside_mixed if decoding > 1 else self._beside_prefill)
+        decoding = sum(1 for other in self._mixed.values() if _decodes(other))
         for other in self._mixed.values():
+            beside = self._beside_mixed if decoding - _decodes(other) else self._beside_prefill
+            share = self._mixed_stretch() * (beside if len(self._mixed) > 1 else 1.0)
             if other.share != share:
                 other.sync(now)
                 other.share = share
                 self._push_end(other)
 
-    def mixed_slower(self, beside: float = 0.0) -> float:
-        """How many times as long their steps take; `beside`: where several compute, by default that of prefill steps."""
-        if not self._shared or not self._cores:
+    def mixed_slower(self, batch: Batch) -> float:
+        """How many times as long a prefill step takes on this mixed worker."""
+        beside = any(_decodes(other) for other in self._mixed.values() if other is not batch)
+        return self._mixed_stretch() * (self._beside_decode if beside else 1.0)
+
+    def _mixed_stretch(self) -> float:
+        """What is left of the cores for mixed workers, in which tokens are passed on, too."""
+        if not self._cores:
             return 1.0
-        count, left = len(self._mixed), max(self._cores - self._tokens_want, self._cores / 2)
-        return max(count / left, 1.0) * ((beside or self._beside_decode) if count > 1 else 1.0)
+        return max(len(self._mixed) / max(self._cores - self._tokens_want, self._cores / 2), 1.0)
+
+    def _count_tokens(self, batch: Batch) -> None:
+        wants = 0.0
+        if self.talks and batch.sequences:
+            wants = (self._step_s + self._token_s * batch.sequences) / (batch.prefill_s + batch.step_s())
+        self._tokens_want += wants - batch.tokens_want
+        batch.tokens_want = wants
 
     def batch_changed(self, batch: Batch, now: float) -> None:
         """Its sequences have changed, and with them its next end."""
         busy = batch.sequences > 0
-        if self.talks:
-            wants = (self._step_s + self._token_s * batch.sequences) / batch.step_s() if busy else 0.0
-            self._tokens_want += wants - batch.tokens_want
-            batch.tokens_want = wants
         if batch.is_mixed:
             self.mixed_changed(batch, now)
-        elif self._shared and busy != (batch.number in self._busy):
-            if busy:
-                self._busy[batch.number] = batch
-            else:
-                del self._busy[batch.number]
-            self._retime(now, None)
+        else:
+            self._count_tokens(batch)
+            if self._shared and busy != (batch.number in self._busy):
+                if busy:
+                    self._busy[batch.number] = batch
+                else:
+                    del self._busy[batch.number]
+                self._retime(now, None)
         self._push_end(batch)
 
     def talk(self, alone_s: float, now: float) -> float:
@@ -149,3 +160,8 @@ def stretch(count: int, cores: int, batches: int, tokens_want: float) -> float:
 
 def _share(busy: int, cores: int) -> float:
     return max(1.0, busy / cores) if cores else 1.0
+
+
+def _decodes(batch: Batch) -> bool:
+    """A mixed worker's decode steps run, and none of prefill."""
+    return batch.sequences > 0 and not batch.prefill_s

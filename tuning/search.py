@@ -263,7 +263,7 @@ def _run_the_best(
     has, those that are as good or keep the SLO too. `serves`: attainment on an excerpt, which is more than on the whole trace
     where there is too much to do."""
     found = [run(one) for one in order[:FULL_MAX]]
-    order = [one for one in order if serves(one) > CONTENDS * serves(order[0])]
+    order = [one for one in order if serves(one) >= CONTENDS * serves(order[0])]
     totals = sorted({one.workers.total for one in order})
     for total in totals[:: -(-len(totals) // CURVE_MAX)]:
         for mixed in (False, True):

@@ -152,3 +152,10 @@ def test_a_file_of_sessions_is_known_by_its_columns(tmp_path: Path) -> None:
 def test_decode_workers_compute_what_turns_add_only_where_workers_do() -> None:
     assert usual_stall_share(GPU) == 0
     assert usual_stall_share(GPU.replaced(about={"device": "cpu"})) == 0.5
+
+
+def test_where_no_request_can_keep_the_limits_there_is_an_answer_all_the_same() -> None:
+    found = search(GPU, agents(4, 4), Goals(Slo(0.1, 0.1)), Space(3))
+    assert found.best.attainment == 0
+    assert found.best.candidate.workers.total == 1, "more workers serve no more"
+    assert found.best.binds

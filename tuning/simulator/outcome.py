@@ -53,7 +53,7 @@ class Outcome:
 
     @property
     def e2e_ms(self) -> Floats:
-        """From the request to its last token; NaN for requests that got no answer."""
+        """Time from the request to its last token; NaN for requests that got no answer."""
         return np.asarray(self.ttft_ms + np.nan_to_num(self.tpot_ms, nan=0.0) * np.maximum(self.output_tokens - 1, 0))
 
     def misses(self, slo: Limits) -> tuple[Bools, Bools]:

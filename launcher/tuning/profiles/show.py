@@ -29,11 +29,15 @@ def show(profile: Profile, console: Console) -> None:
     speed = f" + {transfer.bytes_per_token / 1024:.0f} KiB a token at {transfer.bytes_per_ms / 1e6:.2f} GB/s"
     if transfer.bytes_per_ms >= NO_LIMIT:
         speed = " after the last step, however long the prompt"
-    lines = [
-        "8 in 10 steps took, beside these figures: "
-        + ", ".join(
-            f"{name.split()[0]} {cost.residuals.p10:+.0%} to {cost.residuals.p90:+.0%}" for name, cost in phases
-        ),
+    lines = []
+    if any(cost.residuals.p90 for _, cost in phases):
+        lines.append(
+            "8 in 10 steps took, beside these figures: "
+            + ", ".join(
+                f"{name.split()[0]} {cost.residuals.p10:+.0%} to {cost.residuals.p90:+.0%}" for name, cost in phases
+            )
+        )
+    lines += [
         f"Context: {1e6 * profile.prefill.context_ms:.2f} ns for each pair of tokens in prefill,"
         f" {1e6 * profile.decode.kv_token_ms:.0f} ns for each token of KV in a decode step",
         f"KV transfer: {transfer.latency_ms:.2f} ms{speed}",

@@ -25,6 +25,7 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
 Cores = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 Origin = Literal["calibrated", "estimated", "from a server"]
 """Measured by `crossdock calibrate`, made of published figures, or fitted to what requests to another server took."""
+LEAST_SURE: Final[Sequence[Origin]] = ("estimated", "from a server", "calibrated")
 
 
 class ProfileError(CrossdockError):
@@ -255,9 +256,13 @@ def merged(prefill: Profile, decode: Profile) -> Profile:
         run_dof=min(prefill.run_dof, decode.run_dof),
         step_tokens=prefill.step_tokens,
         attention_tokens=prefill.attention_tokens,
-        about={"model": prefill.about.get("model", ""), "prefill": prefill.about, "decode": decode.about},
+        about={
+            "model": prefill.about.get("model", ""),
+            "prefill": prefill.about | {"origin": prefill.origin},
+            "decode": decode.about | {"origin": decode.origin},
+        },
         gap_spread=decode.gap_spread,
-        origin=max(prefill.origin, decode.origin),
+        origin=min(prefill.origin, decode.origin, key=LEAST_SURE.index),
     )
 
 

@@ -23,7 +23,7 @@ def played(sessions: Sequence[Session], clients: int, context_tokens: int, durat
     for client, own in enumerate(in_turn(sessions, clients)):
         at_s = 0.0
         for session in own:
-            reused, number = 0, number + 1
+            reused = 0
             for place, turn in enumerate(session.turns):
                 if not place or turn.restarts:
                     reused, number = 0, number + 1
@@ -34,20 +34,8 @@ def played(sessions: Sequence[Session], clients: int, context_tokens: int, durat
                 at_s += turn.think_s
                 if at_s > duration_s:
                     break
-                rows.append(
-                    (
-                        client,
-                        Sent(
-                            at_s,
-                            prompt,
-                            turn.output_tokens,
-                            (),
-                            session=number,
-                            reused_tokens=reused,
-                            think_s=turn.think_s,
-                        ),
-                    )
-                )
+                one = Sent(at_s, prompt, turn.output_tokens, session=number, reused_tokens=reused, think_s=turn.think_s)
+                rows.append((client, one))
                 at_s += TOKEN_S * turn.new_tokens + TPOT_S * turn.output_tokens
                 reused = prompt + turn.output_tokens
     return chained(rows), left_out

@@ -78,7 +78,7 @@ class LayerParts:
     """Number of its table of cosines and sines; -1: it rotates nothing."""
 
     def is_plain(self, head_dim: int) -> bool:
-        """As of `ModelParts`."""
+        """Says of one layer what `ModelParts.is_plain` says of all."""
         pre_normed = self.attention_norm is not None and self.mlp_norm is not None
         post_normed = self.attention_out_norm is not None or self.mlp_out_norm is not None
         by_head = all(norm is None or norm.numel() == head_dim for norm in (self.query_norm, self.key_norm))

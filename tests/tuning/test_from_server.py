@@ -9,13 +9,23 @@ import pytest
 
 from launcher.load import records as load_records
 from launcher.load.records import Record, RunFile
-from launcher.tuning.profiles.from_vllm import ServerFailed, kv_tokens_of, read_timings, reading_of, samples_of
+from launcher.tuning.profiles.from_vllm import (
+    ServerFailed,
+    _first_model,
+    kv_tokens_of,
+    read_timings,
+    reading_of,
+    run,
+    samples_of,
+)
+from launcher.tuning.profiles.settings import FromVllmSettings
 from runtime.settings.options import SettingsError
+from tests.tuning.profiles import GPU
 from tuning.advise import Slo
 from tuning.estimates import from_metrics
 from tuning.estimates.from_metrics import Reading, non_negative
 from tuning.estimates.from_timings import Server, Timing, TimingsError, fitted, profile_of, simulated
-from tuning.profile import Capacity
+from tuning.profile import Capacity, merged
 from tuning.simulator.job import Sent
 
 SERVER = Server(Capacity(8000, 16, 64, 8192), step_tokens=1024, bytes_per_token=131072.0)
@@ -146,3 +156,32 @@ def test_bad_timings_are_named(tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / "t.json").write_text(json.dumps({"format": 1}))
     with pytest.raises(SettingsError, match="not what crossdock bench serve --json prints"):
         read_timings(str(tmp_path / "t.json"))
+
+
+def test_a_list_of_models_that_cannot_be_read_is_told() -> None:
+    known = _first_model(b'{"data": [{"id": "m", "max_model_len": 8192, "object": "model"}]}')
+    assert (known.id, known.max_model_len) == ("m", 8192)
+    assert _first_model(b'{"data": []}').id == ""
+    for answer in (
+        b"{",
+        b'{"data": null}',
+        b'{"data": [{"max_model_len": -1}]}',
+        b'{"data": [{"max_model_len": "long"}]}',
+    ):
+        with pytest.raises(ServerFailed, match="cannot be read"):
+            _first_model(answer)
+
+
+def test_a_file_without_an_answer_is_no_reason_to_watch_metrics(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("arrival_s,prompt_tokens,output_tokens,ttft_ms,end_s\n")
+    settings = FromVllmSettings(timings=str(tmp_path / "t.csv"), kv_tokens=4096, out=str(tmp_path / "p.json"))
+    with pytest.raises(SettingsError, match="--timings: 0 requests are too few"):
+        run(settings)
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_each_of_two_kinds_of_hardware_keeps_its_origin() -> None:
+    fitted_one = profile_of(TRUE, SERVER, {"model": "m"})
+    both = merged(fitted_one, GPU)
+    assert (both.about["prefill"]["origin"], both.about["decode"]["origin"]) == ("from a server", "calibrated")
+    assert both.origin == merged(GPU, fitted_one).origin == "from a server"

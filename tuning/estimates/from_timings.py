@@ -17,7 +17,7 @@ from tuning.profile import Capacity, Curve, DecodeCost, HostCost, PrefillCost, P
 from tuning.simulator.cluster import Simulator
 from tuning.simulator.job import Sent
 from tuning.simulator.options import Options
-from tuning.simulator.outcome import Floats
+from tuning.simulator.outcome import Floats, Outcome
 
 REQUESTS_MIN: Final = 60
 REQUESTS_MAX: Final = 3000
@@ -102,8 +102,8 @@ def fitted(
     return profile.replaced(run_sigma=max(float(np.mean(np.abs(misfit))), 0.03)), misfit
 
 
-def simulated(profile: Profile, server: Server, sent: Sequence[Sent]) -> Any:
-    """The `Outcome` of the server itself."""
+def simulated(profile: Profile, server: Server, sent: Sequence[Sent]) -> Outcome:
+    """What the server itself would have done."""
     return Simulator(profile, Workers(0, 0, server.instances), sent, Options(limits=LIMITS)).run()
 
 

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from proto.errors import CrossdockError
 
-MIB_MAX: Final = 1 << 40
+COUNT_MAX: Final = 1 << 40
 _PLAIN_MLP: Final = frozenset({"opt", "bloom", "gpt2", "gpt_neox", "gptj", "falcon", "mpt", "phi", "starcoder2"})
 """Kinds of models whose MLP has two matrices; those of all others have three."""
 
@@ -99,7 +99,7 @@ def of_config(config: Mapping[str, Any]) -> Shape:
 def _count(config: Mapping[str, Any], *names: str, default: int = 0) -> int:
     """The first of these that is there."""
     value = next((config[name] for name in names if config.get(name) is not None), default)
-    if type(value) is not int or not 0 < value <= MIB_MAX:
+    if type(value) is not int or not 0 < value <= COUNT_MAX:
         raise ShapeError(f"config.json: {names[0]} must be a number above 0")
     return value
 

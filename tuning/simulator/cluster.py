@@ -192,9 +192,11 @@ class Simulator(Placing):
         batch.suffixes_end_s = max(batch.suffixes_end_s, self.now) + took_s
         if batch.suffixes == 1:
             self._stretch(batch, 1 + self.options.stall_share)
-        self._at(batch.suffixes_end_s, _SUFFIX, job)
+        self._at(batch.suffixes_end_s, _SUFFIX, job, job.attempt)
 
-    def _suffix_done(self, job: Job, _: object) -> None:
+    def _suffix_done(self, job: Job, attempt: int) -> None:
+        if attempt != job.attempt:
+            return
         batch: Batch = job.decode
         batch.suffixes -= 1
         if not batch.suffixes:

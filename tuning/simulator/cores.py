@@ -56,6 +56,8 @@ class Host:
 
     def mixed_changed(self, batch: Batch, now: float) -> None:
         """A mixed worker begins or ends a prefill step, or its sequences have changed."""
+        if not self._shared:
+            return
         self._count_tokens(batch)
         if batch.prefill_s or batch.sequences:
             self._mixed[batch.number] = batch

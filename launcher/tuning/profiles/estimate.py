@@ -26,7 +26,6 @@ def run(settings: EstimateSettings) -> int:
         "model": settings.model,
         "device": "cuda",
         "machine": {"cpu": f"{settings.tensor_parallel} x {settings.gpu}"},
-        "origin": "estimated",
         "parameters": shape.parameters,
         "versions": {"crossdock": version_of("crossdock")},
         "when": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -5,7 +5,7 @@ import csv
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Annotated, Any, Final, TextIO
 
 import aiohttp
 import msgspec
@@ -70,18 +70,17 @@ async def _run(settings: FromVllmSettings, timings: list[Timing], console: Conso
         server, model = await _server(settings, session)
         about = {
             "model": model,
-            "origin": "from a server",
             "versions": {"crossdock": version_of("crossdock")},
             "when": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         try:
-            if timings:
+            if settings.timings:
                 profile, misfit = _fit(timings, server, about, console)
             else:
                 readings = await _watch(settings, session, console)
                 profile = from_metrics.fitted(readings, server, about)
         except TimingsError as error:
-            raise SettingsError(f"{'--timings' if timings else '--watch'}: {error}") from None
+            raise SettingsError(f"{'--timings' if settings.timings else '--watch'}: {error}") from None
     reports.write(settings.out, encoded(profile))
     show(profile, console)
     if misfit is not None:
@@ -101,7 +100,8 @@ def _fit(timings: list[Timing], server: Server, about: dict[str, Any], console: 
 def show_misfit(misfit: Misfit, console: Console) -> None:
     parts = [f"{name.replace('_', ' ').upper()} {100 * value:+.0f} %" for name, value in misfit._asdict().items()]
     console.print(
-        f"Predicted for the last third of the requests, which were not fitted to: {', '.join(parts)}", highlight=False
+        f"Predicted for the last three tenths of the requests, which were not fitted to: {', '.join(parts)}",
+        highlight=False,
     )
     if max(map(abs, misfit)) > MISFIT_MAX:
         console.print(
@@ -167,10 +167,9 @@ async def _server(settings: FromVllmSettings, session: aiohttp.ClientSession) ->
     """What it is by the options, and where they do not say it, by itself. Raises `SettingsError` or `ServerFailed`."""
     kv_tokens, context, model = settings.kv_tokens, settings.context_tokens, settings.model
     if settings.url and not (kv_tokens and context and model):
-        models = msgspec.json.decode(await _get(settings, session, "/v1/models"), type=dict[str, Any])
-        known = next((one for one in models.get("data", []) if isinstance(one, dict)), {})
-        model = model or str(known.get("id", ""))
-        context = context or int(known.get("max_model_len") or 0)
+        known = _first_model(await _get(settings, session, "/v1/models"))
+        model = model or known.id
+        context = context or known.max_model_len or 0
         kv_tokens = kv_tokens or kv_tokens_of(samples_of(await _get(settings, session, "/metrics")))
     if not kv_tokens:
         raise SettingsError("--kv-tokens: needed without --url; vLLM logs it at start as the size of its KV cache")
@@ -180,6 +179,24 @@ async def _server(settings: FromVllmSettings, session: aiohttp.ClientSession) ->
     kv_bytes = VALUE_BYTES * shape_of(settings.model).kv_values if settings.model else 0
     network = settings.network_gbit_per_s
     return Server(capacity, settings.instances, settings.step_tokens, kv_bytes, network), model
+
+
+class _Model(msgspec.Struct):
+    id: str = ""
+    max_model_len: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model] = []
+
+
+def _first_model(answer: bytes) -> _Model:
+    """Raises `ServerFailed`."""
+    try:
+        found = msgspec.json.decode(answer, type=_Models).data
+    except msgspec.DecodeError as error:
+        raise ServerFailed(f"--url: its list of models cannot be read: {error}") from None
+    return found[0] if found else _Model()
 
 
 async def _watch(settings: FromVllmSettings, session: aiohttp.ClientSession, console: Console) -> list[Reading]:

@@ -32,6 +32,9 @@ ALL_MESSAGES: tuple[type[Message], ...] = tuple(
     message for module in (messages, progress, drain, kv, status, policy) for message in _defined_in(module)
 )
 
+DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, OverflowError)
+"""What msgspec raises on bytes of a stranger."""
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Union[ALL_MESSAGES])
 
@@ -57,7 +60,7 @@ def decode(frames: Sequence[bytes]) -> tuple[Message, bytes]:
     check_frames(frames)
     try:
         message = _decoder.decode(frames[0])
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, OverflowError) as error:
+    except DECODE_ERRORS as error:
         raise unreadable(error) from None
     return message, blob_of(message, frames)
 

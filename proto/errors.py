@@ -5,6 +5,7 @@ Three kinds, never mixed: assertions are our bugs; the exceptions here are a pee
 """
 
 from enum import StrEnum
+from typing import Final
 
 
 class CrossdockError(Exception):
@@ -31,7 +32,15 @@ class PeerRefused(CrossdockError):
     """A peer answered the handshake or an offer with a refusal; `str()` says which field differs."""
 
 
-class Reject(StrEnum):
+class _Growing(StrEnum):
+    """An enumeration to which a newer version may add values. They are read as the one in `UNKNOWN_AS`."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> "_Growing | None":
+        return UNKNOWN_AS[cls] if isinstance(value, str) else None
+
+
+class Reject(_Growing):
     """Why a request was not accepted. Nothing was reserved or charged."""
 
     UNKNOWN_MODEL = "unknown_model"
@@ -55,14 +64,12 @@ class Reject(StrEnum):
     """The tenant may not use the priority class asked for."""
     RETRY_BUDGET = "retry_budget"
     """Too many interrupted requests come back at once; it may a little later."""
-    TOO_MANY_ATTEMPTS = "too_many_attempts"
-    """Sent by older coordinators only: the gateway bounds the attempts."""
     SHUTTING_DOWN = "shutting_down"
     LOSES_WORKERS = "loses_workers"
     """It ran in steps of workers that were lost, one after the other, so it would end more of them."""
 
 
-class Interrupt(StrEnum):
+class Interrupt(_Growing):
     """Why an accepted attempt stopped before its end. The gateway resumes it with attempt + 1 or fails the stream."""
 
     PREFILL_LOST = "prefill_lost"
@@ -85,14 +92,14 @@ def no_token_drawn(grammar: str) -> tuple[Interrupt, str]:
     return Interrupt.ENGINE_ERROR, "the model's logits are not finite"
 
 
-class FinishReason(StrEnum):
+class FinishReason(_Growing):
     """Why a choice ended, as the worker sees it; stop strings are found in the gateway."""
 
     STOP = "stop"
     LENGTH = "length"
 
 
-class CancelReason(StrEnum):
+class CancelReason(_Growing):
     """Why a request is cancelled."""
 
     DISCONNECTED = "disconnected"
@@ -104,3 +111,12 @@ class CancelReason(StrEnum):
     """The gateway gave the attempt up, for instance because its stream failed."""
     ANSWERED = "answered"
     """It has all of the answer. Said only to a coordinator that may not have heard that from the worker."""
+
+
+UNKNOWN_AS: Final[dict[type[_Growing], _Growing]] = {
+    Reject: Reject.NO_CAPACITY,
+    Interrupt: Interrupt.ENGINE_ERROR,
+    FinishReason: FinishReason.STOP,
+    CancelReason: CancelReason.ABANDONED,
+}
+"""The value with the fewest consequences. An unknown value of any other enumeration, like `Role`, is refused."""

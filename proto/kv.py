@@ -120,7 +120,7 @@ class Announce(Message, frozen=True):
     ]
 
 
-class FirstToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class FirstToken(msgspec.Struct, frozen=True, array_like=True):
     """The token that prefill drew for one choice which goes on in decode."""
 
     choice: ChoiceIndex

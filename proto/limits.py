@@ -1,10 +1,10 @@
 """Every bound on what a peer may put on the wire. Receivers enforce them before anything is allocated."""
 
-PROTOCOL_VERSION = 10
-"""Grows by one with every release that changes a message. Processes whose versions differ by one work together (`proto.newer`).
-`docs/protocol.md` says how to change a message."""
-MIN_PROTOCOL_VERSION = 9
-"""The oldest version this one can work with. Version 8 refuses messages with fields that it does not know."""
+PROTOCOL_VERSION = 1
+"""Grows by one with every release that changes a message. Processes whose versions differ by one work together
+(`proto.versions`). `docs/protocol.md` says how to change a message."""
+MIN_PROTOCOL_VERSION = 1
+"""The oldest version this one can work with."""
 
 MAX_FRAME_BYTES = 8 << 20
 """Largest single ZeroMQ frame; sockets set it as MAXMSGSIZE. A packed prompt of 1M tokens is 4 MiB."""

@@ -52,7 +52,7 @@ from proto.parts import TokenItem as TokenItem
 from proto.sampling import Sampling
 
 
-class Message(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True, forbid_unknown_fields=True):
+class Message(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
     """Base of all messages: one MessagePack array, its first element the type's name. None can be part of a cycle."""
 
 
@@ -61,7 +61,7 @@ class Message(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True, 
 
 class Hello(Message, frozen=True):
     """First on every link, from the connecting end. Its first four fields never change, so that every version can read them,
-    and refuse what it cannot work with (`proto.newer.HelloPrefix`)."""
+    and refuse what it cannot work with (`proto.versions.HelloPrefix`)."""
 
     version: int
     role: Role
@@ -100,7 +100,8 @@ class Welcome(Message, frozen=True):
 
     incarnation: Incarnation
     heartbeat_ms: Annotated[int, Meta(ge=10, le=60_000)]
-    version: int = 8  # of the server; version 8 does not say it
+    version: int
+    """Protocol version of the server."""
 
 
 class Refused(Message, frozen=True):

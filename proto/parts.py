@@ -32,14 +32,14 @@ class Role(StrEnum):
         return (Role.PREFILL, Role.DECODE) if self is Role.MIXED else (self,)
 
 
-class Destination(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
+class Destination(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Where another process is and which incarnation of it is meant."""
 
     address: Text
     incarnation: Incarnation
 
 
-class Returns(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
+class Returns(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """How the turns of a tenant's conversations follow each other, for what is kept of them until the next one."""
 
     share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
@@ -48,7 +48,7 @@ class Returns(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unk
     """Seconds from the end of a turn until the next one comes, on average."""
 
 
-class RateState(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
+class RateState(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """What is left of a tenant's rates, for the `x-ratelimit-*` headers; a limit of 0 means that there is none."""
 
     limit_requests: Count
@@ -60,14 +60,14 @@ class RateState(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_u
     reset_tokens_s: Seconds
 
 
-class Chunk(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
+class Chunk(msgspec.Struct, frozen=True, gc=False, array_like=True):
     request_id: RequestId
     attempt: Attempt
     start: Tokens_
     length: Annotated[int, Meta(ge=1, le=limits.MAX_CONTEXT_TOKENS)]
 
 
-class TokenItem(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
+class TokenItem(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Consecutive tokens of one choice, `tokens[0]` being number `index` of the answer."""
 
     request_id: RequestId
@@ -82,7 +82,7 @@ class TokenItem(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_u
     """How many of the prompt's tokens came from the prefix cache and were not computed; with an attempt's first token."""
 
 
-class PrefixPart(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
+class PrefixPart(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Blocks that an attempt holds of a chain: one that some attempt brought to this worker, one block after the other."""
 
     chain: Annotated[int, Meta(ge=0, lt=1 << 40)]
@@ -94,7 +94,7 @@ class PrefixPart(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_
 PrefixParts = Annotated[tuple[PrefixPart, ...], Meta(max_length=limits.MAX_PREFIX_PARTS)]
 
 
-class Capacity(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
+class Capacity(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """What a worker can hold."""
 
     kv_blocks: Count
@@ -112,7 +112,7 @@ class Capacity(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_un
     """So many more blocks may be cached, in its second tier."""
 
 
-class Held(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
+class Held(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """What a worker still holds for an attempt when it registers (again); `resumed_tokens` as in the order it has."""
 
     request_id: RequestId

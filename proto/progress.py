@@ -13,14 +13,14 @@ from proto.messages import Message
 from proto.parts import PrefixParts
 
 
-class Joined(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
+class Joined(msgspec.Struct, frozen=True, gc=False, array_like=True):
     request_id: RequestId
     attempt: Attempt
     step: Count
     """It forwards its first token in the step after this one."""
 
 
-class SharedPrefix(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
+class SharedPrefix(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Full blocks at the beginning of an attempt's prompt that others may hold too. It holds them until it ends here."""
 
     request_id: RequestId

@@ -10,7 +10,7 @@ from proto import limits
 TokenId = Annotated[int, Meta(ge=0, lt=limits.MAX_VOCAB)]
 
 
-class Sampling(msgspec.Struct, frozen=True, gc=False, array_like=True, forbid_unknown_fields=True):
+class Sampling(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Sampling parameters of one request. Ranges are those of the OpenAI API and vLLM.
 
     Random numbers are a function of (`seed`, choice, token index), so that a resumed stream draws what it would have drawn.

@@ -14,7 +14,7 @@ Amount = Annotated[float, Meta(ge=0.0, le=1e15)]
 ErrorRatio = Annotated[float, Meta(ge=0.0, le=1e9)] | None
 
 
-class KvPair(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class KvPair(msgspec.Struct, frozen=True, array_like=True):
     """How a prefill worker reaches one decode worker."""
 
     decode_incarnation: Incarnation
@@ -119,7 +119,6 @@ class FlipStatus(msgspec.Struct, frozen=True, array_like=True):
     first_step_ms: DurationMs = 0.0
     """Milliseconds from then until its first step was done; 0: none has run yet."""
     model: Text = ""
-    """Empty: an older coordinator did not say."""
 
 
 class TrafficStatus(msgspec.Struct, frozen=True, array_like=True):

@@ -61,14 +61,14 @@ BATCH_MAX: Final = 4096
 PRUNE_MAX: Final = 2000
 """Rows deleted in one transaction: some ten milliseconds."""
 _BUSY_TIMEOUT_S: Final = 10.0
-_VERSION: Final = 2
+_VERSION: Final = 1
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS usage (
     request_id TEXT PRIMARY KEY,
     day TEXT NOT NULL,               -- of acceptance, UTC
     tenant TEXT NOT NULL,
     model TEXT NOT NULL,
-    band TEXT NOT NULL,
+    priority_class TEXT NOT NULL,
     borrowed INTEGER NOT NULL,
     accepted_s REAL NOT NULL,        -- Unix time
     outcome TEXT,                    -- NULL while it is open
@@ -88,7 +88,7 @@ CREATE INDEX IF NOT EXISTS usage_by_time ON usage (accepted_s);
 CREATE INDEX IF NOT EXISTS usage_open ON usage (request_id) WHERE outcome IS NULL;
 """
 _OPEN: Final = """
-INSERT INTO usage (request_id, day, tenant, model, band, borrowed, accepted_s,
+INSERT INTO usage (request_id, day, tenant, model, priority_class, borrowed, accepted_s,
     charged_tokens, prompt_tokens, output_tokens, output_tokens_max, kv_blocks, from_token)
 VALUES (:request_id, :day, :tenant, :model, :priority_class, :borrowed, :accepted_s,
     :prompt_tokens + :output_tokens, :prompt_tokens, :output_tokens, :output_tokens_max, :kv_blocks, :from_token)
@@ -121,10 +121,6 @@ _TRIED: Final[tuple[Entry, ...]] = (
     Opened("", 0, "", "", "", False, Ask(0, 0, 0)),
     Closed("", "", 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0),
 )
-_SINCE_2: Final = ("from_token", "before_prompt_tokens", "before_output_tokens", "output_tokens_max")
-_ADD: Final = """
-ALTER TABLE usage ADD COLUMN {} INTEGER NOT NULL DEFAULT 0
-"""
 
 
 class LedgerError(CrossdockError):
@@ -196,7 +192,7 @@ class Ledger:
         try:
             make_private(self.path)
             with closing(sqlite3.connect(self.path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)) as db:
-                _prepare(db, self._adding_up)
+                _prepare(db)
                 past.set_result(self._read(db, today))
                 while self._write_batch(db, loop):
                     self._prune_if_due(db)
@@ -206,9 +202,6 @@ class Ledger:
                 _tell(loop, self._on_failed, failure)
             else:
                 past.set_exception(failure)
-
-    def _adding_up(self) -> None:
-        log.get("crossdock.ledger").warning("adding up the usage of each day, once", usage_db=str(self.path))
 
     def _read(self, db: sqlite3.Connection, today: int) -> Past:
         past, unreadable = ledger_past.read(db, today, clock.unix_time())
@@ -259,18 +252,13 @@ def _why(error: BaseException) -> str:
     return str(error) if expected else f"{type(error).__name__}: {error}"
 
 
-def _prepare(db: sqlite3.Connection, adding_up: Callable[[], None]) -> None:
+def _prepare(db: sqlite3.Connection) -> None:
     version = db.execute("PRAGMA user_version").fetchone()[0]
-    if version not in (0, 1, _VERSION):
+    if version not in (0, _VERSION):
         raise LedgerError(f"it is of version {version}, this program writes version {_VERSION}")
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = NORMAL")
-    columns = {row[1] for row in db.execute("PRAGMA table_info(usage)")}
-    for column in _SINCE_2:
-        if columns and column not in columns:  # a start that was killed may have added some
-            db.execute(_ADD.format(column))
-    db.executescript(_SCHEMA)
-    ledger_totals.prepare(db, adding_up)
+    db.executescript(_SCHEMA + ledger_totals.SCHEMA)
     # What cannot be written to, as a table of another kind, is refused before anybody is served.
     db.execute("BEGIN IMMEDIATE")
     for entry in _TRIED:

@@ -22,7 +22,7 @@ OPEN_MAX: Final = 1 << 17
 RECENT_MAX: Final = 1 << 18
 _EPOCH: Final = date(1970, 1, 1).toordinal()
 _OPEN: Final = """
-SELECT request_id, day, tenant, model, band, borrowed, from_token, prompt_tokens, output_tokens, kv_blocks,
+SELECT request_id, day, tenant, model, priority_class, borrowed, from_token, prompt_tokens, output_tokens, kv_blocks,
     output_tokens_max
 FROM usage INDEXED BY usage_open -- left to itself, SQLite goes through all rows for their order
 WHERE outcome IS NULL ORDER BY day DESC LIMIT ?

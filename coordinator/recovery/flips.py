@@ -25,8 +25,6 @@ REGISTER_S_MAX = 15.0
 """A process that holds nothing has so long to register in its new role; then it is given its old one back."""
 CACHE_TOLD_S = 0.1
 """A worker that has come back has so long to tell what it has cached."""
-FIRST_VERSION = 10
-"""The first version of the protocol that has changes of role."""
 
 
 def asked(state: State, incarnation: int, event: Received, now: float) -> None:
@@ -76,8 +74,6 @@ def _refusal_of(state: State, request: FlipRequest, worker: Worker) -> str:
     if worker.draining:
         ending = "is about to end" if worker.leaving else f"is drained; crossdock drain {name} --undo first"
         return f"{name} {ending}"
-    if worker.hello.version < FIRST_VERSION:
-        return f"{name} runs an older version of crossdock, which cannot change its role"
     if not request.force and _is_last(state, worker):
         return (
             f"{name} is the only {role} worker of {worker.hello.model} that takes work: nothing would be served without it;"

@@ -129,7 +129,7 @@ async def follow(
 
 
 def process_of(worker: WorkerStatus) -> str:
-    """The name of its process; a coordinator of an older version does not say it."""
+    """The name of its process."""
     return worker.process or worker.name
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from proto import limits
-from proto.codec import encode, to_frames
+from proto.codec import decode, encode, to_frames
 from proto.errors import CheckFailed, RemoteProtocolError
 from proto.messages import Bye, Hello, Message, Refused, Welcome
-from proto.newer import read, read_answer, version_refusal
+from proto.versions import read, version_refusal
 from runtime.link.keys import Keys
 from runtime.process import clock
 from runtime.process.loop_socket import LoopSocket
@@ -84,11 +84,6 @@ class Peer:
     version: int = limits.PROTOCOL_VERSION
     """Protocol version of the other end."""
 
-    @property
-    def common_version(self) -> int:
-        """The protocol version that both ends know. What it does not have must not be relied upon."""
-        return min(self.version, limits.PROTOCOL_VERSION)
-
     def send(self, message: Message, blob: bytes = b"") -> bool:
         """Queue a message; False if the peer is gone, or is being given up because its queue is full."""
         return self._send(self, to_frames(message, blob))
@@ -113,7 +108,7 @@ def is_orderly(reason: str) -> bool:
 
 
 def read_checked(frames: list[bytes], version: int) -> tuple[Message | None, bytes]:
-    """As `proto.newer.read`. Raises `RemoteProtocolError`, and `CheckFailed` for a bug."""
+    """As `proto.versions.read`. Raises `RemoteProtocolError`, and `CheckFailed` for a bug."""
     try:
         return read(frames, version)
     except RemoteProtocolError:
@@ -129,7 +124,7 @@ async def greet(socket: LoopSocket, hello: Hello, gone: asyncio.Event, timeout_s
     waiting, leaving = asyncio.ensure_future(socket.receive()), asyncio.ensure_future(gone.wait())
     try:
         await asyncio.wait({waiting, leaving}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        answer = read_answer(waiting.result()) if waiting.done() else None
+        answer = decode(waiting.result())[0] if waiting.done() else None
     finally:
         leaving.cancel()
         waiting.cancel()

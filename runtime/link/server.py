@@ -24,7 +24,7 @@ from proto import limits
 from proto.codec import encode
 from proto.errors import CheckFailed, RemoteProtocolError
 from proto.messages import Bye, Hello, Message, Ping, Pong, Refused, Welcome
-from proto.newer import HelloPrefix, read_hello
+from proto.versions import HelloPrefix, read_hello
 from runtime.link.connections import HELLO_S, LOOK_S, Connections, shut_down
 from runtime.link.curve import ZapAuthenticator
 from runtime.link.failure_detector import FailureDetector

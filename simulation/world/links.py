@@ -93,7 +93,7 @@ class Server:
             wire.send(SERVER, Refused(refusal[:500]))
             return
         link = self.links[wire] = Link(message.incarnation, message, wire, SERVER)
-        link.send(Welcome(self.process.incarnation, HEARTBEAT_MS))
+        link.send(Welcome(self.process.incarnation, HEARTBEAT_MS, PROTOCOL_VERSION))
         self._on_up(link)
         network_of(self.process).suspect(wire, SERVER)
 

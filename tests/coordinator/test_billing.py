@@ -18,7 +18,7 @@ from proto.parts import Held
 from proto.progress import DecodeProgress, Hung, Joined
 from runtime.tenancy.tenants import parse
 from tests.coordinator.test_ledger import past_of, write
-from tests.coordinator.test_tenancy import FILE, World, by, world
+from tests.coordinator.test_tenancy import World, by, world
 from tests.coordinator.world import gateway_hello, worker_hello
 
 PROMPT = 100
@@ -172,23 +172,6 @@ def test_what_was_emitted_before_a_loss_is_charged_as_far_as_steps_or_the_worker
     w.run_prompt("r", 2)
     w.receive(20, Finished("r", 2, 62, 0))
     assert w.closed("r").charged_tokens == 10 + 90
-
-
-def test_a_journal_of_the_version_before_is_taken_over(tmp_path: Path) -> None:
-    path = tmp_path / "usage.sqlite"
-    old = Opened("r", 0, "a/x", "m", "standard", False, Ask(10, 50, 5))
-    write(path, old)
-    with shut(sqlite3.connect(path)) as db:
-        for column in ("from_token", "before_prompt_tokens", "before_output_tokens"):
-            db.execute(f"ALTER TABLE usage DROP COLUMN {column}")
-        db.execute("PRAGMA user_version = 1")
-    assert past_of(path).open == (old,)
-    w = World()
-    w.post(Configured(parse(FILE), 0.0, past_of(path)))
-    w.now = 500.0
-    w.post(Tick())
-    write(path, *w.journal)
-    assert row(path) == ("lost", 60, 10, 50)
 
 
 def test_tenants_that_are_gone_are_forgotten_once_nothing_of_theirs_is_left() -> None:

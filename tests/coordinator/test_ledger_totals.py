@@ -6,9 +6,7 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-import msgspec
 import pytest
-from structlog.testing import capture_logs
 
 from coordinator.accounting import ledger, ledger_past
 from coordinator.accounting.ledger import Ledger
@@ -24,7 +22,7 @@ DAYS = (20_000, 20_001)
 
 def connect(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, isolation_level=None)
-    ledger._prepare(db, lambda: None)
+    ledger._prepare(db)
     return db
 
 
@@ -85,49 +83,6 @@ def test_totals_are_what_the_rows_add_up_to(tmp_path: Path, seed: int) -> None:
     expected = [(tenant, DAYS[0], tokens) for day, tenant, _, tokens in sums(db) if day == ledger.day_text(DAYS[0])]
     db.close()
     assert sorted(start(path, DAYS[0]).charged) == expected
-
-
-def as_before(db: sqlite3.Connection) -> None:
-    """A ledger as programs without totals made it."""
-    for trigger in ("inserted", "updated", "deleted"):
-        db.execute(f"DROP TRIGGER usage_totals_{trigger}")
-    db.execute("DROP TABLE usage_totals")
-
-
-def test_a_journal_from_before_is_added_up_once_and_kept(tmp_path: Path) -> None:
-    path = tmp_path / "usage.sqlite"
-    with closing(connect(path)) as db:
-        as_before(db)
-        for entry in (opened("r1"), opened("r2"), closed("r1"), opened("b", tenant="b"), opened("old", day=-1)):
-            ledger._write(db, entry)
-    with capture_logs() as said:
-        past = start(path, 0)
-    assert any("adding up" in one["event"] for one in said)
-    a = closed("r1").charged_tokens + opened("r2").ask.tokens
-    assert sorted(past.charged) == [("a/x", 0, a), ("b", 0, opened("b").ask.tokens)]
-    with capture_logs() as said:
-        assert start(path, 0).charged == past.charged
-    assert not said
-    # A program from before, gone back to, knows the version and keeps the sums right without knowing.
-    with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        assert db.execute("PRAGMA user_version").fetchone() == (2,)
-        db.execute(ledger._CLOSE, msgspec.structs.asdict(closed("r2")))
-        assert totals(db) == sums(db)
-
-
-def test_adding_up_that_is_killed_leaves_the_journal_as_it_was(tmp_path: Path) -> None:
-    path = tmp_path / "usage.sqlite"
-    with closing(connect(path)) as db:
-        as_before(db)
-        ledger._write(db, opened("r1"))
-
-        def killed() -> int:
-            return int(db.in_transaction)
-
-        db.set_progress_handler(killed, 1)
-        with pytest.raises(sqlite3.OperationalError, match="interrupted"):
-            ledger._prepare(db, lambda: None)
-    assert start(path, 0).charged == (("a/x", 0, opened("r1").ask.tokens),)
 
 
 def work_of_a_start(path: Path, rows: int) -> int:

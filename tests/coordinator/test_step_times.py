@@ -11,9 +11,9 @@ from coordinator.workers.step_times import KEPT, SIZES, SPACING_S, StepSample
 from proto.errors import RemoteProtocolError
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Message, Role, Step, StepDone
-from proto.newer import read
 from proto.progress import DecodeProgress
 from proto.status import StepTimes
+from proto.versions import read
 from tests.coordinator.world import Harness, submit, worker_hello
 
 

@@ -3,17 +3,15 @@
 import ast
 import io
 import json
-import re
 import shutil
 import subprocess
 import tarfile
 from pathlib import Path
 
-from proto.limits import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
+from proto.limits import PROTOCOL_VERSION
 from tests.e2e.parts import ROOT
 from tests.proto.schema import current, file_of
 
-COMMITS_MAX = 500
 NEXT_FIELD = "    from_the_next_version: tuple[int, ...] = (1, 2)\n"
 NEW_REASON = '    LEFT = "left_early"\n'
 NOVEL = '\n\nclass Novel(Message, frozen=True):\n    """Unknown to this version."""\n\n    text: str = "new"\n'
@@ -35,7 +33,7 @@ def make_next(tree: Path) -> Path:
         if package.parent.name != "tests":
             shutil.copytree(package.parent, tree / package.parent.name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (tree / "proto").glob("*.py"):
-        if path.name != "newer.py":
+        if path.name != "versions.py":
             path.write_text(_with_one_more_field(path.read_text("utf-8")), "utf-8")
     edit(
         tree / "proto/limits.py",
@@ -53,7 +51,7 @@ def make_next(tree: Path) -> Path:
         reasons += text.count("CancelReason.DISCONNECTED")
         path.write_text(text.replace("CancelReason.DISCONNECTED", "CancelReason.LEFT"), "utf-8")
     assert reasons, "the gateway cancels for this reason"
-    for path, addition in ((tree / "proto/messages.py", NOVEL), (tree / "proto/newer.py", IGNORE_NOVEL)):
+    for path, addition in ((tree / "proto/messages.py", NOVEL), (tree / "proto/versions.py", IGNORE_NOVEL)):
         path.write_text(path.read_text("utf-8") + addition, "utf-8")
     link = tree / "runtime/link/server.py"
     edit(link, "import Bye, Hello, Message, ", "import Bye, Hello, Message, Novel, ")
@@ -91,21 +89,10 @@ def _git(*arguments: str) -> bytes | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def _version(commit: str) -> int:
-    found = re.search(rb"^PROTOCOL_VERSION = (\d+)$", _git("show", f"{commit}:proto/limits.py") or b"", re.MULTILINE)
-    return int(found[1]) if found else 0
-
-
 def previous_commit() -> str:
-    """The newest commit with the previous protocol version, if that works with this one; otherwise the last commit, if its
-    messages are those of this tree. Empty if there is neither."""
-    commits = (_git("log", f"-{COMMITS_MAX}", "--format=%H", "--", "proto/limits.py") or b"").decode().split()
-    for commit in [f"{commit}~1" for commit in commits]:
-        if max(MIN_PROTOCOL_VERSION, PROTOCOL_VERSION - 1) <= _version(commit) < PROTOCOL_VERSION:
-            return commit
+    """The last commit, if its messages are those of this tree; otherwise empty."""
     schema = _git("show", f"HEAD~1:tests/proto/{file_of(PROTOCOL_VERSION).name}")
-    same = schema is not None and _version("HEAD~1") == PROTOCOL_VERSION and json.loads(schema) == current()
-    return "HEAD~1" if same else ""
+    return "HEAD~1" if schema is not None and json.loads(schema) == current() else ""
 
 
 def extract(commit: str, tree: Path) -> Path:

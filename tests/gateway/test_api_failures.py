@@ -27,7 +27,6 @@ from tests.helpers import until
         (Reject.RETRY_BUDGET, 503, "recovering"),
         (Reject.TOO_LONG, 400, "context_length_exceeded"),
         (Reject.TOO_LARGE, 400, "context_length_exceeded"),
-        (Reject.TOO_MANY_ATTEMPTS, 500, "too_many_attempts"),
         (Reject.LOSES_WORKERS, 422, "loses_workers"),
     ],
 )

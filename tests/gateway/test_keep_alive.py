@@ -122,10 +122,10 @@ def test_text_that_arrives_together_with_a_failure_is_delivered_before_it() -> N
                 if start:
                     await asyncio.sleep(0.01)
                 backend.worker_message(DECODER, Tokens((item,)), b"")
-            failed = rejecting(Reject.TOO_MANY_ATTEMPTS)(submit)
+            failed = rejecting(Reject.LOSES_WORKERS)(submit)
             backend.coordinator_message(site.cluster, failed, b"")
             chunks, done = await reading
-            assert not done and chunks[-1]["error"]["code"] == "too_many_attempts"
+            assert not done and chunks[-1]["error"]["code"] == "loses_workers"
             assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == expected
 
     on_site(test, limits=StreamLimits(attempts_max=1))

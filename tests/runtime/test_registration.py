@@ -57,7 +57,7 @@ def test_what_is_said_between_hello_and_welcome_is_told_after_it() -> None:
             return bool(sent.append(frames)) or True
 
         sent: list[list[bytes]] = []
-        registration._up(Peer(7, hello, send), Welcome(7, 50))
+        registration._up(Peer(7, hello, send), Welcome(7, 50, 1))
         assert len(sent) == 1 and b"after-hello" in sent[0][0]
         await server.close()
 
@@ -89,7 +89,7 @@ def test_what_finished_while_the_coordinator_was_away_is_told_to_the_next_one() 
 
         sent: list[list[bytes]] = []
         peer = Peer(7, HELLO, send)
-        registration._up(peer, Welcome(7, 50))
+        registration._up(peer, Welcome(7, 50, 1))
         registration.send(Finished("before", 1, 9, 400))
         registration._down(peer, "lost")
         registration.send(Finished("meanwhile", 2, 11, 500, 30))
@@ -98,7 +98,7 @@ def test_what_finished_while_the_coordinator_was_away_is_told_to_the_next_one() 
             assert registration._hello_now().held == tuple(held)
         registration.send(Finished("in-between", 1, 3, 500))
         sent.clear()
-        registration._up(peer, Welcome(8, 50))
+        registration._up(peer, Welcome(8, 50, 1))
         told = [decode(frames)[0] for frames in sent]
         assert [one.request_id for one in told if isinstance(one, Finished)] == ["before", "meanwhile", "in-between"]
         assert len(told) == 3
@@ -128,7 +128,7 @@ def test_what_finished_is_kept_only_while_it_may_have_to_be_told_again(monkeypat
             links=LinkSettings(),
         )
         peer = Peer(7, HELLO, send)
-        registration._up(peer, Welcome(7, 50))
+        registration._up(peer, Welcome(7, 50, 1))
         for second in range(100):
             now[0] += 1
             registration.send(Finished(f"r{second}", 1, 1, 10))
@@ -138,7 +138,7 @@ def test_what_finished_is_kept_only_while_it_may_have_to_be_told_again(monkeypat
             now[0] += 60
             registration.send(Finished(f"m{minute}", 1, 1, 10))
         told.clear()
-        registration._up(peer, Welcome(8, 50))
+        registration._up(peer, Welcome(8, 50, 1))
         names = [one.request_id for one in told if isinstance(one, Finished)]
         assert names == [f"r{second}" for second in range(94, 100)] + ["m0", "m1", "m2"]
 
@@ -166,11 +166,11 @@ def test_what_a_coordinator_is_to_know_of_a_new_worker_is_told_to_each_one() -> 
             links=LinkSettings(),
         )
         peer = Peer(7, HELLO, send)
-        registration._up(peer, Welcome(7, 50))
+        registration._up(peer, Welcome(7, 50, 1))
         registration._down(peer, "lost")
         registration.send(pairs)
         registration._hello_now()
-        registration._up(peer, Welcome(8, 50))
+        registration._up(peer, Welcome(8, 50, 1))
         assert told == [pairs, pairs]
 
     uvloop.run(body())

@@ -101,7 +101,6 @@ class Welcome(Message, frozen=True):
     incarnation: Incarnation
     heartbeat_ms: Annotated[int, Meta(ge=10, le=60_000)]
     version: int
-    """Protocol version of the server."""
 
 
 class Refused(Message, frozen=True):

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+_DOCS = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/configuration").glob("*.md"))]
+PAGES = [ROOT / "README.md", *_DOCS, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 """Those whose commands are checked."""
 ALL_PAGES = [*PAGES, ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -1,4 +1,4 @@
-"""`python -m tools.configuration [FILE]`: the reference of all options, made from the settings classes."""
+"""`python -m tools.configuration [FOLDER]`: the reference of all options, a page for each command, from the settings classes."""
 
 import inspect
 import sys
@@ -9,17 +9,23 @@ from pydantic.fields import FieldInfo
 
 from launcher.commands import TABLE
 from runtime.settings.command_line import commands_in
+from runtime.settings.option_help import OTHER_PANEL, in_panel_order, panels_of
 from runtime.settings.options import CONFIG_ENV, bounds, option_name
 from runtime.settings.types import ENV_PREFIX, Options
 
+FOLDER = "docs/configuration"
+COMMAND = f"python -m tools.configuration {FOLDER}"
 _HEAD = f"""\
 # Configuration
 
-Made by `python -m tools.configuration docs/configuration.md` from the settings classes; a test fails when it is
-stale. `--help` of each command shows the same text.
+With this page you find the options of a command, and where a value comes from if it is given more than once. Each command has a page,
+which begins with what most people set and ends with options for experts. `--help` shows the same text.
 
-Flags take precedence over the environment, the environment over a TOML file, and the file over the defaults. `--config PATH` or
-`{CONFIG_ENV}` names the file. It has a section for each role. Its keys are the options with underscores:
+Flags take precedence over the environment, the environment over a TOML file, and the file over the defaults.
+
+- In the environment, an option is called `{ENV_PREFIX}<OPTION>` with underscores: `--kv-gib` is `{ENV_PREFIX}KV_GIB`.
+- `--config PATH` or `{CONFIG_ENV}` names the file. It has the sections `coordinator`, `gateway`, `worker` and `serve`, whose keys are the
+  options with underscores:
 
 ```toml
 [gateway]
@@ -28,14 +34,15 @@ port = 8080
 kv_gib = 4.0
 ```
 
-The sections are `coordinator`, `gateway`, `worker` and `serve`. Lists are written with commas. A flag has one form, the one
-that changes its default: `--once` turns an option on, `--no-access-log` turns one off. In the environment and the file, write
-`true` or `false`. Unknown, malformed and out-of-bounds values are refused. The message names the option and the source of its
-value.
+Lists are written with commas. A flag has one form, the one that changes its default: `--once` turns an option on, `--no-access-log`
+turns one off. In the environment and the file, write `true` or `false`. If a value is unknown, malformed or out of bounds, the command
+ends and its message names the option and the source of the value.
 
 `cluster.toml`, which `crossdock up FILE` and `crossdock cluster` read, is another file. See
-[multi-node](multi-node.md) and `scripts/cluster.toml`, which explains every key.
+[multi-node](../multi-node.md) and `scripts/cluster.toml`, which explains every key.
 
+| page | commands |
+|---|---|
 """
 
 
@@ -45,19 +52,35 @@ def commands() -> Iterator[tuple[str, type[Options]]]:
         yield f"crossdock {name}", command.settings_class()
 
 
-def text() -> str:
-    parts = [_HEAD]
+def pages() -> dict[str, str]:
+    """File name → text of the page."""
+    grouped: dict[str, list[tuple[str, type[Options]]]] = {}
     for name, cls in commands():
+        grouped.setdefault(name.split()[1].partition("-")[0], []).append((name, cls))
+    rows = [
+        f"| [{page}]({page}.md) | {', '.join(f'`{name}`' for name, _ in ours)} |\n" for page, ours in grouped.items()
+    ]
+    made = {f"{page}.md": _page(page, ours) for page, ours in grouped.items()}
+    return {"README.md": _HEAD + "".join(rows)} | made
+
+
+def _page(page: str, ours: list[tuple[str, type[Options]]]) -> str:
+    parts = [f"# crossdock {page}\n\nMade by `{COMMAND}`; a test fails when it is stale. [All commands](README.md).\n"]
+    for name, cls in ours:
         about = " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
-        parts.append(f"## {name}\n\n{about}\n\n")
+        alone = len(ours) == 1
+        parts.append(f"\n{about}\n" if alone else f"\n## {name}\n\n{about}\n")
         if cls.section:
-            parts.append(f"Section `[{cls.section}]` of the file.\n\n")
-        if not cls.model_fields:
-            continue
-        parts.append("| option | environment | default | meaning |\n|---|---|---|---|\n")
-        parts += [_row(key, field) for key, field in cls.model_fields.items()]
-        parts.append("\n")
-    return "".join(parts).rstrip("\n") + "\n"
+            parts.append(f"\nSection `[{cls.section}]` of the file.\n")
+        panels, shown = panels_of(cls), ""
+        for key, field in in_panel_order(cls, list(cls.model_fields.items())):
+            panel = panels.get(key, OTHER_PANEL)
+            if panel != shown:
+                title = f"\n{'##' if alone else '###'} {panel}\n" if panels else ""
+                parts.append(f"{title}\n| option | default | meaning |\n|---|---|---|\n")
+                shown = panel
+            parts.append(_row(key, field))
+    return "".join(parts)
 
 
 def _row(key: str, field: FieldInfo) -> str:
@@ -65,8 +88,7 @@ def _row(key: str, field: FieldInfo) -> str:
     extra, option = field.json_schema_extra, f"`{option_name(key, field)}`"
     if isinstance(extra, dict) and "also_argument" in extra:
         option = f"`{extra['also_argument']}`, {option}"
-    columns = (option, f"`{ENV_PREFIX}{key.upper()}`", _default(field), meaning)
-    return "| " + " | ".join(text.replace("|", "\\|") for text in columns) + " |\n"
+    return "| " + " | ".join(text.replace("|", "\\|") for text in (option, _default(field), meaning)) + " |\n"
 
 
 def _default(field: FieldInfo) -> str:
@@ -81,10 +103,9 @@ def _default(field: FieldInfo) -> str:
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(text(), encoding="utf-8")
-    else:
-        sys.stdout.write(text())
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else FOLDER)
+    for name, text in pages().items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -65,14 +65,15 @@ class LoadSettings(TargetSettings):
     """What is sent, and what counts as good."""
 
     panels: ClassVar[Panels] = {
-        "Server": "url start api_key model_id model prefill decode mixed ratios device ready_timeout_s tokenizer event_log",
-        "Arrivals": "rate arrivals cv duration_s requests warmup_s in_flight_max timeout_s seed",
+        "Server": "url start api_key model_id model prefill decode mixed ratios device",
+        "Arrivals": "rate arrivals cv duration_s requests warmup_s seed",
         "Trace": "trace speed scale_tokens from_s",
-        "Requests": "prompt_tokens output_tokens prefix_share prefixes prefix_tokens endpoint ignore_eos token_ids"
-        " cancel_share cancel_wait_s",
+        "Requests": "prompt_tokens output_tokens prefix_share prefixes prefix_tokens",
         "Tenants": "tenant tenants_mix abuser priority",
         "What counts as good": "slo_ttft_ms slo_tpot_ms slo_itl_ms",
         "Output": "as_json plot",
+        "Expert options": "endpoint ignore_eos token_ids cancel_share cancel_wait_s in_flight_max timeout_s ready_timeout_s"
+        " tokenizer event_log",
     }
     rate: float = Field(1.0, gt=0.0, le=1e6, description="Requests per second, on average. A trace has its own times.")
     arrivals: Literal["poisson", "gamma", "constant"] = Field(

@@ -11,6 +11,8 @@ from runtime.settings.types import Options
 
 ARGUMENTS_PANEL: Final = "Arguments"
 OTHER_PANEL: Final = "Options"
+EXPERT_PANEL: Final = "Expert options"
+"""Options that few need; the last panel."""
 _CHOICES_WIDTH_MAX: Final = 16
 """Longer lists of words stand in the help text alone: in the column of values they would cut the options' names short."""
 _VALUES: Final = {
@@ -90,12 +92,12 @@ def panels_of(cls: type[Options]) -> dict[str, str]:
 def in_panel_order(cls: type[Options], fields: list[tuple[str, FieldInfo]]) -> list[tuple[str, FieldInfo]]:
     """Panel by panel, for a panel is shown where its first option stands; within one, what is required comes first."""
     panels = panels_of(cls)
-    order, titles = list(panels), list(dict.fromkeys(panels.values()))
+    order, titles = list(panels), sorted(dict.fromkeys(panels.values()), key=EXPERT_PANEL.__eq__)
 
     def place(item: tuple[str, FieldInfo]) -> tuple[int, bool, int]:
         key, field = item
         if key not in panels:
-            return (len(titles), not field.is_required(), 0)
+            return (titles.index(EXPERT_PANEL) if EXPERT_PANEL in titles else len(titles), not field.is_required(), 0)
         return (titles.index(panels[key]), not field.is_required(), order.index(key))
 
     return sorted(fields, key=place)

@@ -25,8 +25,9 @@ class CommonSettings(SecurityOptions):
     """What every role has."""
 
     panels: ClassVar[Panels] = {
-        "Process": "name heartbeat_ms log_level log_format metrics",
+        "Process": "name log_level log_format metrics",
         "Security": "keys insecure",
+        "Expert options": "heartbeat_ms",
     }
     name: str = Field(
         "",
@@ -58,10 +59,12 @@ class CoordinatorSettings(CommonSettings):
     section = "coordinator"
     panels: ClassVar[Panels] = {
         "Network": "bind",
-        "Queue": "queue_requests_max queue_tokens_max tenant_queue_max queue_wait_s_max resumed_wait_s_max",
-        "Scheduling": "quantum_tokens bypasses_max step_tokens step_ms steps_in_flight kv_overcommit",
-        "Tenants and records": "tenants usage_db usage_keep_days event_log event_log_max_mib",
-        "Recovery": "standby retry_floor retry_share",
+        "Tenants and records": "tenants usage_db usage_keep_days event_log",
+        "Queue": "queue_requests_max tenant_queue_max queue_wait_s_max",
+        "Scheduling": "step_tokens step_ms kv_overcommit",
+        "Recovery": "standby",
+        "Expert options": "queue_tokens_max resumed_wait_s_max quantum_tokens bypasses_max steps_in_flight event_log_max_mib"
+        " retry_floor retry_share",
     }
     bind: Address = Field(
         "tcp://127.0.0.1:7070",
@@ -226,12 +229,13 @@ class GatewaySettings(BatchOptions, ClientSettings):
 
     section = "gateway"
     panels: ClassVar[Panels] = {
-        "HTTP": "host port body_bytes_max client_timeout_ms cors_origins allowed_hosts trusted_proxies access_log",
-        "Tenants": "api_keys tenants tenant_requests_max",
-        "Requests and streams": "more_models served_model_name generation_config default_max_tokens responses_keep_s"
-        " queue_wait_s stream_idle_ms stream_keep_alive_ms",
-        "Batches": "batch_db batch_lines_max batch_file_mib batch_tenant_mib batch_keep_days",
+        "HTTP": "host port cors_origins allowed_hosts trusted_proxies access_log",
+        "Tenants": "api_keys tenants",
+        "Model": "model model_id more_models served_model_name generation_config default_max_tokens",
         "Cluster": "coordinator tokens_bind advertise drain_timeout_s",
+        "Streams and answers": "responses_keep_s stream_keep_alive_ms batch_db batch_keep_days",
+        "Expert options": "body_bytes_max client_timeout_ms tenant_requests_max queue_wait_s stream_idle_ms batch_lines_max"
+        " batch_file_mib batch_tenant_mib",
     }
     host: str = Field(
         "127.0.0.1", min_length=1, description="Address the HTTP server listens on; 0.0.0.0 is every interface."

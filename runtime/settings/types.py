@@ -70,7 +70,8 @@ class Options(BaseSettings):
     section: ClassVar[str] = ""
     """This class's section in the TOML file; empty for commands which do not read it."""
     panels: ClassVar[Panels] = {}
-    """Titles in the help, in order, each with the names of its fields; bases' come after those of the class itself."""
+    """Titles in the help, in order, each with the names of its fields; bases' come after those of the class itself, and
+    "Expert options" last."""
 
     @classmethod
     def settings_customise_sources(

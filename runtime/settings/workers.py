@@ -29,10 +29,10 @@ class WorkerSettings(ClientSettings):
     section = "worker"
     panels: ClassVar[Panels] = {
         "Model": "role model model_id device dtype weights",
-        "Compute": "threads cpu_cores nice max_seqs step_tokens_max stall_share step_timeout_ms",
-        "KV cache": "kv_gib gpu_memory_share block_size prefix_cache kv_tier_gib kv_tier_folder",
-        "KV transfer": "kv_bind transfer_host kv_interface kv_transport transfer_encryption kv_digest kv_mib_per_s"
-        " kv_timeout_ms",
+        "Compute": "threads cpu_cores max_seqs step_tokens_max stall_share",
+        "KV cache": "kv_gib gpu_memory_share prefix_cache kv_tier_gib kv_tier_folder",
+        "KV transfer": "kv_bind transfer_host kv_transport transfer_encryption",
+        "Expert options": "nice step_timeout_ms block_size kv_interface kv_digest kv_mib_per_s kv_timeout_ms",
     }
     role: Literal["prefill", "decode", "mixed"] = Field(
         description="Which half of the work this process does. mixed: both, in turn, over one copy of the weights. It"

@@ -1,4 +1,4 @@
-"""`python -m tools.configuration [FOLDER]`: the reference of all options, a page for each command, from the settings classes."""
+"""`python -m tools.configuration [FOLDER]`: the options of each command, from the settings classes."""
 
 import inspect
 import sys
@@ -18,14 +18,14 @@ COMMAND = f"python -m tools.configuration {FOLDER}"
 _HEAD = f"""\
 # Configuration
 
-With this page you find the options of a command, and where a value comes from if it is given more than once. Each command has a page,
-which begins with what most people set and ends with options for experts. `--help` shows the same text.
+With this page you find the options of a command, and where a value comes from if it is given more than once. Each command has
+a page, which begins with what most people set and ends with options for experts. `--help` shows the same text.
 
 Flags take precedence over the environment, the environment over a TOML file, and the file over the defaults.
 
 - In the environment, an option is called `{ENV_PREFIX}<OPTION>` with underscores: `--kv-gib` is `{ENV_PREFIX}KV_GIB`.
-- `--config PATH` or `{CONFIG_ENV}` names the file. It has the sections `coordinator`, `gateway`, `worker` and `serve`, whose keys are the
-  options with underscores:
+- `--config PATH` or `{CONFIG_ENV}` names the file. It has the sections `coordinator`, `gateway`, `worker` and `serve`, whose
+  keys are the options with underscores:
 
 ```toml
 [gateway]
@@ -34,9 +34,9 @@ port = 8080
 kv_gib = 4.0
 ```
 
-Lists are written with commas. A flag has one form, the one that changes its default: `--once` turns an option on, `--no-access-log`
-turns one off. In the environment and the file, write `true` or `false`. If a value is unknown, malformed or out of bounds, the command
-ends and its message names the option and the source of the value.
+Lists are written with commas. A flag has one form, the one that changes its default: `--once` turns an option on,
+`--no-access-log` turns one off. In the environment and the file, write `true` or `false`. If a value is unknown, malformed or
+out of bounds, the command ends and its message names the option and the source of the value.
 
 `cluster.toml`, which `crossdock up FILE` and `crossdock cluster` read, is another file. See
 [multi-node](../multi-node.md) and `scripts/cluster.toml`, which explains every key.

@@ -5,7 +5,8 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from runtime.settings.addresses import Address
-from runtime.settings.roles import CommonSettings, CoordinatorSettings
+from runtime.settings.common import CommonSettings
+from runtime.settings.roles import CoordinatorSettings
 from runtime.settings.types import Panels
 
 COORDINATOR: str = CoordinatorSettings.model_fields["bind"].default

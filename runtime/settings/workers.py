@@ -8,8 +8,8 @@ from proto.limits import MAX_ID_CHARS
 from proto.messages import Role
 from proto.parts import STALL_SHARE, STEP_TOKENS
 from runtime.settings.addresses import EVERY_INTERFACE, Address
+from runtime.settings.common import ClientSettings
 from runtime.settings.cores import parse_cores
-from runtime.settings.roles import ClientSettings
 from runtime.settings.types import WEIGHTS_HELP, Cores, Device, Dtype, Panels, Weights
 
 GPU_MEMORY_SHARE: Final = 0.9

@@ -83,7 +83,7 @@ def test_a_page_without_markers_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("page", "lines"),
-    [("README.md", 120), ("ARCHITECTURE.md", 300), ("CONTRIBUTING.md", 120), ("docs/decisions/[0-9]*.md", 30)],
+    [("README.md", 120), ("ARCHITECTURE.md", 250), ("CONTRIBUTING.md", 120), ("docs/decisions/[0-9]*.md", 30)],
 )
 def test_pages_stay_short(page: str, lines: int) -> None:
     lengths = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob(page)}

@@ -1,0 +1,76 @@
+"""Settings that every role has, and those of the roles that connect to the coordinator."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from runtime.settings.addresses import EVERY_INTERFACE, Address, AdvertisedAddress, MetricsAddress, host_of
+from runtime.settings.types import Panels, SecurityOptions, model_id_of
+
+
+class CommonSettings(SecurityOptions):
+    """What every role has."""
+
+    panels: ClassVar[Panels] = {
+        "Process": "name log_level log_format metrics",
+        "Security": "keys insecure",
+        "Expert options": "heartbeat_ms",
+    }
+    name: str = Field(
+        "",
+        max_length=64,
+        pattern=r"^[A-Za-z0-9_.:-]*\z",
+        description="Name of this process in logs and in status; empty: role and process id.",
+    )
+    heartbeat_ms: int = Field(
+        500,
+        ge=10,
+        le=60_000,
+        description="Milliseconds in which two heartbeats are sent. A peer silent for three and a half of these is taken for"
+        " lost: too short makes a busy process look dead, too long delays recovery.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line shown.")
+    log_format: Literal["auto", "console", "json"] = Field(
+        "auto", description="Form of log lines; auto: console on a terminal, JSON elsewhere."
+    )
+    metrics: MetricsAddress = Field(
+        "127.0.0.1:0",
+        description="Address and port, or port on loopback, of this process's /metrics, /health, /live and /ready; port 0: any"
+        " free one, which crossdock status shows; off: none. Whoever reaches it can read it.",
+    )
+
+
+class ClientSettings(CommonSettings):
+    """What the roles that connect to the coordinator share."""
+
+    panels: ClassVar[Panels] = {"Cluster": "coordinator advertise drain_timeout_s", "Model": "model model_id"}
+    coordinator: Address = Field("tcp://127.0.0.1:7070", description="Address of the coordinator.")
+    model: str = Field(
+        min_length=1,
+        description="Folder with a model in Hugging Face format (config, tokenizer, safetensors), ORG/NAME, or"
+        " ORG/NAME@REVISION.",
+    )
+    model_id: str = Field(
+        "", max_length=512, description="Model name that clients use; empty: the folder's name or ORG/NAME."
+    )
+    advertise: AdvertisedAddress = Field(
+        "",
+        description="Address at which others reach this process, like 10.0.0.5 or tcp://10.0.0.5:7070; without a port,"
+        " the bound one. Empty: the bound address. Needed if it binds all interfaces, or is reached through another address.",
+    )
+
+    drain_timeout_s: float = Field(
+        20.0,
+        ge=0,
+        le=86_400,
+        description="Seconds that running streams have to end by themselves after SIGTERM or Ctrl-C; a second one ends at once."
+        " After that, a worker's streams continue on other workers (it takes up to 5 s more), and a gateway's fail.",
+    )
+
+    @property
+    def served_model_id(self) -> str:
+        return model_id_of(self.model, self.model_id)
+
+    def _check_reachable(self, option: str, bound: str) -> None:
+        if host_of(bound) in EVERY_INTERFACE and not self.advertise:
+            raise ValueError(f"--advertise: needed, since {option} {bound} is not an address others can connect to")

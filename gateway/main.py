@@ -38,8 +38,7 @@ from runtime.process.driver import Stop, cancelled, run_process, unless_stopped,
 from runtime.process.exits import ConfigError
 from runtime.settings import machine
 from runtime.settings.addresses import advertised, host_of, in_url
-from runtime.settings.batches import BATCHES_OFF
-from runtime.settings.roles import GatewaySettings
+from runtime.settings.roles import BATCHES_OFF, GatewaySettings
 from runtime.tenancy.file import TenantsFile
 from runtime.tenancy.tenants import TenantsError, open_tenants
 

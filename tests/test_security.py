@@ -73,7 +73,7 @@ WITHOUT_BREAK = {
 """Tests that the page names and no break is planted for, and why."""
 SAMPLE = (
     "tests/gateway/test_tenancy.py::test_a_file_without_keys_does_not_open_the_door",
-    "tests/runtime/test_curve.py::test_links_with_a_server_end_when_its_key_is_removed",
+    "tests/runtime/test_rate_limited_log.py::test_a_flood_of_lines_becomes_few_and_is_counted",
 )
 """Breaks that are tried in every run of the suite."""
 

@@ -15,11 +15,10 @@ from launcher.process import WORKER_MODULES, child_environment, python_command
 from runtime.settings import machine
 from runtime.settings.addresses import METRICS_OFF
 from runtime.settings.autopilot import AutopilotSettings
-from runtime.settings.batches import BATCHES_OFF
 from runtime.settings.cores import cores_text
 from runtime.settings.environment import SUPERVISED
 from runtime.settings.options import SettingsError, load, to_arguments
-from runtime.settings.roles import CoordinatorSettings, GatewaySettings
+from runtime.settings.roles import BATCHES_OFF, CoordinatorSettings, GatewaySettings
 from runtime.settings.serve import ServeSettings
 from runtime.settings.types import ENV_PREFIX
 from runtime.settings.workers import WorkerSettings, gpu_share_of

@@ -61,7 +61,8 @@ def test_each_way_of_drawing_is_measured_by_itself(monkeypatch: pytest.MonkeyPat
         assert [len(shape.joins) for shape in shapes] == [2, 0, 0], name
 
 
-@pytest.mark.timeout(600)  # 25 s of CPU time
+@pytest.mark.long
+@pytest.mark.timeout(600)
 def test_the_kernels_and_the_engine_at_tiny_sizes(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check().main(["--device", "cpu", "--out", str(out), "smoke,engine"]) == 0, out.read_text()
     found = {(row["part"], row["name"]) for row in lines(out)}

@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels for GPUs that are not here: `python -m tests.engine.triton_aot quick|full|batches`.
+"""Compiles the Triton kernels for GPUs that are not here: `python -m tests.engine.triton_aot full|batches`.
 
 The production code runs on tensors of the host, over a driver that only names a GPU; each launch compiles its kernel, by the
 compilers in Triton's wheel, instead of starting it. A process of its own: tests interpret kernels, which cannot be undone.
@@ -33,7 +33,6 @@ SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448
 """Compute capability → shared memory that one program may have (CUDA C++ Programming Guide, technical specifications): A100,
 A10, L4, H100, B200, RTX 50."""
 DIMS, GROUPS, KV_HEADS = (64, 96, 128, 256), (1, 4, 8), 2
-BESIDE_128 = {80: 64, 86: 256, 89: 96, 90: 256, 100: 64, 120: 256}
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -125,39 +124,31 @@ def elementwise(pool: torch.Tensor, heads: int, rows: int = 3) -> None:
     ops.attention.write(0, k, k, metadata)
 
 
-def attention_cases(full: bool) -> Iterator[tuple[int, int, int, torch.dtype, AttentionCall, int]]:
-    """(capability, head_dim, group, type, call, block size). Without `full`, two head sizes on each card."""
+def attention_cases() -> Iterator[tuple[int, int, int, torch.dtype, AttentionCall, int]]:
+    """(capability, head_dim, group, type, call, block size)."""
     plain, capped = AttentionCall(None, None, None), AttentionCall(4096, None, 50.0)
-    for number, capability in enumerate(SHARED_BYTES):
-        for at, dim in enumerate(DIMS):
-            if not full:
-                if dim in (128, BESIDE_128[capability]):
-                    yield capability, dim, GROUPS[(number + at) % 3], torch.bfloat16, plain, 16
-                continue
+    for capability in SHARED_BYTES:
+        for dim in DIMS:
             for group in GROUPS:
                 for dtype in (torch.bfloat16, torch.float16, torch.float32):
                     yield capability, dim, group, dtype, plain, 16
             yield capability, dim, 4, torch.bfloat16, capped, 24
-    if not full:
-        yield 86, 128, 4, torch.float32, plain, 16
-        yield 86, 256, 4, torch.float32, plain, 16
-        yield 90, 128, 4, torch.float16, capped, 24
 
 
-def compile_all(full: bool, driver: Driver) -> Iterator[dict[str, Any]]:
+def compile_all(driver: Driver) -> Iterator[dict[str, Any]]:
     compiled = Compiled()
     triton_launch.launch = compiled.launch
-    for capability, dim, group, dtype, call, size in attention_cases(full):
+    for capability, dim, group, dtype, call, size in attention_cases():
         driver.capability = capability
         triton_backend._SHARED_BYTES = SHARED_BYTES[capability]  # type: ignore[misc]
         pool = make_pool(dim, dtype, size)
         for counts in ([1, 1], [5, 1]):
             attend(TritonAttention(pool), pool, KV_HEADS * group, counts, call)
         yield from compiled.rows(capability=capability, dim=dim, group=group, dtype=str(dtype)[6:])
-    for capability in SHARED_BYTES if full else (80, 120):
+    for capability in SHARED_BYTES:
         driver.capability = capability
-        for dim in DIMS if full else (96,):
-            for dtype in (torch.bfloat16, torch.float16, torch.float32) if full else (torch.bfloat16,):
+        for dim in DIMS:
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
                 elementwise(make_pool(dim, dtype), 8)
                 yield from compiled.rows(capability=capability, dim=dim, group=4, dtype=str(dtype)[6:])
 
@@ -188,7 +179,7 @@ def main(what: str) -> None:
     if what == "batches":
         sys.stdout.write(json.dumps(count_variants(driver)) + "\n")
         return
-    for row in compile_all(what == "full", driver):
+    for row in compile_all(driver):
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()
 

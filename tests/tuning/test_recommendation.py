@@ -22,7 +22,7 @@ CPU = GPU.scaled(6.0, 3.0).replaced(prefill_cores=1, decode_cores=1)
 """Two cores for all workers."""
 
 
-def traffic(per_s: float, prompt: float, output: float, count: int = 1500, seed: int = 1) -> list[Sent]:
+def traffic(per_s: float, prompt: float, output: float, count: int = 600, seed: int = 1) -> list[Sent]:
     rng = np.random.default_rng(seed)
     at_s = np.cumsum(rng.exponential(1 / per_s, count))
     prompts, outputs = rng.lognormal(np.log(prompt), 0.7, count), rng.lognormal(np.log(output), 0.5, count)

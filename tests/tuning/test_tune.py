@@ -1,9 +1,12 @@
 """`crossdock tune` from a file to its reports."""
 
+import contextlib
+import io
 import json
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -11,10 +14,12 @@ import numpy as np
 import pytest
 from markupsafe import escape
 
+from launcher.commands import as_listed, build_app
 from launcher.load import traces
 from launcher.reports import check_writable
 from launcher.tuning.settings import TuneCheckSettings, TuneSettings
 from launcher.tuning.show import turn_lines
+from runtime.settings.command_line import invoke
 from runtime.settings.options import SettingsError
 from tests.test_tidy import ROOT
 from tests.tuning.profiles import GPU
@@ -22,24 +27,32 @@ from tuning.profile import encoded
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Path:
-    """A folder with a profile and a trace of 20 minutes that is prompt-heavy at last."""
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a profile and a trace of a minute."""
+    monkeypatch.setenv("COLUMNS", "120")
     (tmp_path / "profile.json").write_bytes(encoded(GPU))
     rng = np.random.default_rng(5)
     at_s, lines = 0.0, ["arrival_s,prompt_tokens,output_tokens"]
-    while at_s < 300:
-        at_s += rng.exponential(1 / 20)
+    while at_s < 60:
+        at_s += rng.exponential(1 / 8)
         lines.append(f"{at_s:.3f},{int(rng.lognormal(6.7, 0.6))},{int(rng.lognormal(4.6, 0.5)) + 1}")
     (tmp_path / "traffic.csv").write_text("\n".join(lines))
     return tmp_path
 
 
-def crossdock(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "launcher.cli", *words]
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(folder), "COLUMNS": "120"}
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=100, check=False, env=environment
-    )
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def crossdock(folder: Path, *words: str) -> Done:
+    """The command in this process, in that folder."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = invoke(build_app(), as_listed(list(words)), "crossdock")
+    return Done(status, out.getvalue(), err.getvalue())
 
 
 def test_the_guides_command_gives_a_recommendation_and_a_page_without_network(here: Path) -> None:
@@ -199,17 +212,17 @@ def test_two_kinds_of_hardware_with_prices_are_one_question(here: Path) -> None:
 
 def test_sessions_are_played_and_told(here: Path) -> None:
     rows = ["session,turn,prompt_tokens,reused_tokens,output_tokens,think_s"]
-    for session in range(12):
+    for session in range(6):
         tokens = 1500
-        for turn in range(8):
+        for turn in range(5):
             rows.append(f"s{session},{turn},{tokens},{tokens - 200 if turn else 0},60,{2 if turn else 0}")
             tokens += 200
     (here / "agents.csv").write_text("\n".join(rows))
     words = ("tune", "--trace", "agents.csv", "--workers", "3", "--out", "o.json", "--html", "o.html")
-    done = crossdock(here, *words, "--sessions", "6")
+    done = crossdock(here, *words, "--sessions", "3")
     assert done.returncode == 0, done.stderr
     report = json.loads((here / "o.json").read_text())
-    assert report["traffic"]["requests"] == 96
+    assert report["traffic"]["requests"] == 30
     assert 0 < report["traffic"]["requests_per_s"] < 12
     done = crossdock(here, "tune", "check", "o.json")
     assert done.returncode != 0 and "bench agents plays them" in " ".join(done.stderr.split())

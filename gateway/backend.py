@@ -55,50 +55,10 @@ class Sender(Protocol):
     def send(self, message: Message, blob: bytes = b"") -> bool: ...
 
 
-class Subscription:
-    """The streams of one HTTP request, their events in the order they came.
+class Receiver(Protocol):
+    """Gets the events of its streams in the order in which they came."""
 
-    What a slow client has not read yet waits here; the answers' own lengths bound it.
-    """
-
-    def __init__(self, backend: "Backend", stream_ids: Sequence[str]) -> None:
-        self._backend = backend
-        self._open = set(stream_ids)
-        self._events: list[Admitted | Deliver | Ended] = []
-        self._wake = asyncio.Event()
-        self._left = False
-
-    def put(self, event: Admitted | Deliver | Ended) -> None:
-        if isinstance(event, Ended):
-            self._open.discard(event.stream_id)
-        self._events.append(event)
-        self._wake.set()
-
-    async def next(self) -> list[Admitted | Deliver | Ended]:
-        """All that has come since the last call; after `nudge` perhaps nothing. Raises `ClientLeft`. The keeper bounds the
-        wait."""
-        if not self._events and not self._left:
-            self._wake.clear()
-            await self._wake.wait()
-        if self._left:
-            raise ClientLeft
-        events, self._events = self._events, []
-        return events
-
-    def nudge(self) -> None:
-        """Wake the reader, though nothing may have come."""
-        self._wake.set()
-
-    def leave(self) -> None:
-        """The client is gone: end what is not ended, and wake the reader."""
-        self._left = True
-        self._wake.set()
-        self.close()
-
-    def close(self) -> None:
-        """End what is not ended; no harm in calling it again."""
-        self._backend.abandon(sorted(self._open))
-        self._open.clear()
+    def put(self, event: Admitted | Deliver | Ended) -> None: ...
 
 
 class Backend:
@@ -121,11 +81,11 @@ class Backend:
         """Tokens that each hash of a prompt is to cover, by model, as the coordinator last said."""
         self.hash_key = b""
         """The cluster's key for the hashes of prompts, as the coordinator says it."""
-        self._subscriptions: dict[str, Subscription] = {}
+        self._receivers: dict[str, Receiver] = {}
         self._times: dict[str, StreamTimes] = {}
         self._draining = False
         self._empty = asyncio.Event()
-        metrics.active = lambda: len(self._subscriptions)
+        metrics.active = lambda: len(self._receivers)
 
     @property
     def not_ready(self) -> str | None:
@@ -140,7 +100,7 @@ class Backend:
 
     def load(self) -> tuple[int, int]:
         """(events handled so far, requests alive)"""
-        return self._driver.events, len(self._subscriptions)
+        return self._driver.events, len(self._receivers)
 
     @property
     def coordinator_is_up(self) -> bool:
@@ -157,20 +117,19 @@ class Backend:
 
     # --- HTTP side --------------------------------------------------------------------------------------------------
 
-    def open(self, specs: Sequence[StreamSpec]) -> Subscription:
-        subscription = Subscription(self, [spec.stream_id for spec in specs])
+    def open(self, specs: Sequence[StreamSpec], receiver: Receiver) -> None:
+        """Begin these streams. `receiver` gets what comes of them, until they end or are abandoned."""
         now = clock.now()
         for spec in specs:
-            self._subscriptions[spec.stream_id] = subscription
+            self._receivers[spec.stream_id] = receiver
             measured = "" if spec.is_offline else spec.tenant
             self._times[spec.stream_id] = StreamTimes(self.metrics, measured, len(spec.prompt), now, spec.model)
         for spec in specs:
             self._driver.post(Open(spec))
-        return subscription
 
     def abandon(self, stream_ids: Sequence[str]) -> None:
         for stream_id in stream_ids:
-            if stream_id in self._subscriptions:
+            if stream_id in self._receivers:
                 self._forget(stream_id).left()
                 self._driver.post(ClientGone(stream_id))
 
@@ -191,7 +150,7 @@ class Backend:
 
     async def emptied(self) -> None:
         """Wait until no stream is left. One caller may wait, when no stream begins any more."""
-        while self._subscriptions:
+        while self._receivers:
             self._empty.clear()
             await self._empty.wait()
 
@@ -271,7 +230,7 @@ class Backend:
                 self._put(stream_id, action)
             case Ended(stream_id, failure):
                 self._put(stream_id, action)
-                if stream_id in self._subscriptions:
+                if stream_id in self._receivers:
                     self._forget(stream_id).ended(failure, clock.now())
             case SendSubmit(submit, blob):
                 # What does not go out is sent again once the link is back.
@@ -289,12 +248,12 @@ class Backend:
                 emit("stream", request_id=stream_id, what=why.value, detail=detail)
 
     def _put(self, stream_id: str, event: Admitted | Deliver | Ended) -> None:
-        subscription = self._subscriptions.get(stream_id)
-        if subscription is not None:
-            subscription.put(event)
+        receiver = self._receivers.get(stream_id)
+        if receiver is not None:
+            receiver.put(event)
 
     def _forget(self, stream_id: str) -> StreamTimes:
-        del self._subscriptions[stream_id]
-        if not self._subscriptions:
+        del self._receivers[stream_id]
+        if not self._receivers:
             self._empty.set()
         return self._times.pop(stream_id)

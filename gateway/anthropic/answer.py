@@ -7,7 +7,7 @@ import msgspec
 
 from gateway.http.encoding import encode
 from gateway.http.errors import ApiError
-from gateway.openai.answers import ChatAnswer, ChoiceState
+from gateway.openai.answers import ChatAnswer, ChoiceState, Head
 from gateway.openai.prepare import Prepared
 from gateway.streams.types import Deliver, Finish
 from gateway.text.tokenizer import ModelTokenizer
@@ -31,8 +31,8 @@ def error_body(error: ApiError, request_id: str) -> Json:
 
 
 class MessagesAnswer(ChatAnswer):
-    def __init__(self, prepared: Prepared, tokenizer: ModelTokenizer, **head: Any) -> None:
-        super().__init__(prepared, tokenizer, **head)
+    def __init__(self, prepared: Prepared, tokenizer: ModelTokenizer, head: Head) -> None:
+        super().__init__(prepared, tokenizer, head)
         self._blocks: list[Json] = []
         """The blocks in order; the last may be open."""
         self._open = False

@@ -1,6 +1,5 @@
 """POST /v1/messages and /v1/messages/count_tokens."""
 
-from functools import partial
 from typing import Any, Final
 
 from fastapi import APIRouter
@@ -11,21 +10,18 @@ from gateway.anthropic.convert import NAMES, as_chat
 from gateway.anthropic.types import NEUTRAL_ONLY, CountRequest, MessagesRequest
 from gateway.http.renamed import renamed
 from gateway.openai.answer_types import AnthropicError, AnthropicMessage, MessageEvent, TokenCount
+from gateway.openai.answers import Head
 from gateway.openai.dependencies import CallDep
 from gateway.openai.forms import Chat
-from gateway.openai.generate import Endpoint, generate
+from gateway.openai.generate import generate
 from gateway.openai.openapi import TOKENIZED, body_of, refusals, streamed
-from gateway.openai.prepare import encoded, prepare_chat
+from gateway.openai.prepare import Prepared, Rules, encoded, prepare_chat
 from gateway.openai.request_types import ChatRequest, validate
+from gateway.openai.routes_generate import ChatApi
 from gateway.text.tokenizer import ModelTokenizer
 
 router = APIRouter(tags=["Anthropic"])
 PREFIX: Final = "/v1/messages"
-
-
-def _read_message(content: Any) -> ChatRequest:
-    """Raises `ApiError`."""
-    return as_chat(validate(MessagesRequest, content, NEUTRAL_ONLY))
 
 
 def _read_count(content: Any) -> ChatRequest:
@@ -40,9 +36,23 @@ def _count(request: ChatRequest, tokenizer: ModelTokenizer) -> TokenCount:
         return TokenCount(input_tokens=len(encoded(text, tokenizer, "messages", special=False)))
 
 
-# Agents ask for as many tokens as their vendor's own models can write.
-_PREPARE: Final = partial(prepare_chat, cuts_at_context=True)
-_MESSAGES: Final = Endpoint("messages", "msg", _read_message, _PREPARE, MessagesAnswer, NAMES)
+class MessagesApi(ChatApi):
+    """Anthropic's: a request is read as one of OpenAI's chat."""
+
+    name, id_prefix, names = "messages", "msg", NAMES
+
+    def parse(self, content: Any) -> ChatRequest:
+        return as_chat(validate(MessagesRequest, content, NEUTRAL_ONLY))
+
+    def prepare(self, request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) -> Prepared:
+        # Agents ask for as many tokens as their vendor's own models can write.
+        return prepare_chat(request, tokenizer, rules, cuts_at_context=True)
+
+    def answer(self, prepared: Prepared, tokenizer: ModelTokenizer, head: Head) -> MessagesAnswer:
+        return MessagesAnswer(prepared, tokenizer, head)
+
+
+_MESSAGES: Final = MessagesApi()
 
 
 @router.post(

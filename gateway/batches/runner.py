@@ -26,9 +26,9 @@ from gateway.batches.store import StoreError
 from gateway.http.errors import ApiError
 from gateway.http.request_log import RequestInfo
 from gateway.openai.context import Gateway
-from gateway.openai.generate import Endpoint, answer_offline
+from gateway.openai.generate import Api, answer_offline
 from gateway.openai.routes_generate import CHAT, COMPLETIONS
-from gateway.responses.routes import endpoint_of
+from gateway.responses.routes import ResponsesApi
 from gateway.tenancy import lowest_class
 from runtime.process import clock, log
 from runtime.process.driver import cancelled, watched
@@ -246,7 +246,7 @@ class BatchRunner:
             body = await answer_offline(
                 gateway,
                 batch.tenant,
-                _endpoint(gateway, batch.tenant, line.url),
+                _api(gateway, batch.tenant, line.url),
                 bytes(line.body),
                 info,
                 priority_class=lowest_class(gateway.keys.tenants, batch.tenant),
@@ -265,7 +265,7 @@ class BatchRunner:
         return 200, body
 
 
-def _endpoint(gateway: Gateway, tenant: str, url: str) -> Endpoint:  # type: ignore[type-arg]
+def _api(gateway: Gateway, tenant: str, url: str) -> Api[Any]:
     if url == "/v1/responses":
-        return endpoint_of(gateway, tenant)
+        return ResponsesApi(gateway, tenant)
     return CHAT if url == "/v1/chat/completions" else COMPLETIONS

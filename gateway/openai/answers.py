@@ -61,6 +61,15 @@ class _Shown(NamedTuple):
     """Texts, bytes and log probabilities of the likeliest tokens at its place."""
 
 
+class Head(NamedTuple):
+    """What each answer, and each chunk of one, says of itself."""
+
+    answer_id: str
+    created: int
+    """Unix time in seconds."""
+    model: str
+
+
 class Answer(Protocol):
     """One kind of endpoint's way of writing."""
 
@@ -70,37 +79,30 @@ class Answer(Protocol):
     def chunks(self, choice: ChoiceState, part: Deliver) -> Iterable[Json]: ...
     def collect(self, choice: ChoiceState, part: Deliver) -> None:
         """Take this part for an answer in one piece."""
-        ...
 
     def usage(self, completion_tokens: int, cached_tokens: int) -> Json: ...
     def whole(self, choices: Iterable[ChoiceState], cached_tokens: int) -> Json: ...
     def event(self, content: Json) -> bytes:
         """A chunk as it is sent."""
-        ...
 
     def opening(self) -> bytes:
         """What is sent as soon as the request is accepted."""
-        ...
 
     def closing(self, completion_tokens: int, cached_tokens: int) -> bytes:
         """The end of a stream whose choices have all ended."""
-        ...
 
     def failing(self, error: ApiError, request_id: str) -> bytes:
         """The end of a stream that fails."""
-        ...
 
 
 class _Base:
     whole_kind = ""
     chunk_kind = ""
 
-    def __init__(
-        self, prepared: Prepared, tokenizer: ModelTokenizer, *, answer_id: str, created: int, model: str
-    ) -> None:
+    def __init__(self, prepared: Prepared, tokenizer: ModelTokenizer, head: Head) -> None:
         self.prepared = prepared
         self.tokenizer = tokenizer
-        self._head = {"id": answer_id, "created": created, "model": model}
+        self._head = {"id": head.answer_id, "created": head.created, "model": head.model}
         self.system_fingerprint: Callable[[], str | None] = lambda: None
         self.prompt_scores: Sequence[PromptScores | None] = [None] * len(prepared.prompts)
         """The scores of each prompt; they are complete before its first token comes."""

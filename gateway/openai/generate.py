@@ -2,25 +2,26 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive
 
-from gateway.backend import ClientLeft, Subscription
+from gateway.backend import ClientLeft
 from gateway.http.body import Slots
 from gateway.http.errors import ApiError, bad_value, bare_errors, rate_headers
 from gateway.http.json_text import parse_json
 from gateway.http.renamed import Names, renamed
 from gateway.http.request_log import RequestInfo, info_of
-from gateway.openai.answers import Answer
+from gateway.openai.answering import AnswerChecker, Answering, EventStream
+from gateway.openai.answers import Answer, Head
 from gateway.openai.context import Gateway, ServedModel
 from gateway.openai.dependencies import Call
-from gateway.openai.exchange import AnswerChecker, EventStream, Exchange
 from gateway.openai.prepare import Prepared, Rules, in_form
 from gateway.openai.request_types import GenerationRequest
 from gateway.streams.prompt_scores import PromptScores
@@ -38,38 +39,44 @@ CLIENT_LEFT = 499
 """The status in the access log of a response that nobody reads."""
 
 
-@dataclass(frozen=True)
-class Endpoint(Generic[R]):
-    """How one API asks and answers."""
+class Api(ABC, Generic[R]):
+    """How one API asks and answers. `parse` and `prepare` run on a thread."""
 
     name: str
     """The name in metrics."""
     id_prefix: str
-    read: Callable[[Any], R]
-    """A parsed JSON body → a request. Runs on a thread, as does `prepare`. Raises `ApiError`."""
-    prepare: Callable[[R, ModelTokenizer, Rules], Prepared]
-    """Raises `ApiError`."""
-    answer: Callable[..., Answer]
-    names: Names = field(default_factory=dict)
-    """Names of the fields that `read` has made the request of, for errors."""
-    keeps_body: bool = False
+    names: Names = {}  # noqa: RUF012 - nobody changes it
+    """Names of the fields that `parse` has made the request of, for errors."""
+    keeps_body = False
     """Its answer holds about as much as the body, until it ends; so long it counts against the bound on bodies."""
 
+    @abstractmethod
+    def parse(self, content: Any) -> R:
+        """A parsed JSON body → a request. Raises `ApiError`."""
 
-async def generate(call: Call, endpoint: Endpoint[R]) -> Response:
+    @abstractmethod
+    def prepare(self, request: R, tokenizer: ModelTokenizer, rules: Rules) -> Prepared:
+        """Raises `ApiError`."""
+
+    @abstractmethod
+    def answer(self, prepared: Prepared, tokenizer: ModelTokenizer, head: Head) -> Answer:
+        """Writes the answer to one request."""
+
+
+async def generate(call: Call, api: Api[R]) -> Response:
     """Raises `ApiError`."""
     info, metrics = info_of(call.request.scope), call.gateway.metrics
 
     def count(outcome: str) -> None:
-        metrics.requests.labels(endpoint.name, outcome).inc()
+        metrics.requests.labels(api.name, outcome).inc()
 
     try:
-        exchange, prepared = await _begin(call, endpoint, info)
+        answering, prepared = await _begin(call, api, info)
         if not prepared.stream:
-            content = await exchange.whole(partial(call.gateway.threads.run, call.owner))
+            content = await answering.whole(partial(call.gateway.threads.run, call.owner))
             count("ok")
-            return Response(content, media_type="application/json", headers=rate_headers(exchange.rates))
-        begun = await exchange.accepted()
+            return Response(content, media_type="application/json", headers=rate_headers(answering.rates))
+        begun = await answering.accepted()
     except ApiError as error:
         count(error.code)
         if error.retry_after_s:
@@ -83,9 +90,9 @@ async def generate(call: Call, endpoint: Endpoint[R]) -> Response:
         count("internal_error")
         raise
     return EventStream(
-        exchange,
+        answering,
         begun,
-        headers=rate_headers(exchange.rates),
+        headers=rate_headers(answering.rates),
         client_timeout_s=call.gateway.intake.client_timeout_s,
         keep_alive_s=call.gateway.keep_alive_s,
         ended=count,
@@ -95,7 +102,7 @@ async def generate(call: Call, endpoint: Endpoint[R]) -> Response:
 async def answer_offline(
     gateway: Gateway,
     tenant: str,
-    endpoint: Endpoint[R],
+    api: Api[R],
     body: bytes,
     info: RequestInfo,
     *,
@@ -104,57 +111,51 @@ async def answer_offline(
 ) -> bytes:
     """The whole answer to a request without a connection of its own, of a batch. Priority class and deadline take the place of
     those that the body may name. Raises `ApiError`."""
-    info.internal_id = f"{endpoint.id_prefix}-{info.token}"
+    info.internal_id = f"{api.id_prefix}-{info.token}"
     async with gateway.intake.place(tenant) as slots:
         with gateway.intake.bytes_held(tenant, len(body)):
-            work = partial(_read, gateway, tenant, endpoint, body, info)
+            work = partial(_read, gateway, tenant, api, body, info)
             read = await gateway.threads.run(tenant, len(body), work)
         if read.prepared.stream:
             raise bad_value("stream", "'stream' is not possible in a batch.", "unsupported_parameter")
         identity = replace(read.identity, priority_class=priority_class, deadline_ms=deadline_ms, is_offline=True)
-        exchange = await _open(gateway, tenant, endpoint, replace(read, identity=identity), slots, info)
+        answering = await _open(gateway, tenant, api, replace(read, identity=identity), slots, info)
         try:
-            return await exchange.whole(partial(gateway.threads.run, tenant))
+            return await answering.whole(partial(gateway.threads.run, tenant))
         finally:
-            exchange.subscription.close()
+            answering.close()
 
 
-async def _begin(call: Call, endpoint: Endpoint[R], info: RequestInfo) -> tuple[Exchange, Prepared]:
+async def _begin(call: Call, api: Api[R], info: RequestInfo) -> tuple[Answering, Prepared]:
     """Read the request and submit it. Raises `ApiError` and `ClientLeft`."""
     gateway = call.gateway
-    info.internal_id = f"{endpoint.id_prefix}-{info.token}"
+    info.internal_id = f"{api.id_prefix}-{info.token}"
     slots = await call.slots()
     async with AsyncExitStack() as reading:
-        held = call.held if endpoint.keeps_body else reading
+        held = call.held if api.keeps_body else reading
         body = await held.enter_async_context(gateway.intake.body(call.request, call.owner))
-        work = partial(_read, gateway, call.tenant, endpoint, body, info)
+        work = partial(_read, gateway, call.tenant, api, body, info)
         read = await gateway.threads.run(call.owner, len(body), work)
     del body, work
-    exchange = await _open(gateway, call.owner, endpoint, read, slots, info)
-    await call.held.enter_async_context(_watched(call.request.receive, exchange.subscription))
-    return exchange, read.prepared
+    answering = await _open(gateway, call.owner, api, read, slots, info)
+    await call.held.enter_async_context(_watched(call.request.receive, answering))
+    return answering, read.prepared
 
 
-async def _open(
-    gateway: Gateway, owner: str, endpoint: Endpoint[R], read: "_Read", slots: Slots, info: RequestInfo
-) -> Exchange:
+async def _open(gateway: Gateway, owner: str, api: Api[R], read: "_Read", slots: Slots, info: RequestInfo) -> Answering:
     """Submit a request. Raises `ApiError`."""
     served, identity = read.served, read.identity
-    with renamed(endpoint.names):
+    with renamed(api.names):
         prepared = await _compiled(read.prepared, served.grammars, owner, identity.cache_group)
     slots.hold(len(prepared.prompts))
-    answer = endpoint.answer(
-        prepared,
-        served.tokenizer,
-        answer_id=info.internal_id,
-        created=int(clock.unix_time()),
-        model=served.rules.model_id,
+    answer = api.answer(
+        prepared, served.tokenizer, Head(info.internal_id, int(clock.unix_time()), served.rules.model_id)
     )
-    exchange = _submit(gateway, served, prepared, read.names, answer, info, identity)
+    answering = _submit(gateway, served, prepared, read.names, answer, info, identity)
     if prepared.form.checks:
         mismatch = partial(served.grammars.mismatch, owner)
-        exchange.checker = AnswerChecker(prepared.form, served.tokenizer.facts.eos_ids, mismatch)
-    return exchange
+        answering.checker = AnswerChecker(prepared.form, served.tokenizer.facts.eos_ids, mismatch)
+    return answering
 
 
 async def _compiled(prepared: Prepared, grammars: GrammarChecker, owner: str, cache_group: str) -> Prepared:
@@ -180,27 +181,27 @@ class _Read:
 
 
 @bare_errors
-def _read(gateway: Gateway, tenant: str, endpoint: Endpoint[R], body: bytes, info: RequestInfo) -> _Read:
+def _read(gateway: Gateway, tenant: str, api: Api[R], body: bytes, info: RequestInfo) -> _Read:
     """All that takes time with a long body. Runs on a thread, so that what the JSON becomes exists only while one works on it:
     a body that waits for its turn is its bytes. Raises `ApiError`."""
-    generation = endpoint.read(parse_json(body))
+    generation = api.parse(parse_json(body))
     info.end_user = generation.end_user
     served = gateway.model(generation.model)
     identity = _identity(gateway, tenant, generation, info.session_id)
-    with renamed(endpoint.names):
-        prepared, names = _prepare(endpoint.prepare, generation, gateway, served, identity.cache_group)
+    with renamed(api.names):
+        prepared, names = _prepare(api, generation, gateway, served, identity.cache_group)
     return _Read(served, identity, prepared, names)
 
 
 def _prepare(
-    prepare: Callable[[R, ModelTokenizer, Rules], Prepared],
+    api: Api[R],
     generation: R,
     gateway: Gateway,
     served: ServedModel,
     cache_group: str,
 ) -> tuple[Prepared, list[BlockNames | None]]:
     """A request's prompts and the names of their KV blocks."""
-    prepared = prepare(generation, served.tokenizer, served.rules)
+    prepared = api.prepare(generation, served.tokenizer, served.rules)
     # Log-probabilities of a prompt need all of it computed, so that none of it is looked up.
     block_size = gateway.backend.hash_block_size(served.rules.model_id) if prepared.sampling.prompt_logprobs < 0 else 0
     if prepared.cache_salt:
@@ -245,7 +246,7 @@ def _submit(
     answer: Answer,
     info: RequestInfo,
     identity: _Identity,
-) -> Exchange:
+) -> Answering:
     several, answer_id = len(prepared.prompts) > 1, info.internal_id
     info.prompt_tokens = sum(map(len, prepared.prompts))
     wanted = prepared.sampling.prompt_logprobs
@@ -277,9 +278,9 @@ def _submit(
     ]
     answer.system_fingerprint = lambda: gateway.backend.system_fingerprint(served.rules.model_id)
     answer.prompt_scores = [spec.prompt_scores for spec in specs]
-    return Exchange(
-        gateway.backend.open(specs),
-        [spec.stream_id for spec in specs],
+    return Answering(
+        gateway.backend,
+        specs,
         answer,
         prepared.choices,
         continuous_usage=prepared.continuous_usage,
@@ -289,18 +290,18 @@ def _submit(
 
 
 @asynccontextmanager
-async def _watched(receive: Receive, subscription: Subscription) -> AsyncIterator[None]:
-    """Ends the subscription's streams as soon as the client disconnects, and in any case on leaving."""
+async def _watched(receive: Receive, answering: Answering) -> AsyncIterator[None]:
+    """Ends the answer's streams as soon as the client disconnects, and in any case on leaving."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        subscription.leave()
+        answering.leave()
 
     watcher = asyncio.get_running_loop().create_task(watch())
     try:
         yield
     finally:
-        subscription.close()
+        answering.close()
         with contextlib.suppress(OSError):
             await cancelled(watcher)

@@ -1,24 +1,50 @@
 """POST /v1/completions and /v1/chat/completions."""
 
-from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from fastapi import APIRouter
 from starlette.responses import Response
 
 from gateway.openai.answer_types import ChatCompletion, ChatCompletionChunk, Completion
-from gateway.openai.answers import ChatAnswer, CompletionAnswer
+from gateway.openai.answers import Answer, ChatAnswer, CompletionAnswer, Head
 from gateway.openai.dependencies import CallDep
-from gateway.openai.generate import Endpoint, generate
+from gateway.openai.generate import Api, generate
 from gateway.openai.openapi import body_of, streamed
-from gateway.openai.prepare import prepare_chat, prepare_completion
+from gateway.openai.prepare import Prepared, Rules, prepare_chat, prepare_completion
 from gateway.openai.request_types import ChatRequest, CompletionRequest, validate
+from gateway.text.tokenizer import ModelTokenizer
 
 router = APIRouter(tags=["OpenAI"])
-COMPLETIONS: Final = Endpoint(
-    "completions", "cmpl", partial(validate, CompletionRequest), prepare_completion, CompletionAnswer
-)
-CHAT: Final = Endpoint("chat", "chatcmpl", partial(validate, ChatRequest), prepare_chat, ChatAnswer)
+
+
+class CompletionsApi(Api[CompletionRequest]):
+    name, id_prefix = "completions", "cmpl"
+
+    def parse(self, content: Any) -> CompletionRequest:
+        return validate(CompletionRequest, content)
+
+    def prepare(self, request: CompletionRequest, tokenizer: ModelTokenizer, rules: Rules) -> Prepared:
+        return prepare_completion(request, tokenizer, rules)
+
+    def answer(self, prepared: Prepared, tokenizer: ModelTokenizer, head: Head) -> CompletionAnswer:
+        return CompletionAnswer(prepared, tokenizer, head)
+
+
+class ChatApi(Api[ChatRequest]):
+    name, id_prefix = "chat", "chatcmpl"
+
+    def parse(self, content: Any) -> ChatRequest:
+        return validate(ChatRequest, content)
+
+    def prepare(self, request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) -> Prepared:
+        return prepare_chat(request, tokenizer, rules)
+
+    def answer(self, prepared: Prepared, tokenizer: ModelTokenizer, head: Head) -> Answer:
+        return ChatAnswer(prepared, tokenizer, head)
+
+
+COMPLETIONS: Final = CompletionsApi()
+CHAT: Final = ChatApi()
 
 
 @router.post(

@@ -7,7 +7,7 @@ import msgspec
 
 from gateway.http.encoding import encode
 from gateway.http.errors import ApiError
-from gateway.openai.answers import ChatAnswer, ChoiceState
+from gateway.openai.answers import ChatAnswer, ChoiceState, Head
 from gateway.openai.prepare import Prepared
 from gateway.responses.tools import kept
 from gateway.responses.types import ResponsesRequest
@@ -39,14 +39,14 @@ class ResponsesAnswer(ChatAnswer):
         self,
         prepared: Prepared,
         tokenizer: ModelTokenizer,
+        head: Head,
         *,
         asked: dict[str, msgspec.Raw],
         namespaces: dict[str, Json],
         keep: Callable[[Json], None],
-        **head: Any,
     ) -> None:
         """`asked`: as of `echoed`; `namespaces`: as of `tools.namespaces`. `keep` is given the complete response."""
-        super().__init__(prepared, tokenizer, **head)
+        super().__init__(prepared, tokenizer, head)
         self._asked = asked
         self._keep = keep
         self._namespaces = namespaces

@@ -1,6 +1,5 @@
 """POST /v1/responses; GET and DELETE /v1/responses/{response_id}."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -11,12 +10,14 @@ from gateway.http.encoding import encode
 from gateway.http.errors import ApiError
 from gateway.http.json_text import parse_json
 from gateway.openai.answer_types import DeletedResponse, ResponseEvent, ResponseObject
+from gateway.openai.answers import Head
 from gateway.openai.context import Gateway
 from gateway.openai.dependencies import CallDep, GatewayDep, TenantDep
-from gateway.openai.generate import Endpoint, generate
+from gateway.openai.generate import generate
 from gateway.openai.openapi import body_of, refusals, streamed
-from gateway.openai.prepare import Prepared, prepare_chat
+from gateway.openai.prepare import Prepared
 from gateway.openai.request_types import ChatRequest, validate
+from gateway.openai.routes_generate import ChatApi
 from gateway.responses.answer import ResponsesAnswer, echoed
 from gateway.responses.convert import NAMES, Item, as_chat, input_items
 from gateway.responses.tools import namespaces, places
@@ -35,13 +36,7 @@ router = APIRouter(tags=["OpenAI"])
     openapi_extra=body_of(ResponsesRequest),
 )
 async def create_response(call: CallDep) -> Response:
-    return await generate(call, endpoint_of(call.gateway, call.tenant))
-
-
-def endpoint_of(gateway: Gateway, tenant: str) -> Endpoint[ChatRequest]:
-    """The endpoint for one request."""
-    draft = _Draft(gateway, tenant)
-    return Endpoint("responses", "resp", draft.read, prepare_chat, draft.answer, draft.names, keeps_body=True)
+    return await generate(call, ResponsesApi(call.gateway, call.tenant))
 
 
 @router.get(
@@ -77,22 +72,21 @@ def _not_kept(response_id: str, param: str) -> ApiError:
     return ApiError(404, message, code="response_not_found", param=param)
 
 
-@dataclass
-class _Draft:
-    """One request, between its parts."""
+class ResponsesApi(ChatApi):
+    """One request of `/v1/responses`, which is read as one of chat, between its parts."""
 
-    gateway: Gateway
-    tenant: str
-    asked: dict[str, msgspec.Raw] = field(default_factory=dict)
-    """What the response repeats of the request."""
-    namespaces: dict[str, Item] = field(default_factory=dict)
-    """Namespaces of the functions that are in one."""
-    items: bytes = b""
-    """JSON: the conversation's items, the request's own included. Empty: they are not to be kept."""
-    names: dict[str, str] = field(default_factory=dict)
+    name, id_prefix, keeps_body = "responses", "resp", True
 
-    def read(self, content: Any) -> ChatRequest:
-        """Runs on a thread. Raises `ApiError`."""
+    def __init__(self, gateway: Gateway, tenant: str) -> None:
+        self.gateway, self.tenant = gateway, tenant
+        self.asked: dict[str, msgspec.Raw] = {}
+        """What the response repeats of the request."""
+        self.namespaces: dict[str, Item] = {}
+        """Namespaces of the functions that are in one."""
+        self.items = b""
+        """JSON: the conversation's items, the request's own included. Empty: they are not to be kept."""
+
+    def parse(self, content: Any) -> ChatRequest:
         request = validate(ResponsesRequest, content, NEUTRAL_ONLY)
         before: list[Item] = []
         if request.previous_response_id is not None:
@@ -103,15 +97,13 @@ class _Draft:
         items = [*before, *input_items(request)]
         chat = as_chat(request, items)
         self.asked, self.namespaces = echoed(request), namespaces(request.tools)
-        self.names |= places(request.tools) | NAMES
+        self.names = places(request.tools) | NAMES
         if request.store is not False:
             self.items = msgspec.json.encode(items)
         return chat
 
-    def answer(self, prepared: Prepared, tokenizer: ModelTokenizer, **head: Any) -> ResponsesAnswer:
-        return ResponsesAnswer(
-            prepared, tokenizer, asked=self.asked, namespaces=self.namespaces, keep=self._keep, **head
-        )
+    def answer(self, prepared: Prepared, tokenizer: ModelTokenizer, head: Head) -> ResponsesAnswer:
+        return ResponsesAnswer(prepared, tokenizer, head, asked=self.asked, namespaces=self.namespaces, keep=self._keep)
 
     def _keep(self, response: dict[str, Any]) -> None:
         if not self.items:

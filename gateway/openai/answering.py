@@ -1,20 +1,20 @@
 """Events of a request's streams → one JSON answer, or server-sent events."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.backend import ClientLeft, Subscription
+from gateway.backend import Backend, ClientLeft
 from gateway.http.encoding import KEEP_ALIVE, encode
 from gateway.http.errors import ApiError, of_failure
 from gateway.http.request_log import RequestInfo
 from gateway.openai.answers import Answer, ChoiceState
 from gateway.openai.forms import Form
-from gateway.streams.types import Admitted, Deliver, Ended, Finish
+from gateway.streams.types import Admitted, Deliver, Ended, Finish, StreamSpec
 from gateway.tools.reader import AnswerReader
 from proto.messages import RateState
 from runtime.process import clock
@@ -61,13 +61,14 @@ class AnswerChecker:
         return calls if calls or not parts.content else [("", parts.content)]
 
 
-class Exchange:
-    """One generation request while it is answered: its streams, and what has been said of each choice."""
+class Answering:
+    """One generation request while it is answered: its streams, their events until they are read, and what was said of each
+    choice. The answers' own lengths bound what a slow client has not read yet."""
 
     def __init__(
         self,
-        subscription: Subscription,
-        stream_ids: list[str],
+        backend: Backend,
+        specs: Sequence[StreamSpec],
         answer: Answer,
         choices_each: int,
         *,
@@ -76,14 +77,13 @@ class Exchange:
         info: RequestInfo,
     ) -> None:
         """`no_output`: the one token that is drawn is not shown."""
-        self.subscription = subscription
         self.answer = answer
         self.info = info
         self.completion_tokens = 0
         self.cached_tokens: dict[str, int] = {}
         """Cached tokens by stream: choices of one prompt share what was computed of it."""
-        self.unadmitted = set(stream_ids)
-        self.unended = set(stream_ids)
+        self.unadmitted = {spec.stream_id for spec in specs}
+        self.unended = set(self.unadmitted)
         self.failed: ApiError | None = None
         """Why a stream failed; the request fails with it."""
         self.rates: RateState | None = None
@@ -94,12 +94,45 @@ class Exchange:
         """Looks at each choice that the model ended."""
         self.choices = [
             ChoiceState(number * choices_each + index, number)
-            for number in range(len(stream_ids))
+            for number in range(len(specs))
             for index in range(choices_each)
         ]
-        self._first_choice = {stream_id: number * choices_each for number, stream_id in enumerate(stream_ids)}
+        self._first_choice = {spec.stream_id: number * choices_each for number, spec in enumerate(specs)}
+        self._backend = backend
+        self._open = set(self.unadmitted)
+        """Streams that the backend has not ended."""
+        self._events: list[Admitted | Deliver | Ended] = []
+        self._wake = asyncio.Event()
+        self._left = False
+        backend.open(specs, self)
 
-    def take(self, events: Iterable[Admitted | Deliver | Ended]) -> list[tuple[ChoiceState, Deliver]]:
+    # --- the backend and the connection -------------------------------------------------------------------------------
+
+    def put(self, event: Admitted | Deliver | Ended) -> None:
+        """The backend calls this with what came for one of the streams."""
+        if isinstance(event, Ended):
+            self._open.discard(event.stream_id)
+        self._events.append(event)
+        self._wake.set()
+
+    def nudge(self) -> None:
+        """Wake the reader, though nothing may have come."""
+        self._wake.set()
+
+    def leave(self) -> None:
+        """The client is gone: end what is not ended, and wake the reader."""
+        self._left = True
+        self._wake.set()
+        self.close()
+
+    def close(self) -> None:
+        """End what is not ended; no harm in calling it again."""
+        self._backend.abandon(sorted(self._open))
+        self._open.clear()
+
+    # --- the answer ---------------------------------------------------------------------------------------------------
+
+    def _take(self, events: Iterable[Admitted | Deliver | Ended]) -> list[tuple[ChoiceState, Deliver]]:
         """Account for events up to the first failure, which sets `failed`; returns the deliveries among them."""
         delivered = []
         for event in events:
@@ -122,8 +155,15 @@ class Exchange:
         return delivered
 
     async def next(self) -> list[tuple[ChoiceState, Deliver]]:
-        """What comes next, up to the first failure, which sets `failed`. Raises `ClientLeft`."""
-        delivered = self.take(await self.subscription.next())
+        """All that has come since the last call, up to the first failure, which sets `failed`; after `nudge` perhaps nothing.
+        Raises `ClientLeft`. The backend's core bounds the wait."""
+        if not self._events and not self._left:
+            self._wake.clear()
+            await self._wake.wait()
+        if self._left:
+            raise ClientLeft
+        events, self._events = self._events, []
+        delivered = self._take(events)
         if self.checker is None:
             return delivered
         for number, (choice, part) in enumerate(delivered):
@@ -173,13 +213,13 @@ class Exchange:
 
 
 class EventStream(Response):
-    """Server-sent events of an exchange that was accepted. A failure ends it with an error event and without `[DONE]`."""
+    """Server-sent events of an accepted answer. A failure ends it with an error event and without `[DONE]`."""
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        exchange: Exchange,
+        answering: Answering,
         begun: list[tuple[ChoiceState, Deliver]],
         *,
         headers: dict[str, str],
@@ -191,7 +231,7 @@ class EventStream(Response):
         silence a comment is sent; 0: none is. `ended` is told the outcome, once."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
-        self.exchange = exchange
+        self.answering = answering
         self.begun = begun
         self.client_timeout_s = client_timeout_s
         self.keep_alive_s = keep_alive_s
@@ -202,33 +242,33 @@ class EventStream(Response):
         try:
             await self._answer(send)
         except ClientLeft:
-            self.outcome = self.exchange.info.error = "disconnected"
+            self.outcome = self.answering.info.error = "disconnected"
         finally:
             self.ended(self.outcome)
 
     async def _answer(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         data = await self._until_the_end(send)
-        if self.exchange.failed is None:
-            data += self.exchange.closing()
+        if self.answering.failed is None:
+            data += self.answering.closing()
             self.outcome = "ok"
         else:
-            data += self.exchange.answer.failing(self.exchange.failed, self.exchange.info.request_id)
-            self.outcome = self.exchange.info.error = self.exchange.failed.code
+            data += self.answering.answer.failing(self.answering.failed, self.answering.info.request_id)
+            self.outcome = self.answering.info.error = self.answering.failed.code
         await self._send(send, data)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _until_the_end(self, send: Send) -> bytes:
         """Send what comes until every choice has ended, or one has failed; returns what is still to be sent."""
-        exchange = self.exchange
-        data = exchange.answer.opening() + exchange.encode(self.begun)
-        idle_timer = _IdleTimer(self.keep_alive_s, exchange.subscription.nudge)
+        answering = self.answering
+        data = answering.answer.opening() + answering.encode(self.begun)
+        idle_timer = _IdleTimer(self.keep_alive_s, answering.nudge)
         try:
-            while exchange.unended and exchange.failed is None:
+            while answering.unended and answering.failed is None:
                 if data:
                     await self._send(send, data)
                     idle_timer.ends()
-                data = exchange.encode(await exchange.next())
+                data = answering.encode(await answering.next())
                 if not data and idle_timer.is_long:
                     data = KEEP_ALIVE
         finally:

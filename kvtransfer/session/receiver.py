@@ -5,6 +5,7 @@ from typing import Final
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.session import (
     BUG,
+    HANDLE,
     IGNORE,
     REFUSE,
     Accepted,
@@ -44,7 +45,7 @@ _OVER = {
     **dict.fromkeys((Offer, Announce, CommitArrived, Abort, Accepted, Refusal, LocalAbort, PairLost, Tick), IGNORE),
     **dict.fromkeys((SegmentDone, SegmentDropped), BUG),
 }
-_ENDING = {Abort: "peer_abort", LocalAbort: "local_abort", PairLost: "pair_lost", Tick: "tick"}
+_ENDING = dict.fromkeys((Abort, LocalAbort, PairLost, Tick), HANDLE)
 _DECIDED = {Accepted: BUG, Refusal: BUG}
 
 RECEIVER_TABLE: Table = {
@@ -52,17 +53,17 @@ RECEIVER_TABLE: Table = {
         Offer: IGNORE,
         Announce: REFUSE,
         CommitArrived: REFUSE,
-        Accepted: "accepted",
-        Refusal: "refusal",
+        Accepted: HANDLE,
+        Refusal: HANDLE,
         SegmentDone: BUG,
         SegmentDropped: BUG,
         **_ENDING,
     },
     RECEIVING: {
         Offer: IGNORE,
-        Announce: "announce",
-        CommitArrived: "commit_arrived",
-        SegmentDone: "received",
+        Announce: HANDLE,
+        CommitArrived: HANDLE,
+        SegmentDone: HANDLE,
         SegmentDropped: BUG,
         **_DECIDED,
         **_ENDING,
@@ -71,13 +72,13 @@ RECEIVER_TABLE: Table = {
         Offer: IGNORE,
         Announce: REFUSE,
         CommitArrived: IGNORE,
-        SegmentDone: "received",
+        SegmentDone: HANDLE,
         SegmentDropped: BUG,
         **_DECIDED,
         **_ENDING,
     },
-    DRAINING: {**_OVER, SegmentDone: "drained", SegmentDropped: "drained"},
-    COMMITTED: {**_OVER, CommitArrived: "ack_again"},
+    DRAINING: {**_OVER, SegmentDone: HANDLE, SegmentDropped: HANDLE},
+    COMMITTED: {**_OVER, CommitArrived: HANDLE},
     DECLINED: _OVER,
     FAILED: _OVER,
 }
@@ -115,6 +116,33 @@ class ReceiverSession(Session):
         self._block_ids, self._prompt, self._commit, self._digests = (), (), None, []
         self._targets.clear()
 
+    def _apply(self, event: object, now: float) -> list[Action]:
+        match event:
+            case Accepted():
+                return self._accepted(event, now)
+            case Refusal():
+                return self._refusal(event)
+            case Announce():
+                return self._announce(event, now)
+            case CommitArrived() if self.state == COMMITTED:
+                return [self._ack()]
+            case CommitArrived():
+                return self._commit_arrived(event, now)
+            case SegmentDone() | SegmentDropped() if self.state == DRAINING:
+                self.in_flight.remove(event.segment)
+                return [] if self.in_flight else self._failed()
+            case SegmentDone():
+                return self._received(event, now)
+            case Abort():
+                return self._fail(f"aborted by the sender: {event.reason}", tell_peer=False)
+            case LocalAbort():
+                return self._fail(event.reason, tell_peer=True)
+            case PairLost():
+                return self._fail(event.reason, tell_peer=False)
+            case Tick():
+                return self._tick(now)
+        raise AssertionError(f"nothing handles a {type(event).__name__}")
+
     # --- from the local side ---
 
     def _accepted(self, event: Accepted, now: float) -> list[Action]:
@@ -130,14 +158,11 @@ class ReceiverSession(Session):
         segment_blocks = max(1, self._settings.segment_bytes // self._block_bytes)
         return [Send(Accept(self.request_id, self.attempt, segment_blocks, event.cached_blocks))]
 
-    def _refusal(self, event: Refusal, now: float) -> list[Action]:
+    def _refusal(self, event: Refusal) -> list[Action]:
         self.state = DECLINED
         self._deadline = None
         message = Decline(self.request_id, self.attempt, event.reason[:512])
         return [Send(message), Ended(KvDeclined(self.request_id, self.attempt, event.reason))]
-
-    def _local_abort(self, event: LocalAbort, now: float) -> list[Action]:
-        return self._fail(event.reason, tell_peer=True)
 
     # --- from the peer ---
 
@@ -172,13 +197,7 @@ class ReceiverSession(Session):
         self._progress(now)
         return self._check()
 
-    def _ack_again(self, event: CommitArrived, now: float) -> list[Action]:
-        return [self._ack()]
-
-    def _peer_abort(self, event: Abort, now: float) -> list[Action]:
-        return self._fail(f"aborted by the sender: {event.reason}", tell_peer=False)
-
-    # --- from the pair ---
+    # --- from the pair, and time ---
 
     def _received(self, event: SegmentDone, now: float) -> list[Action]:
         self.in_flight.remove(event.segment)
@@ -187,16 +206,7 @@ class ReceiverSession(Session):
         self._progress(now)
         return self._check() if self.state == CHECKING else []
 
-    def _drained(self, event: SegmentDone | SegmentDropped, now: float) -> list[Action]:
-        self.in_flight.remove(event.segment)
-        return [] if self.in_flight else self._failed()
-
-    def _pair_lost(self, event: PairLost, now: float) -> list[Action]:
-        return self._fail(event.reason, tell_peer=False)
-
-    # --- time ---
-
-    def _tick(self, event: Tick, now: float) -> list[Action]:
+    def _tick(self, now: float) -> list[Action]:
         if not self._expired(now):
             return []
         if self.state == UNDECIDED:

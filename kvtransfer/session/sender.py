@@ -7,6 +7,7 @@ from typing import Final, TypeVar
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.session import (
     BUG,
+    HANDLE,
     IGNORE,
     REFUSE,
     Action,
@@ -59,15 +60,15 @@ _OVER = {
     **dict.fromkeys((Accept, Decline, Ack, Abort, BlocksReady, CommitReady, LocalAbort, PairLost, Tick), IGNORE),
     **dict.fromkeys((SegmentBegun, SegmentDone, SegmentDropped), BUG),
 }
-_ENDING = {Abort: "peer_abort", LocalAbort: "local_abort", PairLost: "pair_lost", Tick: "tick"}
+_ENDING = dict.fromkeys((Abort, LocalAbort, PairLost, Tick), HANDLE)
 
 SENDER_TABLE: Table = {
     OFFERED: {
-        Accept: "accept",
-        Decline: "decline",
+        Accept: HANDLE,
+        Decline: HANDLE,
         Ack: REFUSE,
-        BlocksReady: "blocks_ready",
-        CommitReady: "commit_ready",
+        BlocksReady: HANDLE,
+        CommitReady: HANDLE,
         SegmentBegun: BUG,
         SegmentDone: BUG,
         SegmentDropped: BUG,
@@ -77,25 +78,25 @@ SENDER_TABLE: Table = {
         Accept: IGNORE,
         Decline: REFUSE,
         Ack: REFUSE,
-        BlocksReady: "blocks_ready",
-        CommitReady: "commit_ready",
-        SegmentBegun: "begun",
-        SegmentDone: "sent",
+        BlocksReady: HANDLE,
+        CommitReady: HANDLE,
+        SegmentBegun: HANDLE,
+        SegmentDone: HANDLE,
         SegmentDropped: BUG,
         **_ENDING,
     },
     COMMITTING: {
         Accept: IGNORE,
         Decline: REFUSE,
-        Ack: "ack",
+        Ack: HANDLE,
         BlocksReady: BUG,
         CommitReady: BUG,
         SegmentBegun: BUG,
-        SegmentDone: "sent_behind_commit",
+        SegmentDone: HANDLE,
         SegmentDropped: BUG,
         **_ENDING,
     },
-    DRAINING: {**_OVER, SegmentBegun: IGNORE, SegmentDone: "drained", SegmentDropped: "drained"},
+    DRAINING: {**_OVER, SegmentBegun: IGNORE, SegmentDone: HANDLE, SegmentDropped: HANDLE},
     SENT: _OVER,
     FAILED: _OVER,
 }
@@ -135,6 +136,37 @@ class SenderSession(Session):
         self._deadline = now + self._settings.accept_timeout_ms / 1e3
         return [Send(Offer(self.request_id, self.attempt, self.pair_id, self.blocks))]
 
+    def _apply(self, event: object, now: float) -> list[Action]:
+        match event:
+            case Accept():
+                return self._accept(event, now)
+            case Decline():
+                return self._fail(f"declined: {event.reason}", tell_peer=False)
+            case Ack():
+                return self._ack(event, now)
+            case BlocksReady():
+                return self._blocks_ready(event, now)
+            case CommitReady():
+                return self._commit_ready(event, now)
+            case SegmentDone() | SegmentDropped() if self.state == DRAINING:
+                self.in_flight.remove(event.segment)
+                return [] if self.in_flight else self._ended()
+            case SegmentDone() if self.state == COMMITTING:
+                self.in_flight.remove(event.segment)
+                self._wait_for_ack(now)
+                return []
+            case SegmentBegun() | SegmentDone():
+                return self._segment(event, now)
+            case Abort():
+                return self._fail(f"aborted by the receiver: {event.reason}", tell_peer=False)
+            case LocalAbort():
+                return self._fail(event.reason, tell_peer=True)
+            case PairLost():
+                return self._fail(event.reason, tell_peer=False)
+            case Tick():
+                return self._tick(now)
+        raise AssertionError(f"nothing handles a {type(event).__name__}")
+
     # --- from the peer ---
 
     def _accept(self, event: Accept, now: float) -> list[Action]:
@@ -144,9 +176,6 @@ class SenderSession(Session):
         self._cached_blocks = self._cut = event.cached_blocks
         self._segment_blocks = min(self._segment_blocks, event.segment_blocks)
         return self._advance(now)
-
-    def _decline(self, event: Decline, now: float) -> list[Action]:
-        return self._fail(f"declined: {event.reason}", tell_peer=False)
 
     def _ack(self, event: Ack, now: float) -> list[Action]:
         kv_bytes = (self.blocks - self._cached_blocks) * self._block_bytes
@@ -158,9 +187,6 @@ class SenderSession(Session):
             self.state = DRAINING
             return []
         return self._ended()
-
-    def _peer_abort(self, event: Abort, now: float) -> list[Action]:
-        return self._fail(f"aborted by the receiver: {event.reason}", tell_peer=False)
 
     # --- from prefill ---
 
@@ -177,35 +203,17 @@ class SenderSession(Session):
         self._commit_at = now
         return self._advance(now) if self.state == STREAMING else []
 
-    def _local_abort(self, event: LocalAbort, now: float) -> list[Action]:
-        return self._fail(event.reason, tell_peer=True)
+    # --- from the pair, and time ---
 
-    # --- from the pair ---
-
-    def _begun(self, event: SegmentBegun, now: float) -> list[Action]:
-        self._know(event)
+    def _segment(self, event: SegmentBegun | SegmentDone, now: float) -> list[Action]:
+        if isinstance(event, SegmentDone):
+            self.in_flight.remove(event.segment)
+        if not self._digests[event.segment]:
+            self._digests[event.segment] = event.digest
+            self._unknown -= 1
         return self._advance(now)
 
-    def _sent(self, event: SegmentDone, now: float) -> list[Action]:
-        self.in_flight.remove(event.segment)
-        self._know(event)
-        return self._advance(now)
-
-    def _sent_behind_commit(self, event: SegmentDone, now: float) -> list[Action]:
-        self.in_flight.remove(event.segment)
-        self._wait_for_ack(now)
-        return []
-
-    def _drained(self, event: SegmentDone | SegmentDropped, now: float) -> list[Action]:
-        self.in_flight.remove(event.segment)
-        return [] if self.in_flight else self._ended()
-
-    def _pair_lost(self, event: PairLost, now: float) -> list[Action]:
-        return self._fail(event.reason, tell_peer=False)
-
-    # --- time ---
-
-    def _tick(self, event: Tick, now: float) -> list[Action]:
+    def _tick(self, now: float) -> list[Action]:
         if not self._expired(now):
             return []
         waited_for = {OFFERED: "an answer to the offer", STREAMING: "progress", COMMITTING: "the acknowledgement"}
@@ -232,11 +240,6 @@ class SenderSession(Session):
             self.state = COMMITTING
             self._wait_for_ack(now)
         return actions
-
-    def _know(self, event: SegmentBegun | SegmentDone) -> None:
-        if not self._digests[event.segment]:
-            self._digests[event.segment] = event.digest
-            self._unknown -= 1
 
     def _wait_for_ack(self, now: float) -> None:
         settings = self._settings

@@ -20,19 +20,19 @@ Rules:
 5. The Commit follows the last announcement. Where the digests were made with the KV, it does not wait for the segments
    themselves: they and it are under way together.
 6. Blocks that the receiver has already are agreed on in Accept, once: both count segments and bytes from there on.
-7. Each machine opens with its table: state × event → the method that handles it, or IGNORE, REFUSE (a violation) or
-   BUG.
+7. Each machine opens with its table: state × event → HANDLE (in `_apply`), IGNORE, REFUSE (a violation) or BUG.
 
 The segments of all sessions of one pair share its order. `AnnounceOrder` keeps it on the receiver.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from proto.kv import Commit, FirstToken
 from proto.messages import Message
 
+HANDLE: Final = "handle"
 IGNORE: Final = "ignore"
 REFUSE: Final = "refuse"
 BUG: Final = "bug"
@@ -263,8 +263,7 @@ class Session:
             return []
         if rule == REFUSE:
             return self._violation(f"{type(event).__name__} to a session that is {self.state}")
-        handler: Callable[[object, float], list[Action]] = getattr(self, f"_{rule}")
-        return handler(event, now)
+        return self._apply(event, now)
 
     def forget_payload(self) -> None:
         """Called once the session has ended and its result is passed on: it is kept to answer late frames, and needs no
@@ -273,6 +272,10 @@ class Session:
     def next_deadline(self) -> float | None:
         """When a `Tick` is due, in seconds of the `now` given to `handle`; None if nothing is waited for."""
         return self._deadline
+
+    def _apply(self, event: object, now: float) -> list[Action]:
+        """Handle an event that the table lets through."""
+        raise NotImplementedError
 
     def _violation(self, reason: str) -> list[Action]:
         return [Violation(reason), *self._fail(f"the peer broke the protocol: {reason}", tell_peer=True)]

@@ -89,7 +89,7 @@ class PrefillWorld(Ports):
         self.compiling: list[PrefillRequest] = []
         self.begun: Begun | None = None
         self.core = PrefillCore(
-            self,
+            self,  # type: ignore[arg-type]
             PromptTable(self.allocator, BLOCK),
             vocab_size=VOCAB,
             step_tokens_max=200,
@@ -260,7 +260,7 @@ class DecodeWorld(Ports):
         self.now = 0.0
         batch: Batch[str] = Batch(self.random.choice([1, 2]))
         self.core: DecodeCore[str] = DecodeCore(
-            self,
+            self,  # type: ignore[arg-type]
             AttemptTable(self.allocator, BLOCK, batch),
             vocab_size=VOCAB,
             make_state=lambda order, first, prompt: "state",

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = 'say() { echo "$*" >&2; }\nprepare() { cd "$(dirname "$0")/.."; }\n'

@@ -103,7 +103,7 @@ async def _on_cluster(
     model = tiny_models.make("llama", folder / "tiny", max_position_embeddings=CONTEXT_TOKENS)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     options = ("--kv-transport", arguments.kv_transport, "--kv-tier-gib", arguments.kv_tier_gib)
-    options += ("--stall-share", arguments.stall_share) if arguments.stall_share else ()
+    options += ("--stall-share", arguments.stall_share) if arguments.stall_share else ()  # type: ignore[assignment]
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("starting", total=total)
         async with Cluster(

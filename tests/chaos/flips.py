@@ -190,7 +190,7 @@ def _others_serve(processes: Processes, *but: str) -> bool:
 
 def ratio(processes: Processes) -> str:
     roles = Counter(role_of(workers[0]) for workers in processes.values())
-    parts = [f"{roles[Role.PREFILL]}P{roles[Role.DECODE]}D"] if roles - Counter(mixed=99) else []
+    parts = [f"{roles[Role.PREFILL]}P{roles[Role.DECODE]}D"] if roles - Counter(mixed=99) else []  # type: ignore[operator]
     return "+".join(parts + ([f"{roles[Role.MIXED]}M"] if roles[Role.MIXED] else []))
 
 

@@ -108,10 +108,10 @@ class Trace:
         for _ in range(self.random.choice([1, 1, 8])):
             self.arrivals += 1
             cost = int(self.random.choice([1, 131072, 2 ** self.random.uniform(0, 17)]))
-            key = self.keys[path] - self.random.randrange(CLASSES)
+            key = self.keys[path] - self.random.randrange(CLASSES)  # type: ignore[index]
             job = Job(cost, self.random.randint(1, 3), path, self.arrivals, key)
             if self.mixed and self.random.random() < 0.2:
-                job.only_on = self.random.choice(sorted(self.workers[path]))
+                job.only_on = self.random.choice(sorted(self.workers[path]))  # type: ignore[index]
             self.entries[path].append(self.queue.push(job, path, key, self.random.random(), job.chunks))
             for node in (path[:1], path):
                 self.largest[node] = max(self.largest[node], cost)
@@ -195,9 +195,9 @@ class Trace:
         def order(entry: Entry[Job]) -> list[tuple[float, ...]]:
             node, orders = entry.leaf, [entry.queue.order(entry)]
             while node.parent is not None:
-                orders.append((node.round, node.position))
+                orders.append((node.round, node.position))  # type: ignore[arg-type]
                 node = node.parent
-            return orders[::-1]
+            return orders[::-1]  # type: ignore[return-value]
 
         return min(able, key=order, default=None)
 

@@ -94,7 +94,7 @@ def test_a_miss_has_what_is_missing_dispatched_before_the_rest() -> None:
         h.receive(10, StepDone(step.step_id, (), 0.0, 0))
     again: list[tuple[int, int]] = []
     while steps := h.take(Step):
-        for step in steps:
+        for step in steps:  # type: ignore[assignment]
             assert isinstance(step, Step)
             again += [(chunk.start, chunk.length) for chunk in step.chunks]
             h.receive(10, StepDone(step.step_id, step.chunks, 1.0, 0))
@@ -160,7 +160,7 @@ def test_a_prompt_waits_for_its_worker_while_less_waits_there_than_its_cache_sav
     assert h.core.requests["other"].prefill_incarnation == 11, "but is there for others"
     h.now += 0.5
     h.receive(10, StepDone(busy.step_id, busy.chunks, 16.0, 0))
-    assert h.core.requests["a"].prefill_incarnation == 10 and chunks(h.take(Step)) == [(800, 16)]
+    assert h.core.requests["a"].prefill_incarnation == 10 and chunks(h.take(Step)) == [(800, 16)]  # type: ignore[arg-type]
     ask(h, "b", 816)
     h.receive(11, StepDone(other.step_id, other.chunks, 10.0, 0))
     assert bound(h, 10) == ["b"] and h.core.workers[10].tokens_before == 32, "what is bound counts as waiting there"
@@ -176,7 +176,7 @@ def test_a_prompt_that_an_idle_worker_has_cached_does_not_lose_the_room_in_decod
     assert ask(h, "cached", 816) == [] and ask(h, "next", 816, text=None) == [], "neither has room"
     h.receive(20, Finished("running", 1, 1, 0))
     assert h.core.requests["cached"].prefill_incarnation == 11 and not bound(h, 11)
-    assert chunks(h.take(Step, 11)) == [(800, 16)] and h.core.requests["next"].state == "queued"
+    assert chunks(h.take(Step, 11)) == [(800, 16)] and h.core.requests["next"].state == "queued"  # type: ignore[arg-type]
 
 
 def test_requests_with_one_prefix_are_spread_before_the_worker_that_has_it_is_overloaded() -> None:
@@ -209,7 +209,7 @@ def test_an_idle_worker_takes_over_what_waits_elsewhere_if_that_starts_earlier()
     [other] = ask(h, "other", 10, text=None)
     h.receive(11, CacheEvents(hashes(200), b""))
     h.receive(11, StepDone(other.step_id, other.chunks, 10.0, 0))
-    assert h.core.requests["a"].prefill_incarnation == 11 and chunks(h.take(Step)) == [(800, 16)]
+    assert h.core.requests["a"].prefill_incarnation == 11 and chunks(h.take(Step)) == [(800, 16)]  # type: ignore[arg-type]
     assert busy.chunks
 
 

@@ -51,7 +51,7 @@ def claimed(h: Harness) -> Submit:
 
 
 def violations(h: Harness, incarnation: int, message: object, blob: bytes | None = None) -> list[str]:
-    actions = h.receive(incarnation, message) if blob is None else h.post(Received(incarnation, message, blob))
+    actions = h.receive(incarnation, message) if blob is None else h.post(Received(incarnation, message, blob))  # type: ignore[arg-type]
     return [action.reason for action in actions if isinstance(action, ProtocolViolation)]
 
 
@@ -72,7 +72,7 @@ CHANGES = {
 def test_the_next_attempt_may_not_change_what_the_request_is(field: str) -> None:
     h = two_models()
     again = claimed(h)
-    (why,) = violations(h, 1, msgspec.structs.replace(again, **CHANGES[field]))
+    (why,) = violations(h, 1, msgspec.structs.replace(again, **CHANGES[field]))  # type: ignore[arg-type]
     assert field in why and h.core.requests["a"].attempt == 1
     assert violations(h, 1, again) == [] and h.core.requests["a"].attempt == 2
 

@@ -188,7 +188,7 @@ def states_of_a_life() -> list[tuple[RequestState, Harness]]:
             h.receive(20, WorkFailed("a", 1, Interrupt.TRANSFER_FAILED, "planted"))
         assert h.core.requests["a"].state is state
         found.append((state, h))
-    return found
+    return found  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
@@ -437,6 +437,6 @@ def test_several_choices_find_a_worker_with_enough_sequences_behind_larger_ones_
     for number in range(12):
         large = number < 6
         size = {"kv_blocks": 4000, "max_seqs": 1} if large else {"kv_blocks": 100, "max_seqs": 8}
-        h.post(PeerUp(20 + number, worker_hello(Role.DECODE, 20 + number, **size)))
+        h.post(PeerUp(20 + number, worker_hello(Role.DECODE, 20 + number, **size)))  # type: ignore[arg-type]
     h.receive(1, submit("r", choices=2))
     assert h.core.requests["r"].decode_incarnation >= 26

@@ -81,7 +81,7 @@ def test_classes_share_by_their_weights() -> None:
     tables = {"priority_classes": {"interactive": {"weight": 9}, "batch": {"weight": 1}}}
     arrivals = asks("long", 3000, every(0.5), "batch") + asks("short", 200, every(0.05, 1.0), "interactive")
     tenants = {name: {"priority_classes": ["interactive", "batch"]} for name in ("long", "short")}
-    found = played(arrivals, **tables, tenants=tenants)
+    found = played(arrivals, **tables, tenants=tenants)  # type: ignore[arg-type]
     assert found["traffic"]["short"]["decode_share"] >= 0.8, found["traffic"]
 
 

@@ -164,7 +164,7 @@ def test_after_an_absence_it_serves_only_if_the_lock_is_still_its_own(
         Path(f"{path}.lock").touch()
         assert not is_taken(str(path)), "another one could serve"
 
-    async def run(self: serve.Coordinator, stop: asyncio.Event, bind_within_s: float) -> int:
+    async def run(self: serve.Coordinator, stop: asyncio.Event, bind_within_s: float) -> int:  # type: ignore[name-defined]
         served.append(self.metrics.absences)
         self.stall_detector.away_s = 3.0 if len(served) == 1 else 0.0
         if replaced:

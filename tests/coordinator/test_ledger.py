@@ -45,7 +45,7 @@ def with_ledger(
 def write(path: Path, *entries: object) -> None:
     async def work(ledger: Ledger, _past: Past, _committed: list[str]) -> None:
         for entry in entries:
-            ledger.write(entry)
+            ledger.write(entry)  # type: ignore[arg-type]
 
     with_ledger(path, work)
 

@@ -41,7 +41,7 @@ def answered(sessions: Sessions, turn: OpenTurn, now: float, weight: float = 1.0
 
 
 def played(sessions: Sessions, prompt: tuple[int, ...], at: float, **more: str) -> OpenTurn:
-    turn = came(sessions, prompt, at, **more)
+    turn = came(sessions, prompt, at, **more)  # type: ignore[arg-type]
     answered(sessions, turn, at)
     return turn
 
@@ -80,7 +80,7 @@ def test_other_prompts_are_no_next_turns(prompt: tuple[int, ...], tenant: str) -
 
 def test_a_name_is_its_tenants_own_and_what_does_not_continue_has_nothing_to_find() -> None:
     sessions = Sessions()
-    first = played(sessions, PROMPT, 0.0, session=b"name")
+    first = played(sessions, PROMPT, 0.0, session=b"name")  # type: ignore[arg-type]
     assert came(sessions, PROMPT, 1.0, "b", b"name").session is not first.session
     turn = came(sessions, (7, 8, 9), 2.0, "a", b"name")
     assert turn.session is first.session and turn.kept_tokens == 0

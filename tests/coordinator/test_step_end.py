@@ -27,8 +27,8 @@ def scene(limits: Limits = SMALL, prefill: Mapping[str, int] = LARGE, decode: Ma
     """A prefill worker, 10, that is busy with a step of `busy`; what comes next waits for its end."""
     s = Harness(Core(limits))
     s.post(PeerUp(1, gateway_hello(1)))
-    s.post(PeerUp(10, worker_hello(Role.PREFILL, 10, **prefill)))
-    s.post(PeerUp(20, worker_hello(Role.DECODE, 20, **decode)))
+    s.post(PeerUp(10, worker_hello(Role.PREFILL, 10, **prefill)))  # type: ignore[arg-type]
+    s.post(PeerUp(20, worker_hello(Role.DECODE, 20, **decode)))  # type: ignore[arg-type]
     s.receive(1, submit("busy", s.core.limits.step_tokens, max_tokens=1))
     s.core.pools[MODEL].step_ends.clear()
     return s
@@ -122,7 +122,7 @@ def test_a_worker_that_drains_finishes_what_it_has() -> None:
 @pytest.mark.parametrize(("moves_max", "end"), [(3, StepEnd.BOUND_ELSEWHERE), (2, StepEnd.GAVE_UP)])
 def test_bound_to_a_worker_that_has_it_cached(moves_max: int, end: StepEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.placement.steps.MOVES_PER_TURN_MAX", moves_max)
-    s = Harness.make(2, limits=SMALL, **LARGE)
+    s = Harness.make(2, limits=SMALL, **LARGE)  # type: ignore[arg-type]
     s.receive(10, CacheEvents(hashes(200), b""))
     s.receive(1, named(submit("busy", 816), 1))
     s.receive(1, submit("other", 16))
@@ -165,7 +165,7 @@ def test_the_metrics_have_the_same_words() -> None:
 
 def test_an_answer_of_twice_the_expected_length() -> None:
     """A tenant of which nothing is known is expected to have answers of 128 tokens."""
-    s = Harness.make(limits=SMALL, **LARGE)
+    s = Harness.make(limits=SMALL, **LARGE)  # type: ignore[arg-type]
     s.receive(1, submit("a", 8, max_tokens=1000))
     done(s)
     s.receive(10, HandedOver("a", 1, 100, 3.0))

@@ -23,7 +23,7 @@ def tenants_file(organisations: int) -> Tenants:
 
 def world(organisations: int, **capacity: int) -> Harness:
     """One in which each tenant is known everywhere, and none has anything waiting."""
-    h = Harness.make(**capacity)
+    h = Harness.make(**capacity)  # type: ignore[arg-type]
     h.post(Configured(tenants_file(organisations), 0.0))
     queue = h.core.queues[MODEL]
     for number in range(organisations):

@@ -184,7 +184,7 @@ def test_one_of_the_same_tenant_that_has_fewer_chunks_left_or_came_first() -> No
 
 def full_decode(**limits: int) -> Scene:
     """`hog` holds 8 of the 10 blocks of the decode worker."""
-    s = Scene.of(Limits(step_tokens=16, steps_in_flight=1, quantum_tokens=0.0, **limits), kv_blocks=10)
+    s = Scene.of(Limits(step_tokens=16, steps_in_flight=1, quantum_tokens=0.0, **limits), kv_blocks=10)  # type: ignore[arg-type]
     s.come("hog", "hogs", tokens=10, max_tokens=20)
     s.step(0, Chunk("hog", 1, 0, 10))
     s.hand_over("hog")

@@ -110,9 +110,9 @@ class Harness:
         harness = Harness(core(limits))
         harness.post(PeerUp(1, gateway_hello(1)))
         for index in range(prefill):
-            harness.post(PeerUp(10 + index, worker_hello(Role.PREFILL, 10 + index, **worker)))
+            harness.post(PeerUp(10 + index, worker_hello(Role.PREFILL, 10 + index, **worker)))  # type: ignore[arg-type]
         for index in range(decode):
-            harness.post(PeerUp(20 + index, worker_hello(Role.DECODE, 20 + index, **worker)))
+            harness.post(PeerUp(20 + index, worker_hello(Role.DECODE, 20 + index, **worker)))  # type: ignore[arg-type]
         harness.sent.clear()
         return harness
 

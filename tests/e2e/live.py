@@ -231,7 +231,7 @@ def at_once(work: Any, items: Any, threads: int = 16) -> list[Any]:
 
 @contextmanager
 def live(model: Path, home: Path, *arguments: str, **settings: str) -> Iterator[Live]:
-    cluster = Live(model, home, *arguments, **settings)
+    cluster = Live(model, home, *arguments, **settings)  # type: ignore[arg-type]
     try:
         yield cluster
     finally:

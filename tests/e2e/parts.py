@@ -120,7 +120,7 @@ def parts(
     host: str = "127.0.0.1",
     gateway_host: str = "127.0.0.1",
     keys: Path | None = None,
-    kind: type[P] = Parts,
+    kind: type[P] = Parts,  # type: ignore[assignment]
 ) -> Iterator[P]:
     cluster = kind(model, host, gateway_host, keys)
     try:

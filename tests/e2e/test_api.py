@@ -18,7 +18,7 @@ CHAT: Any = [{"role": "user", "content": "Hello, wörld 🌍"}]
 @pytest.fixture(scope="module")
 def client(cluster: Live) -> Iterator[openai.OpenAI]:
     http = httpx.Client(trust_env=False)
-    with openai.OpenAI(base_url=f"{cluster.base_url}/v1", api_key="none", max_retries=0, http_client=http) as one:
+    with openai.OpenAI(base_url=f"{cluster.base_url}/v1", api_key="none", max_retries=0, http_client=http) as one:  # type: ignore[arg-type]
         yield one
 
 

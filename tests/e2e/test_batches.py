@@ -65,7 +65,13 @@ class Trial:
         self.home = home
         self.store = home / "batches.sqlite"
         self.start: Callable[[], Live] = lambda: Live(
-            model, home, "--gateways", "2", "--batch-db", str(self.store), **SETTINGS
+            model,
+            home,
+            "--gateways",
+            "2",
+            "--batch-db",
+            str(self.store),
+            **SETTINGS,  # type: ignore[arg-type]
         )
         self.count, self.kills, self.restarts = count, kills, restarts
         self.up = self.start()

@@ -200,7 +200,7 @@ def test_openai_agents_end_a_loop_of_tools(up: Live) -> None:
     asked: list[Weather] = []
     agents.set_tracing_disabled(True)
 
-    @agents.function_tool
+    @agents.function_tool  # type: ignore[untyped-decorator]
     def get_weather(query: Weather) -> str:
         """Tells the weather."""
         asked.append(query)
@@ -223,7 +223,7 @@ def test_openai_agents_end_a_loop_of_tools(up: Live) -> None:
 
 def test_langchain_calls_tools_and_parses(up: Live) -> None:
     pytest.importorskip("langchain_openai", reason=NOT_INSTALLED)
-    from langchain_openai import ChatOpenAI
+    from langchain_openai import ChatOpenAI  # type: ignore[import-not-found]
 
     model = ChatOpenAI(model=up.model_id, base_url=f"{up.base_url}/v1", api_key="none", max_retries=0, max_tokens=600)
     called = model.bind_tools([TOOL], tool_choice="required").invoke("Weather?")

@@ -87,12 +87,12 @@ def test_a_stream_goes_on_with_the_kv_that_its_worker_has_kept(up: Twins, role: 
     prompt, tokens = [200 + len(role), *range(60, 90)], 470
     with ThreadPoolExecutor(1) as pool:
         ask = partial(pool.submit, up.complete, prompt, tokens, return_token_ids=True, ignore_eos=True)
-        answer, worker = ask(), ""
+        answer, worker = ask(), ""  # type: ignore[call-arg]
 
         def streams() -> bool:
             """It takes half a second, and is sent again where nobody saw it."""
             nonlocal answer, worker
-            answer = ask() if answer.done() else answer
+            answer = ask() if answer.done() else answer  # type: ignore[call-arg]
             report = up.status()
             names = [one.name for one in report.workers if one.role is Role.DECODE and one.requests and one.steps]
             worker = names[0] if names else ""

@@ -31,7 +31,7 @@ def candidate_of(path: Path) -> tuple[Candidate, torch.Tensor]:
         found.append((candidate, make_pool(support.KV_BYTES)))
         raise Loaded
 
-    real, loader.make_engine = loader.make_engine, keep
+    real, loader.make_engine = loader.make_engine, keep  # type: ignore[assignment]
     try:
         support.load(path)
     except Loaded:

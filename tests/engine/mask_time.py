@@ -84,7 +84,7 @@ def main() -> int:
     plain, masked, alone = [], [], list[float]()
     for _ in range(ROUNDS):
         plain.append(_steps(engine, [None] * STREAMS)[0])
-        step_ms, mask_ms = _steps(engine, matchers)
+        step_ms, mask_ms = _steps(engine, matchers)  # type: ignore[arg-type]
         masked.append(step_ms)
         alone.append(mask_ms)
     for label, values in (("a step", plain), ("a step with grammars", masked), ("its masks and accepts", alone)):
@@ -136,7 +136,7 @@ class _Timed:
     spent = 0.0
 
     def __init__(self, matcher: Matcher) -> None:
-        self._first, self._matcher = matcher, Matcher(matcher._matcher.deep_copy(), matcher._vocab_size)
+        self._first, self._matcher = matcher, Matcher(matcher._matcher.deep_copy(), matcher._vocab_size)  # type: ignore[call-arg]
 
     def mask(self, row: Any) -> Any:
         began = time.perf_counter()
@@ -149,7 +149,7 @@ class _Timed:
         self._matcher.accept(token)
         _Timed.spent += time.perf_counter() - began
         if self._matcher._matcher.is_stopped():
-            self._matcher = Matcher(self._first._matcher.deep_copy(), self._first._vocab_size)
+            self._matcher = Matcher(self._first._matcher.deep_copy(), self._first._vocab_size)  # type: ignore[call-arg]
 
 
 def _said(values: list[float]) -> str:

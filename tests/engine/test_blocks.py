@@ -44,7 +44,7 @@ def test_roles_that_share_a_pool_never_run_out_within_what_is_theirs(data: st.Da
     for _ in range(data.draw(st.integers(1, 30))):
         at = data.draw(st.integers(0, 1))
         role = roles[at]
-        if held[at] and data.draw(st.booleans()):
+        if held[at] and data.draw(st.booleans()):  # type: ignore[arg-type]
             blocks, is_quarantined = held[at].pop(data.draw(st.integers(0, len(held[at]) - 1)))
             (role.unquarantine if is_quarantined else role.free)(blocks)
         else:

@@ -59,7 +59,7 @@ def test_models_of_the_common_shape_run_on_them(kind: str, tmp_path: Path) -> No
     ],
 )
 def test_what_a_configuration_changes_is_computed(kind: str, overrides: dict[str, object], tmp_path: Path) -> None:
-    path = tiny_models.make(kind, tmp_path, **overrides)
+    path = tiny_models.make(kind, tmp_path, **overrides)  # type: ignore[arg-type]
     engine = support.load(path)
     assert engine.runner.backend.startswith("cpu")
     prompts = [[7, 8, 9, 10], [30, 20, 10]]
@@ -68,7 +68,7 @@ def test_what_a_configuration_changes_is_computed(kind: str, overrides: dict[str
 
 @pytest.mark.parametrize(("kind", "overrides"), [*((kind, {}) for kind in UNKNOWN), ("llama", {"head_dim": 24})])
 def test_others_run_as_transformers_has_them(kind: str, overrides: dict[str, object], tmp_path: Path) -> None:
-    path = tiny_models.make(kind, tmp_path, **overrides)
+    path = tiny_models.make(kind, tmp_path, **overrides)  # type: ignore[arg-type]
     engine = support.load(path)
     assert engine.runner.backend.startswith("transformers") and not engine.is_batch_invariant
     prompts = [[7, 8, 9, 10], [30, 20, 10]]

@@ -86,7 +86,7 @@ def test_a_batch_of_unlike_rows_draws_what_each_row_draws_alone() -> None:
     rng = np.random.default_rng(3)
     logits = torch.from_numpy(rng.normal(0.0, 3.0, (5, 5000)).astype(np.float32))
     asked = [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"temperature": 0.0, "logprobs": 2}, {"top_k": 9, "min_p": 0.1}]
-    states = [SamplerState(Sampling(max_tokens=9, seed=4, **one), 0, 5000, ()) for one in asked]
+    states = [SamplerState(Sampling(max_tokens=9, seed=4, **one), 0, 5000, ()) for one in asked]  # type: ignore[arg-type]
     alone: list[Sampled | None] = [sample(row[None], [state])[0] for row, state in zip(logits, states, strict=True)]
     assert sample(logits, states) == alone
     padded = torch.nn.functional.pad(logits, (0, 24))[:, :5000]  # as the CPU backend returns them
@@ -97,7 +97,7 @@ def test_a_batch_of_unlike_rows_draws_what_each_row_draws_alone() -> None:
 def test_a_logit_that_a_penalty_makes_infinite_is_drawn(options: dict[str, float]) -> None:
     logits = torch.zeros(1, 12)
     logits[0, 5] = 3e38
-    state = SamplerState(Sampling(max_tokens=9, repetition_penalty=0.1, **options), 0, 12, [5])
+    state = SamplerState(Sampling(max_tokens=9, repetition_penalty=0.1, **options), 0, 12, [5])  # type: ignore[arg-type]
     [result] = sample(logits, [state])
     assert result is not None and result.token == 5
 

@@ -99,7 +99,7 @@ def test_a_wrong_paged_forward_is_caught(tmp_path: Path, monkeypatch: pytest.Mon
     """The window is lost: only the check with windows shorter than its prompt can see it, since the real one is longer."""
     path = tiny_models.make("mistral", tmp_path, sliding_window=200)
     real = torch_backend._attend
-    monkeypatch.setattr(torch_backend, "_attend", lambda *args: real(*args[:-1], replace(args[-1], window=None)))
+    monkeypatch.setattr(torch_backend, "_attend", lambda *args: real(*args[:-1], replace(args[-1], window=None)))  # type: ignore[call-arg]
     monkeypatch.setattr(backend, "_recognised", lambda *_: None)
     with pytest.raises(ModelUnsupported, match="sliding window"):
         support.load(path)

@@ -24,10 +24,10 @@ async def session(
     agent = json.loads((AGENTS / f"{name}.json").read_text())
     for probe in agent["probes"]:
         body = {"json": {"model": model, **probe["body"]}} if "body" in probe else {}
-        answer = await client.request(probe["method"], probe["path"], headers=agent["headers"], **body)
+        answer = await client.request(probe["method"], probe["path"], headers=agent["headers"], **body)  # type: ignore[arg-type]
         assert answer.status_code == 200, (probe, answer.text)
     turn = _claude_turn if name == "claude_code" else _codex_turn
-    body = {"model": model, **agent["body"]}
+    body = {"model": model, **agent["body"]}  # type: ignore[dict-item]
     calls, _, body = turn(await _ask(client, agent, body | first), body, agent["results"])
     assert calls
     more, text, _ = turn(await _ask(client, agent, body | last), body, agent["results"])

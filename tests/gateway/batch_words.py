@@ -114,7 +114,7 @@ def on_desk(test: Callable[[Desk], Awaitable[None]], path: Path, **options: Any)
             site.gateway.intake.body_bytes_max = body_bytes_max
         store = Store(path)
         await store.open()
-        desk = Desk(site, BatchService(store, **bounds), lines_max)
+        desk = Desk(site, BatchService(store, **bounds), lines_max)  # type: ignore[arg-type]
         try:
             await test(desk)
         finally:

@@ -158,7 +158,7 @@ def prompt_logprobs(submit: Submit) -> list[PromptLogprobs]:
         numbers = range(start, min(start + 3, end))
         parts = [[-float(i) for i in numbers], list(numbers)]
         parts += [[7 + k for _ in numbers for k in range(top)], [-0.5 - k for _ in numbers for k in range(top)]]
-        packed = [array(code, part).tobytes() for code, part in zip("fiif", parts, strict=True)]
+        packed = [array(code, part).tobytes() for code, part in zip("fiif", parts, strict=True)]  # type: ignore[call-overload]
         found.append(PromptLogprobs(submit.request_id, submit.attempt, start, top, *packed))
     return found
 

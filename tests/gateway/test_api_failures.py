@@ -178,11 +178,11 @@ def test_keys(header: str | None, code: str) -> None:
         headers = {} if header is None else {"Authorization": header.encode("latin-1")}
         async with site.client() as client:
             for path in ("/v1/models", "/v1/models/x"):
-                answer = await client.get(path, headers=headers)
+                answer = await client.get(path, headers=headers)  # type: ignore[arg-type]
                 assert answer.status_code == 401
                 assert answer.json()["error"]["code"] == code
                 assert answer.json()["error"]["type"] == "authentication_error"
-            assert (await client.get("/health", headers=headers)).status_code == 200
+            assert (await client.get("/health", headers=headers)).status_code == 200  # type: ignore[arg-type]
             for key in ("secret-1", "secret-2"):
                 assert (await client.get("/v1/models", headers={"Authorization": f"bearer {key}"})).status_code == 200
 

@@ -42,7 +42,7 @@ def tokenizer(template: str) -> ModelTokenizer:
     fast.add_tokens([AddedToken(text, special=True) for text in SPECIAL])
     fast.chat_template = template
     eos = frozenset({tiny_models.EOS, fast.convert_tokens_to_ids("<|im_end|>")})
-    return ModelTokenizer(fast, ModelFacts(4096, tiny_models.VOCAB, eos))
+    return ModelTokenizer(fast, ModelFacts(4096, tiny_models.VOCAB, eos))  # type: ignore[arg-type]
 
 
 class Model:

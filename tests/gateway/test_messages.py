@@ -48,7 +48,7 @@ def test_a_message_and_its_tokens() -> None:
                 async with client.messages.stream(model=MODEL, max_tokens=99, messages=HI, stop_sequences=stops) as one:
                     stopped = await one.get_final_message()
             else:
-                stopped = await client.messages.create(model=MODEL, max_tokens=99, messages=HI, stop_sequences=stops)
+                stopped = await client.messages.create(model=MODEL, max_tokens=99, messages=HI, stop_sequences=stops)  # type: ignore[assignment]
             assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "Paris")
 
     with_client(test, api_keys=("secret",))

@@ -40,7 +40,7 @@ BROKEN = [
 async def _asked(headers: list[tuple[str, str]], *, http_version: str = "1.1", **site) -> tuple[int, str]:
     """(status, code of the error) for a request with exactly these headers."""
     one = make_site(allowed_hosts=("models.example.org",), **site)
-    sent: list[dict] = []
+    sent: list[dict] = []  # type: ignore[type-arg]
 
     async def send(message):
         sent.append(message)
@@ -117,7 +117,7 @@ def test_the_gateways_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "node-1")
 
     def names(**options: object) -> set[str]:
-        return main._own_names(GatewaySettings(model="m", **options))
+        return main._own_names(GatewaySettings(model="m", **options))  # type: ignore[arg-type]
 
     assert names() == {"127.0.0.1"} and names(host="::1") == {"::1"} and names(host="localhost") == {"localhost"}
     assert names(host="gpu.lan", allowed_hosts="a.example,b") == {"gpu.lan", "a.example", "b", "node-1", ""}

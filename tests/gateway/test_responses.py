@@ -105,13 +105,16 @@ def test_a_call_and_its_result() -> None:
         events = [
             e
             async for e in await client.responses.create(  # type: ignore[call-overload]
-                model=MODEL, input="Weather?", tools=[WEATHER], stream=True
+                model=MODEL,
+                input="Weather?",
+                tools=[WEATHER],  # type: ignore[list-item]
+                stream=True,  # type: ignore[list-item]
             )
         ]
         done = [event for event in events if event.type == "response.function_call_arguments.done"]
         assert [one.arguments for one in done] == [item.arguments]
         deltas = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
-        assert "".join(deltas) == item.arguments
+        assert "".join(deltas) == item.arguments  # type: ignore[arg-type]
         result = {"type": "function_call_output", "call_id": item.call_id, "output": "sunny in Rome"}
         await client.responses.create(model=MODEL, input=[result], previous_response_id=found.id)  # type: ignore[list-item]
         assert "sunny in Rome" in prompt_of(site)

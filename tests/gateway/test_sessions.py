@@ -38,7 +38,7 @@ def test_a_session_has_the_name_that_its_client_gives_it(
     async def test(site: Site) -> None:
         async with site.client() as client:
             headers = {"X-Session-Id": header.encode("latin-1")} if header else {}
-            answer = await client.post(path, json={"model": MODEL, **BODIES[path], **fields}, headers=headers)
+            answer = await client.post(path, json={"model": MODEL, **BODIES[path], **fields}, headers=headers)  # type: ignore[arg-type, dict-item]
         assert answer.status_code == 200, answer.text
         ((submit, _),) = site.cluster.submits
         assert submit.session == (session_name(expected) if expected else b"")

@@ -125,7 +125,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_its_request_cancelled(
     connection_lost = http_server._Connection.connection_lost
 
     def note(self: http_server._Connection, error: Exception | None) -> None:
-        lost.append(self.client[1])
+        lost.append(self.client[1])  # type: ignore[index]
         connection_lost(self, error)
 
     monkeypatch.setattr(http_server._Connection, "connection_lost", note)

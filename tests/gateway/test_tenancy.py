@@ -52,7 +52,7 @@ def resumed(bench: Bench) -> list[object]:
     for _ in range(5):
         actions = bench.wait()
         if any(isinstance(action, SendSubmit) for action in actions):
-            return actions
+            return actions  # type: ignore[return-value]
     raise AssertionError("nothing was submitted")
 
 
@@ -111,7 +111,7 @@ def test_a_key_is_never_in_an_answer_or_in_the_log(caplog: pytest.LogCaptureFixt
 )
 def test_bands_that_are_asked_for(fields: dict[str, object], priority_class: str) -> None:
     async def test(site: Site) -> None:
-        assert (await ask(site, **fields)).status_code == 200
+        assert (await ask(site, **fields)).status_code == 200  # type: ignore[arg-type]
         assert last_submit(site).priority_class == priority_class
 
     on_site(test, tenants=FILE)
@@ -148,7 +148,7 @@ def test_a_tier_that_cannot_be_had_is_the_own_band_and_a_priority_is_for_the_coo
 )
 def test_what_is_no_band_or_no_deadline_is_a_400(fields: dict[str, object], param: str) -> None:
     async def test(site: Site) -> None:
-        answer = await ask(site, **fields)
+        answer = await ask(site, **fields)  # type: ignore[arg-type]
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
         assert answer.headers["x-should-retry"] == "false"
         assert not site.cluster.submits
@@ -163,10 +163,10 @@ def test_a_deadline_runs_from_the_first_submission_to_the_first_token() -> None:
     def deadlines(actions: list[object]) -> list[float]:
         return [action.submit.deadline_ms for action in actions if isinstance(action, SendSubmit)]
 
-    assert deadlines(bench.do(Open(spec))) == [5_000.0]
+    assert deadlines(bench.do(Open(spec))) == [5_000.0]  # type: ignore[arg-type]
     bench.now += 2.0
     bench.do(LinkDown())
-    assert deadlines(bench.do(LinkUp(8))) == [3_000.0]
+    assert deadlines(bench.do(LinkUp(8))) == [3_000.0]  # type: ignore[arg-type]
     bench.now += 60.0
     bench.interrupt(attempt=2)
     assert deadlines(resumed(bench)) == [1.0]  # too late, which is the coordinator's to say
@@ -236,7 +236,7 @@ def test_a_request_shed_from_the_queue_fails_and_a_stream_shed_on_its_resume_tri
     again = [action.submit for action in resumed(bench) if isinstance(action, SendSubmit)]
     # A number once accepted is spent: the coordinator would take the same again for a repetition.
     assert [(submit.attempt, submit.resumed_tokens) for submit in again] == [(3, 1)]
-    assert bench.do(Interrupted("old", 2, "prefill_lost")) == []
+    assert bench.do(Interrupted("old", 2, "prefill_lost")) == []  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -311,11 +311,11 @@ def test_a_file_without_keys_does_not_open_the_door():
         (("0.0.0.0", 8000), "", ["own"], False),
     ],
 )
-def test_a_port_that_is_open_to_everyone_is_said(bound: tuple, file: str, api_keys: list[str], warned: bool):
+def test_a_port_that_is_open_to_everyone_is_said(bound: tuple, file: str, api_keys: list[str], warned: bool):  # type: ignore[type-arg]
     said = []
     logger = SimpleNamespace(info=lambda *_, **__: None, warning=lambda text, **_: said.append(text))
     site = make_site()
-    say_where(logger, bound, dataclasses.replace(site.gateway, keys=KeyRing(parse(file), api_keys)))
+    say_where(logger, bound, dataclasses.replace(site.gateway, keys=KeyRing(parse(file), api_keys)))  # type: ignore[arg-type]
     assert len(said) == warned and all("no API keys" in text for text in said)
 
 

@@ -46,7 +46,7 @@ def wrapped(raw: Tokenizer) -> ModelTokenizer:
     end = raw.token_to_id("<end>")
     template = "{{ messages[0]['content'] }}"
     fast = PreTrainedTokenizerFast(tokenizer_object=raw, chat_template=template)
-    return ModelTokenizer(fast, ModelFacts(512, end + 1, frozenset({end})))
+    return ModelTokenizer(fast, ModelFacts(512, end + 1, frozenset({end})))  # type: ignore[arg-type, operator]
 
 
 def byte_level() -> ModelTokenizer:

@@ -125,7 +125,7 @@ def _last_logits(weights: DecoderWeights, make: Callable[[torch.Tensor], Ops]) -
 def _in_float32(weights: DecoderWeights) -> DecoderWeights:
     names = ("qkv", "out", "gate_up", "down")
     layers = [
-        replace(layer, **{name: Product(getattr(layer, name).weight.float(), None) for name in names})
+        replace(layer, **{name: Product(getattr(layer, name).weight.float(), None) for name in names})  # type: ignore[arg-type]
         for layer in weights.layers
     ]
     head = weights.head.weight.float()
@@ -294,7 +294,7 @@ def main() -> None:
     for rows in BATCHES:
         for sampling in ("greedy", "top_p", *(("temperature", "top_k", "top_p beside greedy", "grammar beside greedy")
                          if rows == BATCHES[0] else ())):  # fmt: skip
-            attempt("engine", f"decode {rows}, {sampling}", lambda of=(rows, sampling): decode(runner, *of, floor))
+            attempt("engine", f"decode {rows}, {sampling}", lambda of=(rows, sampling): decode(runner, *of, floor))  # type: ignore[call-arg]
     for tokens in PROMPTS:
         attempt("engine", f"prefill {tokens}", lambda n=tokens: prefill(runner, n, floor))
     attempt(

@@ -85,7 +85,7 @@ def corrupt_one(dice: random.Random) -> None:
         return made
 
     # What `gloo` and `tcp` send, and what `shm` copies.
-    PoolRows.packed, Copier.copy = packed_and_spoiled, copy_and_spoil  # type: ignore[method-assign]
+    PoolRows.packed, Copier.copy = packed_and_spoiled, copy_and_spoil  # type: ignore[method-assign, assignment]
 
 
 def _spoil(data: torch.Tensor, dice: random.Random) -> None:

@@ -165,7 +165,10 @@ class SenderNode(Node):
             corrupt_one(self.harm.dice)
         elif fault == "cut":
             asyncio.get_running_loop().call_later(
-                self.harm.dice.uniform(0.0, 0.02), cut, self.sender, urlsplit(address).port
+                self.harm.dice.uniform(0.0, 0.02),
+                cut,  # type: ignore[arg-type]
+                self.sender,
+                urlsplit(address).port,  # type: ignore[arg-type]
             )
         self.held[(request_id, attempt)] = self.allocator.allocate(blocks)
         ids = source_blocks(request_id, attempt, blocks)

@@ -66,7 +66,7 @@ def test_a_segment_announced_to_a_meeting_that_fails_costs_its_own_session(annou
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: faults.append(context))
         receiver, announce = ends.receiver, Announce("r", 1, 9, 0, 0, 0, (1,))
         pair_broke, broken = receiver._pair_broke, []
-        receiver._pair_broke = lambda route, reason: (pair_broke(route, reason), ends._note(broken, reason))
+        receiver._pair_broke = lambda route, reason: (pair_broke(route, reason), ends._note(broken, reason))  # type: ignore[assignment]
         receiver.handle(5, PairOpen(9, ("gloo",), LAYOUT.block_size, "here"), b"")
         await ends.until(lambda: bool(ends.strangers))
         meeting = ends.strangers[0]

@@ -182,7 +182,7 @@ def test_an_abort_amid_the_segments_leaves_the_pair_in_order(by):
         aborting = ends.sender if by == "sender" else ends.receiver
 
         def abort_at_second(message: object) -> bool:
-            if announces(message, "r", 2):
+            if announces(message, "r", 2):  # type: ignore[arg-type]
                 ends.loop.call_soon(aborting.abort, "r", 1, "cancelled")
             return True
 

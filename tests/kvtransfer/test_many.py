@@ -25,7 +25,7 @@ SEEDS = 4
 def random_layout(rng: random.Random) -> KvLayout:
     dtype = rng.choice(["float32", "bfloat16", "float16", "float8_e4m3fn"])
     sizes = [rng.randint(1, most) for most in (4, 3, 40, 16)]
-    return KvLayout(*sizes, dtype=dtype)
+    return KvLayout(*sizes, dtype=dtype)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -55,7 +55,11 @@ class Mesh:
 
         self.senders = {
             incarnation: KvSender(
-                pool=pool, incarnation=incarnation, send=wire(incarnation), on_result=self._ended, **common
+                pool=pool,
+                incarnation=incarnation,
+                send=wire(incarnation),  # type: ignore[arg-type]
+                on_result=self._ended,
+                **common,  # type: ignore[arg-type]
             )  # type: ignore[arg-type]
             for incarnation, pool in self.sources.items()
         }

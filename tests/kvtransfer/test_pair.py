@@ -55,7 +55,7 @@ class Heard:
         events = PairEvents(
             lambda: None,
             self._on_segments,
-            lambda reason: self.pair.close(),
+            lambda reason: self.pair.close(),  # type: ignore[arg-type, has-type]
             self.down.set,
         )
         rows = PoolRows(torch.zeros(LAYOUT.shape(4)), LAYOUT)

@@ -303,8 +303,8 @@ def test_blocks_that_the_receiver_has_are_not_sent():
     session.handle(CommitReady(FIRST, 0, b""), 0.0)
     commit = session.handle(SegmentDone(0, D1), 0.0)[0].message
     far = receiver([Accepted((1, 2, 3, 4), 3), Announce("r", 1, 1, 0, 0, 3, (1,)), SegmentDone(0, D1)])
-    acked, ended = far.handle(CommitArrived(commit, b""), 0.0)
-    assert acked == Send(Ack("r", 1, BLOCK_BYTES)) and ended == Ended(KvCommitted(commit, (1, 2, 3, 4), ()))
+    acked, ended = far.handle(CommitArrived(commit, b""), 0.0)  # type: ignore[arg-type]
+    assert acked == Send(Ack("r", 1, BLOCK_BYTES)) and ended == Ended(KvCommitted(commit, (1, 2, 3, 4), ()))  # type: ignore[arg-type]
     assert session.handle(acked.message, 0.0) == [Ended(KvSent("r", 1, BLOCK_BYTES, 0.0))]
 
 
@@ -312,7 +312,7 @@ def test_a_receiver_that_has_everything_gets_the_commit_alone():
     session = sender([BlocksReady(0, (9, 8, 7, 6)), CommitReady(FIRST, 0, b"")])
     (committing,) = session.handle(Accept("r", 1, 3, 4), 0.0)
     assert committing == Send(Commit("r", 1, (), 0, FIRST))
-    acked, ended = receiver([Accepted((1, 2, 3, 4), 4)]).handle(CommitArrived(committing.message, b""), 0.0)
+    acked, ended = receiver([Accepted((1, 2, 3, 4), 4)]).handle(CommitArrived(committing.message, b""), 0.0)  # type: ignore[arg-type]
     assert acked == Send(Ack("r", 1, 0)) and isinstance(ended.result, KvCommitted)
     assert session.handle(acked.message, 0.0) == [Ended(KvSent("r", 1, 0, 0.0))]
 

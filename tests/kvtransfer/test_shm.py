@@ -114,7 +114,7 @@ def test_another_user_is_not_let_in(monkeypatch):
     theirs = credentials.pack(os.getpid(), os.geteuid() + 1, os.getegid())
 
     class Foreign(socket.socket):
-        def getsockopt(self, level: int, option: int, *rest: int) -> object:
+        def getsockopt(self, level: int, option: int, *rest: int) -> object:  # type: ignore[override]
             return theirs if option == socket.SO_PEERCRED else super().getsockopt(level, option, *rest)
 
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

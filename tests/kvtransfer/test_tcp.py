@@ -153,7 +153,7 @@ def test_who_listens_without_the_key_is_given_nothing() -> None:
 
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
-        meeting = Rendezvous("tcp", *impostor.getsockname(), "", token=b"t" * 16, key=b"k" * 32, encrypted=False)
+        meeting = Rendezvous("tcp", *impostor.getsockname(), "", token=b"t" * 16, key=b"k" * 32, encrypted=False)  # type: ignore[call-arg]
         with pytest.raises(PairBroken, match="does not know the key"):
             Tcp().connect(Local(PoolRows(filled_pool(LAYOUT, 4, 1), LAYOUT), 1, SMALL), meeting)
         thread.join(WAIT_S)

@@ -234,7 +234,7 @@ class World:
                 assert at == len(actions) - 1, "the result is not the last action"
                 assert not session.in_flight, "a result while a thread may touch the blocks"
                 results = self.sender_results if session is self.sender else self.receiver_results
-                results.append(action.result)
+                results.append(action.result)  # type: ignore[arg-type]
                 if isinstance(action.result, KvReceiveFailed):
                     assert action.result.block_ids in ((), tuple(self.target))
         self.send_segments()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import promql_parser as promql
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from runtime.metrics.registry import Family
 from tools import metrics as metrics_reference

@@ -182,7 +182,7 @@ def test_a_terminal_sees_how_far_it_is(scenario: str, monkeypatch: pytest.Monkey
     real, told = load.play, list[float]()
 
     def play(workload: Any, progress: Any) -> Any:
-        return real(workload, lambda now_s: (told.append(now_s), progress(now_s)))
+        return real(workload, lambda now_s: (told.append(now_s), progress(now_s)))  # type: ignore[arg-type]
 
     monkeypatch.setattr(load, "play", play)
     monkeypatch.setattr(load, "console_for", lambda settings, **more: Console(file=out, force_terminal=True, width=100))

@@ -81,7 +81,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Table]:
 def printed(name: str, width: int, *, terminal: bool) -> str:
     out = io.StringIO()
     colours = {"force_terminal": True, "color_system": "truecolor"} if terminal else {}
-    SHOWN[name](Console(file=out, width=width, **colours) if terminal else tables.console(file=out))
+    SHOWN[name](Console(file=out, width=width, **colours) if terminal else tables.console(file=out))  # type: ignore[arg-type]
     return out.getvalue()
 
 

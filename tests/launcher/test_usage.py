@@ -96,7 +96,7 @@ def test_odd_rows_do_not_keep_the_others_from_being_shown(event_log: str, column
     ],
 )
 def test_what_is_asked_for_is_shown(event_log: str, options: dict[str, str], expected: list[str]) -> None:
-    entries = read(UsageSettings(db=event_log, **options))
+    entries = read(UsageSettings(db=event_log, **options))  # type: ignore[arg-type]
     assert [f"{entry['day'][-2:]} {entry['tenant']}" for entry in entries] == expected
     out = io.StringIO()
     show(entries, Console(file=out, width=200))

@@ -34,7 +34,7 @@ def test_block_sizes_without_a_whole_ratio_are_named() -> None:
 
 def test_nothing_a_peer_says_breaks_the_message() -> None:
     many = {f"field{number}": number for number in range(50)}
-    said = [between(many), between(FIELDS | {"dtype": "\n\x1b[31m" + "x" * 400}), mismatch("a", "f", 1, "b", "", 1)]
+    said = [between(many), between(FIELDS | {"dtype": "\n\x1b[31m" + "x" * 400}), mismatch("a", "f", 1, "b", "", 1)]  # type: ignore[arg-type]
     said.append(mismatch("a", "x=1;y=2", 1, "b", "y=2;x=1", 1))
     said.append(mismatch("a", "x=1;y=2", 1, "b", ";;=;x", 1))
     assert all(text and text.isprintable() and len(text) < 480 for text in said), said

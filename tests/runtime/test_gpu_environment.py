@@ -35,22 +35,22 @@ def claims(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, tuple[int, soc
 
 
 def test_a_worker_among_many_gpus_and_hosts():
-    found = gpu_variables({}, **PLAIN)
+    found = gpu_variables({}, **PLAIN)  # type: ignore[arg-type]
     assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0" and found["TORCH_NCCL_ENABLE_MONITORING"] == "0"
     assert found["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "10" and found["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
     assert found["NCCL_SOCKET_IFNAME"] == "=eth1"
     assert not {"NCCL_HOSTID", "NCCL_IB_DISABLE"} & found.keys()
-    assert "NCCL_SOCKET_IFNAME" not in gpu_variables({}, **PLAIN | {"interface": ""})
+    assert "NCCL_SOCKET_IFNAME" not in gpu_variables({}, **PLAIN | {"interface": ""})  # type: ignore[arg-type]
 
 
 def test_on_loopback_no_other_network_is_looked_for():
-    found = gpu_variables({}, **PLAIN | {"interface": "lo"})
+    found = gpu_variables({}, **PLAIN | {"interface": "lo"})  # type: ignore[arg-type]
     assert found["NCCL_SOCKET_IFNAME"] == "=lo" and found["NCCL_IB_DISABLE"] == "1"
 
 
 def test_what_the_user_has_set_stays():
     present = {"NCCL_SOCKET_IFNAME": "eth1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "NCCL_HOSTID": "mine"}
-    found = gpu_variables(present, **PLAIN | {"host_id": "h-1", "timeout_ms": 100})
+    found = gpu_variables(present, **PLAIN | {"host_id": "h-1", "timeout_ms": 100})  # type: ignore[arg-type]
     assert not present.keys() & found.keys() and found["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "1"
 
 

@@ -18,7 +18,7 @@ NEXT, TOO_NEW = PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 2
 
 def of_version(version: int) -> bytes:
     """A Hello with fields that this version does not know."""
-    plain = msgpack.unpackb(encode(Hello(version=version, role="gateway", incarnation=5, name="other")))
+    plain = msgpack.unpackb(encode(Hello(version=version, role="gateway", incarnation=5, name="other")))  # type: ignore[arg-type]
     packed: bytes = msgpack.packb([*plain, *[{"new": 1}] * 20])
     return packed
 

@@ -285,7 +285,7 @@ def a_grant_is_settled_without_its_blocks(m: pytest.MonkeyPatch) -> None:
     """A tenant's KV quota fills up with requests long gone."""
     original = billing.Billing._close
 
-    def close(self: billing.Billing, bill: billing.Bill, now: float) -> Closed:
+    def close(self: billing.Billing, bill: billing.Bill, now: float) -> Closed:  # type: ignore[name-defined]
         bill.kv_blocks = 0
         return original(self, bill, now)
 

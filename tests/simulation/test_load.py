@@ -88,7 +88,7 @@ def test_a_worker_that_never_comes_back_leaves_its_requests_unserved() -> None:
 
 
 def test_a_failure_of_a_lost_worker_does_nothing() -> None:
-    many = [Failure(1.0 + n, "prefill-0", kind, for_s=for_s) for n, (kind, for_s) in enumerate(
+    many = [Failure(1.0 + n, "prefill-0", kind, for_s=for_s) for n, (kind, for_s) in enumerate(  # type: ignore[arg-type]
         [("lost", 0.0), ("lost", 0.0), ("failing", 2.0), ("drained", 0.0), ("slow", 1.0), ("lost", 1.0), ("lost", 3.0)]
     )]  # fmt: skip
     one = found(Workload(TWO_PAIRS, every(0.25, ask(), 20.0), failures=tuple(many), duration_s=20.0))

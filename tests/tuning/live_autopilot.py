@@ -196,7 +196,7 @@ def calibrated(arguments: argparse.Namespace, model: str, profile: str) -> int:
     """A profile of workers that have such shares: no core is shared. Its exit status."""
     settings = CalibrateSettings(model=model, out=profile, rounds=2, ready_timeout_s=400.0)
     before = bench.running, calibrate.shared_cores
-    bench.running, calibrate.shared_cores = core_shares.running_with(arguments.share), lambda device: (0, 0)
+    bench.running, calibrate.shared_cores = core_shares.running_with(arguments.share), lambda device: (0, 0)  # type: ignore[assignment]
     try:
         return calibrate.run(settings)
     finally:

@@ -111,7 +111,7 @@ def test_changes_and_losses_of_other_models_stop_nothing() -> None:
         name = f"other-{incarnation}"
         h.post(PeerUp(incarnation, msgspec.structs.replace(other, incarnation=incarnation, name=name)))
     h.post(PeerUp(5, Hello(PROTOCOL_VERSION, Role.OBSERVER, 5, "flip-1")))
-    h.receive(5, FlipRequest("other-50", Role.DECODE, True, 0.0))
+    h.receive(5, FlipRequest("other-50", Role.DECODE, True, 0.0))  # type: ignore[arg-type]
     h.post(PeerDown(51, "killed"))
     report = status(h.core)
     seen, there = (observation_of(report, model) for model in ("m", "other"))

@@ -50,7 +50,7 @@ def published(hardware: str) -> dict[tuple[str, int, int, int, int], list[tuple[
             if row["hardware"] == hardware:
                 numbers = (int(row[name]) for name in ("tensor_parallel", "prompt_size", "batch_size", "token_size"))
                 found[MODELS[row["model"]], *numbers].append((float(row["prompt_time"]), float(row["token_time"])))
-    return found
+    return found  # type: ignore[return-value]
 
 
 @pytest.mark.skipif(not SPLITWISE.is_file(), reason=f"needs {SPLITWISE}; set CROSSDOCK_DATA")

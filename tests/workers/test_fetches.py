@@ -182,7 +182,7 @@ def lender() -> tuple[DecodeCore[str], Ports]:
     allocator.insert([HASHES[16 * block : 16 * block + 16] for block in range(3)], blocks)
     allocator.free(blocks)
     table = AttemptTable(allocator, BLOCK, Batch[str]())
-    core = DecodeCore(ports, table, vocab_size=99, make_state=lambda order, first, prompt: "state")
+    core = DecodeCore(ports, table, vocab_size=99, make_state=lambda order, first, prompt: "state")  # type: ignore[arg-type]
     core.order(
         Reserve(*KEY, len(PROMPT), Sampling(max_tokens=5), 1, 0, 0, 6, Destination("g", GATEWAY), PREFILL, HASHES)
     )

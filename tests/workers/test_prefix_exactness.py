@@ -85,7 +85,14 @@ def test_every_block_is_digested_once_it_is_final_whoever_computed_it(tmp_path: 
     for number, end in enumerate((*ENDS, ENDS[0])):
         tokens = [*BEGIN, *end]
         prompt, _ = first_token(
-            engine, table, f"r{number}", tokens, cached=1000, sampling=GREEDY, chunk=37, digests=digests
+            engine,
+            table,
+            f"r{number}",
+            tokens,
+            cached=1000,
+            sampling=GREEDY,
+            chunk=37,
+            digests=digests,  # type: ignore[arg-type]
         )
         assert (prompt.cached_tokens > 0) is (number > 0)
         assert digests.digest(prompt.blocks) == now.digest(prompt.blocks)

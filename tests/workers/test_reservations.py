@@ -42,7 +42,7 @@ class Ports:
 def make_core() -> tuple[DecodeCore[str], Ports]:
     ports, batch = Ports(), Batch[str]()
     table = AttemptTable(BlockAllocator(8), BLOCK, batch)
-    return DecodeCore(ports, table, vocab_size=64, make_state=lambda order, first, prompt: "state"), ports
+    return DecodeCore(ports, table, vocab_size=64, make_state=lambda order, first, prompt: "state"), ports  # type: ignore[arg-type]
 
 
 def offer(core: DecodeCore[str], name: str, blocks: int = 2) -> Accepted | str | None:

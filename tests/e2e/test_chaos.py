@@ -12,15 +12,15 @@ import pytest
 import uvloop
 
 from tests import tiny_models
-from tests.chaos.__main__ import chaos
-from tests.chaos.cancels import cancels
-from tests.chaos.cluster import Cluster
-from tests.chaos.gaps import Fault
-from tests.chaos.orders import CONTEXT_TOKENS, Choice, compare
-from tests.chaos.proxy import FarCluster
-from tests.chaos.run import Plan, Result, Run
-from tests.chaos.show import tell
-from tests.chaos.soak import slope
+from tools.chaos.__main__ import chaos
+from tools.chaos.cancels import cancels
+from tools.chaos.cluster import Cluster
+from tools.chaos.gaps import Fault
+from tools.chaos.orders import CONTEXT_TOKENS, Choice, compare
+from tools.chaos.proxy import FarCluster
+from tools.chaos.run import Plan, Result, Run
+from tools.chaos.show import tell
+from tools.chaos.soak import slope
 
 SEED = 7
 PARTITION_S = 30.0

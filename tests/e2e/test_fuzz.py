@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.fuzz import attack_all
+from tools.fuzz import attack_all
 
 FRAMES, SEED = 100_000, 6
 

@@ -24,9 +24,9 @@ from launcher.admin.status import ask as ask_coordinator
 from launcher.local import process_states
 from proto.messages import Role
 from tests import tiny_models
-from tests.chaos.client import ask
-from tests.chaos.orders import CONTEXT_TOKENS, Answer, Order, compare, make_orders
 from tests.e2e.live import Live, live
+from tools.chaos.client import ask
+from tools.chaos.orders import CONTEXT_TOKENS, Answer, Order, compare, make_orders
 
 SEED = 11
 CLIENTS = 4

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def forget() -> None:
-    for name in [name for name in sys.modules if name.startswith("tests.gpu")]:
+    for name in [name for name in sys.modules if name.startswith("tools.gpu")]:
         del sys.modules[name]
 
 
@@ -34,7 +34,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def check() -> ModuleType:
-    from tests.gpu import check as module
+    from tools.gpu import check as module
 
     return module
 
@@ -45,7 +45,7 @@ def lines(out: Path) -> list[dict[str, Any]]:
 
 def test_each_way_of_drawing_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the one before had the same rows."""
-    from tests.gpu import engine_bench
+    from tools.gpu import engine_bench
 
     runner = engine_bench.make_runner(2, engine_bench.make_weights(1))
     shapes: list[StepShape] = []
@@ -82,7 +82,7 @@ def test_what_a_part_found_before_its_time_was_up_is_kept(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "slow_part.py").write_text(
-        "import time\nfrom tests.gpu.record import record\nrecord('kernels', 'first', GB_s=3.0)\nprint('busy', flush=True)\n"
+        "import time\nfrom tools.gpu.record import record\nrecord('kernels', 'first', GB_s=3.0)\nprint('busy', flush=True)\n"
         "time.sleep(600)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -148,7 +148,7 @@ def test_wheels_are_carried_without_pip(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(
         f'#!/bin/sh\ncase "$*" in\n"-m zipfile "*) exec {sys.executable} "$@" ;;\n'
-        f'"-m tests.gpu.check smoke") exec {sys.executable} -c "import carried, tests.gpu.record; print(carried.HERE)" ;;\n'
+        f'"-m tools.gpu.check smoke") exec {sys.executable} -c "import carried, tools.gpu.record; print(carried.HERE)" ;;\n'
         'esac\necho "asked for $*" >&2\nexit 9\n'
     )
     python.chmod(0o755)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.kvtransfer.faults import FAULTS, KILLS, MESSAGES, STOPS, TRANSPORTS, run
+from tools.kv_faults import FAULTS, KILLS, MESSAGES, STOPS, TRANSPORTS, run
 
 pytestmark = pytest.mark.cluster
 

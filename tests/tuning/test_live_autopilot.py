@@ -12,7 +12,7 @@ from launcher.load import traces
 from launcher.load.records import OK, Record
 from tests.tuning import core_shares
 from tests.tuning.driving import Phase
-from tests.tuning.live_autopilot import changes_of, judged, main, write_trace
+from tools.live_autopilot import changes_of, judged, main, write_trace
 from tuning.advise import Slo
 
 PHASES = (Phase(10, 1.0, 900, 20), Phase(20, 4.0, 100, 300))

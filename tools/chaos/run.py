@@ -1,0 +1,409 @@
+"""A run: references, then clients and faults side by side, then the audit."""
+
+import asyncio
+import random
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from signal import SIGCONT, SIGSTOP
+from typing import Any
+
+import aiohttp
+
+from gateway.streams.final_messages import AGAIN_S
+from tools.chaos import audit
+from tools.chaos.client import Seen, ask
+from tools.chaos.cluster import MODULES, Cluster, Member, Violation
+from tools.chaos.gaps import HIT_S, QUIET_S, Fault, of_faults
+from tools.chaos.orders import CONSTRAINED, Answer, Difference, Order, compare, invalid, make_orders
+
+GAP_MIN_S = 0.005
+GAPS_MAX = 1 << 20
+DOWN_S = (0.05, 0.6)
+"""How long a killed process stays away."""
+STOPPED_S = (2.6, 4.0)
+"""Longer than three missed heartbeats and one more of grace."""
+OVERLOOKED_S, STALL_S = 3.0, 0.25
+"""A stopped process that nobody has missed so long after it went on need not have been, if the machine itself had stood still
+for so long meanwhile. How many were is shown."""
+CONTROL_SHARE = 0.1
+"""Moments at which nothing is broken, to compare with."""
+RESENDS_MAX = 20
+MEETINGS = 8
+"""Orders asked for twice before anything is broken."""
+PROBE = list(range(60, 70))
+
+Breaking = Callable[[list[asyncio.Task[None]]], Awaitable[None]]
+
+
+@dataclass
+class Plan:
+    seed: int = 1
+    faults: int | None = 20
+    seconds: float | None = None
+    roles: tuple[str, ...] = ("coordinator", "gateway", "prefill", "decode")
+    stop_share: float = 0.2
+    overlap: float = 0.2
+    """Of faults that strike while an earlier one, of another role, is not healed yet."""
+    pause_s: float = 0.8
+    """Mean time between a recovery and the next fault."""
+    clients: int = 6
+    orders: int = 48
+    output_tokens_max: int = 400
+    constrained_share: float = 0.0
+    """Of orders whose answers must follow a grammar, call a tool, or show their prompt's log-probabilities."""
+    session_share: float = 0.0
+    """Of orders that begin a conversation of several turns."""
+    leave_share: float = 0.0
+    """Of requests whose client goes before the end."""
+
+
+@dataclass
+class Result:
+    plan: Plan
+    faults: list[Fault] = field(default_factory=list)
+    answers: int = 0
+    constrained: int = 0
+    """Of the answers, those of such orders; all valid, or a violation."""
+    tokens: int = 0
+    turns: int = 0
+    """Whole answers to later turns of conversations; of their prompts, these tokens were cached."""
+    cached_tokens: int = 0
+    left: int = 0
+    resent: int = 0
+    violations: list[str] = field(default_factory=list)
+    audit: dict[str, Any] = field(default_factory=dict)
+    begun: float = 0.0
+    seconds: float = 0.0
+
+
+class Run:
+    def __init__(self, cluster: Cluster, plan: Plan, on_progress: Callable[["Result", float], None]) -> None:
+        self.cluster, self.plan = cluster, plan
+        self.result = Result(plan)
+        self.random = random.Random(plan.seed)
+        self.orders = make_orders(
+            self.random, plan.orders, output_max=plan.output_tokens_max, constrained_share=plan.constrained_share,
+            session_share=plan.session_share,
+        )  # fmt: skip
+        self.references: dict[tuple[int, int], Answer] = {}
+        self.gaps: deque[tuple[float, float]] = deque(maxlen=GAPS_MAX)
+        self.receipts: list[audit.Receipt] = []
+        self.tolerates: Callable[[Seen], bool] = lambda seen: False
+        """Failures after which a client tries again, beside its gateway's death."""
+        self._on_progress = on_progress
+        self._over = asyncio.Event()
+
+    async def run(self, breaking: Breaking | None = None) -> Result:
+        """Raises `Violation` where the run cannot go on; what it found until then is in `result`. `breaking` does something
+        else to the cluster while clients are there."""
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+            await self._look_up(session)
+        baseline = await audit.rest(self.cluster)
+        if self.plan.session_share:
+            baseline.fetch_peers = sum(member.role in MODULES for member in self.cluster.members)
+        self.result.begun = time.monotonic()
+        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+            clients = [asyncio.create_task(self._client(session, number)) for number in range(self.plan.clients)]
+            try:
+                await (breaking or self._break_things)(clients)
+                self._over.set()
+                await asyncio.gather(*clients)
+                last_at = time.monotonic()
+            finally:
+                for task in clients:
+                    task.cancel()
+                await asyncio.gather(*clients, return_exceptions=True)
+        self.result.seconds = time.monotonic() - self.result.begun
+        of_faults(self.gaps, self.result.faults)
+        await self._audit(baseline, last_at)
+        return self.result
+
+    # --- the load -------------------------------------------------------------------------------------------------------
+
+    async def _look_up(self, session: aiohttp.ClientSession) -> None:
+        """The right answers, from a cluster that nobody hurts; some of them twice, so that all processes have met. Of turns of
+        conversations nothing is cached."""
+        todo, gateways = list(self.orders), self.cluster.of("gateway")
+
+        async def some() -> None:
+            while todo:
+                order = todo.pop()
+                if order.turn:
+                    order = replace(order, body={**order.body, "cache_salt": f"{order.key}"})
+                for gateway in gateways if order.number < MEETINGS else gateways[:1]:
+                    seen = await ask(session, gateway.base_url, self.cluster.model.name, order, lambda a, b: None)
+                    if seen.error:
+                        raise Violation(f"without any fault: order {order.number}: {seen.error}")
+                    first = self.references.setdefault(order.key, seen.answer)
+                    if said := compare(first, seen.answer, whole=True):
+                        raise Violation(f"without any fault: order {order.number} ({order.kind}): {said.note}")
+                if (then := order.next_turn(self.references[order.key])) is not None:
+                    todo.append(then)
+
+        await asyncio.gather(*(some() for _ in range(4)))
+
+    async def _client(self, session: aiohttp.ClientSession, number: int) -> None:
+        source = random.Random(f"{self.plan.seed} client {number}")
+        while not self._over.is_set():
+            order = source.choice(self.orders)
+            leaves = source.random() < self.plan.leave_share
+            leave_after = source.randrange(self.plan.output_tokens_max // 2) if leaves else None
+            then: Order | None = order
+            while then is not None and not self._over.is_set():
+                seen = await self._ask_until_answered(session, then, leave_after, source)
+                then = None if seen.error else then.next_turn(seen.answer)
+
+    async def _ask_until_answered(
+        self, session: aiohttp.ClientSession, order: Order, leave_after: int | None, source: random.Random
+    ) -> Seen:
+        for _ in range(RESENDS_MAX):
+            seen, again = await self._ask_once(session, order, leave_after, source)
+            self._judge(order, seen, again)
+            if not again:
+                return seen
+            self.result.resent += 1
+        raise Violation(f"order {order.number} was sent {RESENDS_MAX} times: {seen.error}")
+
+    async def _ask_once(
+        self, session: aiohttp.ClientSession, order: Order, leave_after: int | None, source: random.Random
+    ) -> tuple[Seen, bool]:
+        """What came, and whether it is to be sent again, its gateway having been killed."""
+        gateways = [member for member in self.cluster.of("gateway") if not member.hurt] or self.cluster.of("gateway")
+        gateway = source.choice(gateways)
+        model = self.cluster.model.name
+        seen = await ask(session, gateway.base_url, model, order, self._gap, leave_after=leave_after)
+        return seen, _died_meanwhile(gateway, seen) or (bool(seen.error) and self.tolerates(seen))
+
+    def _gap(self, since: float, until: float) -> None:
+        if until - since >= GAP_MIN_S:
+            self.gaps.append((since, until))
+
+    def _judge(self, order: Order, seen: Seen, again: bool) -> None:
+        result, left = self.result, seen.error == "left"
+        whole = not seen.error
+        result.answers += whole
+        result.turns += whole and order.turn > 0
+        result.cached_tokens += seen.cached_tokens if order.turn else 0
+        result.constrained += whole and order.kind in CONSTRAINED
+        if whole and (why := invalid(order, seen.answer)):
+            self._violated(f"{seen.request_id} (order {order.number}, {order.kind}): {why}")
+        result.left += left
+        result.tokens += sum(len(choice.token_ids) for choice in seen.answer.values())
+        difference = compare(self.references[order.key], seen.answer, whole=whole)
+        fault = self._to_blame(seen)
+        if difference:
+            self._note_difference(order, seen, difference, fault)
+        if not whole and not left:
+            if fault is not None:
+                fault.errors.append(seen.error)
+            # Only the clients of a killed gateway may see anything.
+            if not again:
+                self._violated(f"{seen.request_id} (order {order.number}, {order.kind}): {seen.error}", fault)
+        self.receipts.append(audit.Receipt.of(order, seen))
+
+    def _note_difference(self, order: Order, seen: Seen, difference: Difference, fault: Fault | None) -> None:
+        if fault is not None:
+            fault.difference.update(lost=difference.lost, duplicated=difference.duplicated, changed=difference.changed)
+        self._violated(f"{seen.request_id} (order {order.number}, {order.kind}): {difference.note}", fault)
+
+    def _violated(self, what: str, fault: Fault | None = None) -> None:
+        after = f" after {fault.kind} {fault.name} at {fault.at - self.result.begun:.2f} s" if fault is not None else ""
+        self.result.violations.append(f"{time.monotonic() - self.result.begun:.2f} s: {what}{after}")
+
+    def _to_blame(self, seen: Seen) -> Fault | None:
+        """The latest one while the stream ran."""
+        met = [f for f in self.result.faults if f.kind != "none" and f.at <= seen.ended_at]
+        met = [f for f in met if not f.healed_at or f.healed_at >= seen.began_at]
+        return met[-1] if met else None
+
+    # --- the faults -----------------------------------------------------------------------------------------------------
+
+    async def _break_things(self, clients: list[asyncio.Task[None]]) -> None:
+        """Until there were enough, or the time is up, and all are healed. Raises what a client did."""
+        plan, healing = self.plan, set[asyncio.Task[None]]()
+        end = self.result.begun + plan.seconds if plan.seconds is not None else float("inf")
+        count = 0
+        while (plan.faults is None or count < plan.faults) and time.monotonic() < end:
+            if healing and self.random.random() >= plan.overlap:
+                await asyncio.wait(healing)
+            pause = HIT_S + min(self.random.expovariate(1 / plan.pause_s), 4 * plan.pause_s)
+            await asyncio.wait(clients, timeout=min(pause, end - time.monotonic()), return_when="FIRST_EXCEPTION")
+            await self.check(clients)
+            if (fault := self._draw()) is not None:
+                count += fault[1].kind != "none"
+                healing.add(task := asyncio.create_task(self._strike(*fault)))
+                task.add_done_callback(healing.discard)
+            self._on_progress(self.result, time.monotonic() - self.result.begun)
+        if healing:
+            await asyncio.wait(healing)
+        await asyncio.wait(clients, timeout=QUIET_S, return_when="FIRST_EXCEPTION")
+        await self.check(clients)
+
+    async def check(self, clients: list[asyncio.Task[None]]) -> None:
+        """Raises what a client or a process has ended with, and `Violation` once something is wrong."""
+        for task in clients:
+            if task.done():
+                task.result()
+        self.cluster.check_alive()
+        if self.result.violations:
+            raise Violation(self.result.violations[0])
+
+    def _draw(self) -> tuple[Member | None, Fault] | None:
+        """Whom, and how; never two of one role, so that there is a spare."""
+        if not self.plan.roles:
+            return None
+        if self.random.random() < CONTROL_SHARE and not any(m.hurt for m in self.cluster.members):
+            return None, Fault("–", "none", "nobody", time.monotonic())
+        unhurt = [r for r in self.plan.roles if not any(m.hurt for m in self.cluster.of(r))]
+        if not unhurt:
+            return None
+        role = self.random.choice(unhurt)
+        member = self.cluster.serving() if role == "coordinator" else self.random.choice(self.cluster.of(role))
+        kind = "stop" if self.random.random() < self.plan.stop_share else "kill"
+        return member, Fault(member.role, kind, member.name, time.monotonic())
+
+    async def _strike(self, member: Member | None, fault: Fault) -> None:
+        if member is None or member.role == "coordinator":
+            if member is not None:
+                member.hurt = True
+            # Their gaps are compared with those before, over the same time: more time would have longer ones by itself.
+            healed = max((f.healed_at for f in self.result.faults), default=self.result.begun)
+            await asyncio.sleep(healed + HIT_S + QUIET_S - time.monotonic())
+        try:
+            if member is None:
+                fault.at = time.monotonic()
+                self.result.faults.append(fault)
+                await asyncio.sleep(QUIET_S)
+            elif fault.kind == "kill":
+                await self._kill(member, fault)
+            else:
+                await self._stop(member, fault)
+        except Violation as error:
+            self._violated(str(error), fault)
+        fault.healed_at, fault.stall_s = time.monotonic(), self.cluster.watcher.stood_still_s(fault.at)
+        if member is not None:
+            member.hurt = False
+
+    async def _kill(self, member: Member, fault: Fault) -> None:
+        cluster = self.cluster
+        member.hurt, fault.at = True, time.monotonic()
+        member.killed_at.append(fault.at)
+        self.result.faults.append(fault)
+        detecting = asyncio.create_task(self._detected(member, member.name, fault))
+        await cluster.kill(member)
+        await asyncio.sleep(self.random.uniform(*DOWN_S))
+        probing = asyncio.create_task(self._probe(fault)) if member.role == "coordinator" else None
+        cluster.start(member)
+        await self._back(member, fault)
+        await detecting
+        if probing is not None:
+            await probing
+
+    async def _stop(self, member: Member, fault: Fault) -> None:
+        member.hurt, fault.at = True, time.monotonic()
+        self.result.faults.append(fault)
+        detecting = asyncio.create_task(self._detected(member, member.name, fault))
+        self.cluster.signal(member, SIGSTOP)
+        try:
+            await asyncio.sleep(self.random.uniform(*STOPPED_S))
+        finally:
+            self.cluster.signal(member, SIGCONT)
+        fault.stopped_s = time.monotonic() - fault.at
+        await detecting
+        await self._back(member, fault, fault.at + fault.stopped_s)
+
+    async def _probe(self, fault: Fault) -> None:
+        gateway = next(member for member in self.cluster.of("gateway") if not member.hurt)
+        order = Order(-1, "probe", PROBE, {"prompt": PROBE, "max_tokens": 1, "stream": True, "return_token_ids": True})
+        async with aiohttp.ClientSession() as session:
+            seen = await ask(session, gateway.base_url, self.cluster.model.name, order, lambda a, b: None)
+        if _died_meanwhile(gateway, seen):
+            return
+        if seen.error:
+            fault.errors.append(seen.error)
+            self._violated(f"a request beside an absent coordinator: {seen.error}", fault)
+        else:
+            fault.admitted_s = seen.first_token_at - fault.at
+
+    async def _detected(self, member: Member, name: str, fault: Fault) -> None:
+        """When the coordinator knows it no more; of a coordinator, when we do not get an answer."""
+        watcher = self.cluster.watcher
+        if member.role == "coordinator":
+            fault.detected_s = await self.cluster.until("its link is gone", lambda: not watcher.incarnation_known)
+        else:
+            # Beside an absent coordinator nobody can tell; one that was lost and is back again shows in the count alone.
+            lost, coordinators = watcher.lost(member.role), watcher.coordinators
+
+            def missed() -> bool:
+                return watcher.incarnation_known and (name not in watcher.names() or watcher.lost(member.role) > lost)
+
+            def overlooked() -> bool:
+                # The machine stood still with it, and the coordinator does not hold that against it; or there is another one.
+                if fault.stopped_s is None or time.monotonic() < fault.at + fault.stopped_s + OVERLOOKED_S:
+                    return False
+                return watcher.stood_still_s(fault.at) > STALL_S or watcher.coordinators > coordinators
+
+            await self.cluster.until(f"{name} is missed", lambda: missed() or overlooked())
+            if missed():
+                fault.detected_s = time.monotonic() - fault.at
+
+    async def _back(self, member: Member, fault: Fault, since: float | None = None) -> None:
+        """Until all have found each other again; for the coordinator, from the fault until it lets requests in."""
+        await self.cluster.until(f"{member.name} is back", self.cluster.is_whole)
+        fault.back_s = time.monotonic() - (fault.at if since is None else since)
+        await self.cluster.until(f"{member.name} stands by", lambda: self.cluster.stands_by(member))
+        if member.role == "gateway":
+            await self._ready(member)
+
+    async def _ready(self, gateway: Member) -> None:
+        async with aiohttp.ClientSession() as session:
+            deadline = time.monotonic() + 30
+            while time.monotonic() < deadline:
+                try:
+                    async with session.get(f"{gateway.base_url}/ready", timeout=aiohttp.ClientTimeout(2)) as response:
+                        if response.status == 200:
+                            return
+                except (aiohttp.ClientError, TimeoutError):
+                    pass
+                await asyncio.sleep(0.02)
+        raise Violation(f"{gateway.name} does not get ready")
+
+    # --- afterwards -----------------------------------------------------------------------------------------------------
+
+    def _lost_together(self, one: str, other: str) -> bool:
+        """Whether one of this role was lost before an earlier loss of the other's had healed, and all was said again."""
+        faults = self.result.faults
+        pairs = [(a, b) for a in faults if a.role == one for b in faults if b.role == other]
+        return any(a.at < b.healed_at + AGAIN_S and b.at < a.healed_at + AGAIN_S for a, b in pairs)
+
+    async def _audit(self, baseline: audit.Rest, last_at: float) -> None:
+        try:
+            await self.cluster.until_idle()
+        except (Violation, TimeoutError) as error:
+            self._violated(str(error))
+        found = self.result.audit
+        found["idle_after_s"] = time.monotonic() - last_at
+        report = self.cluster.watcher.report
+        found["counters"] = dict(report.counters) if report is not None else {}
+        rest, grown = await audit.settled(self.cluster, baseline)
+        found["rest"] = rest.as_dict()
+        for said in grown:
+            self._violated(said)
+        journal = await audit.closed_journal(self.cluster.usage_db, self.receipts)
+        found["journal"] = journal.as_dict()
+        for said in journal.wrong:
+            self._violated(said)
+        # Whatever else is lost, a gateway that lives can tell.
+        if not self._lost_together("coordinator", "gateway"):
+            if journal.unknown:
+                self._violated(f"{journal.unknown} rows of the ledger are open or written off")
+            if journal.fenced:
+                self._violated(f"{journal.fenced} whole answers are cancelled by the ledger")
+
+
+def _died_meanwhile(gateway: Member, seen: Seen) -> bool:
+    """Whether a client's connection broke because its gateway was killed."""
+    return seen.broken and any(seen.began_at - 0.5 <= at <= seen.ended_at for at in gateway.killed_at)

@@ -10,8 +10,6 @@ Floors, for S bytes:
 - `tcp-plain`: S crosses a socket (a copy in the kernel at each end), and the receiver digests it: a read more than a raw
   socket.
 - `tcp`: likewise, and S is encrypted and decrypted.
-- `gloo`: S crosses a socket, and the receiver copies it from a buffer to its blocks and digests it on the way: a read and a
-  copy more than a raw socket.
 All figures of a row are medians of rounds in which everything is measured once, in turn, on cold sources.
 """
 
@@ -50,11 +48,11 @@ _LAYER_KIB = 8
 """K and V of 16 tokens of one head of 64 float32 numbers."""
 _SMALL_SESSIONS = 60
 _LARGE_BYTES, _SMALL_TOTAL_BYTES = 4 << 20, 16 << 20
-_BARE = {"shm": "bare shm", "gloo": "bare gloo"}
+_BARE = {"shm": "bare shm"}
 _SOCKET = "socket"
 _BESIDE = (
     {"shm/mem": ("shm", "memcpy")}
-    | {f"{name}/socket": (name, _SOCKET) for name in ("tcp", "tcp-plain", "gloo")}
+    | {f"{name}/socket": (name, _SOCKET) for name in ("tcp", "tcp-plain")}
     | {f"{name}/bare": (name, _BARE[name]) for name in _BARE}
 )
 """The ratios of a row."""
@@ -220,8 +218,6 @@ async def _bare(near: Near, size: int, total: int, layout: KvLayout) -> dict[str
     if "shm" in near.settings.transports:
         block_bytes, sources, targets = layout.block_bytes, near.starts(size, total), near.starts(size, total)
         found[_BARE["shm"]] = await near.bare.shm(size, block_bytes, sources, targets)
-    if "gloo" in near.settings.transports:
-        found[_BARE["gloo"]] = await near.bare.gloo(size, near.starts(size, total))
     return found
 
 

@@ -10,7 +10,6 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,11 @@ import xxhash
 
 from benchmarks.remote_peer import Far
 from kvtransfer.memory.shared import SharedMemory, map_shared
-from kvtransfer.transports import rendezvous
 from launcher.http.streams import BenchFailed
 
 _PIECE_BYTES = 4 << 20
 """Told of at once in a bare copy: little enough that what is digested last does not count."""
 _ROUND_TRIPS, _TIMEOUT_S, _WAIT_S = 5, 30.0, 120.0
-_HELLO_TAG, _ANSWER_TAG = 1 << 20, 1 << 21
 
 
 class Near:
@@ -78,23 +75,6 @@ class Near:
 
         file = f"/proc/{os.getpid()}/fd/{self._memory.descriptor}"
         return await self._with_socket(serve, "bare_shm", file=file, size=size, starts=starts, targets=targets)
-
-    async def gloo(self, size: int, starts: list[int]) -> float:
-        """Seconds: gloo's send alone, into one buffer; no announcements, digests or copies to blocks."""
-        listener = rendezvous.Listener("127.0.0.1", _TIMEOUT_S)
-
-        def serve() -> None:
-            group, limit = listener.meet(rendezvous.gloo_group), timedelta(seconds=_TIMEOUT_S)
-            word = torch.zeros(1, dtype=torch.uint8)
-            group.send([word], rendezvous.SENDER_RANK, _HELLO_TAG).wait(limit)
-            for tag in range(len(starts)):
-                group.recv([self._staging[:size]], rendezvous.SENDER_RANK, tag).wait(limit)
-            group.send([word], rendezvous.SENDER_RANK, _ANSWER_TAG).wait(limit)
-
-        serving = asyncio.get_running_loop().run_in_executor(None, serve)
-        took = await self._far.order("bare_gloo", port=listener.port, secret=listener.secret, size=size, starts=starts)
-        await serving
-        return float(took)
 
     async def _with_socket(self, serve: Callable[[socket.socket], None], order: str, **fields: Any) -> float:
         def accept(listening: socket.socket) -> None:
@@ -182,16 +162,3 @@ class IntoPool:
                     connection.sendall(b"!")
             connection.recv(1)
             return time.perf_counter() - began
-
-
-def over_gloo(memory: torch.Tensor, port: int, secret: str, size: int, starts: list[int]) -> float:
-    """Until the last byte is known to be there."""
-    group = rendezvous.connect(rendezvous.gloo_group, "127.0.0.1", port, secret, _TIMEOUT_S)
-    limit = timedelta(seconds=_TIMEOUT_S)
-    answer = torch.zeros(1, dtype=torch.uint8)
-    group.recv([answer], rendezvous.RECEIVER_RANK, _HELLO_TAG).wait(limit)
-    began = time.perf_counter()
-    for tag, start in enumerate(starts):
-        group.send([memory[start : start + size]], rendezvous.RECEIVER_RANK, tag).wait(limit)
-    group.recv([answer], rendezvous.RECEIVER_RANK, _ANSWER_TAG).wait(limit)
-    return time.perf_counter() - began

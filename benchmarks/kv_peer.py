@@ -72,7 +72,6 @@ async def main(address: str, pool_bytes: int) -> None:
     ways = Ways(address, memory)
     bare: dict[str, Callable[..., float]] = {
         "bare_tcp": functools.partial(kv_floor.over_tcp, memory),
-        "bare_gloo": functools.partial(kv_floor.over_gloo, memory),
         "bare_shm": kv_floor.IntoPool(memory).copy,
         "bare_round_trip": kv_floor.round_trip,
     }

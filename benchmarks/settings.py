@@ -29,9 +29,7 @@ class HarmlessSettings(JsonOption):
         json_schema_extra={"also_argument": "MODEL"},
     )
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of the worker; 0: as the cores allow.")
-    kv_transport: Literal["auto", "shm", "tcp", "gloo"] = Field(
-        "auto", description="How KV crosses; auto: the best there is."
-    )
+    kv_transport: Literal["auto", "shm", "tcp"] = Field("auto", description="How KV crosses; auto: the best there is.")
     streams: int = Field(4, ge=1, le=64, description="Running streams.")
     stream_tokens: int = Field(384, ge=8, le=8192, description="Tokens of each, after which it starts again.")
     prompt_tokens: int = Field(1400, ge=64, le=2048, description="Tokens of the prompt whose KV arrives.")
@@ -144,7 +142,7 @@ class KvBenchSettings(JsonOption):
     }
     transports: CommaList = Field(
         default=["shm", "tcp", "tcp-plain"],
-        description="Transports to measure, separated by commas: shm, tcp (encrypted), tcp-plain, gloo.",
+        description="Transports to measure, separated by commas: shm, tcp (encrypted), tcp-plain.",
     )
     segment_kib: Sizes = Field(
         default=[64, 512, 4096, 16384, 65536], description="Sizes of one message in KiB, separated by commas."

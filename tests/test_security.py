@@ -33,7 +33,6 @@ PARAGRAPHS = {
     "With `--keys`": "test_with_keys_nothing_crosses_in_the_clear test_the_start_says_what_may_cross"
     " test_what_must_not_cross_in_the_clear",
     "`nccl`": "test_with_keys_nothing_crosses_in_the_clear test_the_store_of_an_nccl_pair",
-    "`gloo`": "test_the_store_of_a_gloo_pair",
     "`shm` and `cuda_ipc`": "test_another_user_is_not_let_in test_a_sender_maps_its_window",
     "Digests.": "test_kv_that_changed_between tests/kvtransfer/test_faults.py",
 }
@@ -67,7 +66,6 @@ WITHOUT_BREAK = {
     "tests/coordinator/test_victim.py": "takes minutes; tests/simulation/ breaks the fair queue",
     "tests/engine/test_refusals.py::test_remote_code_is_never_run": "without the option transformers asks, and gets no answer",
     "tests/gateway/test_batches.py::test_no_file_holds_the_loop": "no single line",
-    "tests/kvtransfer/test_rendezvous.py::test_the_store_of_a_gloo_pair_is_gone_when_the_two_have_met": "takes minutes to fail",
     "tests/kvtransfer/test_rendezvous.py::test_the_store_of_an_nccl_pair_does_not_hold_the_secret_of_its_line": "NCCL is faked",
 }
 """Tests that the page names and no break is planted for, and why."""

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from proto.limits import MAX_SEGMENTS_ANNOUNCED
 
 AUTO = ("shm", "cuda_ipc", "nccl", "tcp")
-"""The transports that are used unless another one is asked for, best first. `gloo` must be asked for: it neither encrypts
-nor knows its peer."""
+"""The transports that are used unless another one is asked for, best first."""
 SHM_WINDOW_BYTES = 16 << 20
 WINDOW_SEGMENTS_MAX = MAX_SEGMENTS_ANNOUNCED
 

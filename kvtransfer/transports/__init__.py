@@ -1,4 +1,4 @@
-"""How the bytes of a segment cross: shm, tcp, gloo, nccl, cuda_ipc.
+"""How the bytes of a segment cross: shm, tcp, nccl, cuda_ipc.
 
 Start with `transport`, the interface; `registry` lists what there is.
 """

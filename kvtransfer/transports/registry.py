@@ -9,16 +9,13 @@ import xxhash
 from kvtransfer.memory.cuda import DeviceMemory
 from kvtransfer.session.limits import allowed_transports
 from kvtransfer.transports.cuda_ipc import CudaIpc
-from kvtransfer.transports.gloo import Gloo
 from kvtransfer.transports.nccl import Nccl
 from kvtransfer.transports.shm import Shm
 from kvtransfer.transports.tcp.transport import Tcp
 from kvtransfer.transports.transport import Channel, Listener, Local, PairBroken, PoolMemory, Rendezvous, Transport
 from proto.errors import BadOption
 
-TRANSPORTS: dict[str, Transport] = {
-    transport.name: transport for transport in (Shm(), CudaIpc(), Nccl(), Tcp(), Gloo())
-}
+TRANSPORTS: dict[str, Transport] = {transport.name: transport for transport in (Shm(), CudaIpc(), Nccl(), Tcp())}
 
 
 def host_id() -> str:

@@ -2,9 +2,9 @@
 
 The receiver binds a socket to its fabric address only and serves a TCPStore from it: a store given a host and port
 would listen on every interface. The store knows no passwords, and whoever connects can list and change it, so nothing in it may
-be a secret. The prefix of its keys keeps two meetings apart, not strangers out. A group of gloo lets the store go as soon as it
-stands; one of NCCL keeps it. Everything here blocks, up to `timeout_s`, and belongs to a pair's own thread; it raises
-`RuntimeError` (torch's errors are such) or `OSError`.
+be a secret. The prefix of its keys keeps two meetings apart, not strangers out. A group of NCCL keeps the store for as
+long as it lives. Everything here blocks, up to `timeout_s`, and belongs to a pair's own thread; it raises `RuntimeError`
+(torch's errors are such) or `OSError`.
 """
 
 import contextlib
@@ -25,7 +25,6 @@ SENDER_RANK = 1
 
 _ARRIVED = "sender"
 _HERE = "here"
-_SET_UP = "set up"
 """Said by the sender when it needs the store no more."""
 _ABANDONED = "abandoned"
 _REACH_SHARE = 0.2
@@ -113,48 +112,3 @@ def _address_towards(host: str, port: int) -> str:
         probe.connect(address)
         name: str = probe.getsockname()[0]
         return name
-
-
-class _TemporaryStore(distributed.Store):  # type: ignore[misc, name-defined, unused-ignore]
-    """Passes on to another store until it is ended. A group keeps its store for as long as it lives, and with it the listening
-    socket of a TCPStore; gloo needs neither once it is set up."""
-
-    def __init__(self, store: Any) -> None:
-        super().__init__()
-        self._store = store
-
-    def set(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)
-
-    def get(self, key: str) -> Any:
-        return self._store.get(key)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        if timeout is None:
-            self._store.wait(keys)
-        else:
-            self._store.wait(keys, timeout)
-
-    def end(self) -> None:
-        self._store = None
-
-
-def gloo_group(store: Any, rank: int, host: str, timeout_s: float) -> Group:
-    """A gloo group of two, its sockets on `host`. Blocks until the other rank is there too. It does not keep the store."""
-    gloo = _c10d.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    options._devices = [gloo.create_device(hostname=host)]
-    options._threads = 1
-    temporary = _TemporaryStore(store)
-    try:
-        group: Group = gloo(temporary, rank, 2, options)
-        if rank == SENDER_RANK:
-            store.set(_SET_UP, _HERE)
-        else:
-            store.wait(
-                [_SET_UP], timedelta(seconds=timeout_s)
-            )  # the store is ours, and the sender may still read from it
-    finally:
-        temporary.end()
-    return group

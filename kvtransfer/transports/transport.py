@@ -7,7 +7,7 @@ the pair. All of it runs in the pair's own thread and may block there, within th
 
 What differs between transports:
 - `tcp`: the receiver reads into the target blocks itself, so nobody writes to them when its thread does not.
-- `gloo` (and what else sends messages): data lands in a buffer of the channel, and is digested and copied to its blocks.
+- What sends messages: data lands in a buffer of the channel, and is digested and copied to its blocks.
   The control link's announcement is all that the receiver needs to post the receive.
 - `nccl` does so between GPUs, with an exchange of its own before each message (`nccl`).
 - `shm` does so through memory that the two share, a window of their own.

@@ -23,14 +23,13 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 
 def prepare(settings: WorkerSettings) -> WorkerSettings:
-    """Before anything is loaded, torch included: checks what is asked of this machine, and tells the libraries that will be
-    loaded which network interface to use, and how. Returns the settings with what was found here filled in. Raises
+    """Before anything is loaded, torch included: checks what is asked of this machine, and tells NCCL, which will be
+    loaded later, which network interface to use. Returns the settings with what was found here filled in. Raises
     `ConfigError`."""
     check_cores(settings)
     if settings.kv_interface:
         settings = settings.model_copy(update={"transfer_host": interface_address(settings)})
-        # Read by these libraries when they start; never changed later, since that would be while threads read them.
-        os.environ["GLOO_SOCKET_IFNAME"] = settings.kv_interface
+        # Read by the library when it starts; never changed later, since that would be while threads read them.
         os.environ["NCCL_SOCKET_IFNAME"] = gpu_environment.exactly(settings.kv_interface)
     gpu_environment.prepare(settings.transfer_host, settings.kv_timeout_ms)
     check_device(settings)

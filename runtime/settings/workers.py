@@ -122,19 +122,18 @@ class WorkerSettings(ClientSettings):
         "",
         max_length=64,
         pattern=r"^[A-Za-z0-9_.:@-]*\z",
-        description="Network interface for KV blocks, like eth1: its address is the default of --transfer-host, and gloo and"
-        " NCCL are told of it once, at the start. Empty: none is preferred.",
+        description="Network interface for KV blocks, like eth1: its address is the default of --transfer-host, and NCCL is"
+        " told of it once, at the start. Empty: none is preferred.",
     )
-    kv_transport: Literal["auto", "shm", "cuda_ipc", "nccl", "tcp", "gloo"] = Field(
+    kv_transport: Literal["auto", "shm", "cuda_ipc", "nccl", "tcp"] = Field(
         "auto",
         description="How KV crosses: shm in one host, cuda_ipc on one GPU, nccl between GPUs, tcp between any two; auto: the"
-        " best of these that a pair can use, with --keys without nccl, which sends KV in the clear. gloo, between any two, is"
-        " for tests and trusted networks: it neither encrypts nor knows its peer, and a stranger can end the worker.",
+        " best of these that a pair can use, with --keys without nccl, which sends KV in the clear.",
     )
     transfer_encryption: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Encryption of KV between hosts by tcp (AES-256-GCM, with a key that travels over the CURVE link). auto:"
-        " with --keys. on: also refuse nccl and gloo, which send KV in the clear, where --kv-transport asks for them; needs"
+        " with --keys. on: also refuse nccl, which sends KV in the clear, where --kv-transport asks for it; needs"
         " --keys. off: in the clear, unless the other worker wants it encrypted.",
     )
     kv_digest: Literal["full", "sampled"] = Field(

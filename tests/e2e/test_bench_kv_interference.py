@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from tests import tiny_models
 
@@ -24,6 +25,7 @@ def run(tiny: Path, state: Path) -> tuple[dict[str, Any], str]:
     return json.loads(done.stdout), done.stderr
 
 
+@pytest.mark.long
 def test_streams_are_measured_with_and_without_kv_that_arrives(tmp_path: Path) -> None:
     tiny = tiny_models.make("llama", tmp_path / "tiny")  # its own, by which its processes are told from others
     shared_before = set(os.listdir("/dev/shm"))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+import tests.kvtransfer.gloo  # noqa: F401 - a stand-in for NCCL
 from kvtransfer.memory.cuda import DeviceMemory
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.receiver import KvReceiver

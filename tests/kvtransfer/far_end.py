@@ -16,6 +16,7 @@ from typing import IO
 
 import torch
 
+import tests.kvtransfer.gloo  # noqa: F401 - a stand-in for NCCL
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender

@@ -23,6 +23,7 @@ import msgspec
 import torch
 import xxhash
 
+import tests.kvtransfer.gloo  # noqa: F401 - a stand-in for NCCL
 from engine.kv.allocator import BlockAllocator, OutOfBlocks
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.receiver import KvReceiver

@@ -252,7 +252,7 @@ def test_what_breaks_a_pair_is_told_after_its_sessions(monkeypatch):
     async def test(ends: Ends) -> None:
         told: list[tuple[str, int]] = []
         ends.receiver._on_pair_error = lambda error: told.append((str(error), len(ends.failed)))
-        monkeypatch.setattr("kvtransfer.transports.gloo._Receiving.work", breaks)
+        monkeypatch.setattr("tests.kvtransfer.gloo._Receiving.work", breaks)
         ends.transfer("r", [1, 2])
         await ends.until(lambda: bool(ends.failed))
         assert told == [("CUDA error: an illegal memory access was encountered", 1)]

@@ -23,7 +23,6 @@ def test_with_keys_nothing_crosses_in_the_clear_unless_it_is_asked_for_by_name()
     assert transports(keys="/k") == ("cuda_ipc", "tcp") and transports("cpu", keys="/k") == ("shm", "tcp")
     assert transports() == transports(keys="/k", transfer_encryption="off") == ("cuda_ipc", "nccl", "tcp")
     assert transports(keys="/k", kv_transport="nccl") == ("nccl",)
-    assert transports("cpu", keys="/k", kv_transport="gloo") == ("gloo",)
     with pytest.raises(WrongTransport, match="--transfer-encryption on forbids"):
         transports(keys="/k", kv_transport="nccl", transfer_encryption="on")
 
@@ -39,7 +38,6 @@ def test_the_start_says_what_may_cross_in_the_clear() -> None:
     assert said() == [] and said("cpu", keys="/k") == []
     assert said(keys="/k") == [("info", "--kv-transport nccl or --transfer-encryption off")]
     assert said(keys="/k", kv_transport="nccl") == [("warning", ["nccl"])]
-    assert said("cpu", keys="/k", kv_transport="gloo") == [("warning", ["gloo"])]
     assert said(keys="/k", transfer_encryption="off") == [("warning", ["nccl", "tcp"])]
     assert said("cpu", keys="/k", transfer_encryption="off") == [("warning", ["tcp"])]
 

@@ -103,4 +103,4 @@ def test_a_broken_transport_is_left_out_and_tried_again():
 
 def test_the_host_is_the_same_for_this_host_only():
     assert transports.host_id() == transports.host_id()
-    assert set(transports.TRANSPORTS) == {*AUTO, "gloo"}
+    assert set(transports.TRANSPORTS) - {"gloo"} == set(AUTO)

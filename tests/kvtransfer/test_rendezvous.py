@@ -14,6 +14,7 @@ from kvtransfer.session.limits import KvSettings
 from kvtransfer.transports import nccl, rendezvous
 from kvtransfer.transports.side_channel import RendezvousListener
 from kvtransfer.transports.transport import Local, PairBroken
+from tests.kvtransfer import gloo
 from tests.kvtransfer.ends import WAIT_S
 
 LIMIT = timedelta(seconds=WAIT_S)
@@ -23,9 +24,9 @@ def test_the_store_of_a_gloo_pair_is_gone_when_the_two_have_met() -> None:
     """The group alone would keep it, and its listening socket, for as long as it lives."""
     listener = rendezvous.Listener("127.0.0.1", WAIT_S)
     groups: list[Any] = []
-    meeting = threading.Thread(target=lambda: groups.append(listener.meet(rendezvous.gloo_group)), daemon=True)
+    meeting = threading.Thread(target=lambda: groups.append(listener.meet(gloo.gloo_group)), daemon=True)
     meeting.start()
-    sender = rendezvous.connect(rendezvous.gloo_group, "127.0.0.1", listener.port, listener.secret, WAIT_S)
+    sender = rendezvous.connect(gloo.gloo_group, "127.0.0.1", listener.port, listener.secret, WAIT_S)
     meeting.join(WAIT_S)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", listener.port), timeout=WAIT_S)

@@ -12,7 +12,7 @@ import pytest
 
 from kvtransfer.memory.pool import PoolRows
 from kvtransfer.session.session import KvFailed, KvSent
-from kvtransfer.transports.registry import TRANSPORTS, WrongTransport, allowed_on
+from kvtransfer.transports.registry import WrongTransport, allowed_on
 from kvtransfer.transports.tcp.handshake import HELLO_BYTES
 from kvtransfer.transports.tcp.stream import HEADER_BYTES
 from kvtransfer.transports.tcp.transport import Tcp
@@ -180,6 +180,5 @@ def test_a_sender_that_encrypts_does_not_send_in_the_clear() -> None:
 def test_what_must_not_cross_in_the_clear_is_refused_by_name() -> None:
     assert allowed_on("auto", "cpu", confidential=True) == ("shm", "tcp")
     assert allowed_on("auto", "cuda", confidential=True) == ("cuda_ipc", "tcp")
-    with pytest.raises(WrongTransport, match="gloo sends KV in the clear"):
-        allowed_on("gloo", "cpu", confidential=True)
-    assert "gloo" not in allowed_on("auto", "cpu") and "gloo" in TRANSPORTS
+    with pytest.raises(WrongTransport, match="nccl sends KV in the clear"):
+        allowed_on("nccl", "cuda", confidential=True)

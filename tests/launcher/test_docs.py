@@ -87,7 +87,7 @@ def _check_script(script: Path, words: tuple[str, ...], monkeypatch: pytest.Monk
     if found := re.search(r"bin/crossdock (\w+)", last):
         _understands(crossdock.build_app(), (found[1], *words))
     elif script.name == "test":
-        tier = next((tier for tier in (("unit",), ("-m", "long")) if words[: len(tier)] == tier), ())
+        tier = next((tier for tier in (("unit",), ("lint",), ("-m", "long")) if words[: len(tier)] == tier), ())
         assert all(_is_test(word) for word in words[len(tier) :])
     else:
         found = re.search(r"-m ((?:tools|launcher|benchmarks)\.[\w.]+) ", last)

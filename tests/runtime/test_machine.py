@@ -86,12 +86,10 @@ def test_a_refusal_is_one_line() -> None:
 def test_the_interface_for_kv_is_told_to_the_libraries_and_its_address_is_listened_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "before")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "before")
     assert machine.prepare(_settings(device="cpu")).transfer_host == "127.0.0.1"
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "before", "nothing was asked for"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "before", "nothing was asked for"
     assert machine.prepare(_settings(device="cpu", kv_interface="lo")).transfer_host == "127.0.0.1"
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo", "a bare name would allow every interface that begins so"
     with pytest.raises(ConfigError, match=r"--kv-interface: there is no absent0 here, but .*lo"):
         machine.prepare(_settings(kv_interface="absent0"))

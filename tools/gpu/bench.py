@@ -36,7 +36,7 @@ BLOCKS = 512
 SESSION_BLOCKS = 128
 SESSIONS = 12
 SEGMENT_MIB = (64, 8, 256)
-TRANSPORTS = ("cuda_ipc", "nccl", "gloo", "tcp") if ON_GPU else ("tcp",)
+TRANSPORTS = ("cuda_ipc", "nccl", "tcp") if ON_GPU else ("tcp",)
 WAIT_S = 40.0
 
 
@@ -92,7 +92,7 @@ async def between_processes(transport: str, segment_mib: int, digest: str) -> di
     raw = torch.zeros(BLOCKS * LAYOUT.block_bytes, dtype=torch.uint8)
     if pool_memory is not None:
         raw = pool_memory.allocate(raw.numel())
-    elif ON_GPU and transport != "gloo":
+    elif ON_GPU:
         raw = raw.to(DEVICE)
     pool = raw.view(DTYPE).view(LAYOUT.shape(BLOCKS))
     synchronize()

@@ -1,4 +1,4 @@
-"""The transport `gloo`: messages over TCP, between any two hosts. Received KV is staged in buffers of the channel, so a late,
+"""The transport `gloo`, a stand-in for NCCL where no GPU is: messages over TCP. Received KV is staged in buffers, so a late,
 short or foreign message never touches a pool.
 
 A message crosses when its receive is posted, and the sender is told of that over the same connection. So two are always under
@@ -14,12 +14,17 @@ from collections import deque
 from datetime import timedelta
 from typing import Any
 
+from torch import distributed
+
 from kvtransfer.memory.digests import of_packed, of_segment, unpack
 from kvtransfer.memory.pool import as_bytes
 from kvtransfer.transports import rendezvous
+from kvtransfer.transports.registry import TRANSPORTS
 from kvtransfer.transports.rendezvous import RECEIVER_RANK, SENDER_RANK, Group
 from kvtransfer.transports.transport import Answer, Channel, Inbox, Listener, Local, Rendezvous, SegmentJob, Transport
 
+_c10d: Any = distributed
+_SET_UP = "set up"
 UNDER_WAY = 2
 BUFFERS = UNDER_WAY + 1
 
@@ -105,7 +110,7 @@ class _GlooListener(Listener):
         self.meeting = Rendezvous(Gloo.name, local.listen_host, self._store.port, self._store.secret)
 
     def meet(self) -> Channel:
-        return _Receiving(self._local, self._store.meet(rendezvous.gloo_group))
+        return _Receiving(self._local, self._store.meet(gloo_group))
 
     def abandon(self) -> None:
         self._store.abandon()
@@ -125,6 +130,53 @@ class Gloo(Transport):
 
     def connect(self, local: Local, meeting: Rendezvous) -> Channel:
         timeout_s = local.settings.rendezvous_timeout_ms / 1e3
-        return _Sending(
-            local, rendezvous.connect(rendezvous.gloo_group, meeting.host, meeting.port, meeting.secret, timeout_s)
-        )
+        return _Sending(local, rendezvous.connect(gloo_group, meeting.host, meeting.port, meeting.secret, timeout_s))
+
+
+class _TemporaryStore(distributed.Store):  # type: ignore[misc, name-defined, unused-ignore]
+    """Passes on to another store until it is ended. A group keeps its store for as long as it lives, and with it the listening
+    socket of a TCPStore; gloo needs neither once it is set up."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> Any:
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        if timeout is None:
+            self._store.wait(keys)
+        else:
+            self._store.wait(keys, timeout)
+
+    def end(self) -> None:
+        self._store = None
+
+
+def gloo_group(store: Any, rank: int, host: str, timeout_s: float) -> Group:
+    """A gloo group of two, its sockets on `host`. Blocks until the other rank is there too. It does not keep the store."""
+    gloo = _c10d.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options._devices = [gloo.create_device(hostname=host)]
+    options._threads = 1
+    temporary = _TemporaryStore(store)
+    try:
+        group: Group = gloo(temporary, rank, 2, options)
+        if rank == SENDER_RANK:
+            store.set(_SET_UP, "here")
+        else:
+            store.wait(
+                [_SET_UP], timedelta(seconds=timeout_s)
+            )  # the store is ours, and the sender may still read from it
+    finally:
+        temporary.end()
+    return group
+
+
+TRANSPORTS.setdefault(Gloo.name, Gloo())
+"""Whoever imports this module can use it, also by the name alone."""

@@ -232,12 +232,6 @@ def test_of_two_that_change_at_once_one_stays_when_no_other_is_left() -> None:
     assert states == ["failed", "draining"], "the first serves again, so the second may go"
 
 
-def test_a_worker_of_an_older_version_is_not_asked() -> None:
-    h = Harness.make()
-    h.post(PeerUp(21, msgspec.structs.replace(worker_hello(Role.DECODE, 21), version=9)))
-    assert "older version" in ask(h, "decode-21", Role.PREFILL)
-
-
 def test_a_change_is_given_up_when_the_other_worker_of_the_role_goes() -> None:
     h = Harness.make(decode=2)
     decoding(h, submit("a"))

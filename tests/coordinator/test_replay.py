@@ -281,7 +281,7 @@ def test_options_come_back() -> None:
         (b"hello, this is text", "not an event log"),
         (msgpack.packb(["crossdock-event-log", 99, {}]), "format 99"),
         (msgpack.packb(["crossdock-event-log", 1, {"limits": 3}]), "header cannot be read"),
-        (encode_header(Header(Limits(), protocol=1)), "protocol 1"),
+        (encode_header(Header(Limits(), protocol=99)), "protocol 99"),
         (b"\xc1" * 9, "no record"),
     ],
 )
@@ -299,7 +299,7 @@ def test_what_is_no_journal_is_refused(content: bytes, why: str) -> None:
         [[1.0, "Tock", {}], [0, 0, 0]],
         [[1.0, "PeerDown", {}], [0, 0, 0]],
         [[1.0, "Received", 1, None, ["Ping"]], [0, -7, 0]],
-        [[1.0, "Received", 1, None, ["Pong", 3]], [0, 0, 0]],
+        [[1.0, "Received", 1, None, ["Pang", 3]], [0, 0, 0]],
         [[1.0, "Received", 1, None, ["Submit"]], [0, 0, 0]],
         [[1.0, "Received", 1, 1 << 40, msgspec.to_builtins(submit("a"))], [0, 0, 0]],
         [[1.0, "PeerUp", 1, ["Ping"]], [0, 0, 0]],

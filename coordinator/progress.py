@@ -134,7 +134,7 @@ def cache_miss(state: State, incarnation: int, event: Received, now: float) -> N
         fetch.failed(worker, request.decode_incarnation, now)
     submit = request.submit
     state.pools[submit.model].locality.forget(incarnation, usable_hashes(submit, size), miss.cached_tokens // size)
-    request.cached_tokens = request.begin().computed_tokens = miss.cached_tokens
+    request.cached_tokens = request.attempt_progress.computed_tokens = miss.cached_tokens
     queue = state.queues[submit.model]
     queue.put_back(request, miss.cached_tokens)
     queue.count_uncomputed(request, submit.prompt_tokens - miss.cached_tokens)

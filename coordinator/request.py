@@ -78,13 +78,6 @@ class AttemptProgress(msgspec.Struct, eq=False, gc=False):
     """Tokens of this attempt's prompt that its tenant was charged for with an earlier one, which a drain cut short."""
 
 
-class _Nothing(AttemptProgress, frozen=True):  # type: ignore[misc]
-    """Writing to it is an error."""
-
-
-_NOTHING = _Nothing()
-
-
 class Request(msgspec.Struct, eq=False):
     """One request over all its attempts; the fields from `submit` on belong to the current one."""
 
@@ -138,16 +131,7 @@ class Request(msgspec.Struct, eq=False):
     suspicion: Suspicion | None = None
     turn: OpenTurn | None = None
     """It is a turn of its session, until it has ended."""
-    attempt_progress: AttemptProgress = _NOTHING
-    """This one is only to be read: `begin` makes a request's own. There are many requests, and most wait before anything
-    happens to them."""
-
-    def begin(self) -> AttemptProgress:
-        """Its own progress, to be written to."""
-        attempt_progress = self.attempt_progress
-        if attempt_progress is _NOTHING:
-            attempt_progress = self.attempt_progress = AttemptProgress()
-        return attempt_progress
+    attempt_progress: AttemptProgress = msgspec.field(default_factory=AttemptProgress)
 
     @property
     def prefill_incarnation(self) -> int:
@@ -201,9 +185,9 @@ class Request(msgspec.Struct, eq=False):
         computed and those tokens emitted."""
         if self.submit.drained_attempts > drained_before:
             if self.submit.resumed_tokens:
-                self.begin().paid_tokens = self.submit.prompt_tokens
+                self.attempt_progress.paid_tokens = self.submit.prompt_tokens
         elif self.attempt_progress.paid_tokens:
-            self.begin().paid_tokens = 0
+            self.attempt_progress.paid_tokens = 0
 
     def end_turn(self, sessions: Sessions, weight: float, now: float) -> None:
         """It leaves its KV, if its prompt was computed. `weight`: of its organisation."""
@@ -231,7 +215,7 @@ class Request(msgspec.Struct, eq=False):
             self.suspicion = Suspicion(1, self.suspicion.prompt_tokens)  # its last worker was lost behind these
         self.pay_for_drained(drained_before)
         self.dispatched_tokens = self.cached_tokens = 0
-        attempt_progress = self.begin()
+        attempt_progress = self.attempt_progress
         attempt_progress.prefill_incarnation = attempt_progress.decode_incarnation = (
             attempt_progress.computed_tokens
         ) = attempt_progress.bypassed = 0

@@ -189,7 +189,7 @@ class State:
         self.counters[f"interrupted_{reason}"] += 1
         request.preempted += reason is Interrupt.PREEMPTED
         if reason is Interrupt.DRAINED:
-            attempt_progress = request.begin()
+            attempt_progress = request.attempt_progress
             attempt_progress.paid_tokens = max(attempt_progress.paid_tokens, request.dispatched_tokens)
         self.withdraw(request)
         self.move(request, Trigger.INTERRUPT, now, f"{reason}: {why}")
@@ -203,14 +203,14 @@ class State:
         decode = self.workers.get(request.decode_incarnation)
         allocation = decode.allocations.get(request.key) if decode is not None else None
         if decode is not None and not decode.draining and allocation is not None and allocation.demand is not None:
-            request.begin().retained = RetainedAllocation(request.decode_incarnation, request.attempt)
+            request.attempt_progress.retained = RetainedAllocation(request.decode_incarnation, request.attempt)
             self.pools[request.submit.model].retained[request.id] = request
 
     def drop_retained(self, request: Request) -> None:
         pool = self.pools[request.submit.model]
         if pool.retained.pop(request.id, None) is None:
             return
-        retained, request.begin().retained = request.attempt_progress.retained, None
+        retained, request.attempt_progress.retained = request.attempt_progress.retained, None
         worker = self.workers.get(retained.decode_incarnation) if retained is not None else None
         if worker is not None and worker.release((request.id, RETAINED)) is not None:
             pool.freed(worker)

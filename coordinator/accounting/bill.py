@@ -44,27 +44,11 @@ class UsageCounters(msgspec.Struct, eq=False, gc=False):
         return self.prompt_tokens + self.output_tokens - self.from_token
 
 
-class _Nothing(UsageCounters, frozen=True):  # type: ignore[misc]
-    """Writing to it is an error."""
-
-
-_NOTHING = _Nothing()
-
-
 class Bill(Grant, eq=False, gc=False):
     request_id: str
     prompt_tokens_max: int
     choices: int = 1
-    counters: UsageCounters = _NOTHING
-    """This one is only to be read: `begin` makes a request's own. Most requests wait before anything comes of them, and there
-    are many."""
-
-    def begin(self) -> UsageCounters:
-        """Its counters, to be written to."""
-        counters = self.counters
-        if counters is _NOTHING:
-            counters = self.counters = UsageCounters()
-        return counters
+    counters: UsageCounters = msgspec.field(default_factory=UsageCounters)
 
     @property
     def estimate(self) -> Ask:
@@ -76,7 +60,7 @@ class Bill(Grant, eq=False, gc=False):
 
     def spend(self, state: RequestState, seconds: float) -> None:
         """Time passed in a state of the request."""
-        counters = self.begin()
+        counters = self.counters
         match state:
             case RequestState.PREFILLING:
                 counters.prefill_s += seconds

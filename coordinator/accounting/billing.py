@@ -70,7 +70,7 @@ class Billing:
             self.quotas.seed(tenant, day, tokens, now)
         for row in past.open:
             grant = self.quotas.restore(row.tenant, row.ask, row.day, now)
-            counters = self._open(row.request_id, grant, row.ask.prompt_tokens).begin()
+            counters = self._open(row.request_id, grant, row.ask.prompt_tokens).counters
             counters.prompt_tokens = row.ask.prompt_tokens
             counters.output_tokens = counters.from_token = row.from_token
             self.orphans[row.request_id] = orphans_until
@@ -83,7 +83,7 @@ class Billing:
         bill = self.bills.get(request_id)
         if bill is None:
             return None
-        counters = bill.begin()
+        counters = bill.counters
         counters.ended, counters.outcome = counters.outcome, ""
         self.doubts.pop(request_id, None)
         counters.output_tokens = max(counters.output_tokens, resumed_tokens)
@@ -133,7 +133,7 @@ class Billing:
         ask = msgspec.structs.replace(ask, prompt_tokens=0 if done else due)
         grant = self.quotas.restore(submit.tenant, ask, self.quotas.day(now), now, counted=False)
         bill = self._open(request_id, grant, prompt_tokens_max, submit.choices)
-        counters = bill.begin()
+        counters = bill.counters
         counters.again, counters.prompt_done, counters.held, counters.output_tokens = True, done, held, resumed_tokens
         if before is not None:
             counters.attempt, counters.computed_tokens = before.attempt, before.computed_tokens
@@ -149,7 +149,7 @@ class Billing:
     def undo(self, bill: Bill, now: float, orphans_until: float) -> None:
         """It was not accepted after all; an orphan is one again, since its gateway may come once more."""
         if bill.counters.ended:
-            counters = bill.begin()
+            counters = bill.counters
             counters.outcome, counters.ended = counters.ended, ""
             if not counters.held:
                 self.doubts[bill.request_id] = counters.doubt_until
@@ -173,7 +173,7 @@ class Billing:
         """A worker has registered with this; `of_answer`: a decode worker."""
         bill = self.bills.get(held.request_id)
         if bill is not None:
-            counters = bill.begin()
+            counters = bill.counters
             counters.held += 1
             bill.choices = max(bill.choices, held.seqs if of_answer else 1)
             counters.output_tokens = max(counters.output_tokens, held.resumed_tokens)
@@ -182,11 +182,11 @@ class Billing:
         """So much more of it is on workers."""
         bill = self.bills.get(request_id)
         if bill is not None:
-            bill.begin().held += count
+            bill.counters.held += count
 
     def computed(self, request_id: str, attempt: int, tokens: int) -> None:
         bill = self.bills.get(request_id)
-        if bill is None or (counters := bill.begin()).prompt_done or attempt < counters.attempt:
+        if bill is None or (counters := bill.counters).prompt_done or attempt < counters.attempt:
             return
         if attempt > counters.attempt:
             counters.attempt, counters.computed_tokens = attempt, 0
@@ -197,7 +197,7 @@ class Billing:
     def prompt_done(self, request_id: str) -> None:
         bill = self.bills.get(request_id)
         if bill is not None:
-            bill.begin().prompt_done = True
+            bill.counters.prompt_done = True
 
     def emitted(self, request_id: str, resumed_tokens: int, tokens: int, *, first: bool = False) -> int:
         """The attempt that began behind `resumed_tokens` has emitted so many; `first`: and besides the first token of each
@@ -208,14 +208,14 @@ class Billing:
         new = resumed_tokens + tokens + (bill.choices if first else 0) - bill.counters.output_tokens
         if new <= 0:
             return 0
-        bill.begin().output_tokens += new
+        bill.counters.output_tokens += new
         return new
 
     def lost(self, request_id: str, now: float) -> Closed | None:
         """One thing less of it is on a worker, whose link was lost."""
         bill = self.bills.get(request_id)
         if bill is not None:
-            bill.begin().doubt_until = now + DOUBT_S
+            bill.counters.doubt_until = now + DOUBT_S
         return self.release(request_id, now)
 
     def doubt(self, request_id: str, now: float) -> None:
@@ -223,7 +223,7 @@ class Billing:
         request, only the gateway can say how far the answer got, so the bill stays open for it."""
         bill = self.bills.get(request_id)
         if bill is not None and bill.counters.output_tokens and not bill.counters.held:
-            bill.begin().doubt_until = now + DOUBT_S
+            bill.counters.doubt_until = now + DOUBT_S
 
     def release(self, request_id: str, now: float) -> Closed | None:
         """One thing less of it is on a worker."""
@@ -239,7 +239,7 @@ class Billing:
         bill = self.bills.get(request_id)
         if bill is None:
             return None
-        bill.begin().outcome = outcome
+        bill.counters.outcome = outcome
         return self._close_if_over(bill, now)
 
     def is_open_to(self, request_id: str) -> bool:
@@ -251,7 +251,7 @@ class Billing:
         all of the answer."""
         if not self.is_open_to(request_id):
             return None
-        counters = self.bills[request_id].begin()
+        counters = self.bills[request_id].counters
         if outcome != RequestState.CANCELLED:
             counters.doubt_until = now
         elif counters.outcome:
@@ -264,7 +264,7 @@ class Billing:
         """The gateway of an orphan wants no more of it. A worker that holds it may be on its way back, and know of more."""
         if request_id not in self.orphans:
             return None
-        self.bills[request_id].begin().doubt_until = now + DOUBT_S
+        self.bills[request_id].counters.doubt_until = now + DOUBT_S
         return self.end(request_id, RequestState.CANCELLED, now)
 
     def write_off(self, now: float, orphans_until: float) -> list[Closed]:
@@ -278,7 +278,7 @@ class Billing:
             request_id, _ = first
             del self.orphans[request_id]
             bill = self.bills[request_id]
-            counters = bill.begin()
+            counters = bill.counters
             if counters.held:
                 self.orphans[request_id] = orphans_until
                 continue

@@ -34,7 +34,7 @@ def place(
     state.billing.hold(request.id, 1 if prefill is decode else 2)
     state.counters["suffixes_on_decode"] += prefill is decode
     state.counters["prefixes_fetched"] += begins.fetched_tokens > 0
-    progress = request.begin()
+    progress = request.attempt_progress
     progress.placed_at = now
     _, progress.fetched_tokens, progress.fetch_s, progress.compute_s = begins
     keep, take_in = _orders(
@@ -65,7 +65,7 @@ def _reserve(request: Request, prefill: Worker, decode: Worker) -> None:
     decode.hold(
         request.key, decode.decode_allocation(request.submit, request.path, request.expected_left, request.tpot_ms)
     )
-    attempt_progress = request.begin()
+    attempt_progress = request.attempt_progress
     attempt_progress.prefill_incarnation, attempt_progress.decode_incarnation = prefill.incarnation, decode.incarnation
     attempt_progress.computed_tokens = request.cached_tokens
     request.numerics = request.numerics or decode.hello.numerics

@@ -237,7 +237,7 @@ def _count_bypass(
     first = queue.first(full) if full else None
     if first is None or first.state is not RequestState.QUEUED or not queue.goes_before(first, request):
         return
-    attempt_progress = first.begin()
+    attempt_progress = first.attempt_progress
     attempt_progress.bypassed += 1
     large_drain = pool.large_drain
     if attempt_progress.bypassed >= bypasses_max and large_drain.request is None and pool.could_place(first.submit):

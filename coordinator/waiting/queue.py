@@ -261,7 +261,7 @@ class WaitQueue:
         request.dispatched_tokens += length
         self.backlog.dispatched(request.path, cost, now)
         if request.dispatched_tokens == request.submit.prompt_tokens:
-            request.begin().output_charged = self._limits.prices.output(self.output_estimate(request))
+            request.attempt_progress.output_charged = self._limits.prices.output(self.output_estimate(request))
             request.entry = None
 
     def goes_before(self, one: Request, other: Request) -> bool:
@@ -316,13 +316,13 @@ class WaitQueue:
         more = self._limits.prices.output(tokens * request.submit.choices) - charged
         if charged and more > 0:
             self.fair.adjust(request.path, more)
-            request.begin().output_charged = charged + more
+            request.attempt_progress.output_charged = charged + more
 
     def refund_output(self, request: Request) -> None:
         """The estimate gives way to what is reported as emitted."""
         if request.attempt_progress.output_charged:
             self.fair.adjust(request.path, -request.attempt_progress.output_charged)
-            request.begin().output_charged = 0.0
+            request.attempt_progress.output_charged = 0.0
 
     def learn(self, request: Request, emitted_tokens: int) -> None:
         """Learn from an answer that came to its end how long this tenant's are."""

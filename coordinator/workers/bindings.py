@@ -31,7 +31,7 @@ class Bindings:
     def bind(self, request: Request, prefill: Worker) -> None:
         """Count the request among what waits for this worker."""
         self.unbind(request)
-        attempt_progress = request.begin()
+        attempt_progress = request.attempt_progress
         attempt_progress.bound_to = prefill.incarnation
         attempt_progress.moves += 1
         prefill.bound[request.id] = request
@@ -44,7 +44,7 @@ class Bindings:
         bound_to = request.attempt_progress.bound_to
         if not bound_to:
             return
-        request.begin().bound_to = 0
+        request.attempt_progress.bound_to = 0
         self._count -= 1
         worker = self._workers[bound_to]
         worker.expect_no_more(request)

@@ -6,8 +6,6 @@ neighbours however nice its threads are. The session has a niceness too, which i
 import errno
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from typing import Final
 
 _GROUP: Final = "/proc/self/autogroup"
@@ -28,19 +26,3 @@ def be_nice_as_group(nice: int) -> None:
             if error.errno != errno.EAGAIN:
                 return  # no such groups here, or no right to a negative niceness
         threading.Event().wait(_AGAIN_S)
-
-
-def import_nicely(module: str, nice: int) -> None:
-    """Import `module` and what it needs at this niceness: libraries take seconds of CPU, and nobody waits for them as the
-    streams of others wait for their next token. On a thread of its own, since a process without rights cannot take a thread's
-    niceness back. Raises what the import does."""
-    with ThreadPoolExecutor(1, "loading", _be_nice, (nice,)) as loading:
-        try:
-            loading.submit(import_module, module).result()
-        finally:
-            be_nice_as_group(0)
-
-
-def _be_nice(nice: int) -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
-    be_nice_as_group(nice)

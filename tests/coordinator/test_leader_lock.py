@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from coordinator import serve
-from coordinator.__main__ import _usage_db
 from coordinator.recovery import leader_lock
 from coordinator.recovery.leader_lock import LeaderLock, NotLeader
 from runtime.process import clock
@@ -75,22 +74,6 @@ def test_a_second_coordinator_of_a_journal_ends_with_a_word_on_the_option(
     said = "".join(capfd.readouterr())
     assert "--usage-db: " in said and "another coordinator writes this ledger" in said
     assert not Path(path).exists(), "it has not touched the ledger"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environment", "journal"),
-    [
-        (["--standby", "--usage-db", "a.sqlite"], {}, "a.sqlite"),
-        (["--usage-db=b.sqlite"], {"CROSSDOCK_USAGE_DB": "c.sqlite"}, "b.sqlite"),
-        (["--standby"], {"CROSSDOCK_USAGE_DB": "c.sqlite"}, "c.sqlite"),
-        (["--usage-db"], {}, ""),
-        ([], {}, ""),
-    ],
-)
-def test_whose_journal_it_is_is_known_before_anything_is_loaded(
-    arguments: list[str], environment: dict[str, str], journal: str
-) -> None:
-    assert _usage_db(arguments, environment) == journal
 
 
 def test_a_lock_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ def a_resume_is_billed_from_the_start(m: pytest.MonkeyPatch) -> None:
         if bill is None:
             return 0
         new = resumed + tokens + (bill.choices if first else 0)
-        bill.begin().output_tokens += new
+        bill.counters.output_tokens += new
         return new
 
     m.setattr(billing.Billing, "emitted", emitted)
@@ -275,7 +275,7 @@ def prompts_computed_again_are_billed_again(m: pytest.MonkeyPatch) -> None:
     def computed(self: billing.Billing, request_id: str, attempt: int, tokens: int) -> None:
         bill = self.bills.get(request_id)
         if bill is not None:
-            bill.begin().prompt_tokens += tokens
+            bill.counters.prompt_tokens += tokens
 
     m.setattr(billing.Billing, "computed", computed)
 

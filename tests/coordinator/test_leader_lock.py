@@ -145,7 +145,6 @@ def test_after_an_absence_it_serves_only_if_the_lock_is_still_its_own(
     def replace() -> None:
         Path(f"{path}.lock").unlink()
         Path(f"{path}.lock").touch()
-        assert not is_taken(str(path)), "another one could serve"
 
     async def run(self: serve.Coordinator, stop: asyncio.Event, bind_within_s: float) -> int:  # type: ignore[name-defined]
         served.append(self.metrics.absences)

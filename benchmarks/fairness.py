@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from benchmarks.settings import FairnessSettings
 from launcher import reports, tables
 from launcher.http.client import new_session
-from launcher.http.streams import BenchFailed, Stream, long_prompt, percentile, stream_completion
+from launcher.http.streams import BenchFailed, ClientStream, long_prompt, percentile, stream_completion
 from launcher.local.lifetime import running, until_interrupted
 from launcher.models import resolve
 from runtime.process import clock
@@ -68,7 +68,7 @@ async def _measure(
         async with new_session(base_url, keys["small"]) as small, new_session(base_url, keys["flood"]) as flood:
             await stream_completion(small, model, "Once upon a time", _TOKENS)
             alone = await _arrivals(small, model, settings, progress, "small tenant alone")
-            begun: list[Stream] = []
+            begun: list[ClientStream] = []
             source = random.Random(settings.seed + 1)
 
             def flooding() -> str:
@@ -93,13 +93,13 @@ async def _measure(
 
 async def _arrivals(
     client: aiohttp.ClientSession, model: str, settings: FairnessSettings, progress: Progress, what: str
-) -> list[Stream]:
+) -> list[ClientStream]:
     """The small tenant's requests of one phase, at the same times in each. Raises `BenchFailed` if one is refused."""
     source = random.Random(settings.seed)
     words = random.Random(f"{settings.seed} {what}")
     bar = progress.add_task(what, total=settings.requests)
     loop = asyncio.get_running_loop()
-    tasks: list[asyncio.Task[Stream]] = []
+    tasks: list[asyncio.Task[ClientStream]] = []
     due = clock.now()
     for _ in range(settings.requests):
         due += source.expovariate(1 / settings.every_s)
@@ -111,14 +111,14 @@ async def _arrivals(
 
 
 async def _keep_asking(
-    client: aiohttp.ClientSession, model: str, prompt: Callable[[], str], begun: list[Stream]
+    client: aiohttp.ClientSession, model: str, prompt: Callable[[], str], begun: list[ClientStream]
 ) -> None:
     while True:
-        begun.append(Stream(0.0))
+        begun.append(ClientStream(0.0))
         await stream_completion(client, model, prompt(), _TOKENS, into=begun[-1])
 
 
-def _figures(streams: list[Stream]) -> dict[str, Any]:
+def _figures(streams: list[ClientStream]) -> dict[str, Any]:
     ttfts = [stream.ttft_s for stream in streams]
     return {
         "requests": len(ttfts),

@@ -35,7 +35,7 @@ from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
 from kvtransfer.memory.shared import SharedMemory
 from kvtransfer.receiver import KvReceiver
-from kvtransfer.session.session import Accepted
+from kvtransfer.session.session import OfferAccepted
 from kvtransfer.transports.registry import TRANSPORTS, suited
 from launcher import tables
 from launcher.http.streams import BenchFailed
@@ -120,7 +120,7 @@ class Near:
                 clock=time.monotonic,
                 send=self._send,
                 listen_host="127.0.0.1",
-                accept=lambda incarnation, offer: Accepted(self.targets[: offer.blocks]),
+                accept=lambda incarnation, offer: OfferAccepted(self.targets[: offer.blocks]),
                 on_committed=self._on_committed,
                 on_failed=lambda *failure: None,
                 settings=settings_of(name, segment_bytes),

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from benchmarks.remote_peer import Far
 from benchmarks.settings import HarmlessSettings
 from launcher import reports, tables
-from launcher.http.streams import BenchFailed, Stream, gaps_between, percentile
+from launcher.http.streams import BenchFailed, ClientStream, gaps_between, percentile
 from launcher.local import cluster
 from launcher.local.core_plan import plan_cpu
 from launcher.local.lifetime import new_log_dir, sayer, until_interrupted
@@ -62,7 +62,7 @@ class Bench:
         self.incarnation = clock.new_incarnation()
         self.worker: Peer | None = None
         self.up = asyncio.Event()
-        self.streams: dict[str, Stream] = {}
+        self.streams: dict[str, ClientStream] = {}
         """All that ever ran, by request."""
         self.transfers = Transfers()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -142,7 +142,7 @@ class Bench:
         while True:
             name = f"stream-{index}.{turn}"
             length = self.settings.stream_tokens if turn else max(8, self.settings.stream_tokens * (index + 1) // count)
-            self.streams[name], self.ended[name] = Stream(clock.now()), asyncio.Event()
+            self.streams[name], self.ended[name] = ClientStream(clock.now()), asyncio.Event()
             await self._hand_over(_STREAM_PROMPT_TOKENS, length, name)
             await self._end_of(name)
             turn += 1

@@ -15,7 +15,7 @@ from coordinator.lifecycle import TERMINAL, RequestState, Trigger
 from coordinator.observer import Watch
 from coordinator.request import RETAINED, Request, RetainedAllocation, Suspicion
 from coordinator.waiting.queue import WaitQueue
-from coordinator.workers.flip import Flip
+from coordinator.workers.flip import RunningFlip
 from coordinator.workers.pool import Pool
 from coordinator.workers.worker import Allocation, Where, Worker
 from proto.errors import Interrupt
@@ -72,14 +72,16 @@ class State:
         self.drain_orders: OrderedDict[int, float | None] = OrderedDict()
         """What people said last of workers, by incarnation: when what still runs there is handed over, or None for not at
         all."""
-        self.flipping: dict[int, Flip] = {}
+        self.flipping: dict[int, RunningFlip] = {}
         """Workers that are changing their role, by their incarnations in the old one: of each model at most `flips_at_once`."""
-        self.flips: deque[Flip] = deque(maxlen=FLIPS_SHOWN)
+        self.flips: deque[RunningFlip] = deque(maxlen=FLIPS_SHOWN)
         """The last changes of roles, those included."""
         self.autopilots: dict[str, tuple[AutopilotStatus, float]] = {}
         """What each model's autopilot said last, and when."""
-        self.unproven: dict[int, Flip] = {}  # those done, by the new incarnation, until its first step in the new role
-        self.keeping: dict[Flip, None] = {}
+        self.unproven: dict[
+            int, RunningFlip
+        ] = {}  # those done, by the new incarnation, until its first step in the new role
+        self.keeping: dict[RunningFlip, None] = {}
         """Changes of role with streams that wait to be resumed where their KV is."""
         self.counters: Counter[str] = Counter()
         self.goodput = Goodput()

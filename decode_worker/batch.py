@@ -51,7 +51,7 @@ class DecodeRequest(Generic[S]):
 
 
 @dataclass(frozen=True)
-class Row(Generic[S]):
+class StepRow(Generic[S]):
     """What a step does for one sequence: forward a token at `position`, then draw the answer's token number `index`."""
 
     running: DecodeRequest[S]
@@ -64,7 +64,7 @@ class Row(Generic[S]):
 
 @dataclass(frozen=True)
 class StepPlan(Generic[S]):
-    rows: tuple[Row[S], ...]
+    rows: tuple[StepRow[S], ...]
     copies: tuple[BlockCopy, ...]
     """Blocks to copy before the forward, in order."""
 
@@ -86,7 +86,7 @@ class StepOutcome(Generic[S]):
     """Those of them for which nothing could be drawn."""
 
 
-class Batch(Generic[S]):
+class RunningBatch(Generic[S]):
     """The sequences that run. A sequence leaves only between steps: what `leave` is told while a step is in flight holds from
     the next `plan` on; until all steps with the sequence are applied, they may write to its blocks.
 
@@ -136,7 +136,7 @@ class Batch(Generic[S]):
         going_on = [one for one in self.running if one.goes_on and one.key not in self._left]
         if self._in_flight and not _has_room(going_on):
             return None
-        rows: list[Row[S]] = []
+        rows: list[StepRow[S]] = []
         copies: list[tuple[Key, BlockCopy]] = []
         stuck: set[Key] = set()
         for sequence in going_on:
@@ -155,7 +155,9 @@ class Batch(Generic[S]):
                 continue
             if copy is not None:
                 copies.append((sequence.key, copy))
-            rows.append(Row(sequence, sequence.last_token, position, tuple(sequence.blocks.table), sequence.next_index))
+            rows.append(
+                StepRow(sequence, sequence.last_token, position, tuple(sequence.blocks.table), sequence.next_index)
+            )
         if stuck:
             self.running = [sequence for sequence in self.running if sequence.key not in stuck]
         if not rows:

@@ -14,7 +14,7 @@ from proto.messages import TokenItem
 
 
 @dataclass(frozen=True)
-class StepResult:
+class DecodeStepResult:
     drawn: list[Draw] | None
     """What was drawn in the oldest step in flight; None where it is too early to wait for it."""
     step_ms: float
@@ -24,7 +24,7 @@ class StepResult:
 
 def run_step(
     engine: Engine, plan: StepPlan[SamplerState] | None, part: Slice[SamplerState] | None = None, constraint: Any = None
-) -> StepResult:
+) -> DecodeStepResult:
     """One forward pass for the streams of `plan` and a slice of a prompt; at least one of the two. `constraint`: of the
     slice's grammar."""
     started, rows = time.perf_counter(), plan.rows if plan is not None else ()
@@ -45,12 +45,14 @@ def run_step(
         [first] = draw_first_tokens([prompt], logits[len(rows) :])
     if part is not None:
         engine.finish()
-    return StepResult(_draws(sampled) if plan is not None else None, (time.perf_counter() - started) * 1000, first)
+    return DecodeStepResult(
+        _draws(sampled) if plan is not None else None, (time.perf_counter() - started) * 1000, first
+    )
 
 
 def run_ahead(
     engine: Engine, pipeline: DecodePipeline, plan: StepPlan[SamplerState] | None, collects: bool
-) -> StepResult:
+) -> DecodeStepResult:
     """Starts a step, if there is one, and then waits for the one before it, if that is in flight; first waits where a draw
     depends on its tokens."""
     started = time.perf_counter()
@@ -70,7 +72,7 @@ def run_ahead(
     except BaseException:
         pipeline.abandon()
         raise
-    return StepResult(drawn, (time.perf_counter() - started) * 1000)
+    return DecodeStepResult(drawn, (time.perf_counter() - started) * 1000)
 
 
 def _draws(sampled: list[Sampled | None]) -> list[Draw]:

@@ -9,36 +9,36 @@ from decode_worker.progress import ProgressReport
 from decode_worker.requests import Attempt, AttemptTable, FinalReport, Phase, failed
 from decode_worker.suffixes import Slice, Suffixes
 from kvtransfer.ports import KvOut
-from kvtransfer.session.session import Accepted
+from kvtransfer.session.session import OfferAccepted
 from proto.codec import split_hashes
 from proto.errors import Interrupt, RemoteProtocolError, no_token_drawn
 from proto.kv import Commit, FetchRefused, FirstToken, Offer
 from proto.limits import MAX_CHOICES
 from proto.messages import Message, Prefill, Release, Released, Reserve, Step, TokenItem, Tokens
 from proto.progress import AnswerNames, EndPrefix
-from runtime.worker.ports import Coordinator, Gateways
+from runtime.worker.ports import CoordinatorLink, Gateways
 
 MakeState = Callable[[Reserve, FirstToken, list[int]], S]
 """A choice's sampler, its first token taken in; the prompt's ids, resumed output among them, are there where needed."""
 
 
-class KvIn(Protocol):
+class DecodeKvIn(Protocol):
     """`kvtransfer.receiver.KvReceiver` is the real one."""
 
-    def decide(self, request_id: str, attempt: int, answer: Accepted | str) -> None: ...
+    def decide(self, request_id: str, attempt: int, answer: OfferAccepted | str) -> None: ...
 
     def abort(self, request_id: str, attempt: int, reason: str) -> None: ...
 
 
-class Ports(Protocol):
+class DecodePorts(Protocol):
     """What `decode_worker.worker` has for the core."""
 
     @property
-    def registration(self) -> Coordinator: ...
+    def registration(self) -> CoordinatorLink: ...
     @property
     def gateways(self) -> Gateways: ...
     @property
-    def receiver(self) -> KvIn: ...
+    def receiver(self) -> DecodeKvIn: ...
     @property
     def sender(self) -> KvOut: ...
 
@@ -47,7 +47,9 @@ class Ports(Protocol):
 
 
 class DecodeCore(Generic[S]):
-    def __init__(self, ports: Ports, table: AttemptTable[S], *, vocab_size: int, make_state: MakeState[S]) -> None:
+    def __init__(
+        self, ports: DecodePorts, table: AttemptTable[S], *, vocab_size: int, make_state: MakeState[S]
+    ) -> None:
         self.table = table
         self.batch = table.batch
         self.undecided: dict[tuple[str, int], tuple[int, Offer]] = {}
@@ -135,7 +137,7 @@ class DecodeCore(Generic[S]):
 
     # --- KV in ----------------------------------------------------------------------------------------------------------
 
-    def offered(self, incarnation: int, offer: Offer) -> Accepted | str | None:
+    def offered(self, incarnation: int, offer: Offer) -> OfferAccepted | str | None:
         """Asked for a session that exists; one that ends before it is decided is taken out again by `not_received`."""
         answer = self.table.target_blocks((offer.request_id, offer.attempt), incarnation, offer.blocks)
         if answer is None:

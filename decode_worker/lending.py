@@ -14,7 +14,7 @@ from proto.kv import NO_FIRST_TOKENS, Fetch, FetchRefused
 S = TypeVar("S")
 
 
-class Ports(Protocol):
+class LendingPorts(Protocol):
     @property
     def sender(self) -> KvOut: ...
 
@@ -23,7 +23,7 @@ class Ports(Protocol):
 
 
 class Lending(Generic[S]):
-    def __init__(self, ports: Ports, table: AttemptTable[S], say: Callable[[list[FinalReport]], None]) -> None:
+    def __init__(self, ports: LendingPorts, table: AttemptTable[S], say: Callable[[list[FinalReport]], None]) -> None:
         """`say` passes on what can be said of attempts that are over."""
         self._ports, self._table, self._say = ports, table, say
 

@@ -13,12 +13,12 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from decode_worker.batch import Batch, DecodeRequest, Key
+from decode_worker.batch import DecodeRequest, Key, RunningBatch
 from decode_worker.chains import BlockChains
 from decode_worker.ended import EndedStreams
 from engine.kv.allocator import BlockAllocator, OutOfBlocks
 from engine.kv.sequence import SequenceBlocks
-from kvtransfer.session.session import Accepted
+from kvtransfer.session.session import OfferAccepted
 from proto.codec import split_hashes
 from proto.errors import Interrupt
 from proto.messages import Finished, Prefill, Released, Reserve, WorkFailed
@@ -93,7 +93,7 @@ class AttemptTable(Generic[S]):
         self,
         allocator: BlockAllocator,
         block_size: int,
-        batch: Batch[S],
+        batch: RunningBatch[S],
         tokens_forwarded: Callable[[], int] = int,
         prefix_cache: bool = True,
     ) -> None:
@@ -119,7 +119,7 @@ class AttemptTable(Generic[S]):
         hashes = split_hashes(order.block_hashes)[: order.prompt_tokens // self.block_size] if self.prefix_cache else []
         self.attempts.setdefault((order.request_id, order.attempt), Attempt(order, hashes=hashes))
 
-    def target_blocks(self, key: Key, peer_incarnation: int, blocks: int) -> Accepted | str | None:
+    def target_blocks(self, key: Key, peer_incarnation: int, blocks: int) -> OfferAccepted | str | None:
         """Blocks for the KV of an offer, a refusal, or None if the reservation is not here yet. What the prompt begins with
         and is here already, verified when it came, is shared and not received again."""
         attempt = self.attempts.get(key)
@@ -140,7 +140,7 @@ class AttemptTable(Generic[S]):
             return str(error)
         attempt.phase = Phase.RECEIVING
         self._found(attempt, cached)
-        return Accepted((*cached, *fresh), len(cached))
+        return OfferAccepted((*cached, *fresh), len(cached))
 
     def begin_suffix(self, attempt: Attempt[S], order: Prefill, tokens: list[int]) -> str:
         """Blocks for a prompt that is to be computed here, behind what is cached; or why there are none. No more is used of

@@ -16,7 +16,7 @@ from proto.codec import unpack_tokens
 from proto.errors import Interrupt, RemoteProtocolError, no_token_drawn
 from proto.kv import FirstToken
 from proto.messages import CacheMiss, Finished, Prefill, Released, Step, StepDone, TokenItem, Tokens
-from runtime.worker.ports import Coordinator, Gateways
+from runtime.worker.ports import CoordinatorLink, Gateways
 
 S = TypeVar("S")
 STEPS_QUEUED_MAX = 64
@@ -47,9 +47,9 @@ class Slice(Generic[S]):
         return self.start + len(self.tokens) == self.suffix.order.prompt_tokens
 
 
-class Ports(Protocol):
+class SuffixPorts(Protocol):
     @property
-    def registration(self) -> Coordinator: ...
+    def registration(self) -> CoordinatorLink: ...
     @property
     def gateways(self) -> Gateways: ...
 
@@ -57,7 +57,7 @@ class Ports(Protocol):
 class Suffixes(Generic[S]):
     def __init__(
         self,
-        ports: Ports,
+        ports: SuffixPorts,
         table: AttemptTable[S],
         vocab_size: int,
         close: Callable[[Attempt[S], FinalReport, str], None],

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from decode_worker.batch import Batch, StepPlan
-from decode_worker.compute import StepResult, run_ahead, run_step
+from decode_worker.batch import RunningBatch, StepPlan
+from decode_worker.compute import DecodeStepResult, run_ahead, run_step
 from decode_worker.core import DecodeCore
 from decode_worker.leases import QUARANTINE_WARN_S, leases
 from decode_worker.metrics import DecodeMetrics
@@ -56,7 +56,7 @@ class DecodeWorker:
         settings, info = driver.settings, engine.info
         self.engine, self.driver, self.log = engine, driver, driver.log
         self.registration, self.gateways = driver.registration, driver.gateways
-        batch: Batch[SamplerState] = Batch(depth=1 if engine.pipeline is None else 2)
+        batch: RunningBatch[SamplerState] = RunningBatch(depth=1 if engine.pipeline is None else 2)
         self.table = AttemptTable(
             blocks, info.block_size, batch, lambda: engine.tokens_forwarded, settings.prefix_cache
         )
@@ -250,7 +250,7 @@ class DecodeWorker:
 
     # --- steps ----------------------------------------------------------------------------------------------------------
 
-    def next_step(self) -> ComputeStep[StepResult] | None:
+    def next_step(self) -> ComputeStep[DecodeStepResult] | None:
         before, pipeline = self.table.batch.in_flight, self.engine.pipeline
         if pipeline is None:
             part = self._next_slice() if len(self.core.suffixes) else None
@@ -274,14 +274,14 @@ class DecodeWorker:
 
     def _compute_step(
         self, plan: StepPlan[SamplerState] | None, part: Slice[SamplerState] | None
-    ) -> ComputeStep[StepResult]:
+    ) -> ComputeStep[DecodeStepResult]:
         matchers = part.suffix.matchers if part is not None else []
         compute = partial(run_step, self.engine, plan, part, matchers[0] if matchers else None)
         failed = partial(self._step_failed, part=part, with_streams=plan is not None)
         tokens = len(plan.rows if plan is not None else ()) + len(part.tokens if part is not None else ())
         return ComputeStep(tokens, compute, partial(self._step_done, part), failed)
 
-    def _step_done(self, part: Slice[SamplerState] | None, result: StepResult) -> Callable[[], None]:
+    def _step_done(self, part: Slice[SamplerState] | None, result: DecodeStepResult) -> Callable[[], None]:
         drawn, tokens = result.drawn, len(part.tokens) if part is not None else 0
         self.slices.measured(len(drawn or ()), tokens, result.step_ms)
         applied = self.core.apply(drawn) if drawn is not None else None

@@ -47,7 +47,7 @@ class ClientLeft(Exception):
     """The HTTP client closed its connection; nobody is left to answer."""
 
 
-class Sender(Protocol):
+class LinkPeer(Protocol):
     """What the backend needs of a link's peer; `runtime.link.server.Peer` is one."""
 
     incarnation: int
@@ -55,7 +55,7 @@ class Sender(Protocol):
     def send(self, message: Message, blob: bytes = b"") -> bool: ...
 
 
-class Receiver(Protocol):
+class EventReceiver(Protocol):
     """Gets the events of its streams in the order in which they came."""
 
     def put(self, event: Admitted | Deliver | Ended) -> None: ...
@@ -75,13 +75,13 @@ class Backend:
         """Workers that are connected, by incarnation."""
         self._kinds: dict[str, set[tuple[str, str]]] = {name: set() for name in self.models}
         self._fingerprints: dict[str, str] = {}
-        self._coordinator: Sender | None = None
+        self._coordinator: LinkPeer | None = None
         self._servable: frozenset[str] = frozenset()
         self._hash_block_sizes: dict[str, int] = {}
         """Tokens that each hash of a prompt is to cover, by model, as the coordinator last said."""
         self.hash_key = b""
         """The cluster's key for the hashes of prompts, as the coordinator says it."""
-        self._receivers: dict[str, Receiver] = {}
+        self._receivers: dict[str, EventReceiver] = {}
         self._times: dict[str, StreamTimes] = {}
         self._draining = False
         self._empty = asyncio.Event()
@@ -117,7 +117,7 @@ class Backend:
 
     # --- HTTP side --------------------------------------------------------------------------------------------------
 
-    def open(self, specs: Sequence[StreamSpec], receiver: Receiver) -> None:
+    def open(self, specs: Sequence[StreamSpec], receiver: EventReceiver) -> None:
         """Begin these streams. `receiver` gets what comes of them, until they end or are abandoned."""
         now = clock.now()
         for spec in specs:
@@ -159,16 +159,16 @@ class Backend:
 
     # --- links --------------------------------------------------------------------------------------------------------
 
-    def coordinator_up(self, peer: Sender, coordinator_incarnation: int) -> None:
+    def coordinator_up(self, peer: LinkPeer, coordinator_incarnation: int) -> None:
         self._coordinator = peer
         self._driver.post(LinkUp(coordinator_incarnation))
 
-    def coordinator_down(self, _peer: Sender, _reason: str) -> None:
+    def coordinator_down(self, _peer: LinkPeer, _reason: str) -> None:
         self._coordinator = None
         self._servable = frozenset()
         self._driver.post(LinkDown())
 
-    def coordinator_message(self, _peer: Sender, message: Message, _blob: bytes) -> None:
+    def coordinator_message(self, _peer: LinkPeer, message: Message, _blob: bytes) -> None:
         match message:
             case Accepted() | Rejected() | Interrupted():
                 self._driver.post(message)

@@ -20,7 +20,7 @@ from gateway.http.body import Intake
 from gateway.http.server import make_server
 from gateway.metrics import GatewayMetrics
 from gateway.openai.context import Gateway, ServedModel
-from gateway.openai.prepare import Rules
+from gateway.openai.prepare import ModelRules
 from gateway.response_store import ResponseStore
 from gateway.streams.types import StreamLimits
 from gateway.tenancy import KeyRing
@@ -261,7 +261,7 @@ def _load_models(settings: GatewaySettings) -> list[ServedModel]:
         except ModelFilesError as error:
             raise ConfigError(f"{option}: {error}") from error
         aliases = () if found else tuple(settings.served_model_name)
-        found.append(ServedModel(tokenizer, Rules(name, settings.default_max_tokens, aliases)))
+        found.append(ServedModel(tokenizer, ModelRules(name, settings.default_max_tokens, aliases)))
     return found
 
 

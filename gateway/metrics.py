@@ -8,7 +8,7 @@ from typing import Any
 from gateway.streams.types import FailKind, Failure
 from runtime.metrics.registry import LATENCY_S, STEP_S, MetricsRegistry
 from runtime.metrics.tenant_labels import TenantLabels
-from runtime.tenancy.tenants import Slo
+from runtime.tenancy.tenants import ClassTargets
 
 PREFIX = "crossdock_gateway_"
 _GAPS_OVER_MAX = 0.01
@@ -18,7 +18,7 @@ _GAPS_OVER_MAX = 0.01
 class GatewayMetrics:
     def __init__(self, model: str = "") -> None:
         self.registry = registry = MetricsRegistry("gateway")
-        self.slo_of: Callable[[str], Slo | None] = lambda tenant: None
+        self.slo_of: Callable[[str], ClassTargets | None] = lambda tenant: None
         """Set by whoever knows the tenants."""
         self.requests = registry.counter(
             PREFIX + "requests", "Generation requests by endpoint and outcome: ok, disconnected, or an error's code.",
@@ -164,7 +164,7 @@ class StreamTimes:
         """The client did not wait for the end."""
         self._metrics.streams.labels("left").inc()
 
-    def _result(self, slo: Slo, failure: Failure | None) -> str:
+    def _result(self, slo: ClassTargets, failure: Failure | None) -> str:
         if failure is not None:
             return "rejected" if failure.kind is FailKind.REJECTED else "failed"
         if slo.ttft_ms is not None and (

@@ -11,7 +11,7 @@ _SHARE = 4
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptResponse:
     items: bytes
     """JSON: the conversation's items, the response's own included."""
     response: bytes
@@ -30,7 +30,7 @@ class ResponseStore:
         self.entries_max = entries_max
         self.bytes_max = bytes_max
         self.size_bytes = 0
-        self._tenants: OrderedDict[str, OrderedDict[str, Kept]] = OrderedDict()
+        self._tenants: OrderedDict[str, OrderedDict[str, KeptResponse]] = OrderedDict()
         """Responses by tenant, then by name; the oldest first."""
         self._order: OrderedDict[str, str] = OrderedDict()
         """Response → tenant, the oldest first."""
@@ -42,7 +42,7 @@ class ResponseStore:
     def put(self, tenant: str, response_id: str, items: bytes, response: bytes, now: float) -> bool:
         """Whether it is kept."""
         self._expire(now)
-        kept = Kept(items, response, now + self.keep_s)
+        kept = KeptResponse(items, response, now + self.keep_s)
         if not self.keep_s or kept.size_bytes > self.bytes_max // _SHARE or response_id in self._order:
             return False
         own = self._tenants.setdefault(tenant, OrderedDict())
@@ -57,7 +57,7 @@ class ResponseStore:
             self.delete(owner, oldest)
         return True
 
-    def get(self, tenant: str, response_id: str, now: float) -> Kept | None:
+    def get(self, tenant: str, response_id: str, now: float) -> KeptResponse | None:
         """Changes nothing, so that any thread may ask."""
         kept = self._tenants.get(tenant, OrderedDict()).get(response_id)
         return kept if kept is not None and kept.until > now else None

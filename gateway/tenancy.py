@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from gateway.http.errors import bad_value
 from proto.limits import MAX_PRIORITY
-from runtime.tenancy.tenants import DEFAULT_TENANT, Slo, Tenants
+from runtime.tenancy.tenants import DEFAULT_TENANT, ClassTargets, Tenants
 
 _TIERS: Final = {"priority": "interactive", "flex": "batch"}
 """OpenAI's service tiers that mean another priority class than the tenant's own."""
@@ -31,7 +31,7 @@ class KeyRing:
         self._tenants = {self._blind(digest): tenant for digest, tenant in {**tenants.keys, **self._own}.items()}
         self.needed = self.needed or bool(self._tenants)
 
-    def slo_of(self, tenant: str) -> Slo | None:
+    def slo_of(self, tenant: str) -> ClassTargets | None:
         policy = self.tenants.policy(tenant)
         return policy.slo if policy is not None else None
 

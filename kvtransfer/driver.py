@@ -19,12 +19,12 @@ from kvtransfer.route import Key, Live, R, S
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.session import (
     Action,
-    Ended,
     LocalAbort,
     PairLost,
     SegmentDone,
     SegmentDropped,
-    Send,
+    SendMessage,
+    SessionEnded,
     Tick,
     Violation,
 )
@@ -36,7 +36,7 @@ from proto.kv import PairClosed
 from proto.messages import Message
 
 
-class Driver(ABC, Generic[S, R]):
+class TransferDriver(ABC, Generic[S, R]):
     """Turns actions into I/O and I/O results into events. All methods run on the event loop that it was made on.
 
     `clock` is in seconds; `send(peer_epoch, message, blob)` must not raise: where the link is gone, `peer_lost`
@@ -123,7 +123,7 @@ class Driver(ABC, Generic[S, R]):
         """An action about segments."""
 
     @abstractmethod
-    def _report(self, live: Live[S, R], ended: Ended) -> None:
+    def _report(self, live: Live[S, R], ended: SessionEnded) -> None:
         """Hand the result to the caller."""
 
     def _begin(self, key: Key, session: S, route: R) -> Live[S, R]:
@@ -154,18 +154,18 @@ class Driver(ABC, Generic[S, R]):
 
     def _perform(self, live: Live[S, R], actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Send):
+            if isinstance(action, SendMessage):
                 self._send(live.route.peer_incarnation, action.message, action.blob)
             elif isinstance(action, Violation):
                 self.counters["violations"] += 1
-            elif isinstance(action, Ended):
+            elif isinstance(action, SessionEnded):
                 self._end(live, action)
             else:
                 self._carry_out(live, action)
         if live.key in self._live:
             self._arm(live)
 
-    def _end(self, live: Live[S, R], ended: Ended) -> None:
+    def _end(self, live: Live[S, R], ended: SessionEnded) -> None:
         if live.timer is not None:
             live.timer.cancel()
             live.timer = None

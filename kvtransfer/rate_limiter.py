@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
-class Bucket:
+class ByteBucket:
     """Pure. Holds up to `burst_bytes` and fills at `bytes_per_s`; one may overdraw it, and the next one waits for that.
 
     What begins before its time, since it has waited long enough, adds to the debt; but the debt never exceeds `burst_bytes` and
@@ -49,7 +49,7 @@ class RateLimiter:
     began: its sender waits too. On one event loop."""
 
     def __init__(
-        self, bucket: Bucket, wait_max_s: float, clock: Callable[[], float], is_needed: Callable[[], bool]
+        self, bucket: ByteBucket, wait_max_s: float, clock: Callable[[], float], is_needed: Callable[[], bool]
     ) -> None:
         self._bucket, self._wait_max_s = bucket, wait_max_s
         self._clock, self._is_needed = clock, is_needed

@@ -6,26 +6,26 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from kvtransfer.driver import Driver
+from kvtransfer.driver import TransferDriver
 from kvtransfer.memory.layout import KvLayout, blocks_of, sub_blocks_of
-from kvtransfer.rate_limiter import Bucket, RateLimiter
+from kvtransfer.rate_limiter import ByteBucket, RateLimiter
 from kvtransfer.route import Live, Route
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.receiver import DECLINED, FAILED, ReceiverSession
 from kvtransfer.session.session import (
-    Accepted,
     Action,
     AnnounceOrder,
     CancelSegments,
     CommitArrived,
-    Ended,
     KvCommitted,
     KvDeclined,
     KvReceiveFailed,
+    OfferAccepted,
     Quarantine,
     Receive,
     Receiving,
     Refusal,
+    SessionEnded,
 )
 from kvtransfer.transports.connection import Listen
 from kvtransfer.transports.registry import usable
@@ -47,10 +47,10 @@ class _Incoming(Route):
 _Live = Live[ReceiverSession, _Incoming]
 
 
-class KvReceiver(Driver[ReceiverSession, _Incoming]):
+class KvReceiver(TransferDriver[ReceiverSession, _Incoming]):
     """One per worker. All methods run on the event loop; callbacks come from inside them or from the loop.
 
-    `accept(peer_epoch, offer)` answers an offer with `Accepted`: target blocks, as many as offered, and how many of the
+    `accept(peer_epoch, offer)` answers an offer with `OfferAccepted`: target blocks, as many as offered, and how many of the
     first hold their KV already; with a reason to refuse; or with None, and then `decide` follows. All these blocks are of our
     own size, whatever the sender's is. Every accepted offer ends in exactly one `on_committed(peer_epoch, commit, block_ids,
     prompt_token_ids)` or `on_failed(request_id, attempt, block_ids, reason)`. After the latter nothing writes to the blocks
@@ -68,7 +68,7 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         clock: Callable[[], float],
         send: Callable[[int, Message, bytes], None],
         listen_host: str,
-        accept: Callable[[int, Offer], Accepted | str | None],
+        accept: Callable[[int, Offer], OfferAccepted | str | None],
         on_committed: Callable[[int, Commit, list[int], list[int]], None],
         on_failed: Callable[[str, int, list[int], str], None],
         on_quarantined: Callable[[str, int, list[int]], None] = lambda request_id, attempt, block_ids: None,
@@ -95,7 +95,7 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         self._on_failed = on_failed
         self._on_quarantined = on_quarantined
         if settings.bytes_per_s:
-            bucket = Bucket(settings.bytes_per_s, settings.burst_bytes)
+            bucket = ByteBucket(settings.bytes_per_s, settings.burst_bytes)
             self._rate_limiter = RateLimiter(bucket, settings.segment_timeout_ms / 4e3, clock, is_busy)
 
     def _turned_away(self, reason: str) -> None:
@@ -105,7 +105,7 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
 
     # --- from the worker ---
 
-    def decide(self, request_id: str, attempt: int, answer: Accepted | str) -> None:
+    def decide(self, request_id: str, attempt: int, answer: OfferAccepted | str) -> None:
         """The answer to an offer left undecided. If the offer has failed since (`on_failed` said so) this is
         ignored."""
         live = self._live.get((request_id, attempt))
@@ -265,7 +265,7 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         else:
             self._feed(live, self._decision(live, answer))
 
-    def _decision(self, live: _Live, answer: Accepted | str) -> Accepted | Refusal:
+    def _decision(self, live: _Live, answer: OfferAccepted | str) -> OfferAccepted | Refusal:
         if isinstance(answer, str):
             return Refusal(answer)
         self._rows.check(answer.block_ids)
@@ -273,7 +273,7 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         assert len(answer.block_ids) == -(-blocks // ratio), (
             f"{len(answer.block_ids)} blocks for {blocks} parts of them"
         )
-        return Accepted(sub_blocks_of(answer.block_ids, ratio)[:blocks], min(answer.cached_blocks * ratio, blocks))
+        return OfferAccepted(sub_blocks_of(answer.block_ids, ratio)[:blocks], min(answer.cached_blocks * ratio, blocks))
 
     def _announced(self, peer_incarnation: int, announce: Announce) -> None:
         """What is announced is received, wanted or not: the data plane knows no other way to skip it."""
@@ -323,7 +323,7 @@ class KvReceiver(Driver[ReceiverSession, _Incoming]):
         assert live.route.pair is not None
         live.route.pair.cancel(live)
 
-    def _report(self, live: _Live, ended: Ended) -> None:
+    def _report(self, live: _Live, ended: SessionEnded) -> None:
         result, ratio = ended.result, live.route.rows.ratio
         if isinstance(result, KvCommitted):
             block_ids = list(blocks_of(result.block_ids, ratio))

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 from kvtransfer.memory.pool import PoolRows
 from kvtransfer.session.session import (
-    Session,
+    TransferSession,
 )
 from kvtransfer.transports.connection import Pair
 
@@ -42,7 +42,7 @@ class Route:
     """KV crosses encrypted by `tcp`."""
 
 
-S = TypeVar("S", bound=Session)
+S = TypeVar("S", bound=TransferSession)
 
 
 R = TypeVar("R", bound=Route)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvtransfer.driver import Driver
+from kvtransfer.driver import TransferDriver
 from kvtransfer.memory.digests import BlockDigests
 from kvtransfer.memory.layout import KvLayout, sub_blocks_of
 from kvtransfer.route import Live, Route
@@ -17,12 +17,12 @@ from kvtransfer.session.session import (
     BlocksReady,
     CancelSegments,
     CommitReady,
-    Ended,
     KvFailed,
     KvSent,
     SegmentBegun,
     SegmentDropped,
     SendSegment,
+    SessionEnded,
 )
 from kvtransfer.transport_choice import TransportChoice
 from kvtransfer.transports.registry import TRANSPORTS, suited, within_process
@@ -56,7 +56,7 @@ class _Outgoing(Route):
 _Live = Live[SenderSession, _Outgoing]
 
 
-class KvSender(Driver[SenderSession, _Outgoing]):
+class KvSender(TransferDriver[SenderSession, _Outgoing]):
     """One per worker. All methods run on the event loop; every `open` is answered by exactly one
     `on_result`."""
 
@@ -334,7 +334,7 @@ class KvSender(Driver[SenderSession, _Outgoing]):
         for part in cancelled:
             self._feed(live, SegmentDropped(part.segment))
 
-    def _report(self, live: _Live, ended: Ended) -> None:
+    def _report(self, live: _Live, ended: SessionEnded) -> None:
         result = ended.result
         assert isinstance(result, KvSent | KvFailed)
         if isinstance(result, KvFailed):

@@ -5,7 +5,7 @@ from typing import Final
 import typer
 
 from runtime.process.version import version_of
-from runtime.settings.command_line import Command, Group, Table, new_app
+from runtime.settings.command_line import Command, CommandGroup, Table, new_app
 
 HELP: Final = """Serve language models with prefill and decode in separate processes.
 
@@ -75,7 +75,7 @@ TABLE: Final[Table] = {
     "down": Command(
         "Stop what crossdock up runs on this host", "launcher.cluster.settings:DownSettings", "launcher.cluster.up:down"
     ),
-    "cluster": Group(
+    "cluster": CommandGroup(
         "A cluster on several machines, described in one file.",
         {
             "check": Command(
@@ -83,7 +83,9 @@ TABLE: Final[Table] = {
                 "launcher.cluster.settings:ClusterCheckSettings",
                 "launcher.cluster.check:run",
             ),
-            "launch": Group("Run the cluster that a cluster.toml describes, on all of its hosts, by ssh.", _LAUNCH),
+            "launch": CommandGroup(
+                "Run the cluster that a cluster.toml describes, on all of its hosts, by ssh.", _LAUNCH
+            ),
             "units": Command(
                 "Make systemd units for this host's part of a cluster",
                 "launcher.cluster.settings:UnitsSettings",
@@ -102,7 +104,7 @@ TABLE: Final[Table] = {
         "runtime.settings.workers:WorkerSettings",
         "launcher.worker:run",
     ),
-    "batch": Group(
+    "batch": CommandGroup(
         "Run a file of requests when the cluster has capacity to spare.",
         {
             "run": Command(
@@ -129,7 +131,7 @@ TABLE: Final[Table] = {
     "usage": Command(
         "Show what tenants used, by day (UTC)", "launcher.admin.usage:UsageSettings", "launcher.admin.usage:run"
     ),
-    "tenants": Group(
+    "tenants": CommandGroup(
         "Check a tenants file, or make a key for it.",
         {
             "check": Command(
@@ -144,7 +146,7 @@ TABLE: Final[Table] = {
             ),
         },
     ),
-    "policy": Group(
+    "policy": CommandGroup(
         "Change weights, limits and classes in versions: try one on some organisations, promote it, or roll it back.",
         {
             "list": Command(
@@ -164,7 +166,7 @@ TABLE: Final[Table] = {
             ),
             "compare": Command(
                 "Compare the requests that run under the policy on trial with all others",
-                "launcher.admin.policy:CompareSettings",
+                "launcher.admin.policy:PolicyCompareSettings",
                 "launcher.admin.policy:compare",
             ),
             "promote": Command(
@@ -179,7 +181,7 @@ TABLE: Final[Table] = {
             ),
         },
     ),
-    "keys": Group(
+    "keys": CommandGroup(
         "Make the keys with which the processes of a cluster authenticate each other.",
         {
             "new": Command(
@@ -212,7 +214,7 @@ TABLE: Final[Table] = {
         "launcher.tuning.settings:CalibrateSettings",
         "launcher.tuning.calibrate:run",
     ),
-    "profile": Group(
+    "profile": CommandGroup(
         "Profiles for crossdock tune without a calibration.",
         {
             "estimate": Command(
@@ -237,7 +239,7 @@ TABLE: Final[Table] = {
         "launcher.tuning.settings:TuneCheckSettings",
         "launcher.tuning.check:run",
     ),
-    "bench": Group("Send a load to a server, compare runs, and compare ratios of workers.", _BENCH),
+    "bench": CommandGroup("Send a load to a server, compare runs, and compare ratios of workers.", _BENCH),
 }
 
 
@@ -250,7 +252,7 @@ def only_groups(arguments: list[str]) -> bool:
     table = TABLE
     for word in arguments:
         row = table.get(word)
-        if not isinstance(row, Group):
+        if not isinstance(row, CommandGroup):
             return False
         table = row.commands
     return True

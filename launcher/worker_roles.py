@@ -44,7 +44,7 @@ class Roles:
         return DecodeWorker(engine, blocks, driver, self._transports, self._memory)
 
     def shares(self, engine: Engine, role: Role, settings: WorkerSettings) -> dict[Role, Engine]:
-        """The shares of each role of the process. Raises `PoolTooSmall` and `WrongTransport`."""
+        """The shares of each role of the process. Raises `MixedPoolTooSmall` and `WrongTransport`."""
         if role is not Role.MIXED:
             return {role: engine}
         check_within_process(settings, self._transports)
@@ -77,17 +77,17 @@ def say_what_is_encrypted(settings: WorkerSettings, transports: tuple[str, ...],
         log.info("KV crosses to other hosts encrypted", not_used=left_out, to_use_them=how)
 
 
-class PoolTooSmall(BadOption):
+class MixedPoolTooSmall(BadOption):
     """The pool is too small for a mixed worker."""
 
 
 def split(engine: Engine, settings: WorkerSettings) -> dict[Role, Engine]:
-    """How much of the pool each role of a mixed worker may have. Raises `PoolTooSmall`."""
+    """How much of the pool each role of a mixed worker may have. Raises `MixedPoolTooSmall`."""
     info, blocks = engine.info, engine.blocks
     context = -(-info.context_tokens // info.block_size)
     if blocks < 2 * context:
         needed, there = (count * info.block_bytes / (1 << 30) for count in (2 * context, blocks))
-        error = PoolTooSmall(
+        error = MixedPoolTooSmall(
             f"a mixed worker needs room for two contexts of {info.context_tokens} tokens, one in each role: {needed:.3g} GiB of"
             f" KV cache; there are {there:.3g}"
         )

@@ -10,7 +10,7 @@ import torch
 from engine.engine import Engine, SeqChunk
 from engine.sampling.first_tokens import ComputedPrompt, draw_first_tokens
 from engine.sampling.prompt_logprobs import PromptScorer
-from prefill_worker.core import StepResult
+from prefill_worker.core import PrefillStepResult
 from prefill_worker.prompts import Key, PrefillRequest
 from proto.limits import MAX_PROMPT_LOGPROBS
 from proto.messages import Chunk, TokenItem
@@ -19,7 +19,7 @@ from proto.progress import PromptLogprobs
 
 def run_step(
     engine: Engine, work: Sequence[tuple[PrefillRequest, Chunk]], on_final: Callable[[list[int]], None]
-) -> StepResult:
+) -> PrefillStepResult:
     """`on_final` is told of the blocks that are full now, or are a complete prompt's last."""
     started = time.perf_counter()
     scorers = {
@@ -55,14 +55,14 @@ def run_step(
     for prompt, chunk in work:
         on_final(final_blocks(prompt, chunk, engine.info.block_size))
     scores = {key: score_messages(key, scorer) for key, scorer in scorers.items()}
-    return StepResult((time.perf_counter() - started) * 1000, first, broken, undrawn, scores)
+    return PrefillStepResult((time.perf_counter() - started) * 1000, first, broken, undrawn, scores)
 
 
-def draw_late(prompts: Sequence[PrefillRequest]) -> StepResult:
+def draw_late(prompts: Sequence[PrefillRequest]) -> PrefillStepResult:
     """The first tokens of prompts whose grammar was compiled after their last chunk was computed."""
     started = time.perf_counter()
     first, broken = _draw(prompts, torch.cat([prompt.logits for prompt in prompts]))
-    return StepResult((time.perf_counter() - started) * 1000, first, broken)
+    return PrefillStepResult((time.perf_counter() - started) * 1000, first, broken)
 
 
 def _draw(prompts: Sequence[PrefillRequest], logits: torch.Tensor) -> tuple[dict[Key, list[TokenItem]], frozenset[Key]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvtransfer.session.session import KvFailed, KvSent
 from prefill_worker.fetches import Fetches
-from prefill_worker.ports import Ports
+from prefill_worker.ports import PrefillPorts
 from prefill_worker.prompts import FetchPhase, FinalReport, Key, PrefillRequest, PromptTable
 from prefill_worker.tier import Copies, KvTier
 from proto.codec import split_hashes, unpack_tokens
@@ -39,7 +39,7 @@ Work = list[tuple[PrefillRequest, Chunk]]
 
 
 @dataclass(frozen=True)
-class StepResult:
+class PrefillStepResult:
     step_ms: float
     first_tokens: dict[Key, list[TokenItem]]
     """The first token of each choice, for each prompt that is complete now."""
@@ -64,7 +64,7 @@ class Begun:
 class PrefillCore:
     def __init__(
         self,
-        ports: Ports,
+        ports: PrefillPorts,
         table: PromptTable,
         *,
         vocab_size: int,
@@ -211,7 +211,7 @@ class PrefillCore:
             held_up |= keys
         return None
 
-    def step_done(self, begun: Begun, result: StepResult) -> None:
+    def step_done(self, begun: Begun, result: PrefillStepResult) -> None:
         done = tuple(chunk for _, chunk in begun.work)
         self._step_done(begun.link, begun.step, done, result.step_ms)
         self._say(self.table.end_step(begun.work, result.broken))
@@ -220,7 +220,7 @@ class PrefillCore:
         self._ports.registration.report_cache(self.take_changes)
         self._pass_on((prompt for prompt, _ in begun.work), result)
 
-    def _tell_tier(self, tier: KvTier, work: Work, result: StepResult) -> None:
+    def _tell_tier(self, tier: KvTier, work: Work, result: PrefillStepResult) -> None:
         tier.measured(sum(chunk.length for _, chunk in work), result.step_ms)
         for prompt, _ in work:
             if prompt.key in result.broken:
@@ -255,7 +255,7 @@ class PrefillCore:
         found, self._to_draw = [prompt for prompt in self._to_draw if prompt.final_report is None], []
         return found
 
-    def drawn(self, prompts: list[PrefillRequest], result: StepResult) -> None:
+    def drawn(self, prompts: list[PrefillRequest], result: PrefillStepResult) -> None:
         for prompt in prompts:
             prompt.logits = None
         self._pass_on(prompts, result)
@@ -264,7 +264,7 @@ class PrefillCore:
         for prompt in prompts:
             self._fail(prompt, Interrupt.ENGINE_ERROR, f"the sampler failed: {error[:300]}")
 
-    def _pass_on(self, prompts: Iterable[PrefillRequest], result: StepResult) -> None:
+    def _pass_on(self, prompts: Iterable[PrefillRequest], result: PrefillStepResult) -> None:
         """Blocks to the KV sender, first tokens to gateways."""
         by_gateway: dict[int, tuple[Destination, list[TokenItem]]] = {}
         for prompt in prompts:

@@ -9,8 +9,8 @@ a `CacheMiss`.
 
 from collections.abc import Callable
 
-from kvtransfer.session.session import Accepted
-from prefill_worker.ports import Ports
+from kvtransfer.session.session import OfferAccepted
+from prefill_worker.ports import PrefillPorts
 from prefill_worker.prompts import FetchPhase, FinalReport, Key, PrefillRequest, PromptTable
 from proto.kv import Commit, Fetch, FetchRefused, Offer
 from proto.messages import CacheMiss
@@ -19,7 +19,7 @@ from proto.messages import CacheMiss
 class Fetches:
     def __init__(
         self,
-        ports: Ports,
+        ports: PrefillPorts,
         table: PromptTable,
         say: Callable[[list[FinalReport]], None],
         blocks_ready: Callable[[PrefillRequest], None],
@@ -35,7 +35,7 @@ class Fetches:
         missing = self._table.believed_blocks(prompt.order) - first
         self._ports.fetch(prompt.order.decode, Fetch(*prompt.key, first, missing))
 
-    def offered(self, incarnation: int, offer: Offer) -> Accepted | str:
+    def offered(self, incarnation: int, offer: Offer) -> OfferAccepted | str:
         """Where to put it, or why not."""
         prompt = self._table.prompts.get((offer.request_id, offer.attempt))
         if prompt is None or prompt.fetch is not FetchPhase.ASKED or prompt.order.decode.incarnation != incarnation:
@@ -44,7 +44,7 @@ class Fetches:
         if first + offer.blocks > self._table.believed_blocks(prompt.order):
             return f"{offer.blocks} blocks from block {first} on are more than was asked for"
         prompt.fetch = FetchPhase.RECEIVING
-        return Accepted(tuple(prompt.blocks[first : first + offer.blocks]))
+        return OfferAccepted(tuple(prompt.blocks[first : first + offer.blocks]))
 
     def committed(self, commit: Commit, blocks: list[int]) -> None:
         """They are verified and here."""

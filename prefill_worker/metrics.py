@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from kvtransfer.session.session import KvFailed, KvSent
-from prefill_worker.core import StepResult, Work
+from prefill_worker.core import PrefillStepResult, Work
 from prefill_worker.prompts import PromptTable
 from runtime.metrics.common import kv_blocks, kv_transfers, prefix_cache, step_tokens
 from runtime.metrics.registry import COUNTS, LATENCY_S, STEP_S, MetricsRegistry
@@ -67,7 +67,7 @@ class PrefillMetrics:
         kv_transfers(registry, "sent", transfers)
         prefix_cache(registry, lambda: table.taken_tokens, lambda: table.found_tokens)
 
-    def step_done(self, work: Work, result: StepResult) -> None:
+    def step_done(self, work: Work, result: PrefillStepResult) -> None:
         self._seconds.observe(result.step_ms / 1000)
         tokens = sum(chunk.length for _, chunk in work)
         self._tokens.observe(tokens)

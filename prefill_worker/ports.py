@@ -5,24 +5,24 @@ from typing import Protocol
 from kvtransfer.ports import KvOut
 from proto.kv import Fetch
 from proto.messages import Destination
-from runtime.worker.ports import Coordinator, Gateways
+from runtime.worker.ports import CoordinatorLink, Gateways
 
 
-class KvIn(Protocol):
+class PrefillKvIn(Protocol):
     """`kvtransfer.receiver.KvReceiver` is the real one."""
 
     def abort(self, request_id: str, attempt: int, reason: str) -> None: ...
 
 
-class Ports(Protocol):
+class PrefillPorts(Protocol):
     @property
-    def registration(self) -> Coordinator: ...
+    def registration(self) -> CoordinatorLink: ...
     @property
     def gateways(self) -> Gateways: ...
     @property
     def sender(self) -> KvOut: ...
     @property
-    def receiver(self) -> KvIn: ...
+    def receiver(self) -> PrefillKvIn: ...
 
     def now(self) -> float: ...
 

@@ -16,7 +16,7 @@ from kvtransfer.session.limits import DIGEST_EVERY, FETCH_IDLE_MS, KvSettings, s
 from kvtransfer.session.session import KvFailed, KvSent
 from kvtransfer.transports.transport import PoolMemory
 from prefill_worker.compute import draw_late, run_step
-from prefill_worker.core import Begun, PrefillCore, StepResult
+from prefill_worker.core import Begun, PrefillCore, PrefillStepResult
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.prompts import PrefillRequest, PromptTable
 from prefill_worker.tier_copies import TierCopies
@@ -170,7 +170,7 @@ class PrefillWorker:
 
     # --- steps ----------------------------------------------------------------------------------------------------------
 
-    def next_step(self) -> ComputeStep[StepResult] | None:
+    def next_step(self) -> ComputeStep[PrefillStepResult] | None:
         if late := self.core.begin_draw():
             return ComputeStep(
                 tokens=len(late),
@@ -189,11 +189,11 @@ class PrefillWorker:
             log_fields={"step_id": begun.step.step_id},
         )
 
-    def _step_done(self, begun: Begun, result: StepResult) -> Callable[[], None]:
+    def _step_done(self, begun: Begun, result: PrefillStepResult) -> Callable[[], None]:
         self.core.step_done(begun, result)
         return partial(self.metrics.step_done, begun.work, result)
 
-    def _drawn(self, prompts: list[PrefillRequest], result: StepResult) -> Callable[[], None]:
+    def _drawn(self, prompts: list[PrefillRequest], result: PrefillStepResult) -> Callable[[], None]:
         return partial(self.core.drawn, prompts, result)
 
     def _prepare_grammar(self, prompt: PrefillRequest) -> None:

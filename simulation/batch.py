@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from simulation.faults.plan import FAULTS
-from simulation.run import Result, run_seed
+from simulation.run import SeedResult, run_seed
 
 LINE_SEEDS = 16
 """Runs between two lines of a child."""
@@ -27,7 +27,7 @@ class Sum:
     failed: list[tuple[int, str]] = field(default_factory=list)
     """(seed, what was broken)."""
 
-    def add(self, result: Result) -> None:
+    def add(self, result: SeedResult) -> None:
         self.seeds += 1
         self.events += result.events
         self.tokens += result.tokens

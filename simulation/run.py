@@ -8,10 +8,10 @@ from proto.messages import CacheEvents, Message, Step, StepDone, Tokens
 from proto.progress import DecodeProgress
 from proto.sampling import Sampling
 from simulation.faults.audit import audit, check_blocks, unsettled
-from simulation.faults.cluster import Cluster
+from simulation.faults.cluster import FaultCluster
 from simulation.faults.oracles import stream_of
-from simulation.faults.plan import FAULTS, Asked, Plan, draw
-from simulation.world.world import Violation
+from simulation.faults.plan import FAULTS, Asked, FaultPlan, draw
+from simulation.world.world import SimulationViolation
 
 HEAL_S_MAX = 100.0
 """Virtual seconds in which everything must have ended. The longest wait of the product's own is 30 s."""
@@ -21,7 +21,7 @@ CHECK_S = 0.25
 
 
 @dataclass
-class Result:
+class SeedResult:
     seed: int
     digest: str
     events: int
@@ -30,21 +30,21 @@ class Result:
     outcomes: Counter[str]
     injected: Counter[str]
     failure: BaseException | None = None
-    cluster: Cluster | None = field(default=None, repr=False)
+    cluster: FaultCluster | None = field(default=None, repr=False)
     """Kept for the story, where asked for or where the run failed."""
 
 
-def run_seed(seed: int, kinds: frozenset[str] = frozenset(FAULTS), keep: bool = False) -> Result:
+def run_seed(seed: int, kinds: frozenset[str] = frozenset(FAULTS), keep: bool = False) -> SeedResult:
     plan = draw(seed, kinds)
-    cluster: Cluster | None = None
+    cluster: FaultCluster | None = None
     failure: BaseException | None = None
     try:
-        cluster = Cluster(plan)
+        cluster = FaultCluster(plan)
         _live(cluster, plan)
     except Exception as error:  # noqa: BLE001 -- whatever production code raises is what is looked for
         failure = error
     assert cluster is not None
-    return Result(
+    return SeedResult(
         seed,
         cluster.digest,
         len(cluster.events),
@@ -57,7 +57,7 @@ def run_seed(seed: int, kinds: frozenset[str] = frozenset(FAULTS), keep: bool = 
     )
 
 
-def _live(cluster: Cluster, plan: Plan) -> None:
+def _live(cluster: FaultCluster, plan: FaultPlan) -> None:
     while cluster.step(plan.fault_s):
         pass
     check_blocks(cluster)
@@ -74,10 +74,10 @@ def _live(cluster: Cluster, plan: Plan) -> None:
             return
     left = unsettled(cluster)
     concerned = next((s for s, stream in cluster.oracles.streams.items() if s in left and not stream.outcome), "")
-    raise Violation("every request finishes", f"{HEAL_S_MAX:g} s after the last fault, {left}", concerned)
+    raise SimulationViolation("every request finishes", f"{HEAL_S_MAX:g} s after the last fault, {left}", concerned)
 
 
-def _probe(cluster: Cluster, plan: Plan) -> None:
+def _probe(cluster: FaultCluster, plan: FaultPlan) -> None:
     """After all has healed, a new request at each gateway must do well."""
     for number in range(plan.gateways):
         asked = Asked(
@@ -98,7 +98,7 @@ def _probe(cluster: Cluster, plan: Plan) -> None:
 # --- telling ------------------------------------------------------------------------------------------------------------
 
 
-def timeline(cluster: Cluster, request_id: str = "", most: int = TIMELINE_EVENTS) -> list[str]:
+def timeline(cluster: FaultCluster, request_id: str = "", most: int = TIMELINE_EVENTS) -> list[str]:
     """The last events that concern a request, or everything where none is named; one line each."""
     told = [
         f"{at:9.4f} s  {where:<12} {what} {_words(about)}".rstrip()

@@ -9,23 +9,23 @@ from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.receiver import ReceiverSession
 from kvtransfer.session.sender import SenderSession
 from kvtransfer.session.session import (
-    Accepted,
     BlocksReady,
     CancelSegments,
     CommitArrived,
     CommitReady,
-    Ended,
     LocalAbort,
+    OfferAccepted,
     PairLost,
     Receive,
     Refusal,
     SegmentBegun,
     SegmentDone,
     SegmentDropped,
-    Send,
+    SendMessage,
     SendSegment,
-    Session,
+    SessionEnded,
     Tick,
+    TransferSession,
 )
 from proto.codec import decode, to_frames
 from proto.errors import RemoteProtocolError
@@ -68,7 +68,7 @@ class TransferWorld:
         self.sends = self.random.random() < 0.5
         if self.sends:
             sender = SenderSession("r", 1, pair_id=1, blocks=self.blocks, block_bytes=BLOCK_BYTES, settings=SETTINGS)
-            self.session: Session = sender
+            self.session: TransferSession = sender
             self.perform(sender.start(self.now))
         else:
             offer = Offer("r", 1, 1, self.blocks)
@@ -136,7 +136,7 @@ class TransferWorld:
             if not self.decided and self.session.state == "undecided":
                 self.decided = True
                 cached = self.random.choice([0, 0, min(2, self.blocks)])
-                taken = Accepted(tuple(range(self.blocks)), cached)
+                taken = OfferAccepted(tuple(range(self.blocks)), cached)
                 self.feed(self.random.choice([taken, taken, taken, Refusal("x" * 600)]))
         elif self.given < self.blocks:
             count = self.random.randint(1, self.blocks - self.given)
@@ -152,14 +152,14 @@ class TransferWorld:
 
     def perform(self, actions: list[Any]) -> None:
         for at, action in enumerate(actions):
-            if isinstance(action, Send):
+            if isinstance(action, SendMessage):
                 decode(to_frames(action.message, action.blob))
             elif isinstance(action, SendSegment | Receive):
                 assert action.segment in self.session.in_flight or not self.session.in_flight
                 assert not self.sends or action.block_ids
             elif isinstance(action, CancelSegments):
                 assert self.session.in_flight
-            elif isinstance(action, Ended):
+            elif isinstance(action, SessionEnded):
                 assert at == len(actions) - 1 and not self.session.in_flight and not self.ended
                 self.ended = True
         self.session.next_deadline()

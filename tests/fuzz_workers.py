@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from decode_worker.batch import Batch, Draw
+from decode_worker.batch import Draw, RunningBatch
 from decode_worker.core import DecodeCore
 from decode_worker.requests import AttemptTable
 from engine.kv.allocator import BlockAllocator
-from kvtransfer.session.session import Accepted, KvFailed, KvSent
-from prefill_worker.core import Begun, PrefillCore, StepResult
+from kvtransfer.session.session import KvFailed, KvSent, OfferAccepted
+from prefill_worker.core import Begun, PrefillCore, PrefillStepResult
 from prefill_worker.prompts import PrefillRequest, PromptTable
 from proto.codec import decode, to_frames, unpack_tokens
 from proto.errors import FinishReason, RemoteProtocolError
@@ -167,13 +167,13 @@ class PrefillWorld(Ports):
         else:
             self.core.step_done(begun, self.result([prompt for prompt, _ in begun.work], begun))
 
-    def result(self, prompts: list[PrefillRequest], begun: Begun | None = None) -> StepResult:
+    def result(self, prompts: list[PrefillRequest], begun: Begun | None = None) -> PrefillStepResult:
         computed = {prompt.key: chunk.start + chunk.length for prompt, chunk in begun.work} if begun is not None else {}
         done = [one for one in prompts if computed.get(one.key, one.order.prompt_tokens) == one.order.prompt_tokens]
         broken = frozenset(one.key for one in done if self.chance(0.05))
         drawn = [one for one in done if one.key not in broken and (begun is None or one.can_be_drawn)]
         undrawn = {one.key: object() for one in done if one.key not in broken and one not in drawn}
-        return StepResult(1.0, {one.key: self.first_tokens(one) for one in drawn}, broken, undrawn)
+        return PrefillStepResult(1.0, {one.key: self.first_tokens(one) for one in drawn}, broken, undrawn)
 
     def first_tokens(self, prompt: PrefillRequest) -> list[TokenItem]:
         order = prompt.order
@@ -231,7 +231,7 @@ class PrefillWorld(Ports):
             offer = Offer(*prompt.key, 1, self.random.choice([1, 2, 3, 1 << 12]))
             self.trail.append(offer)
             answer = fetches.offered(prompt.order.decode.incarnation, offer)
-            if isinstance(answer, Accepted):
+            if isinstance(answer, OfferAccepted):
                 assert prompt.key not in self.fetching
                 self.fetching[prompt.key] = list(answer.block_ids)
         else:
@@ -252,13 +252,13 @@ class DecodeWorld(Ports):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.accepted: dict[Key, Accepted] = {}
+        self.accepted: dict[Key, OfferAccepted] = {}
         self.offered: dict[Key, int] = {}
         """Sessions that are not decided, and whose they are."""
         self.lent: dict[Key, int] = {}
         """Sessions of fetches, and how many blocks each sends."""
         self.now = 0.0
-        batch: Batch[str] = Batch(self.random.choice([1, 2]))
+        batch: RunningBatch[str] = RunningBatch(self.random.choice([1, 2]))
         self.core: DecodeCore[str] = DecodeCore(
             self,  # type: ignore[arg-type]
             AttemptTable(self.allocator, BLOCK, batch),
@@ -326,7 +326,7 @@ class DecodeWorld(Ports):
         answer = self.core.offered(peer, offer)
         if answer is None:
             self.offered[key] = peer
-        elif isinstance(answer, Accepted):
+        elif isinstance(answer, OfferAccepted):
             self.accepted[key] = answer
 
     def transfer(self) -> None:
@@ -403,8 +403,8 @@ class DecodeWorld(Ports):
 
     # --- the KV receiver
 
-    def decide(self, request_id: str, attempt: int, answer: Accepted | str) -> None:
-        if self.offered.pop((request_id, attempt), None) is not None and isinstance(answer, Accepted):
+    def decide(self, request_id: str, attempt: int, answer: OfferAccepted | str) -> None:
+        if self.offered.pop((request_id, attempt), None) is not None and isinstance(answer, OfferAccepted):
             self.accepted[request_id, attempt] = answer
 
     def abort(self, request_id: str, attempt: int, reason: str) -> None: ...

@@ -31,11 +31,11 @@ from launcher.http.client import new_session
 from launcher.load import plan as load_plan
 from launcher.load import run as load_run
 from launcher.load.figures import tails, values
-from launcher.load.plan import Plan
+from launcher.load.plan import LoadPlan
 from launcher.load.probe import Probed, probe
 from launcher.load.prompts import Prompts
 from launcher.load.settings import LoadSettings
-from launcher.load.tenants import Tenant
+from launcher.load.tenants import LoadTenant
 from launcher.local.lifetime import until_interrupted
 from runtime.settings.command_line import run_role
 from runtime.settings.options import SettingsError
@@ -89,7 +89,7 @@ async def timed_server() -> AsyncIterator[str]:
         await process.wait()
 
 
-async def ours(probed: Probed, plan: Plan, prompts: Prompts, console: Console) -> Measured:
+async def ours(probed: Probed, plan: LoadPlan, prompts: Prompts, console: Console) -> Measured:
     async with new_session(silence_s=None) as session:
         run = await load_run.drive(session, probed.target, plan.requests, prompts, 10_000, console)
     bad = [record for record in run.records if record.outcome != "ok"]
@@ -99,7 +99,7 @@ async def ours(probed: Probed, plan: Plan, prompts: Prompts, console: Console) -
     return {"ttft": values(counted, "ttft_ms"), "itl": values(counted, "itl_ms"), "tpot": values(counted, "tpot_ms")}
 
 
-async def theirs(settings: AgreeSettings, base_url: str, probed: Probed, plan: Plan, prompts: Prompts) -> Measured:
+async def theirs(settings: AgreeSettings, base_url: str, probed: Probed, plan: LoadPlan, prompts: Prompts) -> Measured:
     with TemporaryDirectory(prefix="crossdock-") as folder:
         await asyncio.to_thread(_write_trace, Path(folder) / "trace.jsonl", probed, plan, prompts)
         process = await asyncio.create_subprocess_exec(
@@ -135,14 +135,14 @@ def _arguments(settings: AgreeSettings, base_url: str, probed: Probed, folder: s
     return found + (["--api-key", settings.api_key] if settings.api_key else [])
 
 
-def _write_trace(file: Path, probed: Probed, plan: Plan, prompts: Prompts) -> None:
+def _write_trace(file: Path, probed: Probed, plan: LoadPlan, prompts: Prompts) -> None:
     with file.open("w") as stream:
         for one in plan.requests:
             payload = json.loads(probed.target.body(one, prompts.make(one)))
             stream.write(json.dumps({"timestamp": 1000 * one.due_s, "payload": payload}) + "\n")
 
 
-def _read_export(file: Path, plan: Plan) -> Measured:
+def _read_export(file: Path, plan: LoadPlan) -> Measured:
     """Requests of the warm-up are left out here too: exported in the order of their times."""
     found = [json.loads(line) for line in file.read_text().splitlines()]
     found.sort(key=lambda one: one["metadata"]["credit_issued_ns"])
@@ -161,7 +161,7 @@ def _read_export(file: Path, plan: Plan) -> Measured:
 async def _agree(settings: AgreeSettings, base_url: str, console: Console) -> int:
     async with new_session(silence_s=None) as session:
         probed = await probe(session, base_url, settings.api_key, "", settings)
-    plan = load_plan.make_plan(settings, [Tenant("default", settings.api_key)], probed.target.context_tokens)
+    plan = load_plan.make_plan(settings, [LoadTenant("default", settings.api_key)], probed.target.context_tokens)
     rounds: list[dict[str, Measured]] = []
     for number in range(settings.rounds):
         found: dict[str, Measured] = {}
@@ -184,7 +184,7 @@ async def _agree(settings: AgreeSettings, base_url: str, console: Console) -> in
     return 0 if show(rounds, console) else 1
 
 
-async def _truth(base_url: str, plan: Plan) -> Measured:
+async def _truth(base_url: str, plan: LoadPlan) -> Measured:
     """What the server of known timing itself wrote for the requests of the last run, warm-up left out."""
     async with httpx.AsyncClient(trust_env=False) as client:
         times = (await client.get(f"{base_url}/times", timeout=30.0)).json()

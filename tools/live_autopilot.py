@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher.bench import serve as bench
-from launcher.bench.serve import Site, measure
-from launcher.load.records import OK, Record
+from launcher.bench.serve import BenchSite, measure
+from launcher.load.records import OK, RequestRecord
 from launcher.load.settings import LoadSettings
-from launcher.load.tenants import Ratio, Tenant
+from launcher.load.tenants import LoadTenant, Ratio
 from launcher.local.lifetime import until_interrupted
 from launcher.models import resolve as models
 from launcher.models.resolve import ReadyModel
@@ -81,7 +81,7 @@ class Bench:
         async with running(ServeSettings(**serve), self.model, self.console) as up:
             try:
                 os.sched_setaffinity(0, up.cluster.plan.control or cores)
-                site = Site(up.cluster.base_url, up.cluster.key, (Tenant("default"),))
+                site = BenchSite(up.cluster.base_url, up.cluster.key, (LoadTenant("default"),))
                 begin = time.time()
                 result = await measure(settings, site, "", self.console)
                 log = up.log_dir / "autopilot.log"
@@ -134,7 +134,7 @@ def write_trace(file: Path, phases: Sequence[Phase], seed: int) -> None:
             writer.writerow((f"{at:.4f}", prompt, output))
 
 
-def judged(name: str, phases: Sequence[Phase], records: Sequence[Record], slo: Slo) -> Outcome:
+def judged(name: str, phases: Sequence[Phase], records: Sequence[RequestRecord], slo: Slo) -> Outcome:
     """A request belongs to the phase in which it was due."""
     found = Outcome(name, [0] * len(phases), [0] * len(phases))
     ends = [sum(one.seconds for one in phases[: number + 1]) for number in range(len(phases))]

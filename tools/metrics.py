@@ -6,7 +6,7 @@ from pathlib import Path
 
 from coordinator.core import Core
 from coordinator.reporting.metrics import CoordinatorMetrics
-from decode_worker.batch import Batch
+from decode_worker.batch import RunningBatch
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.requests import AttemptTable
 from engine.kv.allocator import BlockAllocator
@@ -95,7 +95,7 @@ def registries() -> dict[str, MetricsRegistry]:
         "coordinator": CoordinatorMetrics(Core(), lambda: 0.0).registry,
         "gateway": _gateway(),
         "prefill": PrefillMetrics(PromptTable(BlockAllocator(1), 1), [], {}, int).registry,
-        "decode": DecodeMetrics(AttemptTable[None](BlockAllocator(1), 1, Batch()), {}).registry,
+        "decode": DecodeMetrics(AttemptTable[None](BlockAllocator(1), 1, RunningBatch()), {}).registry,
     }
     for role, registry in found.items():
         registry.introduce(name=role)

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from proto.status import PredictionError, TrafficStatus
-from tuning.advise import Model, Slo, Traffic, Workers, interarrival_cv
+from tuning.advise import QueueingModel, Slo, Traffic, Workers, interarrival_cv
 from tuning.profile import Profile
 
 WINDOW_S: Final = 30.0
@@ -94,7 +94,7 @@ class Accuracy:
 
 def predicted(profile: Profile, traffic: Traffic, workers: Workers, slo: Slo) -> Figures:
     """The share by the model with which the autopilot compares ratios."""
-    model = Model(profile, traffic, slo, WINDOW_S)
+    model = QueueingModel(profile, traffic, slo, WINDOW_S)
     single = sum(count <= 1 for count in traffic.output_tokens) / len(traffic.output_tokens)
 
     def ttft(ms: float) -> float:
@@ -131,7 +131,7 @@ def _traffic(status: TrafficStatus, recent: Sequence[int], waiting_tokens: int) 
     )  # fmt: skip
 
 
-def _with_limits(model: Model, ttft_ms: float, tpot_ms: float) -> Model:
+def _with_limits(model: QueueingModel, ttft_ms: float, tpot_ms: float) -> QueueingModel:
     other = copy.copy(model)
     other.slo = Slo(ttft_ms, tpot_ms, model.slo.percentile)
     return other

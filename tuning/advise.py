@@ -110,7 +110,7 @@ def advise(
     horizon_s: float = 60.0,
 ) -> Advice:
     """`mixed`: whether workers may become mixed. `horizon_s`: how long the traffic goes on like this."""
-    model = Model(profile, traffic, slo, horizon_s)
+    model = QueueingModel(profile, traffic, slo, horizon_s)
     present = model.estimate(workers)
     others = sorted((model.estimate(other) for other in neighbours(workers, mixed)), key=_rank)
     best = min((present, *others), key=_rank)
@@ -157,7 +157,7 @@ class _Decode(NamedTuple):
     """KV memory, not compute, is what the load is counted by."""
 
 
-class Model:
+class QueueingModel:
     """Traffic and SLO against any number of workers."""
 
     def __init__(self, profile: Profile, traffic: Traffic, slo: Slo, horizon_s: float = 60.0) -> None:

@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 from proto.limits import flips_at_once
 from proto.messages import Role
 from proto.status import StatusReport, TrafficStatus
-from tuning.advise import Estimate, Model, Slo, Traffic, Workers, interarrival_cv
+from tuning.advise import Estimate, QueueingModel, Slo, Traffic, Workers, interarrival_cv
 from tuning.profile import Profile
 
 SAMPLE_MIN: Final = 8
@@ -47,7 +47,7 @@ STEP: Final = 1 / 8
 
 
 @dataclass(frozen=True)
-class Rules:
+class AutopilotRules:
     slo: Slo
     gain_min: float = 0.05
     """Least relative gain of goodput for which a worker changes its role."""
@@ -60,7 +60,7 @@ class Rules:
     """What one change costs: so long one worker serves nobody."""
 
 
-class Seat(NamedTuple):
+class AutopilotWorker(NamedTuple):
     """A worker."""
 
     name: str
@@ -73,7 +73,7 @@ class Seat(NamedTuple):
 
 @dataclass(frozen=True)
 class Observation:
-    workers: Sequence[Seat]
+    workers: Sequence[AutopilotWorker]
     traffic: Traffic | None
     """The traffic of the latest requests; None: too few came lately."""
     longer: Traffic | None = None
@@ -104,7 +104,7 @@ class Decision:
 @dataclass
 class Autopilot:
     profile: Profile
-    rules: Rules
+    rules: AutopilotRules
     _agreed: int = 0
     """How often in a row the same direction was best; negative: towards fewer prefill workers."""
     _flipped_at: float = -inf
@@ -131,7 +131,7 @@ class Autopilot:
             distance = abs(best.workers.prefill - present.prefill)
             workers = _whom(seen.workers, Role.DECODE if direction > 0 else Role.PREFILL, distance)
             self._flipped_at, self._direction = now, direction
-        model = Model(self.profile, traffic, self.rules.slo, self.rules.horizon_s)
+        model = QueueingModel(self.profile, traffic, self.rules.slo, self.rules.horizon_s)
         is_now = model.estimate(present)
         best = _best(model, present) if direction else is_now
         why = _reason(is_now, best, traffic)
@@ -149,7 +149,7 @@ class Autopilot:
         if now < self._flipped_at + FOLLOWS_S:
             looked.insert(0, (seen.traffic, 1.0, self._direction))
         for traffic, share, direction in looked:
-            model = Model(
+            model = QueueingModel(
                 self.profile, replace(traffic, requests_per_s=share * traffic.requests_per_s), self.rules.slo,
                 self.rules.horizon_s,
             )  # fmt: skip
@@ -236,7 +236,9 @@ def observation_of(report: StatusReport, model: str) -> Observation:
     roles = Counter((one.host, one.pid) for one in workers)
     return Observation(
         [
-            Seat(one.name, one.role, one.requests, one.draining, one.pid > 0 and roles[one.host, one.pid] > 1)
+            AutopilotWorker(
+                one.name, one.role, one.requests, one.draining, one.pid > 0 and roles[one.host, one.pid] > 1
+            )
             for one in workers
         ],
         latest(traffic) if traffic is not None else None,
@@ -246,7 +248,7 @@ def observation_of(report: StatusReport, model: str) -> Observation:
     )
 
 
-def _best(model: Model, present: Workers) -> Estimate:
+def _best(model: QueueingModel, present: Workers) -> Estimate:
     """The best of all ratios of so many workers, or, of many, of some at even distances and the neighbours. Mixed ones stay."""
     total = present.prefill + present.decode
     step = max(1, total // CANDIDATES_MAX)
@@ -276,7 +278,7 @@ def _reason(is_now: Estimate, best: Estimate, traffic: Traffic) -> str:
     return said if best.workers == is_now.workers else f"{said}; {best.workers}: {best.attainment:.0%}"
 
 
-def _whom(workers: Sequence[Seat], role: Role, distance: int) -> tuple[str, ...]:
+def _whom(workers: Sequence[AutopilotWorker], role: Role, distance: int) -> tuple[str, ...]:
     """The workers of this role with the fewest requests; one worker stays."""
     able = [one for one in workers if not (one.draining or one.is_mixed)]
     having = sorted((one.requests, one.name) for one in able if one.role is role)

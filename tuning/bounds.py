@@ -13,10 +13,10 @@ from tuning.advise import Workers
 from tuning.goals import Goals
 from tuning.profile import Profile
 from tuning.simulator.job import Sent
-from tuning.simulator.options import Options
+from tuning.simulator.options import RunOptions
 
 
-def attainable(profile: Profile, workers: Workers, sent: Sequence[Sent], goals: Goals, options: Options) -> float:
+def attainable(profile: Profile, workers: Workers, sent: Sequence[Sent], goals: Goals, options: RunOptions) -> float:
     """A share of the requests. Of sessions, which come when answers have come, nothing is known."""
     if any(one.follows >= 0 for one in sent):
         return 1.0

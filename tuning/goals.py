@@ -12,7 +12,7 @@ from tuning.advise import Slo
 Floats = npt.NDArray[np.float64]
 
 
-class Limits(Protocol):
+class GoalLimits(Protocol):
     """`Slo`, or `Goals`."""
 
     @property

@@ -15,9 +15,9 @@ from tuning.goals import Goals
 from tuning.profile import Profile
 from tuning.simulator.cluster import Simulator
 from tuning.simulator.job import Sent
-from tuning.simulator.options import Options
+from tuning.simulator.options import RunOptions
 
-Relief = Callable[[Profile, Options], tuple[Profile, Options]]
+Relief = Callable[[Profile, RunOptions], tuple[Profile, RunOptions]]
 LEAST_GAIN: Final = 0.005
 """A resource that helps a smaller share of all requests is not what limits."""
 
@@ -29,43 +29,43 @@ class Limit(NamedTuple):
     """Share of the requests that would keep the SLO in addition, with twice as much."""
 
 
-def _prefill_compute(profile: Profile, options: Options) -> tuple[Profile, Options]:
+def _prefill_compute(profile: Profile, options: RunOptions) -> tuple[Profile, RunOptions]:
     cost = profile.prefill
     faster = msgspec.structs.replace(cost, curve=cost.curve.scaled(0.5), context_ms=cost.context_ms / 2)
     return profile.replaced(prefill=faster), options
 
 
-def _decode_compute(profile: Profile, options: Options) -> tuple[Profile, Options]:
+def _decode_compute(profile: Profile, options: RunOptions) -> tuple[Profile, RunOptions]:
     cost = profile.decode
     faster = msgspec.structs.replace(cost, curve=cost.curve.scaled(0.5), kv_token_ms=cost.kv_token_ms / 2)
     return profile.replaced(decode=faster), options
 
 
-def _prefill_memory(profile: Profile, options: Options) -> tuple[Profile, Options]:
+def _prefill_memory(profile: Profile, options: RunOptions) -> tuple[Profile, RunOptions]:
     capacity = profile.prefill_capacity
     return profile.replaced(
         prefill_capacity=msgspec.structs.replace(capacity, kv_blocks=2 * capacity.kv_blocks)
     ), options
 
 
-def _decode_memory(profile: Profile, options: Options) -> tuple[Profile, Options]:
+def _decode_memory(profile: Profile, options: RunOptions) -> tuple[Profile, RunOptions]:
     capacity = profile.decode_capacity
     return profile.replaced(
         decode_capacity=msgspec.structs.replace(capacity, kv_blocks=2 * capacity.kv_blocks)
     ), options
 
 
-def _sequences(profile: Profile, options: Options) -> tuple[Profile, Options]:
+def _sequences(profile: Profile, options: RunOptions) -> tuple[Profile, RunOptions]:
     return profile, replace(options, seqs_max=2 * (options.seqs_max or profile.decode_capacity.seqs_max))
 
 
-def _transfer(profile: Profile, options: Options) -> tuple[Profile, Options]:
+def _transfer(profile: Profile, options: RunOptions) -> tuple[Profile, RunOptions]:
     cost = profile.transfer
     faster = msgspec.structs.replace(cost, latency_ms=cost.latency_ms / 2, bytes_per_ms=2 * cost.bytes_per_ms)
     return profile.replaced(transfer=faster), options
 
 
-def _cores(profile: Profile, options: Options) -> tuple[Profile, Options]:
+def _cores(profile: Profile, options: RunOptions) -> tuple[Profile, RunOptions]:
     """Twice as many, and half of what work of one role takes from the other's."""
     return profile.replaced(
         prefill_cores=2 * profile.prefill_cores,
@@ -89,7 +89,7 @@ TARGETS: Final[Mapping[str, tuple[float, float]]] = {"TTFT target": (2.0, 1.0), 
 """Factors on the limits of the first token and of later ones."""
 
 
-def limit_of(profile: Profile, workers: Workers, sent: Sequence[Sent], goals: Goals, options: Options) -> Limit:
+def limit_of(profile: Profile, workers: Workers, sent: Sequence[Sent], goals: Goals, options: RunOptions) -> Limit:
     """What limits a ratio that does not keep the SLO."""
     outcome = Simulator(profile, workers, sent, options).run()
     kept = outcome.attainment(goals)

@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tuning.advise import Workers
-from tuning.goals import Limits
+from tuning.goals import GoalLimits
 from tuning.profile import Profile, Residuals
 from tuning.simulator.cluster import Simulator
 from tuning.simulator.job import Sent
-from tuning.simulator.options import Options
-from tuning.simulator.outcome import Bools, Floats, Outcome
+from tuning.simulator.options import RunOptions
+from tuning.simulator.outcome import Bools, Floats, SimulatedOutcome
 
 Ints = npt.NDArray[np.int64]
 RUNS: Final = 25
@@ -60,8 +60,8 @@ def predict(
     profile: Profile,
     workers: Workers,
     sent: Sequence[Sent],
-    slo: Limits,
-    options: Options | None = None,
+    slo: GoalLimits,
+    options: RunOptions | None = None,
     *,
     from_s: float = 0.0,
     runs: int = RUNS,
@@ -105,7 +105,7 @@ def run_factors(profile: Profile, count: int, rng: np.random.Generator) -> list[
     return [float(factor) for factor in np.exp(rng.permutation(profile.run_sigma * middle))]
 
 
-def scattered(outcome: Outcome, profile: Profile, rng: np.random.Generator) -> Outcome:
+def scattered(outcome: SimulatedOutcome, profile: Profile, rng: np.random.Generator) -> SimulatedOutcome:
     """The outcome with each request's times as far from the fit as measurements were."""
 
     def factors(residuals: Residuals) -> Floats:
@@ -122,7 +122,7 @@ def scattered(outcome: Outcome, profile: Profile, rng: np.random.Generator) -> O
     )
 
 
-def gap_quantiles(outcome: Outcome, profile: Profile) -> list[float]:
+def gap_quantiles(outcome: SimulatedOutcome, profile: Profile) -> list[float]:
     """Gaps between tokens, each as far from the mean step as gaps were measured."""
     if not profile.gap_spread:
         return outcome.percentiles("itl_ms", SHARES)

@@ -147,7 +147,7 @@ class ControlCost(msgspec.Struct, frozen=True):
         return self.step_ms + self.token_ms * sequences
 
 
-class Capacity(msgspec.Struct, frozen=True):
+class ProfileCapacity(msgspec.Struct, frozen=True):
     """What one worker has."""
 
     kv_blocks: Count
@@ -165,8 +165,8 @@ class Capacity(msgspec.Struct, frozen=True):
 class Profile(msgspec.Struct, frozen=True):
     prefill: PrefillCost
     decode: DecodeCost
-    prefill_capacity: Capacity
-    decode_capacity: Capacity
+    prefill_capacity: ProfileCapacity
+    decode_capacity: ProfileCapacity
     transfer: TransferCost = TransferCost()
     host: HostCost = HostCost()
     prefill_cores: Cores = 0

@@ -25,8 +25,8 @@ from tuning.limits import limit_of
 from tuning.profile import Profile
 from tuning.simulator.cluster import Simulator
 from tuning.simulator.job import Sent
-from tuning.simulator.options import Options
-from tuning.simulator.outcome import Floats, Outcome
+from tuning.simulator.options import RunOptions
+from tuning.simulator.outcome import Floats, SimulatedOutcome
 from tuning.traffic import excerpt, windows
 
 FULL_MAX: Final = 6
@@ -55,14 +55,14 @@ class Candidate:
     seqs_max: int = 0
     """0: the profile's."""
     stall_share: float = 0.0
-    """As in `Options`."""
+    """As in `RunOptions`."""
 
     def __str__(self) -> str:
         return str(self.workers)
 
 
 @dataclass
-class Result:
+class Scored:
     candidate: Candidate
     bound: float
     """The most of its requests that could keep the SLO."""
@@ -104,13 +104,13 @@ class Result:
 class Found:
     goals: Goals
     budget: int
-    results: dict[Candidate, Result]
-    best: Result
-    ranked: list[Result]
+    results: dict[Candidate, Scored]
+    best: Scored
+    ranked: list[Scored]
     """Full runs: the recommended one, then the best first."""
     requests: int
     requests_per_s: float
-    outcome: Outcome
+    outcome: SimulatedOutcome
     """The outcome of the best over the whole trace."""
     class_attainment: dict[str, float]
 
@@ -150,15 +150,15 @@ def search(
     sent: Sequence[Sent],
     goals: Goals,
     space: Space,
-    options: Options | None = None,
+    options: RunOptions | None = None,
     *,
     tell: Tell = lambda what, done, of: None,
     seed: int = 0,
 ) -> Found:
     """`sent` is not empty."""
-    options = options or Options()
+    options = options or RunOptions()
     results = {
-        one: Result(
+        one: Scored(
             one,
             attainable(profile, one.workers, sent, goals, options_for(options, one)),
             cost_per_hour=profile.cost_per_hour(*one.workers),
@@ -180,9 +180,9 @@ def search(
             _take(result, _run(profile, part, candidate, options), goals, len(part), seed)
             shown[total] = max(shown.get(total, 0.0), result.low)
         left = _best_half(kept, results, space.budget)
-    outcomes: dict[Candidate, list[Outcome]] = {}
+    outcomes: dict[Candidate, list[SimulatedOutcome]] = {}
 
-    def run_whole(one: Candidate) -> Result:
+    def run_whole(one: Candidate) -> Scored:
         if one not in outcomes:
             tell("the whole trace", len(outcomes), FULL_MAX)
             outcomes[one] = [_run(profile, sent, one, options)]
@@ -194,7 +194,7 @@ def search(
     _run_the_best(sorted(left, key=lambda one: results[one].rank()), run_whole, shares.__getitem__, goals)
     _probabilities(outcomes, results, profile, sent, goals, options, seed)
     best = recommended([results[one] for one in outcomes])
-    others = sorted((results[one] for one in outcomes if one != best.candidate), key=Result.rank)
+    others = sorted((results[one] for one in outcomes if one != best.candidate), key=Scored.rank)
     ranked = [best, *others]
     _find_limits(ranked, profile, sent, goals, options, tell)
     outcome = outcomes[best.candidate][0]
@@ -205,15 +205,15 @@ def search(
     return Found(goals, space.budget, results, best, ranked, len(sent), per_s, outcome, classes)
 
 
-def _run(profile: Profile, sent: Sequence[Sent], one: Candidate, options: Options) -> Outcome:
+def _run(profile: Profile, sent: Sequence[Sent], one: Candidate, options: RunOptions) -> SimulatedOutcome:
     return Simulator(profile, one.workers, sent, options_for(options, one)).run()
 
 
-def options_for(options: Options, one: Candidate) -> Options:
+def options_for(options: RunOptions, one: Candidate) -> RunOptions:
     return replace(options, step_tokens=one.step_tokens, seqs_max=one.seqs_max, stall_share=one.stall_share)
 
 
-def _take(result: Result, outcome: Outcome, goals: Goals, requests: int, seed: int) -> None:
+def _take(result: Scored, outcome: SimulatedOutcome, goals: Goals, requests: int, seed: int) -> None:
     good, strain = outcome.good(goals), outcome.strain(goals)
     result.requests, result.attainment = requests, float(good.mean())
     result.strain = float(np.quantile(strain, goals.percentile, method="lower"))
@@ -228,7 +228,7 @@ def _take(result: Result, outcome: Outcome, goals: Goals, requests: int, seed: i
     result.batch_mean, result.link_busy = outcome.batch_mean, outcome.link_busy
 
 
-def _draws(outcome: Outcome, values: Floats, seed: int, draws: int = DRAWS) -> Floats:
+def _draws(outcome: SimulatedOutcome, values: Floats, seed: int, draws: int = DRAWS) -> Floats:
     """Means of `values` over windows drawn with replacement, of sessions over clients; the same ones for the same seed."""
     clients = np.array(outcome.clients)
     parts = [np.flatnonzero(clients == one) for one in np.unique(clients)] or windows(outcome.at_s, WINDOWS)
@@ -238,7 +238,7 @@ def _draws(outcome: Outcome, values: Floats, seed: int, draws: int = DRAWS) -> F
     return np.asarray(sums[chosen].sum(axis=1) / sizes[chosen].sum(axis=1))
 
 
-def _best_half(left: Sequence[Candidate], results: dict[Candidate, Result], budget: int) -> list[Candidate]:
+def _best_half(left: Sequence[Candidate], results: dict[Candidate, Scored], budget: int) -> list[Candidate]:
     """The better half of those with as many workers as the budget, and the best few of fewer workers, with and without mixed
     ones."""
     order = sorted(left, key=lambda one: results[one].rank())
@@ -255,7 +255,7 @@ def _best_half(left: Sequence[Candidate], results: dict[Candidate, Result], budg
 
 def _run_the_best(
     order: Sequence[Candidate],
-    run: Callable[[Candidate], Result],
+    run: Callable[[Candidate], Scored],
     serves: Callable[[Candidate], float],
     goals: Goals,
 ) -> None:
@@ -276,7 +276,7 @@ def _run_the_best(
 
 
 def _find_limits(
-    ranked: Sequence[Result], profile: Profile, sent: Sequence[Sent], goals: Goals, options: Options, tell: Tell
+    ranked: Sequence[Scored], profile: Profile, sent: Sequence[Sent], goals: Goals, options: RunOptions, tell: Tell
 ) -> None:
     part: Sequence[Sent] = sent
     for done, one in enumerate(ranked):
@@ -288,7 +288,7 @@ def _find_limits(
 
 
 def _fewest(
-    order: Sequence[Candidate], best: Result, run: Callable[[Candidate], Result], is_enough: Callable[[Result], bool]
+    order: Sequence[Candidate], best: Scored, run: Callable[[Candidate], Scored], is_enough: Callable[[Scored], bool]
 ) -> None:
     """Run the best of each of some numbers of workers, until the least number that is enough is found."""
     low, high = min(one.workers.total for one in order), best.candidate.workers.total
@@ -301,7 +301,7 @@ def _fewest(
             low = middle + 1
 
 
-def recommended(full: Sequence[Result]) -> Result:
+def recommended(full: Sequence[Scored]) -> Scored:
     """The best, or of those that are no worse by more than the error, the one that costs least, by what workers cost or by
     their number; of those that cost the same, the one that stays furthest below its limits."""
     best = max(full, key=lambda one: one.attainment)
@@ -309,7 +309,7 @@ def recommended(full: Sequence[Result]) -> Result:
     return min(near, key=lambda one: (one.price, one.strain, -one.attainment))
 
 
-def error(one: Result, other: Result) -> float:
+def error(one: Scored, other: Scored) -> float:
     """The error of the difference between two candidates' attainment: 90 % of the draws are no further from it."""
     return max(_half_width(one.drawn - other.drawn), ERROR_MIN)
 
@@ -319,12 +319,12 @@ def _half_width(differences: Floats) -> float:
 
 
 def _probabilities(
-    outcomes: dict[Candidate, list[Outcome]],
-    results: dict[Candidate, Result],
+    outcomes: dict[Candidate, list[SimulatedOutcome]],
+    results: dict[Candidate, Scored],
     profile: Profile,
     sent: Sequence[Sent],
     goals: Goals,
-    options: Options,
+    options: RunOptions,
     seed: int,
 ) -> None:
     """How often each would be recommended, over windows drawn and steps scaled."""

@@ -11,7 +11,7 @@ from tuning.profile import Profile
 from tuning.search import Candidate, Found, Space, Tell, options_for
 from tuning.simulator.cluster import Simulator
 from tuning.simulator.job import Sent
-from tuning.simulator.options import Options
+from tuning.simulator.options import RunOptions
 from tuning.traffic import Change, excerpt
 
 REQUESTS: Final = 1200
@@ -53,7 +53,7 @@ class TurningPoint(NamedTuple):
 
 
 def map_of(
-    profile: Profile, sent: Sequence[Sent], goals: Goals, found: Found, options: Options, tell: Tell
+    profile: Profile, sent: Sequence[Sent], goals: Goals, found: Found, options: RunOptions, tell: Tell
 ) -> list[Cell]:
     """Prefill by decode workers, each up to the budget less one."""
     best = found.best.candidate
@@ -75,7 +75,13 @@ def map_of(
 
 
 def what_if(
-    profile: Profile, sent: Sequence[Sent], goals: Goals, space: Space, found: Found, options: Options, tell: Tell
+    profile: Profile,
+    sent: Sequence[Sent],
+    goals: Goals,
+    space: Space,
+    found: Found,
+    options: RunOptions,
+    tell: Tell,
 ) -> tuple[list[WhatIf], float]:
     """What becomes of the recommendation with other loads and one worker more or less; and at how many times the load it just
     keeps the SLO (`HEADROOM_MAX` at most)."""
@@ -122,7 +128,13 @@ def _side(most: int, best: int) -> list[int]:
 
 
 def turns(
-    profile: Profile, sent: Sequence[Sent], goals: Goals, space: Space, found: Found, options: Options, tell: Tell
+    profile: Profile,
+    sent: Sequence[Sent],
+    goals: Goals,
+    space: Space,
+    found: Found,
+    options: RunOptions,
+    tell: Tell,
 ) -> list[TurningPoint]:
     """The least of each kind of change that turns the recommendation to another ratio of as many workers."""
     part = excerpt(sent, REQUESTS)
@@ -172,7 +184,7 @@ def _best(
     change: Change,
     layouts: Sequence[Workers],
     best: Candidate,
-    options: Options,
+    options: RunOptions,
 ) -> tuple[Workers | None, float]:
     """Another one that keeps the SLO for clearly more requests, None where the best stays within 1 %; and what is kept at
     most."""

@@ -7,14 +7,16 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from simulation.load.sessions import Session, in_turn
+from simulation.load.sessions import LoadSession, in_turn
 from tuning.simulator.job import Sent, clients_of
 
 TPOT_S, TOKEN_S = 0.03, 0.0005
 """Taken for where in time a turn might come, by which parts of the traffic are chosen."""
 
 
-def played(sessions: Sequence[Session], clients: int, context_tokens: int, duration_s: float) -> tuple[list[Sent], int]:
+def played(
+    sessions: Sequence[LoadSession], clients: int, context_tokens: int, duration_s: float
+) -> tuple[list[Sent], int]:
     """The turns in the order of about when they come; and how many are left out, because they do not fit the context. No turn
     that might come after `duration_s` is played."""
     rows: list[tuple[int, Sent]] = []

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from coordinator.accounting.drain import ComingBack, Drain
+from coordinator.accounting.drain import ComingBack, FreeingRate
 from runtime.tenancy.tenants import Level, QuotaLimits
 
 NS = 1_000_000_000
@@ -15,7 +15,7 @@ PER_MIN = 60 * NS
 """A limit of n per minute is n units per nanosecond when one token is this many."""
 
 
-class Bucket:
+class TokenBucket:
     """A rate as a token bucket with integer content; refilled when looked at."""
 
     def __init__(self, per_min: int, now_ns: int) -> None:
@@ -50,9 +50,9 @@ class Account:
         self.name = level.name
         self.limits = QuotaLimits()
         self.borrow = self.limited = False
-        self.requests: Bucket | None = None
-        self.tokens: Bucket | None = None
-        self.open = Drain()
+        self.requests: TokenBucket | None = None
+        self.tokens: TokenBucket | None = None
+        self.open = FreeingRate()
         """Requests from acceptance to the end."""
         self.coming: ComingBack[None] = ComingBack()
         self.tokens_in_flight = self.kv_blocks = 0
@@ -70,11 +70,11 @@ class Account:
         self.tokens = self._bucket(self.tokens, level.limits.tokens_per_min, now_ns)
 
     @staticmethod
-    def _bucket(bucket: Bucket | None, per_min: int | None, now_ns: int) -> Bucket | None:
+    def _bucket(bucket: TokenBucket | None, per_min: int | None, now_ns: int) -> TokenBucket | None:
         if per_min is None:
             return None
         if bucket is None:
-            return Bucket(per_min, now_ns)
+            return TokenBucket(per_min, now_ns)
         bucket.refill(now_ns)
         bucket.resize(per_min)
         return bucket

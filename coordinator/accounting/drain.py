@@ -15,7 +15,7 @@ EXPIRED_MAX = 64
 """Entries dropped in one call, so that its cost is bounded; each call adds one at most."""
 
 
-class Drain:
+class FreeingRate:
     """How fast one kind of amount, like requests or tokens, comes free."""
 
     __slots__ = ("_freed_at", "_mean_s", "_seen", "held")

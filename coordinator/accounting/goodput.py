@@ -8,7 +8,7 @@ import msgspec
 from coordinator.policy.versions import PolicyInForce
 
 
-class RequestCounts(msgspec.Struct, gc=False):
+class GoodputCounts(msgspec.Struct, gc=False):
     offered: int = 0
     """Requests that came, except those that were refused for what they are or for their tenant's limits."""
     finished: int = 0
@@ -39,16 +39,16 @@ class Times(NamedTuple):
 
 class Goodput:
     def __init__(self) -> None:
-        self.by_class: dict[str, RequestCounts] = {}
+        self.by_class: dict[str, GoodputCounts] = {}
         self.policy = PolicyInForce()
-        self.by_arm: dict[str, RequestCounts] = {"active": RequestCounts()}
+        self.by_arm: dict[str, GoodputCounts] = {"active": GoodputCounts()}
         """Requests that came since the policy in force and what is on trial are what they are."""
         self._since = 0.0
 
     def put_in_force(self, policy: PolicyInForce, now: float) -> None:
         if policy != self.policy:
             self.policy, self._since = policy, now
-            self.by_arm = {arm: RequestCounts() for arm in (("active", "candidate") if policy.trial else ("active",))}
+            self.by_arm = {arm: GoodputCounts() for arm in (("active", "candidate") if policy.trial else ("active",))}
 
     def offered(self, path: tuple[str, str, str]) -> None:
         self._of_class(path[0]).offered += 1
@@ -63,5 +63,5 @@ class Goodput:
         """A new tenants file has only these."""
         self.by_class = {name: counts for name, counts in self.by_class.items() if name in priority_classes}
 
-    def _of_class(self, priority_class: str) -> RequestCounts:
-        return self.by_class.get(priority_class) or self.by_class.setdefault(priority_class, RequestCounts())
+    def _of_class(self, priority_class: str) -> GoodputCounts:
+        return self.by_class.get(priority_class) or self.by_class.setdefault(priority_class, GoodputCounts())

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from coordinator.accounting.account import NS, PER_MIN, Account, Bucket, Grant
+from coordinator.accounting.account import NS, PER_MIN, Account, Grant, TokenBucket
 from proto.messages import RateState
 from runtime.tenancy.tenants import Level, QuotaLimits, Tenants
 
@@ -332,7 +332,7 @@ def _seconds(wait_ns: int) -> float:
     return min((wait_ns // 1000 + 2) / 1e6, float(DAY_S))
 
 
-def _left(bucket: Bucket) -> _Left:
+def _left(bucket: TokenBucket) -> _Left:
     missing_ns = bucket.wait_ns(bucket.per_min)
     return bucket.per_min, max(bucket.content // PER_MIN, 0), min(missing_ns / NS, float(DAY_S))
 

@@ -56,7 +56,7 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Record:
+class EventRecord:
     now: float
     event: Event
     head: bytes
@@ -165,7 +165,7 @@ def decode_header(record: object) -> Header:
     return header
 
 
-def decode_record(record: object) -> Record | End:
+def decode_record(record: object) -> EventRecord | End:
     """Raises `EventLogError` whatever the record holds."""
     match record:
         case ["end", str(reason)]:
@@ -173,9 +173,9 @@ def decode_record(record: object) -> Record | End:
         case [[float() | int() as now, str(name), *rest], [int(sum_), int(count), digest]]:
             event, head = _decode_event(name, rest), as_written([now, name, *rest])
             if isinstance(digest, int) and count >= 0:
-                return Record(now, event, head, sum_, count, digest)
+                return EventRecord(now, event, head, sum_, count, digest)
             if isinstance(digest, str) and count == FAILED:
-                return Record(now, event, head, sum_, count, 0, digest)
+                return EventRecord(now, event, head, sum_, count, 0, digest)
     raise EventLogError("not a record of an event log")
 
 

@@ -13,7 +13,7 @@ from coordinator.lifecycle import TERMINAL, RequestState
 from coordinator.request import Request
 
 
-class Named:
+class RequestsNamed:
     """The ids that begin so, of all requests that came. An `Observer`."""
 
     def __init__(self, prefix: str) -> None:

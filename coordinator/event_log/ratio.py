@@ -7,7 +7,7 @@ import msgspec
 
 from coordinator.core import Core
 from coordinator.events import Action, Event, Received
-from coordinator.workers.flip import Flip
+from coordinator.workers.flip import RunningFlip
 from proto.status import AutopilotReport
 
 
@@ -26,7 +26,7 @@ class RoleChange(msgspec.Struct, frozen=True, tag_field="what", tag="role_change
     """Milliseconds from the order to its registration in the new role."""
 
 
-class Advice(msgspec.Struct, frozen=True, tag_field="what", tag="advice"):
+class LoggedAdvice(msgspec.Struct, frozen=True, tag_field="what", tag="advice"):
     """The autopilot wants another ratio than before."""
 
     at_s: float
@@ -36,16 +36,16 @@ class Advice(msgspec.Struct, frozen=True, tag_field="what", tag="advice"):
     reason: str
 
 
-class Ratio:
+class LoggedRatio:
     """What is new after each event."""
 
     def __init__(self) -> None:
-        self._open: dict[Flip, None] = {}
+        self._open: dict[RunningFlip, None] = {}
         """Changes of role that have not ended."""
         self._wanted: dict[str, str] = {}
 
-    def news(self, core: Core, event: Event, at_s: float) -> list[RoleChange | Advice]:
-        found: list[RoleChange | Advice] = []
+    def news(self, core: Core, event: Event, at_s: float) -> list[RoleChange | LoggedAdvice]:
+        found: list[RoleChange | LoggedAdvice] = []
         running = dict.fromkeys(core.flipping.values())
         found += [_role_change(flip, at_s) for flip in running if flip not in self._open]
         found += [_role_change(flip, at_s) for flip in self._open if flip not in running]
@@ -54,12 +54,12 @@ class Ratio:
         if isinstance(message, AutopilotReport):
             said = message.status
             if self._wanted.get(said.model, said.present) != said.wanted:
-                found.append(Advice(at_s, said.mode, said.present, said.wanted, said.reason))
+                found.append(LoggedAdvice(at_s, said.mode, said.present, said.wanted, said.reason))
             self._wanted[said.model] = said.wanted
         return found
 
 
-def _role_change(flip: Flip, at_s: float) -> RoleChange:
+def _role_change(flip: RunningFlip, at_s: float) -> RoleChange:
     one = flip.status()
     took_ms = one.drained_ms + one.commit_ms if one.commit_ms else 0.0
     return RoleChange(at_s, one.worker, one.before, one.role, one.state, one.why, one.failure, took_ms)
@@ -69,8 +69,8 @@ class RatioChanges:
     """All of an event log. An `Observer`."""
 
     def __init__(self, started: float) -> None:
-        self._started, self._ratio = started, Ratio()
-        self.entries: list[RoleChange | Advice] = []
+        self._started, self._ratio = started, LoggedRatio()
+        self.entries: list[RoleChange | LoggedAdvice] = []
 
     def before(self, core: Core, event: Event, now: float) -> None:
         pass

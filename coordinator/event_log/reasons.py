@@ -1,7 +1,8 @@
 """Why a request did not get the chunk that another one got, or nobody. Pure: reads the state, as an onlooker of a decision.
 
 A reason says what stood in the way at one turn of one prefill worker: the fair order (`OtherTurn`, `SameTenant`), room
-(`NoRoom`, `RoomKept`), standing behind somebody who waits for room (`BehindNoRoom`), or its own choice (`CachedElsewhere`).
+(`NoRoomOnWorker`, `RoomKept`), standing behind somebody who waits for room (`BehindNoRoom`), or its own choice
+(`CachedElsewhere`).
 """
 
 from enum import StrEnum
@@ -42,7 +43,7 @@ class OtherTurn(msgspec.Struct, frozen=True, tag_field="kind", tag="other_turn")
     """When each one's turn comes: service per weight."""
 
 
-class Order(StrEnum):
+class OrderWithinTenant(StrEnum):
     DEADLINE = "deadline"
     FEWER_CHUNKS = "fewer_chunks"
     CAME_FIRST = "came_first"
@@ -54,12 +55,12 @@ class SameTenant(msgspec.Struct, frozen=True, tag_field="kind", tag="same_tenant
     """Another request of the same tenant goes first."""
 
     by: By
-    order: Order
+    order: OrderWithinTenant
     due_before_s: float
     """How much earlier the other is due; negative where that is not why."""
 
 
-class NoRoom(msgspec.Struct, frozen=True, tag_field="kind", tag="no_room"):
+class NoRoomOnWorker(msgspec.Struct, frozen=True, tag_field="kind", tag="no_room"):
     worker: str
     """The prefill worker that asked, or else the decode worker with the most room."""
     blocks_needed: int
@@ -119,7 +120,9 @@ class RunsAlone(msgspec.Struct, frozen=True, tag_field="kind", tag="runs_alone")
     """Workers lost one after the other while they computed it."""
 
 
-Reason = OtherTurn | SameTenant | NoRoom | RoomKept | BehindNoRoom | CachedElsewhere | FasterElsewhere | RunsAlone
+Reason = (
+    OtherTurn | SameTenant | NoRoomOnWorker | RoomKept | BehindNoRoom | CachedElsewhere | FasterElsewhere | RunsAlone
+)
 
 
 def by(request: Request) -> By:
@@ -166,7 +169,7 @@ def _without_room(target: Request, first: Request, worker: Worker, pool: Pool) -
     return no_room(target, worker, pool) if first is target else BehindNoRoom(by(first))
 
 
-def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoom:
+def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoomOnWorker:
     waiting_ms = pool.waiting_target()
     worker, allocation, fits = prefill, prefill.prefill_allocation(target.submit), prefill.fits(target.submit)
     circuit_open = fits and any(pool.decode_fits(decode, target, waiting_ms) for decode in pool.decode.values())
@@ -182,7 +185,7 @@ def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoom:
         name = "/".join(filter(None, other.path[1:])) or "streams from before"
         held[name] = held.get(name, 0) + other.kv_blocks
     most = max(held, key=lambda name: held[name], default="")
-    return NoRoom(
+    return NoRoomOnWorker(
         worker.hello.name,
         allocation.kv_blocks,
         worker.free_blocks,
@@ -231,9 +234,9 @@ def _name(node: SchedulingClass) -> str:
     return "/".join(filter(None, node.path[1:] or node.path))
 
 
-def _order(first: tuple[int, float, int, int], second: tuple[int, float, int, int]) -> Order:
+def _order(first: tuple[int, float, int, int], second: tuple[int, float, int, int]) -> OrderWithinTenant:
     if first[0] == AGED:
-        return Order.AGED
+        return OrderWithinTenant.AGED
     if first[1] != second[1]:
-        return Order.DEADLINE
-    return Order.FEWER_CHUNKS if first[2] != second[2] else Order.CAME_FIRST
+        return OrderWithinTenant.DEADLINE
+    return OrderWithinTenant.FEWER_CHUNKS if first[2] != second[2] else OrderWithinTenant.CAME_FIRST

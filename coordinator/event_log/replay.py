@@ -16,8 +16,8 @@ from coordinator.event_log.format import (
     Chain,
     End,
     EventLogError,
+    EventRecord,
     Header,
-    Record,
     as_written,
     decode_header,
     decode_record,
@@ -98,13 +98,13 @@ class Replay:
             self.bytes_read = self._unpacker.tell()
             yield record
 
-    def _decoded(self, raw: object) -> Record | End:
+    def _decoded(self, raw: object) -> EventRecord | End:
         try:
             return decode_record(raw)
         except EventLogError as error:
             raise EventLogError(f"event {self.events + 1}, before byte {self.bytes_read}: {error}") from None
 
-    def _step(self, record: Record, observer: Observer | None) -> Difference | None:
+    def _step(self, record: EventRecord, observer: Observer | None) -> Difference | None:
         event, now = record.event, record.now
         self._chain.event(record.head)
         if self._chain.sum != record.sum:
@@ -129,10 +129,10 @@ class Replay:
         return None
 
     def _difference(
-        self, record: Record, why: str, recorded: str, replayed: str, actions: tuple[Action, ...] = ()
+        self, record: EventRecord, why: str, recorded: str, replayed: str, actions: tuple[Action, ...] = ()
     ) -> Difference:
         return Difference(self.events, self.last_s, record.event, why, recorded, replayed, actions)
 
 
-def _recorded(record: Record) -> str:
+def _recorded(record: EventRecord) -> str:
     return record.error if record.count == FAILED else f"{record.count} actions, digest {record.digest:016x}"

@@ -8,13 +8,13 @@ from typing import Final
 import msgspec
 
 from coordinator.core import Core
-from coordinator.event_log.ratio import Advice, Ratio, RoleChange
+from coordinator.event_log.ratio import LoggedAdvice, LoggedRatio, RoleChange
 from coordinator.event_log.reasons import (
     BehindNoRoom,
     By,
     CachedElsewhere,
     FasterElsewhere,
-    NoRoom,
+    NoRoomOnWorker,
     OtherTurn,
     Reason,
     RoomKept,
@@ -107,7 +107,7 @@ class Changed(msgspec.Struct, frozen=True, tag_field="what", tag="state"):
     transfer_ms: float = 0.0
 
 
-class Ended(msgspec.Struct, frozen=True, tag_field="what", tag="ended"):
+class RequestEnded(msgspec.Struct, frozen=True, tag_field="what", tag="ended"):
     at_s: float
     outcome: str
     why: str
@@ -116,7 +116,7 @@ class Ended(msgspec.Struct, frozen=True, tag_field="what", tag="ended"):
     """The request for which it had to make room."""
 
 
-Entry = Submitted | Passed | KeptFor | Placed | ChunkSent | Changed | Ended | RoleChange | Advice
+Entry = Submitted | Passed | KeptFor | Placed | ChunkSent | Changed | RequestEnded | RoleChange | LoggedAdvice
 
 
 class _Passing:
@@ -153,7 +153,7 @@ def _same(reason: Reason) -> tuple[object, ...]:
             return (type(reason), order)
         case OtherTurn() | RoomKept():
             return (type(reason), *who)
-        case NoRoom(worker=worker, kept=kept):
+        case NoRoomOnWorker(worker=worker, kept=kept):
             return (type(reason), worker, kept)
         case BehindNoRoom() | CachedElsewhere() | FasterElsewhere() | RunsAlone():
             return (type(reason),)
@@ -179,7 +179,7 @@ class Timeline:
         self._came: Submitted | None = None
         """Told once the core has taken it or turned it away: what repeats an attempt is neither."""
         self._blocks = 0
-        self._ratio = Ratio()
+        self._ratio = LoggedRatio()
         self._has_ended = False
 
     def finish(self) -> list[Entry]:
@@ -261,7 +261,7 @@ class Timeline:
         if state in TERMINAL:
             told, retry_after_s = self._rejection()
             why = why if told in ("", why) else f"{why}: {told}"
-            self._add(Ended(self._at_s, state.value, why, retry_after_s, self._made_room_for(why)))
+            self._add(RequestEnded(self._at_s, state.value, why, retry_after_s, self._made_room_for(why)))
         elif state is RequestState.PLACED:
             assert self._core is not None
             request = self._core.requests[self.request_id]

@@ -42,7 +42,7 @@ AT_ONCE: Final = 64
 """Sessions that one event forgets at most."""
 
 
-class Tenant(msgspec.Struct, eq=False, gc=False):
+class SessionTenant(msgspec.Struct, eq=False, gc=False):
     share: float = 0.5
     """The part of its turns that another one follows."""
     mean_s: float = 0.0
@@ -103,7 +103,7 @@ class Sessions:
         """Room in the caches of all workers of the model."""
         self.leased_tokens = 0
         self.leases = 0
-        self._tenants: OrderedDict[str, Tenant] = OrderedDict()
+        self._tenants: OrderedDict[str, SessionTenant] = OrderedDict()
         """The one heard of longest ago first."""
         self._weights = 0.0
         """Weights of the tenants that have leases."""
@@ -170,7 +170,7 @@ class Sessions:
 
     def returns(self, tenant_name: str) -> Returns:
         """How likely turns of this tenant are to be followed by another one, for those who keep what they leave."""
-        tenant = self._tenants.get(tenant_name) or Tenant()
+        tenant = self._tenants.get(tenant_name) or SessionTenant()
         over_share = tenant.leased_tokens * self._weights > tenant.weight * self.leased_tokens
         if self.leased_tokens > self.kv_tokens and over_share:
             return Returns(0.0, 0.0)
@@ -208,10 +208,10 @@ class Sessions:
                 return found
         return None
 
-    def _tenant(self, name: str) -> Tenant:
+    def _tenant(self, name: str) -> SessionTenant:
         tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = self._tenants[name] = Tenant()
+            tenant = self._tenants[name] = SessionTenant()
             if len(self._tenants) > TENANTS_MAX:
                 oldest = next(iter(self._tenants))
                 for session in list(self._leases_of.get(oldest, ())):
@@ -245,7 +245,7 @@ class Sessions:
             del self._leases_of[session.tenant]
             self._weights -= tenant.weight
 
-    def _give_up_waiting(self, name: str, tenant: Tenant, now: float) -> None:
+    def _give_up_waiting(self, name: str, tenant: SessionTenant, now: float) -> None:
         """The turns of a tenant that no other one has followed for too long leave no lease any more."""
         leases = self._leases_of.get(name)
         for _ in range(AT_ONCE):

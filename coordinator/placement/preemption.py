@@ -33,7 +33,7 @@ HELD_COST = 4.0
 wait is to follow from the room they have, and their prompts' lengths to matter little."""
 
 
-class Candidate(NamedTuple):
+class PreemptionCandidate(NamedTuple):
     """One attempt on the worker that runs short."""
 
     key: Key
@@ -46,7 +46,7 @@ class Candidate(NamedTuple):
     """That come free with it, about."""
 
 
-def choose(candidates: Iterable[Candidate], blocks: int) -> list[Key]:
+def choose(candidates: Iterable[PreemptionCandidate], blocks: int) -> list[Key]:
     """Who leaves, so that `blocks` come free: lowest priority class, then the tenant most ahead of its share, then the
     newest."""
     order = sorted(candidates, key=lambda c: (c.resumed, c.priority_class_weight, -c.debt, -c.placed_at, c.key))
@@ -73,7 +73,7 @@ def relieve(state: State, worker: Worker, short_blocks: int, now: float) -> None
     """Interrupt as many as it takes. What those who are leaving already will give back is counted first."""
     room = worker.admission
     assert room is not None
-    candidates: list[Candidate] = []
+    candidates: list[PreemptionCandidate] = []
     for key, allocation in list(worker.allocations.items()):
         if key[1] == RETAINED:
             state.drop_retained(state.requests[key[0]])  # of this room nothing is in use
@@ -83,7 +83,9 @@ def relieve(state: State, worker: Worker, short_blocks: int, now: float) -> None
             debt = state.queues[worker.hello.model].fair.debt(request.path)
             weight = state.limits.priority_classes[request.path[0]].weight
             candidates.append(
-                Candidate(key, request.resumed, weight, debt, request.attempt_progress.placed_at, room.held_now(key))
+                PreemptionCandidate(
+                    key, request.resumed, weight, debt, request.attempt_progress.placed_at, room.held_now(key)
+                )
             )
         elif not allocation.adopted:
             short_blocks -= room.held_now(key)

@@ -22,7 +22,7 @@ class PolicyError(CrossdockError):
     """What `crossdock policy` asks for cannot be done."""
 
 
-class Version(msgspec.Struct, frozen=True):
+class PolicyRevision(msgspec.Struct, frozen=True):
     number: int
     digest: str
     source: str
@@ -59,7 +59,7 @@ class PolicyInForce(msgspec.Struct, frozen=True):
 
 
 class Versions(msgspec.Struct):
-    kept: list[Version] = []
+    kept: list[PolicyRevision] = []
     """Oldest first."""
     active: int = 0
     before: list[int] = []
@@ -68,7 +68,7 @@ class Versions(msgspec.Struct):
     file_digest: str = ""
     """Digest of the tenants file as it was last read."""
 
-    def get(self, number: int) -> Version:
+    def get(self, number: int) -> PolicyRevision:
         """Raises `PolicyError`."""
         for version in self.kept:
             if version.number == number:
@@ -140,7 +140,7 @@ class Versions(msgspec.Struct):
             if version.digest == digest:
                 return version.number
         number = self.kept[-1].number + 1 if self.kept else 1
-        self.kept.append(Version(number, digest, source, now_s, dict(tables), dict(options)))
+        self.kept.append(PolicyRevision(number, digest, source, now_s, dict(tables), dict(options)))
         self._drop_oldest()
         return number
 

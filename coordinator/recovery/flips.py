@@ -13,7 +13,7 @@ from coordinator.lifecycle import RequestState
 from coordinator.recovery import draining
 from coordinator.reporting import report
 from coordinator.state import State
-from coordinator.workers.flip import Flip, FlipState
+from coordinator.workers.flip import FlipState, RunningFlip
 from coordinator.workers.worker import WORKERS, Worker
 from proto import drain
 from proto.drain import Draining, FlipAnswer, FlipFailed, FlipRequest
@@ -34,7 +34,7 @@ def asked(state: State, incarnation: int, event: Received, now: float) -> None:
     workers = draining.named(state, request.worker)
     refusal = _refusal(state, request, workers)
     if not refusal:
-        flip = Flip([worker.hello for worker in workers], request.role, request.force, request.why, now)
+        flip = RunningFlip([worker.hello for worker in workers], request.role, request.force, request.why, now)
         state.flips.append(flip)
         for worker in workers:
             state.flipping[worker.incarnation] = flip
@@ -82,7 +82,7 @@ def _refusal_of(state: State, request: FlipRequest, worker: Worker) -> str:
     return ""
 
 
-def _running(state: State) -> list[Flip]:
+def _running(state: State) -> list[RunningFlip]:
     """Each once: that of a mixed worker is found by both of its incarnations."""
     return list(dict.fromkeys(state.flipping.values()))
 
@@ -100,7 +100,7 @@ def look(state: State, now: float) -> None:
         _look_at(state, flip, now)
 
 
-def _look_at(state: State, flip: Flip, now: float) -> None:
+def _look_at(state: State, flip: RunningFlip, now: float) -> None:
     workers = [state.workers[one] for one in flip.incarnations if one in state.workers]
     if flip.state is FlipState.REGISTERING:
         if now >= flip.drained_at + REGISTER_S_MAX:
@@ -153,7 +153,7 @@ def failed(state: State, incarnation: int, event: Received, now: float) -> None:
         _give_up(state, flip, event.message.why)
 
 
-def _give_up(state: State, flip: Flip, why: str) -> None:
+def _give_up(state: State, flip: RunningFlip, why: str) -> None:
     flip.state, flip.failure = FlipState.FAILED, why[:500]
     _forget(state, flip)
     state.counters["flips_failed"] += 1
@@ -183,7 +183,7 @@ def next_resume(state: State) -> float:
     return min((flip.kept_until for flip in state.keeping), default=inf)
 
 
-def _resume(state: State, flip: Flip) -> None:
+def _resume(state: State, flip: RunningFlip) -> None:
     state.keeping.pop(flip, None)
     kept, flip.kept = flip.kept, []
     for key in kept:
@@ -193,7 +193,7 @@ def _resume(state: State, flip: Flip) -> None:
             state.send(request.gateway_incarnation, Interrupted(*key, Interrupt.DRAINED, why))
 
 
-def _forget(state: State, flip: Flip) -> None:
+def _forget(state: State, flip: RunningFlip) -> None:
     for hello in flip.hellos:
         del state.flipping[hello.incarnation]
         if flip.state is FlipState.DONE and state.names.get(hello.name) == hello.incarnation:

@@ -14,7 +14,7 @@ from coordinator.lifecycle import RequestState
 from coordinator.reporting.goodput_metrics import goodput_metrics
 from coordinator.reporting.recent import RecentTimes
 from coordinator.reporting.schedule_metrics import PREFIX, estimate_metrics, schedule_metrics
-from coordinator.reporting.served import Service, evenness, services
+from coordinator.reporting.served import ServedTenant, evenness, services
 from coordinator.state import State
 from proto.messages import Role
 from proto.status import StatusReport
@@ -51,7 +51,7 @@ class CoordinatorMetrics:
         """Requests that the driver refused, since usage could not be written fast enough."""
         self.earlier: tuple[Mapping[str, int], Mapping[str, int]] = {}, {}
         """Counters and requests that have ended, as `crossdock status` shows them, from before this process last began anew."""
-        self._services: list[tuple[str, Service]] = []
+        self._services: list[tuple[str, ServedTenant]] = []
         self._admitted = registry.counter(
             PREFIX + "requests_admitted", "Requests accepted into the queue.", "model", "priority_class"
         )

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from coordinator.accounting.goodput import RequestCounts
+from coordinator.accounting.goodput import GoodputCounts
 from coordinator.policy.versions import PolicyInForce
 from coordinator.reporting.served import services
 from coordinator.state import State
@@ -139,7 +139,7 @@ def classes(state: State) -> tuple[ClassStatus, ...]:
     found = []
     for name, one in state.limits.priority_classes.items():
         if one.has_targets:
-            counts = state.goodput.by_class.get(name, RequestCounts())
+            counts = state.goodput.by_class.get(name, GoodputCounts())
             targets = (one.ttft_ms or 0.0, one.tpot_ms or 0.0, one.percentile)
             found.append(ClassStatus(name, *targets, counts.offered, counts.finished, counts.kept))
     return tuple(found[:MAX_CLASSES_SHOWN])

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from coordinator.waiting.queue import WaitQueue
 
 
-class Service(NamedTuple):
+class ServedTenant(NamedTuple):
     """One tenant in one priority class of one model."""
 
     priority_class: str
@@ -22,7 +22,7 @@ class Service(NamedTuple):
         return f"{self.organisation}/{self.user}" if self.user else self.organisation
 
 
-def services(queue: WaitQueue, now: float) -> list[Service]:
+def services(queue: WaitQueue, now: float) -> list[ServedTenant]:
     """What was served to tenants that were served lately, or that wait."""
     found = []
     for path in queue.backlog.tenants():
@@ -30,7 +30,7 @@ def services(queue: WaitQueue, now: float) -> list[Service]:
         cost_per_s, waiting = tenant.cost.per_s(now), len(tenant.requests)
         if waiting or cost_per_s >= 0.01:
             priority_class, organisation, user = path
-            found.append(Service(priority_class, organisation, user, cost_per_s, waiting))
+            found.append(ServedTenant(priority_class, organisation, user, cost_per_s, waiting))
     return found
 
 
@@ -41,7 +41,7 @@ def jain(values: Iterable[float]) -> float:
     return sum(shares) ** 2 / (len(shares) * squares) if squares else 1.0
 
 
-def evenness(queue: WaitQueue, found: Iterable[Service]) -> dict[str, float]:
+def evenness(queue: WaitQueue, found: Iterable[ServedTenant]) -> dict[str, float]:
     """Jain's index of the cost served per weight for each priority class, over organisations with requests waiting. Those
     without any get what they ask for, which is no question of fairness."""
     served: dict[tuple[str, str], float] = {}

@@ -71,7 +71,7 @@ class Ranked(Generic[K]):
 
 
 @dataclass(eq=False)
-class Tenant:
+class WaitingTenant:
     cost: Rate
     """Cost of what was dispatched, with answers as estimated."""
     requests: dict[str, Request] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Backlog:
 
     def __init__(self, tokens_per_request: float) -> None:
         self._tokens_per_request = tokens_per_request
-        self._tenants: dict[Path, Tenant] = {}
+        self._tenants: dict[Path, WaitingTenant] = {}
         self._organisations: dict[str, Ranked[str]] = {}
         self._users: dict[Path, Ranked[Path]] = {}
         self._borrowed: OrderedDict[str, Request] = OrderedDict()
@@ -108,10 +108,10 @@ class Backlog:
         tenant = self._tenants.get(path)
         return len(tenant.requests) if tenant else 0
 
-    def tenant(self, path: Path, now: float) -> Tenant:
+    def tenant(self, path: Path, now: float) -> WaitingTenant:
         found = self._tenants.get(path)
         if found is None:
-            found = self._tenants[path] = Tenant(Rate(now))
+            found = self._tenants[path] = WaitingTenant(Rate(now))
         return found
 
     def tenants(self) -> Iterable[Path]:
@@ -126,7 +126,7 @@ class Backlog:
         if users is not None and not users:
             del self._users[path[:2]]
 
-    def _count(self, request: Request, sign: int, tenant: Tenant) -> None:
+    def _count(self, request: Request, sign: int, tenant: WaitingTenant) -> None:
         tokens = sign * request.submit.prompt_tokens
         tenant.tokens += tokens
         self.tokens += tokens

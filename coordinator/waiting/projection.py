@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 from zlib import crc32
 
-from coordinator.accounting.drain import ComingBack, Drain
+from coordinator.accounting.drain import ComingBack, FreeingRate
 from coordinator.accounting.ratios import Ratios
 from coordinator.fairness.scheduling_class import Path
 from coordinator.request import Request
@@ -40,7 +40,7 @@ class Speed(NamedTuple):
     """Some request found no room there."""
 
 
-class Accuracy(NamedTuple):
+class ProjectionAccuracy(NamedTuple):
     """Sums over requests that were placed, in seconds."""
 
     projected_s: float = 0.0
@@ -58,12 +58,12 @@ class Projection:
         self._line = WorkAhead(weights)
         """Work as in `waiting`, with that of requests that were told to come back."""
         self._coming: ComingBack[tuple[Path, int]] = ComingBack()
-        self.placed = Drain()
+        self.placed = FreeingRate()
         self._prompt_tokens = 0
         """Prompt tokens of the requests that wait."""
         self._waits_since: float | None = None
         """There has been something waiting since then."""
-        self.accuracy: dict[str, Accuracy] = {}
+        self.accuracy: dict[str, ProjectionAccuracy] = {}
         """How far projections were off, by priority class."""
         self.ratios: dict[str, Ratios] = {}
         """Waits as parts of what was projected, by priority class; without those of which both are short."""
@@ -98,9 +98,9 @@ class Projection:
         self.placed.take(request.work, now)
         if request.attempt > 1:
             return
-        sums, waited_s = self.accuracy.get(request.path[0], Accuracy()), now - request.since
+        sums, waited_s = self.accuracy.get(request.path[0], ProjectionAccuracy()), now - request.since
         error_s = abs(waited_s - request.projected_s)
-        self.accuracy[request.path[0]] = Accuracy(
+        self.accuracy[request.path[0]] = ProjectionAccuracy(
             sums.projected_s + request.projected_s, sums.waited_s + waited_s, sums.error_s + error_s
         )
         if waited_s > SHORT_S or request.projected_s > SHORT_S:

@@ -19,7 +19,7 @@ class FlipState(StrEnum):
 
 
 @dataclass(eq=False)
-class Flip:
+class RunningFlip:
     hellos: Sequence[Hello]
     """What the process said in its old role: one message, or two of a mixed worker."""
     role: Role

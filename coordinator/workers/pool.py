@@ -16,14 +16,14 @@ from coordinator.request import Request
 from coordinator.score import Weights
 from coordinator.step_pace import StepLimits, StepPace
 from coordinator.waiting.overload import Rate
-from coordinator.workers.bindings import Bindings, Waits
+from coordinator.workers.bindings import Bindings, WaitsForWorker
 from coordinator.workers.candidates import Candidates
 from coordinator.workers.circuit_breakers import NOBODY, Breakers
 from coordinator.workers.prefix_index import Locality
 from coordinator.workers.reserved_workers import DrainForLargeRequest, LoneRequests
-from coordinator.workers.step_times import StepSample
+from coordinator.workers.step_times import TimedStep
 from coordinator.workers.token_targets import TokenTargets
-from coordinator.workers.traffic import Traffic
+from coordinator.workers.traffic import RecentTraffic
 from coordinator.workers.wakeups import Wakeups
 from coordinator.workers.worker import Worker
 from proto.messages import Role, Submit
@@ -57,15 +57,15 @@ class Pool:
         self.bindings = Bindings(self.prefill, self.workers, self.wakeups)
         self.breakers = Breakers()
         self.shares = HeldShares()
-        self.waits = Waits()
+        self.waits = WaitsForWorker()
         self.suspects: dict[str, Request] = {}
         """Those with a suspicion, by id."""
         self.retained: dict[str, Request] = {}
         """Those that lost their prefill worker and keep their room in decode, by id."""
         self.gives_way = ("", 0)
         """The attempt that was interrupted last so that another tenant gets its share."""
-        self.traffic, self.sessions = Traffic(), Sessions()
-        self.step_times = {Role.PREFILL: StepSample(), Role.DECODE: StepSample()}
+        self.traffic, self.sessions = RecentTraffic(), Sessions()
+        self.step_times = {Role.PREFILL: TimedStep(), Role.DECODE: TimedStep()}
         self.context_tokens = 0
         """The longest prompt + output every worker takes, or took before all were lost."""
         self._lost: dict[Role, tuple[Worker, float]] = {}

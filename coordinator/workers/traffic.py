@@ -36,7 +36,7 @@ class _Arrival(msgspec.Struct, gc=False):
     """Once it has ended, if it has more than one token."""
 
 
-class Traffic:
+class RecentTraffic:
     def __init__(self) -> None:
         self._last: OrderedDict[str, _Arrival] = OrderedDict()
         self._passed = 0

@@ -49,7 +49,7 @@ class CpuDecoder:
         self._layers = (library.Layer * len(parts.layers))(*(self._layer(layer, format) for layer in parts.layers))
         routers = [layer.router for layer in parts.layers if layer.router is not None]
         self._experts_per_token = routers[0].experts_per_token if routers else 0
-        self._model = library.Model(
+        self._model = library.KernelModel(
             self._layers, self._head.described(), parts.norm.data_ptr(), len(parts.layers), parts.norm.numel(),
             parts.heads, parts.kv_heads, parts.head_dim, parts.activation, self._block_size,
             self._experts_per_token, bool(routers) and routers[0].normalises, parts.epsilon, parts.scaling, parts.softcap,
@@ -79,7 +79,7 @@ class CpuDecoder:
         return weights.described()
 
     def _buffer_widths(self, parts: ModelParts) -> dict[str, int]:
-        """Floats of a row in each buffer, in the order of `library.Batch`; the last two hold int64."""
+        """Floats of a row in each buffer, in the order of `library.KernelBatch`; the last two hold int64."""
         hidden = parts.norm.numel()
         mlps = [layer.mlps[at] for layer in self._layers for at in range(max(layer.experts, 1))]
         padded = self._layers[0].out.outputs
@@ -111,7 +111,7 @@ class CpuDecoder:
         logits = np.empty((len(arrays.wanted), self._head.outputs), dtype=np.float32)
         items = np.empty(len(chunks) + 1, dtype=np.int64)
         buffers = [self._buffers[name].ctypes.data for name in self._widths]
-        batch = library.Batch(
+        batch = library.KernelBatch(
             cosine.ctypes.data, sine.ctypes.data, cosine.shape[2], rows, arrays.positions.ctypes.data,
             arrays.tables.ctypes.data, arrays.blocks.ctypes.data, arrays.chunks.ctypes.data, len(chunks),
             arrays.wanted.ctypes.data, len(arrays.wanted), self._pool.data_ptr(), *buffers, logits.ctypes.data,

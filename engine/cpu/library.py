@@ -67,7 +67,7 @@ class Layer(Structure):
     ]
 
 
-class Model(Structure):
+class KernelModel(Structure):
     _fields_ = [
         ("layers", POINTER(Layer)),
         ("head", Linear),
@@ -78,7 +78,7 @@ class Model(Structure):
     ]
 
 
-class Batch(Structure):
+class KernelBatch(Structure):
     _fields_ = [
         ("cosine", c_void_p),
         ("sine", c_void_p),
@@ -141,8 +141,8 @@ def load_kernels() -> ctypes.CDLL:
     except OSError as error:  # as where files of that folder may not be executed
         raise KernelsUnavailable(f"the CPU kernels cannot be loaded: {error}") from error
     library.start_threads.restype, library.start_threads.argtypes = c_int64, [c_int64]
-    library.forward.restype, library.forward.argtypes = None, [POINTER(Model), POINTER(Batch), c_void_p]
-    library.project.restype, library.project.argtypes = None, [POINTER(Model), c_void_p, c_void_p, c_int64]
+    library.forward.restype, library.forward.argtypes = None, [POINTER(KernelModel), POINTER(KernelBatch), c_void_p]
+    library.project.restype, library.project.argtypes = None, [POINTER(KernelModel), c_void_p, c_void_p, c_int64]
     library.multiply.restype = None
     library.multiply.argtypes = [POINTER(Linear), c_void_p, c_int64, c_void_p, c_int64, c_int64]
     return library

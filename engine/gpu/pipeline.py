@@ -15,7 +15,7 @@ import torch
 from engine.attention.forward_batch import NO_SLOT, ForwardBatch, upload
 from engine.gpu.adjustments import Adjustments
 from engine.gpu.decoder import Decoder
-from engine.gpu.replay import Replay
+from engine.gpu.replay import GraphReplay
 from engine.gpu.step_input import Field, Join, StepInput, StepShape
 from engine.pipeline import BlockCopies, DecodeRow
 from engine.sampling.device_draw import DrawParameters, draw_rows, likeliest, top_logprobs
@@ -55,7 +55,7 @@ class GpuPipeline:
         self._logits = torch.zeros(rows_max, self._vocab_size, device=pool.device)
         self._adjustments: Adjustments | None = None
         self._under_way: deque[_Step] = deque()
-        self.replay = Replay(self._forward, rows_max)
+        self.replay = GraphReplay(self._forward, rows_max)
 
     @property
     def padding_rows(self) -> int:

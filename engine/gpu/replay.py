@@ -18,7 +18,7 @@ def buckets(rows_max: int) -> tuple[int, ...]:
     return (*found, rows_max)
 
 
-class Replay:
+class GraphReplay:
     def __init__(self, function: Callable[[int], None], rows_max: int) -> None:
         self._function = function
         self._buckets = buckets(rows_max)

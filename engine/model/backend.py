@@ -31,7 +31,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class BackendCandidate:
     """A model as transformers has loaded it, with its own attention."""
 
     model: Any
@@ -58,7 +58,7 @@ class Candidate:
 MakePool = Callable[[int], torch.Tensor]
 
 
-def make_engine(candidate: Candidate, make_pool: MakePool, progress: Progress) -> Engine:
+def make_engine(candidate: BackendCandidate, make_pool: MakePool, progress: Progress) -> Engine:
     """`make_pool(bytes)` raises `PoolTooSmall`. Raises ModelUnsupported."""
     parts = _recognised(candidate, progress) if candidate.on_cpu else None
     windows = {call.window for call in candidate.calls if call.window is not None}
@@ -88,7 +88,7 @@ def make_engine(candidate: Candidate, make_pool: MakePool, progress: Progress) -
 
 
 def _with_kernels(
-    candidate: Candidate, parts: ModelParts | None, fused: DecoderWeights | None, pool: torch.Tensor,
+    candidate: BackendCandidate, parts: ModelParts | None, fused: DecoderWeights | None, pool: torch.Tensor,
     check: selfcheck.SelfCheck, progress: Progress,
 ) -> Engine:  # fmt: skip
     """Raises KernelFailed, also for kernels that compute something else than the model."""
@@ -110,7 +110,7 @@ def _with_kernels(
     return engine
 
 
-def _fused(candidate: Candidate, progress: Progress) -> DecoderWeights | None:
+def _fused(candidate: BackendCandidate, progress: Progress) -> DecoderWeights | None:
     """The candidate for the GPU kernels; None where they cannot run it."""
     try:
         return fuse(recognised(candidate), candidate.info.context_tokens)
@@ -119,7 +119,7 @@ def _fused(candidate: Candidate, progress: Progress) -> DecoderWeights | None:
         return None
 
 
-def _measured(candidate: Candidate, fused: DecoderWeights | None) -> int:
+def _measured(candidate: BackendCandidate, fused: DecoderWeights | None) -> int:
     """Bytes for a pool on a GPU."""
     info, model = candidate.info, candidate.model
 
@@ -134,12 +134,12 @@ def _measured(candidate: Candidate, fused: DecoderWeights | None) -> int:
     return measure(candidate.gpu, info.context_tokens, info.vocab_size, make_runner, model.device)
 
 
-def recognised(candidate: Candidate) -> ModelParts:
+def recognised(candidate: BackendCandidate) -> ModelParts:
     """Raises NotRecognised."""
     return recognise(candidate.model, candidate.info.kv_heads, candidate.info.head_dim, candidate.calls)
 
 
-def _recognised(candidate: Candidate, progress: Progress) -> ModelParts | None:
+def _recognised(candidate: BackendCandidate, progress: Progress) -> ModelParts | None:
     """The parts that the CPU kernels run, with weights rounded as they will be; None where the kernels cannot run them."""
     try:
         load_kernels()
@@ -152,7 +152,7 @@ def _recognised(candidate: Candidate, progress: Progress) -> ModelParts | None:
     return parts
 
 
-def _without_kernels(candidate: Candidate, why: str, progress: Progress) -> None:
+def _without_kernels(candidate: BackendCandidate, why: str, progress: Progress) -> None:
     if candidate.weights != "float32":
         raise WeightsUnsupported(
             f"{candidate.weights} weights need the CPU kernels, which cannot run this model: {why}"
@@ -163,6 +163,6 @@ def _without_kernels(candidate: Candidate, why: str, progress: Progress) -> None
     )
 
 
-def _transformers_runner(candidate: Candidate, pool: torch.Tensor) -> TransformersRunner:
+def _transformers_runner(candidate: BackendCandidate, pool: torch.Tensor) -> TransformersRunner:
     candidate.model.set_attn_implementation(paged.NAME)
     return TransformersRunner(candidate.model, candidate.text_config, pool, TorchAttention(pool))

@@ -21,7 +21,7 @@ class GpuUnsupported(ModelUnsupported):
     option = "--device"
 
 
-class NoRoom(ModelUnsupported):
+class NoMemory(ModelUnsupported):
     """The weights alone are more than the device has room for."""
 
 

@@ -18,7 +18,7 @@ from engine.attention.paged import AttentionCall, Recorder, UnsupportedAttention
 from engine.engine import Engine, ModelInfo
 from engine.gpu.memory import GpuShare
 from engine.model import room
-from engine.model.backend import Candidate, make_engine
+from engine.model.backend import BackendCandidate, make_engine
 from engine.model.errors import ModelUnsupported, PoolTooSmall, WeightsUnsupported
 from engine.model.fingerprint import model_fingerprint
 from engine.model.work import attention_tokens
@@ -90,7 +90,7 @@ def load_engine(
         shape = (_pool_blocks(pool_bytes, block_bytes), layers, 2, block_size, kv_heads, head_dim)
         return _make_pool(shape, weights_dtype, loaded.device, allocate)
 
-    return make_engine(Candidate(loaded, text_config, info, calls, weights, kv_bytes, gpu), make_pool, progress)
+    return make_engine(BackendCandidate(loaded, text_config, info, calls, weights, kv_bytes, gpu), make_pool, progress)
 
 
 def _pool_blocks(kv_bytes: int, block_bytes: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from engine.gpu.memory import GpuShare
-from engine.model.errors import GpuUnsupported, NoRoom
+from engine.model.errors import GpuUnsupported, NoMemory
 
 _FLOATS: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _HEADER_BYTES_MAX: Final = 100 << 20
@@ -47,7 +47,7 @@ def check_weights(
     if device.type == "cpu":
         if host_bytes is not None and needed > host_bytes:
             smaller = "" if itemsize < 4 else "; --dtype bfloat16 takes half as much, but is slow on a CPU"
-            raise NoRoom(
+            raise NoMemory(
                 f"{takes}, and {_gib(host_bytes)} GiB of memory are free. {_fits(host_bytes, itemsize)}{smaller}"
             )
         return
@@ -64,7 +64,7 @@ def check_weights(
             " GiB, for weights and KV cache"
         )
     if needed > room:
-        raise NoRoom(f"{takes}, and {why}. {_fits(room, itemsize)}")
+        raise NoMemory(f"{takes}, and {why}. {_fits(room, itemsize)}")
 
 
 def weights_of(folder: Path, dtype: torch.dtype | None) -> tuple[int, torch.dtype]:

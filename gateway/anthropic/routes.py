@@ -15,7 +15,7 @@ from gateway.openai.dependencies import CallDep
 from gateway.openai.forms import Chat
 from gateway.openai.generate import generate
 from gateway.openai.openapi import TOKENIZED, body_of, refusals, streamed
-from gateway.openai.prepare import Prepared, Rules, encoded, prepare_chat
+from gateway.openai.prepare import ModelRules, Prepared, encoded, prepare_chat
 from gateway.openai.request_types import ChatRequest, validate
 from gateway.openai.routes_generate import ChatApi
 from gateway.text.tokenizer import ModelTokenizer
@@ -44,7 +44,7 @@ class MessagesApi(ChatApi):
     def parse(self, content: Any) -> ChatRequest:
         return as_chat(validate(MessagesRequest, content, NEUTRAL_ONLY))
 
-    def prepare(self, request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) -> Prepared:
+    def prepare(self, request: ChatRequest, tokenizer: ModelTokenizer, rules: ModelRules) -> Prepared:
         # Agents ask for as many tokens as their vendor's own models can write.
         return prepare_chat(request, tokenizer, rules, cuts_at_context=True)
 

@@ -82,7 +82,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedBatch:
     """What a client asks for."""
 
     input_file_id: str
@@ -93,7 +93,7 @@ class Wanted:
     keep_s: int
 
 
-def create(db: sqlite3.Connection, tenant: str, wanted: Wanted, now: float, most: int) -> Batch:
+def create(db: sqlite3.Connection, tenant: str, wanted: WantedBatch, now: float, most: int) -> Batch:
     """Raises `ApiError`."""
     file = files.get(db, tenant, wanted.input_file_id, "input_file_id")
     if file.batch_id is not None:

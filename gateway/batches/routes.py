@@ -9,7 +9,7 @@ from starlette.responses import Response, StreamingResponse
 
 from gateway.backend import ClientLeft
 from gateway.batches import batches, files
-from gateway.batches.batches import Wanted
+from gateway.batches.batches import WantedBatch
 from gateway.batches.files import File
 from gateway.batches.service import BatchService, service_of
 from gateway.batches.types import (
@@ -136,7 +136,7 @@ async def create_batch(call: CallDep) -> dict[str, Any]:
     if asked.output_expires_after is not None:
         keep_s = min(keep_s, asked.output_expires_after.seconds)
     window = asked.completion_window
-    wanted = Wanted(asked.input_file_id, asked.endpoint, window, window_h(window) * 3600, asked.metadata, keep_s)
+    wanted = WantedBatch(asked.input_file_id, asked.endpoint, window, window_h(window) * 3600, asked.metadata, keep_s)
     most = service.tenant_bytes_max
     batch = await service.write(batches.create, call.tenant, wanted, clock.unix_time(), most)
     service.wake()

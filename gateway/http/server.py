@@ -47,7 +47,7 @@ _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _FILES_OF_OUR_OWN: Final = 256
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn without signal handlers of its own: the process has them. `on_listening` is called once it listens."""
 
     on_listening: Callable[[], None]
@@ -61,7 +61,7 @@ class Server(uvicorn.Server):
         yield
 
 
-def make_server(app: Any, client_timeout_s: float, close_timeout_s: int) -> Server:
+def make_server(app: Any, client_timeout_s: float, close_timeout_s: int) -> HttpServer:
     """`client_timeout_s`: how long headers, a body, or the reading of an answer may take or stand still."""
     # What garbage on the port makes it say says nothing, as often as there is some.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
@@ -72,7 +72,7 @@ def make_server(app: Any, client_timeout_s: float, close_timeout_s: int) -> Serv
         without_request: ClassVar[OrderedDict[_Connection, None]] = OrderedDict()
         connections_max = min(CONNECTIONS_MAX, max(16, files_max - _FILES_OF_OUR_OWN))
 
-    server = Server(
+    server = HttpServer(
         uvicorn.Config(
             app,
             http=Connection,

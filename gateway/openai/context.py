@@ -10,10 +10,10 @@ from gateway.backend import Backend
 from gateway.http.body import Intake
 from gateway.http.errors import model_not_found
 from gateway.metrics import GatewayMetrics
-from gateway.openai.prepare import Rules
+from gateway.openai.prepare import ModelRules
 from gateway.response_store import ResponseStore
 from gateway.structured.checker import GrammarChecker
-from gateway.structured.hello import Hello
+from gateway.structured.hello import CompilerSetup
 from gateway.tenancy import KeyRing
 from gateway.text.tokenizer import ModelTokenizer
 from gateway.text.tokenizer_threads import TokenizerThreads
@@ -24,13 +24,13 @@ from runtime.tenancy.tenants import open_tenants
 @dataclass
 class ServedModel:
     tokenizer: ModelTokenizer
-    rules: Rules
+    rules: ModelRules
     grammars: GrammarChecker = field(init=False)
 
     def __post_init__(self) -> None:
         # Now, and not with the first grammar: a large vocabulary takes a third of a second, in which no stream would go on.
         facts = self.tokenizer.facts
-        hello = Hello(self.tokenizer.serialized(), facts.vocab_size, sorted(facts.eos_ids))
+        hello = CompilerSetup(self.tokenizer.serialized(), facts.vocab_size, sorted(facts.eos_ids))
         self.grammars = GrammarChecker(msgspec.json.encode(hello))
 
 

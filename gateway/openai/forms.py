@@ -8,7 +8,7 @@ from typing import Any, Final
 from gateway.http.errors import bad_value
 from gateway.openai.request_types import ChatRequest, CompletionRequest, GenerationRequest
 from gateway.structured.lark import Grammar, Relaxed, Schema, TooLarge, next_relaxed
-from gateway.structured.request import Wanted, wanted
+from gateway.structured.request import WantedForm, wanted
 from gateway.structured.schema import SchemaError
 from gateway.text.regions import NO_REGIONS, Regions
 from gateway.text.template_facts import TemplateFacts
@@ -104,7 +104,7 @@ class Chat:
     request: ChatRequest
     facts: TemplateFacts
     tools: Tools | None
-    wanted: Wanted | None
+    wanted: WantedForm | None
     messages: list[dict[str, Any]]
     options: dict[str, Any]
     """Options for the chat template."""
@@ -180,7 +180,7 @@ class Chat:
 
 
 def _expression(
-    tools: Tools | None, asked: Wanted | None, grammar: Grammar, calls: CallFormat | None
+    tools: Tools | None, asked: WantedForm | None, grammar: Grammar, calls: CallFormat | None
 ) -> tuple[str, str]:
     """(of the answer behind its thoughts, the field that asks for it); empty: anything. Raises `ApiError`."""
     if tools is None or not tools.allowed:

@@ -22,7 +22,7 @@ from gateway.openai.answering import AnswerChecker, Answering, EventStream
 from gateway.openai.answers import Answer, Head
 from gateway.openai.context import Gateway, ServedModel
 from gateway.openai.dependencies import Call
-from gateway.openai.prepare import Prepared, Rules, in_form
+from gateway.openai.prepare import ModelRules, Prepared, in_form
 from gateway.openai.request_types import GenerationRequest
 from gateway.streams.prompt_scores import PromptScores
 from gateway.streams.types import StreamSpec
@@ -55,7 +55,7 @@ class Api(ABC, Generic[R]):
         """A parsed JSON body → a request. Raises `ApiError`."""
 
     @abstractmethod
-    def prepare(self, request: R, tokenizer: ModelTokenizer, rules: Rules) -> Prepared:
+    def prepare(self, request: R, tokenizer: ModelTokenizer, rules: ModelRules) -> Prepared:
         """Raises `ApiError`."""
 
     @abstractmethod

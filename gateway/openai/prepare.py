@@ -63,7 +63,7 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Rules:
+class ModelRules:
     """What of the settings matters here."""
 
     model_id: str
@@ -77,7 +77,7 @@ class Rules:
         return (self.model_id, *self.aliases)
 
 
-def prepare_completion(request: CompletionRequest, tokenizer: ModelTokenizer, rules: Rules) -> Prepared:
+def prepare_completion(request: CompletionRequest, tokenizer: ModelTokenizer, rules: ModelRules) -> Prepared:
     """Raises `ApiError`."""
     _check_common(request, tokenizer)
     n = request.n or 1
@@ -113,7 +113,7 @@ def prepare_completion(request: CompletionRequest, tokenizer: ModelTokenizer, ru
 
 
 def prepare_chat(
-    request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules, *, cuts_at_context: bool = False
+    request: ChatRequest, tokenizer: ModelTokenizer, rules: ModelRules, *, cuts_at_context: bool = False
 ) -> Prepared:
     """`cuts_at_context`: more may be asked for than the context leaves, and the answer ends there. Raises `ApiError`."""
     _check_common(request, tokenizer)

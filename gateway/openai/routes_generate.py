@@ -10,7 +10,7 @@ from gateway.openai.answers import Answer, ChatAnswer, CompletionAnswer, Head
 from gateway.openai.dependencies import CallDep
 from gateway.openai.generate import Api, generate
 from gateway.openai.openapi import body_of, streamed
-from gateway.openai.prepare import Prepared, Rules, prepare_chat, prepare_completion
+from gateway.openai.prepare import ModelRules, Prepared, prepare_chat, prepare_completion
 from gateway.openai.request_types import ChatRequest, CompletionRequest, validate
 from gateway.text.tokenizer import ModelTokenizer
 
@@ -23,7 +23,7 @@ class CompletionsApi(Api[CompletionRequest]):
     def parse(self, content: Any) -> CompletionRequest:
         return validate(CompletionRequest, content)
 
-    def prepare(self, request: CompletionRequest, tokenizer: ModelTokenizer, rules: Rules) -> Prepared:
+    def prepare(self, request: CompletionRequest, tokenizer: ModelTokenizer, rules: ModelRules) -> Prepared:
         return prepare_completion(request, tokenizer, rules)
 
     def answer(self, prepared: Prepared, tokenizer: ModelTokenizer, head: Head) -> CompletionAnswer:
@@ -36,7 +36,7 @@ class ChatApi(Api[ChatRequest]):
     def parse(self, content: Any) -> ChatRequest:
         return validate(ChatRequest, content)
 
-    def prepare(self, request: ChatRequest, tokenizer: ModelTokenizer, rules: Rules) -> Prepared:
+    def prepare(self, request: ChatRequest, tokenizer: ModelTokenizer, rules: ModelRules) -> Prepared:
         return prepare_chat(request, tokenizer, rules)
 
     def answer(self, prepared: Prepared, tokenizer: ModelTokenizer, head: Head) -> Answer:

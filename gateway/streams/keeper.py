@@ -12,7 +12,7 @@ Rules:
 
 from gateway.streams.deadlines import StreamDeadlines
 from gateway.streams.final_messages import LastWords, answer_names
-from gateway.streams.state import Choice, Phase, Stream, Submission
+from gateway.streams.state import Stream, StreamChoice, StreamPhase, Submission
 from gateway.streams.types import (
     Action,
     Admitted,
@@ -103,7 +103,7 @@ class StreamKeeper:
             overloaded = Failure(FailKind.OVERLOADED, f"{self.limits.streams_max} requests are being served already")
             self._out.append(Ended(spec.stream_id, SHUTTING_DOWN if self._draining else overloaded))
             return
-        stream = Stream(spec, now, now, [Choice(index, spec.make_text()) for index in range(spec.choices)])
+        stream = Stream(spec, now, now, [StreamChoice(index, spec.make_text()) for index in range(spec.choices)])
         self.streams[stream.id] = stream
         self._add(Submission(stream, stream.id, list(stream.choices), not_before=now), now)
 
@@ -116,7 +116,7 @@ class StreamKeeper:
         self._schedule(submission.stream)
 
     def _send_if_due(self, submission: Submission, now: float) -> None:
-        if submission.phase is not Phase.PENDING or not self.link_up or now < submission.not_before:
+        if submission.phase is not StreamPhase.PENDING or not self.link_up or now < submission.not_before:
             return
         if submission.resuming and len(submission.choices) > 1 and submission.has_begun:
             self._split(submission, now)
@@ -134,13 +134,13 @@ class StreamKeeper:
     def _current(self, request_id: str, attempt: int) -> Submission | None:
         """The submission that an answer is about, unless the answer is late."""
         submission = self.submissions.get(request_id)
-        if submission is None or submission.attempt != attempt or submission.phase is Phase.PENDING:
+        if submission is None or submission.attempt != attempt or submission.phase is StreamPhase.PENDING:
             return None
         return submission
 
     def _runs(self, submission: Submission, rates: RateState | None = None) -> None:
         if not submission.resuming:
-            submission.phase = Phase.RUNNING
+            submission.phase = StreamPhase.RUNNING
         if not submission.stream.admitted:
             submission.stream.admitted = True
             self._out.append(Admitted(submission.stream.id, rates))
@@ -218,17 +218,17 @@ class StreamKeeper:
             self._item(later, its_decoder, now)
 
     def _broken(self, submission: Submission, why: str, now: float) -> None:
-        if submission.phase is Phase.PENDING:
+        if submission.phase is StreamPhase.PENDING:
             return  # it is being resumed already
         self._out.append(Noticed(Why.BROKEN_STREAM, submission.request_id, why))
         self._cancel(submission, CancelReason.ABANDONED)
         self._resume(submission, Interrupt.DECODE_LOST, f"a broken stream: {why}", now)
 
-    def _take(self, submission: Submission, choice: Choice, item: TokenItem, skip: int) -> None:
+    def _take(self, submission: Submission, choice: StreamChoice, item: TokenItem, skip: int) -> None:
         self._out.append(delivered := choice.take(item, skip, submission.stream))
         if delivered.finish is not None:
             choice.done = True
-            submission.ended_early |= item.finish is None or submission.phase is Phase.PENDING
+            submission.ended_early |= item.finish is None or submission.phase is StreamPhase.PENDING
             self._settle(submission)
 
     def _settle(self, submission: Submission) -> None:
@@ -253,7 +253,7 @@ class StreamKeeper:
         for submission in list(self.submissions.values()):
             if self.submissions.get(submission.request_id) is not submission:
                 continue  # its stream failed with an earlier one's
-            if submission.phase is Phase.PENDING:
+            if submission.phase is StreamPhase.PENDING:
                 self._send_if_due(submission, now)
             elif same or not submission.got_tokens:
                 # The same coordinator cancelled all we had when it lost us; a new one never heard of what was queued.
@@ -267,18 +267,18 @@ class StreamKeeper:
         self.link_up = False
         self._words.lost(now)
         for submission in self.submissions.values():
-            if submission.phase is Phase.SENT:
+            if submission.phase is StreamPhase.SENT:
                 # Whether it arrived is not known: the next is a new attempt, which cannot be taken for the old one.
                 self._cancel(submission, CancelReason.ABANDONED)
                 submission.lost_before_answer(now, self.limits.uncounted_max)
-            if submission.phase is Phase.PENDING and submission.wait_until is None:
+            if submission.phase is StreamPhase.PENDING and submission.wait_until is None:
                 submission.wait_until = now + self.limits.link_wait_s
             self._schedule(submission.stream)
 
     def _worker_is_down(self, incarnation: int, now: float) -> None:
         """Tokens may have died with the connection, all of them perhaps; a stream that lives on shows it with its next one."""
         for submission in self.submissions.values():
-            if submission.phase is Phase.RUNNING:
+            if submission.phase is StreamPhase.RUNNING:
                 submission.cut(incarnation, now)
                 self._doubt(submission, now)
                 self._schedule(submission.stream)
@@ -307,7 +307,7 @@ class StreamKeeper:
         for submission in list(stream.submissions):
             if stream.id not in self.streams:
                 return
-            pending = submission.phase is Phase.PENDING
+            pending = submission.phase is StreamPhase.PENDING
             if pending and self.link_up:
                 self._send_if_due(submission, now)
             elif pending and submission.waits_in_vain(now):

@@ -19,7 +19,7 @@ _PASSING = (Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.RETRY_BUDGET)
 _PASSING_RESUME = (*_PASSING, Reject.QUEUE_FULL, Reject.SHED)
 
 
-class Phase(Enum):
+class StreamPhase(Enum):
     PENDING = "pending"
     """It is to be sent, once its time has come and the link is up."""
     SENT = "sent"
@@ -28,7 +28,7 @@ class Phase(Enum):
 
 
 @dataclass(eq=False)
-class Choice:
+class StreamChoice:
     index: int
     sink: TextSink
     tokens: list[int] = field(default_factory=list)
@@ -78,13 +78,13 @@ class Submission:
 
     stream: "Stream"
     request_id: str
-    choices: list[Choice]
+    choices: list[StreamChoice]
     attempt: int = 1
     uncounted: int = 0
     """Attempts that a drain, the loss of the coordinator's link or another tenant's share cut short: they are no tries."""
     tries_before: int = 0
     """Tries up to the last attempt that brought enough tokens."""
-    phase: Phase = Phase.PENDING
+    phase: StreamPhase = StreamPhase.PENDING
     sent: bool = False
     resuming: bool = False
     """The next send is a new attempt. Until then late tokens of the old one are still good."""
@@ -132,16 +132,16 @@ class Submission:
     def has_begun(self) -> bool:
         return any(choice.tokens for choice in self.choices)
 
-    def choice_of(self, item: TokenItem) -> Choice | None:
+    def choice_of(self, item: TokenItem) -> StreamChoice | None:
         """Whose tokens these are; None where they belong to another attempt."""
         number = item.choice - self.choices[0].index
         if self.attempt != item.attempt or not self.sent or not 0 <= number < len(self.choices):
             return None
         return self.choices[number]
 
-    def overtakes(self, choice: Choice, decoder: int) -> bool:
+    def overtakes(self, choice: StreamChoice, decoder: int) -> bool:
         """Whether what a decode worker has sent, and what leaves a gap, may only have come before the attempt's first token."""
-        return bool(decoder) and self.phase is not Phase.PENDING and len(choice.tokens) == choice.first
+        return bool(decoder) and self.phase is not StreamPhase.PENDING and len(choice.tokens) == choice.first
 
     def lacks_logprobs(self, item: TokenItem) -> bool:
         """Whether log probabilities are missing, of the tokens themselves or of the prompt's, which come before them."""
@@ -149,7 +149,7 @@ class Submission:
         lacks_prompts = scores is not None and not scores.complete
         return lacks_prompts or (self.stream.spec.sampling.logprobs >= 0 and len(item.logprobs) != len(item.tokens))
 
-    def part(self, choice: Choice, now: float) -> "Submission":
+    def part(self, choice: StreamChoice, now: float) -> "Submission":
         """One of several choices, to be resumed by itself."""
         return Submission(
             self.stream,
@@ -173,8 +173,8 @@ class Submission:
 
     def put_off(self, not_before: float) -> None:
         """It was rejected for a while. An attempt that had been accepted, and was shed since, is spent."""
-        self.resuming |= self.phase is Phase.RUNNING
-        self.phase, self.not_before = Phase.PENDING, not_before
+        self.resuming |= self.phase is StreamPhase.RUNNING
+        self.phase, self.not_before = StreamPhase.PENDING, not_before
 
     def reset_tries(self, progress_tokens: int) -> None:
         """Where the attempt has brought so many tokens, tries are counted anew."""
@@ -183,14 +183,14 @@ class Submission:
 
     def interrupted(self, now: float, backoff_s: float) -> None:
         """The next attempt begins after so long."""
-        self.phase, self.resuming = Phase.PENDING, True
+        self.phase, self.resuming = StreamPhase.PENDING, True
         self.interrupted_at, self.not_before = now, now + backoff_s
         self.stall_at = None
 
     def lost_before_answer(self, now: float, uncounted_max: int) -> None:
         """The link went down before the coordinator answered."""
         self.uncounted += self.uncounted < uncounted_max
-        self.phase, self.resuming = Phase.PENDING, True
+        self.phase, self.resuming = StreamPhase.PENDING, True
         self.not_before = self.interrupted_at = now
         self.wait_until = None
 
@@ -284,7 +284,7 @@ class Submission:
     def sent_to(self, coordinator: int, now: float) -> None:
         """The current attempt is on its way there."""
         self.heard_at = now
-        self.phase, self.sent, self.got_tokens = Phase.SENT, True, False
+        self.phase, self.sent, self.got_tokens = StreamPhase.SENT, True, False
         self.coordinator, self.decoder = coordinator, 0
         self.cut_at = self.stall_at = self.ask_at = None
         self.early = EarlyTokens()
@@ -324,7 +324,7 @@ class Stream:
     opened_at: float
     progress_at: float
     """When it was opened or last got a token."""
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[StreamChoice] = field(default_factory=list)
     submissions: list[Submission] = field(default_factory=list)
     admitted: bool = False
     scheduled_at: float | None = None
@@ -338,7 +338,7 @@ class Stream:
         """When it must be looked at next, if nothing happens before."""
         at = self.progress_at + limits.idle_s
         for submission in self.submissions:
-            if submission.phase is Phase.PENDING:
+            if submission.phase is StreamPhase.PENDING:
                 if link_up:
                     at = min(at, submission.not_before)
                 elif submission.is_new and submission.wait_until is not None:

@@ -17,8 +17,8 @@ import msgspec
 
 from gateway.fair_share import organisation_of
 from gateway.http.errors import ApiError
-from gateway.structured.hello import COMPILE_CPU_S, Job
-from gateway.text.fair_queue import QUANTUM_BYTES, FairQueue
+from gateway.structured.hello import COMPILE_CPU_S, CompileJob
+from gateway.text.fair_queue import QUANTUM_BYTES, TokenizerQueue
 from runtime.process import clock
 from runtime.process.driver import cancelled
 
@@ -64,7 +64,7 @@ class _Process:
             raise
 
     async def verdict(self, job: bytes) -> str:
-        """The answer to a `Job`. Raises `TimeoutError`, and `OSError` if the process cannot start or was ended by others."""
+        """The answer to a `CompileJob`. Raises `TimeoutError`, and `OSError` if the process cannot start or was ended."""
         try:
             running = self._running
             if running is None or running.returncode is not None:
@@ -124,7 +124,7 @@ class GrammarChecker:
         """`hello`: the first line for a process, a `Hello`."""
         self._processes = [_Process(hello) for _ in range(PROCESSES)]
         self._free = list(self._processes)
-        self._queue: FairQueue[asyncio.Future[_Process]] = FairQueue()
+        self._queue: TokenizerQueue[asyncio.Future[_Process]] = TokenizerQueue()
         self._busy: set[str] = set()
         """Organisations that have a process."""
         self._slow: OrderedDict[str, _Organisation] = OrderedDict()
@@ -138,7 +138,7 @@ class GrammarChecker:
         key = (cache_group, blake2b(grammar.encode(), digest_size=32).digest())
         verdict = self._verdicts.get(key)
         if verdict is None:
-            verdict = await self._done(owner, Job(grammar=grammar), param)
+            verdict = await self._done(owner, CompileJob(grammar=grammar), param)
         self._verdicts[key] = verdict
         self._verdicts.move_to_end(key)
         while len(self._verdicts) > KEPT:
@@ -149,12 +149,12 @@ class GrammarChecker:
         """What of the schema the text of a JSON value does not match; empty: it matches, or it cannot be told now, which is no
         reason to drop an answer."""
         try:
-            verdict = await self._done(owner, Job(text=text, schema=schema), "")
+            verdict = await self._done(owner, CompileJob(text=text, schema=schema), "")
         except ApiError:
             return ""
         return "" if verdict == TOO_LARGE else verdict
 
-    async def _done(self, owner: str, job: Job, param: str) -> str:
+    async def _done(self, owner: str, job: CompileJob, param: str) -> str:
         organisation = organisation_of(owner)
         process = await self._turn(owner, param)
         try:

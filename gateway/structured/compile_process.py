@@ -1,7 +1,7 @@
 """The process that compiles clients' grammars for a gateway, and checks answers against their schemas: a line in, a line out.
 `gateway.structured.checker` starts it.
 
-The first line is a `Hello`; each of the others a `Job`. Each answer is a JSON string, empty if all is well.
+The first line is a `CompilerSetup`; each of the others a `CompileJob`. Each answer is a JSON string, empty if all is well.
 SIGPROF ends the process where a job takes too long, whether or not its gateway lives.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from gateway.structured.finite import has_finite_answer
-from gateway.structured.hello import COMPILE_CPU_S, Hello, Job
+from gateway.structured.hello import COMPILE_CPU_S, CompileJob, CompilerSetup
 from runtime.grammar.compiler import GrammarError, can_begin, make_matcher, make_tokenizer
 
 MEMORY_BYTES_MAX: Final = 2 << 30
@@ -33,7 +33,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway, whose end closes our input
     os.nice(_NICE)
     lines = iter(sys.stdin.buffer.readline, b"")
-    hello = msgspec.json.decode(next(lines), type=Hello)
+    hello = msgspec.json.decode(next(lines), type=CompilerSetup)
     try:
         tokenizer = make_tokenizer(hello.tokenizer, hello.vocab_size, hello.eos_ids)
     except GrammarError as error:
@@ -42,7 +42,7 @@ def main() -> int:
     _say("")
     for line in lines:
         signal.setitimer(signal.ITIMER_PROF, COMPILE_CPU_S)
-        job = msgspec.json.decode(line, type=Job)
+        job = msgspec.json.decode(line, type=CompileJob)
         _say(compiled(job.grammar, tokenizer) if job.grammar else checked(job.text, job.schema))
         signal.setitimer(signal.ITIMER_PROF, 0)
     return 0

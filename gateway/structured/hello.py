@@ -9,7 +9,7 @@ COMPILE_CPU_S: Final = 0.8
 """
 
 
-class Hello(msgspec.Struct):
+class CompilerSetup(msgspec.Struct):
     """The first line."""
 
     tokenizer: str
@@ -18,7 +18,7 @@ class Hello(msgspec.Struct):
     eos_ids: list[int]
 
 
-class Job(msgspec.Struct, omit_defaults=True):
+class CompileJob(msgspec.Struct, omit_defaults=True):
     """Each of the others: a grammar to compile, or the text of a JSON value to check against a schema."""
 
     grammar: str = ""

@@ -25,7 +25,7 @@ _GUIDED: Final = ("guided_json", "guided_regex", "guided_choice", "guided_gramma
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedForm:
     """The form of an answer."""
 
     param: str
@@ -42,7 +42,7 @@ class Wanted:
             raise bad_value(self.param, f"Invalid value for '{self.param}': {error}.") from None
 
 
-def wanted(fields: dict[str, Any]) -> Wanted | None:
+def wanted(fields: dict[str, Any]) -> WantedForm | None:
     """None: any text will do. `fields` has the request's, without those that are None. Raises `ApiError`."""
     found = [
         *([_of_format(fields["response_format"])] if "response_format" in fields else []),
@@ -56,7 +56,7 @@ def wanted(fields: dict[str, Any]) -> Wanted | None:
     return asked[0] if asked else None
 
 
-def _of_format(value: Any) -> Wanted | None:
+def _of_format(value: Any) -> WantedForm | None:
     name = "response_format"
     kind = _object(value, name).get("type")
     if not isinstance(kind, str) or kind not in _FORMAT_FIELDS:
@@ -66,9 +66,9 @@ def _of_format(value: Any) -> Wanted | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return Wanted(name, lambda grammar: grammar.json(_ANY_OBJECT, strict=True))
+        return WantedForm(name, lambda grammar: grammar.json(_ANY_OBJECT, strict=True))
     if kind == "structural_tag":
-        return Wanted(name, lambda grammar: tag(value, grammar))
+        return WantedForm(name, lambda grammar: tag(value, grammar))
     param = f"{name}.json_schema"
     described = _object(value.get("json_schema"), param)
     _only(described, _SCHEMA_FIELDS, param)
@@ -81,10 +81,10 @@ def _of_format(value: Any) -> Wanted | None:
     schema = described.get("schema")
     if schema is None:
         schema = _ANY_OBJECT
-    return Wanted(f"{param}.schema", lambda grammar: grammar.json(schema, strict=bool(strict)))
+    return WantedForm(f"{param}.schema", lambda grammar: grammar.json(schema, strict=bool(strict)))
 
 
-def _of_structured(value: Any) -> Wanted:
+def _of_structured(value: Any) -> WantedForm:
     name = "structured_outputs"
     content = {key: one for key, one in _object(value, name).items() if one is not None}
     _only(content, set(_KINDS), name)
@@ -94,26 +94,26 @@ def _of_structured(value: Any) -> Wanted:
     return _of_kind(f"{name}.{kind}", kind, asked)
 
 
-def _of_kind(param: str, kind: str, value: Any) -> Wanted:
+def _of_kind(param: str, kind: str, value: Any) -> WantedForm:
     match kind:
         case "json":
             schema = _parsed(param, value)
-            return Wanted(param, lambda grammar: grammar.json(schema, strict=True))
+            return WantedForm(param, lambda grammar: grammar.json(schema, strict=True))
         case "json_object":
             if value is not True:
                 raise bad_value(param, f"'{param}' must be true, or left out.", "invalid_type")
-            return Wanted(param, lambda grammar: grammar.json(_ANY_OBJECT, strict=True))
+            return WantedForm(param, lambda grammar: grammar.json(_ANY_OBJECT, strict=True))
         case "structural_tag":
             content = _object(_parsed(param, value), param)
-            return Wanted(param, lambda grammar: tag(content, grammar))
+            return WantedForm(param, lambda grammar: tag(content, grammar))
         case "choice":
             options = _choices(param, value)
-            return Wanted(param, lambda grammar: grammar.either([grammar.plain(option) for option in options]))
+            return WantedForm(param, lambda grammar: grammar.either([grammar.plain(option) for option in options]))
     if not isinstance(value, str) or not value:
         raise bad_value(param, f"'{param}' must be a string, and not empty.", "invalid_type")
     if kind == "regex":
-        return Wanted(param, lambda grammar: grammar.regex(value))
-    return Wanted(param, lambda grammar: grammar.sub_grammar(as_lark(value)))
+        return WantedForm(param, lambda grammar: grammar.regex(value))
+    return WantedForm(param, lambda grammar: grammar.sub_grammar(as_lark(value)))
 
 
 def _choices(param: str, value: Any) -> list[str]:

@@ -56,14 +56,16 @@ class SchemaError(Exception):
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedSchema:
     schema: dict[str, Any]
     """As llguidance gets it."""
     is_whole: bool
     """Nothing that it says of an instance was left out."""
 
 
-def prepared(schema: Any, *, strict: bool, left_out: Collection[Path] = (), structure_only: bool = False) -> Prepared:
+def prepared(
+    schema: Any, *, strict: bool, left_out: Collection[Path] = (), structure_only: bool = False
+) -> PreparedSchema:
     """Raises `SchemaError` if it is too large, or if it is `strict` and has what cannot be enforced.
 
     Objects that name their properties and say nothing of others get no others, so that a model comes to an end; all that it may
@@ -85,7 +87,7 @@ def prepared(schema: Any, *, strict: bool, left_out: Collection[Path] = (), stru
     options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
     if not strict:
         options |= {"lenient": True, "coerce_one_of": True}
-    return Prepared({**found, _OPTIONS: options}, rewriter.is_whole)
+    return PreparedSchema({**found, _OPTIONS: options}, rewriter.is_whole)
 
 
 def where(path: Path) -> str:

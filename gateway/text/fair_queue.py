@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class Job(Generic[T]):
+class TokenizerJob(Generic[T]):
     tenant: str
     cost: int
     work: T
@@ -36,10 +36,10 @@ class _Organisation(Generic[T]):
     """Bytes that it may have tokenized before its visit ends."""
     visited: bool = False
     """It is being served, and has got the credit of this round."""
-    users: OrderedDict[str, deque[Job[T]]] = field(default_factory=OrderedDict)
+    users: OrderedDict[str, deque[TokenizerJob[T]]] = field(default_factory=OrderedDict)
     """Those with jobs; the first is served next."""
 
-    def next(self) -> Job[T] | None:
+    def next(self) -> TokenizerJob[T] | None:
         """The next job, still in the queue; dropped ones are forgotten."""
         while self.users:
             tenant, jobs = next(iter(self.users.items()))
@@ -58,18 +58,18 @@ class _Organisation(Generic[T]):
             self.users[tenant] = jobs
 
 
-class FairQueue(Generic[T]):
+class TokenizerQueue(Generic[T]):
     def __init__(self) -> None:
         self._organisations: OrderedDict[str, _Organisation[T]] = OrderedDict()
         """Those with jobs; the first is served next."""
 
-    def push(self, tenant: str, size_bytes: int, work: T) -> Job[T]:
-        job = Job(tenant, max(size_bytes, COST_BYTES_MIN), work)
+    def push(self, tenant: str, size_bytes: int, work: T) -> TokenizerJob[T]:
+        job = TokenizerJob(tenant, max(size_bytes, COST_BYTES_MIN), work)
         organisation = self._organisations.setdefault(organisation_of(tenant), _Organisation())
         organisation.users.setdefault(tenant, deque()).append(job)
         return job
 
-    def pop(self, *, large: bool = True, passing: Callable[[str], bool] = lambda _: False) -> Job[T] | None:
+    def pop(self, *, large: bool = True, passing: Callable[[str], bool] = lambda _: False) -> TokenizerJob[T] | None:
         """The next job, or None. `large`: whether it may be a large one. `passing` says whether it is not to be one of this
         organisation's."""
         passed = 0

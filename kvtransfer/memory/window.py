@@ -3,7 +3,7 @@
 from collections import deque
 
 
-class Ring:
+class WindowRing:
     """A ring of `sub-blocks`, of which stretches are given out and come back in the same order. Each is in one piece."""
 
     def __init__(self, sub_blocks: int) -> None:

@@ -8,25 +8,25 @@ from kvtransfer.session.session import (
     HANDLE,
     IGNORE,
     REFUSE,
-    Accepted,
     Action,
     CancelSegments,
     CommitArrived,
-    Ended,
     KvCommitted,
     KvDeclined,
     KvReceiveFailed,
     LocalAbort,
+    OfferAccepted,
     PairLost,
     Quarantine,
     Receive,
     Refusal,
     SegmentDone,
     SegmentDropped,
-    Send,
-    Session,
+    SendMessage,
+    SessionEnded,
     Table,
     Tick,
+    TransferSession,
 )
 from proto.codec import unpack_tokens
 from proto.errors import RemoteProtocolError
@@ -42,18 +42,20 @@ DECLINED: Final = "declined"
 FAILED: Final = "failed"
 
 _OVER = {
-    **dict.fromkeys((Offer, Announce, CommitArrived, Abort, Accepted, Refusal, LocalAbort, PairLost, Tick), IGNORE),
+    **dict.fromkeys(
+        (Offer, Announce, CommitArrived, Abort, OfferAccepted, Refusal, LocalAbort, PairLost, Tick), IGNORE
+    ),
     **dict.fromkeys((SegmentDone, SegmentDropped), BUG),
 }
 _ENDING = dict.fromkeys((Abort, LocalAbort, PairLost, Tick), HANDLE)
-_DECIDED = {Accepted: BUG, Refusal: BUG}
+_DECIDED = {OfferAccepted: BUG, Refusal: BUG}
 
 RECEIVER_TABLE: Table = {
     UNDECIDED: {
         Offer: IGNORE,
         Announce: REFUSE,
         CommitArrived: REFUSE,
-        Accepted: HANDLE,
+        OfferAccepted: HANDLE,
         Refusal: HANDLE,
         SegmentDone: BUG,
         SegmentDropped: BUG,
@@ -84,8 +86,8 @@ RECEIVER_TABLE: Table = {
 }
 
 
-class ReceiverSession(Session):
-    """Made by an offer; the local side answers it with `Accepted` or `Refusal`, at once or later."""
+class ReceiverSession(TransferSession):
+    """Made by an offer; the local side answers it with `OfferAccepted` or `Refusal`, at once or later."""
 
     table = RECEIVER_TABLE
 
@@ -118,7 +120,7 @@ class ReceiverSession(Session):
 
     def _apply(self, event: object, now: float) -> list[Action]:
         match event:
-            case Accepted():
+            case OfferAccepted():
                 return self._accepted(event, now)
             case Refusal():
                 return self._refusal(event)
@@ -145,7 +147,7 @@ class ReceiverSession(Session):
 
     # --- from the local side ---
 
-    def _accepted(self, event: Accepted, now: float) -> list[Action]:
+    def _accepted(self, event: OfferAccepted, now: float) -> list[Action]:
         assert len(event.block_ids) == self.blocks, (
             f"{len(event.block_ids)} target blocks for an offer of {self.blocks}"
         )
@@ -156,13 +158,13 @@ class ReceiverSession(Session):
         self._cached_blocks = self._next_block = event.cached_blocks
         self._progress(now)
         segment_blocks = max(1, self._settings.segment_bytes // self._block_bytes)
-        return [Send(Accept(self.request_id, self.attempt, segment_blocks, event.cached_blocks))]
+        return [SendMessage(Accept(self.request_id, self.attempt, segment_blocks, event.cached_blocks))]
 
     def _refusal(self, event: Refusal) -> list[Action]:
         self.state = DECLINED
         self._deadline = None
         message = Decline(self.request_id, self.attempt, event.reason[:512])
-        return [Send(message), Ended(KvDeclined(self.request_id, self.attempt, event.reason))]
+        return [SendMessage(message), SessionEnded(KvDeclined(self.request_id, self.attempt, event.reason))]
 
     # --- from the peer ---
 
@@ -211,7 +213,7 @@ class ReceiverSession(Session):
             return []
         if self.state == UNDECIDED:
             reason = "nobody decided on the offer in time"
-            return [Send(Decline(self.request_id, self.attempt, reason)), *self._fail(reason, tell_peer=False)]
+            return [SendMessage(Decline(self.request_id, self.attempt, reason)), *self._fail(reason, tell_peer=False)]
         return self._fail("timed out waiting for segments or their commit", tell_peer=True)
 
     # --- inside ---
@@ -230,16 +232,16 @@ class ReceiverSession(Session):
                 return self._fail(f"the digest of segment {segment} differs from the sender's", tell_peer=True)
         self.state = COMMITTED
         self._deadline = None
-        return [self._ack(), Ended(KvCommitted(self._commit.commit, self._block_ids, self._prompt))]
+        return [self._ack(), SessionEnded(KvCommitted(self._commit.commit, self._block_ids, self._prompt))]
 
-    def _ack(self) -> Send:
+    def _ack(self) -> SendMessage:
         kv_bytes = (self.blocks - self._cached_blocks) * self._block_bytes
-        return Send(Ack(self.request_id, self.attempt, kv_bytes))
+        return SendMessage(Ack(self.request_id, self.attempt, kv_bytes))
 
     def _fail(self, reason: str, tell_peer: bool) -> list[Action]:
         self._reason = reason
         self._deadline = None
-        actions: list[Action] = [Send(Abort(self.request_id, self.attempt, reason[:512]))] if tell_peer else []
+        actions: list[Action] = [SendMessage(Abort(self.request_id, self.attempt, reason[:512]))] if tell_peer else []
         if self.in_flight:
             self.state = DRAINING
             touched = tuple(block for segment in sorted(self._targets) for block in self._targets[segment])
@@ -248,4 +250,4 @@ class ReceiverSession(Session):
 
     def _failed(self) -> list[Action]:
         self.state = FAILED
-        return [Ended(KvReceiveFailed(self.request_id, self.attempt, self._block_ids, self._reason))]
+        return [SessionEnded(KvReceiveFailed(self.request_id, self.attempt, self._block_ids, self._reason))]

@@ -14,7 +14,6 @@ from kvtransfer.session.session import (
     BlocksReady,
     CancelSegments,
     CommitReady,
-    Ended,
     KvFailed,
     KvSent,
     LocalAbort,
@@ -22,11 +21,12 @@ from kvtransfer.session.session import (
     SegmentBegun,
     SegmentDone,
     SegmentDropped,
-    Send,
+    SendMessage,
     SendSegment,
-    Session,
+    SessionEnded,
     Table,
     Tick,
+    TransferSession,
 )
 from proto.kv import Abort, Accept, Ack, Announce, Commit, Decline, Offer
 from proto.limits import MAX_SEGMENTS
@@ -102,7 +102,7 @@ SENDER_TABLE: Table = {
 }
 
 
-class SenderSession(Session):
+class SenderSession(TransferSession):
     """Made when a request is placed; its offer goes out with `start`. Blocks are handed in as prefill finishes them."""
 
     table = SENDER_TABLE
@@ -134,7 +134,7 @@ class SenderSession(Session):
 
     def start(self, now: float) -> list[Action]:
         self._deadline = now + self._settings.accept_timeout_ms / 1e3
-        return [Send(Offer(self.request_id, self.attempt, self.pair_id, self.blocks))]
+        return [SendMessage(Offer(self.request_id, self.attempt, self.pair_id, self.blocks))]
 
     def _apply(self, event: object, now: float) -> list[Action]:
         match event:
@@ -245,15 +245,15 @@ class SenderSession(Session):
         settings = self._settings
         self._deadline = now + (settings.idle_timeout_ms if self.in_flight else settings.ack_timeout_ms) / 1e3
 
-    def _commit_message(self, commit: CommitReady) -> Send:
+    def _commit_message(self, commit: CommitReady) -> SendMessage:
         assert all(self._digests) and self._cut == self.blocks
         message = Commit(self.request_id, self.attempt, tuple(self._digests), commit.prompt_tokens, commit.first_tokens)
-        return Send(message, commit.prompt)
+        return SendMessage(message, commit.prompt)
 
     def _fail(self, reason: str, tell_peer: bool) -> list[Action]:
         self._result = KvFailed(self.request_id, self.attempt, reason)
         self._deadline = None
-        actions: list[Action] = [Send(Abort(self.request_id, self.attempt, reason[:512]))] if tell_peer else []
+        actions: list[Action] = [SendMessage(Abort(self.request_id, self.attempt, reason[:512]))] if tell_peer else []
         if self.in_flight:
             self.state = DRAINING
             return [*actions, CancelSegments()]
@@ -262,4 +262,4 @@ class SenderSession(Session):
     def _ended(self) -> list[Action]:
         assert self._result is not None
         self.state = SENT if isinstance(self._result, KvSent) else FAILED
-        return [Ended(self._result)]
+        return [SessionEnded(self._result)]

@@ -8,7 +8,7 @@ attempt).
     sender:    COMMITTING ──Ack──▶ DRAINING ──nothing in flight──▶ SENT, where the Ack is faster than our own thread's word
 
 Rules:
-1. A session ends exactly once, with one `Ended`. SENT, COMMITTED, DECLINED and FAILED are final and answer late frames.
+1. A session ends exactly once, with one `SessionEnded`. SENT, COMMITTED, DECLINED and FAILED are final and answer late frames.
 2. The receiver gives its blocks out only from CHECKING, when every segment it was promised has arrived and every
    digest equals the sender's. The sender's SENT therefore implies the receiver's COMMITTED. The reverse does not
    hold: an Ack can be lost, and then the sender reports a failure; the coordinator's word settles it.
@@ -84,7 +84,7 @@ class SegmentDropped:
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
+class OfferAccepted:
     """The local side takes the offer into these blocks of its pool. The first `cached_blocks` hold what they should, and are
     never written to; the caller keeps them so until the session has ended."""
 
@@ -128,7 +128,7 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendMessage:
     message: Message
     blob: bytes = b""
 
@@ -220,13 +220,13 @@ class KvDeclined:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class SessionEnded:
     """The one result of this session. Always the last action of its list."""
 
     result: KvSent | KvFailed | KvCommitted | KvReceiveFailed | KvDeclined
 
 
-Action = Send | SendSegment | Receive | CancelSegments | Quarantine | Violation | Ended
+Action = SendMessage | SendSegment | Receive | CancelSegments | Quarantine | Violation | SessionEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +243,7 @@ class Receiving:
 # --- what both machines share ---------------------------------------------------------------------------------------
 
 
-class Session:
+class TransferSession:
     """Dispatch by table, the deadline, and the set of segments in flight."""
 
     table: Table

@@ -26,8 +26,8 @@ from kvtransfer.transports.transport import Answer, Channel, Inbox, Listener, Lo
 from kvtransfer.transports.unix_rendezvous import CancelFlags, cannot_grant, check_fit, check_sealed, ready, send_hello
 from kvtransfer.transports.unix_socket import (
     READY,
-    Connection,
-    RendezvousListener,
+    UnixConnection,
+    UnixListener,
     connect,
     peer_process,
     receive_with_descriptors,
@@ -44,7 +44,7 @@ done."""
 
 class _Writes(RemoteWriter):
     def __init__(
-        self, local: Local, connection: Connection, mapping: Mapping, target: PoolRows, told: "_Told", lifeline: int
+        self, local: Local, connection: UnixConnection, mapping: Mapping, target: PoolRows, told: "_Told", lifeline: int
     ) -> None:
         copier = DeviceCopier(local.rows, target, told.digest_every)
         super().__init__(local, connection, copier, target.sub_blocks, told.board, lifeline)
@@ -63,7 +63,9 @@ class _Writes(RemoteWriter):
 
 
 class _Grants(WriteCredits):
-    def __init__(self, local: Local, connection: Connection, board: CancelFlags, lifeline: int, process: int) -> None:
+    def __init__(
+        self, local: Local, connection: UnixConnection, board: CancelFlags, lifeline: int, process: int
+    ) -> None:
         digester = DeviceDigester(local.rows, local.settings.digest_every)
         super().__init__(local, connection, digester, board, lifeline)
         self._process = process
@@ -114,7 +116,7 @@ def hello(rows: PoolRows, memory: DeviceMemory, digest_every: int, device: bytes
 class _Listener(Listener):
     def __init__(self, local: Local) -> None:
         self._local = local
-        self._rendezvous_listener = RendezvousListener()
+        self._rendezvous_listener = UnixListener()
         self.meeting = Rendezvous(CudaIpc.name, "", 0, self._rendezvous_listener.name)
 
     def meet(self) -> Channel:
@@ -168,7 +170,7 @@ class CudaIpc(Transport):
             mapping = Mapping(told.handle, told.pool_bytes, rows.device)
             assert mapping.tensor is not None
             target = PoolRows.of_bytes(mapping.tensor[: told.used], rows.layout, told.ratio)
-            connection = Connection(connected)
+            connection = UnixConnection(connected)
             connection.send(READY, 0)
             return _Writes(local, connection, mapping, target, told, descriptors.pop())
         except (OSError, RuntimeError, ValueError, PairBroken) as error:

@@ -25,7 +25,7 @@ from kvtransfer.transports.unix_socket import (
     GRANT,
     GRANT_BLOCKS_MAX,
     SKIPPED,
-    Connection,
+    UnixConnection,
     pack_grants,
     unpack_grants,
 )
@@ -37,7 +37,7 @@ class RemoteWriter(Channel):
     def __init__(
         self,
         local: Local,
-        connection: Connection,
+        connection: UnixConnection,
         copier: DeviceCopier,
         target_sub_blocks: int,
         board: CancelFlags,
@@ -119,7 +119,7 @@ class WriteCredits(Channel):
     """The receiver's end: grants target blocks, and digests them when they are written."""
 
     def __init__(
-        self, local: Local, connection: Connection, digester: DeviceDigester, board: CancelFlags, lifeline: int
+        self, local: Local, connection: UnixConnection, digester: DeviceDigester, board: CancelFlags, lifeline: int
     ) -> None:
         self._connection = connection
         self._lifeline = lifeline

@@ -37,7 +37,7 @@ from kvtransfer.memory.cuda import device_index
 from kvtransfer.memory.device_copy import DIGEST_EVERY_MAX, UNSAMPLED, checksum, sub_block_sums
 from kvtransfer.memory.device_thread import DeviceThread, TransferHandle, WakeupFd, device_thread
 from kvtransfer.transports import rendezvous
-from kvtransfer.transports.nccl_communicator import ENTERED, Communicator, Message, warmed_up
+from kvtransfer.transports.nccl_communicator import ENTERED, Communicator, NcclMessage, warmed_up
 from kvtransfer.transports.shm import UNWANTED
 from kvtransfer.transports.side_channel import Line, RendezvousListener, call
 from kvtransfer.transports.transport import (
@@ -107,7 +107,7 @@ class _NcclChannel(Channel):
 
     def _ask(self, tensor: torch.Tensor, sending: bool) -> TransferHandle:
         """The time of a receive runs from LAUNCHED on."""
-        message = Message(self._communicator, tensor, sending)
+        message = NcclMessage(self._communicator, tensor, sending)
         return self._thread.submit(message, self._segment_timeout_s, self._wakeup.ring, counts=sending)
 
     def _has_crossed(self) -> bool:
@@ -179,7 +179,7 @@ class Sends(_NcclChannel):
         answer(self._jobs.popleft(), segment_digest)
 
 
-class Receives(_NcclChannel):
+class NcclReceives(_NcclChannel):
     def __init__(
         self, local: Local, line: Line, communicator: Communicator, thread: DeviceThread, digest_every: int
     ) -> None:
@@ -246,7 +246,7 @@ class Receives(_NcclChannel):
 class _Listener(Listener):
     def __init__(self, local: Local) -> None:
         self._local = local
-        self._store = rendezvous.Listener(local.listen_host, local.settings.rendezvous_timeout_ms / 1e3)
+        self._store = rendezvous.StoreListener(local.listen_host, local.settings.rendezvous_timeout_ms / 1e3)
         # The line's secret goes over the control link: a store lists all it holds to whoever connects to it.
         key = secrets.token_bytes(_LINE_SECRET_BYTES)
         self.meeting = Rendezvous(Nccl.name, local.listen_host, self._store.port, self._store.secret, key=key)
@@ -266,7 +266,7 @@ class _Listener(Listener):
         except (OSError, RuntimeError, PairBroken):
             line.close()
             raise
-        return Receives(local, line, communicator, device_thread(device_index(device)), local.settings.digest_every)
+        return NcclReceives(local, line, communicator, device_thread(device_index(device)), local.settings.digest_every)
 
     def abandon(self) -> None:
         self._store.abandon()

@@ -98,7 +98,7 @@ class NcclCommunicator:
         self._group.abort()
 
 
-class Message(Operation):
+class NcclMessage(Operation):
     def __init__(self, communicator: Communicator, tensor: torch.Tensor, sending: bool) -> None:
         self._communicator, self._tensor, self._sending = communicator, tensor, sending
 

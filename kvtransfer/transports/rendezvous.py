@@ -38,7 +38,7 @@ class Work(Protocol):
         """Raises `RuntimeError` when it failed or timed out; the whole group is then unusable."""
 
 
-class Group(Protocol):
+class ProcessGroup(Protocol):
     """What is used of a process group."""
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work: ...
@@ -51,7 +51,7 @@ Make = Callable[[Any, int, str, float], Met]
 """Makes what the two share, of (store, own rank, own address, timeout_s). The store is theirs alone, and both are there."""
 
 
-class Listener:
+class StoreListener:
     """The receiver's end: listens from the start, on `host`, until `meet` returns or the listener is dropped."""
 
     def __init__(self, host: str, timeout_s: float) -> None:

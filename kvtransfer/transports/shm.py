@@ -26,7 +26,7 @@ from kvtransfer.memory.copying import Copier
 from kvtransfer.memory.digests import Digester, unpack
 from kvtransfer.memory.pool import PoolRows
 from kvtransfer.memory.shared import SharedMemory, map_shared
-from kvtransfer.memory.window import Ring
+from kvtransfer.memory.window import WindowRing
 from kvtransfer.session.limits import SHM_WINDOW_BYTES, WINDOW_SEGMENTS_MAX
 from kvtransfer.transports.transport import (
     MAX_QUEUED_SEGMENTS,
@@ -46,8 +46,8 @@ from kvtransfer.transports.unix_socket import (
     GRANT,
     READY,
     SKIPPED,
-    Connection,
-    RendezvousListener,
+    UnixConnection,
+    UnixListener,
     connect,
     receive_with_descriptors,
     send_with_descriptors,
@@ -76,10 +76,10 @@ def unpack_places(payload: bytes) -> list[int | None]:
     return [None if word == _UNWANTED_PLACE else word for word in np.frombuffer(payload, dtype=_WORD).tolist()]
 
 
-class RemoteWriter(Channel):
+class ShmWriter(Channel):
     """The sender's end: writes to the places in the window that it is granted."""
 
-    def __init__(self, local: Local, connection: Connection, window: PoolRows) -> None:
+    def __init__(self, local: Local, connection: UnixConnection, window: PoolRows) -> None:
         self._connection = connection
         self._timeout_s = local.settings.segment_timeout_ms / 1e3
         self._copier = Copier(local.rows, window, local.digests or Digester(local.rows))
@@ -153,16 +153,16 @@ class _Granted:
     """It was given up meanwhile."""
 
 
-class Receives(Channel):
+class ShmReceives(Channel):
     """The receiver's end: grants places in the window, and copies what is written there to the target blocks."""
 
-    def __init__(self, local: Local, connection: Connection, memory: SharedMemory) -> None:
+    def __init__(self, local: Local, connection: UnixConnection, memory: SharedMemory) -> None:
         self._connection = connection
         self._timeout_s = local.settings.segment_timeout_ms / 1e3
         self._rows = local.rows
         self._sub_block_bytes = local.rows.layout.block_bytes
         self._window = memory.tensor
-        self._ring = Ring(memory.bytes // self._sub_block_bytes)
+        self._ring = WindowRing(memory.bytes // self._sub_block_bytes)
         self._outbox: deque[_Granted] = deque()
         """Not granted yet."""
         self._granted: deque[_Granted] = deque()
@@ -264,7 +264,7 @@ def window_sub_blocks(local: Local) -> int:
 class _ShmListener(Listener):
     def __init__(self, local: Local) -> None:
         self._local = local
-        self._rendezvous_listener = RendezvousListener()
+        self._rendezvous_listener = UnixListener()
         self.meeting = Rendezvous(Shm.name, "", 0, self._rendezvous_listener.name)
 
     def meet(self) -> Channel:
@@ -277,7 +277,7 @@ class _ShmListener(Listener):
                 send_with_descriptors(connected, _HELLO.pack(_MAGIC, sub_blocks, sub_block_bytes), [memory.descriptor])
             finally:
                 memory.close()  # the mapping stays
-            return Receives(local, ready(connected, timeout_ms), memory)
+            return ShmReceives(local, ready(connected, timeout_ms), memory)
         except (OSError, PairBroken):
             connected.close()
             raise
@@ -307,12 +307,12 @@ class Shm(Transport):
         try:
             message, descriptors = receive_with_descriptors(connected, _HELLO.size, timeout_ms)
             window = mapped_window(local, message, descriptors)
-            connection = Connection(connected)
+            connection = UnixConnection(connected)
             connection.send(READY, 0)
         except (OSError, PairBroken):
             connected.close()
             raise
-        return RemoteWriter(local, connection, window)
+        return ShmWriter(local, connection, window)
 
 
 def mapped_window(local: Local, message: bytes, descriptors: list[int]) -> PoolRows:

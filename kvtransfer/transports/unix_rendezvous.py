@@ -9,7 +9,7 @@ import numpy as np
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.shared import SEALS, map_shared
 from kvtransfer.transports.transport import MAX_QUEUED_SEGMENTS, Local, PairBroken
-from kvtransfer.transports.unix_socket import GRANT_BLOCKS_MAX, READY, Connection, send_with_descriptors
+from kvtransfer.transports.unix_socket import GRANT_BLOCKS_MAX, READY, UnixConnection, send_with_descriptors
 
 _RATIO_MAX = 4096
 
@@ -45,9 +45,9 @@ def send_hello(connected: socket.socket, hello: bytes, descriptors: list[int], t
         os.close(their_lifeline)
 
 
-def ready(connected: socket.socket, timeout_ms: int) -> Connection:
+def ready(connected: socket.socket, timeout_ms: int) -> UnixConnection:
     """The connection, when the sender has said that it can begin. Raises `PairBroken`."""
-    connection = Connection(connected)
+    connection = UnixConnection(connected)
     kind, _, _ = connection.wait(timeout_ms)
     if kind != READY:
         raise PairBroken(f"the sender broke the protocol: message {kind} before it was ready")

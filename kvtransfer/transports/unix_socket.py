@@ -69,7 +69,7 @@ def unpack_grants(payload: bytes, sub_blocks: int) -> list[list[int]]:
     return [ids[end - count : end] for count, end in zip(counts, ends, strict=True)]
 
 
-class Connection:
+class UnixConnection:
     """Messages in both directions. Calls return at once, unless they say otherwise, and raise `PairBroken` when it is over."""
 
     def __init__(self, connected: socket.socket) -> None:
@@ -125,7 +125,7 @@ class Connection:
         self._socket.close()
 
 
-class RendezvousListener:
+class UnixListener:
     """The receiver's listening socket. `name` is what a sender must know."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from runtime.settings.autopilot import AutopilotSettings
 from runtime.settings.command_line import run_role
 from tuning.accuracy import Accuracy
 from tuning.advise import Slo, Workers
-from tuning.autopilot import Autopilot, Decision, Observation, Rules, observation_of, ratio_of
+from tuning.autopilot import Autopilot, AutopilotRules, Decision, Observation, observation_of, ratio_of
 from tuning.learned import Learner
 from tuning.profile import Profile, ProfileError, decoded
 
@@ -91,7 +91,7 @@ def run(settings: AutopilotSettings) -> int:
     """Runs until SIGTERM or SIGINT. Raises `ConfigError`."""
     profile = _profile(settings.profile)
     keys = keys_for(settings, Role.OBSERVER)
-    rules = Rules(
+    rules = AutopilotRules(
         Slo(settings.slo_ttft_ms, settings.slo_tpot_ms, settings.slo_percentile),
         settings.gain_min,
         settings.confirmations,

@@ -8,21 +8,21 @@ from rich.console import Console
 from rich.markup import escape
 
 from coordinator.event_log.longest_waits import Waited
-from coordinator.event_log.ratio import Advice, RoleChange
+from coordinator.event_log.ratio import LoggedAdvice, RoleChange
 from coordinator.event_log.reasons import (
     BehindNoRoom,
     By,
     CachedElsewhere,
     FasterElsewhere,
-    NoRoom,
-    Order,
+    NoRoomOnWorker,
+    OrderWithinTenant,
     OtherTurn,
     Reason,
     RoomKept,
     RunsAlone,
     SameTenant,
 )
-from coordinator.event_log.timeline import Changed, ChunkSent, Ended, Entry, KeptFor, Passed, Placed, Submitted
+from coordinator.event_log.timeline import Changed, ChunkSent, Entry, KeptFor, Passed, Placed, RequestEnded, Submitted
 from coordinator.events import Action, Event, Received, Send
 from coordinator.observer import StepEnd
 from launcher import tables
@@ -30,15 +30,15 @@ from launcher import tables
 CHUNKS_MAX = 12
 """More in a row are told as one."""
 _ORDERS = {
-    Order.DEADLINE: "it is due {due:.3f} s earlier",
-    Order.FEWER_CHUNKS: "it is due at the same time and has fewer chunks left",
-    Order.CAME_FIRST: "it came first",
-    Order.AGED: "it had been overtaken so often that it went first",
+    OrderWithinTenant.DEADLINE: "it is due {due:.3f} s earlier",
+    OrderWithinTenant.FEWER_CHUNKS: "it is due at the same time and has fewer chunks left",
+    OrderWithinTenant.CAME_FIRST: "it came first",
+    OrderWithinTenant.AGED: "it had been overtaken so often that it went first",
 }
 _KINDS = {
     OtherTurn: "another tenant's turn",
     SameTenant: "another request of the same tenant",
-    NoRoom: "no room",
+    NoRoomOnWorker: "no room",
     RoomKept: "room kept for another",
     BehindNoRoom: "behind others without room",
     CachedElsewhere: "waiting for a worker with more of it cached",
@@ -78,7 +78,7 @@ def show_timeline(request_id: str, entries: Sequence[Entry], console: Console) -
     console.print(escape(summary(entries)))
 
 
-def show_ratio(entries: Sequence[RoleChange | Advice], console: Console) -> None:
+def show_ratio(entries: Sequence[RoleChange | LoggedAdvice], console: Console) -> None:
     if not entries:
         console.print("No worker changed its role, and no autopilot wanted it.")
         return
@@ -138,13 +138,13 @@ def _words(entry: Entry) -> str:
             return _placed(entry)
         case Changed():
             return _changed(entry)
-        case Ended():
+        case RequestEnded():
             return _ended(entry)
         case ChunkSent():
             return _chunk(entry)
         case RoleChange():
             return _role_change(entry)
-        case Advice():
+        case LoggedAdvice():
             return _advice(entry)
 
 
@@ -175,7 +175,7 @@ def _changed(entry: Changed) -> str:
             return f"{state}: {entry.why}"
 
 
-def _ended(entry: Ended) -> str:
+def _ended(entry: RequestEnded) -> str:
     if entry.outcome == "finished":
         return "finished"
     text = f"{entry.outcome}: {entry.why}"
@@ -195,7 +195,7 @@ def _role_change(entry: RoleChange) -> str:
             return f"{entry.worker}, a {entry.before} worker, is ordered to become a {entry.role} worker{why}"
 
 
-def _advice(entry: Advice) -> str:
+def _advice(entry: LoggedAdvice) -> str:
     if entry.wanted == entry.present:
         return f"the autopilot wants no other ratio than {entry.present} any more: {entry.reason}"
     return f"the autopilot ({entry.mode}) wants {entry.wanted} instead of {entry.present}: {entry.reason}"
@@ -218,7 +218,7 @@ def _reason(reason: Reason, whose: str) -> str:
             )
         case SameTenant():
             return f"{whose} of the same tenant first: {_ORDERS[reason.order].format(due=reason.due_before_s)}"
-        case NoRoom():
+        case NoRoomOnWorker():
             return _no_room(reason)
         case RoomKept():
             bypassed = f"which others had bypassed {_times(reason.bypassed)}"
@@ -239,7 +239,7 @@ def _reason(reason: Reason, whose: str) -> str:
             return f"{whose} before it had no room" if whose else "those before it had no room, and none has come free"
 
 
-def _no_room(reason: NoRoom) -> str:
+def _no_room(reason: NoRoomOnWorker) -> str:
     if reason.circuit_open:
         return f"transfers to {reason.worker} failed one after the other: that pair is left out for a while"
     lacks = []

@@ -90,7 +90,7 @@ class RollbackSettings(PolicyOptions):
     )
 
 
-class CompareSettings(PolicyOptions):
+class PolicyCompareSettings(PolicyOptions):
     """Compare the requests that run under the policy on trial with all others.
 
     Both run at the same time, on the same workers. Counted is what comes from now on.
@@ -144,7 +144,7 @@ def roll_back(settings: RollbackSettings) -> int:
     return _do(settings, PolicyRequest(PolicyAction.ROLLBACK, settings.number))
 
 
-def compare(settings: CompareSettings) -> int:
+def compare(settings: PolicyCompareSettings) -> int:
     question = PolicyRequest(PolicyAction.LIST)
     before = _ask(settings, question)
     if not before.trial:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from coordinator.event_log.format import EventLogError
-from coordinator.event_log.longest_waits import Longest, Named
+from coordinator.event_log.longest_waits import Longest, RequestsNamed
 from coordinator.event_log.ratio import RatioChanges
 from coordinator.event_log.replay import Difference, Observer, Replay
 from coordinator.event_log.timeline import Entry, Timeline
@@ -160,7 +160,7 @@ def _timeline(file: str, wanted: str) -> tuple[str, list[Entry]]:
     """The timeline of the request with this id, or else of the only one whose id begins so. Raises `EventLogError`."""
     if entries := _replayed(file, lambda _: Timeline(wanted)).finish():
         return wanted, entries
-    found = sorted(_replayed(file, lambda _: Named(wanted)).found)
+    found = sorted(_replayed(file, lambda _: RequestsNamed(wanted)).found)
     if len(found) != 1:
         raise EventLogError(f"{file}: {_no_such(wanted, found)}")
     return found[0], _replayed(file, lambda _: Timeline(found[0])).finish()

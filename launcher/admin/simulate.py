@@ -18,7 +18,7 @@ from launcher.reports import console_for, write_json
 from runtime.process import clock
 from simulation.batch import Sum, as_json, from_line
 from simulation.faults.plan import FAULTS
-from simulation.run import Result, run_seed, timeline
+from simulation.run import SeedResult, run_seed, timeline
 
 _TIMELINE_ALL = 100_000
 
@@ -46,7 +46,7 @@ def run(settings: SimulateSettings) -> int:
 # --- one seed -----------------------------------------------------------------------------------------------------------
 
 
-def _one(seed: int, kinds: frozenset[str], request_id: str, console: Console) -> Result:
+def _one(seed: int, kinds: frozenset[str], request_id: str, console: Console) -> SeedResult:
     result = run_seed(seed, kinds, keep=True)
     assert result.cluster is not None
     plan = result.cluster.plan
@@ -68,7 +68,7 @@ def _one(seed: int, kinds: frozenset[str], request_id: str, console: Console) ->
     return result
 
 
-def _as_json(result: Result) -> dict[str, Any]:
+def _as_json(result: SeedResult) -> dict[str, Any]:
     failure = None if result.failure is None else f"{type(result.failure).__name__}: {result.failure}"
     return {
         "seed": result.seed,
@@ -80,7 +80,7 @@ def _as_json(result: Result) -> dict[str, Any]:
     }
 
 
-def _say_end(result: Result, kinds: frozenset[str], concerned: str, console: Console) -> None:
+def _say_end(result: SeedResult, kinds: frozenset[str], concerned: str, console: Console) -> None:
     outcomes = ", ".join(f"{count} {name}" for name, count in sorted(result.outcomes.items()))
     console.print(
         f"{result.events} events in {result.virtual_s:.1f} virtual s, log {result.digest}; requests: {outcomes}"

@@ -16,40 +16,40 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from launcher import reports, tables
-from launcher.bench.serve import Site, named, started
+from launcher.bench.serve import BenchSite, named, started
 from launcher.bench.settings import AgentsSettings
 from launcher.http.client import new_session
 from launcher.http.streams import WORDS, BenchFailed
 from launcher.load.client import send
-from launcher.load.figures import Slo, fairness, goodput, tails, values
-from launcher.load.plan import Planned, tenants_of
+from launcher.load.figures import LoadSlo, fairness, goodput, tails, values
+from launcher.load.plan import PlannedRequest, tenants_of
 from launcher.load.probe import Probed, probe
-from launcher.load.records import INTERRUPTED, OK, Record
+from launcher.load.records import INTERRUPTED, OK, RequestRecord
 from launcher.load.show import number
-from launcher.load.tenants import Tenant
+from launcher.load.tenants import LoadTenant
 from launcher.load.traces import read_sessions
 from launcher.local.lifetime import until_interrupted
 from launcher.models import resolve
 from runtime.process import clock
 from runtime.process.exits import INTERRUPTED_EXIT
-from simulation.load.sessions import Session, SessionTurn, in_turn, synthetic
+from simulation.load.sessions import LoadSession, SessionTurn, in_turn, synthetic
 
 STAGGER_S: Final = 0.3
 """Seconds between the first turns of two clients."""
 
 
 @dataclass
-class Played:
+class PlayedSession:
     """What was measured so far."""
 
-    first: list[Record] = field(default_factory=list)
+    first: list[RequestRecord] = field(default_factory=list)
     """Turns that begin a conversation."""
-    later: list[Record] = field(default_factory=list)
+    later: list[RequestRecord] = field(default_factory=list)
     """Turns that go on with a conversation."""
     interrupted: bool = False
 
     @property
-    def all(self) -> list[Record]:
+    def all(self) -> list[RequestRecord]:
         return [*self.first, *self.later]
 
 
@@ -59,7 +59,7 @@ def run(settings: AgentsSettings) -> int:
     return uvloop.run(until_interrupted(_run(settings, sessions, console), console))
 
 
-def sessions_of(settings: AgentsSettings) -> list[Session]:
+def sessions_of(settings: AgentsSettings) -> list[LoadSession]:
     """Raises `SettingsError`."""
     if settings.trace:
         return read_sessions(settings.trace, settings.scale_tokens, settings.think_scale)
@@ -67,7 +67,7 @@ def sessions_of(settings: AgentsSettings) -> list[Session]:
     return synthetic(settings.sessions, settings.turns, *lengths, settings.think_s)
 
 
-async def _run(settings: AgentsSettings, sessions: Sequence[Session], console: Console) -> int:
+async def _run(settings: AgentsSettings, sessions: Sequence[LoadSession], console: Console) -> int:
     tenants = tenants_of(settings)
     async with contextlib.AsyncExitStack() as stack:
         if settings.start:
@@ -80,7 +80,7 @@ async def _run(settings: AgentsSettings, sessions: Sequence[Session], console: C
             played = await play(http, probed, site, sessions, settings, console)
     if not played.all:
         raise BenchFailed("nothing was measured: no turn was sent")
-    figures = figures_of(played, site.tenants, Slo.of(settings.model_dump()))
+    figures = figures_of(played, site.tenants, LoadSlo.of(settings.model_dump()))
     show(figures, console)
     result = {"settings": settings.model_dump(exclude={"api_key", "tenant", "as_json"}), "figures": figures}
     reports.write_json(settings, result)
@@ -90,13 +90,13 @@ async def _run(settings: AgentsSettings, sessions: Sequence[Session], console: C
 async def play(
     http: aiohttp.ClientSession,
     probed: Probed,
-    site: Site,
-    sessions: Sequence[Session],
+    site: BenchSite,
+    sessions: Sequence[LoadSession],
     settings: AgentsSettings,
     console: Console,
-) -> Played:
+) -> PlayedSession:
     """If it is cancelled it still returns: what is in flight is cut off."""
-    played, clients = Played(), in_turn(sessions, settings.sessions)
+    played, clients = PlayedSession(), in_turn(sessions, settings.sessions)
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, refresh_per_second=2) as progress:
         bar = progress.add_task("turns", total=sum(len(session.turns) for session in sessions))
@@ -118,7 +118,7 @@ async def play(
     return played
 
 
-def dealt(tenants: Sequence[Tenant], clients: int) -> list[Tenant]:
+def dealt(tenants: Sequence[LoadTenant], clients: int) -> list[LoadTenant]:
     """Whose each client is: each goes to the tenant that has least for its share."""
     counts = [0] * len(tenants)
     found = []
@@ -136,15 +136,15 @@ class _Client:
         self,
         http: aiohttp.ClientSession,
         probed: Probed,
-        tenant: Tenant,
+        tenant: LoadTenant,
         settings: AgentsSettings,
-        played: Played,
+        played: PlayedSession,
         origin: float,
     ) -> None:
         self._http, self._probed, self._tenant, self._settings = http, probed, tenant, settings
         self._played, self._origin = played, origin
 
-    async def play(self, client: int, sessions: Sequence[Session], on_turn: Any) -> None:
+    async def play(self, client: int, sessions: Sequence[LoadSession], on_turn: Any) -> None:
         await asyncio.sleep(STAGGER_S * client)
         for at, session in enumerate(sessions):
             words = random.Random(f"{self._settings.seed} client {client} session {at}")
@@ -160,7 +160,7 @@ class _Client:
                     break
                 messages.append({"role": "assistant", "content": answer})
 
-    def _opening(self, session: Session, words: random.Random) -> list[dict[str, str]]:
+    def _opening(self, session: LoadSession, words: random.Random) -> list[dict[str, str]]:
         if not session.system_tokens:
             return []
         common = random.Random(f"{self._settings.seed} system")
@@ -174,9 +174,9 @@ class _Client:
     ) -> str | None:
         """Its answer; None if none came."""
         now, target = clock.now() - self._origin, self._probed.target
-        record = Record(index, self._tenant.name, now, turn.new_tokens, turn.output_tokens)
+        record = RequestRecord(index, self._tenant.name, now, turn.new_tokens, turn.output_tokens)
         (self._played.first if is_first else self._played.later).append(record)
-        planned = Planned(index, now, self._tenant, self._tenant.priority, turn.new_tokens, turn.output_tokens)
+        planned = PlannedRequest(index, now, self._tenant, self._tenant.priority, turn.new_tokens, turn.output_tokens)
         body = msgspec.json.decode(target.body(planned, ""))
         body["messages"] = messages
         text: list[str] = []
@@ -185,7 +185,7 @@ class _Client:
         return "".join(text) if record.outcome == OK else None
 
 
-def figures_of(played: Played, tenants: Sequence[Tenant], slo: Slo) -> dict[str, Any]:
+def figures_of(played: PlayedSession, tenants: Sequence[LoadTenant], slo: LoadSlo) -> dict[str, Any]:
     records = played.all
     ended = [record for record in records if record.outcome == OK]
     seconds = max((record.ended_s for record in ended), default=0.0) - min(record.sent_s for record in records)

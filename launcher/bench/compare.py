@@ -15,8 +15,8 @@ from rich.console import Console
 
 from launcher import reports, tables
 from launcher.load import plot, records
-from launcher.load.figures import METRICS, Slo, values
-from launcher.load.records import CANCELLED, INTERRUPTED, Record, RunFile
+from launcher.load.figures import METRICS, LoadSlo, values
+from launcher.load.records import CANCELLED, INTERRUPTED, RequestRecord, RunFile
 from launcher.load.settings import CompareSettings
 from launcher.load.show import number
 
@@ -71,9 +71,9 @@ def _by_request(run: RunFile, metric: str) -> list[np.ndarray]:
 
 def _goodness(run: RunFile, settings: dict[str, Any] | None = None) -> list[np.ndarray]:
     """Both by the same limits, or their shares could not be compared."""
-    slo = Slo.of(settings or run.settings)
+    slo = LoadSlo.of(settings or run.settings)
 
-    def judged(record: Record) -> bool:
+    def judged(record: RequestRecord) -> bool:
         return record.counted and record.outcome not in (CANCELLED, INTERRUPTED)
 
     return [np.array([float(not slo.missed(record))]) for record in run.requests if judged(record)]

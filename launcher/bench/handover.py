@@ -18,7 +18,7 @@ from rich.progress import Progress
 from launcher import reports, tables
 from launcher.admin.status import ask
 from launcher.bench.settings import HandoverSettings
-from launcher.http.streams import BenchFailed, Stream, gaps_between, long_prompt, percentile, stream_completion
+from launcher.http.streams import BenchFailed, ClientStream, gaps_between, long_prompt, percentile, stream_completion
 from launcher.local.lifetime import Running, running, until_interrupted
 from launcher.models import resolve
 from proto.messages import Role
@@ -35,7 +35,7 @@ WARMUP_PROMPTS = 1
 class Handover:
     """One prompt's way, at the client, and what its transfer did not hide."""
 
-    stream: Stream
+    stream: ClientStream
     exposed_s: float
     kv_bytes: int
 

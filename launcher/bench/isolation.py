@@ -22,8 +22,8 @@ from launcher.bench.settings import IsolationSettings
 from launcher.http.client import new_session
 from launcher.http.streams import (
     BenchFailed,
+    ClientStream,
     SteadyStreams,
-    Stream,
     gaps_between,
     long_prompt,
     percentile,
@@ -173,7 +173,7 @@ async def _prefill_alone(
     client: aiohttp.ClientSession, model: str, settings: IsolationSettings, source: random.Random, progress: Progress
 ) -> dict[str, float]:
     """Long prompts one after the other on an idle server."""
-    done: list[Stream] = []
+    done: list[ClientStream] = []
     for _ in progress.track(range(PREFILL_ALONE_PROMPTS), description="long prompts alone"):
         prompt = long_prompt(source, settings.prompt_words_min, settings.prompt_words_max)
         done.append(await stream_completion(client, model, prompt, 1))
@@ -187,7 +187,7 @@ class LongPrompts:
     def __init__(
         self, client: aiohttp.ClientSession, model: str, settings: IsolationSettings, source: random.Random
     ) -> None:
-        self.finished: list[Stream] = []
+        self.finished: list[ClientStream] = []
         self._client, self._model, self._settings, self._source = client, model, settings, source
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -223,7 +223,7 @@ def window_figures(gaps_s: Sequence[float], tokens_per_s: float) -> dict[str, An
     }
 
 
-def prompt_figures(streams: Sequence[Stream]) -> dict[str, Any]:
+def prompt_figures(streams: Sequence[ClientStream]) -> dict[str, Any]:
     ttfts = [stream.ttft_s for stream in streams]
     return {
         "finished": len(streams),

@@ -20,13 +20,13 @@ from launcher import reports
 from launcher.http.client import new_session
 from launcher.http.streams import BenchFailed
 from launcher.load import plot, queue_times, records, show
-from launcher.load.figures import Slo, figures
-from launcher.load.plan import Plan, make_plan, tenants_of
+from launcher.load.figures import LoadSlo, figures
+from launcher.load.plan import LoadPlan, make_plan, tenants_of
 from launcher.load.probe import Probed, probe
 from launcher.load.records import RunFile
-from launcher.load.run import Run, drive
+from launcher.load.run import LoadRun, drive
 from launcher.load.settings import LoadSettings, ServeBenchSettings, ServerSettings, TargetSettings
-from launcher.load.tenants import Ratio, Tenant
+from launcher.load.tenants import LoadTenant, Ratio
 from launcher.local import registry
 from launcher.local.lifetime import running, until_interrupted
 from launcher.models import resolve
@@ -40,12 +40,12 @@ _PRIORITY_CLASSES = '["interactive", "standard", "batch"]'
 
 
 @dataclass(frozen=True)
-class Site:
+class BenchSite:
     """A server to measure."""
 
     base_url: str
     key: str
-    tenants: tuple[Tenant, ...]
+    tenants: tuple[LoadTenant, ...]
     """The tenants, with keys that it takes."""
     event_log: str = ""
 
@@ -62,7 +62,7 @@ def check_files(settings: LoadSettings) -> None:
     plot.check(settings.plot)
 
 
-async def _run(settings: ServeBenchSettings, tenants: Sequence[Tenant], console: Console) -> int:
+async def _run(settings: ServeBenchSettings, tenants: Sequence[LoadTenant], console: Console) -> int:
     async with contextlib.AsyncExitStack() as stack:
         if settings.start:
             model = resolve.ready(settings.model, "", console)
@@ -76,7 +76,7 @@ async def _run(settings: ServeBenchSettings, tenants: Sequence[Tenant], console:
     return INTERRUPTED_EXIT if result.about["interrupted"] else 0
 
 
-def named(settings: ServerSettings, tenants: Sequence[Tenant]) -> Site:
+def named(settings: ServerSettings, tenants: Sequence[LoadTenant]) -> BenchSite:
     """The server that `--url` says, or the one cluster of this machine. Raises `SettingsError`."""
     keyed = tuple(replace(tenant, key=_key(tenant, settings.api_key)) for tenant in tenants)
     base_url = settings.url
@@ -88,10 +88,10 @@ def named(settings: ServerSettings, tenants: Sequence[Tenant]) -> Site:
         base_url = found[0].base_url
     if not base_url.startswith(("http://", "https://")):
         raise SettingsError(f"--url: {base_url} does not begin with http:// or https://")
-    return Site(base_url, keyed[0].key, keyed, settings.event_log)
+    return BenchSite(base_url, keyed[0].key, keyed, settings.event_log)
 
 
-def _key(tenant: Tenant, default: str) -> str:
+def _key(tenant: LoadTenant, default: str) -> str:
     """Raises `SettingsError`."""
     if not tenant.key.startswith("$"):
         return tenant.key or default
@@ -103,8 +103,8 @@ def _key(tenant: Tenant, default: str) -> str:
 
 @contextlib.asynccontextmanager
 async def started(
-    settings: TargetSettings, ratio: Ratio, tenants: Sequence[Tenant], model: ReadyModel, console: Console
-) -> AsyncIterator[Site]:
+    settings: TargetSettings, ratio: Ratio, tenants: Sequence[LoadTenant], model: ReadyModel, console: Console
+) -> AsyncIterator[BenchSite]:
     """A cluster for the time of the context, with a key for each tenant, where there is more than the default one."""
     with tempfile.TemporaryDirectory(prefix="crossdock-") as folder:
         event_log = Path(folder) / "event_log"
@@ -129,12 +129,12 @@ async def started(
                 if up.cluster.plan.control:
                     # The client must not take time from the streams it measures.
                     os.sched_setaffinity(0, up.cluster.plan.control)
-                yield Site(up.cluster.base_url, up.cluster.key, keyed, str(event_log))
+                yield BenchSite(up.cluster.base_url, up.cluster.key, keyed, str(event_log))
             finally:
                 os.sched_setaffinity(0, cores)  # the next cluster is planned for all of them
 
 
-def _tenants_toml(tenants: Sequence[Tenant]) -> str:
+def _tenants_toml(tenants: Sequence[LoadTenant]) -> str:
     """Users of one organisation stand under it; each name is one tenant."""
     lines = []
     for tenant in tenants:
@@ -146,7 +146,7 @@ def _tenants_toml(tenants: Sequence[Tenant]) -> str:
     return "\n".join(lines) + "\n"
 
 
-async def measure(settings: LoadSettings, site: Site, model_id: str, console: Console) -> RunFile:
+async def measure(settings: LoadSettings, site: BenchSite, model_id: str, console: Console) -> RunFile:
     """One run of the load. Raises `BenchFailed` where nothing can be measured; ended by Ctrl-C it returns what there is."""
     async with new_session(silence_s=None) as session:
         probed = await probe(session, site.base_url, site.key, model_id, settings)
@@ -163,7 +163,7 @@ async def measure(settings: LoadSettings, site: Site, model_id: str, console: Co
     return _result(settings, site, probed, plan, done)
 
 
-def _announce(probed: Probed, plan: Plan, console: Console) -> None:
+def _announce(probed: Probed, plan: LoadPlan, console: Console) -> None:
     count, last = len(plan.requests), plan.requests[-1].due_s
     tokens = [sum(getattr(one, what) for one in plan.requests) / count for what in ("prompt_tokens", "output_tokens")]
     console.print(
@@ -181,7 +181,7 @@ def _announce(probed: Probed, plan: Plan, console: Console) -> None:
         console.print("[dim]Answers may end before their planned length: the server decides[/dim]")
 
 
-def _result(settings: LoadSettings, site: Site, probed: Probed, plan: Plan, done: Run) -> RunFile:
+def _result(settings: LoadSettings, site: BenchSite, probed: Probed, plan: LoadPlan, done: LoadRun) -> RunFile:
     weights = {tenant.name: tenant.weight for tenant in site.tenants}
     about = {
         "command": "crossdock bench serve",
@@ -197,7 +197,7 @@ def _result(settings: LoadSettings, site: Site, probed: Probed, plan: Plan, done
         "interrupted": done.interrupted,
         "machine": reports.machine() | {"system": platform.platform()},
     }
-    slo = Slo.of(settings.model_dump())
+    slo = LoadSlo.of(settings.model_dump())
     return RunFile(
         records.FORMAT, shown_settings(settings), about, weights, figures(done.records, weights, slo), done.records
     )

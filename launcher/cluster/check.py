@@ -6,7 +6,7 @@ from pathlib import Path
 
 from launcher import tables
 from launcher.cluster.file import ClusterError, ClusterFile, incomplete, travels
-from launcher.cluster.plan import Planned, check
+from launcher.cluster.plan import PlannedProcess, check
 from launcher.cluster.settings import ClusterCheckSettings
 from launcher.cluster.up import read_file
 from runtime.settings.cores import cores_text
@@ -34,7 +34,7 @@ def run(settings: ClusterCheckSettings) -> int:
     return 0
 
 
-def _table(title: str, processes: Iterable[Planned]) -> tables.Table:
+def _table(title: str, processes: Iterable[PlannedProcess]) -> tables.Table:
     table = tables.Table(title, "process", tables.words("options and environment"))
     for process in processes:
         for number, line in enumerate(_words(process)):
@@ -54,7 +54,7 @@ def _look_for_keys(path: str, file: ClusterFile) -> str:
     return f"keys: {file.keys} is not on this machine; every host needs it"
 
 
-def _words(process: Planned) -> list[str]:
+def _words(process: PlannedProcess) -> list[str]:
     """Options one to a line, as flags; then the environment, and cores. A secret is named and not shown."""
     flags, words = process.arguments(), list[str]()
     for word in flags:

@@ -98,7 +98,7 @@ class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True)
 
 
-class Ports(_Table):
+class FirstPorts(_Table):
     """The first of each kind on a host; the second process has the next one. 0: any free one."""
 
     coordinator: Annotated[int, Field(ge=1, le=65_535)] = 7070
@@ -158,7 +158,7 @@ class ClusterFile(_Table):
     insecure: bool = False
     command: Text = "crossdock"
     """How `crossdock cluster launch` calls crossdock on a host."""
-    ports: Ports = Ports()
+    ports: FirstPorts = FirstPorts()
     common: RoleOptions = {}
     coordinator: RoleOptions = {}
     gateway: RoleOptions = {}

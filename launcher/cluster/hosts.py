@@ -25,14 +25,14 @@ class HostFailed(CrossdockError):
 
 
 @dataclass(frozen=True)
-class Answer:
+class HostAnswer:
     host: str
     status: int
     output: str
 
 
 @dataclass(frozen=True)
-class Site:
+class HostSite:
     """The hosts of one file."""
 
     path: Path
@@ -54,7 +54,7 @@ class Site:
             return [*_SSH, host.ssh or host.address, f"exec sh -c {shlex.quote(script)}"]
         return [*(("ip", "netns", "exec", host.netns) if host.netns else ()), "sh", "-c", script]
 
-    def run(self, name: str, script: str, *, timeout_s: float, given: bytes = b"") -> Answer:
+    def run(self, name: str, script: str, *, timeout_s: float, given: bytes = b"") -> HostAnswer:
         """Raises `HostFailed` where no answer comes; a status other than 0 is one."""
         try:
             done = subprocess.run(
@@ -69,23 +69,23 @@ class Site:
             raise HostFailed(f"{name}: no answer within {timeout_s:.0f} s") from None
         except OSError as error:
             raise HostFailed(f"{name}: {error}") from None
-        return Answer(name, done.returncode, done.stdout.decode("utf-8", "replace").strip())
+        return HostAnswer(name, done.returncode, done.stdout.decode("utf-8", "replace").strip())
 
-    def run_all(self, scripts: dict[str, str], *, timeout_s: float) -> Iterator[Answer]:
+    def run_all(self, scripts: dict[str, str], *, timeout_s: float) -> Iterator[HostAnswer]:
         """Run on several hosts at once, as they answer; one that does not answer has status 255."""
 
-        def one(name: str, script: str) -> Answer:
+        def one(name: str, script: str) -> HostAnswer:
             try:
                 return self.run(name, script, timeout_s=timeout_s)
             except HostFailed as error:
-                return Answer(name, 255, str(error))
+                return HostAnswer(name, 255, str(error))
 
         with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
             for done in as_completed([pool.submit(one, name, script) for name, script in scripts.items()]):
                 yield done.result()
 
 
-def parcel(site: Site, name: str) -> bytes:
+def parcel(site: HostSite, name: str) -> bytes:
     """What a host needs, as tar: the file, the tenants, and of the keys the public ones and its own. Raises `SettingsError`."""
     folder = site.path.parent
     wanted = [site.path]
@@ -108,7 +108,7 @@ def parcel(site: Site, name: str) -> bytes:
     return packed.getvalue()
 
 
-def keys_there(site: Site) -> str:
+def keys_there(site: HostSite) -> str:
     """The folder of keys on a host, as a word of a script: a relative one was copied with the file."""
     copied = travels(site.path.read_text(encoding="utf-8"))
     own = [path for path in copied if str(site.path.parent / path) == site.file.keys]

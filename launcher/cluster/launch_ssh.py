@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from launcher.cluster.file import ClusterError, ClusterFile, incomplete
-from launcher.cluster.hosts import Answer, HostFailed, Site, keys_there, parcel
+from launcher.cluster.hosts import HostAnswer, HostFailed, HostSite, keys_there, parcel
 from launcher.cluster.plan import base_urls, check, coordinator_address
 from launcher.cluster.settings import (
     LaunchDownSettings,
@@ -39,7 +39,7 @@ fi
 _UNPACK = 'umask 077 && mkdir -p "$d" && tar -xf - -C "$d" --no-same-owner'
 
 
-def site_of(settings: LaunchSettings) -> Site:
+def site_of(settings: LaunchSettings) -> HostSite:
     """Raises `SettingsError`."""
     path = Path(settings.cluster_file).expanduser().resolve()
     file = read_file(settings.cluster_file)
@@ -47,7 +47,7 @@ def site_of(settings: LaunchSettings) -> Site:
         check(file)
     except ClusterError as error:
         raise SettingsError("\n".join(f"FILE: {line}" for line in str(error).splitlines())) from None
-    return Site(path, file, settings.local)
+    return HostSite(path, file, settings.local)
 
 
 def up(settings: LaunchUpSettings) -> int:
@@ -61,7 +61,7 @@ def up(settings: LaunchUpSettings) -> int:
         names = ", ".join(answer.host for answer in running)
         raise HostFailed(f"{site.file.name} is up already on {names}; crossdock cluster launch down stops it")
     _expect(states, (3,))
-    failed: list[Answer] = []
+    failed: list[HostAnswer] = []
     try:
         for name, packed in parcels.items():
             _expect([site.run(name, _UNPACK, timeout_s=_SHORT_S, given=packed)], (0,))
@@ -139,7 +139,7 @@ def down(settings: LaunchDownSettings) -> int:
     return 0 if _down(site, console, settings.keep_logs) else 1
 
 
-def _down(site: Site, console: Console, keep_logs: bool) -> bool:
+def _down(site: HostSite, console: Console, keep_logs: bool) -> bool:
     """Whether all went well. Gateways go first, since they end the streams; a coordinator by itself goes last."""
     script = (
         '[ -f "$d/cluster.toml" ] || {{ echo "{0} is not up"; exit 0; }}\n'
@@ -159,13 +159,13 @@ def _stage(file: ClusterFile, name: str) -> int:
     return 0 if host.gateways else 2 if host.coordinator else 1
 
 
-def _all(site: Site, script: str) -> list[Answer]:
+def _all(site: HostSite, script: str) -> list[HostAnswer]:
     answers = site.run_all(dict.fromkeys(site.file.hosts, script), timeout_s=_SHORT_S)
     order = list(site.file.hosts)
     return sorted(answers, key=lambda answer: order.index(answer.host))
 
 
-def _expect(answers: Sequence[Answer], statuses: tuple[int, ...]) -> None:
+def _expect(answers: Sequence[HostAnswer], statuses: tuple[int, ...]) -> None:
     """Raises `HostFailed`."""
     failed = [answer for answer in answers if answer.status not in statuses]
     if failed:

@@ -9,7 +9,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from launcher.cluster.file import EVERYWHERE, ClusterError, ClusterFile, Host, is_ip, is_loopback
-from launcher.local.core_plan import CpuPlan, Seat, plan_cpu
+from launcher.local.core_plan import CoreAssignment, CpuPlan, plan_cpu
 from launcher.local.watchdog import WATCHDOG_S
 from launcher.process import WORKER_MODULES
 from runtime.settings.addresses import METRICS_OFF
@@ -44,7 +44,7 @@ _PORT_MAX: Final = 65_535
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedProcess:
     """One process of a host."""
 
     role: str
@@ -77,7 +77,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class HostPlan:
-    processes: tuple[Planned, ...]
+    processes: tuple[PlannedProcess, ...]
     base_urls: tuple[str, ...]
     """The base URLs of the gateways here."""
     note: str = ""
@@ -121,14 +121,14 @@ def plan_host(file: ClusterFile, name: str, model: str, model_id: str = "") -> H
     if model_id or file.model_id:
         shared["model_id"] = model_id or file.model_id
     cpu = _cpu_plan(host)
-    found: list[Planned] = []
+    found: list[PlannedProcess] = []
     if host.coordinator:
         found += _coordinators(file, name, cpu.control)
     for index in range(host.gateways):
         decided = shared | {"name": f"{name}.gateway-{index}", "port": file.ports.http + index}
         decided |= _bound(host, "tokens_bind", file.ports.tokens, index)
         settings = _settings(file, name, "gateway", decided, {"host": host.listens_on})
-        found.append(Planned("gateway", index, settings, cores=cpu.control))
+        found.append(PlannedProcess("gateway", index, settings, cores=cpu.control))
     gpus = iter(host.gpus)
     kv_ports = count()
     for role, seats in (("prefill", cpu.prefill), ("decode", cpu.decode), ("mixed", cpu.mixed)):
@@ -139,7 +139,7 @@ def plan_host(file: ClusterFile, name: str, model: str, model_id: str = "") -> H
             found.append(_worker(file, name, role, index, seat, cpu.control, decided, next(gpus, "")))
     if host.coordinator and file.autopilot:
         decided = {key: value for key, value in shared.items() if key != "model"} | {"name": "autopilot"}
-        found.append(Planned("autopilot", 0, _settings(file, name, "autopilot", decided), cores=cpu.control))
+        found.append(PlannedProcess("autopilot", 0, _settings(file, name, "autopilot", decided), cores=cpu.control))
     # Hosts that share a machine have addresses of their own on its loopback.
     where = host.listens_on if is_loopback(host.listens_on) and is_ip(host.listens_on) else "127.0.0.1"
     if file.ports.metrics:
@@ -157,17 +157,17 @@ def _own_metrics(file: ClusterFile, where: str, processes: int) -> str:
     return f"{_shown(where)}:{port if port <= _PORT_MAX else 0}"
 
 
-def _coordinators(file: ClusterFile, host: str, cores: tuple[int, ...]) -> list[Planned]:
+def _coordinators(file: ClusterFile, host: str, cores: tuple[int, ...]) -> list[PlannedProcess]:
     """One, or two that listen at the same place, each in its turn."""
     decided = {"bind": _tcp(file.hosts[host].listens_on, file.ports.coordinator)} | _security(file)
     first = _settings(file, host, "coordinator", decided | {"name": "coordinator"})
-    found = [Planned("coordinator", 0, first, cores=cores)]
+    found = [PlannedProcess("coordinator", 0, first, cores=cores)]
     if isinstance(first, CoordinatorSettings) and first.standby:
         found.append(replace(found[0], index=1, settings=first.model_copy(update={"name": "coordinator-1"})))
     return found
 
 
-def _with_metrics(process: Planned, address: str) -> Planned:
+def _with_metrics(process: PlannedProcess, address: str) -> PlannedProcess:
     """There, unless its table says another place."""
     if "metrics" in process.settings.model_fields_set:
         return process
@@ -175,9 +175,9 @@ def _with_metrics(process: Planned, address: str) -> Planned:
 
 
 def _worker(
-    file: ClusterFile, host: str, role: str, index: int, seat: Seat, control: tuple[int, ...],
+    file: ClusterFile, host: str, role: str, index: int, seat: CoreAssignment, control: tuple[int, ...],
     decided: dict[str, Any], gpu: str,
-) -> Planned:  # fmt: skip
+) -> PlannedProcess:  # fmt: skip
     defaults: dict[str, Any] = {"threads": seat.threads, "device": "cuda" if gpu else "cpu"}
     if gpu:
         defaults["gpu_memory_share"] = gpu_share_of(file.hosts[host].gpus.count(gpu))
@@ -189,7 +189,7 @@ def _worker(
     pinned = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": gpu} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
     assert isinstance(settings, WorkerSettings)
     cores = tuple(sorted({*control, *seat.cores})) if seat.cores else ()
-    return Planned(role, index, settings, pinned, cores, settings.threads)
+    return PlannedProcess(role, index, settings, pinned, cores, settings.threads)
 
 
 def _cpu_plan(host: Host) -> CpuPlan:
@@ -199,7 +199,7 @@ def _cpu_plan(host: Host) -> CpuPlan:
             parse_cores(host.cores), prefill=workers.prefill, decode=workers.decode, mixed=workers.mixed, on_gpu=False,
             threads=host.threads,
         )  # fmt: skip
-    seat = Seat((), host.threads or 1, 0)
+    seat = CoreAssignment((), host.threads or 1, 0)
     return CpuPlan((), (seat,) * workers.prefill, (seat,) * workers.decode, (seat,) * workers.mixed)
 
 
@@ -298,7 +298,7 @@ def _listens(settings: Options) -> list[tuple[str, int]]:
     return [(what, port) for what, port in found if port]
 
 
-def _url(host: Host, gateway: Planned) -> str:
+def _url(host: Host, gateway: PlannedProcess) -> str:
     assert isinstance(gateway.settings, GatewaySettings)
     listens_on = gateway.settings.host
     reached = host.address if listens_on in EVERYWHERE or listens_on == host.bind else listens_on

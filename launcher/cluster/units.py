@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Any, Final
 
 from launcher.cluster.file import ClusterError
-from launcher.cluster.plan import MODULES, SECRETS, HostPlan, Planned, watchdog_s_of
+from launcher.cluster.plan import MODULES, SECRETS, HostPlan, PlannedProcess, watchdog_s_of
 from launcher.process import role_environment
 from runtime.process.exits import HOPELESS_EXITS
 from runtime.settings.cores import cores_text
@@ -128,11 +128,11 @@ def template(kind: str) -> str:
     return f"crossdock-{kind}.service" if kind in _SINGLE else f"crossdock-{kind}@.service"
 
 
-def unit(process: Planned) -> str:
+def unit(process: PlannedProcess) -> str:
     return template(_kind(process)).replace("@", f"@{process.index}")
 
 
-def _kind(process: Planned) -> str:
+def _kind(process: PlannedProcess) -> str:
     """What has a unit, or a template, of its own: a role, and the second coordinator of `standby = true`."""
     return _ALONE[process.index] if process.role == "coordinator" else process.role
 
@@ -146,12 +146,12 @@ def is_ours(path: str) -> bool:
     )
 
 
-def _stem(process: Planned) -> str:
+def _stem(process: PlannedProcess) -> str:
     kind = _kind(process)
     return kind if kind in _SINGLE else f"{kind}-{process.index}"
 
 
-def _unit(kind: str, processes: Sequence[Planned], on: Installed) -> str:
+def _unit(kind: str, processes: Sequence[PlannedProcess], on: Installed) -> str:
     role = processes[0].role
     hopeless = " ".join(str(status) for status in sorted(HOPELESS_EXITS))
     options = kind if kind in _SINGLE else f"{kind}-%i"
@@ -200,7 +200,7 @@ def _unit(kind: str, processes: Sequence[Planned], on: Installed) -> str:
     return text + f"\n[Install]\nWantedBy={TARGET}\n"
 
 
-def _stop_s(processes: Sequence[Planned]) -> int:
+def _stop_s(processes: Sequence[PlannedProcess]) -> int:
     """As long as streams may take to end or to move on (--drain-timeout-s), and some more."""
     return math.ceil(max(getattr(process.settings, "drain_timeout_s", 0.0) for process in processes)) + STOP_SLACK_S
 
@@ -222,7 +222,7 @@ def _secret(role: str, on: Installed) -> str:
     return f"{role}.key_secret" if f"{role}.key_secret" in own else own[0]
 
 
-def _options(process: Planned) -> str:
+def _options(process: PlannedProcess) -> str:
     """Everything by its name in the environment, the CPU's threads included."""
     settings = process.settings
     for key in _WRITES:
@@ -242,7 +242,7 @@ def _options(process: Planned) -> str:
     return "".join(f"{key}={_quoted(value)}\n" for key, value in values.items())
 
 
-def _under_home(processes: Sequence[Planned], on: Installed) -> list[str]:
+def _under_home(processes: Sequence[PlannedProcess], on: Installed) -> list[str]:
     """What a unit must read of folders that it does not see otherwise."""
     read: list[str] = [*on.prefixes, on.root]
     for process in processes:

@@ -31,7 +31,7 @@ class Delta(msgspec.Struct):
     reasoning_content: str | None = None
 
 
-class Choice(msgspec.Struct):
+class ClientChoice(msgspec.Struct):
     text: str | None = None
     delta: Delta | None = None
     token_ids: list[int] | None = None
@@ -42,7 +42,7 @@ class CachedTokens(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
+class ClientUsage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: CachedTokens | None = None
@@ -51,8 +51,8 @@ class Usage(msgspec.Struct):
 class Event(msgspec.Struct):
     """What is read of an event, of completions and of chat alike."""
 
-    choices: list[Choice] | None = None
-    usage: Usage | None = None
+    choices: list[ClientChoice] | None = None
+    usage: ClientUsage | None = None
     error: Any = None
 
 

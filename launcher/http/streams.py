@@ -29,7 +29,7 @@ class BenchFailed(CrossdockError):
 
 
 @dataclass
-class Stream:
+class ClientStream:
     """Arrivals of one request, in monotonic seconds."""
 
     sent_at: float
@@ -47,8 +47,8 @@ def long_prompt(source: random.Random, words_min: int, words_max: int) -> str:
 
 
 async def stream_completion(
-    session: aiohttp.ClientSession, model: str, prompt: str, max_tokens: int, into: Stream | None = None
-) -> Stream:
+    session: aiohttp.ClientSession, model: str, prompt: str, max_tokens: int, into: ClientStream | None = None
+) -> ClientStream:
     """One completion with exactly `max_tokens` tokens; arrivals are noted as they come, also if it is cancelled midway.
 
     Raises `RequestFailed` on anything but a clean end, and `BenchFailed` where the usage is missing.
@@ -62,7 +62,7 @@ async def stream_completion(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    stream = into or Stream(0.0)
+    stream = into or ClientStream(0.0)
     stream.sent_at = clock.now()
     usage = None
     async with session.post("/v1/completions", json=body) as response:
@@ -78,7 +78,7 @@ async def stream_completion(
     return stream
 
 
-def gaps_between(streams: Sequence[Stream], start: float, end: float) -> list[float]:
+def gaps_between(streams: Sequence[ClientStream], start: float, end: float) -> list[float]:
     """Gaps in seconds within each stream, both ends inside [start, end]."""
     found = []
     for stream in streams:
@@ -98,14 +98,14 @@ class SteadyStreams:
     """Keeps `count` streams running, each started again when it ends, until `close`."""
 
     def __init__(self, session: aiohttp.ClientSession, model: str, count: int, tokens: int) -> None:
-        self.finished: list[Stream] = []
-        self._open: dict[int, Stream] = {}
+        self.finished: list[ClientStream] = []
+        self._open: dict[int, ClientStream] = {}
         self._tasks = [
             asyncio.get_running_loop().create_task(self._run(session, model, index, tokens)) for index in range(count)
         ]
 
     @property
-    def streams(self) -> list[Stream]:
+    def streams(self) -> list[ClientStream]:
         return [*self.finished, *self._open.values()]
 
     @property
@@ -128,7 +128,7 @@ class SteadyStreams:
         while True:
             # Staggered lengths keep the streams from ending, and starting, all at once.
             length = tokens if turn else max(8, tokens * (index + 1) // len(self._tasks))
-            stream = self._open[index] = Stream(0.0)
+            stream = self._open[index] = ClientStream(0.0)
             prompt = f"Story number {index}.{turn}: once upon a time"
             await stream_completion(session, model, prompt, length, into=stream)
             self.finished.append(self._open.pop(index))

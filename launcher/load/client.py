@@ -14,30 +14,30 @@ import msgspec
 
 from launcher.http.client import (
     ERROR_BYTES_MAX,
+    ClientUsage,
     Event,
     RequestFailed,
     SseReader,
-    Usage,
     drain,
     headers,
     read_whole,
     reason,
 )
-from launcher.load.plan import NEVER, Planned
+from launcher.load.plan import NEVER, PlannedRequest
 from launcher.load.prompts import Prompt
-from launcher.load.records import CANCELLED, OK, Record
+from launcher.load.records import CANCELLED, OK, RequestRecord
 from runtime.process import clock
 
 
 class StreamReader:
     """Bytes of a server-sent event stream → arrivals in a record. Pure."""
 
-    def __init__(self, record: Record, origin: float, on_text: Callable[[str], None] | None = None) -> None:
+    def __init__(self, record: RequestRecord, origin: float, on_text: Callable[[str], None] | None = None) -> None:
         self._record, self._origin, self._on_text = record, origin, on_text
         self._sse = SseReader()
         self._last = 0.0
         self._chunks = self._ids = 0
-        self._usage: Usage | None = None
+        self._usage: ClientUsage | None = None
 
     @property
     def done(self) -> bool:
@@ -86,7 +86,7 @@ class StreamReader:
 
 
 @dataclass(frozen=True)
-class Target:
+class LoadTarget:
     """The server, and what was learned of it."""
 
     url: str
@@ -98,7 +98,7 @@ class Target:
     timeout_s: float
     context_tokens: int = 0
 
-    def body(self, planned: Planned, prompt: Prompt) -> bytes:
+    def body(self, planned: PlannedRequest, prompt: Prompt) -> bytes:
         fields: dict[str, Any] = {
             "model": self.model,
             "max_tokens": planned.output_tokens,
@@ -121,10 +121,10 @@ class Target:
 
 async def send(
     session: aiohttp.ClientSession,
-    target: Target,
-    planned: Planned,
+    target: LoadTarget,
+    planned: PlannedRequest,
     body: bytes,
-    record: Record,
+    record: RequestRecord,
     origin: float,
     on_text: Callable[[str], None] | None = None,
 ) -> None:
@@ -152,7 +152,11 @@ async def send(
 
 
 async def _answer(
-    response: aiohttp.ClientResponse, reader: StreamReader, planned: Planned, record: Record, origin: float
+    response: aiohttp.ClientResponse,
+    reader: StreamReader,
+    planned: PlannedRequest,
+    record: RequestRecord,
+    origin: float,
 ) -> None:
     record.request_id = response.headers.get("X-Request-Id", "")[:200]
     if response.status != 200:

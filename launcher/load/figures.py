@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from launcher.http.streams import percentile
-from launcher.load.records import CANCELLED, INTERRUPTED, OK, Record
+from launcher.load.records import CANCELLED, INTERRUPTED, OK, RequestRecord
 
 RANKS: Final = (50, 90, 95, 99)
 OUTPUT_COST: Final = 2.0
@@ -16,17 +16,17 @@ OUTPUT_COST: Final = 2.0
 METRICS: Final = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "request", "queue_ms": "queue"}
 
 
-class Slo:
+class LoadSlo:
     """Limits on one request; 0 is none."""
 
     def __init__(self, ttft_ms: float, tpot_ms: float, itl_ms: float) -> None:
         self.limits = {"ttft": ttft_ms, "tpot": tpot_ms, "itl": itl_ms}
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> "Slo":
+    def of(cls, settings: Mapping[str, Any]) -> "LoadSlo":
         return cls(settings["slo_ttft_ms"], settings["slo_tpot_ms"], settings["slo_itl_ms"])
 
-    def missed(self, record: Record) -> list[str]:
+    def missed(self, record: RequestRecord) -> list[str]:
         """Which limits it missed; a request that failed missed `answer`."""
         if record.outcome != OK:
             return ["answer"]
@@ -42,7 +42,7 @@ class Slo:
         ]
 
 
-def values(records: Iterable[Record], metric: str) -> list[float]:
+def values(records: Iterable[RequestRecord], metric: str) -> list[float]:
     """All that was measured of one metric; times of requests that failed or were cut short are not among them, except that
     gaps and first tokens of cancelled ones count up to where the client left."""
     found: list[float] = []
@@ -76,7 +76,7 @@ def jain(shares: Sequence[float]) -> float | None:
     return total**2 / (len(shares) * sum(share**2 for share in shares)) if total > 0 else None
 
 
-def service(record: Record) -> float:
+def service(record: RequestRecord) -> float:
     """What it got, in the coordinator's unit, however it ended; prompt tokens from the cache cost nothing."""
     if record.first_s is None:
         return 0.0
@@ -84,11 +84,11 @@ def service(record: Record) -> float:
     return prompt + OUTPUT_COST * record.tokens
 
 
-def asked(record: Record) -> float:
+def asked(record: RequestRecord) -> float:
     return record.prompt_asked + OUTPUT_COST * record.output_asked
 
 
-def goodput(records: Sequence[Record], slo: Slo, seconds: float) -> dict[str, Any]:
+def goodput(records: Sequence[RequestRecord], slo: LoadSlo, seconds: float) -> dict[str, Any]:
     """Requests whose client left, or that the end of the run cut off, are judged neither way."""
     judged = [record for record in records if record.outcome not in (CANCELLED, INTERRUPTED)]
     misses = [slo.missed(record) for record in judged]
@@ -103,7 +103,9 @@ def goodput(records: Sequence[Record], slo: Slo, seconds: float) -> dict[str, An
     }
 
 
-def fairness(records: Sequence[Record], weights: Mapping[str, float], slo: Slo, seconds: float) -> dict[str, Any]:
+def fairness(
+    records: Sequence[RequestRecord], weights: Mapping[str, float], slo: LoadSlo, seconds: float
+) -> dict[str, Any]:
     rows: dict[str, dict[str, Any]] = {}
     for name, weight in weights.items():
         own = [record for record in records if record.tenant == name]
@@ -117,7 +119,7 @@ def fairness(records: Sequence[Record], weights: Mapping[str, float], slo: Slo, 
     }
 
 
-def _served(own: Sequence[Record], slo: Slo, seconds: float) -> dict[str, Any]:
+def _served(own: Sequence[RequestRecord], slo: LoadSlo, seconds: float) -> dict[str, Any]:
     served, wanted = sum(map(service, own)), sum(map(asked, own))
     return {
         "requests": len(own),
@@ -130,14 +132,14 @@ def _served(own: Sequence[Record], slo: Slo, seconds: float) -> dict[str, Any]:
     }
 
 
-def by_priority(records: Sequence[Record], slo: Slo, seconds: float) -> dict[str, dict[str, Any]]:
+def by_priority(records: Sequence[RequestRecord], slo: LoadSlo, seconds: float) -> dict[str, dict[str, Any]]:
     """Empty where no request asked for one."""
     names = sorted({record.priority for record in records})
     found = {name or "(none)": [record for record in records if record.priority == name] for name in names}
     return {name: _served(own, slo, seconds) for name, own in found.items()} if names != [""] else {}
 
 
-def figures(records: Sequence[Record], weights: Mapping[str, float], slo: Slo) -> dict[str, Any]:
+def figures(records: Sequence[RequestRecord], weights: Mapping[str, float], slo: LoadSlo) -> dict[str, Any]:
     """The figures of the counted requests, over the time from the first of them being due to the last end among them."""
     counted = [record for record in records if record.counted]
     start = min((record.due_s for record in counted), default=0.0)
@@ -166,7 +168,7 @@ def figures(records: Sequence[Record], weights: Mapping[str, float], slo: Slo) -
     }
 
 
-def _details(records: Iterable[Record]) -> dict[str, str]:
+def _details(records: Iterable[RequestRecord]) -> dict[str, str]:
     """The first message of each kind of error."""
     found: dict[str, str] = {}
     for record in records:
@@ -175,7 +177,7 @@ def _details(records: Iterable[Record]) -> dict[str, str]:
     return found
 
 
-def _throughput(records: Sequence[Record], seconds: float) -> dict[str, float] | None:
+def _throughput(records: Sequence[RequestRecord], seconds: float) -> dict[str, float] | None:
     if seconds <= 0:
         return None
     begun = [record for record in records if record.first_s is not None]
@@ -188,14 +190,14 @@ def _throughput(records: Sequence[Record], seconds: float) -> dict[str, float] |
     }
 
 
-def _offered(records: Sequence[Record], seconds: float) -> float:
+def _offered(records: Sequence[RequestRecord], seconds: float) -> float:
     """Arrivals per second from the first to the last of them; what the tail of answers takes is no part of it."""
     due_s = [record.due_s for record in records]
     span_s = max(due_s) - min(due_s)
     return (len(due_s) - 1) / span_s if span_s > 0 else len(due_s) / seconds
 
 
-def _lengths(ended: Sequence[Record]) -> dict[str, Any]:
+def _lengths(ended: Sequence[RequestRecord]) -> dict[str, Any]:
     """How long requests really were, as the server counts, beside what was planned."""
     told = [record for record in ended if record.prompt_tokens]
     off = [abs(record.prompt_tokens - record.prompt_asked) for record in told]

@@ -10,8 +10,8 @@ import numpy as np
 from launcher.load import traces
 from launcher.load.lengths import Lengths, arrival_times
 from launcher.load.settings import LoadSettings, TargetSettings
-from launcher.load.tenants import Tenant, parse_abuser, parse_priorities, parse_tenants, read_mix
-from launcher.load.traces import MOONCAKE_BLOCK_TOKENS, Row
+from launcher.load.tenants import LoadTenant, parse_abuser, parse_priorities, parse_tenants, read_mix
+from launcher.load.traces import MOONCAKE_BLOCK_TOKENS, TraceRow
 from runtime.settings.options import SettingsError
 
 NEVER = -1
@@ -20,11 +20,11 @@ _TIMES, _LENGTHS, _TENANTS, _PREFIXES, _CANCELS, _PRIORITY_CLASSES, _ABUSE = ran
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedRequest:
     index: int
     due_s: float
     """Seconds since the run began."""
-    tenant: Tenant
+    tenant: LoadTenant
     priority: str
     prompt_tokens: int
     output_tokens: int
@@ -41,15 +41,15 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Plan:
-    requests: tuple[Planned, ...]
+class LoadPlan:
+    requests: tuple[PlannedRequest, ...]
     block_tokens: int
-    """Tokens of each of `Planned.blocks`."""
+    """Tokens of each of `PlannedRequest.blocks`."""
     cut: int
     """Requests made shorter to fit the model's context."""
 
 
-def tenants_of(settings: TargetSettings) -> list[Tenant]:
+def tenants_of(settings: TargetSettings) -> list[LoadTenant]:
     """The tenants, at least one. Raises `SettingsError`."""
     mix = settings.tenants_mix if isinstance(settings, LoadSettings) else ""
     abuser = settings.abuser if isinstance(settings, LoadSettings) else ""
@@ -60,7 +60,7 @@ def tenants_of(settings: TargetSettings) -> list[Tenant]:
     except ValueError as error:
         raise SettingsError(f"--tenant: {error}") from None
     if not any(tenant.share for tenant in found):
-        found.insert(0, Tenant("default"))
+        found.insert(0, LoadTenant("default"))
     if abuser:
         try:
             found.append(parse_abuser(abuser))
@@ -71,7 +71,7 @@ def tenants_of(settings: TargetSettings) -> list[Tenant]:
     return found
 
 
-def make_plan(settings: LoadSettings, tenants: Sequence[Tenant], context_tokens: int) -> Plan:
+def make_plan(settings: LoadSettings, tenants: Sequence[LoadTenant], context_tokens: int) -> LoadPlan:
     """`context_tokens`: of the model; 0 if unknown. Raises `SettingsError` where nothing would be sent."""
 
     def source(stream: int) -> np.random.Generator:
@@ -92,7 +92,7 @@ def make_plan(settings: LoadSettings, tenants: Sequence[Tenant], context_tokens:
     return _planned(settings, pairs[: settings.requests], context_tokens, source)
 
 
-def _rows(settings: LoadSettings, times: np.random.Generator, lengths: np.random.Generator) -> list[Row]:
+def _rows(settings: LoadSettings, times: np.random.Generator, lengths: np.random.Generator) -> list[TraceRow]:
     if settings.trace:
         rows = traces.scaled(
             traces.read(settings.trace),
@@ -107,10 +107,12 @@ def _rows(settings: LoadSettings, times: np.random.Generator, lengths: np.random
     arrivals = arrival_times(
         settings.arrivals, settings.rate, settings.cv, settings.duration_s, settings.requests, times
     )
-    return [Row(at_s, prompts.draw(lengths), outputs.draw(lengths)) for at_s in arrivals]
+    return [TraceRow(at_s, prompts.draw(lengths), outputs.draw(lengths)) for at_s in arrivals]
 
 
-def _abuse(settings: LoadSettings, rows: Sequence[Row], factor: float, source: np.random.Generator) -> list[Row]:
+def _abuse(
+    settings: LoadSettings, rows: Sequence[TraceRow], factor: float, source: np.random.Generator
+) -> list[TraceRow]:
     """Poisson arrivals at `factor` times the rate of `rows`, with lengths drawn from theirs."""
     rate = factor * len(rows) / settings.duration_s
     times = arrival_times("poisson", rate, 1.0, settings.duration_s, settings.requests, source)
@@ -119,10 +121,10 @@ def _abuse(settings: LoadSettings, rows: Sequence[Row], factor: float, source: n
 
 def _planned(
     settings: LoadSettings,
-    pairs: Sequence[tuple[Row, Tenant]],
+    pairs: Sequence[tuple[TraceRow, LoadTenant]],
     context_tokens: int,
     source: Callable[[int], np.random.Generator],
-) -> Plan:
+) -> LoadPlan:
     prefixes, cancels = source(_PREFIXES), source(_CANCELS)
     priority_classes = parse_priorities(settings.priority)
     shares = np.array(list(priority_classes.values())) / sum(priority_classes.values()) if priority_classes else None
@@ -145,7 +147,7 @@ def _planned(
         leaves, by_time, where = cancels.random(3).tolist()
         cancel = leaves < settings.cancel_share
         planned.append(
-            Planned(
+            PlannedRequest(
                 index=index,
                 due_s=row.at_s,
                 tenant=tenant,
@@ -160,4 +162,4 @@ def _planned(
             )
         )
     block_tokens = max(1, round(MOONCAKE_BLOCK_TOKENS * settings.scale_tokens))
-    return Plan(tuple(planned), block_tokens, cut)
+    return LoadPlan(tuple(planned), block_tokens, cut)

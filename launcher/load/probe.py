@@ -8,8 +8,8 @@ import msgspec
 
 from launcher.http.client import headers, read_whole
 from launcher.http.streams import WORDS, BenchFailed
-from launcher.load.client import Target
-from launcher.load.plan import Plan
+from launcher.load.client import LoadTarget
+from launcher.load.plan import LoadPlan
 from launcher.load.prompts import Prompts, words_with_a_tokenizer
 from launcher.load.settings import LoadSettings, TargetSettings
 
@@ -20,7 +20,7 @@ PROBE_WORDS = 30
 
 @dataclass(frozen=True)
 class Probed:
-    target: Target
+    target: LoadTarget
     pool: tuple[int, ...] = ()
     """Ids of tokens that are safe to send; empty where the server takes only text."""
     tokens_per_word: float = 1.0
@@ -28,7 +28,7 @@ class Probed:
     server: str = ""
     """What it calls itself."""
 
-    def prompts(self, settings: LoadSettings, plan: Plan) -> Prompts:
+    def prompts(self, settings: LoadSettings, plan: LoadPlan) -> Prompts:
         """Raises `SettingsError`."""
         common = (plan.block_tokens, settings.prefix_tokens)
         if self.pool:
@@ -52,7 +52,7 @@ async def probe(
         raise BenchFailed(f"GET {base}/v1/models: HTTP {status}, and no model; see --url, --api-key and --model-id")
     context = known.get("max_model_len")
     chat = settings.endpoint == "chat"
-    target = Target(
+    target = LoadTarget(
         url=f"{base}/v1/{'chat/completions' if chat else 'completions'}",
         model=model,
         chat=chat,
@@ -93,7 +93,7 @@ async def _learn(session: aiohttp.ClientSession, probed: Probed, key: str) -> Pr
 
 
 async def _ask(
-    session: aiohttp.ClientSession, target: Target, words: list[str], extensions: dict[str, bool], key: str
+    session: aiohttp.ClientSession, target: LoadTarget, words: list[str], extensions: dict[str, bool], key: str
 ) -> tuple[int, dict[str, Any]]:
     text = " ".join(words)
     asked = {"messages": [{"role": "user", "content": text}]} if target.chat else {"prompt": text}

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from launcher.http.streams import WORDS
-from launcher.load.plan import NEVER, Planned
+from launcher.load.plan import NEVER, PlannedRequest
 from runtime.settings.options import SettingsError
 
 Prompt = str | list[int]
@@ -29,7 +29,7 @@ class Prompts:
     overhead_tokens: float = 0.0
     """Tokens of the chat template, or a first token that the server adds."""
 
-    def make(self, planned: Planned) -> Prompt:
+    def make(self, planned: PlannedRequest) -> Prompt:
         words = isinstance(self.pool[0], str)
         units = planned.prompt_tokens
         if words:

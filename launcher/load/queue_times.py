@@ -6,10 +6,10 @@ from pathlib import Path
 from coordinator.event_log.format import EventLogError
 from coordinator.event_log.longest_waits import Longest
 from coordinator.event_log.replay import Replay
-from launcher.load.records import Record
+from launcher.load.records import RequestRecord
 
 
-def add_waits(path: Path, records: Sequence[Record]) -> str:
+def add_waits(path: Path, records: Sequence[RequestRecord]) -> str:
     """Sets `queue_ms` of the records whose requests are in the event log; returns why there are none, or nothing.
 
     An event log that is still being written is read up to its last whole record.

@@ -17,7 +17,7 @@ NOT_SENT: Final = "not_sent"
 FILE_BYTES_MAX: Final = 1 << 30
 
 
-class Record(msgspec.Struct):
+class RequestRecord(msgspec.Struct):
     """One request. Times are seconds since the run began."""
 
     index: int
@@ -74,7 +74,7 @@ class RunFile(msgspec.Struct):
     tenants: dict[str, float]
     """Their weights."""
     figures: dict[str, Any]
-    requests: list[Record]
+    requests: list[RequestRecord]
 
 
 def encoded(run: RunFile | dict[str, Any]) -> str:

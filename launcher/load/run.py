@@ -10,20 +10,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from launcher.load import client
-from launcher.load.client import Target
-from launcher.load.plan import Planned
+from launcher.load.client import LoadTarget
+from launcher.load.plan import PlannedRequest
 from launcher.load.prompts import Prompts
-from launcher.load.records import INTERRUPTED, NOT_SENT, Record
+from launcher.load.records import INTERRUPTED, NOT_SENT, RequestRecord
 from runtime.process import clock
 
 SHOW_EVERY_S: Final = 0.5
 
 
 @dataclass
-class Run:
+class LoadRun:
     """What was measured so far."""
 
-    records: list[Record] = field(default_factory=list)
+    records: list[RequestRecord] = field(default_factory=list)
     interrupted: bool = False
     seconds: float = 0.0
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -31,15 +31,15 @@ class Run:
 
 async def drive(
     session: aiohttp.ClientSession,
-    target: Target,
-    requests: Sequence[Planned],
+    target: LoadTarget,
+    requests: Sequence[PlannedRequest],
     prompts: Prompts,
     in_flight_max: int,
     console: Console,
-) -> Run:
+) -> LoadRun:
     """Sends all and waits for their ends. If it is cancelled it still returns: what is in flight is cut off, and the run is
     marked as interrupted."""
-    run = Run()
+    run = LoadRun()
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -73,11 +73,11 @@ async def drive(
 
 async def _send_all(
     session: aiohttp.ClientSession,
-    target: Target,
-    requests: Sequence[Planned],
+    target: LoadTarget,
+    requests: Sequence[PlannedRequest],
     prompts: Prompts,
     in_flight_max: int,
-    run: Run,
+    run: LoadRun,
     origin: float,
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -85,7 +85,7 @@ async def _send_all(
         # Made before it is due: what is long in the making does not make it late.
         body = target.body(planned, prompts.make(planned))
         await asyncio.sleep(max(0.0, origin + planned.due_s - clock.now()))
-        record = Record(
+        record = RequestRecord(
             index=planned.index,
             tenant=planned.tenant.name,
             due_s=planned.due_s,
@@ -104,11 +104,11 @@ async def _send_all(
         task.add_done_callback(run.tasks.discard)
 
 
-async def _show(run: Run, progress: Progress, bar: object) -> None:
+async def _show(run: LoadRun, progress: Progress, bar: object) -> None:
     while True:
         progress.update(bar, completed=len(run.records), description=_state(run))  # type: ignore[arg-type]
         await asyncio.sleep(SHOW_EVERY_S)
 
 
-def _state(run: Run) -> str:
+def _state(run: LoadRun) -> str:
     return f"sent, {len(run.tasks)} in flight"

@@ -15,7 +15,7 @@ _RATIO = re.compile(r"(?:([1-9]\d?)P([1-9]\d?)D)?(\+(?=\d))?(?:([1-9]\d?)M)?", r
 
 
 @dataclass(frozen=True)
-class Tenant:
+class LoadTenant:
     """`share` of the load; `weight` as the server has it, for fairness. `abuse`: on top of the load, so many times it all."""
 
     name: str
@@ -73,26 +73,26 @@ def _name(text: str) -> str:
     return text
 
 
-def parse_tenants(texts: Sequence[str]) -> list[Tenant]:
+def parse_tenants(texts: Sequence[str]) -> list[LoadTenant]:
     """`NAME:KEY:SHARE[:WEIGHT[:PRIORITY]]` each. Raises `ValueError`, never naming a key."""
-    found: list[Tenant] = []
+    found: list[LoadTenant] = []
     for text in texts:
         parts = text.split(":")
         if not 3 <= len(parts) <= 5:
             raise ValueError("must be NAME:KEY:SHARE[:WEIGHT[:PRIORITY]]")
         name, key, share, weight, priority = parts + ["1", ""][len(parts) - 3 :]
-        found.append(Tenant(_name(name), key, _number(share, "share"), _number(weight or "1", "weight"), priority))
+        found.append(LoadTenant(_name(name), key, _number(share, "share"), _number(weight or "1", "weight"), priority))
     if len({tenant.name for tenant in found}) != len(found) or len(found) > TENANTS_MAX:
         raise ValueError(f"names a tenant twice, or more than {TENANTS_MAX}")
     return found
 
 
-def parse_abuser(text: str) -> Tenant:
+def parse_abuser(text: str) -> LoadTenant:
     """`NAME:KEY:FACTOR`. Raises `ValueError`."""
     parts = text.split(":")
     if len(parts) != 3:
         raise ValueError("must be NAME:KEY:FACTOR")
-    return Tenant(_name(parts[0]), parts[1], share=0.0, abuse=_number(parts[2], "factor"))
+    return LoadTenant(_name(parts[0]), parts[1], share=0.0, abuse=_number(parts[2], "factor"))
 
 
 def parse_priorities(texts: Sequence[str]) -> dict[str, float]:
@@ -106,7 +106,7 @@ def parse_priorities(texts: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def read_mix(path: str) -> list[Tenant]:
+def read_mix(path: str) -> list[LoadTenant]:
     """Raises `SettingsError`."""
     try:
         content = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
@@ -120,7 +120,7 @@ def read_mix(path: str) -> list[Tenant]:
         raise SettingsError(f"--tenants-mix: {path} {error}") from None
 
 
-def _of_table(name: str, table: Any) -> Tenant:
+def _of_table(name: str, table: Any) -> LoadTenant:
     if not isinstance(table, dict):
         raise ValueError(f"has {name!r} outside of a table [NAME]")
     unknown = set(table) - {"key", "share", "weight", "priority", "abuse"}
@@ -129,4 +129,4 @@ def _of_table(name: str, table: Any) -> Tenant:
     abuse = _number(str(table["abuse"]), f"abuse of [{name}]") if "abuse" in table else 0.0
     share = 0.0 if abuse else _number(str(table.get("share", 1)), f"share of [{name}]")
     weight = _number(str(table.get("weight", 1)), f"weight of [{name}]")
-    return Tenant(_name(name), str(table.get("key", "")), share, weight, str(table.get("priority", "")), abuse)
+    return LoadTenant(_name(name), str(table.get("key", "")), share, weight, str(table.get("priority", "")), abuse)

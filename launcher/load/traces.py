@@ -21,7 +21,7 @@ import numpy as np
 
 from launcher.load.lengths import TOKENS_MAX
 from runtime.settings.options import SettingsError
-from simulation.load.sessions import Session, SessionTurn
+from simulation.load.sessions import LoadSession, SessionTurn
 
 ROWS_MAX = 2_000_000
 LINE_CHARS_MAX = 1 << 20
@@ -35,7 +35,7 @@ RESTART_SHARE: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TraceRow:
     at_s: float
     prompt_tokens: int
     output_tokens: int
@@ -70,10 +70,10 @@ class _Aiperf(msgspec.Struct):
     metrics: _AiperfMetrics = _AiperfMetrics()
 
 
-def read(path: str) -> list[Row]:
+def read(path: str) -> list[TraceRow]:
     """All rows, in the order of their times. Raises `SettingsError` naming file and line."""
     file = Path(path).expanduser()
-    rows: list[Row] = []
+    rows: list[TraceRow] = []
     try:
         with file.open(encoding="utf-8", newline="") as stream:
             source = _json_lines(stream) if file.suffix in (".jsonl", ".json") else _csv(stream)
@@ -98,7 +98,7 @@ class _BadLine(Exception):
         self.number = number
 
 
-def _csv(stream: TextIO) -> Iterator[Row]:
+def _csv(stream: TextIO) -> Iterator[TraceRow]:
     reader = csv.DictReader(stream)
     try:
         names = reader.fieldnames or ()
@@ -114,7 +114,7 @@ def _csv(stream: TextIO) -> Iterator[Row]:
                 values = ",".join(str(fields[name]) for name in columns)[:100]
                 raise _BadLine(reader.line_num, f"{values!r} is not a time and two numbers of tokens") from None
             origin_s = at_s if origin_s is None else origin_s
-            yield _checked(reader.line_num, Row(at_s - origin_s, prompt, output))
+            yield _checked(reader.line_num, TraceRow(at_s - origin_s, prompt, output))
     except csv.Error as error:
         raise _BadLine(reader.line_num, str(error)) from None
 
@@ -124,7 +124,7 @@ def _date_s(text: str) -> float:
     return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
 
 
-def _json_lines(stream: TextIO) -> Iterator[Row]:
+def _json_lines(stream: TextIO) -> Iterator[TraceRow]:
     decoders = msgspec.json.Decoder(_Mooncake), msgspec.json.Decoder(_Aiperf)
     number, origin_ns = 0, None
     while line := stream.readline(LINE_CHARS_MAX):
@@ -136,13 +136,13 @@ def _json_lines(stream: TextIO) -> Iterator[Row]:
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise _BadLine(number, str(error)) from None
         if isinstance(found, _Mooncake):
-            row = Row(found.timestamp / 1000, found.input_length, found.output_length, tuple(found.hash_ids))
+            row = TraceRow(found.timestamp / 1000, found.input_length, found.output_length, tuple(found.hash_ids))
         else:
             begin_ns, sent, got = found.metadata.request_start_ns, *_lengths(found.metrics)
             if not sent:
                 continue
             origin_ns = begin_ns if origin_ns is None else origin_ns
-            row = Row((begin_ns - origin_ns) / 1e9, sent, got)
+            row = TraceRow((begin_ns - origin_ns) / 1e9, sent, got)
         yield _checked(number, row)
 
 
@@ -153,7 +153,7 @@ def _lengths(metrics: _AiperfMetrics) -> tuple[int, int]:
     return sent, got
 
 
-def _checked(number: int, row: Row) -> Row:
+def _checked(number: int, row: TraceRow) -> TraceRow:
     if not 0 <= row.at_s < 1e10:  # also not a number
         raise _BadLine(number, f"the time {row.at_s} is not in 0 to 1e10 seconds")
     # Traces have requests without an answer; one token is asked for them.
@@ -163,14 +163,14 @@ def _checked(number: int, row: Row) -> Row:
 
 
 def scaled(
-    rows: Sequence[Row],
+    rows: Sequence[TraceRow],
     *,
     from_s: float,
     duration_s: float,
     speed: float,
     scale_tokens: float,
     source: np.random.Generator,
-) -> list[Row]:
+) -> list[TraceRow]:
     """The part that begins at `from_s` of the trace, as played: times in seconds from its beginning, below `duration_s`.
 
     Rows of exactly equal time, as in traces with coarse stamps, are spread at random up to the next time.
@@ -211,7 +211,7 @@ def has_sessions(path: str) -> bool:
     return '"session_id"' in line if file.suffix in (".jsonl", ".json") else SESSION_COLUMNS[0] in line.split(",")
 
 
-def read_sessions(path: str, scale_tokens: float, think_scale: float) -> list[Session]:
+def read_sessions(path: str, scale_tokens: float, think_scale: float) -> list[LoadSession]:
     """The sessions, in the order in which they begin in the file. Raises `SettingsError` naming file and line."""
     file, found, count = Path(path).expanduser(), dict[str, list[SessionTurn]](), 0
     try:
@@ -232,7 +232,7 @@ def read_sessions(path: str, scale_tokens: float, think_scale: float) -> list[Se
         raise SettingsError(f"--trace: {path}, line {error.number}: {error}") from None
     if not found:
         raise SettingsError(f"--trace: {path} has no sessions")
-    return [Session(tuple(turns)) for turns in found.values()]
+    return [LoadSession(tuple(turns)) for turns in found.values()]
 
 
 def _scaled_turn(turn: SessionTurn, scale_tokens: float, think_scale: float) -> SessionTurn:

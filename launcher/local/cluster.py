@@ -5,8 +5,8 @@ import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.local.core_plan import CpuPlan, Seat, plan_cpu
-from launcher.local.ports import Ports, http_ports, metrics_addresses
+from launcher.local.core_plan import CoreAssignment, CpuPlan, plan_cpu
+from launcher.local.ports import ReservedPorts, http_ports, metrics_addresses
 from launcher.local.registry import default_db
 from launcher.local.supervisor import ProcessSpec
 from launcher.local.watchdog import WATCHDOG_S
@@ -29,7 +29,7 @@ _EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 @dataclass(frozen=True)
-class Cluster:
+class LocalAddresses:
     base_urls: tuple[str, ...]
     """One for each gateway, for a client on this machine."""
     coordinator: str
@@ -54,7 +54,7 @@ def sees_gpu(device: str) -> bool:
     return Path("/dev/nvidiactl").exists() and machine.gpu_memory_bytes() > 0
 
 
-def build(settings: ServeSettings, model: ReadyModel, ports: Ports) -> Cluster:
+def build(settings: ServeSettings, model: ReadyModel, ports: ReservedPorts) -> LocalAddresses:
     """Raises `SettingsError`. Every role's own options may still come from the environment and the file. The cluster's ports
     are taken in `ports`, which is closed after the cluster has stopped."""
     on_gpu = sees_gpu(settings.device)
@@ -108,7 +108,7 @@ def build(settings: ServeSettings, model: ReadyModel, ports: Ports) -> Cluster:
     notes = [plan.note] if plan.note else []
     if settings.port not in (0, http[0]):
         notes.append(f"port {settings.port} is taken by another program; serving on {http[0]} (--port chooses one)")
-    return Cluster(urls, coordinator, plan, tuple(processes), key, metrics[-1], tuple(notes))
+    return LocalAddresses(urls, coordinator, plan, tuple(processes), key, metrics[-1], tuple(notes))
 
 
 def _gpu_share(settings: ServeSettings, shared: dict[str, str]) -> dict[str, str]:
@@ -166,7 +166,12 @@ def _decisions(settings: ServeSettings) -> dict[str, str]:
 
 
 def worker_spec(
-    role: str, index: int, seat: Seat, settings: ServeSettings, shared: dict[str, str], control: tuple[int, ...]
+    role: str,
+    index: int,
+    seat: CoreAssignment,
+    settings: ServeSettings,
+    shared: dict[str, str],
+    control: tuple[int, ...],
 ) -> ProcessSpec:
     """Only the thread that computes sits on the seat's cores; the event loop and the KV transfers of a decode worker would
     hold up its steps there, so they move to where the control processes run once the model is loaded; until then the worker may

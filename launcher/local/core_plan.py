@@ -12,7 +12,7 @@ PREFILL_NICE = 10
 
 
 @dataclass(frozen=True)
-class Seat:
+class CoreAssignment:
     """Where one worker runs; `cores` empty: not pinned."""
 
     cores: tuple[int, ...]
@@ -24,9 +24,9 @@ class Seat:
 class CpuPlan:
     control: tuple[int, ...]
     """Cores of coordinator, gateway and launcher; empty: not pinned."""
-    prefill: tuple[Seat, ...]
-    decode: tuple[Seat, ...]
-    mixed: tuple[Seat, ...] = ()
+    prefill: tuple[CoreAssignment, ...]
+    decode: tuple[CoreAssignment, ...]
+    mixed: tuple[CoreAssignment, ...] = ()
     note: str = ""
     """What the user should know about it, if anything."""
 
@@ -37,7 +37,7 @@ def plan_cpu(
     """`cores`: those this process may use. `threads` per worker; 0: as many as its cores, and never more than those."""
     assert cores and prefill + decode + mixed >= 1 and threads >= 0
     if on_gpu:
-        seat = Seat((), threads or 1, 0)
+        seat = CoreAssignment((), threads or 1, 0)
         return CpuPlan((), (seat,) * prefill, (seat,) * decode, (seat,) * mixed)
     if mixed and not prefill and not decode:
         return _all_mixed(tuple(sorted(cores)), mixed, threads)
@@ -51,7 +51,7 @@ def _all_mixed(cores: tuple[int, ...], mixed: int, threads: int) -> CpuPlan:
     notes = [_cut(threads, size)] if threads > size else []
     if mixed > len(cores):
         notes.append(f"{mixed} mixed workers share {len(cores)} core(s) and will slow each other")
-    seats = tuple(Seat(chosen, min(threads or size, size), PREFILL_NICE) for chosen in sets)
+    seats = tuple(CoreAssignment(chosen, min(threads or size, size), PREFILL_NICE) for chosen in sets)
     return CpuPlan(cores, (), (), seats, "; ".join(notes))
 
 
@@ -62,7 +62,7 @@ def _phases_apart(cores: tuple[int, ...], prefill: int, decode: int, threads: in
             notes.append("only one CPU core: prefill and decode share it, so long prompts will slow running streams")
         if threads > 1:
             notes.append(_cut(threads, 1))
-        seats = (Seat(cores, 1, PREFILL_NICE),) * prefill, (Seat(cores, 1, 0),) * decode
+        seats = (CoreAssignment(cores, 1, PREFILL_NICE),) * prefill, (CoreAssignment(cores, 1, 0),) * decode
         return CpuPlan(cores, *seats, note="; ".join(notes))
     cores = tuple(sorted(cores))
     # Half of the cores, but one for each decode worker where there are enough, and never the last one of the others. Where one
@@ -81,8 +81,10 @@ def _phases_apart(cores: tuple[int, ...], prefill: int, decode: int, threads: in
         notes.append(f"{decode} decode workers share {len(decode_cores)} core(s) and will slow each other")
     return CpuPlan(
         control=shared,
-        prefill=tuple(Seat(chosen, min(threads or len(chosen), len(chosen)), PREFILL_NICE) for chosen in prefill_sets),
-        decode=tuple(Seat(chosen, min(threads or len(chosen), len(chosen)), 0) for chosen in decode_sets),
+        prefill=tuple(
+            CoreAssignment(chosen, min(threads or len(chosen), len(chosen)), PREFILL_NICE) for chosen in prefill_sets
+        ),
+        decode=tuple(CoreAssignment(chosen, min(threads or len(chosen), len(chosen)), 0) for chosen in decode_sets),
         note="; ".join(notes),
     )
 

@@ -20,8 +20,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from launcher.http.client import answers_ready, new_session
 from launcher.local import registry
-from launcher.local.cluster import Cluster, build
-from launcher.local.ports import Ports
+from launcher.local.cluster import LocalAddresses, build
+from launcher.local.ports import ReservedPorts
 from launcher.local.supervisor import Child, RoleFailed, Supervisor
 from launcher.models.resolve import ReadyModel
 from runtime.process import interrupts
@@ -35,7 +35,7 @@ _COLOURS = {"warning": "yellow", "error": "red", "critical": "red"}
 
 @dataclass(frozen=True)
 class Running:
-    cluster: Cluster
+    cluster: LocalAddresses
     supervisor: Supervisor
     client: aiohttp.ClientSession
     """Speaks to the gateway, with a key if one is needed."""
@@ -49,7 +49,7 @@ async def running(settings: ServeSettings, model: ReadyModel, console: Console) 
     Raises `SettingsError` before anything is started, `RoleFailed` where it does not get ready in time, and `SettingsError`
     or `ConfigError` where a role refuses its settings.
     """
-    with Ports() as ports:
+    with ReservedPorts() as ports:
         cluster = build(settings, model, ports)
         for note in cluster.notes:
             console.print(f"[yellow]note[/yellow] {escape(note)}", highlight=False, soft_wrap=True)
@@ -66,7 +66,7 @@ async def running(settings: ServeSettings, model: ReadyModel, console: Console) 
 
 @contextlib.asynccontextmanager
 async def _started(
-    settings: ServeSettings, cluster: Cluster, model: ReadyModel, console: Console
+    settings: ServeSettings, cluster: LocalAddresses, model: ReadyModel, console: Console
 ) -> AsyncIterator[tuple[Supervisor, Path]]:
     """The processes of a cluster, not yet ready, and the folder of their logs; stopped at the end of the context."""
     log_dir = new_log_dir()
@@ -88,7 +88,7 @@ def run_until_stopped(begin: Callable[[], Coroutine[Any, Any, int]], console: Co
     try:
         with interrupts.raised():
             status = uvloop.run(until_interrupted(begin(), console))
-    except interrupts.Interrupted as stopped:
+    except interrupts.SignalReceived as stopped:
         status = stopped.status
     if status in interrupts.STATUSES:
         console.print("Stopped before it was ready.")
@@ -169,7 +169,7 @@ async def wait_ready(
             await asyncio.wait({failed})
 
 
-async def _all_ready(client: aiohttp.ClientSession, cluster: Cluster) -> bool:
+async def _all_ready(client: aiohttp.ClientSession, cluster: LocalAddresses) -> bool:
     return all([await answers_ready(client, f"{url}/ready") for url in cluster.base_urls])
 
 

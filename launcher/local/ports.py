@@ -26,9 +26,9 @@ class PortInUse(OSError):
         self.port = port
 
 
-class Ports:
+class ReservedPorts:
     """The ports of one cluster. A port is chosen seconds before its process listens there, and again unused while that process
-    is restarted. Until `close`, or the end of this process, no other `Ports` on this machine can take it."""
+    is restarted. Until `close`, or the end of this process, no other `ReservedPorts` on this machine can take it."""
 
     def __init__(self) -> None:
         self._locks: dict[int, socket.socket] = {}
@@ -94,18 +94,18 @@ class Ports:
 
 def free_port(host: str) -> int:
     """A port that was free a moment ago. Raises `OSError`."""
-    with Ports() as ports:
+    with ReservedPorts() as ports:
         return ports.draw(host)
 
 
 def check(settings: ServeSettings) -> None:
     """Whether the ports that were asked for are free now. Raises `SettingsError`."""
-    with Ports() as ports:
+    with ReservedPorts() as ports:
         http_ports(settings, ports)
         metrics_addresses(settings, ports)
 
 
-def http_ports(settings: ServeSettings, ports: Ports) -> tuple[int, ...]:
+def http_ports(settings: ServeSettings, ports: ReservedPorts) -> tuple[int, ...]:
     """One for each gateway: from `--port` on, or free ones for 0. If nobody set `--port` and the default is taken, the next
     free ones. Raises `SettingsError`."""
     host, first, count = settings.host, settings.port, settings.gateways
@@ -129,8 +129,8 @@ def http_ports(settings: ServeSettings, ports: Ports) -> tuple[int, ...]:
         raise SettingsError(f"--host: cannot listen on {host}: {error.strerror}") from None
 
 
-def _next_row(host: str, first: int, count: int, ports: Ports) -> tuple[int, ...]:
-    """The first row from `first` on that is free. Raises as `Ports.take`."""
+def _next_row(host: str, first: int, count: int, ports: ReservedPorts) -> tuple[int, ...]:
+    """The first row from `first` on that is free. Raises as `ReservedPorts.take`."""
     for start in range(first, first + SEARCHED):
         try:
             return ports.take_row(host, start, count)
@@ -139,7 +139,7 @@ def _next_row(host: str, first: int, count: int, ports: Ports) -> tuple[int, ...
     raise PortInUse(first)
 
 
-def metrics_addresses(settings: ServeSettings, ports: Ports) -> list[str]:
+def metrics_addresses(settings: ServeSettings, ports: ReservedPorts) -> list[str]:
     """Addresses for each process, in the order in which they start, and last the launcher's own; one that starts again has
     the same. Raises `SettingsError`."""
     processes = 1 + settings.gateways + settings.prefill + settings.decode + settings.mixed + 1

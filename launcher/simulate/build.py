@@ -11,14 +11,14 @@ from pydantic import ValidationError
 from coordinator.events import Limits
 from launcher.load import traces
 from launcher.load.lengths import Lengths, arrival_times
-from launcher.simulate.scenario import CONTEXT_TOKENS, Scenario, Traffic, Workers, faults
+from launcher.simulate.scenario import CONTEXT_TOKENS, Scenario, ScenarioTraffic, ScenarioWorkers, faults
 from proto.parts import Capacity
 from runtime.settings.options import SettingsError
 from runtime.settings.roles import CoordinatorSettings
 from runtime.tenancy.tenants import Tenants, from_tables
 from simulation.load.run import REQUESTS_MAX
 from simulation.load.sessions import in_turn, named
-from simulation.load.workload import Ask, Failure, Goal, Loop, StepTimes, WorkerSpec, Workload
+from simulation.load.workload import Goal, LoadRequest, LoadStepTimes, Loop, PlannedFailure, WorkerSpec, Workload
 
 WORKERS_MAX: Final = 4096
 BLOCKS_MAX: Final = 1 << 24
@@ -40,7 +40,7 @@ def build(scenario: Scenario, folder: Path) -> Workload:
             raise ValueError(f"failures.{number}.worker: there is no {failure.worker!r}; there are {known}")
     streams = [_with_class(number, traffic, tenants) for number, traffic in enumerate(scenario.traffic)]
     _check_size(scenario)
-    arrivals: list[tuple[float, Ask]] = []
+    arrivals: list[tuple[float, LoadRequest]] = []
     loops: list[Loop] = []
     for number, traffic in enumerate(streams):
         stream = _Stream(traffic, scenario.duration_s, np.random.default_rng([scenario.seed, number]))
@@ -63,7 +63,7 @@ def build(scenario: Scenario, folder: Path) -> Workload:
         arrivals=tuple(sorted(arrivals, key=lambda entry: entry[0])),
         loops=tuple(loops),
         streams=tuple(traffic.name for traffic in streams),
-        failures=tuple(Failure(**dict(failure)) for failure in scenario.failures),
+        failures=tuple(PlannedFailure(**dict(failure)) for failure in scenario.failures),
         duration_s=scenario.duration_s,
         settle_s=scenario.settle_s,
         limits=_limits(scenario),
@@ -104,8 +104,8 @@ def _workers(scenario: Scenario) -> list[WorkerSpec]:
     return found
 
 
-def _worker(some: Workers, name: str) -> WorkerSpec:
-    times = StepTimes(
+def _worker(some: ScenarioWorkers, name: str) -> WorkerSpec:
+    times = LoadStepTimes(
         prefill_tokens_per_s=some.prefill_tokens_per_s,
         prefill_step_s=some.prefill_step_ms / 1000,
         decode_step_s=some.decode_step_ms / 1000,
@@ -127,7 +127,7 @@ def _worker(some: Workers, name: str) -> WorkerSpec:
     return WorkerSpec(name, roles, capacity, times)
 
 
-def _with_class(number: int, traffic: Traffic, tenants: Tenants) -> Traffic:
+def _with_class(number: int, traffic: ScenarioTraffic, tenants: Tenants) -> ScenarioTraffic:
     """The traffic with its name, its priority class, and the goals that it has from there."""
     policy = tenants.policy(traffic.tenant)
     if policy is None:
@@ -169,18 +169,18 @@ def _check_size(scenario: Scenario) -> None:
 class _Stream:
     """Draws the requests of one stream of traffic."""
 
-    def __init__(self, traffic: Traffic, duration_s: float, source: np.random.Generator) -> None:
+    def __init__(self, traffic: ScenarioTraffic, duration_s: float, source: np.random.Generator) -> None:
         self._traffic, self._source = traffic, source
         self._until_s = min(traffic.until_s or duration_s, duration_s)
         self._prompts, self._outputs = (Lengths.parse(text) for text in (traffic.prompt_tokens, traffic.output_tokens))
 
-    def arrivals(self) -> Iterator[tuple[float, Ask]]:
+    def arrivals(self) -> Iterator[tuple[float, LoadRequest]]:
         traffic = self._traffic
         length_s, most = self._until_s - traffic.from_s, REQUESTS_MAX + 1
         for at_s in arrival_times(traffic.arrivals, traffic.rate_per_s, traffic.cv, length_s, most, self._source):
             yield traffic.from_s + at_s, self._drawn()
 
-    def traced(self, folder: Path) -> Iterator[tuple[float, Ask]]:
+    def traced(self, folder: Path) -> Iterator[tuple[float, LoadRequest]]:
         """Raises `SettingsError`."""
         traffic = self._traffic
         rows = traces.scaled(
@@ -208,7 +208,7 @@ class _Stream:
             str(folder / Path(traffic.trace).expanduser()), traffic.scale_tokens, traffic.think_scale
         )
         for client, own in enumerate(in_turn(read, traffic.clients)):
-            asks: list[Ask] = []
+            asks: list[LoadRequest] = []
             for number, session in enumerate(own):
                 for turn in named(session, f"{traffic.name} {client} {number}", block_size, CONTEXT_TOKENS):
                     asks.append(
@@ -221,12 +221,12 @@ class _Stream:
                     )
             yield Loop(tuple(asks), 0.0, traffic.from_s + client / traffic.clients, self._until_s, once=True)
 
-    def _drawn(self) -> Ask:
+    def _drawn(self) -> LoadRequest:
         return self._ask(self._prompts.draw(self._source), self._outputs.draw(self._source))
 
-    def _ask(self, prompt_tokens: int, output_tokens: int) -> Ask:
+    def _ask(self, prompt_tokens: int, output_tokens: int) -> LoadRequest:
         traffic = self._traffic
-        return Ask(
+        return LoadRequest(
             stream=traffic.name,
             tenant=traffic.tenant,
             priority_class=traffic.priority_class,

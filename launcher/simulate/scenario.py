@@ -54,7 +54,7 @@ class _Part(BaseModel):
                 raise ValueError(f"{key} has no effect with {choice} = {chosen!r}")
 
 
-class Workers(_Part):
+class ScenarioWorkers(_Part):
     """Workers that are alike. They are named `prefill-0`, `decode-0`, `mixed-0` and so on, counted over the whole file."""
 
     role: Literal["prefill", "decode", "mixed"]
@@ -86,7 +86,7 @@ class Workers(_Part):
     """`prefill` workers fetch what `decode` workers have of a prompt and they have not."""
 
     @model_validator(mode="after")
-    def _is_one(self) -> "Workers":
+    def _is_one(self) -> "ScenarioWorkers":
         prefill, decode = "prefill mixed", "decode mixed"
         self._refuse("role", {
             "prefill_step_ms": prefill, "step_tokens": prefill,
@@ -98,7 +98,7 @@ class Workers(_Part):
         return self
 
 
-class Traffic(_Part):
+class ScenarioTraffic(_Part):
     """A stream of requests that are alike. Lengths are written like `128`, `uniform:64-512` or `lognormal:200,0.8`."""
 
     name: _Name = ""
@@ -151,7 +151,7 @@ class Traffic(_Part):
     """How often a client comes again when Retry-After told it to."""
 
     @model_validator(mode="after")
-    def _is_one(self) -> "Traffic":
+    def _is_one(self) -> "ScenarioTraffic":
         drawn = "poisson constant gamma closed"
         self._refuse("arrivals", {
             "rate_per_s": "poisson constant gamma", "cv": "gamma", "trace": "trace sessions", "speed": "trace",
@@ -203,9 +203,9 @@ class Scenario(_Part):
     """Tables of tenants, as in the tenants file. Without any there is one, `default`."""
     priority_classes: dict[str, Any] | None = None
     """Tables of priority classes, as in the tenants file. By default its three."""
-    workers: Annotated[list[Workers], Field(min_length=1, max_length=1024)]
+    workers: Annotated[list[ScenarioWorkers], Field(min_length=1, max_length=1024)]
     """Workers: at least one table for each role, or one with `mixed` workers."""
-    traffic: Annotated[list[Traffic], Field(min_length=1, max_length=4096)]
+    traffic: Annotated[list[ScenarioTraffic], Field(min_length=1, max_length=4096)]
     """A table for each stream of requests."""
     failures: Annotated[list[FailureOf], Field(max_length=4096)] = []
     """A table for each thing that happens to a worker."""

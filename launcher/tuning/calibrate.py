@@ -17,10 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from launcher import reports
 from launcher.bench.serve import started
 from launcher.http.client import new_session
-from launcher.load.plan import Plan
+from launcher.load.plan import LoadPlan
 from launcher.load.probe import Probed, probe
 from launcher.load.settings import LoadSettings
-from launcher.load.tenants import Ratio, Tenant
+from launcher.load.tenants import LoadTenant, Ratio
 from launcher.local.core_plan import plan_cpu
 from launcher.local.lifetime import until_interrupted
 from launcher.models import resolve
@@ -28,7 +28,7 @@ from launcher.models.resolve import ReadyModel
 from launcher.tuning import event_log, from_events, measure
 from launcher.tuning.core_time import read_slower, shared_core_ms
 from launcher.tuning.event_log import Logged
-from launcher.tuning.measure import Measured, Session
+from launcher.tuning.measure import Measured, MeasuredSession
 from launcher.tuning.profiles.show import show
 from launcher.tuning.settings import CalibrateSettings
 from proto import parts
@@ -36,7 +36,7 @@ from proto.messages import Role
 from runtime.process.version import version_of
 from tuning import fit
 from tuning.fit import Samples
-from tuning.profile import Capacity, ControlCost, Profile, encoded
+from tuning.profile import ControlCost, Profile, ProfileCapacity, encoded
 from tuning.simulator.cores import stretch
 
 STEP_TOKENS = 256
@@ -78,7 +78,7 @@ async def _round(
     settings: CalibrateSettings, load: LoadSettings, model: ReadyModel, number: int, bar: "_Bar", console: Console
 ) -> tuple[Measured, Logged, Probed]:
     """Each round has a cluster of its own: processes that are started again are not as fast as before."""
-    tenant = Tenant("default")
+    tenant = LoadTenant("default")
     async with started(load, Ratio(1, 1), [tenant], model, console) as site, new_session(silence_s=None) as session:
         probed = await probe(session, site.base_url, site.key, "", load)
         longest = settings.context_tokens_max
@@ -87,8 +87,8 @@ async def _round(
         sizes = STEP_TOKENS, longest, settings.sequences_max
         bar.expect(sum(measure.requests_of(one, *sizes) for one in range(settings.rounds)))
         seed = settings.seed + number
-        prompts = probed.prompts(load.model_copy(update={"seed": seed}), Plan((), 1, 0))
-        to = Session(session, probed, prompts, site.tenants[0], bar.advance)
+        prompts = probed.prompts(load.model_copy(update={"seed": seed}), LoadPlan((), 1, 0))
+        to = MeasuredSession(session, probed, prompts, site.tenants[0], bar.advance)
         cores = frozenset(os.sched_getaffinity(0))
         measured = await measure.measure(to, number, *sizes, lambda: shared_core_ms(cores))
         await asyncio.sleep(LOG_SETTLES_S)
@@ -165,8 +165,8 @@ def profile_of(samples: Samples, logged: Logged, about: dict[str, Any], cores: t
     )
 
 
-def _capacity(told: parts.Capacity) -> Capacity:
-    return Capacity(told.kv_blocks, told.block_size, told.max_seqs, told.context_tokens)
+def _capacity(told: parts.Capacity) -> ProfileCapacity:
+    return ProfileCapacity(told.kv_blocks, told.block_size, told.max_seqs, told.context_tokens)
 
 
 def shared_cores(device: str) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from launcher.bench.serve import measure, started
 from launcher.load import traces
 from launcher.load.plan import make_plan
 from launcher.load.settings import LoadSettings
-from launcher.load.tenants import Ratio, Tenant
+from launcher.load.tenants import LoadTenant, Ratio
 from launcher.local.lifetime import until_interrupted
 from launcher.models import resolve
 from launcher.tuning.settings import TrafficSettings, TuneCheckSettings, TuneSettings
@@ -116,7 +116,7 @@ async def _run(
         slo = Slo(tuned.slo_ttft_ms, tuned.slo_tpot_ms, tuned.percentile / 100)
         for ratio in ratios:
             console.print(f"[bold]{ratio}[/bold]", highlight=False)
-            tenants = [Tenant("default")]
+            tenants = [LoadTenant("default")]
             async with started(load, ratio, tenants, model, console) as site:
                 result = await measure(load, site, "", console)
             context = profile.decode_capacity.context_tokens

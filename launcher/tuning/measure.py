@@ -12,11 +12,11 @@ import aiohttp
 
 from launcher.http.streams import BenchFailed
 from launcher.load import client
-from launcher.load.plan import Planned
+from launcher.load.plan import PlannedRequest
 from launcher.load.probe import Probed
 from launcher.load.prompts import Prompts
-from launcher.load.records import OK, Record
-from launcher.load.tenants import Tenant
+from launcher.load.records import OK, RequestRecord
+from launcher.load.tenants import LoadTenant
 from launcher.tuning.event_log import Logged, LoggedStep
 from proto.messages import Role
 from runtime.process import clock
@@ -34,7 +34,7 @@ SHORTEST = (8, 32, 64, 128, 192, 256)
 
 
 @dataclass(frozen=True)
-class Batch:
+class MeasuredBatch:
     sequences: int
     context_tokens: int
     output_tokens: int
@@ -44,35 +44,35 @@ class Batch:
 class Measured:
     """Records of each part, with the round they are of."""
 
-    prompts: list[tuple[int, Record]] = field(default_factory=list)
-    batches: list[tuple[int, Batch, list[Record]]] = field(default_factory=list)
-    beside: list[tuple[int, Batch, list[Record], list[Record]]] = field(default_factory=list)
+    prompts: list[tuple[int, RequestRecord]] = field(default_factory=list)
+    batches: list[tuple[int, MeasuredBatch, list[RequestRecord]]] = field(default_factory=list)
+    beside: list[tuple[int, MeasuredBatch, list[RequestRecord], list[RequestRecord]]] = field(default_factory=list)
     """Streams, and prompts that were computed meanwhile."""
     core: list[tuple[int, float]] = field(default_factory=list)
     """Sequences of a batch, and core time of the control processes for each of its steps, in ms."""
 
 
 @dataclass
-class Session:
+class MeasuredSession:
     """Sends what is measured."""
 
     http: aiohttp.ClientSession
     probed: Probed
     prompts: Prompts
-    tenant: Tenant
+    tenant: LoadTenant
     on_done: Callable[[int], None]
     """Told of so many requests that ended."""
     sent: int = 0
 
-    async def play(self, plan: Sequence[tuple[int, int]]) -> list[Record]:
+    async def play(self, plan: Sequence[tuple[int, int]]) -> list[RequestRecord]:
         """All at once; pairs of prompt and output tokens. Raises `BenchFailed` where one fails."""
         origin = clock.now()
         tasks = []
         async with asyncio.TaskGroup() as group:
             for prompt, output in plan:
                 self.sent += 1
-                planned = Planned(self.sent, 0.0, self.tenant, "", prompt, output)
-                record = Record(planned.index, self.tenant.name, 0.0, prompt, output)
+                planned = PlannedRequest(self.sent, 0.0, self.tenant, "", prompt, output)
+                record = RequestRecord(planned.index, self.tenant.name, 0.0, prompt, output)
                 body = self.probed.target.body(planned, self.prompts.make(planned))
                 tasks.append(record)
                 group.create_task(
@@ -95,12 +95,12 @@ def lengths(step_tokens: int, longest: int) -> list[int]:
     return short + long
 
 
-def batches(sequences_max: int, longest: int, lag: int) -> Iterator[Batch]:
+def batches(sequences_max: int, longest: int, lag: int) -> Iterator[MeasuredBatch]:
     """`lag`: steps that a stream has done before the next one begins."""
     count = 1
     while count <= sequences_max:
         for context in (min(longest, 32), min(longest, 512)):
-            yield Batch(count, context, STREAM_STEPS + max(lag, 6) * count)
+            yield MeasuredBatch(count, context, STREAM_STEPS + max(lag, 6) * count)
         count *= 2
 
 
@@ -123,7 +123,7 @@ _CORE_SEQUENCES = (1, 4)
 
 
 async def measure(
-    session: Session,
+    session: MeasuredSession,
     number: int,
     step_tokens: int,
     longest: int,
@@ -137,7 +137,7 @@ async def measure(
     for prompt in _WARM_UP:
         [record] = await session.play([(min(prompt, longest), 8)])
         lag = min(ceil((record.ttft_ms or 0.0) / max(record.tpot_ms or 1.0, 0.1)), LAG_MAX)
-    beside = Batch(4, min(64, longest), min(160, longest))
+    beside = MeasuredBatch(4, min(64, longest), min(160, longest))
     for count in lengths(step_tokens, longest) * 2:
         await asyncio.sleep(min(pauses.expovariate(1 / PAUSE_S), 4 * PAUSE_S))
         found.prompts.append((number, (await session.play([(count, 1)]))[0]))
@@ -159,7 +159,7 @@ async def measure(
 
 
 async def _core(
-    session: Session, sequences: int, longest: int, core_ms: Callable[[], float | None]
+    session: MeasuredSession, sequences: int, longest: int, core_ms: Callable[[], float | None]
 ) -> list[tuple[int, float]]:
     """The core time of two plays that differ only in their steps."""
     prompt, few = min(32, longest // 2), 8
@@ -201,19 +201,19 @@ def samples_of(measured: Measured, logged: Logged) -> Samples:
     return samples
 
 
-def _times(record: Record) -> list[float]:
+def _times(record: RequestRecord) -> list[float]:
     """When each token came."""
     assert record.first_s is not None
     return list(accumulate((gap / 1000 for gap in record.gaps_ms), initial=record.first_s))
 
 
-def _together(records: Sequence[Record]) -> tuple[float, float]:
+def _together(records: Sequence[RequestRecord]) -> tuple[float, float]:
     """When all begin to run together, and when that ends."""
     times = [_times(record) for record in records]
     return max(one[1] for one in times if len(one) > 1), min(one[-1] for one in times)
 
 
-def _steady(records: Sequence[Record], batch: Batch) -> list[float]:
+def _steady(records: Sequence[RequestRecord], batch: MeasuredBatch) -> list[float]:
     """Gaps in seconds while all run; none where they did not run together for long enough."""
     begin, end = _together(records)
     times = [_times(record) for record in records]
@@ -221,14 +221,16 @@ def _steady(records: Sequence[Record], batch: Batch) -> list[float]:
     return gaps if len(gaps) >= 8 * batch.sequences else []
 
 
-def _mean_step(records: Sequence[Record], batch: Batch, gaps: Sequence[float], number: int) -> StepSample:
+def _mean_step(
+    records: Sequence[RequestRecord], batch: MeasuredBatch, gaps: Sequence[float], number: int
+) -> StepSample:
     begin, end = _together(records)
     done = sum(sum(1 for at in _times(one) if at <= (begin + end) / 2) for one in records)
     kv_tokens = batch.sequences * batch.context_tokens + done
     return StepSample(batch.sequences, kv_tokens, 1000 * fmean(gaps), number)
 
 
-def _hand_over(record: Record, logged: Logged, steps: Mapping[str, Sequence[LoggedStep]]) -> HandOver | None:
+def _hand_over(record: RequestRecord, logged: Logged, steps: Mapping[str, Sequence[LoggedStep]]) -> HandOver | None:
     done, own = logged.hand_overs.get(record.request_id), steps.get(record.request_id)
     if done is None or not own:
         return None
@@ -236,7 +238,11 @@ def _hand_over(record: Record, logged: Logged, steps: Mapping[str, Sequence[Logg
 
 
 def _beside(
-    samples: Samples, number: int, batch: Batch, records: Sequence[Record], computed: Sequence[LoggedStep]
+    samples: Samples,
+    number: int,
+    batch: MeasuredBatch,
+    records: Sequence[RequestRecord],
+    computed: Sequence[LoggedStep],
 ) -> None:
     """Steps and gaps while both roles were busy. The coordinator's clock is this machine's monotonic one, as the client's."""
     times = [_times(record) for record in records]

@@ -9,8 +9,8 @@ from coordinator.event_log.format import MAGIC
 from launcher.load import traces
 from launcher.load.plan import make_plan
 from launcher.load.settings import LoadSettings
-from launcher.load.tenants import Tenant
-from launcher.load.traces import MOONCAKE_BLOCK_TOKENS, Row
+from launcher.load.tenants import LoadTenant
+from launcher.load.traces import MOONCAKE_BLOCK_TOKENS, TraceRow
 from launcher.tuning import event_log
 from launcher.tuning.settings import TrafficSettings
 from runtime.settings.options import SettingsError
@@ -61,7 +61,7 @@ def block_tokens(settings: TrafficSettings) -> int:
     return max(1, round(MOONCAKE_BLOCK_TOKENS * settings.scale_tokens))
 
 
-class Traffic(NamedTuple):
+class TuneTraffic(NamedTuple):
     sent: list[Sent]
     """Requests in the order of time, at least one."""
     cut: int = 0
@@ -70,18 +70,18 @@ class Traffic(NamedTuple):
     """How many turns were left out, with all that follow them, because they do not fit."""
 
 
-def fitted_traffic(settings: TrafficSettings, profile: Profile) -> Traffic:
+def fitted_traffic(settings: TrafficSettings, profile: Profile) -> TuneTraffic:
     """As it fits the context of the profile's model. Raises `SettingsError`."""
     context = context_tokens(profile)
     if not settings.trace or not traces.has_sessions(settings.trace):
-        return Traffic(*fitted(traffic(settings, profile), context))
+        return TuneTraffic(*fitted(traffic(settings, profile), context))
     if settings.speed != 1 or settings.from_s or settings.cancel_share:
         raise SettingsError("--speed, --from and --cancel-share: not for sessions, which come when answers have come")
     found = traces.read_sessions(settings.trace, settings.scale_tokens, settings.think_scale)
     sent, left_out = played(found, settings.sessions or len(found), context, settings.duration_s)
     if not sent:
         raise SettingsError(f"--trace: no turn of {settings.trace} fits the model's context of {context} tokens")
-    return Traffic(sent, 0, left_out)
+    return TuneTraffic(sent, 0, left_out)
 
 
 def context_tokens(profile: Profile) -> int:
@@ -108,7 +108,7 @@ def traffic(settings: TrafficSettings, profile: Profile | None = None) -> list[S
             requests=1_000_000,
         )
         try:
-            plan = make_plan(load, [Tenant("default")], 0)
+            plan = make_plan(load, [LoadTenant("default")], 0)
         except SettingsError:
             raise SettingsError("--rate: no request comes within --duration") from None
         found = [Sent(one.due_s, one.prompt_tokens, max(one.output_tokens, 1)) for one in plan.requests]
@@ -117,7 +117,7 @@ def traffic(settings: TrafficSettings, profile: Profile | None = None) -> list[S
     return found
 
 
-def _played(settings: TrafficSettings, rows: list[Row]) -> list[Row]:
+def _played(settings: TrafficSettings, rows: list[TraceRow]) -> list[TraceRow]:
     return traces.scaled(
         rows,
         from_s=settings.from_s,
@@ -128,7 +128,7 @@ def _played(settings: TrafficSettings, rows: list[Row]) -> list[Row]:
     )
 
 
-def _sent(row: Row) -> Sent:
+def _sent(row: TraceRow) -> Sent:
     return Sent(row.at_s, row.prompt_tokens, max(row.output_tokens, 1), row.blocks)
 
 

@@ -14,18 +14,18 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from launcher import reports
 from launcher.tuning import page, show
 from launcher.tuning.settings import TuneSettings, parse_slos
-from launcher.tuning.traffic import Traffic, block_tokens, context_tokens, fitted_traffic, profile_of
+from launcher.tuning.traffic import TuneTraffic, block_tokens, context_tokens, fitted_traffic, profile_of
 from proto.parts import STALL_SHARE
 from runtime.process.version import version_of
 from runtime.settings.options import SettingsError
 from tuning.advise import Slo
 from tuning.goals import Goals
 from tuning.profile import ControlCost, Profile
-from tuning.search import Found, Result, Space, search
+from tuning.search import Found, Scored, Space, search
 from tuning.sensitivity import map_of, turns, what_if
 from tuning.simulator.job import Sent
-from tuning.simulator.options import Options
-from tuning.simulator.outcome import Outcome
+from tuning.simulator.options import RunOptions
+from tuning.simulator.outcome import SimulatedOutcome
 from tuning.traffic import per_minute, summary, with_cancels
 
 FORMAT = 1
@@ -85,7 +85,7 @@ def usual_stall_share(profile: Profile) -> float:
     return STALL_SHARE if profile.about.get("device") == "cpu" else 0.0
 
 
-def caveats(settings: TuneSettings, profile: Profile, played: Traffic) -> list[str]:
+def caveats(settings: TuneSettings, profile: Profile, played: TuneTraffic) -> list[str]:
     """What may turn the answer, and is not in it."""
     found, cores = [], profile.prefill_cores + profile.decode_cores
     context, requests = context_tokens(profile), len(played.sent)
@@ -151,7 +151,7 @@ def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: C
         tuple(settings.stall_share or [usual_stall_share(profile)]),
         mixed_max=profile.prefill_cores + profile.decode_cores,
     )
-    options = Options(hit_rate=settings.hit_rate, block_tokens=block_tokens(settings))
+    options = RunOptions(hit_rate=settings.hit_rate, block_tokens=block_tokens(settings))
     began = time.perf_counter()
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -205,7 +205,7 @@ def _about(settings: TuneSettings, profile: Profile) -> dict[str, Any]:
     }
 
 
-def as_it_came(sent: Sequence[Sent], outcome: Outcome) -> list[Sent]:
+def as_it_came(sent: Sequence[Sent], outcome: SimulatedOutcome) -> list[Sent]:
     """The requests with the times of the recommended ratio: turns of sessions come when answers have come."""
     if not outcome.clients:
         return list(sent)
@@ -222,7 +222,7 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def entry(result: Result, found: Found) -> dict[str, Any]:
+def entry(result: Scored, found: Found) -> dict[str, Any]:
     candidate, per_s = result.candidate, result.requests_per_s or found.requests_per_s
     return {
         "workers": str(candidate.workers),
@@ -261,7 +261,7 @@ def fewest(found: Found) -> str:
     return "" if best is None else str(best.candidate.workers)
 
 
-def apply_lines(result: Result, profile: Profile) -> dict[str, Any]:
+def apply_lines(result: Scored, profile: Profile) -> dict[str, Any]:
     """The command for one machine, and lines of `cluster.toml`."""
     candidate = result.candidate
     workers = candidate.workers

@@ -11,7 +11,7 @@ from proto.messages import Bye, Hello, Ping, Pong, Refused, Role, Welcome
 from runtime.link.connections import Connections
 from runtime.link.curve import connect_as
 from runtime.link.failure_detector import FailureDetector
-from runtime.link.monitor import Failure, open_watched
+from runtime.link.monitor import ConnectionFailure, open_watched
 from runtime.link.peer import CLOSED, GOODBYE, LinkCounters, LinkSettings, OnDown, OnMessage, Peer, greet, read_checked
 from runtime.link.server import PROBE_AFTER_S, TURN_MESSAGES
 from runtime.process import clock, log
@@ -162,7 +162,7 @@ class LinkClient:
 
         asyncio.get_running_loop().call_later(PROBE_AFTER_S, give_up)
 
-    def _not_let_in(self, failure: Failure) -> None:
+    def _not_let_in(self, failure: ConnectionFailure) -> None:
         self._give_up(failure.value)
 
     def _keys_changed(self) -> None:

@@ -24,7 +24,7 @@ _BYTES_RECEIVED = 128
 
 
 @dataclass(eq=False)
-class Connection:
+class ServerConnection:
     since: float
     """When it was accepted, or when its link ended."""
     base_bytes: int | None = 0
@@ -43,14 +43,14 @@ class Connections:
         *,
         hello_s: float | None = HELLO_S,
     ) -> None:
-        self.open: dict[int, Connection] = {}
+        self.open: dict[int, ServerConnection] = {}
         self._drop = drop
         self._peer_of = peer_of
         self._hello_s = hello_s
         self._looked_at = 0.0
 
     def opened(self, descriptor: int) -> None:
-        self.open[descriptor] = Connection(clock.now())
+        self.open[descriptor] = ServerConnection(clock.now())
 
     def closed(self, descriptor: int) -> None:
         self.open.pop(descriptor, None)

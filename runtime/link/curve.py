@@ -15,7 +15,7 @@ from zmq.utils import z85
 
 from proto.messages import Hello, Role
 from runtime.link.keys import Keys
-from runtime.link.monitor import Failure
+from runtime.link.monitor import ConnectionFailure
 from runtime.link.peer import LinkCounters, Peer
 from runtime.process import clock, log
 from runtime.process.driver import watched
@@ -139,12 +139,14 @@ class ZapAuthenticator:
             if not waiting:
                 del self._let_in[key]
 
-    def handshake_failed(self, failure: Failure) -> None:
+    def handshake_failed(self, failure: ConnectionFailure) -> None:
         # A client without keys often sees first that they do not suit each other, and is gone.
-        if failure is Failure.MECHANISM or (failure is Failure.BROKEN_OFF and self._keys is not None):
+        if failure is ConnectionFailure.MECHANISM or (
+            failure is ConnectionFailure.BROKEN_OFF and self._keys is not None
+        ):
             self._counters.plain += 1
             self._rate_limited_log("turned away", reason="it came without a key")
-        elif failure in (Failure.GARBAGE, Failure.BROKEN_OFF):
+        elif failure in (ConnectionFailure.GARBAGE, ConnectionFailure.BROKEN_OFF):
             self._counters.protocol_errors += 1
 
     async def receive(self) -> "tuple[zmq.Frame, list[bytes], str]":

@@ -18,7 +18,7 @@ _MECHANISM_MISMATCH = 0x1100_0002
 """ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH, which pyzmq does not name."""
 
 
-class Failure(Enum):
+class ConnectionFailure(Enum):
     """Why a handshake failed."""
 
     GARBAGE = "it does not speak this protocol, or one end has keys and the other has none (--keys)"
@@ -40,7 +40,7 @@ class ConnectionMonitor:
         socket: LoopSocket,
         *,
         on_lost: Callable[[], None] = _ignore,
-        on_failed: Callable[[Failure], None] = lambda failure: None,
+        on_failed: Callable[[ConnectionFailure], None] = lambda failure: None,
         on_opened: Callable[[int], None] = lambda descriptor: None,
         on_closed: Callable[[int], None] = lambda descriptor: None,
     ) -> None:
@@ -63,13 +63,13 @@ class ConnectionMonitor:
                         self._on_closed(int(message["value"]))
                     self._on_lost()
                 elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                    self._on_failed(Failure.KEY)
+                    self._on_failed(ConnectionFailure.KEY)
                 elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and message["value"] == _MECHANISM_MISMATCH:
-                    self._on_failed(Failure.MECHANISM)
+                    self._on_failed(ConnectionFailure.MECHANISM)
                 elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                    self._on_failed(Failure.BROKEN_OFF)
+                    self._on_failed(ConnectionFailure.BROKEN_OFF)
                 elif event & _FAILED:
-                    self._on_failed(Failure.GARBAGE)
+                    self._on_failed(ConnectionFailure.GARBAGE)
         except asyncio.CancelledError:
             self.close()
             raise
@@ -85,7 +85,7 @@ def open_watched(
     kind: int,
     settings: LinkSettings,
     on_lost: Callable[[LoopSocket], None],
-    on_failed: Callable[[Failure], None],
+    on_failed: Callable[[ConnectionFailure], None],
     on_opened: Callable[[int], None],
 ) -> tuple[LoopSocket, ConnectionMonitor]:
     """A socket and its monitor. Raises `zmq.ZMQError`, and leaves nothing open, where no descriptor is left."""

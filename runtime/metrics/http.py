@@ -19,7 +19,7 @@ EXCHANGE_S: Final = 10.0
 _REQUEST_BYTES_MAX: Final = 16_384
 
 
-class Server(uvicorn.Server):
+class MetricsHttpServer(uvicorn.Server):
     """Answers on the sockets that `startup` gets, which listen, and owns them."""
 
     def __init__(self, app: ASGIApp) -> None:

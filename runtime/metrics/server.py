@@ -22,7 +22,7 @@ from runtime.settings import machine
 from runtime.settings.addresses import METRICS_OFF, advertised_metrics, is_local_name, split_authority, split_metrics
 
 if TYPE_CHECKING:
-    from runtime.metrics.http import Server
+    from runtime.metrics.http import MetricsHttpServer
 
 FRESH_S: Final = 0.25
 _JSON: Final = "application/json"
@@ -61,7 +61,7 @@ class MetricsServer:
         self._more: dict[str, Callable[[], Any]] = {}
         self._listening: list[socket.socket] = []
         self._loopback_only = False
-        self._serving: Server | None = None
+        self._serving: MetricsHttpServer | None = None
         self._made: tuple[float, bytes] = (-FRESH_S, b"")
 
     async def start(self) -> None:
@@ -151,11 +151,11 @@ def _asks_for_this_host(scope: Scope) -> bool:
     return all(host is not None and is_local_name(host[0]) for host in hosts)
 
 
-def load() -> "type[Server]":
+def load() -> "type[MetricsHttpServer]":
     """Imports uvicorn; who has time does so before it is needed."""
-    from runtime.metrics.http import Server
+    from runtime.metrics.http import MetricsHttpServer
 
-    return Server
+    return MetricsHttpServer
 
 
 async def _listen(host: str, port: int) -> list[socket.socket]:

@@ -26,7 +26,7 @@ E_contra = TypeVar("E_contra", contravariant=True)
 A_co = TypeVar("A_co", covariant=True)
 
 
-class Core(Protocol[E_contra, A_co]):
+class DrivenCore(Protocol[E_contra, A_co]):
     """A pure state machine: all time comes in by argument, everything it wants done goes out in the result."""
 
     def handle(self, event: E_contra, now: float) -> Iterable[A_co]: ...
@@ -41,7 +41,7 @@ class CoreDriver(Generic[E, A]):
     sees an event from inside another.
     """
 
-    def __init__(self, core: Core[E, A], *, perform: Callable[[A], None], tick: E) -> None:
+    def __init__(self, core: DrivenCore[E, A], *, perform: Callable[[A], None], tick: E) -> None:
         self._core = core
         self._perform = perform
         self._tick = tick

@@ -30,7 +30,7 @@ def release() -> None:
             signal.signal(number, _DEFAULTS[number])
 
 
-class Interrupted(KeyboardInterrupt):
+class SignalReceived(KeyboardInterrupt):
     """SIGINT or SIGTERM came inside `raised`."""
 
     def __init__(self, number: int) -> None:
@@ -40,10 +40,10 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """SIGTERM unwinds what runs in this context just as Ctrl-C does. Raises `Interrupted`, from wherever it is."""
+    """SIGTERM unwinds what runs in this context just as Ctrl-C does. Raises `SignalReceived`, from wherever it is."""
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        raise Interrupted(number)
+        raise SignalReceived(number)
 
     before = {number: signal.signal(number, stop) for number in _GUARDED if signal.getsignal(number) != signal.SIG_IGN}
     try:

@@ -65,20 +65,20 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Group:
+class CommandGroup:
     """Commands under one name."""
 
     help: str
     commands: "Table"
 
 
-Table = Mapping[str, Command | Group]
+Table = Mapping[str, Command | CommandGroup]
 
 
 def commands_in(table: Table, prefix: str = "") -> Iterator[tuple[str, Command]]:
     """Every command with its full name, like `bench isolation`."""
     for name, row in table.items():
-        if isinstance(row, Group):
+        if isinstance(row, CommandGroup):
             yield from commands_in(row.commands, f"{prefix}{name} ")
         else:
             yield prefix + name, row
@@ -243,7 +243,7 @@ def new_app(
     app = typer.Typer(cls=group, **habits)
     app.callback()(_version_option(version) if version else lambda: None)
     for name, row in table.items():
-        if isinstance(row, Group):
+        if isinstance(row, CommandGroup):
             app.add_typer(new_app(row.help, row.commands, load_all=load_all), name=name)
         else:
             app.command(name, help=literal(row.help))(lambda: None)  # only listed; `_LazyGroup` puts the real one in

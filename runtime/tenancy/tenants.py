@@ -77,7 +77,7 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Slo:
+class ClassTargets:
     """What a tenant's requests are measured against; None is no limit."""
 
     ttft_ms: float | None = None
@@ -106,7 +106,7 @@ class Policy:
     """Salt of the prefix cache: tenants with the same one share it. A group's can never equal a tenant's own."""
     levels: tuple[Level, ...]
     """User first, then organisation."""
-    slo: Slo = Slo()
+    slo: ClassTargets = ClassTargets()
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ class _Builder:
             priority_classes=self._allowed(f"tenants.{name_shown(name)}", priority_class, part.priority_classes),
             cache_group=_cache_group(part.cache_group, name),
             levels=(Level(name, QuotaLimits(**dict(part.limits)), bool(part.borrow)),),
-            slo=Slo(part.slo_ttft_ms, part.slo_itl_ms),
+            slo=ClassTargets(part.slo_ttft_ms, part.slo_itl_ms),
         )
         self._add(f"tenants.{name_shown(name)}", own, part.keys)
         for user, user_part in part.users.items():
@@ -295,7 +295,7 @@ class _Builder:
             priority_classes=self._allowed(where, priority_class, asked),
             cache_group=_cache_group(part.cache_group or organisation.cache_group, tenant),
             levels=(Level(tenant, QuotaLimits(**dict(part.limits)), borrow), above),
-            slo=Slo(
+            slo=ClassTargets(
                 own.slo.ttft_ms if part.slo_ttft_ms is None else part.slo_ttft_ms,
                 own.slo.itl_ms if part.slo_itl_ms is None else part.slo_itl_ms,
             ),

@@ -9,7 +9,7 @@ TakeChanges = Callable[[int], tuple[bytes, bytes]]
 """Takes (hashes inserted, hashes evicted) out of a prefix cache's list of changes, so many at the most."""
 
 
-class Coordinator(Protocol):
+class CoordinatorLink(Protocol):
     """`runtime.worker.registration.Registration` is the real one."""
 
     @property

@@ -61,8 +61,8 @@ class WorkerRole(Protocol):
         """Close the role's own links."""
 
 
-class ModelInfo(Protocol):
-    """`engine.engine.ModelInfo` is the real one."""
+class ServedModelInfo(Protocol):
+    """`engine.engine.ServedModelInfo` is the real one."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -80,7 +80,7 @@ class LoadedEngine(Protocol):
     """`engine.engine.Engine` is the real one."""
 
     @property
-    def info(self) -> ModelInfo: ...
+    def info(self) -> ServedModelInfo: ...
     @property
     def blocks(self) -> int: ...
     @property

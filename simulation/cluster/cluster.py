@@ -30,8 +30,8 @@ from proto.messages import Cancel, Hello, Interrupted, Message, Rejected, Reserv
 from proto.parts import Capacity
 from proto.sampling import Sampling
 from simulation.cluster.decode import BatchedDecode, PacedDecode
-from simulation.cluster.prefill import PrefillWorker
-from simulation.cluster.surroundings import STOP, ClientRequest, Engine, Surroundings, Timing
+from simulation.cluster.prefill import ClusterPrefillWorker
+from simulation.cluster.surroundings import STOP, ClientRequest, ClusterEngine, ClusterSurroundings, Timing
 from simulation.cluster.transfers import Transfers
 
 MODEL = "m"
@@ -45,7 +45,7 @@ def hello(role: Role, incarnation: int, capacity: Capacity | None = None) -> Hel
     return Hello(PROTOCOL_VERSION, role, incarnation, name, model, fingerprint, "tcp://w:1", capacity)
 
 
-class VirtualCluster(Surroundings):
+class VirtualCluster(ClusterSurroundings):
     def __init__(
         self,
         limits: Limits | None = None,
@@ -93,7 +93,7 @@ class VirtualCluster(Surroundings):
             ),
         }
         self._batched, self._progress = batched, progress
-        self.prefill: dict[int, PrefillWorker] = {}
+        self.prefill: dict[int, ClusterPrefillWorker] = {}
         self.decode: dict[int, BatchedDecode | PacedDecode] = {}
         self.post(PeerUp(GATEWAY, hello(Role.GATEWAY, GATEWAY)))
         for incarnation in range(FIRST_DECODE, FIRST_DECODE + decode):
@@ -102,13 +102,13 @@ class VirtualCluster(Surroundings):
             self.start(hello(Role.PREFILL, incarnation, self._capacity[Role.PREFILL]))
         self.incarnations = count(FIRST_FLIPPED)
 
-    def start(self, worker: Hello, engine: Engine | None = None) -> None:
+    def start(self, worker: Hello, engine: ClusterEngine | None = None) -> None:
         """A worker registers. `engine`: what it computes with, if it is not like the others or shared by two roles."""
         incarnation, capacity = worker.incarnation, worker.capacity
         assert capacity is not None
-        engine = engine or Engine(self, self.timing)
+        engine = engine or ClusterEngine(self, self.timing)
         if worker.role is Role.PREFILL:
-            self.prefill[incarnation] = prefill = PrefillWorker(
+            self.prefill[incarnation] = prefill = ClusterPrefillWorker(
                 self, self.transfers, self.fetches, incarnation, capacity, engine
             )
             self.fetches.receivers[incarnation] = prefill

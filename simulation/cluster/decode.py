@@ -7,13 +7,13 @@ does not matter how decode works.
 
 from dataclasses import dataclass
 
-from decode_worker.batch import Batch, Draw, StepPlan
+from decode_worker.batch import Draw, RunningBatch, StepPlan
 from decode_worker.core import DecodeCore
 from decode_worker.progress import REPORT_S
 from decode_worker.requests import AttemptTable
 from decode_worker.suffixes import Slice, SliceSizes
 from engine.kv.allocator import BlockAllocator
-from kvtransfer.session.session import Accepted
+from kvtransfer.session.session import OfferAccepted
 from proto.kv import Commit, FetchRefused, Offer
 from proto.limits import HASH_BYTES, MAX_VOCAB
 from proto.messages import Finished, Message, Release, Released, Reserve, Step
@@ -22,38 +22,38 @@ from proto.progress import AnswerNames, DecodeProgress, Joined
 from simulation.cluster.surroundings import (
     FAILED_STEP_S,
     ClientRequest,
-    Engine,
-    Gateways,
-    Registration,
-    Surroundings,
+    ClusterEngine,
+    ClusterGateways,
+    ClusterRegistration,
+    ClusterSurroundings,
     first_tokens,
 )
-from simulation.cluster.transfers import Key, KvSender, Transfers
+from simulation.cluster.transfers import ClusterKvSender, Key, Transfers
 
 
 class BatchedDecode:
     def __init__(
         self,
-        cluster: Surroundings,
+        cluster: ClusterSurroundings,
         transfers: Transfers,
         fetches: Transfers,
         incarnation: int,
         capacity: Capacity,
         progress: bool,
-        engine: Engine,
+        engine: ClusterEngine,
     ) -> None:
-        self.registration = Registration(cluster, incarnation, progress)
-        self.gateways = Gateways(cluster)
+        self.registration = ClusterRegistration(cluster, incarnation, progress)
+        self.gateways = ClusterGateways(cluster)
         self.receiver = transfers
         self.allocator = BlockAllocator(capacity.kv_blocks)
         self.tokens_forwarded = self.suffix_tokens = 0
         self.table: AttemptTable[None] = AttemptTable(
-            self.allocator, capacity.block_size, Batch(), lambda: self.tokens_forwarded
+            self.allocator, capacity.block_size, RunningBatch(), lambda: self.tokens_forwarded
         )
         self.core: DecodeCore[None] = DecodeCore(
             self, self.table, vocab_size=MAX_VOCAB, make_state=lambda order, first, prompt_tokens: None
         )
-        self.sender = KvSender(fetches, incarnation, self.core.lending.sent)
+        self.sender = ClusterKvSender(fetches, incarnation, self.core.lending.sent)
         self._incarnation = incarnation
         self.offered, self.not_received = self.core.offered, self.core.not_received
         self.held_block_s = 0.0
@@ -141,8 +141,8 @@ class _Stream:
 
 
 class PacedDecode:
-    def __init__(self, cluster: Surroundings, incarnation: int, progress: bool) -> None:
-        self.registration = Registration(cluster, incarnation, progress)
+    def __init__(self, cluster: ClusterSurroundings, incarnation: int, progress: bool) -> None:
+        self.registration = ClusterRegistration(cluster, incarnation, progress)
         self._cluster = cluster
         self._streams: dict[Key, _Stream] = {}
         self._progress = progress and cluster.timing.decode_step_s > 0
@@ -159,8 +159,8 @@ class PacedDecode:
             tokens = self._emitted(stream) - stream.order.choices if stream and stream.began_s is not None else 0
             self.registration.send(Released(*key, tokens))
 
-    def offered(self, incarnation: int, offer: Offer) -> Accepted | str | None:
-        return Accepted(())
+    def offered(self, incarnation: int, offer: Offer) -> OfferAccepted | str | None:
+        return OfferAccepted(())
 
     def not_received(self, request_id: str, attempt: int, blocks: list[int]) -> None:
         if self._streams.pop((request_id, attempt), None) is not None:

@@ -3,34 +3,41 @@
 from collections import Counter
 
 from engine.kv.allocator import BlockAllocator
-from kvtransfer.session.session import Accepted
-from prefill_worker.core import Begun, PrefillCore, StepResult
+from kvtransfer.session.session import OfferAccepted
+from prefill_worker.core import Begun, PrefillCore, PrefillStepResult
 from prefill_worker.prompts import Key, PromptTable
 from proto.kv import Commit, Fetch, FetchRefused, Offer
 from proto.limits import MAX_VOCAB
 from proto.messages import Destination, Message, TokenItem
 from proto.parts import Capacity
-from simulation.cluster.surroundings import FAILED_STEP_S, Engine, Gateways, Registration, Surroundings, first_tokens
-from simulation.cluster.tier import Copies
-from simulation.cluster.transfers import KvSender, Transfers
+from simulation.cluster.surroundings import (
+    FAILED_STEP_S,
+    ClusterEngine,
+    ClusterGateways,
+    ClusterRegistration,
+    ClusterSurroundings,
+    first_tokens,
+)
+from simulation.cluster.tier import ClusterCopies
+from simulation.cluster.transfers import ClusterKvSender, Transfers
 
 
-class PrefillWorker:
+class ClusterPrefillWorker:
     def __init__(
         self,
-        cluster: Surroundings,
+        cluster: ClusterSurroundings,
         transfers: Transfers,
         fetches: Transfers,
         incarnation: int,
         capacity: Capacity,
-        engine: Engine,
+        engine: ClusterEngine,
     ) -> None:
         self.incarnation, self.receiver = incarnation, fetches
         self.computed_tokens = 0
         self.computed: Counter[Key] = Counter()
         """Tokens of each attempt."""
-        self.registration = Registration(cluster, incarnation)
-        self.gateways = Gateways(cluster)
+        self.registration = ClusterRegistration(cluster, incarnation)
+        self.gateways = ClusterGateways(cluster)
         self.core = PrefillCore(
             self,
             PromptTable(BlockAllocator(capacity.kv_blocks), capacity.block_size),
@@ -38,9 +45,9 @@ class PrefillWorker:
             step_tokens_max=capacity.context_tokens,
             tokens_forwarded=lambda: self.computed_tokens,
         )
-        self.sender = KvSender(transfers, incarnation, self.core.kv_result)
+        self.sender = ClusterKvSender(transfers, incarnation, self.core.kv_result)
         if capacity.tier_blocks:
-            copies = Copies(cluster, capacity.block_size, self._start_step)
+            copies = ClusterCopies(cluster, capacity.block_size, self._start_step)
             copies.tier = self.core.use_tier(copies, capacity.tier_blocks)
         self.computing = False
         self.busy_s = 0.0
@@ -61,7 +68,7 @@ class PrefillWorker:
     def fetch(self, decode: Destination, message: Fetch) -> None:
         self._cluster.fetch(self.incarnation, decode.incarnation, message)
 
-    def offered(self, incarnation: int, offer: Offer) -> Accepted | str:
+    def offered(self, incarnation: int, offer: Offer) -> OfferAccepted | str:
         return self.core.fetches.offered(incarnation, offer)
 
     def committed(self, incarnation: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None:
@@ -99,5 +106,5 @@ class PrefillWorker:
             self.computed_tokens += chunk.length
             if chunk.start + chunk.length == prompt.order.prompt_tokens:
                 first[prompt.key] = first_tokens(self._cluster, prompt.order, prompt.cached_tokens)
-        self.core.step_done(begun, StepResult(1000 * took_s, first, frozenset()))
+        self.core.step_done(begun, PrefillStepResult(1000 * took_s, first, frozenset()))
         self._start_step()

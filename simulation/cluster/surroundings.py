@@ -77,7 +77,7 @@ class ClientRequest:
     interruptions: int = 0
 
 
-class Surroundings(ABC):
+class ClusterSurroundings(ABC):
     def __init__(self, timing: Timing, seed: int) -> None:
         self.now = 0.0
         self.timing = timing
@@ -135,10 +135,10 @@ class Surroundings(ABC):
                 self.ttft_s[request_id] = self.now - request.submitted_s
 
 
-class Engine:
+class ClusterEngine:
     """What a worker computes with, one step after the other. The two roles of a mixed worker share one."""
 
-    def __init__(self, cluster: Surroundings, timing: Timing) -> None:
+    def __init__(self, cluster: ClusterSurroundings, timing: Timing) -> None:
         self.timing = timing
         self._cluster = cluster
         self._steps: deque[tuple[float, Callable[..., None], tuple[Any, ...]]] = deque()
@@ -161,10 +161,10 @@ class Engine:
         ended(*arguments)
 
 
-class Registration:
-    """A worker's link to the coordinator, which keeps the order; as `runtime.worker.ports.Coordinator`."""
+class ClusterRegistration:
+    """A worker's link to the coordinator, which keeps the order; as `runtime.worker.ports.CoordinatorLink`."""
 
-    def __init__(self, cluster: Surroundings, incarnation: int, progress: bool = True) -> None:
+    def __init__(self, cluster: ClusterSurroundings, incarnation: int, progress: bool = True) -> None:
         self._cluster, self._incarnation, self._progress = cluster, incarnation, progress
         self.up = True
 
@@ -179,10 +179,10 @@ class Registration:
             self.send(CacheEvents(inserted, evicted))
 
 
-class Gateways:
-    """A worker's links to gateways; as `runtime.worker.ports.Gateways`."""
+class ClusterGateways:
+    """A worker's links to gateways; as `runtime.worker.ports.ClusterGateways`."""
 
-    def __init__(self, cluster: Surroundings) -> None:
+    def __init__(self, cluster: ClusterSurroundings) -> None:
         self._cluster = cluster
         self.up = True
 
@@ -200,7 +200,7 @@ class Gateways:
             cluster.emitted(item.request_id, item.attempt, item.choice, item.index + len(item.tokens))
 
 
-def first_tokens(cluster: Surroundings, order: Prefill, cached_tokens: int) -> list[TokenItem]:
+def first_tokens(cluster: ClusterSurroundings, order: Prefill, cached_tokens: int) -> list[TokenItem]:
     """One for each choice of a prompt that is computed."""
     found = []
     for choice in range(order.first_choice, order.first_choice + order.choices):

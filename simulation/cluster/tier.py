@@ -4,17 +4,17 @@ from collections.abc import Callable, Sequence
 
 from prefill_worker.prompts import Key
 from prefill_worker.tier import KvTier, Slot
-from simulation.cluster.surroundings import Surroundings
+from simulation.cluster.surroundings import ClusterSurroundings
 
 TOKENS_PER_S = 50_000.0
 """KV of 128 KB a token at 6.4 GB/s."""
 DIGEST = bytes(8)
 
 
-class Copies:
-    """A `prefill_worker.tier.Copies`."""
+class ClusterCopies:
+    """A `prefill_worker.tier.ClusterCopies`."""
 
-    def __init__(self, cluster: Surroundings, block_size: int, wake: Callable[[], None]) -> None:
+    def __init__(self, cluster: ClusterSurroundings, block_size: int, wake: Callable[[], None]) -> None:
         """`wake` is called when a prompt may go on."""
         self.tier: KvTier | None = None
         self._cluster, self._wake = cluster, wake

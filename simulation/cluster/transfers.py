@@ -4,17 +4,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtransfer.session.session import Accepted, KvFailed, KvSent
+from kvtransfer.session.session import KvFailed, KvSent, OfferAccepted
 from proto.kv import Commit, FirstToken, Offer
-from simulation.cluster.surroundings import Surroundings
+from simulation.cluster.surroundings import ClusterSurroundings
 
 Key = tuple[str, int]
 
 
-class Receiver(Protocol):
+class ClusterReceiver(Protocol):
     """A decode worker, as its `DecodeCore`; of what is fetched, a prefill worker."""
 
-    def offered(self, incarnation: int, offer: Offer) -> Accepted | str | None: ...
+    def offered(self, incarnation: int, offer: Offer) -> OfferAccepted | str | None: ...
 
     def committed(self, incarnation: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None: ...
 
@@ -26,25 +26,25 @@ class _Transfer:
     key: Key
     sender_incarnation: int
     on_result: Callable[[KvSent | KvFailed], None]
-    receiver: Receiver
-    answer: Accepted | str | None = None
+    receiver: ClusterReceiver
+    answer: OfferAccepted | str | None = None
 
 
 class Transfers:
-    """All that are open in one direction, and the receivers' end of them; as `decode_worker.core.KvIn`."""
+    """All that are open in one direction, and the receivers' end of them; as `decode_worker.core.DecodeKvIn`."""
 
-    def __init__(self, cluster: Surroundings) -> None:
+    def __init__(self, cluster: ClusterSurroundings) -> None:
         self.cluster = cluster
-        self.receivers: dict[int, Receiver] = {}
+        self.receivers: dict[int, ClusterReceiver] = {}
         self._open: dict[Key, _Transfer] = {}
 
-    def decide(self, request_id: str, attempt: int, answer: Accepted | str) -> None:
+    def decide(self, request_id: str, attempt: int, answer: OfferAccepted | str) -> None:
         self._answered(self._open[(request_id, attempt)], answer)
 
     def abort(self, request_id: str, attempt: int, reason: str) -> None:
         transfer = self._open.pop((request_id, attempt), None)
         if transfer is not None:
-            blocks = list(transfer.answer.block_ids) if isinstance(transfer.answer, Accepted) else []
+            blocks = list(transfer.answer.block_ids) if isinstance(transfer.answer, OfferAccepted) else []
             self.cluster.at(self.cluster.now, self._over, transfer, reason, blocks)
 
     def open(
@@ -78,10 +78,10 @@ class Transfers:
                 self.cluster.at(self.cluster.now, transfer.on_result, result)
             elif transfer.sender_incarnation == incarnation:
                 del self._open[transfer.key]
-                blocks = list(transfer.answer.block_ids) if isinstance(transfer.answer, Accepted) else []
+                blocks = list(transfer.answer.block_ids) if isinstance(transfer.answer, OfferAccepted) else []
                 self.cluster.at(self.cluster.now, transfer.receiver.not_received, *transfer.key, blocks)
 
-    def _answered(self, transfer: _Transfer, answer: Accepted | str | None) -> None:
+    def _answered(self, transfer: _Transfer, answer: OfferAccepted | str | None) -> None:
         transfer.answer = answer
         if isinstance(answer, str):
             del self._open[transfer.key]
@@ -90,7 +90,7 @@ class Transfers:
     def _arrived(self, transfer: _Transfer, commit: Commit, prompt_tokens: list[int], took_s: float) -> None:
         if self._open.get(transfer.key) is not transfer:
             return
-        assert isinstance(transfer.answer, Accepted), "orders to both workers of a request come together"
+        assert isinstance(transfer.answer, OfferAccepted), "orders to both workers of a request come together"
         del self._open[transfer.key]
         blocks = list(transfer.answer.block_ids)
         transfer.receiver.committed(transfer.sender_incarnation, commit, blocks, prompt_tokens)
@@ -101,7 +101,7 @@ class Transfers:
         transfer.on_result(KvFailed(*transfer.key, reason))
 
 
-class KvSender:
+class ClusterKvSender:
     """A sender's end; as `kvtransfer.ports.KvOut`."""
 
     def __init__(

@@ -6,15 +6,15 @@ from coordinator.accounting.billing import LOST
 from coordinator.core import Core
 from coordinator.invariants import check
 from coordinator.lifecycle import RequestState
-from simulation.faults.cluster import Cluster
+from simulation.faults.cluster import FaultCluster
 from simulation.faults.ledger import DAY
 from simulation.faults.oracles import stream_of
 from simulation.faults.worker_process import role_of
 from simulation.faults.worker_processes import DecodeProcess, PrefillProcess
-from simulation.world.world import Violation
+from simulation.world.world import SimulationViolation
 
 
-def unsettled(cluster: Cluster) -> str:
+def unsettled(cluster: FaultCluster) -> str:
     """What is still going on; empty when nothing is."""
     for stream_id, stream in cluster.oracles.streams.items():
         if not stream.outcome:
@@ -54,31 +54,31 @@ def left_on(worker: PrefillProcess | DecodeProcess) -> str:
     return f"{worker.allocator.held_count} blocks held" if core.table.allocator.held_count else ""
 
 
-def check_blocks(cluster: Cluster) -> None:
+def check_blocks(cluster: FaultCluster) -> None:
     """Conservation on every worker."""
     for worker in cluster.workers:
         worker.allocator.check_invariants()
 
 
-def audit(cluster: Cluster) -> None:
-    """Raises `Violation`, or an assertion of the production code. To be called when nothing is `unsettled`."""
+def audit(cluster: FaultCluster) -> None:
+    """Raises `SimulationViolation`, or an assertion of the production code. To be called when nothing is `unsettled`."""
     core = cluster.coordinator.core
     check(core)
     check_blocks(cluster)
     for worker in cluster.workers:
         counted = core.workers[worker.incarnation]
         if counted.allocations or counted.steps or counted.free_blocks != worker.kv_blocks:
-            raise Violation(
+            raise SimulationViolation(
                 "block conservation", f"the coordinator counts {counted.allocations} on {worker.name}, idle"
             )
     _check_quotas(cluster, core)
     for request_id in cluster.oracles.accepted:
         if request_id not in cluster.ledger.rows:
-            raise Violation("one row", "it was accepted and has no row", stream_of(request_id))
+            raise SimulationViolation("one row", "it was accepted and has no row", stream_of(request_id))
     _check_rows(cluster)
 
 
-def _check_quotas(cluster: Cluster, core: Core) -> None:
+def _check_quotas(cluster: FaultCluster, core: Core) -> None:
     charged: Counter[str] = Counter()
     again: Counter[str] = Counter()
     for row in cluster.ledger.rows.values():
@@ -88,14 +88,14 @@ def _check_quotas(cluster: Cluster, core: Core) -> None:
             again[name] += sum(row.before)
     for name, account in core.billing.quotas.accounts.items():
         if not account.idle:
-            raise Violation("quotas", f"{name} holds something and nothing runs")
+            raise SimulationViolation("quotas", f"{name} holds something and nothing runs")
         # What a row that was opened again had before, a coordinator that was started since can only guess.
         if account.day == DAY and abs(account.day_tokens - charged[name]) > again[name]:
             why = f"{name} is counted {account.day_tokens} tokens today, its rows say {charged[name]}"
-            raise Violation("quotas", why)
+            raise SimulationViolation("quotas", why)
 
 
-def _check_rows(cluster: Cluster) -> None:
+def _check_rows(cluster: FaultCluster) -> None:
     """Nobody is charged for more than was done, whatever happened; nor for less than came, of an answer that is whole."""
     output: Counter[str] = Counter()
     prompt: Counter[str] = Counter()
@@ -118,14 +118,14 @@ def _check_rows(cluster: Cluster) -> None:
         if LOST in ends:
             continue  # charged at its estimate
         if output[stream_id] > (max(done, most[stream_id]) if lossy else done):
-            raise Violation("bills", f"{output[stream_id]} output tokens charged, {done} computed", stream_id)
+            raise SimulationViolation("bills", f"{output[stream_id]} output tokens charged, {done} computed", stream_id)
         if prompt[stream_id] > len(stream.asked.prompt):
             why = f"{prompt[stream_id]} prompt tokens charged of a prompt of {len(stream.asked.prompt)}"
-            raise Violation("bills", why, stream_id)
+            raise SimulationViolation("bills", why, stream_id)
         if ends == {RequestState.REJECTED} and output[stream_id] + prompt[stream_id]:
-            raise Violation("bills", "it was turned away and charged", stream_id)
+            raise SimulationViolation("bills", "it was turned away and charged", stream_id)
         # A gateway that lives says how far an answer got, whoever else is lost.
         lives = not any(fault.kind == "crash" and fault.who == stream.gateway for fault in cluster.plan.faults)
         if stream.outcome == "well" and lives and hostility is None and output[stream_id] < sum(stream.got):
             why = f"{output[stream_id]} output tokens charged of {sum(stream.got)} delivered"
-            raise Violation("bills", why, stream_id)
+            raise SimulationViolation("bills", why, stream_id)

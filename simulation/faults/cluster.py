@@ -7,15 +7,15 @@ from proto.drain import DrainRequest, FlipRequest
 from proto.messages import Role
 from runtime.tenancy.tenants import tables_of, without_secrets
 from simulation.faults.coordinator_process import CoordinatorProcess
-from simulation.faults.gateway_process import GatewayProcess
-from simulation.faults.ledger import Ledger
+from simulation.faults.gateway_process import SimulatedGateway
+from simulation.faults.ledger import CheckedLedger
 from simulation.faults.oracles import Oracles
-from simulation.faults.plan import OTHER_POLICY, TENANTS, Asked, Fault, Plan
-from simulation.faults.surroundings import Surroundings
+from simulation.faults.plan import OTHER_POLICY, TENANTS, Asked, Fault, FaultPlan
+from simulation.faults.surroundings import FaultSurroundings
 from simulation.faults.worker_process import role_of
 from simulation.faults.worker_processes import DecodeProcess, PrefillProcess, line_up
 from simulation.world.network import Network
-from simulation.world.world import Process
+from simulation.world.world import SimulatedProcess
 
 ANEW_S = 0.1
 """A coordinator that was away begins anew within so long."""
@@ -24,19 +24,19 @@ FLIP_S_MAX = 0.05
 SLOW_STEPS, SLOW_FRAMES_S, SLOW_DISK_S = 15.0, 0.2, 0.4
 
 
-class Cluster(Surroundings):
-    def __init__(self, plan: Plan) -> None:
+class FaultCluster(FaultSurroundings):
+    def __init__(self, plan: FaultPlan) -> None:
         super().__init__(plan.seed)
         self.plan = plan
         self.network = Network(self)
         self.network.hostility = plan.hostility
         self.network.corrupt = plan.corrupt
         self.slow_disk_s = 0.0
-        self.ledger = Ledger()
+        self.ledger = CheckedLedger()
         self.versions = Versions()
         self.versions.load(tables_of(TENANTS), {}, 0.0)
         self.oracles = Oracles(plan, self, self.ledger)
-        self.processes: dict[str, Process] = {}
+        self.processes: dict[str, SimulatedProcess] = {}
         self.healing = False
         self._partitions: list[tuple[str, str]] = []
         self._leaving: dict[str, float] = {}
@@ -60,37 +60,37 @@ class Cluster(Surroundings):
         return [one for process in self.processes.values() for one in self._all_of(process)]
 
     @property
-    def gateways(self) -> list[GatewayProcess]:
-        return [p for p in self.processes.values() if isinstance(p, GatewayProcess)]
+    def gateways(self) -> list[SimulatedGateway]:
+        return [p for p in self.processes.values() if isinstance(p, SimulatedGateway)]
 
     def start(self, name: str) -> None:
         self._leaving.pop(name, None)
-        role, started = name.partition("-")[0], list[Process]()
+        role, started = name.partition("-")[0], list[SimulatedProcess]()
         if role in ("coordinator", "gateway"):
-            started = [CoordinatorProcess(self) if role == "coordinator" else GatewayProcess(self, name)]
+            started = [CoordinatorProcess(self) if role == "coordinator" else SimulatedGateway(self, name)]
         else:
             started += line_up(self, name, Role(role))
         self._begin(started, "starts")
 
-    def _begin(self, started: Sequence[Process], what: str) -> None:
+    def _begin(self, started: Sequence[SimulatedProcess], what: str) -> None:
         self.processes[started[0].name] = started[0]
         for process in started:
             process.log(what)
             process.start()
 
-    def _all_of(self, process: Process) -> list[PrefillProcess | DecodeProcess]:
+    def _all_of(self, process: SimulatedProcess) -> list[PrefillProcess | DecodeProcess]:
         """What a worker process has registered as; nothing of others."""
         if not isinstance(process, PrefillProcess | DecodeProcess):
             return []
         return [one for one in process.lineup.halves if isinstance(one, PrefillProcess | DecodeProcess)]
 
-    def _parts_of(self, process: Process) -> Sequence[Process]:
+    def _parts_of(self, process: SimulatedProcess) -> Sequence[SimulatedProcess]:
         return self._all_of(process) or [process]
 
     def ask(self, asked: Asked) -> None:
         """A client comes; one that finds its gateway dead or stuck goes away again."""
         gateway = self.processes[f"gateway-{asked.gateway}"]
-        assert isinstance(gateway, GatewayProcess)
+        assert isinstance(gateway, SimulatedGateway)
         if gateway.alive:
             gateway.call(gateway.ask, asked)
 
@@ -148,18 +148,18 @@ class Cluster(Surroundings):
             case "rolled back" if versions.before:
                 versions.roll_back(0, {}, self.now)
 
-    def end(self, process: Process, for_s: float) -> None:
+    def end(self, process: SimulatedProcess, for_s: float) -> None:
         """Whatever ended it, it is started again after `for_s`."""
         for part in self._parts_of(process):
             if part.alive:
                 part.stop()
                 self.network.process_died(part)
-        if isinstance(process, GatewayProcess):
+        if isinstance(process, SimulatedGateway):
             self.oracles.gateway_died(process.name)
         self.network.suspect_all()
         self.after(for_s, self._restart, process)
 
-    def _drain(self, process: Process, fault: Fault) -> None:
+    def _drain(self, process: SimulatedProcess, fault: Fault) -> None:
         if isinstance(process, CoordinatorProcess):
             process.commit()
             self._end(process, fault.for_s)
@@ -183,7 +183,7 @@ class Cluster(Surroundings):
         self.coordinator.ask(DrainRequest(name, True, 0.0))
         self.after(0.5, self._undo_drain, name)
 
-    def worker_goes(self, worker: Process, why: str) -> None:
+    def worker_goes(self, worker: SimulatedProcess, why: str) -> None:
         assert isinstance(worker, PrefillProcess | DecodeProcess)
         self.oracles.goes(worker, worker.registration.held(), why)
         worker.stop()
@@ -194,10 +194,10 @@ class Cluster(Surroundings):
 
     # --- changes of role ------------------------------------------------------------------------------------------------
 
-    def _order_flip(self, worker: Process, role: Role, hand_over_s: float, force: bool = False) -> None:
+    def _order_flip(self, worker: SimulatedProcess, role: Role, hand_over_s: float, force: bool = False) -> None:
         self.coordinator.ask(FlipRequest(worker.name, role, 1000 * hand_over_s, force))
 
-    def worker_flips(self, worker: Process) -> None:
+    def worker_flips(self, worker: SimulatedProcess) -> None:
         assert isinstance(worker, PrefillProcess | DecodeProcess)
         for half in self._all_of(worker):
             self.oracles.flips(half, half.registration.held(), half.allocator, half.moves_nothing)
@@ -224,7 +224,7 @@ class Cluster(Surroundings):
                 self._order_flip(worker, role_of(name), 0.0, force=True)
         self.after(0.5, self._flip_back)
 
-    def begins_anew(self, coordinator: Process) -> None:
+    def begins_anew(self, coordinator: SimulatedProcess) -> None:
         """After a stall: in one process, with a new incarnation."""
         assert isinstance(coordinator, CoordinatorProcess)
         self.injected["absence"] += 1
@@ -232,18 +232,18 @@ class Cluster(Surroundings):
         coordinator.commit()
         self._end(coordinator, ANEW_S)
 
-    def _end(self, process: Process, for_s: float) -> None:
+    def _end(self, process: SimulatedProcess, for_s: float) -> None:
         """End the process in order, and start it again after a while."""
         process.stop()
         self.network.process_died(process, in_order=True)
         self.network.suspect_all()
         self.after(for_s, self._restart, process)
 
-    def _restart(self, process: Process) -> None:
+    def _restart(self, process: SimulatedProcess) -> None:
         if self.processes[process.name] is self._parts_of(process)[0]:
             self.start(process.name)
 
-    def _resume(self, process: Process) -> None:
+    def _resume(self, process: SimulatedProcess) -> None:
         if process.paused:
             self.log(process.name, "resumes")
             for part in self._parts_of(process):
@@ -263,7 +263,7 @@ class Cluster(Surroundings):
             self._partitions.remove(way)
         self.network.mend(*ways)
 
-    def _cut(self, process: Process, how: str) -> None:
+    def _cut(self, process: SimulatedProcess, how: str) -> None:
         parts = self._parts_of(process)
         for wire in list(self.network.wires):
             if any(part in wire.processes for part in parts) and self.random.random() < 0.7:
@@ -273,7 +273,7 @@ class Cluster(Surroundings):
                     wire.cut(0.5)
         self.network.suspect_all()
 
-    def _slow(self, process: Process, how: str, on: bool) -> None:
+    def _slow(self, process: SimulatedProcess, how: str, on: bool) -> None:
         if how == "disk":
             self.slow_disk_s = SLOW_DISK_S if on else 0.0
         elif how == "frames":

@@ -31,16 +31,16 @@ from proto.messages import Hello, Interrupted, Message, Prefill, Reserve, Role, 
 from runtime.link.failure_detector import FailureDetector
 from simulation.faults.ledger import UNIX_S
 from simulation.faults.oracles import stream_of
-from simulation.faults.surroundings import Surroundings
-from simulation.world.links import HEARTBEAT_MS, Link, Server
-from simulation.world.world import Alarm, Process, Violation
+from simulation.faults.surroundings import FaultSurroundings
+from simulation.world.links import HEARTBEAT_MS, Link, SimulatedServer
+from simulation.world.world import Alarm, SimulatedProcess, SimulationViolation
 
 CHECK_EVERY = 16
 """Events between two checks of all the core's invariants."""
 
 
-class CoordinatorProcess(Process):
-    def __init__(self, cluster: Surroundings, name: str = "coordinator") -> None:
+class CoordinatorProcess(SimulatedProcess):
+    def __init__(self, cluster: FaultSurroundings, name: str = "coordinator") -> None:
         super().__init__(cluster, name)
         self.cluster = cluster
         self.core = Core(cluster.plan.limits)
@@ -58,11 +58,11 @@ class CoordinatorProcess(Process):
         self._alarm = Alarm(self, lambda: self.post(Tick()))
         self._entries: list[Entry] = []
         self._writing = False
-        self.server: Server
+        self.server: SimulatedServer
 
     def start(self) -> None:
         self.put_in_force(self.cluster.ledger.past(self.world.now))
-        self.server = Server(
+        self.server = SimulatedServer(
             self,
             "coordinator",
             accept=self.core.refusal,
@@ -199,11 +199,15 @@ class CoordinatorProcess(Process):
                 self.cluster.oracles.lets_flip(self.core, send.incarnation)
             case Prefill() | Reserve() if send.incarnation in self.drained:
                 name = self.links[send.incarnation].hello.name if send.incarnation in self.links else send.incarnation
-                raise Violation("draining", f"something new is placed on {name}", stream_of(send.message.request_id))
+                raise SimulationViolation(
+                    "draining", f"something new is placed on {name}", stream_of(send.message.request_id)
+                )
             case Interrupted(request_id, reason=Interrupt.PREEMPTED, message=why) if "its share" in why:
                 self.made_room[request_id] += 1
                 if self.made_room[request_id] > 3:
-                    raise Violation("bounded retries", "it made room for others a fourth time", stream_of(request_id))
+                    raise SimulationViolation(
+                        "bounded retries", "it made room for others a fourth time", stream_of(request_id)
+                    )
 
     def _send(self, send: Send) -> None:
         link = self.links.get(send.incarnation)

@@ -28,10 +28,10 @@ from proto.limits import PROTOCOL_VERSION
 from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, Rejected, Role, Tokens
 from proto.progress import EndSession
 from simulation.faults.plan import Asked
-from simulation.faults.surroundings import Surroundings
+from simulation.faults.surroundings import FaultSurroundings
 from simulation.faults.worker_process import MODEL
-from simulation.world.links import Client, Link, Server
-from simulation.world.world import Alarm, Process
+from simulation.world.links import Client, Link, SimulatedServer
+from simulation.world.world import Alarm, SimulatedProcess
 
 
 class _Piece:
@@ -55,8 +55,8 @@ class _Sink:
         return _Piece("")
 
 
-class GatewayProcess(Process):
-    def __init__(self, cluster: Surroundings, name: str) -> None:
+class SimulatedGateway(SimulatedProcess):
+    def __init__(self, cluster: FaultSurroundings, name: str) -> None:
         super().__init__(cluster, name)
         self.cluster = cluster
         self.keeper = StreamKeeper(cluster.plan.stream_limits)
@@ -73,7 +73,7 @@ class GatewayProcess(Process):
             on_message=self._coordinator_message,
             on_down=self._coordinator_down,
         )
-        self.server = Server(
+        self.server = SimulatedServer(
             self,
             name,
             accept=lambda hello: None if hello.role in (Role.PREFILL, Role.DECODE) else "only workers deliver tokens",

@@ -14,7 +14,7 @@ RECENT_S = 60.0
 
 
 @dataclass
-class Row:
+class LedgerRow:
     """One request; amounts are of its whole answer, from `opened.from_token` on."""
 
     opened: Opened
@@ -32,17 +32,17 @@ class Row:
 
 
 @dataclass
-class Ledger:
+class CheckedLedger:
     """The file of `coordinator.accounting.ledger`, whose statements are said again here."""
 
-    rows: dict[str, Row] = field(default_factory=dict)
+    rows: dict[str, LedgerRow] = field(default_factory=dict)
 
     def write(self, entry: Entry, now: float) -> None:
         row = self.rows.get(entry.request_id)
         if isinstance(entry, Opened):
             ask = entry.ask
             if row is None:
-                self.rows[entry.request_id] = Row(entry, now, ask.prompt_tokens, ask.output_tokens)
+                self.rows[entry.request_id] = LedgerRow(entry, now, ask.prompt_tokens, ask.output_tokens)
             elif entry.again and row.outcome:
                 row.outcome, row.before = "", (row.prompt_tokens, row.output_tokens)
                 row.opened = msgspec.structs.replace(row.opened, ask=ask)
@@ -70,7 +70,7 @@ class Ledger:
         )
 
 
-def _as_opened(row: Row) -> Opened:
+def _as_opened(row: LedgerRow) -> Opened:
     opened = row.opened
     ask = Ask(row.prompt_tokens, row.output_tokens, opened.ask.kv_blocks, opened.ask.output_tokens_max)
     return msgspec.structs.replace(opened, ask=ask, again=False)

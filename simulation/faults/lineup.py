@@ -4,7 +4,7 @@ from engine.kv.allocator import BlockPool
 from engine.kv.split import prefill_blocks
 from proto.messages import Role
 from runtime.worker.changeover import Changeover
-from simulation.faults.surroundings import Surroundings
+from simulation.faults.surroundings import FaultSurroundings
 from simulation.transfers.connections import PoolProcess
 from simulation.world.toy_model import Toy
 from simulation.world.world import Timer
@@ -15,7 +15,13 @@ MIXED_BLOCKS_MIN = 48
 
 class Lineup:
     def __init__(
-        self, cluster: Surroundings, name: str, role: Role, blocks: int, block_size: int, before: "Lineup | None" = None
+        self,
+        cluster: FaultSurroundings,
+        name: str,
+        role: Role,
+        blocks: int,
+        block_size: int,
+        before: "Lineup | None" = None,
     ) -> None:
         """`before` was the same process in its last role: pool and cache stay."""
         self.cluster, self.name, self.role = cluster, name, role

@@ -24,10 +24,10 @@ from gateway.streams.types import Action, Deliver, Ended, FailKind, Finish, Link
 from proto.errors import FinishReason, Interrupt, Reject
 from proto.messages import Accepted, Interrupted, Message, Prefill, Reserve, Submit, TokenItem, Tokens, WorkFailed
 from proto.parts import Held
-from simulation.faults.ledger import Ledger
-from simulation.faults.plan import LIMITED, Asked, Plan
-from simulation.world.toy_model import Answer, expected
-from simulation.world.world import Process, Violation, World
+from simulation.faults.ledger import CheckedLedger
+from simulation.faults.plan import LIMITED, Asked, FaultPlan
+from simulation.world.toy_model import ToyAnswer, expected
+from simulation.world.world import SimulatedProcess, SimulationViolation, World
 
 _PASSING = frozenset({Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.QUEUE_FULL, Reject.SHED, Reject.RETRY_BUDGET})
 """Why a new request may be turned away in a small cluster with short queues, whatever its tenant."""
@@ -41,7 +41,7 @@ _NO_ROOM = ("no free KV block", "KV blocks wanted")
 class Expectation:
     asked: Asked
     gateway: str
-    answers: list[Answer]
+    answers: list[ToyAnswer]
     got: list[int]
     """Tokens delivered, by choice."""
     done: list[bool]
@@ -58,9 +58,9 @@ class Expectation:
 
 @dataclass
 class Oracles:
-    plan: Plan
+    plan: FaultPlan
     world: World
-    ledger: Ledger
+    ledger: CheckedLedger
     streams: dict[str, Expectation] = field(default_factory=dict)
     drawn_tokens: Counter[str] = field(default_factory=Counter)
     """Tokens drawn for each stream, over all attempts and workers."""
@@ -90,33 +90,33 @@ class Oracles:
     def delivered(self, part: Deliver) -> None:
         stream = self.streams[part.stream_id]
         if stream.outcome:
-            raise Violation("one outcome", f"tokens after the end ({stream.outcome})", part.stream_id)
+            raise SimulationViolation("one outcome", f"tokens after the end ({stream.outcome})", part.stream_id)
         answer, have = stream.answers[part.choice], stream.got[part.choice]
         wanted = answer.tokens[have : have + len(part.tokens)]
         if stream.done[part.choice] or part.tokens != wanted:
             why = f"choice {part.choice}: {part.tokens} from token {have} on, which should be {wanted}"
-            raise Violation("exactly once", why, part.stream_id)
+            raise SimulationViolation("exactly once", why, part.stream_id)
         stream.got[part.choice] += len(part.tokens)
         self.delivered_tokens += len(part.tokens)
         is_last = stream.got[part.choice] == len(answer.tokens)
         finish = (Finish.STOP if answer.finish is FinishReason.STOP else Finish.LENGTH) if is_last else None
         if part.finish is not finish:
             why = f"choice {part.choice} ends with {part.finish} where {finish} is right"
-            raise Violation("exactly once", why, part.stream_id)
+            raise SimulationViolation("exactly once", why, part.stream_id)
         stream.done[part.choice] = is_last
 
     def ended(self, end: Ended) -> None:
         stream = self.streams[end.stream_id]
         if stream.outcome:
-            raise Violation("one outcome", f"it ended before ({stream.outcome})", end.stream_id)
+            raise SimulationViolation("one outcome", f"it ended before ({stream.outcome})", end.stream_id)
         if end.failure is None:
             stream.outcome = "well"
             if not all(stream.done):
-                raise Violation("exactly once", f"a clean end after {stream.got} tokens", end.stream_id)
+                raise SimulationViolation("exactly once", f"a clean end after {stream.got} tokens", end.stream_id)
             return
         stream.outcome = end.failure.kind
         if not self._may_fail(stream, end):
-            raise Violation("every request finishes", f"it failed: {end.failure.message}", end.stream_id)
+            raise SimulationViolation("every request finishes", f"it failed: {end.failure.message}", end.stream_id)
 
     def _may_fail(self, stream: Expectation, end: Ended) -> bool:
         failure, limits = end.failure, self.plan.stream_limits
@@ -149,11 +149,11 @@ class Oracles:
 
     def tokens_came(self, item: TokenItem, stale: bool, actions: list[Action]) -> None:
         if stale and any(isinstance(action, Deliver) for action in actions):
-            raise Violation(
+            raise SimulationViolation(
                 "no stale act", f"tokens of attempt {item.attempt} were delivered", stream_of(item.request_id)
             )
 
-    def interrupted(self, event: Interrupted | LinkDown, gateway: Process, keeper: StreamKeeper) -> None:
+    def interrupted(self, event: Interrupted | LinkDown, gateway: SimulatedProcess, keeper: StreamKeeper) -> None:
         if isinstance(event, LinkDown):
             self._backoff.clear()  # what is due then is not due to backoff
             for stream in self.streams.values():
@@ -170,14 +170,14 @@ class Oracles:
             self.streams[stream_of(event.request_id)].no_tries += drained or event.reason is Interrupt.PREEMPTED
             self._backoff[event.request_id] = event.attempt, gateway.now(), drained
 
-    def submitted(self, submit: Submit, gateway: Process) -> None:
+    def submitted(self, submit: Submit, gateway: SimulatedProcess) -> None:
         stream = self.streams[stream_of(submit.request_id)]
         limits = self.plan.stream_limits
         tries = submit.attempt - submit.drained_attempts
         stream.attempts = max(stream.attempts, tries)
         forgiven = sum(stream.got) // limits.progress_tokens
         if tries > limits.attempts_max * (1 + forgiven) or submit.drained_attempts > stream.no_tries + stream.losses:
-            raise Violation("bounded retries", f"attempt {submit.attempt}", stream.asked.stream_id)
+            raise SimulationViolation("bounded retries", f"attempt {submit.attempt}", stream.asked.stream_id)
         attempt, since, drained = self._backoff.pop(submit.request_id, (0, 0.0, False))
         if attempt and submit.attempt == attempt + 1:
             doublings = -1 if forgiven else tries - 2
@@ -185,9 +185,11 @@ class Oracles:
             waited_s = gateway.now() - since
             if waited_s < least_s or (drained and waited_s > 0.0):
                 why = f"attempt {submit.attempt} {waited_s:.3f} s after the last one's end"
-                raise Violation("draining" if drained else "bounded retries", why, stream.asked.stream_id)
+                raise SimulationViolation("draining" if drained else "bounded retries", why, stream.asked.stream_id)
         if self.plan.only_drains and tries > 1:
-            raise Violation("draining", f"attempt {submit.attempt} is no resume of a drain's", stream.asked.stream_id)
+            raise SimulationViolation(
+                "draining", f"attempt {submit.attempt} is no resume of a drain's", stream.asked.stream_id
+            )
 
     # --- workers --------------------------------------------------------------------------------------------------------
 
@@ -195,27 +197,29 @@ class Oracles:
         stream_id = stream_of(request_id)
         self.drawn_tokens[stream_id] += tokens
         if self.world.now - self.streams[stream_id].left_at > LEFT_S and not self.plan.disturbed:
-            raise Violation("no work for nobody", f"tokens {LEFT_S:g} s after its client left", stream_id)
+            raise SimulationViolation("no work for nobody", f"tokens {LEFT_S:g} s after its client left", stream_id)
 
     def failed(self, message: WorkFailed) -> None:
         """What was placed has room: the coordinator never counts a block as free that its worker has not, unless answers get
         longer than it expected."""
         judged = self.plan.hostility is None and not self.plan.overcommitted
         if any(words in message.message for words in _NO_ROOM) and judged:
-            raise Violation("reservation before work", message.message, stream_of(message.request_id))
+            raise SimulationViolation("reservation before work", message.message, stream_of(message.request_id))
 
-    def goes(self, worker: Process, held: Sequence[Held], why: str) -> None:
+    def goes(self, worker: SimulatedProcess, held: Sequence[Held], why: str) -> None:
         if why == DRAINED and held:
-            raise Violation("draining", f"{worker.name} goes with {held}", stream_of(held[0].request_id))
+            raise SimulationViolation("draining", f"{worker.name} goes with {held}", stream_of(held[0].request_id))
         if why != DRAINED and self.plan.only_drains:
-            raise Violation("draining", f"{worker.name} goes before it is drained: {why}")
+            raise SimulationViolation("draining", f"{worker.name} goes before it is drained: {why}")
 
-    def flips(self, worker: Process, held: Sequence[Held], allocator: BlockAllocator, no_transfer: bool) -> None:
+    def flips(
+        self, worker: SimulatedProcess, held: Sequence[Held], allocator: BlockAllocator, no_transfer: bool
+    ) -> None:
         """It is about to leave its role."""
         blocks = allocator.held_count + allocator.quarantined_count
         if held or blocks or not no_transfer:
             why = f"{worker.name} changes its role with {len(held)} attempts, {blocks} blocks, transfers: {not no_transfer}"
-            raise Violation("flipping", why, stream_of(held[0].request_id) if held else "")
+            raise SimulationViolation("flipping", why, stream_of(held[0].request_id) if held else "")
 
     def emitted(self, worker: str, message: Tokens) -> None:
         for item in message.items:
@@ -223,7 +227,7 @@ class Oracles:
                 key = (item.request_id, item.attempt, item.choice, index)
                 if key in self._sent:
                     why = f"{worker} sends token {index} of attempt {item.attempt} again"
-                    raise Violation("exactly once", why, stream_of(item.request_id))
+                    raise SimulationViolation("exactly once", why, stream_of(item.request_id))
                 self._sent.add(key)
 
     # --- the coordinator ------------------------------------------------------------------------------------------------
@@ -233,7 +237,7 @@ class Oracles:
         if isinstance(message, Accepted | Prefill | Reserve):
             if message.request_id not in self.ledger.rows:
                 why = f"{type(message).__name__} leaves before its row is in the ledger"
-                raise Violation("ledger first", why, stream_of(message.request_id))
+                raise SimulationViolation("ledger first", why, stream_of(message.request_id))
             if isinstance(message, Accepted):
                 self.accepted.add(message.request_id)
 
@@ -242,7 +246,7 @@ class Oracles:
             return
         key = (incarnation, moved.request_id, moved.attempt)
         if key in self._ends:
-            raise Violation("one outcome", f"attempt {moved.attempt} ends again", stream_of(moved.request_id))
+            raise SimulationViolation("one outcome", f"attempt {moved.attempt} ends again", stream_of(moved.request_id))
         self._ends.add(key)
 
     def taken(self, incarnation: int, submit: Submit, alive: int, now: float) -> None:
@@ -257,11 +261,11 @@ class Oracles:
         in_window = sum(at > now - WINDOW_S for at in retries)
         if in_window - 1 >= limits.retry_floor + limits.retry_share * alive and self.plan.hostility is None:
             why = f"{in_window} came back within {WINDOW_S:g} s, with {alive} alive"
-            raise Violation("bounded retries", why, stream_of(submit.request_id))
+            raise SimulationViolation("bounded retries", why, stream_of(submit.request_id))
 
     def protocol_violation(self, incarnation: int, reason: str) -> None:
         if self.plan.hostility is None:
-            raise Violation("peers behave", f"the coordinator says of {incarnation}: {reason}")
+            raise SimulationViolation("peers behave", f"the coordinator says of {incarnation}: {reason}")
 
     def lets_flip(self, core: Core, incarnation: int) -> None:
         """A worker is told that it holds nothing any more, so that it may change its role or, where it is leaving, end."""
@@ -270,13 +274,15 @@ class Oracles:
         one = core.workers[incarnation].hello
         others = [w for w in core.workers.values() if w.hello.role is one.role and w.incarnation != incarnation]
         if not core.flipping[incarnation].force and all(other.draining for other in others):
-            raise Violation("flipping", f"{one.name} leaves no {one.role} worker behind")
+            raise SimulationViolation("flipping", f"{one.name} leaves no {one.role} worker behind")
 
     def after_decision(self, core: Core) -> None:
         for account in core.billing.quotas.accounts.values():
             limits = account.limits
             if limits.concurrency is not None and account.concurrency > limits.concurrency and not _promised(core):
-                raise Violation("quotas", f"{account.name} has {account.concurrency} requests of {limits.concurrency}")
+                raise SimulationViolation(
+                    "quotas", f"{account.name} has {account.concurrency} requests of {limits.concurrency}"
+                )
         for model, queue in core.queues.items():
             if queue.fair.size and not any(w.steps or w.allocations for w in core.workers.values()):
                 pool = core.pools[model]
@@ -290,7 +296,7 @@ class Oracles:
                     fits = [p.could_ever_take(waiting.submit) and d.could_ever_take(waiting.submit) for p, d in pairs]
                     if waiting.entry is not None and any(fits):
                         why = f"{queue.fair.size} wait while every worker lies idle"
-                        raise Violation("work conserving", why, stream_of(waiting.id))
+                        raise SimulationViolation("work conserving", why, stream_of(waiting.id))
 
 
 def _promised(core: Core) -> bool:

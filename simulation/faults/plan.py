@@ -91,7 +91,7 @@ class Fault:
 
 
 @dataclass
-class Plan:
+class FaultPlan:
     seed: int
     prefill: int
     decode: int
@@ -146,11 +146,11 @@ class Plan:
         return ["coordinator", *(f"gateway-{i}" for i in range(self.gateways)), *self.workers]
 
 
-def draw(seed: int, kinds: frozenset[str] = frozenset(FAULTS)) -> Plan:
+def draw(seed: int, kinds: frozenset[str] = frozenset(FAULTS)) -> FaultPlan:
     """The plan of a seed; the same with fewer kinds of faults has the same cluster and requests."""
     random = Random(seed)
     attempts_max = random.choice((4, 60, 60))
-    plan = Plan(
+    plan = FaultPlan(
         seed=seed,
         prefill=random.choice((1, 1, 2)),
         decode=random.choice((1, 1, 2)),
@@ -207,7 +207,7 @@ def draw(seed: int, kinds: frozenset[str] = frozenset(FAULTS)) -> Plan:
     return plan
 
 
-def _asked(plan: Plan, random: Random, number: int, beginnings: list[tuple[int, ...]], leave: bool) -> Asked:
+def _asked(plan: FaultPlan, random: Random, number: int, beginnings: list[tuple[int, ...]], leave: bool) -> Asked:
     own = tuple(random.randrange(1, VOCAB) for _ in range(random.randint(1, 16)))
     prompt = (*random.choice(beginnings), *own) if random.random() < 0.5 else own
     sampling = Sampling(
@@ -238,7 +238,7 @@ SESSION_TOKENS_MAX = 24
 """A conversation that is longer has no further turn: each must fit the smallest pool."""
 
 
-def _add_session(plan: Plan, leave: bool) -> None:
+def _add_session(plan: FaultPlan, leave: bool) -> None:
     """Add some of what serves conversations: suffixes on decode workers, fetches, a second tier behind a small pool."""
     seed = plan.seed
     plan.fetches, plan.computes_suffixes, plan.tier_slots = True, bool(seed % 3), (0, 24, 0, 6)[seed % 4]
@@ -246,7 +246,7 @@ def _add_session(plan: Plan, leave: bool) -> None:
     plan.asked += _session(plan, Random(seed ^ 0x7012), len(plan.asked), leave)
 
 
-def _session(plan: Plan, random: Random, number: int, leave: bool) -> list[Asked]:
+def _session(plan: FaultPlan, random: Random, number: int, leave: bool) -> list[Asked]:
     """Turns of one conversation, each of which goes on from the answer before it. Where decode workers compute no suffixes,
     there is more that prefill workers may fetch."""
     turns_max, answer_max = (3, 6) if plan.computes_suffixes else (5, 20)
@@ -270,7 +270,7 @@ def _session(plan: Plan, random: Random, number: int, leave: bool) -> list[Asked
     return turns
 
 
-def _drains(plan: Plan, random: Random) -> list[Fault]:
+def _drains(plan: FaultPlan, random: Random) -> list[Fault]:
     drains = []
     for _ in range(random.choice((0, 0, 0, 1, 1, 2, 3))):
         how = random.choice(("to end", "to end", "to end", "by order"))
@@ -282,7 +282,7 @@ def _drains(plan: Plan, random: Random) -> list[Fault]:
     return drains
 
 
-def _flips(plan: Plan, random: Random) -> list[Fault]:
+def _flips(plan: FaultPlan, random: Random) -> list[Fault]:
     """Where only one worker has its role, it will be refused, unless it is forced."""
     flips = []
     names = random.choice((plan.workers, [random.choice(plan.workers)]))  # one may change again and again
@@ -295,7 +295,7 @@ def _flips(plan: Plan, random: Random) -> list[Fault]:
     return flips
 
 
-def _stalls(plan: Plan, random: Random) -> list[Fault]:
+def _stalls(plan: FaultPlan, random: Random) -> list[Fault]:
     """Stop the coordinator, in one run of twelve, for so long that it begins anew, or nearly, while something runs."""
     if random.random() >= 1 / 12:
         return []
@@ -303,7 +303,7 @@ def _stalls(plan: Plan, random: Random) -> list[Fault]:
     return [Fault(at_s, "pause", "coordinator", for_s=random.uniform(1.5, 5.0))]
 
 
-def _policies(plan: Plan, random: Random) -> list[Fault]:
+def _policies(plan: FaultPlan, random: Random) -> list[Fault]:
     """Change policies, in one run of four."""
     count = random.choice((0, 0, 0, random.randint(1, 4)))
     hows = ("tried", "promoted", "rolled back")
@@ -313,7 +313,7 @@ def _policies(plan: Plan, random: Random) -> list[Fault]:
     ]
 
 
-def _fault(plan: Plan, random: Random, kind: str) -> Fault:
+def _fault(plan: FaultPlan, random: Random, kind: str) -> Fault:
     at_s = random.uniform(0.05, plan.fault_s)
     who = random.choice(plan.processes)
     other = random.choice([name for name in plan.processes if name != who])

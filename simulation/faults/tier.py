@@ -11,8 +11,8 @@ from simulation.transfers.connections import Content, digest
 FAILS, DAMAGED = 0.05, 0.03
 
 
-class Copies:
-    """A `prefill_worker.tier.Copies`."""
+class FaultCopies:
+    """A `prefill_worker.tier.FaultCopies`."""
 
     def __init__(self, process: WorkerProcess, wake: Callable[[], None]) -> None:
         """`wake` is called when a prompt may go on."""

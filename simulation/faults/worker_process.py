@@ -13,15 +13,15 @@ from runtime.worker.service import GO_AFTER_S
 from runtime.worker.step_watch import StepWatch
 from simulation.faults.lineup import Lineup
 from simulation.faults.oracles import DRAINED
-from simulation.faults.surroundings import Surroundings
+from simulation.faults.surroundings import FaultSurroundings
 from simulation.transfers.connections import PoolProcess
-from simulation.transfers.receiver import Receiver
-from simulation.transfers.sender import Sender
-from simulation.world.connection_pool import ConnectionPool
+from simulation.transfers.receiver import SimulatedReceiver
+from simulation.transfers.sender import SimulatedSender
+from simulation.world.connection_pool import SimulatedConnectionPool
 from simulation.world.links import Link
-from simulation.world.registration import Registration
+from simulation.world.registration import SimulatedRegistration
 from simulation.world.toy_model import Toy
-from simulation.world.world import Violation
+from simulation.world.world import SimulationViolation
 
 STEP_TIMEOUT_S = 1.0
 MODEL, FINGERPRINT = "toy", "f"
@@ -32,7 +32,7 @@ def role_of(name: str) -> Role:
     return Role(name.partition("-")[0])
 
 
-class Gateways(ConnectionPool):
+class WorkerGateways(SimulatedConnectionPool):
     """Every token a worker sends passes here, so that none is sent twice."""
 
     def send(self, to: Destination, message: Message, blob: bytes = b"") -> None:
@@ -45,13 +45,13 @@ class WorkerProcess(PoolProcess):
     """What both kinds share."""
 
     role: Role
-    registration: Registration
-    gateways: Gateways
-    transfers: tuple[Sender | Receiver, ...]
+    registration: SimulatedRegistration
+    gateways: WorkerGateways
+    transfers: tuple[SimulatedSender | SimulatedReceiver, ...]
     toy: Toy
     allocator: BlockAllocator
 
-    def __init__(self, cluster: Surroundings, lineup: Lineup) -> None:
+    def __init__(self, cluster: FaultSurroundings, lineup: Lineup) -> None:
         super().__init__(cluster, lineup.name)
         self.cluster, self.lineup = cluster, lineup
         lineup.halves.append(self)
@@ -90,7 +90,7 @@ class WorkerProcess(PoolProcess):
             return
         self.log(f"its step hangs for {ran_s:.1f} s")
         if not self._hangs:
-            raise Violation("no false alarm", f"{self.name} ends itself, though its step does not hang")
+            raise SimulationViolation("no false alarm", f"{self.name} ends itself, though its step does not hang")
         self.registration.send(Hung(1000 * ran_s))
         self.cluster.end(self, self.cluster.restart_s)
 
@@ -145,12 +145,16 @@ class WorkerProcess(PoolProcess):
         for block in blocks:
             alone = self.allocator.refs(block) == 1 == self.lineup.pool.holders.get(block)
             if not alone and not self.allocator.is_quarantined(block):
-                raise Violation("no block is freed early", f"{self.name} receives KV into block {block}, not its own")
+                raise SimulationViolation(
+                    "no block is freed early", f"{self.name} receives KV into block {block}, not its own"
+                )
 
     def check_held(self, blocks: list[int] | tuple[int, ...], request_id: str) -> None:
         for block in blocks:
             if not self.allocator.refs(block):
-                raise Violation("no block is freed early", f"{self.name} computes in block {block}, free", request_id)
+                raise SimulationViolation(
+                    "no block is freed early", f"{self.name} computes in block {block}, free", request_id
+                )
 
 
 def unexpected(_: Link, message: Message, __: bytes) -> None:

@@ -3,27 +3,27 @@ drive them, with the toy model on the engine thread. A step takes time, during w
 writes its blocks when it ends, so that a block given away too early shows.
 """
 
-from decode_worker.batch import Batch, Draw, StepPlan
+from decode_worker.batch import Draw, RunningBatch, StepPlan
 from decode_worker.core import DecodeCore
 from decode_worker.requests import AttemptTable
 from decode_worker.senders import Senders
 from decode_worker.suffixes import Slice
 from engine.sampling.finish import finish_reason
 from kvtransfer.session.session import KvFailed, KvSent
-from prefill_worker.core import Begun, PrefillCore, StepResult
+from prefill_worker.core import Begun, PrefillCore, PrefillStepResult
 from prefill_worker.prompts import Key, PromptTable
 from proto.kv import Commit, Fetch, FetchRefused, FirstToken, is_of_fetch, of_fetch
 from proto.messages import Destination, Message, Prefill, Reserve, Role, Step, TokenItem
 from proto.progress import AnswerNames
 from simulation.faults.lineup import Lineup
-from simulation.faults.surroundings import Surroundings
-from simulation.faults.tier import Copies
-from simulation.faults.worker_process import Gateways, WorkerProcess, role_of, unexpected
-from simulation.transfers.receiver import Receiver
-from simulation.transfers.sender import Sender
-from simulation.world.connection_pool import ConnectionPool
-from simulation.world.links import Link, Server
-from simulation.world.registration import Registration
+from simulation.faults.surroundings import FaultSurroundings
+from simulation.faults.tier import FaultCopies
+from simulation.faults.worker_process import WorkerGateways, WorkerProcess, role_of, unexpected
+from simulation.transfers.receiver import SimulatedReceiver
+from simulation.transfers.sender import SimulatedSender
+from simulation.world.connection_pool import SimulatedConnectionPool
+from simulation.world.links import Link, SimulatedServer
+from simulation.world.registration import SimulatedRegistration
 from simulation.world.toy_model import VOCAB, ToyState
 
 KV_TIMEOUT_S = 10.0
@@ -34,7 +34,7 @@ OFFER_S = 3.0
 class PrefillProcess(WorkerProcess):
     role = Role.PREFILL
 
-    def __init__(self, cluster: Surroundings, lineup: Lineup) -> None:
+    def __init__(self, cluster: FaultSurroundings, lineup: Lineup) -> None:
         super().__init__(cluster, lineup)
         self.core = PrefillCore(
             self,
@@ -43,7 +43,7 @@ class PrefillProcess(WorkerProcess):
             step_tokens_max=STEP_TOKENS_MAX,
             tokens_forwarded=lambda: self.toy.tokens_forwarded,
         )
-        self.registration = Registration(
+        self.registration = SimulatedRegistration(
             self,
             self.hello,
             held=self.core.table.held,
@@ -56,10 +56,10 @@ class PrefillProcess(WorkerProcess):
             changeover=lineup.changeover,
             on_flipped=lineup.flipped,
         )
-        self.gateways = Gateways(self, self.hello, unexpected, self.core.gateway_lost, self.registration.look)
-        self.receivers = ConnectionPool(self, self.hello, self._kv_message, self._receiver_lost)
-        self.sender = Sender(self, self.toy, self._send_kv, self._kv_result)
-        self.receiver = Receiver(
+        self.gateways = WorkerGateways(self, self.hello, unexpected, self.core.gateway_lost, self.registration.look)
+        self.receivers = SimulatedConnectionPool(self, self.hello, self._kv_message, self._receiver_lost)
+        self.sender = SimulatedSender(self, self.toy, self._send_kv, self._kv_result)
+        self.receiver = SimulatedReceiver(
             self,
             self.toy,
             lambda incarnation, message, blob: self._send_kv(incarnation, of_fetch(message), blob),
@@ -70,7 +70,7 @@ class PrefillProcess(WorkerProcess):
         )
         self.transfers = (self.sender, self.receiver)
         if cluster.plan.tier_slots:
-            copies = Copies(self, self._step)
+            copies = FaultCopies(self, self._step)
             copies.tier = self.core.use_tier(copies, cluster.plan.tier_slots)
         self._computing = False
 
@@ -100,7 +100,7 @@ class PrefillProcess(WorkerProcess):
             self.core.step_done(begun, self._run(begun, broken=fail == "nan"))
         self._step()
 
-    def _run(self, begun: Begun, broken: bool) -> StepResult:
+    def _run(self, begun: Begun, broken: bool) -> PrefillStepResult:
         """As `prefill_worker.compute.run_step`."""
         first: dict[Key, list[TokenItem]] = {}
         for prompt, chunk in begun.work:
@@ -114,7 +114,7 @@ class PrefillProcess(WorkerProcess):
                 self.cluster.oracles.drawn(order.request_id, len(items))
         keys = frozenset(prompt.key for prompt, _ in begun.work) if broken else frozenset()
         step_ms = 4.0 + 10.0 * sum(chunk.length for _, chunk in begun.work)
-        return StepResult(step_ms, {} if broken else first, keys)
+        return PrefillStepResult(step_ms, {} if broken else first, keys)
 
     def _kv_result(self, result: KvSent | KvFailed) -> None:
         self.core.kv_result(result)
@@ -161,9 +161,9 @@ class PrefillProcess(WorkerProcess):
 class DecodeProcess(WorkerProcess):
     role = Role.DECODE
 
-    def __init__(self, cluster: Surroundings, lineup: Lineup) -> None:
+    def __init__(self, cluster: FaultSurroundings, lineup: Lineup) -> None:
         super().__init__(cluster, lineup)
-        batch: Batch[ToyState] = Batch()
+        batch: RunningBatch[ToyState] = RunningBatch()
         table = AttemptTable(
             self.allocator,
             self.block_size,
@@ -172,7 +172,7 @@ class DecodeProcess(WorkerProcess):
             cluster.plan.prefix_cache,
         )
         self.core: DecodeCore[ToyState] = DecodeCore(self, table, vocab_size=VOCAB, make_state=_toy_state)
-        self.registration = Registration(
+        self.registration = SimulatedRegistration(
             self,
             self.hello,
             held=table.held,
@@ -185,9 +185,10 @@ class DecodeProcess(WorkerProcess):
             changeover=lineup.changeover,
             on_flipped=lineup.flipped,
         )
-        self.gateways = Gateways(self, self.hello, self._gateway_said, self.core.gateway_lost, self.registration.look)
+        gateway_lost, look = self.core.gateway_lost, self.registration.look
+        self.gateways = WorkerGateways(self, self.hello, self._gateway_said, gateway_lost, look)
         self.senders: Senders[Link] = Senders()
-        self.server = Server(
+        self.server = SimulatedServer(
             self,
             f"{lineup.name}/kv",
             accept=lambda hello: None if hello.role is Role.PREFILL else "this is a KV port",
@@ -195,13 +196,13 @@ class DecodeProcess(WorkerProcess):
             on_message=self._kv_message,
             on_down=self._sender_down,
         )
-        self.sender = Sender(
+        self.sender = SimulatedSender(
             self,
             self.toy,
             lambda incarnation, message, blob: self._send_kv(incarnation, of_fetch(message), blob),
             self.core.lending.sent,
         )
-        self.receiver = Receiver(
+        self.receiver = SimulatedReceiver(
             self,
             self.toy,
             self._send_kv,
@@ -341,7 +342,7 @@ KINDS: dict[Role, type[PrefillProcess | DecodeProcess]] = {Role.PREFILL: Prefill
 
 
 def line_up(
-    cluster: Surroundings, name: str, role: Role, before: Lineup | None = None
+    cluster: FaultSurroundings, name: str, role: Role, before: Lineup | None = None
 ) -> list[PrefillProcess | DecodeProcess]:
     """A worker process in a role; `before`: in which it was until now."""
     configured, plan = role_of(name), cluster.plan

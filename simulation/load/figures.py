@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from coordinator.lifecycle import RequestState
-from simulation.load.run import Outcome, Played
+from simulation.load.run import LoadOutcome, Played
 
 RANKS: Final = (50, 90, 99)
 
@@ -28,7 +28,7 @@ class _Sums:
     sequence_s: float
 
 
-def _of_group(outcomes: Sequence[Outcome], sums: _Sums) -> dict[str, Any]:
+def _of_group(outcomes: Sequence[LoadOutcome], sums: _Sums) -> dict[str, Any]:
     """Figures of some of the requests. Times are in milliseconds."""
     ended = Counter(str(one.state.value) if one.state is not None else "unfinished" for one in outcomes)
     rejected = Counter(one.reason for one in outcomes if one.state is RequestState.REJECTED)
@@ -56,9 +56,9 @@ def figures(played: Played) -> dict[str, Any]:
     """Figures of the whole run, of each tenant and priority class, of each class, and of each stream of traffic."""
     outcomes, workload = played.outcomes, played.workload
     sums = _Sums(workload.duration_s, played.computed_tokens, sum(one.sequence_s for one in outcomes))
-    groups: dict[tuple[str, str], list[Outcome]] = {}
-    classes: dict[str, list[Outcome]] = {}
-    streams: dict[str, list[Outcome]] = {name: [] for name in workload.streams}
+    groups: dict[tuple[str, str], list[LoadOutcome]] = {}
+    classes: dict[str, list[LoadOutcome]] = {}
+    streams: dict[str, list[LoadOutcome]] = {name: [] for name in workload.streams}
     for one in outcomes:
         groups.setdefault((one.ask.tenant, one.ask.priority_class), []).append(one)
         classes.setdefault(one.ask.priority_class, []).append(one)

@@ -14,9 +14,9 @@ from proto.messages import Role
 from proto.parts import Capacity
 from simulation.cluster.cluster import FIRST_FLIPPED, OBSERVER, VirtualCluster, hello
 from simulation.cluster.decode import BatchedDecode
-from simulation.cluster.prefill import PrefillWorker
-from simulation.cluster.surroundings import ClientRequest, Engine, Timing
-from simulation.load.workload import Ask, Failure, Loop, WorkerSpec, Workload
+from simulation.cluster.prefill import ClusterPrefillWorker
+from simulation.cluster.surroundings import ClientRequest, ClusterEngine, Timing
+from simulation.load.workload import LoadRequest, Loop, PlannedFailure, WorkerSpec, Workload
 
 RETRY_JITTER = 0.1
 """Clients come again up to this share later than they were told."""
@@ -33,10 +33,10 @@ class TooManyRequests(CrossdockError):
 
 
 @dataclass(eq=False)
-class Outcome:
+class LoadOutcome:
     """What became of one request, over all its tries."""
 
-    ask: Ask
+    ask: LoadRequest
     came_s: float
     rejections: int = 0
     state: RequestState | None = None
@@ -64,7 +64,7 @@ class Outcome:
 @dataclass
 class Played:
     workload: Workload
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[LoadOutcome] = field(default_factory=list)
     computed_tokens: int = 0
     """Tokens that all prefill workers computed, for whatever came of it."""
 
@@ -83,15 +83,15 @@ class _Player:
         self._cluster.on_end = self._ended
         self._cluster.post(Configured(workload.tenants, 0.0))
         self._played = Played(workload)
-        self._outcomes: dict[str, Outcome] = {}
+        self._outcomes: dict[str, LoadOutcome] = {}
         """Outcomes of requests that have not ended, by the id of the current try."""
-        self._tries: dict[str, Outcome] = {}
+        self._tries: dict[str, LoadOutcome] = {}
         """Outcomes by the id of any try."""
         self._loops: dict[str, tuple[Loop, int]] = {}
         """The client that sent it, and which of its requests comes next, by the id of the current try."""
-        self._running: dict[str, tuple[list[int], Engine]] = {}
+        self._running: dict[str, tuple[list[int], ClusterEngine]] = {}
         """Incarnations of each worker, and what it computes with."""
-        self._all_prefill: list[PrefillWorker] = []
+        self._all_prefill: list[ClusterPrefillWorker] = []
         self._numbers = iter(range(1 << 62))
         self._awaited = 0
         """Requests that have not ended for good; some wait to come again."""
@@ -131,13 +131,13 @@ class _Player:
             name = self._come(loop.asks[number % len(loop.asks)])
             self._loops[name] = loop, number + 1
 
-    def _come(self, ask: Ask) -> str:
-        outcome = Outcome(ask, self._cluster.now)
+    def _come(self, ask: LoadRequest) -> str:
+        outcome = LoadOutcome(ask, self._cluster.now)
         self._played.outcomes.append(outcome)
         self._awaited += 1
         return self._try(outcome)
 
-    def _try(self, outcome: Outcome) -> str:
+    def _try(self, outcome: LoadOutcome) -> str:
         if len(self._tries) >= REQUESTS_MAX:
             raise TooManyRequests(f"clients have sent {REQUESTS_MAX:,} requests by second {self._cluster.now:.1f}")
         ask, name = outcome.ask, f"r{next(self._numbers)}"
@@ -182,7 +182,7 @@ class _Player:
             think_s = turns.asks[following].think_s if is_turn else turns.think_s
             cluster.at(cluster.now + max(think_s, least_s), self._go_round, *loop)
 
-    def _retry(self, outcome: Outcome, loop: tuple[Loop, int] | None) -> None:
+    def _retry(self, outcome: LoadOutcome, loop: tuple[Loop, int] | None) -> None:
         name = self._try(outcome)
         if loop is not None:
             self._loops[name] = loop
@@ -190,7 +190,7 @@ class _Player:
     # --- workers --------------------------------------------------------------------------------------------------------
 
     def _start(self, spec: WorkerSpec) -> None:
-        engine, started, cluster = Engine(self._cluster, spec.times), list[int](), self._cluster
+        engine, started, cluster = ClusterEngine(self._cluster, spec.times), list[int](), self._cluster
         for name in spec.roles:
             role = Role(name)
             incarnation = FIRST_FLIPPED + next(self._numbers)
@@ -203,17 +203,17 @@ class _Player:
                 self._all_prefill.append(cluster.prefill[incarnation])
         self._running[spec.name] = started, engine
 
-    def _up(self, name: str) -> list[PrefillWorker | BatchedDecode]:
+    def _up(self, name: str) -> list[ClusterPrefillWorker | BatchedDecode]:
         """Its roles, unless it is lost."""
         prefill, decode = self._cluster.prefill, self._cluster.decode
         found = [prefill.get(one) or decode.get(one) for one in self._running[name][0]]
-        return [worker for worker in found if isinstance(worker, PrefillWorker | BatchedDecode)]
+        return [worker for worker in found if isinstance(worker, ClusterPrefillWorker | BatchedDecode)]
 
     def _lose(self, name: str) -> None:
         for incarnation in self._running[name][0] if self._up(name) else ():
             self._cluster.lose(incarnation)
 
-    def _fail(self, failure: Failure) -> None:
+    def _fail(self, failure: PlannedFailure) -> None:
         cluster, engine = self._cluster, self._running[failure.worker][1]
         match failure.kind:
             case "slow":
@@ -230,7 +230,7 @@ class _Player:
         if failure.for_s:
             cluster.at(cluster.now + failure.for_s, self._heal, failure)
 
-    def _heal(self, failure: Failure) -> None:
+    def _heal(self, failure: PlannedFailure) -> None:
         spec = self._workload.by_name()[failure.worker]
         match failure.kind:
             case "slow":

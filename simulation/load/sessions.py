@@ -23,13 +23,13 @@ class SessionTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class LoadSession:
     turns: tuple[SessionTurn, ...]
     system_tokens: int = 0
     """Its first prompt begins with so many that all sessions have in common."""
 
 
-class Named(NamedTuple):
+class NamedSession(NamedTuple):
     """A turn with the names of its blocks."""
 
     turn: SessionTurn
@@ -41,17 +41,17 @@ class Named(NamedTuple):
 
 def synthetic(
     sessions: int, turns: int, system_tokens: int, new_tokens: int, output_tokens: int, think_s: float
-) -> list[Session]:
+) -> list[LoadSession]:
     made = [SessionTurn(new_tokens, output_tokens, think_s if turn else 0.0) for turn in range(turns)]
-    return [Session(tuple(made), system_tokens)] * sessions
+    return [LoadSession(tuple(made), system_tokens)] * sessions
 
 
-def in_turn(sessions: Sequence[Session], clients: int) -> list[list[Session]]:
+def in_turn(sessions: Sequence[LoadSession], clients: int) -> list[list[LoadSession]]:
     """The sessions dealt to so many clients, each of which plays one after the other."""
     return [list(sessions[client::clients]) for client in range(min(clients, len(sessions)))]
 
 
-def named(session: Session, name: str, block_size: int, context_tokens: int) -> Iterator[Named]:
+def named(session: LoadSession, name: str, block_size: int, context_tokens: int) -> Iterator[NamedSession]:
     """Its turns, up to the first that does not fit the context. Equal blocks have equal names: sessions share those of the
     system prompt, and a turn has those of the turn before."""
     hashes, tokens, conversation = b"", 0, 0
@@ -65,7 +65,7 @@ def named(session: Session, name: str, block_size: int, context_tokens: int) -> 
             return
         hashes = _chained(hashes, f"{name}/{conversation}", tokens // block_size)
         ends = prompt // block_size * HASH_BYTES
-        yield Named(turn, prompt, hashes[:ends], hashes[ends:])
+        yield NamedSession(turn, prompt, hashes[:ends], hashes[ends:])
 
 
 def _chained(hashes: bytes, text: str, blocks: int) -> bytes:

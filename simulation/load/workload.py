@@ -13,7 +13,7 @@ FailureKind = Literal["slow", "failing", "lost", "drained"]
 
 
 @dataclass(frozen=True)
-class StepTimes(Timing):
+class LoadStepTimes(Timing):
     """How fast one worker is. A prefill step takes `prefill_step_s` and the tokens' share of a second, a decode step
     `decode_step_s` and `decode_sequence_s` for each sequence."""
 
@@ -36,7 +36,7 @@ class WorkerSpec:
     roles: tuple[Literal["prefill", "decode"], ...]
     capacity: Capacity
     """What it has; of a mixed worker, both roles share the blocks."""
-    times: StepTimes
+    times: LoadStepTimes
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class Ask:
+class LoadRequest:
     """One request, apart from when it comes."""
 
     stream: str
@@ -75,7 +75,7 @@ class Loop:
     """A client that sends the next request `think_s` after the end of the last one, from `from_s` until `until_s`. If
     that did not finish, it waits at least a second."""
 
-    asks: tuple[Ask, ...]
+    asks: tuple[LoadRequest, ...]
     """Used one after the other, and again from the start."""
     think_s: float
     from_s: float
@@ -85,7 +85,7 @@ class Loop:
 
 
 @dataclass(frozen=True)
-class Failure:
+class PlannedFailure:
     at_s: float
     worker: str
     kind: FailureKind
@@ -98,10 +98,10 @@ class Failure:
 @dataclass(frozen=True)
 class Workload:
     workers: tuple[WorkerSpec, ...]
-    arrivals: tuple[tuple[float, Ask], ...]
+    arrivals: tuple[tuple[float, LoadRequest], ...]
     """Requests in the order of their times."""
     loops: tuple[Loop, ...] = ()
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[PlannedFailure, ...] = ()
     streams: tuple[str, ...] = ()
     """Names of traffic, in the order of the tables; others come after them."""
     duration_s: float = 60.0

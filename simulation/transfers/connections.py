@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from kvtransfer.memory.layout import blocks_of
 from simulation.world.network import network_of
 from simulation.world.toy_model import Toy, mix
-from simulation.world.world import Process, Timer
+from simulation.world.world import SimulatedProcess, Timer
 
 RENDEZVOUS_S = 10.0
 SEGMENT_S = 3.0
 Content = tuple[tuple[int, ...], ...]
 
 
-class PoolProcess(Process):
+class PoolProcess(SimulatedProcess):
     """A process with a pool of KV blocks."""
 
     def check_writable(self, blocks: Sequence[int]) -> None:
@@ -26,7 +26,7 @@ class PoolProcess(Process):
 
 
 @dataclass(eq=False)
-class Job:
+class TransferJob:
     owner: object
     segment: int
     sequence: int
@@ -43,7 +43,7 @@ def digest(content: Content) -> bytes:
     return value.to_bytes(8, "little")
 
 
-class Pair:
+class SimulatedPair:
     """One end. It reads or writes the blocks of its first job only."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Pair:
         sends: bool,
         ratio: int,
         on_ready: Callable[[], None],
-        on_segment: Callable[[Job, bytes | None], None],
+        on_segment: Callable[[TransferJob, bytes | None], None],
         on_down: Callable[[str], None],
     ) -> None:
         self.process = process
@@ -64,9 +64,9 @@ class Pair:
         """The number of our blocks to those that cross."""
         self.is_down = False
         self._ready = False
-        self.far: Pair | None = None
+        self.far: SimulatedPair | None = None
         self._on_ready, self._on_segment, self._on_down = on_ready, on_segment, on_down
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[TransferJob] = deque()
         self._closing = False
         self._broken = ""
         self._started = -1
@@ -77,7 +77,7 @@ class Pair:
     def queued(self) -> int:
         return len(self._jobs)
 
-    def jobs_of(self, owner: object) -> list[Job]:
+    def jobs_of(self, owner: object) -> list[TransferJob]:
         return [job for job in self._jobs if job.owner is owner]
 
     def meet(self, secret: str) -> None:
@@ -93,7 +93,7 @@ class Pair:
             one.far = far
             self.process.world.after(self.process.world.random.uniform(0.002, 0.01), one.process.call, one._met)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: TransferJob) -> None:
         assert not self.is_down
         self._jobs.append(job)
         self._next()
@@ -151,7 +151,7 @@ class Pair:
             world = self.process.world
             world.after(world.random.uniform(0.0005, 0.004), self._cross, job.sequence)
 
-    def _too_late(self, job: Job) -> None:
+    def _too_late(self, job: TransferJob) -> None:
         if self._jobs and self._jobs[0] is job:
             self.fail("timed out")
 
@@ -183,7 +183,7 @@ class Pair:
         source.process.call(source._done, job, sent)
         target.process.call(target._done, into, received)
 
-    def _done(self, job: Job, segment_digest: bytes) -> None:
+    def _done(self, job: TransferJob, segment_digest: bytes) -> None:
         if self.is_down or not self._jobs or self._jobs[0] is not job:
             return
         self._jobs.popleft()

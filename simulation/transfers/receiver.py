@@ -7,25 +7,25 @@ import msgspec
 from kvtransfer.memory.layout import blocks_of, sub_blocks_of
 from kvtransfer.session.receiver import DECLINED, FAILED, ReceiverSession
 from kvtransfer.session.session import (
-    Accepted,
     Action,
     CommitArrived,
-    Ended,
     KvCommitted,
     KvReceiveFailed,
+    OfferAccepted,
     Quarantine,
     Receive,
     Refusal,
+    SessionEnded,
 )
 from proto.errors import RemoteProtocolError
 from proto.kv import Abort, Announce, Commit, Decline, Offer, PairClosed, PairListen, PairOpen
 from proto.messages import Message
-from simulation.transfers.connections import Job, Pair, PoolProcess
-from simulation.transfers.transfer import SETTINGS, TRANSPORT, Driver, Live, Route
+from simulation.transfers.connections import PoolProcess, SimulatedPair, TransferJob
+from simulation.transfers.transfer import SETTINGS, TRANSPORT, SimulatedDriver, SimulatedLive, SimulatedRoute
 from simulation.world.toy_model import Toy
 
 
-class Receiver(Driver):
+class SimulatedReceiver(SimulatedDriver):
     """As `kvtransfer.receiver.KvReceiver`."""
 
     def __init__(
@@ -34,7 +34,7 @@ class Receiver(Driver):
         toy: Toy,
         send: Callable[[int, Message, bytes], None],
         *,
-        accept: Callable[[int, Offer], Accepted | str | None],
+        accept: Callable[[int, Offer], OfferAccepted | str | None],
         on_committed: Callable[[int, Commit, list[int], list[int]], None],
         on_failed: Callable[[str, int, list[int]], None],
         on_quarantined: Callable[[str, int, list[int]], None],
@@ -43,7 +43,7 @@ class Receiver(Driver):
         self._accept, self._on_committed, self._on_failed = accept, on_committed, on_failed
         self._on_quarantined = on_quarantined
 
-    def decide(self, request_id: str, attempt: int, answer: Accepted | str) -> None:
+    def decide(self, request_id: str, attempt: int, answer: OfferAccepted | str) -> None:
         live = self._live.get((request_id, attempt))
         if live is not None:
             self._feed(live, _decision(live, answer))
@@ -76,10 +76,10 @@ class Receiver(Driver):
             return
         if current is not None:
             self._drop(current, "the sender opened another pair", tell_peer=False)
-        route = self._routes[peer_incarnation] = Route(
+        route = self._routes[peer_incarnation] = SimulatedRoute(
             peer_incarnation, message.pair_id, message.block_size, self.toy.block_size // message.block_size
         )
-        route.pair = Pair(
+        route.pair = SimulatedPair(
             self.process,
             self.toy,
             sends=False,
@@ -90,7 +90,7 @@ class Receiver(Driver):
         )
         self.process.after(0.001, self._listens, route)
 
-    def _listens(self, route: Route) -> None:
+    def _listens(self, route: SimulatedRoute) -> None:
         if not route.dropped:
             assert route.pair is not None
             secret = f"{self.process.incarnation}.{route.peer_incarnation}.{route.pair_id}"
@@ -130,7 +130,7 @@ class Receiver(Driver):
             self._drop(route, f"segment {announce.sequence} of the pair was announced out of order", tell_peer=True)
             return
         jobs = [
-            Job(None, announce.segment + at, announce.sequence + at, blocks, None)
+            TransferJob(None, announce.segment + at, announce.sequence + at, blocks, None)
             for at, blocks in enumerate(announce.blocks)
         ]
         live = self._find(peer_incarnation, (announce.request_id, announce.attempt))
@@ -139,7 +139,7 @@ class Receiver(Driver):
         for job in jobs:
             route.pair.submit(job)
 
-    def _wanted(self, live: Live, announce: Announce, jobs: list[Job]) -> None:
+    def _wanted(self, live: SimulatedLive, announce: Announce, jobs: list[TransferJob]) -> None:
         for action in live.session.handle(announce, self.process.now()):
             if isinstance(action, Receive):
                 job = jobs[action.segment - announce.segment]
@@ -149,7 +149,7 @@ class Receiver(Driver):
         if live.key in self._live:
             self._arm(live)
 
-    def _carry_out(self, live: Live, action: Action) -> None:
+    def _carry_out(self, live: SimulatedLive, action: Action) -> None:
         if isinstance(action, Quarantine):
             self._on_quarantined(*live.key, list(blocks_of(action.block_ids, live.route.ratio)))
             return
@@ -157,7 +157,7 @@ class Receiver(Driver):
         for job in live.route.pair.jobs_of(live):
             job.block_ids = None
 
-    def _report(self, live: Live, ended: Ended) -> None:
+    def _report(self, live: SimulatedLive, ended: SessionEnded) -> None:
         result, ratio = ended.result, live.route.ratio
         if isinstance(result, KvCommitted):
             blocks = list(blocks_of(result.block_ids, ratio))
@@ -166,9 +166,9 @@ class Receiver(Driver):
             self._on_failed(result.request_id, result.attempt, list(blocks_of(result.block_ids, ratio)))
 
 
-def _decision(live: Live, answer: Accepted | str) -> Accepted | Refusal:
+def _decision(live: SimulatedLive, answer: OfferAccepted | str) -> OfferAccepted | Refusal:
     """The decision in the blocks that cross."""
     if isinstance(answer, str):
         return Refusal(answer)
     ratio, blocks = live.route.ratio, live.session.blocks
-    return Accepted(sub_blocks_of(answer.block_ids, ratio)[:blocks], min(answer.cached_blocks * ratio, blocks))
+    return OfferAccepted(sub_blocks_of(answer.block_ids, ratio)[:blocks], min(answer.cached_blocks * ratio, blocks))

@@ -9,23 +9,23 @@ from kvtransfer.session.session import (
     Action,
     BlocksReady,
     CommitReady,
-    Ended,
     KvFailed,
     KvSent,
     SegmentBegun,
     SegmentDropped,
     SendSegment,
+    SessionEnded,
 )
 from proto.codec import pack_tokens
 from proto.errors import RemoteProtocolError
 from proto.kv import Abort, Accept, Ack, Decline, FirstToken, PairClosed, PairListen, PairOpen
 from proto.messages import Message
-from simulation.transfers.connections import Job, Pair, PoolProcess, digest
-from simulation.transfers.transfer import SETTINGS, Driver, Live, Route
+from simulation.transfers.connections import PoolProcess, SimulatedPair, TransferJob, digest
+from simulation.transfers.transfer import SETTINGS, SimulatedDriver, SimulatedLive, SimulatedRoute
 from simulation.world.toy_model import Toy
 
 
-class Sender(Driver):
+class SimulatedSender(SimulatedDriver):
     """As `kvtransfer.sender.KvSender`."""
 
     def __init__(
@@ -49,7 +49,9 @@ class Sender(Driver):
         if route is None:
             self._last_pair_id += 1
             ratio = self.toy.block_size // block_size
-            route = self._routes[peer_incarnation] = Route(peer_incarnation, self._last_pair_id, block_size, ratio)
+            route = self._routes[peer_incarnation] = SimulatedRoute(
+                peer_incarnation, self._last_pair_id, block_size, ratio
+            )
             timeout_s = SETTINGS.rendezvous_timeout_ms / 1e3
             route.timer = self.process.after(timeout_s, self._drop, route, "no answer to PairOpen", True)
             self._send(peer_incarnation, PairOpen(route.pair_id, SETTINGS.transports, block_size, ""), b"")
@@ -92,7 +94,7 @@ class Sender(Driver):
             return
         if route.timer is not None:
             route.timer.cancel()
-        route.pair = Pair(
+        route.pair = SimulatedPair(
             self.process,
             self.toy,
             sends=True,
@@ -103,37 +105,37 @@ class Sender(Driver):
         )
         route.pair.meet(message.secret)
 
-    def _pair_ready(self, route: Route) -> None:
+    def _pair_ready(self, route: SimulatedRoute) -> None:
         route.ready = True
         self._pump(route)
 
-    def _segment_freed(self, route: Route) -> None:
+    def _segment_freed(self, route: SimulatedRoute) -> None:
         self._pump(route)
 
-    def _pump(self, route: Route) -> None:
+    def _pump(self, route: SimulatedRoute) -> None:
         if route.dropped or not route.ready:
             return
         assert route.pair is not None
         while route.waiting and (room := SETTINGS.window_segments - route.pair.queued) > 0:
             self._announce(*next_parts(route.waiting, room))
 
-    def _announce(self, live: Live, parts: list[SendSegment]) -> None:
+    def _announce(self, live: SimulatedLive, parts: list[SendSegment]) -> None:
         route = live.route
         assert route.pair is not None
         self._send(route.peer_incarnation, announcement(live.key, route.pair_id, route.announced, parts), b"")
         for sequence, part in enumerate(parts, route.announced):
-            route.pair.submit(Job(live, part.segment, sequence, len(part.block_ids), part.block_ids))
+            route.pair.submit(TransferJob(live, part.segment, sequence, len(part.block_ids), part.block_ids))
         route.announced += len(parts)
         for part in parts:
             if self._digests_early and route.ratio == 1:
                 self._feed(live, SegmentBegun(part.segment, digest(self.toy.packed(part.block_ids, 1))))
 
-    def _perform(self, live: Live, actions: list[Action]) -> None:
+    def _perform(self, live: SimulatedLive, actions: list[Action]) -> None:
         super()._perform(live, actions)
         if any(isinstance(action, SendSegment) for action in actions):
             self._pump(live.route)
 
-    def _carry_out(self, live: Live, action: Action) -> None:
+    def _carry_out(self, live: SimulatedLive, action: Action) -> None:
         if isinstance(action, SendSegment):
             live.route.waiting.append((live, action))
             return
@@ -142,6 +144,6 @@ class Sender(Driver):
         for part in cancelled:
             self._feed(live, SegmentDropped(part.segment))
 
-    def _report(self, live: Live, ended: Ended) -> None:
+    def _report(self, live: SimulatedLive, ended: SessionEnded) -> None:
         assert isinstance(ended.result, KvSent | KvFailed)
         self._on_result(ended.result)

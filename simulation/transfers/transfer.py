@@ -2,8 +2,8 @@
 
 `kvtransfer.sender`, `receiver` and `driver` hold tensors, threads and an event loop, so what they do around the sessions is
 said again here, in the same order of effects: pairs are opened, used, dropped and told of as there, ended sessions answer late
-frames, what is announced is sent and received, a job's blocks are read when the thread gets to it. `pairs.Pair` stands for
-a transport and its thread. There is one transport; choosing and demoting them is not modelled.
+frames, what is announced is sent and received, a job's blocks are read when the thread gets to it. `SimulatedPair` stands for a
+transport and its thread. There is one transport; choosing and demoting them is not modelled.
 """
 
 from collections import deque
@@ -15,13 +15,13 @@ from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.session import (
     Action,
     AnnounceOrder,
-    Ended,
     LocalAbort,
     PairLost,
     SegmentDone,
     SegmentDropped,
-    Send,
+    SendMessage,
     SendSegment,
+    SessionEnded,
     Tick,
     Violation,
 )
@@ -30,7 +30,7 @@ from proto.kv import (
     PairListen,
 )
 from proto.messages import Message
-from simulation.transfers.connections import Job, Pair, PoolProcess
+from simulation.transfers.connections import PoolProcess, SimulatedPair, TransferJob
 from simulation.world.toy_model import Toy
 from simulation.world.world import Timer
 
@@ -41,19 +41,19 @@ Key = tuple[str, int]
 
 
 @dataclass(eq=False)
-class Route:
+class SimulatedRoute:
     peer_incarnation: int
     pair_id: int
     block_size: int
     """Size of the blocks that cross."""
     ratio: int
     """The number of our blocks to those."""
-    pair: Pair | None = None
-    sessions: "dict[Key, Live]" = field(default_factory=dict)
+    pair: SimulatedPair | None = None
+    sessions: "dict[Key, SimulatedLive]" = field(default_factory=dict)
     timer: Timer | None = None
     dropped: bool = False
     # of a sender's
-    waiting: "deque[tuple[Live, SendSegment]]" = field(default_factory=deque)
+    waiting: "deque[tuple[SimulatedLive, SendSegment]]" = field(default_factory=deque)
     ready: bool = False
     announced: int = 0
     # of a receiver's
@@ -66,25 +66,25 @@ class Route:
 
 
 @dataclass(eq=False)
-class Live:
+class SimulatedLive:
     key: Key
     session: Any
     """A `SenderSession` or a `ReceiverSession`."""
-    route: Route
+    route: SimulatedRoute
     timer_at: float = 1e18
 
 
-class Driver:
-    """What both ends share; as `kvtransfer.driver.Driver`."""
+class SimulatedDriver:
+    """What both ends share; as `kvtransfer.driver.TransferDriver`."""
 
     def __init__(self, process: PoolProcess, toy: Toy, send: Callable[[int, Message, bytes], None]) -> None:
         self.process = process
         self.toy = toy
         self.violations = 0
         self._send = send
-        self._live: dict[Key, Live] = {}
-        self._ended: dict[Key, Live] = {}
-        self._routes: dict[int, Route] = {}
+        self._live: dict[Key, SimulatedLive] = {}
+        self._ended: dict[Key, SimulatedLive] = {}
+        self._routes: dict[int, SimulatedRoute] = {}
 
     @property
     def idle(self) -> bool:
@@ -104,12 +104,12 @@ class Driver:
         if pairs:
             pairs[0].fail("connection reset")
 
-    def _begin(self, key: Key, session: Any, route: Route) -> Live:
+    def _begin(self, key: Key, session: Any, route: SimulatedRoute) -> SimulatedLive:
         assert key not in self._live and key not in self._ended
-        live = self._live[key] = route.sessions[key] = Live(key, session, route)
+        live = self._live[key] = route.sessions[key] = SimulatedLive(key, session, route)
         return live
 
-    def _find(self, peer_incarnation: int, key: Key) -> Live | None:
+    def _find(self, peer_incarnation: int, key: Key) -> SimulatedLive | None:
         live = self._live.get(key) or self._ended.get(key)
         return live if live is not None and live.route.peer_incarnation == peer_incarnation else None
 
@@ -118,51 +118,51 @@ class Driver:
         if live is not None:
             self._feed(live, event)
 
-    def _feed(self, live: Live, event: object) -> None:
+    def _feed(self, live: SimulatedLive, event: object) -> None:
         self._perform(live, live.session.handle(event, self.process.now()))
 
-    def _perform(self, live: Live, actions: list[Action]) -> None:
+    def _perform(self, live: SimulatedLive, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Send):
+            if isinstance(action, SendMessage):
                 self._send(live.route.peer_incarnation, action.message, action.blob)
             elif isinstance(action, Violation):
                 self.violations += 1
-            elif isinstance(action, Ended):
+            elif isinstance(action, SessionEnded):
                 self._end(live, action)
             else:
                 self._carry_out(live, action)
         if live.key in self._live:
             self._arm(live)
 
-    def _end(self, live: Live, ended: Ended) -> None:
+    def _end(self, live: SimulatedLive, ended: SessionEnded) -> None:
         del self._live[live.key]
         del live.route.sessions[live.key]
         self._ended[live.key] = live
         self._report(live, ended)
         live.session.forget_payload()
 
-    def _arm(self, live: Live) -> None:
+    def _arm(self, live: SimulatedLive) -> None:
         deadline = live.session.next_deadline()
         if deadline is None or live.timer_at <= deadline:
             return
         live.timer_at = deadline
         self.process.after(deadline - self.process.now(), self._ticked, live, deadline)
 
-    def _ticked(self, live: Live, deadline: float) -> None:
+    def _ticked(self, live: SimulatedLive, deadline: float) -> None:
         if live.timer_at == deadline and live.key in self._live:
             live.timer_at = 1e18
             self._feed(live, Tick())
 
-    def _answered(self, route: Route, job: Job, digest: bytes | None) -> None:
-        if isinstance(job.owner, Live):
+    def _answered(self, route: SimulatedRoute, job: TransferJob, digest: bytes | None) -> None:
+        if isinstance(job.owner, SimulatedLive):
             done = SegmentDropped(job.segment) if not digest else SegmentDone(job.segment, digest)
             self._feed(job.owner, done)
         self._segment_freed(route)
 
-    def _pair_down(self, route: Route, reason: str) -> None:
+    def _pair_down(self, route: SimulatedRoute, reason: str) -> None:
         self._drop(route, f"pair {route.pair_id}: {reason}", tell_peer=True)
 
-    def _drop(self, route: Route, reason: str, tell_peer: bool) -> None:
+    def _drop(self, route: SimulatedRoute, reason: str, tell_peer: bool) -> None:
         if route.dropped:
             return
         route.dropped = True
@@ -177,11 +177,11 @@ class Driver:
         for live in list(route.sessions.values()):
             self._feed(live, PairLost(reason))
 
-    def _carry_out(self, live: Live, action: Action) -> None:
+    def _carry_out(self, live: SimulatedLive, action: Action) -> None:
         raise NotImplementedError
 
-    def _report(self, live: Live, ended: Ended) -> None:
+    def _report(self, live: SimulatedLive, ended: SessionEnded) -> None:
         raise NotImplementedError
 
-    def _segment_freed(self, route: Route) -> None:
+    def _segment_freed(self, route: SimulatedRoute) -> None:
         """There is room for another segment on this pair."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from proto.messages import Destination, Hello, Message
 from simulation.world.links import HANDSHAKE_S, Client, Link, OnMessage
-from simulation.world.world import Process, Timer
+from simulation.world.world import SimulatedProcess, Timer
 
 
 @dataclass(eq=False)
@@ -16,12 +16,12 @@ class _Outlet:
     waiting: list[tuple[Message, bytes]] = field(default_factory=list)
 
 
-class ConnectionPool:
-    """Links that a worker opens by itself; as `runtime.link.connection_pool.ConnectionPool`."""
+class SimulatedConnectionPool:
+    """Links that a worker opens by itself; as `runtime.link.connection_pool.SimulatedConnectionPool`."""
 
     def __init__(
         self,
-        process: Process,
+        process: SimulatedProcess,
         hello: Hello,
         on_message: OnMessage,
         on_lost: Callable[[int, str], None],

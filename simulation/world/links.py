@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from proto.errors import RemoteProtocolError
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Bye, Hello, Message, Refused, Role, Welcome
-from simulation.world.network import CLIENT, SERVER, Handler, Wire, network_of
-from simulation.world.world import Process, Timer
+from simulation.world.network import CLIENT, SERVER, FrameHandler, Wire, network_of
+from simulation.world.world import SimulatedProcess, Timer
 
 CLOSED_NOTICE_S = 0.02
 HANDSHAKE_S = 5.0
@@ -40,10 +40,10 @@ OnMessage = Callable[[Link, Message, bytes], None]
 OnDown = Callable[[Link, str], None]
 
 
-class Server:
+class SimulatedServer:
     def __init__(
         self,
-        process: Process,
+        process: SimulatedProcess,
         address: str,
         *,
         accept: Callable[[Hello], str | None],
@@ -56,7 +56,7 @@ class Server:
         self.protocol_errors = 0
         self._accept, self._on_up, self._on_message, self._on_down = accept, on_up, on_message, on_down
         network = network_of(process)
-        network.listeners[address] = Handler(
+        network.listeners[address] = FrameHandler(
             process, self._frame, self._closed, self.links.__contains__, self._failure_detector
         )
 
@@ -114,7 +114,7 @@ class Client:
 
     def __init__(
         self,
-        process: Process,
+        process: SimulatedProcess,
         address: str,
         *,
         hello: Callable[[], Hello],
@@ -125,7 +125,7 @@ class Client:
         self.process = process
         self.address = address
         self._hello, self._on_up, self._on_message, self._on_down = hello, on_up, on_message, on_down
-        self._handler = Handler(process, self._frame, self._wire_closed, self._is_up, self._failure_detector)
+        self._handler = FrameHandler(process, self._frame, self._wire_closed, self._is_up, self._failure_detector)
         self._wire: Wire | None = None
         self._link: Link | None = None
         self._timer: Timer | None = None

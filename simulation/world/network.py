@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from proto.messages import Bye, Hello, Message, Welcome
-from simulation.world.world import Process, World
+from simulation.world.world import SimulatedProcess, World
 
 Frame = tuple[Message, bytes]
 
@@ -23,10 +23,10 @@ CLIENT, SERVER = SIDES = 0, 1
 
 
 @dataclass
-class Handler:
+class FrameHandler:
     """One end's reaction to what comes over a connection."""
 
-    process: Process
+    process: SimulatedProcess
     on_frame: Callable[["Wire", Message, bytes], None]
     on_closed: Callable[["Wire"], None]
     is_up: Callable[["Wire"], bool]
@@ -44,7 +44,7 @@ class Hostility:
 class Wire:
     """One connection, from its first SYN to its end. `sender` and `side` are who sends."""
 
-    def __init__(self, network: "Network", client: Handler, server: Handler) -> None:
+    def __init__(self, network: "Network", client: FrameHandler, server: FrameHandler) -> None:
         self.network = network
         self.ends = (client, server)
         self.closed = [False, False]
@@ -56,7 +56,7 @@ class Wire:
         self._stuck: tuple[list[Frame | None], list[Frame | None]] = ([], [])
 
     @property
-    def processes(self) -> tuple[Process, Process]:
+    def processes(self) -> tuple[SimulatedProcess, SimulatedProcess]:
         return self.ends[0].process, self.ends[1].process
 
     def send(self, side: int, message: Message, blob: bytes = b"") -> None:
@@ -157,7 +157,7 @@ class Network:
     def __init__(self, world: World) -> None:
         self.world = world
         self.hostility: Hostility | None = None
-        self.listeners: dict[str, Handler] = {}
+        self.listeners: dict[str, FrameHandler] = {}
         """Listeners by address."""
         self.wires: list[Wire] = []
         self.corrupt = 0.0
@@ -169,7 +169,7 @@ class Network:
         self._cuts: list[tuple[str, str]] = []
         """(from, to), by name; an empty name is everyone."""
 
-    def connect(self, client: Handler, address: str) -> Wire | None:
+    def connect(self, client: FrameHandler, address: str) -> Wire | None:
         """None where nobody listens. Where the way is blocked, the first frame shows it."""
         server = self.listeners.get(address)
         if server is None or not server.process.alive:
@@ -182,7 +182,7 @@ class Network:
         base = self.world.random.uniform(0.0001, 0.001)
         return base + self.slow.get(wire.ends[side].process.name, 0.0) if self.slow else base
 
-    def blocked(self, source: Process, target: Process) -> bool:
+    def blocked(self, source: SimulatedProcess, target: SimulatedProcess) -> bool:
         return bool(self._cuts) and any(
             a in ("", source.name) and b in ("", target.name) and source.name != target.name for a, b in self._cuts
         )
@@ -220,7 +220,7 @@ class Network:
             return
         end.on_suspicion(wire, self.world.now - since)
 
-    def process_died(self, process: Process, *, in_order: bool = False) -> None:
+    def process_died(self, process: SimulatedProcess, *, in_order: bool = False) -> None:
         """Its kernel closes what it had open; `in_order`: it has said goodbye, and nothing that it had sent is lost."""
         for address, handler in list(self.listeners.items()):
             if handler.process is process:
@@ -256,6 +256,6 @@ class NetworkedWorld(World):
     network: Network
 
 
-def network_of(process: Process) -> Network:
+def network_of(process: SimulatedProcess) -> Network:
     assert isinstance(process.world, NetworkedWorld)
     return process.world.network

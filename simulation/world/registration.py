@@ -11,15 +11,15 @@ from proto.parts import Held
 from runtime.worker.changeover import Changeover
 from runtime.worker.service import Service
 from simulation.world.links import Client, Link, OnMessage
-from simulation.world.world import Process
+from simulation.world.world import SimulatedProcess
 
 
-class Registration:
-    """A worker's standing link to the coordinator; as `runtime.worker.registration.Registration`."""
+class SimulatedRegistration:
+    """A worker's standing link to the coordinator; as `runtime.worker.registration.SimulatedRegistration`."""
 
     def __init__(
         self,
-        process: Process,
+        process: SimulatedProcess,
         hello: Hello,
         *,
         held: Callable[[], tuple[Held, ...]],

@@ -87,7 +87,7 @@ class ToyState:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ToyAnswer:
     """What a choice must be."""
 
     tokens: tuple[int, ...]
@@ -96,7 +96,7 @@ class Answer:
     """It was stopped by a stop string, which ends it in the gateway."""
 
 
-def expected(prompt: Sequence[int], sampling: Sampling, choice: int, stop_word: int) -> Answer:
+def expected(prompt: Sequence[int], sampling: Sampling, choice: int, stop_word: int) -> ToyAnswer:
     """The known function. `stop_word` is a token whose text is a stop string; -1 for none."""
     last = total = 0
     for token in prompt:
@@ -108,9 +108,9 @@ def expected(prompt: Sequence[int], sampling: Sampling, choice: int, stop_word: 
         tokens.append(token)
         finish = finish_reason(token, len(tokens), sampling)
         if token == stop_word and finish is not FinishReason.STOP:
-            return Answer(tuple(tokens), FinishReason.STOP, True)
+            return ToyAnswer(tuple(tokens), FinishReason.STOP, True)
         if finish is not None:
-            return Answer(tuple(tokens), finish, False)
+            return ToyAnswer(tuple(tokens), finish, False)
         state.accept(token)
         last = mix(last, token)
         total += last

@@ -18,7 +18,7 @@ from proto.messages import Message
 _STAMP = Struct("<dI")
 
 
-class Violation(AssertionError):
+class SimulationViolation(AssertionError):
     """A promise was broken. `request_id` is the request concerned, where there is one."""
 
     def __init__(self, promise: str, why: str, request_id: str = "") -> None:
@@ -43,7 +43,7 @@ class Timer:
         return self._cancelled
 
 
-class Process:
+class SimulatedProcess:
     """One incarnation of one process. Dead, it does nothing; paused, it does everything later, in order."""
 
     def __init__(self, world: "World", name: str) -> None:
@@ -109,7 +109,7 @@ class Process:
 class Alarm:
     """The timer of a core, moved to its next deadline after each event, as `runtime.process.driver.CoreDriver` does."""
 
-    def __init__(self, process: Process, ring: Callable[[], None]) -> None:
+    def __init__(self, process: SimulatedProcess, ring: Callable[[], None]) -> None:
         self._process, self._ring = process, ring
         self._set: tuple[float, Timer] | None = None
 

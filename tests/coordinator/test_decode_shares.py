@@ -11,23 +11,27 @@ from proto.parts import Capacity
 from runtime.tenancy.tenants import from_tables
 from simulation.load.figures import figures
 from simulation.load.run import play
-from simulation.load.workload import Ask, Goal, StepTimes, WorkerSpec, Workload
+from simulation.load.workload import Goal, LoadRequest, LoadStepTimes, WorkerSpec, Workload
 from tests.helpers import first
 
-PREFILL = WorkerSpec("prefill", ("prefill",), Capacity(1 << 20, 16, 4096, 1 << 20), StepTimes(65536.0, 0.002))
+PREFILL = WorkerSpec("prefill", ("prefill",), Capacity(1 << 20, 16, 4096, 1 << 20), LoadStepTimes(65536.0, 0.002))
 SEQS = 64
 
 
 def decode(seqs: int = SEQS, blocks: int = 1 << 20, name: str = "decode-0") -> WorkerSpec:
-    return WorkerSpec(name, ("decode",), Capacity(blocks, 16, seqs, 1 << 20), StepTimes(decode_step_s=0.02))
+    return WorkerSpec(name, ("decode",), Capacity(blocks, 16, seqs, 1 << 20), LoadStepTimes(decode_step_s=0.02))
 
 
-def asks(tenant: str, output_tokens: int, times: list[float], priority_class: str = "") -> list[tuple[float, Ask]]:
-    ask = Ask(tenant, tenant, priority_class, 256, output_tokens, output_tokens, 0.0, Goal(), 0)
+def asks(
+    tenant: str, output_tokens: int, times: list[float], priority_class: str = ""
+) -> list[tuple[float, LoadRequest]]:
+    ask = LoadRequest(tenant, tenant, priority_class, 256, output_tokens, output_tokens, 0.0, Goal(), 0)
     return [(at_s, ask) for at_s in times]
 
 
-def played(arrivals: list[tuple[float, Ask]], *workers: WorkerSpec, seed: int = 1, **tenants: Any) -> dict[str, Any]:
+def played(
+    arrivals: list[tuple[float, LoadRequest]], *workers: WorkerSpec, seed: int = 1, **tenants: Any
+) -> dict[str, Any]:
     workload = Workload(
         (PREFILL, *(workers or (decode(),))), tuple(sorted(arrivals, key=lambda one: one[0])),
         duration_s=60.0, seed=seed, tenants=from_tables({"tenants": {"long": {}, "short": {}}, **tenants}),

@@ -5,7 +5,7 @@ import pytest
 from coordinator.accounting.usage import Closed
 from coordinator.events import Limits
 from coordinator.reporting.recent import REQUESTS_MAX, RecentTimes
-from coordinator.reporting.served import Service, evenness, jain
+from coordinator.reporting.served import ServedTenant, evenness, jain
 from coordinator.waiting.queue import WaitQueue
 
 
@@ -18,15 +18,15 @@ def test_jain_is_one_where_all_have_the_same() -> None:
 def test_only_organisations_that_wait_are_compared_by_weight_and_band() -> None:
     queue = WaitQueue(Limits(weights={"standard/big": 3.0}))
     found = [
-        Service("standard", "big", "ann", 10.0, 2),
-        Service("standard", "big", "bob", 20.0, 0),  # its organisation waits
-        Service("standard", "small", "", 10.0, 1),
-        Service("standard", "content", "", 500.0, 0),
-        Service("batch", "lone", "", 7.0, 1),
+        ServedTenant("standard", "big", "ann", 10.0, 2),
+        ServedTenant("standard", "big", "bob", 20.0, 0),  # its organisation waits
+        ServedTenant("standard", "small", "", 10.0, 1),
+        ServedTenant("standard", "content", "", 500.0, 0),
+        ServedTenant("batch", "lone", "", 7.0, 1),
     ]
     assert evenness(queue, found) == {"standard": pytest.approx(1.0), "batch": pytest.approx(1.0)}
     assert found[0].tenant == "big/ann" and found[2].tenant == "small"
-    starved = [*found, Service("standard", "starved", "", 0.0, 4)]
+    starved = [*found, ServedTenant("standard", "starved", "", 0.0, 4)]
     assert evenness(queue, starved)["standard"] == pytest.approx(2 / 3)
 
 

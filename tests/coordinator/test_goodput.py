@@ -9,29 +9,29 @@ from proto.parts import Capacity
 from runtime.tenancy.tenants import from_tables
 from simulation.load.figures import figures
 from simulation.load.run import play
-from simulation.load.workload import Ask, Failure, Goal, StepTimes, WorkerSpec, Workload
+from simulation.load.workload import Goal, LoadRequest, LoadStepTimes, PlannedFailure, WorkerSpec, Workload
 from tests.helpers import first
 
 CAPACITY = Capacity(1 << 20, 16, 4096, 1 << 20)
-DECODE = WorkerSpec("decode-0", ("decode",), CAPACITY, StepTimes(decode_step_s=0.002))
+DECODE = WorkerSpec("decode-0", ("decode",), CAPACITY, LoadStepTimes(decode_step_s=0.002))
 
 
 TARGETS = {"interactive": {"weight": 8, "tpot_ms": 30}, "batch": {"weight": 1}}
 
 
 def prefill(count: int, slowed: float = 1.0, begin: int = 0) -> list[WorkerSpec]:
-    times = StepTimes(prefill_tokens_per_s=8192.0, prefill_step_s=0.002, factor=slowed)
+    times = LoadStepTimes(prefill_tokens_per_s=8192.0, prefill_step_s=0.002, factor=slowed)
     return [WorkerSpec(f"prefill-{n}", ("prefill",), CAPACITY, times) for n in range(begin, begin + count)]
 
 
 def load(
     workers: list[WorkerSpec], per_s: float, *, tokens: int = 1024, deadline_ms: float = 0.0, goal_ms: float = 2000.0,
-    tenants: int = 1, seed: int = 1, seconds: float = 30.0, failures: tuple[Failure, ...] = (),
+    tenants: int = 1, seed: int = 1, seconds: float = 30.0, failures: tuple[PlannedFailure, ...] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    source, at_s, arrivals = random.Random(seed), 0.0, list[tuple[float, Ask]]()
+    source, at_s, arrivals = random.Random(seed), 0.0, list[tuple[float, LoadRequest]]()
     while (at_s := at_s + source.expovariate(per_s)) < seconds:
         tenant = f"t{source.randrange(tenants)}"
-        arrivals.append((at_s, Ask("all", tenant, "", tokens, 2, 2, deadline_ms, Goal(goal_ms), 0)))
+        arrivals.append((at_s, LoadRequest("all", tenant, "", tokens, 2, 2, deadline_ms, Goal(goal_ms), 0)))
     workload = Workload(
         (*workers, DECODE), tuple(arrivals), duration_s=seconds, failures=failures, seed=seed,
         tenants=from_tables({"tenants": {f"t{n}": {} for n in range(tenants)}}),
@@ -51,8 +51,8 @@ def test_overload_takes_little_from_goodput(workers: int, tenants: int, times: f
 
 
 def test_a_light_tenant_is_not_refused_for_a_heavy_ones_backlog() -> None:
-    heavy = [(0.01 * n, Ask("heavy", "heavy", "", 4096, 2, 2, 0.0, Goal(), 0)) for n in range(200)]
-    light = [(5.0 + n, Ask("light", "light", "", 512, 2, 2, 2000.0, Goal(2000.0), 0)) for n in range(10)]
+    heavy = [(0.01 * n, LoadRequest("heavy", "heavy", "", 4096, 2, 2, 0.0, Goal(), 0)) for n in range(200)]
+    light = [(5.0 + n, LoadRequest("light", "light", "", 512, 2, 2, 2000.0, Goal(2000.0), 0)) for n in range(10)]
     workload = Workload(
         (*prefill(1), DECODE),
         tuple(heavy + light),
@@ -65,7 +65,7 @@ def test_a_light_tenant_is_not_refused_for_a_heavy_ones_backlog() -> None:
 
 @pytest.mark.parametrize("share", [0.2, 0.8])
 def test_a_worker_that_fails_at_once_does_not_get_every_request(share: float) -> None:
-    failures = (Failure(1.0, "prefill-3", "failing"),)
+    failures = (PlannedFailure(1.0, "prefill-3", "failing"),)
     found = load(prefill(8), share * 7 * 8, failures=failures)
     assert found["finished"] >= 0.99 * found["offered"], found
     healthy = load(prefill(7), share * 7 * 8)
@@ -74,7 +74,7 @@ def test_a_worker_that_fails_at_once_does_not_get_every_request(share: float) ->
 
 def test_where_all_fail_it_is_not_the_workers_that_are_left_out() -> None:
     """One hostile tenant whose requests fail everywhere must not shut the others out."""
-    found = load(prefill(1), 2.0, failures=(Failure(1.0, "prefill-0", "failing", for_s=10.0),), goal_ms=0.0)
+    found = load(prefill(1), 2.0, failures=(PlannedFailure(1.0, "prefill-0", "failing", for_s=10.0),), goal_ms=0.0)
     assert found["finished"] >= 0.6 * found["offered"], found
 
 
@@ -95,9 +95,9 @@ def test_slow_workers_get_prompts_in_proportion_to_their_speed() -> None:
 
 def test_a_decode_worker_that_began_with_a_single_stream_takes_more() -> None:
     """What a step takes for each sequence is not known before two of them ran."""
-    ask = Ask("all", "t", "", 64, 100, 100, 0.0, Goal(2000.0, 30.0), 0)
+    ask = LoadRequest("all", "t", "", 64, 100, 100, 0.0, Goal(2000.0, 30.0), 0)
     arrivals = [(0.0, ask), *((5.0 + 0.1 * n, ask) for n in range(200))]
-    decode = WorkerSpec("decode-0", ("decode",), CAPACITY, StepTimes(decode_step_s=0.015, decode_sequence_s=0.0005))
+    decode = WorkerSpec("decode-0", ("decode",), CAPACITY, LoadStepTimes(decode_step_s=0.015, decode_sequence_s=0.0005))
     tables = {"tenants": {"t": {}}, "priority_classes": {"standard": {"weight": 1, "tpot_ms": 30}}}
     workload = Workload((*prefill(1), decode), tuple(arrivals), duration_s=30.0, tenants=from_tables(tables))
     found = figures(play(workload))["all"]
@@ -106,9 +106,13 @@ def test_a_decode_worker_that_began_with_a_single_stream_takes_more() -> None:
 
 def test_prompts_on_a_mixed_worker_leave_its_streams_their_target() -> None:
     """A full step of 256 tokens takes 128 ms there."""
-    chat = [(0.5 * n, Ask("chat", "t", "interactive", 64, 40, 40, 0.0, Goal(2000.0, 80.0), 0)) for n in range(50)]
-    work = [(0.25 * n, Ask("work", "t", "batch", 1000, 1, 1, 0.0, Goal(), 0)) for n in range(100)]
-    times = StepTimes(prefill_tokens_per_s=2000.0, prefill_step_s=0.002, decode_step_s=0.01, decode_sequence_s=0.0005)
+    chat = [
+        (0.5 * n, LoadRequest("chat", "t", "interactive", 64, 40, 40, 0.0, Goal(2000.0, 80.0), 0)) for n in range(50)
+    ]
+    work = [(0.25 * n, LoadRequest("work", "t", "batch", 1000, 1, 1, 0.0, Goal(), 0)) for n in range(100)]
+    times = LoadStepTimes(
+        prefill_tokens_per_s=2000.0, prefill_step_s=0.002, decode_step_s=0.01, decode_sequence_s=0.0005
+    )
     mixed = WorkerSpec("mixed-0", ("prefill", "decode"), CAPACITY, times)
     tables = {"tenants": {"t": {"priority_classes": ["interactive", "batch"]}}, "priority_classes": TARGETS}
     workload = Workload((mixed,), tuple(chat + work), duration_s=30.0, tenants=from_tables(tables))
@@ -120,12 +124,12 @@ def test_prompts_on_a_mixed_worker_leave_its_streams_their_target() -> None:
 @pytest.mark.parametrize("seed", first(1, range(1, 6)))
 def test_strict_and_lax_streams_run_on_different_workers(seed: int) -> None:
     """Together, a batch that keeps the strict target would be all that either worker may have."""
-    source, arrivals = random.Random(seed), list[tuple[float, Ask]]()
+    source, arrivals = random.Random(seed), list[tuple[float, LoadRequest]]()
     for name, per_s, target_ms in (("interactive", 4.0, 30.0), ("batch", 8.0, 0.0)):
         at_s = 0.0
         while (at_s := at_s + source.expovariate(per_s)) < 30.0:
-            arrivals.append((at_s, Ask(name, "t", name, 64, 100, 100, 0.0, Goal(4000.0, target_ms), 0)))
-    times = StepTimes(decode_step_s=0.01, decode_sequence_s=0.001)
+            arrivals.append((at_s, LoadRequest(name, "t", name, 64, 100, 100, 0.0, Goal(4000.0, target_ms), 0)))
+    times = LoadStepTimes(decode_step_s=0.01, decode_sequence_s=0.001)
     decode = [WorkerSpec(f"decode-{n}", ("decode",), CAPACITY, times) for n in range(2)]
     tables = {"tenants": {"t": {"priority_classes": ["interactive", "batch"]}}, "priority_classes": TARGETS}
     workload = Workload(
@@ -142,12 +146,12 @@ def test_strict_and_lax_streams_run_on_different_workers(seed: int) -> None:
 @pytest.mark.parametrize("seed", first(1, [4, 1, 2, 3, 5]))
 def test_where_a_batch_is_small_interactive_requests_do_not_wait_for_its_next_free_place(seed: int) -> None:
     """Nine streams keep the target, and each runs for six seconds; both kinds come at 0.75 of what is served."""
-    source, arrivals = random.Random(seed), list[tuple[float, Ask]]()
+    source, arrivals = random.Random(seed), list[tuple[float, LoadRequest]]()
     for name, goal in (("interactive", Goal(2000.0, 100.0)), ("batch", Goal())):
         at_s = 0.0
         while (at_s := at_s + source.expovariate(1.15)) < 100.0:
-            arrivals.append((at_s, Ask(name, "t", name, 128, 64, 64, 0.0, goal, 0)))
-    decode = WorkerSpec("decode-0", ("decode",), CAPACITY, StepTimes(decode_step_s=0.01, decode_sequence_s=0.0091))
+            arrivals.append((at_s, LoadRequest(name, "t", name, 128, 64, 64, 0.0, goal, 0)))
+    decode = WorkerSpec("decode-0", ("decode",), CAPACITY, LoadStepTimes(decode_step_s=0.01, decode_sequence_s=0.0091))
     classes = {"interactive": {"weight": 8, "ttft_ms": 2000, "tpot_ms": 100}, "batch": {"weight": 1}}
     tables = {"tenants": {"t": {"priority_classes": ["interactive", "batch"]}}, "priority_classes": classes}
     workload = Workload(

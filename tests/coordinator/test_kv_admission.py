@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from coordinator.kv_admission.admission import KvAdmission
 from coordinator.kv_admission.demand import NEVER, KvDemand
-from coordinator.placement.preemption import Candidate, choose
+from coordinator.placement.preemption import PreemptionCandidate, choose
 from tests.coordinator.world import submit
 from tests.helpers import first
 
@@ -252,8 +252,10 @@ def test_overcommit_counts_what_is_expected_and_twice_of_what_outlives_it() -> N
 
 
 def test_victims_are_of_the_lowest_band_then_the_most_served_tenant_then_the_newest_and_resumed_ones_last() -> None:
-    def candidate(name: str, weight: float, debt: float, placed_at: float, resumed: bool = False) -> Candidate:
-        return Candidate((name, 1), resumed, weight, debt, placed_at, 10)
+    def candidate(
+        name: str, weight: float, debt: float, placed_at: float, resumed: bool = False
+    ) -> PreemptionCandidate:
+        return PreemptionCandidate((name, 1), resumed, weight, debt, placed_at, 10)
 
     batch_fed, batch_old = candidate("fed", 1, 50, 1), candidate("old", 1, 5, 1)
     batch_new, resumed = candidate("new", 1, 5, 2), candidate("resumed", 1, 99, 9, resumed=True)

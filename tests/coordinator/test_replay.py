@@ -15,7 +15,15 @@ import pytest
 
 from coordinator.accounting.quota import Ask
 from coordinator.accounting.usage import Opened, Past
-from coordinator.event_log.format import End, EventLogError, Header, Record, decode_header, decode_record, encode_header
+from coordinator.event_log.format import (
+    End,
+    EventLogError,
+    EventRecord,
+    Header,
+    decode_header,
+    decode_record,
+    encode_header,
+)
 from coordinator.event_log.replay import Replay
 from coordinator.events import Configured, Event, Limits, PeerDown, PeerUp, ProtocolViolation, Received, Tick
 from proto.errors import CancelReason
@@ -234,7 +242,7 @@ def test_every_kind_of_event_comes_back_with_the_length_of_its_prompt_but_not_th
         core.handle(event, 2.5)
     for event, raw in zip(EVENTS, core.records[1:], strict=True):
         record = decode_record(msgpack.unpackb(raw))
-        assert isinstance(record, Record) and record.now == 2.5
+        assert isinstance(record, EventRecord) and record.now == 2.5
         blank = (
             Received(event.incarnation, event.message, bytes(len(event.blob))) if isinstance(event, Received) else event
         )

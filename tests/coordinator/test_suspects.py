@@ -12,7 +12,7 @@ from proto.errors import CancelReason, Reject
 from proto.messages import Cancel, HandedOver, Interrupted, Rejected, Release, Released, Role, Step, StepDone, Submit
 from proto.progress import DecodeProgress, Joined
 from simulation.cluster.cluster import FIRST_PREFILL, VirtualCluster, hello
-from simulation.cluster.prefill import PrefillWorker
+from simulation.cluster.prefill import ClusterPrefillWorker
 from simulation.cluster.surroundings import Timing
 from tests.coordinator.world import Harness, submit, worker_hello
 
@@ -27,7 +27,7 @@ class Deadly(VirtualCluster):
         for incarnation in list(self.prefill):
             self._arm(self.prefill[incarnation], incarnation)
 
-    def _arm(self, worker: PrefillWorker, incarnation: int) -> None:
+    def _arm(self, worker: ClusterPrefillWorker, incarnation: int) -> None:
         ended = worker._step_ended
 
         def step_ended(begun, took_s):  # type: ignore[no-untyped-def]

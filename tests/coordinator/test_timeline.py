@@ -11,8 +11,8 @@ from coordinator.event_log.reasons import (
     BehindNoRoom,
     CachedElsewhere,
     FasterElsewhere,
-    NoRoom,
-    Order,
+    NoRoomOnWorker,
+    OrderWithinTenant,
     OtherTurn,
     Reason,
     RoomKept,
@@ -21,11 +21,11 @@ from coordinator.event_log.reasons import (
 from coordinator.event_log.timeline import (
     Changed,
     ChunkSent,
-    Ended,
     Entry,
     KeptFor,
     Passed,
     Placed,
+    RequestEnded,
     Submitted,
     Timeline,
 )
@@ -105,7 +105,7 @@ def test_a_life_without_waiting() -> None:
     assert isinstance(second, ChunkSent) and (second.start, second.tokens, second.end) == (8, 4, "nothing_waits")
     assert isinstance(computed, Changed) and computed.state == "handing_over"
     assert isinstance(decoding, Changed) and (decoding.state, decoding.transfer_ms) == ("decoding", 3.0)
-    assert isinstance(ended, Ended) and ended.outcome == "finished" and ended.by is None
+    assert isinstance(ended, RequestEnded) and ended.outcome == "finished" and ended.by is None
 
 
 def test_another_tenants_turn() -> None:
@@ -147,7 +147,7 @@ def test_an_earlier_deadline_in_the_same_tenant() -> None:
     s.come("urgent", "acme", deadline_ms=900.0)
     s.step(0, Chunk("first", 1, 0, 8))
     why, passed = reason(SameTenant, s.story("late"))
-    assert (why.by.request, why.order, passed.times) == ("urgent", Order.DEADLINE, 1)
+    assert (why.by.request, why.order, passed.times) == ("urgent", OrderWithinTenant.DEADLINE, 1)
     assert why.due_before_s == pytest.approx(4.0 - 0.9 - 0.1)
 
 
@@ -161,8 +161,8 @@ def test_one_of_the_same_tenant_that_was_overtaken_too_often() -> None:
     s.step(1, Chunk("urgent", 1, 0, 8))
     orders = [e.reason for e in s.story("urgent2") if isinstance(e, Passed)]
     assert [(why.by.request, why.order) for why in orders if isinstance(why, SameTenant)] == [
-        ("urgent", Order.DEADLINE),
-        ("old", Order.AGED),
+        ("urgent", OrderWithinTenant.DEADLINE),
+        ("old", OrderWithinTenant.AGED),
     ]
 
 
@@ -177,8 +177,8 @@ def test_one_of_the_same_tenant_that_has_fewer_chunks_left_or_came_first() -> No
     s.come("second", "acme")
     s.step(0, Chunk("first", 1, 0, 8))
     assert [why.order for why in (reason(SameTenant, s.story(name))[0] for name in ("long", "second"))] == [
-        Order.FEWER_CHUNKS,
-        Order.CAME_FIRST,
+        OrderWithinTenant.FEWER_CHUNKS,
+        OrderWithinTenant.CAME_FIRST,
     ]
 
 
@@ -196,8 +196,8 @@ def test_no_room_in_decode() -> None:
     s.come("waits", "acme", tokens=10, max_tokens=20)
     s.finish("hog")
     entries = s.story("waits")
-    why, _ = reason(NoRoom, entries)
-    assert why == NoRoom("decode-20", 8, 2, 1, 63, "hogs", 8, kept=False)
+    why, _ = reason(NoRoomOnWorker, entries)
+    assert why == NoRoomOnWorker("decode-20", 8, 2, 1, 63, "hogs", 8, kept=False)
     assert only(Placed, entries).at_s == pytest.approx(0.1)
 
 
@@ -212,7 +212,7 @@ def test_a_pair_is_left_out() -> None:
     s.now += 2.1
     s.post(Tick())
     entries = s.story("waits")
-    assert reason(NoRoom, entries)[0].circuit_open
+    assert reason(NoRoomOnWorker, entries)[0].circuit_open
     assert only(Placed, entries).at_s == pytest.approx(2.1)
 
 
@@ -228,7 +228,7 @@ def test_room_is_kept_for_one_that_others_bypassed() -> None:
     s.finish("hog")
     entries = s.story("waits")
     assert only(KeptFor, entries).bypassed == 1 and only(Placed, entries).kept
-    assert any(isinstance(e, Passed) and isinstance(e.reason, NoRoom) and e.reason.kept for e in entries)
+    assert any(isinstance(e, Passed) and isinstance(e.reason, NoRoomOnWorker) and e.reason.kept for e in entries)
 
 
 def test_behind_one_that_has_no_room() -> None:
@@ -263,7 +263,7 @@ def test_expired() -> None:
     s.come("late", "acme", deadline_ms=300.0)
     s.now += 0.4
     s.post(Tick())
-    ended = only(Ended, s.story("late"))
+    ended = only(RequestEnded, s.story("late"))
     assert (ended.outcome, ended.by) == ("expired", None)
     assert "deadline of 300 ms" in ended.why and ended.at_s == pytest.approx(0.4) and ended.retry_after_s > 0
 
@@ -274,7 +274,7 @@ def test_shed_for_whom() -> None:
         s.come(name, "fat/joe")
     s.come("thin", "slim/jim")
     entries = s.story("fat2")
-    ended = only(Ended, entries)
+    ended = only(RequestEnded, entries)
     assert ended.outcome == "rejected" and "overload" in ended.why and ended.retry_after_s > 0
     assert ended.by is not None and (ended.by.request, ended.by.tenant) == ("thin", "slim/jim")
 
@@ -283,7 +283,7 @@ def test_rejected_at_once() -> None:
     s = Scene.of()
     s.come("huge", "acme", tokens=4096, max_tokens=100)
     came, ended = s.story("huge")
-    assert isinstance(came, Submitted) and isinstance(ended, Ended)
+    assert isinstance(came, Submitted) and isinstance(ended, RequestEnded)
     assert (ended.outcome, ended.at_s) == ("rejected", 0.0)
     assert ended.why == "too_long: 4196 tokens in all; the context holds 4096"
 
@@ -325,7 +325,7 @@ def check(core: TapedCore, name: str) -> None:
         if isinstance(entry, Passed):
             assert entry.at_s <= entry.until_s and entry.times >= 1
             check_reason(entry.reason, name)
-    ended = [entry for entry in entries if isinstance(entry, Ended)]
+    ended = [entry for entry in entries if isinstance(entry, RequestEnded)]
     assert len(ended) == (name not in again.core.requests), name
     if ended and ended[0].outcome == "finished":
         assert entries[-1] is ended[0] and done == prompt_tokens(entries)
@@ -339,7 +339,7 @@ def check_reason(why: Reason, name: str) -> None:
     match why:
         case OtherTurn():
             assert why.winner_round <= why.our_round and why.winner != why.ours
-        case NoRoom():
+        case NoRoomOnWorker():
             assert why.blocks_needed > why.blocks_free or why.seqs_needed > why.seqs_free, (name, why)
         case CachedElsewhere():
             assert why.cached_tokens > why.cached_tokens_there and why.worker != why.asked
@@ -369,7 +369,7 @@ def test_the_longest_waits_are_those_of_the_stories() -> None:
     assert [row.waited_s for row in rows] == sorted((row.waited_s for row in rows), reverse=True)
     for row in rows:
         entries = story_of(core, row.request)
-        until = next(e.at_s for e in entries if isinstance(e, Placed | Ended))
+        until = next(e.at_s for e in entries if isinstance(e, Placed | RequestEnded))
         assert row.waited_s == pytest.approx(until, abs=1e-6)
         came = only(Submitted, entries)
         assert (row.tenant, row.prompt_tokens) == (came.tenant, came.prompt_tokens)

@@ -5,7 +5,7 @@ import pytest
 from coordinator.events import PeerUp
 from coordinator.reporting.report import status
 from coordinator.workers import traffic
-from coordinator.workers.traffic import Traffic, expected_lengths
+from coordinator.workers.traffic import RecentTraffic, expected_lengths
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Finished, Hello, Role, StatusRequest, StepDone
 from proto.progress import DecodeProgress, Joined
@@ -15,7 +15,7 @@ from tests.coordinator.world import Harness, submit
 
 
 def test_a_sample_stands_for_those_that_came_between() -> None:
-    seen = Traffic()
+    seen = RecentTraffic()
     for number in range(40):
         seen.arrived(submit(f"r{number}", 10), number / 32)  # 32 a second, of which 8 are looked at
     report = seen.report("m", lambda name: 0, 7, 2.0)
@@ -25,7 +25,7 @@ def test_a_sample_stands_for_those_that_came_between() -> None:
 
 def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traffic, "SAMPLE_MAX", 3)
-    seen = Traffic()
+    seen = RecentTraffic()
     for number in range(10):
         seen.arrived(submit(f"r{number}"), float(number))
     assert seen.report("m", lambda name: 0, 0, 10.0).ages_ms == (3000.0, 2000.0, 1000.0)
@@ -76,7 +76,7 @@ def test_it_tells_how_long_requests_took_or_take() -> None:
 
 
 def test_what_waits_counts_for_its_wait_and_what_ended_without_a_token_for_nothing() -> None:
-    seen = Traffic()
+    seen = RecentTraffic()
     for number, name in enumerate(("served", "waits", "rejected")):
         seen.arrived(submit(name, 10, max_tokens=20), float(number))
     seen.computed("served", 0, 0.25)

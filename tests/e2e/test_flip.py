@@ -19,7 +19,7 @@ from proto.messages import Role
 from tests.e2e.balancer import Load
 from tests.e2e.parts import ROOT, parts
 from tests.e2e.test_rolling import Twins, come, load
-from tuning.profile import Capacity, Curve, DecodeCost, PrefillCost, Profile, encoded
+from tuning.profile import Curve, DecodeCost, PrefillCost, Profile, ProfileCapacity, encoded
 
 REUSED = 32
 
@@ -157,7 +157,10 @@ def test_the_autopilot_changes_a_role_and_says_why(up: Twins, tmp_path: Path) ->
     """By its profile a prompt takes 600 ms, so that the traffic wants more prefill workers than there are."""
     profile = tmp_path / "profile.json"
     slow = Profile(
-        PrefillCost(Curve((1.0,), (600.0,))), DecodeCost(Curve((1.0,), (1.0,))), Capacity(4096), Capacity(4096)
+        PrefillCost(Curve((1.0,), (600.0,))),
+        DecodeCost(Curve((1.0,), (1.0,))),
+        ProfileCapacity(4096),
+        ProfileCapacity(4096),
     )
     profile.write_bytes(encoded(slow))
     command = [sys.executable, "-m", "launcher.cli", "autopilot", "--coordinator", up.coordinator, "--mode", "on"]

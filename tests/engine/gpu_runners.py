@@ -12,7 +12,7 @@ from engine.gpu.weights import fuse
 from engine.kv.allocator import BlockAllocator
 from engine.kv.sequence import SequenceBlocks
 from engine.model import loader
-from engine.model.backend import Candidate, recognised
+from engine.model.backend import BackendCandidate, recognised
 from engine.pipeline import DecodeRow
 from engine.sampling.sampler import SamplerState
 from proto.sampling import Sampling
@@ -21,13 +21,13 @@ from tests.engine import support
 ROWS_MAX = 6
 
 
-def candidate_of(path: Path) -> tuple[Candidate, torch.Tensor]:
+def candidate_of(path: Path) -> tuple[BackendCandidate, torch.Tensor]:
     """A loaded model and a pool for it."""
-    found: list[tuple[Candidate, torch.Tensor]] = []
+    found: list[tuple[BackendCandidate, torch.Tensor]] = []
 
     class Loaded(Exception): ...
 
-    def keep(candidate: Candidate, make_pool: Callable[[int], torch.Tensor], *_: object) -> Engine:
+    def keep(candidate: BackendCandidate, make_pool: Callable[[int], torch.Tensor], *_: object) -> Engine:
         found.append((candidate, make_pool(support.KV_BYTES)))
         raise Loaded
 

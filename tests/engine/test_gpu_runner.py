@@ -10,11 +10,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from decode_worker.batch import Row, StepPlan
+from decode_worker.batch import StepPlan, StepRow
 from decode_worker.compute import run_ahead
 from engine.engine import Engine, SeqChunk
 from engine.gpu.ops import TorchOps
-from engine.gpu.replay import Replay, buckets
+from engine.gpu.replay import GraphReplay, buckets
 from engine.gpu.runner import GpuRunner
 from engine.gpu.weights import fuse
 from engine.kv.allocator import BlockAllocator
@@ -152,7 +152,7 @@ def test_draws_that_depend_on_the_last_token_wait_for_it(tmp_path: Path) -> None
     for step in range(12):
         made = [stream.row() for stream in streams] if step < 11 else []
         rows: tuple[Any, ...] = tuple(
-            Row(cast(Any, r.sequence), r.token, r.position, tuple(r.table), r.index) for r in made
+            StepRow(cast(Any, r.sequence), r.token, r.position, tuple(r.table), r.index) for r in made
         )
         plan = StepPlan(rows, ()) if rows else None
         drawn = run_ahead(engine, engine.pipeline, plan, collects=step > 0).drawn
@@ -236,7 +236,7 @@ def test_models_in_half_precision_load_as_on_a_gpu(
     kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that the kernels do not know, too: transformers runs them."""
-    monkeypatch.setattr(backend.Candidate, "on_gpu", True)
+    monkeypatch.setattr(backend.BackendCandidate, "on_gpu", True)
     monkeypatch.setattr(backend, "make_ops", TorchOps)
     path = tiny_models.make(kind, tmp_path, spread=0.05)
     engine = load_engine(str(path), dtype=dtype, kv_bytes=support.KV_BYTES)
@@ -259,7 +259,7 @@ def test_buckets_cover_every_number_of_rows() -> None:
 
 def test_rows_that_only_fill_a_bucket_up_are_counted() -> None:
     ran: list[int] = []
-    replay = Replay(ran.append, 20)
+    replay = GraphReplay(ran.append, 20)
     for rows in (1, 3, 9, 20):
         replay.run(rows)
     assert ran == [1, 4, 16, 20] and replay.padding_rows == 1 + 7

@@ -14,7 +14,7 @@ from engine.engine import Engine
 from engine.gpu.ops import Ops, TorchOps
 from engine.gpu.runner import GpuRunner
 from engine.model import backend
-from engine.model.backend import Candidate
+from engine.model.backend import BackendCandidate
 from engine.model.loader import load_engine
 from engine.triton_launch import KernelFailed
 from proto.errors import CrossdockError
@@ -69,8 +69,8 @@ def cannot_capture(runner: GpuRunner) -> None:
 
 def load_as_if_on_gpu(path: Path, monkeypatch: pytest.MonkeyPatch, make_ops: Any) -> tuple[Engine, list[str]]:
     """A model on the CPU, over the code for GPUs."""
-    monkeypatch.setattr(Candidate, "on_gpu", True)
-    monkeypatch.setattr(Candidate, "on_cpu", False)
+    monkeypatch.setattr(BackendCandidate, "on_gpu", True)
+    monkeypatch.setattr(BackendCandidate, "on_cpu", False)
     monkeypatch.setattr(backend, "make_ops", make_ops)
     said: list[str] = []
     return load_engine(str(path), kv_bytes=support.KV_BYTES, on_progress=said.append), said
@@ -104,15 +104,15 @@ def test_a_model_whose_kernels_fail_while_memory_is_measured_runs_without_them(
 ) -> None:
     asked: list[bool] = []
 
-    def measured(candidate: Candidate, fused: object) -> int:
+    def measured(candidate: BackendCandidate, fused: object) -> int:
         asked.append(fused is not None)
         if fused is not None:
             raise KernelFailed("the Triton kernel prefill failed: OutOfResources")
         return support.KV_BYTES
 
     monkeypatch.setattr(backend, "_measured", measured)
-    monkeypatch.setattr(Candidate, "on_gpu", True)
-    monkeypatch.setattr(Candidate, "on_cpu", False)
+    monkeypatch.setattr(BackendCandidate, "on_gpu", True)
+    monkeypatch.setattr(BackendCandidate, "on_cpu", False)
     said: list[str] = []
     engine = load_engine(str(tiny_models.make("llama", tmp_path)), kv_bytes=None, on_progress=said.append)
     assert asked == [True, False] and engine.backend == "transformers (torch attention)"

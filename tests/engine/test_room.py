@@ -9,7 +9,7 @@ import torch
 
 from engine.gpu.memory import GpuShare
 from engine.model import loader, room
-from engine.model.errors import GpuUnsupported, NoRoom
+from engine.model.errors import GpuUnsupported, NoMemory
 from engine.model.loader import load_engine
 from tests import tiny_models
 from tests.engine import support
@@ -57,19 +57,19 @@ def test_70_billion_parameters_do_not_fit_80_gb(tmp_path: Path, monkeypatch: pyt
         r"^m: its weights take 130.4 GiB as bfloat16, and --gpu-memory-share 0.9 of the GPU's 79.2 GiB, of which 78.5 are free,"
         r" is 71.3 GiB, for weights and KV cache. Models of up to 38.3 billion parameters fit$"
     )
-    with pytest.raises(NoRoom, match=why):
+    with pytest.raises(NoMemory, match=why):
         check(tmp_path)
     memory(monkeypatch, 180.0, 180.0)
     check(tmp_path)
-    with pytest.raises(NoRoom, match=r"260.8 GiB as float32"):
+    with pytest.raises(NoMemory, match=r"260.8 GiB as float32"):
         check(tmp_path, dtype=torch.float32)
-    with pytest.raises(NoRoom, match=r"--kv-gib 60.0 leaves 120.0 of the GPU's 180.0 free GiB"):
+    with pytest.raises(NoMemory, match=r"--kv-gib 60.0 leaves 120.0 of the GPU's 180.0 free GiB"):
         check(tmp_path, kv_bytes=60 * GIB)
 
 
 def test_others_on_the_gpu_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory(monkeypatch, 10.0, 79.2)
-    with pytest.raises(NoRoom, match=r"of which 10.0 are free"):
+    with pytest.raises(NoMemory, match=r"of which 10.0 are free"):
         check(make_model(tmp_path, 8))
 
 
@@ -79,7 +79,7 @@ def test_the_type_that_the_configuration_states_counts(tmp_path: Path, monkeypat
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"dtype": "bfloat16"}}))
     check(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(NoRoom, match=r"29.8 GiB as float32"):
+    with pytest.raises(NoMemory, match=r"29.8 GiB as float32"):
         check(tmp_path)
 
 
@@ -88,7 +88,7 @@ def test_on_a_cpu_the_memory_of_the_host_counts(tmp_path: Path) -> None:
     check(tmp_path, CPU, torch.float32, host_bytes=32 * GIB)
     check(tmp_path, CPU, torch.float32, host_bytes=None)
     with pytest.raises(
-        NoRoom, match=r"29.8 GiB as float32, and 28.0 GiB of memory are free. .* 7.52 billion .*--dtype bfloat16"
+        NoMemory, match=r"29.8 GiB as float32, and 28.0 GiB of memory are free. .* 7.52 billion .*--dtype bfloat16"
     ):
         check(tmp_path, CPU, torch.float32, host_bytes=28 * GIB)
 
@@ -104,14 +104,14 @@ def test_damaged_files_are_left_to_who_reads_them(damage: bytes, tmp_path: Path)
 
 def test_nothing_is_loaded_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_load_weights", lambda *_: pytest.fail("weights were loaded"))
-    with pytest.raises(NoRoom, match="of memory are free"):
+    with pytest.raises(NoMemory, match="of memory are free"):
         load_engine(str(make_model(tmp_path, 700)), kv_bytes=support.KV_BYTES, host_bytes=100 * GIB)
 
 
 def test_a_model_that_fits_is_loaded(tmp_path: Path) -> None:
     path = tiny_models.make("llama", tmp_path)
     assert load_engine(str(path), kv_bytes=support.KV_BYTES, host_bytes=GIB).blocks
-    with pytest.raises(NoRoom):
+    with pytest.raises(NoMemory):
         load_engine(str(path), kv_bytes=support.KV_BYTES, host_bytes=1000)
 
 

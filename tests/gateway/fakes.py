@@ -17,7 +17,7 @@ from gateway.http.server import make_server
 from gateway.main import _listen
 from gateway.metrics import GatewayMetrics
 from gateway.openai.context import Gateway, ServedModel
-from gateway.openai.prepare import Rules
+from gateway.openai.prepare import ModelRules
 from gateway.streams.types import StreamLimits
 from gateway.tenancy import KeyRing
 from gateway.text.tokenizer import ModelFacts, ModelTokenizer
@@ -199,7 +199,7 @@ def make_site(
     if connected:
         cluster.connect()
     gateway = Gateway(
-        [ServedModel(tok, Rules(MODEL, 1024))],
+        [ServedModel(tok, ModelRules(MODEL, 1024))],
         backend,
         metrics,
         Intake(body_bytes_max=BODY_BYTES_MAX, client_timeout_s=client_timeout_s),

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from gateway.openai.context import ServedModel
-from gateway.openai.prepare import Rules
+from gateway.openai.prepare import ModelRules
 from gateway.text.tokenizer import ModelFacts, ModelTokenizer
 from tests import tiny_models
 from tests.gateway.agent_sessions import session
@@ -27,7 +27,7 @@ def with_calls(test: Callable[[Site, str], Awaitable[None]], *calls: tuple[str, 
         site = make_site()
         facts = ModelFacts(65_536, tiny_models.VOCAB, frozenset({tiny_models.EOS}))
         tokenizer = ModelTokenizer(tiny_models.tokenizer(), facts)
-        site.gateway.models = [ServedModel(tokenizer, Rules(MODEL, 1024))]
+        site.gateway.models = [ServedModel(tokenizer, ModelRules(MODEL, 1024))]
         made = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
 
         def answer(_submit: Any, _choice: int) -> list[int]:

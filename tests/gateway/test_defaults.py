@@ -14,7 +14,7 @@ from gateway.app import BODIES
 from gateway.http.errors import ApiError
 from gateway.openai.not_served import NEUTRAL_ONLY
 from gateway.openai.openapi import schemas
-from gateway.openai.prepare import Rules
+from gateway.openai.prepare import ModelRules
 from gateway.openai.request_types import ChatRequest, CompletionRequest, validate
 from gateway.text.generation_config import SamplingDefaults, sampling_defaults
 from gateway.text.tokenizer import ModelFilesError, ModelTokenizer, load
@@ -95,7 +95,7 @@ def test_the_description_says_where_defaults_come_from() -> None:
 @pytest.mark.parametrize(("default", "expected"), [(7, 7), (0, None), (1 << 20, None)])
 def test_a_chat_answer_is_as_long_as_the_option_or_the_context_allows(default: int, expected: int | None) -> None:
     async def test(site: Site) -> None:
-        site.gateway.models[0].rules = Rules(MODEL, default)
+        site.gateway.models[0].rules = ModelRules(MODEL, default)
         await chat(site)
         ((submit, ids),) = site.cluster.submits
         assert submit.sampling.max_tokens == (expected or CONTEXT_TOKENS - len(ids))

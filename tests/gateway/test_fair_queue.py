@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.text.fair_queue import COST_BYTES_MIN, LARGE_BYTES, QUANTUM_BYTES, FairQueue
+from gateway.text.fair_queue import COST_BYTES_MIN, LARGE_BYTES, QUANTUM_BYTES, TokenizerQueue
 from gateway.text.tokenizer_threads import TokenizerThreads
 
 MIB = 1 << 20
 
 
-def drained(queue: FairQueue[str], *, large: bool = True) -> list[str]:
+def drained(queue: TokenizerQueue[str], *, large: bool = True) -> list[str]:
     found = []
     while (job := queue.pop(large=large)) is not None:
         found.append(job.work)
@@ -22,7 +22,7 @@ def drained(queue: FairQueue[str], *, large: bool = True) -> list[str]:
 
 
 def test_a_small_prompt_does_not_wait_for_a_hundred_huge_ones() -> None:
-    queue = FairQueue[str]()
+    queue = TokenizerQueue[str]()
     for number in range(100):
         queue.push("big", 4 * MIB, f"big{number}")
     queue.push("small", 100, "small")
@@ -33,7 +33,7 @@ def test_a_small_prompt_does_not_wait_for_a_hundred_huge_ones() -> None:
 @given(st.integers(0, 1 << 30))
 def test_two_that_always_have_work_get_the_same_bytes(seed: int) -> None:
     """The bound of deficit round robin: they differ by a quantum and the largest job of each."""
-    rnd, queue, served = random.Random(seed), FairQueue[int](), {"a": 0, "b": 0}
+    rnd, queue, served = random.Random(seed), TokenizerQueue[int](), {"a": 0, "b": 0}
     largest = 0
     for name, most in (("a", 2_000_000), ("b", 3_000)):
         for _ in range(50 if name == "a" else 5_000):
@@ -50,7 +50,7 @@ def test_two_that_always_have_work_get_the_same_bytes(seed: int) -> None:
 
 
 def test_users_of_one_organisation_take_turns_and_count_as_one() -> None:
-    queue = FairQueue[str]()
+    queue = TokenizerQueue[str]()
     for number in range(200):
         queue.push("acme/ann", QUANTUM_BYTES, f"ann{number}")
     for user in "bcd":
@@ -61,7 +61,7 @@ def test_users_of_one_organisation_take_turns_and_count_as_one() -> None:
 
 
 def test_large_ones_are_passed_over_where_they_may_not_run() -> None:
-    queue = FairQueue[str]()
+    queue = TokenizerQueue[str]()
     queue.push("a", LARGE_BYTES, "large")
     queue.push("b", LARGE_BYTES, "large")
     queue.push("c", LARGE_BYTES - 1, "small")
@@ -75,7 +75,7 @@ def test_large_ones_are_passed_over_where_they_may_not_run() -> None:
     )
 )
 def test_each_job_is_served_once_in_its_tenants_order(steps: list[tuple[str, int, bool, bool]]) -> None:
-    queue, pushed, served = FairQueue[int](), [], []
+    queue, pushed, served = TokenizerQueue[int](), [], []
     for number, (tenant, size, drops, pops) in enumerate(steps):
         job = queue.push(tenant, size, number)
         if drops:

@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 
 from gateway.app import create_app
 from gateway.openai.context import ServedModel
-from gateway.openai.prepare import Rules
+from gateway.openai.prepare import ModelRules
 from gateway.text.tokenizer import ModelFacts, ModelTokenizer
 from gateway.tools.formats import HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, CallFormat, regions_of
 from gateway.tools.reader import AnswerReader, Reading
@@ -80,7 +80,7 @@ def with_model(test: Callable[[Site, Model], Awaitable[None]], template: str = "
     async def body() -> None:
         site = make_site()
         tok = tokenizer(TEMPLATES[template])
-        site.gateway.models = [ServedModel(tok, Rules(MODEL, 300))]
+        site.gateway.models = [ServedModel(tok, ModelRules(MODEL, 300))]
         model = Model(tok)
         site.cluster.answer = model.answer
         site.app = create_app(site.gateway)

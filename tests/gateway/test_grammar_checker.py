@@ -9,7 +9,7 @@ import pytest
 from gateway.http.errors import ApiError
 from gateway.structured import checker as module
 from gateway.structured.checker import GrammarChecker
-from gateway.structured.hello import COMPILE_CPU_S, Job
+from gateway.structured.hello import COMPILE_CPU_S, CompileJob
 from gateway.text.tokenizer import ModelTokenizer
 from tests.gateway.fakes import make_site
 
@@ -135,7 +135,7 @@ class Stub:
 
     async def verdict(self, job: bytes) -> str:
         Stub.running += 1
-        grammar = msgspec.json.decode(job, type=Job).grammar
+        grammar = msgspec.json.decode(job, type=CompileJob).grammar
         Stub.order.append(grammar)
         for _ in range(40 if "bomb" in grammar else 2):
             await asyncio.sleep(0)

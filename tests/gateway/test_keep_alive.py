@@ -11,7 +11,7 @@ from gateway.streams.types import StreamLimits
 from launcher.http.client import new_session
 from launcher.http.streams import stream_completion
 from launcher.load.client import StreamReader
-from launcher.load.records import Record
+from launcher.load.records import RequestRecord
 from proto.errors import Reject
 from proto.messages import TokenItem, Tokens
 from tests.gateway.fakes import ANSWER, DECODER, MODEL, Site, make_site, rejecting, served
@@ -74,7 +74,7 @@ def test_the_official_client_and_our_own_ignore_comments() -> None:
                     content = await answer.read()
                 stream = await stream_completion(plain, MODEL, "a", 20)
         assert content.count(COMMENT.encode()) > 10
-        record = Record(0, "t", 0.0, 9, 3)
+        record = RequestRecord(0, "t", 0.0, 9, 3)
         StreamReader(record, 0.0).feed(content, 1.0)
         assert record.tokens == ANSWER_TOKENS and record.first_s == 1.0
         assert len(stream.arrivals) == 20

@@ -5,13 +5,13 @@ import pytest
 from gateway.metrics import GatewayMetrics, StreamTimes
 from gateway.streams.types import FailKind, Failure
 from runtime.metrics.tenant_labels import TENANTS_MAX
-from runtime.tenancy.tenants import Slo, TenantsError, parse
+from runtime.tenancy.tenants import ClassTargets, TenantsError, parse
 
-SLO = Slo(1000.0, 100.0)
+SLO = ClassTargets(1000.0, 100.0)
 
 
 def stream(metrics: GatewayMetrics) -> StreamTimes:
-    metrics.slo_of = lambda tenant: SLO if tenant == "acme" else Slo()
+    metrics.slo_of = lambda tenant: SLO if tenant == "acme" else ClassTargets()
     return StreamTimes(metrics, "acme", 10, 0.0)
 
 
@@ -94,7 +94,7 @@ def test_slo_of_the_tenants_file() -> None:
         "[tenants.lab]\n"
     )
     policies = file.policies
-    assert policies["acme"].slo == Slo(500.0, 50.0) and policies["acme/ann"].slo == Slo(500.0, 20.0)
+    assert policies["acme"].slo == ClassTargets(500.0, 50.0) and policies["acme/ann"].slo == ClassTargets(500.0, 20.0)
     assert not policies["lab"].slo.given
     with pytest.raises(TenantsError, match=r"tenants\.acme\.slo_ttft_ms: must be > 0"):
         parse("[tenants.acme]\nslo_ttft_ms = 0.0\n")

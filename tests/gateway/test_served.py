@@ -19,7 +19,7 @@ from prometheus_client import generate_latest
 
 from gateway.main import GatewayProcess, _listen
 from gateway.openai.context import ServedModel
-from gateway.openai.prepare import Rules
+from gateway.openai.prepare import ModelRules
 from gateway.text.tokenizer import ModelFilesError, load
 from proto import limits
 from proto.codec import pack_tokens
@@ -310,7 +310,7 @@ def test_a_port_that_another_process_listens_on_first_is_said(
 
         async def load_slowly(_: GatewayProcess, __: asyncio.Event) -> list[ServedModel]:
             other.listen(1)
-            return [ServedModel(tokenizer(), Rules("m", 0))]
+            return [ServedModel(tokenizer(), ModelRules("m", 0))]
 
         monkeypatch.setattr(GatewayProcess, "_load", load_slowly)
         port = other.getsockname()[1]

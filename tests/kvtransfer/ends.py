@@ -16,7 +16,7 @@ from kvtransfer.memory.layout import KvLayout
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session.limits import KvSettings
-from kvtransfer.session.session import Accepted, KvFailed, KvSent
+from kvtransfer.session.session import KvFailed, KvSent, OfferAccepted
 from kvtransfer.transports.transport import PoolMemory
 from proto.kv import Announce, Commit, FirstToken, Offer, PairListen
 from proto.messages import Message
@@ -79,7 +79,7 @@ class Ends:
     receiver_layout: KvLayout | None = None
     """Where its blocks are of another size; it has `blocks` of them too."""
     blocks: int = 64
-    accept: Callable[[int, Offer], Accepted | str | None] | None = None
+    accept: Callable[[int, Offer], OfferAccepted | str | None] | None = None
     """None: each gets the next blocks, from 0 on and from 0 again."""
     to_receiver: Hook = lambda message: True
     to_sender: Hook = lambda message: True
@@ -125,10 +125,10 @@ class Ends:
             settings=self.receiver_settings or self.settings,
         )
 
-    def _next_blocks(self, offer: Offer) -> Accepted:
+    def _next_blocks(self, offer: Offer) -> OfferAccepted:
         """Not those of another session that is under way: `shm` writes to them before it is asked what came of the last."""
         self._given, first = self._given + offer.blocks, self._given
-        return Accepted(tuple(block % self.blocks for block in range(first, self._given)))
+        return OfferAccepted(tuple(block % self.blocks for block in range(first, self._given)))
 
     def _note(self, where: list[Any], what: object) -> None:
         where.append(what)

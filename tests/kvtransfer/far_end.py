@@ -21,7 +21,7 @@ from kvtransfer.memory.layout import KvLayout
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session.limits import KvSettings
-from kvtransfer.session.session import Accepted, KvFailed, KvSent
+from kvtransfer.session.session import KvFailed, KvSent, OfferAccepted
 from proto.codec import WITH_BLOB, decode, encode
 from proto.messages import Message
 from runtime.settings import gpu_environment
@@ -175,7 +175,7 @@ async def main(role: str, port: int, attempt: int) -> None:
             clock=time.monotonic,
             send=wire.send,
             listen_host="127.0.0.1",
-            accept=lambda incarnation, offer: Accepted(tuple(range(offer.blocks))),
+            accept=lambda incarnation, offer: OfferAccepted(tuple(range(offer.blocks))),
             on_committed=lambda *commit: None,
             on_failed=lambda *failure: None,
             settings=SETTINGS,

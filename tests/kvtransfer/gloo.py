@@ -20,7 +20,7 @@ from kvtransfer.memory.digests import of_packed, of_segment, unpack
 from kvtransfer.memory.pool import as_bytes
 from kvtransfer.transports import rendezvous
 from kvtransfer.transports.registry import TRANSPORTS
-from kvtransfer.transports.rendezvous import RECEIVER_RANK, SENDER_RANK, Group
+from kvtransfer.transports.rendezvous import RECEIVER_RANK, SENDER_RANK, ProcessGroup
 from kvtransfer.transports.transport import Answer, Channel, Inbox, Listener, Local, Rendezvous, SegmentJob, Transport
 
 _c10d: Any = distributed
@@ -32,7 +32,7 @@ BUFFERS = UNDER_WAY + 1
 class _GlooChannel(Channel):
     """Works through segments in order, of which UNDER_WAY have been given to gloo."""
 
-    def __init__(self, local: Local, group: Group) -> None:
+    def __init__(self, local: Local, group: ProcessGroup) -> None:
         self._rows = local.rows
         self._timeout_s = local.settings.segment_timeout_ms / 1e3
         self._group = group
@@ -74,7 +74,7 @@ class _GlooChannel(Channel):
 
 
 class _Sending(_GlooChannel):
-    def __init__(self, local: Local, group: Group) -> None:
+    def __init__(self, local: Local, group: ProcessGroup) -> None:
         super().__init__(local, group)
         self._digests = local.digests
 
@@ -106,7 +106,7 @@ class _Receiving(_GlooChannel):
 class _GlooListener(Listener):
     def __init__(self, local: Local) -> None:
         self._local = local
-        self._store = rendezvous.Listener(local.listen_host, local.settings.rendezvous_timeout_ms / 1e3)
+        self._store = rendezvous.StoreListener(local.listen_host, local.settings.rendezvous_timeout_ms / 1e3)
         self.meeting = Rendezvous(Gloo.name, local.listen_host, self._store.port, self._store.secret)
 
     def meet(self) -> Channel:
@@ -157,7 +157,7 @@ class _TemporaryStore(distributed.Store):  # type: ignore[misc, name-defined, un
         self._store = None
 
 
-def gloo_group(store: Any, rank: int, host: str, timeout_s: float) -> Group:
+def gloo_group(store: Any, rank: int, host: str, timeout_s: float) -> ProcessGroup:
     """A gloo group of two, its sockets on `host`. Blocks until the other rank is there too. It does not keep the store."""
     gloo = _c10d.ProcessGroupGloo
     options = gloo._Options()
@@ -166,7 +166,7 @@ def gloo_group(store: Any, rank: int, host: str, timeout_s: float) -> Group:
     options._threads = 1
     temporary = _TemporaryStore(store)
     try:
-        group: Group = gloo(temporary, rank, 2, options)
+        group: ProcessGroup = gloo(temporary, rank, 2, options)
         if rank == SENDER_RANK:
             store.set(_SET_UP, "here")
         else:

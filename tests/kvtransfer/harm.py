@@ -55,7 +55,7 @@ class Harm:
 def cut(sender: KvSender, link_port: int) -> None:
     """Shut all of the data plane's connections, as a broken cable would."""
     for one in sender._pairs:
-        if isinstance(one._channel, shm.RemoteWriter):
+        if isinstance(one._channel, shm.ShmWriter):
             one._channel._connection._socket.shutdown(socket.SHUT_RDWR)
     for connection in psutil.Process().net_connections("tcp"):
         if connection.raddr and connection.raddr.port != link_port and connection.fd >= 0:

@@ -29,7 +29,7 @@ from kvtransfer.memory.layout import KvLayout
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session.limits import KvSettings
-from kvtransfer.session.session import Accepted, KvFailed, KvSent
+from kvtransfer.session.session import KvFailed, KvSent, OfferAccepted
 from proto.kv import Accept, Ack, Announce, Commit, Offer, PairListen
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Destination, Hello, Message, Role
@@ -308,9 +308,9 @@ class ReceiverNode(Node):
         elif isinstance(message, Ack):
             self.harm.reach("after_commit", message.request_id)
 
-    def _accept(self, incarnation: int, offer: Offer) -> Accepted | str:
+    def _accept(self, incarnation: int, offer: Offer) -> OfferAccepted | str:
         try:
-            return Accepted(tuple(self.allocator.allocate(offer.blocks)))
+            return OfferAccepted(tuple(self.allocator.allocate(offer.blocks)))
         except OutOfBlocks as error:
             return str(error)
 

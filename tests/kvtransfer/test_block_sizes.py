@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.memory.layout import KvLayout, blocks_of, sub_blocks_of
 from kvtransfer.memory.pool import PoolRows
-from kvtransfer.session.session import Accepted, KvFailed, KvSent
+from kvtransfer.session.session import KvFailed, KvSent, OfferAccepted
 from proto.kv import PairClosed, PairOpen
 from tests.kvtransfer.ends import SMALL, Ends, filled_pool, same_bytes, shuffled, with_ends
 
@@ -78,10 +78,10 @@ def test_pairs_of_different_block_sizes(ours: int, theirs: int) -> None:
             asked[f"r{number}"] = tokens, here, there, rng.randint(0, tokens // theirs)
         counts: dict[str, int] = {}
 
-        def accept(incarnation: int, offer: object) -> Accepted:
+        def accept(incarnation: int, offer: object) -> OfferAccepted:
             counts[offer.request_id] = offer.blocks  # type: ignore[attr-defined]
             _, _, there, cached = asked[offer.request_id]  # type: ignore[attr-defined]
-            return Accepted(tuple(there), cached)
+            return OfferAccepted(tuple(there), cached)
 
         ends.accept = accept
         before = ends.target.clone()
@@ -106,7 +106,7 @@ def test_pairs_of_different_block_sizes(ours: int, theirs: int) -> None:
 
 def test_a_failed_transfer_gives_the_blocks_back_as_they_were_given():
     async def test(ends: Ends) -> None:
-        ends.accept = lambda incarnation, offer: Accepted((9, 4, 7))
+        ends.accept = lambda incarnation, offer: OfferAccepted((9, 4, 7))
         ends.sender.open("r", 1, 2, 5, 2)
         await ends.until(lambda: len(ends.frames) >= 2)
         ends.sender.abort("r", 1, "enough")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvtransfer.memory.layout import KvLayout
-from kvtransfer.session.session import Accepted, KvFailed, KvSent
+from kvtransfer.session.session import KvFailed, KvSent, OfferAccepted
 from proto.kv import Abort, Announce, Commit, Offer, PairClosed, PairListen
 from tests.kvtransfer import ends as ends_module
 from tests.kvtransfer.ends import LAYOUT, SMALL, WAIT_S, Ends, announces, same_bytes, shuffled, with_ends
@@ -41,7 +41,7 @@ def test_bytes_arrive_whatever_the_order(name):
             targets[f"r{number}"] = [taken.pop() for _ in range(min(count, len(taken)))]
         sources = {name: ids for name, ids in sources.items() if len(targets[name]) == len(ids)}
         before = ends.target.clone()
-        ends.accept = lambda incarnation, offer: Accepted(tuple(targets[offer.request_id]))
+        ends.accept = lambda incarnation, offer: OfferAccepted(tuple(targets[offer.request_id]))
         for request_id, ids in sources.items():
             ends.transfer(request_id, ids, chunks=rng.randint(1, 4))
         await ends.ended(len(sources))
@@ -132,10 +132,10 @@ def test_an_offer_may_be_decided_later_or_refused():
         await ends.until(lambda: len(ends.results) == 1)
         assert ends.results == [KvFailed("refused", 1, "declined: no room")]
         assert ends.committed == ends.failed == [] and len(undecided) == 1
-        ends.receiver.decide("late", 1, Accepted((9, 8, 7)))
+        ends.receiver.decide("late", 1, OfferAccepted((9, 8, 7)))
         await ends.ended(1)
         assert same_bytes(ends.target[[9, 8, 7]], ends.source[[1, 2, 3]])
-        ends.receiver.decide("late", 1, Accepted((9, 8, 7)))  # repeated: ignored
+        ends.receiver.decide("late", 1, OfferAccepted((9, 8, 7)))  # repeated: ignored
         ends.receiver.decide("never", 1, "no")
 
     with_ends(test)
@@ -146,7 +146,7 @@ def test_cached_blocks_do_not_cross(cached):
     async def test(ends: Ends) -> None:
         before = ends.target.clone()
         targets = tuple(shuffled(64, 16, 3))
-        ends.accept = lambda incarnation, offer: Accepted(targets, cached)
+        ends.accept = lambda incarnation, offer: OfferAccepted(targets, cached)
         source = shuffled(64, 16, 4)
         ends.transfer("r", source, chunks=3)
         await ends.ended(1)
@@ -173,7 +173,7 @@ def test_an_undecided_offer_ends_at_its_deadline():
 @pytest.mark.parametrize("by", ["sender", "receiver"])
 def test_an_abort_amid_the_segments_leaves_the_pair_in_order(by):
     async def test(ends: Ends) -> None:
-        ends.accept = lambda incarnation, offer: Accepted(
+        ends.accept = lambda incarnation, offer: OfferAccepted(
             tuple(range(50) if offer.request_id == "r" else range(50, 60))
         )
         before = ends.target.clone()

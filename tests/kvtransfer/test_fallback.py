@@ -8,7 +8,7 @@ import pytest
 from kvtransfer.session.limits import AUTO
 from kvtransfer.session.session import KvFailed, KvSent
 from kvtransfer.transports import registry as transports
-from kvtransfer.transports.unix_socket import READY, Connection
+from kvtransfer.transports.unix_socket import READY, UnixConnection
 from proto.kv import PairListen, PairOpen
 from proto.messages import Message
 from tests.kvtransfer import ends as ends_module
@@ -70,10 +70,10 @@ def test_another_host_is_served_by_tcp(monkeypatch):
 
 
 def test_a_broken_transport_is_left_out_and_tried_again():
-    def no_grant(self: Connection, kind: int, sequence: int, payload: bytes = b"") -> bool:
+    def no_grant(self: UnixConnection, kind: int, sequence: int, payload: bytes = b"") -> bool:
         return True if broken and kind not in (READY,) else plain(self, kind, sequence, payload)
 
-    plain, broken = Connection.send, [True]
+    plain, broken = UnixConnection.send, [True]
     listened: list[str] = []
 
     def watch(message: Message) -> bool:
@@ -96,7 +96,7 @@ def test_a_broken_transport_is_left_out_and_tried_again():
         assert ends.sender.counters["broken_shm"] + ends.receiver.counters["broken_shm"] >= 1
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Connection, "send", no_grant)
+        patch.setattr(UnixConnection, "send", no_grant)
         quick = replace(SMALL, segment_timeout_ms=400)
         with_ends(test, to_sender=watch, settings=quick)
 

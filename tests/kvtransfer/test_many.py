@@ -11,7 +11,7 @@ from kvtransfer.memory.layout import KvLayout
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session.limits import KvSettings
-from kvtransfer.session.session import Accepted, KvFailed, KvSent
+from kvtransfer.session.session import KvFailed, KvSent, OfferAccepted
 from proto.kv import Commit
 from proto.messages import Message
 from tests.kvtransfer import ends
@@ -77,9 +77,9 @@ class Mesh:
             for incarnation, pool in self.pools.items()
         }
 
-    def _accepted(self, incarnation: int, request_id: str) -> Accepted:
+    def _accepted(self, incarnation: int, request_id: str) -> OfferAccepted:
         blocks, cached = self.targets[(incarnation, request_id)]
-        return Accepted(tuple(blocks), cached)
+        return OfferAccepted(tuple(blocks), cached)
 
     def _committed(self, _: int, commit: Commit, block_ids: list[int], prompt: list[int]) -> None:
         return

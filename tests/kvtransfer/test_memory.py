@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.memory.shared import SharedMemory
-from kvtransfer.memory.window import Ring
+from kvtransfer.memory.window import WindowRing
 
 
 def test_the_memory_cannot_be_cut_short_and_is_nowhere_to_be_found():
@@ -27,7 +27,7 @@ def test_the_memory_cannot_be_cut_short_and_is_nowhere_to_be_found():
 )
 def test_stretches_of_a_ring_are_in_it_and_never_overlap(sub_blocks: int, moves: list[tuple[str, int]]) -> None:
     """And where none is held, whatever is no longer than the ring has room."""
-    ring, held = Ring(sub_blocks), deque[range]()
+    ring, held = WindowRing(sub_blocks), deque[range]()
     for move, count in moves:
         if move == "take":
             first = ring.take(count)

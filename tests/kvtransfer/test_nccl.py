@@ -128,7 +128,7 @@ class World:
         sends, receives = (
             kind(Local(PoolRows(pool, LAYOUT), 8, SETTINGS), line, Played(self.wire), thread, every)
             for kind, pool, line, thread in zip(
-                (nccl.Sends, nccl.Receives), (self.source, self.target), self.lines, self.threads, strict=True
+                (nccl.Sends, nccl.NcclReceives), (self.source, self.target), self.lines, self.threads, strict=True
             )
         )
         self.sender, self.receiver = End(sends), End(receives)

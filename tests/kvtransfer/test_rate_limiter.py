@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.rate_limiter import Bucket, Lane, RateLimiter
+from kvtransfer.rate_limiter import ByteBucket, Lane, RateLimiter
 from kvtransfer.session.limits import KvSettings
 from proto.kv import Announce
 from tests.kvtransfer.ends import Ends, with_ends
@@ -18,7 +18,7 @@ SIZES = st.lists(st.tuples(st.integers(1, 3_000), st.floats(0.0, 5.0)), min_size
 @given(SIZES)
 def test_what_begins_keeps_to_the_rate_and_one_burst(pieces: list[tuple[int, float]]) -> None:
     """In any stretch of time, up to the piece that overdraws; and nothing waits that has room."""
-    bucket, now = Bucket(RATE, BURST), 0.0
+    bucket, now = ByteBucket(RATE, BURST), 0.0
     begun: list[tuple[float, int]] = []
     for size, pause_s in pieces:
         now += pause_s
@@ -37,7 +37,7 @@ def test_what_begins_keeps_to_the_rate_and_one_burst(pieces: list[tuple[int, flo
 
 @given(st.lists(st.tuples(st.integers(1, 100_000), st.floats(0.0, 1.0), st.booleans()), min_size=1, max_size=60))
 def test_the_debt_is_bounded_however_much_begins_before_its_time(pieces: list[tuple[int, float, bool]]) -> None:
-    bucket, now = Bucket(RATE, BURST), 0.0
+    bucket, now = ByteBucket(RATE, BURST), 0.0
     for size, pause_s, is_patient in pieces:
         now += pause_s
         if is_patient:
@@ -52,7 +52,7 @@ def test_what_comes_while_nothing_runs_costs_what_comes_later_nothing(idle: list
 
     async def main() -> None:
         busy, begun = False, 0
-        rate_limiter, lane = RateLimiter(Bucket(RATE, BURST), 60.0, lambda: 0.0, lambda: busy), Lane()
+        rate_limiter, lane = RateLimiter(ByteBucket(RATE, BURST), 60.0, lambda: 0.0, lambda: busy), Lane()
 
         def begin() -> None:
             nonlocal begun
@@ -82,7 +82,7 @@ def run_pace(pieces: int, *, busy: bool, wait_max_s: float = 60.0) -> tuple[list
             if len(begun) == pieces:
                 done.set()
 
-        rate_limiter = RateLimiter(Bucket(10_000.0, 1), wait_max_s, loop.time, lambda: busy)
+        rate_limiter = RateLimiter(ByteBucket(10_000.0, 1), wait_max_s, loop.time, lambda: busy)
         began, lane = loop.time(), Lane()
         for number in range(pieces):
             rate_limiter.start(lane, lambda: 1_000, lambda number=number: begin(number))  # type: ignore[misc]
@@ -119,7 +119,7 @@ def test_what_nobody_wants_any_more_is_not_held_back() -> None:
     async def main() -> None:
         loop, lane, done = asyncio.get_running_loop(), Lane(), asyncio.Event()
         wanted = 1_000
-        rate_limiter, other = RateLimiter(Bucket(5_000.0, 1), 60.0, loop.time, lambda: True), Lane()
+        rate_limiter, other = RateLimiter(ByteBucket(5_000.0, 1), 60.0, loop.time, lambda: True), Lane()
         for _ in range(500):
             rate_limiter.start(other, lambda: 1_000, lambda: None)  # its turns come in between
         for _ in range(500):
@@ -137,7 +137,7 @@ def test_pairs_take_turns() -> None:
         begun: list[str] = []
         done = asyncio.Event()
         rate_limiter, lanes = (
-            RateLimiter(Bucket(20_000.0, 1), 60.0, asyncio.get_running_loop().time, lambda: True),
+            RateLimiter(ByteBucket(20_000.0, 1), 60.0, asyncio.get_running_loop().time, lambda: True),
             (Lane(), Lane()),
         )
         for number in range(20):

@@ -22,7 +22,7 @@ LIMIT = timedelta(seconds=WAIT_S)
 
 def test_the_store_of_a_gloo_pair_is_gone_when_the_two_have_met() -> None:
     """The group alone would keep it, and its listening socket, for as long as it lives."""
-    listener = rendezvous.Listener("127.0.0.1", WAIT_S)
+    listener = rendezvous.StoreListener("127.0.0.1", WAIT_S)
     groups: list[Any] = []
     meeting = threading.Thread(target=lambda: groups.append(listener.meet(gloo.gloo_group)), daemon=True)
     meeting.start()

@@ -13,26 +13,26 @@ from kvtransfer.session.session import (
     HANDLE,
     IGNORE,
     REFUSE,
-    Accepted,
     BlocksReady,
     CancelSegments,
     CommitArrived,
     CommitReady,
-    Ended,
     KvCommitted,
     KvFailed,
     KvReceiveFailed,
     KvSent,
     LocalAbort,
+    OfferAccepted,
     PairLost,
     Receive,
     Refusal,
     SegmentBegun,
     SegmentDone,
     SegmentDropped,
-    Send,
-    Session,
+    SendMessage,
+    SessionEnded,
     Tick,
+    TransferSession,
     Violation,
 )
 from proto.codec import pack_tokens
@@ -63,7 +63,7 @@ RECEIVER_EVENTS: dict[type, object] = {
     Announce: Announce("r", 1, 1, 0, 0, 0, (3,)),
     CommitArrived: CommitArrived(COMMIT, b""),
     Abort: Abort("r", 1, "gone"),
-    Accepted: Accepted((1, 2, 3, 4)),
+    OfferAccepted: OfferAccepted((1, 2, 3, 4)),
     Refusal: Refusal("full"),
     SegmentDone: SegmentDone(0, D1),
     SegmentDropped: SegmentDropped(0),
@@ -87,7 +87,7 @@ SENDER_WAYS["sent"] = [*SENDER_WAYS["committing"], Ack("r", 1, 4 * BLOCK_BYTES)]
 SENDER_WAYS["failed"] = [Decline("r", 1, "full")]
 RECEIVER_WAYS: dict[str, list[object]] = {
     "undecided": [],
-    "receiving": [Accepted((1, 2, 3, 4)), Announce("r", 1, 1, 0, 0, 0, (3,)), Announce("r", 1, 1, 1, 1, 3, (1,))],
+    "receiving": [OfferAccepted((1, 2, 3, 4)), Announce("r", 1, 1, 0, 0, 0, (3,)), Announce("r", 1, 1, 1, 1, 3, (1,))],
     "declined": [Refusal("full")],
     "failed": [LocalAbort("cancelled")],
 }
@@ -111,7 +111,7 @@ def receiver(events: list[object]) -> ReceiverSession:
     return session
 
 
-def at(end: str, state: str) -> Session:
+def at(end: str, state: str) -> TransferSession:
     session = sender(SENDER_WAYS[state]) if end == "sender" else receiver(RECEIVER_WAYS[state])
     assert session.state == state
     return session
@@ -148,7 +148,7 @@ def test_every_state_and_event(end, state, event):
     elif rule == REFUSE:
         actions = session.handle(event, 1.0)
         assert isinstance(actions[0], Violation)
-        assert isinstance(actions[1], Send) and isinstance(actions[1].message, Abort)
+        assert isinstance(actions[1], SendMessage) and isinstance(actions[1].message, Abort)
         assert session.state in ("failed", "draining")
     else:
         assert rule == HANDLE
@@ -162,9 +162,11 @@ def test_every_state_can_be_ended_and_then_says_so_once(end, event):
         was_over = session.table[state][LocalAbort] == IGNORE and state != "draining"
         actions = session.handle(event, 1e6)
         for segment in sorted(session.in_flight):
-            assert not any(isinstance(action, Ended) for action in actions), "a result before the blocks are free"
+            assert not any(isinstance(action, SessionEnded) for action in actions), (
+                "a result before the blocks are free"
+            )
             actions += session.handle(SegmentDropped(segment), 1e6)
-        ends = [action for action in actions if isinstance(action, Ended)]
+        ends = [action for action in actions if isinstance(action, SessionEnded)]
         assert len(ends) == (0 if was_over else 1), state
         assert session.next_deadline() is None
         assert session.handle(event, 2e6) == []
@@ -188,9 +190,9 @@ def test_segments_are_runs_within_both_ends_limits():
 
 def test_result_of_a_good_transfer():
     session = sender(SENDER_WAYS["committing"])
-    assert session.handle(Ack("r", 1, 4 * BLOCK_BYTES), 0.25) == [Ended(KvSent("r", 1, 4 * BLOCK_BYTES, 250.0))]
+    assert session.handle(Ack("r", 1, 4 * BLOCK_BYTES), 0.25) == [SessionEnded(KvSent("r", 1, 4 * BLOCK_BYTES, 250.0))]
     actions = receiver([*RECEIVER_WAYS["checking"], SegmentDone(0, D1)]).handle(SegmentDone(1, D2), 0.0)
-    assert actions == [Send(Ack("r", 1, 4 * BLOCK_BYTES)), Ended(KvCommitted(COMMIT, (1, 2, 3, 4), ()))]
+    assert actions == [SendMessage(Ack("r", 1, 4 * BLOCK_BYTES)), SessionEnded(KvCommitted(COMMIT, (1, 2, 3, 4), ()))]
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -202,8 +204,8 @@ def test_a_wrong_digest_never_commits(order, commit_first):
     for event in [CommitArrived(COMMIT, b""), *events] if commit_first else [*events, CommitArrived(COMMIT, b"")]:
         actions += session.handle(event, 0.0)
     assert session.state == "failed"
-    assert isinstance(actions[0], Send) and isinstance(actions[0].message, Abort)
-    assert isinstance(actions[-1], Ended) and isinstance(actions[-1].result, KvReceiveFailed)
+    assert isinstance(actions[0], SendMessage) and isinstance(actions[0].message, Abort)
+    assert isinstance(actions[-1], SessionEnded) and isinstance(actions[-1].result, KvReceiveFailed)
     assert "digest of segment 1" in actions[-1].result.reason
 
 
@@ -215,21 +217,21 @@ def test_a_wrong_digest_never_commits(order, commit_first):
     CommitArrived(Commit("r", 1, (D1,), 3, FIRST), b"\0" * 8),  # a prompt cut short
 ])  # fmt: skip
 def test_violations_within_a_good_state(frame):
-    session = receiver([Accepted((1, 2, 3, 4)), Announce("r", 1, 1, 0, 0, 0, (3,)), SegmentDone(0, D1)])
+    session = receiver([OfferAccepted((1, 2, 3, 4)), Announce("r", 1, 1, 0, 0, 0, (3,)), SegmentDone(0, D1)])
     if isinstance(frame, CommitArrived) and frame.blob:
         session.handle(Announce("r", 1, 1, 1, 1, 3, (1,)), 0.0)
         session.handle(SegmentDone(1, D2), 0.0)
         frame = CommitArrived(Commit("r", 1, (D1, D2), 3, FIRST), frame.blob)
     actions = session.handle(frame, 0.0)
     assert isinstance(actions[0], Violation)
-    assert isinstance(actions[-1], Ended) and isinstance(actions[-1].result, KvReceiveFailed)
+    assert isinstance(actions[-1], SessionEnded) and isinstance(actions[-1].result, KvReceiveFailed)
     assert actions[-1].result.block_ids == (1, 2, 3, 4)
 
 
 def commits_early() -> SenderSession:
     """Its Commit is out, and both of its segments are on their way."""
     session = sender([BlocksReady(0, (9, 8, 7, 6)), Accept("r", 1, 3), SegmentBegun(0, D1), SegmentBegun(1, D2)])
-    assert session.handle(CommitReady(FIRST, 0, b""), 0.0) == [Send(COMMIT)]
+    assert session.handle(CommitReady(FIRST, 0, b""), 0.0) == [SendMessage(COMMIT)]
     return session
 
 
@@ -237,14 +239,14 @@ def test_where_digests_are_known_the_commit_follows_the_last_announcement():
     session = sender([BlocksReady(0, (9, 8, 7, 6)), CommitReady(FIRST, 0, b"")])
     assert len(session.handle(Accept("r", 1, 3), 0.0)) == 2
     assert session.handle(SegmentBegun(0, D1), 0.0) == []
-    assert session.handle(SegmentBegun(1, D2), 0.0) == [Send(COMMIT)]
+    assert session.handle(SegmentBegun(1, D2), 0.0) == [SendMessage(COMMIT)]
 
 
 def test_one_digest_that_is_not_known_holds_the_commit_up():
     session = sender([BlocksReady(0, (9, 8, 7, 6)), Accept("r", 1, 3), CommitReady(FIRST, 0, b"")])
     assert session.handle(SegmentBegun(1, D2), 0.0) == []
     assert session.handle(SegmentDone(1, D2), 0.0) == []
-    assert session.handle(SegmentDone(0, D1), 0.0) == [Send(COMMIT)]
+    assert session.handle(SegmentDone(0, D1), 0.0) == [SendMessage(COMMIT)]
 
 
 def test_blocks_are_free_when_the_last_segment_is_answered_and_not_with_the_ack():
@@ -254,7 +256,7 @@ def test_blocks_are_free_when_the_last_segment_is_answered_and_not_with_the_ack(
     assert session.next_deadline() is None
     for late in (Ack("r", 1, 4 * BLOCK_BYTES), LocalAbort("cancelled"), PairLost("broken"), Tick()):
         assert session.handle(late, 3.0) == []
-    assert session.handle(SegmentDropped(0), 4.0) == [Ended(KvSent("r", 1, 4 * BLOCK_BYTES, 2000.0))]
+    assert session.handle(SegmentDropped(0), 4.0) == [SessionEnded(KvSent("r", 1, 4 * BLOCK_BYTES, 2000.0))]
 
 
 def test_who_commits_early_waits_for_progress_first_and_then_for_the_ack():
@@ -272,18 +274,18 @@ def test_who_commits_early_can_fail_until_the_ack(event):
     actions = session.handle(event, 1e6)
     assert actions[-1] == CancelSegments() and session.handle(SegmentDone(0, D1), 1e6) == []
     (ended,) = session.handle(SegmentDropped(1), 1e6)
-    assert isinstance(ended, Ended) and isinstance(ended.result, KvFailed)
+    assert isinstance(ended, SessionEnded) and isinstance(ended.result, KvFailed)
 
 
 def test_an_ack_for_another_size_is_a_failure():
     actions = sender(SENDER_WAYS["committing"]).handle(Ack("r", 1, 3 * BLOCK_BYTES), 0.0)
     assert isinstance(actions[0], Violation)
-    assert isinstance(actions[-1], Ended) and isinstance(actions[-1].result, KvFailed)
+    assert isinstance(actions[-1], SessionEnded) and isinstance(actions[-1].result, KvFailed)
 
 
 def test_a_repeated_commit_is_acknowledged_again():
     actions = at("receiver", "committed").handle(CommitArrived(COMMIT, b""), 0.0)
-    assert actions == [Send(Ack("r", 1, 4 * BLOCK_BYTES))]
+    assert actions == [SendMessage(Ack("r", 1, 4 * BLOCK_BYTES))]
 
 
 def test_the_prompt_comes_out_as_it_went_in():
@@ -292,7 +294,7 @@ def test_the_prompt_comes_out_as_it_went_in():
     session.handle(SegmentDone(1, D2), 0.0)
     commit = Commit("r", 1, (D1, D2), 3, FIRST)
     ended = session.handle(CommitArrived(commit, pack_tokens([7, 8, 9])), 0.0)[-1]
-    assert ended == Ended(KvCommitted(commit, (1, 2, 3, 4), (7, 8, 9)))
+    assert ended == SessionEnded(KvCommitted(commit, (1, 2, 3, 4), (7, 8, 9)))
 
 
 def test_blocks_that_the_receiver_has_are_not_sent():
@@ -302,39 +304,41 @@ def test_blocks_that_the_receiver_has_are_not_sent():
     assert [(part.segment, part.first_block, part.block_ids) for part in sent] == [(0, 3, (6,))]
     session.handle(CommitReady(FIRST, 0, b""), 0.0)
     commit = session.handle(SegmentDone(0, D1), 0.0)[0].message
-    far = receiver([Accepted((1, 2, 3, 4), 3), Announce("r", 1, 1, 0, 0, 3, (1,)), SegmentDone(0, D1)])
+    far = receiver([OfferAccepted((1, 2, 3, 4), 3), Announce("r", 1, 1, 0, 0, 3, (1,)), SegmentDone(0, D1)])
     acked, ended = far.handle(CommitArrived(commit, b""), 0.0)  # type: ignore[arg-type]
-    assert acked == Send(Ack("r", 1, BLOCK_BYTES)) and ended == Ended(KvCommitted(commit, (1, 2, 3, 4), ()))  # type: ignore[arg-type]
-    assert session.handle(acked.message, 0.0) == [Ended(KvSent("r", 1, BLOCK_BYTES, 0.0))]
+    assert acked == SendMessage(Ack("r", 1, BLOCK_BYTES)) and ended == SessionEnded(
+        KvCommitted(commit, (1, 2, 3, 4), ())  # type: ignore[arg-type]
+    )  # type: ignore[arg-type]
+    assert session.handle(acked.message, 0.0) == [SessionEnded(KvSent("r", 1, BLOCK_BYTES, 0.0))]
 
 
 def test_a_receiver_that_has_everything_gets_the_commit_alone():
     session = sender([BlocksReady(0, (9, 8, 7, 6)), CommitReady(FIRST, 0, b"")])
     (committing,) = session.handle(Accept("r", 1, 3, 4), 0.0)
-    assert committing == Send(Commit("r", 1, (), 0, FIRST))
-    acked, ended = receiver([Accepted((1, 2, 3, 4), 4)]).handle(CommitArrived(committing.message, b""), 0.0)  # type: ignore[arg-type]
-    assert acked == Send(Ack("r", 1, 0)) and isinstance(ended.result, KvCommitted)
-    assert session.handle(acked.message, 0.0) == [Ended(KvSent("r", 1, 0, 0.0))]
+    assert committing == SendMessage(Commit("r", 1, (), 0, FIRST))
+    acked, ended = receiver([OfferAccepted((1, 2, 3, 4), 4)]).handle(CommitArrived(committing.message, b""), 0.0)  # type: ignore[arg-type]
+    assert acked == SendMessage(Ack("r", 1, 0)) and isinstance(ended.result, KvCommitted)
+    assert session.handle(acked.message, 0.0) == [SessionEnded(KvSent("r", 1, 0, 0.0))]
 
 
 def test_segments_of_cached_blocks_are_a_violation_and_so_are_more_than_were_offered():
-    actions = receiver([Accepted((1, 2, 3, 4), 2)]).handle(Announce("r", 1, 1, 0, 0, 0, (3,)), 0.0)
+    actions = receiver([OfferAccepted((1, 2, 3, 4), 2)]).handle(Announce("r", 1, 1, 0, 0, 0, (3,)), 0.0)
     assert isinstance(actions[0], Violation)
     assert isinstance(sender([]).handle(Accept("r", 1, 3, 5), 0.0)[0], Violation)
 
 
 def test_targets_come_in_the_prompts_order():
-    session = receiver([Accepted((40, 10, 30, 20))])
+    session = receiver([OfferAccepted((40, 10, 30, 20))])
     assert session.handle(Announce("r", 1, 1, 0, 0, 0, (3,)), 0.0) == [Receive(0, (40, 10, 30))]
     assert session.handle(Announce("r", 1, 1, 1, 1, 3, (1,)), 0.0) == [Receive(1, (20,))]
 
 
 def test_segments_that_are_announced_together_are_taken_together_or_not_at_all():
-    session = receiver([Accepted((40, 10, 30, 20))])
+    session = receiver([OfferAccepted((40, 10, 30, 20))])
     together = session.handle(Announce("r", 1, 1, 0, 0, 0, (2, 1, 1)), 0.0)
     assert together == [Receive(0, (40, 10)), Receive(1, (30,)), Receive(2, (20,))]
     assert session.in_flight == {0, 1, 2}
-    too_much = receiver([Accepted((40, 10, 30, 20))])
+    too_much = receiver([OfferAccepted((40, 10, 30, 20))])
     actions = too_much.handle(Announce("r", 1, 1, 0, 0, 0, (2, 3)), 0.0)
     assert isinstance(actions[0], Violation) and too_much.state == "failed" and not too_much.in_flight
 

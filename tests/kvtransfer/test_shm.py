@@ -23,9 +23,9 @@ from kvtransfer.session.session import KvFailed, KvSent
 from kvtransfer.transports import shm
 from kvtransfer.transports import unix_rendezvous as shm_meeting
 from kvtransfer.transports import unix_socket as shm_socket
-from kvtransfer.transports.shm import _HELLO, _MAGIC, Receives, RemoteWriter, mapped_window, pack_places, unpack_places
+from kvtransfer.transports.shm import _HELLO, _MAGIC, ShmReceives, ShmWriter, mapped_window, pack_places, unpack_places
 from kvtransfer.transports.transport import Local, PairBroken
-from kvtransfer.transports.unix_socket import GRANT, Connection, RendezvousListener, connect
+from kvtransfer.transports.unix_socket import GRANT, UnixConnection, UnixListener, connect
 from tests.kvtransfer import ends as ends_module
 from tests.kvtransfer.ends import LAYOUT, SMALL, Ends, filled_pool, same_bytes, shuffled, with_ends
 
@@ -121,7 +121,7 @@ def test_another_user_is_not_let_in(monkeypatch):
     assert shm_socket.is_ours(one)
     assert not shm_socket.is_ours(Foreign(fileno=other.detach()))
     one.close()
-    rendezvous_listener = RendezvousListener()
+    rendezvous_listener = UnixListener()
     monkeypatch.setattr(shm_socket, "is_ours", lambda connected: False)
     with pytest.raises(PairBroken, match="another user"):
         connect(rendezvous_listener.name, 1000)
@@ -131,8 +131,8 @@ def test_another_user_is_not_let_in(monkeypatch):
 
 def test_a_sender_does_not_outrun_a_receiver_that_copies_slowly(monkeypatch):
     """However many segments: no more are granted than the receiver has room to hear of."""
-    plain = Receives._land
-    monkeypatch.setattr(Receives, "_land", lambda *arguments: time.sleep(0.002) or plain(*arguments))
+    plain = ShmReceives._land
+    monkeypatch.setattr(ShmReceives, "_land", lambda *arguments: time.sleep(0.002) or plain(*arguments))
 
     async def test(ends: Ends) -> None:
         ends.transfer("r", shuffled(600, 600, 1))
@@ -155,12 +155,12 @@ def test_what_is_no_grant_is_refused(payload):
 
 @pytest.mark.parametrize("words", [(64,), ((1 << 32) - 2,), (5, 5), (0,) * (WINDOW_SEGMENTS_MAX + 1), ()])
 def test_a_grant_outside_the_window_or_that_nobody_asked_for_breaks_the_pair(words, monkeypatch):
-    plain, payload = Connection.send, struct.pack(f"<{len(words)}I", *words)
+    plain, payload = UnixConnection.send, struct.pack(f"<{len(words)}I", *words)
 
-    def send(self: Connection, kind: int, sequence: int, given: bytes = b"") -> bool:
+    def send(self: UnixConnection, kind: int, sequence: int, given: bytes = b"") -> bool:
         return plain(self, kind, sequence + (words == (5, 5)), payload if kind == GRANT else given)
 
-    monkeypatch.setattr(Connection, "send", send)
+    monkeypatch.setattr(UnixConnection, "send", send)
     monkeypatch.setattr(shm, "window_sub_blocks", lambda local: 6)
 
     async def test(ends: Ends) -> None:
@@ -175,9 +175,9 @@ def test_a_grant_outside_the_window_or_that_nobody_asked_for_breaks_the_pair(wor
 
 def test_a_receiver_that_grants_without_end_breaks_the_pair():
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    receiver, sender = Connection(one), Connection(other)
+    receiver, sender = UnixConnection(one), UnixConnection(other)
     rows = PoolRows(filled_pool(LAYOUT, 4, 1), LAYOUT)
-    writes, handful = RemoteWriter(Local(rows, 3, SMALL), sender, rows), pack_places([None] * WINDOW_SEGMENTS_MAX)
+    writes, handful = ShmWriter(Local(rows, 3, SMALL), sender, rows), pack_places([None] * WINDOW_SEGMENTS_MAX)
     assert receiver.send(GRANT, 0, handful)
     writes._hear(grants := deque())
     assert len(grants) == WINDOW_SEGMENTS_MAX
@@ -214,7 +214,7 @@ def test_a_sender_maps_its_window_and_nothing_of_the_pool(monkeypatch):
 
 
 def test_who_fills_a_receivers_backlog_holds_the_sender_up_no_longer_than_its_limit() -> None:
-    rendezvous_listener = RendezvousListener()
+    rendezvous_listener = UnixListener()
     strangers = []
     try:
         while True:

@@ -12,9 +12,9 @@ import torch
 from kvtransfer.memory.digests import Digester
 from kvtransfer.memory.pool import PoolRows
 from kvtransfer.memory.shared import SharedMemory
-from kvtransfer.transports.shm import Receives, unpack_places
+from kvtransfer.transports.shm import ShmReceives, unpack_places
 from kvtransfer.transports.transport import MAX_QUEUED_SEGMENTS, Inbox, Local, PairBroken, SegmentJob
-from kvtransfer.transports.unix_socket import DONE, GRANT, READY, SKIPPED, Connection
+from kvtransfer.transports.unix_socket import DONE, GRANT, READY, SKIPPED, UnixConnection
 from tests.kvtransfer.ends import LAYOUT, SMALL, filled_pool, same_bytes
 
 
@@ -23,12 +23,12 @@ class OneEnd:
 
     def __init__(self, sub_block_tokens: int = LAYOUT.block_size) -> None:
         one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.sender = Connection(other)
+        self.sender = UnixConnection(other)
         self.pool = filled_pool(LAYOUT, 16, seed=2)
         self.rows = PoolRows(self.pool, LAYOUT, sub_block_tokens)
         self.sub_block_bytes = self.rows.layout.block_bytes
         self.memory = SharedMemory(4 * self.sub_block_bytes)
-        self.channel = Receives(Local(self.rows, 2, SMALL), Connection(one), self.memory)
+        self.channel = ShmReceives(Local(self.rows, 2, SMALL), UnixConnection(one), self.memory)
         self.inbox = Inbox()
         self.answers: queue.SimpleQueue[tuple[SegmentJob, bytes]] = queue.SimpleQueue()
         self.fault = ""

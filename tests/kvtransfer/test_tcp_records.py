@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from kvtransfer.memory.pool import PoolRows
-from kvtransfer.transports.tcp.stream import HEADER_BYTES, Connection, RecordWriter
-from kvtransfer.transports.tcp.transport import Receiving
+from kvtransfer.transports.tcp.stream import HEADER_BYTES, RecordWriter, TcpConnection
+from kvtransfer.transports.tcp.transport import TcpReceiving
 from kvtransfer.transports.transport import Inbox, Local, PairBroken, SegmentJob
 from tests.kvtransfer.ends import (
     LAYOUT,
@@ -37,13 +37,13 @@ class Played:
         ours, self.theirs = connected_pair()
         self.theirs.settimeout(WAIT_S)
         local = Local(PoolRows(self.pool, LAYOUT), 3, replace(SMALL, segment_timeout_ms=300))
-        self.channel = Receiving(local, Connection(ours), key)
+        self.channel = TcpReceiving(local, TcpConnection(ours), key)
         self.inbox = Inbox()
         self.inbox.put(SegmentJob(None, 0, 0, 3, (2, 3, 4)))
         self.answers: list[bytes] = []
 
     def write(self, key: bytes | None, payload: bytes, sequence: int = 0, number: int = 0) -> None:
-        connection = Connection(self.theirs)
+        connection = TcpConnection(self.theirs)
         connection.open(self.inbox)
         writer = RecordWriter(connection, key, max(len(payload), 1))
         writer.write(sequence, number, memoryview(payload), float("inf"))
@@ -113,7 +113,7 @@ def test_a_record_said_twice_is_refused() -> None:
     played.inbox.put(SegmentJob(None, 1, 0, 3, (2, 3, 4)))
     kept: list[bytes] = []
     one, other = connected_pair()
-    connection = Connection(one)
+    connection = TcpConnection(one)
     connection.open(played.inbox)
     RecordWriter(connection, RECORD_KEY, len(GOOD)).write(0, 0, memoryview(GOOD), float("inf"))
     one.close()

@@ -11,7 +11,7 @@ from kvtransfer.transports.tcp.handshake import (
     HELLO_BYTES,
     KEY_BYTES,
     HandshakeFailed,
-    Hello,
+    TcpHello,
     answer,
     hello,
     read_hello,
@@ -51,7 +51,7 @@ def test_a_hello_with_one_byte_changed_is_refused(at: int, change: int) -> None:
 
 @given(st.integers(0, ANSWER_BYTES - 1), st.integers(1, 255))
 def test_an_answer_with_one_byte_changed_is_refused(at: int, change: int) -> None:
-    changed = bytearray(answer(Hello(TOKEN, SENDER_NONCE, b""), KEY, RECEIVER_NONCE))
+    changed = bytearray(answer(TcpHello(TOKEN, SENDER_NONCE, b""), KEY, RECEIVER_NONCE))
     changed[at] ^= change
     with pytest.raises(HandshakeFailed):
         verify_answer(bytes(changed), TOKEN, KEY, SENDER_NONCE)

@@ -11,7 +11,7 @@ import pytest
 
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
-from kvtransfer.session.session import Accepted, KvFailed, KvSent
+from kvtransfer.session.session import KvFailed, KvSent, OfferAccepted
 from proto.kv import Accept, Announce, Commit, Offer
 from proto.messages import Message
 from tests.kvtransfer import ends, far_end
@@ -56,9 +56,9 @@ class NearReceiver:
             memory=self.memory,
         )
 
-    def _accept(self, incarnation: int, offer: Offer) -> Accepted:
+    def _accept(self, incarnation: int, offer: Offer) -> OfferAccepted:
         taken, self.free = self.free[: offer.blocks], self.free[offer.blocks :]
-        return Accepted(tuple(taken))
+        return OfferAccepted(tuple(taken))
 
     def _on_committed(self, incarnation: int, commit: Commit, block_ids: list[int], prompt: list[int]) -> None:
         self.committed[commit.request_id] = block_ids

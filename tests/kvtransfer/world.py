@@ -8,29 +8,29 @@ from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.receiver import ReceiverSession
 from kvtransfer.session.sender import SenderSession
 from kvtransfer.session.session import (
-    Accepted,
     Action,
     AnnounceOrder,
     BlocksReady,
     CancelSegments,
     CommitArrived,
     CommitReady,
-    Ended,
     KvCommitted,
     KvFailed,
     KvReceiveFailed,
     KvSent,
     LocalAbort,
+    OfferAccepted,
     PairLost,
     Receive,
     Refusal,
     SegmentBegun,
     SegmentDone,
     SegmentDropped,
-    Send,
+    SendMessage,
     SendSegment,
-    Session,
+    SessionEnded,
     Tick,
+    TransferSession,
 )
 from proto.kv import Announce, Commit, FirstToken, Offer
 from proto.messages import Message
@@ -172,7 +172,7 @@ class World:
         """Prefill goes on; decode decides."""
         if self.receiver is not None and self.receiver.state == "undecided":
             refuses = self.chance(self.faults.refuse)
-            self.feed(self.receiver, Refusal("no") if refuses else Accepted(tuple(self.target), self.cached))
+            self.feed(self.receiver, Refusal("no") if refuses else OfferAccepted(tuple(self.target), self.cached))
         elif self.sender.state == "committing" or self.given > self.blocks:
             return
         elif self.given < self.blocks:
@@ -215,12 +215,12 @@ class World:
 
     # --- actions ---
 
-    def feed(self, session: Session, event: object) -> None:
+    def feed(self, session: TransferSession, event: object) -> None:
         self.perform(session, session.handle(event, self.now))
 
-    def perform(self, session: Session, actions: list[Action]) -> None:
+    def perform(self, session: TransferSession, actions: list[Action]) -> None:
         for at, action in enumerate(actions):
-            if isinstance(action, Send):
+            if isinstance(action, SendMessage):
                 queue = self.to_receiver if session is self.sender else self.to_sender
                 queue.append((action.message, action.blob))
             elif isinstance(action, SendSegment):
@@ -230,7 +230,7 @@ class World:
                 self.receiving[place] = (action.segment, action.block_ids)
             elif isinstance(action, CancelSegments) and session is self.receiver:
                 self.receiving = [(segment, None) for segment, _ in self.receiving]
-            elif isinstance(action, Ended):
+            elif isinstance(action, SessionEnded):
                 assert at == len(actions) - 1, "the result is not the last action"
                 assert not session.in_flight, "a result while a thread may touch the blocks"
                 results = self.sender_results if session is self.sender else self.receiver_results

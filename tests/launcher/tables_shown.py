@@ -4,11 +4,11 @@ from typing import Any
 
 from coordinator.event_log.longest_waits import Waited
 from coordinator.event_log.reasons import By, OtherTurn
-from coordinator.event_log.timeline import ChunkSent, Ended, Entry, Passed, Placed, Submitted
+from coordinator.event_log.timeline import ChunkSent, Entry, Passed, Placed, RequestEnded, Submitted
 from launcher.bench import ratio as bench_ratio
-from launcher.cluster.plan import Planned
-from launcher.load.figures import Slo, figures
-from launcher.load.records import Record
+from launcher.cluster.plan import PlannedProcess
+from launcher.load.figures import LoadSlo, figures
+from launcher.load.records import RequestRecord
 from proto.messages import Role
 from proto.policy import ArmStatus, PolicyAnswer, PolicyVersion
 from proto.status import PairStatus, StatusReport, WorkerStatus
@@ -55,7 +55,7 @@ TENANTS = parse(
     f"[tenants.research-department]\nborrow = true\n[tenants.research-department.users.recommendations]\n{_LIMITS}\n"
 )
 _GATEWAY = GatewaySettings(name="gateway-on-node-0", model="/var/lib/" + "models/" * 4 + "tiny")
-PLANNED = [Planned("gateway", 0, _GATEWAY, {"OMP_NUM_THREADS": "1"}, (0, 1))] * 2
+PLANNED = [PlannedProcess("gateway", 0, _GATEWAY, {"OMP_NUM_THREADS": "1"}, (0, 1))] * 2
 WAITED = [Waited(9_876.543, 1_234.567, REQUEST, "interactive", TENANT, 123_456, "finished")] * 2
 STORY: list[Entry] = [
     Submitted(0.0, 1, "standard", TENANT, 123_456, 16, 2, 0),
@@ -65,14 +65,14 @@ STORY: list[Entry] = [
     Placed(2.276, "prefill-0 + decode-0", 33, 0, False),
     Placed(2.276, "decode-0", 33, 1344, False, 0.0, 0.451, 12.913),
     ChunkSent(2.276, "prefill-0", 4, 0, 96, 502, 1),
-    Ended(15.131, "finished", "", 0.0, None),
+    RequestEnded(15.131, "finished", "", 0.0, None),
 ]
 
 # --- benches ------------------------------------------------------------------------------------------------------------
 
 
-def _record(index: int, tenant: str) -> Record:
-    return Record(
+def _record(index: int, tenant: str) -> RequestRecord:
+    return RequestRecord(
         index, tenant, due_s=index, prompt_asked=100, output_asked=10, sent_s=index, first_s=index + 234.5,
         gaps_ms=[123_456.0] * 9, ended_s=index + 999.0, tokens=10, prompt_tokens=100, outcome="ok",
         priority=("interactive", "batch")[index % 2],
@@ -80,7 +80,7 @@ def _record(index: int, tenant: str) -> Record:
 
 
 FIGURES = figures(
-    [_record(n, ("acme", TENANT)[n % 2]) for n in range(20)], {"acme": 1.0, TENANT: 2.0}, Slo(1e3, 1e2, 0)
+    [_record(n, ("acme", TENANT)[n % 2]) for n in range(20)], {"acme": 1.0, TENANT: 2.0}, LoadSlo(1e3, 1e2, 0)
 )
 RATIOS = [bench_ratio.row(name, FIGURES) | {"fails": ["ttft", "answer", "tpot"]} for name in ("1P1D", "2P1D", "10P12D")]
 DIFFERENCES = {

@@ -10,12 +10,17 @@ from tests.tuning.profiles import GPU
 from tests.tuning.test_autopilot import ANSWERS, SLO, seats
 from tests.tuning.test_learned import production, report_of, times
 from tuning.accuracy import Accuracy
-from tuning.autopilot import Autopilot, Observation, Rules
+from tuning.autopilot import Autopilot, AutopilotRules, Observation
 from tuning.learned import Learner
 
 
 def test_it_predicts_with_what_steps_take_and_says_so() -> None:
-    pilot, accuracy, learner, seen = Autopilot(GPU, Rules(SLO)), Accuracy(GPU, SLO), Learner(GPU), Seen(model="m")
+    pilot, accuracy, learner, seen = (
+        Autopilot(GPU, AutopilotRules(SLO)),
+        Accuracy(GPU, SLO),
+        Learner(GPU),
+        Seen(model="m"),
+    )
     true = GPU.scaled(1.0, 1.5)
     learn(learner, pilot, accuracy, report_of(production(true, Role.DECODE, 400)), seen, log.get("test"))
     assert times(pilot.profile, Role.DECODE)[2] > 1.3 * times(GPU, Role.DECODE)[2]

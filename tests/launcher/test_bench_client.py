@@ -6,15 +6,15 @@ import random
 import pytest
 
 from launcher.http.client import RequestFailed, new_session
-from launcher.http.streams import BenchFailed, Stream, gaps_between, long_prompt, percentile, stream_completion
+from launcher.http.streams import BenchFailed, ClientStream, gaps_between, long_prompt, percentile, stream_completion
 from tests.launcher.scripted_server import DONE, STREAM, event, refusal, serving, token, usage
 
 TOKENS = b"".join(token(word) for word in ("a", '"error"', "data: {"))
 USAGE = usage(7, 3)
 
 
-def _complete(body: bytes, head: bytes = STREAM) -> Stream:
-    async def scene() -> Stream:
+def _complete(body: bytes, head: bytes = STREAM) -> ClientStream:
+    async def scene() -> ClientStream:
         pieces = [(0.0, body[start : start + 50]) for start in range(0, len(body), 50)]
         async with serving([(0.0, head), *pieces]) as server, new_session(server.url) as session:
             return await stream_completion(session, "m", "p", 3)
@@ -46,8 +46,8 @@ def test_streams_that_do_not_end_cleanly_fail_the_measurement(body: bytes, head:
 
 
 def test_gaps_are_within_one_stream_and_within_the_window() -> None:
-    first = Stream(0.0, [1.0, 1.5, 2.5, 9.0])
-    second = Stream(0.0, [2.0, 2.25])
+    first = ClientStream(0.0, [1.0, 1.5, 2.5, 9.0])
+    second = ClientStream(0.0, [2.0, 2.25])
     assert gaps_between([first, second], 1.2, 3.0) == [1.0, 0.25]
     assert gaps_between([first, second], 20.0, 30.0) == []
 

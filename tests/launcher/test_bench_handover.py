@@ -3,12 +3,12 @@
 import pytest
 
 from launcher.bench.handover import Handover, figures
-from launcher.http.streams import Stream
+from launcher.http.streams import ClientStream
 
 
 def test_figures_set_what_was_not_hidden_against_the_wait_and_the_steady_gap() -> None:
-    first = Stream(10.0, [12.0, 12.15, 12.25, 12.35, 12.45], prompt_tokens=1400, ended_at=12.5)
-    second = Stream(20.0, [24.0, 24.3, 24.4, 24.5, 24.6], prompt_tokens=1400, ended_at=24.7)
+    first = ClientStream(10.0, [12.0, 12.15, 12.25, 12.35, 12.45], prompt_tokens=1400, ended_at=12.5)
+    second = ClientStream(20.0, [24.0, 24.3, 24.4, 24.5, 24.6], prompt_tokens=1400, ended_at=24.7)
     found = figures([Handover(first, 0.02, 10 << 20), Handover(second, 0.2, 10 << 20)])
     assert found["steady_gap_p50_ms"] == pytest.approx(100)
     assert found["exposed_share_of_ttft_p50"] == pytest.approx(0.01) and found["exposed_share_of_ttft_max"] == 0.05

@@ -10,7 +10,7 @@ import typing
 import pytest
 
 from launcher.commands import TABLE, build_app, only_groups
-from runtime.settings.command_line import Command, Group, Table, _named, commands_in, invoke
+from runtime.settings.command_line import Command, CommandGroup, Table, _named, commands_in, invoke
 from runtime.settings.option_help import panels_of
 from runtime.settings.options import option_name
 from tests.documents import ROOT
@@ -21,7 +21,7 @@ COMMANDS = dict(commands_in(TABLE))
 def groups_in(table: Table, prefix: str = "") -> list[str]:
     found = []
     for name, row in table.items():
-        if isinstance(row, Group):
+        if isinstance(row, CommandGroup):
             found += [prefix + name, *groups_in(row.commands, f"{prefix}{name} ")]
     return found
 

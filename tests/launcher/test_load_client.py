@@ -12,11 +12,11 @@ from rich.console import Console
 from launcher.http.client import RequestFailed, new_session
 from launcher.load import client as load_client
 from launcher.load import run as load_run
-from launcher.load.client import StreamReader, Target
-from launcher.load.plan import Planned
+from launcher.load.client import LoadTarget, StreamReader
+from launcher.load.plan import PlannedRequest
 from launcher.load.prompts import Prompts
-from launcher.load.records import Record
-from launcher.load.tenants import Tenant
+from launcher.load.records import RequestRecord
+from launcher.load.tenants import LoadTenant
 from runtime.process import clock
 from tests.launcher.scripted_server import (
     DONE,
@@ -36,21 +36,23 @@ END = [(0.0, usage(9, 3)), (0.0, DONE)]
 TOKENS = [(0.0, token()), (0.0, token()), (0.0, token())]
 
 
-def planned(index: int = 0, due_s: float = 0.0, **more: Any) -> Planned:
-    return Planned(index, due_s, Tenant("t", "sk-1"), "", 9, 3, **more)
+def planned(index: int = 0, due_s: float = 0.0, **more: Any) -> PlannedRequest:
+    return PlannedRequest(index, due_s, LoadTenant("t", "sk-1"), "", 9, 3, **more)
 
 
-def target(url: str, **more: Any) -> Target:
+def target(url: str, **more: Any) -> LoadTarget:
     values: dict[str, Any] = {"chat": False, "ignore_eos": True, "token_ids": False, "timeout_s": 5.0, **more}
-    return Target(url=f"{url}/v1/completions", model="m", **values)
+    return LoadTarget(url=f"{url}/v1/completions", model="m", **values)
 
 
-def ask(script: list[tuple[float, bytes]], one: Planned | None = None, **more: Any) -> tuple[Record, Scripted]:
+def ask(
+    script: list[tuple[float, bytes]], one: PlannedRequest | None = None, **more: Any
+) -> tuple[RequestRecord, Scripted]:
     """One request, and what became of it."""
 
-    async def scene() -> tuple[Record, Scripted]:
+    async def scene() -> tuple[RequestRecord, Scripted]:
         async with serving(script) as server, new_session(silence_s=None) as session:
-            where, record = target(server.url, **more), Record(0, "t", 0.0, 9, 3)
+            where, record = target(server.url, **more), RequestRecord(0, "t", 0.0, 9, 3)
             wish = one or planned()
             body = where.body(wish, [1, 2])
             await load_client.send(session, where, wish, body, record, clock.now())
@@ -77,7 +79,7 @@ def test_times_are_those_of_the_server() -> None:
 def test_events_cut_anywhere_are_put_together_again() -> None:
     whole = b": ping\r\n\r\n" + token("ä") + token("") + chat("b") + usage(7, 5, 2) + DONE + b"data: nonsense\n\n"
     for size in (1, 2, 3, 7, 50, 10_000):
-        record = Record(0, "t", 0.0, 9, 3)
+        record = RequestRecord(0, "t", 0.0, 9, 3)
         reader = StreamReader(record, 0.0)
         for at, start in enumerate(range(0, len(whole), size)):
             reader.feed(whole[start : start + size], float(at))
@@ -86,7 +88,7 @@ def test_events_cut_anywhere_are_put_together_again() -> None:
 
 
 def test_several_tokens_of_one_chunk_are_one_wait_and_counted_each() -> None:
-    record = Record(0, "t", 0.0, 9, 3)
+    record = RequestRecord(0, "t", 0.0, 9, 3)
     reader = StreamReader(record, 10.0)
     reader.feed(token(token_ids=[1]), 11.0)
     reader.feed(token(token_ids=[2, 3, 4]), 11.3)
@@ -98,7 +100,7 @@ def test_several_tokens_of_one_chunk_are_one_wait_and_counted_each() -> None:
 
 
 def test_a_last_token_without_text_counts_for_tpot_and_not_as_a_gap() -> None:
-    record = Record(0, "t", 0.0, 9, 3)
+    record = RequestRecord(0, "t", 0.0, 9, 3)
     reader = StreamReader(record, 10.0)
     reader.feed(token() + token(), 11.0)
     reader.feed(token("", finish_reason="length") + usage(9, 3) + DONE, 11.4)
@@ -134,9 +136,9 @@ def test_every_end_has_its_name(script: list[tuple[float, bytes]], outcome: str)
 
 
 def test_nobody_listening_is_a_kind_of_its_own() -> None:
-    async def scene() -> Record:
+    async def scene() -> RequestRecord:
         async with new_session(silence_s=None) as session:
-            record, where = Record(0, "t", 0.0, 9, 3), target("http://127.0.0.1:1")
+            record, where = RequestRecord(0, "t", 0.0, 9, 3), target("http://127.0.0.1:1")
             await load_client.send(session, where, planned(), where.body(planned(), "x"), record, clock.now())
             return record
 
@@ -144,7 +146,7 @@ def test_nobody_listening_is_a_kind_of_its_own() -> None:
 
 
 def test_a_line_without_end_is_not_kept() -> None:
-    reader = StreamReader(Record(0, "t", 0.0, 9, 3), 0.0)
+    reader = StreamReader(RequestRecord(0, "t", 0.0, 9, 3), 0.0)
     for _ in range(16):
         reader.feed(b"x" * (1 << 16), 1.0)
     with pytest.raises(RequestFailed, match="without end"):
@@ -163,7 +165,7 @@ def test_a_client_that_leaves_is_cancelled_and_closes() -> None:
 
 
 def drive(
-    server_script: list[tuple[float, bytes]], requests: list[Planned], in_flight: int, cancel_s: float = 0.0
+    server_script: list[tuple[float, bytes]], requests: list[PlannedRequest], in_flight: int, cancel_s: float = 0.0
 ) -> Any:
     async def scene() -> Any:
         async with serving(server_script) as server, new_session(silence_s=None) as session:

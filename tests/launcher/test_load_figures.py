@@ -15,15 +15,15 @@ from launcher.bench.serve import shown_settings
 from launcher.load import plot as load_plot
 from launcher.load import records as load_records
 from launcher.load import show as load_show
-from launcher.load.figures import Slo, figures, goodput, jain, tails, values
-from launcher.load.records import Record, RunFile
+from launcher.load.figures import LoadSlo, figures, goodput, jain, tails, values
+from launcher.load.records import RequestRecord, RunFile
 from launcher.load.settings import CompareSettings, LoadSettings
 from runtime.settings.options import SettingsError
 
-SLO = Slo(1000.0, 100.0, 0.0)
+SLO = LoadSlo(1000.0, 100.0, 0.0)
 
 
-def record(index: int = 0, ttft_s: float = 0.5, gaps_ms: list[float] | None = None, **more: Any) -> Record:
+def record(index: int = 0, ttft_s: float = 0.5, gaps_ms: list[float] | None = None, **more: Any) -> RequestRecord:
     gaps = [50.0] * 9 if gaps_ms is None else gaps_ms
     sent = float(index)
     values: dict[str, Any] = {
@@ -39,7 +39,7 @@ def record(index: int = 0, ttft_s: float = 0.5, gaps_ms: list[float] | None = No
         "prompt_tokens": 100,
         "outcome": "ok",
     }
-    return Record(index, **values | more)
+    return RequestRecord(index, **values | more)
 
 
 def test_tails_are_values_that_were_measured() -> None:
@@ -52,9 +52,9 @@ def test_tails_are_values_that_were_measured() -> None:
 
 def test_goodput_is_told_for_each_priority() -> None:
     records = [record(0, priority="interactive"), record(1, 9.0, priority="interactive"), record(2, priority="batch")]
-    found = figures(records, {"a": 1.0}, Slo(1000, 100, 0))["priorities"]
+    found = figures(records, {"a": 1.0}, LoadSlo(1000, 100, 0))["priorities"]
     assert {name: row["goodput"]["attainment"] for name, row in found.items()} == {"batch": 1.0, "interactive": 0.5}
-    assert figures([record()], {"a": 1.0}, Slo(1000, 100, 0))["priorities"] == {}
+    assert figures([record()], {"a": 1.0}, LoadSlo(1000, 100, 0))["priorities"] == {}
 
 
 def test_goodput_counts_what_met_every_limit() -> None:
@@ -71,7 +71,7 @@ def test_goodput_counts_what_met_every_limit() -> None:
     found = goodput(records, SLO, 10.0)
     assert (found["judged"], found["good"], found["requests_per_s"]) == (6, 2, 0.2)
     assert found["missed"] == {"ttft": 2, "tpot": 2, "answer": 1}
-    strict = goodput([record(0, gaps_ms=[10.0] * 9 + [900.0])], Slo(1000.0, 200.0, 500.0), 1.0)
+    strict = goodput([record(0, gaps_ms=[10.0] * 9 + [900.0])], LoadSlo(1000.0, 200.0, 500.0), 1.0)
     assert strict["missed"] == {"itl": 1}
 
 

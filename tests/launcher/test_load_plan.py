@@ -16,14 +16,14 @@ from launcher.load.lengths import Lengths, arrival_times
 from launcher.load.plan import NEVER
 from launcher.load.prompts import Prompts
 from launcher.load.settings import LoadSettings, RatioSettings
-from launcher.load.tenants import Ratio, Tenant, parse_tenants, read_mix
+from launcher.load.tenants import LoadTenant, Ratio, parse_tenants, read_mix
 from runtime.settings.command_line import add_command, invoke, new_app
 from runtime.settings.options import SettingsError, load
 
 AZURE = Path(os.environ.get("CROSSDOCK_TEST_AZURE_TRACE", "AzureLLMInferenceTrace_conv.csv"))
 
 
-def make(context: int = 0, **values: Any) -> load_plan.Plan:
+def make(context: int = 0, **values: Any) -> load_plan.LoadPlan:
     settings = LoadSettings(**{"warmup_s": 0.0, **values})
     return load_plan.make_plan(settings, load_plan.tenants_of(settings), context)
 
@@ -200,15 +200,15 @@ def test_the_azure_trace_has_its_known_size() -> None:
 
 
 def test_tenants_as_flags_and_as_a_file(tmp_path: Path) -> None:
-    assert parse_tenants(["a:k:1", "b::2:3:batch"]) == [Tenant("a", "k", 1), Tenant("b", "", 2, 3, "batch")]
+    assert parse_tenants(["a:k:1", "b::2:3:batch"]) == [LoadTenant("a", "k", 1), LoadTenant("b", "", 2, 3, "batch")]
     settings = load(LoadSettings, {"tenant": "a:k:1,b:k:2"})
     assert [tenant.name for tenant in load_plan.tenants_of(settings)] == ["a", "b"]
     file = tmp_path / "mix.toml"
     file.write_text('[a]\nshare = 2\n["org/bob"]\nkey = "k"\nweight = 2\n[evil]\nabuse = 5\n')
     assert read_mix(str(file)) == [
-        Tenant("a", share=2),
-        Tenant("org/bob", "k", weight=2),
-        Tenant("evil", share=0, abuse=5),
+        LoadTenant("a", share=2),
+        LoadTenant("org/bob", "k", weight=2),
+        LoadTenant("evil", share=0, abuse=5),
     ]
     for bad in ("[a]\nshare = 0\n", "a = 1\n", "[a]\nsahre = 1\n", "[a", "['a b']\n"):
         file.write_text(bad)

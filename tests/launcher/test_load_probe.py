@@ -53,7 +53,7 @@ def learn(
     return asyncio.run(scene()), bodies
 
 
-def planned(probed: Probed) -> tuple[load_plan.Plan, list[Any]]:
+def planned(probed: Probed) -> tuple[load_plan.LoadPlan, list[Any]]:
     settings = LoadSettings(prompt_tokens="103", warmup_s=0.0)
     plan = load_plan.make_plan(settings, load_plan.tenants_of(settings), probed.target.context_tokens)
     prompts = probed.prompts(settings, plan)

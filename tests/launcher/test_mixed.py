@@ -20,7 +20,7 @@ from launcher.local.core_plan import PREFILL_NICE, plan_cpu
 from launcher.tuning import check as tune_check
 from launcher.tuning import tune
 from launcher.tuning.settings import TuneCheckSettings
-from launcher.worker_roles import PoolTooSmall, Roles, split
+from launcher.worker_roles import MixedPoolTooSmall, Roles, split
 from proto.messages import Role
 from runtime.settings.command_line import parse as parse_options
 from runtime.settings.options import SettingsError
@@ -66,7 +66,9 @@ def test_prefill_gets_a_quarter_but_a_context_and_at_most_half() -> None:
 
 def test_a_pool_without_room_for_a_context_in_each_names_the_option() -> None:
     assert split(engine(200, 1600), WorkerSettings(role="mixed", model="m"))
-    with pytest.raises(PoolTooSmall, match=r"two contexts of 1600 tokens.* 0\.195 GiB .* there are 0\.194") as refused:
+    with pytest.raises(
+        MixedPoolTooSmall, match=r"two contexts of 1600 tokens.* 0\.195 GiB .* there are 0\.194"
+    ) as refused:
         split(engine(199, 1600), WorkerSettings(role="mixed", model="m"))
     assert refused.value.option == "--kv-gib"
 
@@ -89,7 +91,7 @@ def test_a_worker_that_cannot_be_mixed_says_which_option_it_is() -> None:
     assert refused.value.option == "--kv-transport"
     whole = engine(199, 1600)
     assert roles.shares(whole, Role.PREFILL, settings) == {Role.PREFILL: whole}
-    with pytest.raises(PoolTooSmall):
+    with pytest.raises(MixedPoolTooSmall):
         Roles(("shm",), None).shares(whole, Role.MIXED, settings)
 
 

@@ -27,7 +27,7 @@ def test_a_page_without_parts_is_refused() -> None:
 
 
 def test_every_key_has_a_meaning_and_every_figure_is_explained() -> None:
-    for table in (scenario.Scenario, scenario.Workers, scenario.Traffic, scenario.FailureOf):
+    for table in (scenario.Scenario, scenario.ScenarioWorkers, scenario.ScenarioTraffic, scenario.FailureOf):
         for key, field in table.model_fields.items():
             assert field.description, key
             assert f"\n| `{key}` | " in PAGE, key

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher.local import ports as module
-from launcher.local.ports import PortInUse, Ports, free_port, http_ports
+from launcher.local.ports import PortInUse, ReservedPorts, free_port, http_ports
 from runtime.settings.options import SettingsError
 from runtime.settings.serve import ServeSettings
 from tests.launcher.built import build
@@ -61,7 +61,7 @@ def test_ports_are_not_among_those_the_kernel_gives_to_others() -> None:
 def test_no_port_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     first = free_port(HOST)
     monkeypatch.setattr(module.secrets, "choice", lambda _ports: first)
-    with Ports() as ours, Ports() as theirs:
+    with ReservedPorts() as ours, ReservedPorts() as theirs:
         drawn = [ours.draw(HOST), ours.draw(HOST), theirs.draw(HOST)]
         assert drawn[0] == first and len(set(drawn)) == 3
 
@@ -70,7 +70,7 @@ def test_a_port_is_kept_from_other_processes_until_the_cluster_has_stopped() -> 
     port = free_port(HOST)
     code = f"from launcher.local.ports import Ports; Ports().take({HOST!r}, {port})"
     other = [sys.executable, "-c", code]
-    with Ports() as ports:
+    with ReservedPorts() as ports:
         ports.take(HOST, port)
         with listening(port):  # its own process still can
             pass
@@ -86,7 +86,7 @@ def test_the_next_free_ports_are_taken_where_the_default_is_not_free() -> None:
         """As if `first` were the default of `--port`."""
         return ServeSettings.model_construct(_fields_set=set(), port=first, gateways=gateways)
 
-    with listening(first + 1), Ports() as ours, Ports() as theirs:
+    with listening(first + 1), ReservedPorts() as ours, ReservedPorts() as theirs:
         assert http_ports(left_open(2), ours) == (first + 2, first + 3)
         assert http_ports(left_open(1), theirs) == (first,), "a row that was not taken whole is free again"
         with pytest.raises(PortInUse):

@@ -8,7 +8,7 @@ import pytest
 
 from launcher.simulate.load import read
 from runtime.settings.options import SettingsError
-from simulation.load.workload import Failure, Goal, Workload
+from simulation.load.workload import Goal, PlannedFailure, Workload
 
 WORKERS = '[[workers]]\nrole = "prefill"\n[[workers]]\nrole = "decode"\n'
 TRAFFIC = "[[traffic]]\n"
@@ -318,7 +318,7 @@ for_s = 7.5
     policy = workload.tenants.policy("acme/ann")
     assert policy is not None and policy.levels[0].limits.concurrency == 4 and policy.organisation_weight == 2
     assert workload.limits.kv_overcommit == 2 and workload.limits.bypasses_max == 5
-    assert workload.failures == (Failure(1.0, "prefill-0", "slow", 3.0, 7.5),)
+    assert workload.failures == (PlannedFailure(1.0, "prefill-0", "slow", 3.0, 7.5),)
 
 
 def test_a_seed_decides_what_is_drawn(tmp_path: Path) -> None:

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from launcher.bench.agents import dealt
-from launcher.load.tenants import Tenant
+from launcher.load.tenants import LoadTenant
 from launcher.load.traces import read_sessions
 from launcher.simulate.build import build
 from launcher.simulate.scenario import parse
 from proto.limits import HASH_BYTES
 from runtime.settings.options import SettingsError
 from simulation.load.run import Played, play
-from simulation.load.sessions import Session, SessionTurn, in_turn, named, synthetic
+from simulation.load.sessions import LoadSession, SessionTurn, in_turn, named, synthetic
 
 CSV = """session,turn,t_s,prompt_tokens,reused_tokens,output_tokens,think_s
 a,0,0,1000,0,50,0
@@ -64,7 +64,9 @@ def test_a_bad_trace_is_named_with_its_line(tmp_path: Path, name: str, text: str
 
 
 def test_a_turn_has_the_names_of_the_turn_before_and_of_its_answer() -> None:
-    session = Session((SessionTurn(40, 20), SessionTurn(30, 6), SessionTurn(100, 4, restarts=True)), system_tokens=32)
+    session = LoadSession(
+        (SessionTurn(40, 20), SessionTurn(30, 6), SessionTurn(100, 4, restarts=True)), system_tokens=32
+    )
     first, second, third = named(session, "s", 16, 10_000)
     assert [turn.prompt_tokens for turn in (first, second, third)] == [72, 122, 132]
     assert len(first.prompt_hashes) == 4 * HASH_BYTES and len(first.answer_hashes) == HASH_BYTES
@@ -77,15 +79,15 @@ def test_a_turn_has_the_names_of_the_turn_before_and_of_its_answer() -> None:
 
 
 def test_sessions_are_dealt_to_clients_in_turn() -> None:
-    sessions = [Session((SessionTurn(number + 1, 1),)) for number in range(5)]
+    sessions = [LoadSession((SessionTurn(number + 1, 1),)) for number in range(5)]
     assert in_turn(sessions, 2) == [[sessions[0], sessions[2], sessions[4]], [sessions[1], sessions[3]]]
     assert len(in_turn(sessions, 9)) == 5
     made = synthetic(3, 2, 100, 10, 5, 0.5)
-    assert made == [Session((SessionTurn(10, 5), SessionTurn(10, 5, 0.5)), 100)] * 3
+    assert made == [LoadSession((SessionTurn(10, 5), SessionTurn(10, 5, 0.5)), 100)] * 3
 
 
 def test_sessions_are_dealt_to_tenants_by_their_shares() -> None:
-    tenants = [Tenant("a", share=3.0), Tenant("b"), Tenant("c", share=2.0)]
+    tenants = [LoadTenant("a", share=3.0), LoadTenant("b"), LoadTenant("c", share=2.0)]
     assert Counter(tenant.name for tenant in dealt(tenants, 12)) == {"a": 6, "b": 2, "c": 4}
 
 

@@ -20,13 +20,13 @@ from launcher.admin.keys import NewKeysSettings
 from launcher.admin.keys import run as make_keys
 from launcher.cluster import up
 from launcher.cluster.file import parse
-from launcher.cluster.hosts import Site, keys_there, parcel
+from launcher.cluster.hosts import HostSite, keys_there, parcel
 from launcher.cluster.plan import HostPlan
 from launcher.cluster.settings import UpSettings
 from launcher.local import registry as here
 from launcher.local.ports import free_port
 from runtime.settings.options import SettingsError
-from tuning.profile import Capacity, Curve, DecodeCost, PrefillCost, Profile, encoded
+from tuning.profile import Curve, DecodeCost, PrefillCost, Profile, ProfileCapacity, encoded
 
 pytestmark = pytest.mark.cluster
 
@@ -79,7 +79,7 @@ def test_up_detached_restarts_what_dies_and_leaves_nothing(tmp_path: Path) -> No
 def test_up_runs_an_autopilot_beside_the_coordinator(tmp_path: Path) -> None:
     coordinator_alone(tmp_path, free_port("127.0.0.1"))
     curve = Curve((1.0,), (10.0,))
-    profile = Profile(PrefillCost(curve), DecodeCost(curve), Capacity(4096), Capacity(4096))
+    profile = Profile(PrefillCost(curve), DecodeCost(curve), ProfileCapacity(4096), ProfileCapacity(4096))
     (tmp_path / "profile.json").write_bytes(encoded(profile))
     with (tmp_path / "cluster.toml").open("a") as file:
         file.write('[autopilot]\nprofile = "profile.json"\n')
@@ -131,7 +131,7 @@ def test_where_no_log_can_be_kept_it_is_said(tmp_path: Path, arguments: tuple[st
     assert "cannot keep logs in" in done.stderr and "XDG_STATE_HOME" in done.stderr and "Traceback" not in done.stderr
 
 
-def site(folder: Path, keys: str) -> Site:
+def site(folder: Path, keys: str) -> HostSite:
     path = folder / "cluster.toml"
     path.write_text(f"""
         keys = "{keys}"
@@ -145,7 +145,7 @@ def site(folder: Path, keys: str) -> Site:
         address = "10.0.0.2"
         workers = "0P2D"
         """)
-    return Site(path, parse(path.read_text(), folder), local=False)
+    return HostSite(path, parse(path.read_text(), folder), local=False)
 
 
 def test_a_host_gets_its_own_secret_keys_and_no_others(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_commands_for_hosts(tmp_path: Path) -> None:
     command = at.command("front", "echo it")
     assert command[0] == "ssh" and command[-2] == "me@front" and "BatchMode=yes" in command
     assert at.command("back", "echo it")[-2] == "10.0.0.2"
-    here = Site(at.path, at.file, local=True).command("back", 'printf "%s" "$d"')
+    here = HostSite(at.path, at.file, local=True).command("back", 'printf "%s" "$d"')
     done = subprocess.run(
         here, env={"XDG_STATE_HOME": "/s p"}, capture_output=True, text=True, timeout=WAIT_S, check=True
     )

@@ -156,7 +156,7 @@ def test_mistakes_are_one_line(arguments: tuple[str, ...], expected: str) -> Non
     assert done.stderr.startswith(expected) and done.stderr.count("\n") == 1
 
 
-def environments(cluster: clusters.Cluster) -> dict[str, str]:
+def environments(cluster: clusters.LocalAddresses) -> dict[str, str]:
     """API keys that each process finds in its environment."""
     return {spec.name: spec.environment.get("CROSSDOCK_API_KEYS", "") for spec in cluster.processes}
 

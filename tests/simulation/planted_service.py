@@ -21,12 +21,12 @@ from coordinator.workers.circuit_breakers import Breakers
 from coordinator.workers.pool import Pool
 from coordinator.workers.worker import Worker
 from gateway.streams.keeper import StreamKeeper
-from gateway.streams.state import Phase, Submission
+from gateway.streams.state import StreamPhase, Submission
 from gateway.streams.types import StreamLimits
 from proto.errors import Interrupt
 from proto.messages import Release, TokenItem
 from runtime.worker.service import Service
-from simulation.faults.ledger import Ledger
+from simulation.faults.ledger import CheckedLedger
 from tests.simulation.planted import Planted
 
 BUGS = Planted()
@@ -137,7 +137,7 @@ def a_new_coordinator_is_told_nothing(m: pytest.MonkeyPatch) -> None:
     def up(self: StreamKeeper, incarnation: int, now: float) -> None:
         self.link_up = True
         for submission in list(self.submissions.values()):
-            if submission.phase is Phase.PENDING:
+            if submission.phase is StreamPhase.PENDING:
                 self._send_if_due(submission, now)
             self._schedule(submission.stream)
 
@@ -238,13 +238,13 @@ def steps_in_flight_are_not_counted_down(m: pytest.MonkeyPatch) -> None:
 @bug
 def a_restart_forgets_open_rows(m: pytest.MonkeyPatch) -> None:
     """What ran when the coordinator was killed is never charged."""
-    original = Ledger.past
+    original = CheckedLedger.past
 
-    def past(self: Ledger, now: float) -> Past:
+    def past(self: CheckedLedger, now: float) -> Past:
         found = original(self, now)
         return Past((), found.charged, found.recent)
 
-    m.setattr(Ledger, "past", past)
+    m.setattr(CheckedLedger, "past", past)
 
 
 @bug

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from decode_worker.batch import Batch
+from decode_worker.batch import RunningBatch
 from decode_worker.requests import Attempt, AttemptTable
 from engine.kv.allocator import BlockAllocator
 from engine.kv.sequence import SequenceBlocks
 from kvtransfer.session.receiver import COMMITTED, FAILED, ReceiverSession
 from kvtransfer.session.sender import SenderSession
-from kvtransfer.session.session import Action, Ended, KvCommitted, SegmentDone, SegmentDropped, Session
+from kvtransfer.session.session import Action, KvCommitted, SegmentDone, SegmentDropped, SessionEnded, TransferSession
 from prefill_worker.core import PrefillCore
 from prefill_worker.prompts import PrefillRequest, PromptTable
 from proto.messages import Released, TokenItem, Tokens
@@ -120,11 +120,11 @@ def the_first_token_is_sent_twice(m: pytest.MonkeyPatch) -> None:
 def a_decode_worker_frees_blocks_under_a_running_step(m: pytest.MonkeyPatch) -> None:
     """A cancelled sequence's last write lands in another's KV."""
 
-    def leave(self: Batch[Any], key: tuple[str, int]) -> bool:
+    def leave(self: RunningBatch[Any], key: tuple[str, int]) -> bool:
         self.running = [sequence for sequence in self.running if sequence.key != key]
         return True
 
-    m.setattr(Batch, "leave", leave)
+    m.setattr(RunningBatch, "leave", leave)
     m.setattr(AttemptTable, "close", _close_at_once)
 
 
@@ -192,7 +192,7 @@ def a_commit_is_taken_without_its_digests(m: pytest.MonkeyPatch) -> None:
         if self.in_flight or self._commit is None:
             return []
         self.state, self._deadline = COMMITTED, None
-        return [self._ack(), Ended(KvCommitted(self._commit.commit, self._block_ids, self._prompt))]
+        return [self._ack(), SessionEnded(KvCommitted(self._commit.commit, self._block_ids, self._prompt))]
 
     m.setattr(ReceiverSession, "_check", check)
 
@@ -211,14 +211,14 @@ def a_failed_transfer_does_not_wait_for_its_thread(m: pytest.MonkeyPatch) -> Non
 
 def _ignore_late_answers(m: pytest.MonkeyPatch, state: str) -> None:
     """So that the fault shows in what it does to others, and not in the session's own table."""
-    original = Session.handle
+    original = TransferSession.handle
 
-    def handle(self: Session, event: object, now: float) -> Any:
+    def handle(self: TransferSession, event: object, now: float) -> Any:
         if isinstance(event, SegmentDone | SegmentDropped) and self.state == state:
             return []
         return original(self, event, now)
 
-    m.setattr(Session, "handle", handle)
+    m.setattr(TransferSession, "handle", handle)
 
 
 @bug
@@ -229,7 +229,7 @@ def decode_starts_before_all_segments_are_there(m: pytest.MonkeyPatch) -> None:
         assert self._commit is not None
         self.in_flight.clear()
         self.state, self._deadline = COMMITTED, None
-        return [self._ack(), Ended(KvCommitted(self._commit.commit, self._block_ids, self._prompt))]
+        return [self._ack(), SessionEnded(KvCommitted(self._commit.commit, self._block_ids, self._prompt))]
 
     m.setattr(ReceiverSession, "_check", check)
     _ignore_late_answers(m, COMMITTED)

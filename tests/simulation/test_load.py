@@ -11,11 +11,20 @@ from runtime.tenancy.tenants import from_tables
 from simulation.load import run
 from simulation.load.figures import figures, percentiles
 from simulation.load.run import Played, TooManyRequests, play
-from simulation.load.workload import Ask, Failure, FailureKind, Goal, Loop, StepTimes, WorkerSpec, Workload
+from simulation.load.workload import (
+    FailureKind,
+    Goal,
+    LoadRequest,
+    LoadStepTimes,
+    Loop,
+    PlannedFailure,
+    WorkerSpec,
+    Workload,
+)
 from tests.helpers import first
 
 CAPACITY = Capacity(4096, 16, 64, 1 << 20)
-TIMES = StepTimes(prefill_step_s=0.002, decode_step_s=0.02)
+TIMES = LoadStepTimes(prefill_step_s=0.002, decode_step_s=0.02)
 
 
 def workers(*names: str) -> tuple[WorkerSpec, ...]:
@@ -36,14 +45,14 @@ PAIR = workers("prefill-0", "decode-0")
 TWO_PAIRS = workers("prefill-0", "prefill-1", "decode-0", "decode-1")
 
 
-def ask(prompt_tokens: int = 512, output_tokens: int = 16, **more: Any) -> Ask:
+def ask(prompt_tokens: int = 512, output_tokens: int = 16, **more: Any) -> LoadRequest:
     kept = {"stream": "s", "tenant": "t", "priority_class": "standard", "max_tokens": output_tokens, "deadline_ms": 0.0}
-    return Ask(
+    return LoadRequest(
         **{**kept, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "goal": Goal(), "retries": 0, **more}
     )
 
 
-def every(gap_s: float, what: Ask, until_s: float) -> tuple[tuple[float, Ask], ...]:
+def every(gap_s: float, what: LoadRequest, until_s: float) -> tuple[tuple[float, LoadRequest], ...]:
     return tuple((gap_s * n, what) for n in range(round(until_s / gap_s)))
 
 
@@ -60,7 +69,9 @@ KINDS: tuple[FailureKind, ...] = ("slow", "failing", "lost", "drained")
 def test_requests_outlive_what_happens_to_a_worker(kind: FailureKind, worker: str) -> None:
     arrivals = every(0.25, ask(), 20.0)
     healthy = found(Workload(TWO_PAIRS, arrivals, duration_s=20.0))
-    hurt = found(Workload(TWO_PAIRS, arrivals, failures=(Failure(5.0, worker, kind, for_s=5.0),), duration_s=20.0))
+    hurt = found(
+        Workload(TWO_PAIRS, arrivals, failures=(PlannedFailure(5.0, worker, kind, for_s=5.0),), duration_s=20.0)
+    )
     assert hurt["finished"] == hurt["offered"] == 80
     assert hurt != healthy, "nothing has happened"
 
@@ -69,17 +80,21 @@ def test_requests_outlive_what_happens_to_a_worker(kind: FailureKind, worker: st
 def test_a_mixed_worker_fails_with_both_roles_and_comes_back(kind: FailureKind) -> None:
     arrivals = every(0.5, ask(), 20.0)
     two = workers("mixed-0", "mixed-1")
-    hurt = found(Workload(two, arrivals, failures=(Failure(5.0, "mixed-0", kind, for_s=5.0),), duration_s=20.0))
+    hurt = found(Workload(two, arrivals, failures=(PlannedFailure(5.0, "mixed-0", kind, for_s=5.0),), duration_s=20.0))
     assert hurt["finished"] == hurt["offered"]
     alone = Workload(
-        workers("mixed-0"), arrivals, failures=(Failure(5.0, "mixed-0", kind, for_s=2.0),), duration_s=20.0
+        workers("mixed-0"), arrivals, failures=(PlannedFailure(5.0, "mixed-0", kind, for_s=2.0),), duration_s=20.0
     )
     assert found(alone)["finished"] >= 0.5 * 40
 
 
 def test_a_worker_that_never_comes_back_leaves_its_requests_unserved() -> None:
     workload = Workload(
-        PAIR, every(1.0, ask(), 20.0), failures=(Failure(9.9, "prefill-0", "lost"),), duration_s=20.0, settle_s=5.0
+        PAIR,
+        every(1.0, ask(), 20.0),
+        failures=(PlannedFailure(9.9, "prefill-0", "lost"),),
+        duration_s=20.0,
+        settle_s=5.0,
     )
     played = play(workload)
     assert [one.state for one in played.outcomes[:9]] == [RequestState.FINISHED] * 9
@@ -88,7 +103,7 @@ def test_a_worker_that_never_comes_back_leaves_its_requests_unserved() -> None:
 
 
 def test_a_failure_of_a_lost_worker_does_nothing() -> None:
-    many = [Failure(1.0 + n, "prefill-0", kind, for_s=for_s) for n, (kind, for_s) in enumerate(  # type: ignore[arg-type]
+    many = [PlannedFailure(1.0 + n, "prefill-0", kind, for_s=for_s) for n, (kind, for_s) in enumerate(  # type: ignore[arg-type]
         [("lost", 0.0), ("lost", 0.0), ("failing", 2.0), ("drained", 0.0), ("slow", 1.0), ("lost", 1.0), ("lost", 3.0)]
     )]  # fmt: skip
     one = found(Workload(TWO_PAIRS, every(0.25, ask(), 20.0), failures=tuple(many), duration_s=20.0))
@@ -97,7 +112,7 @@ def test_a_failure_of_a_lost_worker_does_nothing() -> None:
 
 def test_a_slow_worker_takes_longer_by_the_factor() -> None:
     def ttft_ms(factor: float) -> float:
-        failures = (Failure(0.0, "prefill-0", "slow", factor),)
+        failures = (PlannedFailure(0.0, "prefill-0", "slow", factor),)
         one = found(Workload(PAIR, ((1.0, ask(8192)),), failures=failures, duration_s=2.0))
         return float(one["ttft_ms"]["p50"])
 
@@ -189,7 +204,7 @@ def drawn(seed: int) -> Workload:
     names += ["prefill-9", "decode-9"]
     kinds: list[FailureKind] = [source.choice(KINDS) for _ in range(source.randint(0, 5))]
     failures = tuple(
-        Failure(
+        PlannedFailure(
             source.uniform(0, 12),
             source.choice(names),
             kind,
@@ -199,7 +214,7 @@ def drawn(seed: int) -> Workload:
         for kind in kinds
     )
 
-    def one() -> Ask:
+    def one() -> LoadRequest:
         prompt_tokens = source.choice([1, 300, 5000])
         return ask(
             prompt_tokens, source.choice([1, 20, 300]), tenant=source.choice("ab"), max_tokens=source.choice([1, 64, 4096]),

@@ -16,7 +16,7 @@ from simulation.cluster.cluster import VirtualCluster
 from simulation.cluster.surroundings import ClientRequest, Timing
 from tuning.accuracy import Accuracy
 from tuning.advise import Slo
-from tuning.autopilot import Autopilot, Decision, Rules, observation_of, ratio_of
+from tuning.autopilot import Autopilot, AutopilotRules, Decision, observation_of, ratio_of
 from tuning.learned import Learner
 from tuning.profile import Profile
 
@@ -79,7 +79,7 @@ def arrivals(phases: Sequence[Phase], seed: int) -> list[tuple[float, int, Phase
 
 def drive(
     phases: Sequence[Phase], profile: Profile, slo: Slo, prefill: int, decode: int, *, seed: int = 1,
-    rules: Rules | None = None, log: Callable[[str], None] = lambda line: None,
+    rules: AutopilotRules | None = None, log: Callable[[str], None] = lambda line: None,
     accuracy: Accuracy | None = None, believed: Profile | None = None, learner: Learner | None = None,
 ) -> Outcome:  # fmt: skip
     """With `rules` the autopilot drives; else the ratio is fixed. Steps take what `profile` says; the autopilot is told

@@ -1,12 +1,12 @@
 """Profiles for tests: round numbers, no machine."""
 
-from tuning.profile import Capacity, Curve, DecodeCost, HostCost, PrefillCost, Profile, TransferCost
+from tuning.profile import Curve, DecodeCost, HostCost, PrefillCost, Profile, ProfileCapacity, TransferCost
 
 GPU = Profile(
     PrefillCost(Curve((1.0, 256.0, 1024.0), (6.0, 20.0, 75.0))),
     DecodeCost(Curve((1.0, 32.0, 128.0), (12.0, 16.0, 30.0)), 2e-5),
-    Capacity(8192),
-    Capacity(8192, 16, 256),
+    ProfileCapacity(8192),
+    ProfileCapacity(8192, 16, 256),
     TransferCost(1.0, 5e6, 160e3),
     HostCost(8.0),
 )

@@ -10,7 +10,7 @@ from coordinator.events import Limits
 from simulation.cluster.cluster import VirtualCluster
 from simulation.cluster.surroundings import Timing
 from tuning.advise import Slo, Workers
-from tuning.profile import Capacity, Curve, DecodeCost, PrefillCost, Profile, TransferCost
+from tuning.profile import Curve, DecodeCost, PrefillCost, Profile, ProfileCapacity, TransferCost
 from tuning.simulator.cluster import Simulator
 from tuning.simulator.job import Sent
 from tuning.simulator.outcome import Floats
@@ -31,9 +31,13 @@ class Measured(Timing):
 
 
 def profile(kv_blocks: int) -> Profile:
-    capacity = Capacity(kv_blocks, 16, 10**4)
+    capacity = ProfileCapacity(kv_blocks, 16, 10**4)
     return Profile(
-        PrefillCost(PREFILL), DecodeCost(DECODE), Capacity(1 << 16, 16, 10**4), capacity, TransferCost(HAND_OVER_MS)
+        PrefillCost(PREFILL),
+        DecodeCost(DECODE),
+        ProfileCapacity(1 << 16, 16, 10**4),
+        capacity,
+        TransferCost(HAND_OVER_MS),
     )
 
 

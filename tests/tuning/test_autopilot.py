@@ -15,15 +15,24 @@ from proto.status import TrafficStatus
 from tests.coordinator.world import Harness, worker_hello
 from tests.tuning.driving import Phase, drive
 from tuning.advise import Slo, Traffic, Workers
-from tuning.autopilot import Autopilot, Decision, Observation, Rules, Seat, latest, observation_of, of_longer
+from tuning.autopilot import (
+    Autopilot,
+    AutopilotRules,
+    AutopilotWorker,
+    Decision,
+    Observation,
+    latest,
+    observation_of,
+    of_longer,
+)
 from tuning.learned import Learner
-from tuning.profile import Capacity, Curve, DecodeCost, HostCost, PrefillCost, Profile, TransferCost
+from tuning.profile import Curve, DecodeCost, HostCost, PrefillCost, Profile, ProfileCapacity, TransferCost
 
 PROFILE = Profile(
     PrefillCost(Curve((1.0, 4096.0), (10.0, 400.0))),
     DecodeCost(Curve((1.0, 16.0, 64.0), (40.0, 44.0, 90.0))),
-    Capacity(4096, 256, 256),
-    Capacity(4096, 256, 64),
+    ProfileCapacity(4096, 256, 256),
+    ProfileCapacity(4096, 256, 64),
     TransferCost(3.0, 1e9, 0.0),
     HostCost(1.0),
     step_tokens=4096,
@@ -34,9 +43,9 @@ ANSWERS = Traffic(6.0, [300] * 48, [400] * 48)
 MODEST = Traffic(1.0, [3000] * 48, [100] * 48)
 
 
-def seats(prefill: int, decode: int, *, draining: str = "") -> list[Seat]:
+def seats(prefill: int, decode: int, *, draining: str = "") -> list[AutopilotWorker]:
     roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
-    return [Seat(f"w{at}", role, 10 - at, f"w{at}" == draining) for at, role in enumerate(roles)]
+    return [AutopilotWorker(f"w{at}", role, 10 - at, f"w{at}" == draining) for at, role in enumerate(roles)]
 
 
 def looks(pilot: Autopilot, seen: Sequence[Observation], begin: float = 0.0) -> list[Decision]:
@@ -44,7 +53,7 @@ def looks(pilot: Autopilot, seen: Sequence[Observation], begin: float = 0.0) -> 
 
 
 def test_it_takes_the_least_busy_worker_of_the_other_role_once_it_has_looked_twice() -> None:
-    first, second = looks(Autopilot(PROFILE, Rules(SLO)), [Observation(seats(2, 6), PROMPTS)] * 2)
+    first, second = looks(Autopilot(PROFILE, AutopilotRules(SLO)), [Observation(seats(2, 6), PROMPTS)] * 2)
     assert not first.workers and "to be seen again first" in first.reason
     assert (second.workers, second.role) == (("w7",), Role.PREFILL)
     assert second.present == Workers(2, 6) and second.wanted.prefill > 4 and second.gain > 1
@@ -53,18 +62,18 @@ def test_it_takes_the_least_busy_worker_of_the_other_role_once_it_has_looked_twi
 
 
 def test_mixed_workers_are_counted_and_left_alone() -> None:
-    halves = [Seat(f"a-{role}", role, 0, is_mixed=True) for role in (Role.PREFILL, Role.DECODE)]
-    _, second = looks(Autopilot(PROFILE, Rules(SLO)), [Observation([*seats(1, 5), *halves], PROMPTS)] * 2)
+    halves = [AutopilotWorker(f"a-{role}", role, 0, is_mixed=True) for role in (Role.PREFILL, Role.DECODE)]
+    _, second = looks(Autopilot(PROFILE, AutopilotRules(SLO)), [Observation([*seats(1, 5), *halves], PROMPTS)] * 2)
     assert second.present == Workers(1, 5, 1) and second.wanted.mixed == 1
     assert second.workers == ("w5",), "the least busy one is half of a mixed worker"
-    (alone,) = looks(Autopilot(PROFILE, Rules(SLO)), [Observation(halves, PROMPTS)])
+    (alone,) = looks(Autopilot(PROFILE, AutopilotRules(SLO)), [Observation(halves, PROMPTS)])
     assert not alone.workers and "1M has no others of both roles" in alone.reason
 
 
 @pytest.mark.parametrize(("ratio", "count"), [((16, 48), 8), ((23, 41), 3), ((60, 4), 0)])
 def test_of_many_workers_up_to_an_eighth_change_at_once(ratio: tuple[int, int], count: int) -> None:
     prompts = replace(PROMPTS, requests_per_s=64.0)
-    second = looks(Autopilot(PROFILE, Rules(SLO, gain_min=0.01)), [Observation(seats(*ratio), prompts)] * 2)[1]
+    second = looks(Autopilot(PROFILE, AutopilotRules(SLO, gain_min=0.01)), [Observation(seats(*ratio), prompts)] * 2)[1]
     assert len(second.workers) == count, second
 
 
@@ -79,12 +88,12 @@ def test_of_many_workers_up_to_an_eighth_change_at_once(ratio: tuple[int, int], 
     ],
 )
 def test_it_stays(seen: Observation, why: str) -> None:
-    decisions = looks(Autopilot(PROFILE, Rules(SLO)), [seen] * 5)
+    decisions = looks(Autopilot(PROFILE, AutopilotRules(SLO)), [seen] * 5)
     assert not any(one.workers for one in decisions) and why in decisions[-1].reason
 
 
 def test_it_is_calm_after_a_loss() -> None:
-    pilot = Autopilot(PROFILE, Rules(SLO))
+    pilot = Autopilot(PROFILE, AutopilotRules(SLO))
     before, after = Observation(seats(2, 6), PROMPTS, lost=3), Observation(seats(2, 6), PROMPTS, lost=4)
     decisions = looks(pilot, [before, *[after] * 15])
     assert not any(one.workers for one in decisions) and "a worker was lost" in decisions[-1].reason
@@ -92,14 +101,14 @@ def test_it_is_calm_after_a_loss() -> None:
 
 
 def test_a_drained_worker_counts_for_nothing_and_stops_nothing() -> None:
-    _, second = looks(Autopilot(PROFILE, Rules(SLO)), [Observation(seats(2, 6, draining="w7"), PROMPTS)] * 2)
+    _, second = looks(Autopilot(PROFILE, AutopilotRules(SLO)), [Observation(seats(2, 6, draining="w7"), PROMPTS)] * 2)
     assert (second.workers, second.present) == (("w6",), Workers(2, 5)), "the least busy one is on its way out"
 
 
 def test_a_loss_now_and_then_stops_nothing_in_a_large_fleet() -> None:
     prompts = replace(PROMPTS, requests_per_s=500.0)
     seen = [Observation(seats(125, 375), prompts, lost=lost) for lost in (0, 7, 15)]
-    first, second, third = looks(Autopilot(PROFILE, Rules(SLO)), seen)
+    first, second, third = looks(Autopilot(PROFILE, AutopilotRules(SLO)), seen)
     assert not first.workers and len(second.workers) == 62, "an eighth of them, which follows within a minute"
     assert not third.workers and "15 workers were lost less than 30 s ago" in third.reason
 
@@ -119,7 +128,7 @@ def test_changes_and_losses_of_other_models_stop_nothing() -> None:
 
 
 def test_it_does_not_turn_back_at_once() -> None:
-    pilot = Autopilot(PROFILE, Rules(SLO, dwell_s=60.0))
+    pilot = Autopilot(PROFILE, AutopilotRules(SLO, dwell_s=60.0))
     assert looks(pilot, [Observation(seats(2, 6), PROMPTS)] * 2)[1].workers
     turned = Observation(seats(5, 3), ANSWERS)
     back = looks(pilot, [turned] * 20, 4.0)
@@ -131,7 +140,7 @@ def test_a_burst_is_no_change_of_traffic() -> None:
     """A fifth more than the present ratio can serve, in a sample of 48: that may be chance."""
     burst = Traffic(11.0, [6000] * 48, [20] * 48)
     usual = Traffic(8.0, [6000] * 400, [20] * 400)
-    decisions = looks(Autopilot(PROFILE, Rules(SLO)), [Observation(seats(6, 2), burst, usual)] * 4)
+    decisions = looks(Autopilot(PROFILE, AutopilotRules(SLO)), [Observation(seats(6, 2), burst, usual)] * 4)
     assert not any(one.workers for one in decisions)
 
 
@@ -150,21 +159,21 @@ TURNS = (Phase(40, 1.0, 6000, 20), Phase(100, 8.0, 6000, 20), Phase(80, 6.0, 300
 
 def test_it_follows_traffic_that_turns() -> None:
     """In short: `test_it_comes_near_one_that_knows` is the whole."""
-    found = drive(TURNS, PROFILE, SLO, 2, 6, rules=Rules(SLO))
+    found = drive(TURNS, PROFILE, SLO, 2, 6, rules=AutopilotRules(SLO))
     assert found.goodput >= 0.6 * found.asked, found
     assert {way for at, way in found.flips if 40 <= at < 140} == {1}
     assert {way for at, way in found.flips if at >= 140} == {-1}
 
 
 def test_steady_traffic_changes_nothing() -> None:
-    assert not drive([Phase(100, 4.0, 4000, 150)], PROFILE, SLO, 4, 4, rules=Rules(SLO)).flips
+    assert not drive([Phase(100, 4.0, 4000, 150)], PROFILE, SLO, 4, 4, rules=AutopilotRules(SLO)).flips
 
 
 def test_with_a_wrong_profile_it_still_finds_the_ratio_once_it_has_seen_steps() -> None:
     """The profile says that prompts take 0.4 times what they take. Half of the workers have to compute them."""
     wrong, phases = PROFILE.scaled(prefill=0.4), [Phase(150, 4.0, 6000, 20)]
-    believes = drive(phases, PROFILE, SLO, 2, 6, rules=Rules(SLO), believed=wrong)
-    learns = drive(phases, PROFILE, SLO, 2, 6, rules=Rules(SLO), believed=wrong, learner=Learner(wrong))
+    believes = drive(phases, PROFILE, SLO, 2, 6, rules=AutopilotRules(SLO), believed=wrong)
+    learns = drive(phases, PROFILE, SLO, 2, 6, rules=AutopilotRules(SLO), believed=wrong, learner=Learner(wrong))
     assert learns.ratios[-1][1] == "4P4D" != believes.ratios[-1][1]
     assert learns.goodput > 1.5 * believes.goodput, (learns.goodput, believes.goodput)
 
@@ -174,7 +183,7 @@ def test_with_a_wrong_profile_it_still_finds_the_ratio_once_it_has_seen_steps() 
 def test_it_comes_near_one_that_knows() -> None:
     """Eight workers. The oracle has the best fixed ratio of each phase from its first request on."""
     phases = [Phase(600, one.per_s, one.prompt_tokens, one.output_tokens) for one in TURNS]
-    found = drive(phases, PROFILE, SLO, 2, 6, rules=Rules(SLO))
+    found = drive(phases, PROFILE, SLO, 2, 6, rules=AutopilotRules(SLO))
     oracle = sum(max(drive([one], PROFILE, SLO, p, 8 - p).goodput for p in (1, 2, 6, 7)) for one in phases)
     fixed = max(drive(phases, PROFILE, SLO, p, 8 - p).goodput for p in (2, 4, 6))
     assert found.goodput >= 0.95 * oracle and found.goodput >= 1.3 * fixed
@@ -186,7 +195,7 @@ def test_it_comes_near_one_that_knows() -> None:
 def test_sixty_four_workers_follow_as_fast_as_eight() -> None:
     """No oracle serves more than all requests that come."""
     phases = [Phase(600, 8 * one.per_s, one.prompt_tokens, one.output_tokens) for one in TURNS]
-    found = drive(phases, PROFILE, SLO, 16, 48, rules=Rules(SLO))
+    found = drive(phases, PROFILE, SLO, 16, 48, rules=AutopilotRules(SLO))
     fixed = max(drive(phases, PROFILE, SLO, p, 64 - p).goodput for p in (16, 40, 44))
     assert found.goodput >= 0.95 * found.asked and found.goodput >= 1.3 * fixed
     assert all(found.reversals(600 * at, 600 * (at + 1)) <= 1 for at in range(3))
@@ -199,4 +208,4 @@ def test_sixty_four_workers_follow_as_fast_as_eight() -> None:
     [(Phase(3600, 6.0, 300, 400), 2), (Phase(3600, 4.0, 4000, 150), 4), (Phase(3600, 1.0, 3000, 100), 4)],
 )
 def test_an_hour_of_steady_traffic_changes_nothing(phase: Phase, prefill: int) -> None:
-    assert not drive([phase], PROFILE, SLO, prefill, 8 - prefill, rules=Rules(SLO)).flips
+    assert not drive([phase], PROFILE, SLO, prefill, 8 - prefill, rules=AutopilotRules(SLO)).flips

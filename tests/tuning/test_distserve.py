@@ -1,7 +1,7 @@
 """The simulator against measured runs of another system: OPT-13B on A100 with DistServe, one prefill and one decode instance.
 
 Six numbers (prefill and decode steps as lines, two KV pools) are fitted to the runs at 3, 6, 9 and 12 requests/s and predict
-those at 4.5, 7.5 and 10.5. That system computes a prompt before it looks for room in decode (`Options.late_room`).
+those at 4.5, 7.5 and 10.5. That system computes a prompt before it looks for room in decode (`RunOptions.late_room`).
 
 The file is not part of the project: per-request latencies from DistServe's published history (LLMServe/DistServe,
 Apache-2.0), with the columns requests, rate_per_s, arrival_s, prompt_tokens, output_tokens, ttft_ms, tpot_ms.
@@ -22,16 +22,16 @@ import pytest
 from coordinator.events import Limits
 from tests.test_tidy import ROOT
 from tuning.advise import Slo, Workers
-from tuning.profile import Capacity, Curve, DecodeCost, PrefillCost, Profile
+from tuning.profile import Curve, DecodeCost, PrefillCost, Profile, ProfileCapacity
 from tuning.simulator.cluster import Simulator
 from tuning.simulator.job import Sent
-from tuning.simulator.options import Options
+from tuning.simulator.options import RunOptions
 from tuning.simulator.outcome import Floats
 
 FILE = Path(os.environ.get("CROSSDOCK_DATA") or ROOT.parent / "shared" / "data") / "distserve_opt13b_a100_c21d11.csv"
 SLO = Slo(200.0, 100.0)
 FITTED_RATES = (3.0, 6.0, 9.0, 12.0)
-OPTIONS = Options(limits=Limits(queue_requests_max=10**6, queue_wait_s_max=1e6, step_ms=0), late_room=True)
+OPTIONS = RunOptions(limits=Limits(queue_requests_max=10**6, queue_wait_s_max=1e6, step_ms=0), late_room=True)
 FITTED = (23.4, 0.0633, 26.4, 0.65, 3830.0, 9280.0)
 """What `fit` gives, to three digits."""
 
@@ -71,8 +71,8 @@ def profile(numbers: tuple[float, ...]) -> Profile:
     return Profile(
         PrefillCost(Curve((1.0, 2048.0), (fixed + token, fixed + 2048 * token))),
         DecodeCost(Curve((1.0, 256.0), (base + sequence, base + 256 * sequence))),
-        Capacity(int(prefill_blocks), 16, 10**4),
-        Capacity(int(decode_blocks), 16, 256),
+        ProfileCapacity(int(prefill_blocks), 16, 10**4),
+        ProfileCapacity(int(decode_blocks), 16, 256),
         step_tokens=2048,
     )
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from launcher.load import records as load_records
-from launcher.load.records import Record, RunFile
+from launcher.load.records import RequestRecord, RunFile
 from launcher.tuning.profiles.from_vllm import (
     ServerFailed,
     _first_model,
@@ -23,12 +23,12 @@ from runtime.settings.options import SettingsError
 from tests.tuning.profiles import GPU
 from tuning.advise import Slo
 from tuning.estimates import from_metrics
-from tuning.estimates.from_metrics import Reading, non_negative
-from tuning.estimates.from_timings import Server, Timing, TimingsError, fitted, profile_of, simulated
-from tuning.profile import Capacity, merged
+from tuning.estimates.from_metrics import MetricsReading, non_negative
+from tuning.estimates.from_timings import MeasuredServer, RequestTiming, TimingsError, fitted, profile_of, simulated
+from tuning.profile import ProfileCapacity, merged
 from tuning.simulator.job import Sent
 
-SERVER = Server(Capacity(8000, 16, 64, 8192), step_tokens=1024, bytes_per_token=131072.0)
+SERVER = MeasuredServer(ProfileCapacity(8000, 16, 64, 8192), step_tokens=1024, bytes_per_token=131072.0)
 TRUE = (6.0, 0.05, 4e-6, 9.0, 0.15, 5e-5)
 """As `profile_of` takes them."""
 
@@ -41,14 +41,14 @@ def traffic(rate: float, seconds: float, seed: int) -> list[Sent]:
     return found
 
 
-def taken(sent: Sequence[Sent], noise: float = 0.0) -> list[Timing]:
+def taken(sent: Sequence[Sent], noise: float = 0.0) -> list[RequestTiming]:
     outcome = simulated(profile_of(TRUE, SERVER, {}), SERVER, sent)
     rng = np.random.default_rng(9)
     found = []
     for one, ttft_ms, tpot_ms in zip(sent, outcome.ttft_ms.tolist(), outcome.tpot_ms.tolist(), strict=True):
         ttft_ms, tpot_ms = (value * float(np.exp(rng.normal(0, noise))) for value in (ttft_ms, tpot_ms))
         end_s = one.at_s + (ttft_ms + tpot_ms * (one.output_tokens - 1)) / 1000
-        found.append(Timing(one.at_s, one.prompt_tokens, one.output_tokens, ttft_ms, end_s))
+        found.append(RequestTiming(one.at_s, one.prompt_tokens, one.output_tokens, ttft_ms, end_s))
     return found
 
 
@@ -73,17 +73,17 @@ def test_too_little_to_fit_to_is_told() -> None:
         fitted([one._replace(output_tokens=1) for one in timings], SERVER, {})
 
 
-def readings(intervals: int) -> list[Reading]:
+def readings(intervals: int) -> list[MetricsReading]:
     """Of a server whose gaps are 9 ms + 0.15 ms a sequence + 0.05 ms a prompt token of each step."""
     rng = np.random.default_rng(3)
-    found = [Reading(*(0.0,) * 8, running=4.0, kv_share=0.0)]
+    found = [MetricsReading(*(0.0,) * 8, running=4.0, kv_share=0.0)]
     for _ in range(intervals):
         running, prompts = float(rng.integers(2, 30)), float(rng.integers(0, 20_000))
         steps = 300.0
         gap_s = (9 + 0.15 * (running + found[-1].running) / 2 + 0.05 * prompts / steps) / 1000
         answers, last = steps * (running + found[-1].running) / 2, found[-1]
         found.append(
-            Reading(
+            MetricsReading(
                 last.prompt_tokens + prompts, last.answer_tokens + answers, last.gap_s + gap_s * answers, last.gaps + answers,
                 last.ttft_s + 10 * 0.05, last.queue_s, last.prefill_s + 10 * 0.04, last.requests + 10, running, 0.0,
             )
@@ -128,9 +128,9 @@ def test_what_a_server_says_of_itself() -> None:
 def test_timings_are_read_from_csv_and_from_a_run(tmp_path: Path) -> None:
     file = tmp_path / "t.csv"
     file.write_text("arrival_s,prompt_tokens,output_tokens,ttft_ms,end_s\n1.5,100,20,80,2.5\n")
-    assert read_timings(str(file)) == [Timing(1.5, 100, 20, 80.0, 2.5)]
-    done = Record(0, "default", 0.0, 100, 20, sent_s=1.5, first_s=1.58, ended_s=2.5, tokens=20, outcome="ok")
-    failed = Record(1, "default", 0.0, 100, 20, sent_s=1.5, outcome="http_500")
+    assert read_timings(str(file)) == [RequestTiming(1.5, 100, 20, 80.0, 2.5)]
+    done = RequestRecord(0, "default", 0.0, 100, 20, sent_s=1.5, first_s=1.58, ended_s=2.5, tokens=20, outcome="ok")
+    failed = RequestRecord(1, "default", 0.0, 100, 20, sent_s=1.5, outcome="http_500")
     run = tmp_path / "run.json"
     run.write_text(load_records.encoded(RunFile(1, {}, {}, {}, {}, [done, failed])))
     [timing] = read_timings(str(run))

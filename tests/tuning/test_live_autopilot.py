@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.load import traces
-from launcher.load.records import OK, Record
+from launcher.load.records import OK, RequestRecord
 from tests.tuning import core_shares
 from tests.tuning.driving import Phase
 from tools.live_autopilot import changes_of, judged, main, write_trace
@@ -19,9 +19,9 @@ PHASES = (Phase(10, 1.0, 900, 20), Phase(20, 4.0, 100, 300))
 
 
 def test_a_request_counts_for_the_phase_in_which_it_was_due() -> None:
-    def record(due_s: float, ttft_ms: float, gap_ms: float, outcome: str = OK) -> Record:
+    def record(due_s: float, ttft_ms: float, gap_ms: float, outcome: str = OK) -> RequestRecord:
         first_s = due_s + ttft_ms / 1000
-        return Record(
+        return RequestRecord(
             0, "default", due_s, 9, 2, sent_s=due_s, first_s=first_s, gaps_ms=[gap_ms], tokens=2, outcome=outcome
         )
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from coordinator.events import Limits
-from tuning.simulator.job import Job, Sent
+from tuning.simulator.job import Sent, SimulatedRequest
 from tuning.simulator.order import ManyTenants, OneTenant
 
 STEP_TOKENS = 256
@@ -16,12 +16,15 @@ def test_one_tenants_chunks_go_in_the_order_of_the_fair_queue() -> None:
     for seed in range(20):
         rng = np.random.default_rng(seed)
         orders = OneTenant(limits.overtaken_max), ManyTenants(limits, 1000)
-        waiting: dict[int, tuple[Job, Job]] = {}
+        waiting: dict[int, tuple[SimulatedRequest, SimulatedRequest]] = {}
         taken = 0
         for number in range(400):
             if not waiting or rng.random() < 0.4:
                 sent = Sent(float(number), int(rng.lognormal(6, 1.2)) + 1, int(rng.integers(1, 400)))
-                waiting[number] = pair = Job(number, sent, STEP_TOKENS), Job(number, sent, STEP_TOKENS)
+                waiting[number] = pair = (
+                    SimulatedRequest(number, sent, STEP_TOKENS),
+                    SimulatedRequest(number, sent, STEP_TOKENS),
+                )
                 for order, job in zip(orders, pair, strict=True):
                     order.push(job, job.key)
                 continue

@@ -11,11 +11,11 @@ from tuning.advise import Slo, Workers
 from tuning.goals import Goals
 from tuning.limits import RESOURCES, eased, limit_of
 from tuning.profile import HostCost, Profile
-from tuning.search import Candidate, Found, Result, Space, error, recommended, search
+from tuning.search import Candidate, Found, Scored, Space, error, recommended, search
 from tuning.sensitivity import one_more_or_less, what_if
 from tuning.simulator.cluster import Simulator
 from tuning.simulator.job import Sent
-from tuning.simulator.options import Options
+from tuning.simulator.options import RunOptions
 from tuning.traffic import excerpt
 
 CPU = GPU.scaled(6.0, 3.0).replaced(prefill_cores=1, decode_cores=1)
@@ -30,13 +30,13 @@ def traffic(per_s: float, prompt: float, output: float, count: int = 600, seed: 
 
 
 @st.composite
-def results(draw: st.DrawFn) -> list[Result]:
+def results(draw: st.DrawFn) -> list[Scored]:
     rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
     common = rng.normal(0, draw(st.sampled_from([0.0, 0.02])), 100)
     found = []
     for number in range(draw(st.integers(1, 8))):
         kept = draw(st.sampled_from([0.2, 0.5, 0.89, 0.9, 0.905, 0.91, 1.0]))
-        one = Result(Candidate(Workers(1 + number % 3, draw(st.integers(1, 5))), 256), 1.0)
+        one = Scored(Candidate(Workers(1 + number % 3, draw(st.integers(1, 5))), 256), 1.0)
         one.attainment, one.strain = kept, draw(st.floats(0.1, 3.0))
         one.drawn = kept + common + rng.normal(0, draw(st.sampled_from([0.0, 0.01])), 100)
         found.append(one)
@@ -44,7 +44,7 @@ def results(draw: st.DrawFn) -> list[Result]:
 
 
 @given(results())
-def test_nothing_beats_what_is_recommended_by_more_than_the_error(found: list[Result]) -> None:
+def test_nothing_beats_what_is_recommended_by_more_than_the_error(found: list[Scored]) -> None:
     chosen = recommended(found)
     best = max(found, key=lambda one: one.attainment)
     assert best.attainment - chosen.attainment <= error(best, chosen)
@@ -81,7 +81,7 @@ def test_what_a_search_recommends_and_says_holds(profile: Profile, sent: list[Se
                 f"{one.candidate} was better on an excerpt and did not run the trace"
             )
     assert sum(one.probability for one in found.ranked) == pytest.approx(1.0)
-    options = Options(step_tokens=256)
+    options = RunOptions(step_tokens=256)
     for one in found.ranked:
         part = sent if one is best else excerpt(sent, 1200)
         assert bool(one.binds) == (one.attainment < found.goals.percentile)
@@ -105,16 +105,16 @@ CROWDED = GPU.replaced(prefill_cores=1, decode_cores=1)
 @pytest.mark.parametrize(
     ("name", "profile", "workers", "options", "sent", "slo"),
     [
-        ("prefill compute", GPU, Workers(1, 1), Options(), traffic(5.0, 2500, 20, 600), Slo(1500, 200)),
-        ("decode compute", GPU, Workers(1, 1), Options(), traffic(3.0, 100, 300, 600), Slo(3000, 14)),
-        ("sequences", GPU, Workers(1, 1), Options(seqs_max=4), traffic(1.5, 100, 400, 600), Slo(1500, 80)),
-        ("decode memory", MEMORY, Workers(1, 1), Options(), traffic(1.2, 600, 300, 600), Slo(1500, 80)),
-        ("transfer", LINK, Workers(2, 1), Options(), traffic(1.0, 500, 3, 600), Slo(5000, 100)),
-        ("shared cores", CROWDED, Workers(4, 4), Options(), traffic(3.0, 300, 100, 600), Slo(1500, 18)),
+        ("prefill compute", GPU, Workers(1, 1), RunOptions(), traffic(5.0, 2500, 20, 600), Slo(1500, 200)),
+        ("decode compute", GPU, Workers(1, 1), RunOptions(), traffic(3.0, 100, 300, 600), Slo(3000, 14)),
+        ("sequences", GPU, Workers(1, 1), RunOptions(seqs_max=4), traffic(1.5, 100, 400, 600), Slo(1500, 80)),
+        ("decode memory", MEMORY, Workers(1, 1), RunOptions(), traffic(1.2, 600, 300, 600), Slo(1500, 80)),
+        ("transfer", LINK, Workers(2, 1), RunOptions(), traffic(1.0, 500, 3, 600), Slo(5000, 100)),
+        ("shared cores", CROWDED, Workers(4, 4), RunOptions(), traffic(3.0, 300, 100, 600), Slo(1500, 18)),
     ],
 )
 def test_what_limits_is_named(
-    name: str, profile: Profile, workers: Workers, options: Options, sent: list[Sent], slo: Slo
+    name: str, profile: Profile, workers: Workers, options: RunOptions, sent: list[Sent], slo: Slo
 ) -> None:
     assert limit_of(profile, workers, sent, Goals(slo), options).name == name
 
@@ -122,7 +122,7 @@ def test_what_limits_is_named(
 def test_where_no_resource_helps_it_is_the_target() -> None:
     sent = [one._replace(at_s=100.0 * number) for number, one in enumerate(traffic(1.0, 300, 30, 100))]
     slow_host = GPU.replaced(host=HostCost(500.0))
-    limit = limit_of(slow_host, Workers(1, 1), sent, Goals(Slo(400, 100)), Options())
+    limit = limit_of(slow_host, Workers(1, 1), sent, Goals(Slo(400, 100)), RunOptions())
     assert limit.name == "TTFT target" and limit.gain > 0.9
     assert eased(Goals(Slo(10, 20), {"batch": Slo(1, 2)}), 2.0, 3.0) == Goals(Slo(20, 60), {"batch": Slo(2, 6)})
 
@@ -144,7 +144,7 @@ def test_no_mixed_worker_is_asked_for_that_has_no_core() -> None:
 def test_the_headroom_is_the_load_that_is_just_kept() -> None:
     profile, sent, workers = CASES[0]
     found = searched(profile, sent, workers)
-    rows, headroom = what_if(profile, sent, found.goals, Space(workers), found, Options(), lambda *_: None)
+    rows, headroom = what_if(profile, sent, found.goals, Space(workers), found, RunOptions(), lambda *_: None)
     kept = {one.load: one.attainment for one in rows if one.workers == str(found.best.candidate.workers)}
     assert sorted(kept) == [0.5, 0.8, 1.0, 1.2, 1.5, 2.0]
     for load, attainment in kept.items():

@@ -11,7 +11,7 @@ from launcher.tuning.settings import TuneSettings
 from launcher.tuning.traffic import fitted_traffic
 from launcher.tuning.tune import as_it_came, usual_stall_share
 from runtime.settings.options import SettingsError
-from simulation.load.sessions import Session, SessionTurn
+from simulation.load.sessions import LoadSession, SessionTurn
 from tests.tuning.profiles import GPU
 from tuning.advise import Slo, Workers
 from tuning.goals import Goals
@@ -19,8 +19,8 @@ from tuning.search import Space, search
 from tuning.sessions import first_turns, more_clients, played
 from tuning.simulator.cluster import Simulator
 from tuning.simulator.job import Sent, clients_of
-from tuning.simulator.kept import Kept
-from tuning.simulator.options import Options
+from tuning.simulator.kept import KeptAnswers
+from tuning.simulator.options import RunOptions
 from tuning.traffic import Change, excerpt
 
 CONTEXT = 32_768
@@ -29,14 +29,14 @@ LAYOUTS = (Workers(1, 1), Workers(1, 3), Workers(2, 2), Workers(0, 0, 2))
 
 def agents(sessions: int, turns: int, think_s: float = 1.0) -> list[Sent]:
     one = [SessionTurn(2000, 80), *(SessionTurn(200, 80, think_s) for _ in range(turns - 1))]
-    return played([Session(tuple(one))] * sessions, sessions, CONTEXT, 1e9)[0]
+    return played([LoadSession(tuple(one))] * sessions, sessions, CONTEXT, 1e9)[0]
 
 
 @pytest.mark.parametrize("workers", LAYOUTS)
 @pytest.mark.parametrize("stall_share", [0.0, 0.5])
 def test_a_turn_comes_after_the_end_of_the_one_before_and_its_think_time(workers: Workers, stall_share: float) -> None:
     sent = agents(6, 8)
-    simulator = Simulator(GPU, workers, sent, Options(stall_share=stall_share))
+    simulator = Simulator(GPU, workers, sent, RunOptions(stall_share=stall_share))
     outcome = simulator.run()
     assert not np.isnan(outcome.ttft_ms).any()
     for job in simulator.jobs:
@@ -50,13 +50,13 @@ def test_a_turn_comes_after_the_end_of_the_one_before_and_its_think_time(workers
 @pytest.mark.parametrize("stall_share", [0.0, 0.5])
 def test_what_a_turn_begins_with_is_computed_once_if_there_is_room(workers: Workers, stall_share: float) -> None:
     sent = agents(4, 8)
-    outcome = Simulator(GPU, workers, sent, Options(stall_share=stall_share)).run()
+    outcome = Simulator(GPU, workers, sent, RunOptions(stall_share=stall_share)).run()
     reused = np.array([one.reused_tokens for one in sent])
     later = reused > 0
     assert (outcome.cached_tokens <= reused).all()
     assert (outcome.cached_tokens[later] > reused[later] - 100).mean() > 0.9
     forgotten = [one._replace(session=0, reused_tokens=0) for one in sent]
-    without = Simulator(GPU, workers, forgotten, Options()).run()
+    without = Simulator(GPU, workers, forgotten, RunOptions()).run()
     assert np.median(outcome.ttft_ms[later]) < np.median(without.ttft_ms[later])
 
 
@@ -74,7 +74,7 @@ def test_without_room_what_was_kept_is_computed_again() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 900)), max_size=40), st.integers(0, 1500))
 def test_kept_sessions_never_take_more_than_there_is(kept: list[tuple[int, int]], room: int) -> None:
-    found, last = Kept(), dict[int, int]()
+    found, last = KeptAnswers(), dict[int, int]()
     for session, tokens in kept:
         found.keep(session, tokens, room)
         last[session] = tokens
@@ -92,7 +92,9 @@ def test_a_new_conversation_reuses_nothing_and_what_does_not_fit_is_counted() ->
         SessionTurn(500, 100, restarts=True),
         SessionTurn(30_000, 100),
     ]
-    sent, left_out = played([Session((*turns, SessionTurn(1, 1))), Session((SessionTurn(7, 5),))], 1, 20_000, 1e9)
+    sent, left_out = played(
+        [LoadSession((*turns, SessionTurn(1, 1))), LoadSession((SessionTurn(7, 5),))], 1, 20_000, 1e9
+    )
     assert [(one.prompt_tokens, one.reused_tokens) for one in sent] == [(1000, 0), (1150, 1100), (500, 0), (7, 0)]
     assert left_out == 2
     assert [one.follows for one in sent] == [-1, 0, 1, 2]

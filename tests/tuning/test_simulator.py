@@ -10,15 +10,15 @@ from tests.tuning.profiles import GPU
 from tuning.advise import Slo, Workers
 from tuning.bounds import attainable
 from tuning.goals import Goals
-from tuning.profile import Capacity, Curve, DecodeCost, HostCost
+from tuning.profile import Curve, DecodeCost, HostCost, ProfileCapacity
 from tuning.search import Candidate, Space, search
 from tuning.sensitivity import map_of
-from tuning.simulator.batch import Batch
+from tuning.simulator.batch import SimulatedBatch
 from tuning.simulator.cluster import Simulator
 from tuning.simulator.gaps import Gaps
-from tuning.simulator.job import Job, Sent
-from tuning.simulator.options import Failure, Options
-from tuning.simulator.room import Room
+from tuning.simulator.job import Sent, SimulatedRequest
+from tuning.simulator.options import RunOptions, WorkerFailure
+from tuning.simulator.room import DecodeRoom
 from tuning.traffic import Change, excerpt, fitted, with_cancels
 
 SLO = Slo(500.0, 25.0)
@@ -35,9 +35,11 @@ def traffic(per_s: float, count: int, prompt: float = 6.5, output: float = 4.5, 
 def test_a_batch_in_closed_form_is_its_steps_one_by_one() -> None:
     cost, rng = DecodeCost(Curve((1.0, 4.0, 16.0), (10.0, 11.0, 20.0)), 3e-3), np.random.default_rng(7)
     for _ in range(20):
-        jobs = [Job(n, Sent(0.0, int(rng.integers(5, 900)), int(rng.integers(2, 60))), 256) for n in range(8)]
+        jobs = [
+            SimulatedRequest(n, Sent(0.0, int(rng.integers(5, 900)), int(rng.integers(2, 60))), 256) for n in range(8)
+        ]
         comes = np.sort(rng.uniform(0, 0.4, 8)).tolist()
-        batch, ends = Batch(0, cost, Room(10**6, 16), 100, Gaps()), {}
+        batch, ends = SimulatedBatch(0, cost, DecodeRoom(10**6, 16), 100, Gaps()), {}
         for job, at_s in zip(jobs, comes, strict=True):
             while batch.next_end_s() <= at_s:
                 now = batch.next_end_s()
@@ -51,7 +53,7 @@ def test_a_batch_in_closed_form_is_its_steps_one_by_one() -> None:
         assert ends == pytest.approx(_stepwise(cost, jobs, comes), rel=1e-9)
 
 
-def _stepwise(cost: DecodeCost, jobs: list[Job], comes: list[float]) -> dict[int, float]:
+def _stepwise(cost: DecodeCost, jobs: list[SimulatedRequest], comes: list[float]) -> dict[int, float]:
     now, running, waiting, ends = 0.0, {}, list(zip(comes, jobs, strict=True)), {}
     while waiting or running:
         now = now if running else max(now, waiting[0][0])
@@ -72,7 +74,7 @@ def _stepwise(cost: DecodeCost, jobs: list[Job], comes: list[float]) -> dict[int
 def test_a_boundary_is_found_again_by_its_time_at_the_end_of_a_day(kv_token_ms: float) -> None:
     cost, rng = DecodeCost(Curve((1.0, 64.0), (0.5, 2.0)), kv_token_ms), np.random.default_rng(4)
     for _ in range(300):
-        batch = Batch(0, cost, Room(10**9, 16), 100, Gaps())
+        batch = SimulatedBatch(0, cost, DecodeRoom(10**9, 16), 100, Gaps())
         batch.begin_s = float(rng.uniform(0, 86_400))
         batch.sequences, batch.kv_tokens = int(rng.integers(1, 64)), int(rng.integers(100, 10**5))
         steps = int(rng.integers(1, 4000))
@@ -80,8 +82,8 @@ def test_a_boundary_is_found_again_by_its_time_at_the_end_of_a_day(kv_token_ms: 
 
 
 def test_the_step_in_which_a_worker_is_lost_gives_no_token() -> None:
-    batch = Batch(0, DecodeCost(Curve((1.0, 8.0), (10.0, 10.0))), Room(1000, 16), 100, Gaps())
-    job = Job(0, Sent(0.0, 10, 4), 256)
+    batch = SimulatedBatch(0, DecodeCost(Curve((1.0, 8.0), (10.0, 10.0))), DecodeRoom(1000, 16), 100, Gaps())
+    job = SimulatedRequest(0, Sent(0.0, 10, 4), 256)
     batch.room.place(0, 10, 4, 0)
     job.last_s = 0.0
     batch.join(job, 0.0)
@@ -101,7 +103,7 @@ def test_a_sequence_ends_on_time_though_another_is_about_to_join() -> None:
 
 def test_room_is_that_of_the_production_admission() -> None:
     rng = np.random.default_rng(2)
-    room, whole, there, steps = Room(300, 16), KvAdmission(300, 16), [], 0
+    room, whole, there, steps = DecodeRoom(300, 16), KvAdmission(300, 16), [], 0
     for number in range(400):
         prompt, output = int(rng.integers(1, 900)), int(rng.integers(1, 400))
         steps += int(rng.integers(0, 20))
@@ -123,10 +125,10 @@ def test_room_is_that_of_the_production_admission() -> None:
 
 def test_every_request_ends_though_workers_are_lost_and_slow() -> None:
     sent = traffic(8.0, 600)
-    failures = tuple(Failure(5.0 + 9 * n, n % 5, 4.0) for n in range(7))
+    failures = tuple(WorkerFailure(5.0 + 9 * n, n % 5, 4.0) for n in range(7))
     for workers in (Workers(2, 3), Workers(0, 0, 5)):
         calm = Simulator(GPU, workers, sent).run()
-        bad = Simulator(GPU, workers, sent, Options(failures=failures, slow=((1, 2.5),))).run()
+        bad = Simulator(GPU, workers, sent, RunOptions(failures=failures, slow=((1, 2.5),))).run()
         for outcome in (calm, bad):
             assert not np.isnan(outcome.ttft_ms).any()
             assert (outcome.tpot_ms[outcome.output_tokens > 1] > 0).all()
@@ -135,7 +137,7 @@ def test_every_request_ends_though_workers_are_lost_and_slow() -> None:
 
 def test_cached_prompts_are_neither_computed_nor_waited_for() -> None:
     sent = traffic(20.0, 800)
-    cold, warm = (Simulator(GPU, Workers(2, 2), sent, Options(hit_rate=rate)).run() for rate in (0.0, 0.6))
+    cold, warm = (Simulator(GPU, Workers(2, 2), sent, RunOptions(hit_rate=rate)).run() for rate in (0.0, 0.6))
     assert warm.prefill_busy < 0.6 * cold.prefill_busy
     assert np.quantile(warm.ttft_ms, 0.9) < np.quantile(cold.ttft_ms, 0.9)
     again = [one._replace(prompt_tokens=1030, blocks=(n % 3, n % 3 + 100)) for n, one in enumerate(sent)]
@@ -181,7 +183,7 @@ def test_the_crossover_is_found() -> None:
 def test_no_run_beats_its_bound() -> None:
     sent, goals = traffic(30.0, 1000), Goals(SLO)
     for workers in (Workers(1, 1), Workers(1, 3), Workers(4, 1), Workers(0, 0, 2)):
-        bound = attainable(GPU, workers, sent, goals, Options())
+        bound = attainable(GPU, workers, sent, goals, RunOptions())
         assert Simulator(GPU, workers, sent).run().attainment(SLO) <= bound
 
 
@@ -199,12 +201,12 @@ def test_clients_that_leave_free_the_room_of_their_answers() -> None:
     assert with_cancels(sent, 0.0, 1) == sent
     some = with_cancels(sent, 0.3, 1)
     assert 0.2 < sum(one.leaves_after > 0 for one in some) / len(sent) < 0.4
-    tight = GPU.replaced(decode_capacity=Capacity(1500, 16, 256))
+    tight = GPU.replaced(decode_capacity=ProfileCapacity(1500, 16, 256))
     stay, leave = (Simulator(tight, Workers(2, 1), part).run() for part in (sent, all_leave))
     assert stay.no_room.mean() > 2 * leave.no_room.mean() > 0
     assert not np.isnan(leave.ttft_ms).any()
     assert leave.output_tokens.tolist() == [one.forwarded_tokens for one in all_leave]
-    failing = Options(failures=(Failure(5.0, 2, 2.0), Failure(9.0, 0, 2.0)))
+    failing = RunOptions(failures=(WorkerFailure(5.0, 2, 2.0), WorkerFailure(9.0, 0, 2.0)))
     assert not np.isnan(Simulator(GPU, Workers(2, 1), some, failing).run().ttft_ms).any()
 
 
@@ -219,7 +221,7 @@ def test_the_map_shows_the_recommended_ratio_however_many_workers_there_are() ->
     goals, sent = Goals(SLO), traffic(5.0, 30)
     found = search(GPU, sent, goals, Space(18, mixed=False))
     found.best.candidate = Candidate(Workers(15, 3), 256)
-    cells = map_of(GPU, sent, goals, found, Options(), lambda what, done, of: None)
+    cells = map_of(GPU, sent, goals, found, RunOptions(), lambda what, done, of: None)
     assert (15, 3) in {(cell.prefill, cell.decode) for cell in cells}
     assert len(cells) <= 11 * 11
     assert (1, 1) in {(cell.prefill, cell.decode) for cell in cells}

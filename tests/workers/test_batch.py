@@ -3,11 +3,11 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.batch import Batch, DecodeRequest, StepOutcome
+from decode_worker.batch import DecodeRequest, RunningBatch, StepOutcome
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.requests import AttemptTable, FinalReport, Phase
 from engine.kv.allocator import BlockAllocator
-from kvtransfer.session.session import Accepted
+from kvtransfer.session.session import OfferAccepted
 from proto.errors import FinishReason, Interrupt
 from proto.messages import Destination, Finished, Released, Reserve, WorkFailed
 from proto.sampling import Sampling
@@ -34,15 +34,15 @@ def reserve(
 
 class World:
     def __init__(self, pool: int = POOL) -> None:
-        self.batch: Batch[str] = Batch()
+        self.batch: RunningBatch[str] = RunningBatch()
         self.table = AttemptTable(BlockAllocator(pool), BLOCK, self.batch)
         self.told: list[FinalReport] = []
         self.stuck: list[list[DecodeRequest[str]]] = []
 
-    def accept(self, order: Reserve) -> Accepted:
+    def accept(self, order: Reserve) -> OfferAccepted:
         self.table.reserve(order)
         answer = self.table.target_blocks((order.request_id, 1), 9, -(-order.prompt_tokens // BLOCK))
-        assert isinstance(answer, Accepted)
+        assert isinstance(answer, OfferAccepted)
         return answer
 
     def receive(self, order: Reserve) -> list[int]:
@@ -154,7 +154,7 @@ def test_what_came_and_was_verified_is_not_received_again() -> None:
     for _ in range(9):
         w.step()
     assert w.accept(reserve("d", 15, text=1)).cached_blocks == 3
-    assert w.accept(reserve("e", 12, text=1)) == Accepted(second.block_ids[:3], 3), "all of a prompt may be here"
+    assert w.accept(reserve("e", 12, text=1)) == OfferAccepted(second.block_ids[:3], 3), "all of a prompt may be here"
     assert w.accept(reserve("f", 15, text=2)).cached_blocks == 0
 
 
@@ -235,7 +235,7 @@ def test_offers_that_do_not_fit_the_reservation_are_refused() -> None:
     assert "another prefill" in str(w.table.target_blocks(("a", 1), 8, 2))
     assert "3 blocks offered" in str(w.table.target_blocks(("a", 1), 9, 3))
     assert w.table.allocator.free_count == POOL
-    assert w.table.target_blocks(("a", 1), 9, 2) == Accepted((0, 1), 0)
+    assert w.table.target_blocks(("a", 1), 9, 2) == OfferAccepted((0, 1), 0)
     assert "receiving" in str(w.table.target_blocks(("a", 1), 9, 2))
 
 

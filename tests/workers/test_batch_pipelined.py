@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.batch import Batch, Draw, StepPlan
+from decode_worker.batch import Draw, RunningBatch, StepPlan
 from decode_worker.requests import AttemptTable, failed
 from engine.kv.allocator import BlockAllocator
 from engine.sampling.finish import finish_reason
@@ -37,7 +37,7 @@ class PipelinedWorld(World):
 
     def __init__(self, depth: int, pool: int = POOL) -> None:
         super().__init__(pool)
-        self.batch = Batch(depth)
+        self.batch = RunningBatch(depth)
         self.table = AttemptTable(BlockAllocator(pool), BLOCK, self.batch)
         self.device: deque[StepPlan[str]] = deque()
         self.streams: dict[tuple[str, int], Stream] = defaultdict(list)

@@ -1,6 +1,6 @@
 """What a decode worker says of blocks that several attempts hold."""
 
-from decode_worker.batch import Batch
+from decode_worker.batch import RunningBatch
 from decode_worker.chains import BlockChains
 from decode_worker.progress import ProgressReport
 from decode_worker.requests import AttemptTable
@@ -93,7 +93,7 @@ def test_progress_says_each_thing_once() -> None:
 
 def test_nothing_is_said_where_the_cache_is_off() -> None:
     w = World()
-    w.table = AttemptTable(BlockAllocator(60), BLOCK, Batch[str](), prefix_cache=False)
+    w.table = AttemptTable(BlockAllocator(60), BLOCK, RunningBatch[str](), prefix_cache=False)
     w.batch = w.table.batch
     for name in ("a", "b"):
         w.run(reserve(name, 2 * BLOCK, text=1))
@@ -103,7 +103,7 @@ def test_nothing_is_said_where_the_cache_is_off() -> None:
 def test_what_the_other_role_of_a_mixed_worker_has_computed_is_shared_by_name() -> None:
     pool = BlockPool(60)
     prefill, w = BlockAllocator(20, pool), World()
-    w.table = AttemptTable(BlockAllocator(40, pool), BLOCK, Batch[str]())
+    w.table = AttemptTable(BlockAllocator(40, pool), BLOCK, RunningBatch[str]())
     w.batch = w.table.batch
     order = reserve("a", 4 * BLOCK + 1, text=1)
     hashes = split_hashes(order.block_hashes)

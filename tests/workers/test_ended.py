@@ -7,7 +7,7 @@ import pytest
 
 from decode_worker.core import DecodeCore
 from gateway.text.block_hashes import BlockNames
-from kvtransfer.session.session import Accepted
+from kvtransfer.session.session import OfferAccepted
 from proto.codec import pack_tokens, split_hashes
 from proto.kv import Commit, FirstToken, Offer
 from proto.messages import Destination, Release, Reserve
@@ -33,7 +33,7 @@ def streamed(tokens: int, choices: int = 1, names: BlockNames | None = NAMES) ->
     core, ports = make_core()
     core.order(order(choices, names))
     answer = core.offered(PREFILL_EPOCH, Offer("a", 1, 1, 2))
-    assert isinstance(answer, Accepted)
+    assert isinstance(answer, OfferAccepted)
     first = tuple(FirstToken(choice, 10 + choice) for choice in range(choices))
     core.committed(PREFILL_EPOCH, Commit("a", 1, (), 0, first), list(answer.block_ids), [])
     for number in range(tokens - 1):
@@ -127,7 +127,7 @@ def test_an_answer_is_kept_as_long_as_its_tenant_comes_back() -> None:
     allocator = core.table.allocator
     core.order(msgspec.structs.replace(order(), returns=Returns(0.9, 60.0)))
     answer = core.offered(PREFILL_EPOCH, Offer("a", 1, 1, 2))
-    assert isinstance(answer, Accepted)
+    assert isinstance(answer, OfferAccepted)
     core.committed(PREFILL_EPOCH, Commit("a", 1, (), 0, (FirstToken(0, 10),)), list(answer.block_ids), [])
     for number in range(8):
         plan = core.plan()

@@ -6,11 +6,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.batch import Batch
+from decode_worker.batch import RunningBatch
 from decode_worker.core import DecodeCore
 from decode_worker.requests import AttemptTable
 from engine.kv.allocator import BlockAllocator
-from kvtransfer.session.session import Accepted, KvFailed, KvSent
+from kvtransfer.session.session import KvFailed, KvSent, OfferAccepted
 from prefill_worker.core import PrefillCore
 from prefill_worker.prompts import FetchPhase, PromptTable
 from proto.codec import pack_tokens
@@ -85,7 +85,7 @@ def test_a_step_waits_for_what_is_fetched_and_starts_behind_it() -> None:
     assert ports.said == [Fetch(*KEY, 1, 2)]
     assert core.begin_step() is None
     answer = core.fetches.offered(DECODE, Offer(*KEY, 1, 2))
-    assert isinstance(answer, Accepted) and answer.block_ids == tuple(core.table.prompts[KEY].blocks[1:3])
+    assert isinstance(answer, OfferAccepted) and answer.block_ids == tuple(core.table.prompts[KEY].blocks[1:3])
     core.fetches.committed(Commit(*KEY, (), 0, NO_FIRST_TOKENS), list(answer.block_ids))
     begun = core.begin_step()
     assert begun is not None and begun.work[0][1].start == BELIEVED
@@ -142,7 +142,7 @@ def test_in_any_order_nothing_is_computed_or_freed_too_early(here: int, events: 
             case "offer" | "offer less" | "offer more" | "stranger's":
                 blocks = {"offer less": 1, "offer more": 4}.get(event, 3 - here)
                 answer = core.fetches.offered(3 if event == "stranger's" else DECODE, Offer(*KEY, 1, max(blocks, 1)))
-                if isinstance(answer, Accepted):
+                if isinstance(answer, OfferAccepted):
                     assert not receiving and event != "stranger's" and here + blocks <= 3
                     receiving = list(answer.block_ids)
             case "commit" if receiving:
@@ -181,7 +181,7 @@ def lender() -> tuple[DecodeCore[str], Ports]:
     blocks = allocator.allocate(3)
     allocator.insert([HASHES[16 * block : 16 * block + 16] for block in range(3)], blocks)
     allocator.free(blocks)
-    table = AttemptTable(allocator, BLOCK, Batch[str]())
+    table = AttemptTable(allocator, BLOCK, RunningBatch[str]())
     core = DecodeCore(ports, table, vocab_size=99, make_state=lambda order, first, prompt: "state")  # type: ignore[arg-type]
     core.order(
         Reserve(*KEY, len(PROMPT), Sampling(max_tokens=5), 1, 0, 0, 6, Destination("g", GATEWAY), PREFILL, HASHES)

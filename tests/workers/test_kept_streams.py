@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.session.session import Accepted
+from kvtransfer.session.session import OfferAccepted
 from proto.codec import split_hashes
 from proto.errors import Interrupt
 from proto.kv import Commit, FirstToken, Offer, kept_names
@@ -85,7 +85,7 @@ def test_a_step_that_fails_while_its_stream_is_taken_from_the_worker_leaves_no_n
     order = reserve("a", 2 * BLOCK - 1, max_tokens=8, text=1)
     core.order(order)
     answer = core.offered(PREFILL_EPOCH, Offer("a", 1, 1, 2))
-    assert isinstance(answer, Accepted)
+    assert isinstance(answer, OfferAccepted)
     core.table.allocator.insert(split_hashes(order.block_hashes), list(answer.block_ids)[:1])
     core.committed(PREFILL_EPOCH, Commit("a", 1, (), 0, (FirstToken(0, 5),)), list(answer.block_ids), [])
     assert core.plan() is not None

@@ -8,7 +8,7 @@ import torch
 
 from engine.kv.allocator import BlockAllocator
 from prefill_worker.compute import draw_late
-from prefill_worker.core import Begun, PrefillCore, StepResult, needs_tokens
+from prefill_worker.core import Begun, PrefillCore, PrefillStepResult, needs_tokens
 from prefill_worker.prompts import PrefillRequest, PromptTable
 from proto.codec import pack_tokens
 from proto.messages import Chunk, Destination, Message, Prefill, Release, Step, Tokens, WorkFailed
@@ -75,7 +75,7 @@ class World:
         self.core.order(Step(1, (Chunk("r", 1, 0, 3),)), b"")
         begun = self.core.begin_step()
         assert begun is not None
-        self.core.step_done(begun, StepResult(1.0, {}, frozenset(), {("r", 1): torch.zeros(1, VOCAB)}))
+        self.core.step_done(begun, PrefillStepResult(1.0, {}, frozenset(), {("r", 1): torch.zeros(1, VOCAB)}))
         return begun
 
     def draw(self) -> None:

@@ -9,18 +9,18 @@ from decode_worker.requests import Phase
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.receiver import ReceiverSession
 from kvtransfer.session.session import (
-    Accepted,
     Action,
     CommitArrived,
-    Ended,
     KvCommitted,
     KvReceiveFailed,
     LocalAbort,
+    OfferAccepted,
     PairLost,
     Quarantine,
     Receiving,
     SegmentDone,
     SegmentDropped,
+    SessionEnded,
 )
 from proto.errors import Interrupt
 from proto.kv import Abort, Announce, Commit, FirstToken, Offer
@@ -62,7 +62,7 @@ class LeaseWorld:
         self.table.reserve(order)
         blocks = -(-tokens // BLOCK)
         answer = self.table.target_blocks((order.request_id, 1), PEER, blocks)
-        if not isinstance(answer, Accepted):
+        if not isinstance(answer, OfferAccepted):
             attempt = self.table.attempts[(order.request_id, 1)]
             self.table.close(attempt, Released(*attempt.key))
             return
@@ -130,7 +130,7 @@ class LeaseWorld:
         if isinstance(action, Quarantine):
             self.quarantines += 1
             self.table.quarantine(key, list(action.block_ids))
-        elif isinstance(action, Ended):
+        elif isinstance(action, SessionEnded):
             del self.sessions[key]
             attempt = self.table.attempts.get(key)
             if isinstance(action.result, KvReceiveFailed):

@@ -2,11 +2,11 @@
 
 import msgspec
 
-from decode_worker.batch import Batch
+from decode_worker.batch import RunningBatch
 from decode_worker.core import DecodeCore
 from decode_worker.requests import AttemptTable, Phase
 from engine.kv.allocator import BlockAllocator
-from kvtransfer.session.session import Accepted
+from kvtransfer.session.session import OfferAccepted
 from proto.kv import Commit, FirstToken, Offer
 from proto.messages import Destination, Message, Release, Released, WorkFailed
 from runtime.worker.ports import TakeChanges
@@ -24,7 +24,7 @@ class Ports:
     def __init__(self) -> None:
         self.registration = self.gateways = self.receiver = self
         self.said: list[Message] = []
-        self.decided: list[tuple[str, Accepted | str]] = []
+        self.decided: list[tuple[str, OfferAccepted | str]] = []
 
     def send(self, *message: Message | Destination) -> None:
         self.said += [part for part in message if isinstance(part, Message)]
@@ -33,19 +33,19 @@ class Ports:
 
     def connect(self, to: Destination) -> None: ...
 
-    def decide(self, request_id: str, attempt: int, answer: Accepted | str) -> None:
+    def decide(self, request_id: str, attempt: int, answer: OfferAccepted | str) -> None:
         self.decided.append((request_id, answer))
 
     def abort(self, request_id: str, attempt: int, reason: str) -> None: ...
 
 
 def make_core() -> tuple[DecodeCore[str], Ports]:
-    ports, batch = Ports(), Batch[str]()
+    ports, batch = Ports(), RunningBatch[str]()
     table = AttemptTable(BlockAllocator(8), BLOCK, batch)
     return DecodeCore(ports, table, vocab_size=64, make_state=lambda order, first, prompt: "state"), ports  # type: ignore[arg-type]
 
 
-def offer(core: DecodeCore[str], name: str, blocks: int = 2) -> Accepted | str | None:
+def offer(core: DecodeCore[str], name: str, blocks: int = 2) -> OfferAccepted | str | None:
     return core.offered(PREFILL_EPOCH, Offer(name, 1, 1, blocks))
 
 
@@ -56,7 +56,7 @@ def test_kv_offered_after_the_coordinator_went_is_taken_and_runs() -> None:
     core.coordinator_lost(LOST_AT)
     assert [held.request_id for held in core.table.held()] == ["a"], "the next coordinator counts it"
     answer = offer(core, "a")
-    assert isinstance(answer, Accepted)
+    assert isinstance(answer, OfferAccepted)
     core.expire(LOST_AT)
     core.committed(PREFILL_EPOCH, Commit("a", 1, (), 0, (FirstToken(0, 5),)), list(answer.block_ids), [])
     assert core.table.attempts["a", 1].phase is Phase.RUNNING
@@ -92,6 +92,6 @@ def test_a_commit_behind_the_last_token_fails_its_attempt_and_runs_nothing() -> 
     order = reserve("a", 2 * BLOCK)
     core.order(msgspec.structs.replace(order, resumed_tokens=order.sampling.max_tokens))
     answer = offer(core, "a")
-    assert isinstance(answer, Accepted)
+    assert isinstance(answer, OfferAccepted)
     core.committed(PREFILL_EPOCH, Commit("a", 1, (), 0, (FirstToken(0, 5),)), list(answer.block_ids), [])
     assert isinstance(ports.said[-1], WorkFailed) and not core.table.attempts and not core.batch.running

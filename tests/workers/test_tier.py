@@ -15,7 +15,7 @@ from engine.kv.allocator import BlockAllocator
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
 from kvtransfer.memory.tier import TierFile
-from prefill_worker.core import PrefillCore, StepResult
+from prefill_worker.core import PrefillCore, PrefillStepResult
 from prefill_worker.prompts import FetchPhase, Key, PromptTable
 from prefill_worker.tier import Slot
 from prefill_worker.tier_copies import TierCopies
@@ -139,7 +139,7 @@ class World:
         assert begun is not None
         for hash_, block in zip(prompt.hashes, prompt.blocks, strict=False):
             self.pool[block] = hash_
-        self.core.step_done(begun, StepResult(1.0, {}, frozenset()))
+        self.core.step_done(begun, PrefillStepResult(1.0, {}, frozenset()))
         prompt.sending = False
         self.core.order(Release(*key), b"")
 

@@ -18,7 +18,7 @@ from kvtransfer.memory.pool import PoolRows
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session.limits import KvSettings
-from kvtransfer.session.session import Accepted, KvFailed, KvSent
+from kvtransfer.session.session import KvFailed, KvSent, OfferAccepted
 from runtime.settings import gpu_environment
 from tests.kvtransfer import ends
 from tests.kvtransfer.ends import FIRST, memory_of, shuffled
@@ -104,7 +104,7 @@ async def between_processes(transport: str, segment_mib: int, digest: str) -> di
         clock=time.monotonic,
         send=lambda incarnation, message, blob: wires[0].send(incarnation, message, blob),
         listen_host="127.0.0.1",
-        accept=lambda incarnation, offer: Accepted(tuple(shuffled(BLOCKS, offer.blocks, 99))),
+        accept=lambda incarnation, offer: OfferAccepted(tuple(shuffled(BLOCKS, offer.blocks, 99))),
         on_committed=lambda *commit: None,
         on_failed=lambda *failure: None,
         settings=settings(transport, segment_mib),

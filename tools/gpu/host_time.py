@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from decode_worker.batch import Batch, DecodeRequest
+from decode_worker.batch import DecodeRequest, RunningBatch
 from decode_worker.compute import run_ahead
 from engine.attention.interface import AttentionCall
 from engine.engine import Engine, ModelInfo
@@ -57,7 +57,7 @@ def median_ms(step: Callable[[], None]) -> float:
 def before(sampling: Sampling) -> float:
     pool = torch.zeros(BLOCKS, LAYERS, 2, BLOCK_SIZE, 1, 1)
     token_rows, block_rows = pool.view(-1, 1), pool.view(-1, BLOCK_SIZE)
-    batch: Batch[SamplerState] = Batch()
+    batch: RunningBatch[SamplerState] = RunningBatch()
     batch.running = requests_of(sampling, BlockAllocator(BLOCKS))
     query, fresh, logits = torch.zeros(1, HEADS, SEQUENCES, 1), torch.zeros(SEQUENCES, 1), torch.randn(SEQUENCES, VOCAB)
 
@@ -105,7 +105,7 @@ def pipelined(sampling: Sampling) -> float:
     assert pipeline is not None
     pipeline._logits.normal_()
     pipeline.replay.run = lambda rows: None  # type: ignore[method-assign]
-    batch: Batch[SamplerState] = Batch(depth=2)
+    batch: RunningBatch[SamplerState] = RunningBatch(depth=2)
     batch.running = requests_of(sampling, BlockAllocator(BLOCKS))
 
     def step() -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from tuning.estimates.from_timings import Server, TimingsError, profile_of
+from tuning.estimates.from_timings import MeasuredServer, TimingsError, profile_of
 from tuning.profile import Profile
 
 INTERVALS_MIN: Final = 12
@@ -23,7 +23,7 @@ TOKENS_MIN: Final = 32
 RUN_SIGMA: Final = 0.15
 
 
-class Reading(NamedTuple):
+class MetricsReading(NamedTuple):
     """Totals since the server began, but for `running` and `kv_share`, which are as they are now."""
 
     prompt_tokens: float
@@ -41,7 +41,7 @@ class Reading(NamedTuple):
     kv_share: float
 
 
-def fitted(readings: Sequence[Reading], server: Server, about: dict[str, Any]) -> Profile:
+def fitted(readings: Sequence[MetricsReading], server: MeasuredServer, about: dict[str, Any]) -> Profile:
     """Raises `TimingsError`."""
     rows, gap_ms = [], []
     for before, after in pairwise(readings):

@@ -13,11 +13,11 @@ import numpy as np
 from coordinator.events import Limits
 from proto.errors import CrossdockError
 from tuning.advise import Workers
-from tuning.profile import Capacity, Curve, DecodeCost, HostCost, PrefillCost, Profile, Residuals, TransferCost
+from tuning.profile import Curve, DecodeCost, HostCost, PrefillCost, Profile, ProfileCapacity, Residuals, TransferCost
 from tuning.simulator.cluster import Simulator
 from tuning.simulator.job import Sent
-from tuning.simulator.options import Options
-from tuning.simulator.outcome import Floats, Outcome
+from tuning.simulator.options import RunOptions
+from tuning.simulator.outcome import Floats, SimulatedOutcome
 
 REQUESTS_MIN: Final = 60
 REQUESTS_MAX: Final = 3000
@@ -37,7 +37,7 @@ class TimingsError(CrossdockError):
     """Too few requests, or all alike."""
 
 
-class Timing(NamedTuple):
+class RequestTiming(NamedTuple):
     """One request that ended."""
 
     at_s: float
@@ -62,8 +62,8 @@ class Misfit(NamedTuple):
     tpot_p90: float
 
 
-class Server(NamedTuple):
-    capacity: Capacity
+class MeasuredServer(NamedTuple):
+    capacity: ProfileCapacity
     instances: int = 1
     step_tokens: int = 2048
     bytes_per_token: float = 0.0
@@ -71,8 +71,8 @@ class Server(NamedTuple):
 
 
 def fitted(
-    timings: Sequence[Timing],
-    server: Server,
+    timings: Sequence[RequestTiming],
+    server: MeasuredServer,
     about: dict[str, Any],
     tell: Callable[[int, int], None] = lambda done, of: None,
 ) -> tuple[Profile, Misfit]:
@@ -102,12 +102,12 @@ def fitted(
     return profile.replaced(run_sigma=max(float(np.mean(np.abs(misfit))), 0.03)), misfit
 
 
-def simulated(profile: Profile, server: Server, sent: Sequence[Sent]) -> Outcome:
+def simulated(profile: Profile, server: MeasuredServer, sent: Sequence[Sent]) -> SimulatedOutcome:
     """What the server itself would have done."""
-    return Simulator(profile, Workers(0, 0, server.instances), sent, Options(limits=LIMITS)).run()
+    return Simulator(profile, Workers(0, 0, server.instances), sent, RunOptions(limits=LIMITS)).run()
 
 
-def profile_of(numbers: Sequence[float], server: Server, about: dict[str, Any]) -> Profile:
+def profile_of(numbers: Sequence[float], server: MeasuredServer, about: dict[str, Any]) -> Profile:
     request_ms, token_ms, pair_ms, step_ms, sequence_ms, kv_token_ms = numbers
     sizes = [float(size) for size in SIZES]
     capacity = server.capacity
@@ -127,7 +127,7 @@ def profile_of(numbers: Sequence[float], server: Server, about: dict[str, Any]) 
     )
 
 
-def _columns(rows: Sequence[Timing]) -> tuple[Floats, Floats, Floats]:
+def _columns(rows: Sequence[RequestTiming]) -> tuple[Floats, Floats, Floats]:
     """Prompt tokens, TTFT, TPOT."""
     return (
         np.array([float(one.prompt_tokens) for one in rows]),

@@ -12,7 +12,7 @@ from typing import Any, Final
 from proto.errors import CrossdockError
 from tuning.estimates.cards import Card
 from tuning.estimates.shapes import Shape
-from tuning.profile import Capacity, Curve, DecodeCost, HostCost, PrefillCost, Profile, Residuals, TransferCost
+from tuning.profile import Curve, DecodeCost, HostCost, PrefillCost, Profile, ProfileCapacity, Residuals, TransferCost
 
 COMPUTE: Final = 0.60
 """The share of a card's arithmetic that large matrices reach."""
@@ -111,7 +111,7 @@ def estimated(
     model = Roofline(card, shape, cards)
     kv_tokens = model.kv_tokens()
     context = min(shape.context_tokens, kv_tokens // 2)
-    capacity = Capacity(kv_tokens // BLOCK_TOKENS, BLOCK_TOKENS, seqs_max, context, cost_per_hour)
+    capacity = ProfileCapacity(kv_tokens // BLOCK_TOKENS, BLOCK_TOKENS, seqs_max, context, cost_per_hour)
     sizes = [one for one in SIZES if one >= 16]
     batches = [one for one in SIZES if one <= max(seqs_max, 1)]
     return Profile(

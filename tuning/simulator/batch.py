@@ -15,17 +15,19 @@ from math import ceil, inf, sqrt
 
 from tuning.profile import DecodeCost
 from tuning.simulator.gaps import Gaps
-from tuning.simulator.job import Job
-from tuning.simulator.kept import Kept
-from tuning.simulator.room import Room
+from tuning.simulator.job import SimulatedRequest
+from tuning.simulator.kept import KeptAnswers
+from tuning.simulator.room import DecodeRoom
 
 _SAME_BOUNDARY = 1e-6
 """A time that lies behind a boundary by so small a part of a step is the boundary, rounded. Times of a day have 11 digits
 after the point, so steps may be as short as 0.1 ms."""
 
 
-class Batch:
-    def __init__(self, number: int, cost: DecodeCost, room: Room, seqs_max: int, gaps: Gaps, slow: float = 1.0) -> None:
+class SimulatedBatch:
+    def __init__(
+        self, number: int, cost: DecodeCost, room: DecodeRoom, seqs_max: int, gaps: Gaps, slow: float = 1.0
+    ) -> None:
         """`slow`: a straggler's steps take so many times as long."""
         self.number, self.room, self.seqs_max, self.gaps = number, room, seqs_max, gaps
         self._cost, self._slow = cost, slow / 1000
@@ -41,7 +43,7 @@ class Batch:
         """All sequences that are placed here, whether they run yet or not."""
         self.promised = 0
         """Requests that are to come here without room yet (`Options.late_room`)."""
-        self.late: deque[Job] = deque()
+        self.late: deque[SimulatedRequest] = deque()
         """Those of them whose prompts are computed."""
         self.share = 1.0
         """How many times as long steps take because others use the same cores."""
@@ -50,7 +52,7 @@ class Batch:
         self.suffixes = 0
         """Prompts that are computed here."""
         self.suffixes_end_s = 0.0
-        self.kept = Kept()
+        self.kept = KeptAnswers()
         self.is_mixed = False
         """It is a mixed worker's batch."""
         self.prefill_s = 0.0
@@ -62,7 +64,7 @@ class Batch:
         """Tokens, when a sequence last ended: which worker has done least."""
         self.busy_s = self.token_steps = 0.0
         self.up = True
-        self._ends: list[tuple[int, int, Job]] = []
+        self._ends: list[tuple[int, int, SimulatedRequest]] = []
 
     # --- time -----------------------------------------------------------------------------------------------------------
 
@@ -124,7 +126,7 @@ class Batch:
 
     # --- sequences ------------------------------------------------------------------------------------------------------
 
-    def join(self, job: Job, now: float) -> None:
+    def join(self, job: SimulatedRequest, now: float) -> None:
         """Its KV is here."""
         self.sync(now)
         self.room.joined(job.number, self.steps)
@@ -139,9 +141,9 @@ class Batch:
     def next_end_s(self) -> float:
         return self.boundary_s(self._ends[0][0] - self.steps) if self._ends else inf
 
-    def ended(self) -> list[Job]:
+    def ended(self) -> list[SimulatedRequest]:
         """Take out those that end at the next end; the batch is synced to it."""
-        found: list[Job] = []
+        found: list[SimulatedRequest] = []
         if self._ends:
             self._advance(self._ends[0][0] - self.steps)
             while self._ends and self._ends[0][0] <= self.steps:
@@ -166,7 +168,7 @@ class Batch:
         self.kv_tokens += count
         return ended_s
 
-    def lose_all(self, now: float) -> list[tuple[Job, int]]:
+    def lose_all(self, now: float) -> list[tuple[SimulatedRequest, int]]:
         """The worker is lost: its sequences, with the tokens of each that were forwarded. The step in progress counts for
         nothing."""
         self.sync(now)

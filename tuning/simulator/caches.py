@@ -7,11 +7,11 @@ A simplified prefix cache: blocks of one worker in the order of use, as many as 
 from collections.abc import Sequence
 
 from coordinator.score import PrefillSide, Weights, prefill_s
-from tuning.simulator.job import Job
-from tuning.simulator.prefill import PrefillWorker
+from tuning.simulator.job import SimulatedRequest
+from tuning.simulator.prefill import SimulatedPrefillWorker
 
 
-def cached_tokens(job: Job, worker: PrefillWorker, block_tokens: int) -> int:
+def cached_tokens(job: SimulatedRequest, worker: SimulatedPrefillWorker, block_tokens: int) -> int:
     """A whole number of KV blocks; the last prompt token is always computed."""
     if job.sent.session:
         tokens = worker.kept.of(job.sent)
@@ -25,7 +25,7 @@ def cached_tokens(job: Job, worker: PrefillWorker, block_tokens: int) -> int:
     return tokens - tokens % worker.block_size
 
 
-def remember(job: Job, worker: PrefillWorker, block_tokens: int, kv_tokens: int) -> None:
+def remember(job: SimulatedRequest, worker: SimulatedPrefillWorker, block_tokens: int, kv_tokens: int) -> None:
     cache = worker.cache
     for block in job.blocks:
         cache[block] = None
@@ -35,14 +35,14 @@ def remember(job: Job, worker: PrefillWorker, block_tokens: int, kv_tokens: int)
 
 
 def better_worker(
-    job: Job,
-    asks: PrefillWorker,
-    workers: Sequence[PrefillWorker],
+    job: SimulatedRequest,
+    asks: SimulatedPrefillWorker,
+    workers: Sequence[SimulatedPrefillWorker],
     block_tokens: int,
     tokens_per_s: float,
     waiting: float,
     weights: Weights,
-) -> PrefillWorker | None:
+) -> SimulatedPrefillWorker | None:
     """One that has more of the prompt cached and is better by the score, though it may have to be waited for."""
     here = cached_tokens(job, asks, block_tokens)
     best, best_s = None, None
@@ -61,7 +61,12 @@ def better_worker(
 
 
 def _score(
-    job: Job, worker: PrefillWorker, cached: int, tokens_per_s: float, waiting: float, weights: Weights
+    job: SimulatedRequest,
+    worker: SimulatedPrefillWorker,
+    cached: int,
+    tokens_per_s: float,
+    waiting: float,
+    weights: Weights,
 ) -> float:
     side = PrefillSide(worker.tokens_in_flight + worker.undispatched, tokens_per_s, cached, worker.fullness, 0.0, "")
     return prefill_s(job.prompt, side, weights, waiting)

@@ -15,14 +15,14 @@ from typing import Any
 from tuning.advise import Workers
 from tuning.profile import HostCost, Profile
 from tuning.simulator import failures
-from tuning.simulator.batch import Batch
+from tuning.simulator.batch import SimulatedBatch
 from tuning.simulator.caches import remember
-from tuning.simulator.cores import Host
-from tuning.simulator.job import NOT_YET, Job, Sent
-from tuning.simulator.options import Failure, Options
-from tuning.simulator.outcome import Outcome, outcome_of
+from tuning.simulator.cores import SimulatedHost
+from tuning.simulator.job import NOT_YET, Sent, SimulatedRequest
+from tuning.simulator.options import RunOptions, WorkerFailure
+from tuning.simulator.outcome import SimulatedOutcome, outcome_of
 from tuning.simulator.placing import Placing
-from tuning.simulator.prefill import PrefillWorker
+from tuning.simulator.prefill import SimulatedPrefillWorker
 
 _STEP, _ARRIVED, _END, _DOWN, _UP, _SUBMIT, _SUFFIX, _TURN = range(8)
 """Kinds of events."""
@@ -30,14 +30,14 @@ _STEP, _ARRIVED, _END, _DOWN, _UP, _SUBMIT, _SUFFIX, _TURN = range(8)
 
 class Simulator(Placing):
     def __init__(
-        self, profile: Profile, workers: Workers, sent: Sequence[Sent], options: Options | None = None
+        self, profile: Profile, workers: Workers, sent: Sequence[Sent], options: RunOptions | None = None
     ) -> None:
         """`sent`: in the order of time."""
-        options = options or Options()
+        options = options or RunOptions()
         super().__init__(profile, workers, sent, options)
         self._due: list[tuple[float, int, int, Any, Any]] = []
         self._pushed = 0
-        self._host = Host(profile, self._push_step, self._push_end)
+        self._host = SimulatedHost(profile, self._push_step, self._push_end)
         host = profile.host
         self._gap_s, self._join_s = host.step_gap_ms / 1000, host.join_ms / 1000
         self._request_s, self._request_token_s = host.request_ms / 1000, host.request_token_ms / 1000
@@ -50,7 +50,7 @@ class Simulator(Placing):
         self._pushed += 1
         heappush(self._due, (when_s, self._pushed, kind, what, also))
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulatedOutcome:
         due = self._due
         handlers = (
             *(self._step_ended, self._arrived, self._sequence_ended, self._lost, self._came),
@@ -71,31 +71,31 @@ class Simulator(Placing):
         host = HostCost() if talks else self.profile.host
         return outcome_of(self.jobs, self.prefill, self.batches, self.gaps, host.request_ms, host.request_token_ms)
 
-    def _talk(self, job: Job) -> None:
+    def _talk(self, job: SimulatedRequest) -> None:
         if self._host.talks:
             alone_s = self._request_s + self._request_token_s * job.prompt
             self._at(self._host.talk(alone_s, self.now), _SUBMIT, job)
         else:
             self.submit(job)
 
-    def over(self, job: Job) -> None:
+    def over(self, job: SimulatedRequest) -> None:
         following = self._following.get(job.number)
         if following is not None:
             turn = self.jobs[following]
             self._at(self.now + turn.sent.think_s, _TURN, turn)
 
-    def _next_turn(self, job: Job, _: object) -> None:
+    def _next_turn(self, job: SimulatedRequest, _: object) -> None:
         job.comes(self.now)
         self._talk(job)
 
-    def _submit(self, job: Job, _: object) -> None:
+    def _submit(self, job: SimulatedRequest, _: object) -> None:
         self._host.talked(self.now)
         job.submitted_s = self.now
         self.submit(job)
 
     # --- prefill ----------------------------------------------------------------------------------------------------------
 
-    def start(self, worker: PrefillWorker) -> None:
+    def start(self, worker: SimulatedPrefillWorker) -> None:
         if worker.running or not worker.steps:
             return
         worker.after_s = max(worker.free_s - self.now, 0.0)
@@ -115,11 +115,11 @@ class Simulator(Placing):
         self._push_step(batch.wait_for(self.now, took_s), worker)
         self._push_end(batch)
 
-    def _push_step(self, ends_s: float, worker: PrefillWorker) -> None:
+    def _push_step(self, ends_s: float, worker: SimulatedPrefillWorker) -> None:
         worker.version += 1
         self._at(ends_s, _STEP, worker, worker.version)
 
-    def _step_ended(self, worker: PrefillWorker, version: int) -> None:
+    def _step_ended(self, worker: SimulatedPrefillWorker, version: int) -> None:
         if version != worker.version:
             return
         step = worker.steps.popleft()
@@ -137,13 +137,13 @@ class Simulator(Placing):
         self.start(worker)
         self.news = True
 
-    def _stop(self, worker: PrefillWorker) -> None:
+    def _stop(self, worker: SimulatedPrefillWorker) -> None:
         self._host.stop(worker, self.now)
         if worker.batch is not None:
             worker.batch.prefill_s = 0.0
             self._host.mixed_changed(worker.batch, self.now)
 
-    def _prompt_done(self, job: Job, worker: PrefillWorker) -> None:
+    def _prompt_done(self, job: SimulatedRequest, worker: SimulatedPrefillWorker) -> None:
         job.first_token, job.last_s = True, self.now
         if job.first_s == NOT_YET:
             job.first_s = self.now
@@ -158,7 +158,7 @@ class Simulator(Placing):
             latency_s = self._latency_s * self._host.hand_over_slower()
             self._at(max(worker.link_free_s, self.now) + latency_s + self._join_s, _ARRIVED, job, job.attempt)
 
-    def _ended_in_prefill(self, job: Job) -> None:
+    def _ended_in_prefill(self, job: SimulatedRequest) -> None:
         if self.options.late_room:
             job.decode.promised -= 1
             job.end_s = self.now
@@ -166,17 +166,17 @@ class Simulator(Placing):
         else:
             self._release(job)
 
-    def _arrived(self, job: Job, attempt: int) -> None:
+    def _arrived(self, job: SimulatedRequest, attempt: int) -> None:
         """Its KV is on the decode worker, which knows of it."""
         if attempt != job.attempt:
             return
-        batch: Batch = job.decode
+        batch: SimulatedBatch = job.decode
         if self.options.late_room and (batch.late or not self.reserve_late(job)):
             batch.late.append(job)
             return
         self._join(job, batch)
 
-    def _join(self, job: Job, batch: Batch) -> None:
+    def _join(self, job: SimulatedRequest, batch: SimulatedBatch) -> None:
         if job.prefill is not None:
             job.prefill.release_blocks(job)
         job.left_s = self.now
@@ -187,17 +187,17 @@ class Simulator(Placing):
         self.news = True
         self._host.batch_changed(batch, self.now)
 
-    def compute_suffix(self, job: Job, batch: Batch, took_s: float) -> None:
+    def compute_suffix(self, job: SimulatedRequest, batch: SimulatedBatch, took_s: float) -> None:
         batch.suffixes += 1
         batch.suffixes_end_s = max(batch.suffixes_end_s, self.now) + took_s
         if batch.suffixes == 1:
             self._stretch(batch, 1 + self.options.stall_share)
         self._at(batch.suffixes_end_s, _SUFFIX, job, job.attempt)
 
-    def _suffix_done(self, job: Job, attempt: int) -> None:
+    def _suffix_done(self, job: SimulatedRequest, attempt: int) -> None:
         if attempt != job.attempt:
             return
-        batch: Batch = job.decode
+        batch: SimulatedBatch = job.decode
         batch.suffixes -= 1
         if not batch.suffixes:
             self._stretch(batch, 1.0)
@@ -207,19 +207,19 @@ class Simulator(Placing):
         else:
             self._join(job, batch)
 
-    def _stretch(self, batch: Batch, factor: float) -> None:
+    def _stretch(self, batch: SimulatedBatch, factor: float) -> None:
         batch.stretch_steps(self.now, factor)
         self._push_end(batch)
 
     # --- decode -----------------------------------------------------------------------------------------------------------
 
-    def _push_end(self, batch: Batch) -> None:
+    def _push_end(self, batch: SimulatedBatch) -> None:
         batch.version += 1
         when_s = batch.next_end_s()
         if when_s < inf:
             self._at(when_s, _END, batch, batch.version)
 
-    def _sequence_ended(self, batch: Batch, version: int) -> None:
+    def _sequence_ended(self, batch: SimulatedBatch, version: int) -> None:
         if version != batch.version:
             return
         for job in batch.ended():
@@ -227,9 +227,9 @@ class Simulator(Placing):
             self._release(job)
         self._host.batch_changed(batch, self.now)
 
-    def _release(self, job: Job) -> None:
+    def _release(self, job: SimulatedRequest) -> None:
         """It has ended, or its attempt has."""
-        batch: Batch = job.decode
+        batch: SimulatedBatch = job.decode
         if job.end_s == NOT_YET:
             job.end_s = self.now
         batch.held_seqs -= 1
@@ -244,15 +244,15 @@ class Simulator(Placing):
 
     # --- failures ---------------------------------------------------------------------------------------------------------
 
-    def _lost(self, failure: Failure, _: object) -> None:
+    def _lost(self, failure: WorkerFailure, _: object) -> None:
         failures.lose(self, failure.worker)
         self._at(self.now + failure.down_s, _UP, failure)
 
-    def _came(self, failure: Failure, _: object) -> None:
+    def _came(self, failure: WorkerFailure, _: object) -> None:
         failures.come_back(self, failure.worker)
         self.news = True
 
-    def stop_worker(self, worker: PrefillWorker) -> None:
+    def stop_worker(self, worker: SimulatedPrefillWorker) -> None:
         worker.up = False
         self._stop(worker)
         worker.version += 1

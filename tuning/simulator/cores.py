@@ -8,16 +8,16 @@ tokens take their time from them. Where a profile says neither, nothing is share
 from collections.abc import Callable
 
 from tuning.profile import Profile
-from tuning.simulator.batch import Batch
-from tuning.simulator.prefill import PrefillWorker
+from tuning.simulator.batch import SimulatedBatch
+from tuning.simulator.prefill import SimulatedPrefillWorker
 
 
-class Host:
+class SimulatedHost:
     def __init__(
         self,
         profile: Profile,
-        push_step: Callable[[float, PrefillWorker], None],
-        push_end: Callable[[Batch], None],
+        push_step: Callable[[float, SimulatedPrefillWorker], None],
+        push_end: Callable[[SimulatedBatch], None],
     ) -> None:
         """`push_step`: the step that runs on a worker ends then; `push_end`: a batch's next end comes at another time now."""
         self._prefill_cores, self._decode_cores = profile.prefill_cores, profile.decode_cores
@@ -35,13 +35,13 @@ class Host:
         """Cores that the tokens of all decode workers would fill."""
         self._push_step, self._push_end = push_step, push_end
         self._cores = self._prefill_cores + self._decode_cores
-        self._mixed: dict[int, Batch] = {}
+        self._mixed: dict[int, SimulatedBatch] = {}
         """Batches of mixed workers that compute."""
-        self._running: dict[int, PrefillWorker] = {}
-        self._busy: dict[int, Batch] = {}
+        self._running: dict[int, SimulatedPrefillWorker] = {}
+        self._busy: dict[int, SimulatedBatch] = {}
         self._prefill_share = 1.0
 
-    def start(self, worker: PrefillWorker, took_s: float, now: float) -> None:
+    def start(self, worker: SimulatedPrefillWorker, took_s: float, now: float) -> None:
         worker.running, worker.left_s, worker.since_s = True, took_s, now
         if not self._shared:
             self._push_step(now + took_s, worker)
@@ -49,12 +49,12 @@ class Host:
         self._running[worker.number] = worker
         self._retime(now, worker)
 
-    def stop(self, worker: PrefillWorker, now: float) -> None:
+    def stop(self, worker: SimulatedPrefillWorker, now: float) -> None:
         worker.running = False
         if self._running.pop(worker.number, None) is not None:
             self._retime(now, None)
 
-    def mixed_changed(self, batch: Batch, now: float) -> None:
+    def mixed_changed(self, batch: SimulatedBatch, now: float) -> None:
         """A mixed worker begins or ends a prefill step, or its sequences have changed."""
         if not self._shared:
             return
@@ -72,7 +72,7 @@ class Host:
                 other.share = share
                 self._push_end(other)
 
-    def mixed_slower(self, batch: Batch) -> float:
+    def mixed_slower(self, batch: SimulatedBatch) -> float:
         """How many times as long a prefill step takes on this mixed worker."""
         beside = any(_decodes(other) for other in self._mixed.values() if other is not batch)
         return self._mixed_stretch() * (self._beside_decode if beside else 1.0)
@@ -83,14 +83,14 @@ class Host:
             return 1.0
         return max(len(self._mixed) / max(self._cores - self._tokens_want, self._cores / 2), 1.0)
 
-    def _count_tokens(self, batch: Batch) -> None:
+    def _count_tokens(self, batch: SimulatedBatch) -> None:
         wants = 0.0
         if self.talks and batch.sequences:
             wants = (self._step_s + self._token_s * batch.sequences) / (batch.prefill_s + batch.step_s())
         self._tokens_want += wants - batch.tokens_want
         batch.tokens_want = wants
 
-    def batch_changed(self, batch: Batch, now: float) -> None:
+    def batch_changed(self, batch: SimulatedBatch, now: float) -> None:
         """Its sequences have changed, and with them its next end."""
         busy = batch.sequences > 0
         if batch.is_mixed:
@@ -131,7 +131,7 @@ class Host:
             return self._stretch(count + self._talking) * beside if count else 1.0
         return _share(count, self._prefill_cores) * beside
 
-    def _retime(self, now: float, new: PrefillWorker | None) -> None:
+    def _retime(self, now: float, new: SimulatedPrefillWorker | None) -> None:
         self._retime_prefill(now, new)
         share = _share(len(self._busy), self._decode_cores) * (self._beside_prefill if self._running else 1.0)
         for batch in self._busy.values():
@@ -140,7 +140,7 @@ class Host:
                 batch.share = share
                 self._push_end(batch)
 
-    def _retime_prefill(self, now: float, new: PrefillWorker | None) -> None:
+    def _retime_prefill(self, now: float, new: SimulatedPrefillWorker | None) -> None:
         share = self._prefill_slower()
         if share != self._prefill_share:
             for worker in self._running.values():
@@ -164,6 +164,6 @@ def _share(busy: int, cores: int) -> float:
     return max(1.0, busy / cores) if cores else 1.0
 
 
-def _decodes(batch: Batch) -> bool:
+def _decodes(batch: SimulatedBatch) -> bool:
     """A mixed worker's decode steps run, and none of prefill."""
     return batch.sequences > 0 and not batch.prefill_s

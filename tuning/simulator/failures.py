@@ -3,34 +3,34 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from tuning.simulator.batch import Batch
-from tuning.simulator.job import NOT_YET, Job
-from tuning.simulator.order import Order
-from tuning.simulator.prefill import PrefillWorker
+from tuning.simulator.batch import SimulatedBatch
+from tuning.simulator.job import NOT_YET, SimulatedRequest
+from tuning.simulator.order import FairOrder
+from tuning.simulator.prefill import SimulatedPrefillWorker
 
 
-class Cluster(Protocol):
+class FailingCluster(Protocol):
     """`tuning.simulator.cluster.Simulator`."""
 
     now: float
-    jobs: Sequence[Job]
-    prefill: Sequence[PrefillWorker]
-    batches: Sequence[Batch]
-    closed: dict[int, Job]
-    order: Order
+    jobs: Sequence[SimulatedRequest]
+    prefill: Sequence[SimulatedPrefillWorker]
+    batches: Sequence[SimulatedBatch]
+    closed: dict[int, SimulatedRequest]
+    order: FairOrder
     step_tokens: int
 
-    def stop_worker(self, worker: PrefillWorker) -> None: ...
+    def stop_worker(self, worker: SimulatedPrefillWorker) -> None: ...
 
-    def enqueue(self, job: Job) -> None: ...
+    def enqueue(self, job: SimulatedRequest) -> None: ...
 
 
-def lose(cluster: Cluster, number: int) -> None:
+def lose(cluster: FailingCluster, number: int) -> None:
     prefill = next((worker for worker in cluster.prefill if worker.number == number), None)
     batch = next((batch for batch in cluster.batches if batch.number == number), None)
     if prefill is None and batch is None:
         return
-    lost: dict[int, tuple[Job, int]] = {}
+    lost: dict[int, tuple[SimulatedRequest, int]] = {}
     for job in cluster.jobs:
         if job.placed_s == NOT_YET or job.end_s != NOT_YET:
             continue
@@ -45,9 +45,9 @@ def lose(cluster: Cluster, number: int) -> None:
         _interrupt(cluster, job, emitted)
 
 
-def _interrupt(cluster: Cluster, job: Job, emitted: int) -> None:
-    worker: PrefillWorker = job.prefill
-    batch: Batch = job.decode
+def _interrupt(cluster: FailingCluster, job: SimulatedRequest, emitted: int) -> None:
+    worker: SimulatedPrefillWorker = job.prefill
+    batch: SimulatedBatch = job.decode
     if job.left_s == NOT_YET and worker is not None:
         worker.placed.pop(job.number, None)
         worker.undispatched -= job.prompt - job.dispatched
@@ -60,7 +60,7 @@ def _interrupt(cluster: Cluster, job: Job, emitted: int) -> None:
     cluster.enqueue(job)
 
 
-def come_back(cluster: Cluster, number: int) -> None:
+def come_back(cluster: FailingCluster, number: int) -> None:
     for worker in cluster.prefill:
         if worker.number == number:
             worker.up = True

@@ -43,7 +43,7 @@ def clients_of(sent: Sequence[Sent]) -> list[int]:
     return found
 
 
-class Job:
+class SimulatedRequest:
     """Times in seconds; `NOT_YET` where nothing happened."""
 
     __slots__ = (

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from tuning.simulator.job import Sent
 
 
-class Kept:
+class KeptAnswers:
     """What one worker keeps, or both halves of a mixed one."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from coordinator.events import Limits
 CACHE_BLOCK_TOKENS: Final = 512
 
 
-class Failure(NamedTuple):
+class WorkerFailure(NamedTuple):
     """A worker is lost, and one in its place comes `down_s` later."""
 
     at_s: float
@@ -18,7 +18,7 @@ class Failure(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     limits: Limits = field(default_factory=Limits)
     step_tokens: int = 0
     """0: the profile's."""
@@ -35,5 +35,5 @@ class Options:
     """Decode workers compute what a session's turn adds to what they have, and take this share of a step for it; 0: they do
     not, as on GPUs."""
     slow: tuple[tuple[int, float], ...] = ()
-    """Stragglers: worker, as in `Failure`, and how many times as long its steps take."""
-    failures: tuple[Failure, ...] = ()
+    """Stragglers: worker, as in `WorkerFailure`, and how many times as long its steps take."""
+    failures: tuple[WorkerFailure, ...] = ()

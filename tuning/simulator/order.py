@@ -13,53 +13,53 @@ from coordinator.fairness.fair_queue import FairQueue, Terms
 from coordinator.fairness.priority_classes import ring_weights
 from coordinator.fairness.scheduling_class import Path, SchedulingClass
 from coordinator.fairness.tenant_queue import Entry, TenantQueue
-from tuning.simulator.job import Job
+from tuning.simulator.job import SimulatedRequest
 
 
-class Order(Protocol):
-    def push(self, job: Job, key: int) -> None: ...
+class FairOrder(Protocol):
+    def push(self, job: SimulatedRequest, key: int) -> None: ...
 
-    def first(self, keys: Sequence[int]) -> Job | None:
+    def first(self, keys: Sequence[int]) -> SimulatedRequest | None:
         """The next job under these keys."""
 
-    def take(self, job: Job, keys: Sequence[int], tokens: int, last: bool, key: int) -> None:
+    def take(self, job: SimulatedRequest, keys: Sequence[int], tokens: int, last: bool, key: int) -> None:
         """Charge a chunk of the job that is first under `keys`; it waits under `key` for the next one."""
 
-    def go_on(self, job: Job, tokens: int, last: bool) -> None:
+    def go_on(self, job: SimulatedRequest, tokens: int, last: bool) -> None:
         """Charge one more chunk of a job that has just had one."""
 
-    def move(self, job: Job, key: int) -> None: ...
+    def move(self, job: SimulatedRequest, key: int) -> None: ...
 
-    def remove(self, job: Job) -> None: ...
+    def remove(self, job: SimulatedRequest) -> None: ...
 
-    def same_organisation(self, one: Job, other: Job) -> bool: ...
+    def same_organisation(self, one: SimulatedRequest, other: SimulatedRequest) -> bool: ...
 
     def has_late(self, keys: Sequence[int]) -> bool: ...
 
-    def ended(self, job: Job, emitted: int) -> None:
+    def ended(self, job: SimulatedRequest, emitted: int) -> None:
         """What was charged for its answer gives way to what was emitted."""
 
 
 class OneTenant:
     def __init__(self, overtaken_max: int) -> None:
         self._node = SchedulingClass(("one",), 1.0, None, 0)
-        self._rows: dict[int, TenantQueue[Job]] = {}
+        self._rows: dict[int, TenantQueue[SimulatedRequest]] = {}
         self._overtaken_max = overtaken_max
         self._joins = 0
 
-    def push(self, job: Job, key: int) -> None:
+    def push(self, job: SimulatedRequest, key: int) -> None:
         self._joins += 1
         queue = self._row(key)
         job.entry = entry = Entry(job, queue, job.due, job.chunks, self._joins)
         queue.join(entry)
 
-    def _row(self, key: int) -> TenantQueue[Job]:
+    def _row(self, key: int) -> TenantQueue[SimulatedRequest]:
         queue = self._rows.get(key)
         if queue is None:
             queue = self._rows[key] = TenantQueue(self._node, key, self._overtaken_max)
         return queue
 
-    def first(self, keys: Sequence[int]) -> Job | None:
+    def first(self, keys: Sequence[int]) -> SimulatedRequest | None:
         rows, found = self._rows, None
         for key in keys:
             queue = rows.get(key)
@@ -74,8 +74,8 @@ class OneTenant:
                         found, order = entry, other
         return None if found is None else found.item
 
-    def take(self, job: Job, keys: Sequence[int], tokens: int, last: bool, key: int) -> None:
-        entry: Entry[Job] = job.entry
+    def take(self, job: SimulatedRequest, keys: Sequence[int], tokens: int, last: bool, key: int) -> None:
+        entry: Entry[SimulatedRequest] = job.entry
         queue = entry.queue
         queue.overtake(entry)
         for other_key in keys:
@@ -84,39 +84,39 @@ class OneTenant:
                 other.overtake(entry)
         self._go_on(entry, last, key)
 
-    def go_on(self, job: Job, tokens: int, last: bool) -> None:
-        entry: Entry[Job] = job.entry
+    def go_on(self, job: SimulatedRequest, tokens: int, last: bool) -> None:
+        entry: Entry[SimulatedRequest] = job.entry
         entry.queue.overtake(entry)
         self._go_on(entry, last, entry.queue.key)
 
-    def _go_on(self, entry: Entry[Job], last: bool, key: int) -> None:
+    def _go_on(self, entry: Entry[SimulatedRequest], last: bool, key: int) -> None:
         if last:
             entry.queue.leave(entry)
             entry.item.entry = None
         else:
             self._move(entry, key, max(entry.chunks - 1, 1))
 
-    def _move(self, entry: Entry[Job], key: int, chunks: int) -> None:
+    def _move(self, entry: Entry[SimulatedRequest], key: int, chunks: int) -> None:
         self._joins += 1
         entry.queue.leave(entry)
         queue = self._row(key)
         entry.queue, entry.chunks, entry.joined = queue, chunks, self._joins
         queue.join(entry)
 
-    def move(self, job: Job, key: int) -> None:
+    def move(self, job: SimulatedRequest, key: int) -> None:
         self._move(job.entry, key, job.entry.chunks)
 
-    def remove(self, job: Job) -> None:
+    def remove(self, job: SimulatedRequest) -> None:
         job.entry.queue.leave(job.entry)
         job.entry = None
 
-    def same_organisation(self, one: Job, other: Job) -> bool:
+    def same_organisation(self, one: SimulatedRequest, other: SimulatedRequest) -> bool:
         return True
 
     def has_late(self, keys: Sequence[int]) -> bool:
         return False
 
-    def ended(self, job: Job, emitted: int) -> None:
+    def ended(self, job: SimulatedRequest, emitted: int) -> None:
         """Nobody else's turn depends on what it owes."""
 
 
@@ -124,28 +124,28 @@ class ManyTenants:
     def __init__(self, limits: Limits, attention_tokens: int) -> None:
         self._attention_tokens = attention_tokens
         weights = {**ring_weights(limits.priority_classes), **limits.weights}
-        self._fair: FairQueue[Job] = FairQueue(limits.quantum_tokens, weights, limits.overtaken_max)
+        self._fair: FairQueue[SimulatedRequest] = FairQueue(limits.quantum_tokens, weights, limits.overtaken_max)
         self._prices = limits.prices
         self._lengths: dict[Path, OutputLength] = {}
 
-    def push(self, job: Job, key: int) -> None:
+    def push(self, job: SimulatedRequest, key: int) -> None:
         job.entry = self._fair.push(job, job.path, key, job.due, job.chunks)
 
-    def first(self, keys: Sequence[int]) -> Job | None:
+    def first(self, keys: Sequence[int]) -> SimulatedRequest | None:
         entry = self._fair.first(keys)
         return None if entry is None else entry.item
 
-    def take(self, job: Job, keys: Sequence[int], tokens: int, last: bool, key: int) -> None:
+    def take(self, job: SimulatedRequest, keys: Sequence[int], tokens: int, last: bool, key: int) -> None:
         self._fair.take(job.entry, self._terms(job, tokens, last, key), keys)
         if last:
             job.entry = None
 
-    def go_on(self, job: Job, tokens: int, last: bool) -> None:
+    def go_on(self, job: SimulatedRequest, tokens: int, last: bool) -> None:
         self._fair.go_on(job.entry, self._terms(job, tokens, last, job.entry.key))
         if last:
             job.entry = None
 
-    def _terms(self, job: Job, tokens: int, last: bool, key: int) -> Terms:
+    def _terms(self, job: SimulatedRequest, tokens: int, last: bool, key: int) -> Terms:
         cost = self._prices.chunk(tokens, job.dispatched, self._attention_tokens)
         if last:
             length = self._lengths.setdefault(job.path, OutputLength())
@@ -153,24 +153,24 @@ class ManyTenants:
             cost += job.output_charged
         return Terms(cost, last, key)
 
-    def move(self, job: Job, key: int) -> None:
+    def move(self, job: SimulatedRequest, key: int) -> None:
         self._fair.move(job.entry, key)
 
-    def remove(self, job: Job) -> None:
+    def remove(self, job: SimulatedRequest) -> None:
         self._fair.remove(job.entry)
         job.entry = None
 
-    def same_organisation(self, one: Job, other: Job) -> bool:
+    def same_organisation(self, one: SimulatedRequest, other: SimulatedRequest) -> bool:
         return one.path[:2] == other.path[:2]
 
     def has_late(self, keys: Sequence[int]) -> bool:
         return self._fair.has_late(keys)
 
-    def ended(self, job: Job, emitted: int) -> None:
+    def ended(self, job: SimulatedRequest, emitted: int) -> None:
         self._fair.adjust(job.path, self._prices.output(emitted) - job.output_charged)
         self._lengths.setdefault(job.path, OutputLength()).learn(emitted)
 
 
-def order_for(jobs: Iterable[Job], limits: Limits, attention_tokens: int) -> Order:
+def order_for(jobs: Iterable[SimulatedRequest], limits: Limits, attention_tokens: int) -> FairOrder:
     paths = {job.path for job in jobs}
     return OneTenant(limits.overtaken_max) if len(paths) < 2 else ManyTenants(limits, attention_tokens)

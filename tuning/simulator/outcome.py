@@ -7,11 +7,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from tuning.goals import Limits
-from tuning.simulator.batch import Batch
+from tuning.goals import GoalLimits
+from tuning.simulator.batch import SimulatedBatch
 from tuning.simulator.gaps import Gaps
-from tuning.simulator.job import NOT_YET, Job, clients_of
-from tuning.simulator.prefill import PrefillWorker
+from tuning.simulator.job import NOT_YET, SimulatedRequest, clients_of
+from tuning.simulator.prefill import SimulatedPrefillWorker
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -20,7 +20,7 @@ PAUSE_S: Final = 100.0
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class SimulatedOutcome:
     """Arrays have an entry for each request, in the order of arrival."""
 
     at_s: Floats
@@ -56,24 +56,24 @@ class Outcome:
         """Time from the request to its last token; NaN for requests that got no answer."""
         return np.asarray(self.ttft_ms + np.nan_to_num(self.tpot_ms, nan=0.0) * np.maximum(self.output_tokens - 1, 0))
 
-    def misses(self, slo: Limits) -> tuple[Bools, Bools]:
+    def misses(self, slo: GoalLimits) -> tuple[Bools, Bools]:
         """Requests that miss the limit of their first token (or got none), and those that miss that of later ones."""
         ttft_ms, tpot_ms = slo.limits(self.classes)
         late = np.isnan(self.ttft_ms) | (self.ttft_ms > ttft_ms)
         slow = np.nan_to_num(self.tpot_ms, nan=0.0) > tpot_ms
         return late, slow
 
-    def strain(self, slo: Limits) -> Floats:
+    def strain(self, slo: GoalLimits) -> Floats:
         """How near each request comes to its limits: 1 is the limit, infinite without an answer."""
         ttft_ms, tpot_ms = slo.limits(self.classes)
         worst = np.maximum(self.ttft_ms / ttft_ms, np.nan_to_num(self.tpot_ms, nan=0.0) / tpot_ms)
         return np.asarray(np.where(np.isnan(self.ttft_ms), np.inf, worst))
 
-    def good(self, slo: Limits) -> Bools:
+    def good(self, slo: GoalLimits) -> Bools:
         late, slow = self.misses(slo)
         return ~(late | slow)
 
-    def attainment(self, slo: Limits) -> float:
+    def attainment(self, slo: GoalLimits) -> float:
         return float(self.good(slo).mean()) if len(self.at_s) else 1.0
 
     def percentiles(self, metric: str, shares: Sequence[float]) -> list[float]:
@@ -88,13 +88,13 @@ class Outcome:
 
 
 def outcome_of(
-    jobs: Sequence[Job],
-    prefill: Iterable[PrefillWorker],
-    batches: Iterable[Batch],
+    jobs: Sequence[SimulatedRequest],
+    prefill: Iterable[SimulatedPrefillWorker],
+    batches: Iterable[SimulatedBatch],
     gaps: Gaps,
     host_ms: float,
     host_token_ms: float,
-) -> Outcome:
+) -> SimulatedOutcome:
     def column(values: Iterable[float]) -> Floats:
         return np.fromiter(values, dtype=np.float64, count=len(jobs))
 
@@ -111,7 +111,7 @@ def outcome_of(
     span_s = max(float(waits_s[waits_s < PAUSE_S].sum()) + tail_s, 1e-9)
     workers, running = list(prefill), list(batches)
     steps = sum(batch.steps for batch in running)
-    return Outcome(
+    return SimulatedOutcome(
         at_s,
         ttft_ms,
         tpot_ms,

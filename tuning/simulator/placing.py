@@ -12,27 +12,27 @@ from coordinator.waiting.queue_keys import class_key, classes_without_room, is_c
 from engine.kv.split import prefill_blocks
 from tuning.advise import Workers
 from tuning.profile import Profile
-from tuning.simulator.batch import Batch
+from tuning.simulator.batch import SimulatedBatch
 from tuning.simulator.caches import better_worker, cached_tokens
 from tuning.simulator.gaps import Gaps
-from tuning.simulator.job import Job, Sent
-from tuning.simulator.options import Options
+from tuning.simulator.job import Sent, SimulatedRequest
+from tuning.simulator.options import RunOptions
 from tuning.simulator.order import order_for
-from tuning.simulator.prefill import PrefillWorker, compose
-from tuning.simulator.room import Room
+from tuning.simulator.prefill import SimulatedPrefillWorker, compose
+from tuning.simulator.room import DecodeRoom
 
 
 class Placing(ABC):
-    def __init__(self, profile: Profile, workers: Workers, sent: Sequence[Sent], options: Options) -> None:
+    def __init__(self, profile: Profile, workers: Workers, sent: Sequence[Sent], options: RunOptions) -> None:
         self.profile, self.options = profile, options
         limits = options.limits
         self.step_tokens = options.step_tokens or profile.step_tokens
-        self.jobs: Sequence[Job] = [
-            Job(number, one, self.step_tokens, limits.priority_classes) for number, one in enumerate(sent)
+        self.jobs: Sequence[SimulatedRequest] = [
+            SimulatedRequest(number, one, self.step_tokens, limits.priority_classes) for number, one in enumerate(sent)
         ]
         self.order = order_for(self.jobs, limits, profile.attention_tokens)
         self.gaps = Gaps()
-        self.closed: dict[int, Job] = {}
+        self.closed: dict[int, SimulatedRequest] = {}
         """Classes for which no decode worker has room."""
         self.classes: dict[int, int] = {}
         """How many wait under each class's key."""
@@ -55,38 +55,40 @@ class Placing(ABC):
         capacity = profile.decode_capacity
         limits = self.options.limits.steps._replace(tokens=self.step_tokens)
         seqs_max = self.options.seqs_max or capacity.seqs_max
-        batches: list[Batch] = []
-        prefill_workers: list[PrefillWorker] = []
+        batches: list[SimulatedBatch] = []
+        prefill_workers: list[SimulatedPrefillWorker] = []
         for number in range(prefill):
-            prefill_workers.append(PrefillWorker(number, profile.prefill_capacity, limits, None, slow.get(number, 1.0)))
+            prefill_workers.append(
+                SimulatedPrefillWorker(number, profile.prefill_capacity, limits, None, slow.get(number, 1.0))
+            )
         for number in range(prefill, prefill + decode + mixed):
             blocks, is_mixed = capacity.kv_blocks, number >= prefill + decode
             if is_mixed:
                 part = prefill_blocks(blocks, -(-capacity.context_tokens // capacity.block_size))
                 prefill_capacity, blocks = msgspec.structs.replace(capacity, kv_blocks=part), max(blocks - part, 1)
-            room = Room(blocks, capacity.block_size)
-            batch = Batch(number, profile.decode, room, seqs_max, self.gaps, slow.get(number, 1.0))
+            room = DecodeRoom(blocks, capacity.block_size)
+            batch = SimulatedBatch(number, profile.decode, room, seqs_max, self.gaps, slow.get(number, 1.0))
             batch.is_mixed = is_mixed
             batches.append(batch)
             if is_mixed:
                 mixed_slow = slow.get(number, 1.0)
-                prefill_workers.append(PrefillWorker(number, prefill_capacity, limits, batch, mixed_slow))
-        self.prefill: Sequence[PrefillWorker] = prefill_workers
-        self.batches: Sequence[Batch] = batches
+                prefill_workers.append(SimulatedPrefillWorker(number, prefill_capacity, limits, batch, mixed_slow))
+        self.prefill: Sequence[SimulatedPrefillWorker] = prefill_workers
+        self.batches: Sequence[SimulatedBatch] = batches
 
     @abstractmethod
-    def start(self, worker: PrefillWorker) -> None:
+    def start(self, worker: SimulatedPrefillWorker) -> None:
         """Begin the first of its steps, if none runs."""
 
     @abstractmethod
-    def compute_suffix(self, job: Job, batch: Batch, took_s: float) -> None:
+    def compute_suffix(self, job: SimulatedRequest, batch: SimulatedBatch, took_s: float) -> None:
         """This decode worker computes what the prompt adds to what it has, in so long."""
 
     @abstractmethod
-    def over(self, job: Job) -> None:
+    def over(self, job: SimulatedRequest) -> None:
         """It has ended, or was not served."""
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: SimulatedRequest) -> None:
         tokens = job.prompt + job.output_max - 1
         fits = any(tokens <= batch.room.kv_tokens for batch in self.batches)
         if not fits or self._waiting >= self.options.limits.queue_requests_max:
@@ -94,7 +96,7 @@ class Placing(ABC):
         elif not self._runs_on_decode(job, self._waiting):
             self.enqueue(job)
 
-    def enqueue(self, job: Job) -> None:
+    def enqueue(self, job: SimulatedRequest) -> None:
         self._waiting += 1
         self.order.push(job, job.key)
         self.classes[job.key] = self.classes.get(job.key, 0) + 1
@@ -130,7 +132,7 @@ class Placing(ABC):
                 best.steps.append(step)
                 self.start(best)
 
-    def place(self, job: Job, worker: PrefillWorker) -> bool:
+    def place(self, job: SimulatedRequest, worker: SimulatedPrefillWorker) -> bool:
         if self.now - job.at_s > self._wait_s_max and not job.attempt:
             self._leaves_class(job.key)
             self.order.remove(job)
@@ -168,7 +170,7 @@ class Placing(ABC):
 
     # --- turns of sessions ------------------------------------------------------------------------------------------------
 
-    def _begin_turn(self, job: Job, worker: PrefillWorker, decode: Batch) -> None:
+    def _begin_turn(self, job: SimulatedRequest, worker: SimulatedPrefillWorker, decode: SimulatedBatch) -> None:
         """What the worker has is not computed; nor is what the decode worker has, if to fetch it is faster. What the decode
         worker lacks of it is sent."""
         here, there = cached_tokens(job, worker, 0), decode.kept.of(job.sent)
@@ -182,7 +184,7 @@ class Placing(ABC):
         worker.kept.take(job.sent.session)
         decode.kept.take(job.sent.session)
 
-    def _runs_on_decode(self, job: Job, waiting: int) -> bool:
+    def _runs_on_decode(self, job: SimulatedRequest, waiting: int) -> bool:
         """As `coordinator.placement.suffix`: the decode worker that has most of a prompt computes the rest, if it is done
         before any prefill worker would be. `waiting`: requests that are before it there."""
         share, best, best_s = self.options.stall_share, None, inf
@@ -207,11 +209,11 @@ class Placing(ABC):
         self._begin_on_decode(job, best)
         return True
 
-    def _suffix_s(self, batch: Batch, tokens: int) -> float:
+    def _suffix_s(self, batch: SimulatedBatch, tokens: int) -> float:
         share = self.options.stall_share
         return tokens / self._tokens_per_s * ((1 + share) / share if batch.sequences else 1.0)
 
-    def _begin_on_decode(self, job: Job, batch: Batch) -> None:
+    def _begin_on_decode(self, job: SimulatedRequest, batch: SimulatedBatch) -> None:
         job.decode, job.dispatched, job.placed_s = batch, job.prompt, self.now
         batch.kept.take(job.sent.session)
         self._reserve(job, batch)
@@ -219,14 +221,14 @@ class Placing(ABC):
 
     # --- room -------------------------------------------------------------------------------------------------------------
 
-    def _reserve(self, job: Job, decode: Batch) -> None:
+    def _reserve(self, job: SimulatedRequest, decode: SimulatedBatch) -> None:
         steps = decode.steps_begun(self.now) if decode.room.exact else 0
         decode.room.place(job.number, job.prompt, job.output_max, steps)
         decode.held_seqs += 1
 
-    def reserve_late(self, job: Job) -> bool:
+    def reserve_late(self, job: SimulatedRequest) -> bool:
         """Its prompt is computed; False if there is no room yet."""
-        batch: Batch = job.decode
+        batch: SimulatedBatch = job.decode
         if not self._has_room(batch, job):
             job.no_room = True
             return False
@@ -234,7 +236,7 @@ class Placing(ABC):
         self._reserve(job, batch)
         return True
 
-    def _refuse(self, job: Job, worker: PrefillWorker) -> None:
+    def _refuse(self, job: SimulatedRequest, worker: SimulatedPrefillWorker) -> None:
         if not worker.fits(job):
             worker.stuck[job.key] = job
             return
@@ -245,7 +247,7 @@ class Placing(ABC):
         if job.key != key:
             self._rekey(job, key)
 
-    def _binds(self, job: Job, worker: PrefillWorker) -> bool:
+    def _binds(self, job: SimulatedRequest, worker: SimulatedPrefillWorker) -> bool:
         waiting = self._waiting / len(self.prefill)
         better = better_worker(
             job, worker, self.prefill, self.options.block_tokens, self._tokens_per_s, waiting, self._weights
@@ -256,14 +258,14 @@ class Placing(ABC):
         self._rekey(job, better.bound_key)
         return True
 
-    def _rekey(self, job: Job, key: int) -> None:
+    def _rekey(self, job: SimulatedRequest, key: int) -> None:
         self._leaves_class(job.key)
         self._waiting += 1
         job.key = key
         self.classes[key] = self.classes.get(key, 0) + 1
         self.order.move(job, key)
 
-    def _decode_for(self, job: Job, worker: PrefillWorker) -> Batch | None:
+    def _decode_for(self, job: SimulatedRequest, worker: SimulatedPrefillWorker) -> SimulatedBatch | None:
         """The least full one with room, as by `coordinator.score`, which spares a mixed worker's own half the transfer."""
         own = worker.batch
         best, best_rank = None, (0.0, 0, 0)
@@ -279,7 +281,7 @@ class Placing(ABC):
                 best, best_rank = batch, rank
         return best
 
-    def _has_room(self, batch: Batch, job: Job) -> bool:
+    def _has_room(self, batch: SimulatedBatch, job: SimulatedRequest) -> bool:
         if not batch.up or batch.held_seqs >= batch.seqs_max:
             return False
         room = batch.room
@@ -287,7 +289,7 @@ class Placing(ABC):
             return True
         return room.fits(job.prompt, job.output_max, batch.steps_begun(self.now))
 
-    def freed(self, batch: Batch) -> None:
+    def freed(self, batch: SimulatedBatch) -> None:
         """Classes are open again whose first job would fit."""
         fits: dict[int, bool] = {}
         for key, job in list(self.closed.items()):
@@ -298,5 +300,5 @@ class Placing(ABC):
                 self.news = True
 
 
-def _load(batch: Batch) -> tuple[int, int]:
+def _load(batch: SimulatedBatch) -> tuple[int, int]:
     return batch.held_seqs + batch.promised, batch.number

@@ -8,26 +8,31 @@ from coordinator.placement.steps import BEGUN_MAX
 from coordinator.step_pace import StepLimits, StepPace
 from coordinator.waiting.queue_keys import bound_key, is_class
 from proto.limits import MAX_CHUNKS_PER_STEP
-from tuning.profile import Capacity, PrefillCost
-from tuning.simulator.batch import Batch
-from tuning.simulator.job import Job
-from tuning.simulator.kept import Kept
-from tuning.simulator.order import Order
+from tuning.profile import PrefillCost, ProfileCapacity
+from tuning.simulator.batch import SimulatedBatch
+from tuning.simulator.job import SimulatedRequest
+from tuning.simulator.kept import KeptAnswers
+from tuning.simulator.order import FairOrder
 
 
-class Step(NamedTuple):
-    chunks: list[tuple[Job, int, int]]
+class SimulatedStep(NamedTuple):
+    chunks: list[tuple[SimulatedRequest, int, int]]
     """Job, first token, tokens."""
     tokens: int
     took_s: float
     """Alone on its cores."""
 
 
-class PrefillWorker:
+class SimulatedPrefillWorker:
     """As the coordinator counts it."""
 
     def __init__(
-        self, number: int, capacity: Capacity, limits: StepLimits, mixed_with: Batch | None, slow: float = 1.0
+        self,
+        number: int,
+        capacity: ProfileCapacity,
+        limits: StepLimits,
+        mixed_with: SimulatedBatch | None,
+        slow: float = 1.0,
     ) -> None:
         self.number, self.batch, self.slow = number, mixed_with, slow
         self.pace = StepPace(limits)
@@ -38,13 +43,13 @@ class PrefillWorker:
         self.free_blocks, self.free_seqs = capacity.kv_blocks, capacity.seqs_max
         self._kv_blocks = capacity.kv_blocks
         self.block_size = capacity.block_size
-        self.steps: deque[Step] = deque()
+        self.steps: deque[SimulatedStep] = deque()
         """Steps in flight; the first one runs."""
         self.tokens_in_flight = self.tokens_forwarded = self.undispatched = 0
-        self.placed: dict[int, Job] = {}
+        self.placed: dict[int, SimulatedRequest] = {}
         """Jobs with chunks left to dispatch, by number."""
-        self.begun: Job | None = None
-        self.stuck: dict[int, Job] = {}
+        self.begun: SimulatedRequest | None = None
+        self.stuck: dict[int, SimulatedRequest] = {}
         """Queue keys whose first job has no room here."""
         self.up = True
         self.running = False
@@ -59,7 +64,7 @@ class PrefillWorker:
         self.link_busy_s = 0.0
         self.cache: OrderedDict[int, None] = OrderedDict()
         """Ids of the prompt blocks that it has, least recently used first."""
-        self.kept = mixed_with.kept if mixed_with is not None else Kept()
+        self.kept = mixed_with.kept if mixed_with is not None else KeptAnswers()
 
     @property
     def fullness(self) -> float:
@@ -80,39 +85,41 @@ class PrefillWorker:
         self.link_free_s = max(self.link_free_s, now) + took_s
         self.link_busy_s += took_s
 
-    def blocks(self, job: Job) -> int:
+    def blocks(self, job: SimulatedRequest) -> int:
         return -(-job.prompt // self.block_size)
 
-    def fits(self, job: Job) -> bool:
+    def fits(self, job: SimulatedRequest) -> bool:
         return self.free_seqs > 0 and self.blocks(job) <= self.free_blocks
 
-    def hold(self, job: Job) -> None:
+    def hold(self, job: SimulatedRequest) -> None:
         self.free_seqs -= 1
         self.free_blocks -= self.blocks(job)
         self.placed[job.number] = job
         self.undispatched += job.prompt - job.cached
 
-    def release_blocks(self, job: Job) -> None:
+    def release_blocks(self, job: SimulatedRequest) -> None:
         """Its KV is on the decode worker."""
         self.free_seqs += 1
         self.free_blocks += self.blocks(job)
         self.stuck.clear()
 
 
-class Room(Protocol):
+class StepRoom(Protocol):
     """What `compose` asks the cluster."""
 
-    closed: dict[int, Job]
+    closed: dict[int, SimulatedRequest]
     classes: dict[int, int]
 
-    def place(self, job: Job, worker: PrefillWorker) -> bool:
+    def place(self, job: SimulatedRequest, worker: SimulatedPrefillWorker) -> bool:
         """Reserve room for it there and on a decode worker; False if it cannot run there now, or had better run elsewhere: then
         its key is closed, stuck on the worker, or another one."""
 
 
-def compose(worker: PrefillWorker, order: Order, cluster: Room, cost: PrefillCost) -> Step | None:
+def compose(
+    worker: SimulatedPrefillWorker, order: FairOrder, cluster: StepRoom, cost: PrefillCost
+) -> SimulatedStep | None:
     """As `coordinator.placement.steps.compose`; None if there is nothing that the worker can do."""
-    chunks: list[tuple[Job, int, int]] = []
+    chunks: list[tuple[SimulatedRequest, int, int]] = []
     size = worker.block_size
     left, pairs = max(worker.pace.budget, size), 0.0
     begun, worker.begun = worker.begun, None
@@ -138,10 +145,10 @@ def compose(worker: PrefillWorker, order: Order, cluster: Room, cost: PrefillCos
     for _, _, tokens in chunks:
         total += tokens
     worker.tokens_in_flight += total
-    return Step(chunks, total, cost.step_ms(total, pairs) * worker.slow / 1000)
+    return SimulatedStep(chunks, total, cost.step_ms(total, pairs) * worker.slow / 1000)
 
 
-def open_keys(worker: PrefillWorker, cluster: Room) -> Sequence[int]:
+def open_keys(worker: SimulatedPrefillWorker, cluster: StepRoom) -> Sequence[int]:
     if worker.free_seqs <= 0 or not cluster.classes:
         return (worker.key,)
     closed, stuck, own = cluster.closed, worker.stuck, worker.bound_key
@@ -151,12 +158,14 @@ def open_keys(worker: PrefillWorker, cluster: Room) -> Sequence[int]:
     ]
 
 
-def _fitting(job: Job, left: int, block_size: int) -> int:
+def _fitting(job: SimulatedRequest, left: int, block_size: int) -> int:
     remaining = job.prompt - job.dispatched
     return remaining if remaining <= left else left - left % block_size
 
 
-def _add(job: Job, tokens: int, worker: PrefillWorker, chunks: list[tuple[Job, int, int]]) -> float:
+def _add(
+    job: SimulatedRequest, tokens: int, worker: SimulatedPrefillWorker, chunks: list[tuple[SimulatedRequest, int, int]]
+) -> float:
     """Returns the pairs of tokens that attend to each other."""
     start = job.dispatched
     chunks.append((job, start, tokens))
@@ -169,7 +178,9 @@ def _add(job: Job, tokens: int, worker: PrefillWorker, chunks: list[tuple[Job, i
     return tokens * (start + tokens / 2)
 
 
-def _may_go_on(begun: Job, left: int, worker: PrefillWorker, order: Order, cluster: Room) -> bool:
+def _may_go_on(
+    begun: SimulatedRequest, left: int, worker: SimulatedPrefillWorker, order: FairOrder, cluster: StepRoom
+) -> bool:
     if begun.entry is None or worker.placed.get(begun.number) is not begun:
         return False
     keys = open_keys(worker, cluster)

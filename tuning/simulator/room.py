@@ -12,7 +12,7 @@ from coordinator.kv_admission.demand import KvDemand
 _ATTEMPT = 1
 
 
-class Room:
+class DecodeRoom:
     def __init__(self, kv_blocks: int, block_size: int) -> None:
         self.kv_blocks, self.block_size = kv_blocks, block_size
         self.kv_tokens = kv_blocks * block_size

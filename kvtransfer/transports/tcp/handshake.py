@@ -31,7 +31,7 @@ class HandshakeFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class TcpHello:
     """A hello that was read but not verified."""
 
     token: bytes
@@ -48,21 +48,21 @@ def hello(token: bytes, key: bytes, nonce: bytes) -> bytes:
     return _HELLO.pack(_MAGIC, token, nonce, _proof(key, b"sender", token, nonce))
 
 
-def read_hello(message: bytes) -> Hello:
+def read_hello(message: bytes) -> TcpHello:
     """Raises `HandshakeFailed` if this is no hello."""
     magic, token, nonce, proof = _HELLO.unpack(message)
     if magic != _MAGIC:
         raise HandshakeFailed("the first bytes are not those of a KV sender")
-    return Hello(token, nonce, proof)
+    return TcpHello(token, nonce, proof)
 
 
-def verify_hello(hello: Hello, key: bytes) -> None:
+def verify_hello(hello: TcpHello, key: bytes) -> None:
     """Raises `HandshakeFailed` unless the sender knows the key."""
     if not hmac.compare_digest(hello.proof, _proof(key, b"sender", hello.token, hello.nonce)):
         raise HandshakeFailed("the sender does not know the key")
 
 
-def answer(hello: Hello, key: bytes, nonce: bytes) -> bytes:
+def answer(hello: TcpHello, key: bytes, nonce: bytes) -> bytes:
     """The receiver's answer to a hello that was verified."""
     return _ANSWER.pack(nonce, _proof(key, b"receiver", hello.token, hello.nonce, nonce))
 

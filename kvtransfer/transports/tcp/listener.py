@@ -22,7 +22,7 @@ from kvtransfer.transports.tcp.handshake import (
     KEY_BYTES,
     TOKEN_BYTES,
     HandshakeFailed,
-    Hello,
+    TcpHello,
     read_hello,
     verify_hello,
 )
@@ -44,9 +44,9 @@ class Expected:
     def __init__(self) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.key = secrets.token_bytes(KEY_BYTES)
-        self._arrived: queue.SimpleQueue[tuple[socket.socket, Hello] | str] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[tuple[socket.socket, TcpHello] | str] = queue.SimpleQueue()
 
-    def wait(self, timeout_s: float) -> tuple[socket.socket, Hello]:
+    def wait(self, timeout_s: float) -> tuple[socket.socket, TcpHello]:
         """The sender's connection. Raises `PairBroken`."""
         try:
             arrived = self._arrived.get(timeout=timeout_s)
@@ -56,7 +56,7 @@ class Expected:
             raise PairBroken(arrived)
         return arrived
 
-    def deliver(self, connection: socket.socket, hello: Hello) -> None:
+    def deliver(self, connection: socket.socket, hello: TcpHello) -> None:
         self._arrived.put((connection, hello))
 
     def abandon(self, why: str = "the rendezvous was abandoned") -> None:

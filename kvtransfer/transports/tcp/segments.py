@@ -20,7 +20,7 @@ RECORD_BYTES: Final = 512 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class TcpRecord:
     """`sub-blocks` sub-blocks of a segment from `first` on, or of one sub-block the `size` bytes from `offset` on."""
 
     first: int
@@ -29,17 +29,17 @@ class Record:
     size: int
 
 
-def records_of(blocks: int, sub_block_bytes: int) -> Iterator[Record]:
+def records_of(blocks: int, sub_block_bytes: int) -> Iterator[TcpRecord]:
     """The records of a segment of so many sub-blocks, in order."""
     if sub_block_bytes > RECORD_BYTES:
         for sub_block in range(blocks):
             for offset in range(0, sub_block_bytes, RECORD_BYTES):
-                yield Record(sub_block, 1, offset, min(RECORD_BYTES, sub_block_bytes - offset))
+                yield TcpRecord(sub_block, 1, offset, min(RECORD_BYTES, sub_block_bytes - offset))
         return
     together = sub_blocks_together(sub_block_bytes)
     for first in range(0, blocks, together):
         sub_blocks = min(together, blocks - first)
-        yield Record(first, sub_blocks, 0, sub_blocks * sub_block_bytes)
+        yield TcpRecord(first, sub_blocks, 0, sub_blocks * sub_block_bytes)
 
 
 def sub_blocks_together(sub_block_bytes: int) -> int:
@@ -83,7 +83,7 @@ class Source:
         self._buffer = rows.buffer(sub_blocks_together(rows.layout.block_bytes))
         self._packed: Any = None
 
-    def read(self, block_ids: Sequence[int], record: Record) -> memoryview:
+    def read(self, block_ids: Sequence[int], record: TcpRecord) -> memoryview:
         """The record's bytes, in the pool where they lie there in one piece of host memory; they stay until the next call.
         `block_ids` are the whole segment's."""
         if not record.offset:
@@ -92,7 +92,7 @@ class Source:
         return memoryview(self._packed[record.offset : record.offset + record.size])
 
 
-class Target:
+class SegmentTarget:
     """What a receiver writes."""
 
     def __init__(self, rows: PoolRows) -> None:
@@ -102,7 +102,7 @@ class Target:
         self._buffer_bytes: Any = as_bytes(self._buffer).reshape(-1)
         self._in_place = False
 
-    def room(self, block_ids: Sequence[int] | None, record: Record) -> memoryview:
+    def room(self, block_ids: Sequence[int] | None, record: TcpRecord) -> memoryview:
         """Where to put the record's bytes: in their sub-blocks, or in a buffer where those are in several pieces, or are
         None."""
         ids = () if block_ids is None else block_ids[record.first : record.first + record.sub_blocks]
@@ -111,7 +111,7 @@ class Target:
         start = first * self._sub_block_bytes + record.offset
         return memoryview(memory[start : start + record.size])
 
-    def filled(self, block_ids: Sequence[int], record: Record) -> None:
+    def filled(self, block_ids: Sequence[int], record: TcpRecord) -> None:
         """All bytes of the record are where `room` said when it was asked last."""
         if not self._in_place and record.offset + record.size == record.sub_blocks * self._sub_block_bytes:
             self._rows.spread(

@@ -33,7 +33,7 @@ class PairClosing(Exception):
     """The inbox was closed: what is under way is given up."""
 
 
-class Connection:
+class TcpConnection:
     """A non-blocking socket of a pair that waits together with its inbox. What comes into the inbox is kept in `jobs`."""
 
     def __init__(self, connected: socket.socket) -> None:
@@ -76,7 +76,7 @@ class Connection:
 class RecordWriter:
     """The sender's end."""
 
-    def __init__(self, connection: Connection, key: bytes | None, record_bytes_max: int) -> None:
+    def __init__(self, connection: TcpConnection, key: bytes | None, record_bytes_max: int) -> None:
         """Records are sent in the clear without a key."""
         self._connection = connection
         self._cipher = None if key is None else AESGCM(key)
@@ -114,7 +114,7 @@ class RecordWriter:
 class RecordReader:
     """The receiver's end."""
 
-    def __init__(self, connection: Connection, key: bytes | None, record_bytes_max: int) -> None:
+    def __init__(self, connection: TcpConnection, key: bytes | None, record_bytes_max: int) -> None:
         self._connection = connection
         self._cipher = None if key is None else AESGCM(key)
         self._received = 0

@@ -28,8 +28,8 @@ from kvtransfer.transports.tcp.handshake import (
     verify_answer,
 )
 from kvtransfer.transports.tcp.listener import TcpListener
-from kvtransfer.transports.tcp.segments import SegmentDigest, Source, Target, record_bytes_max, records_of
-from kvtransfer.transports.tcp.stream import Connection, PairClosing, RecordReader, RecordWriter
+from kvtransfer.transports.tcp.segments import SegmentDigest, SegmentTarget, Source, record_bytes_max, records_of
+from kvtransfer.transports.tcp.stream import PairClosing, RecordReader, RecordWriter, TcpConnection
 from kvtransfer.transports.transport import (
     Answer,
     Channel,
@@ -49,7 +49,7 @@ _TRIES_MAX = 8
 class _TcpChannel(Channel):
     """Carries out one segment after the other."""
 
-    def __init__(self, local: Local, connection: Connection) -> None:
+    def __init__(self, local: Local, connection: TcpConnection) -> None:
         self._connection = connection
         self._sub_block_bytes = local.rows.layout.block_bytes
         self._timeout_s = local.settings.segment_timeout_ms / 1e3
@@ -70,7 +70,7 @@ class _TcpChannel(Channel):
     def settle(self, inbox: Inbox, answer: Answer) -> None:
         self._connection.close()
 
-    def _idle(self, connection: Connection) -> None:
+    def _idle(self, connection: TcpConnection) -> None:
         raise NotImplementedError
 
     def _carry_out(self, job: SegmentJob, deadline: float) -> bytes:
@@ -79,13 +79,13 @@ class _TcpChannel(Channel):
 
 
 class Sending(_TcpChannel):
-    def __init__(self, local: Local, connection: Connection, key: bytes | None) -> None:
+    def __init__(self, local: Local, connection: TcpConnection, key: bytes | None) -> None:
         super().__init__(local, connection)
         self._digests = local.digests
         self._source = Source(local.rows)
         self._records = RecordWriter(connection, key, record_bytes_max(self._sub_block_bytes))
 
-    def _idle(self, connection: Connection) -> None:
+    def _idle(self, connection: TcpConnection) -> None:
         if connection.wait(select.POLLIN | select.POLLRDHUP, None):  # the receiver says nothing after its answer
             raise PairBroken("the peer is gone: its connection has ended")
 
@@ -103,13 +103,13 @@ class Sending(_TcpChannel):
         return job.digest or (self._digests.digest(job.block_ids) if self._digests is not None else b"")
 
 
-class Receiving(_TcpChannel):
-    def __init__(self, local: Local, connection: Connection, key: bytes | None) -> None:
+class TcpReceiving(_TcpChannel):
+    def __init__(self, local: Local, connection: TcpConnection, key: bytes | None) -> None:
         super().__init__(local, connection)
-        self._target = Target(local.rows)
+        self._target = SegmentTarget(local.rows)
         self._records = RecordReader(connection, key, record_bytes_max(self._sub_block_bytes))
 
-    def _idle(self, connection: Connection) -> None:
+    def _idle(self, connection: TcpConnection) -> None:
         # What comes before its announcement waits in the kernel.
         if connection.wait(select.POLLRDHUP, None):
             raise PairBroken("the peer is gone: its connection has ended")
@@ -151,7 +151,7 @@ class _TcpListener(Listener):
         try:
             connected.sendall(answer(said, expected.key, nonce))
             key = record_key(expected.key, said.nonce, nonce) if self.meeting.encrypted else None
-            return Receiving(self._local, Connection(connected), key)
+            return TcpReceiving(self._local, TcpConnection(connected), key)
         except OSError:
             connected.close()
             raise
@@ -182,7 +182,7 @@ class Tcp(Transport):
             raise PairBroken("the receiver told no key")
         deadline = time.monotonic() + local.settings.rendezvous_timeout_ms / 1e3
         connected, key = _connected(meeting, deadline)
-        return Sending(local, Connection(connected), key if meeting.encrypted else None)
+        return Sending(local, TcpConnection(connected), key if meeting.encrypted else None)
 
 
 def _connected(meeting: Rendezvous, deadline: float) -> tuple[socket.socket, bytes]:

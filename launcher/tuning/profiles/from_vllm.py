@@ -25,10 +25,10 @@ from proto.errors import CrossdockError
 from runtime.process.version import version_of
 from runtime.settings.options import SettingsError
 from tuning.estimates import from_metrics, from_timings
-from tuning.estimates.from_metrics import Reading
-from tuning.estimates.from_timings import Misfit, Server, Timing, TimingsError
+from tuning.estimates.from_metrics import MetricsReading
+from tuning.estimates.from_timings import MeasuredServer, Misfit, RequestTiming, TimingsError
 from tuning.estimates.roofline import BLOCK_TOKENS, VALUE_BYTES
-from tuning.profile import Capacity, Profile, encoded
+from tuning.profile import Profile, ProfileCapacity, encoded
 
 COLUMNS: Final = ("arrival_s", "prompt_tokens", "output_tokens", "ttft_ms", "end_s")
 FILE_BYTES_MAX: Final = 1 << 30
@@ -64,7 +64,7 @@ def run(settings: FromVllmSettings) -> int:
     return uvloop.run(until_interrupted(_run(settings, timings, console), console))
 
 
-async def _run(settings: FromVllmSettings, timings: list[Timing], console: Console) -> int:
+async def _run(settings: FromVllmSettings, timings: list[RequestTiming], console: Console) -> int:
     misfit: Misfit | None = None
     async with new_session() as session:
         server, model = await _server(settings, session)
@@ -90,7 +90,9 @@ async def _run(settings: FromVllmSettings, timings: list[Timing], console: Conso
     return 0
 
 
-def _fit(timings: list[Timing], server: Server, about: dict[str, Any], console: Console) -> tuple[Profile, Misfit]:
+def _fit(
+    timings: list[RequestTiming], server: MeasuredServer, about: dict[str, Any], console: Console
+) -> tuple[Profile, Misfit]:
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("fitting", total=None)
@@ -113,7 +115,7 @@ def show_misfit(misfit: Misfit, console: Console) -> None:
 # --- timings ----------------------------------------------------------------------------------------------------------
 
 
-def read_timings(path: str) -> list[Timing]:
+def read_timings(path: str) -> list[RequestTiming]:
     """Raises `SettingsError` naming file and line."""
     file = Path(path).expanduser()
     try:
@@ -131,15 +133,15 @@ def read_timings(path: str) -> list[Timing]:
         raise SettingsError(f"--timings: {path} is not what crossdock bench serve --json prints: {error}") from None
 
 
-def _of_run(run: RunFile) -> list[Timing]:
+def _of_run(run: RunFile) -> list[RequestTiming]:
     return [
-        Timing(one.sent_s, one.prompt_tokens or one.prompt_asked, one.tokens, one.ttft_ms, one.ended_s)
+        RequestTiming(one.sent_s, one.prompt_tokens or one.prompt_asked, one.tokens, one.ttft_ms, one.ended_s)
         for one in run.requests
         if one.outcome == OK and one.ttft_ms is not None and one.tokens > 0
     ]
 
 
-def _of_csv(path: str, stream: TextIO) -> Iterator[Timing]:
+def _of_csv(path: str, stream: TextIO) -> Iterator[RequestTiming]:
     reader = csv.DictReader(stream)
     names = reader.fieldnames or ()
     if missing := [name for name in COLUMNS if name not in names]:
@@ -157,13 +159,13 @@ def _of_csv(path: str, stream: TextIO) -> Iterator[Timing]:
                 f"--timings: {path}, line {reader.line_num}: tokens must be 1 or more, and the first one come after"
                 " arrival_s and not after end_s"
             )
-        yield Timing(at_s, int(prompt), int(output), ttft_ms, end_s)
+        yield RequestTiming(at_s, int(prompt), int(output), ttft_ms, end_s)
 
 
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
-async def _server(settings: FromVllmSettings, session: aiohttp.ClientSession) -> tuple[Server, str]:
+async def _server(settings: FromVllmSettings, session: aiohttp.ClientSession) -> tuple[MeasuredServer, str]:
     """What it is by the options, and where they do not say it, by itself. Raises `SettingsError` or `ServerFailed`."""
     kv_tokens, context, model = settings.kv_tokens, settings.context_tokens, settings.model
     if settings.url and not (kv_tokens and context and model):
@@ -175,10 +177,10 @@ async def _server(settings: FromVllmSettings, session: aiohttp.ClientSession) ->
         raise SettingsError("--kv-tokens: needed without --url; vLLM logs it at start as the size of its KV cache")
     context = context or kv_tokens
     blocks = max(kv_tokens // BLOCK_TOKENS, 2)
-    capacity = Capacity(blocks, BLOCK_TOKENS, settings.seqs_max, min(context, kv_tokens), settings.cost_per_hour)
+    capacity = ProfileCapacity(blocks, BLOCK_TOKENS, settings.seqs_max, min(context, kv_tokens), settings.cost_per_hour)
     kv_bytes = VALUE_BYTES * shape_of(settings.model).kv_values if settings.model else 0
     network = settings.network_gbit_per_s
-    return Server(capacity, settings.instances, settings.step_tokens, kv_bytes, network), model
+    return MeasuredServer(capacity, settings.instances, settings.step_tokens, kv_bytes, network), model
 
 
 class _Model(msgspec.Struct):
@@ -199,7 +201,7 @@ def _first_model(answer: bytes) -> _Model:
     return found[0] if found else _Model()
 
 
-async def _watch(settings: FromVllmSettings, session: aiohttp.ClientSession, console: Console) -> list[Reading]:
+async def _watch(settings: FromVllmSettings, session: aiohttp.ClientSession, console: Console) -> list[MetricsReading]:
     """Raises `ServerFailed`."""
     found, times = [], round(settings.watch_s / READ_EVERY_S)
     columns = TextColumn("reading metrics"), BarColumn(), TimeElapsedColumn()
@@ -249,10 +251,10 @@ def kv_tokens_of(samples: Samples) -> int:
     return 0
 
 
-def reading_of(samples: Samples) -> Reading:
+def reading_of(samples: Samples) -> MetricsReading:
     """Raises `ServerFailed`."""
     if missing := [name for name in METRICS.values() if name not in samples]:
         raise ServerFailed(
             f"--url: its metrics have no {missing[0]}; it is no vLLM, or one of another version: use --timings"
         )
-    return Reading(**{field: sum(value for _, value in samples[name]) for field, name in METRICS.items()})
+    return MetricsReading(**{field: sum(value for _, value in samples[name]) for field, name in METRICS.items()})

@@ -42,7 +42,9 @@ def prepare() -> None:
     if os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
         return
     if find_spec("ziglang") is None:
-        raise KernelFailed("Triton needs a C compiler, and this host has no gcc or clang, nor the package ziglang")
+        raise KernelFailed(
+            "Triton needs a C compiler, and this host has no gcc or clang, nor the package ziglang (the extra `cpu` of crossdock)"
+        )
     from triton import knobs
 
     knobs.build.impl = build_with_zig

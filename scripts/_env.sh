@@ -38,9 +38,9 @@ install() { # EXTRA
     say "Installing crossdock and what it needs into .venv (once; a minute or more)"
     : > .venv/install.log
     phase=
-    extra=$1 target=.
+    extra=$1 target='.[cpu]'
     set -- -r requirements.lock
-    [ "$extra" = serve ] || { target=".[$extra]"; set -- "$@" -r requirements-test.lock; }
+    [ "$extra" = serve ] || { target=".[cpu,$extra]"; set -- "$@" -r requirements-test.lock; }
     # First everything that has hashes, then the rest: torch, what its build brings, and crossdock itself.
     pip_install --require-hashes --no-deps "$@"
     pip_install --no-build-isolation -c constraints.txt -e "$target"

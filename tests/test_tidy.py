@@ -297,10 +297,14 @@ def test_constraints_pin_every_requirement_exactly() -> None:
     # scripts/lock writes these; torch has no hash there, since each of its builds has others.
     base, test = (_locked(ROOT / name) for name in ("requirements.lock", "requirements-test.lock"))
     assert not base.keys() & test.keys() and (base | test).items() <= pins.items(), "run scripts/lock"
-    for requirement in [*project["dependencies"], *project["optional-dependencies"]["test"]]:
+    for requirement in [
+        *project["dependencies"],
+        *(extras := project["optional-dependencies"])["cpu"],
+        *extras["test"],
+    ]:
         name = re.split(r"[<>=!~ \[]", requirement)[0].lower()
         assert name in pins, requirement
-        installed = base if requirement in project["dependencies"] else base | test
+        installed = base | test if requirement in extras["test"] else base
         assert name == "torch" or name in installed, f"{name}: run scripts/lock"
 
 

@@ -150,7 +150,7 @@ def load_kernels() -> ctypes.CDLL:
 
 def _built() -> Path:
     if find_spec("ziglang") is None:
-        raise KernelsUnavailable("the package ziglang, which has the compiler, is not installed")
+        raise KernelsUnavailable("no compiler is installed; the extra `cpu` of crossdock brings one (package ziglang)")
     target = _TARGETS[instruction_set()]
     made_by = " ".join([importlib.metadata.version("ziglang"), *_FLAGS, *target, source_hash()])
     name = hashlib.sha256(made_by.encode()).hexdigest()[:32]

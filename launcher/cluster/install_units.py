@@ -84,13 +84,35 @@ def _installed(at: HostCluster) -> units.Installed:
     keys = Path(at.file.keys).expanduser() if at.file.keys else None
     if keys is not None and not keys.is_dir():
         raise SettingsError(f"FILE: keys: there is no folder {keys}; crossdock keys new makes it, on one host for all")
+    python, prefixes, root = _environment(at.file.command)
     return units.Installed(
-        python=sys.executable,
-        prefixes=tuple(sorted({sys.prefix, sys.base_prefix})),
-        root=ROOT,
+        python=python,
+        prefixes=prefixes,
+        root=root,
         keys=str(keys or ""),
         key_files=tuple(sorted(path.name for path in keys.iterdir() if NAME.fullmatch(path.stem))) if keys else (),
     )
+
+
+def _environment(command: str) -> tuple[str, tuple[str, ...], str]:
+    """The interpreter, the folders that it and the packages lie in, and the folder of the packages: of the environment that
+    `command` names by its path, or else of this one. Raises `SettingsError`."""
+    if not os.path.isabs(command) or Path(command).parent == Path(sys.executable).parent:
+        return sys.executable, tuple(sorted({sys.prefix, sys.base_prefix})), ROOT
+    python = Path(command).with_name("python")
+    ask = (
+        "import launcher, os, sys; print(sys.prefix, sys.base_prefix, os.path.dirname(launcher.__path__[0]), sep='\\n')"
+    )
+    try:
+        done = subprocess.run(
+            [python, "-P", "-c", ask], capture_output=True, text=True, timeout=_VERIFY_S, check=True, cwd="/"
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SettingsError(
+            f"FILE: command: {command} is in no environment with crossdock on this host: {error}"
+        ) from None
+    prefix, base, root = done.stdout.splitlines()
+    return str(python), tuple(sorted({prefix, base})), root
 
 
 def _there(root: Path) -> dict[str, str]:

@@ -24,6 +24,8 @@ STATE: Final = "/var/lib/crossdock"
 TARGET: Final = "crossdock.target"
 STOP_SLACK_S: Final = 15
 _HIDDEN: Final = ("/home/", "/root/", "/run/user/")
+_ABSENT: Final = ("/tmp/", "/var/tmp/")
+"""Folders of which a unit has its own (PrivateTmp)."""
 _WRITES: Final = ("usage_db", "event_log", "batch_db")
 _READS: Final = ("model", "tenants", "profile")
 _DESCRIPTIONS: Final = {
@@ -243,10 +245,12 @@ def _options(process: PlannedProcess) -> str:
 
 
 def _under_home(processes: Sequence[PlannedProcess], on: Installed) -> list[str]:
-    """What a unit must read of folders that it does not see otherwise."""
+    """What a unit must read of folders that it does not see otherwise. Raises `ClusterError` where it cannot see it at all."""
     read: list[str] = [*on.prefixes, on.root]
     for process in processes:
         read += [str(getattr(process.settings, key, "")) for key in _READS]
+    if absent := [path for path in read if path.startswith(_ABSENT)]:
+        raise ClusterError(f"{absent[0]}: a unit has a /tmp of its own and does not see it; put it into another folder")
     return sorted({path for path in read if path.startswith(_HIDDEN)})
 
 

@@ -51,3 +51,15 @@ def test_the_wheel_serves_an_answer(tiny: Path, tmp_path: Path) -> None:
     assert str(site) in _run(tmp_path, *python, "-c", "import launcher; print(launcher.__file__)", **where)
     said = _run(tmp_path, *python, "-m", "launcher.cli", "serve", str(tiny), "--port", "0", "--once", **where)
     assert "\nA " in said
+
+    # Another distribution with a package of the same name, installed into the same environment.
+    (site / "proto" / "errors.py").write_text("raise ImportError('no such thing')\n")
+    other = site / "proto_plus-1.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: proto-plus\nVersion: 1.0\n")
+    (other / "RECORD").write_text("proto/__init__.py,,\nproto/errors.py,,\n")
+    done = subprocess.run(
+        [*python, "-m", "launcher.cli", "--version"],
+        cwd=tmp_path, env=os.environ | where, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1 and "proto-plus has installed files over crossdock's package 'proto'" in done.stderr

@@ -157,6 +157,7 @@ def test_options_named_in_the_pages_exist() -> None:
         for key, field in command.settings_class().model_fields.items()  # type: ignore[union-attr]
     }
     known |= {"--config", "--help", "--install-completion", "--no-standby", "--aiperf", "--aiperf-tokenizer"}
+    known |= {"--index", "--extra-index-url"}  # of uv and pip
     for path in PAGES:
         prose = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", prose)) - {

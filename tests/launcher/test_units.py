@@ -158,6 +158,8 @@ def test_what_a_unit_could_not_do_is_refused() -> None:
         units.render(plan("a", TEXT.replace("[gateway]", "[gateway]\ntenants = '~/t.toml'")), ON)
     with pytest.raises(ClusterError, match="cannot stand in a unit"):
         units.render(plan("b"), Installed("/opt/my venv/bin/python", (), "/opt"))
+    with pytest.raises(ClusterError, match=re.escape("/tmp/venv: a unit has a /tmp of its own")):
+        units.render(plan("b"), Installed(ON.python, ("/tmp/venv",), ON.root))
     with pytest.raises(ClusterError, match="line break"):
         units.render(plan("a", 'model_id = "a\\nb"' + TEXT), ON)
 
@@ -219,6 +221,21 @@ def test_units_need_a_model_that_they_can_read(tmp_path: Path) -> None:
         install_units.run(
             UnitsSettings(cluster_file=str(tmp_path / "c.toml"), on_host="b", dest=str(tmp_path / "root"))
         )
+
+
+def test_units_call_the_environment_that_the_file_names(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").symlink_to(sys.executable)
+    path, root = tmp_path / "cluster.toml", tmp_path / "root"
+
+    def install(command: str) -> None:
+        path.write_text(f'command = "{command}"\n' + TEXT.format(security="insecure = true"))
+        install_units.run(UnitsSettings(cluster_file=str(path), on_host="b", dest=str(root), dry_run=True))
+
+    with pytest.raises(SettingsError, match="command: /nowhere/bin/crossdock is in no environment with crossdock"):
+        install("/nowhere/bin/crossdock")
+    install(str(Path(sys.executable).with_name("crossdock")))
+    assert install_units._environment(sys.executable)[0] == sys.executable
 
 
 def test_each_has_a_watchdog_and_is_started_again_however_often_it_fails() -> None:

@@ -43,7 +43,7 @@ def prepare() -> None:
         return
     if find_spec("ziglang") is None:
         raise KernelFailed(
-            "Triton needs a C compiler, and this host has no gcc or clang, nor the package ziglang (the extra `cpu` of crossdock)"
+            "Triton needs a C compiler, and this host has no gcc or clang, nor the package ziglang (extra `cpu`)"
         )
     from triton import knobs
 

@@ -1,6 +1,7 @@
 """Names that were retired do not come back: `retired_names.tsv` has them, with what replaces each."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 
 from tests.test_docstrings import sources
@@ -38,3 +39,14 @@ def test_a_retired_name_is_found_wherever_it_stands() -> None:
         "  self._band = wish",
     )
     assert len(list(retired("a.py", "\n".join(lines)))) == 6
+
+
+def test_each_class_has_a_name_of_its_own() -> None:
+    """Private ones aside, and `Tick`, which is the same event to three cores."""
+    found = Counter(
+        node.name
+        for _, source in sources(sorted(EVERYTHING))
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert len(found) > 800 and [name for name, count in found.items() if count > 1] == ["Tick"]

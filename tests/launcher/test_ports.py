@@ -68,7 +68,7 @@ def test_no_port_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_port_is_kept_from_other_processes_until_the_cluster_has_stopped() -> None:
     port = free_port(HOST)
-    code = f"from launcher.local.ports import Ports; Ports().take({HOST!r}, {port})"
+    code = f"from launcher.local.ports import ReservedPorts; ReservedPorts().take({HOST!r}, {port})"
     other = [sys.executable, "-c", code]
     with ReservedPorts() as ports:
         ports.take(HOST, port)

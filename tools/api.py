@@ -19,7 +19,8 @@ from gateway.vllm.types import DetokenizeRequest, TokenizeRequest
 _HEAD = """\
 # API
 
-Made by `python -m tools.api docs/api.md` from the types that requests are checked with; a test fails when it is
+With this page you find whether a field of a request is supported, and what it does here. Made by
+`python -m tools.api docs/api.md` from the types that requests are checked with; a test fails when it is
 stale. `/openapi.json` of a gateway describes the same in OpenAPI 3.1, with the answers.
 
 Nothing that would change an answer is accepted and ignored. Each field is one of these:

@@ -23,11 +23,11 @@ import msgspec
 from proto import limits
 from proto.errors import CrossdockError
 from proto.messages import Hello, Message, Role, StatusRequest
-from proto.parts import Capacity
+from proto.parts import Capacity, Held
 from proto.progress import Hung
 from proto.status import KvHeld
 from runtime.link.connection_pool import ConnectionPool
-from runtime.link.peer import LinkSettings, Peer
+from runtime.link.peer import LinkSettings
 from runtime.metrics.common import link_counters
 from runtime.metrics.server import MetricsPage
 from runtime.process import clock
@@ -76,20 +76,7 @@ class WorkerDriver:
         flipped_from = before[0].hello.incarnation if before else 0
         self.hello = msgspec.structs.replace(self.hello, process=process, flipped_from=flipped_from)
         """What it says of itself, without the address of a port, which is known when the role has started."""
-        self.registration = Registration(
-            settings=settings,
-            hello=self.hello,
-            held=lambda: self.role.held(),
-            on_registered=self._registered,
-            on_message=self._order,
-            on_lost=lambda reason: self.role.coordinator_lost(reason),
-            log=log,
-            is_idle=lambda: self.gateways.idle,
-            links=links,
-            on_flip=lambda role: changeover.ordered(self.registration, role),
-            on_may_flip=changeover.look,
-            is_quiet=lambda: self.role.kv_held() == NOTHING_HELD,
-        )
+        self.registration = Registration(self, settings=settings, hello=self.hello, log=log, links=links)
         self._changeover = changeover
         changeover.add(self.registration)
         self.gateways = ConnectionPool(
@@ -163,11 +150,31 @@ class WorkerDriver:
 
     # --- the coordinator ------------------------------------------------------------------------------------------------
 
-    def _registered(self) -> None:
+    # --- for the registration (`Registered`) --------------------------------------------------------------------------
+
+    def held(self) -> tuple[Held, ...]:
+        return self.role.held()
+
+    def is_idle(self) -> bool:
+        return self.gateways.idle
+
+    def is_quiet(self) -> bool:
+        return self.role.kv_held() == NOTHING_HELD
+
+    def registered(self) -> None:
         self._say_ready(self.hello.role)
         self.role.registered()
 
-    def _order(self, _: Peer, message: Message, blob: bytes) -> None:
+    def coordinator_lost(self, reason: str) -> None:
+        self.role.coordinator_lost(reason)
+
+    def flip_ordered(self, role: Role | None) -> None:
+        self._changeover.ordered(self.registration, role)
+
+    def may_flip(self) -> None:
+        self._changeover.look()
+
+    def order(self, message: Message, blob: bytes) -> None:
         if isinstance(message, StatusRequest):
             self.registration.send(self.role.kv_held())
         else:

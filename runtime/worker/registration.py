@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import itemgetter
+from typing import Protocol
 
 import msgspec
 
@@ -14,7 +15,7 @@ from proto.messages import CacheEvents, Finished, Hello, Message, Role, Welcome
 from proto.parts import Held
 from runtime.link.client import LinkClient
 from runtime.link.peer import LinkCounters
-from runtime.link.server import LinkSettings, OnMessage, Peer, is_orderly
+from runtime.link.server import LinkSettings, Peer, is_orderly
 from runtime.link.waiting import WaitNotice
 from runtime.process import clock
 from runtime.process.driver import Stop
@@ -27,39 +28,44 @@ IN_DOUBT_S = 5.0
 """Longer than a coordinator can be silent before it is given up, and than its ledger takes to write a row."""
 
 
-class Registration:
-    """`held()` is asked at each registration; `on_lost` is called when the coordinator goes. `is_idle`: nothing but what is
-    `held` waits to be done or sent; when that changes, `look` is to be called. `on_registered` is called after each
-    registration. `on_flip(role)`: this worker is to change its role, so make ready for it (`ready_to_flip`), or, with None,
-    it is not to any more; `on_may_flip`: it `could_flip` now. `is_quiet`: no transfer can touch a block."""
+class Registered(Protocol):
+    """What a `Registration` asks of the worker that it registers, and tells it."""
 
+    def held(self) -> tuple[Held, ...]:
+        """What the worker has of requests, for each `Hello`."""
+
+    def is_idle(self) -> bool:
+        """Whether nothing but what is `held` waits to be done or sent. When that changes, call `Registration.look`."""
+
+    def is_quiet(self) -> bool:
+        """Whether no transfer can touch a block."""
+
+    def order(self, message: Message, blob: bytes) -> None:
+        """The coordinator has sent this."""
+
+    def registered(self) -> None:
+        """Called after each registration."""
+
+    def coordinator_lost(self, reason: str) -> None:
+        """Called when the coordinator goes."""
+
+    def flip_ordered(self, role: Role | None) -> None:
+        """This worker is to change its role, so make ready for it (`ready_to_flip`); None: it is not to any more."""
+
+    def may_flip(self) -> None:
+        """It `could_flip` now."""
+
+
+class Registration:
     def __init__(
-        self,
-        *,
-        settings: WorkerSettings,
-        hello: Hello,
-        held: Callable[[], tuple[Held, ...]],
-        on_message: OnMessage,
-        on_lost: Callable[[str], None],
-        log: Log,
-        links: LinkSettings,
-        is_idle: Callable[[], bool] = lambda: True,
-        on_registered: Callable[[], None] = lambda: None,
-        on_flip: Callable[[Role | None], None] = lambda role: None,
-        on_may_flip: Callable[[], None] = lambda: None,
-        is_quiet: Callable[[], bool] = lambda: True,
+        self, owner: Registered, *, settings: WorkerSettings, hello: Hello, log: Log, links: LinkSettings
     ) -> None:
         self._service = Service()
         self._may_go = asyncio.Event()
         self._flipped = asyncio.Event()
-        self._on_flip, self._on_may_flip, self._is_quiet = on_flip, on_may_flip, is_quiet
+        self._owner = owner
         self._flip_timer: asyncio.TimerHandle | None = None
-        self._is_idle = is_idle
-        self._on_message = on_message
-        self._held = held
         self._hello = hello
-        self._on_lost = on_lost
-        self._on_registered = on_registered
         self._log = log
         self._peer: Peer | None = None
         self._unsaid: list[Message] = []
@@ -128,14 +134,14 @@ class Registration:
     async def leave(self, grace_s: float, stop: Stop) -> None:
         """Have nothing placed here any more, and wait until nothing is left: what runs has so long to end by itself, before it
         is handed over. Bounded, and cut short by a second signal."""
-        self._log.info("draining", attempts=len(self._held()), within_s=grace_s)
+        self._log.info("draining", attempts=len(self._owner.held()), within_s=grace_s)
         draining = self._service.leave(grace_s, clock.now())
         self._keep_role()
         if self._peer is not None:
             self._peer.send(draining)
         self.look()
         await stop.unless_at_once(self._may_go.wait(), grace_s + GO_AFTER_S)
-        if left := len(self._held()):
+        if left := len(self._owner.held()):
             self._log.warning("ends before it is drained", attempts=left)
 
     def look(self) -> None:
@@ -143,17 +149,17 @@ class Registration:
         service = self._service
         if service.leaving:
             owed = self._in_doubt()
-            if service.may_go(up=self.up, empty=not owed and not self._held() and self._is_idle()):
+            if service.may_go(up=self.up, empty=not owed and not self._owner.held() and self._owner.is_idle()):
                 self._may_go.set()
         elif self.could_flip:
-            self._on_may_flip()
+            self._owner.may_flip()
 
     # --- change of role -------------------------------------------------------------------------------------------------
 
     @property
     def could_flip(self) -> bool:
         """Whether nothing here speaks against it at this moment."""
-        return self._service.may_flip(empty=not self._held() and self._is_idle() and self._is_quiet())
+        return self._service.may_flip(empty=not self._owner.held() and self._owner.is_idle() and self._owner.is_quiet())
 
     def flip(self) -> None:
         """It is decided: this registration ends."""
@@ -182,12 +188,12 @@ class Registration:
         self._finished.extend(owed)
 
     def _flip(self, order: Flip) -> None:
-        self._log.info("changing role", role=order.role, attempts=len(self._held()), within_ms=order.hand_over_ms)
+        self._log.info("changing role", role=order.role, attempts=len(self._owner.held()), within_ms=order.hand_over_ms)
         if self._flip_timer is not None:
             self._flip_timer.cancel()
         after_s = -self._service.flip_overdue_s(clock.now())
         self._flip_timer = asyncio.get_running_loop().call_later(after_s, self._flip_overdue)
-        self._on_flip(order.role)
+        self._owner.flip_ordered(order.role)
 
     def _flip_overdue(self) -> None:
         if self._service.flips_to is not None and not self._flipped.is_set():
@@ -195,7 +201,7 @@ class Registration:
             self.cannot_flip(f"{what} {FLIP_AFTER_S:.0f} s after the hand-over")
 
     def _keep_role(self) -> None:
-        self._on_flip(None)
+        self._owner.flip_ordered(None)
 
     def _in_doubt(self) -> list[Finished]:
         """What the coordinator that was lost may not have heard, or not written."""
@@ -211,12 +217,12 @@ class Registration:
                 self._keep_role()
             self.look()
         else:
-            self._on_message(peer, message, blob)
+            self._owner.order(message, blob)
 
     def _hello_now(self) -> Hello:
         self._unsaid.clear()
         hand_over_ms = self._service.hand_over_ms(clock.now())
-        return msgspec.structs.replace(self._hello, held=self._held(), hand_over_ms=hand_over_ms)
+        return msgspec.structs.replace(self._hello, held=self._owner.held(), hand_over_ms=hand_over_ms)
 
     def _up(self, peer: Peer, welcome: Welcome) -> None:
         self._peer = peer
@@ -228,7 +234,7 @@ class Registration:
             peer.send(message)
         self._lost_at = float("inf")
         self._log.info("registered", coordinator_incarnation=welcome.incarnation)
-        self._on_registered()
+        self._owner.registered()
 
     def _down(self, _: Peer, reason: str) -> None:
         self._peer = None
@@ -241,5 +247,5 @@ class Registration:
         if self._service.flips_to is not None:
             self._keep_role()
         self._service.link_lost()
-        self._on_lost(reason)
+        self._owner.coordinator_lost(reason)
         self.look()

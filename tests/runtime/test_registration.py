@@ -1,6 +1,7 @@
 """A worker's standing link: what is said while it is being set up is not lost, nor told twice."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,39 @@ from runtime.worker.registration import IN_DOUBT_S, Registration
 HELLO = Hello(PROTOCOL_VERSION, Role.DECODE, 5, "decode-0", "m", "f", "tcp://h:1", Capacity(10, 16, 4, 100))
 
 
+class Worker:
+    """What is registered. What it is told goes nowhere unless a callback is given."""
+
+    def __init__(self, **callbacks: Callable[..., Any]) -> None:
+        self.callbacks = callbacks
+
+    def _call(self, name: str, *arguments: object) -> Any:
+        return self.callbacks[name](*arguments) if name in self.callbacks else None
+
+    def held(self) -> tuple[Held, ...]:
+        return self._call("held") or ()
+
+    def is_idle(self) -> bool:
+        return True
+
+    is_quiet = is_idle
+
+    def order(self, message: Message, blob: bytes) -> None:
+        self._call("order", message, blob)
+
+    def registered(self) -> None:
+        self._call("registered")
+
+    def coordinator_lost(self, reason: str) -> None:
+        self._call("coordinator_lost", reason)
+
+    def flip_ordered(self, role: Role | None) -> None:
+        self._call("flip_ordered", role)
+
+    def may_flip(self) -> None:
+        self._call("may_flip")
+
+
 def test_what_is_said_between_hello_and_welcome_is_told_after_it() -> None:
     async def body() -> None:
         told: asyncio.Queue[Message] = asyncio.Queue()
@@ -40,13 +74,7 @@ def test_what_is_said_between_hello_and_welcome_is_told_after_it() -> None:
         )
         settings = WorkerSettings(role="decode", model="m", coordinator=await server.start(), heartbeat_ms=50)
         registration = Registration(
-            settings=settings,
-            hello=HELLO,
-            held=lambda: (),
-            on_message=ignore,
-            on_lost=ignore,
-            log=log.get("crossdock"),
-            links=LinkSettings(heartbeat_ms=50),
+            Worker(), settings=settings, hello=HELLO, log=log.get("crossdock"), links=LinkSettings(heartbeat_ms=50)
         )
         registration.send(Released("before-hello", 1))
         hello = registration._hello_now()
@@ -75,11 +103,9 @@ def test_what_finished_while_the_coordinator_was_away_is_told_to_the_next_one() 
 
     async def body() -> None:
         registration = Registration(
+            Worker(held=lambda: tuple(held)),
             settings=settings,
             hello=HELLO,
-            held=lambda: tuple(held),
-            on_message=ignore,
-            on_lost=ignore,
             log=log.get("crossdock"),
             links=LinkSettings(),
         )
@@ -119,13 +145,7 @@ def test_what_finished_is_kept_only_while_it_may_have_to_be_told_again(monkeypat
 
     async def body() -> None:
         registration = Registration(
-            settings=settings,
-            hello=HELLO,
-            held=lambda: (),
-            on_message=lambda *_: None,
-            on_lost=lambda _: None,
-            log=log.get("crossdock"),
-            links=LinkSettings(),
+            Worker(), settings=settings, hello=HELLO, log=log.get("crossdock"), links=LinkSettings()
         )
         peer = Peer(7, HELLO, send)
         registration._up(peer, Welcome(7, 50, 1))
@@ -155,13 +175,13 @@ def test_what_a_coordinator_is_to_know_of_a_new_worker_is_told_to_each_one() -> 
     pairs = KvPairs((KvPair(9, "shm", ""),))
 
     async def body() -> None:
+        def again() -> None:
+            registration.send(pairs)
+
         registration = Registration(
+            Worker(registered=again),
             settings=WorkerSettings(role="prefill", model="m", coordinator="tcp://127.0.0.1:9"),
             hello=HELLO,
-            held=lambda: (),
-            on_registered=lambda: registration.send(pairs),
-            on_message=lambda *_: None,
-            on_lost=lambda _: None,
             log=log.get("crossdock"),
             links=LinkSettings(),
         )
@@ -216,11 +236,9 @@ def test_waiting_is_said_until_the_coordinator_is_there_and_its_goodbye_is_no_lo
     async def body() -> None:
         heard: Any = HeardLog()
         one = Registration(
+            Worker(coordinator_lost=lost.append),
             settings=settings,
             hello=HELLO,
-            held=lambda: (),
-            on_message=lambda *_: None,
-            on_lost=lost.append,
             log=heard,
             links=LinkSettings(heartbeat_ms=50),
         )

@@ -102,7 +102,7 @@ class Limits:
     step_tokens: int = 0
     """Token budget of one prefill forward pass; the grain at which everything can change its mind. 0: as the worker says."""
     step_ms: float = 250.0
-    """What a prefill worker is given in advance takes about as long at most, so that whoever comes next waits no longer; 0: no
+    """What a prefill worker is given in advance takes about as long at most, so that the next prompt waits no longer; 0: no
     matter how long."""
     steps_in_flight: int = 2
     """Per prefill worker; two hide the round trip, more only delay cancellation."""

@@ -1,4 +1,4 @@
-"""How much a prefill worker is given in advance: enough to keep it busy, so little that whoever comes next soon starts. Pure.
+"""How much a prefill worker is given in advance: enough to keep it busy, so little that the next prompt soon starts. Pure.
 
 A step of 256 tokens takes milliseconds on a GPU and seconds on a CPU behind a long context, and nobody can get in between. So
 steps are bounded by the time that they take too, as the last ones show it.

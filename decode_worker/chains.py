@@ -1,7 +1,7 @@
 """Names for the blocks of prompts, so that the coordinator can tell which attempts hold the same ones. Pure.
 
 The blocks that one attempt brought, and that stand for their hashes in the prefix tree, are a chain with a number of its own.
-A block is found by its hash only together with all before it, so whoever holds a block of a chain holds those before it too. A
+A block is found by its hash only together with all before it, so a holder of one block of a chain holds those before it too. A
 name says nothing of a block that is not in the tree: it may have been given up, and hold something else by now, maybe of the
 other role of a mixed worker.
 """

@@ -1,7 +1,8 @@
 """Dividing something bounded between tenants: none may hold more than what is left free. Pure.
 
 This is the dynamic threshold of Choudhury and Hahne (1998) for shared switch buffers, with factor 1. A tenant alone may hold
-half; whoever holds nothing still finds room, and tenants that want more than there is come to equal shares as they give back.
+half; a tenant that holds nothing still finds room, and tenants that want more than there is come to equal shares as they
+give back.
 """
 
 

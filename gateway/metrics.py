@@ -19,7 +19,7 @@ class GatewayMetrics:
     def __init__(self, model: str = "") -> None:
         self.registry = registry = MetricsRegistry("gateway")
         self.slo_of: Callable[[str], ClassTargets | None] = lambda tenant: None
-        """Set by whoever knows the tenants."""
+        """Set by the gateway, which knows the tenants."""
         self.requests = registry.counter(
             PREFIX + "requests", "Generation requests by endpoint and outcome: ok, disconnected, or an error's code.",
             "endpoint", "outcome",

@@ -21,7 +21,7 @@ workers have the same key. The coordinator uses one key for each prefill worker 
 of KV demand (requests not placed yet). `first` is told the keys that it may take from, and merges them in the one fair order. A
 key that is not named costs nothing, however many entries wait under it. The caller gives the first entry its next chunk
 (`take`), moves it to another key, or leaves its key out and asks again. So it comes to no more entries that cannot run than it
-names keys, whoever waits: no tenant can hide others behind them. `first` costs O(levels * (keys + log n)).
+names keys, however many wait: no tenant can hide others behind them. `first` costs O(levels * (keys + log n)).
 
 Inside one tenant its `TenantQueue` decides. Pure; costs are in weighted tokens.
 """
@@ -94,7 +94,7 @@ class FairQueue(Generic[T]):
     # --- entries --------------------------------------------------------------------------------------------------------
 
     def push(self, item: T, path: Path, key: int, deadline: float, chunks: int) -> Entry[T]:
-        """Add a request with about `chunks` chunks to run; `deadline` in the seconds of whoever calls."""
+        """Add a request with about `chunks` chunks to run; `deadline` in the caller's seconds."""
         leaf = self._leaf(path)
         self._joins += 1
         queue = self._tenant_queue(leaf, key)
@@ -221,8 +221,8 @@ class FairQueue(Generic[T]):
             node = ring
 
     def _count_turn(self, entry: Entry[T], open_keys: Sequence[int]) -> None:
-        """`entry` gets a chunk: whoever of its tenant joined before it and could have run is overtaken, unless the oldest there
-        arrived after it. Under other keys the newer ones are counted too."""
+        """`entry` gets a chunk. Requests of its tenant that joined before it and could have run are overtaken, unless the oldest
+        there arrived after it. Under other keys the newer ones are counted too."""
         queue = entry.queue
         queue.overtake(entry)
         rows = queue.node.rows

@@ -3,7 +3,7 @@
 The measure of a stream is the part of its worker that it takes: of its sequences or of its blocks, whichever is more (the
 dominant resource of Ghodsi et al., NSDI 2011). At each level of the fair queue (priority class, organisation, user) the one
 that holds most for its weight gives way to the one whose request waits, unless it has about as much already, or would have
-more afterwards. So what is held comes to the weights of those that want more, nothing goes back and forth, and whoever
+more afterwards. So what is held comes to the weights of those that want more, nothing goes back and forth, and who
 is alone may have everything.
 """
 
@@ -77,7 +77,7 @@ class HeldShares:
         share comes free `soon` by itself. `wanted(worker)` is what the request would hold there."""
         most, depth = self._root, 0
         own: _Node | None = most
-        while most is own and most.order:  # whoever has most is the tenant's own: look further down
+        while most is own and most.order:  # the one with most is the tenant's own: look further down
             above = most
             most, own = above.children[above.order[-1][1]], above.children.get(path[depth])
             depth += 1

@@ -3,7 +3,7 @@
 A worker says of an attempt that it holds the first so many blocks of certain chains (`SharedPrefix`), until it ends. Together,
 the attempts alive at one time hold as many blocks of a chain as the one with the longest part. So an attempt counts only the
 blocks that no attempt which stays at least as long holds too; the others are *covered*. The sum over the attempts alive at any
-step is then the longest part among them, whoever has ended by then.
+step is then the longest part among them, also after some have ended.
 """
 
 from collections.abc import Iterable, Mapping

@@ -230,7 +230,7 @@ class Pool:
         worker.failure_rate, worker.trouble_at = failure_rate + 0.2 * (1.0 - failure_rate), self.finished
 
     def record_success(self) -> None:
-        """Something went well: old troubles count less, for whoever had them, or they would never be tried again."""
+        """Something went well: old troubles of all workers count less, or they would never be tried again."""
         self.finished += 1
 
     def failure_rate(self, worker: Worker) -> float:
@@ -257,8 +257,8 @@ class Pool:
         return ""
 
     def awaits_restart(self, now: float, within_s: float) -> bool:
-        """Whether each role has workers that take new work, or lost its last one at most `within_s` ago. Whoever supervises
-        that process is about to start it again."""
+        """Whether each role has workers that take new work, or lost its last one at most `within_s` ago. The supervisor
+        of that process is about to start it again."""
         for role, side in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode)):
             if any(not worker.draining for worker in side.values()):
                 continue

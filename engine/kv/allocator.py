@@ -154,7 +154,7 @@ class BlockAllocator:
         return self._changes.take(most)
 
     def report_all(self) -> None:
-        """The next reports name every known hash: whoever is reported to has started anew."""
+        """The next reports name every known hash: the coordinator has started anew."""
         self._changes.begin(self._prefixes.hashes)
 
     def share(self, blocks: Iterable[int]) -> None:

@@ -3,7 +3,7 @@
 A hash stands for a full block *and* all that comes before it, so a node's parent is the block before it. Two rules:
 - A node never outlives its parent: what cannot be reached from the start of a prompt is no longer known.
 - Of blocks that nobody holds, the one that is least likely to be asked for again goes first (`IdleBlocks`), and of one chain
-  the tail goes before the head: whoever lets go of a chain lets go of its tail first.
+  the tail goes before the head: a chain is let go of from its tail.
 
 Two requests that compute the same prefix at the same time end up with two blocks for one hash. The older one stays; the other
 is remembered as its copy while it is held, so that letting go of a chain counts as use of the blocks that stand for it.

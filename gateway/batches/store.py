@@ -76,7 +76,7 @@ CREATE TABLE IF NOT EXISTS results (
     number INTEGER NOT NULL,    -- of the line that it answers
     is_error INTEGER NOT NULL,
     data BLOB NOT NULL,
-    PRIMARY KEY (batch_id, number) -- a line has one result, whoever computes it again
+    PRIMARY KEY (batch_id, number) -- a line has one result, however often it is computed
 );
 """
 

@@ -283,7 +283,7 @@ class _Connection(HttpToolsProtocol):
             # A stray byte of the next request must not end the answer that is being sent, nor may one whose body waits.
             self._start_timer()
         else:
-            # Its body is late: whoever answers it has been waiting for as long, and says so.
+            # Its body is late: the route that answers it has been waiting for as long, and says so.
             self._timer = self.loop.call_later(self.timeout_s, self.transport.abort)
 
     def _turn_away(self, status: int, message: str, code: str) -> None:

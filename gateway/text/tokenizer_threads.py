@@ -61,7 +61,7 @@ class TokenizerThreads:
             future.cancel()
             return  # the pool has been shut down
         error = done.exception()
-        if future.done():  # whoever waited was cancelled
+        if future.done():  # the request that waited was cancelled
             pass
         elif error is not None:
             future.set_exception(error)

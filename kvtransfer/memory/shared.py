@@ -2,7 +2,7 @@
 
 An anonymous file (memfd): it has no name, so there is nothing to remove; it is gone with the last process that has it
 open or mapped, however that ends. Its size is sealed, so a peer that maps it can neither cut it short (which would kill
-whoever touches the missing part) nor make it grow.
+a process that touches the missing part) nor make it grow.
 """
 
 import fcntl

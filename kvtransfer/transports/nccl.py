@@ -123,7 +123,7 @@ class _NcclChannel(Channel):
             return UNSAMPLED if sequence % self._every else checksum([sub_block_sums(packed)])
 
     def settle(self, inbox: Inbox, answer: Answer) -> None:
-        # Nothing here is touched by the peer: messages land in a buffer, and that is let go of by whoever ends last.
+        # Nothing here is touched by the peer: messages land in a buffer, and the end that goes last lets go of that.
         if self._handle is not None:
             self._handle.cancel()
         deadline = time.monotonic() + self._peer_timeout_s
@@ -247,7 +247,7 @@ class _Listener(Listener):
     def __init__(self, local: Local) -> None:
         self._local = local
         self._store = rendezvous.StoreListener(local.listen_host, local.settings.rendezvous_timeout_ms / 1e3)
-        # The line's secret goes over the control link: a store lists all it holds to whoever connects to it.
+        # The line's secret goes over the control link: a store lists all it holds to every process that connects.
         key = secrets.token_bytes(_LINE_SECRET_BYTES)
         self.meeting = Rendezvous(Nccl.name, local.listen_host, self._store.port, self._store.secret, key=key)
 

@@ -10,7 +10,7 @@ the *lifeline*, a pipe whose only writing end is the sender's: it closes it afte
 that dies the kernel closes it after its memory is gone. Unlike a connection, a pipe cannot be shut down while its ends live.
 
 The listening socket has an unguessable name in the abstract namespace: nothing in any file system, gone with its process,
-and only for processes of one network namespace. Whoever connects must run as our own user.
+and only for processes of one network namespace. A process that connects must run as our own user.
 """
 
 import array

@@ -218,7 +218,7 @@ def registry_of(seen: Seen) -> MetricsRegistry:
         ("wanted", "Workers of each role in the best ratio of those that there are."),
         (
             "needed",
-            "Fewest workers of each role with which the SLO would be kept; for HPA, KEDA or whoever adds machines.",
+            "Fewest workers of each role with which the SLO would be kept; for HPA, KEDA or others that add machines.",
         ),
     ):
         registry.read("gauge", f"crossdock_autopilot_{of}_workers", about, ("role",), lambda of=of: workers(of))  # type: ignore[misc]

@@ -131,7 +131,7 @@ def _keys_of(folder: Path, host: Host) -> Iterable[Path]:
 
 
 def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Whoever unpacks it owns it, and nobody else reads it."""
+    """The user who unpacks it owns it, and nobody else reads it."""
     info.uid = info.gid = 0
     info.uname = info.gname = ""
     info.mode = 0o600

@@ -47,7 +47,7 @@ def run(settings: TuneSettings) -> int:
     report = report_of(settings, profile, goals, console)
     written = {settings.out: encoded(report), settings.html: page.rendered(report) if settings.html else ""}
     for path, text in written.items():
-        if path:  # before anything is printed: whoever reads may go away
+        if path:  # before anything is printed: the reader may go away
             Path(path).expanduser().write_text(text, encoding="utf-8")
     show.show(report, console)
     for path in filter(None, written):

@@ -2,7 +2,7 @@
 sending is one call.
 
 libzmq's descriptor is readable when the socket has work to look at, not when there is a message. Looking at it takes the signal
-back, and sending does so too, also where it fails. So whoever waits is woken by the descriptor, and after every send.
+back, and sending does so too, also where it fails. So a waiting reader is woken by the descriptor, and after every send.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Tells whoever started this process how it fares, in the protocol of systemd's sd_notify(3): ready, stopping, and a watchdog
+"""Tells the supervisor of this process how it fares, in the protocol of systemd's sd_notify(3): ready, stopping, and a watchdog
 fed by progress. `crossdock serve` and `up` listen in the same way. Without NOTIFY_SOCKET in the environment nothing is said.
 
 The watchdog is fed by the event loop, so a loop that hangs starves it; and only while every check given to `only_while` says
@@ -28,7 +28,7 @@ def say(*lines: str, within_s: float = _SEND_S) -> None:
             speaking.connect(path)
             speaking.sendall("\n".join(lines).encode())
     except OSError:
-        pass  # whoever listened is gone
+        pass  # the supervisor is gone
 
 
 def ready(status: str = "") -> None:

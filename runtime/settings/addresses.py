@@ -29,7 +29,7 @@ def split_authority(value: str) -> tuple[str, str] | None:
 
 def is_local_name(host: str) -> bool:
     """Whether no name server decides what this host of a Host header stands for: it is an address, or localhost. Any other name
-    could have been rebound to this machine, and whoever owns it would speak from the browser of a user of this machine."""
+    could have been rebound to this machine, and its owner would speak from the browser of a user of this machine."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

@@ -36,7 +36,7 @@ class CommonSettings(SecurityOptions):
     metrics: MetricsAddress = Field(
         "127.0.0.1:0",
         description="Address and port, or port on loopback, of this process's /metrics, /health, /live and /ready; port 0: any"
-        " free one, which crossdock status shows; off: none. Whoever reaches it can read it.",
+        " free one, which crossdock status shows; off: none. Everyone who reaches it can read it.",
     )
 
 

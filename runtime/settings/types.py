@@ -111,7 +111,7 @@ class SecurityOptions(KeyOptions):
 
     insecure: bool = Field(
         False,
-        description="Bind ports that other hosts can reach without --keys: whoever reaches them may read and change"
+        description="Bind ports that other hosts can reach without --keys: everyone who reaches them may read and change"
         " everything.",
     )
 

@@ -1,5 +1,4 @@
-"""The file whose lock is the turn (`leader_lock`), for whoever only wants to know whether somebody has it. Imports next to
-nothing: a coordinator asks before it loads anything else."""
+"""The lock file of a usage ledger, whose holder is the coordinator that serves (`leader_lock`)."""
 
 import os
 from pathlib import Path

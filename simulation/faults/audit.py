@@ -124,7 +124,7 @@ def _check_rows(cluster: FaultCluster) -> None:
             raise SimulationViolation("bills", why, stream_id)
         if ends == {RequestState.REJECTED} and output[stream_id] + prompt[stream_id]:
             raise SimulationViolation("bills", "it was turned away and charged", stream_id)
-        # A gateway that lives says how far an answer got, whoever else is lost.
+        # A gateway that lives says how far an answer got, also if others are lost.
         lives = not any(fault.kind == "crash" and fault.who == stream.gateway for fault in cluster.plan.faults)
         if stream.outcome == "well" and lives and hostility is None and output[stream_id] < sum(stream.got):
             why = f"{output[stream_id]} output tokens charged of {sum(stream.got)} delivered"

@@ -106,7 +106,7 @@ class SimulatedPair:
                 self.process.after(0.001, self.fail, "closed")
 
     def fail(self, reason: str) -> None:
-        """The thread is gone; whoever waits for it at the other end hears of it, or finds out by its timeout."""
+        """The thread is gone; the thread that waits for it at the other end hears of it, or finds out by its timeout."""
         if self.is_down:
             return
         self.is_down = True

@@ -154,7 +154,7 @@ class Journal:
     """Output tokens by the ledger beyond those of whole answers of one choice."""
     drift_several: int = 0
     drift_lost: int = 0
-    """Of rows written off at their estimate, or open until they are: whoever knew of their end went with the coordinator, the
+    """Of rows written off at their estimate, or open until they are: those who knew of their end went with the coordinator, the
     gateway too."""
     drift_fenced: int = 0
     """Of answers that were whole though the coordinator took them for cancelled: it had been stopped, and lost all links."""

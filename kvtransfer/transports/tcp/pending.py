@@ -1,6 +1,6 @@
 """Connections that have not proved the key yet: how many may wait, and for how long. Pure.
 
-Where there is no room for one more, the oldest goes: a sender says its hello at once, so whoever has waited longest is the
+Where there is no room for one more, the oldest goes: a sender says its hello at once, so the one that has waited longest is the
 least likely to be one.
 """
 

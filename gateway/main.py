@@ -279,7 +279,9 @@ def say_where(logger: log.Log, bound: Sequence[Any], gateway: Gateway) -> None:
     address = f"{in_url(host)}:{port}"
     logger.info("serving", url=f"http://{address}", model=", ".join(served.rules.model_id for served in gateway.models))
     if not (gateway.keys.needed or is_loopback(f"tcp://{address}")):
-        logger.warning("no API keys: everyone who reaches this port is let in; see --tenants and --api-keys", port=address)
+        logger.warning(
+            "no API keys: everyone who reaches this port is let in; see --tenants and --api-keys", port=address
+        )
 
 
 async def _wait(stop: asyncio.Event) -> None:

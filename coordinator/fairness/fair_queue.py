@@ -221,8 +221,8 @@ class FairQueue(Generic[T]):
             node = ring
 
     def _count_turn(self, entry: Entry[T], open_keys: Sequence[int]) -> None:
-        """`entry` gets a chunk. Requests of its tenant that joined before it and could have run are overtaken, unless the oldest
-        there arrived after it. Under other keys the newer ones are counted too."""
+        """`entry` gets a chunk. Requests of its tenant that joined before it and could have run are overtaken, unless the
+        oldest there arrived after it. Under other keys the newer ones are counted too."""
         queue = entry.queue
         queue.overtake(entry)
         rows = queue.node.rows

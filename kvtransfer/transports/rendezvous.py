@@ -1,9 +1,9 @@
 """How two processes come to share a process group of two, without a default group and without an open port for longer.
 
-The receiver binds a socket to its fabric address only and serves a TCPStore from it: a store given a host and port
-would listen on every interface. The store knows no passwords, and any process that connects can list and change it. So
-nothing in it may be a secret. The prefix of its keys keeps two meetings apart, not strangers out. A group of NCCL keeps the
-store for as long as it lives. Everything here blocks, up to `timeout_s`, and belongs to a pair's own thread; it raises `RuntimeError`
+The receiver binds a socket to its fabric address only and serves a TCPStore from it: a store given a host and port would
+listen on every interface. The store knows no passwords, and any process that connects can list and change it. So nothing in
+it may be a secret. The prefix of its keys keeps two meetings apart, not strangers out. A group of NCCL keeps the store for
+as long as it lives. Everything here blocks, up to `timeout_s`, and belongs to a pair's own thread; it raises `RuntimeError`
 (torch's errors are such) or `OSError`.
 """
 

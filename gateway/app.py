@@ -132,7 +132,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
         return Response(status_code=204, headers={"Allow": _allowed(request.scope)})
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     message = {
-        404: f"There is nothing at {request.url.path[:200]}.",
+        404: f"There is nothing at {request.url.path[:200]}. The API is below /v1; /metrics has a port of its own.",
         405: f"{request.method[:20]} is not allowed at {request.url.path[:200]}.",
     }.get(error.status_code, str(error.detail)[:300])
     response = _response(ApiError(error.status_code, message, code=code), request)

@@ -78,7 +78,8 @@ def furnish(folder: Path) -> None:
     for block in blocks("toml"):
         for mark, name in (("[tenants.", "tenants.toml"), ("[hosts.", "cluster.toml")):  # others are parts of these
             if block.page in ("docs/tenants.md", GUIDE) and mark in block.text:
-                (folder / name).write_text(block.text)
+                here = str(Path(sys.executable).with_name("crossdock"))
+                (folder / name).write_text(block.text.replace("/opt/crossdock/.venv/bin/crossdock", here))
 
 
 @pytest.fixture(scope="module")

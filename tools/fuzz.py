@@ -163,13 +163,13 @@ def _requests(number: int, seed: int, console: Console) -> bool:
     """Whether the API failed."""
     if number == 0:
         return False
-    from tests.gateway.api_fuzz import BOTH, fake_server, knock
+    from tests.gateway.api_fuzz import BOTH, fake_server, send_generated_requests
 
     found: dict[str, Any] = {}
     console.print(f"API: {number:,} requests of each kind")
     try:
         with fake_server() as url:
-            found = knock(url, seed, number, BOTH)
+            found = send_generated_requests(url, seed, number, BOTH)
     except AssertionError as error:
         console.print(f"the API failed: {error}")
         return True

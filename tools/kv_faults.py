@@ -128,7 +128,7 @@ class Handle:
 
 
 @dataclass
-class Tally:
+class FaultCounts:
     """Of one fault."""
 
     rounds: int = 0
@@ -137,7 +137,7 @@ class Tally:
     recovery_s: list[float] = field(default_factory=list)
     """From the fault until the survivor's blocks were back."""
 
-    def add(self, other: "Tally") -> None:
+    def add(self, other: "FaultCounts") -> None:
         self.rounds += other.rounds
         self.first_attempts_arrived += other.first_attempts_arrived
         self.detection_s += other.detection_s
@@ -153,7 +153,7 @@ class Cluster:
         self.incarnations = 0
         self.rounds = 0
         self.nodes: dict[str, Handle] = {}
-        self.tallies: dict[str, Tally] = defaultdict(Tally)
+        self.tallies: dict[str, FaultCounts] = defaultdict(FaultCounts)
 
     async def close(self) -> None:
         for handle in self.nodes.values():
@@ -236,7 +236,7 @@ class Cluster:
 
     async def _hurt(
         self, fault: str, victim: Handle, survivor: Handle, sender: Handle, receiver: Handle, request_id: str,
-        blocks: int, tally: Tally,
+        blocks: int, tally: FaultCounts,
     ) -> None:  # fmt: skip
         stops = fault in STOPS
         point = self.random.choice(POINTS) if stops else fault.split("_killed_")[1]
@@ -317,7 +317,7 @@ async def run(
     seed: int,
     on_round: Callable[[str], None] = lambda fault: None,
     at_once: int = 1,
-) -> dict[str, Tally]:
+) -> dict[str, FaultCounts]:
     """`rounds` of each fault, mixed, dealt out to `at_once` clusters. Raises `Broken`, with what it takes to run it again."""
     order = [fault for fault in faults for _ in range(rounds)]
     random.Random(f"{transport} {seed}").shuffle(order)
@@ -328,7 +328,7 @@ async def run(
                 group.create_task(_rounds(cluster, order[cluster.number :: at_once], on_round))
     except* Broken as broken:
         raise broken.exceptions[0] from None
-    total: dict[str, Tally] = defaultdict(Tally)
+    total: dict[str, FaultCounts] = defaultdict(FaultCounts)
     for cluster in clusters:
         for fault, tally in cluster.tallies.items():
             total[fault].add(tally)
@@ -376,7 +376,7 @@ def main() -> int:
 
 def _with_progress(
     transport: str, faults: tuple[str, ...], asked: argparse.Namespace, console: Console
-) -> dict[str, Tally]:
+) -> dict[str, FaultCounts]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(transport, total=len(faults) * asked.rounds)
@@ -385,7 +385,7 @@ def _with_progress(
         )
 
 
-def _show(transport: str, tallies: dict[str, Tally], console: Console) -> None:
+def _show(transport: str, tallies: dict[str, FaultCounts], console: Console) -> None:
     table = Table(
         "fault", "rounds", "arrived at once", "noticed, p50", "noticed, max", "blocks back, max", title=transport
     )

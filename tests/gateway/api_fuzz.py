@@ -60,7 +60,9 @@ def operations(document: dict[str, Any], modes: tuple[GenerationMode, ...]) -> I
             yield f"{operation.label} {mode.value}", operation.as_strategy(generation_mode=mode)
 
 
-def knock(url: str, number: int, examples: int, modes: tuple[GenerationMode, ...]) -> dict[str, Counter[int]]:
+def send_generated_requests(
+    url: str, number: int, examples: int, modes: tuple[GenerationMode, ...]
+) -> dict[str, Counter[int]]:
     """`examples` requests of each kind to the server at `url`, the same for the same seed `number`; counts by kind and status.
     Raises `AssertionError` with the smallest request that made the server fail."""
     document = httpx.get(f"{url}/openapi.json", timeout=20.0).json()

@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from gateway.app import ROUTERS
 from gateway.http.errors import ApiError
 from gateway.openai.request_types import MESSAGES_MAX, ChatRequest, validate
-from tests.gateway.api_fuzz import BOTH, fake_server, knock
+from tests.gateway.api_fuzz import BOTH, fake_server, send_generated_requests
 from tests.gateway.fakes import Site, make_site
 
 SEED = 6
@@ -20,7 +20,7 @@ SEED = 6
 
 def test_requests_made_of_the_description_never_make_the_server_fail() -> None:
     with fake_server() as url:
-        counts = knock(url, SEED, 12, BOTH)
+        counts = send_generated_requests(url, SEED, 12, BOTH)
     generated = {name: count for name, count in counts.items() if "POST" in name and "{" not in name}
     assert len(generated) == 18, counts
     for name, count in generated.items():
@@ -31,7 +31,7 @@ def test_requests_made_of_the_description_never_make_the_server_fail() -> None:
 @pytest.mark.timeout(1200)
 def test_many_more_requests_never_make_the_server_fail() -> None:
     with fake_server() as url:
-        knock(url, SEED + 1, 2_000, BOTH)
+        send_generated_requests(url, SEED + 1, 2_000, BOTH)
 
 
 def test_every_route_is_described_and_the_description_is_served() -> None:

@@ -62,7 +62,7 @@ class _Wait(NamedTuple):
     tokens: int
 
 
-class WaitsForWorker:
+class PrefixWaits:
     """Seconds that requests have waited lately for a prefix, by its last block."""
 
     def __init__(self) -> None:

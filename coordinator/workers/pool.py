@@ -16,12 +16,12 @@ from coordinator.request import Request
 from coordinator.score import Weights
 from coordinator.step_pace import StepLimits, StepPace
 from coordinator.waiting.overload import Rate
-from coordinator.workers.bindings import Bindings, WaitsForWorker
+from coordinator.workers.bindings import Bindings, PrefixWaits
 from coordinator.workers.candidates import Candidates
 from coordinator.workers.circuit_breakers import NOBODY, Breakers
 from coordinator.workers.prefix_index import Locality
 from coordinator.workers.reserved_workers import DrainForLargeRequest, LoneRequests
-from coordinator.workers.step_times import TimedStep
+from coordinator.workers.step_times import StepTimeSample
 from coordinator.workers.token_targets import TokenTargets
 from coordinator.workers.traffic import RecentTraffic
 from coordinator.workers.wakeups import Wakeups
@@ -57,7 +57,7 @@ class Pool:
         self.bindings = Bindings(self.prefill, self.workers, self.wakeups)
         self.breakers = Breakers()
         self.shares = HeldShares()
-        self.waits = WaitsForWorker()
+        self.waits = PrefixWaits()
         self.suspects: dict[str, Request] = {}
         """Those with a suspicion, by id."""
         self.retained: dict[str, Request] = {}
@@ -65,7 +65,7 @@ class Pool:
         self.gives_way = ("", 0)
         """The attempt that was interrupted last so that another tenant gets its share."""
         self.traffic, self.sessions = RecentTraffic(), Sessions()
-        self.step_times = {Role.PREFILL: TimedStep(), Role.DECODE: TimedStep()}
+        self.step_times = {Role.PREFILL: StepTimeSample(), Role.DECODE: StepTimeSample()}
         self.context_tokens = 0
         """The longest prompt + output every worker takes, or took before all were lost."""
         self._lost: dict[Role, tuple[Worker, float]] = {}

@@ -28,7 +28,7 @@ class _Row(msgspec.Struct, frozen=True, gc=False):
     ms: float
 
 
-class TimedStep:
+class StepTimeSample:
     def __init__(self) -> None:
         self._rows: list[deque[_Row]] = [deque(maxlen=KEPT) for _ in range(SIZES)]
         self._next_at = [-inf] * SIZES

@@ -39,7 +39,7 @@ def _count(request: ChatRequest, tokenizer: ModelTokenizer) -> TokenCount:
 class MessagesApi(ChatApi):
     """Anthropic's: a request is read as one of OpenAI's chat."""
 
-    name, id_prefix, names = "messages", "msg", NAMES
+    name, id_prefix, field_names = "messages", "msg", NAMES
 
     def parse(self, content: Any) -> ChatRequest:
         return as_chat(validate(MessagesRequest, content, NEUTRAL_ONLY))

@@ -45,7 +45,7 @@ class Api(ABC, Generic[R]):
     name: str
     """The name in metrics."""
     id_prefix: str
-    names: Names = {}  # noqa: RUF012 - nobody changes it
+    field_names: Names = {}  # noqa: RUF012 - nobody changes it
     """Names of the fields that `parse` has made the request of, for errors."""
     keeps_body = False
     """Its answer holds about as much as the body, until it ends; so long it counts against the bound on bodies."""
@@ -145,13 +145,13 @@ async def _begin(call: Call, api: Api[R], info: RequestInfo) -> tuple[Answering,
 async def _open(gateway: Gateway, owner: str, api: Api[R], read: "_Read", slots: Slots, info: RequestInfo) -> Answering:
     """Submit a request. Raises `ApiError`."""
     served, identity = read.served, read.identity
-    with renamed(api.names):
+    with renamed(api.field_names):
         prepared = await _compiled(read.prepared, served.grammars, owner, identity.cache_group)
     slots.hold(len(prepared.prompts))
     answer = api.answer(
         prepared, served.tokenizer, Head(info.internal_id, int(clock.unix_time()), served.rules.model_id)
     )
-    answering = _submit(gateway, served, prepared, read.names, answer, info, identity)
+    answering = _submit(gateway, served, prepared, read.block_names, answer, info, identity)
     if prepared.form.checks:
         mismatch = partial(served.grammars.mismatch, owner)
         answering.checker = AnswerChecker(prepared.form, served.tokenizer.facts.eos_ids, mismatch)
@@ -177,7 +177,7 @@ class _Read:
     served: ServedModel
     identity: "_Identity"
     prepared: Prepared
-    names: list[BlockNames | None]
+    block_names: list[BlockNames | None]
 
 
 @bare_errors
@@ -188,9 +188,9 @@ def _read(gateway: Gateway, tenant: str, api: Api[R], body: bytes, info: Request
     info.end_user = generation.end_user
     served = gateway.model(generation.model)
     identity = _identity(gateway, tenant, generation, info.session_id)
-    with renamed(api.names):
-        prepared, names = _prepare(api, generation, gateway, served, identity.cache_group)
-    return _Read(served, identity, prepared, names)
+    with renamed(api.field_names):
+        prepared, block_names = _prepare(api, generation, gateway, served, identity.cache_group)
+    return _Read(served, identity, prepared, block_names)
 
 
 def _prepare(
@@ -242,7 +242,7 @@ def _submit(
     gateway: Gateway,
     served: ServedModel,
     prepared: Prepared,
-    names: list[BlockNames | None],
+    block_names: list[BlockNames | None],
     answer: Answer,
     info: RequestInfo,
     identity: _Identity,
@@ -274,7 +274,7 @@ def _submit(
             is_offline=identity.is_offline,
             prompt_scores=PromptScores(len(prompt), wanted) if wanted >= 0 else None,
         )
-        for number, (prompt, named) in enumerate(zip(prepared.prompts, names, strict=True))
+        for number, (prompt, named) in enumerate(zip(prepared.prompts, block_names, strict=True))
     ]
     answer.system_fingerprint = lambda: gateway.backend.system_fingerprint(served.rules.model_id)
     answer.prompt_scores = [spec.prompt_scores for spec in specs]

@@ -97,7 +97,7 @@ class ResponsesApi(ChatApi):
         items = [*before, *input_items(request)]
         chat = as_chat(request, items)
         self.asked, self.namespaces = echoed(request), namespaces(request.tools)
-        self.names = places(request.tools) | NAMES
+        self.field_names = places(request.tools) | NAMES
         if request.store is not False:
             self.items = msgspec.json.encode(items)
         return chat

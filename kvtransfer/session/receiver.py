@@ -89,7 +89,7 @@ RECEIVER_TABLE: Table = {
 class ReceiverSession(TransferSession):
     """Made by an offer; the local side answers it with `OfferAccepted` or `Refusal`, at once or later."""
 
-    table = RECEIVER_TABLE
+    table, peer = RECEIVER_TABLE, "sender"
 
     def __init__(self, offer: Offer, *, block_bytes: int, settings: KvSettings, now: float) -> None:
         super().__init__(offer.request_id, offer.attempt)
@@ -130,20 +130,10 @@ class ReceiverSession(TransferSession):
                 return [self._ack()]
             case CommitArrived():
                 return self._commit_arrived(event, now)
-            case SegmentDone() | SegmentDropped() if self.state == DRAINING:
-                self.in_flight.remove(event.segment)
-                return [] if self.in_flight else self._failed()
-            case SegmentDone():
+            case SegmentDone() if self.state != DRAINING:
                 return self._received(event, now)
-            case Abort():
-                return self._fail(f"aborted by the sender: {event.reason}", tell_peer=False)
-            case LocalAbort():
-                return self._fail(event.reason, tell_peer=True)
-            case PairLost():
-                return self._fail(event.reason, tell_peer=False)
-            case Tick():
-                return self._tick(now)
-        raise AssertionError(f"nothing handles a {type(event).__name__}")
+            case _:
+                return super()._apply(event, now)
 
     # --- from the local side ---
 
@@ -246,8 +236,8 @@ class ReceiverSession(TransferSession):
             self.state = DRAINING
             touched = tuple(block for segment in sorted(self._targets) for block in self._targets[segment])
             return [*actions, Quarantine(touched), CancelSegments()]
-        return actions + self._failed()
+        return actions + self._over()
 
-    def _failed(self) -> list[Action]:
+    def _over(self) -> list[Action]:
         self.state = FAILED
         return [SessionEnded(KvReceiveFailed(self.request_id, self.attempt, self._block_ids, self._reason))]

@@ -105,7 +105,7 @@ SENDER_TABLE: Table = {
 class SenderSession(TransferSession):
     """Made when a request is placed; its offer goes out with `start`. Blocks are handed in as prefill finishes them."""
 
-    table = SENDER_TABLE
+    table, peer = SENDER_TABLE, "receiver"
 
     def __init__(
         self, request_id: str, attempt: int, *, pair_id: int, blocks: int, block_bytes: int, settings: KvSettings
@@ -148,24 +148,14 @@ class SenderSession(TransferSession):
                 return self._blocks_ready(event, now)
             case CommitReady():
                 return self._commit_ready(event, now)
-            case SegmentDone() | SegmentDropped() if self.state == DRAINING:
-                self.in_flight.remove(event.segment)
-                return [] if self.in_flight else self._ended()
             case SegmentDone() if self.state == COMMITTING:
                 self.in_flight.remove(event.segment)
                 self._wait_for_ack(now)
                 return []
-            case SegmentBegun() | SegmentDone():
+            case SegmentBegun() | SegmentDone() if self.state == STREAMING:
                 return self._segment(event, now)
-            case Abort():
-                return self._fail(f"aborted by the receiver: {event.reason}", tell_peer=False)
-            case LocalAbort():
-                return self._fail(event.reason, tell_peer=True)
-            case PairLost():
-                return self._fail(event.reason, tell_peer=False)
-            case Tick():
-                return self._tick(now)
-        raise AssertionError(f"nothing handles a {type(event).__name__}")
+            case _:
+                return super()._apply(event, now)
 
     # --- from the peer ---
 
@@ -186,7 +176,7 @@ class SenderSession(TransferSession):
         if self.in_flight:
             self.state = DRAINING
             return []
-        return self._ended()
+        return self._over()
 
     # --- from prefill ---
 
@@ -257,9 +247,9 @@ class SenderSession(TransferSession):
         if self.in_flight:
             self.state = DRAINING
             return [*actions, CancelSegments()]
-        return actions + self._ended()
+        return actions + self._over()
 
-    def _ended(self) -> list[Action]:
+    def _over(self) -> list[Action]:
         assert self._result is not None
         self.state = SENT if isinstance(self._result, KvSent) else FAILED
         return [SessionEnded(self._result)]

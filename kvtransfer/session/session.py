@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from proto.kv import Commit, FirstToken
+from proto.kv import Abort, Commit, FirstToken
 from proto.messages import Message
 
 HANDLE: Final = "handle"
@@ -247,6 +247,8 @@ class TransferSession:
     """Dispatch by table, the deadline, and the set of segments in flight."""
 
     table: Table
+    peer: str
+    """What the other end is called in reasons."""
     state: str
 
     def __init__(self, request_id: str, attempt: int) -> None:
@@ -274,7 +276,26 @@ class TransferSession:
         return self._deadline
 
     def _apply(self, event: object, now: float) -> list[Action]:
-        """Handle an event that the table lets through."""
+        """Handle an event that the table lets through; here, those that both machines handle alike."""
+        match event:
+            case SegmentDone() | SegmentDropped():  # of a session that is draining
+                self.in_flight.remove(event.segment)
+                return [] if self.in_flight else self._over()
+            case Abort():
+                return self._fail(f"aborted by the {self.peer}: {event.reason}", tell_peer=False)
+            case LocalAbort():
+                return self._fail(event.reason, tell_peer=True)
+            case PairLost():
+                return self._fail(event.reason, tell_peer=False)
+            case Tick():
+                return self._tick(now)
+        raise AssertionError(f"nothing handles a {type(event).__name__}")
+
+    def _over(self) -> list[Action]:
+        """Nothing is in flight any more: report the result."""
+        raise NotImplementedError
+
+    def _tick(self, now: float) -> list[Action]:
         raise NotImplementedError
 
     def _violation(self, reason: str) -> list[Action]:

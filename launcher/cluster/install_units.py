@@ -12,7 +12,7 @@ from launcher.cluster import units
 from launcher.cluster.file import ClusterError
 from launcher.cluster.plan import plan_host
 from launcher.cluster.settings import UnitsSettings
-from launcher.cluster.up import HostCluster, place
+from launcher.cluster.up import ClusterHost, place
 from launcher.process import ROOT
 from proto.errors import CrossdockError
 from runtime.link.keys import NAME
@@ -71,7 +71,7 @@ def verify(root: Path, paths: list[str]) -> None:
         raise CannotInstall(f"systemd-analyze verify does not take them:\n{done.stderr.strip()}")
 
 
-def _model(at: HostCluster) -> str:
+def _model(at: ClusterHost) -> str:
     """Raises `SettingsError`."""
     host = at.file.hosts[at.host]
     if not at.file.model and (host.gateways or host.workers.total):
@@ -79,7 +79,7 @@ def _model(at: HostCluster) -> str:
     return at.file.model or "none"
 
 
-def _installed(at: HostCluster) -> units.Installed:
+def _installed(at: ClusterHost) -> units.Installed:
     """Raises `SettingsError`."""
     keys = Path(at.file.keys).expanduser() if at.file.keys else None
     if keys is not None and not keys.is_dir():
@@ -107,10 +107,8 @@ def _environment(command: str) -> tuple[str, tuple[str, ...], str]:
         done = subprocess.run(
             [python, "-P", "-c", ask], capture_output=True, text=True, timeout=_VERIFY_S, check=True, cwd="/"
         )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise SettingsError(
-            f"FILE: command: {command} is in no environment with crossdock on this host: {error}"
-        ) from None
+    except (OSError, subprocess.SubprocessError):
+        raise SettingsError(f"FILE: command: {command} is in no environment with crossdock on this host") from None
     prefix, base, root = done.stdout.splitlines()
     return str(python), tuple(sorted({prefix, base})), root
 

@@ -246,7 +246,7 @@ def _options(process: PlannedProcess) -> str:
 
 def _under_home(processes: Sequence[PlannedProcess], on: Installed) -> list[str]:
     """What a unit must read of folders that it does not see otherwise. Raises `ClusterError` where it cannot see it at all."""
-    read: list[str] = [*on.prefixes, on.root]
+    read: list[str] = [on.python, *on.prefixes, on.root]
     for process in processes:
         read += [str(getattr(process.settings, key, "")) for key in _READS]
     if absent := [path for path in read if path.startswith(_ABSENT)]:

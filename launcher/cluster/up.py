@@ -48,7 +48,7 @@ class NotUp(CrossdockError):
 
 
 @dataclass(frozen=True)
-class HostCluster:
+class ClusterHost:
     """One host of one cluster."""
 
     file: ClusterFile
@@ -70,14 +70,14 @@ def read_file(path: str) -> ClusterFile:
         raise SettingsError("\n".join(f"FILE: {path}: {line}" for line in str(error).splitlines())) from None
 
 
-def place(path: str, host: str) -> HostCluster:
+def place(path: str, host: str) -> ClusterHost:
     """Raises `SettingsError`."""
     file = read_file(path)
     own = socket.gethostname()
     names = [host] if host else [own, own.split(".")[0], *(file.hosts if len(file.hosts) == 1 else ())]
     for name in names:
         if name in file.hosts:
-            return HostCluster(file, name)
+            return ClusterHost(file, name)
     which = host or f"{own}, as this machine is called"
     raise SettingsError(f"--host: {path} has no host {which}, but {', '.join(file.hosts)}")
 
@@ -100,13 +100,13 @@ def up(settings: UpSettings) -> int:
     return run_until_stopped(begin, console)
 
 
-def _check_down(at: HostCluster) -> None:
+def _check_down(at: ClusterHost) -> None:
     """Raises `RunsAlready`."""
     if running := registry.running(at.folder):
         raise RunsAlready(f"{at.host} of {at.file.name} is up already (pid {running.pid}); crossdock down stops it")
 
 
-def _plan(at: HostCluster, console: Console) -> tuple[HostPlan, str]:
+def _plan(at: ClusterHost, console: Console) -> tuple[HostPlan, str]:
     """The processes, with a model that is there, and its id. Raises `SettingsError` or `ModelError`."""
     host, file = at.file.hosts[at.host], at.file
     try:
@@ -119,7 +119,7 @@ def _plan(at: HostCluster, console: Console) -> tuple[HostPlan, str]:
         raise SettingsError("\n".join(f"FILE: {line}" for line in str(error).splitlines())) from None
 
 
-async def _up(settings: UpSettings, at: HostCluster, plan: HostPlan, model_id: str, console: Console) -> int:
+async def _up(settings: UpSettings, at: ClusterHost, plan: HostPlan, model_id: str, console: Console) -> int:
     registry.make_folder(at.folder)
     _check_down(at)  # once more: fetching a model may have taken minutes, and two of us would share one note
     supervisor = Supervisor(log_dir=at.folder, say=sayer(console), verbose=settings.verbose)
@@ -156,7 +156,7 @@ async def _up(settings: UpSettings, at: HostCluster, plan: HostPlan, model_id: s
     return 1
 
 
-def _check_wanted(settings: UpSettings, at: HostCluster) -> None:
+def _check_wanted(settings: UpSettings, at: ClusterHost) -> None:
     """A `down` that came before the note has taken the file away. Raises `NotUp`."""
     if not Path(settings.cluster_file).expanduser().exists():
         raise NotUp(f"{at.host} was taken down before it had started")
@@ -189,7 +189,7 @@ def spec_of(process: PlannedProcess) -> ProcessSpec:
 # --- detached ---------------------------------------------------------------------------------------------------------
 
 
-def _detach(settings: UpSettings, at: HostCluster, console: Console) -> int:
+def _detach(settings: UpSettings, at: ClusterHost, console: Console) -> int:
     """The same command again, in a session of its own; returns when it says that it is ready. Raises `NotUp`."""
     registry.make_folder(at.folder)
     log = at.folder / LOG

@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.events import PeerUp, Tick
 from coordinator.reporting.report import status
-from coordinator.workers.step_times import KEPT, SIZES, SPACING_S, TimedStep
+from coordinator.workers.step_times import KEPT, SIZES, SPACING_S, StepTimeSample
 from proto.errors import RemoteProtocolError
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Message, Role, Step, StepDone
@@ -27,7 +27,7 @@ def of(h: Harness, role: Role) -> StepTimes:
 
 
 def test_it_is_bounded_and_keeps_some_of_each_size() -> None:
-    seen = TimedStep()
+    seen = StepTimeSample()
     for number in range(50_000):
         seen.add(1, 1 << number % 20, 5.0, 7.0, 0.01 * number)
     found = seen.report("m", Role.DECODE, 500.0)
@@ -40,7 +40,7 @@ def test_it_is_bounded_and_keeps_some_of_each_size() -> None:
 
 def test_a_sample_is_spread_over_workers_whose_reports_come_in_step() -> None:
     """Two workers report ten times a second each, one always a moment behind the other."""
-    seen = TimedStep()
+    seen = StepTimeSample()
     for number in range(1_000):
         seen.add(1, 4.0, 0.0, 1.0, 0.1 * number)
         seen.add(1, 4.0, 0.0, 2.0, 0.1 * number + 0.05)
@@ -51,7 +51,7 @@ def test_a_sample_is_spread_over_workers_whose_reports_come_in_step() -> None:
 
 def test_long_steps_are_not_taken_more_often_than_short_ones() -> None:
     """One in five takes 100 times as long: it runs at almost any given moment."""
-    source, seen, now, long = random.Random(1), TimedStep(), 0.0, 0
+    source, seen, now, long = random.Random(1), StepTimeSample(), 0.0, 0
     for _ in range(KEPT):
         until = now + 60.0
         while now < until:

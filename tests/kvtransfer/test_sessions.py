@@ -133,6 +133,14 @@ def test_tables_are_complete(module, table, events):
         assert set(row) == set(events), state
 
 
+def is_handled(session, event):
+    try:
+        session.handle(event, 1.0)
+    except (AssertionError, KeyError) as error:  # some of these events are not whole
+        return "nothing handles" not in str(error)
+    return True
+
+
 @pytest.mark.parametrize(("end", "state", "event"), PAIRS, ids=lambda v: v if isinstance(v, str) else type(v).__name__)
 def test_every_state_and_event(end, state, event):
     """What the table calls stale changes nothing, a violation ends the session, and our own bugs are assertions."""
@@ -151,7 +159,7 @@ def test_every_state_and_event(end, state, event):
         assert isinstance(actions[1], SendMessage) and isinstance(actions[1].message, Abort)
         assert session.state in ("failed", "draining")
     else:
-        assert rule == HANDLE
+        assert rule == HANDLE and is_handled(session, event)
 
 
 @pytest.mark.parametrize("end", ["sender", "receiver"])

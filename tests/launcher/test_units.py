@@ -224,8 +224,10 @@ def test_units_need_a_model_that_they_can_read(tmp_path: Path) -> None:
 
 
 def test_units_call_the_environment_that_the_file_names(tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/python").symlink_to(sys.executable)
+    other = tmp_path / "bin/python"
+    other.parent.mkdir()
+    other.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    other.chmod(0o755)
     path, root = tmp_path / "cluster.toml", tmp_path / "root"
 
     def install(command: str) -> None:
@@ -234,8 +236,11 @@ def test_units_call_the_environment_that_the_file_names(tmp_path: Path) -> None:
 
     with pytest.raises(SettingsError, match="command: /nowhere/bin/crossdock is in no environment with crossdock"):
         install("/nowhere/bin/crossdock")
+    with pytest.raises(SettingsError, match=f"{other}: a unit has a /tmp of its own"):
+        install(str(other.with_name("crossdock")))
+    here = install_units._environment("crossdock")
+    assert install_units._environment(str(other.with_name("crossdock"))) == (str(other), *here[1:])
     install(str(Path(sys.executable).with_name("crossdock")))
-    assert install_units._environment(sys.executable)[0] == sys.executable
 
 
 def test_each_has_a_watchdog_and_is_started_again_however_often_it_fails() -> None:

@@ -281,7 +281,7 @@ def test_a_submit_of_an_attempt_that_has_ended_is_told_so() -> None:
     h.receive(1, submit("a"))
     h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
     h.receive(1, submit("a"))
-    assert [(m.request_id, m.attempt) for m in h.take(Interrupted)] == [("a", 1)]
+    assert [(m.request_id, m.attempt) for m in h.take(Interrupted)] == [("a", 1)]  # type: ignore[attr-defined]
     h.receive(1, submit("a", attempt=2))
     assert h.core.requests["a"].attempt == 2
 
@@ -407,7 +407,7 @@ def test_status() -> None:
     h.receive(10, KvHeld(3, 1, 2))
     h.receive(1, StatusRequest())
     [report] = h.take(StatusReport)
-    own = {w.name: (w.own_blocks, w.own_blocks_quarantined, w.own_sessions) for w in report.workers}
+    own = {w.name: (w.own_blocks, w.own_blocks_quarantined, w.own_sessions) for w in report.workers}  # type: ignore[attr-defined]
     assert own == {"decode-20": (0, 0, 0), "prefill-10": (3, 1, 2)}
 
 

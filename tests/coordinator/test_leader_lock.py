@@ -151,7 +151,7 @@ def test_after_an_absence_it_serves_only_if_the_lock_is_still_its_own(
             replace()
         return 0
 
-    monkeypatch.setattr(serve.Coordinator, "run", run)
+    monkeypatch.setattr(serve.Coordinator, "run", run)  # type: ignore[attr-defined]
     status = asyncio.run(asyncio.wait_for(serve.serve(settings, Stop()), 60))
     assert (status, served) == ((1, [0]) if replaced else (0, [0, 1]))
     assert ("--usage-db: " in "".join(capfd.readouterr())) == replaced
@@ -195,7 +195,7 @@ def test_a_step_of_the_wall_clock_is_told_to_the_core(monkeypatch: pytest.Monkey
     settings = CoordinatorSettings(bind="tcp://127.0.0.1:0", metrics="off", log_format="json")
 
     async def work() -> None:
-        coordinator = serve.Coordinator(settings)
+        coordinator = serve.Coordinator(settings)  # type: ignore[attr-defined]
         await coordinator._configure()
         quotas = coordinator.core.billing.quotas
         now, unix_s, day = clock.now(), clock.unix_time(), quotas.day(clock.now())

@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 import msgspec
 import pytest
 
-from coordinator.accounting.ledger import Ledger, LedgerError, day_text
+from coordinator.accounting.ledger import Ledger, LedgerError, day_text  # type: ignore[attr-defined]
 from coordinator.accounting.quota import Ask
 from coordinator.accounting.usage import Closed, Opened, Past
 from coordinator.events import Send

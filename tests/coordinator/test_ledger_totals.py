@@ -80,7 +80,7 @@ def test_totals_are_what_the_rows_add_up_to(tmp_path: Path, seed: int) -> None:
                 db.execute("COMMIT")
         assert totals(db) == sums(db)
     assert sums(db), "something was written"
-    expected = [(tenant, DAYS[0], tokens) for day, tenant, _, tokens in sums(db) if day == ledger.day_text(DAYS[0])]
+    expected = [(tenant, DAYS[0], tokens) for day, tenant, _, tokens in sums(db) if day == ledger.day_text(DAYS[0])]  # type: ignore[attr-defined]
     db.close()
     assert sorted(start(path, DAYS[0]).charged) == expected
 

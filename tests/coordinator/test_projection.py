@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 from coordinator.events import Limits
-from simulation.cluster.cluster import ClientRequest, VirtualCluster
+from simulation.cluster.cluster import ClientRequest, VirtualCluster  # type: ignore[attr-defined]
 from simulation.cluster.surroundings import Timing
 from tests.helpers import first
 

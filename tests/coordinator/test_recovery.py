@@ -325,7 +325,7 @@ def test_a_request_whose_prefill_worker_is_lost_keeps_its_room() -> None:
     assert h.core.requests["b"].state is RequestState.QUEUED, "the room is not free"
     h.receive(1, submit("a", 9, attempt=2, max_tokens=3))
     assert h.core.requests["a"].state is RequestState.PREFILLING, "at once, though it is not its turn"
-    assert [m.request_id for m in sent(h, Prefill)] == [m.request_id for m in sent(h, Reserve)] == ["a"]
+    assert [m.request_id for m in sent(h, Prefill)] == [m.request_id for m in sent(h, Reserve)] == ["a"]  # type: ignore[attr-defined]
     assert list(h.core.workers[20].allocations) == [("a", 2)]
 
 

@@ -73,16 +73,16 @@ def test_a_gateway_comes_back_before_workers_have_let_go():
     world.post(PeerUp(1, gateway_hello(1)))
     world.receive(1, Cancel("a", 1, CancelReason.ABANDONED))
     world.receive(1, submit("a", attempt=2))
-    assert [message.attempt for message in world.take(Accepted)] == [1, 2]
+    assert [message.attempt for message in world.take(Accepted)] == [1, 2]  # type: ignore[attr-defined]
     bill = world.core.billing.bills["a"]
-    world.receive(10, StepDone(step.step_id, (), 1.0, 0))
+    world.receive(10, StepDone(step.step_id, (), 1.0, 0))  # type: ignore[attr-defined]
     release_all(world, "a", emitted=3)
     assert world.core.billing.bills["a"] is bill and bill.counters.output_tokens == 1 + 3, "one bill for all attempts"
     world.receive(1, Cancel("a", 2, CancelReason.DISCONNECTED))
     for incarnation in (10, 20):
         world.receive(incarnation, Released("a", 2))
     for step in world.take(Step):
-        world.receive(10, StepDone(step.step_id, (), 1.0, 0))
+        world.receive(10, StepDone(step.step_id, (), 1.0, 0))  # type: ignore[attr-defined]
     assert not world.core.billing.bills
 
 
@@ -94,9 +94,9 @@ def test_a_reopened_bill_that_is_refused_ends_as_before():
     world.post(PeerUp(1, gateway_hello(1)))
     world.core.limits = type(world.core.limits)(tenant_queue_max=0)
     world.receive(1, submit("a", attempt=2))
-    assert world.take(Rejected)[0].reason is Reject.QUEUE_FULL
+    assert world.take(Rejected)[0].reason is Reject.QUEUE_FULL  # type: ignore[attr-defined]
     assert world.core.billing.bills["a"].counters.outcome == "cancelled"
-    world.receive(10, StepDone(step.step_id, (), 1.0, 0))
+    world.receive(10, StepDone(step.step_id, (), 1.0, 0))  # type: ignore[attr-defined]
     release_all(world, "a")
     assert not world.core.billing.bills
 
@@ -108,7 +108,7 @@ def test_an_id_whose_bill_is_open_is_not_taken_again():
     release_all(world, "a")
     world.core.ended = Remembered(1.0, 1)  # as after many more requests; its chunk is still out
     world.receive(1, submit("a"))
-    assert world.take(Rejected)[0].reason is Reject.DUPLICATE
+    assert world.take(Rejected)[0].reason is Reject.DUPLICATE  # type: ignore[attr-defined]
 
 
 def test_a_request_too_large_for_one_idle_prefill_worker_runs_on_another():
@@ -122,7 +122,7 @@ def test_a_full_prefill_worker_does_not_keep_an_idle_one_from_work():
     world = Harness.make(max_seqs=1)
     world.receive(1, submit("a"))
     (step,) = world.take(Step)
-    world.receive(10, StepDone(step.step_id, step.chunks, 1.0, 0))
+    world.receive(10, StepDone(step.step_id, step.chunks, 1.0, 0))  # type: ignore[attr-defined]
     world.post(PeerUp(21, worker_hello(Role.DECODE, 21)))
     world.post(PeerUp(11, worker_hello(Role.PREFILL, 11)))
     world.core.workers[11].tokens_forwarded = 1  # the full one is asked first
@@ -134,7 +134,7 @@ def test_a_decode_worker_that_ran_short_and_is_empty_is_used_again():
     world = Harness.make(limits=Limits(kv_overcommit=2.0))
     world.receive(1, submit("a", 8, max_tokens=50))
     (step,) = world.take(Step)
-    world.receive(10, StepDone(step.step_id, step.chunks, 1.0, 8))
+    world.receive(10, StepDone(step.step_id, step.chunks, 1.0, 8))  # type: ignore[attr-defined]
     world.receive(10, HandedOver("a", 1, 1, 1.0))
     world.receive(20, DecodeProgress(1, 0, 5, (Joined("a", 1, 0),)))
     assert world.take(Release, 20)
@@ -151,7 +151,7 @@ def test_bands_that_a_file_has_no_more_keep_no_floor():
     world.receive(1, submit("a"))
     world.post(Configured(parse(text.format("new")), 0.0))
     world.receive(1, submit("b"))
-    assert [message.request_id for message in world.take(Accepted)] == ["a", "b"]
+    assert [message.request_id for message in world.take(Accepted)] == ["a", "b"]  # type: ignore[attr-defined]
 
 
 def test_a_worker_without_blocks_may_not_join():
@@ -172,7 +172,7 @@ def test_a_worker_that_reports_other_chunks_is_dropped():
     world = Harness.make(limits=Limits(step_tokens=8))
     world.receive(1, submit("a", 100))
     step = world.take(Step)[0]
-    world.receive(10, StepDone(step.step_id, (Chunk("a", 1, 0, 100),), 1.0, 0))
+    world.receive(10, StepDone(step.step_id, (Chunk("a", 1, 0, 100),), 1.0, 0))  # type: ignore[attr-defined]
     world.receive(10, HandedOver("a", 1, 1, 1.0))
     assert len(world.protocol_violation) == 2
     assert world.core.requests["a"].state == "prefilling"

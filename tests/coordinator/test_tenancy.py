@@ -102,7 +102,7 @@ def test_a_quota_is_refused_with_its_name_and_the_time_to_wait_and_takes_nothing
     w = world()
     for name in ("r1", "r2"):
         w.receive(1, by("a/x", name))
-    assert [m.rates for m in w.take(Accepted)] == [
+    assert [m.rates for m in w.take(Accepted)] == [  # type: ignore[attr-defined]
         RateState(2, 1, 30.0, 600, 586, 1.4),
         RateState(2, 0, 60.0, 600, 572, 2.8),
     ]
@@ -123,7 +123,7 @@ def test_who_waits_for_midnight_is_told_midnight_to_within_seconds() -> None:
     w = world("[tenants.a]\nlimits = { tokens_per_day = 20 }")
     w.now = 86_400.0 - 4200.0
     w.receive(1, by("a", "r0"))
-    assert [m.rates for m in w.take(Accepted)] == [RateState(0, 0, 0.0, 20, 6, 4200.0)]
+    assert [m.rates for m in w.take(Accepted)] == [RateState(0, 0, 0.0, 20, 6, 4200.0)]  # type: ignore[attr-defined]
     waits = []
     for number in range(1, 20):
         w.receive(1, by("a", f"r{number}"))
@@ -244,7 +244,7 @@ def test_a_full_queue_gives_the_quota_back() -> None:
     w = world("[tenants.a]\nlimits = { requests_per_min = 60 }", tenant_queue_max=1)
     for number in range(9):
         w.receive(1, by("a", f"r{number}", 2000, max_tokens=90))
-    assert {m.reason for m in w.take(Rejected)} == {Reject.QUEUE_FULL}
+    assert {m.reason for m in w.take(Rejected)} == {Reject.QUEUE_FULL}  # type: ignore[attr-defined]
     assert w.core.billing.quotas.rates("a", 0.0).remaining_requests == 60 - len(w.core.requests)
 
 

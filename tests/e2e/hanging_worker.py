@@ -21,7 +21,7 @@ def run(settings: WorkerSettings) -> int:
             threading.Event().wait()
         return run_step(*arguments)
 
-    driver.run_step = hangs
+    driver.run_step = hangs  # type: ignore[attr-defined]
     status: int = import_module("launcher.worker_roles").run(settings)
     return status
 

@@ -47,7 +47,7 @@ pytestmark = pytest.mark.timeout(600)  # the model may have to be fetched and co
 def model_path() -> Path:
     try:
         return models.ready("", "", Console(quiet=True)).path
-    except models.ModelError as error:
+    except models.ModelError as error:  # type: ignore[attr-defined]
         pytest.skip(f"the default model cannot be had here: {error}")
 
 

@@ -23,7 +23,7 @@ ITEMS = 50
 def model_path() -> Path:
     try:
         return models.ready("", "", Console(quiet=True)).path
-    except models.ModelError as error:
+    except models.ModelError as error:  # type: ignore[attr-defined]
         pytest.skip(f"the default model cannot be had here: {error}")
 
 

@@ -93,7 +93,7 @@ def test_a_session_finds_its_kv_until_its_client_ends_it(model_path: Path, tmp_p
         assert sessions.leases >= 1 and sessions.leased_tokens >= len(prompt) - 3
         assert up.status().counters["lease_found"] == 2
         answer = httpx.delete(f"{up.base_url}/v1/sessions/mine", timeout=10.0, trust_env=False)  # type: ignore[assignment]
-        assert answer.json() == {"id": "mine", "object": "session", "deleted": True}
+        assert answer.json() == {"id": "mine", "object": "session", "deleted": True}  # type: ignore[attr-defined]
         up.wait_for("its lease ends", lambda: up.status().sessions[0].leases == sessions.leases - 1, READY_S)
         assert ask(up, prompt, session_id="mine") == ([generate(model, prompt, NEW_TOKENS)], 0)
 

@@ -31,13 +31,13 @@ def candidate_of(path: Path) -> tuple[BackendCandidate, torch.Tensor]:
         found.append((candidate, make_pool(support.KV_BYTES)))
         raise Loaded
 
-    real, loader.make_engine = loader.make_engine, keep  # type: ignore[assignment]
+    real, loader.make_engine = loader.make_engine, keep  # type: ignore[assignment, attr-defined]
     try:
         support.load(path)
     except Loaded:
         pass
     finally:
-        loader.make_engine = real
+        loader.make_engine = real  # type: ignore[attr-defined]
     return found[0]
 
 

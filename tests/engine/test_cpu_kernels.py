@@ -109,7 +109,7 @@ def test_kernels_that_cannot_be_loaded_are_none(tmp_path: Path, monkeypatch: pyt
 
 def test_kernels_of_somebody_else_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the cache folder is one that everybody may write to."""
-    monkeypatch.setattr(library.platformdirs, "user_cache_dir", lambda _: str(tmp_path))
+    monkeypatch.setattr(library.platformdirs, "user_cache_dir", lambda _: str(tmp_path))  # type: ignore[attr-defined]
     monkeypatch.setattr(library, "_compile", lambda target, path: path.write_text("ours"))
     built = library._built()
     assert built.is_relative_to(tmp_path)
@@ -128,8 +128,8 @@ def test_where_the_cache_folder_cannot_be_used_kernels_are_kept_for_this_user_al
     (tmp_path / "file").write_text("no folder")
     shared = tmp_path / "shared"
     shared.mkdir()
-    monkeypatch.setattr(library.platformdirs, "user_cache_dir", lambda _: str(tmp_path / "file"))
-    monkeypatch.setattr(library.tempfile, "tempdir", str(shared))
+    monkeypatch.setattr(library.platformdirs, "user_cache_dir", lambda _: str(tmp_path / "file"))  # type: ignore[attr-defined]
+    monkeypatch.setattr(library.tempfile, "tempdir", str(shared))  # type: ignore[attr-defined]
     monkeypatch.setattr(library, "_compile", lambda target, path: path.write_text("ours"))
     own = shared / f"crossdock-{os.geteuid()}"
     if squatted:
@@ -148,7 +148,7 @@ def test_a_kernel_folder_that_others_may_write_to_is_closed_to_them(
     folder = tmp_path / "kernels"
     folder.mkdir()
     folder.chmod(0o777)
-    monkeypatch.setattr(library.platformdirs, "user_cache_dir", lambda _: str(tmp_path))
+    monkeypatch.setattr(library.platformdirs, "user_cache_dir", lambda _: str(tmp_path))  # type: ignore[attr-defined]
     monkeypatch.setattr(library, "_compile", lambda target, path: path.write_text("ours"))
     assert library._built().parent == folder and folder.stat().st_mode & 0o777 == 0o700
 

@@ -128,9 +128,9 @@ def test_what_triton_needs_of_the_host_is_named(monkeypatch: pytest.MonkeyPatch,
     from triton import knobs
 
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(triton_launch.shutil, "which", lambda name: None)
+    monkeypatch.setattr(triton_launch.shutil, "which", lambda name: None)  # type: ignore[attr-defined]
     monkeypatch.setattr(knobs.build, "impl", None)
-    real = triton_launch.find_spec
+    real = triton_launch.find_spec  # type: ignore[attr-defined]
     with monkeypatch.context() as without_header:
         without_header.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
         with pytest.raises(KernelFailed, match=r"Triton needs .*/Python.h, which is in the package python3-dev"):

@@ -230,7 +230,7 @@ def test_lines_that_are_refused_for_good_have_an_error(tmp_path: Path) -> None:
 
 
 def test_a_bug_in_one_line_is_its_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = runner.answer_offline
+    real = runner.answer_offline  # type: ignore[attr-defined]
 
     async def answer(gateway: Any, tenant: str, endpoint: Any, body: bytes, info: Any, **urgency: Any) -> bytes:
         assert b"Say r1" not in body, "planted"

@@ -59,7 +59,7 @@ def test_good_and_bad_ones_and_what_is_remembered() -> None:
 
 
 def test_one_that_takes_too_long_is_refused_and_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_COMMAND", (module.sys.executable, "-c", SPIN))
+    monkeypatch.setattr(module, "_COMMAND", (module.sys.executable, "-c", SPIN))  # type: ignore[attr-defined]
     monkeypatch.setattr(module, "ANSWER_S", 60.0)  # the machine may be busy: the limit is of CPU time
     monkeypatch.setattr(module, "WAIT_S", 100.0)
 
@@ -78,7 +78,7 @@ def test_one_that_takes_too_long_is_refused_and_others_are_served(monkeypatch: p
 
 
 def test_a_busy_machine_refuses_no_grammar_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_COMMAND", (module.sys.executable, "-c", SPIN))
+    monkeypatch.setattr(module, "_COMMAND", (module.sys.executable, "-c", SPIN))  # type: ignore[attr-defined]
 
     async def test(checker: GrammarChecker) -> None:
         assert await refusal(checker, "a", GOOD) == ""

@@ -15,10 +15,10 @@ from tests.helpers import until
 
 CHAT = "/v1/chat/completions"
 GETS = sorted(
-    route.path.replace("{model_id:path}", MODEL)
+    route.path.replace("{model_id:path}", MODEL)  # type: ignore[attr-defined]
     for router in ROUTERS
     for route in router.routes
-    if "GET" in (getattr(route, "methods", None) or ()) and "response_id" not in route.path
+    if "GET" in (getattr(route, "methods", None) or ()) and "response_id" not in route.path  # type: ignore[attr-defined]
 )
 
 

@@ -122,7 +122,7 @@ def test_each_request_has_one_line_without_prompt_or_key(monkeypatch: pytest.Mon
         assert KEY not in str(lines) and PROMPT not in str(lines)
 
     with capture_logs() as lines:
-        monkeypatch.setattr(request_log, "_log", request_log.log.get("crossdock.test"))
+        monkeypatch.setattr(request_log, "_log", request_log.log.get("crossdock.test"))  # type: ignore[attr-defined]
         on_site(test, api_keys=(KEY,), access_log=True)
 
 
@@ -132,5 +132,5 @@ def test_the_access_log_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> No
         assert lines == []
 
     with capture_logs() as lines:
-        monkeypatch.setattr(request_log, "_log", request_log.log.get("crossdock.test"))
+        monkeypatch.setattr(request_log, "_log", request_log.log.get("crossdock.test"))  # type: ignore[attr-defined]
         on_site(test, access_log=False)

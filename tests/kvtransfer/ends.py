@@ -36,7 +36,7 @@ Hook = Callable[[Message], bool]
 def announces(message: Message, request_id: str, segment: int) -> bool:
     """Whether this segment is among those announced by this frame."""
     mine = isinstance(message, Announce) and message.request_id == request_id
-    return mine and 0 <= segment - message.segment < len(message.blocks)
+    return mine and 0 <= segment - message.segment < len(message.blocks)  # type: ignore[attr-defined]
 
 
 def filled_pool(layout: KvLayout, blocks: int, seed: int) -> torch.Tensor:

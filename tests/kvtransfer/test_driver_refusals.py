@@ -74,8 +74,8 @@ def test_a_segment_announced_to_a_meeting_that_fails_costs_its_own_session(annou
         receiver.handle(5, Offer("r", 1, 9, 1), b"")
         if announced == "before the meeting fails":
             receiver.handle(5, announce, b"")
-        store = distributed.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=5))
-        distributed.PrefixStore(meeting.secret, store).set("sender", "nobody")
+        store = distributed.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=5))  # type: ignore[attr-defined]
+        distributed.PrefixStore(meeting.secret, store).set("sender", "nobody")  # type: ignore[attr-defined]
         if announced == "after":
             await ends.until(lambda: bool(broken))
             receiver.handle(5, announce, b"")

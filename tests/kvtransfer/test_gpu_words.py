@@ -39,7 +39,7 @@ def device_memory() -> DeviceMemory:
 
 @pytest.fixture
 def with_nccl(monkeypatch):
-    monkeypatch.setattr(nccl.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(nccl.distributed, "is_nccl_available", lambda: True)  # type: ignore[attr-defined]
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
@@ -63,7 +63,7 @@ def test_each_pair_gets_the_best_that_both_can_use(with_nccl, sends_from, receiv
 
 
 def test_nccl_is_not_used_where_it_would_end_the_process(monkeypatch):
-    monkeypatch.setattr(nccl.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(nccl.distributed, "is_nccl_available", lambda: True)  # type: ignore[attr-defined]
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
     found, against = transports.usable(local("cuda", device_memory()), ("nccl", "tcp"), AUTO, True)
     assert found == ["tcp"] and "TORCH_NCCL_ASYNC_ERROR_HANDLING is not 0" in against

@@ -95,7 +95,7 @@ class Mesh:
                 await self.changed.wait()
 
     async def close(self) -> None:
-        await asyncio.gather(*(end.close() for end in (*self.senders.values(), *self.receivers.values())))
+        await asyncio.gather(*(end.close() for end in (*self.senders.values(), *self.receivers.values())))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

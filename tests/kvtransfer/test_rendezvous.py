@@ -46,7 +46,7 @@ def test_the_store_of_an_nccl_pair_does_not_hold_the_secret_of_its_line(monkeypa
     monkeypatch.setattr(RendezvousListener, "accept", nobody)
     rows: Any = SimpleNamespace(device=torch.device("cpu"))
     listener = nccl._Listener(Local(rows, 8, KvSettings(), "127.0.0.1"))
-    store = distributed.HashStore()
+    store = distributed.HashStore()  # type: ignore[attr-defined]
     with pytest.raises(PairBroken):
         listener._make(store, rendezvous.RECEIVER_RANK, "127.0.0.1", WAIT_S)
     held = [entry for key in store.list_keys() for entry in (key.encode(), store.get(key))]

@@ -61,7 +61,7 @@ async def amid_a_segment(near: NearReceiver, attempt: int, strike: int, at: int)
         near.receiver.handle(EPOCH + attempt, message, blob)
 
     near.wire = wire
-    near.pump = asyncio.create_task(wire.pump(handle))
+    near.pump = asyncio.create_task(wire.pump(handle))  # type: ignore[attr-defined]
     async with asyncio.timeout(WAIT_S):
         await struck.wait()
     return context, process
@@ -74,12 +74,12 @@ def test_a_sender_killed_amid_a_segment_gives_all_back_at_once_and_leaves_nothin
         for attempt in (1, 2):
             context, process = await amid_a_segment(near, attempt, signal.SIGKILL, at=2)
             began = time.monotonic()
-            await process.wait()
+            await process.wait()  # type: ignore[attr-defined]
             await near.until_known({"endless"})  # no word of it from anybody: the connection has ended
             assert time.monotonic() - began < 2.0
             assert near.failed["endless"][1].startswith("pair 1, shm: the peer is gone")
-            await context.__aexit__(None, None, None)
-            await near.pump
+            await context.__aexit__(None, None, None)  # type: ignore[attr-defined]
+            await near.pump  # type: ignore[attr-defined]
             await near.receiver._all_down.wait()
             near.free, near.failed, near.committed = list(range(far_end.BLOCKS)), {}, {}
             assert what_is_open() == before
@@ -101,8 +101,8 @@ def test_a_stopped_sender_keeps_no_blocks_and_writes_to_none_when_it_goes_on():
         assert block_ids
         near.pool[block_ids] = 0.5
         others = near.pool.clone()
-        os.kill(process.pid, signal.SIGCONT)
-        await context.__aexit__(None, None, None)  # it has found out, and ended
+        os.kill(process.pid, signal.SIGCONT)  # type: ignore[attr-defined]
+        await context.__aexit__(None, None, None)  # type: ignore[attr-defined]  # it has found out, and ended
         assert ends.same_bytes(near.pool, others)
         await near.receiver.close()
         assert what_is_open()[2] == []

@@ -44,7 +44,7 @@ def test_only_a_child_and_those_it_started_are_heard(said: Callable[[str, str], 
             [sys.executable, "-c", f"{BY_A_CHILD}; sys.stdin.read()", heard.address], stdin=subprocess.PIPE
         ) as process:
             heard._socket.settimeout(30)
-            assert heard.heard.__func__ is NotifySocket.heard
+            assert heard.heard.__func__ is NotifySocket.heard  # type: ignore[attr-defined]
             heard._socket.recv(1, socket.MSG_PEEK)
             heard._socket.setblocking(False)
             assert heard.heard(process.pid) == ["B=1"]
@@ -59,7 +59,7 @@ def test_other_users_are_not_heard(said: Callable[[str, str], int], monkeypatch:
         ).read_text().replace(heard.address, "", 1)
         child = said(SAY % "WATCHDOG=1", heard.address)
         other = os.getuid() + 1
-        monkeypatch.setattr(notify_listener.os, "getuid", lambda: other)
+        monkeypatch.setattr(notify_listener.os, "getuid", lambda: other)  # type: ignore[attr-defined]
         assert heard.heard(child) == []
     assert not folder.exists()
 
@@ -101,6 +101,6 @@ def test_what_comes_while_nobody_listens_is_there_later() -> None:
 def test_a_long_path_for_temporary_files_is_no_hindrance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tmp_path / ("x" * 100)
     long.mkdir()
-    monkeypatch.setattr(notify_listener.tempfile, "tempdir", str(long))
+    monkeypatch.setattr(notify_listener.tempfile, "tempdir", str(long))  # type: ignore[attr-defined]
     with NotifySocket() as heard:
         assert heard.address.startswith("/tmp/crossdock-") and not list(long.iterdir())

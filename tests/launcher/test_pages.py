@@ -71,7 +71,7 @@ def test_the_life_cycle_is_up_to_date() -> None:
 
 def test_the_life_cycle_has_every_transition() -> None:
     text = lifecycle.text()
-    for (state, trigger), following in lifecycle.TRANSITIONS.items():
+    for (state, trigger), following in lifecycle.TRANSITIONS.items():  # type: ignore[attr-defined]
         edge = f"    {state.name} --> {following.name}: {trigger}\n" in text
         assert edge or f"`{trigger}` leads to {following.name}" in text, (state, trigger)
 

@@ -60,7 +60,7 @@ def test_ports_are_not_among_those_the_kernel_gives_to_others() -> None:
 
 def test_no_port_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     first = free_port(HOST)
-    monkeypatch.setattr(module.secrets, "choice", lambda _ports: first)
+    monkeypatch.setattr(module.secrets, "choice", lambda _ports: first)  # type: ignore[attr-defined]
     with ReservedPorts() as ours, ReservedPorts() as theirs:
         drawn = [ours.draw(HOST), ours.draw(HOST), theirs.draw(HOST)]
         assert drawn[0] == first and len(set(drawn)) == 3

@@ -179,7 +179,7 @@ def test_ctrl_c_ends_it_without_a_traceback(
 
 def test_a_terminal_sees_how_far_it_is(scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
-    real, told = load.play, list[float]()
+    real, told = load.play, list[float]()  # type: ignore[attr-defined]
 
     def play(workload: Any, progress: Any) -> Any:
         return real(workload, lambda now_s: (told.append(now_s), progress(now_s)))  # type: ignore[arg-type]

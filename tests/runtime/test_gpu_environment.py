@@ -134,7 +134,7 @@ def test_a_number_on_a_gpu_is_held_by_one_process_and_goes_with_it(claims):
 def test_the_interface_is_found_by_its_address(host, expected, monkeypatch):
     there = {"lo": ["127.0.0.1"], "eth10": ["10.0.0.4"], "eth1": ["10.0.0.5", "fe80::7%eth1"]}
     addresses = {name: [SimpleNamespace(address=one) for one in found] for name, found in there.items()}
-    monkeypatch.setattr(gpu_environment.psutil, "net_if_addrs", lambda: addresses)
+    monkeypatch.setattr(gpu_environment.psutil, "net_if_addrs", lambda: addresses)  # type: ignore[attr-defined]
     assert interface_of(host) == expected
 
 

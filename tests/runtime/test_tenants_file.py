@@ -205,7 +205,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "symbolic links" in refused()
     path.unlink()
     with path.open("wb") as large:
-        large.truncate(tenants_file.FILE_BYTES_MAX + 1)
+        large.truncate(tenants_file.FILE_BYTES_MAX + 1)  # type: ignore[attr-defined]
     assert "larger than" in refused()
     path.write_text("[tenants.a]")
     os.utime(path, (1e14, 1e14))

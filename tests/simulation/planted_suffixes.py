@@ -97,7 +97,7 @@ def the_last_token_of_an_answer_counts_as_computed(m: pytest.MonkeyPatch) -> Non
 def a_gateway_names_what_was_never_an_answer(m: pytest.MonkeyPatch) -> None:
     """Its hashes are of the prompt of one stream and the answer of another."""
     last: list[SendNames] = []
-    original = keeper.answer_names
+    original = keeper.answer_names  # type: ignore[attr-defined]
 
     def answer_names(submission: Any) -> list[SendNames]:
         found = original(submission)

@@ -203,7 +203,7 @@ def a_failed_transfer_does_not_wait_for_its_thread(m: pytest.MonkeyPatch) -> Non
 
     def fail(self: ReceiverSession, reason: str, tell_peer: bool) -> Any:
         self._reason, self._deadline = reason, None
-        return self._failed()
+        return self._over()
 
     m.setattr(ReceiverSession, "_fail", fail)
     _ignore_late_answers(m, FAILED)

@@ -73,7 +73,7 @@ def test_a_profile_is_read_as_it_was_written_and_others_are_refused() -> None:
     assert decoded(encoded(GPU), "p") == GPU
     bad = (
         GPU.replaced(format=99),
-        GPU.replaced(decode=fit.DecodeCost(Curve((2.0, 1.0), (1.0, 1.0)))),
+        GPU.replaced(decode=fit.DecodeCost(Curve((2.0, 1.0), (1.0, 1.0)))),  # type: ignore[attr-defined]
         GPU.replaced(step_tokens=0),
     )
     for data in (b"{}", b"no", *map(encoded, bad)):

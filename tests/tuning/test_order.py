@@ -26,7 +26,7 @@ def test_one_tenants_chunks_go_in_the_order_of_the_fair_queue() -> None:
                     SimulatedRequest(number, sent, STEP_TOKENS),
                 )
                 for order, job in zip(orders, pair, strict=True):
-                    order.push(job, job.key)
+                    order.push(job, job.key)  # type: ignore[attr-defined]
                 continue
             keys = list(dict.fromkeys(one.entry.key for one, _ in waiting.values()))
             open_keys = keys[: int(rng.integers(1, len(keys) + 1))]
@@ -36,12 +36,12 @@ def test_one_tenants_chunks_go_in_the_order_of_the_fair_queue() -> None:
             left = rng.random()
             for order, job in zip(orders, waiting[first[0].number], strict=True):
                 if left < 0.1:
-                    order.remove(job)
+                    order.remove(job)  # type: ignore[attr-defined]
                 elif left < 0.2:
-                    order.move(job, 7)
+                    order.move(job, 7)  # type: ignore[attr-defined]
                 else:
                     tokens = min(job.prompt - job.dispatched, STEP_TOKENS)
-                    order.take(job, open_keys, tokens, job.dispatched + tokens == job.prompt, 1)
+                    order.take(job, open_keys, tokens, job.dispatched + tokens == job.prompt, 1)  # type: ignore[attr-defined]
                     job.dispatched += tokens
             taken += 1
             if waiting[first[0].number][0].entry is None:

@@ -68,14 +68,14 @@ def test_how_far_predictions_were_off_is_said_with_its_direction() -> None:
 
 
 def test_coverage_is_counted_over_all_checks_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check.platformdirs, "user_state_dir", lambda _: str(tmp_path / "state"))
+    monkeypatch.setattr(check.platformdirs, "user_state_dir", lambda _: str(tmp_path / "state"))  # type: ignore[attr-defined]
     monkeypatch.setattr(check, "CHECKS_MAX", 3)
     for count in (1, 2, 3, 3):
         assert check.kept_coverage([row("2M", 0.9)]) == (count, 2 * count)
     file = tmp_path / "state" / "tune-checks.jsonl"
     file.write_text("[1,2]\nnonsense\n")
     assert check.kept_coverage([row("2M", 0.9, covered=False)]) == (1, 4)
-    monkeypatch.setattr(check.platformdirs, "user_state_dir", lambda _: str(file))
+    monkeypatch.setattr(check.platformdirs, "user_state_dir", lambda _: str(file))  # type: ignore[attr-defined]
     assert check.kept_coverage([row("2M", 0.9)]) == (1, 2), "a file where the folder should be"
 
 

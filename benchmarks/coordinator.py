@@ -131,7 +131,7 @@ def _fair_queue(tenants: int, requests: int, deadlines: str) -> dict[str, float]
 
 
 class _Steady:
-    """What was there before is not looked at by the garbage collector while one measures."""
+    """The garbage collector leaves alone what was there before the measurement."""
 
     def __enter__(self) -> None:
         gc.collect()

@@ -1,8 +1,8 @@
-"""What a request costs the coordinator with many workers against few: the real core around a cluster in virtual time.
+"""The cost of a request at the coordinator with many workers against few: the real core around a cluster in virtual time.
 
 Each pair of workers serves the same number of requests a second, whatever the number of pairs. A backlog of many tenants
 waits all the time. Prompts begin with one of some shared prefixes, workers report their caches, and decode workers report
-progress. What is measured is CPU time of `Core.handle` alone, per request and for the slowest event.
+progress. It measures the CPU time of `Core.handle` alone, per request and for the slowest event.
 
 "prefill" has decode workers with room for all: there is always something to place. "decode" has decode workers with room for
 three quarters of that, so that requests wait for room, and every end of a stream lets one more in.
@@ -127,7 +127,7 @@ class ScaledCluster:
 
 
 def clock_ns() -> int:
-    """What a look at the clock adds to each measurement: 0.3 µs or more, since it is a system call."""
+    """Reading the clock is a system call, which adds 0.3 µs or more to each measurement."""
     gaps = []
     for _ in range(1_000):
         began_ns = time.thread_time_ns()

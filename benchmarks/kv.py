@@ -144,7 +144,7 @@ class Near:
         return total / (time.perf_counter() - began) / 1e9
 
     def digest(self, size: int, total: int, layout: KvLayout) -> float:
-        """What `shm`'s receiver does, without any other process."""
+        """The work of `shm`'s receiver, without any other process."""
         used = self.source.shape[0] // layout.block_bytes * layout.block_bytes
         digester = Digester(PoolRows.of_bytes(self.source[:used], layout, 1))
         blocks, count = self.blocks(total, layout), max(1, size // layout.block_bytes)

@@ -1,6 +1,6 @@
-"""What this machine can do at all, for `python -m benchmarks kv`: the same bytes between the same two processes with nothing of
-crossdock's between them. Both ends of each measurement: `Near` receives, the functions below it run in the sending process
-(`bench_kv_far`) and return seconds.
+"""The limits of this machine, for `python -m benchmarks kv`: the same bytes between the same two processes, without crossdock.
+Both ends of each measurement: `Near` receives, the functions below it run in the sending process (`bench_kv_far`) and return
+seconds.
 """
 
 import asyncio

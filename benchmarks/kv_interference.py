@@ -1,9 +1,9 @@
 """`python -m benchmarks kv-interference`: what KV that arrives does to the streams that run, with no prompt being computed.
 
 A decode worker as `crossdock serve` starts it, and no prefill worker: the KV of one prompt is stored, and sent again and again
-by the real sender from a process that computes nothing. This process is the worker's coordinator and gateway. What has arrived
-is released at once, so that it (nearly) never joins a step. Rounds take turns, in the order alone, beside, beside, alone, so
-that a machine that gets slower in time makes both slower.
+by the real sender from a process that computes nothing. This process is the worker's coordinator and gateway. Each arrived
+prompt is released at once, so that it (nearly) never joins a step. Rounds take turns, in the order alone, beside, beside,
+alone, so that a machine that gets slower in time makes both slower.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ _WARMUP_TRANSFERS = 12
 
 @dataclass
 class Transfers:
-    """What crossed beside the streams."""
+    """The transfers beside the streams."""
 
     took_s: list[float] = field(default_factory=list)
     kv_bytes: int = 0
@@ -188,7 +188,7 @@ async def _running(settings: HarmlessSettings, model: ReadyModel, console: Conso
     """A decode worker and a sender beside it, connected."""
     plan = plan_cpu(tuple(os.sched_getaffinity(0)), prefill=1, decode=1, on_gpu=False, threads=settings.threads)
     if plan.control:
-        # What sends and what measures must not compute where the streams do.
+        # The processes that send and measure must not compute on the cores of the streams.
         os.sched_setaffinity(0, plan.control)
     far = Far("benchmarks.kv_interference_peer", str(model.path), str(settings.prompt_tokens))
     bench = Bench(settings, far)

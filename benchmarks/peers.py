@@ -1,7 +1,7 @@
 """`scripts/compare_peers`: gaps of running streams while long prompts arrive, crossdock beside other servers on this machine.
 
-One server runs at a time, with the same model in float32, and `crossdock bench isolation` measures each. What is not
-installed is left out.
+One server runs at a time, with the same model in float32, and `crossdock bench isolation` measures each. Servers that are not
+installed are left out.
 """
 
 import asyncio
@@ -131,7 +131,7 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 
 
 async def measure(url: str, settings: PeersSettings) -> dict[str, Any]:
-    """What `bench isolation` says of the server, or of crossdock where there is no URL. Raises `PeerFailed`."""
+    """The result of `bench isolation` for the server, or for crossdock where there is no URL. Raises `PeerFailed`."""
     arguments = ["bench", "isolation", "--json", "--seconds", str(settings.seconds)]
     arguments += ["--url", url] if url else [settings.model] if settings.model else []
     process = await asyncio.create_subprocess_exec(

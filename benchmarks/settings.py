@@ -71,7 +71,7 @@ class EngineBenchSettings(JsonOption):
 
 
 class CoordinatorBenchSettings(JsonOption):
-    """What a decision of the coordinator costs: next chunk, new request, a whole life; CPU time, no cluster needed.
+    """The cost of a decision of the coordinator: next chunk, new request, a whole life; CPU time, no cluster needed.
 
     Then, around a cluster in virtual time, what a request costs with many workers against one pair.
     """

@@ -1,8 +1,8 @@
 """The scheduling core: `handle(event, now) -> actions`. Pure: no clock, no sockets, no randomness.
 
-Every handler is idempotent and drops what belongs to an older attempt. What a worker holds is counted as held until that
-worker itself says that it has let go (`HandedOver`, `Finished`, `WorkFailed`, `Released`) or is gone, so that the free blocks
-counted here are never more than those the worker has.
+Every handler is idempotent and drops what belongs to an older attempt. The coordinator counts an allocation on a worker as
+held until that worker itself says that it has let go (`HandedOver`, `Finished`, `WorkFailed`, `Released`) or is gone, so that
+the free blocks counted here are never more than those the worker has.
 
     members   processes come and go
     intake    what gateways ask for
@@ -56,7 +56,7 @@ def _status(state: State, incarnation: int, event: Received, now: float) -> None
 
 
 def _autopilot(state: State, incarnation: int, event: Received, now: float) -> None:
-    """What an autopilot has decided is kept for those who ask, and it is told what to decide by."""
+    """Keep an autopilot's decisions for those who ask, and tell it what to decide by."""
     assert isinstance(event.message, AutopilotReport)
     said = event.message.status
     if said.model in state.pools:
@@ -65,13 +65,13 @@ def _autopilot(state: State, incarnation: int, event: Received, now: float) -> N
 
 
 class Handler(NamedTuple):
-    """What is done with one type of message."""
+    """The rules for one type of message."""
 
     roles: tuple[Role, ...]
-    """Who may send it."""
+    """The roles that may send it."""
     apply: Callable[[State, int, Received, float], None]
     check: Callable[[State, int, Received], str] | None = None
-    """What is wrong with a message; empty: nothing. It changes nothing."""
+    """Its result says what is wrong with a message; empty: nothing. It changes nothing."""
 
 
 HANDLERS: dict[type[Message], Handler] = {
@@ -152,7 +152,7 @@ class Core(State):
         return min(waiting, default=None)
 
     def _violation(self, event: Received) -> ProtocolViolation | None:
-        """What speaks against a message; changes nothing."""
+        """The objection to a message, if any; changes nothing."""
         incarnation, hello = event.incarnation, self.peers.get(event.incarnation)
         if hello is None:
             return None

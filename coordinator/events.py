@@ -1,6 +1,6 @@
-"""What the core takes in and what it answers with. Times are monotonic seconds, given with each event.
+"""The inputs of the core, and its actions. Times are monotonic seconds, given with each event.
 
-What is made for every message is a msgspec struct: a frozen dataclass takes five times as long to make.
+Objects that are made for every message are msgspec structs: a frozen dataclass takes five times as long to make.
 """
 
 from collections.abc import Mapping
@@ -50,9 +50,9 @@ class Configured:
     utc_offset_s: float
     """The wall clock minus the clock of `now`."""
     past: Past | None = None
-    """What the ledger says, at the start only."""
+    """The state of the ledger, at the start only."""
     policy: PolicyInForce = field(default_factory=PolicyInForce)
-    """What these tenants are a version of."""
+    """The version of the policy that these tenants belong to."""
 
 
 Event = PeerUp | PeerDown | Received | Configured | Tick
@@ -102,8 +102,8 @@ class Limits:
     step_tokens: int = 0
     """Token budget of one prefill forward pass; the grain at which everything can change its mind. 0: as the worker says."""
     step_ms: float = 250.0
-    """What a prefill worker is given in advance takes about as long at most, so that the next prompt waits no longer; 0: no
-    matter how long."""
+    """The steps that a prefill worker gets in advance take about so long at most, so that the next prompt waits no longer; 0:
+    no matter how long."""
     steps_in_flight: int = 2
     """Per prefill worker; two hide the round trip, more only delay cancellation."""
     retry_floor: int = 100

@@ -1,4 +1,4 @@
-"""What holds after every event. Called by tests and the simulation, not while serving."""
+"""The conditions that hold after every event. Called by tests and the simulation, not while serving."""
 
 from collections import Counter
 

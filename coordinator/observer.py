@@ -1,4 +1,4 @@
-"""What an onlooker is told while the core decides: which requests it came to for a step, and what became of each. Pure.
+"""The events that an onlooker sees while the core decides: which requests it came to for a step, and what became of each. Pure.
 
 `State.watch` is unset while serving. An onlooker may read the whole state, which it sees as the decision found it, before
 anybody is charged; it must change nothing.
@@ -46,7 +46,7 @@ class StepEnd(StrEnum):
     """It has as many chunks as one message may have."""
     NOTHING_WAITS = "nothing_waits"
     NO_DECODE_SEQUENCES = "no_decode_sequences"
-    """What waits finds no sequence free on a decode worker."""
+    """The waiting requests find no sequence free on a decode worker."""
     NO_DECODE_KV = "no_decode_kv"
     """A sequence is free there, and KV blocks for all of a life are not."""
     TPOT_TARGET = "tpot_target"
@@ -58,7 +58,7 @@ class StepEnd(StrEnum):
     OWN_STEP = "own_step"
     """A request that is suspected of having ended workers runs, or is about to run, without others."""
     BOUND_ELSEWHERE = "bound_elsewhere"
-    """What waits is bound to other workers, or fits none."""
+    """The waiting requests are bound to other workers, or fit none."""
     GAVE_UP = "gave_up"
     """Too many were passed over at one turn. The next event goes on."""
 

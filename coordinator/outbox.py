@@ -34,7 +34,7 @@ class Outbox:
         self.held.pop(incarnation, None)
 
     def committed(self, request_ids: Iterable[str]) -> list[Send]:
-        """What may go out now, each peer's in order."""
+        """The actions that may go out now, each peer's in order."""
         self.uncommitted.difference_update(request_ids)
         free: list[Send] = []
         for incarnation, waiting in list(self.held.items()):

@@ -1,4 +1,4 @@
-"""What workers report: steps computed, prompts handed over, attempts that are over."""
+"""The reports of workers: steps computed, prompts handed over, attempts that are over."""
 
 from coordinator.events import Received
 from coordinator.kv_admission.shared_blocks import chains

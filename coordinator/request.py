@@ -1,4 +1,4 @@
-"""What the coordinator knows of one request."""
+"""The coordinator's knowledge of one request."""
 
 from typing import NamedTuple
 
@@ -39,14 +39,14 @@ class Suspicion(msgspec.Struct, frozen=True, gc=False):
 
 
 class RetainedAllocation(NamedTuple):
-    """What an attempt had on a decode worker, and its request keeps: see `workers.pool`."""
+    """The allocation of an ended attempt on a decode worker, which its request keeps: see `workers.pool`."""
 
     decode_incarnation: int
     attempt: int
 
 
 class AttemptProgress(msgspec.Struct, eq=False, gc=False):
-    """What has happened to a request since it came to wait."""
+    """The events of a request since it came to wait."""
 
     prefill_incarnation: int = 0
     decode_incarnation: int = 0
@@ -70,7 +70,7 @@ class AttemptProgress(msgspec.Struct, eq=False, gc=False):
     bypassed: int = 0
     """How often another request got room while this one waited for it."""
     output_charged: float = 0.0
-    """What its tenant was charged for output, as estimated."""
+    """The output tokens that its tenant was charged for, as estimated."""
     retained: RetainedAllocation | None = None
     """Its prefill worker was lost: the decode worker whose room stays its own until it is placed again, and which attempt had
     it."""
@@ -95,7 +95,7 @@ class Request(msgspec.Struct, eq=False):
     uncomputed_tokens: int = 0
     """Prompt tokens to be computed, as its model's queue counts them as work ahead of others."""
     work: int = 0
-    """What it was expected to cost when it last came to wait."""
+    """The cost that was expected when it last came to wait."""
     placed_work: int = 0
     """The value of `work` while it is placed."""
     projected_s: float = 0.0

@@ -1,4 +1,4 @@
-"""Which pair of workers is best for a prompt: one number, in seconds, less is better. Pure.
+"""The score of a pair of workers for a prompt: one number, in seconds, less is better. Pure.
 
     score(p, d) = queue * (tokens before it on p / rate of p)
                 + compute * (prompt tokens not cached on p / rate of p)

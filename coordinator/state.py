@@ -1,4 +1,4 @@
-"""What the core knows, and the moves that every part of it makes: a request changes state, ends, or leaves its workers."""
+"""The state of the core, and the moves that every part of it makes: a request changes state, ends, or leaves its workers."""
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
@@ -70,14 +70,14 @@ class State:
         self.draining: dict[int, Worker] = {}
         """Workers on which nothing new is placed."""
         self.drain_orders: OrderedDict[int, float | None] = OrderedDict()
-        """What people said last of workers, by incarnation: when what still runs there is handed over, or None for not at
-        all."""
+        """The last orders of people for workers, by incarnation: the time after which running requests are handed over, or
+        None for not at all."""
         self.flipping: dict[int, RunningFlip] = {}
         """Workers that are changing their role, by their incarnations in the old one: of each model at most `flips_at_once`."""
         self.flips: deque[RunningFlip] = deque(maxlen=FLIPS_SHOWN)
         """The last changes of roles, those included."""
         self.autopilots: dict[str, tuple[AutopilotStatus, float]] = {}
-        """What each model's autopilot said last, and when."""
+        """The last status of each model's autopilot, and its time."""
         self.unproven: dict[
             int, RunningFlip
         ] = {}  # those done, by the new incarnation, until its first step in the new role
@@ -86,7 +86,7 @@ class State:
         self.counters: Counter[str] = Counter()
         self.goodput = Goodput()
         self.out: list[Action] = []
-        """What the event in hand has led to so far."""
+        """The actions of the event in hand so far."""
         self.watch: Watch | None = None
         """Told of decisions in a replay."""
 
@@ -200,8 +200,8 @@ class State:
             self.send(request.gateway_incarnation, Interrupted(*request.key, reason, why))
 
     def retain_allocation(self, request: Request) -> None:
-        """Its attempt was interrupted through no fault of its decode worker. What it has reserved there goes over from that
-        attempt to the request when the worker has let go, so that nobody else gets it before the next attempt comes."""
+        """Its attempt was interrupted through no fault of its decode worker. The blocks reserved there pass from that attempt
+        to the request when the worker has let go, so that nobody else gets them before the next attempt comes."""
         decode = self.workers.get(request.decode_incarnation)
         allocation = decode.allocations.get(request.key) if decode is not None else None
         if decode is not None and not decode.draining and allocation is not None and allocation.demand is not None:
@@ -219,7 +219,8 @@ class State:
             self.record_usage(self.billing.release(request.id, self.now))
 
     def _keep_retained(self, request: Request, worker: Worker, allocation: Allocation) -> None:
-        """What the attempt had goes over to the request, unless there is no room for it in full: it may have shared blocks."""
+        """The allocation of the attempt passes to the request, unless there is no room for it in full: it may have shared
+        blocks."""
         assert worker.admission is not None and allocation.demand is not None
         if worker.admission.fits(allocation.demand):
             worker.hold((request.id, RETAINED), allocation)
@@ -291,14 +292,14 @@ class State:
             self.queues[worker.hello.model].charge(allocation.path, due - paid)
 
     def unbind_all(self, prefill: Worker) -> None:
-        """What waits for this worker, for what it has cached, may run anywhere again."""
+        """Requests that wait for this worker, for its cached prefixes, may run anywhere again."""
         pool, queue = self.pools[prefill.hello.model], self.queues[prefill.hello.model]
         for request in list(prefill.bound.values()):
             pool.bindings.unbind(request)
             queue.unsettle(request)
 
     def unbind_without_pair(self, pool: Pool) -> None:
-        """What waits for a prefill worker from which no KV may go at present may run anywhere again."""
+        """Requests that wait for a prefill worker from which no KV may go at present may run anywhere again."""
         for prefill in [pool.workers[incarnation] for incarnation in pool.bindings.hosts]:
             if not pool.has_pair(prefill, self.now):
                 self.unbind_all(prefill)

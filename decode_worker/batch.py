@@ -52,7 +52,7 @@ class DecodeRequest(Generic[S]):
 
 @dataclass(frozen=True)
 class StepRow(Generic[S]):
-    """What a step does for one sequence: forward a token at `position`, then draw the answer's token number `index`."""
+    """The work of a step for one sequence: forward a token at `position`, then draw the answer's token number `index`."""
 
     running: DecodeRequest[S]
     token: int

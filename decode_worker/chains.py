@@ -15,7 +15,7 @@ from proto.parts import PrefixPart
 
 class _Name(NamedTuple):
     hash: bytes
-    """What the block held when it got the name."""
+    """The hash of the block's content when it got the name."""
     chain: int
     at: int
     """Its place among the blocks of the chain."""

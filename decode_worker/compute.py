@@ -1,4 +1,4 @@
-"""What a decode step does on the engine thread: copies on write, one forward pass, one draw for each sequence."""
+"""The work of a decode step on the engine thread: copies on write, one forward pass, one draw for each sequence."""
 
 import time
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from proto.messages import TokenItem
 @dataclass(frozen=True)
 class DecodeStepResult:
     drawn: list[Draw] | None
-    """What was drawn in the oldest step in flight; None where it is too early to wait for it."""
+    """The draws of the oldest step in flight; None where it is too early to wait for it."""
     step_ms: float
     first_tokens: list[TokenItem] | None = field(default_factory=list)
     """One for each choice of the prompt that a slice has completed; None where none could be drawn."""

@@ -1,4 +1,4 @@
-"""What a decode worker does with its orders, offers and steps. Pure: the driver of the worker runs steps and owns links."""
+"""A decode worker's handling of its orders, offers and steps. Pure: the driver of the worker runs steps and owns links."""
 
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol
@@ -31,7 +31,7 @@ class DecodeKvIn(Protocol):
 
 
 class DecodePorts(Protocol):
-    """What `decode_worker.worker` has for the core."""
+    """The part of `decode_worker.worker` that the core uses."""
 
     @property
     def registration(self) -> CoordinatorLink: ...
@@ -100,8 +100,9 @@ class DecodeCore(Generic[S]):
             self._close(attempt, released, "released")
 
     def coordinator_lost(self, now: float) -> None:
-        """What runs goes on, and so do reservations: the first tokens of some are out, and their KV is about to be offered. Of
-        the others the next coordinator hears from their gateways; those of which it never hears end with `expire`."""
+        """Running answers go on, and so do reservations: the first tokens of some are out, and their KV is about to be
+        offered. Of the others the next coordinator hears from their gateways; those of which it never hears end with
+        `expire`."""
         self.suffixes.coordinator_lost()
         self.table.allocator.report_all()
         self.table.coordinator_lost(now)
@@ -188,7 +189,7 @@ class DecodeCore(Generic[S]):
         self._say(self.table.received_nothing(key, blocks, over))
 
     def _fault(self, order: Reserve, commit: Commit, prompt_tokens: list[int]) -> str:
-        """What of a commit does not fit its reservation; empty if all does."""
+        """The field of a commit that does not fit its reservation; empty if all do."""
         choices = [first.choice for first in commit.first_tokens]
         if len(set(choices)) < len(choices) or not set(choices) <= set(
             range(order.first_choice, order.first_choice + order.choices)
@@ -221,7 +222,7 @@ class DecodeCore(Generic[S]):
         return self.batch.plan(self._stuck)
 
     def next_slice(self, tokens_max: int, now: float) -> Slice[S] | None:
-        """What of a prompt the next step is to compute beside its streams; None: nothing."""
+        """The part of a prompt that the next step is to compute beside its streams; None: nothing."""
         return self.suffixes.next_slice(tokens_max, now)
 
     def slice_computed(self, done: Slice[S], items: list[TokenItem] | None, now: float) -> None:
@@ -236,7 +237,8 @@ class DecodeCore(Generic[S]):
         return min((a.order.tpot_ms for a in attempts if a is not None and a.order.tpot_ms), default=0.0)
 
     def apply(self, drawn: list[Draw]) -> tuple[StepOutcome[S], list[FinalReport]]:
-        """The step is computed. What ended is freed now, for the next plan, and said with `pass_on`, once that runs."""
+        """The step is computed. Ended sequences are freed now, for the next plan, and reported with `pass_on`, once that
+        runs."""
         outcome = self.batch.apply(drawn)
         for broken in outcome.broken:
             self.table.allocator.forget(broken.blocks.table)

@@ -1,4 +1,5 @@
-"""Who may touch which KV block of a decode worker, and until when. Pure, and keeps nothing: it asks those who know.
+"""The writers of each KV block of a decode worker, and until when they may write. Pure, and keeps nothing: it asks those who
+know.
 
     attempt        its block table, while a step may write there      (`requests`, `batch`)
     transfer       target blocks, while segments may land there       (the receiver's session: RECEIVING, CHECKING, DRAINING)
@@ -28,7 +29,7 @@ class Lease:
     request_id: str
     attempt: int
     peer_incarnation: int
-    """Who may write: a prefill worker's incarnation; 0: a step of this worker alone."""
+    """The prefill worker that may write, by its incarnation; 0: a step of this worker alone."""
     state: str
     blocks: tuple[int, ...]
 

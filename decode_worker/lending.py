@@ -1,4 +1,4 @@
-"""What prefill workers fetch: KV of prompts that begin with what was decoded here. Pure.
+"""KV that prefill workers fetch, of prompts that begin with an answer decoded here. Pure.
 
 The hand-over runs the other way: this worker is the sender. Its attempt is not over here before that is.
 """

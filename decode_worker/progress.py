@@ -1,4 +1,4 @@
-"""What the coordinator is told of the running batch: how far it is, who joined, whether blocks run short, and how long steps
+"""Reports on the running batch to the coordinator: how far it is, who joined, whether blocks run short, and how long steps
 take. Pure."""
 
 from typing import Generic, TypeVar
@@ -27,8 +27,8 @@ class ProgressReport(Generic[S]):
         """Steps, and over them the sums of sequences and KV tokens, since the last report."""
 
     def stepped(self, outcome: StepOutcome[S], now: float) -> None:
-        """A step has ended, and the next one has begun if anything still runs. What lies between two ends is what a stream
-        sees: the step, and what the worker does between steps."""
+        """A step has ended, and the next one has begun if anything still runs. The time between two ends is the one that a
+        stream sees: the step, and the worker's other work between steps."""
         if self._stepped_at is not None:
             steps, sequences, kv_tokens = self._timed
             self._timed = steps + 1, sequences + outcome.sequences, kv_tokens + outcome.kv_tokens
@@ -40,7 +40,7 @@ class ProgressReport(Generic[S]):
         self._stepped_at = None
 
     def due(self, now: float) -> DecodeProgress | None:
-        """What to tell the coordinator now; None most of the time, however many sequences run."""
+        """The report for the coordinator, if one is due; None most of the time, however many sequences run."""
         if now - self._said_at < REPORT_S:
             return None
         self._said_at = now
@@ -58,8 +58,8 @@ class ProgressReport(Generic[S]):
 def shortage(table: AttemptTable[S], horizon: int) -> int:
     """Blocks that will be missing in one of the next `horizon` steps if nobody stops early; 0 if none.
 
-    To be asked with a step in flight. What ends at its max_tokens gives back the blocks that are its alone; prompts that are
-    expected and not offered yet want theirs at once.
+    To be asked with a step in flight. Sequences that end at their max_tokens give back the blocks that only they hold; prompts
+    that are expected and not offered yet want theirs at once.
     """
     size, batch = table.block_size, table.batch
     assert batch.in_flight is not None or not batch.running

@@ -1,4 +1,4 @@
-"""What a decode worker holds for each attempt, from the reservation to the last word about it. Pure.
+"""A decode worker's record of each attempt, from the reservation to the last word about it. Pure.
 
     RESERVED → RECEIVING or COMPUTING → RUNNING → (over)
 
@@ -38,7 +38,7 @@ class Phase(StrEnum):
 
 @dataclass(eq=False)
 class Suffix:
-    """What a prompt adds to KV that is here, while it is computed here."""
+    """The suffix of a prompt whose beginning is here, while it is computed here."""
 
     order: Prefill
     tokens: list[int]
@@ -69,7 +69,7 @@ class Attempt(Generic[S]):
     cached_blocks: int = 0
     """How many of these were here before it."""
     prefix: tuple[PrefixPart, ...] = ()
-    """What it may share, as reported."""
+    """The blocks that it may share, as reported."""
     joined_step: int | None = None
     suffix: Suffix | None = None
     """It is there in the phase COMPUTING."""
@@ -110,7 +110,7 @@ class AttemptTable(Generic[S]):
         """Attempts that began to run and were not reported yet."""
         self.chains = BlockChains()
         self.prefixes: list[SharedPrefix] = []
-        """What became known of attempts' prefixes and was not reported yet."""
+        """Prefixes of attempts that became known and were not reported yet."""
         self.taken_tokens = self.found_tokens = 0
         """Tokens of prompts whose KV was to be received, and those of them that were here already."""
 
@@ -120,8 +120,8 @@ class AttemptTable(Generic[S]):
         self.attempts.setdefault((order.request_id, order.attempt), Attempt(order, hashes=hashes))
 
     def target_blocks(self, key: Key, peer_incarnation: int, blocks: int) -> OfferAccepted | str | None:
-        """Blocks for the KV of an offer, a refusal, or None if the reservation is not here yet. What the prompt begins with
-        and is here already, verified when it came, is shared and not received again."""
+        """Blocks for the KV of an offer, a refusal, or None if the reservation is not here yet. Blocks of the prompt's
+        beginning that are here already, verified when they came, are shared and not received again."""
         attempt = self.attempts.get(key)
         if attempt is None:
             return None
@@ -220,8 +220,8 @@ class AttemptTable(Generic[S]):
         return self._forget(attempt)
 
     def lend(self, key: Key, prefill_incarnation: int, first_block: int, blocks: int) -> list[int] | str:
-        """What is here of these blocks of a prompt, to be sent to the prefill worker that is to compute the rest; or why
-        nothing is sent. It is held until `lent_back`."""
+        """The blocks here of those that a prefill worker fetches, which is to compute the rest; or why nothing is sent. It is
+        held until `lent_back`."""
         attempt = self.attempts.get(key)
         if attempt is None or attempt.final_report is not None or attempt.lent:
             return "there is no such reservation, or it is over, or was fetched for"

@@ -1,4 +1,4 @@
-"""Which link reaches a prefill worker, where it may have several to us for a moment. Pure.
+"""The link that reaches a prefill worker, where it may have several to us for a moment. Pure.
 
 A worker that looks for an earlier incarnation of ours, at the same address, shakes hands with us too before it sees whom it
 met and leaves again. So a link counts from its first message on, and answers go where the last message came from.

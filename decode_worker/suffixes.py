@@ -1,4 +1,4 @@
-"""What prompts add to KV that a decode worker has: computed here in slices, between the steps of its streams. Pure.
+"""Suffixes of prompts whose beginning a decode worker has: computed here in slices, between the steps of its streams. Pure.
 
 The coordinator sends `Reserve`, `Prefill` and one `Step` for each chunk, as it does to a prefill worker. There is no hand-over:
 with the last chunk the first tokens are drawn, and the choices join the batch.
@@ -224,7 +224,7 @@ class SliceSizes:
         return max(int(spare_ms / (self._token_ms or _FIRST_SHARE * step_ms)), 1)
 
     def step_ms(self, sequences: int) -> float:
-        """What a step of so many sequences, or about as many, takes without a slice; 0: none was measured."""
+        """Milliseconds that a step of so many sequences, or about as many, takes without a slice; 0: none was measured."""
         if sequences in self._step_ms or not self._step_ms:
             return self._step_ms.get(sequences, 0.0)
         return self._step_ms[min(self._step_ms, key=lambda other: (abs(other - sequences), other))]

@@ -1,4 +1,4 @@
-"""What a decode worker does of its own: KV in, orders to its core, steps of its batch."""
+"""The role-specific part of a decode worker: KV in, orders to its core, steps of its batch."""
 
 import asyncio
 from collections.abc import Callable
@@ -264,7 +264,7 @@ class DecodeWorker:
         return ComputeStep(len(newest.rows), compute, partial(self._step_done, None), self._step_failed)
 
     def _next_slice(self) -> Slice[SamplerState] | None:
-        """What the next step computes of a prompt."""
+        """The part of a prompt that the next step computes."""
         running, tokens_max = len(self.table.batch.running), self.driver.settings.step_tokens_on(self.engine.on_gpu)
         if running:
             tokens_max = min(tokens_max, self.slices.tokens(running, self.core.strictest_tpot_ms()))

@@ -1,4 +1,4 @@
-"""What both worker kinds run: a transformers model over a paged KV pool, a sampler, and the bookkeeping of blocks.
+"""The engine of both worker kinds: a transformers model over a paged KV pool, a sampler, and the bookkeeping of blocks.
 
     engine = load_engine(model, device="cpu", kv_bytes=1 << 30)
     logits = engine.forward([SeqChunk(tokens, start=0, blocks=table, wants_logits=True)])    # [1, vocab] float32

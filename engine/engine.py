@@ -15,7 +15,7 @@ __all__ = ["Engine", "ModelInfo", "SeqChunk"]
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What others must know of a loaded model."""
+    """The facts of a loaded model that others must know."""
 
     model_path: str
     model_type: str
@@ -39,13 +39,13 @@ class ModelInfo:
 
 
 class Runner(Protocol):
-    """What computes a forward pass. `TransformersRunner` runs any model; `engine.cpu.decoder` and `engine.gpu.runner` those of
-    the common shape."""
+    """The code that computes a forward pass. `TransformersRunner` runs any model; `engine.cpu.decoder` and `engine.gpu.runner`
+    those of the common shape."""
 
     backend: str
     """The backend's name that people see."""
     numerics: str
-    """What decides the last bits of what it computes: equal between two workers that compute the same bits."""
+    """The conditions that decide the last bits of its results: equal between two workers that compute the same bits."""
     is_batch_invariant: bool
     """Whether a token's bits do not depend on how many others are computed with it, or where its prompt is cut."""
 
@@ -105,7 +105,7 @@ class Engine:
 
     @property
     def pipeline(self) -> DecodePipeline | None:
-        """What decode steps go through where the runner has one."""
+        """The pipeline for decode steps where the runner has one."""
         pipeline: DecodePipeline | None = getattr(self.runner, "pipeline", None)
         return pipeline
 

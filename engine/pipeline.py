@@ -11,7 +11,7 @@ BlockCopies = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """What a step does for one sequence."""
+    """The work of a step for one sequence."""
 
     sequence: Hashable
     """The same object in each step of the sequence. One that is not in a step is never in a later one."""

@@ -52,7 +52,7 @@ BODIES: Final = (
     ResponseEvent,
     MessageEvent,
 )
-"""What the description has beside what the routes themselves name."""
+"""Additions to the description that the routes themselves do not name."""
 _ROUTES: Final = [route for router in ROUTERS for route in router.routes if isinstance(route, Route)]
 
 

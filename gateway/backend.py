@@ -48,7 +48,7 @@ class ClientLeft(Exception):
 
 
 class LinkPeer(Protocol):
-    """What the backend needs of a link's peer; `runtime.link.server.Peer` is one."""
+    """The part of a link's peer that the backend needs; `runtime.link.server.Peer` is one."""
 
     incarnation: int
 
@@ -233,7 +233,7 @@ class Backend:
                 if stream_id in self._receivers:
                     self._forget(stream_id).ended(failure, clock.now())
             case SendSubmit(submit, blob):
-                # What does not go out is sent again once the link is back.
+                # A message that does not go out is sent again once the link is back.
                 if self._coordinator is not None:
                     self._coordinator.send(submit, blob)
             case SendCancel(cancel):

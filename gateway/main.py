@@ -274,7 +274,7 @@ def _own_names(settings: GatewaySettings) -> set[str]:
 
 
 def say_where(logger: log.Log, bound: Sequence[Any], gateway: Gateway) -> None:
-    """Which HTTP port is open, and whether to everyone who can reach it. `bound`: as `getsockname` says it."""
+    """Log which HTTP port is open, and whether to everyone who can reach it. `bound`: as `getsockname` says it."""
     host, port = bound[:2]
     address = f"{in_url(host)}:{port}"
     logger.info("serving", url=f"http://{address}", model=", ".join(served.rules.model_id for served in gateway.models))

@@ -1,4 +1,4 @@
-"""Who a request is from, by its key, and which priority class and deadline it may ask for.
+"""The sender of a request, by its key, and the priority class and deadline that it may ask for.
 
 A key is looked up by its SHA-256 and never kept, shown or logged. Where neither the tenants file nor `--api-keys` has a key,
 everyone is let in as the tenant `default`, whose keys those of `--api-keys` are.
@@ -36,7 +36,7 @@ class KeyRing:
         return policy.slo if policy is not None else None
 
     def tenant_of(self, key: bytes) -> str | None:
-        """None for a key that nobody has. What is compared is keyed by a secret of this process, so that the time it takes says
+        """None for a key that nobody has. The comparison is keyed by a secret of this process, so that the time it takes says
         nothing about any key or its hash."""
         return self._tenants.get(self._blind(hashlib.sha256(key).digest()))
 

@@ -1,4 +1,4 @@
-"""What the sender's and the receiver's drivers share: live and ended sessions, their timers, the pairs, and the way
+"""The part that the sender's and the receiver's drivers share: live and ended sessions, their timers, the pairs, and the way
 out."""
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Which idle pairs are given up when the buffers of all of them come to more than they may. Pure."""
+"""The idle pairs that are given up when the buffers of all of them exceed their bound. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

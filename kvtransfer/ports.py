@@ -1,4 +1,4 @@
-"""What the cores of workers need of the drivers of transfers: the real ones, or those of the simulated world."""
+"""The part of the drivers of transfers that the cores of workers need: the real ones, or those of the simulated world."""
 
 from collections.abc import Sequence
 from typing import Protocol

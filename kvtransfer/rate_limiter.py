@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 class ByteBucket:
     """Pure. Holds up to `burst_bytes` and fills at `bytes_per_s`; one may overdraw it, and the next one waits for that.
 
-    What begins before its time, since it has waited long enough, adds to the debt; but the debt never exceeds `burst_bytes` and
-    the last piece, so nothing waits for longer than those take.
+    A piece that begins before its time, since it has waited long enough, adds to the debt; but the debt never exceeds
+    `burst_bytes` and the last piece, so nothing waits for longer than those take.
     """
 
     def __init__(self, bytes_per_s: float, burst_bytes: int) -> None:

@@ -276,7 +276,7 @@ class KvReceiver(TransferDriver[ReceiverSession, _Incoming]):
         return OfferAccepted(sub_blocks_of(answer.block_ids, ratio)[:blocks], min(answer.cached_blocks * ratio, blocks))
 
     def _announced(self, peer_incarnation: int, announce: Announce) -> None:
-        """What is announced is received, wanted or not: the data plane knows no other way to skip it."""
+        """An announced segment is received, wanted or not: the data plane knows no other way to skip it."""
         route = self._routes.get(peer_incarnation)
         if route is None or route.pair_id != announce.pair_id or route.order.is_repeated(announce.sequence):
             self.counters["stale_frames"] += 1

@@ -29,7 +29,7 @@ class Route:
     transport: str = ""
     """That it uses, or tries to meet by; empty until that is known."""
     why: str = ""
-    """What spoke against better ones."""
+    """The reason against better ones."""
     ready: bool = False
     """The two have met."""
     sessions: "dict[Key, Live[Any, Any]]" = field(default_factory=dict)

@@ -38,7 +38,7 @@ _FIRST_SEGMENTS = 4
 
 @dataclass(frozen=True, slots=True)
 class PairState:
-    """Which transport a pair uses, and what spoke against better ones (empty: nothing)."""
+    """The transport that a pair uses, and the reason against better ones (empty: none)."""
 
     peer_incarnation: int
     transport: str
@@ -328,7 +328,7 @@ class KvSender(TransferDriver[SenderSession, _Outgoing]):
             self._cancel_waiting(live)
 
     def _cancel_waiting(self, live: _Live) -> None:
-        """Answer what is not announced yet. What is announced must be sent, or the receiver would wait for it."""
+        """Answer what is not announced yet. An announced segment must be sent, or the receiver would wait for it."""
         cancelled = [part for owner, part in live.route.waiting if owner is live]
         live.route.waiting = deque(item for item in live.route.waiting if item[0] is not live)
         for part in cancelled:

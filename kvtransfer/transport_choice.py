@@ -1,4 +1,4 @@
-"""Which transports a sender proposes to each receiver: best first, without those that failed there lately. Pure.
+"""The transports that a sender proposes to each receiver: best first, without those that failed there lately. Pure.
 
 A transport that broke with a peer is left out for `demote_ms`, and twice as long after each further break, up to
 `demote_max_ms`; then it is tried again. Transfers that go well for as long as it was last left out clear its record. Where all
@@ -58,7 +58,7 @@ class TransportChoice:
         )
 
     def why_not_better(self, peer_incarnation: int, transport: str, now: float) -> str:
-        """What keeps better ones than this from being proposed; empty if nothing does."""
+        """The reason why better ones than this are not proposed; empty if there is none."""
         records = self._records.get(peer_incarnation, {})
         better = self.transports[: self.transports.index(transport)]
         left_out = [(name, records[name]) for name in better if name in records and records[name].until > now]

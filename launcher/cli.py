@@ -21,7 +21,7 @@ def main() -> None:
 
 
 def overwritten() -> str:
-    """Which other distribution has installed files over our packages, whose names are common words; empty: none has."""
+    """The other distribution that has installed files over our packages, whose names are common words; empty: there is none."""
     from importlib.metadata import packages_distributions
 
     found = packages_distributions()

@@ -1,4 +1,4 @@
-"""What the benchmarks share: where they print, and JSON."""
+"""The part that the benchmarks share: where they print, and JSON."""
 
 import json
 import os

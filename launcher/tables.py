@@ -103,7 +103,7 @@ class Table:
         return made
 
     def _widths(self, part: Sequence[int], width: int) -> list[int]:
-        """What is left over goes to columns that fold, the narrowest first."""
+        """Columns that fold get the rest of the width, the narrowest first."""
         widths, whole = [self._least(index) for index in part], [self._whole(index) for index in part]
         for _ in range(width - _total(widths)):
             folded = [place for place, (now, most) in enumerate(zip(widths, whole, strict=True)) if now < most]

@@ -1,5 +1,5 @@
-"""What a worker process needs of its roles: one engine, one KV pool and one prefix cache, over which prefill, decode, or both
-are made, each with an allocator of its own.
+"""The roles of a worker process: one engine, one KV pool and one prefix cache, over which prefill, decode, or both are made,
+each with an allocator of its own.
 """
 
 from decode_worker.worker import DecodeWorker
@@ -60,7 +60,8 @@ def check_within_process(settings: WorkerSettings, transports: tuple[str, ...]) 
 
 
 def say_what_is_encrypted(settings: WorkerSettings, transports: tuple[str, ...], device: str, log: Log) -> None:
-    """Which transports may send KV to another host in the clear although there are keys, and which are not used for that."""
+    """Log which transports may send KV to another host in the clear although there are keys, and which are not used for
+    that."""
     if not settings.keys:
         return
     clear = [name for name in transports if not TRANSPORTS[name].confidential]

@@ -1,4 +1,4 @@
-"""What a prefill step does on the engine thread: one forward pass, and the first tokens of prompts it completes."""
+"""The work of a prefill step on the engine thread: one forward pass, and the first tokens of prompts it completes."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What a prefill worker does with its orders, its steps and the results of its transfers. Pure: the driver of
+"""A prefill worker's handling of its orders, its steps and the results of its transfers. Pure: the driver of
 the worker runs the steps and owns the links.
 """
 
@@ -48,7 +48,7 @@ class PrefillStepResult:
     undrawn: Mapping[Key, Any] = field(default_factory=dict)
     """Logits of those that are complete, and wait for their grammar to be compiled."""
     prompt_logprobs: dict[Key, list[PromptLogprobs]] = field(default_factory=dict)
-    """What this step computed of the prompts that want log probabilities."""
+    """Log probabilities from this step, for the prompts that want them."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Begun:
     step: Step
     work: Work
     link: int
-    """Which of the coordinator's links asked for it."""
+    """The link of the coordinator that asked for it."""
 
 
 class PrefillCore:
@@ -145,7 +145,7 @@ class PrefillCore:
                 self._tier_looked_at(prompt)
 
     def _tier_looked_at(self, prompt: PrefillRequest) -> None:
-        """What is still missing of what is believed to be cached is fetched, or to be computed."""
+        """Missing blocks that are believed to be cached are fetched, or else computed."""
         self._blocks_ready(prompt)
         order = prompt.order
         if order.fetches and prompt.known_blocks < self.table.believed_blocks(order):

@@ -1,4 +1,4 @@
-"""What a prompt begins with that its decode worker has and this worker has not: it is fetched. Pure.
+"""Fetches of a prompt's beginning that its decode worker has and this worker has not. Pure.
 
     NONE → ASKED → RECEIVING → NONE
 

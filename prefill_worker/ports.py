@@ -1,4 +1,4 @@
-"""What `prefill_worker.worker` has for the core."""
+"""The part of `prefill_worker.worker` that the core uses."""
 
 from typing import Protocol
 

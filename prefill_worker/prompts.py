@@ -161,8 +161,8 @@ class PromptTable:
     def end_step(
         self, work: list[tuple[PrefillRequest, Chunk]], broken: frozenset[Key] = frozenset()
     ) -> list[FinalReport]:
-        """The chunks are computed; returns what is to be said of prompts that were only waiting for this. What `broken`
-        prompts hold is suspect, the blocks they share included, and is not found by others from now on."""
+        """The chunks are computed; returns what is to be said of prompts that were only waiting for this. The blocks of
+        `broken` prompts are suspect, shared ones included, and are not found by others from now on."""
         said = []
         for prompt, chunk in work:
             prompt.in_step = False

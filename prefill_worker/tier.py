@@ -1,4 +1,4 @@
-"""Which blocks are in the second tier of a prefill worker's KV, and what goes there and comes back. Pure.
+"""The second tier of a prefill worker's KV: the blocks there, and those that go there and come back. Pure.
 
 Blocks are copied there as soon as they are computed, while their prompt holds them: so nothing need be done when the pool gives
 them up. A prompt whose beginning is there, and no longer in the pool, gets it back, if that takes less time than to compute it.
@@ -145,7 +145,7 @@ class KvTier:
             self._say(self._table.close(prompt, prompt.final_report))
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """What they stand for is suspect."""
+        """The blocks of these hashes are suspect."""
         for hash_ in hashes:
             self._saving.pop(hash_, None)
             if hash_ in self._slots:

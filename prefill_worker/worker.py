@@ -1,4 +1,4 @@
-"""What a prefill worker does of its own: orders to its core, steps of prompt chunks, KV to decode workers."""
+"""The role-specific part of a prefill worker: orders to its core, steps of prompt chunks, KV to decode workers."""
 
 import asyncio
 from collections.abc import Callable, Container, Mapping
@@ -36,7 +36,7 @@ from runtime.worker.role import ComputeStep
 
 CACHE_REPORTS_MAX = 16
 OFFER_S: Final = 3.0
-"""What is to be fetched must be offered in this time."""
+"""Seconds in which KV that is to be fetched must be offered."""
 
 
 class PrefillWorker:

@@ -33,7 +33,7 @@ ALL_MESSAGES: tuple[type[Message], ...] = tuple(
 )
 
 DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, OverflowError)
-"""What msgspec raises on bytes of a stranger."""
+"""Errors that msgspec raises on bytes of a stranger."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Union[ALL_MESSAGES])

@@ -14,8 +14,8 @@ from proto.status import WorkerStatus
 
 
 class Draining(Message, frozen=True):
-    """Nothing new is placed on this worker from now on. What runs there goes on, and what still does in `hand_over_ms` is
-    handed over to others. None: it takes work again.
+    """Nothing new is placed on this worker from now on. Requests that run there go on, and those that still run after
+    `hand_over_ms` are handed over to others. None: it takes work again.
 
     The worker keeps what it is told and says it when it registers again, so that it holds whatever becomes of the
     coordinator."""

@@ -39,7 +39,7 @@ class PairOpen(Message, frozen=True):
 
     pair_id: PairId
     transports: Annotated[tuple[TransportName, ...], Meta(min_length=1, max_length=8)]
-    """What the sender can do, best first; the receiver picks."""
+    """The transports of the sender, best first; the receiver picks."""
     block_size: BlockSize
     """Tokens of the blocks that will cross. It must divide the block size of either end."""
     host_id: Text
@@ -59,7 +59,7 @@ class PairListen(Message, frozen=True):
     secret: Text
     """Prefix of every key of the store, or name of the socket."""
     why: Text
-    """What spoke against better transports; empty: nothing."""
+    """The reason against better transports; empty: none."""
     token: Annotated[bytes, Meta(max_length=16)] = b""
     """The name of the pair for the receiver's listener, for `tcp`. It is good for one connection."""
     key: Annotated[bytes, Meta(max_length=32)] = b""
@@ -103,7 +103,7 @@ class Announce(Message, frozen=True):
     """Segments `segment`, `segment + 1` … are about to be sent, of so many `blocks` each, the first being block `first_block`
     of the prompt.
 
-    What is announced is sent, and received, even if its session ends in between: so a pair's order survives an abort.
+    An announced segment is sent, and received, even if its session ends in between: so a pair's order survives an abort.
     """
 
     request_id: RequestId
@@ -200,8 +200,8 @@ def kept_names(known: bytes, request_id: str, attempt: int, block_size: int, tok
     those of its first blocks, which the attempt was submitted with. `block_size` is in tokens.
 
     A prompt's blocks are named by the gateway: hashes of its tokens, under a key that no worker has. So a decode worker cannot
-    name blocks that hold output. What it can name is where they come from: this attempt at this request has computed them, up
-    to this token. The gateway, which knows the attempts of its requests, names them alike when it submits the next one.
+    name blocks that hold output. Names come from the attempt that computed the blocks, up to this token of its request. The
+    gateway, which knows the attempts of its requests, names them alike when it submits the next one.
 
     An attempt runs once and in one place, so a name stands for one content. The ids of requests are the gateway's own: no
     client can choose one.

@@ -1,4 +1,4 @@
-"""Who says what to whom: the control plane.
+"""The messages of the control plane, by sender and receiver.
 
     gateway  ⇄ coordinator      Submit, Cancel, EndSession  →   ← Accepted, Rejected, Interrupted
     coordinator ⇄ workers       Prefill, Step, Reserve, Release →   ← StepDone, HandedOver, DecodeProgress, Finished, Released,
@@ -84,7 +84,8 @@ class Hello(Message, frozen=True):
     metrics: Text = ""
     """HOST:PORT where this process is observed; empty: nowhere."""
     numerics: Text = ""
-    """What decides the last bits of what a worker computes. A stream is resumed exactly where it is equal; empty: not known."""
+    """The conditions that decide the last bits of a worker's results. A stream is resumed exactly where it is equal; empty:
+    not known."""
     flipped_from: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     """An incarnation under which this process had another role until now; 0: it had none."""
     attention_tokens: Tokens_ = 0
@@ -92,7 +93,8 @@ class Hello(Message, frozen=True):
     process: NameOrEmpty = ""
     """The name of the mixed worker that this is one role of; empty: the process has no other role."""
     hash_key: HashKey = b""
-    """What a gateway has hashed blocks with, so that a new coordinator goes on with it and cached prefixes are found."""
+    """The key with which a gateway has hashed blocks, so that a new coordinator goes on with it and cached prefixes are
+    found."""
 
 
 class Welcome(Message, frozen=True):
@@ -198,7 +200,7 @@ class Interrupted(Message, frozen=True):
 
 
 class ClusterState(Message, frozen=True):
-    """What a gateway needs to know to be ready: sent on every change."""
+    """The state of the cluster that a gateway needs to be ready: sent on every change."""
 
     servable_models: Annotated[tuple[Text, ...], Meta(max_length=limits.MAX_MODELS)]
     """Models with at least one prefill and one decode worker that take new work: neither is draining."""
@@ -292,7 +294,8 @@ class CacheMiss(Message, frozen=True):
 
 
 class CacheEvents(Message, frozen=True):
-    """What this worker's prefix cache has gained and lost since the last one. A hint: `CacheMiss` mends what is wrong."""
+    """Blocks that this worker's prefix cache has gained and lost since the last message. A hint: `CacheMiss` mends what is
+    wrong."""
 
     inserted: CacheChanges
     evicted: CacheChanges

@@ -49,7 +49,7 @@ class Returns(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class RateState(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """What is left of a tenant's rates, for the `x-ratelimit-*` headers; a limit of 0 means that there is none."""
+    """The rest of a tenant's rates, for the `x-ratelimit-*` headers; a limit of 0 means that there is none."""
 
     limit_requests: Count
     remaining_requests: Count
@@ -95,7 +95,7 @@ PrefixParts = Annotated[tuple[PrefixPart, ...], Meta(max_length=limits.MAX_PREFI
 
 
 class Capacity(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """What a worker can hold."""
+    """The most that a worker can hold."""
 
     kv_blocks: Count
     block_size: BlockSize
@@ -113,7 +113,8 @@ class Capacity(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class Held(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """What a worker still holds for an attempt when it registers (again); `resumed_tokens` as in the order it has."""
+    """An allocation that a worker still holds for an attempt when it registers (again); `resumed_tokens` as in the order it
+    has."""
 
     request_id: RequestId
     attempt: Attempt

@@ -1,6 +1,6 @@
-"""What a worker tells of its work under way: how far it is, which lets the coordinator know the blocks of all that runs on a
-decode worker from one number; that it does not get any further; and, to gateways, what it found out of a prompt. And what is
-said of a conversation's turn that is over."""
+"""Reports on a worker's unfinished work: how far it is, which lets the coordinator know the blocks of all that runs on a
+decode worker from one number; that it does not get any further; and, to gateways, the log probabilities of a prompt. And what
+is said of a conversation's turn that is over."""
 
 from typing import Annotated
 
@@ -37,7 +37,7 @@ class DecodeProgress(Message, frozen=True):
     free_blocks: Count
     """Free blocks, with those that are only cached, and given up when needed."""
     short_blocks: Count
-    """What may be missing within the next steps; more than 0 only where the coordinator overcommits."""
+    """Blocks that may be missing within the next steps; more than 0 only where the coordinator overcommits."""
     joined: Annotated[tuple[Joined, ...], Meta(max_length=1 << 16)] = ()
     """Attempts that joined the batch since the last message."""
     prefixes: Annotated[tuple[SharedPrefix, ...], Meta(max_length=1 << 16)] = ()

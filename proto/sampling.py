@@ -51,7 +51,7 @@ class Sampling(msgspec.Struct, frozen=True, gc=False, array_like=True):
     ] = ()
     """Token sequences that the answer must not have: the last token of one is not drawn behind the others."""
     grammar: Annotated[str, Meta(max_length=limits.MAX_GRAMMAR_CHARS)] = ""
-    """What the answer must match, as a grammar of llguidance; empty: anything."""
+    """The grammar of the answer, in the language of llguidance; empty: anything."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):

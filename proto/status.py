@@ -1,4 +1,4 @@
-"""What people are told of a cluster, and what workers report for that alone."""
+"""The status of a cluster for people, and the reports of workers for that alone."""
 
 from typing import Annotated
 
@@ -20,7 +20,7 @@ class KvPair(msgspec.Struct, frozen=True, array_like=True):
     decode_incarnation: Incarnation
     transport: TransportName
     why: Text
-    """What spoke against better transports; empty: nothing."""
+    """The reason against better transports; empty: none."""
 
 
 class KvPairs(Message, frozen=True):
@@ -110,7 +110,7 @@ class FlipStatus(msgspec.Struct, frozen=True, array_like=True):
     state: Text
     """`draining`, `registering`, `done` or `failed`."""
     why: Text = ""
-    """Who wanted it, or for what reason; empty: a person, who did not say."""
+    """The person who wanted it, or the reason; empty: a person, who did not say."""
     failure: Text = ""
     drained_ms: DurationMs = 0.0
     """Milliseconds from the order until nothing was left on it."""
@@ -187,13 +187,13 @@ class AutopilotStatus(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AutopilotReport(Message, frozen=True):
-    """What it has decided last, for `crossdock status` and the event log. The answer is a `StatusReport`."""
+    """Its latest decision, for `crossdock status` and the event log. The answer is a `StatusReport`."""
 
     status: AutopilotStatus
 
 
 class PolicyStatus(msgspec.Struct, frozen=True, array_like=True):
-    """Which version of the scheduling policy is in force, and which one is on trial."""
+    """The version of the scheduling policy that is in force, and the one that is on trial."""
 
     number: Count
     """0: not known."""

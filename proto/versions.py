@@ -1,7 +1,7 @@
-"""Which protocol versions work together, and how messages of a newer one are read.
+"""The protocol versions that work together, and the reading of messages of a newer one.
 
 Every structure skips fields after the last that it knows, and every enumeration that may grow reads an unknown value as a known
-one (`proto.errors`). What is left for this module is the first message of any peer, and messages that are unknown here.
+one (`proto.errors`). This module handles the first message of any peer, and messages that are unknown here.
 """
 
 from collections.abc import Sequence

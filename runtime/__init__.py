@@ -1,4 +1,4 @@
-"""What every process runs on. Decides nothing about requests.
+"""The base of every process. Decides nothing about requests.
 
 - `process`: the clock, the log, exit statuses, and `driver`, which runs a process and its pure core.
 - `link`: ZeroMQ connections with handshake and heartbeats that carry `proto` messages.

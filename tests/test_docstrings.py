@@ -2,7 +2,9 @@
 
 import ast
 import builtins
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,7 +17,9 @@ FRAGMENT = re.compile(
     r"^(Of|In|With|For|At|To|By|Likewise|Until|From|On|Beside|Behind|Among|Between|Under|Over|Without|Within|Since|Through|Beyond)"
     r"\b|^(\.\.\.|…)|(\.\.\.|…)$"
 )
-"""What begins with a preposition, or goes on in another docstring, has its subject elsewhere."""
+"""A text that begins with a preposition, or goes on in another docstring, has its subject elsewhere."""
+RELATIVE = re.compile(r"(?:^|(?<=[.!?:;]\s)|(?<=\n\n))(?:Who|What|Whom|Which|Whose)\b[^.?!]*[.?!]?")
+"""A sentence whose subject is a relative clause has to be read twice."""
 ELSEWHERE = frozenset(
     "prefix_offset read_offset DecodeStream _build PR_SET_PDEATHSIG prometheus_client auth tcpi_bytes_received fn s0".split()
 )
@@ -38,6 +42,18 @@ def sources(folders: list[str]) -> Iterator[tuple[str, str]]:
 
 def fragments(found: Iterator[Found]) -> list[str]:
     return [f"{path}:{line}: {text[:60]}" for path, line, text in found if FRAGMENT.search(text)]
+
+
+def relative_subjects(found: Iterator[Found]) -> list[str]:
+    """Sentences that begin with a relative clause; a question does not."""
+    texts = ((path, line, match[0]) for path, line, text in found for match in RELATIVE.finditer(text))
+    return [f"{path}:{line}: {text[:60]}" for path, line, text in texts if not text.endswith("?")]
+
+
+def comments(path: str, source: str) -> Iterator[Found]:
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield path, token.start[0], token.string.lstrip("# ")
 
 
 def words_of(source: str) -> set[str]:
@@ -81,6 +97,12 @@ def test_no_docstring_is_a_fragment(folder: str) -> None:
     assert not fragments(one for path, source in sources([folder]) for one in docstrings(path, source))
 
 
+@pytest.mark.parametrize("folder", [*sorted(EVERYTHING), "benchmarks", "tools"])
+def test_no_sentence_has_a_relative_clause_for_its_subject(folder: str) -> None:
+    found = [(*docstrings(path, source), *comments(path, source)) for path, source in sources([folder])]
+    assert not relative_subjects(one for of_file in found for one in of_file)
+
+
 @pytest.mark.parametrize("folder", sorted(EVERYTHING))
 def test_names_in_docstrings_exist(folder: str) -> None:
     gone = [
@@ -91,6 +113,12 @@ def test_names_in_docstrings_exist(folder: str) -> None:
         if word not in known()
     ]
     assert not gone
+
+
+def test_relative_subjects_are_found() -> None:
+    source = "'What is left goes.'\n# Who comes late waits.\n'What is left? It shows what is left.'\n"
+    found = [*docstrings("a.py", source), *comments("a.py", source)]
+    assert [one.split(": ")[1] for one in relative_subjects(iter(found))] == ["What is left goes.", "Who comes late waits."]
 
 
 def test_fragments_and_dead_names_are_found() -> None:

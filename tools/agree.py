@@ -47,7 +47,7 @@ SERIES = {
     "itl": "inter_token_latency_seconds",
     "tpot": "time_per_output_token_seconds",
 }
-"""What is compared, and what servers call it in their metrics."""
+"""The figures that are compared, and their names in servers' metrics."""
 SHOWN = ("mean", "p50", "p90", "p95")
 Measured = dict[str, list[float]]
 
@@ -185,7 +185,7 @@ async def _agree(settings: AgreeSettings, base_url: str, console: Console) -> in
 
 
 async def _truth(base_url: str, plan: LoadPlan) -> Measured:
-    """What the server of known timing itself wrote for the requests of the last run, warm-up left out."""
+    """The figures that the server of known timing itself wrote for the requests of the last run, warm-up left out."""
     async with httpx.AsyncClient(trust_env=False) as client:
         times = (await client.get(f"{base_url}/times", timeout=30.0)).json()
     last = sorted(times[-len(plan.requests) :])

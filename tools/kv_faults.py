@@ -1,7 +1,7 @@
 """Random faults between real processes: `python -m tools.kv_faults --rounds 200 --seed 1`, or `scripts/kv_faults`.
 
 Two senders and two receivers. In each round one transfer from the first to the first is broken in some way while an innocent
-pair, which shares the process that stays whole, goes on. Then the request is tried again. What must hold:
+pair, which shares the process that stays whole, goes on. Then the request is tried again. These conditions must hold:
 
 - bytes that were committed are those of the attempt that was sent, whatever was done;
 - a survivor hears of a killed peer within `KILL_NOTICED_S`, of a stopped one within `STOP_NOTICED_S`;
@@ -253,7 +253,7 @@ class Cluster:
         if tally.detection_s[-1] > (STOP_NOTICED_S if stops else KILL_NOTICED_S):
             raise Broken(f"the {victim.role}'s loss was noticed after {tally.detection_s[-1]:.2f} s")
         if stops:
-            # What a stopped process may still write to stays in quarantine until it says or is proven to be done.
+            # Blocks that a stopped process may still write to stay in quarantine until it says or is proven to be done.
             await asyncio.sleep(max(0.0, struck + STOPPED_S - time.monotonic()))
             assert victim.process.pid is not None
             os.kill(victim.process.pid, signal.SIGCONT)

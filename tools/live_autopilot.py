@@ -1,4 +1,4 @@
-"""What the autopilot gains on a real cluster of four workers, beside fixed ratios: `scripts/autopilot_gain`."""
+"""The gain of the autopilot on a real cluster of four workers, beside fixed ratios: `scripts/autopilot_gain`."""
 
 import argparse
 import asyncio

@@ -92,7 +92,7 @@ def _gateway() -> MetricsRegistry:
 
 
 def registries() -> dict[str, MetricsRegistry]:
-    """What each role exports, of processes that have done nothing."""
+    """The metrics that each role exports, of processes that have done nothing."""
     found = {
         "coordinator": CoordinatorMetrics(Core(), lambda: 0.0).registry,
         "gateway": _gateway(),
@@ -131,7 +131,7 @@ def text() -> str:
     )
     rows = "".join("| " + " | ".join(_code(sub_block) for sub_block in row) + " |\n" for row in ELSEWHERE)
     parts.append(
-        "## Names in other systems\n\nThese are the closest metrics. What exactly they measure may differ.\n\n"
+        "## Names in other systems\n\nThese are the closest metrics. They may measure something slightly different.\n\n"
         + head
         + rows
     )

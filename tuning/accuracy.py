@@ -53,13 +53,13 @@ class Accuracy:
         self._slo = slo
         self.predict_with(profile)
         self._looks: deque[_Look] = deque()
-        """What was seen in the last minute, all with the same workers."""
+        """The observations of the last minute, all with the same workers."""
         self._compared_at: float | None = None
         self._errors: deque[tuple[float, tuple[float | None, ...]]] = deque(maxlen=int(KEPT_S / WINDOW_S))
 
     def predict_with(self, profile: Profile) -> None:
         """Predict with this profile from the next look on."""
-        # What the gateway adds is not in what the coordinator measures.
+        # The coordinator does not measure the time that the gateway adds.
         host = msgspec.structs.replace(profile.host, request_ms=0.0, request_token_ms=0.0)
         self._profile = msgspec.structs.replace(profile, host=host)
 

@@ -1,12 +1,12 @@
-"""What another ratio of workers would do to present traffic, in milliseconds: for the autopilot, every few seconds. Pure.
+"""The effect of another ratio of workers on present traffic, in milliseconds: for the autopilot, every few seconds. Pure.
 
     advice = advise(profile, Traffic(12.0, prompts, outputs), Workers(3, 5), Slo(500, 50))
     advice.best.workers, advice.gain, advice.reason
 
 Queueing formulas stand in for the simulator. Prompts wait as in an M/G/c queue (Allen and Cunneen's approximation of the mean,
 an exponential tail); a decode batch is a fixed point of arrivals, answer lengths and step time, with a normal spread; a mixed
-worker shares its time between both. What does not fit grows a queue over the horizon, beginning with what waits already.
-The figures are good enough to compare neighbouring ratios; `search` has the simulator for the rest.
+worker shares its time between both. Requests that do not fit add to a queue over the horizon, which begins with those that
+wait already. The figures are good enough to compare neighbouring ratios; `search` has the simulator for the rest.
 """
 
 from collections.abc import Iterable, Sequence
@@ -83,7 +83,7 @@ class Estimate:
     ttft_attainment: float
     tpot_attainment: float
     binds: str
-    """What limits it: "prefill compute", "decode compute", "decode memory", "TTFT target", or "" where the SLO is kept."""
+    """The limit: "prefill compute", "decode compute", "decode memory", "TTFT target", or "" where the SLO is kept."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ LONGER_S: Final = 60.0
 SIGMAS: Final = 2.0
 """How far the number of requests in a sample may be above the expected one by chance."""
 WINDOW_S_MAX: Final = 120.0
-"""What is older than this is left out."""
+"""Observations that are older than this are left out."""
 FOLLOWS_S: Final = 180.0
 LOST_SHARE: Final = 1 / 64
 """This share of the workers may be lost within `calm_s`: in a large fleet some worker is lost all the time."""
@@ -57,7 +57,7 @@ class AutopilotRules:
     horizon_s: float = 60.0
     """The present traffic is taken to go on for so long, in seconds."""
     flip_s: float = 2.0
-    """What one change costs: so long one worker serves nobody."""
+    """The cost of one change: so long one worker serves nobody."""
 
 
 class AutopilotWorker(NamedTuple):
@@ -88,7 +88,7 @@ class Observation:
 class Decision:
     present: Workers
     wanted: Workers
-    """What the model takes for the best ratio of the workers there are."""
+    """The best ratio of the present workers by the model."""
     needed: Workers | None
     """The least of each role that would keep the SLO, for who can add machines; None: nothing is known."""
     gain: float
@@ -96,7 +96,7 @@ class Decision:
     reason: str
     """The reason in words, for the event log."""
     workers: tuple[str, ...] = ()
-    """Who should change their role now; none: nobody."""
+    """The workers that should change their role now; none: nobody."""
     role: Role = Role.PREFILL
     """The role that it is to have."""
 
@@ -198,7 +198,7 @@ def ratio_of(seen: Observation) -> Workers:
 
 
 def _at_least(requests: int) -> float:
-    """Which share of a sample is surely not chance."""
+    """The share of a sample that is surely not chance."""
     return max(0.0, 1 - SIGMAS / sqrt(requests))
 
 
@@ -230,7 +230,7 @@ def _traffic(status: TrafficStatus, most: int) -> Traffic | None:
 
 
 def observation_of(report: StatusReport, model: str) -> Observation:
-    """What is seen of the workers of this model."""
+    """The observation of this model's workers."""
     traffic = next((one for one in report.traffic if one.model == model), None)
     workers = [one for one in report.workers if one.model == model]
     roles = Counter((one.host, one.pid) for one in workers)

@@ -47,7 +47,7 @@ class HandOver(NamedTuple):
 
 
 class Outside(NamedTuple):
-    """What of a first token's time was no prefill step."""
+    """The part of a first token's time that was no prefill step."""
 
     prompt_tokens: int
     ms: float
@@ -192,7 +192,7 @@ def run_spread(parts: Sequence[Sequence[tuple[int, float]]]) -> tuple[float, int
     """How far times of another run may lie from the fit, as the standard deviation of their logarithm, and its degrees of
     freedom. `parts`: of prefill steps, decode steps and requests, pairs of the round and measured / fitted.
 
-    What is the same in all rounds but not in truth is not seen here. Parts of a round are slow together, so they give no more
+    An error that is the same in all rounds is not seen here. Parts of a round are slow together, so they give no more
     degrees of freedom than rounds do.
     """
     squares, count, rounds_max = 0.0, 0, 0

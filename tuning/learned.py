@@ -197,7 +197,7 @@ def _factors(curve: Curve, per_read: float, groups: Sequence[Sequence[StepTime]]
 
 
 def _per_read(curve: Curve, per_read: float, factor: float, groups: Sequence[Sequence[StepTime]]) -> float:
-    """ms for each read. What a curve of another height and other times for each read explain is told apart in rounds."""
+    """ms for each read. Rounds tell apart a curve of another height and other times for each read."""
     pairs = [
         (at, less, more)
         for at, group in enumerate(groups)

@@ -1,4 +1,4 @@
-"""What limits a ratio: the resource of which twice as much would let the most requests keep the SLO. Pure.
+"""The limit of a ratio: the resource of which twice as much would let the most requests keep the SLO. Pure.
 
 Each resource in turn is doubled, and the traffic is simulated again. Where twice as much of any one of them helps nobody, the
 targets themselves are what is missed: one of them is too strict for what a single request takes.
@@ -90,7 +90,7 @@ TARGETS: Final[Mapping[str, tuple[float, float]]] = {"TTFT target": (2.0, 1.0), 
 
 
 def limit_of(profile: Profile, workers: Workers, sent: Sequence[Sent], goals: Goals, options: RunOptions) -> Limit:
-    """What limits a ratio that does not keep the SLO."""
+    """The limit of a ratio that does not keep the SLO."""
     outcome = Simulator(profile, workers, sent, options).run()
     kept = outcome.attainment(goals)
     gains = {}

@@ -1,4 +1,4 @@
-"""What a run would look like at the client, with error bands. Pure.
+"""The view of a run from the client, with error bands. Pure.
 
 A band has three causes:
 

@@ -1,4 +1,4 @@
-"""What prefill, decode and KV transfer take on one installation. `docs/profile.md` describes the file. Pure.
+"""The times of prefill, decode and KV transfer on one installation. `docs/profile.md` describes the file. Pure.
 
     prefill step   = curve(prompt tokens of the step) + context_ms * sum of tokens * mean context
     decode step    = curve(sequences) + kv_token_ms * KV tokens read
@@ -120,7 +120,7 @@ class TransferCost(msgspec.Struct, frozen=True):
 
 
 class HostCost(msgspec.Struct, frozen=True):
-    """What is neither a step nor a transfer."""
+    """The time that is neither a step nor a transfer."""
 
     request_ms: Least = 0.0
     """HTTP, tokenizer, control plane and gateway, from the client's send to the first step's begin and from the last step's
@@ -148,14 +148,14 @@ class ControlCost(msgspec.Struct, frozen=True):
 
 
 class ProfileCapacity(msgspec.Struct, frozen=True):
-    """What one worker has."""
+    """The capacity of one worker."""
 
     kv_blocks: Count
     block_size: Count = 16
     seqs_max: Count = 1024
     context_tokens: Count = 1 << 20
     cost_per_hour: Least = 0.0
-    """What one worker costs, in any currency; 0: not known."""
+    """The cost of one worker, in any currency; 0: not known."""
 
     @property
     def kv_tokens(self) -> int:
@@ -197,7 +197,7 @@ class Profile(msgspec.Struct, frozen=True):
     origin: Origin = "calibrated"
 
     def cost_per_hour(self, prefill: int, decode: int, mixed: int) -> float:
-        """What so many workers cost; 0 where the cost of a kind is not known."""
+        """The cost of so many workers; 0 where the cost of a kind is not known."""
         costs = self.prefill_capacity.cost_per_hour, self.decode_capacity.cost_per_hour
         return prefill * costs[0] + (decode + mixed) * costs[1] if min(costs) > 0 else 0.0
 

@@ -1,4 +1,5 @@
-"""Which workers serve a traffic best: bounds, successive halving, full runs; then what would turn the answer. Pure.
+"""The search for the workers that serve a traffic best: bounds, successive halving, full runs; then the changes that would
+turn the answer. Pure.
 
 1. A fluid bound of each candidate: more requests cannot be good than its workers can compute in the time there is. Those with
    the highest bounds are looked at first, and a candidate whose bound is below what another of as many workers has shown on an
@@ -142,7 +143,7 @@ class Space:
 
 
 Tell = Callable[[str, int, int], None]
-"""What is done, of how many steps, for a progress bar."""
+"""A call with the name of the work, the steps that are done and all steps, for a progress bar."""
 
 
 def search(

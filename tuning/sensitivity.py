@@ -1,4 +1,4 @@
-"""What binds which ratio, and how much the traffic would have to change for another one to be best. Pure."""
+"""The limit of each ratio, and how much the traffic would have to change for another one to be best. Pure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -83,8 +83,8 @@ def what_if(
     options: RunOptions,
     tell: Tell,
 ) -> tuple[list[WhatIf], float]:
-    """What becomes of the recommendation with other loads and one worker more or less; and at how many times the load it just
-    keeps the SLO (`HEADROOM_MAX` at most)."""
+    """The recommendation with other loads and one worker more or less; and at how many times the load it just keeps the SLO
+    (`HEADROOM_MAX` at most)."""
     best = found.best.candidate
     chosen = options_for(options, best)
 

@@ -18,7 +18,7 @@ WINDOW_REQUESTS = 400
 
 @dataclass(frozen=True)
 class Change:
-    """What differs from the traffic as it was: factors, and the share of prompts that is cached."""
+    """The changes against the traffic as it was: factors, and the share of prompts that is cached."""
 
     load: float = 1.0
     prompts: float = 1.0

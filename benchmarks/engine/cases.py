@@ -1,4 +1,5 @@
-"""What `python -m benchmarks engine` times: decode through the real sampler and prefill, of the engine and of transformers."""
+"""The cases of `python -m benchmarks engine`: decode through the real sampler and prefill, of the engine and of
+transformers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ def size_of(model: Any) -> ModelSize:
 
 
 def kv_bytes(size: ModelSize) -> int:
-    """What the engine's cases need."""
+    """Bytes of KV that the engine's cases need."""
     return sum(-(-tokens // BLOCK_SIZE) * BLOCK_SIZE for tokens in _TABLES) * size.kv_bytes_per_token
 
 

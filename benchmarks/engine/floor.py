@@ -4,8 +4,8 @@ A model has P weights in its linear layers, P' of them outside of the head, and 
 - a decode step reads every weight and every stream's KV once, and computes `2 P b` floating-point operations;
 - prefill of T tokens computes `2 P' T`, and for attention `2 heads head_dim T²` per layer: queries times keys and weights times
   values are `4 heads head_dim T²` together, and causality halves them. Each chunk reads the weights once.
-What is read takes at least its bytes over the bandwidth of memory, what is computed at least its operations over the rate of
-a large matrix product; as both may happen at once, the floor is the larger of the two. All of this leaves something out (norms,
+Reading takes at least the bytes over the bandwidth of memory, and computing at least the operations over the rate of a large
+matrix product; as both may happen at once, the floor is the larger of the two. All of this leaves something out (norms,
 softmax, the embedding), so it stays below what is possible. Only sliding windows are not known here: models with windows
 shorter than the context read less KV than this.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MachineRates:
-    """What the machine was seen to reach."""
+    """Rates that the machine was seen to reach."""
 
     read_bytes_per_s: float
     flops_per_s: float
@@ -23,7 +23,7 @@ class MachineRates:
 
 @dataclass(frozen=True)
 class Work:
-    """What cannot be avoided."""
+    """The bytes and operations that cannot be avoided."""
 
     read_bytes: float
     flops: float

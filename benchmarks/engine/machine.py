@@ -1,4 +1,4 @@
-"""What this machine reaches with nothing of a model around it: reading memory, and a matrix product."""
+"""The rates of this machine without a model: reading memory, and a matrix product."""
 
 import ctypes
 import time
@@ -62,7 +62,7 @@ class Machine:
         return MachineRates(max(rates[-1] for rates in reads), max(rates[-1] for rates in products))
 
     def forget(self) -> None:
-        """What was measured so far was for warming up."""
+        """Drop the measurements so far, which were for warming up."""
         for rates in (*self.read_bytes_per_s.values(), *self.flops_per_s.values()):
             rates.clear()
 

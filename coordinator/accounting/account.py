@@ -101,7 +101,7 @@ class Account:
 
 
 class Grant(msgspec.Struct, eq=False, gc=False):
-    """What one request has taken. There are as many as requests, hence small."""
+    """The amounts that one request has taken. There are as many as requests, hence small."""
 
     accounts: tuple[Account, ...]
     """Empty once it is settled."""

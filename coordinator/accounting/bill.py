@@ -8,7 +8,7 @@ from coordinator.lifecycle import RequestState
 
 
 class UsageCounters(msgspec.Struct, eq=False, gc=False):
-    """What has come of a bill so far."""
+    """The usage on a bill so far."""
 
     attempt: int = 0
     computed_tokens: int = 0
@@ -52,7 +52,7 @@ class Bill(Grant, eq=False, gc=False):
 
     @property
     def estimate(self) -> Ask:
-        """What was reserved, with what was charged before."""
+        """The amounts that were reserved, with those that were charged before."""
         counters = self.counters
         prompt_tokens = counters.prompt_tokens if counters.prompt_done else self.prompt_tokens_max
         before = counters.charged_tokens - prompt_tokens

@@ -1,4 +1,4 @@
-"""What each request has cost so far, from its acceptance until nothing of it is left; settled once, in the ledger. Pure.
+"""The bill of each request, from its acceptance until nothing of it is left; settled once, in the ledger. Pure.
 
 A bill stays open while the request lives, and after its end while a worker still holds blocks for it or computes a chunk of
 it: what a cancelled attempt has emitted is only known when its worker lets go (`Released`). Until then its concurrency and its
@@ -58,7 +58,7 @@ class Billing:
         self.doubts: OrderedDict[str, float] = OrderedDict()
         """Cancelled request → when it is closed as that; soonest first, or nearly."""
         self.settled: Remembered[Settled] = Remembered(remembered_s, remembered_max)
-        """What closed bills came to. The ledger alone knows it of older ones."""
+        """Totals of closed bills. Only the ledger has those of older ones."""
 
     # --- what is configured, what was before ----------------------------------------------------------------------------
 

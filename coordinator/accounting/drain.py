@@ -61,7 +61,7 @@ class FreeingRate:
 
 
 class ComingBack(Generic[T]):
-    """What was rejected and told when to come again, until then."""
+    """Requests that were rejected and told when to come again, until then."""
 
     def __init__(self) -> None:
         self._due: list[tuple[float, int, T]] = []

@@ -259,7 +259,7 @@ def _prepare(db: sqlite3.Connection) -> None:
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = NORMAL")
     db.executescript(_SCHEMA + ledger_totals.SCHEMA)
-    # What cannot be written to, as a table of another kind, is refused before anybody is served.
+    # A file that cannot be written to, such as one with another table, is refused before anybody is served.
     db.execute("BEGIN IMMEDIATE")
     for entry in _TRIED:
         _write(db, entry)

@@ -1,4 +1,4 @@
-"""What the usage ledger says at a start.
+"""The past that the usage ledger tells at a start.
 
 Anybody may have written to the file, and disks fail: a row that is not of the kind that this program writes is left out and
 counted, so that no row can keep a coordinator from starting, nor bring amounts into it that it would not write itself.
@@ -68,8 +68,8 @@ def day_text(day: int) -> str:
 
 
 def read(db: sqlite3.Connection, today: int, unix_s: float) -> tuple[Past, int]:
-    """What is open, what `today` was charged, and the last minute before `unix_s`; and how many rows were left out. Raises
-    `sqlite3.Error`."""
+    """The bills that are open, the charges of `today`, and the last minute before `unix_s`; and how many rows were left out.
+    Raises `sqlite3.Error`."""
     return _Reader(db).read(today, unix_s)
 
 

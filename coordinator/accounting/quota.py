@@ -1,4 +1,4 @@
-"""What tenants may use and what they have used: reserved on every level at once, settled exactly once. Pure.
+"""The quotas and usage of tenants: reserved on every level at once, settled exactly once. Pure.
 
 A request takes from all levels of its tenant (user, organisation) or from none. Two kinds of limits:
 
@@ -41,7 +41,7 @@ DAY_S = 86_400
 
 
 class Ask(msgspec.Struct, frozen=True, gc=False):
-    """What a request needs. Output is the estimate; the truth comes with `settle`."""
+    """The amounts that a request needs. Output is the estimate; the truth comes with `settle`."""
 
     prompt_tokens: int
     output_tokens: int
@@ -137,7 +137,7 @@ class Quotas:
         self._close(grant, 0, now, undo=True)
 
     def seed(self, tenant: str, day: int, tokens: int, now: float) -> None:
-        """What the ledger says that a tenant used on a day, open requests at their estimates included; before any request is
+        """Begin with a tenant's usage of a day by the ledger, open requests at their estimates included; before any request is
         taken."""
         for account in self._accounts(tenant, now):
             if account.day == day:

@@ -31,7 +31,7 @@ class Remembered(Generic[V]):
         return any(key in entries for _, entries in self._slices)
 
     def get(self, key: str) -> V | None:
-        """What was put in last under this key."""
+        """The value that was put in last under this key."""
         for _, entries in reversed(self._slices):
             found = entries.get(key)
             if found is not None:

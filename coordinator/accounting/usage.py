@@ -1,4 +1,4 @@
-"""What the usage ledger is told, and what it tells after a restart. Pure."""
+"""The messages to the usage ledger, and its answers after a restart. Pure."""
 
 from dataclasses import dataclass
 
@@ -47,7 +47,7 @@ Entry = Opened | Closed
 
 @dataclass(frozen=True)
 class Past:
-    """What the ledger knew when the coordinator started."""
+    """The state that the ledger held when the coordinator started."""
 
     open: tuple[Opened, ...] = ()
     """Accepted by an earlier coordinator and not ended, as far as it could write."""
@@ -58,7 +58,7 @@ class Past:
 
 
 class Settled(msgspec.Struct, frozen=True, gc=False):
-    """What is kept of a closed bill, to go on from."""
+    """The part of a closed bill that is kept, to go on from."""
 
     attempt: int
     computed_tokens: int

@@ -1,4 +1,4 @@
-"""What gateways ask for: whether a request is let in, and what its tenant may do. Pure.
+"""Requests of gateways: whether one is let in, and what its tenant may do. Pure.
 
 Start with `intake`.
 """

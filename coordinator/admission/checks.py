@@ -1,4 +1,5 @@
-"""Who may join, and which requests are let in. Pure functions; a rejection reserves and costs nothing."""
+"""The rules on which processes may join and which requests are let in. Pure functions; a rejection reserves and costs
+nothing."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What gateways ask for: a request comes in, is cancelled, or has waited too long."""
+"""Requests of gateways: one comes in, is cancelled, or has waited too long."""
 
 import msgspec
 
@@ -20,7 +20,7 @@ from proto.progress import EndPrefix, EndSession
 
 
 def fault_of_submit(state: State, incarnation: int, event: Received) -> str:
-    """What a worker would count as an error of this coordinator, or would leave a request in another's place."""
+    """Faults that a worker would take for an error of this coordinator, or that would leave a request in another's place."""
     submit, blob = event.message, event.blob
     assert isinstance(submit, Submit)
     if len(blob) != 4 * submit.prompt_tokens:
@@ -40,8 +40,9 @@ _STAYS = ("model", "tenant", "priority_class", "priority", "choices", "first_cho
 
 
 def _changed(before: Submit, submit: Submit) -> list[str]:
-    """What the next attempt at a request may not change. Its prompt grows by the tokens that were sent; block hashes, what is
-    left of its deadline, and whether the prompt's log-probabilities are wanted change with that."""
+    """The fields that differ, of those that the next attempt at a request may not change. Its prompt grows by the tokens that
+    were sent; block hashes, what is left of its deadline, and whether the prompt's log-probabilities are wanted change with
+    that."""
     changed = [name for name in _STAYS if getattr(before, name) != getattr(submit, name)]
     if before.sampling != msgspec.structs.replace(submit.sampling, prompt_logprobs=before.sampling.prompt_logprobs):
         changed.append("sampling")

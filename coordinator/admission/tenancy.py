@@ -1,4 +1,4 @@
-"""What a request may do by the tenants file, asked when it is new; and a new file put in force. Pure."""
+"""The rights of a request by the tenants file, checked when it is new; and a new file put in force. Pure."""
 
 from dataclasses import replace
 from math import ceil

@@ -1,4 +1,4 @@
-"""What an event log of the core's inputs looks like: a stream of MessagePack records, read back one by one. Pure.
+"""The format of an event log of the core's inputs: a stream of MessagePack records, read back one by one. Pure.
 
     [MAGIC, version, header]                      once, first
     [[now, name, …event], [sum, count, digest]]   for each event: what the core was given, and what came of it
@@ -52,7 +52,7 @@ class Header:
     unix_s: float = 0.0
     """Unix time at which the recording began."""
     started: float = 0.0
-    """What the core's clock showed at `unix_s`."""
+    """The time of the core's clock at `unix_s`."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which requests waited longest, and which ids begin with a prefix, from an event log. Pure.
+"""The requests that waited longest, and the ids that begin with a prefix, from an event log. Pure.
 
 Both are observers of a `coordinator.event_log.replay.Replay`."""
 

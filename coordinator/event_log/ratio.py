@@ -20,7 +20,7 @@ class RoleChange(msgspec.Struct, frozen=True, tag_field="what", tag="role_change
     state: str
     """`draining` or `registering` when it was ordered, `done` or `failed` when it ended."""
     why: str
-    """Who wanted it, or for what reason."""
+    """The person who wanted it, or the reason."""
     failure: str
     took_ms: float
     """Milliseconds from the order to its registration in the new role."""
@@ -37,7 +37,7 @@ class LoggedAdvice(msgspec.Struct, frozen=True, tag_field="what", tag="advice"):
 
 
 class LoggedRatio:
-    """What is new after each event."""
+    """The ratio of workers over an event log; after each event it tells the changes."""
 
     def __init__(self) -> None:
         self._open: dict[RunningFlip, None] = {}

@@ -71,7 +71,7 @@ class NoRoomOnWorker(msgspec.Struct, frozen=True, tag_field="kind", tag="no_room
     """The tenant with the most blocks there; empty where nobody has any."""
     most_held_blocks: int
     kept: bool
-    """What comes free is kept for this request: it was bypassed often enough."""
+    """Blocks that come free are kept for this request: it was bypassed often enough."""
     circuit_open: bool = False
     """There is room, but transfers from the prefill worker that asked failed."""
 

@@ -107,7 +107,7 @@ class EventLog:
     def _flush(self) -> None:
         self._stop_timer()
         if self._fd < 0 or not self._buffer or self._writing is not None:
-            return  # What is being written now will flush the rest when it is done.
+            return  # The write in progress flushes the rest when it is done.
         data, self._buffer = self._buffer, bytearray()
         self._writing = self._thread.submit(_write_all, self._fd, data)
         loop = asyncio.get_running_loop()

@@ -53,7 +53,7 @@ class Passed(msgspec.Struct, frozen=True, tag_field="what", tag="passed_over"):
     reason: Reason
     """As it was at the last of these turns."""
     requests: tuple[str, ...]
-    """Whose turns they were, the first few."""
+    """The requests whose turns they were, the first few."""
     requests_in_all: int
 
 
@@ -160,7 +160,7 @@ def _same(reason: Reason) -> tuple[object, ...]:
 
 
 class Timeline:
-    """What happened to one request, over all its attempts. An `Observer`."""
+    """The events of one request, over all its attempts. An `Observer`."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -302,7 +302,7 @@ class Timeline:
                 )
 
     def _rejection(self) -> tuple[str, float]:
-        """What its gateway is told, and when to try again."""
+        """The reason that its gateway is told, and when to try again."""
         assert self._core is not None
         for action in self._core.out:
             match action:

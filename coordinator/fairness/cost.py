@@ -1,4 +1,4 @@
-"""What a request costs its tenant's turn, in weighted tokens: `w_p * (prompt - cached) + w_q * output`, at least 1.
+"""The charge of a request to its tenant's turn, in weighted tokens: `w_p * (prompt - cached) + w_q * output`, at least 1.
 
 A prompt token behind a long context takes more work than one at the beginning, so it counts for more: with `c` tokens before it
 for `1 + c / attention_tokens`, where `attention_tokens` is the context at which attention takes as much work as the weights. So
@@ -19,7 +19,7 @@ class Prices:
     output_token: float = 2.0
 
     def chunk(self, tokens: int, context_tokens: int = 0, attention_tokens: int = 0) -> float:
-        """What a chunk of `tokens` costs behind `context_tokens`; with `attention_tokens` 0 context costs nothing."""
+        """The cost of a chunk of `tokens` behind `context_tokens`; with `attention_tokens` 0 context costs nothing."""
         cost = self.prompt_token * tokens
         if attention_tokens:
             cost *= 1.0 + (context_tokens + tokens / 2) / attention_tokens

@@ -1,8 +1,9 @@
-"""Whose chunk runs next: deficit round robin, the same structure at every level (priority class → organisation → user).
+"""The choice of the request whose chunk runs next: deficit round robin, the same structure at every level (priority class →
+organisation → user).
 
 Deficit round robin (Shreedhar & Varghese, SIGCOMM 1995) gives every tenant `quantum * weight` of credit in each round and
 serves it while that lasts. Here a round is as short as one likes, and rounds in which nobody's credit suffices are skipped by
-arithmetic. What is left of the ring is one number for each tenant, the round in which its debt is paid off:
+arithmetic. All that is left of the ring is one number for each tenant, the round in which its debt is paid off:
 
     serve the tenant with the earliest round, its ring position deciding between equals
     then put it `cost / weight` rounds after the round it was served in
@@ -35,7 +36,7 @@ from coordinator.fairness.tenant_queue import Entry, T, TenantQueue
 
 
 class Terms(NamedTuple):
-    """What an entry gets a chunk for."""
+    """The terms on which an entry gets a chunk."""
 
     cost: float
     last: bool

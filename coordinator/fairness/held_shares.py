@@ -1,4 +1,5 @@
-"""What each tenant holds in decode, and who gives way where another has less than its share. Pure.
+"""The share of each tenant in decode, and the choice of streams that give way where another tenant has less than its share.
+Pure.
 
 The measure of a stream is the part of its worker that it takes: of its sequences or of its blocks, whichever is more (the
 dominant resource of Ghodsi et al., NSDI 2011). At each level of the fair queue (priority class, organisation, user) the one
@@ -33,7 +34,7 @@ class _Node:
         self.order: list[tuple[float, str]] = []
         """Their names, by what they hold for their weight."""
         self.streams: dict[tuple[int, Key], int] = {}
-        """What each stream of a tenant holds, by its decode worker; oldest first."""
+        """Blocks of each stream of a tenant, by its decode worker; oldest first."""
 
 
 class HeldShares:
@@ -58,7 +59,7 @@ class HeldShares:
         self._count(path, -held)
 
     def streams(self) -> dict[tuple[int, Key], int]:
-        """What each holds; for checks."""
+        """The blocks that each holds; for checks."""
         nodes, found = [self._root], dict[tuple[int, Key], int]()
         for node in nodes:
             nodes += node.children.values()

@@ -34,7 +34,7 @@ class Ring(SortedRow):
             self.refresh(alone)
 
     def first(self) -> SortedRow:
-        """Whose turn comes first."""
+        """The row whose turn comes first."""
         heap = self.heap
         while True:
             rank = heap[0]

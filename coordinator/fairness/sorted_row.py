@@ -1,4 +1,4 @@
-"""What waits under one queue key of one node of the fair queue, least first: a heap with lazy deletion. Pure.
+"""The entries that wait under one queue key of one node of the fair queue, least first: a heap with lazy deletion. Pure.
 
 A member's present rank is in its attribute `rank`. A rank in the heap that is not its member's present one is dead: it is taken
 out when it comes first, or when half of the heap is dead. So leaving costs O(1), and the first of the heap is always alive.
@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any
 
 Rank = tuple[Any, ...]
-"""What members are compared by, with a number that is unique in the row, and then the member itself."""
+"""The key by which members are compared, with a number that is unique in the row, and then the member itself."""
 SPARE = 64
 """A heap may hold so many dead ranks more than live ones."""
 

@@ -37,8 +37,8 @@ written to. `shared_blocks` says how many of an attempt's blocks are *covered* b
 in T is less by that. (1) holds: of the attempts alive at a step, one counts each shared block; an attempt of which the worker
 has said nothing counts in full; and one that ended goes on to cover others until its end is known, when its blocks go over to
 them. (2) holds: naming a holder takes away from T, and when an attempt joins or ends, what it counted goes over to others
-whose ends are no later. Nothing is assumed in advance. What is placed has to fit in full, and counts in full until the worker
-has found its prefix, so T is right even where a prefix that it might have shared is given up before it comes.
+whose ends are no later. Nothing is assumed in advance. A placed request has to fit in full, and counts in full until the
+worker has found its prefix, so T is right even where a prefix that it might have shared is given up before it comes.
 
 **Overcommit** gives the promise up for more use: a `KvDemand` with `expected` < `left` is counted as if it ended there. One
 that outlives its expectation is counted with twice the tokens from then on. `SPARE_SHARE` of the pool is left for that; T may
@@ -269,7 +269,7 @@ class KvAdmission:
         return entry is not None and entry.row.row_id == short[1]
 
     def _settle(self) -> None:
-        """Who counts what several hold may have changed since the last count."""
+        """The sequences that count shared blocks may have changed since the last count."""
         if not self._shared.stale:
             return
         for key, more in self._shared.settle().items():

@@ -1,4 +1,4 @@
-"""What one attempt can need of a decode worker's KV pool. Pure."""
+"""The KV blocks that one attempt can need of a decode worker. Pure."""
 
 from typing import NamedTuple
 
@@ -9,14 +9,14 @@ NEVER = 1 << 60
 
 
 class KvDemand(NamedTuple):
-    """What an attempt can need on a decode worker, in tokens; lengths are of each choice."""
+    """The need of an attempt on a decode worker, in tokens; lengths are of each choice."""
 
     prompt_tokens: int
     left: int
     """Most tokens it will forward after joining: the last drawn token's KV is never written, hence max_tokens - 1."""
     choices: int = 1
     expected: int = NEVER
-    """What it is counted with if that is less than `left`: overcommit."""
+    """The length that it is counted with if that is less than `left`: overcommit."""
 
     @staticmethod
     def of(submit: Submit, expected: int = NEVER) -> "KvDemand":

@@ -37,7 +37,7 @@ LEARNT: Final = 0.1
 COMPUTED_ANEW_S: Final = 6000.0
 """Keeping a token for so long would cost as much as computing it."""
 CHARGE_MAX: Final = 0.1
-"""What is kept costs at most this part of computing it."""
+"""Keeping KV costs at most this part of computing it."""
 AT_ONCE: Final = 64
 """Sessions that one event forgets at most."""
 
@@ -93,7 +93,7 @@ class OpenTurn(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """What keeping that costs its tenant, in prompt tokens."""
+        """The charge to the tenant for keeping it, in prompt tokens."""
         return self.kept_tokens * min(self.kept_s / COMPUTED_ANEW_S, CHARGE_MAX)
 
 

@@ -1,4 +1,4 @@
-"""Which worker serves a request and which chunks make up a step. Pure.
+"""The choice of the worker that serves a request, and of the chunks that make up a step. Pure.
 
 Start with `schedule`.
 """

@@ -31,7 +31,7 @@ def cached_tokens(submit: Submit, prefill: Worker, pool: Pool) -> int:
 
 
 def uncached_tokens(submit: Submit, pool: Pool) -> int:
-    """What the best prefill worker would have to compute of it, as far as is believed."""
+    """Tokens of it that the best prefill worker would have to compute, as far as is believed."""
     if not submit.block_hashes:
         return submit.prompt_tokens
     there = pool.candidates.holders(Role.PREFILL, submit)
@@ -58,8 +58,8 @@ def better_prefill(submit: Submit, asks: Worker, pool: Pool, waiting: float, now
     """The prefill worker to which a request should be bound instead of running on the one that asks; None if there is none.
 
     Only one that has more of its prompt cached comes into question: by what waits there, the one that asks is the first.
-    Requests bound to a worker count among what waits there, so no more of them wait than its cache is worth. What requests have
-    waited for the same prefix lately speaks for computing it once more: see `bindings`.
+    Requests bound to a worker count among what waits there, so no more of them wait than its cache is worth. The time for
+    which requests have waited for the same prefix lately speaks for computing it once more: see `bindings`.
 
     `waiting`: how many requests wait longer if the worker that asks computes longer.
     """

@@ -1,4 +1,4 @@
-"""What becomes of the request whose turn it is on a prefill worker. Pure: `decide` changes nothing.
+"""The decision on the request whose turn it is on a prefill worker. Pure: `decide` changes nothing.
 
 `steps.compose` asks the fair queue for one candidate after another, and applies each decision:
 
@@ -48,7 +48,7 @@ class Place(NamedTuple):
 class Wait(NamedTuple):
     worker: Worker
     prefix: bytes
-    """What that worker has cached and this one has not; empty if it is only faster, or a decode worker."""
+    """The part that that worker has cached and this one has not; empty if it is only faster, or a decode worker."""
     cached_tokens: int
     waits_s: float
     """How much longer it waits there."""

@@ -21,7 +21,7 @@ _HOPE: Final = 0.25
 
 
 class Beginning(NamedTuple):
-    """What a prefill worker need not compute of a prompt."""
+    """The beginning of a prompt that a prefill worker need not compute."""
 
     tokens: int
     """Chunks start behind so many."""
@@ -34,7 +34,7 @@ class Beginning(NamedTuple):
 
 
 def beginning(submit: Submit, prefill: Worker, decode: Worker, pool: Pool, now: float) -> Beginning:
-    """What need not be computed of a prompt that these two workers are to serve."""
+    """The tokens that need not be computed of a prompt that these two workers are to serve."""
     here = cached_tokens(submit, prefill, pool)
     if not _may_fetch(prefill, decode, now):
         return Beginning(here)
@@ -61,7 +61,7 @@ def failed(prefill: Worker, decode_incarnation: int, now: float) -> None:
 
 
 def _guess_s(submit: Submit, prefill: Worker, decode: Worker, pool: Pool) -> float:
-    """What a token is taken to need while none was fetched."""
+    """The time that a token is assumed to need while none was fetched."""
     is_remote = prefill.hello.host != decode.hello.host
     return _HOPE * (pool.weights.transfer_s + pool.weights.remote_s * is_remote) / submit.hash_block_size
 

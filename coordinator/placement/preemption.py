@@ -1,5 +1,5 @@
-"""Who has to leave a decode worker: when its blocks run short, and when a tenant has less than its share while others have
-more. And overcommit: how long an answer is counted with. Pure.
+"""The choice of requests that leave a decode worker: when its blocks run short, and when a tenant has less than its share
+while others have more. And overcommit: how long an answer is counted with. Pure.
 
 A victim is interrupted like an attempt whose worker was lost: its gateway submits it again with the tokens already sent, and a
 prefill worker computes their KV anew. It is then counted with its whole rest, so it is not placed before there is room for
@@ -47,8 +47,8 @@ class PreemptionCandidate(NamedTuple):
 
 
 def choose(candidates: Iterable[PreemptionCandidate], blocks: int) -> list[Key]:
-    """Who leaves, so that `blocks` come free: lowest priority class, then the tenant most ahead of its share, then the
-    newest."""
+    """The requests that leave, so that `blocks` come free: lowest priority class, then the tenant most ahead of its share,
+    then the newest."""
     order = sorted(candidates, key=lambda c: (c.resumed, c.priority_class_weight, -c.debt, -c.placed_at, c.key))
     chosen: list[Key] = []
     for candidate in order:
@@ -70,7 +70,7 @@ def expected_left(request: Request, long_tokens: float, factor: float) -> int:
 
 
 def relieve(state: State, worker: Worker, short_blocks: int, now: float) -> None:
-    """Interrupt as many as it takes. What those who are leaving already will give back is counted first."""
+    """Interrupt as many as it takes. The blocks of those who are leaving already are counted first."""
     room = worker.admission
     assert room is not None
     candidates: list[PreemptionCandidate] = []

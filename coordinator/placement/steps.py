@@ -1,4 +1,4 @@
-"""Which chunks make up one prefill forward pass: candidates in the fair order, and what follows from the decision on each."""
+"""The composition of one prefill forward pass: candidates in the fair order, and the decision on each."""
 
 from itertools import islice
 from math import inf

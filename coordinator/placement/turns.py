@@ -10,8 +10,8 @@ from proto.messages import Role
 
 
 def begin(request: Request, pool: Pool, queue: WaitQueue, counters: Counter[str], now: float) -> None:
-    """It has been let in, and pays for what was kept for it, while others wait. What an earlier coordinator had let in, or an
-    earlier attempt at all its choices, is no turn."""
+    """It has been let in, and pays for what was kept for it, while others wait. A request that an earlier coordinator had let
+    in, or all of whose choices an earlier attempt has begun, is no turn."""
     submit = request.submit
     if submit.attempt > 1 or not submit.block_hashes:
         return

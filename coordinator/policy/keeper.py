@@ -49,7 +49,8 @@ class PolicyKeeper:
         self._file_changed = False
 
     async def start(self) -> tuple[Tenants, PolicyInForce]:
-        """What is in force. Raises `PolicyStoreError`, or `TenantsError` if a stored version cannot be used."""
+        """Returns the tenants and the policy that are in force. Raises `PolicyStoreError`, or `TenantsError` if a stored
+        version cannot be used."""
         self._versions = await asyncio.to_thread(self._read)
         return await self._change(lambda versions: versions.load(self._tables, self._options, clock.unix_time()))
 

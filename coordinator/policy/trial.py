@@ -7,7 +7,7 @@ from runtime.tenancy.tenants import Tenants, from_tables
 
 
 def tenants_of(versions: Versions) -> Tenants:
-    """What is in force, with what is on trial. Raises `TenantsError` or `PolicyError`."""
+    """The tenants by the version in force, with the one on trial. Raises `TenantsError` or `PolicyError`."""
     active = from_tables(versions.get(versions.active).tables)
     if versions.trial is None:
         return active

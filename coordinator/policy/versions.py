@@ -19,7 +19,7 @@ Tables = Mapping[str, Any]
 
 
 class PolicyError(CrossdockError):
-    """What `crossdock policy` asks for cannot be done."""
+    """A wish of `crossdock policy` that cannot be met."""
 
 
 class PolicyRevision(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 class PolicyInForce(msgspec.Struct, frozen=True):
-    """What the core knows of versions: their names, for status, metrics and the event log."""
+    """The part of versions that the core knows: their names, for status, metrics and the event log."""
 
     number: int = 0
     digest: str = ""

@@ -57,8 +57,8 @@ def begin(state: State, worker: Worker, hand_over_ms: float, now: float) -> None
 
 
 def join(state: State, worker: Worker, hand_over_ms: float | None, now: float) -> None:
-    """It registers; `hand_over_ms`: what it knows of its draining. What a person has said of it since goes before that: the
-    order may be lost with the connection it was sent on."""
+    """It registers; `hand_over_ms`: what it knows of its draining. A person's later word goes before it: the order may be lost
+    with the connection it was sent on."""
     if worker.incarnation in state.drain_orders:
         until = state.drain_orders[worker.incarnation]
         ordered_ms = None if until is None else max(0.0, 1000 * (until - now))

@@ -1,8 +1,8 @@
-"""Whose turn it is: of the coordinators of one usage ledger one serves, and those that were told to (`--standby`) wait.
+"""The leadership among coordinators: of those with one usage ledger one serves, and those that were told to (`--standby`) wait.
 
 The turn is a lock on `FILE.lock`, kept until the process ends. The kernel gives it on at that moment, however the process
-ends; one that stands by has loaded everything by then and serves within milliseconds. Who is only started again takes the time
-of a Python start, about a second of CPU.
+ends; one that stands by has loaded everything by then and serves within milliseconds. A restart without a standby takes the
+time of a Python start, about a second of CPU.
 
 A network file system may give a lock on although its holder lives, as when that is cut off for longer than its lease. So a
 ledger on one is refused.

@@ -37,8 +37,8 @@ def count_loss(state: State, worker: Worker) -> None:
 
 
 def _in_step(state: State, worker: Worker) -> list[tuple[Request, Suspicion]]:
-    """Requests in the steps that the worker was given, and what speaks against them now. Which of two steps it was in is not
-    known for certain: its last word may be lost. A request that decodes has had all its chunks computed."""
+    """Requests in the steps that the worker was given, and what speaks against them now. Its last word may be lost, so it is
+    not certain which of two steps it was in. A request that decodes has had all its chunks computed."""
     found = []
     for step, requests in worker.steps.values():
         for chunk, request in zip(step.chunks, requests, strict=True):

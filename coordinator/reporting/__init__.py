@@ -1,4 +1,4 @@
-"""What people are told: `crossdock status`, metrics, recent times.
+"""The reports to people: `crossdock status`, metrics, recent times.
 
 Start with `report`.
 """

@@ -1,5 +1,5 @@
-"""Metrics of the coordinator. What the core's state knows is read when somebody asks; the driver tells the rest, once
-or twice in a request's life. Pure.
+"""Metrics of the coordinator. Those of the core's state are read when somebody asks; the driver counts the rest, once or twice
+in a request's life. Pure.
 
 A part of the core that counts something new in `State.counters` needs no line here: under the prefixes below it gets the label
 value that follows them, and anything else is an event.

@@ -1,4 +1,4 @@
-"""What the core's state means to people: `crossdock status`, and how long to wait before trying again."""
+"""The core's state in terms for people: `crossdock status`, and how long to wait before trying again."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -34,7 +34,7 @@ WORKERS_SHOWN = 1024
 PAIRS_SHOWN = 4096
 """So that a report fits its frame, whatever workers say."""
 COUNTER_MAX = (1 << 63) - 1
-"""What MessagePack and its readers take; some are sums of what workers say."""
+"""The largest number that MessagePack and its readers take; some are sums of numbers that workers report."""
 
 
 def retry_after_s(state: State, submit: Submit, now: float) -> float:

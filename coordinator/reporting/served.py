@@ -1,4 +1,5 @@
-"""Who was served lately, of those who share a queue, and how evenly. For people: nothing is decided by it. Pure."""
+"""The tenants that were served lately, of those who share a queue, and how evenly. For people: nothing is decided by it.
+Pure."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -23,7 +24,7 @@ class ServedTenant(NamedTuple):
 
 
 def services(queue: WaitQueue, now: float) -> list[ServedTenant]:
-    """What was served to tenants that were served lately, or that wait."""
+    """The service to tenants that were served lately, or that wait."""
     found = []
     for path in queue.backlog.tenants():
         tenant = queue.backlog.tenant(path, now)

@@ -1,4 +1,4 @@
-"""Which waiting request cannot meet its deadline any more, in whatever order they are due. Pure.
+"""The waiting requests that cannot meet their deadlines any more, in whatever order they are due. Pure.
 
 Requests are ordered by their latest start: the deadline minus the time that the fastest prefill worker takes for the prompt,
 because a prompt runs on one worker. The request with the earliest latest start is the one to look at. How much of a prompt is

@@ -1,4 +1,4 @@
-"""What waits, by tenant: who has to go when there is too much of it. Pure.
+"""The backlog by tenant, and the choice of those who leave when it is too long. Pure.
 
 The size of a backlog counts requests and tokens at once: a request weighs its prompt's tokens and its part of the room for
 requests (`queue_tokens_max / queue_requests_max`), so that neither a million tiny requests nor a few huge ones hide.
@@ -154,8 +154,8 @@ class Backlog:
     # --- who goes -------------------------------------------------------------------------------------------------------
 
     def victim(self, newcomer: Request, priority_classes_lowest_first: Iterable[str]) -> Request | None:
-        """Who has to make room for `newcomer`: the newest borrower, else in the lowest priority class the newest request of
-        the tenant with the largest backlog; None if that is the newcomer itself."""
+        """The request that has to make room for `newcomer`: the newest borrower, else in the lowest priority class the newest
+        request of the tenant with the largest backlog; None if that is the newcomer itself."""
         if self._borrowed and not newcomer.borrowed:
             return next(reversed(self._borrowed.values()))
         size = newcomer.submit.prompt_tokens + self._tokens_per_request

@@ -32,7 +32,7 @@ def spread(wait_s: float, request_id: str) -> float:
 
 
 class Speed(NamedTuple):
-    """What a pool says about its workers."""
+    """The speed of a pool's workers."""
 
     prompt_tokens_per_s: float
     """0: not measured."""
@@ -124,7 +124,7 @@ class Projection:
     def retry_after_s(
         self, path: Path, work: int, request_id: str, speed: Speed, now: float, computed_s: float = 0.0
     ) -> float:
-        """What a client is told: its turn behind all that wait, and all that come back before it. It is kept for it.
+        """The wait that a client is told: its turn behind all that wait, and all that come back before it. It is kept for it.
         `computed_s`: until prefill has computed what goes before it of all that was let in, also of what has a place."""
         for before, amount in self._coming.take_due(now):
             self._line.add(before, -amount, urgent=False)

@@ -26,7 +26,7 @@ from proto.parts import STEP_TOKENS
 _PRIORITY_S = 1e6
 """Seconds that one step of a request's own priority counts: more than any deadline."""
 _HEAD_START_S = 1e13
-"""What a drain cut short goes before whatever else its tenant has waiting."""
+"""A request that a drain cut short goes before the other waiting requests of its tenant."""
 
 
 class WaitQueue:
@@ -37,7 +37,7 @@ class WaitQueue:
         self._waiting = 0
         self._lengths: dict[Path, OutputLength] = {}
         self._length_of_all = OutputLength(limits.long_output_tokens)
-        """What tenants begin with of which no answer has been seen."""
+        """The length that tenants begin with of which no answer has been seen."""
         self.output_ratios: dict[str, Ratios] = {}
         """Tokens of answers as parts of what was expected when they were admitted, by priority class."""
         self._waits = Waits(limits.queue_wait_s_max, limits.resumed_wait_s_max)
@@ -112,7 +112,7 @@ class WaitQueue:
         self.nothing_due_before = min(self.nothing_due_before, request.since + self._waits.limit_s(request))
 
     def work(self, submit: Submit, path: Path) -> int:
-        """What a request is going to cost, as `Projection` counts it."""
+        """The expected cost of a request, as `Projection` counts it."""
         return self._work(submit, self._length(path).estimate(submit))
 
     def _work(self, submit: Submit, output_tokens: float) -> int:
@@ -129,8 +129,8 @@ class WaitQueue:
         request.uncomputed_tokens = tokens
 
     def put_back(self, request: Request, dispatched_tokens: int) -> None:
-        """Its worker will skip what was dispatched behind `dispatched_tokens`, so that must be dispatched again. What it cost
-        comes back with the steps that skip it."""
+        """Its worker will skip what was dispatched behind `dispatched_tokens`, so that must be dispatched again. The steps
+        that skip it pay back its cost."""
         request.dispatched_tokens = dispatched_tokens
         if request.entry is None:
             self.refund_output(request)

@@ -25,7 +25,7 @@ _CLASSES = 1 << 20
 
 
 class Demand(NamedTuple):
-    """What a request may come to hold at a decode worker."""
+    """The most that a request may come to hold at a decode worker."""
 
     tokens: int
     choices: int

@@ -52,7 +52,7 @@ class _Node:
             del self.sizes[order]
 
     def until(self, child: "_Node", work: float) -> float:
-        """What all children get until this one, who is of them or is not, has got so much."""
+        """The work that all children get until this one, whether it is among them or not, has got so much."""
         each, total = work / child.weight, work
         own = child.order if child.work else -1
         for order, size in self.sizes.items():

@@ -1,4 +1,4 @@
-"""What is known of workers: reservations, prefix caches, free KV blocks, circuit breakers. Pure.
+"""The coordinator's knowledge of workers: reservations, prefix caches, free KV blocks, circuit breakers. Pure.
 
 Start with `pool`.
 """

@@ -1,4 +1,4 @@
-"""Which workers of a pool are compared for a request: without a look at all of them. Pure.
+"""The workers of a pool that are compared for a request, without a look at all of them. Pure.
 
 Prefill workers are kept in the order in which they would be done with a prompt, decode workers in the order of how full they
 are, and both by prefix. So a decision looks at a few workers, however many there are; where there are few, it looks at all.

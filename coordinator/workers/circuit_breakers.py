@@ -1,4 +1,4 @@
-"""Which pairs of a prefill and a decode worker are left out, since KV does not get from the one to the other. Pure.
+"""The pairs of a prefill and a decode worker that are left out, since KV does not get from the one to the other. Pure.
 
     closed ──TRIP_AFTER failures in a row──▶ open ──its time is over──▶ one attempt tries it ──KV handed over──▶ closed
                                               ▲                                    └─fails─▶ open, twice as long

@@ -21,7 +21,7 @@ class FlipState(StrEnum):
 @dataclass(eq=False)
 class RunningFlip:
     hellos: Sequence[Hello]
-    """What the process said in its old role: one message, or two of a mixed worker."""
+    """The process's messages in its old role: one, or two of a mixed worker."""
     role: Role
     """The new one."""
     force: bool

@@ -40,7 +40,8 @@ BESIDE_STREAMS = STALL_SHARE / (1 + STALL_SHARE)
 
 
 class Pool:
-    """`admission` lets in only workers between which KV can cross. What changes a worker tells its pool: `changed`, `freed`."""
+    """`admission` lets in only workers between which KV can cross. Code that changes a worker tells its pool: `changed`,
+    `freed`."""
 
     def __init__(self, model: str, weights: Weights | None = None, steps: StepLimits | None = None) -> None:
         self.model = model
@@ -136,7 +137,7 @@ class Pool:
         return self._freed.per_s(now)
 
     def changed(self, worker: Worker) -> None:
-        """What it holds or has to do has changed, or whether it takes work."""
+        """Its allocations or its work have changed, or whether it takes work."""
         if worker.admission is None:
             self.candidates.prefill_changed(worker, self.rate(worker))
             self.wakeups.steps_changed(worker)
@@ -248,7 +249,7 @@ class Pool:
         return not self.lacks()
 
     def lacks(self) -> str:
-        """What keeps it from taking new work; empty where nothing does."""
+        """The reason why it takes no new work; empty where there is none."""
         for role, side in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode)):
             if not side:
                 return f"no {role} worker is up"

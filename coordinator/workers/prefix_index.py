@@ -1,4 +1,5 @@
-"""What each worker's prefix cache is believed to hold. Hints only: a worker that has less says so (`CacheMiss`). Pure.
+"""The blocks that each worker's prefix cache is believed to hold. Hints only: a worker that has less says so (`CacheMiss`).
+Pure.
 
 Entries belong to a worker's incarnation and go with it; a worker that registers starts empty, and tells what it has again.
 
@@ -200,8 +201,8 @@ def known_blocks(locality: Locality, incarnation: int, submit: Submit, block_siz
 
 
 def usable_tokens(blocks: int, submit: Submit, block_size: int) -> int:
-    """What of a cached beginning saves work: whole blocks, and the last token is computed in any case, since the first one
-    of the answer is drawn from its logits."""
+    """The tokens of a cached beginning that save work: whole blocks; the last token is computed in any case, since the first
+    one of the answer is drawn from its logits."""
     return min(blocks, (submit.prompt_tokens - 1) // block_size) * block_size
 
 

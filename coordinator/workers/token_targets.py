@@ -49,7 +49,7 @@ class TokenTargets:
             self.changed(worker)
 
     def changed(self, worker: Worker) -> None:
-        """What a decode worker holds has changed, or whether it takes work."""
+        """The tokens that a decode worker holds have changed, or whether it takes work."""
         if not self.used:
             return
         incarnation, held = worker.incarnation, worker.seqs_by_target

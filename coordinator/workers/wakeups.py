@@ -1,7 +1,7 @@
-"""Which prefill workers are asked for a step after an event, and why. Pure.
+"""The prefill workers that are asked for a step after an event, and why. Pure.
 
-`placement.schedule` asks a worker only where something has happened that may let it compute. What can happen is a method here
-each, and nothing else makes it ask.
+`placement.schedule` asks a worker only where something has happened that may let it compute. Each event that can make it ask
+is a method here.
 
 **Invariant**, after `schedule`: take a prefill worker that can be given a step, and a queue key that it may take from: its own
 key, the key of what is bound to it, or a class of KV demand. If something waits there, one of these holds:

@@ -25,13 +25,13 @@ Where = dict[tuple[str, int], list[int]]
 
 
 class Allocation(msgspec.Struct, frozen=True, gc=False):
-    """What one attempt has reserved on one worker, until that worker itself says that it has let go."""
+    """The blocks that one attempt has reserved on one worker, until that worker itself says that it has let go."""
 
     kv_blocks: int
-    """Its blocks in decode, at the end of its longest life. What it holds until then is in the worker's `admission`."""
+    """Its blocks in decode, at the end of its longest life. On a decode worker, `admission` has the blocks until then."""
     seqs: int
     path: Path = ()
-    """Whom to charge what the worker says it has emitted; empty for what was adopted."""
+    """The tenant that pays for tokens which the worker reports; empty for adopted requests."""
     demand: KvDemand | None = None
     """Its demand in decode; None for what was adopted and of which no more is known than its blocks."""
     resumed_tokens: int = 0
@@ -49,7 +49,7 @@ class Worker:
     capacity: Capacity
     free_seqs: int
     admission: KvAdmission | None = None
-    """Decode only. What a prefill worker holds does not grow: `kv_blocks_taken` says it all."""
+    """Decode only. Allocations on a prefill worker do not grow: `kv_blocks_taken` is enough."""
     seqs_by_target: dict[float, int] = field(default_factory=dict)
     """Decode only: sequences held, by `Allocation.tpot_ms`."""
     held_charged_at: float = 0.0
@@ -124,7 +124,7 @@ class Worker:
 
     @property
     def process_name(self) -> str:
-        """What people call its process by: a mixed one is two workers."""
+        """The name of its process for people: a mixed one is two workers."""
         return self.hello.process or self.hello.name
 
     @property
@@ -247,7 +247,7 @@ class Worker:
         return step
 
     def end_step(self, step_id: int) -> tuple[tuple[Chunk, ...], list[Request]]:
-        """What was asked for in a step that is over, and whose it is; empty if it is not known."""
+        """The chunks of a step that is over, and their requests; empty if it is not known."""
         found = self.steps.pop(step_id, None)
         if found is None:
             return (), []

@@ -1,4 +1,4 @@
-"""What one forward pass is over, as tensors: token ids, positions, block tables, and where K and V go.
+"""The inputs of one forward pass, as tensors: token ids, positions, block tables, and where K and V go.
 
 The pool `[blocks, layers, 2, block_size, kv_heads, head_dim]` is also rows of one token, `kv_heads * head_dim` numbers each. A
 token's slot is the number of the row that its K has in layer 0; the rows of other layers, and those of V, are at fixed
@@ -36,8 +36,8 @@ class SeqChunk:
     wants_logits: bool
     """Whether the logits of the last token are wanted."""
     on_logits: OnLogits | None = None
-    """Called with the logits of all its tokens, some at a time: the number of the first, and [tokens, vocab] float32. What it
-    is given is overwritten when it has returned."""
+    """Called with the logits of all its tokens, some at a time: the number of the first, and [tokens, vocab] float32. The
+    tensor that it is given is overwritten when it has returned."""
 
 
 def rows_of_logits(chunks: Sequence[SeqChunk]) -> Iterator[tuple[OnLogits, int, int, int]]:

@@ -1,4 +1,4 @@
-"""What an attention backend does, and what its callers must tell it."""
+"""The interface of an attention backend, and the arguments of its callers."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -10,7 +10,7 @@ from engine.attention.forward_batch import ForwardBatch
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What a layer calls its attention with."""
+    """The arguments with which a layer calls its attention."""
 
     window: int | None
     """A token sees itself and at most `window - 1` tokens before it; None: all before it."""
@@ -34,7 +34,7 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """What `plan` prepares once for all layers."""
+    """Metadata that `plan` prepares once for all layers."""
 
     batch: ForwardBatch
     groups: tuple[RowGroup, ...] = ()

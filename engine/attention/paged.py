@@ -1,7 +1,7 @@
 """The attention function registered with transformers: writes K and V into the paged pool and attends over it.
 
 Models call it as `fn(module, query [1, heads, tokens, dim], key [1, kv_heads, tokens, dim], value, attention_mask, ...)` for
-packed inputs. What the forward in progress is about reaches it through a context variable, `forward_context`, which holds a
+packed inputs. The forward in progress passes its arguments through a context variable, `forward_context`, which holds a
 `Recorder` while a freshly loaded model is examined and a `PagedForward` while tokens are forwarded; each thread sees its own.
 No mask function is registered under the name, so that the models build none.
 """

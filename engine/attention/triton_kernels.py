@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 # Triton compiles a kernel anew for integers that are 1 or multiples of 16, and for pointers that are, or are not, aligned to 16
-# bytes. What changes from batch to batch must not have it compile while requests wait.
+# bytes. Values that change from batch to batch must not make it compile while requests wait.
 PER_BATCH = ["lengths", "positions", "row_starts", "slots", "table_stride", "tables", "tile_count", "tiles", "window"]
 
 

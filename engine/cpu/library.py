@@ -1,7 +1,7 @@
 """Builds the kernels for this CPU, once, and loads them.
 
 The compiler is the one in the package `ziglang` (clang), so that nothing has to be installed on a host and all hosts have the
-same. What it made is kept in the user's cache folder, under a name that depends on the source, the compiler and the CPU.
+same. The library is kept in the user's cache folder, under a name that depends on the source, the compiler and the CPU.
 """
 
 import ctypes
@@ -98,7 +98,7 @@ class KernelBatch(Structure):
 
 
 def instruction_set() -> str:
-    """What the kernels are built for: `avx512`, `avx2` or `neon`. Raises KernelsUnavailable where there is none of them.
+    """The instruction set of the kernels: `avx512`, `avx2` or `neon`. Raises KernelsUnavailable where there is none of them.
 
     As torch does, it obeys ATEN_CPU_CAPABILITY=avx2.
     """

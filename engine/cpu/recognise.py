@@ -95,7 +95,7 @@ class ModelParts:
     norm: torch.Tensor
     rotary: nn.Module
     rotary_types: tuple[str | None, ...]
-    """What the tables are of, as `rotary` calls it; None where it has one only."""
+    """The kind of each table, as `rotary` calls it; None where it has one only."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -104,7 +104,7 @@ class ModelParts:
     scaling: float
     softcap: float
     residual: float
-    """What a part adds is multiplied by it."""
+    """The factor on the sum that a part adds."""
     logit_scale: float
     logit_softcap: float
 
@@ -127,7 +127,7 @@ class ModelParts:
 
 
 class _Seen:
-    """What all layers must have in common."""
+    """Facts that all layers must have in common."""
 
     def __init__(self) -> None:
         self.epsilons: set[float] = set()
@@ -186,7 +186,7 @@ def _layer_type(types: tuple[str | None, ...], config: Any, index: int) -> str |
 
 
 def _embedding_scale(body: Any, embedding: nn.Embedding) -> float:
-    """What embeddings are multiplied by: in the embedding itself (Gemma), or behind it (Granite)."""
+    """The factor on embeddings: in the embedding itself (Gemma), or behind it (Granite)."""
     ids = torch.arange(min(8, embedding.num_embeddings), device=embedding.weight.device)
     rows, embedded = embedding.weight[ids], embedding(ids)
     scale = float((embedded.norm() / rows.norm()).item()) if rows.norm() > 0 else 1.0

@@ -7,7 +7,7 @@ from engine.sampling.sampler import SamplerState
 
 
 class Adjustments:
-    """What the logits of each slot's sequence are changed by. It is made when the first sequence asks for it: at 150,000
+    """The terms that change the logits of each slot's sequence. It is made when the first sequence asks for it: at 150,000
     words of vocabulary and 64 slots it is 86 MB."""
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:

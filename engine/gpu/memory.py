@@ -20,7 +20,7 @@ MakeRunner = Callable[[int], tuple[Runner, int]]
 
 @dataclass(frozen=True)
 class GpuShare:
-    """What a worker may use of its GPU."""
+    """The part of its GPU that a worker may use."""
 
     memory: float = 0.9
     """Share of the GPU's memory, for all that this process has there."""

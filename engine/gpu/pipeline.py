@@ -32,7 +32,7 @@ class _Step:
     tokens: torch.Tensor
     """[2, rows] on the host: tokens, and whether their logits were finite."""
     logprobs: torch.Tensor | None
-    """What `top_logprobs` returns, on the host; None if nobody wants it."""
+    """The result of `top_logprobs`, on the host; None if nobody wants it."""
     done: torch.cuda.Event | None
 
 

@@ -1,8 +1,8 @@
-"""What the host tells the device for one decode step, in one buffer that is copied at once.
+"""The host's input to the device for one decode step, in one buffer that is copied at once.
 
 The buffer is a matrix of int64, a field in each line and a row of the batch in each column. Behind it are the block tables of
-the sequences that join. Numbers with a fraction are float64 in the same 8 bytes. What does not change while a sequence runs is
-kept here by the sequence's slot, so that the work for a step does not grow with the context.
+the sequences that join. Numbers with a fraction are float64 in the same 8 bytes. Values that do not change while a sequence
+runs are kept here by the sequence's slot, so that the work for a step does not grow with the context.
 """
 
 from collections.abc import Hashable, Sequence
@@ -55,7 +55,7 @@ class Join:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What the host must know of a step to launch it."""
+    """The facts of a step that the host needs to launch it."""
 
     rows: int
     joins: tuple[Join, ...]

@@ -1,4 +1,4 @@
-"""Who holds which KV block. Pure: numbers only, no tensors.
+"""The holders of each KV block. Pure: numbers only, no tensors.
 
 Every block is in exactly one state: free, held (with a reference count of one or more), cached (nobody holds it, but it holds
 a known prefix, until the room is needed), or quarantined (a receive into it is not proven dead, so nobody may have it).
@@ -132,7 +132,7 @@ class BlockAllocator:
         self._prefixes.insert(hashes, blocks, start)
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """What is in these blocks, and in blocks that continue them, is suspect: nobody is to find it any more."""
+        """The content of these blocks, and of blocks that continue them, is suspect: nobody is to find it any more."""
         self.pool.free += self._prefixes.forget(blocks)
 
     def end(self, hashes: Sequence[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Which cached block is given up first: the one that is least likely to be asked for again. Pure.
+"""The order in which cached blocks are given up: the one that is least likely to be asked for again goes first. Pure.
 
 A block was used last by a tenant of whose turns a share `r` is followed by another one, after `m` seconds in the mean
 (`proto.parts.Returns`). After `a` seconds without use it is asked for again with the probability

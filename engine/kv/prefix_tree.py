@@ -1,4 +1,4 @@
-"""Which blocks hold a known prefix: a tree of chained hashes over a pool's blocks. Pure; only the allocator uses it.
+"""The blocks that hold a known prefix: a tree of chained hashes over a pool's blocks. Pure; only the allocator uses it.
 
 A hash stands for a full block *and* all that comes before it, so a node's parent is the block before it. Two rules:
 - A node never outlives its parent: what cannot be reached from the start of a prompt is no longer known.
@@ -32,7 +32,7 @@ class _Node:
 
 
 class PrefixChanges:
-    """What has become known or was given up since this was last asked, for somebody who keeps a copy."""
+    """The prefixes that became known or were given up since the last question, for a caller that keeps a copy."""
 
     def __init__(self, known: Iterable[bytes]) -> None:
         self._changes: OrderedDict[bytes, bool] = OrderedDict()
@@ -140,7 +140,7 @@ class PrefixTree:
         while True:
             node = self._node_of[self.idle.first()]
             child = next(iter(node.children.values()), None)
-            # What others continue is worth as much as what continues it.
+            # A block that others continue is worth as much as the block that continues it.
             if child is None or child.block not in self.idle or not self.idle.keep_with(node.block, child.block):
                 return self._remove(node)
 

@@ -1,5 +1,5 @@
-"""Which code runs a loaded model: the kernels of its device where they know its shape, else transformers' own, with the
-attention backend `torch`. This is the one place that decides it; the log has the `backend` of what was chosen.
+"""The choice of the code that runs a loaded model: the kernels of its device where they know its shape, else transformers'
+own, with the attention backend `torch`. This is the one place that decides it; the log has the `backend` of what was chosen.
 
 All are compared with the model as transformers runs it before it serves.
 """
@@ -38,7 +38,7 @@ class BackendCandidate:
     text_config: Any
     info: ModelInfo
     calls: list[AttentionCall]
-    """What its layers call their attention with."""
+    """The arguments with which its layers call their attention."""
     weights: str
     """How the CPU kernels are to keep its weights."""
     kv_bytes: int | None

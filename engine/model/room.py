@@ -85,7 +85,7 @@ def weights_of(folder: Path, dtype: torch.dtype | None) -> tuple[int, torch.dtyp
 
 
 def _stated_type(folder: Path) -> torch.dtype | None:
-    """What transformers takes for `auto`; None: as stored."""
+    """The type that transformers uses for `auto`; None: as stored."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for one in (config, config.get("text_config") or {}):
         name = one.get("dtype") or one.get("torch_dtype")

@@ -1,7 +1,7 @@
 """One token from one row of logits: temperature → min_p → top_k → top_p → the inverse of the cumulative distribution.
 
-What a draw means is defined by sums in float64 that add one weight after another: in order of token ids for the draw, from
-the largest weight down for top_p.
+A draw is defined by sums in float64 that add one weight after another: in order of token ids for the draw, from the largest
+weight down for top_p.
 """
 
 import sys

@@ -41,7 +41,7 @@ class Constraint(Protocol):
 
 
 class SamplerState:
-    """What one choice's next draw depends on besides the logits: its parameters and the tokens so far."""
+    """The state on which one choice's next draw depends besides the logits: its parameters and the tokens so far."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class SamplerState:
 
     @property
     def forbids(self) -> bool:
-        """Whether there may be tokens that must not be drawn next. Which ones they are depends on the last token."""
+        """Whether there may be tokens that must not be drawn next. The last token decides which ones they are."""
         return self.constraint is not None or self._limits.apply_at(self.index)
 
     def forbidden(self) -> torch.Tensor:

@@ -31,7 +31,7 @@ _TOOL_HINTS: Final = {
 """Fields that are checked, and have no effect: each tool is shown to the model, and its arguments are streamed as they come."""
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _EFFORTS: Final = {"disabled": "none", "enabled": "high"}
-"""What `thinking` is worth as an effort. Anthropic's own is high."""
+"""The effort that `thinking` stands for. Anthropic's own is high."""
 _REFUSED: Final = {
     "image": "images are not supported: this server reads text",
     "document": "documents are not supported: send their text",

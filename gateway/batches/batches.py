@@ -83,7 +83,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class WantedBatch:
-    """What a client asks for."""
+    """A batch as a client asks for it."""
 
     input_file_id: str
     endpoint: str

@@ -10,7 +10,7 @@ from gateway.batches.store import new_id, row_of
 from gateway.http.errors import ApiError, bad_value
 
 FILE_COST_BYTES: Final = 16 << 10
-"""What each file and each batch counts for in its tenant's share, beside its content: so their number is bounded too."""
+"""Bytes that each file and each batch counts for in its tenant's share, beside its content: so their number is bounded too."""
 UPLOAD_S: Final = 3600
 """An upload that has not ended after so long was cut off by a kill."""
 Line = tuple[int, bool, bytes]

@@ -1,4 +1,4 @@
-"""Which line of which batch runs next. Pure.
+"""The choice of the batch and the line that run next. Pure.
 
 Tenants take turns, and each tenant's oldest batch goes first. A batch whose line is refused for now, as by a quota or a full
 queue, waits until the time that it was told, then tries one line; each answer doubles the number of its lines that may run at
@@ -28,7 +28,7 @@ class LineQueue:
         self.running = 0
         self._batches: dict[str, _Batch] = {}
         self._tenants: OrderedDict[str, list[str]] = OrderedDict()
-        """Tenant → its batches, the oldest first. Whose turn it is stands first."""
+        """Tenant → its batches, the oldest first. The tenant whose turn it is stands first."""
 
     def __contains__(self, batch_id: str) -> bool:
         return batch_id in self._batches

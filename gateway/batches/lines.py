@@ -73,7 +73,7 @@ class BatchLine(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Body(msgspec.Struct):
-    """What is looked at before a request runs."""
+    """The fields that are checked before a request runs."""
 
     model: msgspec.Raw = msgspec.Raw(b"null")
     stream: msgspec.Raw = msgspec.Raw(b"null")

@@ -1,4 +1,4 @@
-"""What routes and runner share: the store, and the bounds on what is in it."""
+"""The parts that routes and runner share: the store, and the bounds on its content."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -98,11 +98,11 @@ class Store:
         await self._call(self._open)
 
     async def close(self) -> None:
-        """What has begun is finished first."""
+        """Transactions that have begun are finished first."""
         await self._call(self._close)
 
     async def write(self, work: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kw: P.kwargs) -> T:
-        """What `work` returns or raises, in a transaction that is undone if it raises. Raises `StoreError`."""
+        """The result of `work`, in a transaction that is undone if it raises. Raises `StoreError`."""
         return await self._call(partial(self._in_transaction, "BEGIN IMMEDIATE", lambda db: work(db, *args, **kw)))
 
     async def read(self, work: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kw: P.kwargs) -> T:

@@ -1,4 +1,4 @@
-"""What clients send and are told of files and batches, as types; OpenAI's, as far as it is served."""
+"""Files and batches on the wire, as types; OpenAI's, as far as it is served."""
 
 from typing import Annotated, Any, Literal
 

@@ -20,9 +20,9 @@ from gateway.openai.request_types import validate
 from runtime.process import clock
 
 PIECE_BYTES: Final = 1 << 20
-"""What is written in one transaction."""
+"""Bytes that are written in one transaction."""
 LINE_SLACK_BYTES: Final = 4 << 10
-"""What a line may have beside the body of its request."""
+"""Bytes that a line may have beside the body of its request."""
 _SLICE_BYTES: Final = 16 << 10
 """Cut into lines at once: with short lines it takes milliseconds, in which the event loop waits."""
 _FIELD_BYTES_MAX: Final = 1 << 10

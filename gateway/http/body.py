@@ -1,6 +1,6 @@
 """Reading request bodies within bounds: requests at once, bytes of one and of all, and the time one may take.
 
-What all may hold together is divided between tenants (`fair_share`), so that none can keep the others out.
+The total is divided between tenants (`fair_share`), so that none can keep the others out.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ BODIES_BYTES_MAX: Final = 256 << 20
 
 
 class Slots:
-    """What one request holds of the gateway's bound on prompts."""
+    """The part of the gateway's bound on prompts that one request holds."""
 
     def __init__(self, share: FairShare, owner: str) -> None:
         self._share = share
@@ -123,8 +123,8 @@ def _no_room(share: FairShare, amount: int) -> ApiError:
 
 
 def owner_of(tenant: str, client_host: str | None) -> str:
-    """Who a request counts for: its tenant, or its client's address where there are no keys (`tenant` is empty). An IPv6
-    client has a whole /64."""
+    """The owner that a request counts for: its tenant, or its client's address where there are no keys (`tenant` is empty). An
+    IPv6 client has a whole /64."""
     if tenant:
         return tenant
     try:

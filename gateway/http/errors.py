@@ -1,4 +1,4 @@
-"""What a client is told when a request is refused or fails: OpenAI's shape, one status and one code for each case."""
+"""The errors of the API: OpenAI's shape, one status and one code for each case."""
 
 import math
 from collections.abc import Callable, Sequence

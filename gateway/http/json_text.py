@@ -20,7 +20,7 @@ _QUOTE_BYTES: Final = 24
 _FIELD_BYTES: Final = 160
 """Also of an empty object or list."""
 _SLOW_NUMBER_BYTES: Final = VALUES_BYTES_MAX // 2_000
-"""What a number with an exponent, or of over `_LONG_DIGITS` digits, counts for the time that it may take."""
+"""Bytes that a number with an exponent, or of over `_LONG_DIGITS` digits, counts for the time that it may take."""
 _LONG_DIGITS: Final = 256
 _ALL_DIGITS_ALIKE: Final = bytes.maketrans(b"123456789.", b"0000000000")
 

@@ -54,7 +54,7 @@ class MultipartReader:
     # Each step takes from what is there. None: it needs more; empty: it has found nothing to hand out.
 
     def _skip(self) -> Part | bytes | None:
-        """What stands before the first boundary."""
+        """Skip the text before the first boundary."""
         at = self._rest.find(self._delimiter)
         if at < 0:
             self._rest = self._rest[-len(self._delimiter) :]
@@ -64,7 +64,7 @@ class MultipartReader:
         return b""
 
     def _boundary(self) -> Part | bytes | None:
-        """What follows a boundary: the end of its line, or of the whole body."""
+        """Read the rest of a boundary: the end of its line, or of the whole body."""
         if self._rest.startswith(b"--"):
             self.is_complete = True
             return b""

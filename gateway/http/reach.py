@@ -54,8 +54,8 @@ class Reach:
         await (self._app if error is None else self._answer(error, scope))(scope, receive, send)
 
     def _client(self, connected: str, forwarded: list[str]) -> str:
-        """The nearest address that is no trusted proxy. What a proxy says that is no address is not believed: the proxy itself
-        is the client then."""
+        """The nearest address that is no trusted proxy. If a proxy names something that is no address, the proxy itself is the
+        client."""
         client = _address(connected)
         for entry in reversed(",".join(forwarded).rsplit(",", PROXIES_MAX)):
             if client is None or not any(client in proxy for proxy in self._proxies):

@@ -28,7 +28,7 @@ def new_token() -> str:
 
 @dataclass
 class RequestInfo:
-    """What the access log says of one request. Times are monotonic seconds."""
+    """The facts of one request in the access log. Times are monotonic seconds."""
 
     client_id: str = ""
     """The client's own `X-Request-Id`. It may not be unique, so nothing is looked up by it."""
@@ -53,7 +53,7 @@ class RequestInfo:
 
     @property
     def request_id(self) -> str:
-        """What the client is told."""
+        """The id that the client is told."""
         return self.client_id or self.internal_id
 
     def delivered(self, tokens: int, now: float) -> None:

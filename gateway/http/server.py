@@ -3,7 +3,7 @@
     connection ── headers ──▶ request ── body ──▶ answer ──▶ idle ──▶ …
       bytes, count, time        bytes, time         time       time
 
-What a request may cost once its headers are there is `body.Intake`'s; how slowly a stream may be read, `EventStream`'s.
+`body.Intake` bounds the cost of a request once its headers are there; `EventStream` bounds how slowly a stream may be read.
 """
 
 import asyncio
@@ -63,7 +63,8 @@ class HttpServer(uvicorn.Server):
 
 def make_server(app: Any, client_timeout_s: float, close_timeout_s: int) -> HttpServer:
     """`client_timeout_s`: how long headers, a body, or the reading of an answer may take or stand still."""
-    # What garbage on the port makes it say says nothing, as often as there is some.
+    # uvicorn warns of each connection that sends garbage. Nobody can use those lines, and strangers could fill the log with
+    # them.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     files_max = raise_descriptor_limit()
 
@@ -148,7 +149,7 @@ class _Connection(HttpToolsProtocol):
         self._unread = self.loop.call_later(self.timeout_s, self._not_read, self.transport.get_write_buffer_size())
 
     def _not_read(self, bytes_before: int) -> None:
-        """What waits to be sent has waited for a while: it must have become less."""
+        """The bytes that wait to be sent have waited for a while: they must have become less."""
         if self.transport.get_write_buffer_size() >= bytes_before:
             self.transport.abort()
         else:
@@ -243,7 +244,7 @@ class _Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn calls for bytes that are not HTTP."""
+        """uvicorn calls this for bytes that are not HTTP."""
         self._turn_away(400, msg, "invalid_http")
 
     def on_body(self, body: bytes) -> None:
@@ -251,7 +252,7 @@ class _Connection(HttpToolsProtocol):
             super().on_body(body)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """What uvicorn calls when the parser has read a head that offers another protocol, as those of Java's client do. It is
+        """uvicorn calls this when the parser has read a head that offers another protocol, as those of Java's client do. It is
         declined (RFC 9110, 7.8), so that a body may follow."""
         error = sys.exc_info()[1]
         if self._body_follows and error is not None:

@@ -1,4 +1,4 @@
-"""What the API answers, as types: they make the description at /openapi.json.
+"""The answers of the API, as types: they make the description at /openapi.json.
 
 Answers of generation requests are written without them (`gateway.openai.answers`), since validating each event of a stream
 would cost more than the rest of it; `tests/gateway/test_openapi.py` checks answers against these types.

@@ -25,7 +25,7 @@ _ENDS = (Finish.STOP, Finish.TOOL_CALLS)
 
 @dataclass
 class ChoiceState:
-    """What has been said of one choice so far; all of it is kept only for an answer in one piece."""
+    """The part of one choice that was sent so far; all of it is kept only for an answer in one piece."""
 
     index: int
     prompt: int
@@ -62,7 +62,7 @@ class _Shown(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What each answer, and each chunk of one, says of itself."""
+    """The fields that begin each answer, and each chunk of one."""
 
     answer_id: str
     created: int
@@ -86,7 +86,7 @@ class Answer(Protocol):
         """A chunk as it is sent."""
 
     def opening(self) -> bytes:
-        """What is sent as soon as the request is accepted."""
+        """The bytes that are sent as soon as the request is accepted."""
 
     def closing(self, completion_tokens: int, cached_tokens: int) -> bytes:
         """The end of a stream whose choices have all ended."""

@@ -1,4 +1,4 @@
-"""What the routes share: one gateway's parts, kept in the application's state."""
+"""The parts of one gateway that the routes share, kept in the application's state."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,5 @@
-"""What FastAPI hands to the routes: this gateway, whose request it is, and what the request holds until it is answered.
+"""The dependencies of the routes: this gateway, the request's tenant, and the resources that the request holds until it is
+answered.
 
 No route lets FastAPI read a body: that would be before the key was looked at, and without bounds.
 """
@@ -42,7 +43,7 @@ async def _tenant(
     bearer: Annotated[HTTPAuthorizationCredentials | None, Security(_BEARER)],
     x_api_key: Annotated[str | None, Security(_X_API_KEY)],
 ) -> str:
-    """Whose request it is, by its key; `default` where there are no keys. Raises `ApiError` (401)."""
+    """The tenant of a request, by its key; `default` where there are no keys. Raises `ApiError` (401)."""
     if not gateway.keys.needed:
         tenant: str | None = DEFAULT_TENANT
     else:
@@ -84,9 +85,10 @@ class Call:
     gateway: Gateway
     tenant: str
     owner: str
-    """Who it counts for where something bounded is divided: the tenant, or the client's address where there are no keys."""
+    """The owner for which it counts where something bounded is divided: the tenant, or the client's address where there are no
+    keys."""
     held: AsyncExitStack
-    """What is entered here is left once the response has been sent, or could not be."""
+    """Contexts entered here are left once the response has been sent, or could not be."""
 
     async def slots(self) -> Slots:
         """A place among the requests that this gateway has open at once. Raises `ApiError` (429, 503)."""

@@ -1,4 +1,4 @@
-"""What evaluation harnesses ask for beside an answer: which tokens may come, and log-probabilities of the prompt."""
+"""Fields that evaluation harnesses use: which tokens may come, and log-probabilities of the prompt."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a request says of its answer's form, put together: structured output, tool calls, thoughts. Pure."""
+"""The form of an answer by its request: structured output, tool calls, thoughts. Pure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from proto import limits
 @dataclass(frozen=True)
 class Form:
     grammar: str = ""
-    """What the answer must match; empty: anything."""
+    """The grammar of the answer; empty: anything."""
     param: str = ""
     """The field that asks for it."""
     reading: Reading | None = None
@@ -31,7 +31,7 @@ class Form:
     schemas: tuple[Schema, ...] = ()
     """That the answer, or calls in it, must match."""
     relaxed: tuple[Relaxed, ...] = ()
-    """What of them is left out of the grammar."""
+    """The parts of them that are left out of the grammar."""
     write: "Callable[[Sequence[Relaxed]], Form] | None" = None
     """The same form with less of its schemas in the grammar."""
 

@@ -214,7 +214,7 @@ def _prepare(
 
 @dataclass(frozen=True)
 class _Identity:
-    """Who asks, and with which urgency."""
+    """The sender of a request, and its urgency."""
 
     tenant: str
     priority_class: str

@@ -42,4 +42,4 @@ INSTEAD: Final[dict[str, str]] = {
     "add_generation_prompt": "/v1/completions takes any text.",
     "web_search_options": "Search in the client, and send what was found as a message.",
 }
-"""What is there in place of those."""
+"""The fields that are served in place of those."""

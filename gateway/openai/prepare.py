@@ -31,7 +31,7 @@ SEED_MAX = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is needed to submit a request and to write its answer."""
+    """The parts of a request that are needed to submit it and to write its answer."""
 
     prompts: tuple[tuple[int, ...], ...]
     echoes: tuple[str, ...]
@@ -46,7 +46,7 @@ class Prepared:
     """Every chunk has it."""
     return_token_ids: bool
     form: Form = ANY_FORM
-    """What the answer must look like, and how it is read."""
+    """The form of the answer, and how it is read."""
     answers: int = 1
     """Choices of each prompt that are given, the best of those drawn."""
     echoes_logprobs: bool = False
@@ -64,7 +64,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class ModelRules:
-    """What of the settings matters here."""
+    """The settings that matter here."""
 
     model_id: str
     default_max_tokens: int

@@ -1,4 +1,4 @@
-"""What a client may send, field by field, with strict types and ranges; `validate` turns what is wrong into one error.
+"""The fields of a request, with strict types and ranges; `validate` turns faults into one error.
 
 Ranges are OpenAI's, and vLLM's where OpenAI has no such parameter. A parameter that only hints at how an answer could be had
 sooner or cheaper is checked, and has no effect. One that asks for more, and is not served, is refused by name: a client that
@@ -58,7 +58,7 @@ class StreamOptions(RequestType):
 
 
 class GenerationRequest(RequestType):
-    """What both endpoints share. None is the default."""
+    """The fields that both endpoints share. None is the default."""
 
     model: Annotated[str, Field(min_length=1, max_length=limits.MAX_TEXT_CHARS)]
     stream: bool | None = None
@@ -95,7 +95,7 @@ class GenerationRequest(RequestType):
     """How soon the first token is wanted, from now."""
     return_token_ids: bool | None = None
     response_format: Any = None
-    """What the answer looks like: `text`, `json_object`, `json_schema` or `structural_tag`."""
+    """The form of the answer: `text`, `json_object`, `json_schema` or `structural_tag`."""
     # Checked by `gateway.structured.request`, as are the next five.
     structured_outputs: Any = None
     """vLLM's, with one of `json`, `regex`, `choice`, `grammar`, `json_object` and `structural_tag`."""
@@ -204,7 +204,7 @@ class ChatMessage(RequestType):
     reasoning_content: Text | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
     cache_control: Hint | None = None
-    # What OpenAI's own answers, and those of other servers, carry besides.
+    # Fields that OpenAI's own answers, and those of other servers, carry besides.
     refusal: Text | None = None
     reasoning: Text | None = None
     """Another name of `reasoning_content`."""
@@ -215,7 +215,7 @@ class ChatMessage(RequestType):
     @model_validator(mode="before")
     @classmethod
     def _of_any_server(cls, fields: Any) -> Any:
-        """What no chat template shows of an assistant's message is dropped. A function's result is that of a tool."""
+        """Fields of an assistant's message that no chat template shows are dropped. A function's result is that of a tool."""
         if not isinstance(fields, dict):
             return fields
         if fields.get("role") == "function" and "tool_call_id" not in fields:

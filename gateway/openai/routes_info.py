@@ -24,7 +24,7 @@ def _model(gateway: Gateway, served: ServedModel, name: str) -> dict[str, Any]:
         "owned_by": "crossdock",
         "root": served.rules.model_id,
         "max_model_len": served.tokenizer.facts.context_tokens,
-        # What Anthropic's clients read.
+        # Anthropic's clients read these.
         "type": "model",
         "display_name": name,
         "created_at": datetime.fromtimestamp(gateway.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -50,7 +50,7 @@ async def model(gateway: GatewayDep, _tenant: TenantDep, model_id: str) -> dict[
     responses=refusals(401, 503),
 )
 async def end_session(gateway: GatewayDep, tenant: TenantDep, session_id: str) -> dict[str, Any]:
-    """What only this conversation has in caches is given up; turns that run go on. To end one that is not known does no
+    """Caches give up the blocks that only this conversation has; turns that run go on. To end one that is not known does no
     harm."""
     if not gateway.backend.end_session(tenant, session_name(session_id)):
         raise ApiError(

@@ -22,7 +22,7 @@ _ECHOED = (
 
 
 def echoed(request: ResponsesRequest) -> dict[str, msgspec.Raw]:
-    """What a response repeats of its request, as JSON: that is no more than it came in, and is written once."""
+    """The fields of its request that a response repeats, as JSON, written once and no longer than they came in."""
     asked: Json = {name: getattr(request, name) for name in _ECHOED}
     asked["text"] = {"format": (request.text and request.text.format) or {"type": "text"}}
     asked["reasoning"] = {"effort": request.reasoning and request.reasoning.effort, "summary": None}

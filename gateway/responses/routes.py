@@ -80,7 +80,7 @@ class ResponsesApi(ChatApi):
     def __init__(self, gateway: Gateway, tenant: str) -> None:
         self.gateway, self.tenant = gateway, tenant
         self.asked: dict[str, msgspec.Raw] = {}
-        """What the response repeats of the request."""
+        """The fields of the request that the response repeats."""
         self.namespaces: dict[str, Item] = {}
         """Namespaces of the functions that are in one."""
         self.items = b""

@@ -27,7 +27,7 @@ _Included = Literal[
     "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
     "message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs",
 ]  # fmt: skip
-"""What can be asked for because no answer has any of it. Log-probabilities could be missed."""
+"""Nothing to include: no answer has any of it. Log-probabilities could be missed."""
 
 
 class ResponsesStreamOptions(RequestType):
@@ -44,7 +44,7 @@ class TextOptions(RequestType):
 class ReasoningOptions(RequestType):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """As far as the model's chat template takes it."""
-    # Thoughts are given whole, without a summary. What follows has no effect.
+    # Thoughts are given whole, without a summary. The following fields have no effect.
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     context: Literal["auto", "current_turn", "all_turns"] | None = None

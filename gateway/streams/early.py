@@ -22,7 +22,7 @@ class EarlyTokens:
         self._since = now if self._since is None else self._since
 
     def take(self, choice: int) -> list[tuple[TokenItem, int]]:
-        """What was kept for this choice, whose first token has come, with its decode worker."""
+        """The tokens that were kept for this choice, whose first token has come, with its decode worker."""
         items = self._items.pop(choice, [])
         if not self._items:
             self._since = None

@@ -35,7 +35,7 @@ class LastWords:
             self._words.popitem(last=False)
 
     def about(self, request_id: str) -> list[Cancel]:
-        """What was said of it, or would have been, lately."""
+        """The cancels that were sent for it lately, or would have been."""
         found = self._words.get(request_id)
         return [found[1]] if found is not None else []
 
@@ -48,7 +48,7 @@ class LastWords:
         self._lost_at = min(self._lost_at, now)
 
     def again(self, now: float) -> list[Cancel]:
-        """What it, or another, is to be told now that it is there."""
+        """The cancels that it, or another, is to be told when it is there again."""
         words = [word for at, word in self._words.values() if at >= self._lost_at - AGAIN_S]
         for word in words:
             self.add(word, now)
@@ -57,7 +57,7 @@ class LastWords:
 
 
 def answer_names(submission: Submission) -> list[SendNames]:
-    """What the blocks of its answers hold, for prompts that go on from them; to the worker that has computed them last."""
+    """The names of its answers' blocks, for prompts that continue them; to the worker that has computed them last."""
     spec = submission.stream.spec
     if spec.names is None or not submission.decoder:
         return []

@@ -1,9 +1,9 @@
 """The keeper of streams: from a prompt to its last token, through whatever happens to the processes in between. Pure.
 
 Rules:
-- A token is delivered once, in order, whichever worker or attempt it came from. What was already delivered is dropped;
-  what would leave a gap breaks the attempt, which is cancelled and resumed from what we have. Only what comes before the
-  attempt's first token waits a moment for that one.
+- A token is delivered once, in order, whichever worker or attempt it came from. Tokens that were already delivered are
+  dropped; tokens that would leave a gap break the attempt, which is cancelled and resumed from the tokens that we have. Only
+  tokens that come before the attempt's first one wait a moment for that.
 - An attempt that ends without an end is resumed with the prompt and the tokens already delivered, after a short delay
   and a bounded number of times. Several choices that have begun are resumed one by one, since their texts differ.
 - Without a link to the coordinator, streams that run go on, and new ones wait a bounded time in bounded number.

@@ -1,4 +1,4 @@
-"""What the keeper remembers of a live answer. Pure data."""
+"""The keeper's record of a live answer. Pure data."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -74,7 +74,7 @@ class StreamChoice:
 
 @dataclass(eq=False)
 class Submission:
-    """What the coordinator knows by one request id: all choices of a stream, or one that is resumed by itself."""
+    """The request that the coordinator knows by one id: all choices of a stream, or one that is resumed by itself."""
 
     stream: "Stream"
     request_id: str
@@ -133,7 +133,7 @@ class Submission:
         return any(choice.tokens for choice in self.choices)
 
     def choice_of(self, item: TokenItem) -> StreamChoice | None:
-        """Whose tokens these are; None where they belong to another attempt."""
+        """The choice that these tokens belong to; None where they belong to another attempt."""
         number = item.choice - self.choices[0].index
         if self.attempt != item.attempt or not self.sent or not 0 <= number < len(self.choices):
             return None
@@ -226,7 +226,7 @@ class Submission:
         return submit, packed
 
     def _names(self, packed: bytes, sent: int) -> BlockNames | None:
-        """Names of the blocks of the current attempt. What the last one has computed may be there still, where it ran."""
+        """Names of the blocks of the current attempt. The blocks of the last attempt may still be where it ran."""
         names, (attempt, before), tokens = self.stream.spec.names, self.named, len(packed) // 4
         if names is not None and attempt != self.attempt:
             if sent:
@@ -240,7 +240,7 @@ class Submission:
         return Cancel(self.request_id, self.attempt, reason, output_tokens)
 
     def _deadline_ms(self, now: float) -> float:
-        """What is left of the stream's own; one whose first token is out has met it."""
+        """The time that is left of the stream's deadline; a stream whose first token is out has met it."""
         spec = self.stream.spec
         if not spec.deadline_ms or any(choice.tokens for choice in self.stream.choices):
             return 0.0

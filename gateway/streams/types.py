@@ -1,4 +1,4 @@
-"""What goes into the stream keeper, what comes out, and its options. Times are monotonic seconds."""
+"""The inputs of the stream keeper, its actions, and its options. Times are monotonic seconds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class StreamLimits:
 
 
 class Piece(Protocol):
-    """What one token added to a text."""
+    """The text that one token added."""
 
     @property
     def text(self) -> str: ...
@@ -175,7 +175,7 @@ class SendCancel:
 
 @dataclass(frozen=True)
 class SendNames:
-    """What an answer's blocks hold, to the decode worker that has computed it last."""
+    """The names of an answer's blocks, to the decode worker that has computed it last."""
 
     decoder: int
     names: AnswerNames
@@ -245,7 +245,7 @@ class Ended:
 
 
 class Why(StrEnum):
-    """What the keeper noticed, for metrics."""
+    """The keeper's reasons, for metrics."""
 
     RESUMED = "resumed"
     DUPLICATE_TOKENS = "duplicate_tokens"

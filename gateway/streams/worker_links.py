@@ -1,4 +1,4 @@
-"""Which workers come back on a new connection. Pure.
+"""The workers that come back on a new connection. Pure.
 
 A connection may end for the gateway long before its worker knows: one that was stopped, or cut off, goes on sending on the old
 one, and what it sends is lost, the end of a stream perhaps that began meanwhile. So a return counts as one more loss.

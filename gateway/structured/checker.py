@@ -133,7 +133,7 @@ class GrammarChecker:
         self._starts: set[asyncio.Task[None]] = set()
 
     async def verdict(self, owner: str, cache_group: str, grammar: str, param: str) -> str:
-        """Why the grammar is refused; empty: it is good. What was found is kept for the cache group: whether another tenant has
+        """Why the grammar is refused; empty: it is good. Verdicts are kept for each cache group: whether another tenant has
         used a grammar shows nowhere. Raises `ApiError` if it cannot be compiled now."""
         key = (cache_group, blake2b(grammar.encode(), digest_size=32).digest())
         verdict = self._verdicts.get(key)
@@ -146,8 +146,8 @@ class GrammarChecker:
         return verdict
 
     async def mismatch(self, owner: str, text: str, schema: Any) -> str:
-        """What of the schema the text of a JSON value does not match; empty: it matches, or it cannot be told now, which is no
-        reason to drop an answer."""
+        """The part of the schema that the text of a JSON value does not match; empty: it matches, or it cannot be told now,
+        which is no reason to drop an answer."""
         try:
             verdict = await self._done(owner, CompileJob(text=text, schema=schema), "")
         except ApiError:

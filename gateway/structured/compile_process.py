@@ -62,7 +62,7 @@ def compiled(grammar: str, tokenizer: Any) -> str:
 
 
 def checked(text: str, schema: Any) -> str:
-    """What of the schema the JSON text does not match; empty: it matches, or the schema cannot be used."""
+    """The part of the schema that the JSON text does not match; empty: it matches, or the schema cannot be used."""
     import jsonschema_rs
 
     try:

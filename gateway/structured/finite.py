@@ -1,7 +1,7 @@
 """Whether any finite answer matches a grammar. Pure; it runs in the process that compiles, under its limit of CPU time.
 
 A rule is finite if one of its alternatives has finite parts only, and a schema if some instance of it is. The least fixed point
-is found by going on until nothing changes. What is not understood here counts as finite.
+is found by going on until nothing changes. Constructs that are not understood here count as finite.
 """
 
 import json
@@ -111,7 +111,7 @@ def _rules(text: str) -> dict[str, list[tuple[str, str]]]:
 
 _KINDS: Final = ("skip", "newline", "schema", "directive", "text", "repeat", "other_grammar", "name", "mark")
 _HEAD: Final = re.compile(r"(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*:")
-"""What stands between a rule's name and its body."""
+"""The text between a rule's name and its body."""
 
 
 class _Schema:

@@ -1,4 +1,5 @@
-"""What a gateway and its processes that compile grammars share. Apart, since those processes import as little as they can."""
+"""The settings that a gateway and its processes that compile grammars share. Apart, since those processes import as little as
+they can."""
 
 from typing import Any, Final
 

@@ -27,7 +27,7 @@ class TooLarge(Exception):
 
 @dataclass
 class Relaxed:
-    """What of one schema without `strict` is left out of the grammar."""
+    """The part of one schema without `strict` that is left out of the grammar."""
 
     paths: set[Path] = field(default_factory=set)
     structure_only: bool = False
@@ -52,7 +52,7 @@ class Schema:
 
 
 def next_relaxed(schemas: Sequence[Schema], relaxed: Sequence[Relaxed], verdict: str) -> list[Relaxed] | None:
-    """What else to leave out of a grammar that was refused; None: nothing is left to leave out."""
+    """The next part to leave out of a grammar that was refused; None: nothing is left to leave out."""
     if any(word in verdict for word in _FOR_GOOD):
         return None
     found, changed = [Relaxed(set(one.paths), one.structure_only) for one in relaxed], False

@@ -1,4 +1,4 @@
-"""What a request says of its answer's form: `response_format`, vLLM's `structured_outputs` and the older `guided_*`. Pure."""
+"""The form of an answer by its request: `response_format`, vLLM's `structured_outputs` and the older `guided_*`. Pure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

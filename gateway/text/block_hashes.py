@@ -23,7 +23,7 @@ from proto.limits import HASH_BYTES, MAX_BLOCK_HASHES
 
 
 def session_name(given: str) -> bytes:
-    """What a conversation is called on the wire, by the name that its client gives it. Tenants are told apart elsewhere."""
+    """The name of a conversation on the wire, by the name that its client gives it. Tenants are told apart elsewhere."""
     return blake2b(given.encode(errors="replace"), digest_size=HASH_BYTES).digest()
 
 

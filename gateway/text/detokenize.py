@@ -51,7 +51,7 @@ class Detokenizer:
         return new
 
     def finish(self) -> str:
-        """What is left, broken characters included."""
+        """The rest of the text, broken characters included."""
         return self._decode(self._window)[self._given :]
 
     def _shrink(self, text: str) -> None:

@@ -12,7 +12,7 @@ from typing import Final, Generic, TypeVar
 from gateway.fair_share import organisation_of
 
 QUANTUM_BYTES: Final = 64 << 10
-"""What an organisation may have tokenized in one round."""
+"""Bytes that an organisation may have tokenized in one round."""
 COST_BYTES_MIN: Final = 1 << 10
 """The cost of the smallest prompt: a job costs something, however short its text."""
 LARGE_BYTES: Final = 256 << 10

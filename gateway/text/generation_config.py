@@ -19,7 +19,7 @@ _ABOVE_MIN = frozenset({"top_p", "repetition_penalty"})
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """What holds where a request leaves a field out, or sends null. These values are OpenAI's."""
+    """The values where a request leaves a field out, or sends null. These values are OpenAI's."""
 
     temperature: float = 1.0
     top_p: float = 1.0

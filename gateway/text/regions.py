@@ -48,7 +48,8 @@ class RegionParser:
         self._events: list[Event] = []
 
     def feed(self, text: str) -> list[Event]:
-        """What has become certain with this text. Each has `type`, `field` and, but for the ends of regions, `text`."""
+        """The events that have become certain with this text. Each has `type`, `field` and, but for the ends of regions,
+        `text`."""
         self._events = []
         self._held += text
         while self._held and self._step():

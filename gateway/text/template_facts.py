@@ -1,4 +1,4 @@
-"""What can be seen of a chat template without running it."""
+"""The facts of a chat template that can be seen without running it."""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What each token adds to a text, for log probabilities: its characters, and its bytes.
+"""The text of each token, for log probabilities: its characters, and its bytes.
 
 A token's text depends on what comes before it: decoders of the SentencePiece kind drop the space at the start of a text,
 and a character may take several tokens. Of such a character the last token has the text, and each its own bytes.

@@ -23,7 +23,7 @@ _GENERIC_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast"}
 _DOWNLOAD = ["*.json", "*.jinja", "*.model", "*.txt"]
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 _OF_TEMPLATES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What the expressions of a template may raise."""
+"""Errors that the expressions of a template may raise."""
 _TEMPLATE_CHARS_MAX = 32 << 20
 _SLICE_CHARS = 1 << 18
 _LONG_TOKENS = 4096

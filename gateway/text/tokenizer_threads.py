@@ -26,7 +26,7 @@ class TokenizerThreads:
         self._running_large = 0
 
     async def run(self, tenant: str, size_bytes: int, work: Callable[[], R]) -> R:
-        """What `work` returns or raises, on a thread, when it is the tenant's turn."""
+        """The result of `work`, run on a thread when it is the tenant's turn."""
         future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         job = self._queue.push(tenant, size_bytes, (work, future))
         self._start_jobs()

@@ -36,7 +36,7 @@ class CallReader:
     def __init__(self) -> None:
         self._at = _At.BETWEEN
         self._token = ""
-        """What has come of the present name, key or value."""
+        """The part of the present name, key or value that has come."""
         self._key: str | None = None
         self._depth = 0
         """The depth of brackets in the present value."""
@@ -55,7 +55,7 @@ class CallReader:
         return self._at is _At.BETWEEN
 
     def feed(self, text: str) -> list[CallBegun | Arguments]:
-        """What has become certain with this text."""
+        """The events that have become certain with this text."""
         self._out = []
         for char in text:
             match self._at:
@@ -153,7 +153,7 @@ class CallReader:
             self._pass_on(self._token)
 
     def _pass_on(self, text: str) -> None:
-        """What has not been passed on of `text`, which is what has come of the arguments."""
+        """Pass on the rest of `text`, which holds the arguments that have come."""
         if len(text) > self._passed_on:
             self._out.append(Arguments(text[self._passed_on :]))
         self._passed_on = len(text)

@@ -1,4 +1,4 @@
-"""What a chat template is given: messages with tool calls and their results, tools, and the template's own options. Pure."""
+"""The inputs of a chat template: messages with tool calls and their results, tools, and the template's own options. Pure."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -14,7 +14,7 @@ from gateway.tools.request import Tool, Tools
 KWARGS_MAX: Final = 16
 KWARGS_BYTES_MAX: Final = 16_384
 ARGUMENTS_BYTES_MAX: Final = 16 << 20
-"""What the arguments of all calls may take in memory, beside the characters of their strings."""
+"""Bytes that the arguments of all calls may take in memory, beside the characters of their strings."""
 _OURS: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template"})
 _CALLS_IN_WORDS: Final = (
     "You can call functions. Each line here describes one, as JSON:\n{tools}\n"

@@ -25,7 +25,7 @@ class CallFormat:
     regions: tuple[Region, ...]
     """Where calls are."""
     opening: str
-    """What the first call begins with."""
+    """The text that the first call begins with."""
     closing: str
     arguments: str
     """The key of a call's arguments; empty: NAME[ARGS]{…}."""
@@ -64,7 +64,7 @@ class CallFormat:
         return f"{one}* {grammar.any_text()}"
 
     def _body(self, tools: Sequence[Tool], grammar: Grammar, *, several: bool) -> str:
-        """What follows the opening."""
+        """The part that follows the opening."""
         call = grammar.either([self.call(tool, grammar) for tool in tools])
         if self.in_list:
             more = f" ({grammar.literal(', ')} {call})*" if several else ""
@@ -127,7 +127,7 @@ def regions_of(calls: CallFormat | None, *, thinks: bool, begun: bool = False) -
 
 
 def thought(grammar: Grammar, *, begun: bool) -> str:
-    """What may precede the answer: the rest of a thought that the prompt has begun, or a whole one, or none."""
+    """The rule for text before the answer: the rest of a thought that the prompt has begun, or a whole one, or none."""
     space = grammar.regex(r"[ \n]{0,8}")
     rest = f"{grammar.up_to(END_OF_THOUGHT, own=True)} {space}"
     return grammar.rule(rest if begun else f"({grammar.literal(THINK, own=True)} {rest})?")

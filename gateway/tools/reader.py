@@ -36,7 +36,7 @@ class Reading:
 
 @dataclass
 class Parts:
-    """What one piece of an answer adds to each part of the message."""
+    """The additions of one piece of an answer to each part of the message."""
 
     content: str = ""
     reasoning: str = ""

@@ -126,7 +126,7 @@ class DeviceMemory:
     def __init__(self, device: str) -> None:
         self.bytes = 0
         self.handle = b""
-        """What another process maps it by."""
+        """The handle by which another process maps it."""
         self._device = torch.device(device)
         self._address = 0
 

@@ -21,7 +21,7 @@ from kvtransfer.memory.layout import runs_of
 from kvtransfer.memory.pool import PoolRows
 
 PIECE_BYTES = 16 << 20
-"""What is gathered and digested at once: it stays in the second-level cache of a large GPU."""
+"""Bytes that are gathered and digested at once: they stay in the second-level cache of a large GPU."""
 RUN_BYTES_MIN = 1 << 20
 """Mean length of runs from which on copying them as they are, all in one kernel, is faster than gathering and scattering."""
 UNSAMPLED = b"\xff" * 8

@@ -60,8 +60,8 @@ class WakeupFd:
 
 
 class Operation(ABC):
-    """Called on the device's thread only. Whatever it raises, it has failed, and its communicator is of no more use. Who asked
-    for it then aborts that, which can take long, on a thread of its own."""
+    """Called on the device's thread only. Whatever it raises, it has failed, and its communicator is of no more use. The
+    requester of an operation that hangs then aborts it, which can take long, on a thread of its own."""
 
     @abstractmethod
     def launch(self) -> None:

@@ -60,7 +60,7 @@ class Digester:
 
 
 class BlockDigests:
-    """What a sender knows of the blocks of its pool, which is in host memory and crosses in blocks of its own size. Blocks that
+    """A sender's digests of the blocks of its pool, which is in host memory and crosses in blocks of its own size. Blocks that
     nobody has digested when they are sent are digested then. Any threads, but not about the same block while it changes."""
 
     def __init__(self, rows: PoolRows) -> None:

@@ -5,8 +5,8 @@
 Both ends of a transfer take shapes and dtypes from their own layout, never from the wire; the handshake compares
 fingerprints.
 
-Blocks of the two ends may differ in size where one size is a multiple of the other. What crosses, and what both count, are
-then *sub-blocks*: blocks of the smaller size. A pool of larger blocks is read and written as one of sub-blocks; sub-block
+Blocks of the two ends may differ in size where one size is a multiple of the other. The units that cross, and that both count,
+are then *sub-blocks*: blocks of the smaller size. A pool of larger blocks is read and written as one of sub-blocks; sub-block
 `i` of block `b` has the number `b * ratio + i`. Positions in a prompt need no other alignment: each end's blocks are whole
 sub-blocks.
 """
@@ -21,7 +21,7 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "f
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """What one KV block holds. `block_size` is in tokens. Raises `ValueError` on a dtype or a size that cannot be."""
+    """The content of one KV block. `block_size` is in tokens. Raises `ValueError` on a dtype or a size that cannot be."""
 
     layers: int
     kv_heads: int

@@ -3,7 +3,7 @@
 A sub-block is a block, or a whole part of one where the peer's blocks are smaller (`layout`); in the buffer each lies as a
 block of the smaller size does: [layers, 2, sub-block tokens, kv_heads, head_dim].
 
-Called from transfer threads. What they may touch, and when, is the sessions' concern.
+Called from transfer threads. The sessions decide which blocks they may touch, and when.
 """
 
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ class PoolRows:
         return cls(memory.view(TORCH_DTYPES[layout.dtype]).view(layout.shape(blocks)), layout, sub_blocks.block_size)
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        """What is done inside is enqueued on a stream of this pool's transfers, beside the one that computes. Nothing
+        """Work inside it is enqueued on a stream of this pool's transfers, beside the one that computes. Nothing
         orders the two but the host: KV is handed over when the step that wrote it has ended (`Engine.finish`)."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 

@@ -11,7 +11,7 @@ WINDOW_SEGMENTS_MAX = MAX_SEGMENTS_ANNOUNCED
 
 
 def allowed_transports(option: str) -> tuple[str, ...]:
-    """What `--kv-transport` stands for."""
+    """The transports that `--kv-transport` stands for."""
     return AUTO if option == "auto" else (option,)
 
 
@@ -23,7 +23,7 @@ def segment_bytes_on(device: str) -> int:
 FETCH_IDLE_MS = 10_000
 """A fetch in which nothing moves for so long has failed: nothing is computed meanwhile that it would wait for."""
 DIGEST_EVERY = {"full": 1, "sampled": 16}
-"""What `--kv-digest` stands for."""
+"""The interval of digests that `--kv-digest` stands for, in blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class KvSettings:
     """Segments announced and not yet sent, per pair. One would leave the receiver idle while the next is packed."""
     window_bytes: int = 32 << 20
     """Small segments may be more than `window_segments`, up to so many bytes: a round trip of the control link takes as long
-    whatever their size. What is announced is sent even if its session is aborted, so this bounds the waste; where it is
+    whatever their size. An announced segment is sent even if its session is aborted, so this bounds the waste; where it is
     skipped instead (`Transport.skips_unwanted`), as many as a receiver queues may be announced at once."""
     shm_window_bytes: int = SHM_WINDOW_BYTES
     """Bytes that a receiver shares with one sender of its host, and with no other, for what is under way between them. They

@@ -127,7 +127,7 @@ class SenderSession(TransferSession):
         self._commit: CommitReady | None = None
         self._commit_at = 0.0
         self._result: KvSent | KvFailed | None = None
-        """What is reported when nothing is in flight any more."""
+        """The result that is reported when nothing is in flight any more."""
 
     def forget_payload(self) -> None:
         self._block_ids, self._commit, self._digests = [], None, []

@@ -248,7 +248,7 @@ class TransferSession:
 
     table: Table
     peer: str
-    """What the other end is called in reasons."""
+    """The name of the other end in reasons."""
     state: str
 
     def __init__(self, request_id: str, attempt: int) -> None:

@@ -38,7 +38,7 @@ class Listen:
 
     transports: tuple[str, ...]
     why: str
-    """What speaks against better ones."""
+    """The reason against better ones."""
     on_listening: Callable[[Rendezvous], None]
 
 

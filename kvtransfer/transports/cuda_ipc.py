@@ -1,7 +1,7 @@
 """The transport `cuda_ipc`: the sender's GPU copies straight into the receiver's blocks. For two processes of one host and
 user that use one GPU.
 
-`tests/gpu` runs it on a GPU. What is not CUDA itself is tested without one: the checks of the other's words, the copy and
+`tests/gpu` runs it on a GPU. The parts around CUDA are tested without a GPU: the checks of the other's words, the copy and
 checksum arithmetic on CPU tensors, and the protocol (`granted`).
 
 The receiver's first word has a handle of its pool (`cuda_memory`). Copy and checksum are made on the GPU (`device_copy`), on a
@@ -88,7 +88,7 @@ def wait_until_gone(process: int, limit_ms: int) -> None:
 
 
 class _Told:
-    """What the receiver says of itself, checked before anything is mapped. Raises `PairBroken` or `OSError`."""
+    """The receiver's description of itself, checked before anything is mapped. Raises `PairBroken` or `OSError`."""
 
     def __init__(self, sub_blocks: KvLayout, device: bytes, message: bytes, descriptors: list[int]) -> None:
         if len(message) != _HELLO.size or len(descriptors) != 2:

@@ -3,10 +3,10 @@
 Segments cross in four moves: the announcement (control link), the receiver's grant of target blocks, the sender's copy, and its
 word that it is done; then the receiver digests the blocks where they lie. Messages and proof of life are in `shm_socket`.
 
-What a stale write could do is prevented by order, not by trust in time: granted blocks are nobody else's until the sender
-says DONE or SKIPPED or its lifeline has ended. A receiver that no longer wants a segment writes its sequence to the *board*,
-a page shared by the two; the sender looks there before each piece and skips the rest. That makes the answer come sooner, but
-only the answer counts.
+A stale write is prevented by order, not by trust in time: granted blocks are nobody else's until the sender says DONE or
+SKIPPED or its lifeline has ended. A receiver that no longer wants a segment writes its sequence to the *board*, a page shared
+by the two; the sender looks there before each piece and skips the rest. That makes the answer come sooner, but only the answer
+counts.
 """
 
 import os

@@ -17,8 +17,8 @@ So a send begins only when its receive has, and a receive begins only when its s
 than the two take to speak, and a peer that is stopped or slow holds up nothing but its own pair. Received KV lands in a
 buffer of the channel; when all of it is there, it is digested (`device_copy`) and copied to its blocks.
 
-What hangs is found out by the end of the line, at once, or by a deadline; then the communicator is aborted, which NCCL can
-do to one that is set up as non-blocking. Its errors must not end this process: the variables are in
+An operation that hangs is found out by the end of the line, at once, or by a deadline; then the communicator is aborted, which
+NCCL can do to one that is set up as non-blocking. Its errors must not end this process: the variables are in
 `runtime.settings.gpu_environment`.
 """
 
@@ -65,7 +65,7 @@ _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class _NcclChannel(Channel):
-    """What the two ends share: one segment at a time, at most one operation."""
+    """The part that the two ends share: one segment at a time, at most one operation."""
 
     def __init__(
         self, local: Local, line: Line, communicator: Communicator, thread: DeviceThread, digest_every: int

@@ -1,6 +1,6 @@
 """The communicator of a `nccl` pair, and what the device's thread does with it.
 
-`tests/gpu` runs it on one GPU, never yet on two. What matters of `ProcessGroupNCCL` in torch 2.9 to 2.13:
+`tests/gpu` runs it on one GPU, never yet on two. This code relies on the following of `ProcessGroupNCCL` in torch 2.9 to 2.13:
 - `config.blocking = 0` makes a communicator that can be aborted at any time. Calls that set one up then poll, for as many
   seconds as TORCH_NCCL_NONBLOCKING_TIMEOUT says, half an hour if nothing does.
 - `send` and `recv` take the rank of the peer and a tag that is not used; the first one sets the communicator up.
@@ -45,7 +45,7 @@ class Communicator(Protocol):
         """Start to send or receive this, behind what is on `stream`. Raises `RuntimeError`."""
 
     def has_ended(self, now: float) -> bool:
-        """What was begun last. Raises `RuntimeError`."""
+        """True if the latest operation has ended. Raises `RuntimeError`."""
 
     def abort(self) -> None:
         """Ends what is under way; nothing works afterwards. Raises `RuntimeError`."""

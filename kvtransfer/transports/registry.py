@@ -1,4 +1,4 @@
-"""Which transports there are, and which of them two peers can use. Best first."""
+"""The transports, and the choice of those that two peers can use. Best first."""
 
 import os
 from dataclasses import replace
@@ -42,8 +42,8 @@ def within_process(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def allowed_on(option: str, device: str, confidential: bool = False) -> tuple[str, ...]:
-    """What `--kv-transport` stands for in a worker whose KV is on a device of this type; with `confidential`, only those that
-    never send KV to another host in the clear. Raises `WrongTransport`."""
+    """The transports that `--kv-transport` stands for in a worker whose KV is on a device of this type; with `confidential`,
+    only those that never send KV to another host in the clear. Raises `WrongTransport`."""
     found = suited(allowed_transports(option), device)
     if not found:
         there = " or ".join(suited(tuple(TRANSPORTS), device))

@@ -39,7 +39,7 @@ class Work(Protocol):
 
 
 class ProcessGroup(Protocol):
-    """What is used of a process group."""
+    """The part of a process group that is used."""
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work: ...
 

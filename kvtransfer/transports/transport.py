@@ -1,16 +1,15 @@
-"""What a transport is: how two ends meet, and how the segments of a pair then cross.
+"""The interface of a transport: how two ends meet, and how the segments of a pair then cross.
 
 A transport has a name, knows whether it can work between this process and a given peer, and makes one of two ends: the
 receiver's `Listener`, whose `meeting` is told to the sender over the control link, or the sender's `Channel`, made by
 joining that meeting. `Listener.meet` gives the receiver its `Channel`. A channel then works through segments in the order of
 the pair. All of it runs in the pair's own thread and may block there, within the limits of `KvSettings`.
 
-What differs between transports:
+Transports differ in where the data lands first:
 - `tcp`: the receiver reads into the target blocks itself, so nobody writes to them when its thread does not.
-- What sends messages: data lands in a buffer of the channel, and is digested and copied to its blocks.
-  The control link's announcement is all that the receiver needs to post the receive.
-- `nccl` does so between GPUs, with an exchange of its own before each message (`nccl`).
-- `shm` does so through memory that the two share, a window of their own.
+- `shm`: data lands in a window of memory that the two share, and is digested and copied to its blocks. The control link's
+  announcement is all that the receiver needs.
+- `nccl` does the same between GPUs, in a buffer of the channel, with an exchange of its own before each message.
 - `cuda_ipc` writes to the target blocks themselves. The receiver's channel grants them, segment by segment, and until the
   sender says that it is done with a granted segment, or is proven to be gone, they are nobody else's. `Channel.settle` waits
   for that proof.
@@ -35,7 +34,7 @@ not."""
 
 
 PoolMemory = DeviceMemory
-"""What a pool lies in, if other processes of this host may map it."""
+"""The memory of a pool, if other processes of this host may map it."""
 
 
 class PairBroken(Exception):
@@ -75,10 +74,9 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """What a transport uses of its own end. `memory` is where the pool lies, if others may map it; `digests` are a sender's, of
-    blocks as they cross, where they are made before. `listener` is the receiver's listening socket, for transports
-    whose pairs share one; with
-    `encrypt` KV crosses a network by `tcp` only encrypted."""
+    """The part of its own end that a transport uses. `memory` is where the pool lies, if others may map it; `digests` are a
+    sender's, of blocks as they cross, where they are made before. `listener` is the receiver's listening socket, for
+    transports whose pairs share one; with `encrypt` KV crosses a network by `tcp` only encrypted."""
 
     rows: PoolRows
     segment_blocks: int

@@ -33,7 +33,7 @@ SAY_LEARNED_MIN = 0.05
 
 @dataclass
 class Seen:
-    """What is seen for the metrics, and for the coordinator."""
+    """The observations for the metrics, and for the coordinator."""
 
     decision: Decision | None = None
     model: str = ""

@@ -48,7 +48,7 @@ class FlipSettings(KeyOptions):
     )
     streams: Literal["move", "finish"] = Field(
         "move",
-        description="What becomes of requests that run on it. move: they continue on other workers at once, and each stream"
+        description="The fate of requests that run on it. move: they continue on other workers at once, and each stream"
         " pauses. finish: they have --drain-timeout-s to end there, then those that are left move.",
     )
     drain_timeout_s: float = Field(
@@ -139,7 +139,7 @@ def role_of(worker: WorkerStatus) -> Role:
 
 
 def what_became(report: StatusReport, worker: WorkerStatus, before: Role, role: Role) -> FlipStatus:
-    """What became of the last change of this process's role, which was ordered to be `role`."""
+    """The result of the last change of this process's role, which was ordered to be `role`."""
     mine = [one for one in report.flips if one.worker == process_of(worker) and one.pid == worker.pid]
     if mine:
         return mine[-1]

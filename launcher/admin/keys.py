@@ -24,7 +24,7 @@ class NewKeysSettings(Options):
     )
     names: CommaList = Field(
         default_factory=lambda: list(ROLES),
-        description="Which, separated by commas; a role may have several keys, as decode-b beside decode, for rotating one"
+        description="Roles, separated by commas; a role may have several keys, as decode-b beside decode, for rotating one"
         " or for keeping hosts apart.",
     )
 

@@ -160,7 +160,7 @@ def compare(settings: PolicyCompareSettings) -> int:
 
 
 def compared(after: PolicyAnswer, before: PolicyAnswer | None) -> tables.Table:
-    """What came between two answers; None: since the trial began."""
+    """The figures between two answers; None: since the trial began."""
     earlier = {one.arm: one for one in before.arms} if before is not None else {}
     table = tables.Table(
         f"Version {after.active} in force, version {after.trial} on trial",

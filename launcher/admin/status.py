@@ -286,7 +286,7 @@ def _title(report: StatusReport) -> str:
 
 
 def _numerics(report: StatusReport) -> list[str]:
-    """What the workers of each model compute with; where it differs, a resumed stream may go on with other tokens."""
+    """The numerics of each model's workers; where they differ, a resumed stream may go on with other tokens."""
     found: dict[str, dict[str, list[str]]] = {}
     for worker in report.workers:
         if worker.numerics:

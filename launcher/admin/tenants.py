@@ -40,7 +40,7 @@ class KeySettings(Options):
     """
 
     tenant: Annotated[str, AfterValidator(_check_tenant)] = Field(
-        description="Whose key it will be.", json_schema_extra={"argument": "ORG[/USER]"}
+        description="The owner of the key.", json_schema_extra={"argument": "ORG[/USER]"}
     )
 
 

@@ -60,7 +60,7 @@ def _here() -> str:
 
 
 class _Lines:
-    """What a file's lines are called, and what is wrong with them."""
+    """The names of a file's lines, and the faults in them."""
 
     def __init__(self, path: Path) -> None:
         """Raises `OSError`."""

@@ -40,7 +40,7 @@ STAGGER_S: Final = 0.3
 
 @dataclass
 class PlayedSession:
-    """What was measured so far."""
+    """A session while it is played, with its measurements."""
 
     first: list[RequestRecord] = field(default_factory=list)
     """Turns that begin a conversation."""
@@ -119,7 +119,7 @@ async def play(
 
 
 def dealt(tenants: Sequence[LoadTenant], clients: int) -> list[LoadTenant]:
-    """Whose each client is: each goes to the tenant that has least for its share."""
+    """The tenant of each client: each client goes to the tenant that has least for its share."""
     counts = [0] * len(tenants)
     found = []
     for _ in range(clients):

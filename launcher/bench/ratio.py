@@ -1,7 +1,7 @@
 """`crossdock bench ratio`: the same load on each ratio of prefill to decode workers in turn.
 
-The same seed makes the same requests at the same times; only the workers differ. What is printed is what was measured at the
-client, and from the coordinator's event log how long requests were queued.
+The same seed makes the same requests at the same times; only the workers differ. It prints the figures measured at the client,
+and from the coordinator's event log how long requests were queued.
 """
 
 import sys

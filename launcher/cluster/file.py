@@ -13,7 +13,7 @@
     [decode]                        # options of a role, everywhere; of one host in [hosts.NAME.decode]
     kv_gib = 40.0
 
-What belongs on a host, process by process, is worked out in `launcher.cluster.plan`.
+`launcher.cluster.plan` works out the processes of each host.
 """
 
 import ipaddress
@@ -114,7 +114,7 @@ class Host(_Table):
 
     address: Annotated[str, Field(min_length=1, max_length=253), AfterValidator(_check_address)]
     bind: Annotated[str, AfterValidator(_check_ip)] = ""
-    """What is listened on, where it is not the address that others connect to."""
+    """The address to listen on, where it is not the address that others connect to."""
     interface: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@-]*\z", max_length=64)] = ""
     """The network interface for KV, as in --kv-interface."""
     ssh: Text = ""
@@ -202,7 +202,7 @@ def travels(text: str) -> list[str]:
 
 
 def incomplete(file: ClusterFile) -> list[str]:
-    """What is missing before it can serve. A part of a cluster is no mistake in itself."""
+    """The entries that are missing before it can serve. A part of a cluster is no mistake in itself."""
     hosts = file.hosts.values()
     found = {
         "gateways": sum(host.gateways for host in hosts),

@@ -43,7 +43,8 @@ class HostSite:
         return self.file.hosts[name]
 
     def command(self, name: str, script: str) -> list[str]:
-        """What runs a POSIX shell script on a host. In it `$d` is the folder of the host's part and `crossdock` its command."""
+        """The command that runs a POSIX shell script on a host. In it `$d` is the folder of the host's part and `crossdock`
+        its command."""
         host = self.host(name)
         here = self.local or bool(host.netns)
         own = shlex.join(python_command("launcher.cli")) if here else self.file.command
@@ -86,7 +87,8 @@ class HostSite:
 
 
 def parcel(site: HostSite, name: str) -> bytes:
-    """What a host needs, as tar: the file, the tenants, and of the keys the public ones and its own. Raises `SettingsError`."""
+    """The files that a host needs, as tar: the file, the tenants, and of the keys the public ones and its own. Raises
+    `SettingsError`."""
     folder = site.path.parent
     wanted = [site.path]
     for relative in travels(site.path.read_text(encoding="utf-8")):

@@ -1,4 +1,4 @@
-"""What belongs on one host of a `cluster.toml`: every process, with its options, environment and cores. Pure."""
+"""The plan of one host of a `cluster.toml`: every process, with its options, environment and cores. Pure."""
 
 import ipaddress
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ class PlannedProcess:
     """Its number among those of its role on its host."""
     settings: Options
     environment: Mapping[str, str] = field(default_factory=dict)
-    """What pins it to a GPU, beside `child_environment`."""
+    """Variables that pin it to a GPU, beside `child_environment`."""
     cores: tuple[int, ...] = ()
     """The cores to start on; empty: any."""
     threads: int = 1

@@ -12,7 +12,7 @@ _ARGUMENT = Field(
 _HOST = Field(
     "",
     max_length=32,
-    description="Which of its hosts this is; empty: the one named like this machine.",
+    description="The host of the file that this machine is; empty: the one named like it.",
     json_schema_extra={"option": "--host"},
 )
 
@@ -41,7 +41,7 @@ class DownSettings(Options):
 
 
 class LaunchSettings(Options):
-    """What the commands of `crossdock cluster launch` share."""
+    """The options that the commands of `crossdock cluster launch` share."""
 
     cluster_file: str = _ARGUMENT
     local: bool = Field(
@@ -64,7 +64,7 @@ class LaunchUpSettings(LaunchSettings):
 
 
 class LaunchStatusSettings(LaunchSettings):
-    """Which hosts are up, and what the coordinator knows of the workers. Status 0: all hosts are up."""
+    """Show which hosts are up, and the coordinator's view of the workers. Status 0: all hosts are up."""
 
 
 class LaunchLogsSettings(LaunchSettings):

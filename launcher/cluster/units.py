@@ -96,7 +96,7 @@ DeviceAllow=char-infiniband_verbs rw
 
 @dataclass(frozen=True)
 class Installed:
-    """What of this machine the units refer to."""
+    """The installation on this machine that the units refer to."""
 
     python: str
     prefixes: tuple[str, ...]
@@ -135,7 +135,8 @@ def unit(process: PlannedProcess) -> str:
 
 
 def _kind(process: PlannedProcess) -> str:
-    """What has a unit, or a template, of its own: a role, and the second coordinator of `standby = true`."""
+    """The kind of a process that has a unit, or a template, of its own: a role, and the second coordinator of `standby =
+    true`."""
     return _ALONE[process.index] if process.role == "coordinator" else process.role
 
 
@@ -245,7 +246,7 @@ def _options(process: PlannedProcess) -> str:
 
 
 def _under_home(processes: Sequence[PlannedProcess], on: Installed) -> list[str]:
-    """What a unit must read of folders that it does not see otherwise. Raises `ClusterError` where it cannot see it at all."""
+    """The folders that a unit must read and does not see otherwise. Raises `ClusterError` where it cannot see it at all."""
     read: list[str] = [on.python, *on.prefixes, on.root]
     for process in processes:
         read += [str(getattr(process.settings, key, "")) for key in _READS]

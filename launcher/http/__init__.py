@@ -1,4 +1,4 @@
-"""What the load generator and the benchmarks use to talk to a server.
+"""The client with which the load generator and the benchmarks talk to a server.
 
 Start with `client`.
 """

@@ -49,7 +49,7 @@ class ClientUsage(msgspec.Struct):
 
 
 class Event(msgspec.Struct):
-    """What is read of an event, of completions and of chat alike."""
+    """The fields that are read of an event, of completions and of chat alike."""
 
     choices: list[ClientChoice] | None = None
     usage: ClientUsage | None = None

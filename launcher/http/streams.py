@@ -1,4 +1,4 @@
-"""What benchmarks measure with: completions that are streamed, with the time at which each token arrived."""
+"""The streams of benchmarks: completions, with the time at which each token arrived."""
 
 import asyncio
 import random

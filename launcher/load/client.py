@@ -1,7 +1,7 @@
 """One request of the load generator: sent, its stream read, every chunk with a token timed.
 
-What counts is when bytes arrive: each read is stamped once, before it is taken apart. An answer is good only if it ended with
-`[DONE]`; everything else has a kind of error. Nothing that a server sends raises here.
+The times that count are those at which bytes arrive: each read is stamped once, before it is taken apart. An answer is good
+only if it ended with `[DONE]`; everything else has a kind of error. Nothing that a server sends raises here.
 """
 
 import asyncio

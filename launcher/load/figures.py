@@ -27,7 +27,7 @@ class LoadSlo:
         return cls(settings["slo_ttft_ms"], settings["slo_tpot_ms"], settings["slo_itl_ms"])
 
     def missed(self, record: RequestRecord) -> list[str]:
-        """Which limits it missed; a request that failed missed `answer`."""
+        """The limits that it missed; a request that failed missed `answer`."""
         if record.outcome != OK:
             return ["answer"]
         found = {
@@ -77,7 +77,7 @@ def jain(shares: Sequence[float]) -> float | None:
 
 
 def service(record: RequestRecord) -> float:
-    """What it got, in the coordinator's unit, however it ended; prompt tokens from the cache cost nothing."""
+    """The service that it got, in the coordinator's unit, however it ended; prompt tokens from the cache cost nothing."""
     if record.first_s is None:
         return 0.0
     prompt = (record.prompt_tokens or record.prompt_asked) - record.cached_tokens

@@ -29,7 +29,7 @@ class PlannedRequest:
     prompt_tokens: int
     output_tokens: int
     prefix: int = NEVER
-    """Which common prefix it begins with."""
+    """The number of the common prefix that it begins with."""
     blocks: tuple[int, ...] = ()
     """Ids of the blocks its prompt is made of, where a trace says so."""
     cancel_tokens: int = NEVER

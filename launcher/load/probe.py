@@ -26,7 +26,7 @@ class Probed:
     tokens_per_word: float = 1.0
     overhead_tokens: float = 0.0
     server: str = ""
-    """What it calls itself."""
+    """The server's name for itself."""
 
     def prompts(self, settings: LoadSettings, plan: LoadPlan) -> Prompts:
         """Raises `SettingsError`."""
@@ -65,7 +65,7 @@ async def probe(
 
 
 async def _learn(session: aiohttp.ClientSession, probed: Probed, key: str) -> Probed:
-    """Which of the extensions it takes, and how many tokens words are."""
+    """Learn which of the extensions it takes, and how many tokens words are."""
     words = list(WORDS[:PROBE_WORDS])
     target = probed.target
     extensions = {"return_token_ids": True, "ignore_eos": True}

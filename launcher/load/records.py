@@ -1,4 +1,4 @@
-"""What is known of one request after it was sent, and of a whole run, as written to a file."""
+"""The records of requests that were sent, and of a whole run, as written to a file."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -65,7 +65,7 @@ class RequestRecord(msgspec.Struct):
 
 
 class RunFile(msgspec.Struct):
-    """What `--json` prints."""
+    """The output of `--json`."""
 
     format: int
     settings: dict[str, Any]

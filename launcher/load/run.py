@@ -21,7 +21,7 @@ SHOW_EVERY_S: Final = 0.5
 
 @dataclass
 class LoadRun:
-    """What was measured so far."""
+    """A run, with its measurements so far."""
 
     records: list[RequestRecord] = field(default_factory=list)
     interrupted: bool = False

@@ -35,7 +35,7 @@ _LENGTHS_HELP = "like 128, uniform:64-512 or lognormal:MEDIAN,SIGMA"
 
 
 class TargetSettings(JsonOption):
-    """What every load generator is told: to whom it sends, as whom, and what counts as good."""
+    """The options of every load generator: to whom it sends, as whom, and the limits of a good answer."""
 
     tenant: CommaList = Field(
         default_factory=list,
@@ -48,7 +48,7 @@ class TargetSettings(JsonOption):
         0.0, ge=0.0, le=1e9, description="Limit for goodput: 99 of 100 gaps; 0: no limit on gaps."
     )
     timeout_s: float = Field(300.0, gt=0.0, le=86_400.0, description="Seconds after which a request is given up.")
-    endpoint: Literal["completions", "chat"] = Field("completions", description="Which of the two APIs is used.")
+    endpoint: Literal["completions", "chat"] = Field("completions", description="The API to use.")
     ignore_eos: bool = Field(True, description="Ask for answers of exactly the planned length, where the server can.")
     token_ids: bool = Field(
         False, description="Ask for token ids with every chunk: exact counts where chunks carry several tokens."
@@ -62,7 +62,7 @@ class TargetSettings(JsonOption):
 
 
 class LoadSettings(TargetSettings):
-    """What is sent, and what counts as good."""
+    """The requests that are sent, and the limits of a good answer."""
 
     panels: ClassVar[Panels] = {
         "Server": "url start api_key model_id model prefill decode mixed ratios device",

@@ -1,4 +1,4 @@
-"""What a run prints."""
+"""The output of a run."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -112,7 +112,7 @@ def _priorities(priorities: Mapping[str, Any], console: Console) -> None:
 
 
 def _honesty(figures: Mapping[str, Any], console: Console) -> None:
-    """What the generator itself did, and how far lengths were from the plan."""
+    """Print the generator's own delays, and how far lengths were from the plan."""
     late, lengths = figures["late_ms"], figures["lengths"]
     if late:
         mark = "yellow" if late["p99"] > LATE_MS_BAD else "dim"

@@ -1,4 +1,4 @@
-"""Who sends: tenants with their keys and shares, priorities, and ratios of workers, from how a user writes them."""
+"""The senders: tenants with their keys and shares, priorities, and ratios of workers, from how a user writes them."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""What child processes write: kept whole in files, the last lines in memory, warnings and errors shown as they come."""
+"""The output of child processes: kept whole in files, the last lines in memory, warnings and errors shown as they come."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ FILE_BYTES_MAX = 16 << 20
 LINE_BYTES_MAX = 64 << 10
 TAIL_LINES = 40
 NEWS = ("tenants file taken", "tenants file not taken")
-"""What begins so is shown whatever its level: it answers what a person has just done. Several processes may say the same."""
+"""Lines that begin so are shown whatever their level: they answer an action of a person. Several processes may say the same."""
 _LOUD = ("warning", "error", "critical")
 _OWN_KEYS = ("event", "level", "timestamp", "process", "exception")
 

@@ -40,7 +40,7 @@ class LocalAddresses:
     metrics: str = METRICS_OFF
     """Where the launcher itself shows metrics, of how the processes fare."""
     notes: tuple[str, ...] = ()
-    """What the user should know of the choice of cores and ports."""
+    """Notes for the user on the choice of cores and ports."""
 
     @property
     def base_url(self) -> str:
@@ -141,8 +141,8 @@ def keys_folder(settings: ServeSettings) -> str:
 
 
 def _own_key(settings: ServeSettings) -> str:
-    """What the launcher's own requests are sent with. The tenants file has no key in plain, so one is made for this run, of the
-    tenant `default`. Raises `SettingsError` where the file cannot be used."""
+    """The key with which the launcher sends requests of its own. The tenants file has no key in plain, so one is made for this
+    run, of the tenant `default`. Raises `SettingsError` where the file cannot be used."""
     if settings.tenants:
         try:
             tenants = read(Path(settings.tenants).expanduser())
@@ -183,7 +183,7 @@ def worker_spec(
         "nice": seat.nice,
         "cpu_cores": cores_text(seat.cores),
     }
-    # What the user left open here, the [worker] section or the environment may still say.
+    # The [worker] section or the environment may still set options that the user left open here.
     open_keys = ("device", "dtype", "weights", "kv_gib")
     asked = {key: getattr(settings, key) for key in open_keys if key in settings.model_fields_set}
     worker = WorkerSettings.model_validate(options | asked | shared)

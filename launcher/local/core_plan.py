@@ -1,4 +1,4 @@
-"""Which process runs on which CPU cores. Pure: cores in, a plan out.
+"""The CPU cores of each process. Pure: cores in, a plan out.
 
 On CPU the phases are kept apart by cores: decode workers get cores of their own, so that nothing else runs between
 two tokens; prefill workers and the control processes share the rest. There prefill is niced, so that the coordinator
@@ -28,7 +28,7 @@ class CpuPlan:
     decode: tuple[CoreAssignment, ...]
     mixed: tuple[CoreAssignment, ...] = ()
     note: str = ""
-    """What the user should know about it, if anything."""
+    """A note for the user about it, if there is one."""
 
 
 def plan_cpu(

@@ -1,4 +1,5 @@
-"""Which ports the processes of a cluster listen on: chosen before they start, and kept from other clusters on this machine."""
+"""The ports on which the processes of a cluster listen: chosen before they start, and kept from other clusters on this
+machine."""
 
 import errno
 import os

@@ -11,7 +11,7 @@ import msgspec
 
 FILE = "processes.json"
 WINDOW_S = 600.0
-"""What `recent` means."""
+"""The window of `recent`, in seconds."""
 RESTARTS_KEPT = 256
 
 

@@ -1,4 +1,4 @@
-"""Which clusters run on this machine: each `crossdock serve` or `up` notes its own beside its logs, and takes the note away.
+"""The clusters that run on this machine: each `crossdock serve` or `up` notes its own beside its logs, and takes the note away.
 
 A note whose process is gone is ignored: it was killed. Its start time tells it from a later process with the same number.
 """

@@ -312,7 +312,7 @@ def _how_it_ended(exit_code: int) -> str:
 
 
 def _given_up(child: Child, exit_code: int) -> CrossdockError:
-    """What a role that refused its settings said of them, for our own user; of others, their last words."""
+    """The complaint of a role that refused its settings, for our own user; of others, their last words."""
     name = child.spec.name
     if exit_code in HOPELESS_EXITS and (said := complaints(child.log.tail)):
         text = "\n".join(f"{name}: {line}" for line in said)

@@ -64,13 +64,13 @@ class ScenarioWorkers(_Part):
     prefill_tokens_per_s: Annotated[float, Field(gt=0.0, le=1e9)] = 8192.0
     """How fast prompts are computed."""
     prefill_step_ms: _Ms = 2.0
-    """What each prefill step takes beside its tokens."""
+    """The time of each prefill step beside its tokens."""
     step_tokens: Annotated[int, Field(ge=1, le=65_536)] = STEP_TOKENS
     """Most prompt tokens of a prefill step."""
     decode_step_ms: _Ms = 20.0
-    """What each decode step takes beside its sequences."""
+    """The time of each decode step beside its sequences."""
     decode_ms_per_sequence: _Ms = 0.0
-    """What each decode step takes for each sequence in it."""
+    """The time of each decode step for each sequence in it."""
     kv_tokens: Annotated[int, Field(ge=64, le=1 << 32)] = 1_000_000
     """Tokens that its KV cache holds: four blocks at least. Of a mixed worker, a quarter is for prompts."""
     sequences_max: Annotated[int, Field(ge=1, le=65_536)] = 64

@@ -134,7 +134,7 @@ def profile_of(samples: Samples, logged: Logged, about: dict[str, Any], cores: t
     control = fit.control_cost(samples.core) if cores[0] else ControlCost()
     beside_decode = fit.beside([(one, 1.0) for one in samples.prefill_beside], prefill)
     if control.step_ms and samples.decode_beside:
-        # What tokens take from prefill is simulated; only what it loses beyond that is left here.
+        # The simulator has the time that tokens take from prefill; only the loss beyond that is left here.
         tokens = median(control.of(one.size) / one.ms for one, _ in samples.decode_beside)
         beside_decode = max(beside_decode / stretch(1, cores[0], 1, tokens), 1.0)
     run_sigma, run_dof = fit.run_spread(

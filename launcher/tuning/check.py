@@ -33,7 +33,7 @@ from tuning.simulator.job import Sent
 
 RATIOS_MAX = 3
 CHECKS_MAX = 1000
-"""Whose coverage is kept."""
+"""The number of checks whose coverage is kept."""
 NOT_HELD = 3
 """Exit status: another ratio was better live."""
 RANKS = ("p50", "p90", "p99")

@@ -1,4 +1,4 @@
-"""What workers of one host take from each other: CPU time of threads on shared cores, and the speed of memory."""
+"""The resources that workers of one host take from each other: CPU time of threads on shared cores, and the speed of memory."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""What a coordinator's event log says of steps, hand-overs and requests."""
+"""Steps, hand-overs and requests by a coordinator's event log."""
 
 from collections import Counter, defaultdict
 from contextlib import nullcontext
@@ -110,7 +110,7 @@ class Logged:
         self.most_workers[hello.role][hello.host] = max(self.most_workers[hello.role][hello.host], present)
 
     def after(self, core: Core, event: Event, now: float, actions: list[Action]) -> None:
-        """What the core makes of it is not looked at."""
+        """Its actions do not matter here."""
 
 
 def read(path: Path, option: str, console: Console | None = None) -> Logged:

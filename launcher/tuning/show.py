@@ -24,7 +24,7 @@ LIMITS: Final = {
     "TTFT target": ("F", "bright_black"),
     "TPOT target": ("L", "bright_black"),
 }
-"""What limits a ratio: its letter and colour in the map."""
+"""The limit of a ratio: its letter and colour in the map."""
 ROWS_MAX: Final = 10
 """Most rows of those that ran the whole trace."""
 BUSY_NOTE: Final = (
@@ -103,7 +103,7 @@ def cost_words(report: Mapping[str, Any]) -> str:
 
 
 def limit_words(one: Mapping[str, Any]) -> str:
-    """What limits a ratio that does not keep the SLO, and by how much."""
+    """The limit of a ratio that does not keep the SLO, and by how much."""
     gain = f"{100 * one['limit_gain']:.0f} points more"
     if one["binds"] in ("TTFT target", "TPOT target"):
         return f"the {one['binds']} limits it: more of any one resource helps nobody, and twice the target {gain}"

@@ -86,7 +86,7 @@ def usual_stall_share(profile: Profile) -> float:
 
 
 def caveats(settings: TuneSettings, profile: Profile, played: TuneTraffic) -> list[str]:
-    """What may turn the answer, and is not in it."""
+    """Facts that may turn the answer, and are not in it."""
     found, cores = [], profile.prefill_cores + profile.decode_cores
     context, requests = context_tokens(profile), len(played.sent)
     if played.cut:
@@ -113,7 +113,7 @@ def caveats(settings: TuneSettings, profile: Profile, played: TuneTraffic) -> li
 
 
 def sources_of(profile: Profile) -> list[Mapping[str, Any]]:
-    """What each of its kinds of hardware is, as `Profile.about`."""
+    """The source of each of its kinds of hardware, as `Profile.about`."""
     about = profile.about
     return [about["prefill"], about["decode"]] if "prefill" in about else [about]
 

@@ -1,4 +1,5 @@
-"""What `crossdock tune check` found, in two sentences: which ratio was best live, and how far predictions were off. Pure."""
+"""The verdict of `crossdock tune check`, in two sentences: which ratio was best live, and how far predictions were off.
+Pure."""
 
 from collections.abc import Mapping, Sequence
 from math import sqrt

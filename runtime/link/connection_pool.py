@@ -1,7 +1,8 @@
 """Links that a worker opens by itself: to gateways for tokens, to decode workers for offering KV.
 
-A destination is an address and an incarnation. What is sent before its handshake is done waits, bounded; a destination that
-turns out to be another incarnation, cannot be reached in time, or goes away is reported once as lost, and forgotten.
+A destination is an address and an incarnation. Messages that are sent before its handshake is done wait, bounded; a
+destination that turns out to be another incarnation, cannot be reached in time, or goes away is reported once as lost, and
+forgotten.
 """
 
 import asyncio

@@ -18,7 +18,7 @@ LOOK_S = 0.25
 UNENDED_BYTES_MAX = 2 * limits.MAX_FRAMES * limits.MAX_FRAME_BYTES
 """Bytes on the wire since the last message that ended: as much as the largest one."""
 UNENDED_BYTES_MAX_ALL = 4 * UNENDED_BYTES_MAX
-"""Such bytes of all connections of a socket together. What is kept takes up to 20 times as much, where frames are tiny."""
+"""Such bytes of all connections of a socket together. Kept frames take up to 20 times as much, where they are tiny."""
 _BYTES_RECEIVED = 128
 """Offset of `tcpi_bytes_received` in Linux's `struct tcp_info`."""
 

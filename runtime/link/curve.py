@@ -1,7 +1,7 @@
 """CURVE on the sockets of links, with an allow-list: who may connect, and as what.
 
-libzmq checks that a client has the secret to its key and asks a handler in this process (ZAP, ZeroMQ's RFC 27) whether it
-may come in; without a handler it would let in anybody, so a socket is never bound before there is one. What is let in
+libzmq checks that a client has the secret to its key and asks a handler in this process (ZAP, ZeroMQ's RFC 27) whether it may
+come in; without a handler it would let in anybody, so a socket is never bound before there is one. An accepted connection
 carries its key as `User-Id` on every frame, and by it, not by its Hello or its routing id, a server knows the role.
 """
 
@@ -48,7 +48,7 @@ class _Handler:
                 self._socket.try_send(reply)
 
     def answer(self, request: list[bytes]) -> list[bytes]:
-        """The reply: version, request id, status code, its text, User-Id, metadata. Who is not known by a CURVE key stays out.
+        """The reply: version, request id, status code, its text, User-Id, metadata. A peer without a known CURVE key stays out.
         Empty for what is no request."""
         if len(request) < 2:
             return []
@@ -69,7 +69,7 @@ _handlers: "dict[zmq.Context[Any], _Handler]" = {}
 
 
 class ZapAuthenticator:
-    """What a server knows of who comes: with keys, their role; without, what they say."""
+    """A server's knowledge of its peers: with keys, their role; without, their own words."""
 
     def __init__(self, socket: LoopSocket, keys: Keys | None, counters: LinkCounters, peers_max: int) -> None:
         self.links: Counter[str] = Counter()

@@ -3,7 +3,7 @@
     NAME.key            public; NAME is a role, or `ROLE-anything` where a role has several keys
     NAME.key_secret     secret, and where possible on the hosts of that role only
 
-What a process may be is what its key says (`role_of`), whatever it calls itself. Public files are read again on SIGHUP, so
+The key of a process decides its role (`role_of`), whatever it calls itself. Public files are read again on SIGHUP, so
 that a key can be added before it is used, and removed afterwards. Files are as pyzmq's `zmq.auth` writes them.
 """
 
@@ -78,7 +78,7 @@ class Keys:
         return f"Keys({str(self.folder)!r}, {self.name!r})"
 
     def listed(self, public: str) -> Listed | None:
-        """What is known of a public key, as Z85; None: it is not allowed."""
+        """The entry of a public key, as Z85; None: it is not allowed."""
         return self._listed.get(public)
 
     def of(self, role: Role) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""What libzmq tells of a socket's connections: lost ones, and handshakes of ZMTP that failed."""
+"""Events of libzmq on a socket's connections: lost ones, and handshakes of ZMTP that failed."""
 
 import asyncio
 from collections.abc import Callable

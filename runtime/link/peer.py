@@ -1,4 +1,4 @@
-"""What both ends of a link share: its settings and counters, the other end as a `Peer`, and the sockets underneath."""
+"""The part that both ends of a link share: its settings and counters, the other end as a `Peer`, and the sockets underneath."""
 
 import asyncio
 from collections import Counter
@@ -36,7 +36,7 @@ class LinkSettings:
 
 @dataclass
 class LinkCounters:
-    """What one end of a link has seen, for metrics."""
+    """Counts of one end of a link, for metrics."""
 
     protocol_errors: int = 0
     failed_checks: int = 0

@@ -9,7 +9,7 @@ from runtime.metrics.registry import MetricsRegistry
 from runtime.metrics.server import MetricsServer
 
 _OF_THE_PROCESS = "process_"
-"""What the operating system counts; all roles have the same."""
+"""Metrics by the operating system; all roles have the same."""
 
 
 class CombinedRegistry(CollectorRegistry):

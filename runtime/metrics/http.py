@@ -23,7 +23,8 @@ class MetricsHttpServer(uvicorn.Server):
     """Answers on the sockets that `startup` gets, which listen, and owns them."""
 
     def __init__(self, app: ASGIApp) -> None:
-        # What garbage on the port makes it say says nothing, as often as there is some.
+        # uvicorn warns of each connection that sends garbage. Nobody can use those lines, and strangers could fill the log
+        # with them.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
         class Connection(_Connection):
@@ -86,6 +87,6 @@ class _Connection(HttpToolsProtocol):
             super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What follows the first request does not matter: its answer closes the connection."""
+        """Requests after the first do not matter: its answer closes the connection."""
         if self.cycle is None:
             super().send_400_response(msg)

@@ -1,8 +1,8 @@
 """The Prometheus metrics of one process: instruments of `prometheus_client` for what passes, and figures that are read from
 state when somebody asks.
 
-Label values are names that the operator gave, or members of enums: never text of a client, a key, or an id of a request. Who
-observes often keeps the child that `labels` returns.
+Label values are names that the operator gave, or members of enums: never text of a client, a key, or an id of a request. Code
+that observes often keeps the child that `labels` returns.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -45,7 +45,7 @@ COUNTS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024
 
 
 class Family(NamedTuple):
-    """What the reference says of a metric. Counters are named without their `_total`."""
+    """The entry of a metric in the reference. Counters are named without their `_total`."""
 
     name: str
     kind: Kind
@@ -64,7 +64,7 @@ class _StateCollector(Collector):
     def __init__(self, family: Family, read: Values) -> None:
         self._family, self._read = family, read
         self._before: dict[Labels, float] = {}
-        """What a counter had come to when that which is read began anew."""
+        """The value of a counter when its source began anew."""
 
     def describe(self) -> list[Metric]:
         """An empty family: the registry refuses a name that it has already."""
@@ -144,7 +144,7 @@ class MetricsRegistry(CollectorRegistry):
         self.register(self._read_from[-1])
 
     def carry_over(self) -> None:
-        """What counters are read from is about to begin anew at 0; they go on from where they are."""
+        """The sources of counters are about to begin anew at 0; the counters go on from where they are."""
         for collector in self._read_from:
             collector.carry_over()
 
@@ -161,7 +161,7 @@ class MetricsRegistry(CollectorRegistry):
         self.read(kind, name, help_, (label,), lambda: [((key,), value) for key, value in values().items()])
 
     def introduce(self, *, name: str, model: str = "") -> None:
-        """Who this is, to be joined with everything else by `instance`."""
+        """Add the facts of this process, to be joined with everything else by `instance`."""
         family = Family(
             "crossdock_process_info", "gauge", "1; which process this is.", ("role", "name", "model", "version")
         )

@@ -70,7 +70,7 @@ class MetricsServer:
         await self.serve()
 
     async def listen(self) -> None:
-        """Who connects waits for `serve`. Raises as `start` does."""
+        """Clients that connect wait for `serve`. Raises as `start` does."""
         if self._asked == METRICS_OFF:
             return
         host, port = split_metrics(self._asked)

@@ -1,4 +1,4 @@
-"""Which tenants have series of their own in the metrics."""
+"""The tenants that have series of their own in the metrics."""
 
 from heapq import nlargest
 from typing import Final

@@ -165,8 +165,8 @@ def _look_at(task: "asyncio.Task[None]") -> None:
 
 
 def _die(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """What nobody caught: say it and end at once. A process that goes on with a dead task would only seem to work; one that is
-    gone is noticed and started again."""
+    """Log an error that nobody caught, and end at once. A process that goes on with a dead task would only seem to work; one
+    that is gone is noticed and started again."""
     error, message = context.get("exception"), str(context.get("message"))
     if " callback " in message:
         message = "a callback failed"  # loops add its arguments, which may be a prompt; the traceback says where it was

@@ -12,7 +12,8 @@ from typing import Final
 
 @contextlib.contextmanager
 def at_rest() -> Iterator[None]:
-    """What is made inside is not looked through, now or later. Whatever thread makes it: the collector is the process's."""
+    """The collector does not look through objects that are made inside, now or later. Whatever thread makes it: the collector
+    is the process's."""
     gc.disable()
     try:
         yield

@@ -24,7 +24,7 @@ def guard() -> None:
 
 
 def release() -> None:
-    """What runs next cleans up after itself, or sets handlers of its own."""
+    """The code that runs next cleans up after itself, or sets handlers of its own."""
     for number in _GUARDED:
         if signal.getsignal(number) is _end:
             signal.signal(number, _DEFAULTS[number])

@@ -43,7 +43,7 @@ def in_url(host: str) -> str:
 
 
 def advertised(asked: str, bound: str) -> str:
-    """What others are told to connect to: what was asked for, with the bound port where it names none."""
+    """The address that others are told to connect to: the one that was asked for, with the bound port where it names none."""
     if not asked:
         return bound
     host, _, port = asked.rpartition(":")

@@ -118,7 +118,7 @@ def _argument_name(key: str) -> str:
 
 
 def _flags(cls: type[Options], values: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given, by field. Raises `SettingsError` where an argument and its option differ."""
+    """The given options, by field. Raises `SettingsError` where an argument and its option differ."""
     # An option that is repeated is the same as one with commas.
     texts = {key: ",".join(value) if isinstance(value, list) and value else value for key, value in values.items()}
     flags = {key: value for key, value in texts.items() if value is not None and value != []}

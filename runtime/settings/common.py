@@ -9,7 +9,7 @@ from runtime.settings.types import Panels, SecurityOptions, model_id_of
 
 
 class CommonSettings(SecurityOptions):
-    """What every role has."""
+    """The options of every role."""
 
     panels: ClassVar[Panels] = {
         "Process": "name log_level log_format metrics",
@@ -41,7 +41,7 @@ class CommonSettings(SecurityOptions):
 
 
 class ClientSettings(CommonSettings):
-    """What the roles that connect to the coordinator share."""
+    """The options of the roles that connect to the coordinator."""
 
     panels: ClassVar[Panels] = {"Cluster": "coordinator advertise drain_timeout_s", "Model": "model model_id"}
     coordinator: Address = Field("tcp://127.0.0.1:7070", description="Address of the coordinator.")

@@ -1,7 +1,7 @@
 """Variables that NCCL and torch's layer over it read once, when they start. A role sets them before it imports torch, and
 never again: another thread may be reading.
 
-What a user has set already is left as it is.
+Variables that a user has set already stay as they are.
 """
 
 import hashlib
@@ -30,8 +30,8 @@ _NO_TORCH_WATCHMEN = {
 
 
 def gpu_variables(present: Mapping[str, str], *, interface: str, timeout_ms: int, host_id: str) -> dict[str, str]:
-    """What to set beside `present`. `interface` is the network interface for KV, empty: any; `host_id` is a name for this host
-    in place of NCCL's own, empty: NCCL's own (see `host_id_of`)."""
+    """The variables to set beside `present`. `interface` is the network interface for KV, empty: any; `host_id` is a name for
+    this host in place of NCCL's own, empty: NCCL's own (see `host_id_of`)."""
     found = dict(_NO_TORCH_WATCHMEN)
     found["TORCH_NCCL_NONBLOCKING_TIMEOUT"] = str(max(1, -(-timeout_ms // 1000)))
     found["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
@@ -74,7 +74,7 @@ def host_id_of(host: str, ordinal: int) -> str:
 
 
 def gpu_identity(visible: str | None, uuids: Sequence[str]) -> str:
-    """Which GPU a process uses, the first that CUDA_VISIBLE_DEVICES allows; empty: none. `uuids` are of the GPUs here, by
+    """The GPU that a process uses, the first that CUDA_VISIBLE_DEVICES allows; empty: none. `uuids` are of the GPUs here, by
     number. Where the driver does not tell them, what CUDA_VISIBLE_DEVICES says must do."""
     first = "0" if visible is None else visible.partition(",")[0].strip()
     if not first or first.startswith("-"):

@@ -1,4 +1,4 @@
-"""What settings ask of this machine, and whether it has it."""
+"""The needs of settings on this machine, and whether it meets them."""
 
 import errno
 import os
@@ -114,7 +114,7 @@ def check_listening(option: str, error: OSError) -> None:
 
 
 def free_memory_bytes() -> int:
-    """What a process may still take: no more than a container has at all."""
+    """Bytes that a process may still take: no more than a container has at all."""
     return min(int(psutil.virtual_memory().available), host_memory_bytes())
 
 

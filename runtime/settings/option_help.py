@@ -1,4 +1,4 @@
-"""What `--help` shows of an option: its value's name, its text, and the panel it stands in."""
+"""The `--help` of an option: its value's name, its text, and its panel."""
 
 import re
 from typing import Final, Literal, get_args, get_origin
@@ -49,7 +49,7 @@ _UNITS: Final = {
 
 
 def value_name(key: str, field: FieldInfo) -> str:
-    """What stands for the option's value: its unit, its choices, or what kind of thing it is."""
+    """The word for the option's value: its unit, its choices, or its kind."""
     if get_origin(field.annotation) is Literal:
         choices = "|".join(get_args(field.annotation))
         return choices if len(choices) <= _CHOICES_WIDTH_MAX else "NAME"

@@ -172,5 +172,5 @@ def bounds(field: FieldInfo) -> str:
 
 
 def complaints(lines: Iterable[str]) -> list[str]:
-    """What `invoke` has said of options, without the name of the program, among the lines that a process wrote."""
+    """The complaints of `invoke` about options, without the name of the program, among the lines that a process wrote."""
     return [found[1] for line in lines if (found := _COMPLAINT.match(line))]

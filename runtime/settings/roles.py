@@ -161,7 +161,7 @@ BATCHES_OFF: Final = ("", "off")
 
 
 class BatchOptions(Options):
-    """What `/v1/files` and `/v1/batches` may take."""
+    """The bounds of `/v1/files` and `/v1/batches`."""
 
     batch_db: str = Field(
         "",

@@ -1,4 +1,4 @@
-"""What settings classes are made of: the base of all of them, and the types their options share."""
+"""The base of settings classes, and the types that their options share."""
 
 import ipaddress
 from collections.abc import Mapping
@@ -87,7 +87,7 @@ class Options(BaseSettings):
 
 
 class JsonOption(Options):
-    """What has figures to print."""
+    """The option of commands that print figures."""
 
     as_json: bool = Field(
         False,
@@ -97,7 +97,7 @@ class JsonOption(Options):
 
 
 class KeyOptions(Options):
-    """What everything has that connects to a cluster's ports."""
+    """The options of everything that connects to a cluster's ports."""
 
     keys: str = Field(
         "",

@@ -35,7 +35,7 @@ class WorkerSettings(ClientSettings):
         "Expert options": "nice step_timeout_ms block_size kv_interface kv_digest kv_mib_per_s kv_timeout_ms",
     }
     role: Literal["prefill", "decode", "mixed"] = Field(
-        description="Which half of the work this process does. mixed: both, in turn, over one copy of the weights. It"
+        description="The half of the work that this process does. mixed: both, in turn, over one copy of the weights. It"
         " registers as two workers, NAME-prefill and NAME-decode, that share its KV cache. crossdock flip changes the role of a"
         " running process."
     )

@@ -6,7 +6,8 @@ from pathlib import Path
 
 
 def make_private(path: Path) -> None:
-    """Make the file where it is missing. What an earlier version made readable for others is not any more. Raises `OSError`."""
+    """Make the file where it is missing. A file that an earlier version made readable for others becomes private. Raises
+    `OSError`."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     # SQLite gives the files that it makes beside this one the same mode.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

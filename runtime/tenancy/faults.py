@@ -1,4 +1,4 @@
-"""What is wrong with a tenants file, in words. Pure.
+"""The faults of a tenants file, in words. Pure.
 
 No text of the file is repeated, apart from names of tables and settings: it may be a key that was put in the wrong place. Own
 validators must keep to this, too.
@@ -30,7 +30,7 @@ def name_shown(name: str) -> str:
 
 
 def not_toml(error: ValueError | RecursionError) -> str:
-    """Where the text stops being TOML. What the parser says beside that repeats the text."""
+    """Where the text stops being TOML. The parser's further words repeat the text."""
     if isinstance(error, RecursionError):
         return "not TOML that can be read: it is nested too deeply"
     at = re.search(r"\(at (line \d+, column \d+|end of document)\)", str(error))

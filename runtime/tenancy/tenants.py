@@ -1,4 +1,4 @@
-"""Who may use the service, and how much of it: the tenants file. Pure: text in, frozen values out.
+"""The tenants file: who may use the service, and how much of it. Pure: text in, frozen values out.
 
 A tenant is an organisation or one of its users, named `organisation` or `organisation/user`:
 
@@ -78,7 +78,7 @@ class Level:
 
 @dataclass(frozen=True)
 class ClassTargets:
-    """What a tenant's requests are measured against; None is no limit."""
+    """The targets that a tenant's requests are measured against; None is no limit."""
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
@@ -111,7 +111,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Tenants:
-    """What a tenants file says."""
+    """The content of a tenants file."""
 
     priority_classes: Mapping[str, PriorityClass]
     """Priority classes in the order of the file."""
@@ -225,7 +225,7 @@ def from_tables(content: Mapping[str, object]) -> Tenants:
 
 
 def open_tenants() -> Tenants:
-    """What holds without a file: one tenant without limits, which may use every priority class."""
+    """The tenants without a file: one without limits, which may use every priority class."""
     return replace(_Builder(DEFAULT_PRIORITY_CLASSES).build(_FilePart()), open=True)
 
 

@@ -72,7 +72,7 @@ class Changeover:
                 half.flip()
 
     def _take_back(self) -> None:
-        """What a registration was told to become before counts no more: it has to be told again."""
+        """An order to change the role that an earlier registration got counts no more: the coordinator has to give it again."""
         halves, self._ordered = self._ordered, []
         self._role, self._is_ready = None, False
         for half in halves:

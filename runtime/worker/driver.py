@@ -1,7 +1,8 @@
 """Drives a worker in one role: its link to the coordinator, its links to gateways, its steps, its metrics, its end.
 
-What a role does of its own is a `WorkerRole`. The driver asks it for steps, runs them on the compute thread one after the
-other, and hands the results back. A mixed worker has two drivers, one for each role, whose steps take turns on that thread.
+The role-specific part of a worker is a `WorkerRole`. The driver asks it for steps, runs them on the compute thread one after
+the other, and hands the results back. A mixed worker has two drivers, one for each role, whose steps take turns on that
+thread.
 
 A change of role makes other drivers, each with a role and an incarnation of its own, over the same engine and thread. They get
 ready while the present ones are drained. Then these end and those register (`runtime.worker.changeover`).
@@ -75,7 +76,7 @@ class WorkerDriver:
         self.hello = _hello(settings, engine, name, metrics_server.address, is_mixed=bool(process))
         flipped_from = before[0].hello.incarnation if before else 0
         self.hello = msgspec.structs.replace(self.hello, process=process, flipped_from=flipped_from)
-        """What it says of itself, without the address of a port, which is known when the role has started."""
+        """Its description of itself, without the address of a port, which is known when the role has started."""
         self.registration = Registration(self, settings=settings, hello=self.hello, log=log, links=links)
         self._changeover = changeover
         changeover.add(self.registration)

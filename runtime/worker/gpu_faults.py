@@ -1,4 +1,4 @@
-"""Which errors of CUDA end a process's use of its GPU.
+"""The errors of CUDA that end a process's use of its GPU.
 
 Some errors break the context: from then on every CUDA call of the process fails with the same error, until the process is
 started again (the CUDA runtime API's page of error codes says of each whether it does). Others fail one call alone: too little
@@ -40,8 +40,8 @@ _BREAKING_DRIVER_ERRORS = frozenset(
 def end_if_gpu_is_lost(error: BaseException, logger: Log) -> None:
     """End with a status of its own where after this error, of the model or a transfer, every CUDA call of this process fails.
 
-    To be called on the event loop, when those whose work failed have been told. What runs here goes on elsewhere; a worker that
-    stayed would fail all that it is given.
+    To be called on the event loop, when those whose work failed have been told. Work of this process goes on elsewhere; a
+    worker that stayed would fail all that it is given.
     """
     if not breaks_cuda_context(error):
         return

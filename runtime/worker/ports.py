@@ -1,4 +1,4 @@
-"""What the cores of both worker kinds need of their links: the drivers' real ones, or those of the simulated world."""
+"""The part of the links that the cores of both worker kinds need: the drivers' real ones, or those of the simulated world."""
 
 from collections.abc import Callable
 from typing import Protocol

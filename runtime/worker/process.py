@@ -94,7 +94,7 @@ def run_worker(
 
 
 class _Process(Generic[EngineT]):
-    """What all drivers of this process share, whatever its role."""
+    """The resources that all drivers of this process share, whatever its role."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class _Process(Generic[EngineT]):
         self._settings, self._name, self._log, self._metrics = settings, name, logger, metrics
         self._thread, self._shares, self._make_role = thread, shares, make_role
         self._watch = watch = StepWatch(settings.step_timeout_ms / 1000)
-        # What is asked of the thread waits for one step of each role.
+        # A request to the thread waits for one step of each role.
         notify.only_while(notify.Pulse(thread, clock.now, lambda: len(Role.MIXED.registers_as) * watch.longest_s))
 
     def drivers(self, role: Role, before: Sequence[WorkerDriver], changeover: Changeover) -> list[WorkerDriver]:

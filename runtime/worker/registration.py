@@ -29,10 +29,10 @@ IN_DOUBT_S = 5.0
 
 
 class Registered(Protocol):
-    """What a `Registration` asks of the worker that it registers, and tells it."""
+    """The part of a worker that its `Registration` uses."""
 
     def held(self) -> tuple[Held, ...]:
-        """What the worker has of requests, for each `Hello`."""
+        """The worker's allocations, for each `Hello`."""
 
     def is_idle(self) -> bool:
         """Whether nothing but what is `held` waits to be done or sent. When that changes, call `Registration.look`."""
@@ -117,9 +117,9 @@ class Registration:
         return self._peer is not None
 
     def send(self, message: Message) -> None:
-        """Tell the coordinator, if it is there; if not, the next registration says what is still held. What finished while it
-        was away, or so shortly before that it may not have been written down, is told again: an answer is to be charged as
-        it was, not as it was estimated."""
+        """Tell the coordinator, if it is there; if not, the next registration says what is still held. Requests that finished
+        while it was away, or so shortly before that it may not have been written down, are reported again: an answer is to be
+        charged as it was, not as it was estimated."""
         if isinstance(message, Finished):
             now = clock.now()
             self._finished.append((now, message))
@@ -204,7 +204,7 @@ class Registration:
         self._owner.flip_ordered(None)
 
     def _in_doubt(self) -> list[Finished]:
-        """What the coordinator that was lost may not have heard, or not written."""
+        """The reports that the lost coordinator may not have received, or not written."""
         return [message for at, message in self._finished if at >= self._lost_at - IN_DOUBT_S]
 
     def _message(self, peer: Peer, message: Message, blob: bytes) -> None:

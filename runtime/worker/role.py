@@ -1,4 +1,4 @@
-"""What the driver of a worker needs of its role and of its engine."""
+"""The part of its role and of its engine that the driver of a worker needs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +27,8 @@ class ComputeStep(Generic[ResultT]):
 
 
 class WorkerRole(Protocol):
-    """What prefill and decode do differently: `prefill_worker.worker.PrefillWorker`, `decode_worker.worker.DecodeWorker`."""
+    """The differences between prefill and decode: `prefill_worker.worker.PrefillWorker`,
+    `decode_worker.worker.DecodeWorker`."""
 
     @property
     def registry(self) -> MetricsRegistry: ...

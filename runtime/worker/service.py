@@ -55,7 +55,7 @@ class Service:
             self._hand_over_at = None if order.hand_over_ms is None else now + order.hand_over_ms / 1000
 
     def link_lost(self) -> None:
-        """What the coordinator has said holds no longer: there may be another one, which does not know of it."""
+        """The coordinator's earlier words hold no longer: there may be another one, which does not know of them."""
         self._dismissed = False
         self.keep_role()
 

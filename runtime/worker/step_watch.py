@@ -1,7 +1,7 @@
 """Whether the step that a worker's compute thread runs has hung. Pure.
 
 The event loop answers heartbeats whatever the model does, so a step that never ends (a driver that waits for ever, a deadlock
-in a library) is found by how long it runs. What a slow machine takes must not be taken for that:
+in a library) is found by how long it runs. A slow machine must not be taken for a stuck step:
 
 - A step of more tokens than any before may compile, allocate, or just take longer: it has `FIRST_OF_ITS_SIZE` times as long.
 - No other has less than `TIMES_THE_LONGEST` times what the longest one took so far.
@@ -40,7 +40,7 @@ class StepWatch:
 
     @property
     def longest_s(self) -> float:
-        """What any step may take now."""
+        """The longest time that any step may take now."""
         if not self.timeout_s:
             return math.inf
         return max(FIRST_OF_ITS_SIZE * self.timeout_s, TIMES_THE_LONGEST * self._longest_s)

@@ -40,7 +40,7 @@ GATEWAY, OBSERVER, FIRST_PREFILL, FIRST_DECODE, FIRST_FLIPPED = 1, 2, 100, 10_00
 
 
 def hello(role: Role, incarnation: int, capacity: Capacity | None = None) -> Hello:
-    """What each process of the cluster registers with."""
+    """The message with which each process of the cluster registers."""
     name, model, fingerprint = f"{role}-{incarnation}", MODEL if capacity else "", "f" if capacity else ""
     return Hello(PROTOCOL_VERSION, role, incarnation, name, model, fingerprint, "tcp://w:1", capacity)
 
@@ -284,7 +284,7 @@ class VirtualCluster(ClusterSurroundings):
         self.advance(until_s)
 
     def step(self) -> None:
-        """What is due next, or a deadline of the coordinator's before time goes on to it."""
+        """Handle the next event that is due, or a deadline of the coordinator's before time goes on to it."""
         deadline = self.core.next_deadline() if self.next_s > self.now else None
         if deadline is not None and deadline < self.next_s:
             self.advance(deadline)

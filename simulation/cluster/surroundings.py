@@ -1,4 +1,5 @@
-"""What everything in the virtual cluster shares: the clock with what is due, how long things take, and the requests."""
+"""The part that everything in the virtual cluster shares: the clock with its due events, the times of things, and the
+requests."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -64,7 +65,7 @@ class ClientRequest:
     emitted_tokens: list[int]
     """Tokens of each choice, as far as they have come."""
     answer_hashes: bytes = b""
-    """What the gateway says of the full blocks behind the prompt's, once it has ended."""
+    """The gateway's names of the full blocks behind the prompt's, once it has ended."""
     decoder: int = 0
     """Incarnation of its decode worker."""
     cached_tokens: int = 0
@@ -136,7 +137,7 @@ class ClusterSurroundings(ABC):
 
 
 class ClusterEngine:
-    """What a worker computes with, one step after the other. The two roles of a mixed worker share one."""
+    """The engine of a worker, one step after the other. The two roles of a mixed worker share one."""
 
     def __init__(self, cluster: ClusterSurroundings, timing: Timing) -> None:
         self.timing = timing

@@ -1,4 +1,4 @@
-"""What must be left when all has healed and ended: nothing held, nothing owed, every row closed and worth what was done."""
+"""The checks when all has healed and ended: nothing held, nothing owed, every row closed and worth the work that was done."""
 
 from collections import Counter
 
@@ -15,7 +15,7 @@ from simulation.world.world import SimulationViolation
 
 
 def unsettled(cluster: FaultCluster) -> str:
-    """What is still going on; empty when nothing is."""
+    """The work that is still going on; empty when there is none."""
     for stream_id, stream in cluster.oracles.streams.items():
         if not stream.outcome:
             return f"stream {stream_id} has {stream.got} of {[len(a.tokens) for a in stream.answers]} tokens"
@@ -89,7 +89,7 @@ def _check_quotas(cluster: FaultCluster, core: Core) -> None:
     for name, account in core.billing.quotas.accounts.items():
         if not account.idle:
             raise SimulationViolation("quotas", f"{name} holds something and nothing runs")
-        # What a row that was opened again had before, a coordinator that was started since can only guess.
+        # A coordinator that was started since can only guess the earlier amount of a row that was opened again.
         if account.day == DAY and abs(account.day_tokens - charged[name]) > again[name]:
             why = f"{name} is counted {account.day_tokens} tokens today, its rows say {charged[name]}"
             raise SimulationViolation("quotas", why)

@@ -79,7 +79,7 @@ class FaultCluster(FaultSurroundings):
             process.start()
 
     def _all_of(self, process: SimulatedProcess) -> list[PrefillProcess | DecodeProcess]:
-        """What a worker process has registered as; nothing of others."""
+        """The processes under which a worker process has registered; no others."""
         if not isinstance(process, PrefillProcess | DecodeProcess):
             return []
         return [one for one in process.lineup.halves if isinstance(one, PrefillProcess | DecodeProcess)]

@@ -8,7 +8,7 @@ from coordinator.accounting.quota import DAY_S, Ask
 from coordinator.accounting.usage import Entry, Opened, Past
 
 UNIX_S = 20_000.0 * DAY_S + 1000.0
-"""What the wall clock says when the world begins; no run lasts until midnight."""
+"""The time of the wall clock when the world begins; no run lasts until midnight."""
 DAY = int(UNIX_S // DAY_S)
 RECENT_S = 60.0
 

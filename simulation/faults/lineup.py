@@ -34,7 +34,7 @@ class Lineup:
         self.next_role: Role | None = None
         """Ready to register in."""
         self.flip_ends = ""
-        """What is wrong with its next change of role: it cannot be prepared (`cannot`), or the process dies in it (`dies`)."""
+        """The fault in its next change of role: it cannot be prepared (`cannot`), or the process dies in it (`dies`)."""
         self._preparing: Timer | None = None
         self._goes_over = False
 

@@ -1,4 +1,4 @@
-"""What must hold, whatever happens: judged from outside, while a run goes on and when it is over.
+"""The rules that hold in every run: judged from outside, while a run goes on and when it is over.
 
 exactly once      each stream's tokens are the known function's, in order, none lost, repeated or changed
 one outcome       each request ends once, for its client and for the coordinator
@@ -47,7 +47,7 @@ class Expectation:
     done: list[bool]
     admitted: bool = False
     outcome: str = ""
-    """What became of it: `well`, a kind of failure, `left`, `gateway lost`."""
+    """The end of it: `well`, a kind of failure, `left`, `gateway lost`."""
     attempts: int = 0
     left_at: float = 1e9
     no_tries: int = 0
@@ -200,7 +200,7 @@ class Oracles:
             raise SimulationViolation("no work for nobody", f"tokens {LEFT_S:g} s after its client left", stream_id)
 
     def failed(self, message: WorkFailed) -> None:
-        """What was placed has room: the coordinator never counts a block as free that its worker has not, unless answers get
+        """A placed request has room: the coordinator never counts a block as free that its worker has not, unless answers get
         longer than it expected."""
         judged = self.plan.hostility is None and not self.plan.overcommitted
         if any(words in message.message for words in _NO_ROOM) and judged:

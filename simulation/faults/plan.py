@@ -1,4 +1,5 @@
-"""What one seed stands for: a small cluster, its requests, and what will go wrong when. Drawn before anything runs."""
+"""The plan that one seed stands for: a small cluster, its requests, and the faults with their times. Drawn before anything
+runs."""
 
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -28,7 +29,7 @@ FAULTS: Final = {
     "leave": "clients leave early",
     "policy": "another version of the policy is tried, promoted or rolled back",
 }
-"""What `--faults` can name."""
+"""The names that `--faults` takes."""
 
 FOR_EVER_S: Final = 1e6
 

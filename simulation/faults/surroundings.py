@@ -1,4 +1,4 @@
-"""What simulated processes may use of the cluster that they run in."""
+"""The part of the cluster that simulated processes may use."""
 
 from coordinator.policy.versions import Versions
 from simulation.faults.ledger import CheckedLedger

@@ -1,4 +1,5 @@
-"""What both kinds of simulated workers share: allocator and prefix cache, steps that take time, drain, change of role."""
+"""The part that both kinds of simulated workers share: allocator and prefix cache, steps that take time, drain, change of
+role."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,7 +43,7 @@ class WorkerGateways(SimulatedConnectionPool):
 
 
 class WorkerProcess(PoolProcess):
-    """What both kinds share."""
+    """The part that both kinds share."""
 
     role: Role
     registration: SimulatedRegistration

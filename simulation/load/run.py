@@ -34,7 +34,7 @@ class TooManyRequests(CrossdockError):
 
 @dataclass(eq=False)
 class LoadOutcome:
-    """What became of one request, over all its tries."""
+    """The end of one request, over all its tries."""
 
     ask: LoadRequest
     came_s: float
@@ -256,7 +256,7 @@ class _Player:
 
 
 def _part(spec: WorkerSpec, role: Role) -> Capacity:
-    """What one role of a worker has."""
+    """The capacity of one role of a worker."""
     whole = spec.capacity
     if len(spec.roles) == 1:
         return whole

@@ -1,4 +1,4 @@
-"""What a scenario consists of: workers, requests, clients that wait for their answers, and failures. Pure data."""
+"""The content of a scenario: workers, requests, clients that wait for their answers, and failures. Pure data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class WorkerSpec:
     name: str
     roles: tuple[Literal["prefill", "decode"], ...]
     capacity: Capacity
-    """What it has; of a mixed worker, both roles share the blocks."""
+    """Its capacity; of a mixed worker, both roles share the blocks."""
     times: LoadStepTimes
 
 

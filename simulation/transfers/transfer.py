@@ -75,7 +75,7 @@ class SimulatedLive:
 
 
 class SimulatedDriver:
-    """What both ends share; as `kvtransfer.driver.TransferDriver`."""
+    """The part that both ends share; as `kvtransfer.driver.TransferDriver`."""
 
     def __init__(self, process: PoolProcess, toy: Toy, send: Callable[[int, Message, bytes], None]) -> None:
         self.process = process

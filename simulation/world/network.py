@@ -6,7 +6,7 @@
 - A process that was killed has its connections closed by its kernel, behind what it had sent or a part of that. One that is
   stopped sends nothing, and gets what was sent when it goes on.
 - `hostile` is no network that exists: single frames of a live connection are lost, doubled and swapped. It shows that
-  handlers are idempotent. What it has robbed is broken when healing begins, since nothing else can mend it.
+  handlers are idempotent. Connections that it has robbed are broken when healing begins, since nothing else can mend them.
 """
 
 from collections.abc import Callable
@@ -96,7 +96,7 @@ class Wire:
             self.network.world.after(self.network.latency(self, side), self._reset, side)
 
     def release(self, side: int) -> None:
-        """What was held back by a partition goes on; what comes meanwhile waits behind it."""
+        """Messages that a partition held back go on; those that come meanwhile wait behind them."""
         if self._stuck[side]:
             self.network.world.after(self.network.latency(self, side), self._drain, side)
 

@@ -1,5 +1,5 @@
-"""A model in a few integers, over a paged pool like the real one. What it draws is a known function of (prompt, seed, choice,
-index), and it can only draw it from KV that is whole: a slot's value stands for its token and all before it, and a token is
+"""A model in a few integers, over a paged pool like the real one. Its draws are a known function of (prompt, seed, choice,
+index), and it can only draw them from KV that is whole: a slot's value stands for its token and all before it, and a token is
 drawn from the sum of all slots, read through the block table. One block freed too early, copied wrongly or received half makes
 another token, as it would with a real model.
 """
@@ -88,7 +88,7 @@ class ToyState:
 
 @dataclass(frozen=True)
 class ToyAnswer:
-    """What a choice must be."""
+    """The tokens that a choice must have."""
 
     tokens: tuple[int, ...]
     finish: FinishReason

@@ -25,7 +25,7 @@ from tools.attacks.peers import FakePeer, many_frames, open_connections, renew_w
 BODY_BYTES = 8_200_000
 """Just under the default of --body-bytes-max."""
 CLIENT_S = 25.0
-"""What an attacker's client waits for an answer."""
+"""The time that an attacker's client waits for an answer."""
 Outcome = Counter[str]
 
 

@@ -53,7 +53,7 @@ class Others:
         return self.noticed
 
     async def learn(self) -> None:
-        """What the streams are without an attack."""
+        """Measure the streams without an attack."""
         async with self._session("victim") as session:
             for number in range(STREAMS):
                 seen = await self._stream(session, number)

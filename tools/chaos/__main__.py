@@ -56,7 +56,7 @@ def plan_of(arguments: argparse.Namespace, made: argparse.ArgumentParser) -> Pla
 
 
 async def chaos(cluster: Cluster, plan: Plan, progress: Callable[[int], None] = lambda done: None) -> Result:
-    """What breaks a promise is in the result, even where the run could not go on."""
+    """A broken promise is in the result, even where the run could not go on."""
 
     def on_progress(result: Result, seconds: float) -> None:
         done = sum(fault.kind != "none" for fault in result.faults)

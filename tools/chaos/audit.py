@@ -1,4 +1,5 @@
-"""What is left when all is over: descriptors, threads, shared memory, tasks, and what the ledger says against what was got."""
+"""The audit when all is over: descriptors, threads, shared memory, tasks, and the ledger against the answers that clients
+got."""
 
 import asyncio
 import os
@@ -71,7 +72,7 @@ async def rest(cluster: Cluster) -> Rest:
 
 
 async def settled(cluster: Cluster, before: Rest) -> tuple[Rest, list[str]]:
-    """What is there at last, and what has grown: a transfer thread may wait out its time for a peer that was lost."""
+    """The resources at last, and those that have grown: a transfer thread may wait out its time for a peer that was lost."""
     end = time.monotonic() + LINGER_S
     while True:
         found = await rest(cluster)
@@ -99,7 +100,7 @@ def shm_files() -> list[str]:
 
 
 def grown(before: Rest, after: Rest) -> list[str]:
-    """What is more than it was, beyond what one process of a role may differ from another."""
+    """The resources that are more than they were, beyond the differences between processes of a role."""
     found = []
     for slot, counts in after.counts.items():
         same = [before.counts[other] for other, role in before.roles.items() if role == after.roles[slot]]
@@ -115,7 +116,7 @@ def grown(before: Rest, after: Rest) -> list[str]:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a client got, to be held against the journal."""
+    """The usage that a client got, to be held against the journal."""
 
     request_id: str
     prompt_tokens: int

@@ -1,4 +1,4 @@
-"""What the scripts on a real cluster share: options, a folder, a progress bar, Ctrl-C, a report."""
+"""The part that the scripts on a real cluster share: options, a folder, a progress bar, Ctrl-C, a report."""
 
 import argparse
 import json

@@ -215,7 +215,7 @@ class Cluster:
         """Seconds until nothing is queued, running or held, by the coordinator's word and by the workers' own."""
         begun = time.monotonic()
         while True:
-            # What workers say of themselves is as old as the question before.
+            # The answers of workers are as old as the question before.
             await self.watcher.next_report(timeout_s)
             report = await self.watcher.next_report(timeout_s)
             if is_idle(report) and self.is_whole():

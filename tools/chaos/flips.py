@@ -154,7 +154,7 @@ class FlipRun(Run):
         return flip
 
     def _victim(self, flipping: str, processes: Processes) -> Member | None:
-        """Whose loss leaves a worker of each role, whatever becomes of the change; or a coordinator."""
+        """The process to kill, whose loss leaves a worker of each role, whatever becomes of the change; or a coordinator."""
         members = [self.cluster.serving()]
         for member in self.cluster.members:
             if member.role in ("prefill", "decode") and _others_serve(processes, member.name, flipping):
@@ -198,7 +198,7 @@ async def flips(
     cluster: Cluster, number: int, answers: int, seed: int, *, clients: int = 8, kill_share: float = 0.0,
     session_share: float = 0.0, output_tokens_max: int = 160, progress: Callable[[int], None] = lambda done: None,
 ) -> Result:  # fmt: skip
-    """What breaks a promise is in the result, even where the run could not go on."""
+    """A broken promise is in the result, even where the run could not go on."""
     plan = Plan(
         seed=seed, faults=None, clients=clients, output_tokens_max=output_tokens_max, session_share=session_share
     )

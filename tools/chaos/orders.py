@@ -1,4 +1,4 @@
-"""What clients ask for while processes die, and how an answer is held against the one of a quiet cluster."""
+"""The requests of clients while processes die, and the comparison of an answer with the one of a quiet cluster."""
 
 import json
 import math
@@ -65,7 +65,7 @@ CONSTRAINED: dict[str, dict[str, Any]] = {
     "prompt_logprobs": {"temperature": 0.8, "top_k": 8, "echo": True, "logprobs": 2},
     "only_prompt_logprobs": {"echo": True, "logprobs": 1, "max_tokens": 0},
 }
-"""What goes on in a grammar or in a tool call, and log-probabilities of prompts."""
+"""Requests in a grammar or with a tool call, and log-probabilities of prompts."""
 _FREE: Final = ("regex", "prompt_logprobs", "only_prompt_logprobs")
 """Those of them that no JSON schema describes."""
 
@@ -91,7 +91,7 @@ class Order:
     path: str = "/v1/completions"
     turn: int = 0
     later_turns: tuple[tuple[int, ...], ...] = ()
-    """What the user of a conversation adds in each turn after this one."""
+    """The tokens that the user of a conversation adds in each turn after this one."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -165,7 +165,7 @@ def _constrained(order: Order, kind: str, output_max: int) -> Order:
 
 
 def invalid(order: Order, answer: Answer) -> str:
-    """What is wrong with an answer that must have a form; empty: nothing, or it has ended by its length."""
+    """The fault of an answer that must have a form; empty: none, or it has ended by its length."""
     if order.kind not in CONSTRAINED or order.kind in _FREE:
         return ""
     for choice in answer.values():
@@ -211,7 +211,7 @@ def compare(want: Answer, got: Answer, *, whole: bool) -> Difference:
 
 
 def _detail(right: Choice, seen: Choice, whole: bool) -> str:
-    """What else differs where the tokens do not."""
+    """The other differences where the tokens are the same."""
     if whole and (seen.text != right.text or seen.finish != right.finish):
         return f"text or end: {seen.text[-20:]!r} {seen.finish}, not {right.text[-20:]!r} {right.finish}"
     if not whole and not right.text.startswith(seen.text):

@@ -1,9 +1,9 @@
 """A TCP proxy that makes a bad network of a good one, and a cluster whose processes reach each other through it.
 
-What a lost packet does to a TCP connection is that everything behind it comes a retransmission later: so a chunk in twenty is
-held for 200 to 400 ms more, and those behind it with it. Duplicated segments never reach a program, so there is nothing to make
-of them here; doubled frames are the simulation's (`simulation`, hostile seeds). A partition holds what is sent in one
-direction: nothing arrives, nobody is told, and what was not given up meanwhile arrives when it is over, as TCP would have it.
+A lost packet on a TCP connection delays everything behind it by a retransmission: so a chunk in twenty is held for 200 to 400
+ms more, and those behind it with it. Duplicated segments never reach a program, so there is nothing to make of them here;
+doubled frames are the simulation's (`simulation`, hostile seeds). A partition holds what is sent in one direction: nothing
+arrives, nobody is told, and what was not given up meanwhile arrives when it is over, as TCP would have it.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ HELD_CHUNKS_MAX = 256
 
 @dataclass
 class Weather:
-    """What a proxy does to what it passes on; may change at any time."""
+    """The treatment of passing data by a proxy; may change at any time."""
 
     delay_s: float = 0.0
     loss: float = 0.0

@@ -170,7 +170,7 @@ class Run:
     async def _ask_once(
         self, session: aiohttp.ClientSession, order: Order, leave_after: int | None, source: random.Random
     ) -> tuple[Seen, bool]:
-        """What came, and whether it is to be sent again, its gateway having been killed."""
+        """The answer that came, and whether the request is to be sent again, its gateway having been killed."""
         gateways = [member for member in self.cluster.of("gateway") if not member.hurt] or self.cluster.of("gateway")
         gateway = source.choice(gateways)
         model = self.cluster.model.name
@@ -252,7 +252,7 @@ class Run:
             raise Violation(self.result.violations[0])
 
     def _draw(self) -> tuple[Member | None, Fault] | None:
-        """Whom, and how; never two of one role, so that there is a spare."""
+        """Draw a process and a fault; never two of one role, so that there is a spare."""
         if not self.plan.roles:
             return None
         if self.random.random() < CONTROL_SHARE and not any(m.hurt for m in self.cluster.members):

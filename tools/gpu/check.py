@@ -1,4 +1,4 @@
-"""What `scripts/gpu_check` runs: what is on the machine, the kernels, the engine and KV beside the GPU's floors, the tests, and
+"""The checks of `scripts/gpu_check`: the machine, the kernels, the engine and KV beside the GPU's floors, the tests, and
 answers of whole clusters on one GPU.
 
     python -m tools.gpu.check [--out FILE] [--device cpu] [MODEL_FOLDER] [PART,PART...]

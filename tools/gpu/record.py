@@ -37,5 +37,5 @@ def attempt(part: str, name: str, work: Callable[[], dict[str, Any]]) -> None:
 
 
 def shortened(text: str) -> str:
-    """What went wrong is said at the beginning, and why at the end."""
+    """The beginning of a text names the error, and its end the reason."""
     return text if len(text) <= 1500 else f"{text[:300]} … {text[-1200:]}"

@@ -4,8 +4,8 @@ In each interval the mean time between tokens is taken for
 
     step + sequence * streams + kv_token * KV tokens + token * prompt tokens for each step
 
-Least squares over all intervals give the four numbers. What a first token took beyond waiting and computing is the host's. All
-this says less than timings of single requests do.
+Least squares over all intervals give the four numbers. The time of a first token beyond waiting and computing is the host's.
+All this says less than timings of single requests do.
 """
 
 from collections.abc import Sequence

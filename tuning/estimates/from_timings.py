@@ -103,7 +103,7 @@ def fitted(
 
 
 def simulated(profile: Profile, server: MeasuredServer, sent: Sequence[Sent]) -> SimulatedOutcome:
-    """What the server itself would have done."""
+    """The times of the server itself."""
     return Simulator(profile, Workers(0, 0, server.instances), sent, RunOptions(limits=LIMITS)).run()
 
 

@@ -31,7 +31,7 @@ VALUE_BYTES: Final = 2
 MEMORY_SHARE: Final = 0.9
 """The share of a card's memory that is there for weights, KV and steps."""
 ACTIVATION_BYTES: Final = 2 << 30
-"""What steps need of that on each card."""
+"""The memory that steps need of that on each card."""
 BLOCK_TOKENS: Final = 16
 HOST: Final = HostCost(request_ms=5.0, request_token_ms=0.002, step_gap_ms=0.3, join_ms=1.0)
 RUN_SIGMA: Final = 0.15

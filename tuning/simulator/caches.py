@@ -1,4 +1,4 @@
-"""What prefill workers have cached of prompts, by the block ids of a trace, and whether a prompt runs better elsewhere.
+"""The prompts that prefill workers have cached, by the block ids of a trace, and whether a prompt runs better elsewhere.
 
 A simplified prefix cache: blocks of one worker in the order of use, as many as its KV pool holds. The choice is the score of
 `coordinator.score`; computing a hot prefix once more on another worker is not modelled.

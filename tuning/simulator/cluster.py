@@ -2,7 +2,7 @@
 
     outcome = Simulator(profile, Workers(3, 5), sent).run()
 
-What decides is production code or follows it line by line: the order of chunks (`order`), the composition of steps (`prefill`),
+Decisions are production code or follow it line by line: the order of chunks (`order`), the composition of steps (`prefill`),
 admission to decode workers (`room`), the choice of workers. Messages, billing and ledgers are left out, and so is what only
 the full core has: room kept for requests that were bypassed, circuit breakers, deadlines, whom to shed of several tenants.
 """

@@ -78,7 +78,7 @@ class SimulatedHost:
         return self._mixed_stretch() * (self._beside_decode if beside else 1.0)
 
     def _mixed_stretch(self) -> float:
-        """What is left of the cores for mixed workers, in which tokens are passed on, too."""
+        """The rest of the cores for mixed workers, in which tokens are passed on, too."""
         if not self._cores:
             return 1.0
         return max(len(self._mixed) / max(self._cores - self._tokens_want, self._cores / 2), 1.0)

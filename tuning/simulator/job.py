@@ -91,7 +91,7 @@ class SimulatedRequest:
         """When it came to the coordinator."""
         self.prompt, self.output, self.blocks = sent.prompt_tokens, sent.forwarded_tokens, sent.blocks
         self.output_max = sent.output_tokens
-        """What the coordinator knows of: its client may leave earlier."""
+        """The output length that the coordinator knows of: its client may leave earlier."""
         self.chunks = -(-self.prompt // step_tokens)
         priority_class = priority_classes[sent.priority]
         self._patience_s = priority_class.ttft_s + self.chunks * priority_class.ttft_s_per_chunk

@@ -1,4 +1,4 @@
-"""What workers keep of sessions: of each the prompt, and where it was decoded, the answer; least recently used goes first.
+"""The sessions that workers keep: of each the prompt, and where it was decoded, the answer; least recently used goes first.
 
 `Sent.reused_tokens` says how much of it the next turn begins with.
 """
@@ -9,7 +9,7 @@ from tuning.simulator.job import Sent
 
 
 class KeptAnswers:
-    """What one worker keeps, or both halves of a mixed one."""
+    """The answers that one worker keeps, or both halves of a mixed one."""
 
     def __init__(self) -> None:
         self._tokens: OrderedDict[int, int] = OrderedDict()

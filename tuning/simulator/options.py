@@ -1,4 +1,4 @@
-"""What a simulation may differ in, beside profile, workers and traffic."""
+"""The options of a simulation, beside profile, workers and traffic."""
 
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple

@@ -1,4 +1,4 @@
-"""Whose chunk is next: the coordinator's fair queue, or where one tenant sends everything, that tenant's queue alone.
+"""The choice of the next chunk: the coordinator's fair queue, or where one tenant sends everything, that tenant's queue alone.
 
 With one tenant the rings of the fair queue have nothing to decide: what is left is the production `TenantQueue` for each queue
 key, and the least of their first entries. `tests/tuning/test_order.py` holds both against each other.
@@ -37,7 +37,7 @@ class FairOrder(Protocol):
     def has_late(self, keys: Sequence[int]) -> bool: ...
 
     def ended(self, job: SimulatedRequest, emitted: int) -> None:
-        """What was charged for its answer gives way to what was emitted."""
+        """The charge for its answer gives way to the tokens that were emitted."""
 
 
 class OneTenant:

@@ -1,4 +1,4 @@
-"""What clients would have seen of a simulated run, and how busy its workers were."""
+"""The clients' view of a simulated run, and how busy its workers were."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

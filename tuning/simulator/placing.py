@@ -1,4 +1,5 @@
-"""What waits, and where it goes: the coordinator's decisions. `cluster` tells it of events and runs what it decides."""
+"""The waiting requests, and where they go: the coordinator's decisions. `cluster` tells it of events and runs what it
+decides."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -171,8 +172,8 @@ class Placing(ABC):
     # --- turns of sessions ------------------------------------------------------------------------------------------------
 
     def _begin_turn(self, job: SimulatedRequest, worker: SimulatedPrefillWorker, decode: SimulatedBatch) -> None:
-        """What the worker has is not computed; nor is what the decode worker has, if to fetch it is faster. What the decode
-        worker lacks of it is sent."""
+        """The worker's cached tokens are not computed; nor are the decode worker's, if to fetch them is faster. Tokens that the
+        decode worker lacks of it are sent."""
         here, there = cached_tokens(job, worker, 0), decode.kept.of(job.sent)
         there -= there % worker.block_size
         if there > here and decode is not worker.batch:

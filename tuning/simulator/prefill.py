@@ -105,7 +105,7 @@ class SimulatedPrefillWorker:
 
 
 class StepRoom(Protocol):
-    """What `compose` asks the cluster."""
+    """The questions of `compose` to the cluster."""
 
     closed: dict[int, SimulatedRequest]
     classes: dict[int, int]

@@ -1,4 +1,4 @@
-"""What fits a decode worker's KV pool: the coordinator's `KvAdmission`, asked only where the pool may run short.
+"""Requests that fit a decode worker's KV pool: the coordinator's `KvAdmission`, asked only where the pool may run short.
 
 `KvAdmission` admits everything while the whole lives of all attempts add up to less than the pool, and keeps its rows only from
 there until they are down to half of it. Up to there their sum is all that is needed; the rows are made when they are.

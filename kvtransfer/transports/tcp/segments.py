@@ -16,7 +16,7 @@ from kvtransfer.memory.layout import is_run
 from kvtransfer.memory.pool import PoolRows, as_bytes
 
 RECORD_BYTES: Final = 512 << 10
-"""What is encrypted, received, decrypted and digested in one go stays in the second-level cache."""
+"""Bytes that are encrypted, received, decrypted and digested in one go; they stay in the second-level cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class SegmentDigest:
 
 
 class Source:
-    """What a sender reads."""
+    """The blocks that a sender reads."""
 
     def __init__(self, rows: PoolRows) -> None:
         self._rows = rows
@@ -93,7 +93,7 @@ class Source:
 
 
 class SegmentTarget:
-    """What a receiver writes."""
+    """The blocks that a receiver writes."""
 
     def __init__(self, rows: PoolRows) -> None:
         self._rows = rows

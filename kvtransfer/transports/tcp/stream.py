@@ -34,7 +34,7 @@ class PairClosing(Exception):
 
 
 class TcpConnection:
-    """A non-blocking socket of a pair that waits together with its inbox. What comes into the inbox is kept in `jobs`."""
+    """A non-blocking socket of a pair that waits together with its inbox. Bytes that come into the inbox are kept in `jobs`."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)

@@ -110,7 +110,7 @@ class TcpReceiving(_TcpChannel):
         self._records = RecordReader(connection, key, record_bytes_max(self._sub_block_bytes))
 
     def _idle(self, connection: TcpConnection) -> None:
-        # What comes before its announcement waits in the kernel.
+        # Bytes that come before their announcement wait in the kernel.
         if connection.wait(select.POLLRDHUP, None):
             raise PairBroken("the peer is gone: its connection has ended")
 

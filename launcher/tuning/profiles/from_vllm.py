@@ -48,7 +48,7 @@ METRICS: Final = {
     "running": "vllm:num_requests_running",
     "kv_share": "vllm:kv_cache_usage_perc",
 }
-"""What of its metrics is read."""
+"""The metrics that are read."""
 
 
 class ServerFailed(CrossdockError):
@@ -166,7 +166,8 @@ def _of_csv(path: str, stream: TextIO) -> Iterator[RequestTiming]:
 
 
 async def _server(settings: FromVllmSettings, session: aiohttp.ClientSession) -> tuple[MeasuredServer, str]:
-    """What it is by the options, and where they do not say it, by itself. Raises `SettingsError` or `ServerFailed`."""
+    """Learn the server's settings from the options, and where they do not say, from the server itself. Raises `SettingsError`
+    or `ServerFailed`."""
     kv_tokens, context, model = settings.kv_tokens, settings.context_tokens, settings.model
     if settings.url and not (kv_tokens and context and model):
         known = _first_model(await _get(settings, session, "/v1/models"))

@@ -87,6 +87,6 @@ class FromVllmSettings(JsonOption):
         200.0, gt=0.0, le=1e5, description="Gigabits per second over which a worker would hand KV over."
     )
     cost_per_hour: float = Field(
-        0.0, ge=0.0, le=1e6, description="What one instance costs in an hour, in any currency; 0: not known."
+        0.0, ge=0.0, le=1e6, description="The cost of one instance in an hour, in any currency; 0: not known."
     )
     out: str = Field("profile.json", min_length=1, description="File to write the profile to.")

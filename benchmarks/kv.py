@@ -34,6 +34,7 @@ from kvtransfer.memory.digests import Digester
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
 from kvtransfer.memory.shared import SharedMemory
+from kvtransfer.owners import ReceiverOwner
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.session.session import OfferAccepted
 from kvtransfer.transports.registry import TRANSPORTS, suited
@@ -41,6 +42,7 @@ from launcher import tables
 from launcher.http.streams import BenchFailed
 from launcher.reports import console_for, write_json
 from proto import limits
+from proto.kv import Commit, Offer
 from proto.messages import Hello, Message, Role
 from runtime.link.server import LinkServer, LinkSettings, Peer
 
@@ -60,7 +62,7 @@ _SEGMENTS_MAX = 1000
 _COMMIT, _ACKNOWLEDGEMENT, _ROUND_TRIP = "commit", "acknowledgement", "round trip"
 
 
-class Near:
+class Near(ReceiverOwner):
     """The receiving process, and the orders to the other one."""
 
     def __init__(self, settings: KvBenchSettings) -> None:
@@ -89,11 +91,17 @@ class Near:
     def _on_message(self, peer: Peer, message: Message, blob: bytes) -> None:
         self.receivers[peer.hello.name].handle(peer.incarnation, message, blob)
 
-    def _on_committed(self, *commit: Any) -> None:
+    def send(self, peer_incarnation: int, message: Message, blob: bytes) -> None:
+        self.peers[peer_incarnation].send(message, blob)
+
+    def offered(self, peer_incarnation: int, offer: Offer) -> OfferAccepted:
+        return OfferAccepted(self.targets[: offer.blocks])
+
+    def committed(self, peer_incarnation: int, commit: Commit, block_ids: list[int], prompt_tokens: list[int]) -> None:
         self.committed_at = time.monotonic()
 
-    def _send(self, incarnation: int, message: Message, blob: bytes) -> None:
-        self.peers[incarnation].send(message, blob)
+    def not_received(self, request_id: str, attempt: int, block_ids: list[int], reason: str) -> None:
+        return
 
     async def start(self) -> None:
         address = await self.server.start()
@@ -118,11 +126,8 @@ class Near:
                 pool=rows.view(torch.float32).view(layout.shape(rows.shape[0] // layout.block_bytes)),
                 incarnation=RECEIVER_EPOCH,
                 clock=time.monotonic,
-                send=self._send,
                 listen_host="127.0.0.1",
-                accept=lambda incarnation, offer: OfferAccepted(self.targets[: offer.blocks]),
-                on_committed=self._on_committed,
-                on_failed=lambda *failure: None,
+                owner=self,
                 settings=settings_of(name, segment_bytes),
             )
         shape = {name: getattr(layout, name) for name in layout.__dataclass_fields__}

@@ -6,6 +6,7 @@ import time
 import torch
 
 from kvtransfer.memory.layout import KvLayout
+from kvtransfer.owners import SenderOwner
 from kvtransfer.sender import KvSender
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.session import KvFailed, KvSent
@@ -15,7 +16,7 @@ from runtime.link.client import LinkClient
 from runtime.link.server import LinkSettings, Peer
 
 
-class Replayer:
+class Replayer(SenderOwner):
     """A link to one receiver, and a sender on it. One session at a time."""
 
     def __init__(self, address: str, hello: Hello, receiver_incarnation: int) -> None:
@@ -55,8 +56,7 @@ class Replayer:
             pool=pool,
             incarnation=self.incarnation,
             clock=time.monotonic,
-            send=self._send,
-            on_result=self._on_result,
+            owner=self,
             settings=settings,
         )
         self._sender.digest(range(pool.shape[0]))
@@ -86,10 +86,10 @@ class Replayer:
         if self._sender is not None:
             self._sender.peer_lost(self._receiver_incarnation, reason)
 
-    def _send(self, incarnation: int, message: Message, blob: bytes) -> None:
+    def send(self, peer_incarnation: int, message: Message, blob: bytes) -> None:
         if self._peer is not None:
             self._peer.send(message, blob)
 
-    def _on_result(self, result: KvSent | KvFailed) -> None:
+    def sent(self, result: KvSent | KvFailed) -> None:
         if self._done is not None and not self._done.done():
             self._done.set_result(result)

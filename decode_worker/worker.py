@@ -17,13 +17,15 @@ from engine.engine import Engine
 from engine.kv.allocator import BlockAllocator
 from engine.sampling.sampler import SamplerState
 from kvtransfer.memory.layout import KvLayout
+from kvtransfer.owners import ReceiverOwner, SenderOwner
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session.limits import DIGEST_EVERY, FETCH_IDLE_MS, KvSettings, segment_bytes_on
+from kvtransfer.session.session import KvFailed, KvSent, OfferAccepted
 from kvtransfer.transports.transport import PoolMemory
 from proto.compatible import mismatch
 from proto.errors import RemoteProtocolError
-from proto.kv import Commit, Fetch, FetchRefused, FirstToken, is_of_fetch, of_fetch
+from proto.kv import Commit, Fetch, FetchRefused, FirstToken, Offer, is_of_fetch, of_fetch
 from proto.messages import Hello, Message, Reserve, Role
 from proto.progress import AnswerNames
 from proto.status import KvHeld
@@ -40,8 +42,8 @@ from runtime.worker.grammars import GrammarThread
 from runtime.worker.role import ComputeStep
 
 
-class DecodeWorker:
-    """A `WorkerRole`."""
+class DecodeWorker(ReceiverOwner):
+    """A `WorkerRole`, and the owner of the receiver of its KV."""
 
     def __init__(
         self,
@@ -83,7 +85,9 @@ class DecodeWorker:
         kv = _kv_settings(settings, transports, engine.pool.device.type)
         self.receiver = self._make_receiver(layout, memory, kv)
         self.sender = self._make_sender(layout, kv)
-        self.metrics = DecodeMetrics(self.table, self.receiver.counters, partial(_padding_rows, engine))
+        self.metrics = DecodeMetrics(
+            self.table, self.receiver.counters, lambda: engine.pipeline.padding_rows if engine.pipeline else 0
+        )
         self.registry = self.metrics.registry
 
     def _make_receiver(self, layout: KvLayout, memory: PoolMemory | None, settings: KvSettings) -> KvReceiver:
@@ -92,17 +96,10 @@ class DecodeWorker:
             pool=self.engine.pool,
             incarnation=self.driver.hello.incarnation,
             clock=clock.now,
-            send=self._send_kv,
             listen_host=self.driver.settings.transfer_host,
-            accept=self.core.offered,
-            on_committed=self._committed,
-            on_failed=self._not_received,
-            on_quarantined=self._in_doubt,
+            owner=self,
             settings=settings,
             memory=memory,
-            is_busy=lambda: bool(self.table.batch.running),
-            on_stranger=self._stranger,
-            on_pair_error=lambda error: end_if_gpu_is_lost(error, self.log),
         )
 
     def _make_sender(self, layout: KvLayout, settings: KvSettings) -> KvSender:
@@ -112,9 +109,7 @@ class DecodeWorker:
             pool=self.engine.pool,
             incarnation=self.driver.hello.incarnation,
             clock=clock.now,
-            send=lambda incarnation, message, blob: self._send_kv(incarnation, of_fetch(message), blob),
-            on_result=self.core.lending.sent,
-            on_pair_error=lambda error: end_if_gpu_is_lost(error, self.log),
+            owner=_Lending(self),
             settings=replace(settings, idle_timeout_ms=FETCH_IDLE_MS, remembers_digests=False, bytes_per_s=0),
         )
 
@@ -165,8 +160,7 @@ class DecodeWorker:
         name = self.driver.name
         return mismatch(name, own.fingerprint, own.block_size, hello.name, hello.fingerprint, size) or None
 
-    def _stranger(self, reason: str) -> None:
-        """This runs in another thread."""
+    def turned_away(self, reason: str) -> None:
         self.strangers_log("a connection to the KV port was turned away", reason=reason)
 
     def _sender_down(self, peer: Peer, reason: str) -> None:
@@ -174,8 +168,8 @@ class DecodeWorker:
             self.receiver.peer_lost(peer.incarnation, reason)
             self.sender.peer_lost(peer.incarnation, reason)
 
-    def _send_kv(self, incarnation: int, message: Message, blob: bytes) -> None:
-        peer = self.senders.link(incarnation)
+    def send(self, peer_incarnation: int, message: Message, blob: bytes) -> None:
+        peer = self.senders.link(peer_incarnation)
         if peer is not None:
             peer.send(message, blob)
 
@@ -189,21 +183,30 @@ class DecodeWorker:
             self.receiver.handle(peer.incarnation, message, blob)
 
     def refuse_fetch(self, incarnation: int, message: FetchRefused) -> None:
-        self._send_kv(incarnation, message, b"")
+        self.send(incarnation, message, b"")
 
-    def _committed(self, incarnation: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None:
+    def is_busy(self) -> bool:
+        return bool(self.table.batch.running)
+
+    def pair_failed(self, error: Exception) -> None:
+        end_if_gpu_is_lost(error, self.log)
+
+    def offered(self, peer_incarnation: int, offer: Offer) -> OfferAccepted | str | None:
+        return self.core.offered(peer_incarnation, offer)
+
+    def committed(self, peer_incarnation: int, commit: Commit, block_ids: list[int], prompt_tokens: list[int]) -> None:
         attempt = self.table.attempts.get((commit.request_id, commit.attempt))
         if attempt is None or not attempt.order.sampling.grammar:
-            self._join(incarnation, commit, blocks, prompt_tokens)
+            self._join(peer_incarnation, commit, block_ids, prompt_tokens)
             return
         order = attempt.order
 
         def ready(made: list[Matcher] | GrammarError) -> None:
             if isinstance(made, GrammarError):
-                self.core.cannot_run(commit, blocks, f"the grammar: {made}")
+                self.core.cannot_run(commit, block_ids, f"the grammar: {made}")
                 return
             self._matchers = made
-            self._join(incarnation, commit, blocks, prompt_tokens)
+            self._join(peer_incarnation, commit, block_ids, prompt_tokens)
 
         resumed = prompt_tokens[len(prompt_tokens) - order.resumed_tokens :] if order.resumed_tokens else ()
         self.grammars.prepare(order.sampling.grammar, resumed, len(commit.first_tokens), ready)
@@ -212,9 +215,9 @@ class DecodeWorker:
         self.core.committed(incarnation, commit, blocks, prompt_tokens)
         self.driver.wake()
 
-    def _not_received(self, request_id: str, attempt: int, blocks: list[int], reason: str) -> None:
+    def not_received(self, request_id: str, attempt: int, block_ids: list[int], reason: str) -> None:
         self.log.debug("KV not received", request_id=request_id, attempt=attempt, reason=reason)
-        self.core.not_received(request_id, attempt, blocks)
+        self.core.not_received(request_id, attempt, block_ids)
 
     def _sampler_state(self, order: Reserve, first: FirstToken, prompt_tokens: list[int]) -> SamplerState:
         split = len(prompt_tokens) - order.resumed_tokens if prompt_tokens else 0
@@ -225,8 +228,8 @@ class DecodeWorker:
         state.accept(first.token)
         return state
 
-    def _in_doubt(self, request_id: str, attempt: int, blocks: list[int]) -> None:
-        self.core.not_yet_free(request_id, attempt, blocks)
+    def in_doubt(self, request_id: str, attempt: int, block_ids: list[int]) -> None:
+        self.core.not_yet_free(request_id, attempt, block_ids)
         asyncio.get_running_loop().call_later(QUARANTINE_WARN_S, self._still_in_doubt, (request_id, attempt))
 
     def _still_in_doubt(self, key: tuple[str, int]) -> None:
@@ -319,8 +322,20 @@ class DecodeWorker:
         self.grammars.prepare(order.sampling.grammar, resumed, order.choices, done)
 
 
-def _padding_rows(engine: Engine) -> int:
-    return engine.pipeline.padding_rows if engine.pipeline is not None else 0
+class _Lending(SenderOwner):
+    """The owner of the sender for the KV that prefill workers fetch."""
+
+    def __init__(self, worker: DecodeWorker) -> None:
+        self._worker = worker
+
+    def send(self, peer_incarnation: int, message: Message, blob: bytes) -> None:
+        self._worker.send(peer_incarnation, of_fetch(message), blob)
+
+    def sent(self, result: KvSent | KvFailed) -> None:
+        self._worker.core.lending.sent(result)
+
+    def pair_failed(self, error: Exception) -> None:
+        self._worker.pair_failed(error)
 
 
 def _kv_settings(settings: WorkerSettings, transports: tuple[str, ...], device: str) -> KvSettings:

@@ -25,7 +25,10 @@ class GatewayMetrics:
             "endpoint", "outcome",
         )  # fmt: skip
         self.retry_after = registry.histogram(
-            PREFIX + "retry_after_seconds", "Waits that clients were told in Retry-After, by status.", LATENCY_S, "status"
+            PREFIX + "retry_after_seconds",
+            "Waits that clients were told in Retry-After, by status.",
+            LATENCY_S,
+            "status",
         )
         self.streams = registry.counter(
             PREFIX + "streams", "Streams (one for each prompt) that are over, by outcome: ok, left, or why they failed.",

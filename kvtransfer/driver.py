@@ -14,6 +14,7 @@ from kvtransfer.idle_connections import PairUse, to_give_up
 from kvtransfer.memory.digests import BlockDigests
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
+from kvtransfer.owners import TransferOwner
 from kvtransfer.rate_limiter import RateLimiter
 from kvtransfer.route import Key, Live, R, S
 from kvtransfer.session.limits import KvSettings
@@ -39,8 +40,7 @@ from proto.messages import Message
 class TransferDriver(ABC, Generic[S, R]):
     """Turns actions into I/O and I/O results into events. All methods run on the event loop that it was made on.
 
-    `clock` is in seconds; `send(peer_epoch, message, blob)` must not raise: where the link is gone, `peer_lost`
-    follows. `on_pair_error` is told of what a pair's thread failed with, after its sessions.
+    `clock` is in seconds.
     """
 
     def __init__(
@@ -49,11 +49,10 @@ class TransferDriver(ABC, Generic[S, R]):
         pool: torch.Tensor,
         incarnation: int,
         clock: Callable[[], float],
-        send: Callable[[int, Message, bytes], None],
+        owner: TransferOwner,
         settings: KvSettings,
         listen_host: str = "",
         memory: PoolMemory | None = None,
-        on_pair_error: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         unknown = set(settings.transports) - set(TRANSPORTS)
         if unknown:
@@ -67,10 +66,10 @@ class TransferDriver(ABC, Generic[S, R]):
         self._listen_host, self._memory = listen_host, memory
         self._digests: BlockDigests | None = None
         self._host_id = host_id()
-        self._on_pair_error = on_pair_error
         self._incarnation = incarnation
         self._clock = clock
-        self._send = send
+        self._send: Callable[[int, Message, bytes], None] = owner.send
+        self._pair_failed: Callable[[Exception], None] = owner.pair_failed
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         self._live: dict[Key, Live[S, R]] = {}
@@ -256,7 +255,7 @@ class TransferDriver(ABC, Generic[S, R]):
         def broken(reason: str, error: Exception) -> None:
             if is_current() and not route.dropped:
                 self._pair_broke(route, reason)
-            self._on_pair_error(error)
+            self._pair_failed(error)
 
         events = PairEvents(
             lambda: self._pair_ready(route) if is_current() and not route.dropped else None,

@@ -8,6 +8,7 @@ import torch
 
 from kvtransfer.driver import TransferDriver
 from kvtransfer.memory.layout import KvLayout, blocks_of, sub_blocks_of
+from kvtransfer.owners import ReceiverOwner
 from kvtransfer.rate_limiter import ByteBucket, RateLimiter
 from kvtransfer.route import Live, Route
 from kvtransfer.session.limits import KvSettings
@@ -48,16 +49,7 @@ _Live = Live[ReceiverSession, _Incoming]
 
 
 class KvReceiver(TransferDriver[ReceiverSession, _Incoming]):
-    """One per worker. All methods run on the event loop; callbacks come from inside them or from the loop.
-
-    `accept(peer_epoch, offer)` answers an offer with `OfferAccepted`: target blocks, as many as offered, and how many of the
-    first hold their KV already; with a reason to refuse; or with None, and then `decide` follows. All these blocks are of our
-    own size, whatever the sender's is. Every accepted offer ends in exactly one `on_committed(peer_epoch, commit, block_ids,
-    prompt_token_ids)` or `on_failed(request_id, attempt, block_ids, reason)`. After the latter nothing writes to the blocks
-    any more; where that takes proof first, `on_quarantined(request_id, attempt, block_ids)` says at once that it has failed,
-    and which of its blocks are in doubt. An undecided offer that fails ends in `on_failed` with no blocks; a refused one in
-    nothing.
-    """
+    """One per worker. All methods run on the event loop. `ReceiverOwner` says how offers end."""
 
     def __init__(
         self,
@@ -66,48 +58,34 @@ class KvReceiver(TransferDriver[ReceiverSession, _Incoming]):
         pool: torch.Tensor,
         incarnation: int,
         clock: Callable[[], float],
-        send: Callable[[int, Message, bytes], None],
         listen_host: str,
-        accept: Callable[[int, Offer], OfferAccepted | str | None],
-        on_committed: Callable[[int, Commit, list[int], list[int]], None],
-        on_failed: Callable[[str, int, list[int], str], None],
-        on_quarantined: Callable[[str, int, list[int]], None] = lambda request_id, attempt, block_ids: None,
+        owner: ReceiverOwner,
         settings: KvSettings,
         memory: PoolMemory | None = None,
-        is_busy: Callable[[], bool] = lambda: True,
-        on_stranger: Callable[[str], None] = lambda reason: None,
-        on_pair_error: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         """`pool` is [blocks, *layout.block_shape]; `ValueError` if not, or if `listen_host` is not one address of
-        this host. `memory` is what the pool lies in, from its first byte on, if other processes may map it. `is_busy` says
-        whether there is anything that a limit of `settings.bytes_per_s` would protect. `on_stranger(reason)` says, in
-        another thread, that a connection to the port of `tcp` was turned away."""
+        this host. `memory` is what the pool lies in, from its first byte on, if other processes may map it."""
         if listen_host in ("", "*", "0.0.0.0", "::"):
             raise ValueError(
                 f"KV must be received on one address, not on {listen_host!r}: the rendezvous knows no passwords"
             )
-        super().__init__(layout, pool, incarnation, clock, send, settings, listen_host, memory, on_pair_error)
+        super().__init__(layout, pool, incarnation, clock, owner, settings, listen_host, memory)
         self.counters["strangers"] = 0
-        self._on_stranger = on_stranger
+        self._owner = owner
         self._tcp_listener = TcpListener(listen_host, self._turned_away)
-        self._accept = accept
-        self._on_committed = on_committed
-        self._on_failed = on_failed
-        self._on_quarantined = on_quarantined
         if settings.bytes_per_s:
             bucket = ByteBucket(settings.bytes_per_s, settings.burst_bytes)
-            self._rate_limiter = RateLimiter(bucket, settings.segment_timeout_ms / 4e3, clock, is_busy)
+            self._rate_limiter = RateLimiter(bucket, settings.segment_timeout_ms / 4e3, clock, owner.is_busy)
 
     def _turned_away(self, reason: str) -> None:
         """Runs in the listener's thread, the only one that changes this counter."""
         self.counters["strangers"] += 1
-        self._on_stranger(reason)
+        self._owner.turned_away(reason)
 
     # --- from the worker ---
 
     def decide(self, request_id: str, attempt: int, answer: OfferAccepted | str) -> None:
-        """The answer to an offer left undecided. If the offer has failed since (`on_failed` said so) this is
-        ignored."""
+        """The answer to an offer left undecided. If the offer has failed since, this is ignored."""
         live = self._live.get((request_id, attempt))
         if live is not None:
             self._feed(live, self._decision(live, answer))
@@ -257,7 +235,7 @@ class KvReceiver(TransferDriver[ReceiverSession, _Incoming]):
             offer, block_bytes=route.rows.layout.block_bytes, settings=self._settings, now=self._clock()
         )
         live = self._begin(key, session, route)
-        answer = self._accept(
+        answer = self._owner.offered(
             peer_incarnation, msgspec.structs.replace(offer, blocks=-(-offer.blocks // route.rows.ratio))
         )
         if answer is None:
@@ -317,7 +295,7 @@ class KvReceiver(TransferDriver[ReceiverSession, _Incoming]):
 
     def _carry_out(self, live: _Live, action: Action) -> None:
         if isinstance(action, Quarantine):
-            self._on_quarantined(*live.key, list(blocks_of(action.block_ids, live.route.rows.ratio)))
+            self._owner.in_doubt(*live.key, list(blocks_of(action.block_ids, live.route.rows.ratio)))
             return
         assert isinstance(action, CancelSegments)
         assert live.route.pair is not None
@@ -327,11 +305,11 @@ class KvReceiver(TransferDriver[ReceiverSession, _Incoming]):
         result, ratio = ended.result, live.route.rows.ratio
         if isinstance(result, KvCommitted):
             block_ids = list(blocks_of(result.block_ids, ratio))
-            self._on_committed(live.route.peer_incarnation, result.commit, block_ids, list(result.prompt))
+            self._owner.committed(live.route.peer_incarnation, result.commit, block_ids, list(result.prompt))
         elif isinstance(result, KvReceiveFailed):
             self.counters["sessions_failed"] += 1
             block_ids = list(blocks_of(result.block_ids, ratio))
-            self._on_failed(result.request_id, result.attempt, block_ids, result.reason)
+            self._owner.not_received(result.request_id, result.attempt, block_ids, result.reason)
         else:
             assert isinstance(result, KvDeclined)
             self.counters["sessions_declined"] += 1

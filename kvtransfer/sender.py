@@ -9,6 +9,7 @@ import torch
 from kvtransfer.driver import TransferDriver
 from kvtransfer.memory.digests import BlockDigests
 from kvtransfer.memory.layout import KvLayout, sub_blocks_of
+from kvtransfer.owners import SenderOwner
 from kvtransfer.route import Live, Route
 from kvtransfer.session.limits import WINDOW_SEGMENTS_MAX, KvSettings
 from kvtransfer.session.sender import SenderSession, announcement, next_parts
@@ -57,8 +58,7 @@ _Live = Live[SenderSession, _Outgoing]
 
 
 class KvSender(TransferDriver[SenderSession, _Outgoing]):
-    """One per worker. All methods run on the event loop; every `open` is answered by exactly one
-    `on_result`."""
+    """One per worker. All methods run on the event loop; every `open` ends in exactly one `SenderOwner.sent`."""
 
     def __init__(
         self,
@@ -67,19 +67,14 @@ class KvSender(TransferDriver[SenderSession, _Outgoing]):
         pool: torch.Tensor,
         incarnation: int,
         clock: Callable[[], float],
-        send: Callable[[int, Message, bytes], None],
-        on_result: Callable[[KvSent | KvFailed], None],
+        owner: SenderOwner,
         settings: KvSettings,
-        on_pairs: Callable[[list[PairState]], None] = lambda pairs: None,
-        on_pair_error: Callable[[Exception], None] = lambda error: None,
         own_peers: Container[int] = (),
     ) -> None:
-        """`pool` is [blocks, *layout.block_shape]; `ValueError` if not. `on_result` says that the blocks may be
-        reused. `own_peers` are receivers in this process."""
-        super().__init__(layout, pool, incarnation, clock, send, settings, on_pair_error=on_pair_error)
+        """`pool` is [blocks, *layout.block_shape]; `ValueError` if not. `own_peers` are receivers in this process."""
+        super().__init__(layout, pool, incarnation, clock, owner, settings)
         self._digests = BlockDigests(self._rows) if self._rows.is_flat and settings.remembers_digests else None
-        self._on_result = on_result
-        self._on_pairs = on_pairs
+        self._owner = owner
         self._own_peers = own_peers
         self._last_pair_id = 0
         self._choice = TransportChoice(
@@ -95,7 +90,7 @@ class KvSender(TransferDriver[SenderSession, _Outgoing]):
         block of ours that the prompt fills in part may so count for less.
 
         Called when the request is placed, so that meeting and deciding overlap the prefill. Where there is no room
-        for another transfer, `on_result` says so, soon. The same goes
+        for another transfer, `SenderOwner.sent` says so, soon. The same goes
         for a (request_id, attempt) that was opened before: an attempt is offered once.
         """
         route = self._current_route(peer_incarnation)
@@ -114,7 +109,7 @@ class KvSender(TransferDriver[SenderSession, _Outgoing]):
             reason = f"blocks of {block_size} tokens on a pair for those of {route.rows.layout.block_size}"
         if reason:
             # Soon, not now, so that a caller who opens again on a failure does not call itself without end.
-            self._loop.call_soon(self._on_result, KvFailed(request_id, attempt, reason))
+            self._loop.call_soon(self._owner.sent, KvFailed(request_id, attempt, reason))
             return
         if route is None:
             route = self._open_route(peer_incarnation, block_size)
@@ -226,7 +221,7 @@ class KvSender(TransferDriver[SenderSession, _Outgoing]):
         was_ready = route.ready and not route.dropped
         super()._drop(route, reason, tell_peer)
         if was_ready:
-            self._on_pairs(self.transports())
+            self._owner.pairs_changed()
 
     def _connect(self, peer_incarnation: int, message: PairListen) -> None:
         route = self._routes.get(peer_incarnation)
@@ -253,7 +248,7 @@ class KvSender(TransferDriver[SenderSession, _Outgoing]):
 
     def _pair_ready(self, route: _Outgoing) -> None:
         super()._pair_ready(route)
-        self._on_pairs(self.transports())
+        self._owner.pairs_changed()
         self._pump(route)
 
     def _pair_broke(self, route: _Outgoing, reason: str) -> None:
@@ -341,4 +336,4 @@ class KvSender(TransferDriver[SenderSession, _Outgoing]):
             self.counters["sessions_failed"] += 1
         else:
             self._choice.worked(live.route.peer_incarnation, live.route.transport, self._clock())
-        self._on_result(result)
+        self._owner.sent(result)

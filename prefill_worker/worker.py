@@ -10,10 +10,11 @@ from engine.engine import Engine
 from engine.kv.allocator import BlockAllocator
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
+from kvtransfer.owners import ReceiverOwner, SenderOwner
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session.limits import DIGEST_EVERY, FETCH_IDLE_MS, KvSettings, segment_bytes_on
-from kvtransfer.session.session import KvFailed, KvSent
+from kvtransfer.session.session import KvFailed, KvSent, OfferAccepted
 from kvtransfer.transports.transport import PoolMemory
 from prefill_worker.compute import draw_late, run_step
 from prefill_worker.core import Begun, PrefillCore, PrefillStepResult
@@ -21,7 +22,7 @@ from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.prompts import PrefillRequest, PromptTable
 from prefill_worker.tier_copies import TierCopies
 from proto.errors import RemoteProtocolError
-from proto.kv import Commit, Fetch, FetchRefused, is_of_fetch, of_fetch
+from proto.kv import Commit, Fetch, FetchRefused, Offer, is_of_fetch, of_fetch
 from proto.messages import Destination, Message, Role
 from proto.status import KvHeld, KvPair, KvPairs
 from runtime.grammar.compiler import GrammarError, Matcher
@@ -39,8 +40,8 @@ OFFER_S: Final = 3.0
 """Seconds in which KV that is to be fetched must be offered."""
 
 
-class PrefillWorker:
-    """A `WorkerRole`."""
+class PrefillWorker(SenderOwner):
+    """A `WorkerRole`, and the owner of the sender of its prompts' KV."""
 
     ports: Mapping[str, LinkCounters] = {}
 
@@ -111,10 +112,7 @@ class PrefillWorker:
             pool=self.engine.pool,
             incarnation=self.driver.hello.incarnation,
             clock=clock.now,
-            send=self._send_kv,
-            on_result=self._kv_result,
-            on_pairs=lambda pairs: self._report_pairs(),
-            on_pair_error=lambda error: end_if_gpu_is_lost(error, self.driver.log),
+            owner=self,
             own_peers=own_peers,
             settings=settings,
         )
@@ -126,14 +124,10 @@ class PrefillWorker:
             pool=self.engine.pool,
             incarnation=self.driver.hello.incarnation,
             clock=clock.now,
-            send=lambda incarnation, message, blob: self._send_kv(incarnation, of_fetch(message), blob),
             listen_host=self.driver.settings.transfer_host,
-            accept=self.core.fetches.offered,
-            on_committed=self._fetched,
-            on_failed=self._not_fetched,
+            owner=_Fetching(self),
             settings=replace(settings, digest_every=DIGEST_EVERY[self.driver.settings.kv_digest]),
             memory=memory,
-            on_pair_error=lambda error: end_if_gpu_is_lost(error, self.driver.log),
         )
 
     async def start(self) -> str:
@@ -155,7 +149,7 @@ class PrefillWorker:
         for _ in range(CACHE_REPORTS_MAX if self.driver.hello.flipped_from and not self.core.links_lost else 1):
             self.registration.report_cache(self.core.take_changes)
         if self.core.links_lost:
-            self._report_pairs()  # a coordinator that has started anew does not know them
+            self.pairs_changed()  # a coordinator that has started anew does not know them
 
     def kv_held(self) -> KvHeld:
         sessions = self.sender.sessions + self.receiver.sessions
@@ -217,12 +211,12 @@ class PrefillWorker:
 
     # --- KV out ---------------------------------------------------------------------------------------------------------
 
-    def _report_pairs(self) -> None:
+    def pairs_changed(self) -> None:
         pairs = self.sender.transports()
         self.registration.send(KvPairs(tuple(KvPair(p.peer_incarnation, p.transport, p.why[:512]) for p in pairs)))
 
-    def _send_kv(self, incarnation: int, message: Message, blob: bytes) -> None:
-        receiver = self.core.receiver_of.get(incarnation)
+    def send(self, peer_incarnation: int, message: Message, blob: bytes) -> None:
+        receiver = self.core.receiver_of.get(peer_incarnation)
         if receiver is not None:
             self.receivers.send(receiver, message, blob)
 
@@ -235,9 +229,12 @@ class PrefillWorker:
         else:
             self.sender.handle(peer.incarnation, message, blob)
 
-    def _kv_result(self, result: KvSent | KvFailed) -> None:
+    def sent(self, result: KvSent | KvFailed) -> None:
         self.metrics.kv_result(result)
         self.core.kv_result(result)
+
+    def pair_failed(self, error: Exception) -> None:
+        end_if_gpu_is_lost(error, self.driver.log)
 
     def _receiver_lost(self, incarnation: int, reason: str) -> None:
         self.core.receiver_of.pop(incarnation, None)
@@ -259,13 +256,30 @@ class PrefillWorker:
         self.core.fetches.expire(key)
         self.driver.wake()
 
-    def _fetched(self, _: int, commit: Commit, blocks: list[int], __: list[int]) -> None:
-        self.sender.received(blocks)
-        self.core.fetches.committed(commit, blocks)
-        self.registration.report_cache(self.core.take_changes)
-        self.driver.wake()
 
-    def _not_fetched(self, request_id: str, attempt: int, _: list[int], reason: str) -> None:
-        self.driver.log.debug("KV not fetched", request_id=request_id, attempt=attempt, reason=reason)
-        self.core.fetches.not_received(request_id, attempt, reason)
-        self.driver.wake()
+class _Fetching(ReceiverOwner):
+    """The owner of the receiver for fetched KV."""
+
+    def __init__(self, worker: PrefillWorker) -> None:
+        self._worker = worker
+
+    def send(self, peer_incarnation: int, message: Message, blob: bytes) -> None:
+        self._worker.send(peer_incarnation, of_fetch(message), blob)
+
+    def pair_failed(self, error: Exception) -> None:
+        self._worker.pair_failed(error)
+
+    def offered(self, peer_incarnation: int, offer: Offer) -> OfferAccepted | str | None:
+        return self._worker.core.fetches.offered(peer_incarnation, offer)
+
+    def committed(self, peer_incarnation: int, commit: Commit, block_ids: list[int], prompt_tokens: list[int]) -> None:
+        worker = self._worker
+        worker.sender.received(block_ids)
+        worker.core.fetches.committed(commit, block_ids)
+        worker.registration.report_cache(worker.core.take_changes)
+        worker.driver.wake()
+
+    def not_received(self, request_id: str, attempt: int, block_ids: list[int], reason: str) -> None:
+        self._worker.driver.log.debug("KV not fetched", request_id=request_id, attempt=attempt, reason=reason)
+        self._worker.core.fetches.not_received(request_id, attempt, reason)
+        self._worker.driver.wake()

@@ -84,8 +84,7 @@ class Hello(Message, frozen=True):
     metrics: Text = ""
     """HOST:PORT where this process is observed; empty: nowhere."""
     numerics: Text = ""
-    """The conditions that decide the last bits of a worker's results. A stream is resumed exactly where it is equal; empty:
-    not known."""
+    """`Runner.numerics` of a worker; empty: not known. A stream is resumed exactly where it is equal."""
     flipped_from: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     """An incarnation under which this process had another role until now; 0: it had none."""
     attention_tokens: Tokens_ = 0
@@ -93,8 +92,7 @@ class Hello(Message, frozen=True):
     process: NameOrEmpty = ""
     """The name of the mixed worker that this is one role of; empty: the process has no other role."""
     hash_key: HashKey = b""
-    """The key with which a gateway has hashed blocks, so that a new coordinator goes on with it and cached prefixes are
-    found."""
+    """A gateway's key for hashes of blocks, which a new coordinator goes on with so that cached prefixes are found."""
 
 
 class Welcome(Message, frozen=True):
@@ -294,8 +292,7 @@ class CacheMiss(Message, frozen=True):
 
 
 class CacheEvents(Message, frozen=True):
-    """Blocks that this worker's prefix cache has gained and lost since the last message. A hint: `CacheMiss` mends what is
-    wrong."""
+    """Blocks that a prefix cache has gained and lost since the last message. A hint: `CacheMiss` mends what is wrong."""
 
     inserted: CacheChanges
     evicted: CacheChanges

@@ -118,7 +118,10 @@ def test_names_in_docstrings_exist(folder: str) -> None:
 def test_relative_subjects_are_found() -> None:
     source = "'What is left goes.'\n# Who comes late waits.\n'What is left? It shows what is left.'\n"
     found = [*docstrings("a.py", source), *comments("a.py", source)]
-    assert [one.split(": ")[1] for one in relative_subjects(iter(found))] == ["What is left goes.", "Who comes late waits."]
+    assert [one.split(": ")[1] for one in relative_subjects(iter(found))] == [
+        "What is left goes.",
+        "Who comes late waits.",
+    ]
 
 
 def test_fragments_and_dead_names_are_found() -> None:

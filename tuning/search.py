@@ -1,5 +1,4 @@
-"""The search for the workers that serve a traffic best: bounds, successive halving, full runs; then the changes that would
-turn the answer. Pure.
+"""The search for the best workers: bounds, successive halving, full runs; then the changes that would turn the answer. Pure.
 
 1. A fluid bound of each candidate: more requests cannot be good than its workers can compute in the time there is. Those with
    the highest bounds are looked at first, and a candidate whose bound is below what another of as many workers has shown on an

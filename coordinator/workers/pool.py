@@ -40,8 +40,7 @@ BESIDE_STREAMS = STALL_SHARE / (1 + STALL_SHARE)
 
 
 class Pool:
-    """`admission` lets in only workers between which KV can cross. Code that changes a worker tells its pool: `changed`,
-    `freed`."""
+    """`admission` lets in only workers between which KV can cross. A changed worker is told to it: `changed`, `freed`."""
 
     def __init__(self, model: str, weights: Weights | None = None, steps: StepLimits | None = None) -> None:
         self.model = model

@@ -20,6 +20,7 @@ from kvtransfer.session.session import KvFailed, KvSent, OfferAccepted
 from kvtransfer.transports.transport import PoolMemory
 from proto.kv import Announce, Commit, FirstToken, Offer, PairListen
 from proto.messages import Message
+from tests.kvtransfer.owners import Receives, Sends
 
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 SMALL = KvSettings(segment_bytes=3 * LAYOUT.block_bytes, rendezvous_timeout_ms=20_000, segment_timeout_ms=10_000)
@@ -101,13 +102,13 @@ class Ends:
         self._given = 0
         self.source = filled_pool(self.layout, self.blocks, seed=1)
         self.target = filled_pool(self.receiver_layout or self.layout, self.blocks, seed=2)
+        self.receiver_side = ReceiverSide(self)
         self.sender = KvSender(
             layout=self.layout,
             pool=self.source,
             incarnation=1,
             clock=time.monotonic,
-            send=self._send_to_receiver,
-            on_result=lambda result: self._note(self.results, result),
+            owner=Sends(self._send_to_receiver, lambda result: self._note(self.results, result)),
             settings=self.settings,
         )
         self.receiver = KvReceiver(
@@ -115,13 +116,8 @@ class Ends:
             pool=self.target,
             incarnation=2,
             clock=time.monotonic,
-            send=self._send_to_sender,
             listen_host="127.0.0.1",
-            accept=lambda incarnation, offer: (
-                self.accept(incarnation, offer) if self.accept else self._next_blocks(offer)
-            ),
-            on_committed=lambda incarnation, commit, ids, prompt: self._note(self.committed, (commit, ids, prompt)),
-            on_failed=lambda *failure: self._note(self.failed, failure),
+            owner=self.receiver_side,
             settings=self.receiver_settings or self.settings,
         )
 
@@ -169,6 +165,23 @@ class Ends:
 
     async def close(self) -> None:
         await asyncio.gather(self.sender.close(), self.receiver.close())
+
+
+class ReceiverSide(Receives):
+    """It notes what becomes of offers."""
+
+    def __init__(self, ends: Ends) -> None:
+        super().__init__(
+            ends._send_to_sender,
+            lambda peer, offer: ends.accept(peer, offer) if ends.accept else ends._next_blocks(offer),
+        )
+        self._ends = ends
+
+    def committed(self, peer_incarnation: int, commit: Commit, block_ids: list[int], prompt_tokens: list[int]) -> None:
+        self._ends._note(self._ends.committed, (commit, block_ids, prompt_tokens))
+
+    def not_received(self, request_id: str, attempt: int, block_ids: list[int], reason: str) -> None:
+        self._ends._note(self._ends.failed, (request_id, attempt, block_ids, reason))
 
 
 def shuffled(blocks: int, count: int, seed: int) -> list[int]:

@@ -26,6 +26,7 @@ from proto.codec import WITH_BLOB, decode, encode
 from proto.messages import Message
 from runtime.settings import gpu_environment
 from tests.kvtransfer.ends import FIRST, ON_GPU, filled_pool, memory_of, pool_in, settings_for, shuffled
+from tests.kvtransfer.owners import Receives, Sends
 
 LAYOUT = KvLayout(layers=2, kv_heads=4, head_dim=64, block_size=16, dtype="float32")
 """64 KiB per block."""
@@ -156,8 +157,7 @@ async def main(role: str, port: int, attempt: int) -> None:
             pool=filled_pool(LAYOUT, BLOCKS, SOURCE_SEED).to(device),
             incarnation=FAR_EPOCH,
             clock=time.monotonic,
-            send=wire.send,
-            on_result=on_result,
+            owner=Sends(wire.send, on_result),
             settings=SETTINGS,
         )
         for request_id, ids in request_ids().items():
@@ -173,11 +173,8 @@ async def main(role: str, port: int, attempt: int) -> None:
             memory=memory,
             incarnation=FAR_EPOCH,
             clock=time.monotonic,
-            send=wire.send,
             listen_host="127.0.0.1",
-            accept=lambda incarnation, offer: OfferAccepted(tuple(range(offer.blocks))),
-            on_committed=lambda *commit: None,
-            on_failed=lambda *failure: None,
+            owner=Receives(wire.send, lambda incarnation, offer: OfferAccepted(tuple(range(offer.blocks)))),
             settings=SETTINGS,
         )
     pump = asyncio.create_task(wire.pump(lambda message, blob: end.handle(NEAR_EPOCH, message, blob)))

@@ -26,6 +26,7 @@ import xxhash
 import tests.kvtransfer.gloo  # noqa: F401 - a stand-in for NCCL
 from engine.kv.allocator import BlockAllocator, OutOfBlocks
 from kvtransfer.memory.layout import KvLayout
+from kvtransfer.owners import ReceiverOwner, SenderOwner
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session.limits import KvSettings
@@ -133,7 +134,7 @@ class Node:
         raise NotImplementedError
 
 
-class SenderNode(Node):
+class SenderNode(Node, SenderOwner):
     async def start(self) -> None:
         self.outbound = ConnectionPool(
             hello=self.hello, to=Role.DECODE, on_message=self._heard, on_lost=self._lost, settings=LINKS
@@ -147,8 +148,7 @@ class SenderNode(Node):
             pool=source_pool(self.incarnation),
             incarnation=self.incarnation,
             clock=time.monotonic,
-            send=self._send,
-            on_result=self._result,
+            owner=self,
             settings=self.settings,
         )
         self.say("up", address="")
@@ -178,7 +178,7 @@ class SenderNode(Node):
             self.sender.blocks_ready(request_id, attempt, start, ids[start : start + 40])
         self.sender.commit(request_id, attempt, FIRST, [])
 
-    def _result(self, result: KvSent | KvFailed) -> None:
+    def sent(self, result: KvSent | KvFailed) -> None:
         ok = isinstance(result, KvSent)
         self.allocator.free(self.held.pop((result.request_id, result.attempt)))
         self.allocator.check_invariants()
@@ -195,7 +195,7 @@ class SenderNode(Node):
             self.harm.reach("after_accept", message.request_id)
         self.sender.handle(peer.incarnation, message, blob)
 
-    def _send(self, incarnation: int, message: Message, blob: bytes) -> None:
+    def send(self, peer_incarnation: int, message: Message, blob: bytes) -> None:
         """Through the faults to the link. Some are late, and then those after them come first."""
         request_id = getattr(message, "request_id", "")
         mine = bool(self.fault) and request_id == self.harm.request_id
@@ -208,12 +208,12 @@ class SenderNode(Node):
             counts[at] += self.harm.dice.choice([1, 1_000] if counts[at] == 1 else [-1, 1, 1_000])
             message = msgspec.structs.replace(message, blocks=tuple(counts))
         if mine and self.fault == "reorder" and self.kept is None and self.harm.dice.random() < 0.3:
-            self.kept = (incarnation, message, blob)
+            self.kept = (peer_incarnation, message, blob)
             asyncio.get_running_loop().call_later(0.05, self._release)
             return
-        self._pass_on(incarnation, message, blob)
+        self._pass_on(peer_incarnation, message, blob)
         if mine and self.fault == "duplicate" and self.harm.dice.random() < 0.5:
-            self._pass_on(incarnation, message, blob)
+            self._pass_on(peer_incarnation, message, blob)
         self._release()
         for point in ("mid_segment", "after_commit"):
             if isinstance(message, _SENDER_POINTS[point]):
@@ -229,7 +229,7 @@ class SenderNode(Node):
             self.outbound.send(self.to[incarnation], message, blob)
 
 
-class ReceiverNode(Node):
+class ReceiverNode(Node, ReceiverOwner):
     async def start(self) -> None:
         self.heard: dict[int, list[tuple[Message, bytes]]] = {}
         self.doubtful: dict[tuple[str, int], list[int]] = {}
@@ -251,12 +251,8 @@ class ReceiverNode(Node):
             pool=self.pool,
             incarnation=self.incarnation,
             clock=time.monotonic,
-            send=self._send,
             listen_host="127.0.0.1",
-            accept=self._accept,
-            on_committed=self._committed,
-            on_failed=self._failed,
-            on_quarantined=self._quarantined,
+            owner=self,
             settings=self.settings,
         )
         self.say("up", address=await self.server.start())
@@ -294,13 +290,13 @@ class ReceiverNode(Node):
                 self.harm.reach(point, request_id, _segments(message))
         self.receiver.handle(peer.incarnation, message, blob)
 
-    def _send(self, incarnation: int, message: Message, blob: bytes) -> None:
+    def send(self, peer_incarnation: int, message: Message, blob: bytes) -> None:
         if self.unreachable and isinstance(message, PairListen):
             self.unreachable = False
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 message = msgspec.structs.replace(message, port=free.getsockname()[1], secret="nobody")
-        peer = self.peers.get(incarnation)
+        peer = self.peers.get(peer_incarnation)
         if peer is not None:
             peer.send(message, blob)
         if isinstance(message, Accept):
@@ -308,27 +304,27 @@ class ReceiverNode(Node):
         elif isinstance(message, Ack):
             self.harm.reach("after_commit", message.request_id)
 
-    def _accept(self, incarnation: int, offer: Offer) -> OfferAccepted | str:
+    def offered(self, peer_incarnation: int, offer: Offer) -> OfferAccepted | str:
         try:
             return OfferAccepted(tuple(self.allocator.allocate(offer.blocks)))
         except OutOfBlocks as error:
             return str(error)
 
-    def _committed(self, incarnation: int, commit: Commit, block_ids: list[int], prompt: list[int]) -> None:
+    def committed(self, peer_incarnation: int, commit: Commit, block_ids: list[int], prompt_tokens: list[int]) -> None:
         """Looks at every byte, then gives the blocks back."""
-        if incarnation not in self.sources:
-            self.sources = {**dict(list(self.sources.items())[-2:]), incarnation: source_pool(incarnation)}
+        if peer_incarnation not in self.sources:
+            self.sources = {**dict(list(self.sources.items())[-2:]), peer_incarnation: source_pool(peer_incarnation)}
         expected = source_blocks(commit.request_id, commit.attempt, len(block_ids))
-        right = same_bytes(self.pool[block_ids], self.sources[incarnation][expected])
+        right = same_bytes(self.pool[block_ids], self.sources[peer_incarnation][expected])
         self._free(block_ids)
         self.say("committed", request_id=commit.request_id, attempt=commit.attempt, right=right)
 
-    def _quarantined(self, request_id: str, attempt: int, block_ids: list[int]) -> None:
+    def in_doubt(self, request_id: str, attempt: int, block_ids: list[int]) -> None:
         self.doubtful[(request_id, attempt)] = block_ids
         self.allocator.quarantine(block_ids)
         self.allocator.check_invariants()
 
-    def _failed(self, request_id: str, attempt: int, block_ids: list[int], reason: str) -> None:
+    def not_received(self, request_id: str, attempt: int, block_ids: list[int], reason: str) -> None:
         doubtful = self.doubtful.pop((request_id, attempt), [])
         self.allocator.unquarantine(doubtful)
         self._free([block for block in block_ids if block not in doubtful])

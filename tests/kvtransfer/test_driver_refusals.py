@@ -16,6 +16,7 @@ from proto.errors import RemoteProtocolError
 from proto.kv import Abort, Accept, Ack, Announce, Commit, Decline, Offer, PairClosed, PairListen, PairOpen
 from proto.messages import Ping
 from tests.kvtransfer.ends import FIRST, LAYOUT, SMALL, Ends, with_ends
+from tests.kvtransfer.owners import Receives
 
 
 def test_no_answer_to_pair_open_is_a_failure():
@@ -199,11 +200,8 @@ def test_bad_pools_and_hosts_are_refused():
                 pool=pool,
                 incarnation=1,
                 clock=lambda: 0.0,
-                send=lambda *frame: None,
                 listen_host=host,
-                accept=lambda *offer: None,
-                on_committed=lambda *commit: None,
-                on_failed=lambda *failure: None,
+                owner=Receives(lambda *frame: None, lambda *offer: None),
                 settings=SMALL,
             )
 
@@ -251,7 +249,7 @@ def test_what_breaks_a_pair_is_told_after_its_sessions(monkeypatch):
 
     async def test(ends: Ends) -> None:
         told: list[tuple[str, int]] = []
-        ends.receiver._on_pair_error = lambda error: told.append((str(error), len(ends.failed)))
+        ends.receiver._pair_failed = lambda error: told.append((str(error), len(ends.failed)))
         monkeypatch.setattr("tests.kvtransfer.gloo._Receiving.work", breaks)
         ends.transfer("r", [1, 2])
         await ends.until(lambda: bool(ends.failed))

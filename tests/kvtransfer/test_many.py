@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
@@ -12,10 +13,11 @@ from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.session import KvFailed, KvSent, OfferAccepted
-from proto.kv import Commit
+from proto.kv import Offer
 from proto.messages import Message
 from tests.kvtransfer import ends
 from tests.kvtransfer.ends import FIRST, WAIT_S, filled_pool, same_bytes
+from tests.kvtransfer.owners import Receives, Sends
 
 pytestmark = pytest.mark.usefixtures("transport")
 BLOCKS = 128
@@ -57,8 +59,7 @@ class Mesh:
             incarnation: KvSender(
                 pool=pool,
                 incarnation=incarnation,
-                send=wire(incarnation),  # type: ignore[arg-type]
-                on_result=self._ended,
+                owner=Sends(wire(incarnation), self._ended),  # type: ignore[arg-type]
                 **common,  # type: ignore[arg-type]
             )  # type: ignore[arg-type]
             for incarnation, pool in self.sources.items()
@@ -67,22 +68,16 @@ class Mesh:
             incarnation: KvReceiver(
                 pool=pool,
                 incarnation=incarnation,
-                send=wire(incarnation),  # type: ignore[arg-type]
                 listen_host="127.0.0.1",
-                accept=lambda _, offer, incarnation=incarnation: self._accepted(incarnation, offer.request_id),
-                on_committed=self._committed,
-                on_failed=lambda *failure: None,
+                owner=Receives(wire(incarnation), partial(self._accepted, incarnation)),  # type: ignore[arg-type]
                 **common,  # type: ignore[arg-type]
             )
             for incarnation, pool in self.pools.items()
         }
 
-    def _accepted(self, incarnation: int, request_id: str) -> OfferAccepted:
-        blocks, cached = self.targets[(incarnation, request_id)]
+    def _accepted(self, incarnation: int, _: int, offer: Offer) -> OfferAccepted:
+        blocks, cached = self.targets[(incarnation, offer.request_id)]
         return OfferAccepted(tuple(blocks), cached)
-
-    def _committed(self, _: int, commit: Commit, block_ids: list[int], prompt: list[int]) -> None:
-        return
 
     def _ended(self, result: KvSent | KvFailed) -> None:
         self.results[result.request_id] = result

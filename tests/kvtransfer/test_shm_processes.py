@@ -81,7 +81,7 @@ def test_a_sender_killed_amid_a_segment_gives_all_back_at_once_and_leaves_nothin
             await context.__aexit__(None, None, None)  # type: ignore[attr-defined]
             await near.pump  # type: ignore[attr-defined]
             await near.receiver._all_down.wait()
-            near.free, near.failed, near.committed = list(range(far_end.BLOCKS)), {}, {}
+            near.free, near.failed, near.arrived = list(range(far_end.BLOCKS)), {}, {}
             assert what_is_open() == before
         assert not [name for name in os.listdir("/dev/shm") if "crossdock" in name]
         await near.receiver.close()

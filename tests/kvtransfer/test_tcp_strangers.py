@@ -41,7 +41,7 @@ def test_strangers_at_the_port_cost_no_transfer(count: int) -> None:
         meeting = meeting_of(ends)
         await transfer(ends, "first")
         listening = await meeting
-        ends.receiver._on_stranger = lambda reason: ends.loop.call_soon_threadsafe(ends.changed.set)  # type: ignore[assignment]
+        ends.receiver_side.turned_away = lambda reason: ends.loop.call_soon_threadsafe(ends.changed.set)  # type: ignore[assignment]
         descriptors, threads = open_descriptors(), threading.active_count()
         strangers = Strangers((listening.host, listening.port), count)
         number = 0

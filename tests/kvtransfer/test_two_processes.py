@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtransfer.owners import ReceiverOwner
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session.session import KvFailed, KvSent, OfferAccepted
@@ -17,6 +18,7 @@ from proto.messages import Message
 from tests.kvtransfer import ends, far_end
 from tests.kvtransfer.ends import FIRST, announces, filled_pool, pool_in, same_bytes, shuffled
 from tests.kvtransfer.far_end import BLOCKS, ENDLESS_BLOCKS, FAR_EPOCH, LAYOUT, SETTINGS, SOURCE_SEED, Wire
+from tests.kvtransfer.owners import Sends
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("transport")]
 WAIT_S = 60.0
@@ -29,14 +31,14 @@ async def far_process(role: str, attempt: int = 1) -> AsyncIterator[tuple[asynci
         yield far
 
 
-class NearReceiver:
+class NearReceiver(ReceiverOwner):
     """The receiver under test, with all that it reported."""
 
     def __init__(self, segment_timeout_ms: int = SETTINGS.segment_timeout_ms) -> None:
         self.memory = ends.memory_of(ends.TRANSPORT)
         self.pool = pool_in(self.memory, LAYOUT, BLOCKS, 12)
         self.free = shuffled(BLOCKS, BLOCKS, seed=13)
-        self.committed: dict[str, list[int]] = {}
+        self.arrived: dict[str, list[int]] = {}
         self.failed: dict[str, tuple[list[int], str]] = {}
         self.quarantined: dict[str, list[int]] = {}
         self.wire: Wire | None = None
@@ -46,36 +48,36 @@ class NearReceiver:
             pool=self.pool,
             incarnation=far_end.NEAR_EPOCH,
             clock=time.monotonic,
-            send=lambda incarnation, message, blob: self.wire.send(incarnation, message, blob) if self.wire else None,
             listen_host="127.0.0.1",
-            accept=self._accept,
-            on_committed=self._on_committed,
-            on_failed=self._on_failed,
-            on_quarantined=self._on_quarantined,
+            owner=self,
             settings=replace(ends.settings_for(ends.TRANSPORT, SETTINGS), segment_timeout_ms=segment_timeout_ms),
             memory=self.memory,
         )
 
-    def _accept(self, incarnation: int, offer: Offer) -> OfferAccepted:
+    def send(self, peer_incarnation: int, message: Message, blob: bytes) -> None:
+        if self.wire is not None:
+            self.wire.send(peer_incarnation, message, blob)
+
+    def offered(self, peer_incarnation: int, offer: Offer) -> OfferAccepted:
         taken, self.free = self.free[: offer.blocks], self.free[offer.blocks :]
         return OfferAccepted(tuple(taken))
 
-    def _on_committed(self, incarnation: int, commit: Commit, block_ids: list[int], prompt: list[int]) -> None:
-        self.committed[commit.request_id] = block_ids
+    def committed(self, peer_incarnation: int, commit: Commit, block_ids: list[int], prompt_tokens: list[int]) -> None:
+        self.arrived[commit.request_id] = block_ids
         self.changed.set()
 
-    def _on_failed(self, request_id: str, attempt: int, block_ids: list[int], reason: str) -> None:
+    def not_received(self, request_id: str, attempt: int, block_ids: list[int], reason: str) -> None:
         self.failed[request_id] = (block_ids, reason)
         self.free += block_ids
         self.changed.set()
 
-    def _on_quarantined(self, request_id: str, attempt: int, block_ids: list[int]) -> None:
+    def in_doubt(self, request_id: str, attempt: int, block_ids: list[int]) -> None:
         self.quarantined[request_id] = block_ids
         self.changed.set()
 
     async def until_known(self, request_ids: set[str]) -> None:
         async with asyncio.timeout(WAIT_S):
-            while not request_ids <= self.committed.keys() | self.failed.keys():
+            while not request_ids <= self.arrived.keys() | self.failed.keys():
                 self.changed.clear()
                 await self.changed.wait()
 
@@ -105,9 +107,9 @@ async def until_killed(near: NearReceiver, incarnation: int, attempt: int, word_
         if word_of_it:
             near.receiver.peer_lost(incarnation, "killed")
         await near.until_known({"endless"})
-    assert near.committed.keys() == expected.keys()
+    assert near.arrived.keys() == expected.keys()
     for request_id, ids in expected.items():
-        assert same_bytes(near.pool[near.committed[request_id]], source[ids]), request_id
+        assert same_bytes(near.pool[near.arrived[request_id]], source[ids]), request_id
     block_ids, _ = near.failed["endless"]
     assert len(block_ids) == ENDLESS_BLOCKS
 
@@ -117,7 +119,7 @@ def test_a_killed_sender_costs_its_open_sessions_and_a_new_one_is_served():
         near = NearReceiver()
         await until_killed(near, incarnation=21, attempt=1, word_of_it=True)
         near.free = shuffled(BLOCKS, BLOCKS, seed=14)
-        near.committed, near.failed = {}, {}
+        near.arrived, near.failed = {}, {}
         await until_killed(near, incarnation=22, attempt=2, word_of_it=False)
         assert near.receiver.counters["pairs"] == near.receiver.counters["pairs_lost"] == 2
         await near.receiver.close()
@@ -146,8 +148,9 @@ def test_a_killed_receiver_is_reported_and_the_next_one_is_served():
             pool=filled_pool(LAYOUT, BLOCKS, SOURCE_SEED).to("cuda" if ends.TRANSPORT in ends.ON_GPU else "cpu"),
             incarnation=far_end.NEAR_EPOCH,
             clock=time.monotonic,
-            send=lambda incarnation, message, blob: wires[incarnation].send(incarnation, message, blob),
-            on_result=on_result,
+            owner=Sends(
+                lambda incarnation, message, blob: wires[incarnation].send(incarnation, message, blob), on_result
+            ),
             settings=ends.settings_for(ends.TRANSPORT, SETTINGS),
         )
         for incarnation in (FAR_EPOCH, FAR_EPOCH + 1):

@@ -23,6 +23,7 @@ from runtime.settings import gpu_environment
 from tests.kvtransfer import ends
 from tests.kvtransfer.ends import FIRST, memory_of, shuffled
 from tests.kvtransfer.far_end import FAR_EPOCH, NEAR_EPOCH, Wire, far_module
+from tests.kvtransfer.owners import Receives, Sends
 from tools.gpu.device import DTYPE, memory, seconds_of, synchronize
 from tools.gpu.record import DEVICE, ON_GPU, attempt
 
@@ -62,8 +63,7 @@ async def far(port: int, transport: str, segment_mib: int) -> None:
         pool=pool,
         incarnation=FAR_EPOCH,
         clock=time.monotonic,
-        send=wire.send,
-        on_result=ended.put_nowait,
+        owner=Sends(wire.send, ended.put_nowait),
         settings=settings(transport, segment_mib),
     )
     pump = asyncio.create_task(wire.pump(lambda message, blob: sender.handle(NEAR_EPOCH, message, blob)))
@@ -102,11 +102,11 @@ async def between_processes(transport: str, segment_mib: int, digest: str) -> di
         pool=pool,
         incarnation=NEAR_EPOCH,
         clock=time.monotonic,
-        send=lambda incarnation, message, blob: wires[0].send(incarnation, message, blob),
         listen_host="127.0.0.1",
-        accept=lambda incarnation, offer: OfferAccepted(tuple(shuffled(BLOCKS, offer.blocks, 99))),
-        on_committed=lambda *commit: None,
-        on_failed=lambda *failure: None,
+        owner=Receives(
+            lambda incarnation, message, blob: wires[0].send(incarnation, message, blob),
+            lambda incarnation, offer: OfferAccepted(tuple(shuffled(BLOCKS, offer.blocks, 99))),
+        ),
         settings=settings(transport, segment_mib),
         memory=pool_memory,
     )

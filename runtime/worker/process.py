@@ -1,8 +1,7 @@
-"""The process of a worker: load the model on the compute thread, then drive the worker, in one role after the other, until told
-to stop. A mixed worker is driven in both roles at once, each over its own share of the KV pool.
+"""The process of a worker: load the model on the compute thread, then drive the worker until told to stop. A mixed worker is
+driven in both roles at once, each over its own share of the KV pool. `role_change` has what happens when it takes another role.
 """
 
-import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,19 +11,19 @@ from typing import Generic
 from proto.errors import BadOption, CrossdockError
 from proto.messages import Role
 from runtime.link.keys import keys_for
-from runtime.link.server import CannotBind, LinkSettings
+from runtime.link.server import LinkSettings
 from runtime.metrics.combined import CombinedPage
 from runtime.metrics.server import MetricsPage, MetricsServer
 from runtime.process import clock, garbage_collector, log, notify
-from runtime.process.driver import Stop, keep_memory_private, run_process, unless_stopped, watched
+from runtime.process.driver import Stop, keep_memory_private, run_process, unless_stopped
 from runtime.process.exits import ConfigError
 from runtime.process.log import Log
 from runtime.process.niceness import be_nice_as_group
-from runtime.settings import machine
 from runtime.settings.workers import MIXED_NAME_CHARS, WorkerSettings
 from runtime.worker.changeover import Changeover
 from runtime.worker.driver import EngineT, WorkerDriver
 from runtime.worker.role import LoadedEngine, WorkerRole
+from runtime.worker.role_change import Lineup, run_roles
 from runtime.worker.step_watch import StepWatch
 
 
@@ -81,7 +80,7 @@ def run_worker(
             leave_cores(settings.cores)
             _log_loaded(logger, engine)
             process = _Process(settings, name, logger, metrics, thread, lambda role: shares(engine, role), make_role)
-            if status := await _drive(_Lineup(process, role), stop, logger):
+            if status := await run_roles(Lineup(process.drivers, role), stop, logger):
                 return status
         await metrics.close()
         logger.info("stopped")
@@ -166,77 +165,6 @@ def _links(settings: WorkerSettings) -> LinkSettings:
     """Each role has a key of its own. Raises `ConfigError`."""
     bound = {"--kv-bind": settings.kv_bind} if settings.role == "decode" else {}
     return LinkSettings(heartbeat_ms=settings.heartbeat_ms, keys=keys_for(settings, Role(settings.role), bound))
-
-
-class _Lineup(Generic[EngineT]):
-    """The drivers of a process in one of its roles, and those that follow them."""
-
-    def __init__(self, process: _Process[EngineT], role: Role, before: Sequence[WorkerDriver] = ()) -> None:
-        """Raises `ConfigError`, and what making a role raises."""
-        self._process = process
-        self.changeover = Changeover(self._begin_to_prepare, self._drop)
-        self.drivers = process.drivers(role, before, self.changeover)
-        self.following: _Lineup[EngineT] | None = None
-        """Ready to register."""
-        self._preparing: asyncio.Task[None] | None = None
-
-    def _begin_to_prepare(self, role: Role) -> None:
-        self._preparing = watched(self._prepare(role))
-
-    async def _prepare(self, role: Role) -> None:
-        try:
-            self.following = _Lineup(self._process, role, self.drivers)
-            for driver in self.following.drivers:
-                await driver.prepare()
-        except (CrossdockError, OSError, ValueError) as error:
-            self._preparing = None
-            self.changeover.failed(str(error))
-            return
-        self._preparing = None
-        self.changeover.prepared()
-
-    def _drop(self) -> None:
-        if self._preparing is not None:
-            self._preparing.cancel()
-        if self.following is not None:
-            watched(_discard(self.following.drivers))
-        self._preparing = self.following = None
-
-
-async def _discard(drivers: Sequence[WorkerDriver]) -> None:
-    """They have never registered."""
-    for driver in drivers:
-        with contextlib.suppress(TimeoutError):
-            await driver.role.close_transfers()
-        await driver.close()
-
-
-async def _drive(lineup: _Lineup[EngineT], stop: Stop, logger: Log) -> int:
-    """One role after the other; returns the exit code."""
-    following: _Lineup[EngineT] | None = lineup
-    while following is not None:
-        lineup = following
-        statuses = await asyncio.gather(*(_run(driver, stop, logger) for driver in lineup.drivers))
-        if any(statuses):
-            return max(statuses)
-        following = lineup.following if lineup.changeover.is_decided else None
-    return 0
-
-
-async def _run(driver: WorkerDriver, stop: Stop, logger: Log) -> int:
-    """Run it. If it fails, the rest of this process is to stop, too."""
-    try:
-        await driver.run(stop)
-    except CannotBind as error:
-        machine.check_listening("--kv-bind", error)
-        logger.error("cannot start", error=f"--kv-bind: {error.strerror}")
-        stop.set()
-        return 1
-    except TimeoutError:
-        logger.critical("cannot change the role, as a KV transfer does not end; ending", role=driver.settings.role)
-        stop.set()
-        return 1
-    return 0
 
 
 def leave_cores(cores: tuple[int, ...]) -> None:

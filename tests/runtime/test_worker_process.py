@@ -13,7 +13,7 @@ from proto.messages import Role
 from runtime.link.server import CannotBind
 from runtime.process import log, notify
 from runtime.process.driver import Stop
-from runtime.worker import process
+from runtime.worker import process, role_change
 from runtime.worker.driver import WorkerDriver
 from runtime.worker.role import ComputeStep
 from runtime.worker.step_watch import StepWatch
@@ -37,7 +37,7 @@ def test_a_role_that_cannot_start_stops_the_other_one() -> None:
 
         driver: Any = SimpleNamespace(run=cannot, settings=SimpleNamespace(role="decode"))
         stop = Stop()
-        assert await process._run(driver, stop, log.configure(level="error", fmt="json", process="w")) == 1
+        assert await role_change._run(driver, stop, log.configure(level="error", fmt="json", process="w")) == 1
         assert stop.is_set()
 
     uvloop.run(scene())

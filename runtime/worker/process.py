@@ -23,7 +23,7 @@ from runtime.settings.workers import MIXED_NAME_CHARS, WorkerSettings
 from runtime.worker.changeover import Changeover
 from runtime.worker.driver import EngineT, WorkerDriver
 from runtime.worker.role import LoadedEngine, WorkerRole
-from runtime.worker.role_change import Lineup, run_roles
+from runtime.worker.role_change import RoleDrivers, run_roles
 from runtime.worker.step_watch import StepWatch
 
 
@@ -80,7 +80,7 @@ def run_worker(
             leave_cores(settings.cores)
             _log_loaded(logger, engine)
             process = _Process(settings, name, logger, metrics, thread, lambda role: shares(engine, role), make_role)
-            if status := await run_roles(Lineup(process.drivers, role), stop, logger):
+            if status := await run_roles(RoleDrivers(process.drivers, role), stop, logger):
                 return status
         await metrics.close()
         logger.info("stopped")

@@ -19,7 +19,7 @@ MakeDrivers = Callable[[Role, Sequence[WorkerDriver], Changeover], list[WorkerDr
 """The drivers of a role, given those of the role before."""
 
 
-class Lineup:
+class RoleDrivers:
     """The drivers of a process in one of its roles, and those that follow them."""
 
     def __init__(self, make: MakeDrivers, role: Role, before: Sequence[WorkerDriver] = ()) -> None:
@@ -27,7 +27,7 @@ class Lineup:
         self._make = make
         self.changeover = Changeover(self._begin_to_prepare, self._drop)
         self.drivers = make(role, before, self.changeover)
-        self.following: Lineup | None = None
+        self.following: RoleDrivers | None = None
         """Ready to register."""
         self._preparing: asyncio.Task[None] | None = None
 
@@ -36,7 +36,7 @@ class Lineup:
 
     async def _prepare(self, role: Role) -> None:
         try:
-            self.following = Lineup(self._make, role, self.drivers)
+            self.following = RoleDrivers(self._make, role, self.drivers)
             for driver in self.following.drivers:
                 await driver.prepare()
         except (CrossdockError, OSError, ValueError) as error:
@@ -62,9 +62,9 @@ async def _discard(drivers: Sequence[WorkerDriver]) -> None:
         await driver.close()
 
 
-async def run_roles(lineup: Lineup, stop: Stop, logger: Log) -> int:
+async def run_roles(lineup: RoleDrivers, stop: Stop, logger: Log) -> int:
     """One role after the other; returns the exit code."""
-    following: Lineup | None = lineup
+    following: RoleDrivers | None = lineup
     while following is not None:
         lineup = following
         statuses = await asyncio.gather(*(_run(driver, stop, logger) for driver in lineup.drivers))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_tidy import EVERYTHING, ROOT
+from tests.test_tidy import EVERYTHING, ROOT, parsed
 
 FRAGMENT = re.compile(
     r"^(Of|In|With|For|At|To|By|Likewise|Until|From|On|Beside|Behind|Among|Between|Under|Over|Without|Within|Since|Through|Beyond)"
@@ -29,7 +29,7 @@ Found = tuple[str, int, str]
 
 def docstrings(path: str, source: str) -> Iterator[Found]:
     """Those of attributes and constants, too."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield path, node.lineno, node.value.value.strip()
 
@@ -58,7 +58,7 @@ def comments(path: str, source: str) -> Iterator[Found]:
 
 def words_of(source: str) -> set[str]:
     """Every name of a module, and every word of its texts but docstrings."""
-    found, tree = set[str](), ast.parse(source)
+    found, tree = set[str](), parsed(source)
     told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         match node:
@@ -142,7 +142,7 @@ def test_fragments_and_dead_names_are_found() -> None:
 
 def renamed(path: str, source: str) -> list[str]:
     """Imports that give something of ours another name. Two of the same name in one file may have one each."""
-    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    imports = [node for node in ast.walk(parsed(source)) if isinstance(node, ast.ImportFrom)]
     names = [alias.name for node in imports for alias in node.names]
     return [
         f"{path}:{node.lineno}: {alias.name} as {alias.asname}"

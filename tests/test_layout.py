@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_tidy import EVERYTHING, ROOT
+from tests.test_tidy import EVERYTHING, ROOT, parsed
 
 FILES_MAX = 15
 LINES_MAX = 350
@@ -84,7 +84,7 @@ def imports(modules: Mapping[str, str]) -> dict[str, set[str]]:
     """Which modules each one imports, of those given by name with their source."""
     found: dict[str, set[str]] = defaultdict(set)
     for name, source in modules.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parsed(source)):
             if isinstance(node, ast.ImportFrom) and node.module:
                 for alias in node.names:
                     one = f"{node.module}.{alias.name}"
@@ -210,5 +210,5 @@ def test_folders_and_files_stay_small() -> None:
 def test_every_folder_says_what_lives_in_it() -> None:
     for name, path in sources().items():
         if path.name == "__init__.py":
-            docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+            docstring = ast.get_docstring(parsed(path.read_text("utf-8"))) or ""
             assert len(docstring) > 40, f"{name} needs a docstring: what lives here, and where to start reading"

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from tests.test_docstrings import sources
-from tests.test_tidy import EVERYTHING, ROOT
+from tests.test_tidy import EVERYTHING, ROOT, parsed
 
 RETIRED = dict(
     line.split("\t")
@@ -15,7 +15,7 @@ RETIRED = dict(
 
 
 def retired(path: str, source: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 pass
@@ -46,7 +46,7 @@ def test_each_class_has_a_name_of_its_own() -> None:
     found = Counter(
         node.name
         for _, source in sources(sorted(EVERYTHING))
-        for node in ast.parse(source).body
+        for node in parsed(source).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert len(found) > 800 and [name for name, count in found.items() if count > 1] == ["Tick"]

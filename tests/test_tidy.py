@@ -8,6 +8,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -119,6 +120,12 @@ FIRST_OF_A_DICT = re.compile(r"del (.*)\[next\(iter\(\1\)\)\]$")
 Check = Callable[[str, str], list[str]]
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    """Each file is parsed once, whatever number of tests looks at it."""
+    return ast.parse(source)
+
+
 def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of every import, wherever it stands."""
     for node in ast.walk(tree):
@@ -132,7 +139,7 @@ def check_import_table(path: str, source: str) -> list[str]:
     package = PurePosixPath(path).parts[0]
     allowed = MAY_IMPORT[package] | {package}
     found = []
-    for line, name in _imports(ast.parse(source)):
+    for line, name in _imports(parsed(source)):
         top = name.split(".")[0]
         if name.startswith("."):
             found.append(f"{path}:{line}: relative import; write the package's name")
@@ -152,10 +159,10 @@ def check_pure(path: str, source: str) -> list[str]:
         return []
     found = [
         f"{path}:{line}: a pure module may not import {name}"
-        for line, name in _imports(ast.parse(source))
+        for line, name in _imports(parsed(source))
         if name.split(".")[0] in IMPURE_MODULES
     ]
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.AsyncFunctionDef | ast.Await):
             found.append(f"{path}:{node.lineno}: a pure module may not await")
     return found
@@ -168,7 +175,7 @@ def check_only_pure(path: str, source: str) -> list[str]:
     if package not in ("simulation", "tuning"):
         return []
     found = []
-    for line, name in _imports(ast.parse(source)):
+    for line, name in _imports(parsed(source)):
         module = name.replace(".", "/") + ".py"
         if name.split(".")[0] in EVERYTHING - {"simulation", package} and (module in DRIVERS or not _is_pure(module)):
             found.append(f"{path}:{line}: {package} may import pure modules only, not {name}")
@@ -178,7 +185,7 @@ def check_only_pure(path: str, source: str) -> list[str]:
 
 
 def check_bans(path: str, source: str) -> list[str]:
-    tree = ast.parse(source)
+    tree = parsed(source)
     found = [
         f"{path}:{line}: {name} is banned" for line, name in _imports(tree) if name.split(".")[0] in BANNED_MODULES
     ]
@@ -198,7 +205,7 @@ def check_bans(path: str, source: str) -> list[str]:
 def check_sizes(path: str, source: str) -> list[str]:
     lines = source.count("\n")
     found = [f"{path}: {lines} lines; at most {LINES_MAX}"] if lines > LINES_MAX else []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > FUNCTION_LINES_MAX:

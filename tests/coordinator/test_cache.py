@@ -274,7 +274,7 @@ def test_a_worker_in_trouble_is_avoided_until_others_have_done_well() -> None:
 
 
 @pytest.mark.parametrize("seed", first(1, range(3)))
-@pytest.mark.parametrize(("blocks", "hot", "per_s"), [(2000, 12, 8.0), (2000, 12, 20.0), (700, 24, 12.0)])
+@pytest.mark.parametrize(("blocks", "hot", "per_s"), first(1, [(700, 24, 12.0), (2000, 12, 8.0), (2000, 12, 20.0)]))
 def test_hot_prefixes_are_hit_as_by_longest_prefix_first(seed: int, blocks: int, hot: int, per_s: float) -> None:
     """From a light load to an overload, with room for every hot prefix everywhere, and with room for less than two of each."""
     hit = {}

@@ -46,6 +46,7 @@ def change_under_load(up: Twins, home: Path, other: Path) -> None:
         assert not counters.get("protocol_errors"), counters
 
 
+@pytest.mark.long
 def test_to_the_next_version_and_back(tiny: Path, tmp_path: Path) -> None:
     with parts(tiny, kind=Twins) as up:
         change_under_load(up, tmp_path, make_next(tmp_path / "next"))

@@ -87,10 +87,10 @@ def test_what_a_part_found_before_its_time_was_up_is_kept(
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(check(), "command_of", lambda *_: ["slow_part"])
-    check().run_part("kernels", "", 8.0)
+    check().run_part("kernels", "", 4.0)
     first, last = lines(out)
     assert first == {"part": "kernels", "name": "first", "GB_s": 3.0}
-    assert last["error"] == "not done in 8 s" and last["words"].startswith("busy")
+    assert last["error"] == "not done in 4 s" and last["words"].startswith("busy")
 
 
 def test_reports_of_tests_are_read_also_without_an_end(tmp_path: Path, out: Path) -> None:

@@ -43,6 +43,7 @@ def test_all_kernels_fit_all_gpus_in_every_type_and_group_size(tmp_path: Path) -
     check(compiled("full", tmp_path))
 
 
+@pytest.mark.long
 def test_no_batch_has_a_kernel_compiled_again(tmp_path: Path) -> None:
     """Two of those that a model has in two forms: the first norm of a model, norms of heads, kinds of activation."""
     [counts] = compiled("batches", tmp_path)

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from benchmarks import kv_floor
-from benchmarks.kv_peer import PLAIN_TCP, RECEIVER_EPOCH, filled, settings_of
+from benchmarks.kv_peer import PLAIN_TCP, RECEIVER_INCARNATION, filled, settings_of
 from benchmarks.remote_peer import Far
 from benchmarks.settings import KvBenchSettings
 from kvtransfer.memory.digests import Digester
@@ -77,7 +77,7 @@ class Near(ReceiverOwner):
         self.peers: dict[int, Peer] = {}
         self.targets: tuple[int, ...] = ()
         self.committed_at = 0.0
-        hello = Hello(version=limits.PROTOCOL_VERSION, role=Role.DECODE, incarnation=RECEIVER_EPOCH, name="bench")
+        hello = Hello(version=limits.PROTOCOL_VERSION, role=Role.DECODE, incarnation=RECEIVER_INCARNATION, name="bench")
         self.server = LinkServer(
             bind="tcp://127.0.0.1:0",
             hello=hello,
@@ -124,7 +124,7 @@ class Near(ReceiverOwner):
             self.receivers[name] = KvReceiver(
                 layout=layout,
                 pool=rows.view(torch.float32).view(layout.shape(rows.shape[0] // layout.block_bytes)),
-                incarnation=RECEIVER_EPOCH,
+                incarnation=RECEIVER_INCARNATION,
                 clock=time.monotonic,
                 listen_host="127.0.0.1",
                 owner=self,

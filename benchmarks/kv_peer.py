@@ -20,7 +20,7 @@ from proto import limits
 from proto.messages import Hello, Role
 from runtime.process import clock
 
-RECEIVER_EPOCH = 1
+RECEIVER_INCARNATION = 1
 PLAIN_TCP = "tcp-plain"
 """`tcp` without encryption; `tcp` is measured with it."""
 
@@ -50,7 +50,7 @@ class Ways:
         for name in transports:
             if name not in self._ways:
                 hello = Hello(limits.PROTOCOL_VERSION, Role.PREFILL, clock.new_incarnation(), name)
-                self._ways[name] = Replayer(self._address, hello, RECEIVER_EPOCH)
+                self._ways[name] = Replayer(self._address, hello, RECEIVER_INCARNATION)
                 await self._ways[name].start()
             await self._ways[name].set_up(shape, pool, settings_of(name, segment_bytes))
         return {name: self._ways[name].incarnation for name in transports}

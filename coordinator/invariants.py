@@ -41,7 +41,7 @@ def check(core: Core, *, honest: bool = True) -> None:
         for request in queue:
             assert request.entry is not None or not core.pools[request.submit.model].could_place(request.submit)
     for pool in core.pools.values():
-        assert pool.large_drain.request is None or pool.large_drain.request.state is RequestState.QUEUED
+        assert pool.room_for_large.request is None or pool.room_for_large.request.state is RequestState.QUEUED
         assert set(pool.bindings.hosts) == {worker.incarnation for worker in pool.workers.values() if worker.bound}
         for worker in pool.workers.values():
             for request in worker.bound.values():

@@ -10,7 +10,7 @@ from coordinator.accounting.goodput import Goodput, Times
 from coordinator.accounting.tombstones import Remembered
 from coordinator.accounting.usage import Closed, Opened
 from coordinator.events import Action, Limits, Send, StateChanged
-from coordinator.fairness.scheduling_class import Path
+from coordinator.fairness.fair_node import Path
 from coordinator.lifecycle import TERMINAL, RequestState, Trigger
 from coordinator.observer import Watch
 from coordinator.request import RETAINED, Request, RetainedAllocation, Suspicion
@@ -246,8 +246,8 @@ class State:
             pool = self.pools[request.submit.model]
             pool.bindings.unbind(request)
             pool.wakeups.waits_no_more(request)
-            if pool.large_drain.request is request:
-                self.end_large_drain(request)
+            if pool.room_for_large.request is request:
+                self.end_room_for_large(request)
             return
         prefill = self.workers.get(request.prefill_incarnation)
         if prefill is not None:
@@ -262,7 +262,7 @@ class State:
         if allocation is None:
             return
         self.pools[worker.hello.model].freed(worker)
-        self.charge_large_drain(worker, key, allocation)
+        self.charge_room_for_large(worker, key, allocation)
         self.emitted(
             worker.hello.model, allocation.path, key[0], allocation.resumed_tokens, emitted_tokens, first=first
         )
@@ -271,15 +271,15 @@ class State:
             self._keep_retained(request, worker, allocation)
         self.record_usage(self.billing.release(key[0], self.now))
 
-    def end_large_drain(self, request: Request) -> None:
+    def end_room_for_large(self, request: Request) -> None:
         """Room was kept for it, and is not any more: its tenant pays for what could not run there."""
         pool = self.pools[request.submit.model]
-        self.queues[request.submit.model].charge(request.path, pool.large_drain.end(self.now))
+        self.queues[request.submit.model].charge(request.path, pool.room_for_large.end(self.now))
         pool.wakeups.look_anew()
 
-    def charge_large_drain(self, worker: Worker, key: tuple[str, int], allocation: Allocation) -> None:
+    def charge_room_for_large(self, worker: Worker, key: tuple[str, int], allocation: Allocation) -> None:
         """Charge an attempt for which room had been kept: see `reserved_workers`."""
-        drain = self.pools[worker.hello.model].large_drain
+        drain = self.pools[worker.hello.model].room_for_large
         if worker.admission is None or key not in drain.charges:
             return
         due, bill, prices = (

@@ -29,10 +29,10 @@ from kvtransfer.session.session import (
     Tick,
     Violation,
 )
-from kvtransfer.transports.connection import Listen, NoResources, Pair, PairEvents
+from kvtransfer.transports.pair import Listen, NoResources, Pair, PairEvents
 from kvtransfer.transports.registry import TRANSPORTS, host_id
 from kvtransfer.transports.tcp.listener import TcpListener
-from kvtransfer.transports.transport import Local, PoolMemory, Rendezvous, SegmentJob
+from kvtransfer.transports.transport import LocalEnd, PoolMemory, Rendezvous, SegmentJob
 from proto.kv import PairClosed
 from proto.messages import Message
 
@@ -205,9 +205,9 @@ class TransferDriver(ABC, Generic[S, R]):
     def _segment_blocks(self, route: R) -> int:
         return route.rows.layout.segment_blocks(self._settings.segment_bytes)
 
-    def _local_of(self, route: R) -> Local:
+    def _local_of(self, route: R) -> LocalEnd:
         digests, segment_blocks = self._digests_of(route), self._segment_blocks(route)
-        return Local(
+        return LocalEnd(
             route.rows,
             segment_blocks,
             self._settings,

@@ -28,7 +28,7 @@ from kvtransfer.session.session import (
     Refusal,
     SessionEnded,
 )
-from kvtransfer.transports.connection import Listen
+from kvtransfer.transports.pair import Listen
 from kvtransfer.transports.registry import usable
 from kvtransfer.transports.tcp.listener import TcpListener
 from kvtransfer.transports.transport import MAX_QUEUED_SEGMENTS, PoolMemory, Rendezvous, SegmentJob

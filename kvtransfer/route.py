@@ -8,7 +8,7 @@ from kvtransfer.memory.pool import PoolRows
 from kvtransfer.session.session import (
     TransferSession,
 )
-from kvtransfer.transports.connection import Pair
+from kvtransfer.transports.pair import Pair
 
 Key = tuple[str, int]
 """(request_id, attempt)"""

@@ -18,7 +18,7 @@ _LAUNCH: Final[Table] = {
         "Bring the whole cluster up", "launcher.cluster.settings:LaunchUpSettings", "launcher.cluster.launch_ssh:up"
     ),
     "status": Command(
-        "Which hosts are up, and what the coordinator knows of the workers",
+        "Show which hosts are up, and the coordinator's view of the workers",
         "launcher.cluster.settings:LaunchStatusSettings",
         "launcher.cluster.launch_ssh:status",
     ),

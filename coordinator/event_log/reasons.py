@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
+from coordinator.fairness.fair_node import FairNode
 from coordinator.fairness.fair_queue import where_they_part
-from coordinator.fairness.scheduling_class import SchedulingClass
 from coordinator.fairness.tenant_queue import AGED, Entry
 from coordinator.observer import Looked, Outcome
 from coordinator.placement.choice import cached_tokens
@@ -161,7 +161,7 @@ def why_not(target: Request, winner: Request | None, looked: list[Looked], worke
 
 def _without_room(target: Request, first: Request, worker: Worker, pool: Pool) -> Reason:
     """`first`: the one that found no room, of those under the same queue key."""
-    reservation, kept_on = pool.large_drain.request, pool.decode.get(pool.large_drain.decode)
+    reservation, kept_on = pool.room_for_large.request, pool.decode.get(pool.room_for_large.decode)
     if reservation is not None and reservation is not target and kept_on is not None:
         fits = worker.fits(target.submit) and kept_on.fits(target.submit, target.expected_left)
         if fits:
@@ -193,7 +193,7 @@ def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoomOnWorker:
         free_seqs,
         most,
         held.get(most, 0),
-        pool.large_drain.request is target,
+        pool.room_for_large.request is target,
         circuit_open,
     )
 
@@ -230,7 +230,7 @@ def _goes_first(winner: Request, target: Request) -> OtherTurn | SameTenant | No
     return OtherTurn(by(winner), level, _name(rival), _name(node), rival.round, node.round)
 
 
-def _name(node: SchedulingClass) -> str:
+def _name(node: FairNode) -> str:
     return "/".join(filter(None, node.path[1:] or node.path))
 
 

@@ -204,7 +204,7 @@ class Timeline:
         news = self._ratio.news(core, event, self._at_s)
         if self._began is not None and not self._has_ended:
             self.entries += news
-        kept = target is not None and any(pool.large_drain.request is target for pool in core.pools.values())
+        kept = target is not None and any(pool.room_for_large.request is target for pool in core.pools.values())
         if kept and not self._kept and target is not None:
             self._add(KeptFor(self._at_s, target.attempt_progress.bypassed))
         self._kept, self._came = kept, None

@@ -9,9 +9,9 @@ arithmetic. All that is left of the ring is one number for each tenant, the roun
     then put it `cost / weight` rounds after the round it was served in
 
 which is the order of start-time fair queueing (Goyal, Vin & Cheng, SIGCOMM 1996). A tenant that is idle, or passed over
-because nothing of it waits under the keys that are named, keeps its place but falls behind the ring by no more than one
-quantum: its debt is kept, of its credit only so much. That lets a tenant with little to do have a whole short prompt computed
-in one go. For i and j backlogged and able to run over any interval,
+because nothing of it waits under the keys that are named, keeps its whole debt. It keeps credit of at most one quantum, which
+lets a tenant with little to do have a whole short prompt computed in one go. For i and j backlogged and able to run over any
+interval,
 
     |S_i/w_i - S_j/w_j| <= quantum + L_i/w_i + L_j/w_j        (S: cost served, w: weight, L: largest cost of one chunk)
 
@@ -30,7 +30,7 @@ Inside one tenant its `TenantQueue` decides. Pure; costs are in weighted tokens.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, NamedTuple
 
-from coordinator.fairness.scheduling_class import Path, Ring, SchedulingClass
+from coordinator.fairness.fair_node import FairNode, Path, Ring
 from coordinator.fairness.sorted_row import SortedRow
 from coordinator.fairness.tenant_queue import Entry, T, TenantQueue
 
@@ -57,8 +57,8 @@ class FairQueue(Generic[T]):
         self.quantum = quantum
         self.weights = dict(weights or {})
         self._overtaken_max = overtaken_max
-        self._root = SchedulingClass((), 1.0, None, 0)
-        self._leaves: dict[Path, SchedulingClass] = {}
+        self._root = FairNode((), 1.0, None, 0)
+        self._leaves: dict[Path, FairNode] = {}
         self._positions = 0
         self._joins = 0
         self.size = 0
@@ -84,7 +84,7 @@ class FairQueue(Generic[T]):
 
     def forget(self, path: Path) -> None:
         """Let go of a tenant that has no entries, and of what was above it for its sake; with them go its debts."""
-        node: SchedulingClass | None = self._leaves.get(path)
+        node: FairNode | None = self._leaves.get(path)
         if node is None or node.busy:
             return
         del self._leaves[path]
@@ -168,7 +168,7 @@ class FairQueue(Generic[T]):
 
         A charge counts with the next chunk. A refund is felt at once, or who was charged too much would go on waiting.
         """
-        node: SchedulingClass = self._leaf(path)
+        node: FairNode = self._leaf(path)
         while (ring := node.parent) is not None:
             node.owed += cost
             if cost < 0 and node.owed < 0 and node.busy and node.round > ring.now:
@@ -183,14 +183,14 @@ class FairQueue(Generic[T]):
 
     def charge(self, path: Path, cost: float) -> None:
         """Charge at once for something that is no chunk: the turns after it come later, whatever waits already."""
-        node: SchedulingClass = self._leaf(path)
+        node: FairNode = self._leaf(path)
         while (ring := node.parent) is not None:
             node.set_round(max(node.round, ring.now - self.quantum) + cost / node.weight)
             node = ring
 
     def debt(self, path: Path) -> float:
         """How far a tenant is ahead of its ring, in cost; negative is credit, which it has only while it has work."""
-        node: SchedulingClass = self._leaf(path)
+        node: FairNode = self._leaf(path)
         assert node.parent is not None
         ahead = (node.round - node.parent.now) * node.weight
         return (max(ahead, 0.0) if node.busy else ahead) + node.owed
@@ -203,7 +203,7 @@ class FairQueue(Generic[T]):
         else:
             self._move(entry, terms.key, max(entry.chunks - 1, 1))
 
-    def _charge(self, leaf: SchedulingClass, cost: float) -> None:
+    def _charge(self, leaf: FairNode, cost: float) -> None:
         quantum = self.quantum
         node = leaf
         while (ring := node.parent) is not None:
@@ -248,7 +248,7 @@ class FairQueue(Generic[T]):
         if not before.size:
             self._end(before)
 
-    def _tenant_queue(self, leaf: SchedulingClass, key: int) -> TenantQueue[T]:
+    def _tenant_queue(self, leaf: FairNode, key: int) -> TenantQueue[T]:
         """The tenant's queue for a key; made where it has none, with the rings above it that are missing."""
         there = leaf.rows.get(key)
         if there is not None:
@@ -286,7 +286,7 @@ class FairQueue(Generic[T]):
                 return
             row = above
 
-    def _leaf(self, path: Path) -> SchedulingClass:
+    def _leaf(self, path: Path) -> FairNode:
         found = self._leaves.get(path)
         if found is not None:
             return found
@@ -296,13 +296,13 @@ class FairQueue(Generic[T]):
             if child is None:
                 weight = self.weights.get("/".join(path[:depth]), 1.0)
                 self._positions += 1
-                child = node.children[name] = SchedulingClass(path[:depth], weight, node, self._positions)
+                child = node.children[name] = FairNode(path[:depth], weight, node, self._positions)
             node = child
         self._leaves[path] = node
         return node
 
 
-def where_they_part(one: SchedulingClass, other: SchedulingClass) -> tuple[SchedulingClass, SchedulingClass]:
+def where_they_part(one: FairNode, other: FairNode) -> tuple[FairNode, FairNode]:
     """The two siblings above (or at) these tenants that compete with each other."""
     while one.parent is not other.parent:
         assert one.parent is not None and other.parent is not None

@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 
-from coordinator.fairness.scheduling_class import Path
+from coordinator.fairness.fair_node import Path
 
 Key = tuple[str, int]
 """A request's id and attempt."""

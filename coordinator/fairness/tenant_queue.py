@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from coordinator.fairness.sorted_row import Rank, SortedRow
 
 if TYPE_CHECKING:
-    from coordinator.fairness.scheduling_class import SchedulingClass
+    from coordinator.fairness.fair_node import FairNode
 
 T = TypeVar("T")
 Order = tuple[int, float, int, int]
@@ -36,9 +36,9 @@ class Entry(Generic[T]):
         self.rank: Rank | None = None
 
     @property
-    def leaf(self) -> "SchedulingClass":
+    def leaf(self) -> "FairNode":
         """Its tenant's node in the fair queue."""
-        node: SchedulingClass = self.queue.node
+        node: FairNode = self.queue.node
         return node
 
     @property
@@ -52,7 +52,7 @@ class TenantQueue(SortedRow, Generic[T]):
 
     __slots__ = ("_overtaken_max", "newest", "oldest", "overtaken")
 
-    def __init__(self, node: "SchedulingClass", key: int, overtaken_max: int) -> None:
+    def __init__(self, node: "FairNode", key: int, overtaken_max: int) -> None:
         super().__init__(node, key)
         self._overtaken_max = overtaken_max
         self.oldest: Entry[T] | None = None

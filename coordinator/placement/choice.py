@@ -1,7 +1,8 @@
 """The score of `score.py` applied to workers as they are: what they have cached, how full they are, what is before it.
 
-A prefill worker asks for work when it has a step to fill, so the choice is made twice: by its turn, whether a request that
-another worker has more cached of should run here at all, and then, which decode worker goes with it.
+Steps are filled for one prefill worker at a time; below, that worker is `own`. So the choice is made twice for the request
+whose turn it is: whether it should rather run on another prefill worker, which has more of it cached or is faster, and then,
+which decode worker goes with it.
 """
 
 from collections.abc import Sequence
@@ -18,8 +19,8 @@ from proto.limits import HASH_BYTES
 from proto.messages import Role, Submit
 
 FASTER = 0.8
-"""A worker that asks has this part of another's speed at most, and the other would have a prompt in this part of the time,
-where the prompt waits for the other: rates are not that exact."""
+"""A prompt waits for a faster prefill worker only if our own has at most this part of its speed, and the other would be done in
+at most this part of the time. Measured rates are not more exact than that."""
 
 
 def cached_tokens(submit: Submit, prefill: Worker, pool: Pool) -> int:
@@ -45,32 +46,32 @@ def expect_cached(request: Request, prefill: Worker, pool: Pool) -> None:
 
 class Better(NamedTuple):
     worker: Worker
-    """The worker to wait for, or the one that asks: that one computes the prefix once more."""
+    """The worker to wait for, or our own, which computes the prefix once more."""
     prefix: bytes
-    """The last block of what another worker has cached, and the one that asks has not."""
+    """The last block of what another worker has cached, and our own has not."""
     cached_tokens: int
     """That long it is."""
     waits_s: float
     """How much longer the request waits for `worker`."""
 
 
-def better_prefill(submit: Submit, asks: Worker, pool: Pool, waiting: float, now: float) -> Better | None:
+def better_prefill(submit: Submit, own: Worker, pool: Pool, waiting: float, now: float) -> Better | None:
     """The prefill worker to which a request should be bound instead of running on the one that asks; None if there is none.
 
-    Only one that has more of its prompt cached comes into question: by what waits there, the one that asks is the first.
+    Only one that has more of its prompt cached comes into question: by what waits there, our own is the first.
     Requests bound to a worker count among what waits there, so no more of them wait than its cache is worth. The time for
     which requests have waited for the same prefix lately speaks for computing it once more: see `bindings`.
 
-    `waiting`: how many requests wait longer if the worker that asks computes longer.
+    `waiting`: how many requests wait longer if our own computes longer.
     """
     if len(pool.prefill) == 1:
         return None
     holders = pool.candidates.holders(Role.PREFILL, submit) if submit.block_hashes else ()
-    there = [worker for worker in holders if worker is not asks and not worker.draining]
+    there = [worker for worker in holders if worker is not own and not worker.draining]
     if not there:
-        return _faster_prefill(submit, asks, pool, now)
-    weights, here = pool.weights, cached_tokens(submit, asks, pool)
-    here_s = prefill_s(submit.prompt_tokens, _prefill_side(asks, here, pool), weights, waiting)
+        return _faster_prefill(submit, own, pool, now)
+    weights, here = pool.weights, cached_tokens(submit, own, pool)
+    here_s = prefill_s(submit.prompt_tokens, _prefill_side(own, here, pool), weights, waiting)
     best, best_cached, best_s = None, 0, here_s - weights.margin_s
     for worker in there:
         cached = cached_tokens(submit, worker, pool)
@@ -80,21 +81,21 @@ def better_prefill(submit: Submit, asks: Worker, pool: Pool, waiting: float, now
         if there_s < best_s and pool.has_pair(worker, now):
             best, best_cached, best_s = worker, cached, there_s
     if best is None:
-        return _faster_prefill(submit, asks, pool, now) if not here else None
+        return _faster_prefill(submit, own, pool, now) if not here else None
     prefix = last_block(submit, best_cached)
-    if here_s - pool.waits.of(prefix, asks.kv_tokens, now) <= best_s:
-        return Better(asks, prefix, best_cached, 0.0)
-    return Better(best, prefix, best_cached, max(best.tokens_before - asks.tokens_before, 0) / pool.rate(best))
+    if here_s - pool.waits.of(prefix, own.kv_tokens, now) <= best_s:
+        return Better(own, prefix, best_cached, 0.0)
+    return Better(best, prefix, best_cached, max(best.tokens_before - own.tokens_before, 0) / pool.rate(best))
 
 
-def _faster_prefill(submit: Submit, asks: Worker, pool: Pool, now: float) -> Better | None:
+def _faster_prefill(submit: Submit, own: Worker, pool: Pool, now: float) -> Better | None:
     """The prefill worker that would be done with a prompt first, though it is busy while a slower one asks; None if the one
-    that asks is the first."""
+    our own is the first."""
     tokens = submit.prompt_tokens
-    best, best_s = None, FASTER * (asks.tokens_before + tokens) / pool.rate(asks)
+    best, best_s = None, FASTER * (own.tokens_before + tokens) / pool.rate(own)
     for worker in pool.candidates.first_to_finish():
         done_s = (worker.tokens_before + tokens) / pool.rate(worker)
-        if done_s < best_s and _is_faster(worker, asks) and worker.fits(submit) and pool.has_pair(worker, now):
+        if done_s < best_s and _is_faster(worker, own) and worker.fits(submit) and pool.has_pair(worker, now):
             best, best_s = worker, done_s
     return Better(best, b"", 0, 0.0) if best is not None else None
 
@@ -104,20 +105,20 @@ def _is_faster(one: Worker, other: Worker) -> bool:
     return one.has_run_full and other.has_run_full and other.tokens_per_s < FASTER * one.tokens_per_s
 
 
-def better_than_bound(request: Request, asks: Worker, bound_to: Worker, pool: Pool, waiting: float, now: float) -> bool:
-    """Whether a request that is bound to another worker, as the last there, had better run on the one that asks."""
+def better_than_bound(request: Request, own: Worker, bound_to: Worker, pool: Pool, waiting: float, now: float) -> bool:
+    """Whether a request that is bound to another worker, as the last there, had better run on our own."""
     submit, weights = request.submit, pool.weights
-    there, here = request.cached_tokens, cached_tokens(submit, asks, pool)
-    one_is_faster = there <= here and (_is_faster(asks, bound_to) or _is_faster(bound_to, asks))
+    there, here = request.cached_tokens, cached_tokens(submit, own, pool)
+    one_is_faster = there <= here and (_is_faster(own, bound_to) or _is_faster(bound_to, own))
     if bound_to.admission is not None or one_is_faster:
         tokens = submit.prompt_tokens - here
-        return (asks.tokens_before + tokens) / pool.rate(asks) < FASTER * bound_to.tokens_before / pool.rate(bound_to)
-    there_side, here_side = _prefill_side(bound_to, there, pool), _prefill_side(asks, here, pool)
+        return (own.tokens_before + tokens) / pool.rate(own) < FASTER * bound_to.tokens_before / pool.rate(bound_to)
+    there_side, here_side = _prefill_side(bound_to, there, pool), _prefill_side(own, here, pool)
     there_side.tokens_before -= bound_to.undispatched[request.id]
     here_s = prefill_s(submit.prompt_tokens, here_side, weights, waiting)
     there_s = prefill_s(submit.prompt_tokens, there_side, weights, waiting)
     prefix = last_block(submit, there)
-    return here_s - pool.waits.of(prefix, asks.kv_tokens, now) < there_s - weights.margin_s
+    return here_s - pool.waits.of(prefix, own.kv_tokens, now) < there_s - weights.margin_s
 
 
 def last_block(submit: Submit, cached_tokens: int) -> bytes:

@@ -2,12 +2,12 @@
 
 `steps.compose` asks the fair queue for one candidate after another, and applies each decision:
 
-    Run      its next chunk goes into the step; if it was not placed yet, it is placed on this worker and `decode`
-    Place    it is placed on another prefill worker, which is idle and starts it at once
-    Wait     it is bound to another prefill worker and waits for a turn there
-    NoRoom   its queue key is left out until room is freed; if it was bound to this worker, it waits in its class again
-    Apart    it is suspected of having ended workers, and does not run beside others
-    Apart.ELSEWHERE     the decode worker for which it waited does not take it now: it waits in its class again
+    Run               its next chunk goes into the step; if it was not placed yet, it is placed on this worker and `decode`
+    PlaceElsewhere    it is placed on another prefill worker, which is idle and starts it at once
+    Wait              it is bound to another prefill worker and waits for a turn there
+    NoRoom            its queue key is left out until room is freed; if it was bound to this worker, it waits in its class
+    Apart             it is suspected of having ended workers, and does not run beside others
+    Apart.ELSEWHERE   the decode worker for which it waited does not take it now: it waits in its demand class again
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class Run(NamedTuple):
     """Where it is placed now: what of its prompt need not be computed."""
 
 
-class Place(NamedTuple):
+class PlaceElsewhere(NamedTuple):
     prefill: Worker
     decode: Worker
 
@@ -74,7 +74,7 @@ class Apart(Enum):
     """The decode worker that has its beginning does not take it now."""
 
 
-Decision = Run | Place | Wait | NoRoom | Apart
+Decision = Run | PlaceElsewhere | Wait | NoRoom | Apart
 
 
 def decide(
@@ -104,7 +104,7 @@ def decide(
                 return Wait(*better)
             # While it waited for its turn there, the next in turn here would get the room in decode.
             decode = room(request, there, pool, now)
-            return Place(there, decode) if decode is not None else _no_room(request, there, pool, queue)
+            return PlaceElsewhere(there, decode) if decode is not None else _no_room(request, there, pool, queue)
         copied = better.prefix if better is not None else b""
     elif not in_class and class_key(_demand(request)) in pool.wakeups.closed:
         return NoRoom(in_decode=True)  # many may be bound, and to look for room for each would take long

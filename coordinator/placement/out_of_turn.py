@@ -35,7 +35,7 @@ def place_retained(state: State, pool: Pool, now: float) -> None:
 def place_kept(state: State, pool: Pool, now: float) -> None:
     """A request that was bypassed too often is placed as soon as the decode worker kept for it has room, though it may not be
     its turn yet. Its tenant pays for the time in which that worker took nobody else."""
-    drain = pool.large_drain
+    drain = pool.room_for_large
     request, decode = drain.request, pool.decode.get(drain.decode)
     if request is None:
         return
@@ -59,7 +59,7 @@ def place_lone(state: State, pool: Pool, now: float) -> bool:
     request = next((one for one in pool.lone.waiting.values() if one.entry is not None), None)
     if request is None or pool.lone.runs is not None:
         return False
-    decode = pool.lone.reserve(request, pool.large_drain.decode)
+    decode = pool.lone.reserve(request, pool.room_for_large.decode)
     if decode is None or decode.allocations or not decode.fits(request.submit, request.expected_left):
         return False
     prefill = _prefill_for(request, decode, pool, now)

@@ -23,8 +23,8 @@ def place(
     queue.placed(request)
     _reserve(request, prefill, decode)
     queue.count_uncomputed(request, request.submit.prompt_tokens - request.cached_tokens)
-    if pool.large_drain.request is request:
-        pool.large_drain.end_placed(
+    if pool.room_for_large.request is request:
+        pool.room_for_large.end_placed(
             request.key, decode.allocations[request.key].kv_blocks / decode.capacity.kv_blocks, now
         )
         pool.wakeups.look_anew()

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from math import ceil
 from typing import NamedTuple
 
-from coordinator.fairness.scheduling_class import Path
+from coordinator.fairness.fair_node import Path
 from coordinator.kv_admission.admission import Key
 from coordinator.kv_admission.demand import NEVER, KvDemand
 from coordinator.lifecycle import ON_WORKERS
@@ -103,7 +103,7 @@ def give_shares(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
     if not pool.wakeups.closed or pool.gives_way in state.where:
         return
     request = queue.first(pool.wakeups.closed)
-    if request is None or pool.large_drain.request is not None:
+    if request is None or pool.room_for_large.request is not None:
         return
     demand, choices = KvDemand.of(request.submit, request.expected_left), request.submit.choices
     target_s = request.first_token_ms / 1000

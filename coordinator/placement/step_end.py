@@ -16,7 +16,7 @@ def nothing_more(worker: Worker, pool: Pool, queue: WaitQueue) -> StepEnd:
         return StepEnd.NOTHING_WAITS
     if worker.free_seqs <= 0:
         return StepEnd.NO_ROOM_IN_PREFILL
-    if worker.draining or worker.incarnation == pool.large_drain.prefill:
+    if worker.draining or worker.incarnation == pool.room_for_large.prefill:
         return StepEnd.WORKER_CLOSED
     first = _first_without_room(pool, queue)
     if first is not None:
@@ -40,7 +40,7 @@ def decode_limits(pool: Pool, queue: WaitQueue) -> dict[StepEnd, int]:
 
 def decode_limit(decode: Worker, first: Request, pool: Pool) -> StepEnd:
     """Why a request that found no room in decode is not on this worker."""
-    if decode.draining or decode.incarnation in (pool.large_drain.decode, pool.lone.decode):
+    if decode.draining or decode.incarnation in (pool.room_for_large.decode, pool.lone.decode):
         return StepEnd.WORKER_CLOSED
     if first.submit.choices > decode.free_seqs:
         return StepEnd.NO_DECODE_SEQUENCES
@@ -50,5 +50,5 @@ def decode_limit(decode: Worker, first: Request, pool: Pool) -> StepEnd:
 
 
 def _first_without_room(pool: Pool, queue: WaitQueue) -> Request | None:
-    """The first request of a class of KV demand that found no room in decode, where something of the class waits."""
+    """The first request of a demand class that found no room in decode, where something of the class waits."""
     return next((first for key, first in pool.wakeups.closed.items() if queue.fair.has(key)), None)

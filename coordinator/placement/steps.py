@@ -6,7 +6,7 @@ from math import inf
 from coordinator.lifecycle import RequestState
 from coordinator.observer import Composed, Looked, NothingRuns, Outcome, StepEnd
 from coordinator.placement.choice import expect_cached
-from coordinator.placement.decide import Apart, Decision, NoRoom, Place, Run, Wait, decide, fitting
+from coordinator.placement.decide import Apart, Decision, NoRoom, PlaceElsewhere, Run, Wait, decide, fitting
 from coordinator.placement.place import place, place_at_once
 from coordinator.placement.step_end import nothing_more
 from coordinator.request import Request
@@ -21,12 +21,12 @@ from proto.messages import Chunk, Step
 MOVES_PER_TURN_MAX = 64
 """Requests that one turn may move to another queue key; the next event goes on from there."""
 LOOKED_AT_MAX = 64
-"""Prompts half computed on a prefill worker, at one step."""
+"""Partly computed prompts on a prefill worker, at one step."""
 BEGUN_MAX = 8
-"""Prompts half computed on a prefill worker. Where there are more, one whose rest fits a step is finished in the next step.
+"""Partly computed prompts on a prefill worker. Where there are more, one whose rest fits a step is finished in the next step.
 
 A longer one goes before later ones of its user and before those of other users of its organisation, unless an organisation
-waits that has had much less than its share. With thousands of users, prompts would otherwise wait half computed while all
+waits that has had much less than its share. With thousands of users, prompts would otherwise wait partly computed while all
 others have a turn, and take up room in prefill and decode.
 """
 
@@ -69,7 +69,7 @@ def compose(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: flo
     """The next step of a prefill worker, up to its token budget; None if there is nothing it can do. Prompts still queued
     compete with those already placed there."""
     plan = _Plan(worker)
-    begun = _goes_on(worker, plan.left, pool, queue, now)
+    begun = _take_continuation(worker, plan.left, pool, queue, now)
     if begun is not None:
         length = fitting(begun, begun.dispatched_tokens, plan.left, worker.capacity.block_size)
         queue.go_on(begun, length, worker.incarnation, now)
@@ -91,7 +91,7 @@ def compose(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: flo
         if decision is Apart.OWN_STEP:
             end = StepEnd.OWN_STEP
             break
-        if isinstance(decision, Place):
+        if isinstance(decision, PlaceElsewhere):
             _run_there(state, decision, request, worker, pool, queue, now)
             continue
         key = _key_after(decision, request, queue)
@@ -140,12 +140,12 @@ def _run(
 
 
 def _run_there(
-    state: State, decision: Place, request: Request, asks: Worker, pool: Pool, queue: WaitQueue, now: float
+    state: State, decision: PlaceElsewhere, request: Request, own: Worker, pool: Pool, queue: WaitQueue, now: float
 ) -> None:
-    """Place it on the idle prefill worker that has its prompt cached."""
-    _count_bypass(request, asks, pool, queue, state.limits.bypasses_max, now)
+    """PlaceElsewhere it on the idle prefill worker that has its prompt cached."""
+    _count_bypass(request, own, pool, queue, state.limits.bypasses_max, now)
     if state.watch is not None:
-        state.watch(Looked(asks, request, Outcome.TAKEN))
+        state.watch(Looked(own, request, Outcome.TAKEN))
     place_at_once(state, request, decision.prefill, decision.decode, now)
 
 
@@ -192,8 +192,8 @@ def _pass_over(decision: Decision, request: Request, worker: Worker, pool: Pool,
             pool.wakeups.came_back()
 
 
-def _goes_on(worker: Worker, left: int, pool: Pool, queue: WaitQueue, now: float) -> Request | None:
-    """A prompt half computed here whose next chunk comes before all others."""
+def _take_continuation(worker: Worker, left: int, pool: Pool, queue: WaitQueue, now: float) -> Request | None:
+    """Returns a prompt to continue before all others. Clears `worker.begun`."""
     begun, worker.begun = worker.begun, None
     urgent = _most_urgent(worker, now)
     if urgent is not None:
@@ -202,9 +202,9 @@ def _goes_on(worker: Worker, left: int, pool: Pool, queue: WaitQueue, now: float
 
 
 def _most_urgent(worker: Worker, now: float) -> Request | None:
-    """The prompt half computed here that is due first, of those with a time for their first token of which not half is left.
-    Admission let them in since their tenants' shares suffice. In turn, all that come later would go before them with the credit
-    of tenants that were idle, and they would be late."""
+    """A partly computed prompt with less than half of its first-token time left; of several, the one that is due first.
+    Admission let them in since their tenants' shares suffice. In their turn they would be late: requests that come later would
+    go before them with the credit of tenants that were idle."""
     first, first_due = None, inf
     for request in islice(worker.placed.values(), LOOKED_AT_MAX):
         if (ms := request.first_token_ms) and not request.own_step:
@@ -239,6 +239,6 @@ def _count_bypass(
         return
     attempt_progress = first.attempt_progress
     attempt_progress.bypassed += 1
-    large_drain = pool.large_drain
-    if attempt_progress.bypassed >= bypasses_max and large_drain.request is None and pool.could_place(first.submit):
-        large_drain.begin(first, pool.lone.decode, queue.served_per_s(now), now)
+    room_for_large = pool.room_for_large
+    if attempt_progress.bypassed >= bypasses_max and room_for_large.request is None and pool.could_place(first.submit):
+        room_for_large.begin(first, pool.lone.decode, queue.served_per_s(now), now)

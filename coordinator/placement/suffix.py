@@ -34,10 +34,10 @@ class OnDecode(NamedTuple):
 
 
 def best_on_decode(
-    request: Request, pool: Pool, queue: WaitQueue, now: float, asks: Worker | None = None
+    request: Request, pool: Pool, queue: WaitQueue, now: float, own: Worker | None = None
 ) -> OnDecode | None:
-    """The decode worker that is done with the prompt before any prefill worker is; None if there is none. `asks`: a prefill
-    worker on which it is the request's turn; without, it has just come."""
+    """The decode worker that is done with the prompt before any prefill worker is; None if there is none. `own`: the
+    prefill worker on which it is the request's turn; without, it has just come."""
     submit = request.submit
     if not submit.block_hashes or not _may_run_on_decode(request, pool):
         return None
@@ -53,8 +53,8 @@ def best_on_decode(
         return None
     prefill = pool.candidates.holders(Role.PREFILL, submit) + pool.candidates.first_to_finish()
     hand_over_s = pool.weights.transfer_s * ((submit.prompt_tokens - best_cached) // submit.hash_block_size)
-    if asks is not None:
-        elsewhere_s = _prefill_s(submit, [*prefill, asks], best, pool, 0, now)
+    if own is not None:
+        elsewhere_s = _prefill_s(submit, [*prefill, own], best, pool, 0, now)
     else:
         elsewhere_s = _prefill_s(submit, prefill, best, pool, len(queue) - 1, now)
         if not request.resumed:
@@ -64,7 +64,7 @@ def best_on_decode(
 
 
 def came(request: Request, pool: Pool, queue: WaitQueue, now: float) -> None:
-    """It waits from now on: for a decode worker, if that would be done with it first, else in its class."""
+    """It waits from now on: for a decode worker, if that would be done with it first, else in its demand class."""
     found = best_on_decode(request, pool, queue, now) if request.entry is not None and not pool.wakeups.closed else None
     if found is None:
         pool.wakeups.request_came()
@@ -115,4 +115,4 @@ def _prefill_s(
 def _may_run_on_decode(request: Request, pool: Pool) -> bool:
     """Whether it does without what only prefill workers do, has no room elsewhere, and is not suspected of ending workers."""
     is_usual = request.submit.sampling.prompt_logprobs < 0 and request.suspicion is None
-    return is_usual and request.id not in pool.retained and pool.large_drain.request is not request
+    return is_usual and request.id not in pool.retained and pool.room_for_large.request is not request

@@ -57,7 +57,7 @@ def _count_restart(state: State, incarnation: int, hello: Hello) -> None:
 
 
 def down(state: State, incarnation: int, reason: str, now: float, *, lives: bool = False) -> None:
-    """`lives`: its process, which has lost its connection alone."""
+    """`lives`: the process still runs and has only lost its connection, so its requests are not suspected."""
     hello = state.peers.pop(incarnation, None)
     if hello is None:
         return
@@ -81,7 +81,7 @@ def down(state: State, incarnation: int, reason: str, now: float, *, lives: bool
                 state.queues[hello.model].skipped(request, chunk)
                 state.record_usage(state.billing.lost(request.id, now))
         for key, allocation in worker.allocations.items():
-            state.charge_large_drain(worker, key, allocation)
+            state.charge_room_for_large(worker, key, allocation)
             emitted = worker.forwarded(key)
             state.emitted(hello.model, allocation.path, key[0], allocation.resumed_tokens, emitted, first=emitted > 0)
             state.record_usage(state.billing.lost(key[0], now))

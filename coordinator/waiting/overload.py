@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import exp
 from typing import Generic, TypeVar
 
-from coordinator.fairness.scheduling_class import Path
+from coordinator.fairness.fair_node import Path
 from coordinator.request import Request
 
 K = TypeVar("K", bound=Hashable)

@@ -14,7 +14,7 @@ from zlib import crc32
 
 from coordinator.accounting.drain import ComingBack, FreeingRate
 from coordinator.accounting.ratios import Ratios
-from coordinator.fairness.scheduling_class import Path
+from coordinator.fairness.fair_node import Path
 from coordinator.request import Request
 from coordinator.waiting.work_ahead import WorkAhead
 

@@ -8,9 +8,9 @@ from typing import cast
 from coordinator.accounting.ratios import Ratios
 from coordinator.events import Limits
 from coordinator.fairness.cost import OutputLength
+from coordinator.fairness.fair_node import Path
 from coordinator.fairness.fair_queue import FairQueue, Terms
 from coordinator.fairness.priority_classes import ring_weights
-from coordinator.fairness.scheduling_class import Path
 from coordinator.fairness.sorted_row import SPARE
 from coordinator.request import Request
 from coordinator.waiting.latest_starts import LatestStarts
@@ -277,7 +277,7 @@ class WaitQueue:
             self.fair.move(entry, key)
 
     def unsettle(self, request: Request) -> None:
-        """It is not placed, and waits in its class again."""
+        """It is not placed, and waits in its demand class again."""
         self.settle_on(request, self.class_key(request))
 
     def served_per_s(self, now: float) -> float:

@@ -12,7 +12,7 @@ can, together: so a question costs a few steps for each level, however many tena
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from coordinator.fairness.scheduling_class import Path
+from coordinator.fairness.fair_node import Path
 
 
 @dataclass(slots=True)

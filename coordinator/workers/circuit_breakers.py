@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from math import inf
 
 Pair = tuple[int, int]
-"""Epochs of a prefill and a decode worker."""
+"""Incarnations of a prefill and a decode worker."""
 Key = tuple[str, int]
 
 NOBODY = 0

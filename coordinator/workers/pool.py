@@ -3,7 +3,7 @@
 Memory on workers is reserved in three ways. An *allocation* (`Worker.allocations`) is what an attempt has on a worker; it lasts
 until the worker says that it has let go. A *retained allocation* (`Pool.retained`) is what an attempt had on a decode worker,
 and goes over to its request when its prefill worker is lost, so that nobody else gets it before the next attempt; it lasts
-until the request is placed or ends. A *drain for a large request* (`DrainForLargeRequest`) has no blocks: it closes one worker
+until the request is placed or ends. A *drain for a large request* (`RoomForLargeRequest`) has no blocks: it closes one worker
 to everybody but one request that was bypassed too often, until that request fits there. The first two are counted in blocks,
 the third is not.
 """
@@ -20,7 +20,7 @@ from coordinator.workers.bindings import Bindings, PrefixWaits
 from coordinator.workers.candidates import Candidates
 from coordinator.workers.circuit_breakers import NOBODY, Breakers
 from coordinator.workers.prefix_index import Locality
-from coordinator.workers.reserved_workers import DrainForLargeRequest, LoneRequests
+from coordinator.workers.reserved_workers import LoneRequests, RoomForLargeRequest
 from coordinator.workers.step_times import StepTimeSample
 from coordinator.workers.token_targets import TokenTargets
 from coordinator.workers.traffic import RecentTraffic
@@ -51,9 +51,9 @@ class Pool:
         self.locality, self.targets = Locality(), TokenTargets()
         self.workers = ChainMap(self.prefill, self.decode)
         self.candidates = Candidates(self.prefill, self.decode, self.locality, self.targets)
-        self.large_drain = DrainForLargeRequest(self.decode)
+        self.room_for_large = RoomForLargeRequest(self.decode)
         self.lone = LoneRequests(self.decode)
-        self.wakeups = Wakeups(self.workers, self.large_drain)
+        self.wakeups = Wakeups(self.workers, self.room_for_large)
         self.bindings = Bindings(self.prefill, self.workers, self.wakeups)
         self.breakers = Breakers()
         self.shares = HeldShares()
@@ -156,7 +156,7 @@ class Pool:
 
     def freed(self, worker: Worker) -> None:
         """It has let go of something, or what it holds is sure to take less."""
-        wakeups, drain, lone = self.wakeups, self.large_drain, self.lone
+        wakeups, drain, lone = self.wakeups, self.room_for_large, self.lone
         if worker.admission is None:
             wakeups.prefill_room_freed(worker)
             if self.retained or lone.waiting or drain.request is not None:
@@ -201,7 +201,7 @@ class Pool:
     @property
     def kept_for_one(self) -> tuple[int, int]:
         """Decode workers that take one request and no other."""
-        return self.large_drain.decode, self.lone.decode
+        return self.room_for_large.decode, self.lone.decode
 
     def end_lone(self, request: Request) -> None:
         """It does not run alone, and does not wait to."""

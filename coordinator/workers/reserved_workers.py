@@ -16,7 +16,7 @@ from coordinator.request import Request
 from coordinator.workers.worker import Worker
 
 
-class DrainForLargeRequest:
+class RoomForLargeRequest:
     def __init__(self, decode: Mapping[int, Worker]) -> None:
         self._workers = decode
         self.request: Request | None = None

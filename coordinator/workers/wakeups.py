@@ -4,7 +4,7 @@
 is a method here.
 
 **Invariant**, after `schedule`: take a prefill worker that can be given a step, and a queue key that it may take from: its own
-key, the key of what is bound to it, or a class of KV demand. If something waits there, one of these holds:
+key, the key of what is bound to it, or a demand class. If something waits there, one of these holds:
 
 - `closed` has the key: a request of this class found no room in decode, and no decode worker has let go of enough since;
 - `stuck` has the key for this worker: a request found no room there, or no decode worker that it may send to, and nothing
@@ -21,14 +21,14 @@ from coordinator.request import Request
 from coordinator.waiting.queue import WaitQueue
 from coordinator.waiting.queue_keys import bound_key
 from coordinator.workers.ordered import Ordered
-from coordinator.workers.reserved_workers import DrainForLargeRequest
+from coordinator.workers.reserved_workers import RoomForLargeRequest
 from coordinator.workers.worker import Worker
 
 
 class Wakeups:
-    def __init__(self, workers: Mapping[int, Worker], large_drain: DrainForLargeRequest) -> None:
+    def __init__(self, workers: Mapping[int, Worker], room_for_large: RoomForLargeRequest) -> None:
         """`workers`: of both roles."""
-        self._workers, self._large_drain = workers, large_drain
+        self._workers, self._room_for_large = workers, room_for_large
         self.idle = Ordered()
         """Prefill workers that can be given a step, the one with the least to do first; of equals, the one that has done
         least."""
@@ -52,11 +52,11 @@ class Wakeups:
     # --- what happens ---------------------------------------------------------------------------------------------------
 
     def request_came(self) -> None:
-        """It waits in its class, or has come back there."""
+        """It waits in its demand class, or has come back there."""
         self.for_all = True
 
     def came_back(self) -> None:
-        """A request that was bound to a worker waits in its class again: also those that were asked before may find it. A
+        """A request that was bound to a worker waits in its demand class again. Workers that were asked before may find it; a
         request is bound so often at most."""
         self.for_all = True
         self._found_nothing.clear()
@@ -180,7 +180,7 @@ class Wakeups:
         if prefill.free_seqs <= 0:
             self.stuck.setdefault(prefill.incarnation, {})
             return False
-        return not prefill.draining and prefill.incarnation != self._large_drain.prefill
+        return not prefill.draining and prefill.incarnation != self._room_for_large.prefill
 
     def starts_at_once(self, prefill: Worker) -> bool:
         """Whether something placed on it is in its next step, which it can be given now."""

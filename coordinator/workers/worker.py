@@ -7,8 +7,8 @@ from math import ceil, inf
 import msgspec
 
 from coordinator.fairness.cost import START_LONG_TOKENS
+from coordinator.fairness.fair_node import Path
 from coordinator.fairness.held_shares import HeldShares
-from coordinator.fairness.scheduling_class import Path
 from coordinator.kv_admission.admission import KvAdmission
 from coordinator.kv_admission.demand import NEVER, KvDemand
 from coordinator.kv_admission.shared_blocks import chains

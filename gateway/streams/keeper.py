@@ -1,9 +1,8 @@
 """The keeper of streams: from a prompt to its last token, through whatever happens to the processes in between. Pure.
 
 Rules:
-- A token is delivered once, in order, whichever worker or attempt it came from. Tokens that were already delivered are
-  dropped; tokens that would leave a gap break the attempt, which is cancelled and resumed from the tokens that we have. Only
-  tokens that come before the attempt's first one wait a moment for that.
+- A token is delivered once, in order, whichever worker or attempt it came from. Tokens that were delivered before are dropped.
+  A gap ends the attempt, which is resumed; but tokens before the attempt's first one wait a moment for that.
 - An attempt that ends without an end is resumed with the prompt and the tokens already delivered, after a short delay
   and a bounded number of times. Several choices that have begun are resumed one by one, since their texts differ.
 - Without a link to the coordinator, streams that run go on, and new ones wait a bounded time in bounded number.
@@ -39,7 +38,7 @@ from gateway.streams.types import (
 from proto.errors import CancelReason, Interrupt
 from proto.messages import Accepted, Interrupted, RateState, Rejected, TokenItem
 
-NO_TRIES = (None, Interrupt.DRAINED, Interrupt.PREEMPTED)
+UNCOUNTED_REASONS = (None, Interrupt.DRAINED, Interrupt.PREEMPTED)
 SHUTTING_DOWN = Failure(FailKind.SHUTTING_DOWN, "this gateway is shutting down")
 
 
@@ -52,7 +51,7 @@ class StreamKeeper:
         self._coordinator_incarnation = 0
         self._settled_at = 0.0
         self._draining = False
-        self._words = LastWords(self.limits.last_words_max)
+        self._last_words = LastWords(self.limits.last_words_max)
         self._now = 0.0
         self._deadlines = StreamDeadlines(self.streams)
         self._out: list[Action] = []
@@ -69,7 +68,7 @@ class StreamKeeper:
                 self._open(spec, now)
             case Accepted(request_id, attempt, rates):
                 if (submission := self._current(request_id, attempt)) is not None:
-                    self._runs(submission, rates)
+                    self._mark_running(submission, rates)
             case Rejected():
                 self._rejected(event, now)
             case Interrupted():
@@ -126,7 +125,7 @@ class StreamKeeper:
             submission.resuming = False
             self._out.append(Noticed(Why.RESUMED, submission.request_id))
         submission.sent_to(self._coordinator_incarnation, now)
-        self._words.take_back(submission.request_id)
+        self._last_words.take_back(submission.request_id)
         self._out.append(SendSubmit(*submission.to_submit(now)))
 
     # --- answers of the coordinator ---------------------------------------------------------------------------------
@@ -138,7 +137,7 @@ class StreamKeeper:
             return None
         return submission
 
-    def _runs(self, submission: Submission, rates: RateState | None = None) -> None:
+    def _mark_running(self, submission: Submission, rates: RateState | None = None) -> None:
         if not submission.resuming:
             submission.phase = StreamPhase.RUNNING
         if not submission.stream.admitted:
@@ -148,8 +147,8 @@ class StreamKeeper:
     def _rejected(self, event: Rejected, now: float) -> None:
         submission = self._current(event.request_id, event.attempt)
         if submission is None:
-            self._out += map(SendCancel, self._words.about(event.request_id))  # it may have had all of it
-        elif event.reason in submission.passing and now < submission.patient_until(self._settled_at, self.limits):
+            self._out += map(SendCancel, self._last_words.about(event.request_id))  # it may have had all of it
+        elif event.reason in submission.retried and now < submission.patient_until(self._settled_at, self.limits):
             submission.put_off(now + submission.retry_s(event.retry_after_s, settling=now < self._settled_at))
             self._schedule(submission.stream)
         else:
@@ -160,16 +159,16 @@ class StreamKeeper:
     def _interrupted(self, event: Interrupted, now: float) -> None:
         submission = self._current(event.request_id, event.attempt)
         if submission is None:
-            self._out += map(SendCancel, self._words.about(event.request_id))  # it does not come back
+            self._out += map(SendCancel, self._last_words.about(event.request_id))  # it does not come back
         elif event.reason is Interrupt.GRAMMAR:
             self._fail(submission.stream, Failure(FailKind.GRAMMAR, event.message))
         else:
-            self._runs(submission)  # what is interrupted had been accepted
+            self._mark_running(submission)  # what is interrupted had been accepted
             self._resume(submission, event.reason, f"{event.reason}: {event.message}", now)
 
     def _resume(self, submission: Submission, reason: Interrupt | None, why: str, now: float) -> None:
         """Submit what is not finished again: a little later, or at once after a drain. No reason: this end lost its link."""
-        uncounted = reason in NO_TRIES and submission.uncounted < self.limits.uncounted_max
+        uncounted = reason in UNCOUNTED_REASONS and submission.uncounted < self.limits.uncounted_max
         submission.uncounted += uncounted
         submission.reset_tries(self.limits.progress_tokens)
         if not uncounted and submission.tries >= self.limits.attempts_max:
@@ -212,7 +211,7 @@ class StreamKeeper:
         submission.stream.progress_at = now
         if submission.heard(decoder, now):
             self._schedule(submission.stream)
-        self._runs(submission)
+        self._mark_running(submission)
         self._take(submission, choice, item, have - item.index)
         for later, its_decoder in submission.early.take(item.choice):
             self._item(later, its_decoder, now)
@@ -249,7 +248,7 @@ class StreamKeeper:
         self.link_up, self._coordinator_incarnation = True, incarnation
         if not same:
             self._settled_at = now + self.limits.settle_s
-        self._out += map(SendCancel, self._words.again(now))
+        self._out += map(SendCancel, self._last_words.again(now))
         for submission in list(self.submissions.values()):
             if self.submissions.get(submission.request_id) is not submission:
                 continue  # its stream failed with an earlier one's
@@ -265,7 +264,7 @@ class StreamKeeper:
 
     def _link_is_down(self, now: float) -> None:
         self.link_up = False
-        self._words.lost(now)
+        self._last_words.lost(now)
         for submission in self.submissions.values():
             if submission.phase is StreamPhase.SENT:
                 # Whether it arrived is not known: the next is a new attempt, which cannot be taken for the old one.
@@ -297,10 +296,10 @@ class StreamKeeper:
 
     def _tick(self, now: float) -> None:
         while (stream := self._deadlines.pop_due(now)) is not None:
-            self._look(stream, now)
+            self._check(stream, now)
             self._schedule(stream)
 
-    def _look(self, stream: Stream, now: float) -> None:
+    def _check(self, stream: Stream, now: float) -> None:
         if now >= stream.progress_at + self.limits.idle_s:
             self._fail(stream, Failure(FailKind.IDLE, f"no token for {self.limits.idle_s:g} s"))
             return
@@ -330,7 +329,7 @@ class StreamKeeper:
         if not submission.sent:
             return
         word = submission.last_word(reason)
-        self._words.add(word, self._now)
+        self._last_words.add(word, self._now)
         if self.link_up and reason is not CancelReason.ANSWERED:
             self._out.append(SendCancel(word))
 

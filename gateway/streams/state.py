@@ -81,7 +81,7 @@ class Submission:
     choices: list[StreamChoice]
     attempt: int = 1
     uncounted: int = 0
-    """Attempts that a drain, the loss of the coordinator's link or another tenant's share cut short: they are no tries."""
+    """Attempts that a drain, a lost coordinator or another tenant's share cut short: they do not count as tries."""
     tries_before: int = 0
     """Tries up to the last attempt that brought enough tokens."""
     phase: StreamPhase = StreamPhase.PENDING
@@ -119,7 +119,7 @@ class Submission:
         return not self.stream.admitted
 
     @property
-    def passing(self) -> tuple[Reject, ...]:
+    def retried(self) -> tuple[Reject, ...]:
         """Rejections that a moment's wait may cure. The gateway has checked the model's name: unknown means no worker was up
         yet."""
         return _PASSING if self.is_new else _PASSING_RESUME
@@ -257,9 +257,9 @@ class Submission:
         return (_RETRY_S[0] if settling else min(max(retry_after_s, _RETRY_S[0]), _RETRY_S[1])) * self.jitter()
 
     def doubt(self, now: float, limits: StreamLimits, *, known: bool) -> None:
-        """It may have been lost; `known`: the coordinator that has it is there. That one tells of a lost worker, but the end of
-        the stream may have gone out on a connection that nobody read any more: then it is asked. A later loss does not put off
-        when it is taken for lost: one that has been silent since the first would wait for as long as any come."""
+        """It may have been lost; `known`: the coordinator that has it is there. The coordinator tells of a lost worker, but the
+        end of the stream may have gone out on a connection that nobody read any more, so it is asked. The time at which the
+        stream counts as lost never moves back: repeated losses could make a silent stream wait for ever."""
         until, self.ask_at = now + limits.stall_s, None
         if self.cut_at is not None and not known:
             until = min(until, self.cut_at + limits.gone_s)

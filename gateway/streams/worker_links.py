@@ -13,7 +13,7 @@ _REMEMBERED_MAX: Final = 1024
 class WorkerLinks:
     def __init__(self) -> None:
         self._ended: OrderedDict[int, None] = OrderedDict()
-        """Epochs of workers whose connection has ended, the latest last."""
+        """Incarnations of workers whose connection has ended, the latest last."""
 
     def down(self, incarnation: int) -> None:
         self._ended.pop(incarnation, None)

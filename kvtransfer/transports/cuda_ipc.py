@@ -22,7 +22,16 @@ from kvtransfer.memory.device_copy import DIGEST_EVERY_MAX, DeviceCopier, Device
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
 from kvtransfer.transports.granted import RemoteWriter, WriteCredits
-from kvtransfer.transports.transport import Answer, Channel, Inbox, Listener, Local, PairBroken, Rendezvous, Transport
+from kvtransfer.transports.transport import (
+    Answer,
+    Channel,
+    Inbox,
+    Listener,
+    LocalEnd,
+    PairBroken,
+    Rendezvous,
+    Transport,
+)
 from kvtransfer.transports.unix_rendezvous import CancelFlags, cannot_grant, check_fit, check_sealed, ready, send_hello
 from kvtransfer.transports.unix_socket import (
     READY,
@@ -44,7 +53,13 @@ done."""
 
 class _Writes(RemoteWriter):
     def __init__(
-        self, local: Local, connection: UnixConnection, mapping: Mapping, target: PoolRows, told: "_Told", lifeline: int
+        self,
+        local: LocalEnd,
+        connection: UnixConnection,
+        mapping: Mapping,
+        target: PoolRows,
+        told: "_Told",
+        lifeline: int,
     ) -> None:
         copier = DeviceCopier(local.rows, target, told.digest_every)
         super().__init__(local, connection, copier, target.sub_blocks, told.board, lifeline)
@@ -64,7 +79,7 @@ class _Writes(RemoteWriter):
 
 class _Grants(WriteCredits):
     def __init__(
-        self, local: Local, connection: UnixConnection, board: CancelFlags, lifeline: int, process: int
+        self, local: LocalEnd, connection: UnixConnection, board: CancelFlags, lifeline: int, process: int
     ) -> None:
         digester = DeviceDigester(local.rows, local.settings.digest_every)
         super().__init__(local, connection, digester, board, lifeline)
@@ -114,7 +129,7 @@ def hello(rows: PoolRows, memory: DeviceMemory, digest_every: int, device: bytes
 
 
 class _Listener(Listener):
-    def __init__(self, local: Local) -> None:
+    def __init__(self, local: LocalEnd) -> None:
         self._local = local
         self._rendezvous_listener = UnixListener()
         self.meeting = Rendezvous(CudaIpc.name, "", 0, self._rendezvous_listener.name)
@@ -150,15 +165,15 @@ class CudaIpc(Transport):
     within_process = False
     """CUDA opens no handle of memory in the process that made it."""
 
-    def unusable(self, local: Local, same_host: bool) -> str:
+    def unusable(self, local: LocalEnd, same_host: bool) -> str:
         if not isinstance(local.memory, DeviceMemory):
             return "the KV pool is not in GPU memory that others can map"
         return cannot_grant(local, same_host)
 
-    def listen(self, local: Local) -> Listener:
+    def listen(self, local: LocalEnd) -> Listener:
         return _Listener(local)
 
-    def connect(self, local: Local, meeting: Rendezvous) -> Channel:
+    def connect(self, local: LocalEnd, meeting: Rendezvous) -> Channel:
         timeout_ms = local.settings.rendezvous_timeout_ms
         connected = connect(meeting.secret, timeout_ms)
         rows = local.rows

@@ -1,7 +1,7 @@
 """Both ends of a pair whose sender writes to the receiver's blocks themselves, as `cuda_ipc` does.
 
 Segments cross in four moves: the announcement (control link), the receiver's grant of target blocks, the sender's copy, and its
-word that it is done; then the receiver digests the blocks where they lie. Messages and proof of life are in `shm_socket`.
+word that it is done; then the receiver digests the blocks where they lie. Messages and proof of life are in `unix_socket`.
 
 A stale write is prevented by order, not by trust in time: granted blocks are nobody else's until the sender says DONE or
 SKIPPED or its lifeline has ended. A receiver that no longer wants a segment writes its sequence to the *board*, a page shared
@@ -18,7 +18,7 @@ from itertools import islice
 from kvtransfer.memory.device_copy import DeviceCopier, DeviceDigester
 from kvtransfer.session.limits import WINDOW_SEGMENTS_MAX
 from kvtransfer.transports.shm import UNWANTED
-from kvtransfer.transports.transport import Answer, Channel, Inbox, Local, PairBroken, SegmentJob
+from kvtransfer.transports.transport import Answer, Channel, Inbox, LocalEnd, PairBroken, SegmentJob
 from kvtransfer.transports.unix_rendezvous import CancelFlags
 from kvtransfer.transports.unix_socket import (
     DONE,
@@ -36,7 +36,7 @@ class RemoteWriter(Channel):
 
     def __init__(
         self,
-        local: Local,
+        local: LocalEnd,
         connection: UnixConnection,
         copier: DeviceCopier,
         target_sub_blocks: int,
@@ -119,7 +119,7 @@ class WriteCredits(Channel):
     """The receiver's end: grants target blocks, and digests them when they are written."""
 
     def __init__(
-        self, local: Local, connection: UnixConnection, digester: DeviceDigester, board: CancelFlags, lifeline: int
+        self, local: LocalEnd, connection: UnixConnection, digester: DeviceDigester, board: CancelFlags, lifeline: int
     ) -> None:
         self._connection = connection
         self._lifeline = lifeline

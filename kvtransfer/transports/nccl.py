@@ -45,7 +45,7 @@ from kvtransfer.transports.transport import (
     Channel,
     Inbox,
     Listener,
-    Local,
+    LocalEnd,
     PairBroken,
     Rendezvous,
     SegmentJob,
@@ -68,7 +68,7 @@ class _NcclChannel(Channel):
     """The part that the two ends share: one segment at a time, at most one operation."""
 
     def __init__(
-        self, local: Local, line: Line, communicator: Communicator, thread: DeviceThread, digest_every: int
+        self, local: LocalEnd, line: Line, communicator: Communicator, thread: DeviceThread, digest_every: int
     ) -> None:
         self._rows = local.rows
         self._line = line
@@ -181,7 +181,7 @@ class Sends(_NcclChannel):
 
 class NcclReceives(_NcclChannel):
     def __init__(
-        self, local: Local, line: Line, communicator: Communicator, thread: DeviceThread, digest_every: int
+        self, local: LocalEnd, line: Line, communicator: Communicator, thread: DeviceThread, digest_every: int
     ) -> None:
         super().__init__(local, line, communicator, thread, digest_every)
         self._offers: deque[int] = deque()
@@ -244,7 +244,7 @@ class NcclReceives(_NcclChannel):
 
 
 class _Listener(Listener):
-    def __init__(self, local: Local) -> None:
+    def __init__(self, local: LocalEnd) -> None:
         self._local = local
         self._store = rendezvous.StoreListener(local.listen_host, local.settings.rendezvous_timeout_ms / 1e3)
         # The line's secret goes over the control link: a store lists all it holds to every process that connects.
@@ -278,16 +278,16 @@ class Nccl(Transport):
     within_process = False
     """NCCL refuses two ranks on one GPU."""
 
-    def unusable(self, local: Local, same_host: bool) -> str:
+    def unusable(self, local: LocalEnd, same_host: bool) -> str:
         return cannot_run(distributed.is_nccl_available(), os.environ.get(_HANDLING, ""))
 
     def pair_bytes(self, segment_bytes: int) -> int:
         return COMMUNICATOR_BYTES + segment_bytes
 
-    def listen(self, local: Local) -> Listener:
+    def listen(self, local: LocalEnd) -> Listener:
         return _Listener(local)
 
-    def connect(self, local: Local, meeting: Rendezvous) -> Channel:
+    def connect(self, local: LocalEnd, meeting: Rendezvous) -> Channel:
         if why := self.unusable(local, same_host=False):
             raise PairBroken(why)
 

@@ -12,7 +12,7 @@ from kvtransfer.transports.cuda_ipc import CudaIpc
 from kvtransfer.transports.nccl import Nccl
 from kvtransfer.transports.shm import Shm
 from kvtransfer.transports.tcp.transport import Tcp
-from kvtransfer.transports.transport import Channel, Listener, Local, PairBroken, PoolMemory, Rendezvous, Transport
+from kvtransfer.transports.transport import Channel, Listener, LocalEnd, PairBroken, PoolMemory, Rendezvous, Transport
 from proto.errors import BadOption
 
 TRANSPORTS: dict[str, Transport] = {transport.name: transport for transport in (Shm(), CudaIpc(), Nccl(), Tcp())}
@@ -59,7 +59,9 @@ class WrongTransport(BadOption):
     option = "--kv-transport"
 
 
-def usable(local: Local, offered: tuple[str, ...], allowed: tuple[str, ...], same_host: bool) -> tuple[list[str], str]:
+def usable(
+    local: LocalEnd, offered: tuple[str, ...], allowed: tuple[str, ...], same_host: bool
+) -> tuple[list[str], str]:
     """The offered transports that the receiver can use, in the sender's order; and what speaks against others."""
     found, against = [], []
     for name in offered:
@@ -78,7 +80,7 @@ def usable(local: Local, offered: tuple[str, ...], allowed: tuple[str, ...], sam
     return found, "; ".join(against)
 
 
-def listen(local: Local, names: tuple[str, ...], why: str) -> Listener:
+def listen(local: LocalEnd, names: tuple[str, ...], why: str) -> Listener:
     """Listen by the first of these that can. Raises what the last one raises."""
     assert names
     for name in names[:-1]:
@@ -89,7 +91,7 @@ def listen(local: Local, names: tuple[str, ...], why: str) -> Listener:
     return _because(TRANSPORTS[names[-1]].listen(local), why)
 
 
-def connect(local: Local, meeting: Rendezvous) -> Channel:
+def connect(local: LocalEnd, meeting: Rendezvous) -> Channel:
     return TRANSPORTS[meeting.transport].connect(local, meeting)
 
 

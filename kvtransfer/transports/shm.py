@@ -34,7 +34,7 @@ from kvtransfer.transports.transport import (
     Channel,
     Inbox,
     Listener,
-    Local,
+    LocalEnd,
     PairBroken,
     Rendezvous,
     SegmentJob,
@@ -79,7 +79,7 @@ def unpack_places(payload: bytes) -> list[int | None]:
 class ShmWriter(Channel):
     """The sender's end: writes to the places in the window that it is granted."""
 
-    def __init__(self, local: Local, connection: UnixConnection, window: PoolRows) -> None:
+    def __init__(self, local: LocalEnd, connection: UnixConnection, window: PoolRows) -> None:
         self._connection = connection
         self._timeout_s = local.settings.segment_timeout_ms / 1e3
         self._copier = Copier(local.rows, window, local.digests or Digester(local.rows))
@@ -156,7 +156,7 @@ class _Granted:
 class ShmReceives(Channel):
     """The receiver's end: grants places in the window, and copies what is written there to the target blocks."""
 
-    def __init__(self, local: Local, connection: UnixConnection, memory: SharedMemory) -> None:
+    def __init__(self, local: LocalEnd, connection: UnixConnection, memory: SharedMemory) -> None:
         self._connection = connection
         self._timeout_s = local.settings.segment_timeout_ms / 1e3
         self._rows = local.rows
@@ -256,13 +256,13 @@ class ShmReceives(Channel):
         return unpack(self._rows.as_packed(written), self._rows, block_ids)
 
 
-def window_sub_blocks(local: Local) -> int:
+def window_sub_blocks(local: LocalEnd) -> int:
     """Room for two of the largest segments at least, so that one is written while the other is read."""
     return max(2 * local.segment_blocks, local.settings.shm_window_bytes // local.rows.layout.block_bytes)
 
 
 class _ShmListener(Listener):
-    def __init__(self, local: Local) -> None:
+    def __init__(self, local: LocalEnd) -> None:
         self._local = local
         self._rendezvous_listener = UnixListener()
         self.meeting = Rendezvous(Shm.name, "", 0, self._rendezvous_listener.name)
@@ -292,16 +292,16 @@ class Shm(Transport):
     skips_unwanted = True
     confidential = True
 
-    def unusable(self, local: Local, same_host: bool) -> str:
+    def unusable(self, local: LocalEnd, same_host: bool) -> str:
         return "" if same_host else "another host, user or namespace"
 
     def pair_bytes(self, segment_bytes: int) -> int:
         return max(2 * segment_bytes, SHM_WINDOW_BYTES)
 
-    def listen(self, local: Local) -> Listener:
+    def listen(self, local: LocalEnd) -> Listener:
         return _ShmListener(local)
 
-    def connect(self, local: Local, meeting: Rendezvous) -> Channel:
+    def connect(self, local: LocalEnd, meeting: Rendezvous) -> Channel:
         timeout_ms = local.settings.rendezvous_timeout_ms
         connected = connect(meeting.secret, timeout_ms)
         try:
@@ -315,7 +315,7 @@ class Shm(Transport):
         return ShmWriter(local, connection, window)
 
 
-def mapped_window(local: Local, message: bytes, descriptors: list[int]) -> PoolRows:
+def mapped_window(local: LocalEnd, message: bytes, descriptors: list[int]) -> PoolRows:
     """The window of this pair, mapped; closes the descriptors. Nothing that the receiver says is believed before it is checked:
     a size that can still change could end this process. Raises `PairBroken` or `OSError`."""
     try:

@@ -7,8 +7,8 @@ the pair. All of it runs in the pair's own thread and may block there, within th
 
 Transports differ in where the data lands first:
 - `tcp`: the receiver reads into the target blocks itself, so nobody writes to them when its thread does not.
-- `shm`: data lands in a window of memory that the two share, and is digested and copied to its blocks. The control link's
-  announcement is all that the receiver needs.
+- `shm`: the receiver grants a place in a window of memory that the two share. The sender copies there and says when it is
+  done, and the receiver digests the data and copies it to its blocks.
 - `nccl` does the same between GPUs, in a buffer of the channel, with an exchange of its own before each message.
 - `cuda_ipc` writes to the target blocks themselves. The receiver's channel grants them, segment by segment, and until the
   sender says that it is done with a granted segment, or is proven to be gone, they are nobody else's. `Channel.settle` waits
@@ -45,8 +45,8 @@ class PairBroken(Exception):
 class SegmentJob:
     """One segment on its way. `sequence` is its place and tag on the pair.
 
-    `block_ids` are read when sending. When receiving, they are where it goes; None, also while it runs, means: receive
-    and discard. `digest` is that of what is sent, where it is known before.
+    `block_ids` are read when sending. On the receiver they are the target blocks. The event loop may set them to
+    None at any time: the data is then received and discarded. `digest` is that of the sent blocks, where it is known before.
     """
 
     owner: object
@@ -73,9 +73,9 @@ class Rendezvous:
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
-    """The part of its own end that a transport uses. `memory` is where the pool lies, if others may map it; `digests` are a
-    sender's, of blocks as they cross, where they are made before. `listener` is the receiver's listening socket, for
+class LocalEnd:
+    """The part of its own end that a transport uses. `memory` is where the pool lies, if others may map it; `digests`: set
+    on the sender, where digests are made before blocks are sent. `listener` is the receiver's listening socket, for
     transports whose pairs share one; with `encrypt` KV crosses a network by `tcp` only encrypted."""
 
     rows: PoolRows
@@ -203,15 +203,15 @@ class Transport(ABC):
     """KV stays within the host, or can be encrypted."""
 
     @abstractmethod
-    def unusable(self, local: Local, same_host: bool) -> str:
-        """Why the receiver cannot use it with a peer that is, or is not, on this host; empty if it can."""
+    def unusable(self, local: LocalEnd, same_host: bool) -> str:
+        """Why this process cannot use it with a peer that is, or is not, on this host; empty: it can."""
 
     def pair_bytes(self, segment_bytes: int) -> int:
         """About how much memory one end of a pair takes for itself."""
         return segment_bytes
 
     @abstractmethod
-    def listen(self, local: Local) -> Listener: ...
+    def listen(self, local: LocalEnd) -> Listener: ...
 
     @abstractmethod
-    def connect(self, local: Local, meeting: Rendezvous) -> Channel: ...
+    def connect(self, local: LocalEnd, meeting: Rendezvous) -> Channel: ...

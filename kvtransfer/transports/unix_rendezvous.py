@@ -8,7 +8,7 @@ import numpy as np
 
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.shared import SEALS, map_shared
-from kvtransfer.transports.transport import MAX_QUEUED_SEGMENTS, Local, PairBroken
+from kvtransfer.transports.transport import MAX_QUEUED_SEGMENTS, LocalEnd, PairBroken
 from kvtransfer.transports.unix_socket import GRANT_BLOCKS_MAX, READY, UnixConnection, send_with_descriptors
 
 _RATIO_MAX = 4096
@@ -70,7 +70,7 @@ def check_fit(sub_blocks: KvLayout, pool_bytes: int, blocks: int, ratio: int, su
     return used
 
 
-def cannot_grant(local: Local, same_host: bool) -> str:
+def cannot_grant(local: LocalEnd, same_host: bool) -> str:
     """Why no sender can be granted blocks of this pool, or "": what `shm` and `cuda_ipc` have in common."""
     if not same_host:
         return "another host, user or namespace"

@@ -1,4 +1,4 @@
-"""A connection between two workers and its threads, as `kvtransfer.transports.connection`: segments cross one after the
+"""A connection between two workers and its threads, as `kvtransfer.transports.pair`: segments cross one after the
 other, each when both ends are at it. A fault breaks the connection for good. Until an answer comes, a thread may touch
 the segment's blocks.
 """

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from coordinator.fairness.fair_node import Path
 from coordinator.fairness.fair_queue import FairQueue, Terms
-from coordinator.fairness.scheduling_class import Path
 from coordinator.fairness.tenant_queue import Entry
 from coordinator.request import Request
 

@@ -7,7 +7,7 @@ import pytest
 
 from coordinator import invariants
 from coordinator.events import Limits
-from coordinator.fairness.scheduling_class import Path
+from coordinator.fairness.fair_node import Path
 from simulation.cluster.cluster import MODEL, VirtualCluster
 from simulation.cluster.surroundings import Timing
 from tests.coordinator.billed import Billed

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
+from coordinator.fairness.fair_node import Ring
 from coordinator.fairness.fair_queue import FairQueue, Terms
 from coordinator.fairness.priority_classes import ring_weights
-from coordinator.fairness.scheduling_class import Ring
 from coordinator.fairness.sorted_row import SortedRow
 from coordinator.fairness.tenant_queue import Entry, TenantQueue
 from runtime.tenancy.priority_classes import DEFAULT_PRIORITY_CLASSES, PriorityClass

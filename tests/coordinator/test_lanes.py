@@ -5,7 +5,7 @@ from itertools import takewhile
 
 import pytest
 
-from coordinator.fairness.scheduling_class import SchedulingClass
+from coordinator.fairness.fair_node import FairNode
 from coordinator.fairness.sorted_row import SPARE
 from coordinator.fairness.tenant_queue import Entry, TenantQueue
 
@@ -33,8 +33,8 @@ class Naive:
 def test_a_lane_gives_what_its_naive_twin_gives(seed: int) -> None:
     rnd = random.Random(seed)
     overtaken_max = rnd.choice([1, 3, 10**9])
-    queue, naive = TenantQueue[int](SchedulingClass(("t",), 1.0, None, 0), -1, overtaken_max), Naive(overtaken_max)
-    elsewhere = TenantQueue[int](SchedulingClass(("t",), 1.0, None, 0), -2, overtaken_max)
+    queue, naive = TenantQueue[int](FairNode(("t",), 1.0, None, 0), -1, overtaken_max), Naive(overtaken_max)
+    elsewhere = TenantQueue[int](FairNode(("t",), 1.0, None, 0), -2, overtaken_max)
     deadlines = rnd.choice([3, 50, 10**9])  # few: many ties
     most, joins = rnd.choice([10, 200]), 0
 

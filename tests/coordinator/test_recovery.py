@@ -369,8 +369,8 @@ def test_room_that_is_kept_twice_for_one_request_is_kept_no_longer_once_it_has_i
     for name in ("small", "smaller"):
         h.receive(1, msgspec.structs.replace(submit(name, 2, max_tokens=2), tenant=name))
     pool = h.core.pools["m"]
-    assert pool.large_drain.request is h.core.requests["a"] and pool.retained
+    assert pool.room_for_large.request is h.core.requests["a"] and pool.retained
     h.receive(20, Released("a", 1))
-    assert h.core.requests["a"].state is RequestState.PLACED and pool.large_drain.request is None, (
+    assert h.core.requests["a"].state is RequestState.PLACED and pool.room_for_large.request is None, (
         "its own step follows"
     )

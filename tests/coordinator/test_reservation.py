@@ -39,7 +39,7 @@ def run(seed: int, attack: str = "") -> Found:
         for _ in range(3 - len(alive)):
             sent += 1
             world.submit(f"a{sent}", "attacker", 64, 5000, output_tokens=(100,))
-        kept = pool.large_drain.request
+        kept = pool.room_for_large.request
         if attack == "cancel" and kept is not None and rnd.random() < 0.2:
             world.cancel(kept.id)
         blocks = sum(

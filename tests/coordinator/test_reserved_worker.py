@@ -27,7 +27,7 @@ def run(large: int) -> tuple[VirtualCluster, int]:
 
     def look() -> None:
         nonlocal kept
-        kept += pool.large_drain.request is not None
+        kept += pool.room_for_large.request is not None
 
     for tick in range(int(SECONDS / 0.05)):
         world.at(0.05 * tick, look)

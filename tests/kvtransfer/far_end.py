@@ -43,8 +43,8 @@ SETTINGS = settings_for(
     ),
 )
 """With so small a window `endless` is announced bit by bit."""
-NEAR_EPOCH = 1
-FAR_EPOCH = 2
+NEAR_INCARNATION = 1
+FAR_INCARNATION = 2
 SOURCE_SEED = 11
 
 TRANSFERS = {"one block": 1, "one segment": 16, "a few": 40, "many": 130}
@@ -147,7 +147,7 @@ async def main(role: str, port: int, attempt: int) -> None:
         if isinstance(result, KvSent):
             unfinished.pop()
         if isinstance(result, KvSent) and not unfinished and isinstance(end, KvSender):
-            end.open("endless", attempt, NEAR_EPOCH, ENDLESS_BLOCKS)
+            end.open("endless", attempt, NEAR_INCARNATION, ENDLESS_BLOCKS)
             end.blocks_ready("endless", attempt, 0, shuffled(BLOCKS, ENDLESS_BLOCKS, 9))
 
     device = "cuda" if TRANSPORT in ON_GPU else "cpu"
@@ -155,13 +155,13 @@ async def main(role: str, port: int, attempt: int) -> None:
         end = KvSender(
             layout=LAYOUT,
             pool=filled_pool(LAYOUT, BLOCKS, SOURCE_SEED).to(device),
-            incarnation=FAR_EPOCH,
+            incarnation=FAR_INCARNATION,
             clock=time.monotonic,
             owner=Sends(wire.send, on_result),
             settings=SETTINGS,
         )
         for request_id, ids in request_ids().items():
-            end.open(request_id, attempt, NEAR_EPOCH, len(ids))
+            end.open(request_id, attempt, NEAR_INCARNATION, len(ids))
             for start in range(0, len(ids), 50):
                 end.blocks_ready(request_id, attempt, start, ids[start : start + 50])
             end.commit(request_id, attempt, FIRST, [])
@@ -171,13 +171,13 @@ async def main(role: str, port: int, attempt: int) -> None:
             layout=LAYOUT,
             pool=pool_in(memory, LAYOUT, BLOCKS, 12),
             memory=memory,
-            incarnation=FAR_EPOCH,
+            incarnation=FAR_INCARNATION,
             clock=time.monotonic,
             listen_host="127.0.0.1",
             owner=Receives(wire.send, lambda incarnation, offer: OfferAccepted(tuple(range(offer.blocks)))),
             settings=SETTINGS,
         )
-    pump = asyncio.create_task(wire.pump(lambda message, blob: end.handle(NEAR_EPOCH, message, blob)))
+    pump = asyncio.create_task(wire.pump(lambda message, blob: end.handle(NEAR_INCARNATION, message, blob)))
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     await end.close()
     wire.close()

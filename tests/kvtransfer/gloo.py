@@ -21,7 +21,16 @@ from kvtransfer.memory.pool import as_bytes
 from kvtransfer.transports import rendezvous
 from kvtransfer.transports.registry import TRANSPORTS
 from kvtransfer.transports.rendezvous import RECEIVER_RANK, SENDER_RANK, ProcessGroup
-from kvtransfer.transports.transport import Answer, Channel, Inbox, Listener, Local, Rendezvous, SegmentJob, Transport
+from kvtransfer.transports.transport import (
+    Answer,
+    Channel,
+    Inbox,
+    Listener,
+    LocalEnd,
+    Rendezvous,
+    SegmentJob,
+    Transport,
+)
 
 _c10d: Any = distributed
 _SET_UP = "set up"
@@ -32,7 +41,7 @@ BUFFERS = UNDER_WAY + 1
 class _GlooChannel(Channel):
     """Works through segments in order, of which UNDER_WAY have been given to gloo."""
 
-    def __init__(self, local: Local, group: ProcessGroup) -> None:
+    def __init__(self, local: LocalEnd, group: ProcessGroup) -> None:
         self._rows = local.rows
         self._timeout_s = local.settings.segment_timeout_ms / 1e3
         self._group = group
@@ -74,7 +83,7 @@ class _GlooChannel(Channel):
 
 
 class _Sending(_GlooChannel):
-    def __init__(self, local: Local, group: ProcessGroup) -> None:
+    def __init__(self, local: LocalEnd, group: ProcessGroup) -> None:
         super().__init__(local, group)
         self._digests = local.digests
 
@@ -104,7 +113,7 @@ class _Receiving(_GlooChannel):
 
 
 class _GlooListener(Listener):
-    def __init__(self, local: Local) -> None:
+    def __init__(self, local: LocalEnd) -> None:
         self._local = local
         self._store = rendezvous.StoreListener(local.listen_host, local.settings.rendezvous_timeout_ms / 1e3)
         self.meeting = Rendezvous(Gloo.name, local.listen_host, self._store.port, self._store.secret)
@@ -119,16 +128,16 @@ class _GlooListener(Listener):
 class Gloo(Transport):
     name = "gloo"
 
-    def unusable(self, local: Local, same_host: bool) -> str:
+    def unusable(self, local: LocalEnd, same_host: bool) -> str:
         return ""
 
     def pair_bytes(self, segment_bytes: int) -> int:
         return BUFFERS * segment_bytes
 
-    def listen(self, local: Local) -> Listener:
+    def listen(self, local: LocalEnd) -> Listener:
         return _GlooListener(local)
 
-    def connect(self, local: Local, meeting: Rendezvous) -> Channel:
+    def connect(self, local: LocalEnd, meeting: Rendezvous) -> Channel:
         timeout_s = local.settings.rendezvous_timeout_ms / 1e3
         return _Sending(local, rendezvous.connect(gloo_group, meeting.host, meeting.port, meeting.secret, timeout_s))
 

@@ -19,16 +19,16 @@ from kvtransfer.memory.shared import SEALS
 from kvtransfer.session.limits import AUTO, KvSettings
 from kvtransfer.transports import cuda_ipc, nccl
 from kvtransfer.transports import registry as transports
-from kvtransfer.transports.transport import Local, PairBroken
+from kvtransfer.transports.transport import LocalEnd, PairBroken
 from kvtransfer.transports.unix_rendezvous import CancelFlags
 
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 UUID, HANDLE = bytes(range(16)), bytes(range(1, 65))
 
 
-def local(device: str, memory: Any) -> Local:
+def local(device: str, memory: Any) -> LocalEnd:
     rows: Any = SimpleNamespace(device=torch.device(device))
-    return Local(rows, 8, KvSettings(), "127.0.0.1", memory)
+    return LocalEnd(rows, 8, KvSettings(), "127.0.0.1", memory)
 
 
 def device_memory() -> DeviceMemory:

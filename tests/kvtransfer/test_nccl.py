@@ -16,7 +16,7 @@ from kvtransfer.session.limits import KvSettings
 from kvtransfer.transports import nccl, nccl_communicator
 from kvtransfer.transports.shm import UNWANTED
 from kvtransfer.transports.side_channel import Line, RendezvousListener, call
-from kvtransfer.transports.transport import Channel, Inbox, Local, PairBroken, SegmentJob
+from kvtransfer.transports.transport import Channel, Inbox, LocalEnd, PairBroken, SegmentJob
 from tests.kvtransfer.ends import filled_pool, same_bytes
 
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, block_size=4, dtype="float32")
@@ -126,7 +126,7 @@ class World:
         self.lines = connected()
         self.threads = threads or (DeviceThread("nccl-test"), DeviceThread("nccl-test"))
         sends, receives = (
-            kind(Local(PoolRows(pool, LAYOUT), 8, SETTINGS), line, Played(self.wire), thread, every)
+            kind(LocalEnd(PoolRows(pool, LAYOUT), 8, SETTINGS), line, Played(self.wire), thread, every)
             for kind, pool, line, thread in zip(
                 (nccl.Sends, nccl.NcclReceives), (self.source, self.target), self.lines, self.threads, strict=True
             )
@@ -260,7 +260,7 @@ def test_a_peer_that_hangs_in_set_up_holds_up_no_other_pair(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     for module in (nccl, nccl_communicator):
         monkeypatch.setattr(module, "device_index", lambda device: 0)
-    local = Local(PoolRows(filled_pool(LAYOUT, 32, 1), LAYOUT), 8, SETTINGS, "127.0.0.1")
+    local = LocalEnd(PoolRows(filled_pool(LAYOUT, 32, 1), LAYOUT), 8, SETTINGS, "127.0.0.1")
     failed: list[str] = []
 
     def set_up(meet: Callable[[], Channel]) -> None:

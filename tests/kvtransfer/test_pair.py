@@ -8,8 +8,8 @@ import torch
 
 from kvtransfer.memory.pool import PoolRows
 from kvtransfer.transports import registry as transports
-from kvtransfer.transports.connection import Pair, PairEvents
-from kvtransfer.transports.transport import Answer, Channel, Inbox, Local, PairBroken, Rendezvous, SegmentJob
+from kvtransfer.transports.pair import Pair, PairEvents
+from kvtransfer.transports.transport import Answer, Channel, Inbox, LocalEnd, PairBroken, Rendezvous, SegmentJob
 from tests.kvtransfer.ends import LAYOUT, SMALL, WAIT_S
 
 MEETING = Rendezvous("played", "", 0, "")
@@ -59,7 +59,7 @@ class Heard:
             self.down.set,
         )
         rows = PoolRows(torch.zeros(LAYOUT.shape(4)), LAYOUT)
-        self.pair = Pair(MEETING, Local(rows, 1, SMALL), events, "kv-played")
+        self.pair = Pair(MEETING, LocalEnd(rows, 1, SMALL), events, "kv-played")
 
     def _on_segments(self, answers: Sequence[tuple[SegmentJob, bytes]]) -> None:
         self.segments += [(job.sequence, digest) for job, digest in answers]

@@ -13,7 +13,7 @@ from torch import distributed
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.transports import nccl, rendezvous
 from kvtransfer.transports.side_channel import RendezvousListener
-from kvtransfer.transports.transport import Local, PairBroken
+from kvtransfer.transports.transport import LocalEnd, PairBroken
 from tests.kvtransfer import gloo
 from tests.kvtransfer.ends import WAIT_S
 
@@ -45,7 +45,7 @@ def test_the_store_of_an_nccl_pair_does_not_hold_the_secret_of_its_line(monkeypa
     doors: list[RendezvousListener] = []
     monkeypatch.setattr(RendezvousListener, "accept", nobody)
     rows: Any = SimpleNamespace(device=torch.device("cpu"))
-    listener = nccl._Listener(Local(rows, 8, KvSettings(), "127.0.0.1"))
+    listener = nccl._Listener(LocalEnd(rows, 8, KvSettings(), "127.0.0.1"))
     store = distributed.HashStore()  # type: ignore[attr-defined]
     with pytest.raises(PairBroken):
         listener._make(store, rendezvous.RECEIVER_RANK, "127.0.0.1", WAIT_S)

@@ -24,7 +24,7 @@ from kvtransfer.transports import shm
 from kvtransfer.transports import unix_rendezvous as shm_meeting
 from kvtransfer.transports import unix_socket as shm_socket
 from kvtransfer.transports.shm import _HELLO, _MAGIC, ShmReceives, ShmWriter, mapped_window, pack_places, unpack_places
-from kvtransfer.transports.transport import Local, PairBroken
+from kvtransfer.transports.transport import LocalEnd, PairBroken
 from kvtransfer.transports.unix_socket import GRANT, UnixConnection, UnixListener, connect
 from tests.kvtransfer import ends as ends_module
 from tests.kvtransfer.ends import LAYOUT, SMALL, Ends, filled_pool, same_bytes, shuffled, with_ends
@@ -93,7 +93,7 @@ def test_a_hello_that_cannot_be_made_leaves_no_descriptor(monkeypatch):
 )
 def test_what_a_receiver_says_of_its_window_is_checked(wrong: dict[str, int], fault: str) -> None:
     """And nothing of it is left open."""
-    local = Local(PoolRows(filled_pool(LAYOUT, 4, 1), LAYOUT), 3, SMALL)
+    local = LocalEnd(PoolRows(filled_pool(LAYOUT, 4, 1), LAYOUT), 3, SMALL)
     memory = SharedMemory(8 * LAYOUT.block_bytes)
     open_before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(PairBroken, match=fault):
@@ -177,7 +177,7 @@ def test_a_receiver_that_grants_without_end_breaks_the_pair():
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     receiver, sender = UnixConnection(one), UnixConnection(other)
     rows = PoolRows(filled_pool(LAYOUT, 4, 1), LAYOUT)
-    writes, handful = ShmWriter(Local(rows, 3, SMALL), sender, rows), pack_places([None] * WINDOW_SEGMENTS_MAX)
+    writes, handful = ShmWriter(LocalEnd(rows, 3, SMALL), sender, rows), pack_places([None] * WINDOW_SEGMENTS_MAX)
     assert receiver.send(GRANT, 0, handful)
     writes._hear(grants := deque())
     assert len(grants) == WINDOW_SEGMENTS_MAX
@@ -193,7 +193,7 @@ def test_a_sender_maps_its_window_and_nothing_of_the_pool(monkeypatch):
     mapped: list[PoolRows] = []
     plain = shm.mapped_window
 
-    def watch(local: Local, message: bytes, descriptors: list[int]) -> PoolRows:
+    def watch(local: LocalEnd, message: bytes, descriptors: list[int]) -> PoolRows:
         mapped.append(plain(local, message, descriptors))
         return mapped[-1]
 

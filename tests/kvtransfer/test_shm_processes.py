@@ -20,7 +20,7 @@ from tests.kvtransfer.test_two_processes import WAIT_S, NearReceiver, far_proces
 
 pytestmark = pytest.mark.cluster
 
-EPOCH = 41
+INCARNATION = 41
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ async def amid_a_segment(near: NearReceiver, attempt: int, strike: int, at: int)
         if announces(message, "endless", at):
             os.kill(process.pid, strike)
             struck.set()
-        near.receiver.handle(EPOCH + attempt, message, blob)
+        near.receiver.handle(INCARNATION + attempt, message, blob)
 
     near.wire = wire
     near.pump = asyncio.create_task(wire.pump(handle))  # type: ignore[attr-defined]
@@ -95,7 +95,7 @@ def test_a_stopped_sender_keeps_no_blocks_and_writes_to_none_when_it_goes_on():
     async def main() -> None:
         near = NearReceiver()
         context, process = await amid_a_segment(near, 1, signal.SIGSTOP, at=2)
-        near.receiver.peer_lost(EPOCH + 1, "no heartbeat")
+        near.receiver.peer_lost(INCARNATION + 1, "no heartbeat")
         await near.until_known({"endless"})
         block_ids, _ = near.failed["endless"]
         assert block_ids

@@ -13,7 +13,7 @@ from kvtransfer.memory.digests import Digester
 from kvtransfer.memory.pool import PoolRows
 from kvtransfer.memory.shared import SharedMemory
 from kvtransfer.transports.shm import ShmReceives, unpack_places
-from kvtransfer.transports.transport import MAX_QUEUED_SEGMENTS, Inbox, Local, PairBroken, SegmentJob
+from kvtransfer.transports.transport import MAX_QUEUED_SEGMENTS, Inbox, LocalEnd, PairBroken, SegmentJob
 from kvtransfer.transports.unix_socket import DONE, GRANT, READY, SKIPPED, UnixConnection
 from tests.kvtransfer.ends import LAYOUT, SMALL, filled_pool, same_bytes
 
@@ -28,7 +28,7 @@ class OneEnd:
         self.rows = PoolRows(self.pool, LAYOUT, sub_block_tokens)
         self.sub_block_bytes = self.rows.layout.block_bytes
         self.memory = SharedMemory(4 * self.sub_block_bytes)
-        self.channel = ShmReceives(Local(self.rows, 2, SMALL), UnixConnection(one), self.memory)
+        self.channel = ShmReceives(LocalEnd(self.rows, 2, SMALL), UnixConnection(one), self.memory)
         self.inbox = Inbox()
         self.answers: queue.SimpleQueue[tuple[SegmentJob, bytes]] = queue.SimpleQueue()
         self.fault = ""

@@ -16,7 +16,7 @@ from kvtransfer.transports.registry import WrongTransport, allowed_on
 from kvtransfer.transports.tcp.handshake import HELLO_BYTES
 from kvtransfer.transports.tcp.stream import HEADER_BYTES
 from kvtransfer.transports.tcp.transport import Tcp
-from kvtransfer.transports.transport import Local, PairBroken, Rendezvous
+from kvtransfer.transports.transport import LocalEnd, PairBroken, Rendezvous
 from proto.kv import PairListen
 from proto.messages import Message
 from tests.kvtransfer import ends as ends_module
@@ -155,7 +155,7 @@ def test_who_listens_without_the_key_is_given_nothing() -> None:
         thread.start()
         meeting = Rendezvous("tcp", *impostor.getsockname(), "", token=b"t" * 16, key=b"k" * 32, encrypted=False)  # type: ignore[call-arg]
         with pytest.raises(PairBroken, match="does not know the key"):
-            Tcp().connect(Local(PoolRows(filled_pool(LAYOUT, 4, 1), LAYOUT), 1, SMALL), meeting)
+            Tcp().connect(LocalEnd(PoolRows(filled_pool(LAYOUT, 4, 1), LAYOUT), 1, SMALL), meeting)
         thread.join(WAIT_S)
         assert len(heard[0]) == HELLO_BYTES and heard[1] == b"" and b"k" * 32 not in heard[0]
 
@@ -172,7 +172,7 @@ def test_either_end_has_it_encrypted(sender: bool, receiver: bool) -> None:
 
 
 def test_a_sender_that_encrypts_does_not_send_in_the_clear() -> None:
-    local = Local(PoolRows(filled_pool(LAYOUT, 4, 1), LAYOUT), 1, SMALL, encrypt=True)
+    local = LocalEnd(PoolRows(filled_pool(LAYOUT, 4, 1), LAYOUT), 1, SMALL, encrypt=True)
     with pytest.raises(PairBroken, match="unencrypted"):
         Tcp().connect(local, Rendezvous("tcp", "127.0.0.1", 1, "", token=b"t" * 16, key=b"k" * 32, encrypted=False))
 

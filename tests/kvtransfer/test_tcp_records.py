@@ -10,7 +10,7 @@ import pytest
 from kvtransfer.memory.pool import PoolRows
 from kvtransfer.transports.tcp.stream import HEADER_BYTES, RecordWriter, TcpConnection
 from kvtransfer.transports.tcp.transport import TcpReceiving
-from kvtransfer.transports.transport import Inbox, Local, PairBroken, SegmentJob
+from kvtransfer.transports.transport import Inbox, LocalEnd, PairBroken, SegmentJob
 from tests.kvtransfer.ends import (
     LAYOUT,
     SMALL,
@@ -36,7 +36,7 @@ class Played:
         self.before = self.pool.clone()
         ours, self.theirs = connected_pair()
         self.theirs.settimeout(WAIT_S)
-        local = Local(PoolRows(self.pool, LAYOUT), 3, replace(SMALL, segment_timeout_ms=300))
+        local = LocalEnd(PoolRows(self.pool, LAYOUT), 3, replace(SMALL, segment_timeout_ms=300))
         self.channel = TcpReceiving(local, TcpConnection(ours), key)
         self.inbox = Inbox()
         self.inbox.put(SegmentJob(None, 0, 0, 3, (2, 3, 4)))

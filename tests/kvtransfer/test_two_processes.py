@@ -17,7 +17,7 @@ from proto.kv import Accept, Announce, Commit, Offer
 from proto.messages import Message
 from tests.kvtransfer import ends, far_end
 from tests.kvtransfer.ends import FIRST, announces, filled_pool, pool_in, same_bytes, shuffled
-from tests.kvtransfer.far_end import BLOCKS, ENDLESS_BLOCKS, FAR_EPOCH, LAYOUT, SETTINGS, SOURCE_SEED, Wire
+from tests.kvtransfer.far_end import BLOCKS, ENDLESS_BLOCKS, FAR_INCARNATION, LAYOUT, SETTINGS, SOURCE_SEED, Wire
 from tests.kvtransfer.owners import Sends
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("transport")]
@@ -46,7 +46,7 @@ class NearReceiver(ReceiverOwner):
         self.receiver = KvReceiver(
             layout=LAYOUT,
             pool=self.pool,
-            incarnation=far_end.NEAR_EPOCH,
+            incarnation=far_end.NEAR_INCARNATION,
             clock=time.monotonic,
             listen_host="127.0.0.1",
             owner=self,
@@ -146,14 +146,14 @@ def test_a_killed_receiver_is_reported_and_the_next_one_is_served():
         sender = KvSender(
             layout=LAYOUT,
             pool=filled_pool(LAYOUT, BLOCKS, SOURCE_SEED).to("cuda" if ends.TRANSPORT in ends.ON_GPU else "cpu"),
-            incarnation=far_end.NEAR_EPOCH,
+            incarnation=far_end.NEAR_INCARNATION,
             clock=time.monotonic,
             owner=Sends(
                 lambda incarnation, message, blob: wires[incarnation].send(incarnation, message, blob), on_result
             ),
             settings=ends.settings_for(ends.TRANSPORT, SETTINGS),
         )
-        for incarnation in (FAR_EPOCH, FAR_EPOCH + 1):
+        for incarnation in (FAR_INCARNATION, FAR_INCARNATION + 1):
             accepted = asyncio.Event()
 
             def handle(
@@ -176,7 +176,7 @@ def test_a_killed_receiver_is_reported_and_the_next_one_is_served():
                 process.kill()
                 sender.commit(cut, 1, FIRST, [])
                 await pump
-                if incarnation != FAR_EPOCH:  # the first time, the data plane has to notice by itself
+                if incarnation != FAR_INCARNATION:  # the first time, the data plane has to notice by itself
                     sender.peer_lost(incarnation, "killed")
                 await until_known(cut)
             assert isinstance(results[whole], KvSent), results

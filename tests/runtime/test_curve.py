@@ -167,7 +167,7 @@ def test_a_routing_id_is_no_identity(folder: Path) -> None:
 
 
 def test_an_incarnation_is_no_identity(folder: Path) -> None:
-    """Epochs are told to others; whoever says another process's does not put it out. The process itself may come again."""
+    """Incarnations are told to others. A peer with another process's does not put that out; the process may come again."""
     make(folder, ["decode-b"])
     other = folder.parent / "other"
     other.mkdir(mode=0o700)

@@ -48,7 +48,7 @@ def tokens_are_not_told_apart_by_index(m: pytest.MonkeyPatch) -> None:
         choice = submission.choices[item.choice - submission.choices[0].index]
         if not choice.done:
             submission.heard(decoder, now)
-            self._runs(submission)
+            self._mark_running(submission)
             take(self, submission, choice, item, 0)
 
     m.setattr(StreamKeeper, "_item", item)

@@ -15,7 +15,7 @@ from proto.parts import Returns
 from proto.progress import AnswerNames, EndPrefix
 from proto.sampling import Sampling
 from tests.workers.test_batch import BLOCK
-from tests.workers.test_reservations import PREFILL_EPOCH, Ports, make_core
+from tests.workers.test_reservations import PREFILL_INCARNATION, Ports, make_core
 
 GATEWAY, STRANGER = 1, 2
 PROMPT = (3, 1, 4, 1, 5, 9)
@@ -25,17 +25,17 @@ NAMES = BlockNames.of(pack_tokens(PROMPT), BLOCK, "tenant:a", b"key")
 def order(choices: int = 1, names: BlockNames | None = NAMES) -> Reserve:
     hashes = names.hashes if names is not None else b""
     gateway = Destination("tcp://a", GATEWAY)
-    return Reserve("a", 1, len(PROMPT), Sampling(max_tokens=50), choices, 0, 0, 4, gateway, PREFILL_EPOCH, hashes)
+    return Reserve("a", 1, len(PROMPT), Sampling(max_tokens=50), choices, 0, 0, 4, gateway, PREFILL_INCARNATION, hashes)
 
 
 def streamed(tokens: int, choices: int = 1, names: BlockNames | None = NAMES) -> tuple[DecodeCore[str], Ports]:
     """Each choice has drawn so many tokens, the last of which is not forwarded."""
     core, ports = make_core()
     core.order(order(choices, names))
-    answer = core.offered(PREFILL_EPOCH, Offer("a", 1, 1, 2))
+    answer = core.offered(PREFILL_INCARNATION, Offer("a", 1, 1, 2))
     assert isinstance(answer, OfferAccepted)
     first = tuple(FirstToken(choice, 10 + choice) for choice in range(choices))
-    core.committed(PREFILL_EPOCH, Commit("a", 1, (), 0, first), list(answer.block_ids), [])
+    core.committed(PREFILL_INCARNATION, Commit("a", 1, (), 0, first), list(answer.block_ids), [])
     for number in range(tokens - 1):
         plan = core.plan()
         assert plan is not None
@@ -126,9 +126,9 @@ def test_an_answer_is_kept_as_long_as_its_tenant_comes_back() -> None:
     core, _ = make_core()
     allocator = core.table.allocator
     core.order(msgspec.structs.replace(order(), returns=Returns(0.9, 60.0)))
-    answer = core.offered(PREFILL_EPOCH, Offer("a", 1, 1, 2))
+    answer = core.offered(PREFILL_INCARNATION, Offer("a", 1, 1, 2))
     assert isinstance(answer, OfferAccepted)
-    core.committed(PREFILL_EPOCH, Commit("a", 1, (), 0, (FirstToken(0, 10),)), list(answer.block_ids), [])
+    core.committed(PREFILL_INCARNATION, Commit("a", 1, (), 0, (FirstToken(0, 10),)), list(answer.block_ids), [])
     for number in range(8):
         plan = core.plan()
         assert plan is not None

@@ -10,7 +10,7 @@ from proto.errors import Interrupt
 from proto.kv import Commit, FirstToken, Offer, kept_names
 from proto.messages import Release, Released, WorkFailed
 from tests.workers.test_batch import BLOCK, POOL, World, reserve
-from tests.workers.test_reservations import PREFILL_EPOCH, make_core
+from tests.workers.test_reservations import PREFILL_INCARNATION, make_core
 
 
 def world() -> World:
@@ -84,10 +84,10 @@ def test_a_step_that_fails_while_its_stream_is_taken_from_the_worker_leaves_no_n
     core, ports = make_core()
     order = reserve("a", 2 * BLOCK - 1, max_tokens=8, text=1)
     core.order(order)
-    answer = core.offered(PREFILL_EPOCH, Offer("a", 1, 1, 2))
+    answer = core.offered(PREFILL_INCARNATION, Offer("a", 1, 1, 2))
     assert isinstance(answer, OfferAccepted)
     core.table.allocator.insert(split_hashes(order.block_hashes), list(answer.block_ids)[:1])
-    core.committed(PREFILL_EPOCH, Commit("a", 1, (), 0, (FirstToken(0, 5),)), list(answer.block_ids), [])
+    core.committed(PREFILL_INCARNATION, Commit("a", 1, (), 0, (FirstToken(0, 5),)), list(answer.block_ids), [])
     assert core.plan() is not None
     core.order(Release("a", 1))
     core.step_failed("out of luck")

@@ -12,7 +12,7 @@ from proto.messages import Destination, Message, Release, Released, WorkFailed
 from runtime.worker.ports import TakeChanges
 from tests.workers.test_batch import BLOCK, reserve
 
-PREFILL_EPOCH = 9
+PREFILL_INCARNATION = 9
 LOST_AT = 100.0
 
 
@@ -46,7 +46,7 @@ def make_core() -> tuple[DecodeCore[str], Ports]:
 
 
 def offer(core: DecodeCore[str], name: str, blocks: int = 2) -> OfferAccepted | str | None:
-    return core.offered(PREFILL_EPOCH, Offer(name, 1, 1, blocks))
+    return core.offered(PREFILL_INCARNATION, Offer(name, 1, 1, blocks))
 
 
 def test_kv_offered_after_the_coordinator_went_is_taken_and_runs() -> None:
@@ -58,7 +58,7 @@ def test_kv_offered_after_the_coordinator_went_is_taken_and_runs() -> None:
     answer = offer(core, "a")
     assert isinstance(answer, OfferAccepted)
     core.expire(LOST_AT)
-    core.committed(PREFILL_EPOCH, Commit("a", 1, (), 0, (FirstToken(0, 5),)), list(answer.block_ids), [])
+    core.committed(PREFILL_INCARNATION, Commit("a", 1, (), 0, (FirstToken(0, 5),)), list(answer.block_ids), [])
     assert core.table.attempts["a", 1].phase is Phase.RUNNING
 
 
@@ -93,5 +93,5 @@ def test_a_commit_behind_the_last_token_fails_its_attempt_and_runs_nothing() -> 
     core.order(msgspec.structs.replace(order, resumed_tokens=order.sampling.max_tokens))
     answer = offer(core, "a")
     assert isinstance(answer, OfferAccepted)
-    core.committed(PREFILL_EPOCH, Commit("a", 1, (), 0, (FirstToken(0, 5),)), list(answer.block_ids), [])
+    core.committed(PREFILL_INCARNATION, Commit("a", 1, (), 0, (FirstToken(0, 5),)), list(answer.block_ids), [])
     assert isinstance(ports.said[-1], WorkFailed) and not core.table.attempts and not core.batch.running

@@ -22,7 +22,7 @@ from kvtransfer.session.session import KvFailed, KvSent, OfferAccepted
 from runtime.settings import gpu_environment
 from tests.kvtransfer import ends
 from tests.kvtransfer.ends import FIRST, memory_of, shuffled
-from tests.kvtransfer.far_end import FAR_EPOCH, NEAR_EPOCH, Wire, far_module
+from tests.kvtransfer.far_end import FAR_INCARNATION, NEAR_INCARNATION, Wire, far_module
 from tests.kvtransfer.owners import Receives, Sends
 from tools.gpu.device import DTYPE, memory, seconds_of, synchronize
 from tools.gpu.record import DEVICE, ON_GPU, attempt
@@ -61,16 +61,16 @@ async def far(port: int, transport: str, segment_mib: int) -> None:
     sender = KvSender(
         layout=LAYOUT,
         pool=pool,
-        incarnation=FAR_EPOCH,
+        incarnation=FAR_INCARNATION,
         clock=time.monotonic,
         owner=Sends(wire.send, ended.put_nowait),
         settings=settings(transport, segment_mib),
     )
-    pump = asyncio.create_task(wire.pump(lambda message, blob: sender.handle(NEAR_EPOCH, message, blob)))
+    pump = asyncio.create_task(wire.pump(lambda message, blob: sender.handle(NEAR_INCARNATION, message, blob)))
     seconds = []
     for index in range(SESSIONS):
         began = time.perf_counter()
-        sender.open(f"bench-{index}", 1, NEAR_EPOCH, SESSION_BLOCKS)
+        sender.open(f"bench-{index}", 1, NEAR_INCARNATION, SESSION_BLOCKS)
         sender.blocks_ready(f"bench-{index}", 1, 0, shuffled(BLOCKS, SESSION_BLOCKS, index))
         sender.commit(f"bench-{index}", 1, FIRST, [])
         async with asyncio.timeout(WAIT_S):
@@ -100,7 +100,7 @@ async def between_processes(transport: str, segment_mib: int, digest: str) -> di
     receiver = KvReceiver(
         layout=LAYOUT,
         pool=pool,
-        incarnation=NEAR_EPOCH,
+        incarnation=NEAR_INCARNATION,
         clock=time.monotonic,
         listen_host="127.0.0.1",
         owner=Receives(
@@ -114,7 +114,7 @@ async def between_processes(transport: str, segment_mib: int, digest: str) -> di
         arguments = ("far", transport, str(segment_mib))
         async with far_module("tools.gpu.bench", *arguments, wait_s=WAIT_S) as (process, wire), asyncio.timeout(WAIT_S):
             wires.append(wire)
-            pump = asyncio.create_task(wire.pump(lambda message, blob: receiver.handle(FAR_EPOCH, message, blob)))
+            pump = asyncio.create_task(wire.pump(lambda message, blob: receiver.handle(FAR_INCARNATION, message, blob)))
             output, _ = await process.communicate()
             await pump
     finally:

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from coordinator.events import Limits
 from coordinator.fairness.cost import OutputLength
+from coordinator.fairness.fair_node import FairNode, Path
 from coordinator.fairness.fair_queue import FairQueue, Terms
 from coordinator.fairness.priority_classes import ring_weights
-from coordinator.fairness.scheduling_class import Path, SchedulingClass
 from coordinator.fairness.tenant_queue import Entry, TenantQueue
 from tuning.simulator.job import SimulatedRequest
 
@@ -42,7 +42,7 @@ class FairOrder(Protocol):
 
 class OneTenant:
     def __init__(self, overtaken_max: int) -> None:
-        self._node = SchedulingClass(("one",), 1.0, None, 0)
+        self._node = FairNode(("one",), 1.0, None, 0)
         self._rows: dict[int, TenantQueue[SimulatedRequest]] = {}
         self._overtaken_max = overtaken_max
         self._joins = 0

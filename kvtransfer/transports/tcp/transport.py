@@ -1,6 +1,6 @@
 """The transport `tcp`: KV over plain sockets between any two hosts, authenticated and, where the two want it, encrypted.
 
-The receiver's process has one listening socket (`tcp_listener`). For each pair it makes a token and a key, which reach the
+The receiver's process has one listening socket (`listener`). For each pair it makes a token and a key, which reach the
 sender over the control link; the sender connects, and both prove that they know the key (`handshake`). Then segments
 cross in the order in which they were announced, as records (`segments`, `stream`). The sender streams them as fast as
 the connection takes them. The receiver reads a segment once it was announced, straight into the granted blocks where they
@@ -35,7 +35,7 @@ from kvtransfer.transports.transport import (
     Channel,
     Inbox,
     Listener,
-    Local,
+    LocalEnd,
     PairBroken,
     Rendezvous,
     SegmentJob,
@@ -49,7 +49,7 @@ _TRIES_MAX = 8
 class _TcpChannel(Channel):
     """Carries out one segment after the other."""
 
-    def __init__(self, local: Local, connection: TcpConnection) -> None:
+    def __init__(self, local: LocalEnd, connection: TcpConnection) -> None:
         self._connection = connection
         self._sub_block_bytes = local.rows.layout.block_bytes
         self._timeout_s = local.settings.segment_timeout_ms / 1e3
@@ -79,7 +79,7 @@ class _TcpChannel(Channel):
 
 
 class Sending(_TcpChannel):
-    def __init__(self, local: Local, connection: TcpConnection, key: bytes | None) -> None:
+    def __init__(self, local: LocalEnd, connection: TcpConnection, key: bytes | None) -> None:
         super().__init__(local, connection)
         self._digests = local.digests
         self._source = Source(local.rows)
@@ -104,7 +104,7 @@ class Sending(_TcpChannel):
 
 
 class TcpReceiving(_TcpChannel):
-    def __init__(self, local: Local, connection: TcpConnection, key: bytes | None) -> None:
+    def __init__(self, local: LocalEnd, connection: TcpConnection, key: bytes | None) -> None:
         super().__init__(local, connection)
         self._target = SegmentTarget(local.rows)
         self._records = RecordReader(connection, key, record_bytes_max(self._sub_block_bytes))
@@ -128,7 +128,7 @@ class TcpReceiving(_TcpChannel):
 
 
 class _TcpListener(Listener):
-    def __init__(self, local: Local, listener: TcpListener) -> None:
+    def __init__(self, local: LocalEnd, listener: TcpListener) -> None:
         self._local, self._listener = local, listener
         self._expected, port = listener.expect()
         self.meeting = Rendezvous(
@@ -164,18 +164,18 @@ class Tcp(Transport):
     name = "tcp"
     confidential = True
 
-    def unusable(self, local: Local, same_host: bool) -> str:
+    def unusable(self, local: LocalEnd, same_host: bool) -> str:
         return ""
 
     def pair_bytes(self, segment_bytes: int) -> int:
         return 4 << 20
 
-    def listen(self, local: Local) -> Listener:
+    def listen(self, local: LocalEnd) -> Listener:
         if not isinstance(local.listener, TcpListener):
             raise PairBroken("this process has no address to receive KV on")
         return _TcpListener(local, local.listener)
 
-    def connect(self, local: Local, meeting: Rendezvous) -> Channel:
+    def connect(self, local: LocalEnd, meeting: Rendezvous) -> Channel:
         if local.encrypt and not meeting.encrypted:
             raise PairBroken("the receiver would take KV unencrypted, which --transfer-encryption forbids here")
         if len(meeting.token) != TOKEN_BYTES or len(meeting.key) != KEY_BYTES:

@@ -9,7 +9,7 @@ from coordinator.fairness.sorted_row import SortedRow
 
 Path = tuple[str, ...]
 SCANNED_MAX = 16
-"""Children that `SchedulingClass.first` looks at in the order of their turns, before it asks its rings."""
+"""Children that `FairNode.first` looks at in the order of their turns, before it asks its rings."""
 
 
 class Ring(SortedRow):
@@ -21,7 +21,7 @@ class Ring(SortedRow):
 
     __slots__ = ("_ranks",)
 
-    def __init__(self, node: "SchedulingClass", key: int) -> None:
+    def __init__(self, node: "FairNode", key: int) -> None:
         super().__init__(node, key)
         self._ranks = 0
 
@@ -39,7 +39,7 @@ class Ring(SortedRow):
         while True:
             rank = heap[0]
             row: SortedRow = rank[3]
-            node: SchedulingClass = row.node
+            node: FairNode = row.node
             if rank[0] == node.round:
                 return row
             # As in `refresh`, without the calls: this runs for every outdated rank.
@@ -58,13 +58,13 @@ class Ring(SortedRow):
         self.replace((row.node.round, row.node.position, self._ranks, row))
 
 
-class SchedulingClass:
+class FairNode:
     """A tenant at some level: a priority class, an organisation or a user. At the bottom its rows are queues of entries;
     above, rings of its children's rows."""
 
     __slots__ = ("children", "now", "order", "owed", "parent", "path", "position", "round", "rows", "weight")
 
-    def __init__(self, path: Path, weight: float, parent: "SchedulingClass | None", position: int) -> None:
+    def __init__(self, path: Path, weight: float, parent: "FairNode | None", position: int) -> None:
         assert weight > 0, path
         self.path, self.weight, self.parent, self.position = path, weight, parent, position
         self.round = 0.0
@@ -75,8 +75,8 @@ class SchedulingClass:
         """The round this node's own ring has come to."""
         self.rows: dict[int, SortedRow] = {}
         """The rows in which it has something to run, by queue key."""
-        self.children: dict[str, SchedulingClass] = {}
-        self.order: list[tuple[float, int, SchedulingClass]] = []
+        self.children: dict[str, FairNode] = {}
+        self.order: list[tuple[float, int, FairNode]] = []
         """Children that have something to run, in the order of their turns: round, position, child."""
 
     @property
@@ -107,7 +107,7 @@ class SchedulingClass:
             order = self.parent.order
             del order[bisect_left(order, (self.round, self.position))]
 
-    def first(self, keys: Sequence[int]) -> "SchedulingClass":
+    def first(self, keys: Sequence[int]) -> "FairNode":
         """The child whose turn comes first, of those with something under one of these keys; this node has a ring for each.
 
         Ranks in a ring are brought up to date one after the other. With many workers a tenant waits under many keys, and each
@@ -131,5 +131,5 @@ class SchedulingClass:
             for key in keys:
                 if key in rows:
                     return child
-        nodes: list[SchedulingClass] = [ring.first().node for ring in rings]
+        nodes: list[FairNode] = [ring.first().node for ring in rings]
         return min(nodes, key=lambda node: (node.round, node.position))

@@ -22,7 +22,7 @@ from kvtransfer.transports.transport import (
     Channel,
     Inbox,
     Listener,
-    Local,
+    LocalEnd,
     PairBroken,
     Rendezvous,
     SegmentJob,
@@ -63,7 +63,7 @@ class Pair:
     def __init__(
         self,
         how: Listen | Rendezvous,
-        local: Local,
+        local: LocalEnd,
         events: PairEvents,
         name: str,
         rate_limiter: RateLimiter | None = None,

@@ -31,17 +31,18 @@ class DecodeRequest(Generic[S]):
     blocks: SequenceBlocks
     state: S
     last_token: int
-    """Drawn, sent, and not yet forwarded: it is what the next step feeds."""
+    """The last token drawn and sent. The next step forwards it."""
     index: int
-    """Number of the next token in the answer, as far as draws are known."""
+    """Index of the answer's next token, counting only draws that are applied."""
     steps_in_flight: int = 0
     """Steps in flight that it is in."""
     is_over: bool = False
-    """Its last token is drawn; what steps in flight still draw for it is of no use."""
+    """Its last token is drawn. Draws for it by steps in flight are dropped."""
 
     @property
     def goes_on(self) -> bool:
-        """Whether it is in the next step: what it draws in the steps in flight cannot be known to be the last."""
+        """Returns whether the sequence takes part in the next step: it is not over, and no step in flight is known to draw its
+        last token."""
         return not self.is_over and (not self.steps_in_flight or self.next_index < self.sampling.max_tokens)
 
     @property
@@ -56,7 +57,7 @@ class StepRow(Generic[S]):
 
     running: DecodeRequest[S]
     token: int
-    """The last one that is known; where a step is in flight, what that draws is forwarded."""
+    """The last known token. If a step is in flight, that step's draw is forwarded instead."""
     position: int
     table: tuple[int, ...]
     index: int
@@ -70,7 +71,7 @@ class StepPlan(Generic[S]):
 
     @property
     def kv_tokens(self) -> int:
-        """That it reads, its own among them."""
+        """The tokens whose KV the step reads, including its own."""
         return sum(row.position + 1 for row in self.rows)
 
 
@@ -79,19 +80,19 @@ class StepOutcome(Generic[S]):
     sequences: int = 0
     """Sequences in the step."""
     kv_tokens: int = 0
-    """That the step has read."""
+    """The tokens whose KV the step has read."""
     by_gateway: dict[int, tuple[Destination, list[TokenItem]]] = field(default_factory=dict)
     ended: list[DecodeRequest[S]] = field(default_factory=list)
     broken: list[DecodeRequest[S]] = field(default_factory=list)
-    """Those of them for which nothing could be drawn."""
+    """The sequences for which no token could be drawn."""
 
 
 class RunningBatch(Generic[S]):
-    """The sequences that run. A sequence leaves only between steps: what `leave` is told while a step is in flight holds from
-    the next `plan` on; until all steps with the sequence are applied, they may write to its blocks.
+    """The sequences that run. A sequence leaves only between steps. A `leave` while a step is in flight takes effect at the
+    next `plan`. Steps with the sequence may write to its blocks until all of them are applied.
 
-    `plan` and `apply` come in turn. With a `depth` of 2 the next step is planned while one is in flight, before its tokens are
-    known: then the end of a sequence at a stop token is seen one step late, and what that step draws for it is dropped.
+    `plan` and `apply` come in turn. If `depth` is 2, the next step is planned while one is in flight, before that one's tokens
+    are known. Then a stop token is seen one step late, and the late step's draw for the sequence is dropped.
     """
 
     def __init__(self, depth: int = 1) -> None:
@@ -127,11 +128,12 @@ class RunningBatch(Generic[S]):
         return True
 
     def plan(self, on_stuck: Callable[[list[DecodeRequest[S]]], None]) -> StepPlan[S] | None:
-        """The next step; None if nothing runs. All that run move on, always: the coordinator's count of blocks rests on it.
-        None as well where blocks may run short while a step is in flight: what to do then is decided when it is applied.
+        """The next step; None if nothing runs. Every running sequence advances in every step; the coordinator's block count
+        relies on this. Also returns None if blocks may run short while a step is in flight: the shortage is handled after that
+        step is applied.
 
-        `on_stuck` gets all sequences of an attempt one of which finds no block, and gives back what they hold, so that the
-        others can go on. Only an overcommitted pool comes to that."""
+        If a sequence finds no block, `on_stuck` gets all sequences of its attempt and frees their blocks, so that the others
+        can continue. This happens only in an overcommitted pool."""
         assert self.may_plan
         going_on = [one for one in self.running if one.goes_on and one.key not in self._left]
         if self._in_flight and not _has_room(going_on):
@@ -170,8 +172,8 @@ class RunningBatch(Generic[S]):
         return plan
 
     def apply(self, drawn: list[Draw]) -> StepOutcome[S]:
-        """The oldest step is computed: one draw for each row. Names tokens to send and sequences that ended, which no step in
-        flight touches any more."""
+        """Apply the oldest step, with one draw for each row. Returns the tokens to send and the sequences that ended; no step
+        in flight touches the latter any more."""
         assert self._in_flight and len(drawn) == len(self._in_flight[0].rows)
         plan = self._in_flight.popleft()
         outcome: StepOutcome[S] = StepOutcome(len(plan.rows), plan.kv_tokens)
@@ -186,7 +188,7 @@ class RunningBatch(Generic[S]):
         return outcome
 
     def abandon(self) -> list[DecodeRequest[S]]:
-        """A step failed: everything in flight ends without a token."""
+        """Drop all steps in flight after a failure, and end their sequences without a token."""
         assert self._in_flight
         ended = list(dict.fromkeys(row.running for plan in self._in_flight for row in plan.rows))
         for sequence in ended:

@@ -1,9 +1,9 @@
-"""Names for the blocks of prompts, so that the coordinator can tell which attempts hold the same ones. Pure.
+"""Names the blocks of prompts, so that the coordinator can tell which attempts hold the same blocks. Pure.
 
 The blocks that one attempt brought, and that stand for their hashes in the prefix tree, are a chain with a number of its own.
 A block is found by its hash only together with all before it, so a holder of one block of a chain holds those before it too. A
-name says nothing of a block that is not in the tree: it may have been given up, and hold something else by now, maybe of the
-other role of a mixed worker.
+name means nothing for a block that is not in the tree: the block may have been evicted and reused, even by the other role of a
+mixed worker.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class BlockChains:
             before = name
 
     def parts(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> tuple[PrefixPart, ...]:
-        """Blocks of the tree, from the beginning of a prompt with these hashes on, as parts of chains."""
+        """Returns the tree's blocks for the beginning of a prompt with these hashes, as parts of chains."""
         counts: list[list[int]] = []
         before = None
         for hash_, block in zip(hashes, blocks, strict=False):
@@ -58,7 +58,8 @@ class BlockChains:
         return tuple(PrefixPart(chain, count) for chain, count in counts)
 
     def _name_of(self, block: int, hash_: bytes, before: _Name | None) -> _Name | None:
-        """If it still stands for what it was named for, behind the block that was before it then."""
+        """Returns the block's name if it is still valid: the block has the same hash and follows the same block as when it was
+        named."""
         name = self._names.get(block)
         if name is None or name.hash != hash_:
             return None

@@ -19,7 +19,7 @@ class DecodeStepResult:
     """The draws of the oldest step in flight; None where it is too early to wait for it."""
     step_ms: float
     first_tokens: list[TokenItem] | None = field(default_factory=list)
-    """One for each choice of the prompt that a slice has completed; None where none could be drawn."""
+    """The first tokens of the prompt that a slice has completed, one per choice; None if none could be drawn."""
 
 
 def run_step(
@@ -53,8 +53,8 @@ def run_step(
 def run_ahead(
     engine: Engine, pipeline: DecodePipeline, plan: StepPlan[SamplerState] | None, collects: bool
 ) -> DecodeStepResult:
-    """Starts a step, if there is one, and then waits for the one before it, if that is in flight; first waits where a draw
-    depends on its tokens."""
+    """Starts the planned step, if any, then waits for the step before it, if `collects`. If a draw depends on the earlier
+    step's tokens, waits for that step first."""
     started = time.perf_counter()
     try:
         drawn = None

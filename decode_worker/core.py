@@ -53,7 +53,8 @@ class DecodeCore(Generic[S]):
         self.table = table
         self.batch = table.batch
         self.undecided: dict[tuple[str, int], tuple[int, Offer]] = {}
-        """Offers, and whose, that came before their reservations, each on a link of its own."""
+        """Offers, each with its sender's incarnation, that arrived before their reservations. The two come over different
+        links."""
         self.suffixes: Suffixes[S] = Suffixes(ports, table, vocab_size, self._close, self._join)
         self.lending: Lending[S] = Lending(ports, table, self._say)
         self._with_slice = False
@@ -100,15 +101,15 @@ class DecodeCore(Generic[S]):
             self._close(attempt, released, "released")
 
     def coordinator_lost(self, now: float) -> None:
-        """Running answers go on, and so do reservations: the first tokens of some are out, and their KV is about to be
-        offered. Of the others the next coordinator hears from their gateways; those of which it never hears end with
+        """Keep running answers and reservations: some of their first tokens are already sent, and their KV is about to be
+        offered. The next coordinator learns of the others from their gateways. Reservations without an offer end with
         `expire`."""
         self.suffixes.coordinator_lost()
         self.table.allocator.report_all()
         self.table.coordinator_lost(now)
 
     def expire(self, until: float) -> None:
-        """End reservations that lost their coordinator by then, and that nobody has offered anything for since."""
+        """End reservations whose coordinator was lost at or before `until` and that have received no offer since."""
         for attempt in self.table.unoffered_since(until):
             self._close(attempt, Released(*attempt.key), "nothing was offered")
 
@@ -117,12 +118,12 @@ class DecodeCore(Generic[S]):
             self._close(attempt, failed(attempt, Interrupt.GATEWAY_LINK_LOST, reason), reason)
 
     def answer_named(self, gateway_incarnation: int, message: AnswerNames) -> None:
-        """A gateway says what the blocks of an answer hold that has ended."""
+        """Handle a gateway's hashes for the blocks of an ended answer."""
         attempt = self.table.attempts.get((message.request_id, message.attempt))
         if attempt is None or attempt.is_over:
             self.table.ended_streams.name(gateway_incarnation, message)
         elif attempt.order.gateway.incarnation == gateway_incarnation and message.choice < MAX_CHOICES:
-            attempt.answer_names[message.choice] = message  # it ended at the gateway, and is about to here
+            attempt.answer_names[message.choice] = message  # it has ended at the gateway and will soon end here
         self._ports.registration.report_cache(self.table.allocator.take_changes)
 
     def _close(self, attempt: Attempt[S], final_report: FinalReport, why: str) -> None:
@@ -139,7 +140,7 @@ class DecodeCore(Generic[S]):
     # --- KV in ----------------------------------------------------------------------------------------------------------
 
     def offered(self, incarnation: int, offer: Offer) -> OfferAccepted | str | None:
-        """Asked for a session that exists; one that ends before it is decided is taken out again by `not_received`."""
+        """Answer an offer. An undecided offer is kept until its reservation comes, or until `not_received` removes it."""
         answer = self.table.target_blocks((offer.request_id, offer.attempt), incarnation, offer.blocks)
         if answer is None:
             self.undecided[(offer.request_id, offer.attempt)] = (incarnation, offer)
@@ -189,7 +190,7 @@ class DecodeCore(Generic[S]):
         self._say(self.table.received_nothing(key, blocks, over))
 
     def _fault(self, order: Reserve, commit: Commit, prompt_tokens: list[int]) -> str:
-        """The field of a commit that does not fit its reservation; empty if all do."""
+        """Returns how a commit does not fit its reservation; empty if it fits."""
         choices = [first.choice for first in commit.first_tokens]
         if len(set(choices)) < len(choices) or not set(choices) <= set(
             range(order.first_choice, order.first_choice + order.choices)
@@ -210,8 +211,8 @@ class DecodeCore(Generic[S]):
     def not_received(self, request_id: str, attempt: int, blocks: list[int]) -> None:
         """The receiver has given up, and `blocks` are untouched from now on."""
         self.undecided.pop((request_id, attempt), None)
-        # Whether the attempt failed is the prefill worker's to say, whose session ends with ours: it may have ended well,
-        # with its first token.
+        # The prefill worker reports whether the attempt failed, because its session ends with ours. The attempt may have ended
+        # normally with its first token.
         final_report = Released(request_id, attempt)
         self._say(self.table.received_nothing((request_id, attempt), blocks, final_report))
 
@@ -237,8 +238,8 @@ class DecodeCore(Generic[S]):
         return min((a.order.tpot_ms for a in attempts if a is not None and a.order.tpot_ms), default=0.0)
 
     def apply(self, drawn: list[Draw]) -> tuple[StepOutcome[S], list[FinalReport]]:
-        """The step is computed. Ended sequences are freed now, for the next plan, and reported with `pass_on`, once that
-        runs."""
+        """Apply the computed step. The blocks of ended sequences are freed now, for the next plan; `pass_on` reports them once
+        the next step runs."""
         outcome = self.batch.apply(drawn)
         for broken in outcome.broken:
             self.table.allocator.forget(broken.blocks.table)
@@ -246,7 +247,7 @@ class DecodeCore(Generic[S]):
         return outcome, self.table.ended(outcome.ended)
 
     def pass_on(self, outcome: StepOutcome[S], final_reports: list[FinalReport], now: float) -> None:
-        """Tokens to gateways, and what the coordinator is to know."""
+        """Send tokens to gateways, and reports to the coordinator."""
         self.table.allocator.tick(now)
         for gateway, items in outcome.by_gateway.values():
             self._ports.gateways.send(gateway, Tokens(tuple(items)))
@@ -257,7 +258,7 @@ class DecodeCore(Generic[S]):
             self._progress.stepped(outcome, now)
         self._with_slice = False
         progress = self._progress.due(now)
-        # A coordinator that comes back is told by the Hello what is held here, and counts that whole.
+        # A coordinator that reconnects learns from the Hello what is held here, and counts all of it.
         if progress is not None and self._ports.registration.up:
             self._ports.registration.send(progress)
 

@@ -1,9 +1,9 @@
-"""The KV of streams that have ended, until their gateways say what its blocks hold. Pure.
+"""Keeps the KV of ended streams findable until their gateways send the hashes of its blocks. Pure.
 
-A worker cannot name blocks that hold output: names are hashes under a key that only gateways have. So it gives them names that
-say where they come from (`proto.kv.kept_names`), under which the next attempt at the same request finds them. Once the stream
-has ended, its gateway sends the hashes of its blocks, and they get these instead: the next turn of a conversation, whose prompt
-begins with this answer, finds them. Nobody holds them meanwhile: they count as room, and go when it is needed.
+A worker cannot name blocks that hold output: names are hashes under a key that only gateways have. So it names them by their
+origin (`proto.kv.kept_names`), and the next attempt at the same request finds them by these names. Once the stream has ended,
+its gateway sends the hashes of its blocks, which replace the names. The next turn of a conversation, whose prompt begins with
+this answer, then finds the blocks. Meanwhile they are not held: they count as room and are evicted when it is needed.
 """
 
 from collections import OrderedDict
@@ -37,7 +37,7 @@ class EndedStreams:
         """Keys are request, attempt and choice; the oldest is first."""
 
     def keep(self, order: Reserve, choice: int, hashes: Sequence[bytes], held: SequenceBlocks) -> None:
-        """Give a stream's blocks names, while they are held, if they all can be trusted."""
+        """Name the blocks of a stream while they are still held, if all of the prompt's full blocks are in the prefix tree."""
         size, full = self._block_size, held.length // self._block_size
         known = self._allocator.match_prefix(hashes)
         self._allocator.free(known)
@@ -54,7 +54,8 @@ class EndedStreams:
             self._kept.popitem(last=False)
 
     def name(self, gateway_incarnation: int, message: AnswerNames) -> None:
-        """Its gateway, and no other, says what the blocks of an answer hold."""
+        """Replace the names of an answer's blocks by the hashes that its gateway sends. Messages of other gateways are
+        ignored."""
         size, key = self._block_size, (message.request_id, message.attempt, message.choice)
         kept = self._kept.get(key)
         if kept is None or kept.gateway_incarnation != gateway_incarnation or size % message.block_size:

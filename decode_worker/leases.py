@@ -1,5 +1,5 @@
-"""The writers of each KV block of a decode worker, and until when they may write. Pure, and keeps nothing: it asks those who
-know.
+"""Lists which writers may write to each KV block of a decode worker, and until when. Pure and stateless: it reads the attempts
+and sessions.
 
     attempt        its block table, while a step may write there      (`requests`, `batch`)
     transfer       target blocks, while segments may land there       (the receiver's session: RECEIVING, CHECKING, DRAINING)
@@ -21,7 +21,7 @@ from kvtransfer.session.session import Receiving
 S = TypeVar("S")
 
 QUARANTINE_WARN_S = 10.0
-"""Longer than any transfer thread waits for a peer that can be reached. From then on somebody should look."""
+"""Longer than any transfer thread waits for a reachable peer. After that an operator should look."""
 
 
 @dataclass(frozen=True, slots=True)

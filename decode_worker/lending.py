@@ -1,6 +1,6 @@
 """KV that prefill workers fetch, of prompts that begin with an answer decoded here. Pure.
 
-The hand-over runs the other way: this worker is the sender. Its attempt is not over here before that is.
+Here this worker is the sender of the hand-over. The attempt is not over here until the hand-over has ended.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class Lending(Generic[S]):
         self._ports, self._table, self._say = ports, table, say
 
     def asked(self, incarnation: int, message: Fetch) -> None:
-        """This prefill worker has asked."""
+        """Handle a fetch by this prefill worker: refuse it, or offer and send the blocks."""
         key = (message.request_id, message.attempt)
         blocks = self._table.lend(key, incarnation, message.first_block, message.blocks)
         if isinstance(blocks, str):
@@ -43,6 +43,6 @@ class Lending(Generic[S]):
         key = (result.request_id, result.attempt)
         attempt = self._table.attempts.get(key)
         if attempt is not None and isinstance(result, KvFailed):
-            # Perhaps no offer has reached it.
+            # Perhaps the offer never reached the prefill worker.
             self._ports.refuse_fetch(attempt.order.prefill_incarnation, FetchRefused(*key, result.reason[:512]))
         self._say(self._table.lent_back(key))

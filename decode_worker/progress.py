@@ -11,24 +11,25 @@ S = TypeVar("S")
 
 REPORT_S = 0.1
 WARN_STEPS = 32
-"""How far ahead a shortage is seen. Between two reports, and until a victim has left, the batch must not come this far."""
+"""How many steps ahead a shortage is detected. The batch must not advance this far between two reports, plus the time until a
+victim has left."""
 
 
 class ProgressReport(Generic[S]):
-    """Asked after each step that begins; nothing is said while nothing runs, since what is not said is on the safe side."""
+    """Called after each step. Nothing is reported while nothing runs, because a missing report is on the safe side."""
 
     def __init__(self, table: AttemptTable[S]) -> None:
         self._table = table
         self._said_at = float("-inf")
         self._stepped_at: float | None = None
-        """When the last step ended, if another one followed at once."""
+        """When the last step ended; None if the next one did not follow at once."""
         self._timed_s = 0.0
         self._timed = (0, 0, 0)
         """Steps, and over them the sums of sequences and KV tokens, since the last report."""
 
     def stepped(self, outcome: StepOutcome[S], now: float) -> None:
-        """A step has ended, and the next one has begun if anything still runs. The time between two ends is the one that a
-        stream sees: the step, and the worker's other work between steps."""
+        """A step has ended, and the next one has begun if anything still runs. The time between two ends is what a stream
+        sees: the step plus the worker's other work between steps."""
         if self._stepped_at is not None:
             steps, sequences, kv_tokens = self._timed
             self._timed = steps + 1, sequences + outcome.sequences, kv_tokens + outcome.kv_tokens
@@ -56,10 +57,10 @@ class ProgressReport(Generic[S]):
 
 
 def shortage(table: AttemptTable[S], horizon: int) -> int:
-    """Blocks that will be missing in one of the next `horizon` steps if nobody stops early; 0 if none.
+    """Returns how many blocks will be missing within the next `horizon` steps if no stream stops early.
 
-    To be asked with a step in flight. Sequences that end at their max_tokens give back the blocks that only they hold; prompts
-    that are expected and not offered yet want theirs at once.
+    Called with a step in flight, or with no running sequence. Sequences that reach their `max_tokens` free the blocks that
+    only they hold. Expected prompts that are not offered yet count as needing their blocks at once.
     """
     size, batch = table.block_size, table.batch
     assert batch.in_flight is not None or not batch.running

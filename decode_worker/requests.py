@@ -59,7 +59,7 @@ class Attempt(Generic[S]):
     order: Reserve
     phase: Phase = Phase.RESERVED
     sequences: list[DecodeRequest[S]] = field(default_factory=list)
-    """Those still in the batch or in a step."""
+    """The sequences that are still in the batch or in a step."""
     started: int = 0
     """Sequences that ever ran."""
     output_tokens: int = 0
@@ -72,14 +72,14 @@ class Attempt(Generic[S]):
     """The blocks that it may share, as reported."""
     joined_step: int | None = None
     suffix: Suffix | None = None
-    """It is there in the phase COMPUTING."""
+    """Set in the phase COMPUTING."""
     answer_names: dict[int, AnswerNames] = field(default_factory=dict)
     """Keys are choices: those that have ended at the gateway and not yet here."""
     lent: list[int] = field(default_factory=list)
     """Blocks of its prompt that its prefill worker is fetching."""
     final_report: FinalReport | None = None
     is_over: bool = False
-    """It only waits for what it lends."""
+    """The attempt has ended and waits only for the blocks that it lends."""
     alone_since: float | None = None
     """When the coordinator that made the reservation was lost."""
 
@@ -107,7 +107,7 @@ class AttemptTable(Generic[S]):
         self.quarantined: dict[Key, list[int]] = {}
         """Blocks of attempts that failed while a sender may still write to them."""
         self.joined: list[Joined] = []
-        """Attempts that began to run and were not reported yet."""
+        """Attempts that have begun to run and are not reported yet."""
         self.chains = BlockChains()
         self.prefixes: list[SharedPrefix] = []
         """Prefixes of attempts that became known and were not reported yet."""
@@ -143,8 +143,8 @@ class AttemptTable(Generic[S]):
         return OfferAccepted((*cached, *fresh), len(cached))
 
     def begin_suffix(self, attempt: Attempt[S], order: Prefill, tokens: list[int]) -> str:
-        """Blocks for a prompt that is to be computed here, behind what is cached; or why there are none. No more is used of
-        the cache than the order believes: chunks start there."""
+        """Allocate blocks for a prompt that is computed here, after its cached part. Returns why that is impossible, else an
+        empty string. Uses no more cached tokens than the order expects, because chunks start there."""
         # The last token is computed in any case: the first token of the answer is drawn from its logits.
         believed = min(order.cached_tokens, order.prompt_tokens - 1) // self.block_size
         cached = self.allocator.match_prefix(attempt.hashes[:believed])
@@ -160,7 +160,7 @@ class AttemptTable(Generic[S]):
         return ""
 
     def suffix_computed(self, attempt: Attempt[S], suffix: Suffix) -> None:
-        """All of it: its full blocks are there for other prompts too."""
+        """Make the full blocks of a completely computed prompt available to other prompts."""
         known = self.allocator.match_prefix(attempt.hashes[: attempt.cached_blocks])
         self.allocator.free(known)
         if known == suffix.blocks[: attempt.cached_blocks]:  # else what it begins with has become suspect since
@@ -174,7 +174,7 @@ class AttemptTable(Generic[S]):
         self.found_tokens += len(cached) * self.block_size
 
     def start(self, attempt: Attempt[S], sequences: list[DecodeRequest[S]]) -> None:
-        """The KV is verified and here: the choices run."""
+        """Add the choices to the batch. Their KV is here and verified."""
         assert attempt.phase in (Phase.RECEIVING, Phase.COMPUTING) and attempt.final_report is None
         attempt.phase, attempt.suffix = Phase.RUNNING, None
         attempt.sequences = sequences
@@ -201,7 +201,7 @@ class AttemptTable(Generic[S]):
         return [first, *(first.fork() for _ in range(choices - 1))]
 
     def _report_prefix(self, attempt: Attempt[S], blocks: list[int]) -> None:
-        """It holds these blocks of the prefix tree until it ends."""
+        """Report, if changed, which blocks of the prefix tree the attempt holds until it ends."""
         parts = self.chains.parts(attempt.hashes, blocks)
         if parts != attempt.prefix:
             attempt.prefix = parts
@@ -220,8 +220,8 @@ class AttemptTable(Generic[S]):
         return self._forget(attempt)
 
     def lend(self, key: Key, prefill_incarnation: int, first_block: int, blocks: int) -> list[int] | str:
-        """The blocks here of those that a prefill worker fetches, which is to compute the rest; or why nothing is sent. It is
-        held until `lent_back`."""
+        """Returns the blocks here that a prefill worker fetches, or why none are sent. The blocks are held until
+        `lent_back`."""
         attempt = self.attempts.get(key)
         if attempt is None or attempt.final_report is not None or attempt.lent:
             return "there is no such reservation, or it is over, or was fetched for"
@@ -248,8 +248,8 @@ class AttemptTable(Generic[S]):
         self.allocator.quarantine(blocks)
 
     def close(self, attempt: Attempt[S], final_report: FinalReport, *, is_sound: bool = True) -> list[FinalReport]:
-        """The attempt is over for the first reason given; returns what can be said of it now. In the phase RECEIVING the
-        caller aborts the receiver, which leads to `received_nothing`. `is_sound`: as for `ended`."""
+        """End the attempt; the first final report given counts. Returns the reports that can be sent now. In the phase
+        RECEIVING the caller aborts the receiver, which leads to `received_nothing`. `is_sound`: as for `ended`."""
         if attempt.final_report is None:
             attempt.final_report = final_report
         if attempt.phase is Phase.RECEIVING:
@@ -266,8 +266,8 @@ class AttemptTable(Generic[S]):
         return self._forget(attempt)
 
     def ended(self, sequences: list[DecodeRequest[S]], *, is_sound: bool = True) -> list[FinalReport]:
-        """These sequences run no more. Frees their blocks; returns what is to be said of attempts now without any. `is_sound`:
-        all that should be in the blocks was computed."""
+        """These sequences run no more. Frees their blocks. Returns the final reports of attempts without further sequences.
+        `is_sound`: all that should be in the blocks was computed."""
         said: list[FinalReport] = []
         for sequence in sequences:
             attempt = self.attempts.get(sequence.key)
@@ -282,7 +282,7 @@ class AttemptTable(Generic[S]):
             attempt.output_tokens += sequence.index - attempt.order.resumed_tokens
             if not attempt.sequences:
                 if attempt.final_report is None:
-                    # A choice that ended with its first token, in prefill, never came here.
+                    # A choice that ended in prefill with its first token was never sent here.
                     output_tokens = attempt.output_tokens + attempt.order.choices - attempt.started
                     attempt.final_report = Finished(
                         *attempt.key, output_tokens, self.tokens_forwarded(), attempt.order.resumed_tokens
@@ -311,7 +311,7 @@ class AttemptTable(Generic[S]):
         )
 
     def coordinator_lost(self, now: float) -> None:
-        """Reservations that nothing was offered for yet are on their own from now on."""
+        """Record since when reservations without an offer have had no coordinator."""
         for attempt in self.attempts.values():
             if attempt.phase is Phase.RESERVED and attempt.alone_since is None:
                 attempt.alone_since = now

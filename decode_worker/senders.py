@@ -1,7 +1,7 @@
-"""The link that reaches a prefill worker, where it may have several to us for a moment. Pure.
+"""The link that reaches each prefill worker, which may briefly have several links to us. Pure.
 
-A worker that looks for an earlier incarnation of ours, at the same address, shakes hands with us too before it sees whom it
-met and leaves again. So a link counts from its first message on, and answers go where the last message came from.
+A worker that looks for an earlier incarnation of ours at the same address also completes a handshake with us, then notices the
+difference and leaves. So a link counts from its first message on, and answers go over the link of the last message.
 """
 
 from typing import Generic, TypeVar
@@ -17,7 +17,7 @@ class Senders(Generic[L]):
         self._links[incarnation] = link
 
     def lost(self, incarnation: int, link: L) -> bool:
-        """Whether that was the way to this worker; else nothing is lost."""
+        """Returns whether this was the current link to the worker, and forgets it then."""
         if self._links.get(incarnation) is not link:
             return False
         del self._links[incarnation]

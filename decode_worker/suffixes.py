@@ -23,10 +23,10 @@ STEPS_QUEUED_MAX = 64
 TARGET_SHARE: Final = 0.9
 """A step with a slice may take this part of a target."""
 IDLE_TOKENS: Final = 32
-"""A slice has so many while no stream runs, and one may join any moment."""
+"""Slice size while no stream runs but one may join at any moment."""
 _GAIN: Final = 0.2
 _FIRST_SHARE: Final = 0.25
-"""A token of a slice is taken to add this part of a step, while that was never measured."""
+"""The assumed share of a step's time that a slice's token adds, until it is measured."""
 _OUTLIER: Final = 3.0
 """A step that takes so many times as long as usual counts as if it took this much."""
 
@@ -77,7 +77,7 @@ class Suffixes(Generic[S]):
         return len(self._steps)
 
     def take_in(self, order: Prefill, blob: bytes) -> None:
-        """Compute nothing before a `Step` says so. Repeating it does no harm."""
+        """Take in a prompt. Nothing is computed before a `Step` comes. Repeated orders are ignored."""
         attempt = self._table.attempts.get((order.request_id, order.attempt))
         if attempt is None or attempt.phase is not Phase.RESERVED or attempt.final_report is not None:
             return
@@ -125,8 +125,8 @@ class Suffixes(Generic[S]):
     # --- steps ----------------------------------------------------------------------------------------------------------
 
     def next_slice(self, tokens_max: int, now: float) -> Slice[S] | None:
-        """So many tokens at most of the first chunk that can be computed; None if there is none. A chunk that makes no sense
-        any more is answered at once; one whose grammar is being compiled waits, and lets others go first."""
+        """Returns at most `tokens_max` tokens of the first chunk that can be computed, or None. A chunk that is no longer
+        valid is answered at once. A chunk whose grammar is being compiled waits, and later chunks go first."""
         for step in list(self._steps):
             [chunk] = step.chunks
             attempt = self._table.attempts.get((chunk.request_id, chunk.attempt))
@@ -163,7 +163,7 @@ class Suffixes(Generic[S]):
             self._first_tokens_drawn(attempt, suffix, items)
 
     def failed(self, begun: Slice[S], error: str) -> None:
-        """The step with it."""
+        """Handle the failure of the step with this slice."""
         begun.suffix.in_step = False
         report = begun.attempt.final_report
         if report is not None:
@@ -172,7 +172,8 @@ class Suffixes(Generic[S]):
             self._fail(begun.attempt, Interrupt.ENGINE_ERROR, f"the model failed: {error[:300]}")
 
     def _end_step(self, attempt: Attempt[S], suffix: Suffix, now: float) -> None:
-        """If its chunk is computed. Chunks of before the last loss of the link are not known here any more."""
+        """Report the step if its chunk is fully computed. Chunks from before the last loss of the link are no longer known
+        here."""
         step = self._steps[0] if self._steps else None
         if step is None or (step.chunks[0].request_id, step.chunks[0].attempt) != attempt.key:
             return
@@ -201,9 +202,9 @@ class Suffixes(Generic[S]):
 class SliceSizes:
     """How much of a prompt is computed with the next step, so that running streams hardly notice.
 
-    A slice may make the step longer by `share` of what it takes without one; where streams have targets for their time per
-    token, by what the strictest target leaves. Both are measured: steps without a slice by the size of their batch, and what a
-    token of a slice adds.
+    A slice may lengthen the step by `share` of its time without a slice. If streams have TPOT targets, it may use what the
+    strictest target leaves instead. The time of steps without a slice, by batch size, and the time that a slice's token adds
+    are both measured.
     """
 
     def __init__(self, share: float) -> None:
@@ -212,7 +213,7 @@ class SliceSizes:
         self._step_ms: dict[int, float] = {}
         """Times of steps without a slice, by the number of sequences: as many as fit a batch."""
         self._token_ms = 0.0
-        """That a token of a slice adds; 0: not measured yet."""
+        """The time that a token of a slice adds; 0: not measured yet."""
 
     def tokens(self, sequences: int, tpot_ms: float = 0.0) -> int:
         """The size of the next slice beside so many sequences: one at least, or a prompt might wait for the end of all streams.

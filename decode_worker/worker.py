@@ -141,7 +141,7 @@ class DecodeWorker(ReceiverOwner):
     def coordinator_lost(self, _: str) -> None:
         now, loop = clock.now(), asyncio.get_running_loop()
         self.core.coordinator_lost(now)
-        # A transfer that stood still for so long would be given up too.
+        # A stalled transfer would be aborted after the same time.
         loop.call_later(self.driver.settings.kv_timeout_ms / 1000, self.core.expire, now)
 
     def gateway_said(self, incarnation: int, message: Message) -> None:

@@ -15,7 +15,7 @@ __all__ = ["Engine", "ModelInfo", "SeqChunk"]
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The facts of a loaded model that others must know."""
+    """The properties of a loaded model that other components need."""
 
     model_path: str
     model_type: str
@@ -45,14 +45,16 @@ class Runner(Protocol):
     backend: str
     """The backend's name that people see."""
     numerics: str
-    """The conditions that decide the last bits of its results: equal between two workers that compute the same bits."""
+    """A string of the conditions that determine the last bits of its results. It is equal for two workers that compute the
+    same bits."""
     is_batch_invariant: bool
-    """Whether a token's bits do not depend on how many others are computed with it, or where its prompt is cut."""
+    """True if a token's bits depend neither on the number of tokens computed with it nor on how its prompt is cut into
+    chunks."""
 
     def forward(self, chunks: Sequence[SeqChunk]) -> torch.Tensor: ...
 
     def short_windows(self, window: int) -> AbstractContextManager[None]:
-        """Sliding windows are this short for a while: for the check after load."""
+        """Shorten sliding windows to `window` tokens within the context, for the check after load."""
 
 
 class Engine:
@@ -63,13 +65,14 @@ class Engine:
         self.pool = pool
         """[blocks, layers, 2, block_size, kv_heads, head_dim], block-major, zeroed at start."""
         self.blocks = pool.shape[0]
-        """How many of the pool's may be used at once."""
+        """The number of the pool's blocks that may be used at once."""
         self.tokens_forwarded = 0
         """Token positions ever forwarded."""
         self.runner = runner
 
     def part(self, blocks: int) -> "Engine":
-        """The same model and pool for one of two roles, which uses so many blocks; with a count of tokens of its own."""
+        """Returns an engine for one of two roles: the same model and pool, at most `blocks` blocks, and its own count of
+        tokens."""
         assert 0 < blocks <= self.blocks
         part = Engine(self.runner, self.info, self.pool)
         part.blocks = blocks
@@ -100,7 +103,7 @@ class Engine:
 
     @property
     def is_batch_invariant(self) -> bool:
-        """A resumed stream is then exact."""
+        """Returns whether the runner is batch-invariant, so that resumed streams are exact."""
         return self.runner.is_batch_invariant
 
     @property
@@ -110,8 +113,8 @@ class Engine:
         return pipeline
 
     def finish(self) -> None:
-        """Wait until all that was enqueued on a GPU is done. From then on other threads, on streams of their own, may read what
-        a forward wrote; before, nothing orders the two."""
+        """Wait until all that was enqueued on a GPU is done. Only then may other threads read what a forward wrote, because
+        their streams are not ordered with this one."""
         if self.pool.is_cuda:
             torch.cuda.current_stream(self.pool.device).synchronize()
 

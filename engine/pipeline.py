@@ -1,4 +1,4 @@
-"""Decode steps of which the next one starts before the tokens of the last one are on the host."""
+"""Pipelined decode steps: a step starts before the tokens of the step before it are on the host."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class DecodeRow:
     """The work of a step for one sequence."""
 
     sequence: Hashable
-    """The same object in each step of the sequence. One that is not in a step is never in a later one."""
+    """The same object in each step of the sequence. A sequence that is missing from one step never returns."""
     token: int
     """The token to forward, if this is the sequence's first step here; later ones forward what the step before has drawn."""
     position: int
@@ -33,8 +33,8 @@ class DecodePipeline(Protocol):
         """Rows that only filled steps up to the size of a CUDA graph, so far."""
 
     def launch(self, rows: Sequence[DecodeRow], copies: BlockCopies) -> None:
-        """Enqueues a step; `copies` of KV blocks, (source, target), come first. At most two steps may be under way;
-        where a state `forbids` something, the last one has been collected."""
+        """Enqueues a step; `copies` of KV blocks, (source, target), come first. No more than two steps may be in flight. If a
+        state `forbids` tokens, the caller must collect the previous step first."""
 
     def collect(self) -> list[Sampled | None]:
         """Waits for the oldest step that is under way: one result for each of its rows, which its state has accepted; None

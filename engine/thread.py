@@ -30,8 +30,8 @@ class EngineThread(ThreadPoolExecutor):
         torch.set_num_threads(threads)
 
     def be_nice(self, nice: int) -> None:
-        """Set the niceness of this thread and of those that torch has made for it; called when the model is loaded. Not before:
-        a start-up is in nobody's way, and a busy machine would draw it out for minutes."""
+        """Set the niceness of this thread and of those that torch has made for it; called when the model is loaded. Start-up
+        keeps its normal priority, because on a busy machine it would otherwise take minutes."""
         if nice == 0:
             return
         for thread_id in set(os.listdir("/proc/self/task")) - self._others:

@@ -1,5 +1,5 @@
-"""The part that the sender's and the receiver's drivers share: live and ended sessions, their timers, the pairs, and the way
-out."""
+"""The base class of the sender's and the receiver's drivers. It keeps live and ended sessions, their timers and the pairs, and
+shuts them down."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -59,8 +59,8 @@ class TransferDriver(ABC, Generic[S, R]):
             raise ValueError(f"no transport is called {', '.join(sorted(unknown))}; there are {', '.join(TRANSPORTS)}")
         self.layout = layout
         self.counters: Counter[str] = Counter()
-        """bytes, segments, sessions, sessions_failed, pairs, pairs_lost, refused_pairs (no descriptor or thread was left),
-        stale_frames, violations; of each transport pairs_NAME, broken_NAME and bytes_NAME: totals since start."""
+        """Totals since start: bytes, segments, sessions, sessions_failed, pairs, pairs_lost, refused_pairs (no descriptor or
+        thread was left), stale_frames and violations. Each transport also has pairs_NAME, broken_NAME and bytes_NAME."""
         self._pool = pool
         self._rows = PoolRows(pool, layout)
         self._listen_host, self._memory = listen_host, memory
@@ -75,7 +75,7 @@ class TransferDriver(ABC, Generic[S, R]):
         self._live: dict[Key, Live[S, R]] = {}
         self._ended: OrderedDict[Key, Live[S, R]] = OrderedDict()
         self._routes: dict[int, R] = {}
-        """The current one of each peer, by its incarnation."""
+        """The current route to each peer, by the peer's incarnation."""
         self._pairs: set[Pair] = set()
         self._all_down = asyncio.Event()
         self._all_down.set()
@@ -85,21 +85,22 @@ class TransferDriver(ABC, Generic[S, R]):
 
     @property
     def sessions(self) -> int:
-        """That have not ended."""
+        """The number of sessions that have not ended."""
         return len(self._live)
 
     def peer_lost(self, peer_incarnation: int, reason: str) -> None:
-        """The link to this incarnation is gone: its pair goes, and its sessions fail."""
+        """Drop the pair with this peer and fail its sessions, because the link to it is gone."""
         route = self._routes.get(peer_incarnation)
         if route is not None:
             self._drop(route, f"peer lost: {reason}", tell_peer=False)
 
     def abort(self, request_id: str, attempt: int, reason: str) -> None:
-        """Give a session up. Its result still comes, when the transfer thread no longer touches its blocks."""
+        """Abort a session. Its result still follows, once the transfer thread no longer touches its blocks."""
         self._feed_known((request_id, attempt), LocalAbort(reason))
 
     async def close(self) -> None:
-        """Abort everything, end every thread, and wait for them: at most a rendezvous and a segment long."""
+        """Abort all sessions, end all threads and wait for them. This takes at most the time limits of one rendezvous and one
+        segment."""
         self._closed = True
         for live in list(self._live.values()):
             self._feed(live, LocalAbort("shutting down"))
@@ -119,7 +120,7 @@ class TransferDriver(ABC, Generic[S, R]):
 
     @abstractmethod
     def _carry_out(self, live: Live[S, R], action: Action) -> None:
-        """An action about segments."""
+        """Carry out an action that concerns segments."""
 
     @abstractmethod
     def _report(self, live: Live[S, R], ended: SessionEnded) -> None:
@@ -135,7 +136,8 @@ class TransferDriver(ABC, Generic[S, R]):
         return live
 
     def _find(self, peer_incarnation: int, key: Key) -> Live[S, R] | None:
-        """The session a frame is for, ended ones included; None, and counted, if it is another peer's or unknown."""
+        """Returns the live or ended session that a frame belongs to. Returns None, and counts a stale frame, if the session is
+        unknown or belongs to another peer."""
         live = self._live.get(key) or self._ended.get(key)
         if live is None or live.route.peer_incarnation != peer_incarnation:
             self.counters["stale_frames"] += 1
@@ -182,8 +184,8 @@ class TransferDriver(ABC, Generic[S, R]):
             ended.popitem(last=False)
 
     def _arm(self, live: Live[S, R]) -> None:
-        """Have the session ticked at its deadline. A timer that fires early is armed again, so moving it later is
-        free."""
+        """Schedule a `Tick` at the session's deadline. A timer that fires early is armed again, so a later deadline needs no
+        new timer."""
         deadline = live.session.next_deadline()
         if deadline is None or (live.timer is not None and live.timer_at <= deadline):
             return
@@ -219,16 +221,18 @@ class TransferDriver(ABC, Generic[S, R]):
         )
 
     def _digests_of(self, route: R) -> BlockDigests | None:
-        """They are of blocks of our own size."""
+        """Returns the block digests if the pair's blocks have our own size, else None."""
         return self._digests if route.rows is self._rows else None
 
     def _has_room(self, new_pair: bool) -> bool:
-        """Whether there is room for one more session, and the pair it may need; dying pairs count, since each is a thread."""
+        """Returns whether there is room for one more session and, if needed, its pair. Pairs that are closing count, because
+        each has a thread."""
         pairs = max(len(self._routes), len(self._pairs))
         return len(self._live) < self._settings.sessions_max and not (new_pair and pairs >= self._settings.pairs_max)
 
     def _make_room(self, offered: tuple[str, ...]) -> None:
-        """Make room for one pair more, by the costliest of these transports: idle ones may go for it."""
+        """Drop idle pairs until the buffers of one more pair fit. The size is that of the costliest of the offered
+        transports."""
 
         def pair_bytes(names: tuple[str, ...]) -> int:
             known = [TRANSPORTS[name] for name in names if name in TRANSPORTS]
@@ -247,7 +251,8 @@ class TransferDriver(ABC, Generic[S, R]):
             self._drop(self._routes[peer_incarnation], "idle, and another pair needs its memory", tell_peer=True)
 
     def _start_pair(self, route: R, how: Listen | Rendezvous) -> None:
-        """Where this process has no descriptor or thread left for it, the route is dropped, and its sessions fail."""
+        """Start the route's pair. If this process has no descriptor or thread left for it, drop the route and fail its
+        sessions."""
 
         def is_current() -> bool:
             return route.pair is pair
@@ -281,22 +286,23 @@ class TransferDriver(ABC, Generic[S, R]):
         route.timer = self._loop.call_later(timeout_s, self._drop, route, fault, True)
 
     def _pair_ready(self, route: R) -> None:
-        """The two have met."""
+        """Record that the two ends have met."""
         self._stop_timer(route)
         route.ready = True
         self.counters[f"pairs_{route.transport}"] += 1
 
     def _pair_broke(self, route: R, reason: str) -> None:
-        """The current pair of this route is of no use any more."""
+        """Count the failure of the route's current pair and drop the route."""
         self.counters[f"broken_{route.transport}"] += 1
         self._drop(route, f"pair {route.pair_id}, {route.transport}: {reason}", tell_peer=True)
 
     @abstractmethod
     def _segments_freed(self, route: R) -> None:
-        """Segments of this pair were answered: there is room for others."""
+        """Called when segments of this pair were answered, so that others may be sent."""
 
     def _segments_answered(self, route: R, answers: Sequence[tuple[SegmentJob, bytes]]) -> None:
-        """Those of one session are fed to it together, which spares most of the work."""
+        """Count the answered segments and pass them to their sessions. All segments of one session are passed together, which
+        saves most of the work."""
         if moved := [job.blocks for job, segment_digest in answers if segment_digest]:
             kv_bytes = sum(moved) * route.rows.layout.block_bytes
             self.counters["segments"] += len(moved)
@@ -315,7 +321,8 @@ class TransferDriver(ABC, Generic[S, R]):
             self._all_down.set()
 
     def _drop(self, route: R, reason: str, tell_peer: bool) -> None:
-        """Give a pair up and fail its sessions. Those with segments in flight end when the thread has answered."""
+        """Drop a route with its pair and fail its sessions. Sessions with segments in flight end when the pair's thread has
+        answered."""
         if route.dropped:
             return
         route.dropped = True
@@ -324,7 +331,7 @@ class TransferDriver(ABC, Generic[S, R]):
             del self._routes[route.peer_incarnation]
         self._stop_timer(route)
         if route.pair is not None:
-            # A process that ends need not know that nobody writes to its memory any more.
+            # A process that shuts down does not need proof that no peer writes to its memory any more.
             route.pair.close(self._settings.segment_timeout_ms if self._closed else None)
         if tell_peer:
             self._send(route.peer_incarnation, PairClosed(route.pair_id, reason[:512]), b"")

@@ -1,4 +1,4 @@
-"""The idle pairs that are given up when the buffers of all of them exceed their bound. Pure."""
+"""Chooses the idle pairs to drop when the buffers of all pairs exceed their limit. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,13 +9,14 @@ class PairUse:
     peer_incarnation: int
     pair_bytes: int
     used_at: float
-    """When its last session ended, or it was made."""
+    """When the pair's last session began or ended."""
     is_idle: bool
 
 
 def to_give_up(pairs: Iterable[PairUse], needed_bytes: int, budget_bytes: int) -> list[int]:
-    """Peers whose pairs go, so that one more of `needed_bytes` fits: idle ones only, the least recently used first, and no
-    more than it takes. Where that is not enough, the new one is made all the same: a busy pair is never given up."""
+    """Returns the peers whose pairs to drop, so that one more pair of `needed_bytes` fits. Only idle pairs are dropped, the
+    least recently used first, and no more than needed. If that is not enough, the new pair is made anyway: a busy pair is
+    never dropped."""
     uses = list(pairs)
     over = sum(use.pair_bytes for use in uses) + needed_bytes - budget_bytes
     found = []

@@ -1,4 +1,4 @@
-"""The part of a worker that its KV drivers talk to. All methods run on the event loop, unless they say otherwise."""
+"""The methods of a worker that its KV drivers call. All methods run on the event loop, unless they say otherwise."""
 
 from typing import Protocol
 
@@ -9,47 +9,48 @@ from proto.messages import Message
 
 class TransferOwner(Protocol):
     def send(self, peer_incarnation: int, message: Message, blob: bytes) -> None:
-        """Send over the control link. Must not raise: where the link is gone, `peer_lost` follows."""
+        """Send over the control link. Must not raise. If the link is gone, the owner calls `peer_lost` later."""
 
     def pair_failed(self, error: Exception) -> None:
-        """The thread of a pair ended with this error. Its sessions have failed before."""
+        """Called when the thread of a pair has ended with this error. The pair's sessions have already failed."""
         return
 
 
 class SenderOwner(TransferOwner, Protocol):
     def sent(self, result: KvSent | KvFailed) -> None:
-        """The one result of each `open`. The blocks may be reused."""
+        """Called once for each `open`, with its result. From then on the blocks may be reused."""
 
     def pairs_changed(self) -> None:
-        """`KvSender.transports` returns something else from now on."""
+        """Called when the result of `KvSender.transports` has changed."""
         return
 
 
 class ReceiverOwner(TransferOwner, Protocol):
-    """Block ids here are of our own size, whatever the sender's is.
+    """Block ids here refer to blocks of our own size, even if the sender's blocks have another size.
 
-    Every accepted offer ends in exactly one `committed` or `not_received`. An undecided offer that fails ends in `not_received`
-    with no blocks, and a refused one in nothing.
+    Every accepted offer ends in exactly one `committed` or `not_received`. An undecided offer that fails ends in
+    `not_received` with no blocks. A refused offer causes no further call.
     """
 
     def offered(self, peer_incarnation: int, offer: Offer) -> OfferAccepted | str | None:
-        """Accept with target blocks, as many as offered, and how many of the first hold their KV already; or refuse with a
-        reason; or return None and call `KvReceiver.decide` later."""
+        """Accept the offer, refuse it with a reason, or return None and call `KvReceiver.decide` later. An accepted offer
+        names as many target blocks as were offered, and how many of the first already hold their KV."""
 
     def committed(self, peer_incarnation: int, commit: Commit, block_ids: list[int], prompt_tokens: list[int]) -> None:
-        """The KV in these blocks is complete and verified."""
+        """Called when the KV in these blocks is complete and verified."""
 
     def not_received(self, request_id: str, attempt: int, block_ids: list[int], reason: str) -> None:
-        """Nothing writes to these blocks any more."""
+        """Called when the transfer has failed and nothing writes to these blocks any more."""
 
     def in_doubt(self, request_id: str, attempt: int, block_ids: list[int]) -> None:
-        """The transfer has failed, and it takes proof until nothing writes to these blocks; then `not_received` follows."""
+        """Called when the transfer has failed but the peer may still write to these blocks. `not_received` follows once it is
+        proven that nothing writes to them."""
         return
 
     def is_busy(self) -> bool:
-        """Whether there is work that the limit of `KvSettings.bytes_per_s` protects."""
+        """Returns whether this worker has work that `KvSettings.bytes_per_s` protects."""
         return True
 
     def turned_away(self, reason: str) -> None:
-        """A connection to the port of `tcp` was turned away. Runs in another thread."""
+        """Called when a connection to the port of `tcp` was rejected. Runs in another thread."""
         return

@@ -1,4 +1,4 @@
-"""The part of the drivers of transfers that the cores of workers need: the real ones, or those of the simulated world."""
+"""The interface of the transfer drivers that workers' cores use. The real drivers and the simulated ones implement it."""
 
 from collections.abc import Sequence
 from typing import Protocol

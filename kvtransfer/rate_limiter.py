@@ -1,8 +1,8 @@
-"""How fast a decode worker takes KV in while streams run on it.
+"""Limits the rate at which a decode worker receives KV while streams run on it.
 
-A copy at full speed takes so much of the memory's bandwidth that decode steps on other cores are a quarter longer. So what
-arrives while streams run goes through a bucket (Turner 1986): a prompt that comes alone crosses at full speed, and only what
-comes back to back is slowed down. It counts all pairs together.
+A copy at full speed takes so much memory bandwidth that decode steps on other cores take a quarter longer. So KV that arrives
+while streams run goes through a leaky bucket (Turner 1986). A single prompt crosses at full speed; only prompts that arrive
+back to back are slowed down. The bucket counts all pairs together.
 """
 
 import asyncio
@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 
 class ByteBucket:
-    """Pure. Holds up to `burst_bytes` and fills at `bytes_per_s`; one may overdraw it, and the next one waits for that.
+    """Pure. Holds up to `burst_bytes` and fills at `bytes_per_s`. A piece may overdraw the bucket; the next piece then waits
+    until it has refilled.
 
-    A piece that begins before its time, since it has waited long enough, adds to the debt; but the debt never exceeds
-    `burst_bytes` and the last piece, so nothing waits for longer than those take.
+    A piece that has reached its maximum wait begins early and adds to the debt. The debt never exceeds `burst_bytes` plus the
+    last piece, so no piece waits longer than those bytes take.
     """
 
     def __init__(self, bytes_per_s: float, burst_bytes: int) -> None:
@@ -24,7 +25,7 @@ class ByteBucket:
         self._at = 0.0
 
     def wait_s(self, now: float) -> float:
-        """Seconds until the next one may begin."""
+        """Returns the seconds until the next piece may begin."""
         self._level = min(self._burst_bytes, self._level + (now - self._at) * self._bytes_per_s)
         self._at = now
         return max(0.0, -self._level / self._bytes_per_s)
@@ -35,18 +36,18 @@ class ByteBucket:
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """The segments of one pair that are held back, in order: their bytes, 0 if nobody wants them any more, and what begins
-    each."""
+    """The segments of one pair that are held back, in order. Each has a function that returns its bytes (0 if it is no longer
+    wanted) and a function that begins it."""
 
     held: deque[tuple[Callable[[], int], Callable[[], None]]] = field(default_factory=deque)
     waiting_since: float = 0.0
-    """The first of them."""
+    """Since when the first of them has waited."""
 
 
 class RateLimiter:
-    """Begins segments when the bucket has room, while `is_needed` says so; otherwise they begin at once and cost the bucket
-    nothing. Pairs take turns, and none waits for longer than `wait_max_s`, from when it came or from when the one before it
-    began: its sender waits too. On one event loop."""
+    """While `is_needed` returns true, segments begin when the bucket has room. Otherwise they begin at once and take nothing
+    from the bucket. Pairs take turns. A segment waits at most `wait_max_s`, counted from its arrival or from the start of the
+    pair's previous segment, because its sender waits too. On one event loop."""
 
     def __init__(
         self, bucket: ByteBucket, wait_max_s: float, clock: Callable[[], float], is_needed: Callable[[], bool]
@@ -55,11 +56,11 @@ class RateLimiter:
         self._clock, self._is_needed = clock, is_needed
         self._loop = asyncio.get_running_loop()
         self._turns: deque[Lane] = deque()
-        """Those that hold something."""
+        """The lanes that hold segments, in the order of their turns."""
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, lane: Lane, wanted_bytes: Callable[[], int], begin: Callable[[], None]) -> None:
-        """Call `begin` now, or when it is its turn."""
+        """Call `begin` now, or when the segment's turn comes."""
         lane.held.append((wanted_bytes, begin))
         if len(lane.held) == 1:
             lane.waiting_since = self._clock()

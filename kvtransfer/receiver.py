@@ -1,4 +1,5 @@
-"""The receiver's end: takes offers, receives KV into blocks of its pool, and gives it out when it is verified."""
+"""The receiver's end: accepts offers, receives KV into blocks of its pool, and hands the blocks to the worker once the KV is
+verified."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ from proto.messages import Message
 
 @dataclass(slots=True, eq=False)
 class _Incoming(Route):
-    """A way from one sender."""
+    """The route from one sender."""
 
     order: AnnounceOrder = field(default_factory=AnnounceOrder)
     listening: PairListen | None = None
@@ -64,7 +65,7 @@ class KvReceiver(TransferDriver[ReceiverSession, _Incoming]):
         memory: PoolMemory | None = None,
     ) -> None:
         """`pool` is [blocks, *layout.block_shape]; `ValueError` if not, or if `listen_host` is not one address of
-        this host. `memory` is what the pool lies in, from its first byte on, if other processes may map it."""
+        this host. `memory` is the memory that holds the pool from its first byte on, if other processes may map it."""
         if listen_host in ("", "*", "0.0.0.0", "::"):
             raise ValueError(
                 f"KV must be received on one address, not on {listen_host!r}: the rendezvous knows no passwords"
@@ -85,13 +86,13 @@ class KvReceiver(TransferDriver[ReceiverSession, _Incoming]):
     # --- from the worker ---
 
     def decide(self, request_id: str, attempt: int, answer: OfferAccepted | str) -> None:
-        """The answer to an offer left undecided. If the offer has failed since, this is ignored."""
+        """Answer an offer that was left undecided. Ignored if the offer has failed in the meantime."""
         live = self._live.get((request_id, attempt))
         if live is not None:
             self._feed(live, self._decision(live, answer))
 
     def receiving(self) -> list[Receiving]:
-        """The sessions that have target blocks now."""
+        """Returns the sessions that have target blocks now."""
         return [
             Receiving(
                 *key, live.route.peer_incarnation, live.session.state, blocks_of(sub_blocks, live.route.rows.ratio)
@@ -103,7 +104,7 @@ class KvReceiver(TransferDriver[ReceiverSession, _Incoming]):
     # --- from the sender ---
 
     def handle(self, peer_incarnation: int, message: Message, blob: bytes) -> None:
-        """A frame from this sender. Raises `RemoteProtocolError` on one that senders do not send."""
+        """Handle a frame from this sender. Raises `RemoteProtocolError` for a type of frame that senders do not send."""
         if isinstance(message, PairOpen):
             self._open(peer_incarnation, message)
         elif isinstance(message, PairClosed):
@@ -157,7 +158,8 @@ class KvReceiver(TransferDriver[ReceiverSession, _Incoming]):
         self._meet(self._routes[peer_incarnation], message)
 
     def _meet_again(self, route: _Incoming, message: PairOpen) -> None:
-        """The sender repeats its proposal, or could not meet as it was told and proposes what is left."""
+        """Handle a repeated `PairOpen`. The sender repeats its proposal, or it could not meet by the chosen transport and
+        proposes the remaining ones."""
         if message.transports == route.offered:
             if route.listening is not None:
                 self._send(route.peer_incarnation, route.listening, b"")
@@ -196,10 +198,10 @@ class KvReceiver(TransferDriver[ReceiverSession, _Incoming]):
 
     def _pair_broke(self, route: _Incoming, reason: str) -> None:
         if route.ready or not route.order.is_fresh or route.listening is None:
-            # Where it could not even listen, by any transport, the sender would wait for nothing.
+            # The sender must be told if no transport could listen; otherwise it would wait for an answer that never comes.
             super()._pair_broke(route, reason)
         else:
-            # The sender finds out as well, and says by what other transport to meet; until then the timer runs.
+            # The sender notices the failure too and proposes other transports. Until then the timer runs.
             route.listening = None
 
     def _pair_ready(self, route: _Incoming) -> None:
@@ -218,7 +220,9 @@ class KvReceiver(TransferDriver[ReceiverSession, _Incoming]):
             self._feed(known, offer)
             return
         if known is not None and known.session.state in (DECLINED, FAILED):
-            del self._ended[key]  # another sender tries the same attempt again; what the first one still says is stale
+            del self._ended[
+                key
+            ]  # another sender tries the same attempt again; later frames of the first sender are stale
             known = None
         route = self._routes.get(peer_incarnation)
         refusal = ""
@@ -254,7 +258,8 @@ class KvReceiver(TransferDriver[ReceiverSession, _Incoming]):
         return OfferAccepted(sub_blocks_of(answer.block_ids, ratio)[:blocks], min(answer.cached_blocks * ratio, blocks))
 
     def _announced(self, peer_incarnation: int, announce: Announce) -> None:
-        """An announced segment is received, wanted or not: the data plane knows no other way to skip it."""
+        """Submit the announced segments to the pair. Unwanted segments are submitted too, because the data plane has no other
+        way to skip them."""
         route = self._routes.get(peer_incarnation)
         if route is None or route.pair_id != announce.pair_id or route.order.is_repeated(announce.sequence):
             self.counters["stale_frames"] += 1
@@ -283,7 +288,7 @@ class KvReceiver(TransferDriver[ReceiverSession, _Incoming]):
         route.pair.submit(*jobs)
 
     def _wanted(self, live: _Live, announce: Announce, jobs: list[SegmentJob]) -> None:
-        """Let the session say where the segments go; a session that is over, or ends with this, says nothing."""
+        """Ask the session for the target blocks of the segments. A session that has ended, or ends now, names none."""
         for action in live.session.handle(announce, self._clock()):
             if isinstance(action, Receive):
                 job = jobs[action.segment - announce.segment]

@@ -16,30 +16,30 @@ Key = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """The current or a dying way to one peer. `pair` is None until its thread has been started; where meeting by one transport
-    fails, another one takes its place, of the same id."""
+    """A connection to one peer, current or being closed. `pair` is None until its thread has been started. If the ends cannot
+    meet by one transport, another pair with the same id takes its place."""
 
     peer_incarnation: int
     pair_id: int
     rows: PoolRows
-    """Our pool in the blocks that cross between the two."""
+    """Our pool, viewed in blocks of the size that this pair transfers."""
     offered: tuple[str, ...]
-    """Transports that are still in question, best first."""
+    """The transports still proposed, best first."""
     pair: Pair | None = None
     transport: str = ""
-    """That it uses, or tries to meet by; empty until that is known."""
+    """The transport that the pair uses or tries to meet by; empty until it is known."""
     why: str = ""
-    """The reason against better ones."""
+    """Why better transports are not used."""
     ready: bool = False
-    """The two have met."""
+    """Whether the two ends have met."""
     sessions: "dict[Key, Live[Any, Any]]" = field(default_factory=dict)
     timer: asyncio.TimerHandle | None = None
-    """When the two must have met at the latest."""
+    """The timer of the deadline by which the two ends must have met."""
     dropped: bool = False
     used_at: float = 0.0
-    """When its last session began or ended."""
+    """When the last session on the route began or ended."""
     encrypt: bool = False
-    """KV crosses encrypted by `tcp`."""
+    """Whether `tcp` encrypts the KV."""
 
 
 S = TypeVar("S", bound=TransferSession)
@@ -50,7 +50,8 @@ R = TypeVar("R", bound=Route)
 
 @dataclass(slots=True, eq=False)
 class Live(Generic[S, R]):
-    """A session and what belongs to it on the loop. Its blocks are the route's: sub-blocks, where those are smaller."""
+    """A session with its route and timer on the event loop. Its block ids are those of the route: sub-blocks, if the peer's
+    blocks are smaller than ours."""
 
     key: Key
     session: S

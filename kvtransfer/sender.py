@@ -34,7 +34,7 @@ from proto.kv import Abort, Accept, Ack, Decline, FirstToken, PairClosed, PairLi
 from proto.messages import Message
 
 _FIRST_SEGMENTS = 4
-"""Announced to a pair that has nothing to do, before any more are."""
+"""Segments announced first to an idle pair, before any others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class PairState:
 
 @dataclass(slots=True, eq=False)
 class _Outgoing(Route):
-    """A way to one receiver. Segments of all its sessions leave in the order they became ready."""
+    """The route to one receiver. Segments of all its sessions are sent in the order in which they became ready."""
 
     waiting: "deque[tuple[_Live, SendSegment]]" = field(default_factory=deque)
     announced: int = 0
@@ -84,14 +84,14 @@ class KvSender(TransferDriver[SenderSession, _Outgoing]):
     # --- from the worker ---
 
     def open(self, request_id: str, attempt: int, peer_incarnation: int, blocks: int, block_size: int = 0) -> None:
-        """Offer `blocks` blocks of KV, none of which need be ready; meets the receiver if there is no pair with it yet.
+        """Offer `blocks` blocks of KV, which need not be ready yet. Opens a pair with the receiver if there is none.
 
-        They are of `block_size` tokens: the smaller of the two ends' sizes, which must divide our own (0: is our own). A last
-        block of ours that the prompt fills in part may so count for less.
+        `blocks` counts blocks of `block_size` tokens: the smaller of the two ends' sizes, which must divide our own (0: our
+        own size). So the prompt's last block, if it is partly filled, may count as fewer of these.
 
-        Called when the request is placed, so that meeting and deciding overlap the prefill. Where there is no room
-        for another transfer, `SenderOwner.sent` says so, soon. The same goes
-        for a (request_id, attempt) that was opened before: an attempt is offered once.
+        Called when the request is placed, so that the rendezvous and the receiver's decision overlap the prefill. If there is
+        no room for another transfer, `SenderOwner.sent` soon reports the failure. The same happens for a (request_id, attempt)
+        that was opened before: an attempt is offered only once.
         """
         route = self._current_route(peer_incarnation)
         repeated = (request_id, attempt) in self._ended
@@ -108,7 +108,7 @@ class KvSender(TransferDriver[SenderSession, _Outgoing]):
         elif route is not None and route.rows.layout.block_size != block_size:
             reason = f"blocks of {block_size} tokens on a pair for those of {route.rows.layout.block_size}"
         if reason:
-            # Soon, not now, so that a caller who opens again on a failure does not call itself without end.
+            # Reported in a later callback: a caller that opens again on failure would otherwise recurse without end.
             self._loop.call_soon(self._owner.sent, KvFailed(request_id, attempt, reason))
             return
         if route is None:
@@ -125,10 +125,10 @@ class KvSender(TransferDriver[SenderSession, _Outgoing]):
         self._perform(live, session.start(self._clock()))
 
     def blocks_ready(self, request_id: str, attempt: int, first_block: int, block_ids: Sequence[int]) -> None:
-        """Blocks `first_block`… of the prompt are final and lie in these blocks of the pool; consecutive from call to
-        call. These are blocks of our own size.
+        """Report that the prompt's blocks from `first_block` on are final and lie in these blocks of the pool. Each call
+        continues where the one before ended. Block ids refer to blocks of our own size.
 
-        Ignored after the session's result, as are `commit` and `abort`: they may cross it.
+        Calls after the session's result are ignored, as are those of `commit` and `abort`.
         """
         live = self._live.get((request_id, attempt))
         if block_ids and live is not None:
@@ -143,23 +143,23 @@ class KvSender(TransferDriver[SenderSession, _Outgoing]):
     def commit(
         self, request_id: str, attempt: int, first_tokens: Sequence[FirstToken], prompt_tokens: Sequence[int]
     ) -> None:
-        """All blocks are ready. `prompt_tokens` are the prompt's ids where decode needs them, else empty."""
+        """Report that all blocks are ready. `prompt_tokens` are the prompt's token ids if decode needs them, else empty."""
         event = CommitReady(tuple(first_tokens), len(prompt_tokens), pack_tokens(prompt_tokens))
         self._feed_known((request_id, attempt), event)
 
     def digest(self, block_ids: Sequence[int]) -> None:
-        """These blocks of the pool were computed, and are final. To be called by the thread that computed them, before anybody
-        can send them: a receiver then gets what was computed, or nothing. On a GPU it does nothing (`digests`)."""
+        """Make digests of these blocks, which were computed and are final. The thread that computed them must call this before
+        they can be sent: the receiver then commits only the KV that was computed. Does nothing on a GPU (`digests`)."""
         if self._digests is not None:
             self._digests.make(block_ids)
 
     def received(self, block_ids: Sequence[int]) -> None:
-        """These blocks of the pool have other contents than before, which somebody else has computed."""
+        """Forget the digests of these blocks: they now hold KV that another worker computed."""
         if self._digests is not None:
             self._digests.forget(block_ids)
 
     def transports(self) -> list[PairState]:
-        """The transport of each receiver that there is a pair with."""
+        """Returns the transport of each pair that is ready."""
         return [
             PairState(incarnation, route.transport, route.why)
             for incarnation, route in self._routes.items()
@@ -169,7 +169,7 @@ class KvSender(TransferDriver[SenderSession, _Outgoing]):
     # --- from the receiver ---
 
     def handle(self, peer_incarnation: int, message: Message, blob: bytes) -> None:
-        """A frame from this receiver. Raises `RemoteProtocolError` on one that receivers do not send."""
+        """Handle a frame from this receiver. Raises `RemoteProtocolError` for a type of frame that receivers do not send."""
         if isinstance(message, PairListen):
             self._connect(peer_incarnation, message)
         elif isinstance(message, PairClosed):
@@ -190,7 +190,8 @@ class KvSender(TransferDriver[SenderSession, _Outgoing]):
     # --- pairs ---
 
     def _current_route(self, peer_incarnation: int) -> _Outgoing | None:
-        """None, and the old one is given up, where nothing uses it and a better transport may be tried again."""
+        """Returns the current route, if any. If it is idle and a better transport may be tried again, drops it and returns
+        None."""
         route = self._routes.get(peer_incarnation)
         if route is None or not route.ready or route.sessions:
             return route
@@ -257,7 +258,7 @@ class KvSender(TransferDriver[SenderSession, _Outgoing]):
         if route.ready or not route.offered:
             super()._pair_broke(route, reason)
             return
-        # Nothing was announced yet, so another way of meeting does as well, and the sessions need not know.
+        # No segment was announced yet, so the ends can meet by another transport without any effect on the sessions.
         assert route.pair is not None
         self.counters[f"broken_{route.transport}"] += 1
         route.pair.close()
@@ -268,7 +269,7 @@ class KvSender(TransferDriver[SenderSession, _Outgoing]):
         self._pump(route)
 
     def _window(self, route: _Outgoing) -> int:
-        """Segments that may be on their way at once."""
+        """Returns how many segments may be in flight at once."""
         if TRANSPORTS[route.transport].skips_unwanted:
             return WINDOW_SEGMENTS_MAX
         segment_bytes = self._segment_blocks(route) * route.rows.layout.block_bytes
@@ -276,8 +277,8 @@ class KvSender(TransferDriver[SenderSession, _Outgoing]):
         return max(self._settings.window_segments, small)
 
     def _pump(self, route: _Outgoing) -> None:
-        """Announce and send what waits, to fill the pair's window; by the handful: a word about one segment costs both loops as
-        much as about ten."""
+        """Announce and send waiting segments until the pair's window is full. Several are announced together, because a
+        message about one segment costs both event loops as much as one about ten."""
         if route.dropped or not route.ready or not route.waiting:
             return
         assert route.pair is not None
@@ -285,7 +286,7 @@ class KvSender(TransferDriver[SenderSession, _Outgoing]):
         if route.pair.queued > window // 2:
             return
         if not route.pair.queued:
-            # The first few leave while the many are looked up.
+            # Send the first few at once, while the others are prepared.
             self._announce(*next_parts(route.waiting, min(window, _FIRST_SEGMENTS)))
             self._loop.call_soon(self._pump, route)
             return
@@ -293,7 +294,8 @@ class KvSender(TransferDriver[SenderSession, _Outgoing]):
             self._announce(*next_parts(route.waiting, room))
 
     def _announce(self, live: _Live, parts: list[SendSegment]) -> None:
-        """These follow each other. All are on their way before the session hears of any: it may want to send more."""
+        """Announce and submit consecutive segments. The session is told only after all are submitted, because it may then send
+        more."""
         route = live.route
         assert route.pair is not None
         self._send(route.peer_incarnation, announcement(live.key, route.pair_id, route.announced, parts), b"")
@@ -323,7 +325,8 @@ class KvSender(TransferDriver[SenderSession, _Outgoing]):
             self._cancel_waiting(live)
 
     def _cancel_waiting(self, live: _Live) -> None:
-        """Answer what is not announced yet. An announced segment must be sent, or the receiver would wait for it."""
+        """Drop the session's segments that are not announced yet. Announced segments must be sent, because the receiver waits
+        for them."""
         cancelled = [part for owner, part in live.route.waiting if owner is live]
         live.route.waiting = deque(item for item in live.route.waiting if item[0] is not live)
         for part in cancelled:

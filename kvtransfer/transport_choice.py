@@ -1,15 +1,15 @@
 """The transports that a sender proposes to each receiver: best first, without those that failed there lately. Pure.
 
-A transport that broke with a peer is left out for `demote_ms`, and twice as long after each further break, up to
-`demote_max_ms`; then it is tried again. Transfers that go well for as long as it was last left out clear its record. Where all
-are left out, all are proposed: a poor way is better than none.
+A transport that broke with a peer is left out for `demote_ms`, then tried again. Each further break doubles the time, up to
+`demote_max_ms`. The record is cleared by a transfer that succeeds once the transport has been back for as long as it was last
+left out. If all are left out, all are proposed: a poor transport is better than none.
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
 PEERS_MAX = 1024
-"""Peers remembered; of more, those heard of longest ago are forgotten."""
+"""Most peers remembered; beyond that, the peer whose last break is oldest is forgotten."""
 
 
 @dataclass(slots=True)
@@ -17,14 +17,14 @@ class _Record:
     breaks: int
     """Breaks in a row."""
     until: float
-    """Not proposed before."""
+    """The transport is not proposed before this time."""
     period_s: float
     reason: str
 
 
 @dataclass(slots=True)
 class TransportChoice:
-    """`transports` are those allowed, best first."""
+    """`transports` are the allowed transports, best first."""
 
     transports: tuple[str, ...]
     demote_ms: int
@@ -45,20 +45,20 @@ class TransportChoice:
         records[transport] = _Record(breaks, now + period_s, period_s, reason)
 
     def worked(self, peer_incarnation: int, transport: str, now: float) -> None:
-        """A transfer went well by it."""
+        """Record a transfer that succeeded over this transport."""
         records = self._records.get(peer_incarnation, {})
         if transport in records and now >= records[transport].until + records[transport].period_s:
             del records[transport]
 
     def better_is_due(self, peer_incarnation: int, transport: str, now: float) -> bool:
-        """Whether one that is better than this was left out, and may be tried again."""
+        """Returns whether a better transport than this one was left out and may be tried again."""
         return any(
             record.until <= now and self.transports.index(name) < self.transports.index(transport)
             for name, record in self._records.get(peer_incarnation, {}).items()
         )
 
     def why_not_better(self, peer_incarnation: int, transport: str, now: float) -> str:
-        """The reason why better ones than this are not proposed; empty if there is none."""
+        """Returns why better transports than this one are not proposed; empty if there is no reason."""
         records = self._records.get(peer_incarnation, {})
         better = self.transports[: self.transports.index(transport)]
         left_out = [(name, records[name]) for name in better if name in records and records[name].until > now]

@@ -20,7 +20,7 @@ from proto.progress import PromptLogprobs
 def run_step(
     engine: Engine, work: Sequence[tuple[PrefillRequest, Chunk]], on_final: Callable[[list[int]], None]
 ) -> PrefillStepResult:
-    """`on_final` is told of the blocks that are full now, or are a complete prompt's last."""
+    """Run one step. `on_final` is called with the blocks that are now full, or that end a complete prompt."""
     started = time.perf_counter()
     scorers = {
         prompt.key: PromptScorer(
@@ -88,7 +88,7 @@ def score_messages(key: tuple[str, int], scorer: PromptScorer) -> list[PromptLog
 
 
 def final_blocks(prompt: PrefillRequest, chunk: Chunk, block_size: int) -> list[int]:
-    """Those of the prompt's blocks that this chunk was the last to write to."""
+    """Returns the prompt's blocks that this chunk was the last to write to."""
     end = chunk.start + chunk.length
     is_last = end == prompt.order.prompt_tokens
     return prompt.blocks[chunk.start // block_size : len(prompt.blocks) if is_last else end // block_size]

@@ -124,7 +124,7 @@ class PrefillCore:
             tokens = unpack_tokens(blob, order.prompt_tokens)
             fault = "a token id outside the vocabulary" if max(tokens) >= self._vocab_size else ""
         except RemoteProtocolError as error:
-            # A gateway's fault: the coordinator passed the ids on unread, and its link is not the one to end.
+            # The gateway is at fault: the coordinator passed the ids on unread, so its link is not closed.
             tokens, fault = [], str(error)
         if fault:
             self._say([WorkFailed(order.request_id, order.attempt, Interrupt.ENGINE_ERROR, fault)])
@@ -138,14 +138,15 @@ class PrefillCore:
             prompt.sending = True
             if order.sampling.grammar and self._prepare_grammar is not None:
                 self._prepare_grammar(prompt)
-            # Blocks cross in the smaller of the two sizes, in which ours are counted by the tokens they hold.
+            # Blocks cross in the smaller of the two block sizes, so count the prompt's blocks in that size.
             size = min(self.table.block_size, order.decode_block_size)
             self._ports.sender.open(*prompt.key, order.decode.incarnation, -(-order.prompt_tokens // size), size)
             if self.tier is None or not self.tier.begin_load(prompt):
                 self._tier_looked_at(prompt)
 
     def _tier_looked_at(self, prompt: PrefillRequest) -> None:
-        """Missing blocks that are believed to be cached are fetched, or else computed."""
+        """Continue after the second tier was checked: fetch missing blocks that the coordinator believes cached, or report the
+        miss so that they are computed."""
         self._blocks_ready(prompt)
         order = prompt.order
         if order.fetches and prompt.known_blocks < self.table.believed_blocks(order):
@@ -167,7 +168,7 @@ class PrefillCore:
             self._close(prompt, released, "released")
 
     def coordinator_lost(self, _: str) -> None:
-        """Steps will not come any more; what is already on its way to decode goes on."""
+        """Drop queued steps and close unfinished prompts. Hand-overs of complete prompts continue."""
         self.links_lost += 1
         (self.tier or self.table.allocator).report_all()
         self.steps.clear()
@@ -182,8 +183,8 @@ class PrefillCore:
     # --- steps ----------------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> Begun | None:
-        """The next step to run; one in which nothing is left to do is answered at once, and one that waits for what is fetched
-        lets others go first. None if there is none."""
+        """Returns the next step to run, or None. A step without remaining work is answered at once. A step that waits for a
+        fetch lets others go first."""
         self.table.allocator.tick(self._ports.now())
         while (step := self._ready_step()) is not None:
             self.steps.remove(step)
@@ -199,8 +200,8 @@ class PrefillCore:
         return None
 
     def _ready_step(self) -> Step | None:
-        """The first that does not wait. A prompt's chunks keep their order: a step with one of a prompt that is also in a step
-        that waits comes after that."""
+        """Returns the first step that need not wait. A prompt's chunks keep their order: a step is held back if one of its
+        prompts is also in an earlier waiting step."""
         held_up: set[Key] = set()
         for step in self.steps:
             keys = {(chunk.request_id, chunk.attempt) for chunk in step.chunks}

@@ -1,10 +1,10 @@
-"""Fetches of a prompt's beginning that its decode worker has and this worker has not. Pure.
+"""Fetches the beginning of a prompt from its decode worker, if that has the KV and this worker does not. Pure.
 
     NONE → ASKED → RECEIVING → NONE
 
-The decode worker offers its blocks, and the hand-over of `kvtransfer.session` runs the other way. Until that ends, its blocks
-may be written to, and steps with a chunk of the prompt wait. Whatever does not come is computed: the coordinator hears of it by
-a `CacheMiss`.
+The decode worker offers its blocks, and the hand-over of `kvtransfer.session` runs the other way. Until it ends, the prompt's
+blocks may be written to, and steps with a chunk of the prompt wait. KV that does not arrive is computed: the coordinator is
+told by a `CacheMiss`.
 """
 
 from collections.abc import Callable
@@ -24,11 +24,11 @@ class Fetches:
         say: Callable[[list[FinalReport]], None],
         blocks_ready: Callable[[PrefillRequest], None],
     ) -> None:
-        """`say` passes on what can be said of attempts that are over, and `blocks_ready` blocks that are final now."""
+        """`say` sends final reports of ended attempts. `blocks_ready` passes on blocks that are final now."""
         self._ports, self._table, self._say, self._blocks_ready = ports, table, say, blocks_ready
 
     def begin(self, prompt: PrefillRequest) -> None:
-        """It lacks something of what its order believes to be cached."""
+        """Ask the decode worker for the blocks that the order believes cached but that are missing here."""
         prompt.fetch_began = self._ports.now()
         first = prompt.cached_tokens // self._table.block_size
         prompt.fetch = FetchPhase.ASKED
@@ -36,7 +36,7 @@ class Fetches:
         self._ports.fetch(prompt.order.decode, Fetch(*prompt.key, first, missing))
 
     def offered(self, incarnation: int, offer: Offer) -> OfferAccepted | str:
-        """Where to put it, or why not."""
+        """Returns the target blocks for an offer, or the reason for refusing it."""
         prompt = self._table.prompts.get((offer.request_id, offer.attempt))
         if prompt is None or prompt.fetch is not FetchPhase.ASKED or prompt.order.decode.incarnation != incarnation:
             return "nothing was asked for"
@@ -47,7 +47,7 @@ class Fetches:
         return OfferAccepted(tuple(prompt.blocks[first : first + offer.blocks]))
 
     def committed(self, commit: Commit, blocks: list[int]) -> None:
-        """They are verified and here."""
+        """Handle a complete fetch, whose blocks are here and verified."""
         prompt = self._table.prompts[(commit.request_id, commit.attempt)]
         self._table.fetched(prompt, len(blocks))
         prompt.fetch_ms = 1000 * (self._ports.now() - prompt.fetch_began)
@@ -65,7 +65,7 @@ class Fetches:
             self._give_up(prompt, "")
 
     def expire(self, key: Key) -> None:
-        """No offer has come in time."""
+        """Give up a fetch for which no offer came in time."""
         prompt = self._table.prompts.get(key)
         if prompt is not None:
             self._give_up(prompt, "no offer came")

@@ -27,4 +27,4 @@ class PrefillPorts(Protocol):
     def now(self) -> float: ...
 
     def fetch(self, decode: Destination, message: Fetch) -> None:
-        """Send it, and call `Fetches.expire` when an offer should have come."""
+        """Send the message, and call `Fetches.expire` when the time for an offer has passed."""

@@ -2,7 +2,8 @@
 
 A prompt's blocks are in use while a step computes into them (`in_step`), while they are sent or copied (`sending`, `saving`)
 and while what is loaded or fetched may be written to them (`fetch`). However the attempt ends, its blocks are freed and the
-coordinator is told only when all are over: `close` says what to tell it, the last of them lets go.
+coordinator is told only when all of these uses are over. `close` sets the final report, and the end of the last use frees the
+blocks.
 
 A prompt may begin with blocks that others have computed, up to what the coordinator believes to be here. Its own are made
 known as they become full, and stay, as long as there is room, when the prompt is gone.
@@ -31,7 +32,7 @@ class FetchPhase(Enum):
 
     NONE = auto()
     LOADING = auto()
-    """Something comes back from the second tier; see `prefill_worker.tier`."""
+    """Blocks are being loaded from the second tier; see `prefill_worker.tier`."""
     ASKED = auto()
     RECEIVING = auto()
 
@@ -50,7 +51,7 @@ class PrefillRequest:
     known_blocks: int = 0
     """Blocks that stand in the cache under their hashes."""
     saved_blocks: int = 0
-    """So many of these have been looked at for the second tier."""
+    """How many of these were already considered for the second tier."""
     saving: int = 0
     """Copies of some of its blocks to the second tier that are under way."""
     sent_blocks: int = 0
@@ -100,7 +101,8 @@ class PromptTable:
     def take_in(self, order: Prefill, tokens: list[int]) -> PrefillRequest | WorkFailed | None:
         """A new prompt with its blocks; a failure if there is no room; None if the order is a repetition.
 
-        Less may be cached than the order believes, never more is used. Raises `RemoteProtocolError` on hashes cut short.
+        Fewer tokens may be cached than the order expects; more are never used. Raises `RemoteProtocolError` on hashes cut
+        short.
         """
         key = (order.request_id, order.attempt)
         if key in self.prompts:
@@ -119,12 +121,13 @@ class PromptTable:
         return prompt
 
     def believed_blocks(self, order: Prefill) -> int:
-        """So many of a prompt's blocks need not be computed, as the order has it. The last token is computed in any case: the
-        first token of the answer is drawn from its logits."""
+        """Returns how many of a prompt's blocks need not be computed, according to the order. The last token is computed in
+        any case: the first token of the answer is drawn from its logits."""
         return min(order.cached_tokens, order.prompt_tokens - 1) // self.block_size
 
     def runnable(self, chunks: tuple[Chunk, ...]) -> list[tuple[PrefillRequest, Chunk]]:
-        """The chunks of a step that still make sense: one of each prompt that is not over, where its last one ended."""
+        """Returns the chunks of a step that can still run: at most one for each prompt that is not over, starting where its
+        computed tokens end."""
         found: dict[Key, tuple[PrefillRequest, Chunk]] = {}
         for chunk in chunks:
             prompt = self.prompts.get((chunk.request_id, chunk.attempt))
@@ -142,7 +145,7 @@ class PromptTable:
         return list(found.values())
 
     def found_later(self, prompt: PrefillRequest, blocks: int) -> None:
-        """So many blocks behind those that were here are verified and here."""
+        """Count the next `blocks` blocks, now here and verified, as cached."""
         tokens = blocks * self.block_size
         prompt.computed_tokens = prompt.cached_tokens = prompt.cached_tokens + tokens
         self.found_tokens += tokens
@@ -161,7 +164,7 @@ class PromptTable:
     def end_step(
         self, work: list[tuple[PrefillRequest, Chunk]], broken: frozenset[Key] = frozenset()
     ) -> list[FinalReport]:
-        """The chunks are computed; returns what is to be said of prompts that were only waiting for this. The blocks of
+        """Record the computed chunks. Returns the final reports of prompts that were waiting only for this step. The blocks of
         `broken` prompts are suspect, shared ones included, and are not found by others from now on."""
         said = []
         for prompt, chunk in work:
@@ -181,7 +184,7 @@ class PromptTable:
         return first, prompt.blocks[first:final]
 
     def close(self, prompt: PrefillRequest, final_report: FinalReport) -> list[FinalReport]:
-        """The attempt is over here, for the first reason given; returns what can be said of it now."""
+        """End the attempt here; the first final report given counts. Returns it if it can be sent now."""
         if prompt.final_report is None:
             prompt.final_report = final_report
         if prompt.fetch is FetchPhase.ASKED:

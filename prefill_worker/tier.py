@@ -1,8 +1,8 @@
-"""The second tier of a prefill worker's KV: the blocks there, and those that go there and come back. Pure.
+"""The second tier of a prefill worker's KV: which blocks it holds, and the copies to and from it. Pure.
 
-Blocks are copied there as soon as they are computed, while their prompt holds them: so nothing need be done when the pool gives
-them up. A prompt whose beginning is there, and no longer in the pool, gets it back, if that takes less time than to compute it.
-For the coordinator, a block is cached here while it is in one of the two.
+Blocks are copied to the tier as soon as they are computed, while their prompt holds them, so that evicting them from the pool
+needs no copy. If the beginning of a prompt is in the tier but not in the pool, it is loaded, unless computing it is faster.
+The coordinator counts a block as cached here while it is in either of the two.
 """
 
 from collections import Counter, OrderedDict
@@ -18,14 +18,15 @@ from proto.limits import HASH_BYTES
 SAVES_MAX: Final = 64
 """Most copies under way at once; blocks that become full meanwhile are not copied."""
 TRY_AGAIN: Final = 0.9
-"""Where computing is faster, each prompt that is computed instead counts loading as so much faster: it is tried again."""
+"""While computing is faster, each prompt that is computed instead lowers the estimated load time by this factor, so that
+loading is tried again later."""
 _GAIN: Final = 0.2
 
 
 class Slot(NamedTuple):
     number: int
     digest: bytes
-    """The block that was put there had this one."""
+    """Digest of the block when it was copied to the slot."""
 
 
 class Copies(Protocol):
@@ -45,8 +46,7 @@ class KvTier:
         say: Callable[[list[FinalReport]], None],
         go_on: Callable[[PrefillRequest], None],
     ) -> None:
-        """`say` passes on what can be said of attempts that are over; `go_on` takes up a prompt for which something came back,
-        or did not."""
+        """`say` sends final reports of ended attempts. `go_on` continues a prompt after its load has ended."""
         self._copies, self._table, self._say, self._go_on = copies, table, say, go_on
         self._slots: OrderedDict[bytes, Slot] = OrderedDict()
         """Keys are hashes. Blocks used longest ago come first; the last ones of a prompt come before its first ones."""
@@ -59,7 +59,7 @@ class KvTier:
         self._saves = 0
         self._loads: dict[Key, list[bytes]] = {}
         self._compute_ms = self._load_ms = 0.0
-        """A token takes so long; 0: it was not measured yet."""
+        """Milliseconds per token to compute and to load; 0: not measured yet."""
         self.loaded_tokens = self.failures = 0
 
     def counts(self) -> tuple[int, int, int]:
@@ -69,7 +69,7 @@ class KvTier:
     # --- back to the pool -----------------------------------------------------------------------------------------------
 
     def begin_load(self, prompt: PrefillRequest) -> bool:
-        """Whether something comes back for it; then `go_on` follows."""
+        """Begin to load blocks for a prompt. Returns whether any are loaded; if so, `go_on` is called later."""
         first, believed = prompt.known_blocks, self._table.believed_blocks(prompt.order)
         hashes: list[bytes] = []
         for hash_ in prompt.hashes[first:believed]:
@@ -88,7 +88,7 @@ class KvTier:
         return True
 
     def loaded(self, key: Key, blocks: int, ms: float) -> None:
-        """So many blocks came back, and were what they should be."""
+        """Handle the end of a load, with the number of blocks that came back intact."""
         hashes = self._loads.pop(key)
         self._pinned -= Counter(hashes)
         if blocks:
@@ -109,7 +109,7 @@ class KvTier:
     # --- out of it ------------------------------------------------------------------------------------------------------
 
     def computed(self, prompt: PrefillRequest) -> None:
-        """More of its blocks may be full. They are copied."""
+        """Copy the prompt's newly full blocks to the tier."""
         full = slice(prompt.saved_blocks, prompt.known_blocks)
         prompt.saved_blocks = prompt.known_blocks
         pairs = zip(prompt.hashes[full], prompt.blocks[full], strict=True)
@@ -127,7 +127,7 @@ class KvTier:
                     self._slots.move_to_end(one)
 
     def saved(self, key: Key, hashes: Sequence[bytes], slots: Sequence[int], digests: Sequence[bytes]) -> None:
-        """They are copied; of those without a digest that has failed."""
+        """Handle the end of a copy. Blocks without a digest were not copied."""
         self._saves -= 1
         for hash_, slot, digest in reversed(list(zip(hashes, slots, digests, strict=False))):
             if self._saving.pop(hash_, None) == key:
@@ -152,7 +152,7 @@ class KvTier:
                 self._drop(hash_)
 
     def measured(self, tokens: int, step_ms: float) -> None:
-        """A step has computed so many."""
+        """Update the computing time per token from a step."""
         self._compute_ms = _smooth(self._compute_ms, step_ms / tokens)
 
     # --- what the coordinator is told -----------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class KvTier:
     # --- slots ----------------------------------------------------------------------------------------------------------
 
     def _take(self, count: int) -> list[int]:
-        """So many slots, or fewer: those of blocks used longest ago are given up."""
+        """Take up to `count` slots, and drop the least recently used blocks to free them."""
         wanted = max(count - len(self._free), 0)
         for hash_ in list(islice((one for one in self._slots if not self._pinned[one]), wanted)):
             self._drop(hash_)

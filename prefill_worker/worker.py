@@ -145,7 +145,7 @@ class PrefillWorker(SenderOwner):
         await self.receivers.close()
 
     def registered(self) -> None:
-        # In its last role it may have kept what streams that are resumed now had computed: all of that is told at once.
+        # After a role change this worker may hold the KV of streams that are being resumed, so all of it is reported at once.
         for _ in range(CACHE_REPORTS_MAX if self.driver.hello.flipped_from and not self.core.links_lost else 1):
             self.registration.report_cache(self.core.take_changes)
         if self.core.links_lost:
@@ -191,7 +191,8 @@ class PrefillWorker(SenderOwner):
         return partial(self.core.drawn, prompts, result)
 
     def _prepare_grammar(self, prompt: PrefillRequest) -> None:
-        """All choices draw from the same mask: what one of them draws, decode takes in."""
+        """Prepare one matcher for the prompt: all choices draw their first token from the same mask, and decode then feeds
+        each choice's token to its own matcher."""
         output = (
             prompt.tokens[len(prompt.tokens) - prompt.order.resumed_tokens :] if prompt.order.resumed_tokens else ()
         )

@@ -15,7 +15,7 @@ import torch
 
 Ints = npt.NDArray[np.int64]
 NO_SLOT: Final = -1
-"""The slot of a row that only fills a batch up: nothing is written for it."""
+"""The slot of a padding row, for which nothing is written."""
 
 OnLogits = Callable[[int, torch.Tensor], None]
 LOGITS_ROWS: Final = 64
@@ -36,13 +36,13 @@ class SeqChunk:
     wants_logits: bool
     """Whether the logits of the last token are wanted."""
     on_logits: OnLogits | None = None
-    """Called with the logits of all its tokens, some at a time: the number of the first, and [tokens, vocab] float32. The
-    tensor that it is given is overwritten when it has returned."""
+    """Called with the logits of all tokens of the chunk, in pieces: the index of the piece's first token, and [tokens, vocab]
+    float32. The tensor is overwritten after the call."""
 
 
 def rows_of_logits(chunks: Sequence[SeqChunk]) -> Iterator[tuple[OnLogits, int, int, int]]:
-    """Each piece of logits that `on_logits` is to be given, with the number of its first token in the chunk and in the packed
-    batch, and how many tokens it has."""
+    """Yields, for each piece of logits: `on_logits`, the index of its first token in the chunk and in the packed batch, and
+    its number of tokens."""
     first = 0
     for chunk in chunks:
         if chunk.on_logits is not None:
@@ -66,7 +66,7 @@ class ForwardBatch:
     lengths: torch.Tensor
     """[sequences] int32: tokens of each sequence, those of this forward included."""
     tables: torch.Tensor
-    """[sequences, blocks] int32; what is past a sequence's own blocks is any valid block."""
+    """[sequences, blocks] int32. Entries past a sequence's own blocks are any valid block."""
     wanted: torch.Tensor
     """Rows whose logits are wanted."""
     counts: tuple[int, ...]
@@ -76,7 +76,7 @@ class ForwardBatch:
 
     @property
     def is_decode(self) -> bool:
-        """One row for each sequence."""
+        """Returns whether each sequence has one row."""
         return max(self.counts) == 1
 
 

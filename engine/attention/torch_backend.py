@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: what the other backends are compared with, and what runs models that they do not.
+"""Paged attention in plain torch: the reference for the other backends, and the backend for models that they cannot run.
 
 One variant for everything: K and V are gathered from the pool, scores are computed in float32, softmax weighs V. Windows and
 causality are one mask. No operation depends on what is in a tensor, so it also runs on fake tensors and inside a CUDA graph.
@@ -30,7 +30,7 @@ class TorchAttention:
         return AttentionMetadata(batch, tuple(_group(batch, members) for members in _members(batch)))
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata) -> None:
-        # Rows without a slot write what the first row, which has one, writes.
+        # Rows without a slot repeat the write of the first row.
         slots = metadata.batch.slots
         is_real = slots >= 0
         slots = torch.where(is_real, slots, slots[0].clamp(min=0))

@@ -12,7 +12,7 @@ from engine.attention.forward_batch import ForwardBatch, upload
 from engine.attention.interface import AttentionCall, AttentionMetadata
 
 SPLITS: Final = 32
-"""Into which the keys of a sequence are divided at most; always as many, so that a CUDA graph fits any length."""
+"""The most splits of a sequence's keys. The number launched is constant, so that one CUDA graph fits any length."""
 _SHARED_BYTES: Final = 101_376
 """Shared memory of one program on the smallest GPUs that are served: A10, L4, RTX."""
 _EVERYTHING: Final = (1 << 31) - 1
@@ -45,7 +45,8 @@ class TritonAttention:
         properties = torch.cuda.get_device_properties(pool.device) if pool.is_cuda else None
         shared_bytes = getattr(properties, "shared_memory_per_block_optin", _SHARED_BYTES)
         self.rows, self._tile = tile_sizes(self._dim_pad, pool.itemsize, shared_bytes)
-        """How many tokens of a prompt are one tile of queries; how many keys are looked at at once, the fewest of a split."""
+        """`rows` is the number of prompt tokens in a tile of queries. `_tile` is the number of keys processed at once, and the
+        fewest in a split."""
 
     def plan(self, batch: ForwardBatch) -> AttentionMetadata:
         if batch.is_decode:

@@ -17,7 +17,8 @@ from engine.cpu.recognise import LayerParts, ModelParts
 from engine.cpu.weights import PackedWeights
 
 _POSITIONS: Final = 1024
-"""Rotary embeddings are computed for so many positions at once, always the same ones, so that their bits are."""
+"""Rotary embeddings are computed for this many positions at once, always in the same groups, so that their bits are
+reproducible."""
 _ALIGNMENT: Final = 64
 """Bytes of a cache line."""
 Floats = npt.NDArray[np.float32]
@@ -25,7 +26,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class CpuDecoder:
-    """Holds the weights in the kernels' layout, and nothing of the model that they came from."""
+    """Runs the CPU kernels over weights in their layout; keeps no reference to the original linear layers."""
 
     is_batch_invariant = True
 
@@ -121,7 +122,8 @@ class CpuDecoder:
         return torch.from_numpy(logits)[:, : self._vocab_size]
 
     def _pass_logits(self, chunks: Sequence[SeqChunk]) -> None:
-        """Pass logits to those that want them of all their tokens. `normed` still has what the last layer made of each."""
+        """Pass logits of all tokens to chunks with `on_logits`. `normed` still holds the last layer's output for each
+        token."""
         normed, hidden = self._buffers["normed"], self._widths["normed"]
         room: Floats | None = None
         for on_logits, start, row, rows in rows_of_logits(chunks):
@@ -134,7 +136,7 @@ class CpuDecoder:
 
     @contextmanager
     def short_windows(self, window: int) -> Iterator[None]:
-        """Layers with a sliding window have this one for a while."""
+        """Set `window` for all layers with a sliding window, within the context."""
         saved = [layer.window for layer in self._layers]
         for layer in self._layers:
             layer.window = window if layer.window else 0
@@ -160,7 +162,8 @@ class CpuDecoder:
 
 
 class _Arrays:
-    """A batch as the kernels take it. Raises ValueError for what would make them read or write where they must not."""
+    """A batch in the form that the kernels take. Raises ValueError for inputs that would make them read or write out of
+    bounds."""
 
     def __init__(self, chunks: Sequence[SeqChunk], block_size: int, blocks: int, context_tokens: int) -> None:
         starts = np.fromiter((chunk.start for chunk in chunks), np.int64, len(chunks))

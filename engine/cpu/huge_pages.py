@@ -1,7 +1,7 @@
-"""Memory in huge pages, where the kernel gives them to those who ask.
+"""Memory in huge pages, if the kernel supports `MADV_HUGEPAGE`.
 
-A decode step reads all weights once. In pages of 4 KiB the processor then looks up a hundred thousand addresses on the way, and
-a step of one stream takes half as long again.
+A decode step reads all weights once. If pages are of 4 KiB, that takes a hundred thousand address translations, and a step of
+one stream takes half as long again.
 """
 
 import contextlib

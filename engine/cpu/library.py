@@ -135,7 +135,7 @@ _TARGETS = {
 
 @cache
 def load_kernels() -> ctypes.CDLL:
-    """The kernels. Builds them first where that was not done before: a few seconds. Raises KernelsUnavailable."""
+    """The kernels. Builds them first if needed, which takes a few seconds. Raises KernelsUnavailable."""
     try:
         library = ctypes.CDLL(str(_built()))
     except OSError as error:  # as where files of that folder may not be executed
@@ -190,7 +190,7 @@ def _is_private(folder: Path) -> bool:
 
 
 def _is_ours(path: Path) -> bool:
-    """It is code that this process will run: nobody else may have put it there."""
+    """Returns whether this user owns the file. This process runs its code, so a file of another user is not trusted."""
     return path.is_file() and not path.is_symlink() and path.stat().st_uid == os.geteuid()
 
 

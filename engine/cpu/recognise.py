@@ -1,10 +1,10 @@
-"""Whether a model has a shape that the kernels know, told by its parts and not by its name.
+"""Decides whether the kernels can run a model, from its modules and not from its name.
 
 The shape is that of Llama (Touvron et al. 2023, arXiv:2302.13971): RMSNorm, attention with rotary embedding, RMSNorm, gated
 MLP; with or without biases, norms of queries and keys, norms of what a part adds (Gemma 2, OLMo 2), sliding windows, several
 rotary embeddings or none in some layers (Gemma 3, SmolLM 3), multipliers (Granite), mixtures of MLPs (Mixtral, Qwen 3), joined
-projections. Parts that look alike may compute something else, so norms, activations and routers are tried here, and the whole
-model is compared after load (`model.selfcheck`).
+projections. Modules that look alike may compute different functions. So norms, activations and routers are tested here with
+inputs, and the whole model is compared after load (`model.selfcheck`).
 """
 
 import inspect
@@ -33,7 +33,7 @@ _LAYERS: dict[frozenset[str], tuple[str | None, str | None, str | None, str | No
         "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
     ),
 }  # fmt: skip
-"""The norms of a layer → which one is of what attention reads, of what it adds, of what the MLP reads, of what it adds."""
+"""The names of a layer's norms → the norms of the attention input, the attention output, the MLP input and the MLP output."""
 
 
 class NotRecognised(Exception):
@@ -75,10 +75,10 @@ class LayerParts:
     key_norm: torch.Tensor | None
     window: int
     rotary: int
-    """Number of its table of cosines and sines; -1: it rotates nothing."""
+    """Index of the layer's table of cosines and sines; -1: no rotary embedding."""
 
     def is_plain(self, head_dim: int) -> bool:
-        """Says of one layer what `ModelParts.is_plain` says of all."""
+        """Returns whether this layer meets the condition of `ModelParts.is_plain`."""
         pre_normed = self.attention_norm is not None and self.mlp_norm is not None
         post_normed = self.attention_out_norm is not None or self.mlp_out_norm is not None
         by_head = all(norm is None or norm.numel() == head_dim for norm in (self.query_norm, self.key_norm))
@@ -110,8 +110,8 @@ class ModelParts:
 
     @property
     def is_plain(self) -> bool:
-        """Nothing beyond Llama's shape with biases, head norms, windows and soft caps of scores: what other runners than the
-        CPU kernels may rely on."""
+        """Returns whether the model has only Llama's shape with biases, head norms, windows and soft caps of scores. Other
+        runners than the CPU kernels require this."""
         return (
             self.rotary_types == (None,)
             and ((self.embedding_scale, self.residual, self.logit_scale, self.logit_softcap) == (1.0, 1.0, 1.0, 0.0))
@@ -127,7 +127,7 @@ class ModelParts:
 
 
 class _Seen:
-    """Facts that all layers must have in common."""
+    """Values that must be equal in all layers."""
 
     def __init__(self) -> None:
         self.epsilons: set[float] = set()
@@ -265,7 +265,7 @@ def _mixture(mlp: Any, seen: _Seen) -> tuple[tuple[MlpParts, ...], RouterParts]:
 
 
 def _router(router: Any, weight: torch.Tensor) -> RouterParts:
-    """Tries which of the known rules it follows."""
+    """Finds, by test inputs, which of the known rules the router follows."""
     x = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
     try:
         _, shares, chosen = router(x)
@@ -288,7 +288,7 @@ def _linear(weight: torch.Tensor) -> nn.Linear:
 
 
 def _norm(norm: nn.Module, epsilons: set[float], sizes: tuple[int, ...]) -> torch.Tensor:
-    """The weights of an RMSNorm: as they are, or those that it adds 1 to."""
+    """Returns the effective weights of an RMSNorm: the stored ones, or 1 plus them."""
     weight, epsilon = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not isinstance(weight, torch.Tensor) or not isinstance(epsilon, float) or weight.dim() != 1:
         raise NotRecognised(f"{type(norm).__name__} is not an RMSNorm")

@@ -13,7 +13,7 @@ FORMATS: Final = {"float32": 0, "bfloat16": 1, "int8": 2}
 
 
 class PackedWeights:
-    """Some linear layers of one input, as one."""
+    """Several linear layers with the same input, packed as one."""
 
     def __init__(self, parts: Sequence[nn.Linear], format: str, memory: HugePages) -> None:
         weight = torch.cat([part.weight.detach().float() for part in parts])
@@ -53,7 +53,7 @@ def _as_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.inference_mode()
 def round_weights(layers: Iterable[nn.Linear], format: str) -> None:
-    """Weights become what `format` keeps of them, in place: a model as it is to be compared with."""
+    """Round weights in place to the precision of `format`, so that the model can serve as the reference."""
     for layer in layers:
         if format == "int8":
             numbers, scale = _as_int8(layer.weight)

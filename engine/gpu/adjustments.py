@@ -7,8 +7,8 @@ from engine.sampling.sampler import SamplerState
 
 
 class Adjustments:
-    """The terms that change the logits of each slot's sequence. It is made when the first sequence asks for it: at 150,000
-    words of vocabulary and 64 slots it is 86 MB."""
+    """The terms that change the logits of each slot's sequence. Created when the first sequence needs it, because it takes 86
+    MB for a vocabulary of 150,000 and 64 slots."""
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
         self._seen = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)

@@ -1,7 +1,7 @@
 """The forward pass of a decoder-only transformer (Touvron et al. 2023, arXiv:2302.13971) with fused weights.
 
-Nothing here depends on what is in a tensor, or reads one on the host: so it can be captured as a CUDA graph, and the host never
-waits for the device.
+The code does not depend on tensor contents and reads no tensor on the host. So it can be captured as a CUDA graph, and the
+host never waits for the device.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""How large the KV pool on a GPU may be: what a share of its memory leaves beside weights and one forward pass."""
+"""Computes the size of the KV pool on a GPU: the allowed share of its memory, less the weights and one forward pass."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,8 +31,9 @@ class GpuShare:
 
 
 def pool_bytes(*, total: int, free: int, own: int, forward: int, draw: int, share: float) -> int:
-    """`own` is what this process holds, `forward` and `draw` what they need for a while; all in bytes. At most what is free, as
-    others may use the GPU too. Negative if there is no room at all."""
+    """Returns the bytes for the pool, at most the free memory, because other processes may use the GPU. `own` is the memory
+    that this process holds; `forward` and `draw` are the temporary memory of a forward pass and of drawing tokens; all in
+    bytes. Negative if there is no room at all."""
     return min(int(total * share) - own, free) - forward - draw - _LIBRARIES_BYTES
 
 

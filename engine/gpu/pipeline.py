@@ -51,7 +51,7 @@ class GpuPipeline:
         self._tables = torch.zeros(rows_max + 1, self._blocks_max, dtype=torch.int32, device=pool.device)
         self._drawn = torch.zeros(rows_max + 1, dtype=torch.int64, device=pool.device)
         self._vocab_size = decoder.weights.head.weight.shape[0]
-        # One for all CUDA graphs: what a graph returned would be in memory for each of them.
+        # All CUDA graphs share this buffer; outputs of their own would take memory for each graph.
         self._logits = torch.zeros(rows_max, self._vocab_size, device=pool.device)
         self._adjustments: Adjustments | None = None
         self._under_way: deque[_Step] = deque()
@@ -74,7 +74,8 @@ class GpuPipeline:
         self._under_way.append(self._draw(logits, shape, tuple(row.state for row in rows)))
 
     def _without_forbidden(self, logits: torch.Tensor, rows: Sequence[DecodeRow]) -> torch.Tensor:
-        """Their states know the last tokens: `run_ahead` collects before it launches such rows."""
+        """Mask the forbidden tokens of each row. The states know the latest tokens, because `run_ahead` collects before it
+        launches such rows."""
         forbidding = [index for index, row in enumerate(rows) if row.state.forbids]
         if not forbidding:
             return logits
@@ -112,7 +113,7 @@ class GpuPipeline:
             self._adjustments.join(join.slot, join.state)
 
     def _forward(self, rows: int) -> None:
-        """Logits of the step that is in the buffers; what a CUDA graph holds."""
+        """Compute the logits of the step in the buffers. CUDA graphs capture this function."""
         slot, position, block = (
             self._input.integers(field, rows) for field in (Field.SLOT, Field.POSITION, Field.BLOCK)
         )

@@ -43,7 +43,8 @@ class GraphReplay:
             self._graphs[rows] = graph
 
     def run(self, rows: int) -> None:
-        """The function for the next bucket; the first `rows` lines of what it writes are meant."""
+        """Run the function for the smallest bucket of at least `rows` rows. Only the first `rows` rows of its output are
+        valid."""
         bucket = next(bucket for bucket in self._buckets if bucket >= rows)
         self.padding_rows += bucket - rows
         if bucket in self._graphs:

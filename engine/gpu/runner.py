@@ -46,8 +46,8 @@ class GpuRunner:
         return self._decoder.short_windows(window)
 
     def capture(self) -> None:
-        """After the check of the model: a graph keeps the windows that it was captured with. Raises RuntimeError and
-        KernelFailed."""
+        """Capture the CUDA graphs. Called after the check of the model, because a graph keeps the windows that it was captured
+        with. Raises RuntimeError and KernelFailed."""
         if self.pipeline is not None and self._pool.is_cuda:
             self.warm_up()
             self.pipeline.replay.capture()
@@ -55,8 +55,8 @@ class GpuRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Prompts of the sizes at which kernels or the vendor's library may take another variant, so that none is made while
-        requests wait. Leaves zeros in the pool."""
+        """Run prompts of the sizes at which Triton or the vendor's library may choose other kernels, so that no kernel is
+        compiled while requests wait. Leaves zeros in the pool."""
         size, room = self._pool.shape[3], len(self._pool) * self._pool.shape[3]
         for tokens in sorted({min(one, self._context_tokens, room) for one in _WARM_UP_TOKENS}):
             blocks = range(-(-tokens // size))

@@ -31,13 +31,13 @@ class Field(IntEnum):
     MIN_P = auto()
     UNIFORM = auto()
     ADJUSTED_ROW = auto()
-    """Rows with penalties or a bias, the first so many."""
+    """Indices of the rows with penalties or a bias; only the first `StepShape.adjusted` entries are valid."""
     ADJUSTED_SLOT = auto()
 
 
 _FRACTIONS: Final = (Field.TEMPERATURE, Field.TOP_P, Field.MIN_P)
 _BUFFERS: Final = 2
-"""Steps under way at once: a buffer is filled again when the step that it was for has ended."""
+"""Steps in flight at once. A buffer is filled again after its step has ended."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Join:
 
 @dataclass(frozen=True)
 class StepShape:
-    """The facts of a step that the host needs to launch it."""
+    """The properties of a step that the host needs to launch it."""
 
     rows: int
     joins: tuple[Join, ...]
@@ -86,7 +86,7 @@ class StepInput:
         self._adjusts = np.zeros(slots, bool)
 
     def integers(self, field: Field, rows: int) -> torch.Tensor:
-        """[rows] on the device, whatever the last `fill` put there; so is the next."""
+        """Returns [rows] on the device: the values of the last `fill`. The same holds for `fractions`."""
         return self.buffer[field * self.slots : field * self.slots + rows]
 
     def fractions(self, field: Field, rows: int) -> torch.Tensor:
@@ -116,7 +116,7 @@ class StepInput:
         return StepShape(count, joins, samples, filters, len(adjusted), int(self._logprobs[slots].max()))
 
     def forget(self) -> None:
-        """No sequence goes on."""
+        """Free all slots."""
         self._release(())
 
     def _check(self, rows: Sequence[DecodeRow]) -> None:

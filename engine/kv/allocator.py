@@ -4,8 +4,8 @@ Every block is in exactly one state: free, held (with a reference count of one o
 a known prefix, until the room is needed), or quarantined (a receive into it is not proven dead, so nobody may have it).
 Conservation: free + held + cached + quarantined = total.
 
-The two roles of a mixed worker have an allocator each, over one `BlockPool`: what one of them has cached serves the other, too.
-Each takes so many blocks at most, and both together no more than there are.
+Each role of a mixed worker has its own allocator over one shared `BlockPool`, so blocks cached by one role serve the other
+too. Each allocator has its own limit, and both together never hold more blocks than the pool has.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,8 +20,8 @@ class OutOfBlocks(CrossdockError):
 
 
 class BlockPool:
-    """The blocks that one or more allocators hand out. Low numbers first, in runs as long as they come, so that KV segments
-    are long."""
+    """The blocks that one or more allocators hand out. Low numbers go out first, in order, so that runs of blocks and thus KV
+    segments are long."""
 
     def __init__(self, total: int) -> None:
         assert total >= 1, total
@@ -38,12 +38,13 @@ class BlockPool:
         return [self.free.pop() for _ in range(count)]
 
     def hold(self, block: int) -> None:
-        """One more allocator does."""
+        """Record that one more allocator holds this block."""
         self.prefixes.hold(block)
         self.holders[block] = self.holders.get(block, 0) + 1
 
     def release(self, block: int, returns: Returns | None) -> None:
-        """One allocator does not any more; whether it is kept for its contents then is the prefix tree's to say."""
+        """Record that an allocator no longer holds this block. After the last holder, the prefix tree decides whether the
+        block stays cached or becomes free."""
         self.holders[block] -= 1
         if not self.holders[block]:
             del self.holders[block]
@@ -66,7 +67,7 @@ class BlockAllocator:
     """Hands out the blocks of a pool to one role, up to `total` at once."""
 
     def __init__(self, total: int, pool: BlockPool | None = None) -> None:
-        """`pool`: the one it shares with others; without, it has one of its own."""
+        """`pool` is a pool shared with other allocators; without it, the allocator has its own."""
         self.pool = pool or BlockPool(total)
         assert 1 <= total <= self.pool.total, (total, self.pool.total)
         self.total = total
@@ -76,7 +77,7 @@ class BlockAllocator:
         self._quarantined: set[int] = set()
 
     def close(self) -> None:
-        """Its role is over."""
+        """Stop following changes of the pool, when the role ends."""
         self._prefixes.unfollow(self._changes)
 
     @property
@@ -132,17 +133,17 @@ class BlockAllocator:
         self._prefixes.insert(hashes, blocks, start)
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """The content of these blocks, and of blocks that continue them, is suspect: nobody is to find it any more."""
+        """Remove these blocks, and blocks that continue them, from the prefix tree, because their contents are suspect."""
         self.pool.free += self._prefixes.forget(blocks)
 
     def end(self, hashes: Sequence[bytes]) -> None:
-        """A conversation is over whose last prompt ends with these blocks: what only it has is given up."""
+        """Free the idle blocks that belong only to an ended conversation. `hashes` are those of its last prompt."""
         last = next((hash_ for hash_ in reversed(hashes) if hash_ in self._prefixes), None)
         if last is not None:
             self.pool.free += self._prefixes.end(last)
 
     def tick(self, now: float) -> None:
-        """The time, in seconds."""
+        """Set the current time, in seconds."""
         self._prefixes.idle.now = now
 
     def knows(self, hash_: bytes) -> bool:
@@ -154,7 +155,7 @@ class BlockAllocator:
         return self._changes.take(most)
 
     def report_all(self) -> None:
-        """The next reports name every known hash: the coordinator has started anew."""
+        """Make the next reports name every known hash, because the coordinator has restarted."""
         self._changes.begin(self._prefixes.hashes)
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -164,9 +165,9 @@ class BlockAllocator:
             self._refs[block] += 1
 
     def free(self, blocks: Sequence[int], returns: Returns | None = None) -> None:
-        """One reference less to each; those without any left become cached, where they are known, or free, in such an order
-        that tails go before heads and that free blocks go out again ascending. `returns`: of the tenant that has used them;
-        None: as they were used last."""
+        """Drop one reference to each block. Blocks without references become cached, if their hash is known, else free. The
+        order makes tails be evicted before heads, and free blocks be handed out in ascending order. `returns` is that of the
+        tenant that used them; None: that of the last use."""
         for block in reversed(blocks):
             assert block in self._refs, f"block {block} is freed but not held"
             self._refs[block] -= 1

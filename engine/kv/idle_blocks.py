@@ -1,4 +1,4 @@
-"""The order in which cached blocks are given up: the one that is least likely to be asked for again goes first. Pure.
+"""Orders cached blocks for eviction: the block that is least likely to be used again goes first. Pure.
 
 A block was used last by a tenant of whose turns a share `r` is followed by another one, after `m` seconds in the mean
 (`proto.parts.Returns`). After `a` seconds without use it is asked for again with the probability
@@ -47,8 +47,8 @@ class IdleBlocks:
         """Blocks of each kind, and since when nobody uses them, the longest first."""
         self._kind_of: dict[int, _Kind] = {}
         self._ranked: list[tuple[float, _Kind]] = []
-        """A heap: what the first block of each kind was worth at `_ranked_at` or later. It is worth that or, since another one
-        is the first now, more; there may be kinds without blocks."""
+        """A heap of the worth of each kind's first block, computed at `_ranked_at` or later. The worth may have grown since,
+        when another block became first. Kinds without blocks may remain in it."""
         self._ranked_at = 0.0
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class IdleBlocks:
                 del self._kinds[kind]
 
     def used(self, block: int) -> None:
-        """Just now, and nobody holds it all the same."""
+        """Mark an idle block as used just now, although it is not held."""
         kind = self._kind_of[block]
         self.discard(block)
         self._add(block, kind)
@@ -93,7 +93,8 @@ class IdleBlocks:
                 return next(iter(blocks))
 
     def keep_with(self, block: int, other: int) -> bool:
-        """Keep one for at least as long as another, if it would go before; returns whether that changed anything."""
+        """Keep `block` for at least as long as `other`, if it would be evicted earlier. Returns whether that changed
+        anything."""
         mine, theirs = self._kind_of[block], self._kind_of[other]
         since = self._kinds[theirs][other]
         if mine == theirs or theirs.probability(self.now - since) <= self._worth(mine):

@@ -2,8 +2,7 @@
 
 A hash stands for a full block *and* all that comes before it, so a node's parent is the block before it. Two rules:
 - A node never outlives its parent: what cannot be reached from the start of a prompt is no longer known.
-- Of blocks that nobody holds, the one that is least likely to be asked for again goes first (`IdleBlocks`), and of one chain
-  the tail goes before the head: a chain is let go of from its tail.
+- Among idle blocks, the one least likely to be used again is evicted first (`IdleBlocks`). A chain is evicted from its tail.
 
 Two requests that compute the same prefix at the same time end up with two blocks for one hash. The older one stays; the other
 is remembered as its copy while it is held, so that letting go of a chain counts as use of the blocks that stand for it.
@@ -40,7 +39,7 @@ class PrefixChanges:
         self.begin(known)
 
     def begin(self, known: Iterable[bytes]) -> None:
-        """The copy is empty."""
+        """Start over: the caller's copy is empty, so report every known hash."""
         self._changes = OrderedDict.fromkeys(known, True)
 
     def note(self, hash_: bytes, known: bool) -> None:
@@ -145,8 +144,8 @@ class PrefixTree:
                 return self._remove(node)
 
     def end(self, hash_: bytes) -> list[int]:
-        """Give up what continues this, and all that leads to it and to nothing else, as far as nobody holds it; returns the
-        blocks that are free now."""
+        """If the block of `hash_` is idle, evict it and all that continues it. Then evict its ancestors up to the first that
+        is held or has other children. Returns the freed blocks."""
         node: _Node | None = self._nodes[hash_]
         freed: list[int] = []
         while node is not None and node.block in self.idle and (not freed or not node.children):

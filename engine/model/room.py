@@ -34,8 +34,8 @@ def check_weights(
     model: str, folder: Path, device: torch.device, dtype: torch.dtype | None, kv_bytes: int | None, gpu: GpuShare,
     host_bytes: int | None,
 ) -> None:  # fmt: skip
-    """`dtype`: of the weights; None: as stored. `host_bytes`: what the host has free, if that is known. Raises NoRoom, and lets
-    files pass that cannot be read: who loads them says why."""
+    """`dtype`: of the weights; None: as stored. `host_bytes`: what the host has free, if that is known. Raises NoMemory if the
+    weights do not fit. Accepts files that cannot be read: loading them reports why."""
     try:
         dtype = dtype or _stated_type(folder)
         needed, stored = weights_of(folder, dtype)
@@ -68,8 +68,8 @@ def check_weights(
 
 
 def weights_of(folder: Path, dtype: torch.dtype | None) -> tuple[int, torch.dtype]:
-    """(bytes of all weights once they are of this type, the type that most of their bytes are stored in). Raises what comes
-    where files are not what they should be."""
+    """(bytes of all weights once they are of this type, the type that most of their bytes are stored in). Raises various
+    exceptions for malformed files."""
     by_type: dict[torch.dtype, int] = {}
     total = 0
     for path in _files(folder):
@@ -96,7 +96,7 @@ def _stated_type(folder: Path) -> torch.dtype | None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those that transformers would load: a folder may have the weights twice, in two formats."""
+    """Returns the files that transformers would load: a folder may hold the weights twice, in two layouts."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if single.is_file():
         return [single]

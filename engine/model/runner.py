@@ -72,7 +72,7 @@ class _Body:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """The first result in here is that of all others."""
+        """Keep the first result within the context and return it for all later calls."""
         self._keeps = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""Proof by example, at load, that a model's paged forward is its plain one.
+"""Tests at load that a model's paged forward computes the same as its plain forward.
 
 Two random prompts go through the engine in packed chunks and one decode step, and their logits are compared with what the
 model computes by itself, with its own eager attention and masks. Where layers have sliding windows it is done again with

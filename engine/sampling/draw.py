@@ -52,11 +52,11 @@ def _threshold(weights: Weights, sampling: Sampling) -> float:
 def _nucleus(weights: Weights, top_p: float) -> float:
     """The smallest of the largest weights that together reach `top_p` of the sum.
 
-    To sort a vocabulary takes longer than all the rest. So only the larger weights are sorted; at the second attempt, those
-    that are left out are together less than `top_p` allows. The sums of the larger ones are then as they should be, and only
-    the total was added up in another order. Such totals differ by rounding, which has a bound: twice count * eps / 2 of the
-    total (Higham 2002, section 4.2). Four times that is taken, which also covers the product with `top_p`. Where the bound
-    leaves it open which weight is the answer, all are sorted.
+    Sorting the whole vocabulary takes longer than all other work, so only the larger weights are sorted. The second attempt
+    leaves out weights that together are less than `top_p` allows. Then the sums of the larger weights are exact, and only the
+    total was summed in another order. Such totals differ by rounding, which has a bound: twice count * eps / 2 of the total
+    (Higham 2002, section 4.2). Four times that is taken, which also covers the product with `top_p`. Where the bound leaves it
+    open which weight is the answer, all are sorted.
     """
     total = float(weights.sum())
     error = 4.0 * len(weights) * sys.float_info.epsilon * total

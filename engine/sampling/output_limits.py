@@ -30,8 +30,9 @@ class OutputLimits:
         return bool(self._bad_words) or self._forbidden is not None or (index < self._min_tokens and bool(self._stops))
 
     def mask(self, row: torch.Tensor, index: int) -> torch.Tensor:
-        """Logits [vocab] for output token number `index`; a new tensor when anything changes. Where nothing would be left, as
-        when all that is allowed is a bad word, or the grammar lets the answer only end, the row stays as it is."""
+        """Logits [vocab] for output token number `index`; a new tensor when anything changes. If no token would be left, the
+        row stays unchanged: for example, if the only allowed token is a bad word, or if the grammar allows only the end of the
+        answer."""
         if not self.apply_at(index):
             return row
         masked = row.clone()

@@ -151,8 +151,8 @@ class SamplerState:
 def sample(logits: torch.Tensor, states: Sequence[SamplerState]) -> list[Sampled | None]:
     """One token for each row of `logits` [rows, vocab] float32; does not call `accept`.
 
-    None for a row without a finite maximum, where NaN or infinity came out of the model, and for one whose grammar allows no
-    token any more: that is one sequence's misfortune, and no reason to fail those beside it.
+    Returns None for a row without a finite maximum, because the model produced NaN or infinity, and for a row whose grammar
+    allows no token. Such a row does not fail the other sequences.
     """
     assert logits.shape[0] == len(states), (logits.shape, len(states))
     if not states:

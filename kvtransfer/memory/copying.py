@@ -1,5 +1,5 @@
-"""Copying blocks from one pool to another. Large runs of bytes are moved by `memmove`; small scattered blocks are gathered into
-a buffer of one piece first. Both release the interpreter lock for most of the time.
+"""Copying blocks from one pool to another. Large runs are copied by `memmove`. Small scattered blocks are first gathered into
+one contiguous buffer. Both release the interpreter lock for most of the time.
 """
 
 import ctypes
@@ -10,12 +10,12 @@ from kvtransfer.memory.layout import runs_of
 from kvtransfer.memory.pool import PoolRows
 
 PIECE_BYTES = 256 << 10
-"""Copied at once, after which the copying may be stopped. Small enough to be written through the caches, where the process that
-copies on from there finds it (`launcher.process.STREAMED_COPIES` sends larger copies past them)."""
+"""Bytes copied in one call; copying may be stopped between calls. The size is small enough that the data stays in the caches
+for the process that copies it on (`launcher.process.STREAMED_COPIES` makes larger copies bypass them)."""
 GATHERED_BYTES = 256 << 10
-"""Gathered at once: source, buffer and copy fit the second-level cache."""
+"""Bytes gathered in one step: source, buffer and copy fit in the second-level cache."""
 RUN_BYTES_MIN = 16 << 10
-"""Mean length of runs from which on moving them one by one is faster than gathering."""
+"""Mean run length above which copying the runs one by one is faster than gathering."""
 
 
 class Copier:
@@ -30,8 +30,9 @@ class Copier:
     def copy(
         self, source_ids: Sequence[int], target_ids: Sequence[int], go_on: Callable[[int], bool], known: bytes = b""
     ) -> bytes:
-        """Copies blocks one for one; the digest of the source, which may be `known`. `go_on` is asked before each piece, and
-        told how many blocks are copied; when it says no, the rest is not, and nothing is returned. Raises `OutsidePool`."""
+        """Copies blocks one for one and returns the digest of the source: `known`, if it is given. `go_on` is called before
+        each piece with the number of blocks copied so far. If it returns false, copying stops and the result is empty. Raises
+        `OutsidePool`."""
         self._source.check(source_ids)
         self._target.check(target_ids)
         runs = runs_of(source_ids, target_ids)

@@ -1,14 +1,14 @@
 """Memory of a GPU that other processes of this host can map: the pool of a receiver, and a sender's view of it.
 
-`tests/gpu` runs it on a GPU; what checks words from the wire is tested without one.
+`tests/gpu` runs this module on a GPU. The checks of messages from the wire are tested without one.
 
 The driver's own functions (libcuda, by ctypes) are used, for three reasons. A pool is one allocation of its own, so the
 handle of an allocation is the handle of the pool; memory from torch's allocator may be part of a larger one, or of a kind
 that cannot be shared. torch's own way of sharing keeps its counts in files of /dev/shm, which outlive a killed process. And
 this interface of the driver is the same for every version of CUDA and torch.
 
-A handle is 64 bytes that mean something to the driver alone; it says yes or no to them. The memory stays until both have
-let go of it, so a sender whose receiver died writes to memory that nobody reads, and faults nowhere.
+A handle is 64 bytes that only the driver can interpret and check. The memory stays allocated until both processes have
+released it. So a sender whose receiver died writes to memory that is no longer read, without a fault.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ _POINTER = ctypes.c_uint64
 
 
 class CudaError(RuntimeError):
-    """The driver refused something; the text says what, and the driver's name for why."""
+    """A driver call failed; the text names the call and the driver's error."""
 
 
 class _Handle(ctypes.Structure):
@@ -82,7 +82,7 @@ def _context(index: int) -> int:
 
 
 def _enter(device: torch.device) -> None:
-    """Make the device's context that of this thread."""
+    """Make the device's context current in this thread."""
     _call("cuCtxSetCurrent", _context(device_index(device)))
 
 
@@ -91,7 +91,7 @@ def device_index(device: torch.device) -> int:
 
 
 def device_uuid(device: torch.device) -> bytes:
-    """16 bytes that tell one GPU of the world from all others."""
+    """Returns 16 bytes that identify this GPU worldwide."""
     digits = re.sub("[^0-9a-fA-F]", "", str(torch.cuda.get_device_properties(device).uuid))
     if len(digits) != 32:
         raise CudaError("this GPU has no id that torch knows")
@@ -99,7 +99,7 @@ def device_uuid(device: torch.device) -> bytes:
 
 
 class _Foreign:
-    """Memory that torch did not allocate, in the form in which it takes such."""
+    """Memory that torch did not allocate, described by the array interface that torch accepts."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {
@@ -121,7 +121,7 @@ def _as_tensor(address: int, size: int, device: torch.device) -> torch.Tensor:
 
 
 class DeviceMemory:
-    """One pool's memory, for as long as the process lives."""
+    """The memory of one pool, kept until the process ends."""
 
     def __init__(self, device: str) -> None:
         self.bytes = 0
@@ -131,7 +131,7 @@ class DeviceMemory:
         self._address = 0
 
     def allocate(self, size: int) -> torch.Tensor:
-        """`size` zero bytes, as a tensor of bytes; called once. Raises `CudaError`."""
+        """Allocate `size` zero bytes and return them as a tensor of bytes. Called once. Raises `CudaError`."""
         assert not self._address and size > 0
         _cuda.init()
         _enter(self._device)
@@ -147,7 +147,7 @@ class DeviceMemory:
         return pool
 
     def close(self) -> None:
-        """The driver takes the memory back when this process ends; a thread may still use it until then."""
+        """Does nothing: the driver frees the memory when this process ends, and a thread may use it until then."""
         return
 
 
@@ -160,8 +160,8 @@ class Mapping:
     """Another process's `DeviceMemory` on the same device, until `close`."""
 
     def __init__(self, handle: bytes, size: int, device: torch.device) -> None:
-        """`size` is what the other says it has; what the driver says counts. Raises `CudaError`, or `ValueError` before
-        anything is mapped if these cannot be a handle and a size."""
+        """`size` is the size that the other process claims; it is checked against the driver's. Raises `CudaError`, or
+        `ValueError` before anything is mapped if the handle or the size is not plausible."""
         if len(handle) != HANDLE_BYTES or not any(handle):
             raise ValueError(f"{len(handle)} bytes that are no handle of GPU memory")
         total = int(torch.cuda.get_device_properties(device).total_memory)
@@ -198,7 +198,8 @@ class Mapping:
         return size.value - (self._address - base.value)
 
     def close(self) -> None:
-        """Nothing that this process enqueued may still touch it. Repeating it does no harm. Raises `CudaError`."""
+        """Unmap the memory. Work enqueued by this process must no longer touch it. Repeated calls do nothing. Raises
+        `CudaError`."""
         self.tensor = None
         if not self._address:
             return

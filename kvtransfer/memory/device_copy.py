@@ -1,13 +1,13 @@
-"""Copying blocks from one pool to another on a GPU, and checksums of KV made there. The same code runs on CPU tensors, slowly;
-so the tests of its arithmetic need no GPU.
+"""Copies blocks from one pool to another on a GPU, and computes checksums of KV there. The same code also runs on CPU tensors,
+slowly, so the tests of its arithmetic need no GPU.
 
 The checksum is multilinear (Carter and Wegman 1979; Lemire and Kaser, "Strongly universal string hashing is fast", 2014):
 the sum of all 64-bit words, each times an odd weight of its own, modulo 2**64. The weight of word `c` of sub-block `r` is `a[c]
-* b[r]`. One changed word always changes the sum; so does a sub-block in another's place, but for one chance in 2**60 or so. It
-is made of elementwise products and sums alone, so that both ends get the same bits whatever device and version they have.
+* b[r]`. One changed word always changes the sum. A sub-block in the wrong place changes it except with a chance of about one
+  in 2**60. The checksum uses only elementwise products and sums, so both ends get the same bits on any device and version.
 
-A copy of many gigabytes a second is slowed by reading it twice more. So the receiver may ask for one segment in `every` only,
-chosen by where it lands (`is_sampled`), which both ends know; the others have the digest `UNSAMPLED`.
+Reading the data twice more slows a copy of many gigabytes a second. So the receiver may ask for digests of only one segment in
+`every`. Both ends choose it by the target blocks (`is_sampled`). The other segments have the digest `UNSAMPLED`.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,13 +23,13 @@ from kvtransfer.memory.pool import PoolRows
 PIECE_BYTES = 16 << 20
 """Bytes that are gathered and digested at once: they stay in the second-level cache of a large GPU."""
 RUN_BYTES_MIN = 1 << 20
-"""Mean length of runs from which on copying them as they are, all in one kernel, is faster than gathering and scattering."""
+"""Mean run length above which copying all runs in one kernel is faster than gathering and scattering."""
 UNSAMPLED = b"\xff" * 8
 DIGEST_EVERY_MAX = 1024
 
 
 def is_sampled(target_ids: Sequence[int], every: int) -> bool:
-    """Whether a segment with these target blocks is digested, where one in `every` is."""
+    """Returns whether a segment with these target blocks is digested, if one in `every` is."""
     if every == 1:
         return True
     return xxhash.xxh3_64_intdigest(np.asarray(target_ids, dtype="<u4").tobytes()) % every == 0
@@ -53,7 +53,7 @@ def sub_block_sums(rows: torch.Tensor) -> torch.Tensor:
 
 
 def checksum(sums: Sequence[torch.Tensor]) -> bytes:
-    """8 bytes, from the numbers of a segment's sub-blocks, in order; waits for the current stream."""
+    """Returns the 8-byte checksum of a segment from the sums of its sub-blocks, in order. Waits for the current stream."""
     joined = torch.cat(list(sums))
     # A power of two, so that segments of all sizes share a few tables.
     weights = _weights(1 << (joined.shape[0] - 1).bit_length(), 1, joined.device)
@@ -69,7 +69,7 @@ class DeviceDigester:
         self._buffer = rows.device_buffer(self._sub_blocks)
 
     def digest(self, block_ids: Sequence[int], begun: Sequence[bytes] = ()) -> bytes:
-        """`UNSAMPLED` if these, as the target of a segment, need none."""
+        """Returns the digest of these target blocks, or `UNSAMPLED` if their segment is not sampled."""
         assert not begun, "GPUs digest whole segments"
         return self.checksum(block_ids) if is_sampled(block_ids, self._every) else UNSAMPLED
 
@@ -93,8 +93,8 @@ class DeviceCopier:
     def copy(
         self, source_ids: Sequence[int], target_ids: Sequence[int], go_on: Callable[[int], bool], known: bytes = b""
     ) -> bytes:
-        """Copies blocks one for one, and returns when they are written: the digest, or nothing where `go_on`, which is asked
-        before each piece, said no; then nothing is written any more."""
+        """Copies blocks one for one, waits until they are written, and returns the digest. `go_on` is called before each
+        piece; if it returns false, copying stops and the result is empty."""
         assert not known, "GPUs digest when a segment is sent"
         try:
             runs = runs_of(source_ids, target_ids)

@@ -1,14 +1,14 @@
 """The one thread of a process that starts and ends NCCL operations on a device, whichever pair they belong to.
 
-Operations of several communicators on one device that are started from several threads can wait for each other for ever.
-Here all are started in the order in which they were asked for, by one thread, and then only looked after: several may be
-under way, and one that hangs keeps none of the others from ending.
+Operations of several communicators on one device can deadlock if several threads start them. Here one thread starts all of
+them in the order of submission, then only polls them. Several may be in progress, and one that hangs does not keep the others
+from ending.
 
-To start one does not block: a communicator is set up on the thread of its pair, where a peer that does not come holds up nobody
-else. An operation whose other end is not known to have started has no deadline here (`counts`): that end may have to wait for
-its own device, and who asked knows how long to wait for it.
+Starting an operation does not block: a communicator is set up on the thread of its pair, so a peer that does not come delays
+no other pair. An operation has no deadline here until its other end is known to have started (`counts`). That end may have to
+wait for its own device; the requester limits that wait itself.
 
-`DeviceQueue` is all of it but the thread, and takes the time from outside.
+`DeviceQueue` holds all of the logic except the thread, and gets its clock as an argument.
 """
 
 import os
@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 
 POLL_S = 100e-6
-"""While something is under way. A GPU has no descriptor to wait for."""
+"""Polling interval while operations are in progress. A GPU has no descriptor to wait for."""
 IDLE_S = 60.0
 
 
@@ -35,7 +35,7 @@ class WakeupFd:
         return self._event
 
     def ring(self) -> None:
-        """Also when nobody listens any more."""
+        """Wake the waiting thread. Has no effect after `close`."""
         with self._lock:
             if self._event >= 0:
                 os.eventfd_write(self._event, 1)
@@ -47,7 +47,7 @@ class WakeupFd:
             return
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until it is rung, or so long."""
+        """Wait until `ring` is called, at most `timeout_s`."""
         poll = select.poll()
         poll.register(self._event, select.POLLIN)
         poll.poll(max(0.0, timeout_s) * 1e3)
@@ -60,8 +60,8 @@ class WakeupFd:
 
 
 class Operation(ABC):
-    """Called on the device's thread only. Whatever it raises, it has failed, and its communicator is of no more use. The
-    requester of an operation that hangs then aborts it, which can take long, on a thread of its own."""
+    """Called only on the device's thread. An operation that raises any exception has failed, and its communicator is unusable.
+    The requester aborts an operation that hangs, on its own thread, because that can take long."""
 
     @abstractmethod
     def launch(self) -> None:
@@ -78,7 +78,7 @@ class TransferHandle:
     def __init__(self, operation: Operation, timeout_s: float, notify: Callable[[], None], counts: bool = True) -> None:
         self.launched = False
         self.counts = counts
-        """Whether its time runs. Set by who asked."""
+        """Whether its timeout runs. Set by the requester."""
         self.ended = False
         """Well, or with an `error`."""
         self.error = ""
@@ -89,7 +89,7 @@ class TransferHandle:
         self._cancelled = False
 
     def cancel(self) -> None:
-        """Not wanted any more: it is not started, or not looked after any longer. It still ends."""
+        """Mark the operation as unwanted: it is not started, or no longer polled. The handle still ends."""
         self._cancelled = True
 
     # --- on the device's thread ---
@@ -138,7 +138,7 @@ class DeviceQueue:
         self._waiting.append(handle)
 
     def step(self) -> bool:
-        """Start what waits, look after what is under way. Whether there is anything left to look after."""
+        """Start waiting operations and poll those in progress. Returns whether any is still in progress."""
         while self._waiting:
             handle = self._waiting.popleft()
             handle.begin()
@@ -164,7 +164,8 @@ class DeviceThread:
     def submit(
         self, operation: Operation, timeout_s: float, notify: Callable[[], None], counts: bool = True
     ) -> TransferHandle:
-        """`notify` is called, on the device's thread, when it has begun and when it has ended. It must not raise."""
+        """Queue an operation. `notify` is called on the device's thread when it has begun and when it has ended. It must not
+        raise."""
         handle = TransferHandle(operation, timeout_s, notify, counts)
         self._queue.submit(handle)
         self._asked.set()
@@ -182,7 +183,7 @@ _lock = threading.Lock()
 
 
 def device_thread(index: int) -> DeviceThread:
-    """That of this device, for the whole process."""
+    """Returns this device's thread, one for the whole process."""
     with _lock:
         if index not in _threads:
             _threads[index] = DeviceThread(f"nccl-{index}")

@@ -1,9 +1,9 @@
-"""Digests of KV, made where it is computed and checked where it arrives.
+"""Digests of KV, which the computing worker makes and the receiving worker checks.
 
 A block's digest is the xxh3-64 of its bytes, a segment's the xxh3-64 of those of its blocks, in order. The prefill worker
-digests a block as soon as it is final, on the thread that computed it: what a decode worker compares with is then what was
-computed, not what was left of it when it was sent, and blocks kept for other prompts are covered for as long as they are
-kept. The sender of a transfer only moves bytes.
+digests a block as soon as it is final, on the thread that computed it. So a decode worker compares with the KV that was
+computed, and damage between computing and sending is found. This also covers blocks that are kept for other prompts. The
+sender of a transfer only moves bytes.
 
 On GPUs both ends digest when a segment is sent, with a checksum made there (`device_copy`).
 """
@@ -60,27 +60,27 @@ class Digester:
 
 
 class BlockDigests:
-    """A sender's digests of the blocks of its pool, which is in host memory and crosses in blocks of its own size. Blocks that
-    nobody has digested when they are sent are digested then. Any threads, but not about the same block while it changes."""
+    """A sender's digests of the blocks of its pool, which is in host memory and crosses in blocks of its own size. Blocks
+    without a digest are digested when they are sent. Any thread may call this, but not about a block that is being changed."""
 
     def __init__(self, rows: PoolRows) -> None:
         assert rows.is_flat
         self._digester = Digester(rows)
         self._digests = [b""] * rows.sub_blocks
-        """Empty: not made."""
+        """One digest per block; empty if it was not made."""
 
     def make(self, block_ids: Sequence[int]) -> None:
-        """These blocks are final, with other contents than before."""
+        """Digest these blocks, whose new contents are final."""
         for block, digest in zip(block_ids, self._digester.each(block_ids), strict=True):
             self._digests[block] = digest
 
     def forget(self, block_ids: Sequence[int]) -> None:
-        """These blocks have other contents than before."""
+        """Drop the digests of these blocks, whose contents have changed."""
         for block in block_ids:
             self._digests[block] = b""
 
     def known(self, block_ids: Sequence[int]) -> bytes:
-        """The digest of these blocks as a segment, or empty where some of them would have to be read."""
+        """Returns the digest of these blocks as a segment, or empty bytes if a block's digest is missing."""
         found = [self._digests[block] for block in block_ids]
         return of_segment(found) if all(found) else b""
 
@@ -92,11 +92,11 @@ class BlockDigests:
 
 
 def unpack(packed: torch.Tensor, rows: PoolRows, block_ids: Sequence[int]) -> bytes:
-    """Copy packed sub-blocks of host memory to their blocks, and the digest of what was copied; done when this returns. Raises
-    `OutsidePool`.
+    """Copy packed sub-blocks of host memory to their blocks and return the digest of the copy. The copy is complete on return.
+    Raises `OutsidePool`.
 
-    Where blocks are in host memory as well, piece by piece, so that the second of the two finds each in the core's cache; and
-    it is the copy that is digested: `packed` may change meanwhile. Elsewhere it must not."""
+    If the pool is in host memory, each piece is copied and digested while it is in the core's cache. The copy is what is
+    digested, so `packed` may change meanwhile. If the pool is on a GPU, `packed` must not change."""
     rows.check(block_ids)
     sub_block_bytes = rows.layout.block_bytes
     if not rows.is_flat:

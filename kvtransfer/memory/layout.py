@@ -5,9 +5,9 @@
 Both ends of a transfer take shapes and dtypes from their own layout, never from the wire; the handshake compares
 fingerprints.
 
-Blocks of the two ends may differ in size where one size is a multiple of the other. The units that cross, and that both count,
-are then *sub-blocks*: blocks of the smaller size. A pool of larger blocks is read and written as one of sub-blocks; sub-block
-`i` of block `b` has the number `b * ratio + i`. Positions in a prompt need no other alignment: each end's blocks are whole
+Blocks of the two ends may differ in size where one size is a multiple of the other. Both ends then transfer and count
+*sub-blocks*: blocks of the smaller size. A pool of larger blocks is read and written as a pool of sub-blocks. Sub-block `i` of
+block `b` has the number `b * ratio + i`. Positions in a prompt need no further alignment, because each end's blocks are whole
 sub-blocks.
 """
 
@@ -73,7 +73,7 @@ def blocks_of(sub_blocks: Sequence[int], ratio: int) -> tuple[int, ...]:
 
 
 def is_run(block_ids: Sequence[int]) -> bool:
-    """Whether the blocks follow each other in the pool, in this order. Most do: so this is asked in one go."""
+    """Returns whether the blocks are consecutive in the pool, in this order. Most are, so all are compared at once."""
     return not block_ids or list(block_ids) == list(range(block_ids[0], block_ids[0] + len(block_ids)))
 
 

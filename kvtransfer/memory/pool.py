@@ -27,7 +27,8 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 
 
 class OutsidePool(ValueError):
-    """A block that is none of the pool's. Ids come from our own allocator or are checked before: it is a bug of ours."""
+    """A block id is outside the pool. Ids come from our own allocator or were checked before, so this is a bug in
+    crossdock."""
 
 
 class PoolRows:
@@ -45,7 +46,7 @@ class PoolRows:
         self.layout = layout.in_blocks_of(sub_block_tokens or layout.block_size)
         assert layout.block_size % self.layout.block_size == 0, "a block is not a whole number of sub-blocks"
         self.ratio = layout.block_size // self.layout.block_size
-        """Cells in a block."""
+        """Sub-blocks in a block."""
         self._planes = 2 * layout.layers
         self.sub_blocks = pool.shape[0] * self.ratio
         # Rows of 8-byte words where they fit: index_copy_ moves words, and bytes one by one are several times slower.
@@ -69,8 +70,8 @@ class PoolRows:
         return cls(memory.view(TORCH_DTYPES[layout.dtype]).view(layout.shape(blocks)), layout, sub_blocks.block_size)
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        """Work inside it is enqueued on a stream of this pool's transfers, beside the one that computes. Nothing
-        orders the two but the host: KV is handed over when the step that wrote it has ended (`Engine.finish`)."""
+        """Returns a context that enqueues work on this pool's transfer stream, separate from the compute stream. Only the host
+        orders the two: KV is handed over after the step that wrote it has ended (`Engine.finish`)."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def wait(self) -> None:
@@ -83,8 +84,8 @@ class PoolRows:
         return torch.empty((sub_blocks, self._sub_block_words), dtype=self._word, pin_memory=self._stream is not None)
 
     def device_buffer(self, sub_blocks: int) -> torch.Tensor:
-        """The same on the pool's device, of memory that belongs to its stream: torch may hand out what another stream has yet
-        to finish with."""
+        """Returns such a buffer on the pool's device. Its memory belongs to the pool's stream, because torch may hand out
+        memory that another stream still uses."""
         with self.on_stream():
             return torch.empty((sub_blocks, self._sub_block_words), dtype=self._word, device=self.device)
 
@@ -133,7 +134,8 @@ class PoolRows:
         return torch.from_numpy(blocks).to(self.device), torch.from_numpy(parts).to(self.device)
 
     def check(self, block_ids: Sequence[int]) -> None:
-        """Raises `OutsidePool`. Before anything is copied by address: a stray copy would write to memory of something else."""
+        """Raises `OutsidePool` if an id is outside the pool. Called before any copy by address, which could otherwise
+        overwrite other memory."""
         if block_ids and (min(block_ids) < 0 or max(block_ids) >= self.sub_blocks):
             raise OutsidePool(
                 f"a block outside the pool of {self.sub_blocks}, among {min(block_ids)} to {max(block_ids)}"
@@ -145,5 +147,5 @@ class PoolRows:
 
 
 def as_bytes(packed: torch.Tensor) -> Any:
-    """The same memory as an array of bytes, for what takes buffers."""
+    """Returns the same memory as an array of bytes, for functions that take buffers."""
     return packed.view(torch.uint8).numpy()

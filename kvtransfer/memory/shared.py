@@ -1,8 +1,8 @@
 """Memory that two processes of this host share, and that leaves nothing behind.
 
-An anonymous file (memfd): it has no name, so there is nothing to remove; it is gone with the last process that has it
-open or mapped, however that ends. Its size is sealed, so a peer that maps it can neither cut it short (which would kill
-a process that touches the missing part) nor make it grow.
+The memory is an anonymous file (memfd). It has no name, so no file must be removed. The kernel frees it when the last process
+that has it open or mapped ends, in any way. Its size is sealed, so a peer that maps it can neither cut it short (which would
+kill a process that touches the missing part) nor make it grow.
 """
 
 import fcntl

@@ -1,7 +1,7 @@
 """The second tier of a worker's KV: copies of blocks in a file, or in host memory where the pool is on a GPU.
 
-Each block has a slot, and a digest that its owner keeps: what comes back is what was put there, or counts as lost. The file has
-no name, so nothing of it is left when the process ends. Called from threads; no slot is written while it is read.
+Each block has a slot, and its owner keeps its digest: a block that reads back with another digest counts as lost. The file has
+no name, so it is gone when the process ends. Called from threads; callers never write a slot while it is read.
 """
 
 import os
@@ -17,8 +17,8 @@ from kvtransfer.memory.pool import PoolRows, as_bytes
 
 class TierFile:
     def __init__(self, rows: PoolRows, slots: int, folder: str = "") -> None:
-        """`rows`: of the pool, in whole blocks. `folder`: of the file; empty: that for temporary files. Raises `OSError` where
-        there is no room for all slots."""
+        """`rows` are those of the pool, in whole blocks. `folder` is where the file lies; empty: the folder for temporary
+        files. Raises `OSError` if there is no room for all slots."""
         self._rows, self.block_bytes = rows, rows.layout.block_bytes
         if rows.is_flat:
             with tempfile.TemporaryFile(dir=folder or None, buffering=0) as file:
@@ -42,8 +42,8 @@ class TierFile:
         return found
 
     def read(self, slots: Sequence[int], digests: Sequence[bytes], block_ids: Sequence[int]) -> int:
-        """Copy slots to these blocks of the pool, up to the first whose contents are not what was put there; returns how many
-        are. Raises `OSError`."""
+        """Copy slots to these blocks of the pool, and stop at the first slot whose contents have changed. Returns the number
+        of blocks that were copied intact. Raises `OSError`."""
         buffer = self._buffer()
         for at, (slot, digest, block) in enumerate(zip(slots, digests, block_ids, strict=True)):
             target = self._bytes_of(block, None) if buffer is None else as_bytes(buffer).reshape(-1)

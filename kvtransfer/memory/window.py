@@ -4,7 +4,7 @@ from collections import deque
 
 
 class WindowRing:
-    """A ring of `sub-blocks`, of which stretches are given out and come back in the same order. Each is in one piece."""
+    """A ring of `sub_blocks` sub-blocks. Contiguous ranges of it are taken and given back in the same order."""
 
     def __init__(self, sub_blocks: int) -> None:
         self._sub_blocks = sub_blocks
@@ -12,18 +12,18 @@ class WindowRing:
         """(first sub-block, sub-blocks), the oldest first."""
 
     def take(self, count: int) -> int | None:
-        """The first sub-block of a stretch of this length; None if there is none now."""
+        """Take a contiguous range of `count` sub-blocks. Returns its first sub-block, or None if there is no room now."""
         first = self._place(count)
         if first is not None:
             self._held.append((first, count))
         return first
 
     def give_back(self) -> None:
-        """The stretch that was taken first."""
+        """Give back the range that was taken first."""
         self._held.popleft()
 
     def take_back(self) -> None:
-        """The stretch that was taken last, as if it had not been."""
+        """Undo the last `take`."""
         self._held.pop()
 
     def _place(self, count: int) -> int | None:

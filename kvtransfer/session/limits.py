@@ -16,14 +16,15 @@ def allowed_transports(option: str) -> tuple[str, ...]:
 
 
 def segment_bytes_on(device: str) -> int:
-    """Largest segment for pools on a device of this type. A GPU copies it in less time than a hand-over of it takes."""
+    """Largest segment for pools on a device of this type. A GPU's segments are larger, because a GPU copies a small one in
+    less time than its messages take."""
     return (8 << 20) if device == "cpu" else (64 << 20)
 
 
 FETCH_IDLE_MS = 10_000
-"""A fetch in which nothing moves for so long has failed: nothing is computed meanwhile that it would wait for."""
+"""A fetch without progress for this long has failed. Unlike a hand-over, a fetch never waits for computation."""
 DIGEST_EVERY = {"full": 1, "sampled": 16}
-"""The interval of digests that `--kv-digest` stands for, in blocks."""
+"""The interval of digests for each value of `--kv-digest`, in segments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,55 +32,58 @@ class KvSettings:
     """Raises `ValueError` on values that cannot work together."""
 
     transports: tuple[str, ...] = AUTO
-    """Those allowed, best first. The sender proposes, and the receiver takes the first that it can use too."""
+    """The allowed transports, best first. The sender proposes them, and the receiver takes the first that it can use."""
     demote_ms: int = 5_000
-    """A transport that broke is not proposed to the same peer again for so long, and twice as long each further time."""
+    """A transport that broke with a peer is not proposed to it again for this long. Each further break doubles the time."""
     demote_max_ms: int = 300_000
-    """But never longer."""
+    """The upper limit of that time."""
     segment_bytes: int = 8 << 20
     """Largest segment, on the sender: what it packs into one message; on the receiver: what it makes room for per pair.
     The smaller of the two holds. A block is never split, so a larger block makes a larger segment."""
     digest_every: int = 1
-    """Where KV is digested on a GPU: one segment in so many, as the receiver says. Digests made by the CPU are always made."""
+    """If KV is digested on a GPU, one segment in so many is digested, as the receiver's setting says. The CPU digests all
+    segments."""
     pairs_bytes: int = 2 << 30
-    """Memory that pairs may take for buffers of their own, as estimated. Over it, idle ones are given up, those first whose
-    last transfer is longest ago."""
+    """Estimated memory that the buffers of all pairs may take. Above it, idle pairs are dropped, the least recently used
+    first."""
     window_segments: int = 4
-    """Segments announced and not yet sent, per pair. One would leave the receiver idle while the next is packed."""
+    """Segments announced and not yet sent, per pair. If it were one, the receiver would be idle while the next segment is
+    packed."""
     window_bytes: int = 32 << 20
-    """Small segments may be more than `window_segments`, up to so many bytes: a round trip of the control link takes as long
-    whatever their size. An announced segment is sent even if its session is aborted, so this bounds the waste; where it is
-    skipped instead (`Transport.skips_unwanted`), as many as a receiver queues may be announced at once."""
+    """More than `window_segments` small segments may be announced, up to so many bytes, because a round trip of the control
+    link takes the same time for any size. An announced segment is sent even if its session is aborted, so this limits the
+    waste. A transport that skips unwanted segments (`Transport.skips_unwanted`) may announce as many as a receiver queues."""
     shm_window_bytes: int = SHM_WINDOW_BYTES
-    """Bytes that a receiver shares with one sender of its host, and with no other, for what is under way between them. They
-    have room for two of the largest segments at least."""
+    """Size of the memory that a receiver shares with one sender on its host, for segments in flight. The window holds at least
+    two of the largest segments."""
     bytes_per_s: int = 0
-    """The receiver begins no more than this, of all pairs together, while it is busy; 0: no limit. A segment is held back for
-    a quarter of `segment_timeout_ms` at most, counted from the pair's one before."""
+    """The rate at which the receiver begins segments while it is busy, over all pairs; 0: no limit. A segment is held back for
+    at most a quarter of `segment_timeout_ms`, counted from the pair's previous segment."""
     burst_bytes: int = 64 << 20
-    """So much of it comes at full speed after a pause."""
+    """After a pause, so many bytes are received at full speed."""
     rendezvous_timeout_ms: int = 10_000
-    """A pair that is not up by then is given up, and its sessions fail."""
+    """A pair that is not connected within this time is dropped, and its sessions fail."""
     segment_timeout_ms: int = 3_000
     """One segment must cross in this time, or its pair is given up. It bounds how long a killed peer goes unnoticed
     on the data plane, and so how long blocks stay untouchable after a failure."""
     decide_timeout_ms: int = 10_000
-    """An offer that nobody has decided on is declined."""
+    """An offer without a decision after this time is declined."""
     accept_timeout_ms: int = 15_000
-    """An offer without an answer has failed. Longer than the receiver's `decide_timeout_ms`, whose reason is better."""
+    """An offer without an answer after this time has failed. This is longer than the receiver's `decide_timeout_ms`, because
+    the receiver's refusal gives the better reason."""
     idle_timeout_ms: int = 300_000
-    """An accepted session in which nothing moves for this long has failed. Prefill compute counts as standing still,
-    so this is a last resort: the coordinator's word comes first."""
+    """An accepted session without progress for this long has failed. Prefill computation does not count as progress, so this
+    is a last resort: normally the coordinator ends the session first."""
     ack_timeout_ms: int = 15_000
-    """A commit without an answer has failed (for the sender: the receiver may have the KV)."""
+    """A commit without an answer after this time has failed for the sender, although the receiver may have the KV."""
     sessions_max: int = 4_096
     """Live sessions per driver; more offers are declined."""
     pairs_max: int = 256
     """Pairs per driver, dying ones included; each is a thread. A pair over the limit is refused."""
     remembered_max: int = 4_096
-    """Ended sessions kept to answer late frames; what is older is answered as unknown."""
+    """The number of ended sessions kept to answer late frames. Older sessions are unknown."""
     remembered_ms: int = 60_000
-    """And for how long. Longer than any answer is waited for."""
+    """How long ended sessions are kept. This is longer than the wait for any answer."""
     remembers_digests: bool = True
     """The sender keeps the digests of its blocks, and is told of each that changes; else they are made in sending."""
     encrypt: bool = False

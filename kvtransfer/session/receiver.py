@@ -212,7 +212,7 @@ class ReceiverSession(TransferSession):
         self._deadline = now + self._settings.idle_timeout_ms / 1e3
 
     def _check(self) -> list[Action]:
-        """Commit once everything has arrived, if it is what was sent."""
+        """Once everything has arrived, commit if all digests equal the sender's, else fail."""
         assert self._commit is not None
         if self.in_flight:
             return []

@@ -42,8 +42,8 @@ Owner = TypeVar("Owner")
 
 
 def next_parts(waiting: deque[tuple[Owner, SendSegment]], room: int) -> tuple[Owner, list[SendSegment]]:
-    """The session whose turn it is on a pair, and of its segments that wait as many as there is room for; taken out. They
-    follow each other, so that one announcement can name them all."""
+    """Remove from `waiting` the first session's next segments, at most `room`, and return the session and the segments. They
+    are consecutive, so that one announcement can name them all."""
     owner, parts = waiting[0][0], [waiting.popleft()[1]]
     while waiting and waiting[0][0] is owner and len(parts) < room:
         parts.append(waiting.popleft()[1])
@@ -120,7 +120,7 @@ class SenderSession(TransferSession):
         self._block_ids: list[int] = []
         self._cached_blocks = 0
         self._cut = 0
-        """Blocks already cut into segments, or not wanted."""
+        """The number of blocks that are already cut into segments or need not be sent."""
         self._digests: list[bytes] = []
         """The digest of each segment; empty where it is not known yet."""
         self._unknown = 0
@@ -212,7 +212,7 @@ class SenderSession(TransferSession):
     # --- inside ---
 
     def _advance(self, now: float) -> list[Action]:
-        """Cut what is ready into segments; commit when the digests of all are known."""
+        """Cut ready blocks into segments. Commit when the digests of all segments are known."""
         self._deadline = now + self._settings.idle_timeout_ms / 1e3
         actions: list[Action] = []
         while self._cut < len(self._block_ids):

@@ -1,5 +1,5 @@
-"""One hand-over of KV blocks, as two pure machines: `SenderSession` here, `ReceiverSession` there, per (request,
-attempt).
+"""One hand-over of KV blocks as two pure state machines per (request, attempt): `SenderSession` on the sender,
+`ReceiverSession` on the receiver.
 
     sender:    OFFERED ──Accept──▶ STREAMING ──digests known, commit asked──▶ COMMITTING ──Ack──▶ SENT
     receiver:  UNDECIDED ──accept──▶ RECEIVING ──Commit──▶ CHECKING ──all received, digests equal──▶ COMMITTED
@@ -9,17 +9,17 @@ attempt).
 
 Rules:
 1. A session ends exactly once, with one `SessionEnded`. SENT, COMMITTED, DECLINED and FAILED are final and answer late frames.
-2. The receiver gives its blocks out only from CHECKING, when every segment it was promised has arrived and every
-   digest equals the sender's. The sender's SENT therefore implies the receiver's COMMITTED. The reverse does not
-   hold: an Ack can be lost, and then the sender reports a failure; the coordinator's word settles it.
+2. The receiver gives its blocks out only from CHECKING, when every segment it was promised has arrived and every digest equals
+   the sender's. The sender's SENT therefore implies the receiver's COMMITTED. The reverse does not hold: if an Ack is lost,
+   the sender reports a failure, and the coordinator decides.
 3. `SendSegment` and `Receive` are each answered by exactly one `SegmentDone` or `SegmentDropped`, and until then the
    transfer thread may touch the blocks. A session that fails with segments in flight waits in DRAINING, which has no
    deadline on purpose: only the answers prove the blocks untouched, and the thread's own timeouts bound them.
-4. Frames that are late or repeated are ignored. A frame that no correct peer sends in this state is a violation: it
-   is counted and fails the session, nothing else. An event of ours that cannot happen is an assertion.
-5. The Commit follows the last announcement. Where the digests were made with the KV, it does not wait for the segments
-   themselves: they and it are under way together.
-6. Blocks that the receiver has already are agreed on in Accept, once: both count segments and bytes from there on.
+4. Frames that are late or repeated are ignored. A frame that no correct peer sends in this state is a violation: it is counted
+   and fails only this session. A local event that cannot happen in this state fails an assertion.
+5. The Commit follows the last announcement. If the digests were made with the KV, the Commit is sent while the segments are
+   still in flight.
+6. Accept says once how many blocks the receiver already has. Both ends count segments and bytes from there on.
 7. Each machine opens with its table: state × event → HANDLE (in `_apply`), IGNORE, REFUSE (a violation) or BUG.
 
 The segments of all sessions of one pair share its order. `AnnounceOrder` keeps it on the receiver.
@@ -62,7 +62,7 @@ class CommitReady:
 
 @dataclass(frozen=True, slots=True)
 class SegmentBegun:
-    """A segment is announced; `digest` is that of what is being sent, known before."""
+    """A segment was announced, and its `digest` was already known."""
 
     segment: int
     digest: bytes
@@ -85,8 +85,8 @@ class SegmentDropped:
 
 @dataclass(frozen=True, slots=True)
 class OfferAccepted:
-    """The local side takes the offer into these blocks of its pool. The first `cached_blocks` hold what they should, and are
-    never written to; the caller keeps them so until the session has ended."""
+    """The local side accepts the offer with these blocks of its pool. The first `cached_blocks` already hold their KV and are
+    never written to. The caller must not change them until the session has ended."""
 
     block_ids: tuple[int, ...]
     cached_blocks: int = 0
@@ -121,7 +121,7 @@ class PairLost:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; perhaps a deadline with it."""
+    """Time has passed, so a deadline may have expired."""
 
 
 # --- actions --------------------------------------------------------------------------------------------------------
@@ -152,12 +152,12 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class CancelSegments:
-    """Nothing in flight is wanted any more. Answer each segment as soon as its blocks are not touched again."""
+    """Segments in flight are no longer wanted. The driver answers each one as soon as its blocks are no longer touched."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """The session has failed, and until its result says otherwise these blocks may still be written to."""
+    """The session has failed, and these blocks may still be written to until its result is reported."""
 
     block_ids: tuple[int, ...]
 
@@ -202,7 +202,7 @@ class KvCommitted:
 
 @dataclass(frozen=True, slots=True)
 class KvReceiveFailed:
-    """The offer came to nothing, and nothing writes to `block_ids` any more; empty if it had never been accepted."""
+    """The hand-over failed, and nothing writes to `block_ids` any more. They are empty if the offer was never accepted."""
 
     request_id: str
     attempt: int
@@ -258,7 +258,7 @@ class TransferSession:
         self._deadline: float | None = None
 
     def handle(self, event: object, now: float) -> list[Action]:
-        """One event in, actions out, to be carried out in order. `now` is in seconds and never goes back."""
+        """Handle one event and return the actions to carry out, in order. `now` is in seconds and never goes back."""
         rule = self.table[self.state].get(type(event), BUG)
         assert rule != BUG, f"{type(event).__name__} cannot happen to a session that is {self.state}"
         if rule == IGNORE:
@@ -268,15 +268,15 @@ class TransferSession:
         return self._apply(event, now)
 
     def forget_payload(self) -> None:
-        """Called once the session has ended and its result is passed on: it is kept to answer late frames, and needs no
-        prompt, block or digest for that."""
+        """Drop blocks, prompt and digests. Called once the session's result is reported: the ended session is kept only to
+        answer late frames."""
 
     def next_deadline(self) -> float | None:
         """When a `Tick` is due, in seconds of the `now` given to `handle`; None if nothing is waited for."""
         return self._deadline
 
     def _apply(self, event: object, now: float) -> list[Action]:
-        """Handle an event that the table lets through; here, those that both machines handle alike."""
+        """Handle an event that the table allows. This base method handles the events that both machines treat alike."""
         match event:
             case SegmentDone() | SegmentDropped():  # of a session that is draining
                 self.in_flight.remove(event.segment)
@@ -309,7 +309,7 @@ class TransferSession:
 
 
 class AnnounceOrder:
-    """Places an announcement in the order of its pair: the next one, a repeated one, or one after a gap."""
+    """Decides whether an announcement is the pair's next one, a repeated one, or one after a gap."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -323,8 +323,7 @@ class AnnounceOrder:
         return sequence < self._next
 
     def take(self, sequence: int, count: int) -> bool:
-        """True for the next one, of `count` segments, which are then counted; False where announcements before it are
-        missing."""
+        """Accept the next announcement and count its `count` segments. Returns False if `sequence` is not the next one."""
         if sequence != self._next:
             return False
         self._next += count

@@ -1,15 +1,14 @@
-"""The transport `cuda_ipc`: the sender's GPU copies straight into the receiver's blocks. For two processes of one host and
-user that use one GPU.
+"""The transport `cuda_ipc`: the sender's GPU copies straight into the receiver's blocks. Both processes must run on one host,
+as one user, and use the same GPU.
 
-`tests/gpu` runs it on a GPU. The parts around CUDA are tested without a GPU: the checks of the other's words, the copy and
+`tests/gpu` runs it on a GPU. The other parts are tested without a GPU: the checks of the peer's messages, the copy and
 checksum arithmetic on CPU tensors, and the protocol (`granted`).
 
-The receiver's first word has a handle of its pool (`cuda_memory`). Copy and checksum are made on the GPU (`device_copy`), on a
-stream of their own; the sender says DONE when its stream has come to its end, so what the receiver enqueues afterwards reads
-what was written, and no event need be shared.
-The end of the lifeline alone proves little: a process that is killed closes its descriptors in no particular order, so its
-kernels may still run when the connection ends. So the receiver waits until the process is gone, which is after the driver
-has taken its context down.
+The receiver's first message holds a handle of its pool (`kvtransfer.memory.cuda`). The GPU copies and makes checksums
+(`device_copy`) on a separate stream. The sender sends DONE when its stream has finished. So work that the receiver enqueues
+later reads the written data, and no CUDA event must be shared. The end of the lifeline alone proves little: a process that is
+killed closes its descriptors in no particular order, so its kernels may still run when the connection ends. So the receiver
+waits until the process has ended; by then the driver has destroyed its context.
 """
 
 import os
@@ -47,8 +46,8 @@ _HELLO = struct.Struct(f"<8sQQQQQ16s{HANDLE_BYTES}s")
 digested, the GPU's id, the handle of the memory."""
 _MAGIC = b"cdkvipc1"
 DEATH_WAIT_MS: Final = 10_000
-"""A process whose connection has ended and which lives on for so long has closed it in order, and does that when it is
-done."""
+"""If the process still lives this long after its connection ended, it closed the connection in an orderly way, after its last
+write."""
 
 
 class _Writes(RemoteWriter):
@@ -84,7 +83,7 @@ class _Grants(WriteCredits):
         digester = DeviceDigester(local.rows, local.settings.digest_every)
         super().__init__(local, connection, digester, board, lifeline)
         self._process = process
-        """A descriptor that is readable when the sender's process is gone; -1: it cannot be had."""
+        """A descriptor that becomes readable when the sender's process has ended; -1: there is none."""
 
     def settle(self, inbox: Inbox, answer: Answer) -> None:
         super().settle(inbox, answer)
@@ -95,7 +94,8 @@ class _Grants(WriteCredits):
 
 
 def wait_until_gone(process: int, limit_ms: int) -> None:
-    """Wait until the process of this descriptor has ended, or for so long; for as long without a descriptor."""
+    """Wait until the process of this descriptor has ended, at most `limit_ms`. Without a descriptor (-1), always wait
+    `limit_ms`."""
     poll = select.poll()
     if process >= 0:
         poll.register(process, select.POLLIN)
@@ -163,7 +163,7 @@ class CudaIpc(Transport):
     skips_unwanted = True
     confidential = True
     within_process = False
-    """CUDA opens no handle of memory in the process that made it."""
+    """CUDA cannot open a memory handle in the process that made it."""
 
     def unusable(self, local: LocalEnd, same_host: bool) -> str:
         if not isinstance(local.memory, DeviceMemory):

@@ -1,12 +1,12 @@
-"""Both ends of a pair whose sender writes to the receiver's blocks themselves, as `cuda_ipc` does.
+"""Both ends of a pair whose sender writes directly to the receiver's blocks, as `cuda_ipc` does.
 
 Segments cross in four moves: the announcement (control link), the receiver's grant of target blocks, the sender's copy, and its
 word that it is done; then the receiver digests the blocks where they lie. Messages and proof of life are in `unix_socket`.
 
-A stale write is prevented by order, not by trust in time: granted blocks are nobody else's until the sender says DONE or
-SKIPPED or its lifeline has ended. A receiver that no longer wants a segment writes its sequence to the *board*, a page shared
-by the two; the sender looks there before each piece and skips the rest. That makes the answer come sooner, but only the answer
-counts.
+Stale writes are prevented by order, not by timeouts: granted blocks are not reused until the sender says DONE or SKIPPED or
+its lifeline has ended. A receiver that no longer wants a segment writes its sequence to the *board*, a page shared by the two;
+the sender looks there before each piece and skips the rest. This only makes the answer come sooner; the blocks stay granted
+until the answer.
 """
 
 import os
@@ -68,7 +68,7 @@ class RemoteWriter(Channel):
             while jobs and grants and not inbox.closed:
                 job, grant = jobs.popleft(), grants.popleft()
                 if not (jobs and grants):
-                    # Now, so that nothing is waited for when the loop has been woken: it is to work while the next is copied.
+                    # Read now, so that the next copy can start at once while the event loop handles this answer.
                     jobs += inbox.take()
                     self._hear(grants)
                 segment_digest = self._carry_out(job, *grant, inbox)
@@ -95,7 +95,8 @@ class RemoteWriter(Channel):
                 )
 
     def _carry_out(self, job: SegmentJob, sequence: int, target_ids: list[int], inbox: Inbox) -> bytes:
-        """The digest; `UNWANTED` if the receiver does not want it; empty if this pair is being closed."""
+        """Copy a granted segment and return its digest: `UNWANTED` if the receiver does not want it, empty if this pair is
+        being closed."""
         assert job.block_ids is not None and self._copier is not None and self._board is not None
         if sequence != job.sequence or len(target_ids) not in (0, job.blocks):
             raise PairBroken(
@@ -129,7 +130,7 @@ class WriteCredits(Channel):
         self._outbox: deque[SegmentJob] = deque()
         """Not granted yet."""
         self._granted: deque[tuple[SegmentJob, bool]] = deque()
-        """Grants in order; whether any blocks were granted, or it was called unwanted."""
+        """The granted segments in order, each with whether blocks were granted (False: the segment is unwanted)."""
 
     def work(self, inbox: Inbox, answer: Answer) -> None:
         poll = select.poll()
@@ -167,7 +168,8 @@ class WriteCredits(Channel):
                 elif not ready or self._lifeline in ready:
                     break
             except PairBroken:
-                # Whatever it says now, or if it says nothing any more, it may still write: only its lifeline counts.
+                # The connection is of no use now, but the sender may still write: only the end of its lifeline proves
+                # otherwise.
                 poll.unregister(self._connection)
         os.close(self._lifeline)
         self._connection.close()
@@ -176,8 +178,9 @@ class WriteCredits(Channel):
         self._board.revoke(job.sequence)
 
     def _grant(self) -> bool:
-        """Name the target blocks of the next segments, by the handful, but of no more than a window: a sender is done with a
-        segment before we have digested it, and would announce more and more. False if the connection has no room now."""
+        """Grant the target blocks of the next segments, several in one message, up to one window. The limit is needed because
+        a sender finishes a segment before we have digested it, and would announce more and more. Returns False if the
+        connection has no room now."""
         while self._outbox and len(self._granted) < WINDOW_SEGMENTS_MAX:
             targets: list[tuple[int, ...]] = []
             blocks = 0
@@ -192,7 +195,7 @@ class WriteCredits(Channel):
         return True
 
     def _hear(self, answer: Answer) -> bool:
-        """Take in the sender's next word; False if it says nothing."""
+        """Handle the sender's next message. Returns False if there is none."""
         message = self._connection.receive()
         if message is None:
             return False

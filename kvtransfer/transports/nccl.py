@@ -1,7 +1,7 @@
 """The transport `nccl`: messages between two GPUs, of one host or of two.
 
-`tests/gpu` runs it on one GPU, never yet on two. Tested without one: the words of the two ends, the device's thread, and both
-ends together over a communicator that is played by host memory.
+`tests/gpu` runs it on one GPU; it has not run on two yet. Tests without a GPU cover the messages of the two ends, the device's
+thread, and both ends together over a communicator simulated in host memory.
 
 A pair has a communicator of two of its own (torch's `ProcessGroupNCCL`, without a default group), set up and used once on
 the pair's thread before the pair is called ready, and a TCP connection beside it (`line`). All messages of a process on one
@@ -13,9 +13,9 @@ device are started by one thread (`device_thread`). A segment crosses like this:
     LAUNCHED      (line)           sender → receiver     the send has begun: from now on the message must cross in time
     the message   (NCCL)
 
-So a send begins only when its receive has, and a receive begins only when its send can: neither waits on the GPU for longer
-than the two take to speak, and a peer that is stopped or slow holds up nothing but its own pair. Received KV lands in a
-buffer of the channel; when all of it is there, it is digested (`device_copy`) and copied to its blocks.
+So a send begins only after its receive has begun, and a receive begins only when its send is ready. Neither waits on the GPU
+for longer than an exchange of messages, and a stopped or slow peer delays only its own pair. Received KV lands in a buffer of
+the channel; when all of it is there, it is digested (`device_copy`) and copied to its blocks.
 
 An operation that hangs is found out by the end of the line, at once, or by a deadline; then the communicator is aborted, which
 NCCL can do to one that is set up as non-blocking. Its errors must not end this process: the variables are in
@@ -123,7 +123,7 @@ class _NcclChannel(Channel):
             return UNSAMPLED if sequence % self._every else checksum([sub_block_sums(packed)])
 
     def settle(self, inbox: Inbox, answer: Answer) -> None:
-        # Nothing here is touched by the peer: messages land in a buffer, and the end that goes last lets go of that.
+        # The peer touches no blocks: messages land in this channel's buffer.
         if self._handle is not None:
             self._handle.cancel()
         deadline = time.monotonic() + self._peer_timeout_s
@@ -203,7 +203,7 @@ class NcclReceives(_NcclChannel):
             self._posted = True
             self._line.say(POSTED, job.sequence)
             return True
-        # A message that came before the word of its launch has come, but the word is still to be heard.
+        # The message may arrive before LAUNCHED; still wait for LAUNCHED before ending the segment.
         if not (self._handle.counts or self._handle.error) or not self._has_crossed():
             return False
         self._posted = False

@@ -29,7 +29,7 @@ from kvtransfer.transports.transport import (
 )
 
 _ANSWERS_HELD_MAX = 128
-"""They count as queued, of which there may be MAX_QUEUED_SEGMENTS."""
+"""The most answers held back. Held answers still count towards MAX_QUEUED_SEGMENTS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +170,9 @@ class Pair:
             self._channel.settle(self._inbox, self._answer)
 
     def _answer(self, job: SegmentJob, segment_digest: bytes) -> None:
-        """A session waits for the last of its segments; those before it are told of by the handful, since each word to the loop
-        wakes it. A sender announces more when half its window is free, so half of what is under way is enough to tell."""
+        """Collect answers and post several at once, because each post wakes the event loop. A session's last segment is posted
+        at once, since the session waits for it. Half of the segments in flight are enough for a post, because a sender
+        announces more when half its window is free."""
         self._answers.append((job, segment_digest))
         following = self._unanswered.get(job.sequence + 1)
         enough = len(self._answers) >= min(_ANSWERS_HELD_MAX, len(self._unanswered) / 2)

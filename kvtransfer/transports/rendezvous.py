@@ -93,8 +93,8 @@ class StoreListener:
 
 
 def connect(make: "Make[Met]", host: str, port: int, secret: str, timeout_s: float) -> Met:
-    """The sender's end: join the receiver that listens at `host`:`port`. It listened before it told, so where nobody does any
-    more, that is known at once; a TCPStore alone would go on asking for up to thrice its timeout."""
+    """The sender's end: join the receiver that listens at `host`:`port`. The receiver listens before it sends its address. So
+    a refused connection shows at once that it is gone; a TCPStore alone would retry for up to three times its timeout."""
     reach_s = timeout_s * _REACH_SHARE
     with socket.create_connection((host, port), timeout=reach_s):
         pass

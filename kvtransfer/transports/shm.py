@@ -5,8 +5,8 @@ the receiver is ever mapped by another process. Segments cross in five moves: th
 grant of a place in the window; the sender's copy to it; its word that it is done; and the receiver's copy from there to the
 target blocks.
 
-The sender may write to its window at any time, so nothing that lies there is believed: the receiver digests what it has copied,
-where nobody else can write, and compares that with the digests of the Commit. A segment that is not wanted any more is answered
+The sender may write to its window at any time, so its contents are not trusted. The receiver digests its own copy, which no
+other process can change, and compares the digests with those of the Commit. A segment that is not wanted any more is answered
 at once, since only the receiver itself writes to its blocks; its place is used again when the sender has said that it is done.
 """
 

@@ -124,8 +124,8 @@ class RendezvousListener:
         self.port: int = self._socket.getsockname()[1]
 
     def accept(self, timeout_s: float) -> Line:
-        """The first connection that knows the secret; all are heard at the same time, so that silent ones delay nobody. Closes
-        the door. Raises `PairBroken` or `OSError`."""
+        """Returns the first connection that sends the secret. All connections are read concurrently, so silent ones cause no
+        delay. Closes the listening socket. Raises `PairBroken` or `OSError`."""
         deadline = time.monotonic() + timeout_s
         greeting: dict[int, _Greeting] = {}
         """Greetings by descriptor, the first to come first."""
@@ -168,7 +168,7 @@ class RendezvousListener:
 
 
 def call(host: str, port: int, secret: str, timeout_s: float) -> Line:
-    """Connect to a door. Raises `OSError`."""
+    """Connect to a `RendezvousListener` and send the secret. Raises `OSError`."""
     connected = socket.create_connection((host, port), timeout_s)
     try:
         connected.sendall(secret.encode())

@@ -29,8 +29,8 @@ from kvtransfer.memory.pool import PoolRows
 from kvtransfer.session.limits import KvSettings
 
 MAX_QUEUED_SEGMENTS = 1024
-"""Segments a pair holds at once. A correct sender stays within its window, and may be done with as many that the receiver is
-not."""
+"""Segments a pair holds at once. A correct sender stays within its window, but may have finished as many more segments that
+the receiver has not."""
 
 
 PoolMemory = DeviceMemory
@@ -121,8 +121,8 @@ class Inbox:
         return True
 
     def close(self, settle_limit_ms: int | None) -> None:
-        """Nothing more comes, and what is queued is not to be begun. With a limit, also what is under way must be let go of by
-        then, proven or not: this process ends, and what is written later is read by nobody."""
+        """Close the inbox: queued segments are not begun. If there is a limit, segments in flight must also be released by
+        then, proven safe or not, because this process ends and does not read later writes."""
         self.closed = True
         self.settle_limit_ms = settle_limit_ms
         os.eventfd_write(self._event, 1)
@@ -166,8 +166,8 @@ class Channel(ABC):
         `OSError` or `RuntimeError`. Segments not answered by then are answered by `settle`, or by nobody."""
 
     def settle(self, inbox: Inbox, answer: Answer) -> None:
-        """After `work`, however it ended: let go of everything, and return when no segment's blocks are touched any more. As
-        long as the peer may still write, that is as long as it takes, unless the inbox has a limit. Never raises."""
+        """Called after `work`, even if it failed. Release everything, and return when no segment's blocks are touched any
+        more. This waits as long as the peer may still write, unless the inbox has a limit. Never raises."""
         return
 
     def revoke(self, job: SegmentJob) -> None:

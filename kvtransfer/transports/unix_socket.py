@@ -88,7 +88,7 @@ class UnixConnection:
         except BlockingIOError:
             return False
         except OSError as error:
-            # Not an end that was read: what was written before it may still wait to be read.
+            # Unlike an end of stream, this does not mean that all data was read: earlier messages may still be waiting.
             raise PairBroken(f"the peer is gone: {error.strerror}") from None
         return True
 
@@ -136,7 +136,7 @@ class UnixListener:
         self._socket.setblocking(False)
 
     def accept(self, timeout_ms: int) -> socket.socket:
-        """The first connection of our own user. Closes the door. Raises `PairBroken` or `OSError`."""
+        """Returns the first connection from our own user. Closes the listening socket. Raises `PairBroken` or `OSError`."""
         deadline = time.monotonic() + timeout_ms / 1e3
         try:
             while True:
@@ -157,8 +157,8 @@ class UnixListener:
 
 
 def connect(name: str, timeout_ms: int) -> socket.socket:
-    """Connect to a door of this host. Raises `OSError`, or `PairBroken` if it is not our own user's, or does not open in
-    time: others may fill its backlog."""
+    """Connect to a `UnixListener` of this host. Raises `OSError`, or `PairBroken` if it belongs to another user or does not
+    accept in time: other processes may fill its backlog."""
     connecting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # Not settimeout: with that, a full backlog is an error at once.
     connecting.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(*divmod(timeout_ms * 1000, 1_000_000)))

@@ -1,8 +1,9 @@
-"""The one listening socket of a process for `tcp` pairs, and the thread that tells senders from strangers.
+"""The one listening socket of a process for `tcp` pairs, and the thread that accepts authenticated senders and closes other
+connections.
 
 A connection has to say the hello of a pair that is expected (`handshake`) within `HELLO_TIMEOUT_S`, and is handed to that
 pair's thread then. All connections that have not done so are served by one selector, so none of them can hold up another one,
-and there are never more than `pending_limit` of them. Running out of descriptors costs strangers first.
+and there are never more than `pending_limit` of them. If descriptors run out, unauthenticated connections are closed first.
 """
 
 import errno
@@ -105,7 +106,7 @@ class TcpListener:
         return expected, port
 
     def forget(self, expected: Expected) -> None:
-        """Its token is good for nothing from now on."""
+        """Make the pair's token invalid."""
         with self._lock:
             self._expected.pop(expected.token, None)
         expected.close()

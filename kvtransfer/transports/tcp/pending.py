@@ -1,7 +1,7 @@
 """Connections that have not proved the key yet: how many may wait, and for how long. Pure.
 
-Where there is no room for one more, the oldest goes: a sender says its hello at once, so the one that has waited longest is the
-least likely to be one.
+If there is no room for one more, the oldest is closed: a sender sends its hello at once, so the oldest connection is the least
+likely to be a sender.
 """
 
 from collections import OrderedDict
@@ -22,7 +22,7 @@ class PendingConnections(Generic[C]):
         return len(self._deadlines)
 
     def add(self, connection: C, now: float) -> list[C]:
-        """Add one; those to be closed for it."""
+        """Add a connection. Returns the connections to close for it."""
         self._deadlines[connection] = now + self._timeout_s
         return [self.pop_oldest() for _ in range(len(self._deadlines) - self._limit)]
 

@@ -21,7 +21,7 @@ RECORD_BYTES: Final = 512 << 10
 
 @dataclass(frozen=True, slots=True)
 class TcpRecord:
-    """`sub-blocks` sub-blocks of a segment from `first` on, or of one sub-block the `size` bytes from `offset` on."""
+    """`sub_blocks` sub-blocks of a segment from `first` on, or, of one larger sub-block, `size` bytes from `offset` on."""
 
     first: int
     sub_blocks: int
@@ -43,7 +43,7 @@ def records_of(blocks: int, sub_block_bytes: int) -> Iterator[TcpRecord]:
 
 
 def sub_blocks_together(sub_block_bytes: int) -> int:
-    """Cells in the largest record; 1 where a sub-block is larger than a record."""
+    """Returns the sub-blocks in the largest record; 1 if a sub-block is larger than a record."""
     return max(1, RECORD_BYTES // sub_block_bytes)
 
 

@@ -26,7 +26,7 @@ _NONCE = struct.Struct("<4xQ")
 HEADER_BYTES: Final = _HEADER.size
 TAG_BYTES: Final = 16
 _WOKEN_AT_BYTES: Final = 256 << 10
-"""A reader that waits for more is woken when so much is there: a wake-up for each packet costs more than the copying."""
+"""A waiting reader is woken when this many bytes are there, because a wake-up for each packet costs more than the copying."""
 
 
 class PairClosing(Exception):

@@ -1,4 +1,4 @@
-"""The HTTP application: its routes, and one shape for every error."""
+"""The HTTP application: its routes, and error handlers that give every error the same form."""
 
 from typing import Final
 
@@ -52,7 +52,7 @@ BODIES: Final = (
     ResponseEvent,
     MessageEvent,
 )
-"""Additions to the description that the routes themselves do not name."""
+"""Types to add to the OpenAPI description because the routes do not name them."""
 _ROUTES: Final = [route for router in ROUTERS for route in router.routes if isinstance(route, Route)]
 
 
@@ -96,7 +96,7 @@ def create_app(gateway: Gateway, batches: BatchService | None = None) -> ASGIApp
 
 
 def _allowed(scope: Scope) -> str:
-    """The methods of what a request asks for, as the header `Allow` has them."""
+    """Returns the methods that are allowed at the request's path, in the form of the `Allow` header."""
     asked = {**scope, "method": "OPTIONS"}
     found = {"GET", "POST", "DELETE"} if scope["path"] == "/*" else set[str]()
     for route in _ROUTES:
@@ -111,8 +111,8 @@ def _response(error: ApiError, request: Request) -> Response:
     headers = error.headers()
     if error.status == 408 or error.code == FailKind.SHUTTING_DOWN:
         headers["Connection"] = "close"
-    # Elsewhere the rest of an unread body is left to the server, which throws it away: closing would reset the connection
-    # under a client that is still sending, and this answer would be lost.
+    # The server discards the rest of an unread body in all other cases. Closing would reset the connection while the client is
+    # still sending, and the client would lose this answer.
     if request.url.path.startswith(routes.PREFIX):
         content = encode(error_body(error, info.request_id))
     else:

@@ -44,11 +44,11 @@ _KINDS_MAX: Final = 64
 
 
 class ClientLeft(Exception):
-    """The HTTP client closed its connection; nobody is left to answer."""
+    """The HTTP client closed its connection, so no answer can be sent."""
 
 
 class LinkPeer(Protocol):
-    """The part of a link's peer that the backend needs; `runtime.link.server.Peer` is one."""
+    """The methods of a link's peer that the backend needs. `runtime.link.peer.Peer` has them."""
 
     incarnation: int
 
@@ -111,14 +111,14 @@ class Backend:
         return self._hash_block_sizes.get(model, 0)
 
     def system_fingerprint(self, model: str) -> str | None:
-        """A digest of what decides whether two answers can be equal: the model's files, what computes, versions. None until a
-        worker has connected. Workers that differ change it as they become known."""
+        """Returns a digest of everything that decides whether two answers can be equal: the model's files, the kernel
+        fingerprints and the version. Returns None until a worker has connected. A worker of a new kind changes the digest."""
         return self._fingerprints.get(model)
 
     # --- HTTP side --------------------------------------------------------------------------------------------------
 
     def open(self, specs: Sequence[StreamSpec], receiver: EventReceiver) -> None:
-        """Begin these streams. `receiver` gets what comes of them, until they end or are abandoned."""
+        """Begin these streams. `receiver` gets their events until they end or are abandoned."""
         now = clock.now()
         for spec in specs:
             self._receivers[spec.stream_id] = receiver
@@ -134,7 +134,7 @@ class Backend:
                 self._driver.post(ClientGone(stream_id))
 
     def end_session(self, tenant: str, name: bytes) -> bool:
-        """A client has said so. False: the coordinator cannot be told now."""
+        """Tell the coordinator that the client has ended a session. Returns False if the coordinator is not connected."""
         if self._coordinator is not None:
             self._coordinator.send(EndSession(tenant, name))
         return self._coordinator is not None
@@ -149,7 +149,7 @@ class Backend:
         self._driver.post(Shutdown())
 
     async def emptied(self) -> None:
-        """Wait until no stream is left. One caller may wait, when no stream begins any more."""
+        """Wait until no stream is left. Only one caller may wait, and only after new streams are refused."""
         while self._receivers:
             self._empty.clear()
             await self._empty.wait()
@@ -233,7 +233,7 @@ class Backend:
                 if stream_id in self._receivers:
                     self._forget(stream_id).ended(failure, clock.now())
             case SendSubmit(submit, blob):
-                # A message that does not go out is sent again once the link is back.
+                # A message that cannot be sent now is sent again when the link is up again.
                 if self._coordinator is not None:
                     self._coordinator.send(submit, blob)
             case SendCancel(cancel):

@@ -1,8 +1,8 @@
-"""Dividing something bounded between tenants: none may hold more than what is left free. Pure.
+"""Divides a bounded resource between tenants: no tenant may hold more than is left free. Pure.
 
-This is the dynamic threshold of Choudhury and Hahne (1998) for shared switch buffers, with factor 1. A tenant alone may hold
-half; a tenant that holds nothing still finds room, and tenants that want more than there is come to equal shares as they
-give back.
+This is the dynamic threshold of Choudhury and Hahne (1998) for shared switch buffers, with factor 1. A single tenant may hold
+half. A tenant that holds nothing still finds room. Tenants that want more than there is reach equal shares as they release
+what they hold.
 """
 
 
@@ -18,8 +18,8 @@ class FairShare:
         return self.held + amount <= self.capacity
 
     def take(self, tenant: str, amount: int = 1) -> bool:
-        """Whether the tenant has got `amount`. A user of an organisation, like `acme/ann`, is bounded twice: the organisation
-        by what is free, and the user by what the organisation could still take."""
+        """Take `amount` for the tenant. Returns whether there was room. A user of an organisation, like `acme/ann`, is bounded
+        twice: the organisation by the free amount, and the user by what the organisation could still take."""
         room = self.capacity - self.held
         owners = _owners(tenant)
         for owner in owners:

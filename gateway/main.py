@@ -51,7 +51,7 @@ class GatewayProcess:
         name = settings.name or f"gateway-{os.getpid()}"
         self.log = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
         self.missing = {"listening", "connected"}
-        """Before this process is ready for the first time."""
+        """Conditions that must be met before this process first reports that it is ready."""
         self.observed = MetricsServer(settings.metrics, settings.advertise)
         stream_limits = StreamLimits(link_wait_s=settings.queue_wait_s, idle_s=settings.stream_idle_ms / 1000)
         model = settings.served_model_id
@@ -122,7 +122,8 @@ class GatewayProcess:
         return 0
 
     def _cannot_listen(self, error: OSError) -> int:
-        """The exit status. Raises `ConfigError` where another start would not help."""
+        """Log that the port cannot be opened, and return the exit status. Raises `ConfigError` if another start would not
+        help."""
         settings = self.settings
         machine.check_listening(f"--host, --port: cannot listen on {settings.host}:{settings.port}", error)
         self.log.error("cannot start", error=f"--port: {settings.port} on {settings.host}: {error.strerror}")
@@ -191,7 +192,7 @@ class GatewayProcess:
         )
 
     async def _load(self, stop: asyncio.Event) -> list[ServedModel] | None:
-        """The models' tokenizers; None if told to stop first. Raises `ConfigError`."""
+        """Load the models' tokenizers. Returns None if told to stop before they are loaded. Raises `ConfigError`."""
         loader = ThreadPoolExecutor(1, "loader")
         try:
             with garbage_collector.at_rest():
@@ -227,7 +228,7 @@ class GatewayProcess:
         return client, waiting
 
     async def _serve(self, gateway: Gateway, batches: BatchService | None, listener: socket.socket, stop: Stop) -> int:
-        """Serve HTTP until told to stop; then let streams end, bounded, and the rest with an error event."""
+        """Serve HTTP until told to stop. Then wait a limited time for streams to end, and end the rest with an error event."""
         server = make_server(create_app(gateway, batches), self.settings.client_timeout_ms / 1000, _CLOSE_TIMEOUT_S)
         server.on_listening = lambda: self._is("listening")
         serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
@@ -246,7 +247,7 @@ class GatewayProcess:
         try:
             await serving
         except OSError as error:
-            # To bind reserves no port: another process had bound it too, and listened first.
+            # Binding does not reserve the port: another process bound it too, and listened first.
             return self._cannot_listen(error)
         return 0
 
@@ -266,7 +267,8 @@ def _load_models(settings: GatewaySettings) -> list[ServedModel]:
 
 
 def _own_names(settings: GatewaySettings) -> set[str]:
-    """Names by which clients may ask for this gateway where no key is needed: those given, and those of where it listens."""
+    """Returns the host names that clients may use for this gateway if no key is needed: those from the settings and those of
+    its listening address."""
     names = {settings.host, *settings.allowed_hosts}
     if not is_loopback(f"tcp://{in_url(settings.host)}:0"):
         names |= {socket.gethostname(), host_of(settings.advertise)}
@@ -274,7 +276,8 @@ def _own_names(settings: GatewaySettings) -> set[str]:
 
 
 def say_where(logger: log.Log, bound: Sequence[Any], gateway: Gateway) -> None:
-    """Log which HTTP port is open, and whether to everyone who can reach it. `bound`: as `getsockname` says it."""
+    """Log the HTTP address, and warn if everyone who reaches it is let in without a key. `bound` is what `getsockname`
+    returns."""
     host, port = bound[:2]
     address = f"{in_url(host)}:{port}"
     logger.info("serving", url=f"http://{address}", model=", ".join(served.rules.model_id for served in gateway.models))
@@ -289,7 +292,8 @@ async def _wait(stop: asyncio.Event) -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket; bound early, so that a taken port is told at once. Raises OSError."""
+    """Returns a bound TCP socket for the server. It is bound early, so that a port in use is reported at once. Raises
+    OSError."""
     family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
         0
     ]

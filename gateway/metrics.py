@@ -1,4 +1,4 @@
-"""Metrics of one gateway, and the times of each stream that they are made of. All times are monotonic seconds."""
+"""Metrics of one gateway, and the times of each stream from which they are computed. All times are monotonic seconds."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from runtime.tenancy.tenants import ClassTargets
 
 PREFIX = "crossdock_gateway_"
 _GAPS_OVER_MAX = 0.01
-"""Part of a stream's gaps that may be over its tenant's limit."""
+"""The fraction of a stream's gaps that may exceed its tenant's limit."""
 
 
 class GatewayMetrics:
@@ -55,7 +55,7 @@ class GatewayMetrics:
         registry.gauge(PREFIX + "tasks", "asyncio tasks that have not ended.", lambda: len(asyncio.all_tasks()))
 
     def of(self, model: str = "") -> "ModelMetrics":
-        """Those of one model; without a name, of the gateway's first."""
+        """Returns the metrics of one model, or of the gateway's first model if no name is given."""
         name = model or self._model
         if name not in self._models:
             self._models[name] = ModelMetrics(*(family.labels(name) for family in self._of_models))
@@ -121,7 +121,7 @@ class StreamTimes:
     )
 
     def __init__(self, metrics: GatewayMetrics, tenant: str, prompt_tokens: int, now: float, model: str = "") -> None:
-        # Empty: of no tenant, to be measured against no SLO.
+        # An empty tenant means that the stream is not measured against an SLO.
         slo = metrics.slo_of(tenant) if tenant else None
         self._slo = slo if slo is not None and slo.given else None
         self._metrics, self._tenant, self._opened_at = metrics, tenant, now

@@ -1,7 +1,7 @@
 """Responses kept for a while, for `previous_response_id`. Pure.
 
-A response belongs to a tenant and is found by that tenant alone. Kept are at most `entries_max` and `bytes_max`, each for
-`keep_s`; a tenant that would have more than a quarter of either loses its own oldest first.
+Only the tenant of a response can find it. The store keeps at most `entries_max` responses and `bytes_max` bytes, each response
+for `keep_s`. A tenant that would exceed a quarter of either limit loses its oldest responses.
 """
 
 from collections import OrderedDict
@@ -40,7 +40,7 @@ class ResponseStore:
         return len(self._order)
 
     def put(self, tenant: str, response_id: str, items: bytes, response: bytes, now: float) -> bool:
-        """Whether it is kept."""
+        """Store a response. Returns whether it is kept."""
         self._expire(now)
         kept = KeptResponse(items, response, now + self.keep_s)
         if not self.keep_s or kept.size_bytes > self.bytes_max // _SHARE or response_id in self._order:
@@ -58,7 +58,7 @@ class ResponseStore:
         return True
 
     def get(self, tenant: str, response_id: str, now: float) -> KeptResponse | None:
-        """Changes nothing, so that any thread may ask."""
+        """Returns a response, or None. Changes nothing, so any thread may call it."""
         kept = self._tenants.get(tenant, OrderedDict()).get(response_id)
         return kept if kept is not None and kept.until > now else None
 

@@ -1,7 +1,7 @@
-"""The sender of a request, by its key, and the priority class and deadline that it may ask for.
+"""Finds the tenant of a request by its key, and the priority class that the request may ask for.
 
-A key is looked up by its SHA-256 and never kept, shown or logged. Where neither the tenants file nor `--api-keys` has a key,
-everyone is let in as the tenant `default`, whose keys those of `--api-keys` are.
+A key is looked up by its SHA-256 and never kept, shown or logged. If neither the tenants file nor `--api-keys` has a key,
+everyone is let in as the tenant `default`. The keys of `--api-keys` belong to that tenant too.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from proto.limits import MAX_PRIORITY
 from runtime.tenancy.tenants import DEFAULT_TENANT, ClassTargets, Tenants
 
 _TIERS: Final = {"priority": "interactive", "flex": "batch"}
-"""OpenAI's service tiers that mean another priority class than the tenant's own."""
+"""OpenAI's service tiers that select a different priority class than the tenant's own."""
 
 
 class KeyRing:
@@ -25,8 +25,8 @@ class KeyRing:
         self.replace(tenants)
 
     def replace(self, tenants: Tenants) -> None:
-        """A new tenants file: keys that are no longer in it end to work with the next request. Where keys were needed they
-        still are if it has none: a file read while it is being written must not open the door."""
+        """Use a new tenants file. Keys that it no longer has are refused from the next request on. Once keys were needed, they
+        stay needed even if the file has none: a file that was read while it was being written must not let everyone in."""
         self.tenants = tenants
         self._tenants = {self._blind(digest): tenant for digest, tenant in {**tenants.keys, **self._own}.items()}
         self.needed = self.needed or bool(self._tenants)
@@ -36,8 +36,8 @@ class KeyRing:
         return policy.slo if policy is not None else None
 
     def tenant_of(self, key: bytes) -> str | None:
-        """None for a key that nobody has. The comparison is keyed by a secret of this process, so that the time it takes says
-        nothing about any key or its hash."""
+        """Returns the tenant of a key, or None if no tenant has the key. The lookup is keyed by a secret of this process, so
+        that its duration reveals nothing about any key or its hash."""
         return self._tenants.get(self._blind(hashlib.sha256(key).digest()))
 
     def _blind(self, digest: bytes) -> bytes:
@@ -45,11 +45,12 @@ class KeyRing:
 
 
 def priority_class_of(priority: Any, service_tier: str | None, tenants: Tenants, tenant: str) -> str:
-    """The priority class to ask for; empty: the tenant's own. Raises `ApiError` for what is no priority class.
+    """Returns the priority class to ask for; empty means the tenant's own. Raises `ApiError` if `priority` is not a priority
+    class.
 
-    `priority` is a demand, which the coordinator refuses where the tenant may not use the priority class. `service_tier` is
-    a wish, as at OpenAI: where it cannot be had, the tenant's own priority class serves. A whole number is not a priority
-    class: see `own_priority`.
+    `priority` is binding: the coordinator rejects the request if the tenant may not use the priority class. `service_tier` is
+    a preference, as at OpenAI: if the tenant may not use it, the tenant's own priority class applies. A whole number is not a
+    priority class: see `own_priority`.
     """
     if priority is not None and type(priority) is not int:
         if not isinstance(priority, str) or priority not in tenants.priority_classes:
@@ -61,14 +62,14 @@ def priority_class_of(priority: Any, service_tier: str | None, tenants: Tenants,
 
 
 def lowest_class(tenants: Tenants, tenant: str) -> str:
-    """The priority class with the least weight of those that the tenant may use; empty: its own."""
+    """Returns the priority class with the least weight that the tenant may use; empty means the tenant's own."""
     policy = tenants.policy(tenant)
     allowed = sorted(policy.priority_classes) if policy is not None else []
     return min(allowed, key=lambda name: tenants.priority_classes[name].weight, default="")
 
 
 def own_priority(priority: Any) -> int:
-    """vLLM's: among the tenant's own requests, the lowest goes first. Raises `ApiError`."""
+    """Returns vLLM's priority: among the requests of one tenant, the lowest number goes first. Raises `ApiError`."""
     if type(priority) is not int:
         return 0
     if abs(priority) > MAX_PRIORITY:

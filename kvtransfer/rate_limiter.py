@@ -41,7 +41,7 @@ class Lane:
 
     held: deque[tuple[Callable[[], int], Callable[[], None]]] = field(default_factory=deque)
     waiting_since: float = 0.0
-    """Since when the first of them has waited."""
+    """The time since which the first of them has waited."""
 
 
 class RateLimiter:

@@ -4,7 +4,8 @@
     to_frames(message, blob) -> frames
     decode(frames) -> (message, blob)      raises RemoteProtocolError on anything that is not exactly one message
 
-A receiver hands over the frames of one multipart message as they came; nothing is allocated from a length in them.
+A receiver passes the frames of one multipart message unchanged. The codec never allocates memory by a length that a frame
+states.
 """
 
 import sys
@@ -33,7 +34,7 @@ ALL_MESSAGES: tuple[type[Message], ...] = tuple(
 )
 
 DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, OverflowError)
-"""Errors that msgspec raises on bytes of a stranger."""
+"""Errors that msgspec may raise for bytes from an untrusted peer."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Union[ALL_MESSAGES])

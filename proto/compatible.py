@@ -4,8 +4,8 @@ A fingerprint names, in one readable string of fields, what must be equal:
 
     model=llama 1f0c…;revision=9e21…;dtype=bfloat16;layers=32;kv_heads=8;head_dim=128;tensor_parallel=1;rope=…
 
-Two are compared whole; the fields are for people, to whom a refusal says which of them differ. Block sizes may differ: of
-two, one must be a multiple of the other.
+Two fingerprints are compared as whole strings. The fields are for people: a refusal says which of them differ. Block sizes may
+differ, but one must be a multiple of the other.
 """
 
 from collections.abc import Mapping

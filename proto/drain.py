@@ -24,11 +24,11 @@ class Draining(Message, frozen=True):
 
 
 class Drained(Message, frozen=True):
-    """Nothing is placed on this worker any more, nor will be: one that is to end may go."""
+    """Nothing is placed on this worker any more, and nothing will be. If it is to end, it may do so now."""
 
 
 class DrainRequest(Message, frozen=True):
-    """Drain the worker of this name, or both roles of the mixed one, or, to `undo` that, place on it again."""
+    """Drain the worker of this name, or both roles of a mixed worker. `undo`: place work on it again."""
 
     worker: Text
     undo: bool
@@ -45,7 +45,7 @@ class DrainAnswer(Message, frozen=True):
 class Flip(Message, frozen=True):
     """Take this role. Nothing new is placed on the worker from now on, and what runs there is handed over in `hand_over_ms`.
 
-    The worker gets ready meanwhile, and changes over when it holds nothing and has been told `Drained`, if it is mixed, in both
+    The worker prepares meanwhile. It changes its role when it holds nothing and has received `Drained`, a mixed worker in both
     its roles. `Draining` without a time takes the order back."""
 
     role: Role

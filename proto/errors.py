@@ -1,7 +1,7 @@
 """Errors that cross a process boundary, and the names of the ways a request can end.
 
-Three kinds, never mixed: assertions are our bugs; the exceptions here are a peer's or a resource's fault; a `Reject` or an
-`Outcome` is an answer for a user.
+There are three kinds, which are never mixed. A failed assertion is our bug. An exception defined here is the fault of a peer
+or a resource. A `Reject` or an `Outcome` is an answer for a user.
 """
 
 from enum import StrEnum
@@ -63,10 +63,10 @@ class Reject(_Growing):
     PRIORITY_CLASS = "priority_class"
     """The tenant may not use the priority class asked for."""
     RETRY_BUDGET = "retry_budget"
-    """Too many interrupted requests come back at once; it may a little later."""
+    """Too many interrupted requests come back at once. A retry a little later may be accepted."""
     SHUTTING_DOWN = "shutting_down"
     LOSES_WORKERS = "loses_workers"
-    """It ran in steps of workers that were lost, one after the other, so it would end more of them."""
+    """Several workers were lost, one after the other, while they ran a step with this request. It would end more workers."""
 
 
 class Interrupt(_Growing):
@@ -80,7 +80,8 @@ class Interrupt(_Growing):
     GRAMMAR = "grammar"
     """The answer cannot go on in its grammar. No other attempt could, so the gateway fails the stream."""
     PREEMPTED = "preempted"
-    """It had to make room on its decode worker: for a tenant with less than its share, or since that was overcommitted."""
+    """It had to make room on its decode worker, either for a tenant with less than its share or because the worker was
+    overcommitted."""
     DRAINED = "drained"
     """Its worker is about to end, on purpose. It goes on at once, and this attempt does not count as one."""
 
@@ -110,7 +111,7 @@ class CancelReason(_Growing):
     ABANDONED = "abandoned"
     """The gateway gave the attempt up, for instance because its stream failed."""
     ANSWERED = "answered"
-    """It has all of the answer. Said only to a coordinator that may not have heard that from the worker."""
+    """The gateway has the whole answer. Sent only to a coordinator that may not have received the worker's report."""
 
 
 UNKNOWN_AS: Final[dict[type[_Growing], _Growing]] = {
@@ -119,4 +120,5 @@ UNKNOWN_AS: Final[dict[type[_Growing], _Growing]] = {
     FinishReason: FinishReason.STOP,
     CancelReason: CancelReason.ABANDONED,
 }
-"""The value with the fewest consequences. An unknown value of any other enumeration, like `Role`, is refused."""
+"""Maps each enumeration to the value that replaces an unknown one: the value with the fewest consequences. An unknown value of
+any other enumeration, like `Role`, is refused."""

@@ -21,7 +21,7 @@ ChoiceIndex = Annotated[int, Meta(ge=0, lt=limits.MAX_CHOICES)]
 BlockHashes = Annotated[bytes, Meta(max_length=limits.MAX_BLOCK_HASHES * limits.HASH_BYTES)]
 """Names of a prompt's full KV blocks, in the size of the worker they go to: `HASH_BYTES` each, chained, and keyed by tenant."""
 HashKey = Annotated[bytes, Meta(max_length=32)]
-"""A cluster's key: without it nobody can tell which prompt has which hashes. Empty: none."""
+"""A cluster's key. Without it, the hashes of a prompt cannot be computed. Empty: none."""
 SessionName = Annotated[bytes, Meta(max_length=limits.HASH_BYTES)]
 """A hash of the name that a client gives to a conversation; empty: it gave none."""
 CacheChanges = Annotated[bytes, Meta(max_length=limits.MAX_CACHE_CHANGES * limits.HASH_BYTES)]

@@ -13,8 +13,9 @@ the other way on the same link, with the decode worker as the sender:
 
     Fetch →  ← FetchRefused | PairOpen, Offer …
 
-Shapes and dtypes never travel: both sides take them from their own layout, whose fingerprint the handshake compared.
-All counts of blocks are in those of the pair, `PairOpen.block_size`: where the two ends' sizes differ, the smaller.
+Shapes and dtypes never travel: both sides take them from their own layout, whose fingerprint the handshake compared. All
+counts of blocks are in blocks of the pair's size, `PairOpen.block_size`. If the block sizes of the two ends differ, this is
+the smaller one.
 """
 
 from hashlib import blake2b
@@ -29,7 +30,7 @@ from proto.messages import Message
 from proto.sampling import TokenId
 
 PairId = Annotated[int, Meta(gt=0, le=(1 << 63) - 1)]
-"""Grows with every group that one sender makes, so an older one is known as such."""
+"""It grows with every pair that a sender opens, so that messages of an older pair are recognised."""
 TransportName = Annotated[str, Meta(min_length=1, max_length=16)]
 SegmentIndex = Annotated[int, Meta(ge=0, lt=limits.MAX_SEGMENTS)]
 
@@ -55,7 +56,7 @@ class PairListen(Message, frozen=True):
     transport: TransportName
     host: Text
     port: Annotated[int, Meta(ge=0, le=65535)]
-    """The rendezvous's port; 0 where the secret names all there is to know."""
+    """The port of the rendezvous; 0 if `secret` alone is enough to connect."""
     secret: Text
     """Prefix of every key of the store, or name of the socket."""
     why: Text
@@ -90,7 +91,8 @@ class Accept(Message, frozen=True):
     segment_blocks: Annotated[int, Meta(ge=1, le=limits.MAX_BLOCKS_PER_REQUEST)]
     """The most blocks the receiver takes in one segment: it has room for no more."""
     cached_blocks: Annotated[int, Meta(ge=0, le=limits.MAX_BLOCKS_PER_REQUEST)] = 0
-    """So many of the prompt's first blocks the receiver has already, verified when it got them: they are not sent."""
+    """The number of the prompt's first blocks that the receiver already has, and verified when it got them. They are not
+    sent."""
 
 
 class Decline(Message, frozen=True):
@@ -103,15 +105,16 @@ class Announce(Message, frozen=True):
     """Segments `segment`, `segment + 1` … are about to be sent, of so many `blocks` each, the first being block `first_block`
     of the prompt.
 
-    An announced segment is sent, and received, even if its session ends in between: so a pair's order survives an abort.
+    An announced segment is sent and received even if its session ends before. So an abort does not break the pair's order of
+    segments.
     """
 
     request_id: RequestId
     attempt: Attempt
     pair_id: PairId
     sequence: Annotated[int, Meta(ge=0, lt=1 << 31)]
-    """The number of the first of them among all of the pair, and its tag on the data plane: a repeated announcement is seen,
-    a lost one too."""
+    """The number of the first of these segments among all segments of the pair, and its tag on the data plane. It reveals
+    repeated and lost announcements."""
     segment: SegmentIndex
     first_block: Annotated[int, Meta(ge=0, lt=limits.MAX_BLOCKS_PER_REQUEST)]
     blocks: Annotated[
@@ -184,12 +187,13 @@ _FROM_RECEIVER = (PairListen, Accept, Decline, Ack)
 
 
 def of_fetch(message: Message) -> Message:
-    """As it is said on the link by the two ends of a fetch: what either end of a hand-over may say too is marked."""
+    """Returns the message in the form that the two ends of a fetch send. Messages that either end of a hand-over may also send
+    are marked."""
     return msgspec.structs.replace(message, fetch=True) if isinstance(message, Abort | PairClosed) else message
 
 
 def is_of_fetch(message: Message, *, from_prefill: bool) -> bool:
-    """Whether it is for that end of this link which fetches, or is fetched from."""
+    """Returns whether the message belongs to a fetch, not to a hand-over. `from_prefill`: the prefill worker has sent it."""
     if isinstance(message, Abort | PairClosed):
         return message.fetch
     return isinstance(message, _FROM_RECEIVER if from_prefill else _FROM_SENDER)

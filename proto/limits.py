@@ -28,12 +28,13 @@ MAX_PROMPT_LOGPROBS = 512
 """Prompt tokens in one `PromptLogprobs`."""
 MAX_CHUNKS_PER_STEP = 256
 MAX_PREFIX_PARTS = 16
-"""Most parts of one prompt: what lies beyond is counted as its own."""
+"""The most parts of one prompt. Blocks after these parts count as not shared."""
 MAX_BLOCKS_PER_REQUEST = MAX_CONTEXT_TOKENS
 HASH_BYTES = 16
 """Bytes of the hash of one KV block's contents, in the prefix cache."""
 MAX_BLOCK_HASHES = 1 << 16
-"""Most hashes of one prompt: what lies beyond is computed anew. 1 MiB of a frame; a prompt of 1M tokens in blocks of 16."""
+"""The most hashes of one prompt. The rest of a longer prompt is always computed. 1 MiB of a frame; a prompt of 1M tokens in
+blocks of 16."""
 MAX_CACHE_CHANGES = 4096
 """Most changes in one `CacheEvents`."""
 MAX_MODELS = 64

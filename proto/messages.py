@@ -92,7 +92,7 @@ class Hello(Message, frozen=True):
     process: NameOrEmpty = ""
     """The name of the mixed worker that this is one role of; empty: the process has no other role."""
     hash_key: HashKey = b""
-    """A gateway's key for hashes of blocks, which a new coordinator goes on with so that cached prefixes are found."""
+    """A gateway's key for block hashes. A new coordinator continues to use it, so that cached prefixes are still found."""
 
 
 class Welcome(Message, frozen=True):
@@ -148,7 +148,7 @@ class Submit(Message, frozen=True):
     block_hashes: BlockHashes = b""
     """Hashes of the ids that follow, for the prefix cache; empty: nothing is looked up or kept."""
     hash_block_size: Annotated[int, Meta(ge=0, le=4096)] = 0
-    """Tokens that each of them covers. Workers whose blocks are a multiple know each by its last hash; others use none."""
+    """Tokens that each of them covers. A worker whose block size is a multiple uses the last hash of each; others use none."""
     drained_attempts: Annotated[int, Meta(ge=0, lt=1_000)] = 0
     """Earlier attempts that a worker's drain or the loss of the coordinator's link cut short. They do not count as retries."""
     priority: Annotated[int, Meta(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)] = 0
@@ -161,7 +161,7 @@ class Cancel(Message, frozen=True):
     attempt: Attempt
     reason: CancelReason
     output_tokens: AnswerTokens = 0
-    """Answer tokens that the gateway has, over all choices. A worker that was lost cannot say it any more."""
+    """The number of answer tokens that the gateway has, over all choices. A lost worker can no longer report it."""
 
 
 class StatusRequest(Message, frozen=True):
@@ -226,7 +226,7 @@ class Prefill(Message, frozen=True):
     decode_block_size: BlockSize
     block_hashes: BlockHashes = b""
     cached_tokens: Tokens_ = 0
-    """So many of the prompt's first tokens are believed to be in this worker's cache; chunks start behind them."""
+    """The number of the prompt's first tokens that are believed to be in this worker's cache. Chunks start after them."""
     fetches: bool = False  # what is missing here of `cached_tokens` is to be fetched from `decode`
     returns: Returns = Returns()
 
@@ -255,7 +255,7 @@ class Reserve(Message, frozen=True):
     kv_blocks: Count
     gateway: Destination
     prefill_incarnation: Incarnation
-    """Its own: it is to compute the prompt itself, and gets a `Prefill` and `Step`s for it."""
+    """Its own incarnation means that it computes the prompt itself, and gets a `Prefill` and `Step`s for it."""
     block_hashes: BlockHashes = b""
     tpot_ms: DurationMs = 0.0  # its target for the time per later token; 0: none
     returns: Returns = Returns()
@@ -282,8 +282,8 @@ class StepDone(Message, frozen=True):
 
 
 class CacheMiss(Message, frozen=True):
-    """Less of this prompt is cached than `Prefill` said; said at once, and chunks are to start behind `cached_tokens`.
-    Chunks already on their way are skipped, as all are that do not continue what is computed."""
+    """Fewer tokens of this prompt are cached than `Prefill` said. It is sent at once, and new chunks must start after
+    `cached_tokens`. Chunks already on their way are skipped, like every chunk that does not continue the computed part."""
 
     request_id: RequestId
     attempt: Attempt
@@ -345,6 +345,6 @@ class WorkFailed(Message, frozen=True):
 
 
 class Tokens(Message, frozen=True):
-    """All that one step produced for one gateway."""
+    """All tokens that one step produced for one gateway."""
 
     items: Annotated[tuple[TokenItem, ...], Meta(max_length=limits.MAX_TOKEN_ITEMS)]

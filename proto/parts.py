@@ -14,7 +14,7 @@ from proto.sampling import TokenId, TokenLogprobs
 STEP_TOKENS: Final = 256
 """Tokens of a prefill step on a CPU."""
 STALL_SHARE: Final = 0.5
-"""A part of a prompt may lengthen a decode worker's step by so much of it, where no target says otherwise."""
+"""The fraction by which a slice of a prompt may lengthen a decode worker's step, if no target sets another limit."""
 
 
 class Role(StrEnum):
@@ -25,7 +25,7 @@ class Role(StrEnum):
     OBSERVER = "observer"
     """`crossdock status`, `drain` and `flip`: asks, and may stop placement on a worker or change its role."""
     MIXED = "mixed"
-    """A worker process that does both, and registers as two workers: nobody says `Hello` in it."""
+    """A worker process with both roles. It registers as two workers, so no `Hello` has this role."""
 
     @property
     def registers_as(self) -> "tuple[Role, ...]":
@@ -40,7 +40,8 @@ class Destination(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class Returns(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """How the turns of a tenant's conversations follow each other, for what is kept of them until the next one."""
+    """How often and how soon the turns of a tenant's conversations follow each other. It helps to decide what is kept for the
+    next turn."""
 
     share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     """The share of the turns that are followed by another one."""
@@ -83,12 +84,13 @@ class TokenItem(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class PrefixPart(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Blocks that an attempt holds of a chain: one that some attempt brought to this worker, one block after the other."""
+    """The blocks of a chain that an attempt holds. A chain is a sequence of blocks that one attempt brought to this worker."""
 
     chain: Annotated[int, Meta(ge=0, lt=1 << 40)]
     """Never used again in the life of the process."""
     blocks: Annotated[int, Meta(ge=1, le=limits.MAX_CONTEXT_TOKENS)]
-    """The first so many of it. Attempts with parts of the same chain hold the same blocks of the pool."""
+    """The number of blocks, counted from the beginning of the chain. Attempts with parts of the same chain hold the same
+    blocks of the pool."""
 
 
 PrefixParts = Annotated[tuple[PrefixPart, ...], Meta(max_length=limits.MAX_PREFIX_PARTS)]
@@ -105,9 +107,9 @@ class Capacity(msgspec.Struct, frozen=True, gc=False, array_like=True):
     step_tokens: Annotated[int, Meta(ge=1, le=1 << 16)] = STEP_TOKENS
     """Tokens of a prefill step, where the coordinator is not told another budget."""
     computes_suffixes: bool = False
-    """It is a decode worker that computes what a prompt adds to KV that it has, between the steps of its streams."""
+    """Whether it is a decode worker that computes suffixes beside its streams: what a prompt adds to KV that it has."""
     fetches: bool = False
-    """It is a prefill worker that fetches what a decode worker has of a prompt, or such a decode worker."""
+    """Whether it is a prefill worker that fetches KV from decode workers, or a decode worker from which KV can be fetched."""
     tier_blocks: Count = 0
     """So many more blocks may be cached, in its second tier."""
 

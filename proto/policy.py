@@ -46,7 +46,7 @@ class ArmStatus(Struct, frozen=True, array_like=True):
     arm: Text
     """`active` or `candidate`."""
     offered: Count = 0
-    """Requests without those that were refused for what they are or for a quota."""
+    """All requests, except those that were rejected because they cannot be served or because of a quota."""
     finished: Count = 0
     kept: Count = 0
     """Finished within the targets of their class."""

@@ -1,6 +1,6 @@
-"""Reports on a worker's unfinished work: how far it is, which lets the coordinator know the blocks of all that runs on a
-decode worker from one number; that it does not get any further; and, to gateways, the log probabilities of a prompt. And what
-is said of a conversation's turn that is over."""
+"""Reports on a worker's unfinished work: its progress, a hung step and, for gateways, the log probabilities of a prompt. From
+the progress of a decode worker, one number, the coordinator computes the blocks of all its attempts. Also messages about
+finished answers and ended conversations."""
 
 from typing import Annotated
 
@@ -30,7 +30,8 @@ class SharedPrefix(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class DecodeProgress(Message, frozen=True):
-    """How far a decode worker is, a few times a second while it steps. All that runs moves on by one token in each step."""
+    """The progress of a decode worker, sent a few times a second while it runs steps. Every running choice advances by one
+    token in each step."""
 
     steps: Count
     """Begun since the process started. Every attempt that joined by then has been named, here or before."""
@@ -41,7 +42,7 @@ class DecodeProgress(Message, frozen=True):
     joined: Annotated[tuple[Joined, ...], Meta(max_length=1 << 16)] = ()
     """Attempts that joined the batch since the last message."""
     prefixes: Annotated[tuple[SharedPrefix, ...], Meta(max_length=1 << 16)] = ()
-    """Attempts of which this became known, or more of it, since the last message."""
+    """Attempts whose shared prefix became known, or longer, since the last message."""
     timed_steps: Count = 0
     """Steps since the last message that followed each other without a pause. Sums over them are:"""
     timed_ms: DurationMs = 0.0
@@ -52,7 +53,7 @@ class DecodeProgress(Message, frozen=True):
 
 
 class Hung(Message, frozen=True):
-    """A worker's last word: a step of its model does not end, and it is about to end itself."""
+    """The last message of a worker: a step of its model does not end, and the worker is about to end its process."""
 
     ran_ms: DurationMs
 
@@ -79,8 +80,8 @@ class EndSession(Message, frozen=True):
 
 
 class EndPrefix(Message, frozen=True):
-    """The last blocks of the last prompt of a conversation that is over, for a worker that has one of them. It gives up what
-    only that conversation has, as far as nothing that runs holds it."""
+    """Names the last blocks of the last prompt of an ended conversation, for a worker that has one of them. The worker drops
+    the blocks that only this conversation has, unless a running attempt holds them."""
 
     block_hashes: BlockHashes
     """The worker looks for the last one that it knows: its blocks may be larger than those that have hashes."""

@@ -30,7 +30,7 @@ class KvPairs(Message, frozen=True):
 
 
 class KvHeld(Message, frozen=True):
-    """A worker's answer to a `StatusRequest`, which the coordinator passes on to all of them: what it counts itself."""
+    """A worker's answer to a `StatusRequest`, which the coordinator forwards to all workers: the worker's own counts."""
 
     blocks: Count
     blocks_quarantined: Count
@@ -65,9 +65,9 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
     numerics: Text = ""
     """As in `Hello`."""
     steps: Count = 0
-    """That it has run in its present role, as last heard."""
+    """Steps that it has run in its present role, as last reported."""
     process: Text = ""
-    """Its own name, or, where it is one role of a mixed worker, the name of that."""
+    """The worker's own name, or the name of the mixed worker if this is one of its roles."""
 
 
 class TenantStatus(msgspec.Struct, frozen=True, array_like=True):
@@ -110,7 +110,7 @@ class FlipStatus(msgspec.Struct, frozen=True, array_like=True):
     state: Text
     """`draining`, `registering`, `done` or `failed`."""
     why: Text = ""
-    """The person who wanted it, or the reason; empty: a person, who did not say."""
+    """The person who ordered it, or the reason. Empty: a person who gave no reason."""
     failure: Text = ""
     drained_ms: DurationMs = 0.0
     """Milliseconds from the order until nothing was left on it."""
@@ -128,7 +128,7 @@ class TrafficStatus(msgspec.Struct, frozen=True, array_like=True):
     ages_ms: Annotated[tuple[DurationMs, ...], Meta(max_length=1024)]
     """How long ago each came."""
     stands_for: Annotated[tuple[Count, ...], Meta(max_length=1024)]
-    """How many came since the one before, itself included."""
+    """The number of requests that each sample stands for: those since the sample before it, itself included."""
     prompt_tokens: Annotated[tuple[Count, ...], Meta(max_length=1024)]
     cached_tokens: Annotated[tuple[Count, ...], Meta(max_length=1024)]
     """Prompt tokens that are cached, as far as is known."""
@@ -137,7 +137,7 @@ class TrafficStatus(msgspec.Struct, frozen=True, array_like=True):
     waiting_tokens: Count
     """Prompt tokens that wait for their turn."""
     ttft_ms: Annotated[tuple[DurationMs, ...], Meta(max_length=1024)] = ()
-    """How long it took until the prompt was computed, or has taken up to now; 0: it ended before."""
+    """The time until the prompt was computed, or the time up to now if it is not computed yet; 0: the request ended before."""
     tpot_ms: Annotated[tuple[DurationMs, ...], Meta(max_length=1024)] = ()
     """Mean time per later token, as far as they have come; 0: none has."""
     lost: Count = 0
@@ -145,14 +145,14 @@ class TrafficStatus(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepTimes(msgspec.Struct, frozen=True, array_like=True):
-    """A sample of the last steps of all workers of one role that serve one model, of each size some. Rows of decode are means
-    over some steps of one worker, back to back."""
+    """A sample of the last steps of all workers of one role that serve one model, with some steps of each size. Each decode
+    row is the mean of several consecutive steps of one worker."""
 
     model: Text
     role: Role
     ages_ms: Annotated[tuple[DurationMs, ...], Meta(max_length=1024)]
     steps: Annotated[tuple[Count, ...], Meta(max_length=1024)]
-    """That each row is the mean of."""
+    """The number of steps that each row is the mean of."""
     sizes: Annotated[tuple[Amount, ...], Meta(max_length=1024)]
     """Prompt tokens of a prefill step, sequences of a decode step."""
     reads: Annotated[tuple[Amount, ...], Meta(max_length=1024)]
@@ -161,7 +161,7 @@ class StepTimes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PredictionError(msgspec.Struct, frozen=True, array_like=True):
-    """How far an autopilot's model was from what was measured: medians of its comparisons of the last hour."""
+    """The errors of an autopilot's predictions against measurements: medians of its comparisons in the last hour."""
 
     comparisons: Count = 0
     ttft_p50: ErrorRatio = None
@@ -234,7 +234,7 @@ class StatusReport(Message, frozen=True):
     recent: dict[Text, float] = {}  # noqa: RUF012
     """Times of the last requests, in ms, and how many they are."""
     hung: tuple[Process, ...] = ()
-    """Workers that were given up in a step without an end, the last ones, latest last."""
+    """The last workers that were given up because of a hung step, latest last."""
     flips: tuple[FlipStatus, ...] = ()
     """The last ones, latest last."""
     traffic: Annotated[tuple[TrafficStatus, ...], Meta(max_length=limits.MAX_MODELS)] = ()

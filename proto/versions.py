@@ -51,8 +51,8 @@ def version_refusal(theirs: int) -> str | None:
 
 
 def read_hello(frames: Sequence[bytes]) -> Hello | HelloPrefix | None:
-    """The first message of a peer: its Hello, what can be read of one that has no suitable version, or None if it is another
-    message. Raises `RemoteProtocolError` if it is none at all."""
+    """Read the first message of a peer. Returns its `Hello`, or only the `HelloPrefix` if its version does not suit, or None
+    for another message. Raises `RemoteProtocolError` if it is not a message."""
     if _tag(frames) != Hello.__name__:
         decode(frames)
         return None

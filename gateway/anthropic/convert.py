@@ -19,7 +19,7 @@ NAMES: Final = {
     r"(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
     r"(tools\[\d+\])\.function": r"\1",
 }
-"""Fields of chat, and what they are made of here."""
+"""Maps fields of a chat request to the fields of this API from which they are made."""
 _SAME: Final = ("model", "temperature", "top_p", "top_k", "stream")
 _TOOL_FIELDS: Final = {"type", "name", "description", "input_schema", "strict"}
 _TOOL_HINTS: Final = {
@@ -68,7 +68,7 @@ def as_chat(request: CountRequest) -> ChatRequest:
 
 
 def _output(asked: OutputFormat | None, effort: str | None, of_thinking: str | None) -> Json:
-    """An effort says more than that thoughts are wanted, and less than that none are."""
+    """An `effort` overrides the effort that `thinking` stands for, except that `thinking` "disabled" overrides `effort`."""
     found: Json = {"reasoning_effort": of_thinking if of_thinking == "none" else effort or of_thinking}
     if asked is not None:
         schema = {"name": "output", "schema": asked.schema_, "strict": True}
@@ -117,7 +117,7 @@ def _add(messages: list[Json], message: Json, param: str) -> None:
                     raise bad_value(f"{at}.thinking", f"'{at}.thinking' must be a string.", "invalid_type")
                 thoughts.append(thought)
             case ("redacted_thinking", "assistant"):
-                pass  # nobody but the server that wrote it can read it
+                pass  # only the server that wrote the block can read it
             case (kind, _):
                 raise _refused(kind, at)
     own["content"] = "\n".join(texts)

@@ -30,7 +30,7 @@ def _read_count(content: Any) -> ChatRequest:
 
 
 def _count(request: ChatRequest, tokenizer: ModelTokenizer) -> TokenCount:
-    """Also of a conversation that is too long for the model. Raises `ApiError`."""
+    """Count the tokens of a conversation, even if it is too long for the model. Raises `ApiError`."""
     with renamed(NAMES):
         text = Chat.of(request, tokenizer.template).rendered(tokenizer)
         return TokenCount(input_tokens=len(encoded(text, tokenizer, "messages", special=False)))

@@ -1,5 +1,5 @@
-"""Batches, their lines and their results, in the store. Each function is (part of) one transaction; clients find a batch by its
-own tenant alone."""
+"""Batches, their lines and their results, in the store. Each function runs in one transaction, or is a part of one. Clients
+find only the batches of their own tenant."""
 
 import sqlite3
 from collections.abc import Sequence
@@ -141,7 +141,7 @@ def get(db: sqlite3.Connection, tenant: str, batch_id: str, param: str = "batch_
 
 
 def listed(db: sqlite3.Connection, tenant: str, after: str, limit: int) -> list[Batch]:
-    """The newest first, up to `limit`, behind the one with the id `after`. Raises `ApiError`."""
+    """Returns up to `limit` batches, the newest first, that follow the batch with the id `after`. Raises `ApiError`."""
     start = "AND id < ?" if after else ""
     values = [tenant, get(db, tenant, after, "after").id] if after else [tenant]
     query = f"SELECT * FROM batches WHERE tenant = ? {start} ORDER BY id DESC LIMIT ?"
@@ -149,7 +149,7 @@ def listed(db: sqlite3.Connection, tenant: str, after: str, limit: int) -> list[
 
 
 def cancel(db: sqlite3.Connection, tenant: str, batch_id: str, now: int) -> Batch:
-    """Have it end without the lines that have not begun. Raises `ApiError` if it has ended."""
+    """Cancel a batch: it ends without the lines that have not begun. Raises `ApiError` if it has already ended."""
     batch = get(db, tenant, batch_id)
     if batch.ended_s is not None:
         message = f"The batch is {batch.status} and can no longer be cancelled."
@@ -185,7 +185,7 @@ def input_lines(db: sqlite3.Connection, batch: Batch, after: int, bytes_most: in
 
 
 def start(db: sqlite3.Connection, batch: Batch, total: int, now: int) -> None:
-    """Its lines are right."""
+    """Start a batch whose lines are all valid."""
     db.execute(
         "UPDATE batches SET status = 'in_progress', started_s = ?, total = ? WHERE id = ? AND status = 'validating'",
         (now, total, batch.id),
@@ -193,7 +193,7 @@ def start(db: sqlite3.Connection, batch: Batch, total: int, now: int) -> None:
 
 
 def refuse(db: sqlite3.Connection, batch: Batch, errors: Sequence[dict[str, Any]], now: int) -> None:
-    """Its lines are not right."""
+    """End a batch as failed because lines of it are invalid."""
     shown = msgspec.json.encode({"object": "list", "data": list(errors)})
     db.execute("UPDATE batches SET errors = ? WHERE id = ?", (shown, batch.id))
     finish(db, batch, "failed", now)
@@ -212,7 +212,8 @@ def line(db: sqlite3.Connection, batch: Batch, number: int) -> tuple[bytes, int]
 
 
 def put_result(db: sqlite3.Connection, batch: Batch, number: int, is_error: bool, data: bytes) -> bool:
-    """Whether it is written: a line that has a result keeps it, and a batch that has ended gets none."""
+    """Write a line's result. Returns whether it was written: a line keeps its first result, and an ended batch gets no
+    more."""
     if not db.execute(_PUT, (number, is_error, data, batch.id)).rowcount:
         return False
     column, file_id = ("failed", batch.error_file_id) if is_error else ("completed", batch.output_file_id)
@@ -233,7 +234,7 @@ def expire_lines(db: sqlite3.Connection, batch: Batch, most: int) -> int:
 
 
 def finish(db: sqlite3.Connection, batch: Batch, status: str, now: int) -> None:
-    """The batch has ended; its results can be read. Files without any are not there."""
+    """End a batch and make its results readable. Result files without any results are deleted."""
     db.execute(
         "UPDATE files SET is_ready = 1, created_s = ?, expires_s = ? WHERE batch_id = ? AND bytes > 0",
         (now, now + batch.keep_s, batch.id),

@@ -10,9 +10,9 @@ from gateway.batches.store import new_id, row_of
 from gateway.http.errors import ApiError, bad_value
 
 FILE_COST_BYTES: Final = 16 << 10
-"""Bytes that each file and each batch counts for in its tenant's share, beside its content: so their number is bounded too."""
+"""Bytes that each file and each batch adds to its tenant's usage, besides its content. This bounds their number too."""
 UPLOAD_S: Final = 3600
-"""An upload that has not ended after so long was cut off by a kill."""
+"""Seconds. An upload that has not ended by then was cut off because its gateway was killed."""
 Line = tuple[int, bool, bytes]
 """Its number, whether it is a request (or blank), and its bytes with the end of the line."""
 
@@ -129,8 +129,8 @@ def give_up(db: sqlite3.Connection, file_id: str) -> None:
 
 
 def content(db: sqlite3.Connection, file: File, after: int, bytes_most: int) -> tuple[int, bytes]:
-    """The lines behind the line `after`, up to about so many bytes, and the number of the last one; none are left where it is
-    `after`."""
+    """Returns the number of the last line read, and the lines after the line `after`, up to about `bytes_most` bytes. If the
+    number equals `after`, no lines are left."""
     if file.batch_id is None:
         found = db.execute(
             "SELECT number, data FROM lines WHERE file_id = ? AND number > ? ORDER BY number", (file.id, after)

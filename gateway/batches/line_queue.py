@@ -1,8 +1,8 @@
-"""The choice of the batch and the line that run next. Pure.
+"""Chooses the batch and the line to run next. Pure.
 
-Tenants take turns, and each tenant's oldest batch goes first. A batch whose line is refused for now, as by a quota or a full
-queue, waits until the time that it was told, then tries one line; each answer doubles the number of its lines that may run at
-once (slow start), so that a cluster without capacity is asked seldom.
+Tenants take turns, and each tenant's oldest batch goes first. If a line is refused for now, for example by a quota or a full
+queue, its batch waits for the time given in the refusal and then tries one line. Each answer doubles the number of its lines
+that may run at once (slow start). So a cluster without capacity gets few requests.
 """
 
 from collections import OrderedDict, deque
@@ -38,7 +38,7 @@ class LineQueue:
         self._tenants.setdefault(tenant, []).append(batch_id)
 
     def remove(self, batch_id: str) -> None:
-        """None of its lines runs any more."""
+        """Remove a batch. None of its lines may still be running."""
         batch = self._batches.pop(batch_id)
         self.running -= batch.running
         self._tenants[batch.tenant].remove(batch_id)

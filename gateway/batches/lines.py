@@ -1,6 +1,6 @@
 """Lines of a batch's input: cut from the bytes of an upload, and checked when a batch is made of them. Pure.
 
-Checking a line does not check its request: whether that is right is seen when it runs, and is told as its result.
+The check of a line does not validate its request. The request is validated when it runs, and the result reports any error.
 """
 
 from collections.abc import Callable, Iterable, Iterator

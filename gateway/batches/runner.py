@@ -1,8 +1,8 @@
 """Runs batches: checks their lines, answers each one as if it had come by HTTP, and writes its result.
 
-Of the gateways that share a store, the one that holds the lock of `FILE.lock` does it. The kernel frees the lock when its
-holder ends, however it ends; then another one goes on with the lines that have no result. A line that was being answered when
-its gateway was killed is answered again, and only one result of it is ever written.
+If several gateways share a store, the one that holds the lock on `FILE.lock` runs the batches. The kernel frees the lock when
+its holder ends in any way. Then another gateway goes on with the lines that have no result. A line that was being answered
+when its gateway was killed is answered again, and only one result of it is ever written.
 
 A line is answered in the lowest priority class that its tenant may use, with the end of the batch as its deadline. If it is
 refused for now, it runs again later, until the batch expires.
@@ -36,12 +36,12 @@ from runtime.storage.lock_file import is_at, lock_of, open_lock
 
 _log = log.get("crossdock.batches")
 POLL_S: Final = 1.0
-"""How often batches that another gateway was sent, and lines that wait, are looked for."""
+"""Seconds between two checks for batches that were sent to another gateway, and for waiting lines."""
 _PUT_BACK_S_MAX: Final = 60.0
 """A line that is to wait longer tries once in a while: limits may have been raised."""
 _STORE_FAILED_S: Final = 5.0
 _TRIES_MAX: Final = 3
-"""How often a line is tried whose workers are lost again and again."""
+"""The most tries of a line whose workers are lost repeatedly."""
 _CHECK_BYTES: Final = 1 << 20
 """Bytes of lines that are checked at once."""
 _PRUNE_S: Final = 600.0

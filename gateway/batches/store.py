@@ -1,7 +1,7 @@
 """The SQLite file of uploaded files, batches and results, and the one thread that uses it.
 
-A commit is on disk when it returns (`synchronous=FULL`): what a client has been told outlives kill -9 and a loss of power.
-Several gateways of one host may use the same file; SQLite's own locks keep their transactions apart.
+A commit is on disk when it returns (`synchronous=FULL`). So everything confirmed to a client survives kill -9 and a loss of
+power. Several gateways of one host may use the same file; SQLite's own locks keep their transactions apart.
 """
 
 import asyncio
@@ -161,7 +161,8 @@ class Store:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Two processes that change a file to WAL at once fail, and SQLite's own wait for locks does not help. Raises `OSError`."""
+    """Hold an exclusive lock, so that only one process at a time opens the store. If two change a file to WAL at once, they
+    fail, and SQLite's own wait for locks does not help. Raises `OSError`."""
     descriptor, until = open_lock(path), clock.now() + _BUSY_TIMEOUT_S
     try:
         while True:
@@ -178,7 +179,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def new_id(now: float) -> str:
-    """Later ones are greater, and none can be guessed."""
+    """Returns a new id. Later ids are greater, and ids cannot be guessed."""
     return f"{int(now * 1000):012x}{secrets.token_hex(8)}"
 
 

@@ -128,7 +128,7 @@ class BatchList(AnswerType):
 
 
 def listed(found: list[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """A page of a list. `found`: what is on it, and one more where there is more."""
+    """Returns a page of a list. `found` holds the entries of the page, and one more if there are more pages."""
     page = found[:limit]
     ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
     return {"object": "list", "data": page, **ends, "has_more": len(found) > limit}

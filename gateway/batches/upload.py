@@ -24,7 +24,7 @@ PIECE_BYTES: Final = 1 << 20
 LINE_SLACK_BYTES: Final = 4 << 10
 """Bytes that a line may have beside the body of its request."""
 _SLICE_BYTES: Final = 16 << 10
-"""Cut into lines at once: with short lines it takes milliseconds, in which the event loop waits."""
+"""Bytes that are cut into lines in one turn. Cutting short lines takes milliseconds and blocks the event loop."""
 _FIELD_BYTES_MAX: Final = 1 << 10
 _PARTS_MAX: Final = 16
 
@@ -140,6 +140,6 @@ class _Upload:
         return form
 
     async def close(self) -> None:
-        """Leave nothing of an upload that has failed."""
+        """Delete everything that a failed upload has stored."""
         if self._file_id:
             await self._service.write(files.give_up, self._file_id)

@@ -1,6 +1,7 @@
-"""Reading request bodies within bounds: requests at once, bytes of one and of all, and the time one may take.
+"""Reads request bodies within limits: on the number of open requests, on the bytes of one body and of all bodies, and on the
+time for one body.
 
-The total is divided between tenants (`fair_share`), so that none can keep the others out.
+`fair_share` divides the totals between tenants, so that no tenant can keep the others out.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ class Slots:
         self._held = 0
 
     def hold(self, prompts: int) -> None:
-        """Hold as many in all. Raises `ApiError` where all are taken (503), or too many by this tenant (429)."""
+        """Hold `prompts` slots in all. Raises `ApiError` if no slots are free (503) or if this tenant holds too many (429)."""
         more = prompts - self._held
         if more > 0 and not self._share.take(self._owner, more):
             raise _no_room(self._share, more)
@@ -48,7 +49,8 @@ class Intake:
     def __init__(
         self, *, body_bytes_max: int, client_timeout_s: float, tenant_requests_max: int = OPEN_PROMPTS_MAX
     ) -> None:
-        """`client_timeout_s`: in which a body must be there, and a client must take the next piece of its answer."""
+        """`client_timeout_s`: the time within which a body must arrive, and within which a client must take the next piece of
+        its answer."""
         self.body_bytes_max = body_bytes_max
         self.client_timeout_s = client_timeout_s
         self._slots = FairShare(OPEN_PROMPTS_MAX, tenant_requests_max)
@@ -115,7 +117,7 @@ class Intake:
 
 
 def _no_room(share: FairShare, amount: int) -> ApiError:
-    """Why nothing was got of the share: there is no room for anyone, or none for this tenant."""
+    """Returns the error that says why the share had no room: none is left at all, or none for this tenant."""
     if not share.has_room(amount):
         return ApiError(503, "Too many requests are open.", code="gateway_overloaded", retry_after_s=1.0)
     message = "Too many of your requests are open: a tenant may not hold more of this gateway than it leaves free."

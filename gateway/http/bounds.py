@@ -1,5 +1,5 @@
-"""Types of requests whose check costs little however large and wrong a request is: pydantic looks at every entry of a list or
-dict, and makes an error of each bad one, at 10 µs and 3 KiB."""
+"""Request types that are cheap to validate, even for a large and invalid request. Plain pydantic checks every entry of a list
+or dict, and makes an error for each bad entry, which costs 10 µs and 3 KiB."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from pydantic_core import PydanticCustomError
 TEXT_CHARS_MAX: Final = 32 << 20
 """Characters in one string. `--body-bytes-max` is less, as a rule."""
 FIELDS_MAX: Final = 64
-"""Fields of an object of which code looks at some only."""
+"""The most fields of an object from which the code reads only some."""
 
 
 @dataclass(frozen=True)
 class MaxKeys(GroupedMetadata):
-    """The most entries of a dict. They are counted before one is looked at."""
+    """Limits the entries of a dict. They are counted before any of them is checked."""
 
     most: int
 
@@ -41,7 +41,7 @@ class MaxItems(MaxKeys):
 
 Text = Annotated[str, Field(max_length=TEXT_CHARS_MAX)]
 Ignored = Annotated[Any, BeforeValidator(lambda _: None)]
-"""A field whose value nobody needs, and so is not kept."""
+"""A field whose value is not needed, so it is not kept."""
 AnyObject = Annotated[dict[str, Any], MaxKeys(FIELDS_MAX)]
 """An object that code looks at."""
 
@@ -50,7 +50,7 @@ class BoundedModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_field(cls, fields: Any) -> Any:
-        """One is enough for an error: pydantic would make one of each."""
+        """Keep only one unknown field, which is enough for an error. Pydantic would make an error for each."""
         if not isinstance(fields, dict) or len(fields) <= len(cls.model_fields):
             return fields
         names = {field.alias or name for name, field in cls.model_fields.items()}

@@ -63,7 +63,7 @@ class ApiError(Exception):
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
         elif 400 <= self.status < 500 and self.status != 408:
-            # OpenAI's clients know it; without it they come back after a 429 whatever it says.
+            # OpenAI's clients know this header. Without it they retry after every 429.
             headers["x-should-retry"] = "false"
         return headers
 
@@ -73,8 +73,8 @@ T = TypeVar("T")
 
 
 def bare_errors(work: Callable[P, T]) -> Callable[P, T]:
-    """Has an `ApiError` of `work` refer to none of its frames: the last error lives on for a while, and with it all that those
-    hold, like a body and what it became."""
+    """Wrap `work` so that an `ApiError` from it refers to none of its frames. The last error stays alive for a while, and
+    would keep everything in those frames alive, such as a request body and the objects made from it."""
 
     @wraps(work)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -157,11 +157,12 @@ _OF_KIND: dict[FailKind, int] = {
 
 
 def of_failure(failure: Failure) -> ApiError:
-    """A stream's failure as the client sees it, as a status before the first byte and as an event after it."""
+    """Returns the error that the client sees for a stream's failure. It is sent as a status before the first byte, and as an
+    event after it."""
     retry: float | None = _RETRY_AFTER_S
     if failure.reject is not None:
         status, code = _OF_REJECT.get(failure.reject.reason, (500, failure.reject.reason.value))
-        # A 429 that names no time will not go away by itself; a 503 says nothing about the next gateway or minute.
+        # The cause of a 429 without a time does not pass by itself. After a 503, another gateway or a later try may succeed.
         retry = max(failure.reject.retry_after_s, 1.0) if failure.reject.retry_after_s or status == 503 else None
     else:
         status, code = _OF_KIND[failure.kind], failure.kind.value

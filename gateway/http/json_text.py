@@ -1,8 +1,8 @@
-"""JSON that clients send: what its values will take in memory is known before they are made.
+"""Parses JSON from clients. The memory that its values need is estimated before it is decoded.
 
 One call of the decoder keeps all other threads waiting until it returns, the event loop's included. 8 MB of `{},{},…` would
-take it 0.15 s and 180 MiB. Texts are cheap, however long; values cost something each, so their number is bounded. So is that of
-numbers that may be near the end of what a float can be, like 1e308: the decoder takes up to 15 µs for one.
+take it 0.15 s and 180 MiB. Long strings are cheap, but each value has a cost, so the number of values is bounded. The number
+of floats that may be near the limits of a float, like 1e308, is bounded too: the decoder takes up to 15 µs for one.
 """
 
 from typing import Any, Final
@@ -16,7 +16,7 @@ VALUES_BYTES_MAX: Final = 48 << 20
 _SLICE_BYTES: Final = 64 << 10
 _VALUE_BYTES: Final = 32
 _QUOTE_BYTES: Final = 24
-"""Half of a string without its characters."""
+"""The memory of a string without its characters, counted half for each of its two quotes."""
 _FIELD_BYTES: Final = 160
 """Also of an empty object or list."""
 _SLOW_NUMBER_BYTES: Final = VALUES_BYTES_MAX // 2_000
@@ -26,8 +26,8 @@ _ALL_DIGITS_ALIKE: Final = bytes.maketrans(b"123456789.", b"0000000000")
 
 
 def values_bytes(text: bytes) -> int:
-    """About what the values of a JSON text take in memory, the characters of its strings not counted. Exact as far as
-    the text is JSON: what is inside of strings does not count."""
+    """Returns about how many bytes of memory the values of a JSON text take, without the characters of its strings. If the
+    text is valid JSON, the contents of strings are never counted as values."""
     total = in_string = 0
     carried = b""
     for at in range(0, len(text), _SLICE_BYTES):
@@ -64,7 +64,7 @@ def parse_json(body: bytes) -> Any:
 
 
 def parse_inner(text: str) -> Any:
-    """JSON that a body has as the text of a string: bounded as the body is. Raises `ValueError`."""
+    """Parse JSON that is the text of a string in a body, within the same bounds as a body. Raises `ValueError`."""
     try:
         return parse_json(text.encode())
     except ApiError as error:

@@ -51,7 +51,7 @@ class MultipartReader:
             if found:
                 yield found
 
-    # Each step takes from what is there. None: it needs more; empty: it has found nothing to hand out.
+    # Each step consumes data from `_rest`. It returns None if it needs more data, and empty bytes if it has nothing to yield.
 
     def _skip(self) -> Part | bytes | None:
         """Skip the text before the first boundary."""
@@ -107,6 +107,6 @@ def _part(head: bytes) -> Part:
 
 
 def _text(value: str | tuple[str | None, str | None, str]) -> str:
-    """A parameter of a header. One with a charset of its own, which forms may not have, is taken as it is: a charset may be any
-    codec of Python."""
+    """Returns a header parameter as text. Forms may not give a parameter its own charset. If one does, the charset is ignored,
+    since it could name any codec of Python."""
     return (value if isinstance(value, str) else value[2]).encode("utf-8", "replace").decode()[:_NAME_CHARS_MAX]

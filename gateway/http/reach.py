@@ -1,8 +1,9 @@
-"""Where a request may come from: which client it is behind a reverse proxy, and, where no key is needed, the name that it asked
-for and its web page. Pure.
+"""Checks where a request comes from. Finds the client behind a reverse proxy and, if no key is needed, checks the Host and
+Origin headers. Pure.
 
-The gateway lets in every client of a port without keys, and so a page in the browser of somebody who can reach it: under a name
-that the page's owner points at this machine (DNS rebinding) it counts as the gateway's own page. Hence the names are checked.
+Without keys the gateway lets in every client that reaches its port, including a web page in a user's browser. If the page's
+owner points a name at this machine (DNS rebinding), the browser treats the page as the gateway's own. So the names are
+checked.
 """
 
 import ipaddress
@@ -34,8 +35,8 @@ class Reach:
         origins: Collection[str] = (),
         trusted_proxies: Sequence[str] = (),
     ) -> None:
-        """`allowed_hosts`: names that are answered besides addresses and localhost. `origins`: of web pages that may call; in
-        both, `*` is all. `trusted_proxies`: addresses and networks."""
+        """`allowed_hosts`: host names that are accepted besides addresses and localhost. `origins`: origins of web pages that
+        may call. `*` in either accepts all. `trusted_proxies`: addresses and networks."""
         self._app = app
         self._answer = answer
         self._keys_needed = keys_needed
@@ -54,8 +55,8 @@ class Reach:
         await (self._app if error is None else self._answer(error, scope))(scope, receive, send)
 
     def _client(self, connected: str, forwarded: list[str]) -> str:
-        """The nearest address that is no trusted proxy. If a proxy names something that is no address, the proxy itself is the
-        client."""
+        """Returns the nearest address that is not a trusted proxy. If a proxy forwards an entry that is not an address, the
+        proxy itself counts as the client."""
         client = _address(connected)
         for entry in reversed(",".join(forwarded).rsplit(",", PROXIES_MAX)):
             if client is None or not any(client in proxy for proxy in self._proxies):

@@ -1,4 +1,4 @@
-"""Errors of the chat core in the words of an API that is built on it."""
+"""Renames parameters in errors of the chat core to those of the API that is built on it."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from gateway.http.errors import ApiError
 
 Names = Mapping[str, str]
-"""Beginnings of the chat core's parameters, as regular expressions, with what stands there in the API's own."""
+"""Maps prefixes of the chat core's parameters (regular expressions) to the prefixes that the API uses instead."""
 
 
 @contextmanager

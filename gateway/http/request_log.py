@@ -28,7 +28,7 @@ def new_token() -> str:
 
 @dataclass
 class RequestInfo:
-    """The facts of one request in the access log. Times are monotonic seconds."""
+    """The fields of one request in the access log. Times are monotonic seconds."""
 
     client_id: str = ""
     """The client's own `X-Request-Id`. It may not be unique, so nothing is looked up by it."""
@@ -78,7 +78,7 @@ class RequestLog:
     """The outermost ASGI layer: gives each request its id, puts the id into the answer's headers, and writes the log line."""
 
     def __init__(self, app: ASGIApp, paths: Iterable[str], *, enabled: bool = True) -> None:
-        """`paths`: those of the routes. Another one is not logged, since a client may write anything there."""
+        """`paths`: the paths of the routes. Any other path is logged as `other`, since a client can put any text there."""
         self._app = app
         self._enabled = enabled
         self._paths = frozenset(paths)

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn, with bounds on what a client may send before it is known, and on how slowly it may do anything.
+"""The HTTP server: uvicorn, with limits on what a client may send before it is authenticated, and on how slow a client may be.
 
     connection ── headers ──▶ request ── body ──▶ answer ──▶ idle ──▶ …
       bytes, count, time        bytes, time         time       time
@@ -31,17 +31,17 @@ HEADER_BYTES_MAX: Final = 64 << 10
 """Bytes of the request line and all headers together."""
 HEADERS_MAX: Final = 200
 CONNECTIONS_MAX: Final = 8_192
-"""Open at once, as far as the process may have so many files. One more takes the place of the one that has been without a
-request for longest; where all have one, it is closed unread."""
+"""The most connections that may be open at once; fewer if the process may open fewer files. A further connection replaces the
+one that has had no request for longest. If all have a request, the new one is closed unread."""
 PIPELINED_MAX: Final = 4
-"""Requests that wait for the answer to an earlier one of their connection; after these nothing is read."""
+"""The most requests that may wait for the answer to an earlier request of their connection. Then the server stops reading."""
 QUEUED_MAX: Final = 64
-"""Requests that came in one packet, so that they were there before reading could end; one more ends the connection."""
+"""The most waiting requests if several arrive in one packet, before reading can stop. One more closes the connection."""
 KEEP_ALIVE_S: Final = 30
 SEND_BUFFER_BYTES: Final = 256 << 10
-"""The kernel's, for each connection: what a client that reads nothing can make it hold."""
+"""Size of the kernel's send buffer: the most that a client that reads nothing can make the kernel hold."""
 PROBE_S: Final = 1.0
-"""Seconds between two looks whether a client that sends no more has gone altogether."""
+"""The longest time between two checks whether a client that has stopped sending is gone, in seconds."""
 _FIRST_PROBE_S: Final = 0.05
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _FILES_OF_OUR_OWN: Final = 256
@@ -63,7 +63,7 @@ class HttpServer(uvicorn.Server):
 
 def make_server(app: Any, client_timeout_s: float, close_timeout_s: int) -> HttpServer:
     """`client_timeout_s`: how long headers, a body, or the reading of an answer may take or stand still."""
-    # uvicorn warns of each connection that sends garbage. Nobody can use those lines, and strangers could fill the log with
+    # uvicorn warns of each connection that sends garbage. Those lines are of no use, and any stranger could fill the log with
     # them.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     files_max = raise_descriptor_limit()
@@ -92,12 +92,13 @@ def make_server(app: Any, client_timeout_s: float, close_timeout_s: int) -> Http
 
 
 class _Connection(HttpToolsProtocol):
-    """A connection that is closed when its client does not get on: with its headers, its body, or taking what is sent."""
+    """A connection that is closed if its client makes no progress: with its headers, with its body, or with reading the
+    answer."""
 
     timeout_s: float
     connections_max: int
     without_request: ClassVar["OrderedDict[_Connection, None]"]
-    """This server's connections whose next request has not arrived, as far as its headers; for longest first."""
+    """Connections that have not received all headers of their next request; the longest wait comes first."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -108,16 +109,16 @@ class _Connection(HttpToolsProtocol):
         self._unanswered: list[RequestResponseCycle] = []
         self._probing: asyncio.TimerHandle | None = None
         self._body_follows = False
-        """A body follows a head that offers another protocol, where the parser looks for none."""
+        """Whether a body follows headers that offer another protocol. The parser expects no body there."""
         self._body_at: int | None = None
-        """Where it begins in what is being read."""
+        """The offset of that body in the data being read, if known."""
         self.without_request[self] = None
         if len(self.connections) > self.connections_max:
             given_up, _ = self.without_request.popitem(last=False)
             given_up.transport.abort()
             if given_up is self:
                 return
-        # The kernel ends a connection whose other end takes nothing for so long, whatever waits to be sent.
+        # The kernel closes a connection whose other end acknowledges no data for this long.
         ours = transport.get_extra_info("socket")
         ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.timeout_s * 1000))
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
@@ -149,7 +150,7 @@ class _Connection(HttpToolsProtocol):
         self._unread = self.loop.call_later(self.timeout_s, self._not_read, self.transport.get_write_buffer_size())
 
     def _not_read(self, bytes_before: int) -> None:
-        """The bytes that wait to be sent have waited for a while: they must have become less."""
+        """Check that fewer bytes wait to be sent than `timeout_s` ago, and abort the connection if not."""
         if self.transport.get_write_buffer_size() >= bytes_before:
             self.transport.abort()
         else:
@@ -179,8 +180,8 @@ class _Connection(HttpToolsProtocol):
         return True
 
     def _probe(self, after_s: float) -> None:
-        """A client that has gone looks like one that only sends no more. It is sent something that a client which still reads
-        passes over; where nobody does, the write after that fails."""
+        """A client that is gone looks like a client that has only stopped sending. So send bytes that a reading client
+        ignores. If the client is gone, a later write fails."""
         waiting = next((one for one in self._unanswered if not one.response_complete), None)
         if waiting is None or self.transport.is_closing():
             return
@@ -211,8 +212,8 @@ class _Connection(HttpToolsProtocol):
                 self.cycle.keep_alive = False
                 names = {name for name, value in self.headers if value != b"0"}
                 self._body_follows = bool(names & {b"content-length", b"transfer-encoding"})
-            # uvicorn tells only the latest request of a loss, and reads nothing while one waits for the answer before it: who
-            # waits for that would not be seen to leave.
+            # If a connection is lost, uvicorn notifies only the latest request. It also reads nothing while a request waits
+            # for an earlier answer. So the loss of a client with several open requests would not be noticed.
             if self.cycle is not None:
                 self._unanswered = [*(one for one in self._unanswered if not one.response_complete), self.cycle]
             if len(self.pipeline) > QUEUED_MAX:
@@ -226,7 +227,8 @@ class _Connection(HttpToolsProtocol):
             self.without_request[self] = None
 
     def _take_target(self) -> bool:
-        """Bring the target into the form that uvicorn knows (RFC 9112, 3.2). False: the request does not name one host."""
+        """Rewrite the request target into the form that uvicorn knows (RFC 9112, 3.2). Returns False if the request does not
+        name exactly one host."""
         if self.url == b"*":
             self.url = b"/*"
         elif not self.url.startswith(b"/") and b"://" in self.url:
@@ -252,8 +254,8 @@ class _Connection(HttpToolsProtocol):
             super().on_body(body)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """uvicorn calls this when the parser has read a head that offers another protocol, as those of Java's client do. It is
-        declined (RFC 9110, 7.8), so that a body may follow."""
+        """Decline another protocol (RFC 9110, 7.8), and note where the body begins. uvicorn calls this when the headers offer
+        one, as those of Java's client do."""
         error = sys.exc_info()[1]
         if self._body_follows and error is not None:
             self._body_follows, self._body_at = False, error.args[0]
@@ -281,10 +283,11 @@ class _Connection(HttpToolsProtocol):
         if self.cycle is None or self.cycle.response_complete:
             self._turn_away(408, "The request took too long to arrive.", "request_timeout")
         elif self._in_headers or self.pipeline:
-            # A stray byte of the next request must not end the answer that is being sent, nor may one whose body waits.
+            # An answer is being sent. Neither a stray byte of the next request nor a queued request that waits for its body
+            # may end it.
             self._start_timer()
         else:
-            # Its body is late: the route that answers it has been waiting for as long, and says so.
+            # The body is late. The route has waited for it just as long and answers with an error itself.
             self._timer = self.loop.call_later(self.timeout_s, self.transport.abort)
 
     def _turn_away(self, status: int, message: str, code: str) -> None:
@@ -301,7 +304,7 @@ class _Connection(HttpToolsProtocol):
 
 
 class _BodyOnly:
-    """The protocol of a parser that reads the body of a request whose head another parser has read."""
+    """Callbacks for a parser that reads only a request's body, after another parser has read the headers."""
 
     def __init__(self, connection: _Connection) -> None:
         self.on_body = connection.on_body

@@ -20,10 +20,11 @@ from proto.messages import RateState
 from runtime.process import clock
 
 Mismatch = Callable[[str, Any], Coroutine[Any, Any, str]]
-"""(JSON text, schema) → what does not match; empty: all does."""
+"""(JSON text, schema) → a description of the mismatch; empty if the text matches."""
 _SCORED_TOKENS = 64
 _SCORED_BYTES = 512
-"""An answer with log-probabilities of more tokens is written on a thread: each takes up to 0.1 ms and has so many bytes."""
+"""`_SCORED_BYTES` is about the size of one token's log-probabilities. An answer with those of more than `_SCORED_TOKENS`
+tokens is encoded on a thread, since each takes up to 0.1 ms."""
 
 
 class AnswerChecker:
@@ -62,8 +63,8 @@ class AnswerChecker:
 
 
 class Answering:
-    """One generation request while it is answered: its streams, their events until they are read, and what was said of each
-    choice. The answers' own lengths bound what a slow client has not read yet."""
+    """One generation request while it is answered: its streams, their unread events, and the state of each choice. The
+    answers' own lengths bound what a slow client has not read yet."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class Answering:
         self.failed: ApiError | None = None
         """Why a stream failed; the request fails with it."""
         self.rates: RateState | None = None
-        """As the coordinator last told it."""
+        """The tenant's rates, as the coordinator last reported them."""
         self.continuous_usage = continuous_usage
         self.no_output = no_output
         self.checker: AnswerChecker | None = None
@@ -109,7 +110,7 @@ class Answering:
     # --- the backend and the connection -------------------------------------------------------------------------------
 
     def put(self, event: Admitted | Deliver | Ended) -> None:
-        """The backend calls this with what came for one of the streams."""
+        """Add an event of one of the streams. The backend calls this."""
         if isinstance(event, Ended):
             self._open.discard(event.stream_id)
         self._events.append(event)
@@ -126,7 +127,7 @@ class Answering:
         self.close()
 
     def close(self) -> None:
-        """End what is not ended; no harm in calling it again."""
+        """Abandon the streams that have not ended. Calling it again has no effect."""
         self._backend.abandon(sorted(self._open))
         self._open.clear()
 
@@ -155,8 +156,8 @@ class Answering:
         return delivered
 
     async def next(self) -> list[tuple[ChoiceState, Deliver]]:
-        """All that has come since the last call, up to the first failure, which sets `failed`; after `nudge` perhaps nothing.
-        Raises `ClientLeft`. The backend's core bounds the wait."""
+        """Returns the deliveries since the last call, up to the first failure, which sets `failed`. After `nudge` there may be
+        none. Raises `ClientLeft`. The backend's core bounds the wait."""
         if not self._events and not self._left:
             self._wake.clear()
             await self._wake.wait()
@@ -259,7 +260,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _until_the_end(self, send: Send) -> bytes:
-        """Send what comes until every choice has ended, or one has failed; returns what is still to be sent."""
+        """Send chunks until every stream has ended or one has failed. Returns the data that is still to be sent."""
         answering = self.answering
         data = answering.answer.opening() + answering.encode(self.begun)
         idle_timer = _IdleTimer(self.keep_alive_s, answering.nudge)

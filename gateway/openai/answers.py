@@ -20,12 +20,12 @@ from proto.sampling import TokenLogprobs
 Json = dict[str, Any]
 _DONE = b"data: [DONE]\n\n"
 _ENDS = (Finish.STOP, Finish.TOOL_CALLS)
-"""Reasons to end with which a stop token may be the last."""
+"""Finish reasons after which the last token may be a stop token."""
 
 
 @dataclass
 class ChoiceState:
-    """The part of one choice that was sent so far; all of it is kept only for an answer in one piece."""
+    """The state of one choice. Its texts and tokens are kept only if the answer is sent in one piece."""
 
     index: int
     prompt: int
@@ -71,7 +71,7 @@ class Head(NamedTuple):
 
 
 class Answer(Protocol):
-    """One kind of endpoint's way of writing."""
+    """The interface that writes the answers of one kind of endpoint."""
 
     prompt_scores: Sequence[PromptScores | None]
     system_fingerprint: Callable[[], str | None]
@@ -214,7 +214,7 @@ class CompletionAnswer(_Base):
         return self._envelope(self.whole_kind, bodies) | {"usage": usage}
 
     def _best(self, drawn: list[ChoiceState]) -> list[ChoiceState]:
-        """The answers of each prompt that are given: the likeliest per token, where more were drawn."""
+        """Returns the choices to give: for each prompt, those that are likeliest per token if more were drawn."""
         each, given = self.prepared.choices, self.prepared.answers
         if each == given:
             return drawn
@@ -224,7 +224,7 @@ class CompletionAnswer(_Base):
     def _with_echo(
         self, choice: ChoiceState, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: Finish | None
     ) -> Json:
-        """The choice's own, behind those of its prompt where that is echoed."""
+        """Returns the choice's log probabilities, after those of its prompt if the prompt is echoed."""
         own = self._logprobs(choice, tokens, logprobs, finish)
         if not self.prepared.echoes_logprobs:
             return own

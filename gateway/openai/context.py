@@ -28,7 +28,8 @@ class ServedModel:
     grammars: GrammarChecker = field(init=False)
 
     def __post_init__(self) -> None:
-        # Now, and not with the first grammar: a large vocabulary takes a third of a second, in which no stream would go on.
+        # Serialize the tokenizer now, not with the first grammar. A large vocabulary takes a third of a second, and would
+        # block all streams.
         facts = self.tokenizer.facts
         hello = CompilerSetup(self.tokenizer.serialized(), facts.vocab_size, sorted(facts.eos_ids))
         self.grammars = GrammarChecker(msgspec.json.encode(hello))
@@ -37,7 +38,7 @@ class ServedModel:
 @dataclass
 class Gateway:
     models: Sequence[ServedModel]
-    """The first serves requests that name none."""
+    """The models. The first serves requests that do not name a model."""
     backend: Backend
     metrics: GatewayMetrics
     intake: Intake

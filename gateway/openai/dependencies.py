@@ -1,7 +1,7 @@
 """The dependencies of the routes: this gateway, the request's tenant, and the resources that the request holds until it is
 answered.
 
-No route lets FastAPI read a body: that would be before the key was looked at, and without bounds.
+No route lets FastAPI read a body: FastAPI would read it before the key is checked, and without size limits.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -85,18 +85,18 @@ class Call:
     gateway: Gateway
     tenant: str
     owner: str
-    """The owner for which it counts where something bounded is divided: the tenant, or the client's address where there are no
+    """The owner whose share of bounded resources the request uses: the tenant, or the client's address if there are no
     keys."""
     held: AsyncExitStack
-    """Contexts entered here are left once the response has been sent, or could not be."""
+    """Contexts entered here are closed after the response was sent or sending failed."""
 
     async def slots(self) -> Slots:
         """A place among the requests that this gateway has open at once. Raises `ApiError` (429, 503)."""
         return await self.held.enter_async_context(self.gateway.intake.place(self.owner))
 
     async def tokenized(self, read: Callable[[Any], Q], work: Callable[[Q, ModelTokenizer], BaseModel]) -> Response:
-        """Answers with what `work` makes of the request that `read` makes of the body's JSON. All of it happens on a
-        tokenizer thread. Raises `ApiError`."""
+        """Read the body, turn its JSON into a request with `read`, and answer with the result of `work`. `read` and `work` run
+        on a tokenizer thread. Raises `ApiError`."""
         await self.slots()
         try:
             async with self.gateway.intake.body(self.request, self.owner) as body:

@@ -1,4 +1,4 @@
-"""Fields that evaluation harnesses use: which tokens may come, and log-probabilities of the prompt."""
+"""Fields that evaluation harnesses use: limits on the output tokens, and log-probabilities of the prompt."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -66,8 +66,8 @@ def finite(logprob: float) -> float:
 def prompt_logprobs(
     prompt: tuple[int, ...], scores: PromptScores, top: int, tokenizer: ModelTokenizer
 ) -> list[msgspec.Raw | None]:
-    """vLLM's form: for each token, by token id, the token's own log-probability and those of the `top` likeliest. Each as JSON:
-    as objects, those of a long prompt would take gigabytes, and be written in one go."""
+    """vLLM's form: for each token, by token id, the token's own log-probability and those of the `top` likeliest. Each entry
+    is already JSON text: as objects, the entries of a long prompt would take gigabytes, and would be encoded in one step."""
     found: list[msgspec.Raw | None] = [None]
     for token, score in zip(prompt[1:], scores, strict=True):
         entry = {token: (score.logprob, score.rank)}

@@ -29,9 +29,9 @@ class Form:
     reading: Reading | None = None
     """None: the answer is text as it comes."""
     schemas: tuple[Schema, ...] = ()
-    """That the answer, or calls in it, must match."""
+    """The schemas that the answer, or the calls in it, must match."""
     relaxed: tuple[Relaxed, ...] = ()
-    """The parts of them that are left out of the grammar."""
+    """The parts of the schemas that are left out of the grammar."""
     write: "Callable[[Sequence[Relaxed]], Form] | None" = None
     """The same form with less of its schemas in the grammar."""
 
@@ -45,7 +45,8 @@ class Form:
 
     @property
     def checks(self) -> dict[str, Any]:
-        """Schemas of which the grammar has not all: of calls by the name of their function, that of the answer as ""."""
+        """Schemas that are only partly in the grammar, so answers are checked against them. The key is the name of the called
+        function, or "" for the answer itself."""
         return {one.call: one.schema for one in self.schemas if not one.is_whole}
 
     @property
@@ -141,7 +142,8 @@ class Chat:
         return sum(len(message["content"].encode()) for message in self.messages)
 
     def form(self, prompt: str, tokenizer: ModelTokenizer) -> Form:
-        """`prompt` is the rendered text, which may begin a thought or say that there is none. Raises `ApiError`."""
+        """Returns the form of the answer. `prompt` is the rendered text. It may end inside a thought, or with an empty
+        thought. Raises `ApiError`."""
         end = prompt.rstrip()
         begun, thinks = end.endswith(THINK), self.facts.thinks and not end.endswith(END_OF_THOUGHT)
         calls = call_format(self.facts) if self.tools is not None and self.tools.allowed else None
@@ -182,7 +184,8 @@ class Chat:
 def _expression(
     tools: Tools | None, asked: WantedForm | None, grammar: Grammar, calls: CallFormat | None
 ) -> tuple[str, str]:
-    """(of the answer behind its thoughts, the field that asks for it); empty: anything. Raises `ApiError`."""
+    """Returns (grammar expression of the answer after its thoughts, field that asks for it). An empty expression allows any
+    text. Raises `ApiError`."""
     if tools is None or not tools.allowed:
         return (asked.expression(grammar), asked.param) if asked is not None else ("", "")
     if calls is None:

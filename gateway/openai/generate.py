@@ -1,4 +1,4 @@
-"""One generation request, whichever API it came by: read, checked, submitted, and answered whole or as a stream."""
+"""Handles one generation request of any API: reads, checks and submits it, and answers it in one piece or as a stream."""
 
 import asyncio
 import contextlib
@@ -46,9 +46,10 @@ class Api(ABC, Generic[R]):
     """The name in metrics."""
     id_prefix: str
     field_names: Names = {}  # noqa: RUF012 - nobody changes it
-    """Names of the fields that `parse` has made the request of, for errors."""
+    """Maps fields of the chat core to the API's own fields, for errors."""
     keeps_body = False
-    """Its answer holds about as much as the body, until it ends; so long it counts against the bound on bodies."""
+    """Whether the answer keeps about as much memory as the body until it ends. If so, the body counts against the bound on
+    bodies until then."""
 
     @abstractmethod
     def parse(self, content: Any) -> R:
@@ -109,8 +110,8 @@ async def answer_offline(
     priority_class: str,
     deadline_ms: float,
 ) -> bytes:
-    """The whole answer to a request without a connection of its own, of a batch. Priority class and deadline take the place of
-    those that the body may name. Raises `ApiError`."""
+    """Answer a request of a batch in one piece, without a client connection. `priority_class` and `deadline_ms` replace those
+    that the body may name. Raises `ApiError`."""
     info.internal_id = f"{api.id_prefix}-{info.token}"
     async with gateway.intake.place(tenant) as slots:
         with gateway.intake.bytes_held(tenant, len(body)):
@@ -159,8 +160,8 @@ async def _open(gateway: Gateway, owner: str, api: Api[R], read: "_Read", slots:
 
 
 async def _compiled(prepared: Prepared, grammars: GrammarChecker, owner: str, cache_group: str) -> Prepared:
-    """The request with a grammar that compiles: what the library cannot express of schemas without `strict` is left out. Raises
-    `ApiError`."""
+    """Returns the request with a grammar that compiles. If a schema without `strict` has parts that the library cannot
+    express, these parts are left out. Raises `ApiError`."""
     form = prepared.form
     while form.grammar:
         verdict = await grammars.verdict(owner, cache_group, form.grammar, form.param)
@@ -182,8 +183,8 @@ class _Read:
 
 @bare_errors
 def _read(gateway: Gateway, tenant: str, api: Api[R], body: bytes, info: RequestInfo) -> _Read:
-    """All that takes time with a long body. Runs on a thread, so that what the JSON becomes exists only while one works on it:
-    a body that waits for its turn is its bytes. Raises `ApiError`."""
+    """Do all the work that takes long for a large body. It runs on a thread, so the parsed JSON exists only while a thread
+    works on it. A waiting body is kept only as bytes. Raises `ApiError`."""
     generation = api.parse(parse_json(body))
     info.end_user = generation.end_user
     served = gateway.model(generation.model)
@@ -226,10 +227,11 @@ class _Identity:
 
 
 def _identity(gateway: Gateway, tenant: str, generation: GenerationRequest, header: str) -> _Identity:
-    """`header`: the name of its conversation there. Raises `ApiError`."""
+    """Returns a request's sender and urgency. `header`: the conversation's name in the session header. Raises `ApiError`."""
     priority_class = priority_class_of(generation.priority, generation.service_tier, gateway.keys.tenants, tenant)
     policy = gateway.keys.tenants.policy(tenant)
-    # None: taken out of the file since the key was looked at; the coordinator will say so.
+    # The policy is None if the tenant was removed from the file after its key was checked. The coordinator will then reject
+    # the request.
     group = policy.cache_group if policy is not None else f"tenant:{tenant}"
     name = generation.session_id or header or generation.prompt_cache_key
     own = own_priority(generation.priority)

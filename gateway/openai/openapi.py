@@ -1,5 +1,6 @@
-"""The API's own description, `/openapi.json`: FastAPI makes it of the routes, and of the types that requests are checked with
-and answers are tested against. Bodies are read by `gateway.http.body`, so that the routes name their types here."""
+"""The API's description, `/openapi.json`. FastAPI generates it from the routes, from the types that validate requests, and
+from the types that answers are tested against. `gateway.http.body` reads the bodies, so the routes must name their types
+here."""
 
 from typing import Any, Final
 
@@ -51,7 +52,7 @@ _LOOSE: Final[dict[str, Any]] = {
         ]
     },
 }
-"""Fields that code checks where a type could not, or would say it badly."""
+"""Schemas of fields that code checks, because a type could not check them or would give a poor error."""
 _REFUSALS: Final = {
     400: "A parameter is wrong; `param` names it.",
     401: "The API key is missing or not valid.",
@@ -125,7 +126,7 @@ def describe(app: FastAPI, models: tuple[type[BaseModel], ...]) -> None:
     served: list[bytes] = []
 
     async def openapi(_: Request) -> Response:
-        if not served:  # made once: anybody may ask for it, as often as they like
+        if not served:  # made once, since any client may request it at any rate
             served.append(msgspec.json.encode(document()))
         return Response(served[0], media_type="application/json")
 

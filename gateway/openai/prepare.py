@@ -1,6 +1,6 @@
 """A validated request → prompts in token ids and sampling parameters. Runs on a worker thread: tokenizing takes time.
 
-Lengths are checked before anything is tokenized, as far as they are certain then, and for good afterwards.
+Texts that are certainly too long are refused before tokenizing. The exact lengths are checked after it.
 """
 
 import secrets
@@ -55,7 +55,7 @@ class Prepared:
     prompt_logprobs: int = -1
     """As the request has it; -1: none are to be shown."""
     no_output: bool = False
-    """Nothing but the prompt is asked for. One token is drawn all the same, and not shown."""
+    """The client wants no output, only the prompt. One token is still drawn, but not shown."""
     keeps_special: bool = False
     """Special tokens are part of the text."""
     keeps_stop: bool = False
@@ -115,7 +115,8 @@ def prepare_completion(request: CompletionRequest, tokenizer: ModelTokenizer, ru
 def prepare_chat(
     request: ChatRequest, tokenizer: ModelTokenizer, rules: ModelRules, *, cuts_at_context: bool = False
 ) -> Prepared:
-    """`cuts_at_context`: more may be asked for than the context leaves, and the answer ends there. Raises `ApiError`."""
+    """Prepare a chat request. `cuts_at_context`: the request may ask for more tokens than the context has room for, and the
+    answer then ends at the context's end. Raises `ApiError`."""
     _check_common(request, tokenizer)
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     if request.max_tokens is not None and request.max_tokens != asked:
@@ -162,7 +163,7 @@ def _check_common(request: GenerationRequest, tokenizer: ModelTokenizer) -> None
 
 
 def _prompts(prompt: object, tokenizer: ModelTokenizer) -> list[str | list[int]]:
-    """The four forms of `prompt` as one list, each prompt not empty and not longer than any context for certain."""
+    """Returns the four forms of `prompt` as one list. Refuses empty prompts, and prompts that certainly exceed the context."""
     items: list[object]
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_ids(prompt)):
         items = [prompt]
@@ -246,7 +247,8 @@ def _finish(
     if not all(prompts):
         raise bad_value(param, f"'{param}' has no tokens.")
     if max(map(max, prompts)) >= tokenizer.facts.vocab_size:
-        # Ids that were sent have been checked: some tokenizers have special tokens more than their model.
+        # Token ids from the client were checked earlier. These come from a tokenizer that has more special tokens than its
+        # model.
         raise bad_value(param, f"'{param}' has a special token that the tokenizer knows and the model does not.")
     longest = max(len(prompt) for prompt in prompts)
     left = tokenizer.facts.context_tokens - longest

@@ -1,8 +1,8 @@
 """The fields of a request, with strict types and ranges; `validate` turns faults into one error.
 
-Ranges are OpenAI's, and vLLM's where OpenAI has no such parameter. A parameter that only hints at how an answer could be had
-sooner or cheaper is checked, and has no effect. One that asks for more, and is not served, is refused by name: a client that
-asks for something should not believe that it got it.
+Ranges are OpenAI's, and vLLM's where OpenAI has no such parameter. A parameter that is only a hint to make an answer faster or
+cheaper is checked and then ignored. Any other parameter that is not supported is refused by name, so that a client never
+believes that it got something it did not get.
 """
 
 from typing import Annotated, Any, Final, Literal, TypeVar
@@ -299,12 +299,12 @@ _LISTS: Final = ("list[", "function-before[")
 
 
 def _is(value: Any, neutral: Any) -> bool:
-    """1 is 1.0, since JavaScript writes it so; false is no 0."""
+    """Returns whether the values are equal. 1 equals 1.0, since JavaScript writes 1.0 as 1, but false does not equal 0."""
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _explain(found: list[ErrorDetails]) -> ApiError:
-    """The first fault. Of a message's content, the union's other branch is beside the point where a list was sent."""
+    """Returns the first fault as an error. If a content is a list, faults of the union's string branch are ignored."""
     first = next((details for details in found if not _STRINGS.intersection(details["loc"])), found[0])
     loc = [part for part in first["loc"] if part not in _STRINGS and not str(part).startswith(_LISTS)]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")[:200]

@@ -22,7 +22,8 @@ _ECHOED = (
 
 
 def echoed(request: ResponsesRequest) -> dict[str, msgspec.Raw]:
-    """The fields of its request that a response repeats, as JSON, written once and no longer than they came in."""
+    """Returns the request's fields that a response repeats, as JSON. They are encoded once, and are no longer than in the
+    request."""
     asked: Json = {name: getattr(request, name) for name in _ECHOED}
     asked["text"] = {"format": (request.text and request.text.format) or {"type": "text"}}
     asked["reasoning"] = {"effort": request.reasoning and request.reasoning.effort, "summary": None}

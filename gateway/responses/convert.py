@@ -30,7 +30,8 @@ _CALLS: Final = {
     "tool_search_call": ("tool_search", "arguments"),
     "custom_tool_call": ("", "input"),
 }
-"""Calls of tools that clients run, and that have no arguments of their own: the tool's name, and what it was given."""
+"""Calls of tools that clients run and that have no `arguments` as functions do: the tool's name, and the field that holds its
+input."""
 _RESULTS: Final = {
     "function_call_output": "output",
     "local_shell_call_output": "output",
@@ -40,7 +41,7 @@ _RESULTS: Final = {
     "tool_search_output": "tools",
 }
 _DROPPED: Final = ("web_search_call", "mcp_list_tools")
-"""Records of what another server did, without what it found."""
+"""Records of calls that another server ran. They do not contain the results."""
 _SYSTEM: Final = ("system", "developer")
 _REFUSED: Final = {
     "input_image": "images are not supported: this server reads text",
@@ -81,7 +82,7 @@ def as_chat(request: ResponsesRequest, items: list[Item]) -> ChatRequest:
 
 
 def _add(messages: list[Item], item: Item, param: str) -> None:
-    """One item behind the messages before it: calls and thoughts belong to one message of the assistant."""
+    """Add one item after the messages before it. Successive calls and thoughts go into one message of the assistant."""
     match item.get("type", "message"):
         case "message":
             role, text = item.get("role"), _text(item.get("content"), f"{param}.content")

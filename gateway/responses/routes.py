@@ -73,7 +73,7 @@ def _not_kept(response_id: str, param: str) -> ApiError:
 
 
 class ResponsesApi(ChatApi):
-    """One request of `/v1/responses`, which is read as one of chat, between its parts."""
+    """One request of `/v1/responses`, which is handled as a chat request. Keeps what the later steps need."""
 
     name, id_prefix, keeps_body = "responses", "resp", True
 
@@ -82,7 +82,7 @@ class ResponsesApi(ChatApi):
         self.asked: dict[str, msgspec.Raw] = {}
         """The fields of the request that the response repeats."""
         self.namespaces: dict[str, Item] = {}
-        """Namespaces of the functions that are in one."""
+        """Maps the model's name of each function in a namespace to its `name` and `namespace`."""
         self.items = b""
         """JSON: the conversation's items, the request's own included. Empty: they are not to be kept."""
 

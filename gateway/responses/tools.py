@@ -1,6 +1,6 @@
 """Tools of /v1/responses → those of chat. Pure.
 
-Agents send, with their functions, tools that OpenAI runs or that only its models know. Those are left out where functions
+Besides their functions, agents send tools that OpenAI runs or that only its models know. These tools are left out if functions
 remain, since a model need not call a tool that it is offered. The answer's `tools` are those that were kept.
 """
 
@@ -22,7 +22,8 @@ def kept(tools: list[Item] | None) -> list[Item]:
 
 
 def name_of(item: Item) -> Any:
-    """The name by which the model knows a function, or the function of a call. Namespaces may have functions of one name."""
+    """Returns the name by which the model knows a function, or the function of a call. Functions in different namespaces may
+    have the same name."""
     name, namespace = item.get("name"), item.get("namespace")
     if not isinstance(name, str) or not isinstance(namespace, str) or not namespace:
         return name

@@ -1,6 +1,6 @@
-"""When each live stream is to be looked at next: a heap with lazy deletion. Pure.
+"""The time of the next check of each live stream, in a heap with lazy deletion. Pure.
 
-An entry is live while it is its stream's `scheduled_at`.
+An entry is valid while its time equals its stream's `scheduled_at`.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Tokens that overtook the first one of their attempt. Pure.
+"""Tokens that arrived before the first token of their attempt. Pure.
 
 The first token comes from a prefill worker and the others from a decode worker, over another connection, so that a busy
 gateway may read the second one first. It is kept until the first has come, for a bounded time.
@@ -29,5 +29,5 @@ class EarlyTokens:
         return items
 
     def late_at(self, first_token_wait_s: float) -> float:
-        """When the first token that they wait for is taken for lost."""
+        """Returns when the missing first token counts as lost."""
         return inf if self._since is None else self._since + first_token_wait_s

@@ -1,8 +1,8 @@
-"""The last word about each request: said again to a coordinator that may not have heard it, or not have written it down; and
-to its worker, what the answer was. Pure.
+"""The final `Cancel` of each request. It is sent again to a coordinator that may not have received or recorded it. Also makes
+the message that names an answer's blocks for its worker. Pure.
 
-A worker says again what it has finished, but it may be lost together with the coordinator. Then only the gateway knows how far
-an answer got, and that nobody waits for more of it.
+A worker also repeats what it has finished, but it may be lost together with the coordinator. Then only the gateway knows how
+many tokens an answer has, and that it has ended.
 """
 
 from collections import OrderedDict
@@ -15,9 +15,11 @@ from proto.messages import Cancel
 from proto.progress import AnswerNames
 
 AGAIN_S = 10.0
-"""Longer than a coordinator can be silent before it is given up, and than it waits for more before it writes an end down."""
+"""Seconds. Longer than a coordinator can be silent before it counts as lost, and longer than it waits before it records an
+end."""
 KEPT_S = 60.0
-"""Longer than a worker can be silent before a coordinator takes what it had finished for interrupted."""
+"""Seconds. Longer than a worker can be silent before a coordinator treats the requests that the worker had finished as
+interrupted."""
 
 
 class LastWords:
@@ -35,20 +37,20 @@ class LastWords:
             self._words.popitem(last=False)
 
     def about(self, request_id: str) -> list[Cancel]:
-        """The cancels that were sent for it lately, or would have been."""
+        """Returns the request's final `Cancel`, if it is still kept. It was sent, or would have been with a link."""
         found = self._words.get(request_id)
         return [found[1]] if found is not None else []
 
     def take_back(self, request_id: str) -> None:
-        """It goes on, as another attempt."""
+        """Forget the request's final `Cancel`, since the request goes on as another attempt."""
         self._words.pop(request_id, None)
 
     def lost(self, now: float) -> None:
-        """The coordinator is away."""
+        """Note when the link to the coordinator was lost."""
         self._lost_at = min(self._lost_at, now)
 
     def again(self, now: float) -> list[Cancel]:
-        """The cancels that it, or another, is to be told when it is there again."""
+        """Returns the cancels to send again, now that this coordinator or another is connected."""
         words = [word for at, word in self._words.values() if at >= self._lost_at - AGAIN_S]
         for word in words:
             self.add(word, now)

@@ -2,9 +2,9 @@
 
 Rules:
 - A token is delivered once, in order, whichever worker or attempt it came from. Tokens that were delivered before are dropped.
-  A gap ends the attempt, which is resumed; but tokens before the attempt's first one wait a moment for that.
-- An attempt that ends without an end is resumed with the prompt and the tokens already delivered, after a short delay
-  and a bounded number of times. Several choices that have begun are resumed one by one, since their texts differ.
+  A gap ends the attempt, which is then resumed. Tokens that overtake the attempt's first one wait a moment for it.
+- An attempt that is cut short is resumed with the prompt and the tokens already delivered, after a short delay and a bounded
+  number of times. Several choices that have begun are resumed one by one, since their texts differ.
 - Without a link to the coordinator, streams that run go on, and new ones wait a bounded time in bounded number.
 - Every stream ends exactly once: `Ended`, unless the client itself went away.
 """
@@ -167,7 +167,7 @@ class StreamKeeper:
             self._resume(submission, event.reason, f"{event.reason}: {event.message}", now)
 
     def _resume(self, submission: Submission, reason: Interrupt | None, why: str, now: float) -> None:
-        """Submit what is not finished again: a little later, or at once after a drain. No reason: this end lost its link."""
+        """Submit the unfinished choices again, at once after a drain, else after a delay. `reason` None: the link was lost."""
         uncounted = reason in UNCOUNTED_REASONS and submission.uncounted < self.limits.uncounted_max
         submission.uncounted += uncounted
         submission.reset_tries(self.limits.progress_tokens)
@@ -182,7 +182,7 @@ class StreamKeeper:
         self._schedule(submission.stream)
 
     def _split(self, submission: Submission, now: float) -> None:
-        """Resume each choice that is not finished by itself; the coordinator need not wait for the whole any more."""
+        """Resume each unfinished choice by itself, and cancel the whole, for which the coordinator need not wait."""
         self._cancel(submission, CancelReason.ABANDONED)
         self._drop(submission)
         for choice in submission.choices:
@@ -255,7 +255,7 @@ class StreamKeeper:
             if submission.phase is StreamPhase.PENDING:
                 self._send_if_due(submission, now)
             elif same or not submission.got_tokens:
-                # The same coordinator cancelled all we had when it lost us; a new one never heard of what was queued.
+                # The same coordinator cancelled all we had when it lost us. A new one does not know what was queued.
                 self._cancel(submission, CancelReason.ABANDONED)
                 self._resume(submission, None, "the loss of the coordinator's link", now)
             else:
@@ -267,7 +267,7 @@ class StreamKeeper:
         self._last_words.lost(now)
         for submission in self.submissions.values():
             if submission.phase is StreamPhase.SENT:
-                # Whether it arrived is not known: the next is a new attempt, which cannot be taken for the old one.
+                # It may or may not have arrived. The next attempt has a new number, so it cannot be taken for this one.
                 self._cancel(submission, CancelReason.ABANDONED)
                 submission.lost_before_answer(now, self.limits.uncounted_max)
             if submission.phase is StreamPhase.PENDING and submission.wait_until is None:
@@ -275,7 +275,8 @@ class StreamKeeper:
             self._schedule(submission.stream)
 
     def _worker_is_down(self, incarnation: int, now: float) -> None:
-        """Tokens may have died with the connection, all of them perhaps; a stream that lives on shows it with its next one."""
+        """Put running streams in doubt: tokens may be lost with the connection. The next token of a stream shows that it
+        lives."""
         for submission in self.submissions.values():
             if submission.phase is StreamPhase.RUNNING:
                 submission.cut(incarnation, now)
@@ -289,7 +290,7 @@ class StreamKeeper:
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def _schedule(self, stream: Stream) -> None:
-        """Have `_tick` look at the stream at its deadline, or earlier: deadlines that move back are found out then."""
+        """Have `_tick` check the stream at its deadline or earlier. A check before the deadline schedules the next."""
         if stream.id not in self.streams:
             return
         self._deadlines.set(stream, stream.deadline(self.limits, self.link_up, self._coordinator_incarnation))

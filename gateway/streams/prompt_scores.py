@@ -34,8 +34,8 @@ class PromptScores:
         return len(self._ranks) == self._wanted
 
     def take(self, message: PromptLogprobs) -> None:
-        """Scores from an earlier attempt count; scores that would leave a gap do not, since the tokens behind it then show
-        that some are missing. Raises `RemoteProtocolError`."""
+        """Add scores. Those of an earlier attempt count. Scores that would leave a gap are dropped: when the first token
+        comes, the missing scores are noticed. Raises `RemoteProtocolError`."""
         rows = len(message.ranks) // 4
         lengths = [len(part) for part in (message.logprobs, message.ranks, message.top_ids, message.top_logprobs)]
         if lengths != [4 * rows, 4 * rows, 4 * rows * message.top, 4 * rows * message.top]:

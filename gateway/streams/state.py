@@ -21,7 +21,7 @@ _PASSING_RESUME = (*_PASSING, Reject.QUEUE_FULL, Reject.SHED)
 
 class StreamPhase(Enum):
     PENDING = "pending"
-    """It is to be sent, once its time has come and the link is up."""
+    """It will be sent at `not_before`, or when the link is up."""
     SENT = "sent"
     RUNNING = "running"
     """Accepted, or tokens have come."""
@@ -48,8 +48,8 @@ class StreamChoice:
     def read(
         self, fresh: tuple[int, ...], finish: Finish | None, max_tokens: int
     ) -> tuple[str, int, Finish | None, str]:
-        """Their text, how many of them belong to the answer, how it ends with them, and with which stop string: one of those or
-        the limit of the whole answer, `max_tokens`, may end it earlier."""
+        """Returns (text, number of tokens that belong to the answer, finish reason, stop string). A stop string, or
+        `max_tokens` of the whole answer, may end the choice before the last of these tokens."""
         room = max_tokens - len(self.tokens)
         if len(fresh) > room or (finish is None and len(fresh) == room):
             fresh, finish = fresh[:room], Finish.LENGTH
@@ -68,7 +68,7 @@ class StreamChoice:
         return "".join(texts), used, Finish.STOP if stop else finish, stop
 
     def found_cached(self, item: TokenItem) -> int:
-        """Prompt tokens that were cached before this request came: a later attempt may find what an earlier one computed."""
+        """Returns the prompt tokens that were cached before the request, not by an earlier attempt."""
         return item.cached_tokens if item.attempt == 1 and not self.tokens else 0
 
 
@@ -87,41 +87,41 @@ class Submission:
     phase: StreamPhase = StreamPhase.PENDING
     sent: bool = False
     resuming: bool = False
-    """The next send is a new attempt. Until then late tokens of the old one are still good."""
+    """The next send will be a new attempt. Until then, late tokens of the old attempt are accepted."""
     not_before: float = 0.0
     wait_until: float | None = None
-    """A new request that met a closed link waits until then."""
+    """The time until which a new request waits for the link to the coordinator; None if it does not wait for it."""
     interrupted_at: float = 0.0
     got_tokens: bool = False
-    """Tokens that it got in this attempt."""
+    """Whether tokens have come in this attempt."""
     coordinator: int = 0
-    """Incarnation of the one that this attempt was submitted to."""
+    """Incarnation of the coordinator that this attempt was sent to."""
     decoder: int = 0
-    """Incarnation of the decode worker that its tokens come from; 0: none has come from one yet."""
+    """Incarnation of the decode worker that its tokens come from; 0 if no decode worker has sent any yet."""
     cut_at: float | None = None
-    """When that worker's connection ended, or any while it is not known whose they would be; None once more have come."""
+    """When that worker's connection ended, or any worker's while `decoder` is 0; None after more tokens have come."""
     stall_at: float | None = None
     ask_at: float | None = None
-    """When the coordinator is asked, which may know more of a stream in doubt."""
+    """When to ask the coordinator about a stream in doubt; None: not planned."""
     heard_at: float = 0.0
-    """When this attempt was sent, last brought tokens, or was last asked after."""
+    """When this attempt was sent, last brought tokens, or was last the subject of a question to the coordinator."""
     names: BlockNames | None = None
     """Names of the blocks of the attempt that was submitted last."""
     named: tuple[int, int] = (0, 0)
     """The number of that attempt, and its tokens, output among them."""
     early: EarlyTokens = field(default_factory=EarlyTokens)
     ended_early: bool = False
-    """Some choice ended here while its worker, or the coordinator, believes that it goes on."""
+    """A choice ended in the gateway, while its worker or the coordinator still treats it as running."""
 
     @property
     def is_new(self) -> bool:
-        """Nothing was promised to the client yet: its wait is bounded, and a rejection may be its end."""
+        """Whether the client has not been promised anything yet. Its wait is bounded, and a rejection may end it."""
         return not self.stream.admitted
 
     @property
     def retried(self) -> tuple[Reject, ...]:
-        """Rejections that a moment's wait may cure. The gateway has checked the model's name: unknown means no worker was up
-        yet."""
+        """Rejections after which a retry may succeed. The gateway has checked the model's name, so an unknown model means that
+        no worker was up yet."""
         return _PASSING if self.is_new else _PASSING_RESUME
 
     @property
@@ -140,7 +140,7 @@ class Submission:
         return self.choices[number]
 
     def overtakes(self, choice: StreamChoice, decoder: int) -> bool:
-        """Whether what a decode worker has sent, and what leaves a gap, may only have come before the attempt's first token."""
+        """Returns whether tokens of a decode worker that leave a gap may just have overtaken the attempt's first token."""
         return bool(decoder) and self.phase is not StreamPhase.PENDING and len(choice.tokens) == choice.first
 
     def lacks_logprobs(self, item: TokenItem) -> bool:
@@ -165,24 +165,24 @@ class Submission:
         )
 
     def patient_until(self, settled_at: float, limits: StreamLimits) -> float:
-        """How long a rejection that may pass is tried again."""
+        """Returns the time until which a rejection in `retried` is retried."""
         if self.is_new:
             # Workers may be on their way back: to a coordinator that has just started, or after a moment of silence.
             return max(self.wait_until or 0.0, settled_at)
         return self.interrupted_at + limits.resume_wait_s
 
     def put_off(self, not_before: float) -> None:
-        """It was rejected for a while. An attempt that had been accepted, and was shed since, is spent."""
+        """Wait until `not_before` after a rejection. An attempt that had been accepted is spent."""
         self.resuming |= self.phase is StreamPhase.RUNNING
         self.phase, self.not_before = StreamPhase.PENDING, not_before
 
     def reset_tries(self, progress_tokens: int) -> None:
-        """Where the attempt has brought so many tokens, tries are counted anew."""
+        """Restart the count of tries if the attempt has brought at least `progress_tokens` tokens."""
         if sum(len(choice.tokens) - choice.first for choice in self.choices) >= progress_tokens:
             self.tries_before += self.tries
 
     def interrupted(self, now: float, backoff_s: float) -> None:
-        """The next attempt begins after so long."""
+        """Plan the next attempt for `backoff_s` seconds from now."""
         self.phase, self.resuming = StreamPhase.PENDING, True
         self.interrupted_at, self.not_before = now, now + backoff_s
         self.stall_at = None
@@ -198,8 +198,8 @@ class Submission:
         return self.is_new and self.wait_until is not None and now >= self.wait_until
 
     def to_submit(self, now: float) -> tuple[Submit, bytes]:
-        """The message for the current attempt: prompt and tokens already sent, which are only said of one choice: where several
-        have begun, it asks after an attempt that the coordinator knows."""
+        """Returns the message for the current attempt: the prompt and, if the submission has a single choice, the tokens
+        already delivered. If several choices have begun, the message only asks about an attempt that the coordinator knows."""
         spec = self.stream.spec
         sent = self.choices[0].tokens if len(self.choices) == 1 else []
         packed = pack_tokens((*spec.prompt, *sent))
@@ -247,19 +247,19 @@ class Submission:
         return max(1.0, spec.deadline_ms - 1000.0 * (now - self.stream.opened_at))
 
     def backoff_s(self, limits: StreamLimits) -> float:
-        """Before the next attempt: twice as long after each."""
+        """Returns the delay before the next attempt in seconds. It doubles with each try."""
         delay_s: float = min(limits.resume_delay_s * 2 ** (self.tries - 1), limits.resume_delay_s_max)
         return delay_s * self.jitter()
 
     def retry_s(self, retry_after_s: float, *, settling: bool) -> float:
-        """Before a rejection that passes is tried again. `settling`: the coordinator has just started or lost a worker, and
-        what it misses may be about to come back to it."""
+        """Returns the delay in seconds before a rejected attempt is retried. `settling`: the coordinator has just started, and
+        its workers may be about to reconnect."""
         return (_RETRY_S[0] if settling else min(max(retry_after_s, _RETRY_S[0]), _RETRY_S[1])) * self.jitter()
 
     def doubt(self, now: float, limits: StreamLimits, *, known: bool) -> None:
-        """It may have been lost; `known`: the coordinator that has it is there. The coordinator tells of a lost worker, but the
-        end of the stream may have gone out on a connection that nobody read any more, so it is asked. The time at which the
-        stream counts as lost never moves back: repeated losses could make a silent stream wait for ever."""
+        """Note that it may be lost. `known`: the coordinator that has it is connected. The coordinator reports a lost worker,
+        but the stream's end may have been sent on a dead connection, so the coordinator is asked. The time at which the stream
+        counts as lost never moves back: repeated losses could make a silent stream wait for ever."""
         until, self.ask_at = now + limits.stall_s, None
         if self.cut_at is not None and not known:
             until = min(until, self.cut_at + limits.gone_s)
@@ -273,8 +273,8 @@ class Submission:
             self.cut_at = now
 
     def silent_at(self, limits: StreamLimits, coordinator: int) -> float:
-        """When it will have been silent for too long: if in doubt, for a coordinator that knows of it to be asked, or, where
-        that is gone, since nobody would tell that it failed."""
+        """Returns when the submission has been silent for too long. The keeper then asks the coordinator about it or, if it
+        counts as lost, resumes it."""
         if self.stall_at is not None:
             return self.stall_at if self.ask_at is None else min(self.stall_at, self.ask_at)
         if not self.got_tokens:
@@ -282,7 +282,7 @@ class Submission:
         return self.heard_at + limits.stall_s
 
     def sent_to(self, coordinator: int, now: float) -> None:
-        """The current attempt is on its way there."""
+        """Note that the current attempt is sent to `coordinator`, and reset what belongs to the last one."""
         self.heard_at = now
         self.phase, self.sent, self.got_tokens = StreamPhase.SENT, True, False
         self.coordinator, self.decoder = coordinator, 0
@@ -292,7 +292,7 @@ class Submission:
             choice.first = len(choice.tokens)
 
     def heard(self, decoder: int, now: float) -> bool:
-        """Its tokens have come; whether they are the first of this attempt, which is waited for with less patience now."""
+        """Note that tokens have come. Returns whether they are the attempt's first: from then on, less silence is allowed."""
         first, self.heard_at = not self.got_tokens, now
         self.got_tokens = True
         self.decoder = decoder or self.decoder
@@ -300,19 +300,19 @@ class Submission:
         return first
 
     def may_live(self, now: float, coordinator: int) -> bool:
-        """Whether it is silent without being taken for lost: it may wait for its turn, or be over."""
+        """Returns whether it may still live although it is silent: it may be waiting for its turn, or be over."""
         if self.stall_at is None:
             return self.coordinator == coordinator
         return not self.got_tokens or now < self.stall_at
 
     def asked(self, now: float, limits: StreamLimits) -> None:
-        """The coordinator is asked after it."""
+        """Note that the coordinator is now asked about the submission."""
         self.heard_at, self.ask_at = now, None
         if self.stall_at is not None and now >= self.stall_at:
             self.stall_at = now + limits.stall_s
 
     def jitter(self) -> float:
-        """0.5 to 1.5, the same for the same attempt: spread without randomness, which a pure core has none of."""
+        """Returns 0.5 to 1.5, always the same for an attempt. It is a hash, since a pure core has no random numbers."""
         return 0.5 + (crc32(f"{self.request_id}/{self.attempt}".encode()) % 1000) / 1000
 
 

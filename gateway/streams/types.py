@@ -26,22 +26,24 @@ class StreamLimits:
     """Attempts at one choice in a row that fail before they have brought `progress_tokens`."""
     progress_tokens: int = 16
     uncounted_max: int = 100
-    """More attempts cut short by drains, or by the loss of the coordinator's link, count as tries."""
+    """The most attempts that do not count as tries because a drain, a preemption or a lost link to the coordinator ended
+    them."""
     resume_delay_s: float = 0.05
-    """Before the first resume; doubles with each, with jitter, lest a lost worker's streams all come back at once."""
+    """Delay before the first resume. It doubles with each resume. Jitter prevents all streams of a lost worker from coming
+    back at once."""
     resume_delay_s_max: float = 1.0
     resume_wait_s: float = 30.0
     """How long a resume that meets a full queue is tried again."""
     stall_s: float = 5.0
-    """Silence after which a stream that outlived its coordinator, or a worker's connection, is taken for lost, and one against
-    which nothing speaks is asked after."""
+    """Silence after which a stream counts as lost if its coordinator or a worker's connection was lost. The coordinator is
+    asked about any other stream that is silent for so long."""
     first_token_wait_s: float = 1.0
     """How long the tokens of a decode worker wait for the first one, which they overtook, before the attempt is resumed."""
     gone_s: float = 0.5
-    """Silence after the end of the connection that its tokens came by, as long as one that lives takes to connect again. Then
-    the coordinator that knows of it is asked; where that is gone, the stream is taken for lost."""
+    """Silence that is allowed after the connection that brought a stream's tokens has ended. A live worker reconnects in this
+    time. Then the coordinator that knows the stream is asked. If that coordinator is gone, the stream counts as lost."""
     last_words_max: int = 4096
-    """Requests that ended, kept to tell a coordinator that may not have heard of it."""
+    """The most ended requests to remember, so that a coordinator that missed their end can be told again."""
 
 
 class Piece(Protocol):
@@ -83,7 +85,7 @@ class StreamSpec:
     session: bytes = b""
     """As `proto.fields.SessionName`."""
     is_offline: bool = False
-    """Nobody waits for it: it is not measured against the SLO of its tenant."""
+    """A request of a batch job: no client waits for it, so it is not measured against its tenant's SLO."""
     prompt_scores: PromptScores | None = None
     """Takes the log-probabilities of the prompt's tokens, where they are asked for."""
 
@@ -123,8 +125,8 @@ class TokensReceived:
 
 @dataclass(frozen=True)
 class WorkerDown:
-    """A connection on which a worker delivered tokens has ended, or the worker comes back on a new one: what it sent meanwhile
-    on the old one is lost as well."""
+    """The connection on which a worker delivered tokens has ended, or the worker has reconnected. Messages that it sent on the
+    old connection in between are lost too."""
 
     incarnation: int
 
@@ -183,11 +185,11 @@ class SendNames:
 
 @dataclass(frozen=True)
 class Admitted:
-    """The stream will be served: the coordinator has said so, or tokens have."""
+    """The stream will be served: the coordinator has accepted it, or tokens have come."""
 
     stream_id: str
     rates: RateState | None = None
-    """Rates of its tenant, where the coordinator's word came first."""
+    """Rates of the stream's tenant; None if tokens came before the coordinator's answer."""
 
 
 class Finish(StrEnum):

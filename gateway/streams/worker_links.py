@@ -1,7 +1,8 @@
 """The workers that come back on a new connection. Pure.
 
-A connection may end for the gateway long before its worker knows: one that was stopped, or cut off, goes on sending on the old
-one, and what it sends is lost, the end of a stream perhaps that began meanwhile. So a return counts as one more loss.
+The gateway may see the end of a connection long before the worker does. A worker that was paused or cut off goes on sending on
+the old connection, and these messages are lost. They may include the end of a stream that began meanwhile. So a reconnection
+counts as one more loss.
 """
 
 from collections import OrderedDict
@@ -22,5 +23,5 @@ class WorkerLinks:
             self._ended.popitem(last=False)
 
     def returns(self, incarnation: int) -> bool:
-        """It is connected; whether it was before."""
+        """Note that the worker is connected. Returns whether an earlier connection of it has ended."""
         return self._ended.pop(incarnation, 0) is None

@@ -1,7 +1,8 @@
 """Compiles grammars before they are submitted, and checks answers against schemas, in processes that end if one takes too long.
 
-llguidance's limits and those of `gateway.structured` keep compiling short. Organisations take turns, and none has more than one
-process. One whose job took too long waits ten times as long before its next, and shares one process with others of the kind.
+llguidance's limits and those of `gateway.structured` keep compiling short. Organisations take turns, and none has more than
+one process. If a job took too long, its organisation waits ten times as long before its next job. All such organisations share
+one process.
 """
 
 import asyncio
@@ -33,13 +34,13 @@ KEPT: Final = 2048
 """Verdicts. Each has 32 bytes of a digest, and 300 characters at the most."""
 TOO_LARGE: Final = f"it takes more than {COMPILE_CPU_S} s, or too much memory, to compile"
 PENALTY: Final = 10.0
-"""Times the CPU time of a job that took too long: before the next of its organisation."""
+"""After a job that took too long, its organisation waits this many times the job's CPU time before its next job."""
 FORGIVEN_S: Final = 600.0
-"""An organisation of which a job took too long has fewer processes to choose from for so long."""
+"""Seconds for which an organisation has fewer processes to choose from, after a job of it took too long."""
 SLOW_MAX: Final = 1024
-"""Organisations of the kind that are remembered."""
+"""The most organisations with a job that took too long to remember."""
 _BY_OTHERS: Final = (-signal.SIGKILL, -signal.SIGTERM)
-"""Ends of a process that say nothing of its grammar."""
+"""Exit codes of a process that do not mean that its grammar is at fault."""
 _LINE_BYTES_MAX: Final = 1 << 20
 _COMMAND: Final = (sys.executable, "-m", "gateway.structured.compile_process")
 
@@ -110,7 +111,7 @@ async def _asked(running: asyncio.subprocess.Process, line: bytes) -> str | None
 
 @dataclass
 class _Organisation:
-    """One of which a job took too long."""
+    """An organisation with a job that took too long."""
 
     waits_until: float
     """Monotonic seconds."""
@@ -121,7 +122,7 @@ class GrammarChecker:
     """Used on the event loop's thread only. The jobs that wait are bounded by the requests that the intake lets in."""
 
     def __init__(self, hello: bytes) -> None:
-        """`hello`: the first line for a process, a `Hello`."""
+        """`hello`: the first line for a process, a `CompilerSetup` as JSON."""
         self._processes = [_Process(hello) for _ in range(PROCESSES)]
         self._free = list(self._processes)
         self._queue: TokenizerQueue[asyncio.Future[_Process]] = TokenizerQueue()
@@ -146,8 +147,8 @@ class GrammarChecker:
         return verdict
 
     async def mismatch(self, owner: str, text: str, schema: Any) -> str:
-        """The part of the schema that the text of a JSON value does not match; empty: it matches, or it cannot be told now,
-        which is no reason to drop an answer."""
+        """Returns the part of the schema that the JSON text does not match. Returns an empty string if it matches, or if it
+        cannot be checked now, since that is no reason to drop an answer."""
         try:
             verdict = await self._done(owner, CompileJob(text=text, schema=schema), "")
         except ApiError:
@@ -209,7 +210,7 @@ class GrammarChecker:
         slow = self._slow.get(organisation)
         if slow is None or now >= slow.normal_again_at:
             return False
-        # Those of whom a job took too long never have all processes between them.
+        # Organisations with a job that took too long may never occupy all processes together.
         return now < slow.waits_until or len(self._busy & self._slow.keys()) >= PROCESSES - 1
 
     def _took_too_long(self, organisation: str) -> None:
@@ -220,7 +221,7 @@ class GrammarChecker:
             self._slow.popitem(last=False)
 
     def _give_back(self, process: _Process) -> None:
-        """A process that was ended is started before it is given to anybody."""
+        """Return a process to the free ones. If it has ended, start it again first."""
         if process.is_ready:
             self._free.append(process)
             self._grant()

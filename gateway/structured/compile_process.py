@@ -88,7 +88,8 @@ def checked(text: str, schema: Any) -> str:
 
 
 def _number(text: str) -> int | float:
-    """JSON bounds no number: one that Python cannot read, or reads as infinite, counts as the largest float."""
+    """Returns a number of a JSON text. JSON does not bound numbers, so one that Python cannot read, or reads as infinite,
+    becomes the largest float."""
     if text.lstrip("-").isdecimal() and len(text) <= _DIGITS_MAX:
         return int(text)
     return max(-sys.float_info.max, min(float(text), sys.float_info.max))

@@ -1,7 +1,7 @@
 """Whether any finite answer matches a grammar. Pure; it runs in the process that compiles, under its limit of CPU time.
 
-A rule is finite if one of its alternatives has finite parts only, and a schema if some instance of it is. The least fixed point
-is found by going on until nothing changes. Constructs that are not understood here count as finite.
+A rule is finite if all parts of one of its alternatives are finite. A schema is finite if it has a finite instance. The check
+repeats until nothing changes, which gives the least fixed point. Unknown constructs count as finite.
 """
 
 import json

@@ -1,12 +1,13 @@
-"""The settings that a gateway and its processes that compile grammars share. Apart, since those processes import as little as
-they can."""
+"""The settings that a gateway and its processes that compile grammars share. They have their own module, because those
+processes import as little as possible."""
 
 from typing import Any, Final
 
 import msgspec
 
 COMPILE_CPU_S: Final = 0.8
-"""CPU time for one grammar. It is time of the CPU, so that a machine that is busy refuses no grammar that another would take.
+"""CPU time for one grammar. It is CPU time, so that a busy machine does not refuse a grammar that an idle machine would
+accept.
 """
 
 

@@ -12,11 +12,11 @@ SplitSpecial = Callable[[str], list[str | int]]
 """A text → its parts: text, and the ids of special tokens in it that are to be written as such: by their ids."""
 _ANY: Final = r"/(.|\n)*/"
 _OPTIONS: Final = '%llguidance {"no_forcing": true}'
-"""llguidance would write text that is the only one possible with the tokens of the tokenizer, special ones included: text that
-has the name of one would then end the answer, or not match."""
+"""If this option is off, llguidance writes text that has no alternative with any tokens of the tokenizer, including special
+ones. Text that spells a special token would then end the answer, or would not match."""
 _TOO_LARGE: Final = f"it makes a grammar of more than {limits.MAX_GRAMMAR_CHARS} characters"
 _FOR_GOOD: Final = ("Unsatisfiable", "no finite answer", "it takes more than")
-"""Words in refusals that no schema with less in it would escape, or should."""
+"""Words of refusals that leaving out parts of the schema would not cure, or should not cure."""
 _PATHS_MAX: Final = 8
 _PLACES_MAX: Final = 3
 
@@ -35,7 +35,7 @@ class Relaxed:
 
 @dataclass(frozen=True)
 class Schema:
-    """One that the answer, or a call's arguments, must match."""
+    """A schema that the answer, or a call's arguments, must match."""
 
     schema: Any
     strict: bool
@@ -70,7 +70,7 @@ def next_relaxed(schemas: Sequence[Schema], relaxed: Sequence[Relaxed], verdict:
 
 
 class Grammar:
-    """Rules by and by; `text` is the whole. Expressions are passed around as text."""
+    """Collects the rules of a grammar; `text` returns the whole grammar. Expressions are strings."""
 
     def __init__(
         self, split: SplitSpecial, relaxed: Sequence[Relaxed] = (), *, split_own: SplitSpecial | None = None
@@ -100,7 +100,7 @@ class Grammar:
         return name
 
     def plain(self, text: str) -> str:
-        """Written with ordinary tokens, whatever special ones are named like it."""
+        """Returns an expression for the text in ordinary tokens, even if a special token is spelled like it."""
         return _quoted(text)
 
     def literal(self, text: str, *, own: bool = False) -> str:

@@ -1,7 +1,7 @@
 """JSON schemas of clients: bounded before anything compiles them, and prepared for llguidance. Pure.
 
-llguidance itself refuses keywords that it does not enforce, remote references and what cannot be satisfied. Without `strict`,
-what it would refuse is left out of what it gets, and the answer is checked against the whole schema.
+llguidance itself refuses keywords that it does not enforce, remote references and unsatisfiable schemas. Without `strict`, the
+parts that it would refuse are left out of the schema that it gets, and the answer is checked against the whole schema.
 """
 
 import math
@@ -18,7 +18,8 @@ ENUM_MAX: Final = 4000
 PATTERNS_IN_ALL_OF_MAX: Final = 2
 """Most patterns in `allOf`: intersecting regular expressions can take exponential time."""
 MULTIPLE_OF_MAX: Final = 10_000
-"""An automaton with so many states counts the remainder: those of the least common multiple where schemas intersect."""
+"""The most states of the automaton that tracks the remainder. If schemas intersect, it has as many states as the least common
+multiple."""
 MULTIPLES_MAX: Final = 40_000
 """States over the whole schema."""
 WHITESPACE: Final = r"[ \n\t]{1,20}"
@@ -37,7 +38,7 @@ _ENFORCED: Final = _STRUCTURE | {
 }  # fmt: skip
 _NAMES_ONLY: Final = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
                                 "$comment"})  # fmt: skip
-"""They say nothing of an instance, and can be long."""
+"""Keywords that do not constrain an instance, and can be long."""
 _IDENTIFIERS: Final = frozenset({"$schema", "$id", "id", "$anchor"})
 _OBJECT_KEYS: Final = frozenset({"patternProperties", "additionalProperties", "unevaluatedProperties", "$ref"})
 _UNSUPPORTED_IN_PATTERNS: Final = (
@@ -68,9 +69,9 @@ def prepared(
 ) -> PreparedSchema:
     """Raises `SchemaError` if it is too large, or if it is `strict` and has what cannot be enforced.
 
-    Objects that name their properties and say nothing of others get no others, so that a model comes to an end; all that it may
-    write is valid still. `left_out` are paths of keywords to leave out, and `structure_only` leaves out all but the types of
-    the parts.
+    An object schema that names properties and does not mention others gets `additionalProperties` false, so that a model
+    finishes. Every answer that is still possible is valid. `left_out` are paths of keywords to leave out, and `structure_only`
+    leaves out all but the types of the parts.
     """
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
@@ -125,7 +126,8 @@ class _Fault:
 
 
 def _bounds(schema: dict[str, Any]) -> _Fault | None:
-    """Raises `SchemaError` where nothing that could be left out would help."""
+    """Check the size limits. Returns the fault that leaving out keywords would cure, or None. Raises `SchemaError` for any
+    other fault."""
     nodes, enums, patterns, intersected, refers, joined_refs = 0, 0, 0, 0, False, 0
     intersects = False
     multiples: list[int] = []

@@ -1,4 +1,4 @@
-"""Grammars that clients write, in Lark or in llama.cpp's GBNF: what is refused of them before they are compiled. Pure."""
+"""Checks grammars that clients write, in Lark or in llama.cpp's GBNF, before they are compiled. Pure."""
 
 import re
 from typing import Final

@@ -1,15 +1,16 @@
-"""A prompt's KV blocks by name: one hash for each full block, which stands for its tokens and for all tokens before them. Pure.
+"""Names a prompt's KV blocks: one hash for each full block. The hash identifies the block's tokens and all tokens before them.
+Pure.
 
     hash[i] = BLAKE2b-128(hash[i-1] + tokens of block i, key = group key)
     group key = BLAKE2b-256(block size and cache group, key = the cluster's random key)
 
 - **Chained**: equal hashes mean equal beginnings of prompts, from the first token on, which is what makes KV equal.
-- **Keyed by the cache group**: the tenant, unless the operator lets several share one. Two groups' hashes are unrelated
-  128-bit numbers, so that no tenant meets what another one's prompt has left behind, in speed or in usage figures.
-- **Keyed by the cluster**: all gateways have one random key, which they and the coordinator keep in memory only. Without it,
-  hashes say nothing about a prompt, not even to somebody who guesses it block by block.
-- **128 bits of a cryptographic hash**: among 10^9 cached blocks the chance of one accidental collision is 10^-21, and nobody
-  knows how to make one on purpose with less than 2^64 hashes, which would only confuse prompts of one's own group.
+- **Keyed by the cache group**: the tenant, unless the operator lets several share one. The hashes of two groups are unrelated
+  128-bit numbers. So a tenant cannot detect another tenant's cached prompts, neither by speed nor in usage figures.
+- **Keyed by the cluster**: all gateways have one random key, which they and the coordinator keep in memory only. Without the
+  key, hashes reveal nothing about a prompt, even to someone who guesses the prompt block by block.
+- **128 bits of a cryptographic hash**: among 10^9 cached blocks the chance of an accidental collision is 10^-21. No known
+  attack makes a collision with fewer than 2^64 hashes, and it would only affect prompts of the attacker's own group.
 - The number of tokens in a block is part of the key: caches of another block size are another name space.
 """
 
@@ -23,13 +24,14 @@ from proto.limits import HASH_BYTES, MAX_BLOCK_HASHES
 
 
 def session_name(given: str) -> bytes:
-    """The name of a conversation on the wire, by the name that its client gives it. Tenants are told apart elsewhere."""
+    """Returns the name that a conversation has on the wire, made from the name that its client gives it. The tenant is not
+    part of it."""
     return blake2b(given.encode(errors="replace"), digest_size=HASH_BYTES).digest()
 
 
 @dataclass(frozen=True)
 class BlockNames:
-    """The names of one prompt's blocks, and what they were made with."""
+    """The names of one prompt's blocks, and the parameters that they were computed with."""
 
     block_size: int
     """Tokens of a block."""
@@ -48,15 +50,16 @@ class BlockNames:
         return replace(self, hashes=hashes)
 
     def behind(self, prompt: Sequence[int], output: Sequence[int]) -> bytes:
-        """The names of the full blocks that follow the prompt's own, which these are: the blocks that end in the answer."""
+        """Returns the names of the full blocks after the prompt's own blocks, which this object names. These later blocks end
+        in the answer."""
         done = len(self.hashes) // HASH_BYTES
         tail = (*prompt[done * self.block_size :], *output)[: (MAX_BLOCK_HASHES - done) * self.block_size]
         last = self.hashes[-HASH_BYTES:]
         return chained(last, pack_tokens(tail), self.block_size, self.cache_group, self.cluster_key)
 
     def of_kept(self, request_id: str, attempt: int, before: int, tokens: int) -> "BlockNames | None":
-        """The hashes of the context of the next attempt, where this attempt had these names for `before` tokens: its worker
-        may have kept what it has computed. None if not all of those had names."""
+        """Returns the hashes for the next attempt's context, because the worker of this attempt may have kept its KV. This
+        attempt had these names for `before` tokens. Returns None if not all full blocks of those tokens had names."""
         if len(self.hashes) // HASH_BYTES < before // self.block_size:
             return None
         hashes = kept_names(self.hashes, request_id, attempt, self.block_size, tokens)
@@ -72,8 +75,8 @@ def group_key(cache_group: str, block_size: int, cluster_key: bytes = b"") -> by
 def block_hashes(
     packed: bytes, block_size: int, cache_group: str, known: bytes = b"", cluster_key: bytes = b""
 ) -> bytes:
-    """16 bytes for each full block of the packed token ids (little-endian int32), joined; of very long prompts those of the
-    first `MAX_BLOCK_HASHES` blocks. `known` are hashes of the same beginning, which are not computed again."""
+    """Returns 16 bytes for each full block of the packed token ids (little-endian int32), joined. Only the first
+    `MAX_BLOCK_HASHES` blocks are hashed. `known`: hashes of the first blocks, which are not computed again."""
     assert block_size >= 1 and len(known) % HASH_BYTES == 0
     stride = 4 * block_size
     count = min(len(packed) // stride, MAX_BLOCK_HASHES)

@@ -1,8 +1,8 @@
 """Tokens to text as they come, and stop strings. Pure.
 
-A token may end in the middle of a character, so text is given out only up to where later tokens cannot change it: the
-idea of the prefix window is that of Hugging Face TGI (`prefix_offset`, `read_offset`). `tokenizers`' own `DecodeStream`
-has no way to give out what it holds at the end, and raises where a decoder takes text back.
+A token may end in the middle of a character, so only text that later tokens cannot change is emitted. The prefix window is the
+idea of Hugging Face TGI (`prefix_offset`, `read_offset`). The `DecodeStream` of `tokenizers` cannot emit the text that it
+still holds at the end, and it raises if a decoder takes text back.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,12 +18,13 @@ _CONTEXT_TOKENS = 6
 """Kept in front of new tokens, for decoders that treat the first token of a text in their own way."""
 _BROKEN = "�"
 _HELD_MAX = 3
-"""Tokens that can be waiting for the rest of their character, and replacement characters that they show as at the most.
+"""The most tokens that can wait for the rest of their character, and the most replacement characters that they decode to.
 A byte-fallback decoder shows a whole run of bytes as broken until its last character is complete."""
 
 
 class Detokenizer:
-    """One text, token by token: all that `push` and `finish` return, joined, is the decoding of the whole."""
+    """Decodes one text token by token. The results of all `push` calls and of `finish`, joined, are the decoding of the whole
+    text."""
 
     def __init__(self, decode: Decode, special_ids: frozenset[int]) -> None:
         self._decode = decode
@@ -55,12 +56,14 @@ class Detokenizer:
         return self._decode(self._window)[self._given :]
 
     def _shrink(self, text: str) -> None:
-        """Forget the window's oldest tokens where that does not change how the rest reads: not inside a character."""
+        """Remove the window's oldest tokens at a place where the rest still decodes to the same text, so not inside a
+        character."""
         whole = self._given == len(text)
         for cut in range(len(self._window) - _CONTEXT_TOKENS, len(self._window)):
             right = self._decode(self._window[cut:])
             if whole:
-                # Some decoders strip the first space, so the context may read shorter than it did; it is only measured.
+                # Some decoders strip the first space, so the context may decode to a shorter text than before. Only its length
+                # is used.
                 fits, given = bool(right) and text.endswith(right), len(right)
             else:
                 # A broken character, perhaps to be completed, is at the end: left and right must read as before.
@@ -90,7 +93,7 @@ class StopMatcher:
         text = self._held + text
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            # The one complete first, so that the answer does not depend on how the text was cut into pieces.
+            # Take the stop string that ends first, so that the answer does not depend on how the text was cut into pieces.
             end, at, self.found = min(found)
             self._held = ""
             return text[: end if self._keeps_stop else at]
@@ -159,7 +162,8 @@ class Assembler:
         min_tokens: int = 0,
         regions: Regions = NO_REGIONS,
     ) -> None:
-        """`min_tokens`: stop strings are looked for in what comes after so many. `regions` of the text have none."""
+        """`min_tokens`: stop strings are looked for only after this many tokens. `regions`: parts of the text that are not
+        searched for them."""
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops, keeps_stop=keeps_stop)
         self._content = ContentStops(self._matcher, regions if stops else NO_REGIONS)

@@ -1,7 +1,7 @@
 """The order in which prompts are tokenized, and grammars compiled. Pure.
 
 Deficit round robin over organisations, by bytes of their prompts, and round robin over the users of one (Shreedhar and
-Varghese, 1995). Jobs that are large may not take every thread, so that a small one never waits for a large one to end.
+Varghese, 1995). Large jobs may not take every thread, so a small job never waits for a large job to end.
 """
 
 from collections import OrderedDict, deque
@@ -16,7 +16,7 @@ QUANTUM_BYTES: Final = 64 << 10
 COST_BYTES_MIN: Final = 1 << 10
 """The cost of the smallest prompt: a job costs something, however short its text."""
 LARGE_BYTES: Final = 256 << 10
-"""A job of so many bytes takes about half a second, and more."""
+"""Jobs of this size or more are large. A job of this size takes about half a second."""
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class TokenizerJob(Generic[T]):
     cost: int
     work: T
     dropped: bool = False
-    """Nobody waits for it any more."""
+    """The caller no longer waits for the job."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class _Organisation(Generic[T]):
         return None
 
     def take(self) -> None:
-        """The job that `next` returned is served: the user goes to the end."""
+        """Remove the job that `next` returned, and move its user to the end of the order."""
         tenant, jobs = self.users.popitem(last=False)
         jobs.popleft()
         if jobs:
@@ -70,8 +70,8 @@ class TokenizerQueue(Generic[T]):
         return job
 
     def pop(self, *, large: bool = True, passing: Callable[[str], bool] = lambda _: False) -> TokenizerJob[T] | None:
-        """The next job, or None. `large`: whether it may be a large one. `passing` says whether it is not to be one of this
-        organisation's."""
+        """Returns the next job, or None. `large`: whether a large job is allowed. `passing` returns whether to skip an
+        organisation."""
         passed = 0
         """Organisations passed over one after the other."""
         while passed < len(self._organisations):

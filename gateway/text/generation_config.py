@@ -19,7 +19,7 @@ _ABOVE_MIN = frozenset({"top_p", "repetition_penalty"})
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """The values where a request leaves a field out, or sends null. These values are OpenAI's."""
+    """The values that apply if a request leaves a field out or sends null. The defaults here are OpenAI's."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -30,7 +30,8 @@ class SamplingDefaults:
 
 
 def sampling_defaults(generation_config: dict[str, Any]) -> SamplingDefaults:
-    """As vLLM reads the file: the values alone count, `do_sample` does not. Raises ValueError for one out of bounds."""
+    """Read the file as vLLM does: use the values and ignore `do_sample`. Raises ValueError for a value that is out of
+    bounds."""
     found: dict[str, Any] = {}
     for field in fields(SamplingDefaults):
         value = generation_config.get(field.name)

@@ -1,7 +1,7 @@
-"""Finds the regions of an answer's text as it comes: thoughts, calls and what lies between. Pure.
+"""Finds the regions of an answer's text while it arrives: thoughts, calls and the content between them. Pure.
 
-Its events are those of transformers' `ResponseParser`, for fixed marks only, in linear time, and with the marks themselves.
-A mark inside a JSON string of a call is part of the string.
+The events are those of transformers' `ResponseParser`, and also contain the marks. Only fixed marks are supported, and the
+time is linear. A mark inside a JSON string of a call is part of the string.
 """
 
 from dataclasses import dataclass
@@ -17,18 +17,19 @@ Event = dict[str, Any]
 class Region:
     field: str
     open: tuple[str, ...]
-    """Marks; none: it begins with a brace at the answer's start."""
+    """The marks that open the region. If there are none, it begins with a brace at the answer's start."""
     close: tuple[str, ...] = ()
-    """Marks; none: it goes on to the end. One of `open` is left to open the next."""
+    """The marks that end the region. If there are none, it goes on to the end of the answer. A mark that is also in `open`
+    opens the next region."""
 
 
 @dataclass(frozen=True)
 class Regions:
-    """Those of one form of answers."""
+    """The regions that answers of one form can have."""
 
     all: tuple[Region, ...]
     begun: Region | None = None
-    """The prompt has begun it."""
+    """The region that the prompt has already opened, if any."""
 
 
 NO_REGIONS: Final = Regions(())
@@ -44,12 +45,12 @@ class RegionParser:
         self._region = regions.begun
         self._in_string = self._escaped = False
         self._held = ""
-        """The start of a mark, perhaps."""
+        """Text that is held back because it may be the start of a mark."""
         self._events: list[Event] = []
 
     def feed(self, text: str) -> list[Event]:
-        """The events that have become certain with this text. Each has `type`, `field` and, but for the ends of regions,
-        `text`."""
+        """Returns the events that this text makes certain. Each has `type` and `field`. All but the starts and ends of regions
+        also have `text`."""
         self._events = []
         self._held += text
         while self._held and self._step():
@@ -57,7 +58,8 @@ class RegionParser:
         return self._events
 
     def finish(self, *, cut: bool = False) -> list[Event]:
-        """The end of the answer. `cut`: it would have gone on, so that the start of a mark is taken for one."""
+        """Returns the events of the answer's end. `cut`: the answer was cut off, so an incomplete mark at its end counts as a
+        mark."""
         self._events = []
         held, self._held = self._held, ""
         if held and cut:
@@ -70,7 +72,7 @@ class RegionParser:
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def _step(self) -> bool:
-        """Whether there is more to do without more text."""
+        """Process the next piece of the held text. Returns whether another step is possible without more text."""
         if self._region is not None:
             return self._inside(self._region)
         if self._bare is not None and (blank := len(self._held) - len(self._held.lstrip())):
@@ -109,12 +111,12 @@ class RegionParser:
         return True
 
     def _plain_end_of(self, region: Region) -> int:
-        """Where a mark begins that ends the region, or perhaps one."""
+        """Returns where a mark begins that ends the region, or where the start of such a mark may be."""
         found = [at for mark in region.close if (at := self._held.find(mark)) >= 0]
         return min(found) if found else len(self._held) - _overlap(self._held, region.close)
 
     def _end_of(self, region: Region) -> int:
-        """As `_plain_end_of`, outside strings."""
+        """Returns the same as `_plain_end_of`, but ignores marks inside JSON strings."""
         for at, char in enumerate(self._held):
             if self._in_string:
                 if self._escaped:

@@ -1,4 +1,4 @@
-"""The facts of a chat template that can be seen without running it."""
+"""Properties of a chat template that are known without running it."""
 
 import re
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ class TemplateFacts:
     text: str = ""
     """The text of all the model's templates, where it has several."""
     variables: frozenset[str] = frozenset()
-    """That it takes from outside."""
+    """Names of the variables that the template expects from its caller."""
     response_template: dict[str, Any] | None = None
-    """How transformers reads the model's answers, where the model says it."""
+    """The model's own description of its answers, from which transformers reads them; None if it has none."""
 
     @property
     def takes_tools(self) -> bool:

@@ -1,7 +1,7 @@
 """The text of each token, for log probabilities: its characters, and its bytes.
 
 A token's text depends on what comes before it: decoders of the SentencePiece kind drop the space at the start of a text,
-and a character may take several tokens. Of such a character the last token has the text, and each its own bytes.
+and a character may take several tokens. The last token of such a character has its text, and each token has its own bytes.
 """
 
 from functools import lru_cache
@@ -29,7 +29,8 @@ class Pieces:
         return text
 
     def _text(self, token: int, at_start: bool) -> str:
-        """As it reads, special tokens by their names; a broken character where it is only a part of one."""
+        """Returns the token's text. A special token has its name as text, and a token that is only a part of a character has a
+        broken character."""
         behind = self._decode([*self._anchor, token])
         if at_start or not behind.startswith(self._anchor_text):
             return self._decode([token])
@@ -47,7 +48,7 @@ class Pieces:
 
 
 class TokenTexts:
-    """The tokens of one text, as they come: their texts, joined, are the decoding of the whole."""
+    """Gives each token of one text its own text, in order. These texts, joined, are the decoding of the whole."""
 
     def __init__(self, pieces: Pieces, decode: Decode, special_ids: frozenset[int]) -> None:
         self._pieces = pieces
@@ -58,8 +59,8 @@ class TokenTexts:
         """Characters of the text so far."""
 
     def push(self, token: int, *, is_last: bool = False, is_text: bool = True) -> tuple[str, bytes]:
-        """The text that has become certain with this token, and its bytes: none for a special token, nor for one that ends
-        the text without being part of it (`is_text` false). With the last token comes what is left of the text."""
+        """Returns the text that this token makes certain, and the token's bytes. Both are empty for a special token and for a
+        token that ends the text but is not part of it (`is_text` false). The last token also returns the rest of the text."""
         text, own = "", b""
         if is_text and token not in self._special_ids:
             own = self._pieces.bytes(token, self.at_start)
@@ -71,7 +72,7 @@ class TokenTexts:
         return text, own
 
     def candidate(self, token: int) -> tuple[str, bytes]:
-        """As another token would have read at the place of the next one."""
+        """Returns the text and bytes that `token` would have if it came next."""
         return self._pieces.text(token, self.at_start), self._pieces.bytes(token, self.at_start)
 
 

@@ -1,4 +1,4 @@
-"""A model's tokenizer, chat template and the few facts of its configuration that the gateway needs.
+"""A model's tokenizer and chat template, and the few values of its configuration that the gateway needs.
 
 Importing this module costs little: transformers is imported on loading, and torch not at all for tokenizers of the generic
 class, which `AutoTokenizer` would pull in (measured: 1.1 s instead of 5 s until the tokenizer is there).
@@ -27,7 +27,8 @@ _OF_TEMPLATES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticE
 _TEMPLATE_CHARS_MAX = 32 << 20
 _SLICE_CHARS = 1 << 18
 _LONG_TOKENS = 4096
-"""So many are decoded without the interpreter's lock, which costs a moment to get again."""
+"""Longer lists are decoded without holding the interpreter's lock. Shorter ones are not, since getting the lock again takes a
+moment."""
 
 
 class ModelFilesError(CrossdockError):
@@ -73,7 +74,8 @@ class ModelTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Raises `TextTooLong`."""
         if len(text) > limits.MAX_CONTEXT_TOKENS:
-            # While it is tokenized, each token takes 150 bytes. Where a text is cut, tokens may differ, but not so many.
+            # Tokenizing takes 150 bytes per token, so count the tokens in slices first. Tokens may differ where a slice ends,
+            # but only a few.
             tokens = 0
             for at in range(0, len(text), _SLICE_CHARS):
                 tokens += len(self._encoding(text[at : at + _SLICE_CHARS], add_special_tokens=False))
@@ -86,7 +88,7 @@ class ModelTokenizer:
         return ids
 
     def _encoding(self, text: str, *, add_special_tokens: bool) -> Any:
-        # Of a batch, since `encode` keeps the interpreter's lock, and with it the event loop, for as long as it takes.
+        # Encode as a batch: plain `encode` would hold the interpreter's lock, and so block the event loop, until it is done.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding
 
@@ -126,13 +128,14 @@ class ModelTokenizer:
         return text
 
     def token_texts(self, *, keeps_special: bool = False) -> TokenTexts:
-        """The texts of tokens for the log probabilities of one choice. `keeps_special`: as its text does."""
+        """Returns the texts of tokens for the log probabilities of one choice. `keeps_special`: whether the choice's text
+        contains special tokens."""
         if keeps_special:
             return TokenTexts(self._pieces, self.decode_all, frozenset())
         return TokenTexts(self._pieces, self.decode, self.special_ids)
 
     def token_name(self, token: int) -> str:
-        """As the vocabulary writes it; empty for an id that the tokenizer does not know."""
+        """Returns the token as the vocabulary writes it, or an empty string if the tokenizer does not know the id."""
         name: str | None = self._backend.id_to_token(token)
         return name or ""
 
@@ -146,8 +149,8 @@ class ModelTokenizer:
         keep: frozenset[int] = frozenset(),
         regions: Regions = NO_REGIONS,
     ) -> Callable[[], Assembler]:
-        """A maker of assemblers, one for each choice. `keeps_special`: special tokens are part of the text; else, those in
-        `keep` are. `regions`: where no stop strings are looked for."""
+        """Returns a function that makes an assembler for each choice. `keeps_special`: all special tokens are part of the
+        text; otherwise only those in `keep` are. `regions`: parts of the text that are not searched for stop strings."""
         skipped = frozenset[int]() if keeps_special else self.special_ids - keep
         decode = self.decode if skipped == self.special_ids else self.decode_all
         return lambda: Assembler(
@@ -155,15 +158,15 @@ class ModelTokenizer:
         )
 
     def split_special(self, text: str, *, shown: bool = False) -> list[str | int]:
-        """Parts of a text, with the ids of the special tokens in it. As llguidance sees it, a token added as `<…>` is one.
-        `shown`: only of those that are text where an answer has them."""
+        """Split a text at its special tokens, and put their ids in their places. As in llguidance, an added token `<…>` counts
+        as special. `shown`: tokens that the tokenizer itself marks as special stay text, since answers do not show them."""
         longest_first = sorted(self._marks, key=len, reverse=True)
         found: list[str] = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if self._marks else [text]
         ids = [(part, self._marks.get(part)) for part in found if part]
         return [part if id is None or (shown and id in self.special_ids) else id for part, id in ids]
 
     def mark_id(self, text: str) -> int | None:
-        """The special token that this text is, if it is one."""
+        """Returns the id of the special token that is written like this text, or None."""
         return self._marks.get(text)
 
     def serialized(self) -> str:
@@ -172,7 +175,8 @@ class ModelTokenizer:
         return text
 
     def surely_too_long(self, text_bytes: int, context_tokens: int) -> bool:
-        """Whether a text of so many bytes has more tokens than the context for certain, without tokenizing it."""
+        """Returns whether a text of `text_bytes` bytes certainly has more than `context_tokens` tokens. The text is not
+        tokenized."""
         return self.bytes_per_token_max is not None and text_bytes > context_tokens * self.bytes_per_token_max
 
 
@@ -181,7 +185,7 @@ def _is_mark(text: str) -> bool:
 
 
 def _parts(component: Any) -> list[dict[str, Any]]:
-    """A tokenizer component's settings, sequences laid flat."""
+    """Returns the settings of a tokenizer component as a list. A sequence of components gives one entry for each."""
     if component is None:
         return []
     settings = json.loads(component.__getstate__())
@@ -196,10 +200,10 @@ def _kind(component: Any, name: str) -> bool:
 
 
 def _bytes_per_token_max(backend: Any) -> int | None:
-    """The most UTF-8 bytes of a text that one token can cover, or None where there is no such bound to prove.
+    """Returns the most UTF-8 bytes of a text that one token can cover, or None if no such bound can be proved.
 
-    Every byte of the text must end up in some token: byte-level pre-tokenization sees to that unless a normalizer, a
-    splitter or an added token which swallows white space removes some. NFC shortens a text to a quarter at the most.
+    Every byte of the text must end up in some token. Byte-level pre-tokenization ensures this, unless a normalizer, a splitter
+    or an added token that strips white space removes some bytes. NFC shortens a text to a quarter at the most.
     """
     splitters, normalizers = _parts(backend.pre_tokenizer), _parts(backend.normalizer)
     if not any(part["type"] == "ByteLevel" for part in splitters):

@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 class TokenizerThreads:
-    """The queue is bounded by the requests that the intake lets in: each has one job at the most."""
+    """The intake bounds the queue: it bounds the requests, and each request has at most one job."""
 
     def __init__(self, threads: int = THREADS) -> None:
         assert threads >= 2, "one thread is kept for jobs that are not large"
@@ -34,7 +34,8 @@ class TokenizerThreads:
             return await future
         finally:
             job.dropped = True
-            # An error in the future refers to this frame: what both hold would stay until a full garbage collection.
+            # An error in the future refers to this frame. This cycle would keep the objects of both alive until a full garbage
+            # collection.
             del future, job, work
 
     def shutdown(self) -> None:

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning: what a chat template is given, what an answer may look like, and how it is read.
+"""Tool calls and reasoning: the inputs of chat templates, the grammars of answers, and how answers are read.
 
 Start with `conversation`; `formats` has the table of forms in which models write calls, `reader` takes answers apart.
 """

@@ -1,4 +1,4 @@
-"""Tool calls from the text in which a model writes them, as it comes. Pure.
+"""Reads tool calls from a model's text while it arrives. Pure.
 
 One reader for all forms: `{"name": …, "arguments": {…}}`, alone, in a list or one behind the other, and `NAME[ARGS]{…}`.
 """
@@ -43,7 +43,7 @@ class CallReader:
         self._in_string = self._escaped = False
         self._name: str | None = None
         self._arguments: str | None = None
-        """Whole, where they came before the name."""
+        """The complete arguments, if they came before the name."""
         self._passed_on = 0
         """Characters of the present call's arguments."""
         self._streams = self._is_bare = False

@@ -25,12 +25,13 @@ _CALLS_IN_WORDS: Final = (
 
 
 def tells_in_words(facts: TemplateFacts) -> bool:
-    """Whether tools, calls and results go into the text of messages: the template knows none, or not what calls look like."""
+    """Returns whether tools, calls and results are written into the text of messages. This is so if the template has no tools,
+    or if the form of its calls is not known."""
     return not facts.takes_tools or (format_of(facts.text) is None and facts.response_template is None)
 
 
 def call_format(facts: TemplateFacts) -> CallFormat | None:
-    """None: the model writes calls in a form that only its own response template knows."""
+    """Returns the form of the model's calls, or None if only the model's own response template defines it."""
     return HERMES if tells_in_words(facts) else format_of(facts.text)
 
 
@@ -95,7 +96,7 @@ def _check(message: Any, param: str) -> None:
 
 
 def _arguments(call: Any, param: str) -> dict[str, Any]:
-    """Templates expect an object, OpenAI's API has its text."""
+    """Parse a call's arguments: templates expect an object, but OpenAI's API sends its JSON text."""
     try:
         arguments = parse_inner(call.function.arguments or "{}")
     except ValueError:

@@ -1,6 +1,7 @@
-"""The forms in which models write tool calls and thoughts: how each is told by its chat template, constrained and read. Pure.
+"""The forms in which models write tool calls and thoughts: how each form is recognised from the chat template, constrained and
+read. Pure.
 
-A model that ships a response template, for `transformers` to read its answers with, is read with that.
+If a model comes with a response template for `transformers`, its answers are read with that template instead.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ class CallFormat:
 
     name: str
     marks: tuple[str, ...]
-    """Texts that may be special tokens, which are kept while an answer is read."""
+    """Marks that may be special tokens. They are kept in the text while an answer is read."""
     regions: tuple[Region, ...]
     """Where calls are."""
     opening: str
@@ -55,7 +56,7 @@ class CallFormat:
     def optional(self, tools: Sequence[Tool], grammar: Grammar, *, several: bool) -> str:
         """Text, calls, or both. Raises `SchemaError` and `TooLarge`."""
         if not self.opening:
-            # Without a mark of their own, calls are told from text by the brace that an answer begins with.
+            # These calls have no mark. An answer that begins with a brace is a call, and any other answer is text.
             text = grammar.regex(r"([^{ \n](.|\n)*)?")
             return grammar.either([text, self.required(tools, grammar, several=several)])
         one = grammar.rule(f"{grammar.up_to(self.opening, own=True)} {self._body(tools, grammar, several=several)}")

@@ -1,5 +1,5 @@
-"""Takes a chat answer apart as it comes: thoughts, text and tool calls. `gateway.text.regions` finds them, or, where the model
-has a response template of its own, transformers' parser."""
+"""Splits a chat answer while it arrives into thoughts, text and tool calls. `gateway.text.regions` finds these parts. If the
+model has its own response template, transformers' parser does."""
 
 import hashlib
 import json
@@ -18,17 +18,17 @@ class Reading:
     """How the answers to one request are read."""
 
     regions: Regions
-    """Regions of a model's own template, as far as its marks are fixed texts."""
+    """The regions of answers. Those of a model's own template are here only if their marks are fixed texts."""
     keep: frozenset[int]
     """Special tokens that are text here: the marks of calls and thoughts."""
     thought_ends: frozenset[int] = frozenset()
-    """The token that ends a thought, if it is one."""
+    """The token that ends a thought; empty if the end mark is not a single token."""
     thought_begun: bool = False
     """The prompt has begun one."""
     own: dict[str, Any] | None = None
     """The model's response template: it says what the parts of a call are."""
     prefix: str = ""
-    """The prompt, which may begin the answer: for the template."""
+    """The prompt, for the model's response template: the prompt's end may be the beginning of the answer."""
     short_ids: bool = False
     """Calls have short ids: Mistral's templates take nine letters and digits only."""
     tools: tuple[dict[str, Any], ...] = ()
@@ -63,13 +63,13 @@ class AnswerReader:
         self._seed = seed
         self._has_calls = any(region.field == CALLS for region in reading.regions.all) or reading.own is not None
         self._parser: Any = RegionParser(reading.regions) if reading.own is None else _own_parser(reading, reading.own)
-        """None once an answer was not what its template says."""
+        """None after the answer has not matched its template."""
         self._unread = ""
         """Text of a region of calls that is open, where the template reads it as a whole."""
         self._calls: CallReader | None = None
         self._parts = Parts()
         self._blank = {"content": True, "reasoning": True}
-        """Parts of which nothing but white space has come: models put line ends behind marks."""
+        """Whether a part has had only white space so far. Models write line ends after marks."""
         self._held = {"content": "", "reasoning": ""}
         self._raw: str | None = ""
         """Text of the present region of calls; None once a call was found in it."""
@@ -79,7 +79,8 @@ class AnswerReader:
         self._thinking = reading.thought_begun
 
     def feed(self, text: str, tokens: Iterable[int] = (), *, ended: bool = False, cut: bool = False) -> Parts:
-        """`ended`: this is all of it. `cut`: the model did not end it, so that what may begin a call was to be one."""
+        """Read the next piece of the answer. `ended`: the answer is complete. `cut`: the model did not end it, so text that
+        may begin a call counts as a call."""
         self._parts = Parts()
         was_thinking = self._thinking
         if self._parser is None:
@@ -110,7 +111,7 @@ class AnswerReader:
                 _, events = self._parser.finalize()
                 self._take(events)
         except (ValueError, LookupError, RecursionError):
-            # Calls that are not what the model's template says: they are content, and so is all behind them.
+            # These calls do not match the model's template. Treat them and all text after them as content.
             self._parser = self._calls = None
             self._give("content", unread)
         else:
@@ -131,7 +132,8 @@ class AnswerReader:
                 self._give("content", event["text"])
 
     def _give(self, part: str, text: str) -> None:
-        """White space at the start is dropped, and at the end held back until more comes."""
+        """Add text to a part. White space at the start is dropped. White space at the end of content is held back until more
+        text comes, if calls are possible."""
         text = self._held[part] + text
         if self._blank[part]:
             text = text.lstrip()
@@ -193,8 +195,8 @@ class AnswerReader:
     # --- counting ---------------------------------------------------------------------------------------------------------
 
     def _count(self, tokens: list[int], was_thinking: bool) -> None:
-        """Tokens of thoughts, the marks around them included: to the token that ends one, or where that is none, as far as the
-        pieces of text tell."""
+        """Count the tokens of thoughts, including the marks around them. Count up to the token that ends a thought. If the
+        piece has no such token, count all of its tokens."""
         if not (was_thinking or self._thinking or self._parts.reasoning):
             return
         last = next((at for at in range(len(tokens), 0, -1) if tokens[at - 1] in self._reading.thought_ends), None)
@@ -210,14 +212,14 @@ def _may_be_call(raw: str) -> bool:
 def _own_parser(reading: Reading, template: dict[str, Any]) -> Any:
     from transformers.utils.chat_parsing import ResponseParser
 
-    # No part is missed at the end of an answer: it was asked for fewer tokens, or ended by a stop string.
+    # Make every field optional: an answer may end early, because of a token limit or a stop string.
     fields = {name: {**field, "optional": True} for name, field in template["fields"].items()}
     whole: Any = {**template, "fields": fields}
     return ResponseParser(whole, prefix=reading.prefix, tools=list(reading.tools) or None)
 
 
 def regions_of_template(template: dict[str, Any]) -> Regions:
-    """The regions of a model's response template, as far as its marks are fixed texts."""
+    """Returns the regions of a model's response template whose marks are fixed texts."""
     found = [
         Region(CALLS if name == CALLS else THINKING, opens, _texts(field.get("close")))
         for name, field in template["fields"].items()

@@ -11,7 +11,8 @@ from gateway.http.json_text import values_bytes
 
 TOOLS_MAX: Final = 128
 TOOLS_BYTES_MAX: Final = 16 << 20
-"""Bytes that the schemas of all tools may take in memory. Chat templates write them in one go, in which nothing else runs."""
+"""Bytes that the schemas of all tools may take in memory. Chat templates write all of them in one step, which blocks all other
+work."""
 DESCRIPTION_CHARS_MAX: Final = 16_384
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _FUNCTION_FIELDS: Final = {"name", "description", "parameters", "strict"}

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize. Both take a place among the gateway's requests and a turn on its tokenizer threads."""
+"""POST /tokenize and /detokenize. Both count as open requests of the gateway, and wait for a turn on its tokenizer threads."""
 
 from functools import partial
 

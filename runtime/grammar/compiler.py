@@ -1,6 +1,6 @@
-"""Grammars to matchers, with llguidance, within limits that hold whatever a client writes.
+"""Compiles grammars to matchers with llguidance, within limits that hold for every grammar a client can write.
 
-Its limits are counts, not times, so every process decides alike: what one worker matches, another does too.
+The limits are counts, not times. So every process decides in the same way, and all workers match the same answers.
 """
 
 import re
@@ -65,7 +65,7 @@ class Compiler:
         self._chars = 0
 
     def compile(self, grammar: str) -> None:
-        """Have it in the cache. Raises `GrammarError`."""
+        """Compile a grammar and keep it in the cache. Raises `GrammarError`."""
         if grammar in self._compiled:
             self._compiled.move_to_end(grammar)
             return
@@ -76,7 +76,7 @@ class Compiler:
             self._chars -= len(oldest)
 
     def matcher(self, grammar: str, output_tokens: Iterable[int]) -> "Matcher":
-        """After the tokens of an answer so far. Raises `GrammarError`."""
+        """Returns a matcher that has accepted the tokens of an answer so far. Raises `GrammarError`."""
         self.compile(grammar)
         found = Matcher(self._compiled[grammar].deep_copy(), self._vocab_size, self._eos_ids)
         for token in output_tokens:
@@ -115,8 +115,8 @@ class Matcher:
 
 
 def can_begin(matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer) -> bool:
-    """Whether an answer goes on from its start to where there is a choice of tokens. A regular expression that nothing matches
-    compiles all the same."""
+    """Returns whether an answer can begin: from the start, tokens are allowed until there is a choice of tokens. This check is
+    needed because a regular expression that matches nothing still compiles."""
     start = Matcher(matcher.deep_copy(), tokenizer.vocab_size, list(tokenizer.eos_tokens))
     logits = np.zeros(tokenizer.vocab_size, np.float32)
     for _ in range(_START_TOKENS_MAX):

@@ -19,8 +19,8 @@ from runtime.process.driver import cancelled, watched
 from runtime.process.loop_socket import LoopSocket
 
 NEVER_MS = 3_600_000
-"""An interval at which libzmq's own reconnecting never comes: its socket is closed long before. Off (-1) would also take back
-what a connection delivered in its last moment and nobody has read yet, and tell nothing of a connection refused."""
+"""An interval so long that libzmq never reconnects by itself, because the socket is closed before. Turning reconnection off
+(-1) would also discard messages that arrived just before the connection ended, and would not report a refused connection."""
 
 _log = log.get("crossdock.link")
 
@@ -154,7 +154,8 @@ class LinkClient:
         return self._peer
 
     def _connection_lost(self, socket: LoopSocket) -> None:
-        """Given up a moment later: what the other end said last, a goodbye perhaps, may still be unread."""
+        """Give the link up after a short delay, since the last messages of the other end, perhaps a `Bye`, may still be
+        unread."""
 
         def give_up() -> None:
             if socket is self._socket and not self._gone.is_set():
@@ -219,7 +220,7 @@ class LinkClient:
                 return
 
     async def _beat(self, peer: Peer) -> None:
-        """Ping until the link is lost, by its own word or by silence."""
+        """Send `Ping` until the link ends or the peer has been silent for too long."""
         failure_detector = FailureDetector(self._settings.heartbeat_ms, clock.now(), self._theirs_ms)
         while not self._gone.is_set():
             peer.send(Ping())

@@ -1,8 +1,7 @@
 """Links that a worker opens by itself: to gateways for tokens, to decode workers for offering KV.
 
-A destination is an address and an incarnation. Messages that are sent before its handshake is done wait, bounded; a
-destination that turns out to be another incarnation, cannot be reached in time, or goes away is reported once as lost, and
-forgotten.
+A destination is an address and an incarnation. A bounded number of messages waits until its handshake is done. A destination
+is reported as lost once, and forgotten, if it has another incarnation, cannot be reached in time, or goes away.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
-"""The TCP connections under a socket. libzmq bounds neither how long they stay without a `Hello` nor how much it keeps of a
-message that does not end, so both are looked at here."""
+"""The TCP connections under a socket. libzmq does not limit how long a connection may stay without a `Hello`, or how many
+bytes of an unfinished message it keeps. So this module checks both."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ HELLO_S = 3.0
 """A connection has so long to become a link; one whose link has ended gets as long."""
 LOOK_S = 0.25
 UNENDED_BYTES_MAX = 2 * limits.MAX_FRAMES * limits.MAX_FRAME_BYTES
-"""Bytes on the wire since the last message that ended: as much as the largest one."""
+"""The most bytes that a connection may receive after its last complete message. The largest message fits."""
 UNENDED_BYTES_MAX_ALL = 4 * UNENDED_BYTES_MAX
 """Such bytes of all connections of a socket together. Kept frames take up to 20 times as much, where they are tiny."""
 _BYTES_RECEIVED = 128
@@ -32,9 +32,9 @@ class ServerConnection:
 
 
 class Connections:
-    """The connections of one socket, by descriptor, as its monitor tells. `drop(descriptor, why)` is told of those that have
-    to go; `why` is empty for one without a link. `peer_of(descriptor)` is the peer whose link it is, and asked anew at each
-    look: a `Hello` may be read before the monitor tells of its connection."""
+    """The connections of one socket, by descriptor, as its monitor tells. `drop(descriptor, why)` is called for each
+    connection that must be closed; `why` is empty for one that has no link. `peer_of(descriptor)` returns the peer of a
+    connection. It is called again at each check, since a `Hello` may be read before the monitor reports its connection."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ def shut_down(descriptor: int, port: int) -> None:
     full may otherwise wait for a minute until it hears of the end."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as own:
-            # Closed meanwhile, its number may be that of something else by now.
+            # The connection may have been closed, and its descriptor reused for something else.
             if own.family in (socket.AF_INET, socket.AF_INET6) and own.getsockname()[1] == port:
                 own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 own.shutdown(socket.SHUT_RDWR)

@@ -1,8 +1,9 @@
 """CURVE on the sockets of links, with an allow-list: who may connect, and as what.
 
-libzmq checks that a client has the secret to its key and asks a handler in this process (ZAP, ZeroMQ's RFC 27) whether it may
-come in; without a handler it would let in anybody, so a socket is never bound before there is one. An accepted connection
-carries its key as `User-Id` on every frame, and by it, not by its Hello or its routing id, a server knows the role.
+libzmq checks that a client has the secret of its key, and asks a handler in this process (ZAP, ZeroMQ's RFC 27) whether to
+admit it. Without a handler libzmq admits every client, so a socket is never bound before there is a handler. Every frame of an
+accepted connection carries its key as `User-Id`. The server derives the role from this key, not from the `Hello` or the
+routing id.
 """
 
 import itertools
@@ -69,7 +70,8 @@ _handlers: "dict[zmq.Context[Any], _Handler]" = {}
 
 
 class ZapAuthenticator:
-    """A server's knowledge of its peers: with keys, their role; without, their own words."""
+    """Checks the peers of a server. If there are keys, a peer's key decides its role. Without keys, the server trusts the
+    peer's `Hello`."""
 
     def __init__(self, socket: LoopSocket, keys: Keys | None, counters: LinkCounters, peers_max: int) -> None:
         self.links: Counter[str] = Counter()
@@ -108,7 +110,7 @@ class ZapAuthenticator:
         del _handlers[self._socket.context].lets_in[self._domain]
 
     def _lets_in(self, key: str) -> bool:
-        """The handler's question."""
+        """Returns whether a client with this key is admitted. The ZAP handler calls this."""
         assert self._keys is not None
         if self._keys.listed(key) is not None:
             if self.links[key] + len(self._let_in.get(key, ())) >= self._peers_max:
@@ -130,7 +132,8 @@ class ZapAuthenticator:
                 del self._let_in[key]
 
     def forget_silent(self, until: float) -> None:
-        """Connections that were let in by then and never said Hello are gone by now."""
+        """Forget and count the connections that were admitted by the time `until` and never sent a `Hello`. They are closed by
+        now."""
         for key, waiting in list(self._let_in.items()):
             listed = self._keys.listed(key) if self._keys is not None else None
             while waiting and waiting[0] <= until:
@@ -156,8 +159,8 @@ class ZapAuthenticator:
         return first, [frame.bytes for frame in rest], user_id
 
     def refusal(self, hello: Hello, user_id: str, peers: Iterable[Peer]) -> str | None:
-        """Why this key may not say this Hello, beside these peers: an incarnation that one of them has is its own, who
-        would be put out by another."""
+        """Returns why a peer with this key may not send this `Hello`, or None. `peers`: the connected peers. A peer with
+        another key may not use the incarnation of one of them, since it would displace that peer."""
         if self._keys is None:
             return None
         listed = self._keys.listed(user_id)
@@ -183,7 +186,7 @@ def connect_as(socket: LoopSocket, keys: Keys | None, to: Role, attempt: int) ->
     theirs = keys.of(to)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-    # None, since the last one was removed: a key that nobody has.
+    # If the last key was removed, use a new key that no process has.
     key = theirs[attempt % len(theirs)] if theirs else zmq.curve_keypair()[0]
     socket.setsockopt(zmq.CURVE_SERVERKEY, key)
     return key

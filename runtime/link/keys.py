@@ -1,4 +1,4 @@
-"""Keys of the links: a folder with a pair of CURVE keys for each role, of which a process reads its own and the public ones.
+"""Keys of the links: a folder with a pair of CURVE keys for each role. A process reads its own pair and all public keys.
 
     NAME.key            public; NAME is a role, or `ROLE-anything` where a role has several keys
     NAME.key_secret     secret, and where possible on the hosts of that role only
@@ -86,12 +86,12 @@ class Keys:
         return [key.encode() for key, listed in self._listed.items() if listed.role is role]
 
     def on_change(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Call it when the public keys were read again; returns what ends that."""
+        """Register a function to call after the public keys were read again. Returns a function that removes it."""
         self._on_change.append(call)
         return lambda: self._on_change.remove(call)
 
     def read_again(self) -> None:
-        """The public keys; on a mistake in them the earlier ones stay, and the log says so."""
+        """Read the public keys again. If they have a fault, it is logged and the earlier keys stay in force."""
         try:
             self._listed = _read_public(self.folder)
         except KeysError as error:
@@ -199,7 +199,7 @@ def _write(path: Path, lines: str) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether what is bound there can be reached from this host only."""
+    """Returns whether a socket bound to this address can be reached from this host only."""
     host = host_of(address).strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback

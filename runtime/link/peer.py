@@ -1,4 +1,4 @@
-"""The part that both ends of a link share: its settings and counters, the other end as a `Peer`, and the sockets underneath."""
+"""Code that both ends of a link share: settings, counters, the other end as a `Peer`, and the first steps of the handshake."""
 
 import asyncio
 from collections import Counter
@@ -17,8 +17,8 @@ from runtime.process.loop_socket import LoopSocket
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """A peer without a word for three and a half heartbeats is lost (`failure_detector`). A dead process is noticed at once
-    where its kernel closes the connection."""
+    """A peer that is silent for three and a half heartbeats counts as lost (`failure_detector`). A dead process is noticed at
+    once if its kernel closes the connection."""
 
     heartbeat_ms: int = 500
     queue_messages_max: int = 10_000
@@ -30,8 +30,8 @@ class LinkSettings:
     """This process's keys for CURVE; None: links are neither encrypted nor authenticated."""
     reconnect_ms: int = 50
     reconnect_ms_max: int = 300
-    """Less than a coordinator takes to start: what waits for it is to lose no more than that again. A refused connection is
-    cheap, and where nobody answers at all a try takes `handshake_timeout_ms`."""
+    """The longest pause between tries; less than a coordinator takes to start, so that waiting processes lose little time. A
+    refused connection is cheap. If no process answers at all, a try takes `handshake_timeout_ms`."""
 
 
 @dataclass
@@ -93,9 +93,9 @@ OnMessage = Callable[[Peer, Message, bytes], None]
 OnDown = Callable[[Peer, str], None]
 
 GOODBYE = "said goodbye"
-"""How the reason for the end of a link begins where the other end left in order."""
+"""The beginning of the reason for a link's end if the other end has sent `Bye`."""
 CLOSED = "closed here"
-"""The reason where this end did."""
+"""The reason for a link's end if this end has closed it."""
 
 
 class CannotBind(OSError):

@@ -10,9 +10,10 @@ One socket of the client is one connection is one link: after a loss the client 
 so a frame can never belong to an earlier incarnation of the link. The server names a peer by the routing id that libzmq
 drew for the connection, never by what the peer says of itself.
 
-Sending never waits: a peer whose pipe is full is lost, not silently skipped. Whatever is not a message of the protocol, or
-makes the owner raise `RemoteProtocolError`, is counted and ends that peer's link only. So does a bug that the owner meets
-while it only looks at a message (`CheckFailed`). Any other exception ends the process: state may be half changed.
+Sending never waits: a peer whose pipe is full is lost, not silently skipped. Data that is not a message of the protocol, or a
+message for which the owner raises `RemoteProtocolError`, is counted and ends only that peer's link. A bug that occurs while
+the owner checks a message (`CheckFailed`) has the same effect. Any other exception ends the process: state may be half
+changed.
 """
 
 import asyncio
@@ -161,8 +162,8 @@ class LinkServer:
             self._gate.forget_silent(clock.now() - HELLO_S - LOOK_S)
 
     def _probe_soon(self) -> None:
-        """A connection ended. libzmq does not say whose, but it refuses to send to a peer that is gone (ROUTER_MANDATORY); a
-        moment later, so that a storm of them makes one round."""
+        """Find out which peer's connection has ended. libzmq does not say it, but it refuses to send to a peer that is gone
+        (ROUTER_MANDATORY). The probe comes after a short delay, so that many losses at once cause one round."""
         if self._probe is None:
             self._probe = asyncio.get_running_loop().call_later(PROBE_AFTER_S, self._probe_all)
 
@@ -183,7 +184,7 @@ class LinkServer:
         if failure is None:
             self.counters.messages_out += 1
             return True
-        # The owner may be in the middle of an event: it hears of the loss in one of its own.
+        # The owner may be handling an event, so it is told of the loss later, in a separate one.
         asyncio.get_running_loop().call_soon(self.drop, peer, failure)
         return False
 
@@ -199,7 +200,7 @@ class LinkServer:
                 if peer is None:
                     self._shake_hands(first, frames, user_id)
                 elif peer.user_id != user_id:
-                    # A routing id is what a client says it is, and one that has left is free to be taken.
+                    # A client can choose its routing id, and may take the id of a client that has left.
                     self.counters.impostors += 1
                     self.drop(peer, "another key speaks in its place")
                 else:

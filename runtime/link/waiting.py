@@ -1,4 +1,5 @@
-"""Says that a process waits for its coordinator: soon, so that a wrong address is seen, and seldom, so that it is read."""
+"""Logs that a process waits for its coordinator. The first line comes soon, so that a wrong address is noticed. Later lines
+are rare, so that they do not fill the log."""
 
 import asyncio
 from collections.abc import Callable

@@ -37,7 +37,7 @@ class CombinedRegistry(CollectorRegistry):
 
 
 class CombinedPage:
-    """A `MetricsPage` on which so many roles show theirs. The process is ready when all of them are."""
+    """A `MetricsPage` that shows the metrics of `roles` roles. The process is ready when all of them are."""
 
     def __init__(self, server: MetricsServer, roles: int) -> None:
         self._server, self._missing = server, roles

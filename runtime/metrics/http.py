@@ -1,7 +1,7 @@
-"""uvicorn for the metrics port, which must never be in the way: each connection is for one request and cut off after
-`EXCHANGE_S`, and there are `CONNECTIONS_MAX` of them at most.
+"""uvicorn for the metrics port, which must never slow the process down. Each connection carries one request and is cut off
+after `EXCHANGE_S` seconds. No more than `CONNECTIONS_MAX` are open.
 
-Apart from `server`, since what this imports is a part of the time that a coordinator takes to start.
+It is a separate module from `server`, since its imports would delay the start of a coordinator.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
-"""The Prometheus metrics of one process: instruments of `prometheus_client` for what passes, and figures that are read from
-state when somebody asks.
+"""The Prometheus metrics of one process: instruments of `prometheus_client` that record events, and values that are read from
+state when the metrics are scraped.
 
 Label values are names that the operator gave, or members of enums: never text of a client, a key, or an id of a request. Code
 that observes often keeps the child that `labels` returns.
@@ -26,7 +26,7 @@ from runtime.process.version import version_of
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 values.ValueClass = values.MutexValue
-"""Not that of the library's multi-process mode, which the environment could ask for: each process has its own port."""
+"""Turns off the library's multi-process mode, which an environment variable could turn on. Each process has its own port."""
 
 Labels = tuple[str, ...]
 KindRead = Literal["counter", "gauge"]
@@ -138,30 +138,31 @@ class MetricsRegistry(CollectorRegistry):
         self.register(self._read_from[-1])
 
     def read_histogram(self, name: str, help_: str, labels: Labels, values: Values) -> None:
-        """A histogram that somebody else keeps. `values`: see `_StateHistogram`."""
+        """Add a histogram whose values another object keeps. `values`: see `_StateHistogram`."""
         self.families.append(Family(name, "histogram", help_, labels))
         self._read_from.append(_StateHistogram(self.families[-1], values))
         self.register(self._read_from[-1])
 
     def carry_over(self) -> None:
-        """The sources of counters are about to begin anew at 0; the counters go on from where they are."""
+        """Keep the present values of the counters: their sources are about to restart at 0, and the counters continue from
+        these values."""
         for collector in self._read_from:
             collector.carry_over()
 
     def gauge(self, name: str, help_: str, value: Callable[[], float]) -> None:
-        """A gauge without labels whose value somebody else keeps."""
+        """Add a gauge without labels whose value another object keeps."""
         self.read("gauge", name, help_, (), lambda: [((), value())])
 
     def total(self, name: str, help_: str, value: Callable[[], float]) -> None:
-        """A counter without labels that somebody else keeps."""
+        """Add a counter without labels whose value another object keeps."""
         self.read("counter", name, help_, (), lambda: [((), value())])
 
     def by(self, kind: KindRead, name: str, help_: str, label: str, values: Callable[[], Mapping[str, float]]) -> None:
-        """One series for each entry of a mapping that somebody else keeps."""
+        """Add a metric with one series for each entry of a mapping that another object keeps."""
         self.read(kind, name, help_, (label,), lambda: [((key,), value) for key, value in values().items()])
 
     def introduce(self, *, name: str, model: str = "") -> None:
-        """Add the facts of this process, to be joined with everything else by `instance`."""
+        """Add the metric that describes this process. Queries join it with other metrics by `instance`."""
         family = Family(
             "crossdock_process_info", "gauge", "1; which process this is.", ("role", "name", "model", "version")
         )

@@ -1,8 +1,8 @@
 """The port on which one process is observed: `/metrics`, `/health`, `/live`, `/ready`, and whatever else its role adds.
-`/live` is for who would start the process again: it fails with the checks that feed the watchdog (`runtime.process.notify`).
+`/live` is for a supervisor that restarts the process: it fails if a check of the watchdog fails (`runtime.process.notify`).
 
-It must never be in the way: connections are bounded (`runtime.metrics.http`), and the page is made at most every `FRESH_S`
-seconds, however often it is asked for.
+It must never slow the process down. Connections are bounded (`runtime.metrics.http`), and the page is generated at most every
+`FRESH_S` seconds.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class Reply(NamedTuple):
 
 
 class PortTaken(CrossdockError):
-    """Somebody else listens there, perhaps this process's predecessor: another start may do better."""
+    """Another process listens on the port, perhaps the predecessor of this one. A later start may succeed."""
 
 
 class MetricsPage(Protocol):
@@ -85,7 +85,8 @@ class MetricsServer:
         log.get("crossdock.metrics").info("metrics", address=self.address)
 
     async def serve(self) -> None:
-        """Imports the HTTP library beside the loop: what a coordinator's peers wait for goes first."""
+        """Start the HTTP server. The HTTP library is imported on a thread, so that the event loop can serve a coordinator's
+        peers first."""
         if self._listening:
             server = (await asyncio.to_thread(load))(self)
             await server.startup(self._listening)

@@ -27,7 +27,7 @@ A_co = TypeVar("A_co", covariant=True)
 
 
 class DrivenCore(Protocol[E_contra, A_co]):
-    """A pure state machine: all time comes in by argument, everything it wants done goes out in the result."""
+    """A pure state machine: it gets the time as an argument, and returns its actions."""
 
     def handle(self, event: E_contra, now: float) -> Iterable[A_co]: ...
 
@@ -35,7 +35,7 @@ class DrivenCore(Protocol[E_contra, A_co]):
 
 
 class CoreDriver(Generic[E, A]):
-    """Feeds a core on the event loop's thread and performs what it answers.
+    """Passes events to a core on the event loop's thread, and performs the actions that it returns.
 
     `perform` may post further events; they are handled after the actions of the current one, in order, so that a core never
     sees an event from inside another.
@@ -88,7 +88,7 @@ class CoreDriver(Generic[E, A]):
 
 
 class Stop(asyncio.Event):
-    """Set by the first SIGTERM or Ctrl-C: come to an end in order. The next one sets `at_once`: do not wait for anything."""
+    """The first SIGTERM or Ctrl-C sets it: stop in an orderly way. The second one sets `at_once`: stop without waiting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Stop(asyncio.Event):
         (self.at_once if self.is_set() else self).set()
 
     async def unless_at_once(self, done: Awaitable[object], within_s: float) -> None:
-        """Wait for `done`, no longer than `within_s`, and not at all once it is to be at once."""
+        """Wait for `done`, for at most `within_s` seconds, or until `at_once` is set."""
         loop = asyncio.get_running_loop()
         waiting = {asyncio.ensure_future(done), loop.create_task(self.at_once.wait())}
         try:
@@ -110,8 +110,9 @@ class Stop(asyncio.Event):
 
 
 def keep_memory_private() -> None:
-    """Let no other process read this one's memory, environment and files through /proc or as a debugger, unless it may trace
-    any process: another one of the same user could otherwise take the keys. The kernel writes no core file of it either."""
+    """Prevent other processes from reading this one's memory, environment and files through /proc or as a debugger. Otherwise
+    a process of the same user could take the keys. Processes that may trace any process still can. The kernel also writes no
+    core file."""
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
@@ -139,8 +140,8 @@ def run_process(main: Callable[[Stop], Awaitable[int]], *, private: bool = True)
 
 
 async def unless_stopped(stop: asyncio.Event, executor: Executor, work: Callable[[], T]) -> T | None:
-    """The result of `work`, run on `executor`; None if `stop` was set first. Then its thread is left to itself: it cannot be
-    interrupted, and the end of the process does not wait for it."""
+    """The result of `work`, run on `executor`; None if `stop` was set first. Its thread then goes on, since it cannot be
+    interrupted, but the end of the process does not wait for it."""
     loop = asyncio.get_running_loop()
     working, stopping = loop.run_in_executor(executor, work), loop.create_task(stop.wait())
     both: set[asyncio.Future[Any]] = {working, stopping}
@@ -152,7 +153,7 @@ async def unless_stopped(stop: asyncio.Event, executor: Executor, work: Callable
 
 
 def watched(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-    """A task whose unexpected end is not overlooked: an exception in it is a bug of ours, and ends the process."""
+    """Start a task whose exceptions are not overlooked. An exception in it is a bug, and ends the process."""
     task = asyncio.get_running_loop().create_task(work)
     task.add_done_callback(_look_at)
     return task
@@ -165,8 +166,8 @@ def _look_at(task: "asyncio.Task[None]") -> None:
 
 
 def _die(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an error that nobody caught, and end at once. A process that goes on with a dead task would only seem to work; one
-    that is gone is noticed and started again."""
+    """Log an uncaught error and end the process at once. A process that goes on with a dead task would only seem to work. A
+    process that has ended is noticed and started again."""
     error, message = context.get("exception"), str(context.get("message"))
     if " callback " in message:
         message = "a callback failed"  # loops add its arguments, which may be a prompt; the traceback says where it was

@@ -1,4 +1,4 @@
-"""How a process ends: its exit statuses, and what the two that another start cannot help are raised as."""
+"""Exit statuses of processes, and the error for settings that cannot work here."""
 
 import atexit
 import os
@@ -10,7 +10,7 @@ from proto.errors import CrossdockError
 USAGE_EXIT: Final = 2
 """A setting is missing, malformed or out of bounds: see `runtime.settings.options.SettingsError`."""
 BUG_EXIT: Final = 70
-"""After an exception that nobody caught. As EX_SOFTWARE of sysexits.h."""
+"""After an uncaught exception. As EX_SOFTWARE of sysexits.h."""
 GPU_EXIT: Final = 74
 """A CUDA error after which this process can compute nothing more. As EX_IOERR of sysexits.h: start it again."""
 HUNG_EXIT: Final = 75
@@ -24,10 +24,10 @@ HOPELESS_EXITS: Final = frozenset({USAGE_EXIT, CONFIG_EXIT})
 
 
 def leave(status: int) -> NoReturn:
-    """End this process now: `atexit` has its turn and what was printed is written, but the interpreter is not taken down.
+    """End this process now. The `atexit` functions run and the output is flushed, but the interpreter is not shut down.
 
-    With torch and transformers in it that takes more than a second of CPU, and it would wait for threads that cannot be
-    interrupted. Everything of ours is closed by then, or is the kernel's to release.
+    A shutdown with torch and transformers loaded takes more than a second of CPU, and waits for threads that cannot be
+    interrupted. All our resources are closed before, or the kernel releases them.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -1,6 +1,6 @@
-"""The interpreter's garbage collector. A process loads a million objects that stay for good; left alone, the collector looks
-through them again and again while they come, a seventh of the CPU time of a worker's start, and once more, for a tenth of a
-second, whenever a quarter as many have been made since.
+"""The interpreter's garbage collector. A process loads a million objects that stay alive. The collector by default scans them
+repeatedly during loading, which takes a seventh of the CPU time of a worker's start. Later it scans them again, for a tenth of
+a second, whenever a quarter as many new objects have been made.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ from typing import Final
 
 @contextlib.contextmanager
 def at_rest() -> Iterator[None]:
-    """The collector does not look through objects that are made inside, now or later. Whatever thread makes it: the collector
-    is the process's."""
+    """Exclude all objects that are made inside from garbage collection, now and later. This applies to all threads, since the
+    collector belongs to the process."""
     gc.disable()
     try:
         yield
@@ -25,7 +25,7 @@ def at_rest() -> Iterator[None]:
 # --- a process whose events may not wait for a full collection --------------------------------------------------------
 
 IDLE_S: Final = 0.25
-"""No event for so long: a full collection delays nobody that is there."""
+"""After this many seconds without an event, a full collection delays no request."""
 FULL_EVERY_S: Final = 60.0
 """Least seconds between full collections."""
 FEW_REQUESTS: Final = 1000
@@ -36,11 +36,11 @@ _LOOK_S: Final = 0.1
 
 
 class FullCollections:
-    """When a process that handles events looks through all of its objects. Pure.
+    """Decides when a process that handles events runs a full collection. Pure.
 
     A full collection takes longer the more objects live, tens of milliseconds with tens of thousands of requests. So one runs
     only while few requests live, or when no event has come for a moment; and only if something has happened since the last
-    one. Meanwhile the young generations are collected as always, and what is in no cycle is freed by its reference count.
+    one. Meanwhile the young generations are collected as usual, and reference counts free the objects that are not in cycles.
     Garbage in cycles that has reached the oldest generation waits until the backlog is short again.
     """
 

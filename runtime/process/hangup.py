@@ -1,4 +1,4 @@
-"""SIGHUP asks a process to read its files again; several parts of it may have some."""
+"""Handles SIGHUP, which asks a process to read its files again. Several parts of the process may have such files."""
 
 import asyncio
 import signal
@@ -14,7 +14,7 @@ def on_hangup(call: Callable[[], None]) -> None:
 
 
 def listen() -> None:
-    """Let the signal ask, from this moment on, instead of ending this process."""
+    """Let SIGHUP call the registered methods from now on, instead of ending this process."""
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _hear)
 
 

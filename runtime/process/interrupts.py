@@ -17,14 +17,15 @@ _DEFAULTS: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handle
 
 
 def guard() -> None:
-    """Let such a signal end this process at once, until `release`. One that is ignored stays so, as under nohup."""
+    """Let SIGINT and SIGTERM end this process at once, until `release`. A signal that is ignored stays ignored, as under
+    nohup."""
     for number in _GUARDED:
         if signal.getsignal(number) == _DEFAULTS[number]:
             signal.signal(number, _end)
 
 
 def release() -> None:
-    """The code that runs next cleans up after itself, or sets handlers of its own."""
+    """Restore the default handlers, since the code that runs next cleans up itself or sets its own handlers."""
     for number in _GUARDED:
         if signal.getsignal(number) is _end:
             signal.signal(number, _DEFAULTS[number])

@@ -1,8 +1,9 @@
-"""A ZeroMQ socket on the event loop, for links: what can be read is read without a turn of the loop for each message, and
-sending is one call.
+"""A ZeroMQ socket on the event loop, for links. Available messages are read without a turn of the loop for each, and sending
+is one call.
 
-libzmq's descriptor is readable when the socket has work to look at, not when there is a message. Looking at it takes the signal
-back, and sending does so too, also where it fails. So a waiting reader is woken by the descriptor, and after every send.
+libzmq's descriptor becomes readable when the socket has internal work, not when there is a message. Reading the socket's
+events clears this signal, and so does every send, even one that fails. So a waiting reader is woken by the descriptor and
+after every send.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from proto.limits import MAX_FRAMES
 _BIND_AGAIN_S = 0.02
 _IN = int(zmq.POLLIN)
 _NOW, _NOW_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
-"""As plain numbers: to join two of pyzmq's flags takes as long as to send a frame."""
+"""Plain numbers, since joining two of pyzmq's flags takes as long as sending a frame."""
 
 
 TURN_FRAMES = 256
@@ -26,7 +27,8 @@ class LoopSocket(zmq.Socket[bytes]):
     """One reader. Made and used on the event loop's thread."""
 
     frames_max: int = MAX_FRAMES + 2
-    """Most frames of a message, with a routing id; what is kept of a longer one is too many for the codec, which refuses it."""
+    """The most frames of a message that are kept, with a routing id. If a message has more, this number is too large for the
+    codec, which refuses the message."""
     _amid: bool = False
     """The rest of a message that is too long has still to be read, and dropped."""
 
@@ -34,7 +36,8 @@ class LoopSocket(zmq.Socket[bytes]):
     _loop: asyncio.AbstractEventLoop | None = None
 
     async def bind_within(self, address: str, within_s: float) -> None:
-        """A port in use is tried again for so long: libzmq lets one go in the background. Raises `zmq.ZMQError`."""
+        """Bind to `address`. If the port is in use, try again for `within_s` seconds, since libzmq releases ports in the
+        background. Raises `zmq.ZMQError`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + within_s
         while True:
@@ -57,7 +60,8 @@ class LoopSocket(zmq.Socket[bytes]):
                 frame = self.recv(_NOW, copy=False)
             except zmq.Again:
                 continue
-            # Not `recv_multipart`: to ask the socket whether there is more takes as long as a frame that knows it.
+            # Not `recv_multipart`, which asks the socket whether there are more frames. That takes as long as reading a frame,
+            # and the frame knows it already.
             frames = [frame]
             while frame.more and len(frames) < self.frames_max:
                 frame = self.recv(_NOW, copy=False)
@@ -105,7 +109,7 @@ class LoopSocket(zmq.Socket[bytes]):
             self._waiter = None
 
     def _look(self) -> None:
-        # Even where nobody waits: it is this that takes the signal back.
+        # Call `_has_message` even if no reader waits, since it clears the descriptor's signal.
         if self._has_message() and self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

@@ -1,6 +1,6 @@
-"""Niceness towards other processes. Linux shares the CPU between sessions first ("autogroup", sched(7)), and niceness counts
-within one only: a service, or what was started detached, has a session of its own, and would take half of a core from its
-neighbours however nice its threads are. The session has a niceness too, which its leader sets here.
+"""Niceness towards other processes. Linux divides the CPU between sessions first ("autogroup", sched(7)), and a thread's
+niceness counts only within its session. A service or a detached process has its own session, and would take half of a core
+from its neighbours however nice its threads are. A session has a niceness too, which its leader sets here.
 """
 
 import errno
@@ -10,11 +10,11 @@ from typing import Final
 
 _GROUP: Final = "/proc/self/autogroup"
 _TRIES, _AGAIN_S = 50, 0.1
-"""The kernel takes one change of any group in a tenth of a second from a process without rights."""
+"""The kernel accepts one change of any group per tenth of a second from an unprivileged process."""
 
 
 def be_nice_as_group(nice: int) -> None:
-    """Be nice to all other sessions, if this one is ours alone. Where it cannot be done, it stays as it was."""
+    """Set the niceness of this session, if this process leads it. If that is not possible, the session keeps its niceness."""
     if os.getsid(0) != os.getpid():
         return
     for _ in range(_TRIES):

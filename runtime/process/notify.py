@@ -1,8 +1,8 @@
 """Tells the supervisor of this process how it fares, in the protocol of systemd's sd_notify(3): ready, stopping, and a watchdog
 fed by progress. `crossdock serve` and `up` listen in the same way. Without NOTIFY_SOCKET in the environment nothing is said.
 
-The watchdog is fed by the event loop, so a loop that hangs starves it; and only while every check given to `only_while` says
-that there is progress, so that a loop which turns around a dead thread does not count as life.
+The event loop feeds the watchdog, so a loop that hangs does not feed it. It feeds only while every check given to `only_while`
+reports progress, so that a running loop beside a dead thread does not count as alive.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ def say(*lines: str, within_s: float = _SEND_S) -> None:
 
 
 def ready(status: str = "") -> None:
-    """This process serves, or is registered with who gives it work; saying so again is harmless."""
+    """Report that this process serves, or is registered with the coordinator. Calling it again does no harm."""
     say("READY=1", *([f"STATUS={status}"] if status else []))
 
 
@@ -51,7 +51,7 @@ def is_alive() -> bool:
 
 
 class Pulse:
-    """A check for `only_while`: a thread that computes still gets to the end of what it does."""
+    """A check for `only_while`: whether a compute thread still finishes its work."""
 
     def __init__(self, thread: Executor, now: Callable[[], float], longest_s: Callable[[], float]) -> None:
         """`longest_s()`: what one piece of its work may take at most."""
@@ -80,10 +80,11 @@ def watchdog_s() -> float:
 
 
 async def feed_watchdog() -> None:
-    """A few times per timeout, for as long as the process lives; ends at once where there is no watchdog."""
+    """Feed the watchdog a few times per timeout, as long as the process lives. Returns at once if there is no watchdog."""
     timeout_s = watchdog_s()
     while timeout_s:
         if is_alive():
-            # Not waiting: where the socket is full of earlier ones, who listens does not run, and this loop must.
+            # Send without waiting: if the socket is full of earlier messages, the supervisor does not run, and this loop must
+            # go on.
             say("WATCHDOG=1", within_s=0.0)
         await asyncio.sleep(timeout_s / _FEEDS_PER_TIMEOUT)

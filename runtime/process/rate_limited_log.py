@@ -1,4 +1,5 @@
-"""Log lines that others can cause: a few at once, and then as many as time allows, with the count of those left out."""
+"""Limits the rate of log lines that other processes can cause: a burst at first, then one line per interval, with the number
+of lines left out."""
 
 from collections.abc import Callable
 from typing import Any, Final

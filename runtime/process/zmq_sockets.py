@@ -26,7 +26,8 @@ def open_socket(kind: int, queue_messages_max: int) -> LoopSocket:
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, queue_messages_max)
     socket.setsockopt(zmq.RCVHWM, queue_messages_max)
-    # Frames between our own limit and libzmq's reach the codec, which refuses and counts them; what is larger libzmq cuts off.
+    # Frames between our limit and this one reach the codec, which refuses and counts them. libzmq closes the connection of a
+    # larger frame.
     socket.setsockopt(zmq.MAXMSGSIZE, 2 * limits.MAX_FRAME_BYTES)
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -35,8 +36,8 @@ def open_socket(kind: int, queue_messages_max: int) -> LoopSocket:
 
 
 def close_sockets() -> None:
-    """Close what this process still has open, on the event loop, and wait until what was sent is with the kernel, the linger
-    at most. A process that ends without it may take its goodbyes with it."""
+    """Close the open sockets of this process, on the event loop. Wait at most `LINGER_MS` until the kernel has taken all sent
+    messages. Without this, messages like `Bye` may be lost when the process ends."""
     global _context
     if _context is None or _context.closed:
         return

@@ -1,4 +1,5 @@
-"""Addresses in settings: of sockets, as ZeroMQ writes them, what others are told of them, and by which names HTTP may ask."""
+"""Addresses in settings: addresses of sockets in ZeroMQ's form, addresses that others are told, and host names in HTTP
+requests."""
 
 import ipaddress
 import re
@@ -28,8 +29,9 @@ def split_authority(value: str) -> tuple[str, str] | None:
 
 
 def is_local_name(host: str) -> bool:
-    """Whether no name server decides what this host of a Host header stands for: it is an address, or localhost. Any other name
-    could have been rebound to this machine, and its owner would speak from the browser of a user of this machine."""
+    """Returns whether this host of a Host header is an address or localhost, so that no name server decides what it means. Any
+    other name could be rebound to this machine (DNS rebinding), and its owner could then send requests from the browser of a
+    user of this machine."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

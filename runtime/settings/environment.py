@@ -1,4 +1,4 @@
-"""Environment variables that look like options and are none: said, since a slip in a name would go unnoticed.
+"""Reports environment variables that look like options but are not, since a typo in a name would otherwise go unnoticed.
 
 Kubernetes sets some by itself: for a Service named `crossdock`, `CROSSDOCK_PORT=tcp://10.0.0.1:8000` and more in every
 container of the namespace whose pod does not have `enableServiceLinks: false`. They are ignored.
@@ -34,7 +34,8 @@ def known_names() -> set[str]:
 
 
 def is_service_link(name: str, value: object) -> bool:
-    """Whether Kubernetes has set this variable, for a Service, where an option has the same name: a port is no URL."""
+    """Returns whether Kubernetes has set this variable for a Service, although an option has the same name. Its value is a
+    URL, and no option for a port has such a value."""
     return name.upper().endswith("_PORT") and isinstance(value, str) and _LINK.fullmatch(value) is not None
 
 

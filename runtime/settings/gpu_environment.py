@@ -45,7 +45,7 @@ def gpu_variables(present: Mapping[str, str], *, interface: str, timeout_ms: int
 
 
 def exactly(interface: str) -> str:
-    """As NCCL wants it: a bare name would allow every interface that begins so."""
+    """Returns the interface's name in NCCL's exact form: a bare name would allow every interface that begins with it."""
     return f"={interface}"
 
 
@@ -67,9 +67,9 @@ def prepare(transfer_host: str, timeout_ms: int) -> None:
 def host_id_of(host: str, ordinal: int) -> str:
     """The name of the host for the process that is number `ordinal` on its GPU; empty: NCCL's own.
 
-    NCCL takes two processes on one GPU for a mistake. From 2.30 on it can be told that it is none. An older one compares host
-    and GPU, so all but the first process on a GPU name the host differently. Processes of one number share a name, whatever
-    their GPU: NVLink and shared memory are used only between processes that have the same host name."""
+    NCCL treats two processes on one GPU as an error. From 2.30 on, a setting allows them. An older version compares host and
+    GPU, so all but the first process on a GPU use another host name. Processes of one number share a name, whatever their GPU:
+    NVLink and shared memory are used only between processes that have the same host name."""
     return f"{host}-{ordinal}" if ordinal else ""
 
 
@@ -105,8 +105,8 @@ _claims: dict[str, tuple[int, socket.socket]] = {}
 
 
 def claim_ordinal(gpu: str) -> int:
-    """The lowest number that no other process of this host has on this GPU, for as long as this process lives: it holds a name
-    of the kernel's, which goes with it. Where all are taken, the process id."""
+    """Returns the lowest number that no other process of this host has on this GPU. The process keeps it while it lives, by an
+    abstract socket name that the kernel frees at its end. If all numbers are taken, returns the process id."""
     if gpu in _claims:
         return _claims[gpu][0]
     digest = hashlib.sha256(gpu.encode()).hexdigest()[:32]

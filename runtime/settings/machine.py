@@ -1,4 +1,4 @@
-"""The needs of settings on this machine, and whether it meets them."""
+"""Checks whether this machine meets the needs of the settings."""
 
 import errno
 import os
@@ -63,8 +63,8 @@ def check_cores(settings: WorkerSettings) -> None:
 
 
 def usable_cores(asked: set[int]) -> set[int]:
-    """Those of `asked` that the kernel lets this process have: found by taking them up for a moment, since no table
-    tells the cores of the machine from those of its container."""
+    """Returns the cores of `asked` that this process may use. It sets its affinity to them for a moment to find out, since no
+    table distinguishes the machine's cores from its container's."""
     if not asked:
         return set()
     before = os.sched_getaffinity(0)

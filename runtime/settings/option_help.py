@@ -90,7 +90,8 @@ def panels_of(cls: type[Options]) -> dict[str, str]:
 
 
 def in_panel_order(cls: type[Options], fields: list[tuple[str, FieldInfo]]) -> list[tuple[str, FieldInfo]]:
-    """Panel by panel, for a panel is shown where its first option stands; within one, what is required comes first."""
+    """Sort the fields by panel, since a panel is shown at the place of its first option. Required options come first in a
+    panel."""
     panels = panels_of(cls)
     order, titles = list(panels), sorted(dict.fromkeys(panels.values()), key=EXPERT_PANEL.__eq__)
 

@@ -28,7 +28,7 @@ def is_at(descriptor: int, path: Path) -> bool:
 
 
 def network_file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """The name of the network file system that has this path, or "": a local one has it, or it cannot be told. Raises
+    """Returns the type of the network file system that this path is on, or "" if it is local or not known. Raises
     `OSError`."""
     device = path.stat().st_dev
     try:

@@ -1,7 +1,7 @@
 """The faults of a tenants file, in words. Pure.
 
-No text of the file is repeated, apart from names of tables and settings: it may be a key that was put in the wrong place. Own
-validators must keep to this, too.
+Messages never repeat text of the file except names of tables and settings, since the text may be a key in the wrong place. Our
+own validators must follow this rule too.
 """
 
 import re

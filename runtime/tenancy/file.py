@@ -28,7 +28,7 @@ def read_tables(path: Path) -> Mapping[str, object]:
 
 def _read(path: Path) -> tuple[Tenants, Mapping[str, object], _Stamp]:
     try:
-        # Not blocking, for a FIFO would: nobody may ever write into it.
+        # Open without blocking: opening a FIFO would block until some process writes to it.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             stamp = _stamp(status)
@@ -51,7 +51,7 @@ def _read(path: Path) -> tuple[Tenants, Mapping[str, object], _Stamp]:
 
 
 def _when(stamp: _Stamp) -> str:
-    """The same in all processes that have read the same file."""
+    """Returns the file's modification time as text. It is the same in all processes that have read the same file."""
     try:
         return datetime.fromtimestamp(stamp[0] / 1e9, UTC).isoformat(timespec="milliseconds") if stamp[0] else ""
     except (ValueError, OverflowError, OSError):
@@ -92,7 +92,8 @@ class TenantsFile:
         self._asked.set()
 
     def _look(self, asked: bool) -> bool:
-        """Whether there is something new in force. Runs on a thread: a file system may be slow."""
+        """Read the file if it has changed or `asked` is set. Returns whether new tenants are in force. Runs on a thread, since
+        a file system may be slow."""
         try:
             stamp = _stamp(self.path.stat())
         except (OSError, ValueError):

@@ -8,19 +8,21 @@ from typing import Final
 
 @dataclass(frozen=True)
 class PriorityClass:
-    """A priority class: weighted, with a share it never falls below; none is strict."""
+    """A priority class: a weight, and a share of service that it never falls below. No class has strict priority over
+    another."""
 
     weight: float = 1.0
     floor_share: float = 0.0
     """Its share of all service, while every priority class has work; more when some have none."""
     ttft_s: float = 2.0
-    """A request without a deadline of its own is due so long after its arrival."""
+    """A request without a deadline of its own is due this many seconds after its arrival."""
     ttft_s_per_chunk: float = 2.0
-    """It is due so much later for each chunk of its prompt: an old long prompt is not due before every new short one."""
+    """Seconds that each chunk of its prompt adds. So an old long prompt is not due before every new short prompt."""
     queue_wait_s: float | None = None
-    """A request that found no place within this is turned away; None: within the coordinator's --queue-wait-s-max."""
+    """A request that is not placed within this time is rejected; None: the coordinator's --queue-wait-s-max applies."""
     ttft_ms: float | None = None
-    """Target for the first token. A request without a deadline of its own is refused on arrival if it is to miss this."""
+    """Target for the first token. A request without a deadline of its own is rejected on arrival if it is expected to miss
+    this."""
     tpot_ms: float | None = None
     """Target for the mean time per later token. It bounds the batch of the decode worker where such a request runs."""
     percentile: float = 0.9

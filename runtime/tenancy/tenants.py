@@ -25,9 +25,9 @@ A tenant is an organisation or one of its users, named `organisation` or `organi
     tpot_ms = 50
     percentile = 0.9
 
-Keys are 256 random bits (`crossdock tenants key` makes them), so a plain SHA-256 keeps them: there is no dictionary to try, and
-a salt would only forbid finding a key by its hash. Both the gateway, which knows keys, and the coordinator, which knows limits,
-read the file; hence it lives here. Without a file there is one tenant, `default`, without limits.
+Keys are 256 random bits (`crossdock tenants key` makes them), so a plain SHA-256 protects them: no dictionary attack is
+possible. A salt would only prevent the lookup of a key by its hash. Both the gateway, which knows keys, and the coordinator,
+which knows limits, read the file; hence it lives here. Without a file there is one tenant, `default`, without limits.
 """
 
 import tomllib
@@ -103,7 +103,7 @@ class Policy:
     priority_class: str
     priority_classes: frozenset[str]
     cache_group: str
-    """Salt of the prefix cache: tenants with the same one share it. A group's can never equal a tenant's own."""
+    """Salt of the prefix cache: tenants with the same salt share it. A group's salt never equals a single tenant's."""
     levels: tuple[Level, ...]
     """User first, then organisation."""
     slo: ClassTargets = ClassTargets()
@@ -123,7 +123,8 @@ class Tenants:
     """There is no file."""
 
     def policy(self, tenant: str) -> Policy | None:
-        """None for a tenant that the file does not know (any more). Without a file, what `default` may do, everyone may."""
+        """Returns a tenant's policy, or None if the file does not have it (any more). Without a file, that of `default`
+        holds."""
         return self.policies.get(tenant) or (self.policies[DEFAULT_TENANT] if self.open else None)
 
     def weights(self) -> dict[str, float]:
@@ -230,7 +231,7 @@ def open_tenants() -> Tenants:
 
 
 class _Builder:
-    """Puts the parts together and gathers what is wrong between them."""
+    """Builds the policies from the parsed parts, and collects the faults between them."""
 
     def __init__(self, priority_classes: Mapping[str, PriorityClass]) -> None:
         self.priority_classes = dict(priority_classes)

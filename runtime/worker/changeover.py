@@ -1,8 +1,7 @@
-"""When a worker process takes another role. Pure.
+"""Decides when a worker process changes to another role. Pure.
 
-A mixed worker registers twice, on connections of their own, on each of which the order comes and may be taken back. So each
-registration says for itself whether it could end, and the change is made at a moment when all could. From then on nothing takes
-it back.
+A mixed worker registers twice, on two connections. The order to change the role comes on each of them, and may be withdrawn on
+each. So each registration reports whether it could end. The change is made when all of them could, and is then final.
 """
 
 from collections.abc import Callable
@@ -26,8 +25,8 @@ class Changeover:
     """A change of the registrations that a process has at present."""
 
     def __init__(self, prepare: Callable[[Role], None], drop: Callable[[], None]) -> None:
-        """`prepare(role)` makes ready what registers in that role, and leads to `prepared` or `failed`; `drop` ends that, and
-        drops what was made ready."""
+        """`prepare(role)` starts to prepare the registrations in that role; `prepared` or `failed` is called afterwards.
+        `drop` stops the preparation and discards its result."""
         self.is_decided = False
         self._prepare, self._drop = prepare, drop
         self._halves: list[Half] = []
@@ -65,14 +64,14 @@ class Changeover:
             half.cannot_flip(why)
 
     def look(self) -> None:
-        """One of them could end now."""
+        """Make the change if all registrations could end now."""
         if self._is_ready and not self.is_decided and all(half.could_flip for half in self._halves):
             self.is_decided = True
             for half in self._halves:
                 half.flip()
 
     def _take_back(self) -> None:
-        """An order to change the role that an earlier registration got counts no more: the coordinator has to give it again."""
+        """Withdraw the order on all registrations that have received it. The coordinator has to give it again."""
         halves, self._ordered = self._ordered, []
         self._role, self._is_ready = None, False
         for half in halves:

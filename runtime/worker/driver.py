@@ -76,7 +76,7 @@ class WorkerDriver:
         self.hello = _hello(settings, engine, name, metrics_server.address, is_mixed=bool(process))
         flipped_from = before[0].hello.incarnation if before else 0
         self.hello = msgspec.structs.replace(self.hello, process=process, flipped_from=flipped_from)
-        """Its description of itself, without the address of a port, which is known when the role has started."""
+        """The `Hello` of this worker, without its address, which is only known when the role has started."""
         self.registration = Registration(self, settings=settings, hello=self.hello, log=log, links=links)
         self._changeover = changeover
         changeover.add(self.registration)
@@ -106,9 +106,9 @@ class WorkerDriver:
         self._address = await self.role.start()
 
     async def run(self, stop: Stop) -> None:
-        """Register, then run steps until told to stop, or to make way for another role; then take leave of what runs. Raises
-        `CannotBind`, what a step raised that is no failure of the model, and `TimeoutError` if a transfer does not end that
-        would have to, before another role may use the pool."""
+        """Register, and run steps until told to stop or until another role takes over. Before a stop, drain the worker. Raises
+        `CannotBind`, errors of a step that are not failures of the model, and `TimeoutError` if a transfer does not end
+        although another role needs the pool."""
         if self._address is None:
             await self.prepare()
         self._show_metrics()
@@ -143,7 +143,7 @@ class WorkerDriver:
             self._changeover.ordered(self.registration, None)
             await asyncio.wait({stepping}, timeout=_STEP_END_S)
             await self.registration.close()
-            # Late: a transfer thread is stuck with a dead peer; a process that ends may go all the same.
+            # A timeout means that a transfer thread is stuck with a dead peer. A process that ends may go on regardless.
             with contextlib.suppress(*(() if self._changeover.is_decided else (TimeoutError,))):
                 await self.role.close_transfers()
         if stepping.done() and not stepping.cancelled():
@@ -223,7 +223,8 @@ class WorkerDriver:
         return following
 
     async def _end_if_hung(self) -> None:
-        """Look after the compute thread, which cannot be interrupted: where its step hangs, tell the coordinator, and end."""
+        """Watch the compute thread, which cannot be interrupted. If its step hangs, tell the coordinator and end the
+        process."""
         while self._watch.timeout_s:
             await asyncio.sleep(self._watch.look_every_s)
             ran_s = self._watch.hung_for(clock.now())

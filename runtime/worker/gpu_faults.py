@@ -2,8 +2,8 @@
 
 Some errors break the context: from then on every CUDA call of the process fails with the same error, until the process is
 started again (the CUDA runtime API's page of error codes says of each whether it does). Others fail one call alone: too little
-memory, an argument that is wrong, a kernel that the GPU does not have. They are told apart by text, which is all that reaches
-Python from torch, Triton, NCCL and the driver.
+memory, an argument that is wrong, a kernel that the GPU does not have. The two kinds are told apart by their text, since
+torch, Triton, NCCL and the driver pass nothing else to Python.
 """
 
 import logging
@@ -38,10 +38,10 @@ _BREAKING_DRIVER_ERRORS = frozenset(
 
 
 def end_if_gpu_is_lost(error: BaseException, logger: Log) -> None:
-    """End with a status of its own where after this error, of the model or a transfer, every CUDA call of this process fails.
+    """End the process with `GPU_EXIT` if every further CUDA call fails after this error of the model or of a transfer.
 
-    To be called on the event loop, when those whose work failed have been told. Work of this process goes on elsewhere; a
-    worker that stayed would fail all that it is given.
+    Call it on the event loop, after the failures of the affected requests were reported. Other workers continue the work of
+    this process. A worker that stayed would fail every request that it gets.
     """
     if not breaks_cuda_context(error):
         return

@@ -20,11 +20,12 @@ class GrammarThread:
         self._compiler: Compiler | None = None
 
     def warm(self, grammar: str) -> None:
-        """It will be needed soon."""
+        """Compile a grammar ahead of time, since it will be needed soon."""
         self._submit(partial(self._make, grammar, (), 0), lambda _: None)
 
     def prepare(self, grammar: str, output_tokens: Sequence[int], choices: int, done: Done) -> None:
-        """Tell `done`, on the event loop, the matchers of so many choices of which each has had these tokens."""
+        """Make a matcher for each of `choices` choices that has accepted these tokens, and pass the list to `done` on the
+        event loop."""
         self._submit(partial(self._make, grammar, output_tokens, choices), done)
 
     def close(self) -> None:

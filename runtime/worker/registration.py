@@ -1,4 +1,5 @@
-"""A worker's standing link to the coordinator: registers, registers again after a loss, passes orders on, takes leave."""
+"""A worker's permanent link to the coordinator. It registers the worker, registers it again after a loss, passes orders on,
+and reports that the worker leaves."""
 
 import asyncio
 from collections import deque
@@ -25,7 +26,8 @@ from runtime.worker.service import FLIP_AFTER_S, GO_AFTER_S, Service
 
 FINISHED_MAX = 4096
 IN_DOUBT_S = 5.0
-"""Longer than a coordinator can be silent before it is given up, and than its ledger takes to write a row."""
+"""Seconds. Longer than a coordinator can be silent before it counts as lost, and longer than its ledger takes to write a
+row."""
 
 
 class Registered(Protocol):
@@ -35,7 +37,8 @@ class Registered(Protocol):
         """The worker's allocations, for each `Hello`."""
 
     def is_idle(self) -> bool:
-        """Whether nothing but what is `held` waits to be done or sent. When that changes, call `Registration.look`."""
+        """Returns whether nothing waits to be done or sent, apart from what is `held`. Call `Registration.look` when this
+        changes."""
 
     def is_quiet(self) -> bool:
         """Whether no transfer can touch a block."""
@@ -50,7 +53,7 @@ class Registered(Protocol):
         """Called when the coordinator goes."""
 
     def flip_ordered(self, role: Role | None) -> None:
-        """This worker is to change its role, so make ready for it (`ready_to_flip`); None: it is not to any more."""
+        """The coordinator orders a role change, so prepare it and call `ready_to_flip`. None: the order is withdrawn."""
 
     def may_flip(self) -> None:
         """It `could_flip` now."""
@@ -69,9 +72,10 @@ class Registration:
         self._log = log
         self._peer: Peer | None = None
         self._unsaid: list[Message] = []
-        """Said after the last Hello and before its Welcome: that Hello still counts what these let go of."""
+        """Messages from the time between the last `Hello` and its `Welcome`. That `Hello` still counts the allocations that
+        these messages release."""
         self._finished: deque[tuple[float, Finished]] = deque(maxlen=FINISHED_MAX)
-        """Those that a coordinator may not have heard, should it be lost, and when they were said."""
+        """The latest reports, each with the time at which it was sent. If the coordinator is lost, it may have missed them."""
         self._lost_at = float("inf")
         self._client = LinkClient(
             address=settings.coordinator,
@@ -117,9 +121,9 @@ class Registration:
         return self._peer is not None
 
     def send(self, message: Message) -> None:
-        """Tell the coordinator, if it is there; if not, the next registration says what is still held. Requests that finished
-        while it was away, or so shortly before that it may not have been written down, are reported again: an answer is to be
-        charged as it was, not as it was estimated."""
+        """Send a message to the coordinator if it is connected. If not, the next registration reports what is still held.
+        Requests that finished while it was away, or so shortly before that it may not have recorded them, are reported again.
+        So an answer is charged by its real length, not by an estimate."""
         if isinstance(message, Finished):
             now = clock.now()
             self._finished.append((now, message))
@@ -132,8 +136,8 @@ class Registration:
         self.look()
 
     async def leave(self, grace_s: float, stop: Stop) -> None:
-        """Have nothing placed here any more, and wait until nothing is left: what runs has so long to end by itself, before it
-        is handed over. Bounded, and cut short by a second signal."""
+        """Drain the worker before it ends. Running streams have `grace_s` seconds to end by themselves before they are handed
+        over. The wait is bounded, and a second signal ends it."""
         self._log.info("draining", attempts=len(self._owner.held()), within_s=grace_s)
         draining = self._service.leave(grace_s, clock.now())
         self._keep_role()
@@ -145,7 +149,7 @@ class Registration:
             self._log.warning("ends before it is drained", attempts=left)
 
     def look(self) -> None:
-        """Whether a worker that is to end may go."""
+        """Check whether the worker may end, or may change its role, and act on it."""
         service = self._service
         if service.leaving:
             owed = self._in_doubt()
@@ -158,11 +162,11 @@ class Registration:
 
     @property
     def could_flip(self) -> bool:
-        """Whether nothing here speaks against it at this moment."""
+        """Whether the worker could change its role at this moment."""
         return self._service.may_flip(empty=not self._owner.held() and self._owner.is_idle() and self._owner.is_quiet())
 
     def flip(self) -> None:
-        """It is decided: this registration ends."""
+        """End this registration, since the role change is decided."""
         self._flipped.set()
 
     async def has_flipped(self) -> None:
@@ -176,14 +180,14 @@ class Registration:
         self._service.is_ready = False
 
     def cannot_flip(self, why: str) -> None:
-        """It stays as it is, and says so."""
+        """Keep the present role, and report why to the coordinator."""
         self._service.keep_role()
         self._keep_role()
         self._log.error("keeps its role", error=why)
         self.send(FlipFailed(why[:500]))
 
     def succeeds(self, earlier: "Sequence[Registration]") -> None:
-        """This one is of the same process after its change of role, and says what those may owe."""
+        """Take over the reports of this process's earlier registrations, which the coordinator may not have received."""
         owed = sorted(chain.from_iterable(one._finished for one in earlier), key=itemgetter(0))
         self._finished.extend(owed)
 

@@ -1,5 +1,5 @@
-"""A worker process that takes another role: the drivers of the new role are made beside those of the old one, which end when
-nothing runs there any more. `changeover` decides the moment.
+"""Changes the role of a worker process. The drivers of the new role are made while those of the old role still run. The old
+drivers end when they hold nothing more. `changeover` decides when.
 """
 
 import asyncio

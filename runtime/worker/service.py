@@ -1,11 +1,13 @@
-"""Whether a worker takes work, as the coordinator is told, and when one that is to end, or to change its role, may go. Pure.
+"""Keeps what the coordinator is told about whether a worker takes work, and decides when a worker may end or change its role.
+Pure.
 
 A worker that is to end says `Draining`. It goes when the coordinator has answered that nothing is placed on it any more
-(`Drained`), or, while the coordinator is away, when it holds nothing. Its driver bounds all that: `GO_AFTER_S` after the end of
-its grace it goes with what it has, which is then resumed elsewhere.
+(`Drained`), or, while the coordinator is away, when it holds nothing. Its driver bounds this wait: `GO_AFTER_S` seconds after
+the grace period the worker ends anyway, and its streams are resumed elsewhere.
 
-One that is to change its role (`Flip`) goes only if the coordinator that ordered it has said `Drained`: whether others still
-serve in its role is known there alone. With the link, or with `FLIP_AFTER_S` after the hand-over, the order is void.
+A worker that is to change its role (`Flip`) does so only after the coordinator that ordered it has sent `Drained`, since only
+the coordinator knows whether other workers still serve in this role. The order is void if the link is lost, or `FLIP_AFTER_S`
+seconds after the hand-over.
 """
 
 from proto.drain import Drained, Draining, Flip
@@ -14,7 +16,7 @@ from proto.messages import Role
 
 GO_AFTER_S = 5.0
 FLIP_AFTER_S = 10.0
-"""Less than a coordinator waits for it, which knows nothing of what goes on here."""
+"""Seconds; less than the coordinator waits, since the coordinator cannot see the worker's progress."""
 
 
 class Service:
@@ -22,7 +24,7 @@ class Service:
         self.leaving = False
         """This process is to end."""
         self._hand_over_at: float | None = None
-        """While it is drained, for whatever reason."""
+        """The time of the hand-over while the worker is drained, for any reason; None if it has no such time."""
         self._dismissed = False
         self.flips_to: Role | None = None
         """The role to take, while it is drained for that."""
@@ -55,7 +57,7 @@ class Service:
             self._hand_over_at = None if order.hand_over_ms is None else now + order.hand_over_ms / 1000
 
     def link_lost(self) -> None:
-        """The coordinator's earlier words hold no longer: there may be another one, which does not know of them."""
+        """Forget the coordinator's earlier orders, since a new coordinator may not know them."""
         self._dismissed = False
         self.keep_role()
 
@@ -65,7 +67,7 @@ class Service:
             self.flips_to, self._hand_over_at = None, None
 
     def flip_overdue_s(self, now: float) -> float:
-        """How long ago the change should have been over; negative: in how long it should be."""
+        """Returns how many seconds the role change is overdue. A negative value is the time that is left."""
         return now - FLIP_AFTER_S - (self._hand_over_at or now)
 
     def may_flip(self, *, empty: bool) -> bool:

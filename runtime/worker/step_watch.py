@@ -1,7 +1,7 @@
 """Whether the step that a worker's compute thread runs has hung. Pure.
 
-The event loop answers heartbeats whatever the model does, so a step that never ends (a driver that waits for ever, a deadlock
-in a library) is found by how long it runs. A slow machine must not be taken for a stuck step:
+The event loop answers heartbeats even while the model hangs. So a step that never ends (a driver that waits for ever, a
+deadlock in a library) is detected by its run time. A step on a slow machine must not count as stuck:
 
 - A step of more tokens than any before may compile, allocate, or just take longer: it has `FIRST_OF_ITS_SIZE` times as long.
 - No other has less than `TIMES_THE_LONGEST` times what the longest one took so far.
@@ -19,7 +19,7 @@ TIMES_THE_LONGEST = 10
 _LOOKS = 4
 _LOOK_S_MAX = 1.0
 _LATE_LOOKS = 3
-"""A look that comes so many pauses late shows that the process was stopped."""
+"""A check that comes this many intervals late shows that the process itself was stopped."""
 
 
 @dataclass
@@ -56,7 +56,8 @@ class StepWatch:
         self._most_tokens, self._tokens = max(self._most_tokens, self._tokens), 0
 
     def hung_for(self, now: float) -> float | None:
-        """The seconds that a step has run which will not end, or None. The caller asks every `look_every_s`."""
+        """Returns for how many seconds a hung step has run, or None if no step hangs. The caller asks every `look_every_s`
+        seconds."""
         was_stopped = now - self._looked_at > _LATE_LOOKS * self.look_every_s
         self._looked_at = now
         if not self._tokens:

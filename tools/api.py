@@ -19,16 +19,16 @@ from gateway.vllm.types import DetokenizeRequest, TokenizeRequest
 _HEAD = """\
 # API
 
-With this page you find whether a field of a request is supported, and what it does here. Made by
+This page lists each field of a request, whether it is supported, and what it does here. Made by
 `python -m tools.api docs/api.md` from the types that requests are checked with; a test fails when it is
 stale. `/openapi.json` of a gateway describes the same in OpenAPI 3.1, with the answers.
 
-Nothing that would change an answer is accepted and ignored. Each field is one of these:
+A field that would change an answer is never silently ignored. Each field is one of these:
 
 - **supported**: it does what its API says.
-- **without effect**: it is accepted, and by design changes nothing, for the reason that stands there.
-- **refused**: any value is answered with 400 and a message that names the field, except those that ask for nothing, which stand
-  there. Fields that are not in the tables are refused as unknown.
+- **without effect**: it is accepted and, by design, changes nothing. The table gives the reason.
+- **refused**: any value is answered with 400 and a message that names the field. The table lists the values that are accepted
+  because they request nothing. Fields that are not in the tables are refused as unknown.
 
 Beside these, `/v1/models`, `/v1/models/{id}`, `/version` and `/health` are GET requests without fields, and so are
 `/v1/responses/{id}` with GET and DELETE, and `/v1/sessions/{id}` with DELETE, which ends a session: what only it has in caches
@@ -36,8 +36,8 @@ is given up. A session is a conversation: its name is `session_id`, or the heade
 `prompt_cache_key`. Without a name, its next turn is found by its prompt. `/v1/files` and `/v1/batches` have
 [a page of their own](batches.md). Images, audio and files are refused wherever messages may have parts.
 
-`system_fingerprint` in an answer stands for the model's files, what computes and its versions: with a seed, two answers to the
-same request can be equal only where it is equal. While workers differ, it stands for all of them together.
+`system_fingerprint` in an answer identifies the model's files, the compute backend and its versions. With a seed, two answers
+to the same request can be equal only if it is equal. While workers differ, it stands for all of them together.
 """
 _WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "user": "It is in the access log, for operators to find abuse.",

@@ -49,7 +49,9 @@ out of bounds, the command ends and its message names the option and the source 
 def commands() -> Iterator[tuple[str, type[Options]]]:
     """Every command that people call, with its settings."""
     for name, command in commands_in(TABLE):
-        yield f"crossdock {name}", command.settings_class()
+        before = name.partition("-")[0]
+        typed = name.replace("-", " ", 1) if before in TABLE else name  # `tune-check` is typed as `tune check`
+        yield f"crossdock {typed}", command.settings_class()
 
 
 def pages() -> dict[str, str]:

@@ -1,8 +1,8 @@
 """The scheduling core: `handle(event, now) -> actions`. Pure: no clock, no sockets, no randomness.
 
-Every handler is idempotent and drops what belongs to an older attempt. The coordinator counts an allocation on a worker as
-held until that worker itself says that it has let go (`HandedOver`, `Finished`, `WorkFailed`, `Released`) or is gone, so that
-the free blocks counted here are never more than those the worker has.
+Every handler is idempotent and ignores messages about an older attempt. An allocation counts as held until its worker reports
+that it has released it (`HandedOver`, `Finished`, `WorkFailed`, `Released`) or until the worker is gone. So the coordinator
+never counts more free blocks than the worker has.
 
     members   processes come and go
     intake    what gateways ask for
@@ -11,8 +11,8 @@ the free blocks counted here are never more than those the worker has.
     flips     workers that change their role
     schedule  what runs where and when, after each of these
 
-A peer's message is first checked, which changes nothing, and then applied. A bug met by the check ends the link of the peer
-that sent the message; one met later may have left the state half changed, and ends the process.
+A handler first checks a peer's message without changing the state, and then applies it. If the check hits a bug, that peer's
+link ends. A bug hit while the message is applied may leave the state half changed, so it ends the process.
 """
 
 import traceback
@@ -49,14 +49,15 @@ from proto.status import AutopilotReport, KvHeld, KvPairs
 
 
 def _status(state: State, incarnation: int, event: Received, now: float) -> None:
-    """The answer has what workers said last time about themselves; they are asked again for the next."""
+    """Answer with what workers last reported about themselves. Then ask them for new reports, which the next answer will
+    contain."""
     state.send(incarnation, report.status(state))
     for worker in state.workers:
         state.send(worker, StatusRequest())
 
 
 def _autopilot(state: State, incarnation: int, event: Received, now: float) -> None:
-    """Keep an autopilot's decisions for those who ask, and tell it what to decide by."""
+    """Store an autopilot's status for status reports, and answer with the present status."""
     assert isinstance(event.message, AutopilotReport)
     said = event.message.status
     if said.model in state.pools:
@@ -71,7 +72,7 @@ class Handler(NamedTuple):
     """The roles that may send it."""
     apply: Callable[[State, int, Received, float], None]
     check: Callable[[State, int, Received], str] | None = None
-    """Its result says what is wrong with a message; empty: nothing. It changes nothing."""
+    """Returns what is wrong with a message, or an empty string. Changes nothing."""
 
 
 HANDLERS: dict[type[Message], Handler] = {
@@ -100,7 +101,7 @@ HANDLERS: dict[type[Message], Handler] = {
 
 class Core(State):
     def refusal(self, hello: Hello) -> str | None:
-        """Why a process may not join, or None. Asked before its `PeerUp`."""
+        """Returns why a process may not join, or None. The link server calls it before the process's `PeerUp`."""
         if hello.incarnation in self.fenced:
             return "this incarnation hung, and was given up"
         return checks.refusal(hello, self.pools)
@@ -152,7 +153,7 @@ class Core(State):
         return min(waiting, default=None)
 
     def _violation(self, event: Received) -> ProtocolViolation | None:
-        """The objection to a message, if any; changes nothing."""
+        """Returns the protocol violation in a message, or None. Changes nothing."""
         incarnation, hello = event.incarnation, self.peers.get(event.incarnation)
         if hello is None:
             return None

@@ -20,7 +20,7 @@ from runtime.tenancy.tenants import Tenants
 
 
 class PeerUp(msgspec.Struct, frozen=True, gc=False):
-    """A process whose Hello `Core.refusal` had nothing against."""
+    """A process has joined, and `Core.refusal` accepted its `Hello`."""
 
     incarnation: int
     hello: Hello
@@ -79,7 +79,7 @@ class ProtocolViolation(msgspec.Struct, frozen=True, gc=False):
     incarnation: int
     reason: str
     traceback: str = ""
-    """Not the peer's fault: the bug of ours that the check of its message met, before anything had changed."""
+    """The traceback of a bug in the check of its message, which changed nothing; empty: the peer is at fault."""
 
 
 Action = Send | StateChanged | ProtocolViolation | Opened | Closed
@@ -90,7 +90,7 @@ class Limits:
     """The core's options; `CoordinatorSettings` explains them to users."""
 
     queue_requests_max: int = 1024
-    """More make the largest backlog give way, or are rejected with 429."""
+    """Most requests that may wait. More make the largest backlog shed one, or are rejected with 429."""
     queue_tokens_max: int = 4_000_000
     """Most prompt tokens that may wait, with the same effect."""
     tenant_queue_max: int = 1024
@@ -100,16 +100,16 @@ class Limits:
     resumed_wait_s_max: float = 600.0
     """Longest wait of a later attempt, in seconds: its client may have had tokens already."""
     step_tokens: int = 0
-    """Token budget of one prefill forward pass; the grain at which everything can change its mind. 0: as the worker says."""
+    """Token budget of one prefill step. Scheduling can change course only between steps. 0: as the worker says."""
     step_ms: float = 250.0
-    """The steps that a prefill worker gets in advance take about so long at most, so that the next prompt waits no longer; 0:
-    no matter how long."""
+    """About the longest time, in milliseconds, of the steps that a prefill worker gets in advance, so that the next prompt
+    waits no longer; 0: no limit."""
     steps_in_flight: int = 2
     """Per prefill worker; two hide the round trip, more only delay cancellation."""
     retry_floor: int = 100
     """Interrupted requests that may come back within ten seconds in any case."""
     retry_share: float = 1.0
-    """How many more may come back for each request that lives."""
+    """How many more may come back for each live request."""
     resubmit_s_max: float = 30.0
     """An interrupted request whose gateway does not come back within this is failed."""
     priority_classes: Mapping[str, PriorityClass] = field(default_factory=lambda: DEFAULT_PRIORITY_CLASSES)
@@ -117,23 +117,23 @@ class Limits:
     """Weights of organisations ("priority class/organisation") and users ("priority class/organisation/user"); 1 where none
     is given."""
     quantum_tokens: float = 1024.0
-    """Cost that an idle tenant of weight 1 saves up, and has served before others when it comes back."""
+    """Credit, in cost, that an idle tenant of weight 1 saves up. It is served that much before others when it comes back."""
     prices: Prices = field(default_factory=Prices)
     placement: Weights = field(default_factory=Weights)
     """Weights of the score that chooses workers."""
     overtaken_max: int = 16
     """After so many chunks of its tenant's later requests, the request that waited longest goes next."""
     bypasses_max: int = 64
-    """After so many requests got room before one that waits for it, what comes free is kept for that one."""
+    """After this many requests got room before a request that waits for room, freed room is kept for that request."""
     orphan_s_max: float = 120.0
-    """How long an open row of an earlier coordinator waits for word of its request."""
+    """How long an earlier coordinator's open ledger row waits for a report about its request, in seconds."""
     kv_overcommit: float = 64.0
-    """Answers are counted on decode workers with the length that few of their tenant's exceed, but at least with this fraction
-    of their max_tokens. 1: with max_tokens, and a decode worker never runs out of blocks."""
+    """An answer is counted on a decode worker with the length that few of its tenant's answers exceed, but with at least its
+    max_tokens divided by this. 1: with max_tokens, so a decode worker never runs out of blocks."""
     long_output_tokens: float = START_LONG_TOKENS
-    """That few answers exceed, until some have been seen."""
+    """The length that few answers are assumed to exceed, until some have been seen."""
     remembered_s: float = 600.0
-    """How long ended requests are remembered, in seconds, so that what repeats them neither runs nor is charged again."""
+    """How long ended requests are remembered, in seconds, so that a repeated submit neither runs nor is charged again."""
     remembered_max: int = 1_000_000
     """Most ended requests that are remembered: about 250 bytes each, and as much again for what they were charged."""
 

@@ -70,7 +70,8 @@ def check(core: Core, *, honest: bool = True) -> None:
 
 
 def _check_bills(core: Core, honest: bool) -> None:
-    """Each request has a bill, each bill something to wait for, and each level holds what its bills say."""
+    """Assert that each request has a bill, that each bill waits for something, and that each quota level holds the sum of its
+    bills."""
     billing, out = core.billing, Counter[str]()
     for worker in core.workers.values():
         out.update(request_id for request_id, _ in worker.allocations)

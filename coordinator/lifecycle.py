@@ -53,14 +53,14 @@ TRANSITIONS: dict[tuple[RequestState, Trigger], RequestState] = {
     (RequestState.PLACED, Trigger.DISPATCH): RequestState.PREFILLING,
     (RequestState.PREFILLING, Trigger.PROMPT_DONE): RequestState.HANDING_OVER,
     (RequestState.HANDING_OVER, Trigger.HANDED_OVER): RequestState.DECODING,
-    # The answer may end with its first token, which prefill draws, or the decode worker's word may overtake the prefill
-    # worker's, each on a link of its own.
+    # The answer may end with its first token, which prefill draws. Or the decode worker's message may overtake the prefill
+    # worker's, since each has its own link.
     (RequestState.PREFILLING, Trigger.FINISH): RequestState.FINISHED,
     (RequestState.HANDING_OVER, Trigger.FINISH): RequestState.FINISHED,
     (RequestState.DECODING, Trigger.FINISH): RequestState.FINISHED,
     (RequestState.PREFILLING, Trigger.HANDED_OVER): RequestState.DECODING,
     (RequestState.INTERRUPTED, Trigger.RESUBMIT): RequestState.QUEUED,
-    # Its worker was lost with its last word, but not before its gateway had all of the answer.
+    # Its worker was lost before it could report the end, but its gateway already had the whole answer.
     (RequestState.INTERRUPTED, Trigger.FINISH): RequestState.FINISHED,
     (RequestState.QUEUED, Trigger.RESUBMIT): RequestState.QUEUED,
     (RequestState.QUEUED, Trigger.EXPIRE): RequestState.EXPIRED,

@@ -52,7 +52,7 @@ from runtime.tenancy.file import TenantsFile
 from runtime.tenancy.tenants import Tenants, TenantsError
 
 _BEHIND_RETRY_S = 1.0
-_CLOCK_STEP_S = 1.0  # by so much the wall clock may go apart from the monotonic one before the core is told
+_CLOCK_STEP_S = 1.0  # the core is told when the wall clock and the monotonic one have drifted apart by more
 _LIMITS = Limits.__dataclass_fields__.keys() & CoordinatorSettings.model_fields.keys()
 
 
@@ -60,7 +60,7 @@ class Coordinator:
     """Wires the core to its control port."""
 
     def __init__(self, settings: CoordinatorSettings, before: "Coordinator | None" = None) -> None:
-        """`before`: what this process was until it was away."""
+        """`before`: the coordinator that this process ran until it was away."""
         self.settings = settings
         self.name = name = settings.name or f"coordinator-{os.getpid()}"
         self.log = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
@@ -74,15 +74,15 @@ class Coordinator:
         self.observed = MetricsServer(settings.metrics)
         self.peers: dict[int, Peer] = {}
         self.hash_key = b""
-        """The cluster's key for hashes: the first gateway's, so that prefixes cached before this start are found; else a new
-        one."""
+        """The cluster's key for block hashes: the first gateway's key, so that prefixes cached before this start are found, or
+        else a new one."""
         self.tenants: TenantsFile | None = None
         self.policies: PolicyKeeper | None = None
         self.ledger: Ledger | None = None
         self.outbox = Outbox()
         self._utc_offset_s = 0.0
         self.failure: asyncio.Event = asyncio.Event()
-        """The ledger cannot be written any more."""
+        """Set when the ledger can no longer be written."""
         self.server = LinkServer(
             bind=settings.bind,
             hello=Hello(
@@ -157,7 +157,7 @@ class Coordinator:
         if self.stall_detector.away_s:
             self.log.warning("was away, and begins anew", away_s=round(self.stall_detector.away_s, 2))
         self.log.info("stopping", running=len(self.core.requests))
-        # First, so that rows of streams which go on without us stay open for the next coordinator.
+        # Close the ledger first, so that rows of streams that go on without this process stay open for the next coordinator.
         await self._close_ledger(watching)
         await self.server.close()
         await self.observed.close()
@@ -206,7 +206,7 @@ class Coordinator:
         self.driver.post(Configured(tenants, self._utc_offset_s, past, policy))
 
     def _look_at_wall_clock(self) -> None:
-        """Days begin by it: the core is told when somebody has set it."""
+        """Tell the core when the wall clock was set, since days begin by it."""
         step_s = clock.unix_time() - clock.now() - self._utc_offset_s
         if abs(step_s) > _CLOCK_STEP_S:
             self.log.warning("the wall clock was set", step_s=round(step_s, 1))
@@ -245,7 +245,7 @@ class Coordinator:
         emit("joined", peer=peer.hello.name, role=peer.hello.role.value, model=peer.hello.model)
         if peer.hello.role is Role.GATEWAY:
             self.hash_key = self.hash_key or peer.hello.hash_key or secrets.token_bytes(32)
-        # The key is not for the core, whose events are recorded.
+        # Keep the key from the core, since the core's events are recorded.
         self.driver.post(PeerUp(peer.incarnation, msgspec.structs.replace(peer.hello, hash_key=b"")))
 
     def _down(self, peer: Peer, reason: str) -> None:
@@ -271,7 +271,7 @@ class Coordinator:
         self.driver.post(Received(peer.incarnation, message, blob))
 
     def _is_too_much(self, submit: Submit) -> bool:
-        """Where the ledger is behind, what is new is refused; what is known, and only said again, is for the core."""
+        """Whether a submit is refused because the ledger is behind. Only new submits are; the core answers repeated ones."""
         if self.ledger is None or not self.ledger.behind:
             return False
         return submit.request_id not in self.core.requests and submit.attempt > self.core.last_attempt(
@@ -309,11 +309,11 @@ class Coordinator:
                 if bug:
                     self.log.error("a bug met by a peer's message; its link ends", peer=incarnation, traceback=bug)
                 if peer is not None:
-                    # Not from inside the core's own event: dropping makes one.
+                    # Do not drop the peer inside the core's own event, since dropping makes another event.
                     asyncio.get_running_loop().call_soon(self.server.drop, peer, reason)
 
     def complete(self, said: StatusReport) -> StatusReport:
-        """Add what the core does not see: its answers depend on its events alone."""
+        """Add figures that the core does not have, since its answers depend on its events alone."""
         links, metrics = self.server.counters, self.metrics
         own_counters = {"protocol_errors": links.protocol_errors, "failed_checks": links.failed_checks}
         own_counters |= {f"turned_away_{reason}": count for reason, count in links.turned_away().items()}

@@ -1,7 +1,8 @@
-"""The events that an onlooker sees while the core decides: which requests it came to for a step, and what became of each. Pure.
+"""The decisions that a `Watch` callback sees while the core makes them: which requests it considered for a step, and the
+outcome for each. Pure.
 
-`State.watch` is unset while serving. An onlooker may read the whole state, which it sees as the decision found it, before
-anybody is charged; it must change nothing.
+`State.watch` is unset while serving. The callback may read the whole state as it was at the decision, before any tenant is
+charged. It must change nothing.
 """
 
 from collections.abc import Callable
@@ -18,12 +19,12 @@ class Outcome(StrEnum):
     NO_ROOM = "no_room"
     """This prefill worker or all decode workers have no room for it."""
     WAITS = "waits"
-    """It lets this worker's turn pass, for one that has more of its prompt cached."""
+    """It skips this worker's turn, and waits for a worker that has more of its prompt cached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """The fair queue came to `request` for a chunk on `worker`."""
+    """The core considered `request` for a chunk on `worker`, in the fair order."""
 
     worker: Worker
     request: Request
@@ -48,11 +49,11 @@ class StepEnd(StrEnum):
     NO_DECODE_SEQUENCES = "no_decode_sequences"
     """The waiting requests find no sequence free on a decode worker."""
     NO_DECODE_KV = "no_decode_kv"
-    """A sequence is free there, and KV blocks for all of a life are not."""
+    """A sequence is free there, but not the KV blocks that a request needs until its end."""
     TPOT_TARGET = "tpot_target"
     """Both are free there, and another sequence would break a target for the time per output token."""
     NO_ROOM_IN_PREFILL = "no_room_in_prefill"
-    """This prefill worker has no room for what waits, or may send to no decode worker that has."""
+    """This prefill worker has no room for the waiting requests, or may not send to any decode worker with room."""
     WORKER_CLOSED = "worker_closed"
     """The worker drains, is left out after failures, or is kept for one request."""
     OWN_STEP = "own_step"
@@ -60,7 +61,7 @@ class StepEnd(StrEnum):
     BOUND_ELSEWHERE = "bound_elsewhere"
     """The waiting requests are bound to other workers, or fit none."""
     GAVE_UP = "gave_up"
-    """Too many were passed over at one turn. The next event goes on."""
+    """Too many requests were passed over at one turn. The next event goes on with the rest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The order between the usage ledger and the wire. Pure."""
+"""Orders messages behind the usage ledger's commits. Pure."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -9,8 +9,8 @@ from coordinator.events import Send
 
 @dataclass
 class Outbox:
-    """Nothing about a request leaves before the ledger has the request: its messages wait, and those to the same peer behind
-    them, so that a link's order is kept. Other peers are not held up."""
+    """Holds back messages about a request until the ledger has committed it. Later messages to the same peer wait too, so that
+    the link's order is kept. Other peers are not delayed."""
 
     uncommitted: set[str] = field(default_factory=set)
     held: dict[int, deque[Send]] = field(default_factory=dict)
@@ -20,7 +20,7 @@ class Outbox:
         self.uncommitted.add(request_id)
 
     def pass_or_hold(self, send: Send) -> bool:
-        """True: send it now."""
+        """Returns True if it may be sent now; else holds it back."""
         if not self.uncommitted:
             return True
         waiting = self.held.get(send.incarnation)
@@ -30,11 +30,11 @@ class Outbox:
         return False
 
     def forget(self, incarnation: int) -> None:
-        """Its link is gone: what waits is of no use to its next one, and would be taken for orders of that."""
+        """Drop the messages held back for a peer whose link is gone. On a new link the peer would take them for new orders."""
         self.held.pop(incarnation, None)
 
     def committed(self, request_ids: Iterable[str]) -> list[Send]:
-        """The actions that may go out now, each peer's in order."""
+        """Returns the messages that may go out now, in each peer's order."""
         self.uncommitted.difference_update(request_ids)
         free: list[Send] = []
         for incarnation, waiting in list(self.held.items()):

@@ -1,4 +1,4 @@
-"""The reports of workers: steps computed, prompts handed over, attempts that are over."""
+"""Handlers for the reports of workers: steps computed, prompts handed over, attempts ended."""
 
 from coordinator.events import Received
 from coordinator.kv_admission.shared_blocks import chains
@@ -83,7 +83,7 @@ def step_done(state: State, incarnation: int, event: Received, now: float) -> No
 
 
 def _decodes_here(state: State, request: Request, worker: Worker, now: float) -> None:
-    """A decode worker has computed its prompt, and so has all of it."""
+    """Let a request decode on the decode worker that has computed its prompt, without a hand-over."""
     model, path = request.submit.model, worker.allocations[request.key].path
     state.emitted(model, path, request.id, request.submit.resumed_tokens, 0, first=True)
     state.pools[model].breakers.worked((worker.incarnation, worker.incarnation))
@@ -91,7 +91,7 @@ def _decodes_here(state: State, request: Request, worker: Worker, now: float) ->
 
 
 def _is_part(computed: tuple[Chunk, ...], asked: tuple[Chunk, ...]) -> bool:
-    """Whether these chunks are of those asked for, in their order."""
+    """Whether the computed chunks are some of those asked for, in the same order."""
     rest = iter(asked)
     return all(any(chunk == other for other in rest) for chunk in computed)
 
@@ -114,7 +114,8 @@ def fault_of_miss(state: State, incarnation: int, event: Received) -> str:
 
 
 def cache_miss(state: State, incarnation: int, event: Received, now: float) -> None:
-    """The worker has less of a prompt than was believed: what lies between is to be computed, and charged, after all."""
+    """Put back the part of a prompt that was believed cached, but that the worker does not have. It is computed and charged
+    after all."""
     miss = event.message
     assert isinstance(miss, CacheMiss)
     worker = state.workers[incarnation]
@@ -224,12 +225,13 @@ def decode_progress(state: State, incarnation: int, event: Received, now: float)
     if admission.short:
         relieve(state, worker, done.short_blocks, now)
     elif done.joined or done.prefixes or was_short:
-        # An attempt that runs is known to end, and counts for less than one that may come at any time.
+        # A running attempt has a known end, so it counts for less than a pending one, which may join at any time.
         state.pools[worker.hello.model].freed(worker)
 
 
 def _time_steps(state: State, worker: Worker, done: DecodeProgress, now: float) -> None:
-    """Keep how long its steps took. Those of a mixed worker are left out: prompts were computed in between."""
+    """Record how long a decode worker's steps took. Steps of a mixed worker are left out, since prompts were computed between
+    them."""
     steps, sequences = done.timed_steps, done.timed_sequences
     if not steps <= sequences <= steps * worker.capacity.max_seqs or worker.hello.process or not steps * done.timed_ms:
         return
@@ -244,7 +246,7 @@ def _time_steps(state: State, worker: Worker, done: DecodeProgress, now: float) 
 
 
 def fault_of_end(state: State, incarnation: int, event: Received) -> str:
-    """A worker lets go of an attempt that goes on, though nobody has asked it to."""
+    """Returns a fault if a worker releases a running attempt without being asked to."""
     done = event.message
     assert isinstance(done, Finished | Released)
     request = state.current(done.request_id, done.attempt)
@@ -266,7 +268,7 @@ def finished(state: State, incarnation: int, event: Received, now: float) -> Non
     worker.tokens_forwarded = done.tokens_forwarded
     state.counters["output_tokens"] += done.output_tokens
     if state.billing.is_open_to(done.request_id):
-        # It finished when nobody was here to be told, so it was in no registration.
+        # It finished while no coordinator was there to be told, so it was in no registration.
         state.billing.emitted(done.request_id, done.resumed_tokens, done.output_tokens)
     state.record_usage(state.billing.end_orphan(done.request_id, RequestState.FINISHED, now))
     request = state.current(done.request_id, done.attempt)
@@ -291,7 +293,7 @@ def released(state: State, incarnation: int, event: Received, now: float) -> Non
 
 
 def _cut_short(state: State, incarnation: int, done: Released | WorkFailed) -> None:
-    # A decode worker does not count first tokens, which came before what it has emitted.
+    # A decode worker does not count the first tokens, which were emitted before its own.
     first = done.output_tokens > 0 and state.workers[incarnation].admission is not None
     state.release(incarnation, (done.request_id, done.attempt), done.output_tokens, first=first)
 

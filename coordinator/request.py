@@ -14,8 +14,8 @@ from proto.messages import Submit
 RETAINED = 0
 """The attempt under which a worker has a retained allocation: real ones begin with 1."""
 PROGRESS_TOKENS = 4
-"""A worker reports after so many tokens of an answer. If it dies, fewer were on their way to a gateway, and are computed once
-more."""
+"""A worker reports after this many tokens of an answer. If it dies, fewer tokens than this were on their way to a gateway, and
+are computed again."""
 LOSSES_MAX = 3
 
 
@@ -23,9 +23,10 @@ class Suspicion(msgspec.Struct, frozen=True, gc=False):
     """A request was in a running step of a worker that was lost, and has made no progress since."""
 
     losses: int
-    """Workers lost so, one after the other."""
+    """How many workers were lost in a row while they ran it."""
     prompt_tokens: int = 0
-    """The last one was lost in prefill: the request is cleared once so much of its prompt is computed. 0: in decode."""
+    """The request is cleared once this many prompt tokens are computed, if the last worker was lost in prefill. 0: it was lost
+    in decode."""
 
     @property
     def own_step(self) -> bool:
@@ -34,7 +35,7 @@ class Suspicion(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def own_worker(self) -> bool:
-        """It decodes on a worker with no other request. To empty one takes long, so one loss is not enough."""
+        """It decodes on a worker with no other request. Emptying a worker takes long, so this needs more than one loss."""
         return self.losses >= LOSSES_MAX - 1
 
 
@@ -46,7 +47,7 @@ class RetainedAllocation(NamedTuple):
 
 
 class AttemptProgress(msgspec.Struct, eq=False, gc=False):
-    """The events of a request since it came to wait."""
+    """The progress of a request since it last began to wait."""
 
     prefill_incarnation: int = 0
     decode_incarnation: int = 0
@@ -54,28 +55,29 @@ class AttemptProgress(msgspec.Struct, eq=False, gc=False):
     computed_tokens: int = 0
     """Prompt tokens that are computed, the cached ones before them included."""
     fetched_tokens: int = 0
-    """Its prefill worker is to fetch so many of its cached tokens from its decode worker."""
+    """How many of its cached tokens the prefill worker is to fetch from its decode worker."""
     fetch_s: float = 0.0
-    """The fetch was expected to take so long."""
+    """The expected time of that fetch, in seconds."""
     compute_s: float = 0.0
-    """The prefill worker would have needed so long to compute them."""
+    """The time in which the prefill worker would have computed them, in seconds."""
     bound_to: int = 0
-    """The prefill worker it waits for, which has more of it cached, while it is not placed."""
+    """The incarnation of the worker that it waits for while it is not placed, such as one that has more of its prompt
+    cached."""
     moves: int = 0
-    """How often it was bound to one."""
+    """How often it was bound to a worker."""
     there_s: float = 0.0
-    """How long its prompt was expected to take where its KV is, in seconds, when it was last bound to a decode worker."""
+    """The time that its prompt was expected to take on the decode worker with its KV, in seconds, when it was last bound to
+    one."""
     elsewhere_s: float = 0.0
-    """How long it was expected to take on the best prefill worker then."""
+    """The time that it was expected to take on the best prefill worker then, in seconds."""
     bypassed: int = 0
     """How often another request got room while this one waited for it."""
     output_charged: float = 0.0
     """The output tokens that its tenant was charged for, as estimated."""
     retained: RetainedAllocation | None = None
-    """Its prefill worker was lost: the decode worker whose room stays its own until it is placed again, and which attempt had
-    it."""
+    """Its room on a decode worker, kept after its prefill worker was lost and until it is placed again."""
     paid_tokens: int = 0
-    """Tokens of this attempt's prompt that its tenant was charged for with an earlier one, which a drain cut short."""
+    """Tokens of this attempt's prompt that its tenant was already charged for in an earlier attempt that a drain cut short."""
 
 
 class Request(msgspec.Struct, eq=False):
@@ -90,7 +92,7 @@ class Request(msgspec.Struct, eq=False):
     """When it entered the current state."""
     arrived: float
     path: tuple[str, str, str]
-    """(priority class, organisation, user): whose turn and whose bill."""
+    """(priority class, organisation, user): the tenant that has the turn and pays."""
     state: RequestState = RequestState.QUEUED
     uncomputed_tokens: int = 0
     """Prompt tokens to be computed, as its model's queue counts them as work ahead of others."""
@@ -111,7 +113,7 @@ class Request(msgspec.Struct, eq=False):
     tpot_ms: float = 0.0
     """Its priority class's target for the mean time per later token; 0: none."""
     counted: bool = False
-    """It counts in the goodput of its priority class: it came here first."""
+    """It counts in the goodput of its priority class, because its first attempt came to this coordinator."""
     first_token_at: float = 0.0
     """When its prompt was first computed; 0: not yet."""
     waits: bool = False
@@ -121,16 +123,15 @@ class Request(msgspec.Struct, eq=False):
     preempted: int = 0
     """How often it was interrupted to make room for others."""
     borrowed: bool = False
-    """It was let in beyond its tenant's rates, while nobody else wanted the capacity: such requests are the first to go in an
-    overload."""
+    """It was admitted beyond its tenant's rates while capacity was idle. Such requests are shed first in an overload."""
     bill: Bill | None = None
     expected_left: int = NEVER
-    """Tokens its answer is counted with on a decode worker, if less than it may have."""
+    """Tokens after the first that each choice is counted with on a decode worker, if fewer than it may have."""
     numerics: str = ""
-    """The kernel fingerprint of its first decode worker: its stream goes on with the same one, if there is a choice."""
+    """The kernel fingerprint of its first decode worker. Later attempts prefer decode workers with the same fingerprint."""
     suspicion: Suspicion | None = None
     turn: OpenTurn | None = None
-    """It is a turn of its session, until it has ended."""
+    """Its turn in its session, until the turn ends; None: it is no turn."""
     attempt_progress: AttemptProgress = msgspec.field(default_factory=AttemptProgress)
 
     @property
@@ -143,19 +144,21 @@ class Request(msgspec.Struct, eq=False):
 
     @property
     def deadline(self) -> float | None:
-        """When the first token is wanted at the latest, if the client said so and has not had it."""
+        """The latest time for the first token, if the client gave a deadline and has no token yet."""
         if not self.submit.deadline_ms or self.submit.resumed_tokens:
             return None
         return self.arrived + self.submit.deadline_ms / 1000
 
     @property
     def first_token_ms(self) -> float:
-        """After its arrival: by when its first token is wanted, as the client or its priority class says; 0: no matter."""
+        """Milliseconds from its arrival within which the first token is wanted, as the client or its priority class says; 0:
+        no limit."""
         return 0.0 if self.submit.resumed_tokens else self.submit.deadline_ms or self.ttft_ms
 
     @property
     def resumed(self) -> bool:
-        """An earlier attempt at it was interrupted. Several choices that had begun come back as requests of their own."""
+        """Whether an earlier attempt was interrupted. If several choices had begun, each comes back as a request of its
+        own."""
         return self.submit.attempt > 1 or self.submit.resumed_tokens > 0
 
     @property
@@ -175,14 +178,14 @@ class Request(msgspec.Struct, eq=False):
         return (self.id, self.submit.attempt)
 
     def unpaid_tokens(self, start: int, length: int) -> int:
-        """Tokens of a chunk that its tenant is charged for, or gets back if the chunk was skipped, also of an earlier
-        attempt."""
+        """Returns how many tokens of a chunk its tenant is charged for, or refunded if the chunk was skipped. The chunk may
+        belong to an earlier attempt."""
         paid = self.attempt_progress.paid_tokens
         return length if paid <= start else max(start + length - paid, 0)
 
     def pay_for_drained(self, drained_before: int) -> None:
-        """Where the last attempt failed, all is charged again. Where it was drained behind some tokens, its prompt had been
-        computed and those tokens emitted."""
+        """Set how many prompt tokens are already paid for. If the last attempt failed, all are charged again. If it was
+        drained after it emitted tokens, its prompt and those tokens are paid for."""
         if self.submit.drained_attempts > drained_before:
             if self.submit.resumed_tokens:
                 self.attempt_progress.paid_tokens = self.submit.prompt_tokens
@@ -190,7 +193,7 @@ class Request(msgspec.Struct, eq=False):
             self.attempt_progress.paid_tokens = 0
 
     def end_turn(self, sessions: Sessions, weight: float, now: float) -> None:
-        """It leaves its KV, if its prompt was computed. `weight`: of its organisation."""
+        """End its turn in its session, which keeps its KV if its prompt was computed. `weight`: of its organisation."""
         turn, self.turn = self.turn, None
         if turn is None:
             return

@@ -9,8 +9,8 @@
                 + numerics                      where an interrupted stream began on a worker that computes other bits than d
                 + trouble * (share of recent work that failed on p + the same of d, or of what went from p to d if that is more)
 
-The first two are what the prompt waits for; the others are set against them in seconds too, so that each weight says how much
-longer a first token may take for what it stands for. Longest-prefix-first is `compute` without bounds, least-loaded is
+The first two terms are the time that the prompt waits. The other terms are in seconds too, so each weight says how much longer
+a first token may take to avoid what its term measures. Longest-prefix-first is `compute` without bounds, least-loaded is
 `compute` zero.
 """
 
@@ -22,10 +22,10 @@ from dataclasses import dataclass
 class Weights:
     queue: float = 1.0
     compute: float = 4.0
-    """Well over 1: what is computed again keeps not only this prompt waiting, but all behind it, and drives something else out
-    of a cache. At 1.5, caches that hold all hot beginnings once but not twice lost half their hits in an overload."""
+    """Well over 1: computing tokens again delays this prompt and all prompts behind it, and evicts other blocks from a cache.
+    Caches with room for one copy of all hot prefixes, but not for two, lost half their hits in an overload at 1.5."""
     pressure: float = 2.0
-    """How much more computing weighs for each request that waits: those are kept waiting too."""
+    """How much more computing weighs for each waiting request, since it delays those requests too."""
     transfer_s: float = 0.0005
     """Per block to send: a block of some hundred KB at the speed of a fast network, or shared memory with a copy."""
     remote_s: float = 0.001
@@ -33,7 +33,8 @@ class Weights:
     room_s: float = 0.2
     """Seconds for a full prefill worker, far less for one with room: a full one has to give up cached blocks."""
     load_s: float = 1.0
-    """Seconds for a full decode worker, less in proportion: each stream more slows all others there, all the time it runs."""
+    """Seconds for a full decode worker, proportionally less for others. Each further stream slows all others there for as long
+    as it runs."""
     trouble_s: float = 5.0
     """Seconds for a worker on which everything failed lately: it is avoided as long as there is another."""
     targets_s: float = 2.0

@@ -1,4 +1,4 @@
-"""A coordinator that serves: in its turn, of all that share a usage ledger, and anew after each absence."""
+"""Runs a coordinator: waits for the leader lock of its usage ledger, serves, and begins anew after each absence."""
 
 import os
 
@@ -35,7 +35,8 @@ async def serve(settings: CoordinatorSettings, stop: Stop) -> int:
 async def _serve_anew(
     settings: CoordinatorSettings, stop: Stop, bind_within_s: float, leader_lock: LeaderLock | None = None
 ) -> int:
-    """Serve under a new incarnation after each absence. Raises `NotLeader` where another coordinator may serve since."""
+    """Serve under a new incarnation after each absence. Raises `NotLeader` if another coordinator may have begun to serve
+    meanwhile."""
     serving = Coordinator(settings)
     while True:
         exit_code = await serving.run(stop, bind_within_s)

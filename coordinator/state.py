@@ -1,4 +1,4 @@
-"""The state of the core, and the moves that every part of it makes: a request changes state, ends, or leaves its workers."""
+"""The state of the core, and the operations that its parts share: change a request's state, end it, or withdraw it."""
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ FLIPS_SHOWN = 64
 class Last(msgspec.Struct, frozen=True, gc=False):
     attempt: int
     drained: int
-    """Attempts up to it that drains cut short; less than any where it was never accepted here."""
+    """How many attempts up to this one were cut short by drains; -1: the request was never accepted here."""
     suspicion: Suspicion | None = None
 
 
@@ -58,40 +58,41 @@ class State:
         self.alive: Counter[str] = Counter()
         """How many live requests each model has."""
         self.interrupted: OrderedDict[str, Request] = OrderedDict()
-        """Those that wait for their gateway, longest first."""
+        """Interrupted requests that wait for their gateway, longest first."""
         self.ended: Remembered[Last] = Remembered(self.limits.remembered_s, self.limits.remembered_max)
-        """Requests that ended lately, with their last attempts: what repeats them does not start them again, and a worker that
-        comes back with one is told to let go."""
+        """Requests that ended lately, with their last attempts. A repeated submit does not start them again, and a worker that
+        comes back with one is told to release it."""
         self.leaving: dict[str, None] = {}
-        """Tenants that the file does not have any more, until nothing of theirs is left."""
+        """Tenants that are no longer in the tenants file, until they hold nothing any more."""
         self.names: OrderedDict[str, int] = OrderedDict()
         """Names of the last processes that joined, and their incarnations."""
         self.outcomes: Counter[str] = Counter()
         self.draining: dict[int, Worker] = {}
         """Workers on which nothing new is placed."""
         self.drain_orders: OrderedDict[int, float | None] = OrderedDict()
-        """The last orders of people for workers, by incarnation: the time after which running requests are handed over, or
-        None for not at all."""
+        """The last drain orders from people, by the worker's incarnation: the time after which running requests are handed
+        over; None: the drain was undone."""
         self.flipping: dict[int, RunningFlip] = {}
-        """Workers that are changing their role, by their incarnations in the old one: of each model at most `flips_at_once`."""
+        """Workers that are changing their role, by their incarnations in the old role; at most `flips_at_once` for each
+        model."""
         self.flips: deque[RunningFlip] = deque(maxlen=FLIPS_SHOWN)
-        """The last changes of roles, those included."""
+        """The last role changes, including those in `flipping`."""
         self.autopilots: dict[str, tuple[AutopilotStatus, float]] = {}
         """The last status of each model's autopilot, and its time."""
         self.unproven: dict[
             int, RunningFlip
-        ] = {}  # those done, by the new incarnation, until its first step in the new role
+        ] = {}  # role changes that are done, by the new incarnation, until its first step in the new role
         self.keeping: dict[RunningFlip, None] = {}
-        """Changes of role with streams that wait to be resumed where their KV is."""
+        """Role changes whose streams wait to be resumed from the KV that the process has kept."""
         self.counters: Counter[str] = Counter()
         self.goodput = Goodput()
         self.out: list[Action] = []
         """The actions of the event in hand so far."""
         self.watch: Watch | None = None
-        """Told of decisions in a replay."""
+        """A callback that is told of the core's decisions in a replay."""
 
     def path(self, submit: Submit) -> tuple[str, str, str]:
-        """Where a request stands in the fair queue: in the priority class it asks for, else in its tenant's."""
+        """Returns a request's path in the fair queue. Its priority class is the one that it asks for, or else its tenant's."""
         organisation, _, user = submit.tenant.partition("/")
         priority_class, priority_classes = submit.priority_class, self.limits.priority_classes
         if priority_class not in priority_classes:
@@ -104,7 +105,7 @@ class State:
         return priority_class, organisation, user
 
     def set_targets(self, request: Request) -> None:
-        """Those of its priority class as the tenants file is now."""
+        """Set a request's targets from its priority class, as the tenants file is now."""
         priority_class = self.limits.priority_classes[request.path[0]]
         request.ttft_ms, request.tpot_ms = priority_class.ttft_ms or 0.0, priority_class.tpot_ms or 0.0
         pool = self.pools[request.submit.model]
@@ -112,7 +113,7 @@ class State:
             pool.targets.begin(pool.decode.values())
 
     def count_finished(self, request: Request, output_tokens: int) -> None:
-        """Its client has the whole answer, so many tokens over all choices."""
+        """Count a finished request in goodput. `output_tokens`: over all choices."""
         if not request.counted:
             return
         first = request.first_token_at or self.now
@@ -121,7 +122,7 @@ class State:
         self.goodput.finished(request.path, took, Times(request.ttft_ms, request.tpot_ms), request.arrived)
 
     def stepped(self, incarnation: int) -> None:
-        """A worker has run a step: if it has changed its role, that is proven."""
+        """Note that a worker has run a step, which confirms a role change of its process."""
         flip = self.unproven.pop(incarnation, None)
         if flip is not None and not flip.first_step_at:
             flip.first_step_at = self.now
@@ -187,7 +188,7 @@ class State:
         return last.drained if last is not None else -1
 
     def interrupt(self, request: Request, reason: Interrupt, why: str, now: float, *, tell: bool = True) -> None:
-        """`tell`: its gateway, now, so that it comes back at once."""
+        """Interrupt a request's attempt. `tell`: tell its gateway now, so that it resubmits the request at once."""
         self.counters[f"interrupted_{reason}"] += 1
         request.preempted += reason is Interrupt.PREEMPTED
         if reason is Interrupt.DRAINED:
@@ -200,8 +201,8 @@ class State:
             self.send(request.gateway_incarnation, Interrupted(*request.key, reason, why))
 
     def retain_allocation(self, request: Request) -> None:
-        """Its attempt was interrupted through no fault of its decode worker. The blocks reserved there pass from that attempt
-        to the request when the worker has let go, so that nobody else gets them before the next attempt comes."""
+        """Keep the blocks on the decode worker for a request that was interrupted through no fault of that worker. When the
+        worker releases the attempt, they pass to the request, so that no other takes them before the next attempt."""
         decode = self.workers.get(request.decode_incarnation)
         allocation = decode.allocations.get(request.key) if decode is not None else None
         if decode is not None and not decode.draining and allocation is not None and allocation.demand is not None:
@@ -219,8 +220,7 @@ class State:
             self.record_usage(self.billing.release(request.id, self.now))
 
     def _keep_retained(self, request: Request, worker: Worker, allocation: Allocation) -> None:
-        """The allocation of the attempt passes to the request, unless there is no room for it in full: it may have shared
-        blocks."""
+        """Pass the attempt's allocation to its request, unless it does not fit in full: the attempt may have shared blocks."""
         assert worker.admission is not None and allocation.demand is not None
         if worker.admission.fits(allocation.demand):
             worker.hold((request.id, RETAINED), allocation)
@@ -235,7 +235,7 @@ class State:
                 self.drop_retained(request)
 
     def withdraw(self, request: Request) -> None:
-        """Take the attempt out of the queue or off its workers, whichever it is in, and its estimate off its tenant's bill."""
+        """Take the attempt out of the queue or off its workers, and refund the estimate of its output to its tenant."""
         queue = self.queues[request.submit.model]
         self.pools[request.submit.model].end_lone(request)
         queue.count_uncomputed(request, 0)
@@ -255,8 +255,8 @@ class State:
         self.release_everywhere(request.key)
 
     def release(self, incarnation: int, key: tuple[str, int], emitted_tokens: int, *, first: bool = False) -> None:
-        """A worker holds nothing more for an attempt, and has emitted so much for it, `first`: and before that the first token
-        of each choice was."""
+        """Release a worker's allocation for an attempt that has emitted `emitted_tokens` there. `first`: the first token of
+        each choice was emitted before them."""
         worker = self.workers[incarnation]
         allocation = worker.release(key)
         if allocation is None:
@@ -272,7 +272,7 @@ class State:
         self.record_usage(self.billing.release(key[0], self.now))
 
     def end_room_for_large(self, request: Request) -> None:
-        """Room was kept for it, and is not any more: its tenant pays for what could not run there."""
+        """Stop keeping room for a large request. Charge its tenant for the work that could not run there."""
         pool = self.pools[request.submit.model]
         self.queues[request.submit.model].charge(request.path, pool.room_for_large.end(self.now))
         pool.wakeups.look_anew()
@@ -292,14 +292,14 @@ class State:
             self.queues[worker.hello.model].charge(allocation.path, due - paid)
 
     def unbind_all(self, prefill: Worker) -> None:
-        """Requests that wait for this worker, for its cached prefixes, may run anywhere again."""
+        """Let requests that wait for this worker and its cached prefixes run anywhere again."""
         pool, queue = self.pools[prefill.hello.model], self.queues[prefill.hello.model]
         for request in list(prefill.bound.values()):
             pool.bindings.unbind(request)
             queue.unsettle(request)
 
     def unbind_without_pair(self, pool: Pool) -> None:
-        """Requests that wait for a prefill worker from which no KV may go at present may run anywhere again."""
+        """Let requests run anywhere again if their prefill worker may not send KV to any decode worker now."""
         for prefill in [pool.workers[incarnation] for incarnation in pool.bindings.hosts]:
             if not pool.has_pair(prefill, self.now):
                 self.unbind_all(prefill)
@@ -308,7 +308,7 @@ class State:
     def emitted(
         self, model: str, path: Path, request_id: str, resumed_tokens: int, tokens: int, *, first: bool = False
     ) -> None:
-        """An attempt that began behind `resumed_tokens` has emitted so many: charged is what is news."""
+        """Count the `tokens` that an attempt emitted after `resumed_tokens`, and charge those that were not known before."""
         new = self.billing.emitted(request_id, resumed_tokens, tokens, first=first)
         if new and path:
             self.queues[model].emitted(path, new)
@@ -318,7 +318,7 @@ class State:
             self.send(incarnation, Release(*key))
 
     def refresh_eligibility(self, model: str) -> None:
-        """Workers have come or gone, or take work or none: which requests can have a turn."""
+        """Find anew which requests can have a turn, after workers came, left, or began or stopped taking work."""
         pool = self.pools[model]
         pool.wakeups.look_anew()
         self.unbind_without_pair(pool)
@@ -328,7 +328,7 @@ class State:
             self.queues[model].refresh_eligibility(self.can_run)
 
     def can_run(self, request: Request) -> bool:
-        """Whether some worker that takes work could hold it; where there is none, all wait alike, for whatever comes back."""
+        """Whether a worker that takes work could hold the request. True also while none takes work: one may come back."""
         pool = self.pools[request.submit.model]
         able = not pool.servable() or pool.could_place(request.submit)
         if not able:

@@ -1,19 +1,20 @@
-"""How much a prefill worker is given in advance: enough to keep it busy, so little that the next prompt soon starts. Pure.
+"""How much work a prefill worker gets in advance: enough to keep it busy, but so little that the next prompt starts soon.
+Pure.
 
-A step of 256 tokens takes milliseconds on a GPU and seconds on a CPU behind a long context, and nobody can get in between. So
-steps are bounded by the time that they take too, as the last ones show it.
+A step of 256 tokens takes milliseconds on a GPU, but seconds on a CPU behind a long context, and it cannot be interrupted. So
+steps are also bounded by the time that they take, judged by the last steps.
 """
 
 from math import inf
 from typing import Final, NamedTuple
 
 STEP_TOKENS_MIN: Final = 64
-"""Steps are not cut shorter: what a step costs whatever its length would take over."""
+"""Steps are not cut shorter, or the fixed cost of a step would dominate."""
 
 
 class StepLimits(NamedTuple):
     tokens: int = 0
-    """0: as each worker says; a `StepPace` has to know."""
+    """0: as each worker says. A `StepPace` needs the number itself."""
     ms: float = 0.0
     """0: no matter how long."""
     in_flight: int = 2
@@ -42,7 +43,8 @@ class StepPace:
         return min(most, max(STEP_TOKENS_MIN, int(longest_ms / self.token_ms)))
 
     def is_full(self, tokens: int) -> bool:
-        """Whether the length of a step was of use: a short one is mostly overhead, and shows its worker slower than it is."""
+        """Whether a step was long enough to measure the worker's rate. A short step is mostly overhead, and makes its worker
+        look slower than it is."""
         return 2 * tokens >= self.budget
 
     def measure(self, tokens: int, step_ms: float) -> None:
@@ -51,7 +53,7 @@ class StepPace:
             self.token_ms += (now_ms - self.token_ms) * (0.5 if self.token_ms else 1.0)
 
     def may_have_more(self, steps: int, tokens: int) -> bool:
-        """Whether it is given another step while so many, of so many tokens, are in flight."""
+        """Whether the worker gets another step while `steps` steps of `tokens` tokens in all are in flight."""
         if not steps:
             return True
         return steps < self._limits.in_flight and self._longest_ms > 2 * self.token_ms * tokens

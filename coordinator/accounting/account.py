@@ -12,7 +12,7 @@ NO_LIMITS = QuotaLimits()
 
 
 PER_MIN = 60 * NS
-"""A limit of n per minute is n units per nanosecond when one token is this many."""
+"""Units of one token, so that a limit of n per minute is n units per nanosecond."""
 
 
 class TokenBucket:
@@ -30,11 +30,11 @@ class TokenBucket:
             self._at_ns = now_ns
 
     def take(self, amount: int) -> None:
-        """Negative to give back; never fuller than full."""
+        """Take an amount; negative gives it back. The bucket is never fuller than full."""
         self.content = min(self.per_min * PER_MIN, self.content - amount * PER_MIN)
 
     def wait_ns(self, amount: int) -> int:
-        """Seconds until so much can be taken. The caller has seen that the bucket can hold as much."""
+        """Returns nanoseconds until the amount can be taken. The caller has checked that the bucket can hold as much."""
         return -(-max(amount * PER_MIN - self.content, 0) // self.per_min)
 
     def resize(self, per_min: int) -> None:
@@ -92,7 +92,7 @@ class Account:
         return self.open.held
 
     def frees_s(self, amount: int, of: int, now: float, usual_s: float) -> float:
-        """Seconds until so much comes back of what the open requests hold together."""
+        """Returns seconds until `amount` comes back of `of`, which the open requests hold together."""
         return self.open.wait_s(amount * self.open.held / max(of, 1), now, usual_s)
 
     @property
@@ -108,12 +108,12 @@ class Grant(msgspec.Struct, eq=False, gc=False):
     tokens: int
     """The estimate of its tokens that token rates were charged with."""
     tokens_max: int
-    """The most that it may come to: what is held, and taken of daily budgets."""
+    """The most tokens that it may use. They are held, and taken from daily budgets."""
     kv_blocks: int
     day: int
     rated: int
-    """Bits 2i and 2i + 1: the request rate and the token rate of account i were charged; not where there was no such limit, or
-    where it was borrowed over."""
+    """Bits 2i and 2i + 1: the request rate and the token rate of account i were charged. A bit is 0 if there was no such
+    limit, or if the request borrowed beyond it."""
     borrowed: bool
     at: float
     """When it was taken."""

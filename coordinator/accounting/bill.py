@@ -28,9 +28,9 @@ class UsageCounters(msgspec.Struct, eq=False, gc=False):
     adopted: bool = False
     """It was an orphan, and its row is in the ledger."""
     held: int = 0
-    """Reservations on workers, and chunks dispatched and not heard of."""
+    """Reservations on workers, and dispatched chunks not yet reported."""
     doubt_until: float = 0.0
-    """A worker that was lost with it may say more of it until then."""
+    """The time until which a lost worker or gateway may still report more of it."""
     outcome: str = ""
     ended: str = ""
     """Its outcome before it was reopened."""

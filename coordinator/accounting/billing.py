@@ -4,21 +4,20 @@ A bill stays open while the request lives, and after its end while a worker stil
 it: what a cancelled attempt has emitted is only known when its worker lets go (`Released`). Until then its concurrency and its
 blocks count as taken, because they are.
 
-Charged are the prompt tokens computed, once, however often a lost worker made us compute them again, and the tokens emitted,
-each once, whichever attempt it came from: what is counted is how far the answer is known to have got, by its workers' word, by
-its gateway's (`resumed_tokens`, and its last word), or by the steps of a worker that was lost. So it does not matter who speaks
-first, or twice.
+A bill charges each computed prompt token once, even if a lost worker made it be computed again, and each emitted token once,
+in any attempt. It counts how far the answer is known to have got, from its workers' reports, its gateway's (`resumed_tokens`,
+and its last message), or the steps of a lost worker. So the order of reports does not matter, nor their repetition.
 
-A request that comes back after its bill was settled, as a stream does that its gateway gave up and resumes, gets another one,
-which goes on from there, and its row in the ledger is opened again.
+A request may come back after its bill was settled, like a stream that its gateway gave up and resumes. It gets a new bill that
+continues from the old one, and its row in the ledger is opened again.
 
-A bill of an earlier coordinator is an *orphan*: its row in the ledger is open, and a worker's or the gateway's word closes it.
-Both say again what ended shortly before they lost the coordinator, and since. If no word comes in `orphan_s_max`, as where
-both are lost too, it is written off at its estimate.
+A bill of an earlier coordinator is an *orphan*: its row in the ledger is open, and a report of a worker or the gateway closes
+it. Both report again what ended shortly before they lost the coordinator, and since. If no report comes within `orphan_s_max`,
+for example because both are lost too, the bill is written off at its estimate.
 
-Where a worker's link is lost, as by a stop of this very process, the worker may be back in a moment, and say again what has
+If a worker's link is lost, for example because this process was stopped, the worker may soon come back and report what has
 finished meanwhile. So a bill that it held is not closed as cancelled before `DOUBT_S` have passed. The same holds for the
-gateway of an answer that was interrupted: it alone knows how far the answer got.
+gateway of an interrupted answer, since only the gateway knows how far the answer got.
 """
 
 from collections import OrderedDict
@@ -36,15 +35,15 @@ from proto.parts import Held
 from runtime.tenancy.tenants import Tenants
 
 LOST = "lost"
-"""Outcome of an orphan that nobody could tell about."""
+"""The outcome of an orphan about which no report came."""
 _UNSERVED = frozenset({RequestState.REJECTED, RequestState.EXPIRED, RequestState.FAILED})
-"""Ends that are ours: where nothing was computed either, it is as if the request had not been."""
+"""Ends that the cluster caused. If nothing was computed either, the request is treated as if it had never come."""
 DOUBT_S = 5.0
 """Longer than a worker or gateway that lives takes to come back."""
 
 
 def whole_of(submit: Submit) -> str:
-    """The request that this one is the rest of, as one of several choices that had begun; empty where it is none."""
+    """Returns the id of the request of which this one is a resumed choice, or an empty string."""
     end = f".c{submit.first_choice}"
     return submit.request_id.removesuffix(end) if submit.choices == 1 and submit.request_id.endswith(end) else ""
 
@@ -78,8 +77,9 @@ class Billing:
     # --- acceptance -----------------------------------------------------------------------------------------------------
 
     def adopt(self, request_id: str, resumed_tokens: int) -> Bill | None:
-        """The open bill of a request that is not known, whose gateway has come back: an orphan's, with the tokens the gateway
-        had got, or that of one which ended here, as by a loss of the link, and of which a worker has not let go yet."""
+        """Returns the open bill of an unknown request whose gateway has come back, or None. It is an orphan's bill, or that of
+        a request that ended here (as by a loss of the link) and that is not closed yet. Tokens that the gateway had got are
+        counted."""
         bill = self.bills.get(request_id)
         if bill is None:
             return None
@@ -120,8 +120,8 @@ class Billing:
 
     def open_promised(self, submit: Submit, ask: Ask, held: int, now: float) -> Bill:
         """Open the bill of a request in its second or a later attempt that has none: its client was promised an answer, and no
-        limit is asked. Of what it was charged before nothing is charged again; where that is forgotten, the ledger knows, and
-        tokens that were sent are taken to be charged. `held`: reservations that workers brought along."""
+        limit is asked. Nothing that was charged before is charged again. If the earlier charge is forgotten here, the ledger
+        has it, and tokens that were sent count as charged. `held`: reservations that workers brought along."""
         request_id, resumed_tokens = submit.request_id, submit.resumed_tokens
         before = self.settled.get(request_id)
         of_choice = bool(whole_of(submit))
@@ -147,7 +147,8 @@ class Billing:
         return bill
 
     def undo(self, bill: Bill, now: float, orphans_until: float) -> None:
-        """It was not accepted after all; an orphan is one again, since its gateway may come once more."""
+        """Undo the bill of a request that was not accepted after all. An orphan becomes one again, since its gateway may come
+        once more."""
         if bill.counters.ended:
             counters = bill.counters
             counters.outcome, counters.ended = counters.ended, ""
@@ -161,7 +162,7 @@ class Billing:
         self.quotas.undo(bill, now)
 
     def rates(self, tenant: str, now: float) -> RateState | None:
-        """None where nothing is limited, or nobody is known."""
+        """Returns None if nothing is limited, or the tenant is not known."""
         if self.quotas.tenants.policy(tenant) is None:
             return None
         rates = self.quotas.rates(tenant, now)
@@ -179,7 +180,7 @@ class Billing:
             counters.output_tokens = max(counters.output_tokens, held.resumed_tokens)
 
     def hold(self, request_id: str, count: int = 1) -> None:
-        """So much more of it is on workers."""
+        """Count `count` more reservations or chunks on workers."""
         bill = self.bills.get(request_id)
         if bill is not None:
             bill.counters.held += count
@@ -200,8 +201,8 @@ class Billing:
             bill.counters.prompt_done = True
 
     def emitted(self, request_id: str, resumed_tokens: int, tokens: int, *, first: bool = False) -> int:
-        """The attempt that began behind `resumed_tokens` has emitted so many; `first`: and besides the first token of each
-        choice. Returns how many of them are new."""
+        """Count `tokens` that an attempt has emitted after `resumed_tokens`. `first`: and the first token of each choice
+        besides. Returns how many of them are new."""
         bill = self.bills.get(request_id)
         if bill is None:
             return 0
@@ -212,7 +213,7 @@ class Billing:
         return new
 
     def lost(self, request_id: str, now: float) -> Closed | None:
-        """One thing less of it is on a worker, whose link was lost."""
+        """Count one reservation or chunk less, because a worker's link was lost."""
         bill = self.bills.get(request_id)
         if bill is not None:
             bill.counters.doubt_until = now + DOUBT_S
@@ -226,7 +227,7 @@ class Billing:
             bill.counters.doubt_until = now + DOUBT_S
 
     def release(self, request_id: str, now: float) -> Closed | None:
-        """One thing less of it is on a worker."""
+        """Count one reservation or chunk less on workers."""
         bill = self.bills.get(request_id)
         if bill is None or not (counters := bill.counters).held:
             return None  # a worker may bring along what was not counted when this bill was opened
@@ -243,12 +244,12 @@ class Billing:
         return self._close_if_over(bill, now)
 
     def is_open_to(self, request_id: str) -> bool:
-        """Whether a worker may tell the end of what is no request here any more."""
+        """Whether a worker may still report the end of a request that is not known here any more."""
         return request_id in self.orphans or request_id in self.doubts
 
     def end_orphan(self, request_id: str, outcome: str, now: float) -> Closed | None:
-        """A worker says how a request ended of an earlier coordinator, or of which it had been lost; or its gateway has
-        all of the answer."""
+        """End an earlier coordinator's request, or one whose worker's link was lost: a worker reports its end, or its gateway
+        has the whole answer."""
         if not self.is_open_to(request_id):
             return None
         counters = self.bills[request_id].counters
@@ -268,7 +269,7 @@ class Billing:
         return self.end(request_id, RequestState.CANCELLED, now)
 
     def write_off(self, now: float, orphans_until: float) -> list[Closed]:
-        """Orphans whose time has come; those that a worker still holds get more."""
+        """Close doubts and orphans whose time has come. Orphans that a worker still holds get more time."""
         closed = []
         while self.doubts and (first := next(iter(self.doubts.items())))[1] <= now:
             del self.doubts[first[0]]

@@ -1,4 +1,4 @@
-"""How fast what is held comes free, and who was told to come back for it. Pure.
+"""How fast held amounts come free, and which requests were told to come back for them. Pure.
 
 By Little's law, as much comes free per second as is held, divided by the mean time for which it is held. That time is learnt
 from what has come free. So the rate is known as soon as something is full, whatever limits it.
@@ -51,8 +51,8 @@ class FreeingRate:
         return self._mean_s
 
     def wait_s(self, amount: float, now: float, usual_s: float = 0.0) -> float:
-        """Seconds until so much more has come free. While nothing does, it is as long again as nothing has. `usual_s`: how
-        long each is held, while nothing was learnt."""
+        """Returns seconds until `amount` more has come free. If nothing has come free for a while, it is at least that while
+        again. `usual_s`: the assumed holding time while nothing was learnt."""
         if not self.held or amount <= 0:
             return 0.0
         quiet_s = now - self._freed_at
@@ -71,7 +71,7 @@ class ComingBack(Generic[T]):
         return len(self._due)
 
     def tell(self, due: float, what: T) -> bool:
-        """Returns whether it is kept: there is a bound."""
+        """Returns False if it is not kept, since there are too many."""
         if len(self._due) >= TOLD_MAX:
             return False
         self._told += 1
@@ -79,7 +79,7 @@ class ComingBack(Generic[T]):
         return True
 
     def take_due(self, now: float) -> list[T]:
-        """Those that come back by now, and were not taken before; some of them, where they are many."""
+        """Takes the requests that are due by now, or only some of them if there are many."""
         due = list[T]()
         while self._due and self._due[0][0] <= now and len(due) < EXPIRED_MAX:
             due.append(heappop(self._due)[2])

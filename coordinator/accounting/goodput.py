@@ -42,7 +42,7 @@ class Goodput:
         self.by_class: dict[str, GoodputCounts] = {}
         self.policy = PolicyInForce()
         self.by_arm: dict[str, GoodputCounts] = {"active": GoodputCounts()}
-        """Requests that came since the policy in force and what is on trial are what they are."""
+        """Counts by arm of requests that came since the policy or its trial last changed."""
         self._since = 0.0
 
     def put_in_force(self, policy: PolicyInForce, now: float) -> None:
@@ -60,7 +60,7 @@ class Goodput:
             self.by_arm[self.policy.arm(path[1])].add(took, target)
 
     def forget_others(self, priority_classes: Container[str]) -> None:
-        """A new tenants file has only these."""
+        """Drop the counts of classes that a new tenants file lacks."""
         self.by_class = {name: counts for name, counts in self.by_class.items() if name in priority_classes}
 
     def _of_class(self, priority_class: str) -> GoodputCounts:

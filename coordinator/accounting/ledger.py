@@ -2,28 +2,28 @@
 
 **Journalled before it is acknowledged.** A request's row is written when it is accepted, open and charged at its estimate, and
 nothing about the request (its acceptance, its order to a worker) leaves the coordinator until that row is committed
-(`coordinator.outbox`). At its end the row is closed with what was computed and emitted. So at whatever moment the process
-is killed, every request that anyone has heard of has one row:
+(`coordinator.outbox`). At its end the row is closed with what was computed and emitted. So every request that another process
+has heard of has one row, whenever this process is killed:
 
 - killed before the row is committed: nobody has heard of the request. Its gateway submits it again, and it gets a row then.
 - killed while the row is open: the next coordinator counts the estimate to the tenant's day, holds the reservation again, and
-  closes the row when a worker or the gateway tells how the request ended. If nobody does within a bound (the stream ended while
-  no coordinator was there), the row is written off: closed as `lost`, charged at the estimate. Charging nothing would forgive
-  work that was done; the estimate is the best that is known.
+  closes the row when a worker or the gateway tells how the request ended. If no report comes within a bound (the stream ended
+  while no coordinator was there), the row is written off: closed as `lost`, charged at the estimate. Charging nothing would
+  give work away; the estimate is the best known figure.
 - killed after the end but before the row is closed: the same, the row being open.
 - killed after the row is closed: done.
 
 - killed after the row is closed, and the stream's gateway resumes it, as after a worker's link was lost: the row is opened
-  again. Amounts are those of the whole answer, each of its tokens counted once, so at the end the greater of what it had
-  and what the new closing says is true, whatever came in between.
+  again. Amounts are those of the whole answer, with each token counted once. So the greater of the row's old amount and the
+  new closing's amount is right, no matter what came in between.
 
 Closed rows are deleted `keep_days` after their acceptance, a bounded number between any two batches.
 
 Rows are found by request id; a second opening or closing of one changes nothing. The rates per minute go on from the
 rows of the last minute.
 
-**A start does not take longer with the day.** What it reads (`ledger_past`) is found by an index: open rows, rows of the last
-minute, and the day's sums, which `ledger_totals` keeps beside the rows.
+**A start does not take longer with the day.** It reads only rows that an index finds (`ledger_past`): open rows, rows of the
+last minute, and the day's sums, which `ledger_totals` keeps beside the rows.
 
 **Private.** The file and those that SQLite makes beside it can be read by this user alone: they have tenants and their usage.
 
@@ -159,7 +159,7 @@ class Ledger:
 
     @property
     def behind(self) -> bool:
-        """So much is waiting to be written that no further request should be let in."""
+        """Whether so much waits to be written that no further request should be admitted."""
         return self._entries.qsize() > QUEUE_MAX // 2
 
     def write(self, entry: Entry) -> None:
@@ -259,7 +259,7 @@ def _prepare(db: sqlite3.Connection) -> None:
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = NORMAL")
     db.executescript(_SCHEMA + ledger_totals.SCHEMA)
-    # A file that cannot be written to, such as one with another table, is refused before anybody is served.
+    # A file that cannot be written to, such as one with another table, is refused before any request is served.
     db.execute("BEGIN IMMEDIATE")
     for entry in _TRIED:
         _write(db, entry)

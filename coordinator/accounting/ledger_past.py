@@ -1,7 +1,7 @@
 """The past that the usage ledger tells at a start.
 
-Anybody may have written to the file, and disks fail: a row that is not of the kind that this program writes is left out and
-counted, so that no row can keep a coordinator from starting, nor bring amounts into it that it would not write itself.
+Other programs may have written to the file, and disks fail. So a row that this program would not write is left out and
+counted. No row can keep a coordinator from starting, or bring amounts into it that it would not write itself.
 """
 
 import sqlite3
@@ -114,7 +114,7 @@ class _Reader:
 
 
 def _text_or_bytes(raw: bytes) -> str | bytes:
-    """Bytes are no text to those who check the row."""
+    """Returns bytes that are not UTF-8 as they are; the check of the row refuses them."""
     try:
         return raw.decode()
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
 """Charged tokens of each day and tenant, kept in the usage ledger beside its rows.
 
 A coordinator that starts needs what each tenant was charged today. Adding up the rows takes longer with every request of the
-day, and nobody is served meanwhile; so triggers keep the sums, in the transaction that writes the rows.
+day, and no request is served meanwhile. So triggers keep the sums, in the transaction that writes the rows.
 """
 
 import sqlite3

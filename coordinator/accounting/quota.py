@@ -9,8 +9,8 @@ A request takes from all levels of its tenant (user, organisation) or from none.
   counter that starts anew at midnight UTC; a request counts for the day on which it was accepted.
 
 Tokens in flight and the daily budget are taken on the most that a request may come to, and what it does not use is given back
-at its end. A request is admitted where its estimate fits beside the most that all others may come to. So whatever a tenant's
-answers have taught the estimate, the limit is exceeded by no more than the rest of one request.
+at its end. A request is admitted if its estimate fits beside the most that all others may use. So even if the estimate is
+wrong, the limit is exceeded by no more than the rest of one request.
 
 All amounts are integers, buckets in token·nanoseconds, so that what is given back is exactly what was taken.
 
@@ -28,7 +28,7 @@ from proto.messages import RateState
 from runtime.tenancy.tenants import Level, QuotaLimits, Tenants
 
 HELD_RETRY_S = 1.0
-"""The least that is told where something is held."""
+"""The shortest wait that is told if a held amount is at its limit."""
 LATER = 1.1
 """A client comes back up to so many times later than it was told."""
 BORROW_RETRY_S = 60.0
@@ -67,8 +67,8 @@ class Denial:
     limit: str
     """As in the tenants file."""
     retry_after_s: float
-    """When the same ask will be admitted if nothing else is, a day at the most; 0: never. For held amounts, when so much is
-    expected to have come back behind what others were told to wait for."""
+    """Seconds until the same ask is admitted if no other is, a day at the most; 0: never. A held amount is expected to have
+    come back then, behind what others were told to wait for."""
     held: bool = False
     """It waits for what requests hold."""
 
@@ -87,11 +87,11 @@ class Quotas:
     _of: dict[str, tuple[Account, ...]] = field(default_factory=dict, repr=False)
     """The levels of each tenant."""
     _spent: dict[str, int] = field(default_factory=dict, repr=False)
-    """Levels that are gone but for what they used of a daily budget, and that day: it counts if they come back."""
+    """Levels that are gone, with the day on which they used a daily budget. This use counts if they come back."""
     _level_names: set[str] = field(default_factory=set, repr=False)
     """Names of the levels of all tenants in the file."""
     _vacated: dict[str, None] = field(default_factory=dict, repr=False)
-    """Levels by which nothing is held any more since the last `take_vacated`, of tenants that the file does not have."""
+    """Levels of tenants that are not in the file, and that have come to hold nothing since the last `take_vacated`."""
 
     def __post_init__(self) -> None:
         self._level_names = {level.name for policy in self.tenants.policies.values() for level in policy.levels}
@@ -144,7 +144,7 @@ class Quotas:
                 account.day_tokens += tokens
 
     def seed_rates(self, tenant: str, tokens: int, at: float) -> None:
-        """A request that took of the rates at a time before now; in order of time, and before anything else."""
+        """Charge the rates for a request of the past. Called in order of time, and before anything else."""
         for account in self._accounts(tenant, at):
             if account.requests is not None:
                 account.requests.take(1)
@@ -175,7 +175,7 @@ class Quotas:
     # --- changes ------------------------------------------------------------------------------------------------------
 
     def replace(self, tenants: Tenants, utc_offset_s: float, now: float) -> None:
-        """A new tenants file: limits change, what is used and held stays, also of tenants that are gone."""
+        """Put a new tenants file in force. Limits change; used and held amounts stay, also those of tenants that are gone."""
         self.tenants, self.utc_offset_s = tenants, utc_offset_s
         self._of.clear()
         now_ns, day = round(now * NS), self.day(now)
@@ -238,7 +238,8 @@ class Quotas:
         limits, borrows = account.limits, account.borrow and idle
 
         def held_s(amount: int, over: int, of: int) -> float:
-            """Seconds until what is held, `of`, is less by `over`, and by as much again for each that comes back before."""
+            """Returns seconds until the held amount `of` is less by `over`, and by `amount` for each request that comes back
+            before."""
             account.coming.take_due(now)
             return max(account.frees_s(over + len(account.coming) * amount, of, now, usual_s), HELD_RETRY_S)
 

@@ -1,4 +1,4 @@
-"""How far estimates were off: what it came to, divided by what was expected. Pure."""
+"""How far estimates were off: the real amount divided by the expected one. Pure."""
 
 from bisect import bisect_left
 from collections.abc import Iterator

@@ -13,7 +13,7 @@ SLICES = 16
 
 
 class Remembered(Generic[V]):
-    """Each entry is kept for `keep_s` seconds after it was last put in, and goes with a later `put`."""
+    """Keeps each entry for `keep_s` seconds after it was last put in. A later `put` drops expired entries."""
 
     def __init__(self, keep_s: float, most: int) -> None:
         self.keep_s = keep_s
@@ -21,7 +21,7 @@ class Remembered(Generic[V]):
         self.dropped_early = 0
         """Entries that `most` pushed out before their time."""
         self._slices: deque[tuple[float, dict[str, V]]] = deque()
-        """When each was begun, oldest first."""
+        """The time at which each slice was begun, and its entries; oldest first."""
         self._count = 0
 
     def __len__(self) -> int:

@@ -19,7 +19,7 @@ class Opened(msgspec.Struct, frozen=True, gc=False):
     borrowed: bool
     ask: Ask
     again: bool = False
-    """It may have been closed, and comes back: what it is charged in the end is not less than what it was."""
+    """Its row may have been closed before. It is charged at least what it was charged then."""
     from_token: int = 0
     """The first answer token that is charged here. Those before it are charged to another request, of which this one
     continues a choice."""
@@ -50,7 +50,7 @@ class Past:
     """The state that the ledger held when the coordinator started."""
 
     open: tuple[Opened, ...] = ()
-    """Accepted by an earlier coordinator and not ended, as far as it could write."""
+    """Requests that an earlier coordinator accepted, without a written end."""
     charged: tuple[tuple[str, int, int], ...] = ()
     """(tenant, day, tokens) of the day of the start, the open ones included."""
     recent: tuple[tuple[str, float, int], ...] = ()
@@ -58,7 +58,7 @@ class Past:
 
 
 class Settled(msgspec.Struct, frozen=True, gc=False):
-    """The part of a closed bill that is kept, to go on from."""
+    """The part of a closed bill that is kept, so that a later bill can continue from it."""
 
     attempt: int
     computed_tokens: int

@@ -67,9 +67,10 @@ DEADLINE_MARGIN = 0.8
 
 
 def feasible(request: Request, pool: Pool, queue: WaitQueue, place_s: float) -> tuple[Reject | None, str, float | None]:
-    """Whether a request's deadline, or its class's target for the first token, can be met at the rates measured, behind what
-    goes before it in the fair order, if no more of its prompt has to be computed than is believed. `place_s`: until it gets a
-    place, as projected. With seconds until another try may succeed; 0: never, None: as long as what waits before it takes."""
+    """Returns whether a request's deadline, or its class's target for the first token, can be met at the measured rates,
+    behind the work before it in the fair order, if as much of its prompt is cached as is believed. `place_s`: projected
+    seconds until it gets a place. Also returns seconds until another try may succeed; 0: never, None: as long as the work
+    before it takes."""
     deadline_ms, own_ms = request.first_token_ms, request.submit.deadline_ms
     if not deadline_ms:
         return None, "", 0.0

@@ -20,7 +20,8 @@ from proto.progress import EndPrefix, EndSession
 
 
 def fault_of_submit(state: State, incarnation: int, event: Received) -> str:
-    """Faults that a worker would take for an error of this coordinator, or that would leave a request in another's place."""
+    """Returns a fault that a worker would take for an error of this coordinator, or that would put a request in another's
+    place."""
     submit, blob = event.message, event.blob
     assert isinstance(submit, Submit)
     if len(blob) != 4 * submit.prompt_tokens:
@@ -113,7 +114,7 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
 
 
 def _let_in(state: State, request: Request, now: float) -> None:
-    """A new one."""
+    """Admit a new request."""
     model = request.submit.model
     state.requests[request.id] = request
     state.alive[model] += 1
@@ -125,21 +126,22 @@ def _let_in(state: State, request: Request, now: float) -> None:
 
 
 def _comes_back(state: State, submit: Submit) -> bool:
-    """Whether an earlier attempt at it, or at all of its choices, was cut short here, and not by a drain. Of what an earlier
-    coordinator had accepted nothing is known."""
+    """Whether an earlier attempt at it, or at all of its choices, was cut short here, and not by a drain. Nothing is known of
+    requests that an earlier coordinator had accepted."""
     known = state.requests.get(submit.request_id)
     if known is not None:
         drained = submit.drained_attempts > known.submit.drained_attempts
         return known.state is RequestState.INTERRUPTED and not drained
     if submit.attempt == 1:
         return False
-    # A choice may have been put off and cancelled: of itself it was never accepted then.
+    # A choice that was put off and cancelled was never accepted under its own id.
     earlier = (state.last_drained(name) for name in (submit.request_id, whole_of(submit)))
     return submit.drained_attempts <= max(earlier)
 
 
 def _put_off(state: State, incarnation: int, submit: Submit, now: float) -> bool:
-    """Where too many come back at once, its gateway is told to try again later; nothing else changes."""
+    """Tell the gateway to try again later if too many requests come back at once. Returns whether it was told; nothing else
+    changes."""
     retries = state.queues[submit.model].retries
     if retries.allows(state.alive[submit.model], now):
         return False
@@ -151,7 +153,7 @@ def _put_off(state: State, incarnation: int, submit: Submit, now: float) -> bool
 
 
 def _renew(state: State, request: Request, submit: Submit, blob: bytes, now: float) -> None:
-    """The next attempt at a request, whatever has become of the one before."""
+    """Begin the next attempt at a request, in any state of the one before."""
     state.withdraw(request)
     if request.state in ON_WORKERS:
         request.fire(Trigger.INTERRUPT, now)
@@ -171,8 +173,8 @@ def _judge(state: State, submit: Submit, now: float) -> checks.Refusal:
 
 
 def _admit(state: State, request: Request, now: float) -> tuple[Reject | None, str, float | None]:
-    """Whether a new request is let in beside what waits, and in how many seconds another try may succeed; None: as long as
-    what waits before it takes. A request that was let in before and resumes is not asked again."""
+    """Returns whether a new request is admitted beside the waiting ones, and after how many seconds another try may succeed;
+    None: as long as the work before it takes. A resumed request is not checked again."""
     submit, limits = request.submit, state.limits
     pool, queue = state.pools[submit.model], state.queues[submit.model]
     urgent = request.first_token_ms > 0
@@ -199,7 +201,7 @@ def _admit(state: State, request: Request, now: float) -> tuple[Reject | None, s
         queue.backlog.remove(victim)
         victims.append(victim)
     for victim in reversed(victims):
-        queue.backlog.add(victim, now)  # until it is decided, nobody goes
+        queue.backlog.add(victim, now)  # no request is shed before the decision
     if reason is not None:
         return reason, f"{len(queue)} requests of {queue.backlog.tokens} tokens are waiting already", None
     for victim in victims:
@@ -260,8 +262,8 @@ def cancel(state: State, incarnation: int, event: Received, now: float) -> None:
         whole = cancel.reason is CancelReason.ANSWERED and request.state is RequestState.INTERRUPTED
         state.end(request, Trigger.FINISH if whole else Trigger.CANCEL, cancel.reason, now)
     elif request is None:
-        # Accepted by an earlier coordinator: the workers know it, and so do their allocations.
-        # One that has still to come back finds the cancel here.
+        # An earlier coordinator accepted it: the workers know it, and `where` lists their allocations. A worker that has still
+        # to come back finds the cancel here.
         for attempt in range(1, cancel.attempt + 1):  # one before may have missed that it was given up
             state.release_everywhere((cancel.request_id, attempt))
         state.remember(cancel.request_id, cancel.attempt)

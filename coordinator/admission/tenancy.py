@@ -1,4 +1,4 @@
-"""The rights of a request by the tenants file, checked when it is new; and a new file put in force. Pure."""
+"""Checks the rights of new requests by the tenants file, and puts a new file in force. Pure."""
 
 from dataclasses import replace
 from math import ceil
@@ -14,7 +14,7 @@ from proto.errors import Reject
 from proto.messages import Submit
 
 RELOAD_S = 5.0
-"""A tenant that only the gateway knows: the coordinator will have read the same file by then."""
+"""Retry time for a tenant that only the gateway knows. The coordinator will have read the same file by then."""
 JITTERED_MAX_S = 60.0
 """The jitter of a wait is at most a part of this, so that a client that waits for midnight does not lose minutes."""
 Refusal = tuple[Reject | None, str, float | None]
@@ -22,8 +22,8 @@ Refusal = tuple[Reject | None, str, float | None]
 
 
 def configure(state: State, event: Configured, now: float) -> None:
-    """Put a tenants file in force. Requests that wait stay in the priority class they came in, also if the file has it no
-    more; then without a floor, or all floors might leave nothing to share."""
+    """Put a tenants file in force. Live requests stay in the priority class they came in, even if the file no longer has it.
+    Such a class has no floor, or all floors might leave nothing to share."""
     tenants = event.tenants
     still = {request.path[0] for request in state.requests.values()}
     kept = {

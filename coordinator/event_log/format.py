@@ -4,12 +4,12 @@
     [[now, name, …event], [sum, count, digest]]   for each event: what the core was given, and what came of it
     [END, reason]                                 last, unless the process was killed
 
-`sum` and `digest` come from one running hash over all that went before in this event log: `sum` after the event's bytes were
-added to it, so that a changed record is told from a core that acts differently; `digest` after the `count` actions were. Where
-the core failed, `count` is `FAILED` and `digest` the error's text.
+`sum` and `digest` come from one running hash over this event log so far. `sum` is taken after the event's bytes were added, so
+that a changed record can be told from a core that acts differently; `digest` is taken after the `count` actions were added. If
+the core failed, `count` is `FAILED` and `digest` is the error's text.
 
-Prompt ids are not written: the core looks at their length only, and that is kept. Nor are grammars, the hashes of
-API keys and the cache groups, at which it does not look at all. Messages stand as they do on the wire.
+Prompt ids are not written: the core uses only their length, which is kept. Grammars, the hashes of API keys and the cache
+groups are not written either, since the core does not use them. Messages stand as they do on the wire.
 """
 
 from collections.abc import Iterable, Mapping
@@ -38,7 +38,7 @@ _EVENTS: Final[dict[str, type[Event]]] = {kind.__name__: kind for kind in get_ar
 
 
 class EventLogError(CrossdockError):
-    """A file that is no event log, or is damaged, or was recorded by a version that this one cannot replay."""
+    """The file is not an event log, is damaged, or was recorded by a version that this one cannot replay."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Chain:
         return self._hash
 
     def record(self, count: int, digest: int | str) -> bytes:
-        """Write the digest of the event that was given last."""
+        """Returns the record of the last event, with its digest."""
         return _PAIR + self._head + _encoder.encode((self.sum, count, digest))
 
 
@@ -144,7 +144,8 @@ class Chain:
 
 
 def as_written(record: object) -> bytes:
-    """The bytes of what was read. Every value has one form only here, so they are those that were written."""
+    """Returns the bytes of a record that was read. Each value has only one encoding here, so they equal the bytes that were
+    written."""
     return _encoder.encode(record)
 
 
@@ -200,7 +201,7 @@ def _decode_event(name: str, rest: list[Any]) -> Event:
 
 @lru_cache(maxsize=256)
 def _zeros(count: int) -> bytes:
-    """Instead of a prompt's ids. Shared, since a replay may have a million prompts waiting."""
+    """Returns zeros instead of a prompt's ids. They are shared, since a replay may have a million prompts waiting."""
     return bytes(count)
 
 

@@ -14,7 +14,7 @@ from coordinator.request import Request
 
 
 class RequestsNamed:
-    """The ids that begin so, of all requests that came. An `Observer`."""
+    """Collects the ids of all requests that begin with a prefix. An `Observer`."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -40,7 +40,7 @@ class Waited(msgspec.Struct, frozen=True, order=True):
     tenant: str
     prompt_tokens: int
     outcome: str
-    """Or its state at the end of the event log."""
+    """Its outcome, or its state at the end of the event log."""
 
 
 class Longest:

@@ -37,7 +37,7 @@ class LoggedAdvice(msgspec.Struct, frozen=True, tag_field="what", tag="advice"):
 
 
 class LoggedRatio:
-    """The ratio of workers over an event log; after each event it tells the changes."""
+    """Follows the ratio of workers through an event log. `news` returns the changes at each event."""
 
     def __init__(self) -> None:
         self._open: dict[RunningFlip, None] = {}
@@ -66,7 +66,7 @@ def _role_change(flip: RunningFlip, at_s: float) -> RoleChange:
 
 
 class RatioChanges:
-    """All of an event log. An `Observer`."""
+    """Collects all changes of an event log. An `Observer`."""
 
     def __init__(self, started: float) -> None:
         self._started, self._ratio = started, LoggedRatio()

@@ -1,7 +1,7 @@
-"""Why a request did not get the chunk that another one got, or nobody. Pure: reads the state, as an onlooker of a decision.
+"""Explains why a request did not get a chunk at a turn. Pure: reads the state at a decision, like a `Watch` callback.
 
-A reason says what stood in the way at one turn of one prefill worker: the fair order (`OtherTurn`, `SameTenant`), room
-(`NoRoomOnWorker`, `RoomKept`), standing behind somebody who waits for room (`BehindNoRoom`), or its own choice
+A reason says what prevented it at one turn of one prefill worker: the fair order (`OtherTurn`, `SameTenant`), room
+(`NoRoomOnWorker`, `RoomKept`), a request before it that waits for room (`BehindNoRoom`), or the choice to wait
 (`CachedElsewhere`).
 """
 
@@ -34,7 +34,7 @@ class OtherTurn(msgspec.Struct, frozen=True, tag_field="kind", tag="other_turn")
 
     by: By
     level: str
-    """Where the two part: "priority class", "organisation" or "user"."""
+    """The level at which the two compete: "priority_class", "organisation" or "user"."""
     winner: str
     ours: str
     """The two that compete there."""
@@ -68,7 +68,7 @@ class NoRoomOnWorker(msgspec.Struct, frozen=True, tag_field="kind", tag="no_room
     seqs_needed: int
     seqs_free: int
     most_held_by: str
-    """The tenant with the most blocks there; empty where nobody has any."""
+    """The tenant with the most blocks there; empty if no tenant has any."""
     most_held_blocks: int
     kept: bool
     """Blocks that come free are kept for this request: it was bypassed often enough."""
@@ -130,9 +130,10 @@ def by(request: Request) -> By:
 
 
 def why_not(target: Request, winner: Request | None, looked: list[Looked], worker: Worker, pool: Pool) -> Reason | None:
-    """Why the turn of `worker` that ended with `winner` (or nobody) passed `target` by; None if it did not compete there.
+    """Returns why the turn of `worker`, which `winner` got (None: no request), passed `target` by; None if `target` did not
+    compete.
 
-    `looked`: whom the turn had come to, in order.
+    `looked`: the requests that were considered in this turn, in order.
     """
     entry: Entry[Request] | None = target.entry
     if winner is target or entry is None:
@@ -160,7 +161,7 @@ def why_not(target: Request, winner: Request | None, looked: list[Looked], worke
 
 
 def _without_room(target: Request, first: Request, worker: Worker, pool: Pool) -> Reason:
-    """`first`: the one that found no room, of those under the same queue key."""
+    """Returns why there was no room. `first`: the request under the same queue key that found none."""
     reservation, kept_on = pool.room_for_large.request, pool.decode.get(pool.room_for_large.decode)
     if reservation is not None and reservation is not target and kept_on is not None:
         fits = worker.fits(target.submit) and kept_on.fits(target.submit, target.expected_left)
@@ -214,7 +215,7 @@ def _elsewhere(target: Request, asked: Worker, pool: Pool) -> CachedElsewhere | 
 
 
 def _goes_first(winner: Request, target: Request) -> OtherTurn | SameTenant | None:
-    """Whether `winner` goes first by the fair order; None if `target` would have gone first."""
+    """Returns why `winner` goes first in the fair order; None if `target` would have gone first."""
     mine: Entry[Any] | None = target.entry
     theirs: Entry[Any] | None = winner.entry
     assert mine is not None and theirs is not None

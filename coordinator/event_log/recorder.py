@@ -1,7 +1,7 @@
-"""`--event-log`: what the core is given, written to a file as it goes.
+"""Records the core's events to the file of `--event-log`.
 
 The event loop only appends to a buffer; a thread writes it out when it is large or `FLUSH_S` old. So a killed process loses at
-most the last `FLUSH_S`, a slow disk holds nobody up, and a failing one ends the recording, never the service.
+most the last `FLUSH_S`. A slow disk delays no request, and a failing disk ends the recording, never the service.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from runtime.process.version import version_of
 FLUSH_S: Final = 0.2
 FLUSH_BYTES: Final = 256 << 10
 BUFFER_BYTES_MAX: Final = 64 << 20
-"""More waiting to be written ends the recording: the disk cannot keep up."""
+"""If more waits to be written, the recording ends, since the disk cannot keep up."""
 EARLIER_KEPT: Final = 3
-"""Journals of earlier processes, as FILE.1 (the last one) and so on."""
+"""How many event logs of earlier processes are kept, as FILE.1 (the latest) and so on."""
 CLOSE_TIMEOUT_S: Final = 5.0
 ERROR_CHARS_MAX: Final = 500
 _MISTAKES: Final = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
@@ -142,7 +142,8 @@ class RecordedCore:
         self._chain = Chain(encode_header(self._header))
 
     def open(self) -> None:
-        """Raises `OSError` where the path cannot be meant; of a disk that is full it is said that nothing is recorded."""
+        """Open the event log. Raises `OSError` if the path is a mistake. If the disk is full, logs that nothing is
+        recorded."""
         try:
             self._event_log.open(self._header)
         except _MISTAKES:
@@ -183,7 +184,7 @@ def _keep_earlier(path: Path) -> None:
 
 
 def _open_new(path: Path) -> int:
-    """Raises `OSError`: nothing is written to a file that another coordinator has, or may have."""
+    """Open a new file. Raises `OSError` if another coordinator writes to it, or may."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         _lock(descriptor, path)

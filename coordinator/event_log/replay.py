@@ -36,7 +36,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class Difference:
-    """Where the event log and the core part."""
+    """The point at which the event log and the core differ."""
 
     number: int
     """The event's number, from 1."""
@@ -71,7 +71,8 @@ class Replay:
         self._chain = Chain(as_written(first))
 
     def run(self, observer: Observer | None = None) -> Difference | None:
-        """Raises `EventLogError` at a record that is none; one that is cut off at the end is where it stops (`bytes_read`)."""
+        """Returns the first difference, or None. Raises `EventLogError` at an invalid record; stops at a record that is cut
+        off at the end (`bytes_read`)."""
         for raw in self._records():
             if self.ended:
                 raise EventLogError(f"after byte {self.bytes_read}, a record behind the last one")

@@ -1,6 +1,5 @@
-"""Stories from an event log: what happened to one request and why it waited; and which requests waited longest. Pure.
-
-Both are observers of a `coordinator.event_log.replay.Replay`. Times are seconds since the request was first submitted.
+"""The timeline of one request from an event log: what happened to it, and why it waited. Pure. `Timeline` is an observer of a
+`coordinator.event_log.replay.Replay`. Times are seconds since the request was first submitted.
 """
 
 from typing import Final
@@ -99,7 +98,7 @@ class ChunkSent(msgspec.Struct, frozen=True, tag_field="what", tag="chunk"):
 
 
 class Changed(msgspec.Struct, frozen=True, tag_field="what", tag="state"):
-    """A change of state that none of the others tells."""
+    """A change of state that no other entry tells."""
 
     at_s: float
     state: str
@@ -145,7 +144,7 @@ def _culprit(reason: Reason) -> By | None:
 
 
 def _same(reason: Reason) -> tuple[object, ...]:
-    """Reasons that are told as one."""
+    """Returns a key; reasons with the same key are told as one."""
     culprit = _culprit(reason)
     who = (culprit.priority_class, culprit.tenant) if culprit is not None else ()
     match reason:
@@ -177,7 +176,7 @@ class Timeline:
         """Ends of the steps that are composed at the present event, by worker and number."""
         self._event: Event | None = None
         self._came: Submitted | None = None
-        """Told once the core has taken it or turned it away: what repeats an attempt is neither."""
+        """Added once the core has queued or rejected it. A repeated submit does neither."""
         self._blocks = 0
         self._ratio = LoggedRatio()
         self._has_ended = False
@@ -243,7 +242,7 @@ class Timeline:
         return Submitted(at_s, *what, len(waiting), own)
 
     def _take(self, actions: list[Action]) -> None:
-        """Tell what the actions say that are new since the last look."""
+        """Process the actions that are new since the last call."""
         for action in actions[self._seen :]:
             match action:
                 case StateChanged(request_id, _, state, why) if request_id == self.request_id:
@@ -295,7 +294,7 @@ class Timeline:
                 name = self._core.workers[incarnation].hello.name
                 total = self._core.requests[self.request_id].submit.prompt_tokens
                 beside = len(step.chunks) - 1
-                # Not a change of state: what passes it by goes on being counted.
+                # This is no change of state, so turns that pass it by are still counted together.
                 end = self._ends.get((incarnation, step.step_id), "")
                 self.entries.append(
                     ChunkSent(self._at_s, name, step.step_id, chunk.start, chunk.length, total, beside, end)
@@ -311,7 +310,7 @@ class Timeline:
         return "", 0.0
 
     def _made_room_for(self, why: str) -> By | None:
-        """The newcomer, where somebody else's submit ends a request that waits."""
+        """Returns the new request for which this one was shed, or None."""
         message = self._event.message if isinstance(self._event, Received) else None
         if not isinstance(message, Submit) or message.request_id == self.request_id or "overload" not in why:
             return None

@@ -4,8 +4,9 @@ A prompt token behind a long context takes more work than one at the beginning, 
 for `1 + c / attention_tokens`, where `attention_tokens` is the context at which attention takes as much work as the weights. So
 tenants share the time of prefill workers, not the number of tokens. Quotas and usage count plain tokens.
 
-Prompt tokens are charged chunk by chunk when they are dispatched, the output with the last chunk, as estimated, and what is
-longer as it is emitted; both are trued up to what was computed and emitted. So a request cancelled in the queue costs nothing.
+Prompt tokens are charged chunk by chunk when they are dispatched. The estimated output is charged with the last chunk, and
+longer output as it is emitted. Both are corrected to what was computed and emitted. So a request cancelled in the queue costs
+nothing.
 """
 
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Prices:
 USUAL = 0.5
 """The quantile of a tenant's answers that cost and rates are estimated with."""
 LONG = 0.9
-"""The quantile that room in decode is taken for."""
+"""The quantile of a tenant's answers that room in decode is reserved for."""
 START_TOKENS, START_LONG_TOKENS = 128.0, 1024.0
 
 

@@ -15,8 +15,8 @@ SCANNED_MAX = 16
 class Ring(SortedRow):
     """The children of one node that have something under one queue key, in the order of their turns.
 
-    Its members are the children's rows under that key. A child's turn only makes its round grow, so its rank here is brought
-    up to date when it comes first.
+    Its members are the children's rows under that key. A child's round only grows with its turns, so its rank here is updated
+    when it comes first.
     """
 
     __slots__ = ("_ranks",)
@@ -50,8 +50,8 @@ class Ring(SortedRow):
                 heappop(heap)
 
     def refresh(self, row: SortedRow) -> None:
-        """Put it where it belongs by its node's round. Alone, it may stay: the next one that enters makes up for it. A
-        priority class has a ring for each prefill worker, and mostly stands there alone."""
+        """Update a row's rank by its node's round. A row that is alone keeps its rank until the next row enters. A priority
+        class has a ring for each prefill worker, and is mostly alone in it."""
         if self.size == 1:
             return
         self._ranks += 1
@@ -85,7 +85,7 @@ class FairNode:
         return bool(self.rows)
 
     def set_round(self, turn: float) -> None:
-        """Its turn comes at another time."""
+        """Set the round in which its turn comes."""
         if turn == self.round:
             return
         if self.parent is None or not self.rows:
@@ -111,8 +111,8 @@ class FairNode:
         """The child whose turn comes first, of those with something under one of these keys; this node has a ring for each.
 
         Ranks in a ring are brought up to date one after the other. With many workers a tenant waits under many keys, and each
-        of its turns outdates its rank under all of them. Mostly one of the first children has one of the keys, so that no rank
-        is needed. Where none has, few children have, and few ranks are to be brought up to date.
+        of its turns outdates its rank under all of them. Usually one of the first children has one of the keys, so no rank is
+        needed. If none has, few other children have, and few ranks need an update.
         """
         order = self.order
         if len(order) == 1:

@@ -2,8 +2,8 @@
 organisation → user).
 
 Deficit round robin (Shreedhar & Varghese, SIGCOMM 1995) gives every tenant `quantum * weight` of credit in each round and
-serves it while that lasts. Here a round is as short as one likes, and rounds in which nobody's credit suffices are skipped by
-arithmetic. All that is left of the ring is one number for each tenant, the round in which its debt is paid off:
+serves it while that lasts. Here a round may be arbitrarily short, and rounds in which no tenant has enough credit are skipped
+by arithmetic. The ring is reduced to one number for each tenant, the round in which its debt is paid off:
 
     serve the tenant with the earliest round, its ring position deciding between equals
     then put it `cost / weight` rounds after the round it was served in
@@ -19,10 +19,10 @@ also where some tenants can run under some keys only. Where estimates were wrong
 
 **Queue keys.** Every entry waits under a queue key, an integer that the caller chooses: entries that can run on the same
 workers have the same key. The coordinator uses one key for each prefill worker (requests placed on it) and one for each class
-of KV demand (requests not placed yet). `first` is told the keys that it may take from, and merges them in the one fair order. A
-key that is not named costs nothing, however many entries wait under it. The caller gives the first entry its next chunk
-(`take`), moves it to another key, or leaves its key out and asks again. So it comes to no more entries that cannot run than it
-names keys, however many wait: no tenant can hide others behind them. `first` costs O(levels * (keys + log n)).
+of KV demand (requests not placed yet). `first` is told the keys that it may take from, and merges them in the one fair order.
+A key that is not named costs nothing, however many entries wait under it. The caller gives the first entry its next chunk
+(`take`), moves it to another key, or leaves its key out and asks again. So it meets at most as many entries that cannot run as
+it names keys, however many wait. No tenant can hide others behind such entries. `first` costs O(levels * (keys + log n)).
 
 Inside one tenant its `TenantQueue` decides. Pure; costs are in weighted tokens.
 """
@@ -83,7 +83,7 @@ class FairQueue(Generic[T]):
         return key in self._root.rows
 
     def forget(self, path: Path) -> None:
-        """Let go of a tenant that has no entries, and of what was above it for its sake; with them go its debts."""
+        """Forget a tenant that has no entries, its debts, and the nodes above it that only this tenant needed."""
         node: FairNode | None = self._leaves.get(path)
         if node is None or node.busy:
             return
@@ -166,7 +166,8 @@ class FairQueue(Generic[T]):
     def adjust(self, path: Path, cost: float) -> None:
         """Charge (or, if negative, return) the difference between an estimate and what was computed or emitted.
 
-        A charge counts with the next chunk. A refund is felt at once, or who was charged too much would go on waiting.
+        A charge counts with the next chunk. A refund counts at once, or a tenant that was charged too much would go on
+        waiting.
         """
         node: FairNode = self._leaf(path)
         while (ring := node.parent) is not None:
@@ -222,8 +223,8 @@ class FairQueue(Generic[T]):
             node = ring
 
     def _count_turn(self, entry: Entry[T], open_keys: Sequence[int]) -> None:
-        """`entry` gets a chunk. Requests of its tenant that joined before it and could have run are overtaken, unless the
-        oldest there arrived after it. Under other keys the newer ones are counted too."""
+        """Count the requests that `entry` overtakes with its chunk: those of its tenant that joined before it and could have
+        run, unless the oldest there arrived after it. Under other keys the newer ones are counted too."""
         queue = entry.queue
         queue.overtake(entry)
         rows = queue.node.rows
@@ -275,7 +276,7 @@ class FairQueue(Generic[T]):
             row = ring
 
     def _end(self, row: SortedRow) -> None:
-        """Nothing is left in it, nor in the rings above that have no other."""
+        """Drop an empty row, and the rings above that become empty with it."""
         while True:
             row.node.drop_row(row.key)
             above = row.above

@@ -4,8 +4,8 @@ Pure.
 The measure of a stream is the part of its worker that it takes: of its sequences or of its blocks, whichever is more (the
 dominant resource of Ghodsi et al., NSDI 2011). At each level of the fair queue (priority class, organisation, user) the one
 that holds most for its weight gives way to the one whose request waits, unless it has about as much already, or would have
-more afterwards. So what is held comes to the weights of those that want more, nothing goes back and forth, and who
-is alone may have everything.
+more afterwards. So the room held approaches the weights of the tenants that want more, no room goes back and forth, and a
+tenant that is alone may have everything.
 """
 
 from bisect import bisect_left, insort
@@ -17,7 +17,7 @@ from coordinator.fairness.fair_node import Path
 Key = tuple[str, int]
 """A request's id and attempt."""
 NEAR_ENOUGH = 0.85
-"""Nobody is interrupted for a smaller difference, as a part of what the other holds for its weight."""
+"""No stream is interrupted if the waiting tenant holds more than this part of what the other holds, each for its weight."""
 LOOKED_AT_MAX = 16
 """Streams of one tenant, at one event."""
 
@@ -34,7 +34,7 @@ class _Node:
         self.order: list[tuple[float, str]] = []
         """Their names, by what they hold for their weight."""
         self.streams: dict[tuple[int, Key], int] = {}
-        """Blocks of each stream of a tenant, by its decode worker; oldest first."""
+        """Millionths of its decode worker that each stream of a tenant holds; oldest first."""
 
 
 class HeldShares:
@@ -44,7 +44,7 @@ class HeldShares:
         self._weights = weights or {}
         self._root = _Node(1.0)
         self.freed = 0
-        """Millionths of a worker that came free since somebody looked, not counting who gave way."""
+        """Millionths of a worker that came free since `Pool.freed_per_s` was last called, without streams that gave way."""
 
     def add(self, path: Path, worker: int, key: Key, held: int) -> None:
         """An attempt of this tenant holds so many millionths of a worker from now on."""
@@ -59,7 +59,7 @@ class HeldShares:
         self._count(path, -held)
 
     def streams(self) -> dict[tuple[int, Key], int]:
-        """The blocks that each holds; for checks."""
+        """Returns what each stream holds, in millionths of its worker; for checks."""
         nodes, found = [self._root], dict[tuple[int, Key], int]()
         for node in nodes:
             nodes += node.children.values()
@@ -73,9 +73,9 @@ class HeldShares:
     def who_gives_way(
         self, path: Path, wanted: Callable[[int], int], soon: float = 0.0
     ) -> Iterator[tuple[int, Key, int]]:
-        """The streams of the tenant that holds most for its weight, with their workers and what they hold, newest first; not
-        those whose end would only turn the tables, if a request of this tenant took their place, and nobody where this tenant's
-        share comes free `soon` by itself. `wanted(worker)` is what the request would hold there."""
+        """Yields streams of the tenant that holds most for its weight, with their workers and what they hold, newest first.
+        Leaves out streams whose end would leave that tenant with less than `path` would then hold. Yields none if what `path`
+        lacks is at most `soon`, which comes free by itself. `wanted(worker)` is what the request would hold there."""
         most, depth = self._root, 0
         own: _Node | None = most
         while most is own and most.order:  # the one with most is the tenant's own: look further down

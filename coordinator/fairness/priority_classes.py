@@ -9,7 +9,8 @@ def ring_weights(priority_classes: Mapping[str, PriorityClass]) -> dict[str, flo
     """Weights that give each priority class its share by weight, or its floor where that is more. Raises ValueError if
     floors leave nothing to share.
 
-    Bands at their floor are taken out, and the rest is shared by weight among the others, until no further one falls below.
+    Classes at their floor are taken out, and the rest is shared by weight among the others, until no other class falls below
+    its floor.
     """
     if sum(priority_class.floor_share for priority_class in priority_classes.values()) >= 1:
         raise ValueError("the priority classes' floor_share add up to 1 or more")

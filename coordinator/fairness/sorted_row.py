@@ -10,7 +10,7 @@ from typing import Any
 Rank = tuple[Any, ...]
 """The key by which members are compared, with a number that is unique in the row, and then the member itself."""
 SPARE = 64
-"""A heap may hold so many dead ranks more than live ones."""
+"""How many dead ranks a heap may hold beyond its live ones."""
 
 
 class SortedRow:

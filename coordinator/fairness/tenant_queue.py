@@ -2,11 +2,11 @@
 
 A queue holds the entries of one tenant that have the same queue key (see `fair_queue`).
 
-Ageing counts overtakings, not seconds: once `overtaken_max` chunks of requests that arrived later have gone first, the one that
-has waited longest goes next (a request joins anew with each chunk it gets). Chunks of a request that arrived before count for
-nothing: or a few long prompts would be overtakings enough for everyone to have turns, and for all to be done late. Counting
-is O(1) for a whole queue: the oldest's count is the greatest, and each entry stores only by how much its own exceeds that of
-the next newer one.
+Ageing counts overtakings, not seconds: once `overtaken_max` chunks of requests that arrived later have gone first, the one
+that has waited longest goes next (a request joins anew with each chunk it gets). Chunks of a request that arrived earlier do
+not count. Otherwise a few long prompts would overtake so often that all requests have turns, and all finish late. Counting is
+O(1) for a whole queue: the oldest's count is the greatest, and each entry stores only by how much its own exceeds that of the
+next newer one.
 """
 
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -58,10 +58,11 @@ class TenantQueue(SortedRow, Generic[T]):
         self.oldest: Entry[T] | None = None
         self.newest: Entry[T] | None = None
         self.overtaken = 0
-        """How often the oldest was."""
+        """How often the oldest entry was overtaken."""
 
     def overtake(self, by: Entry[T]) -> None:
-        """Count one more for those that joined before `by`, or for all of another queue, unless the oldest arrived later."""
+        """Count one more overtaking for entries that joined before `by`, or for all if `by` is in another queue, unless the
+        oldest arrived later."""
         if self.oldest is None or self.oldest.seq >= by.seq:
             return
         behind = by.older if by.queue is self else self.newest
@@ -102,7 +103,8 @@ class TenantQueue(SortedRow, Generic[T]):
         return entry
 
     def order(self, entry: Entry[T]) -> Order:
-        """The least goes first. Begins with `AGED` where it goes because it was overtaken often enough."""
+        """Returns the sort key; the least goes first. It begins with `AGED` if the entry goes because it was overtaken often
+        enough."""
         if self.oldest is entry and self.overtaken >= self._overtaken_max:
             return (AGED, 0.0, 0, entry.seq)
         return (AGED + 1, entry.due, entry.chunks, entry.seq)

@@ -1,9 +1,9 @@
 """The room in one decode worker's KV pool: whether one more attempt can be taken without the pool ever running out. Pure.
 
-Counting every attempt with its whole life (prompt + max_tokens) wastes what others give back before it gets there. The peak
-test (as in LightLLM's scheduler: sort by remaining output, admit when the highest sum over all future steps fits) counts what
-can be held *at the same time*. Here it is done in blocks, with choices that share full prompt blocks, and safe against
-answers that start late and news that comes late.
+Counting every attempt at its full length (prompt + max_tokens) wastes blocks that others release before it grows that long.
+The peak test (as in LightLLM's scheduler: sort by remaining output, admit when the highest sum over all future steps fits)
+counts what can be held *at the same time*. Here it is done in blocks, with choices that share full prompt blocks, and safe
+against answers that start late and news that comes late.
 
 **What is known.** A decode worker counts its steps. Its sequences run in lockstep: whatever is in the batch moves on by one
 token with every step, without exception (a sequence that cannot is taken out), and blocks of a sequence that ended are free
@@ -22,31 +22,31 @@ for ever. It counts as grown(t - s0) for *every* t ≥ s0, its end never coming.
 
 **Why that is safe.** Let T(t) be the sum of both kinds over t, and the pool be at least max T. (1) Blocks really held at step
 t are at most T(t): for running ones by lockstep, for pending ones because grown does not fall and they join at s ≥ s0, so
-grown(t - s) ≤ grown(t - s0); before joining they hold the prompt's blocks at most, which is grown(0). (2) T never rises
-but by `place`: joining replaces grown(t - s0) for ever by grown(t - s) until s + left, which is nowhere more; an end removes
-a term. And T is a function of the worker's steps alone, so time passing changes nothing. (3) News that comes late leaves an
-older T in force, which by (2) is higher everywhere; and an s0 that is behind the worker's true step is smaller, hence
-safe. So with `place` only after `fits`, the pool cannot run out: no refusal after prefill, no preemption, whatever the
-lengths, cancels, delays and orders. It is also the best that can be promised to attempts just placed: for the step of the
-maximum there is a joining order which needs just that.
+grown(t - s) ≤ grown(t - s0); before joining they hold the prompt's blocks at most, which is grown(0). (2) T never rises but by
+`place`: joining replaces grown(t - s0) for ever by grown(t - s) until s + left, which is nowhere more; an end removes a term.
+And T is a function of the worker's steps alone, so time passing changes nothing. (3) News that comes late leaves an older T in
+force, which by (2) is higher everywhere; and an s0 that is behind the worker's true step is smaller, hence safe. So with
+`place` only after `fits`, the pool cannot run out: no refusal after prefill, no preemption, whatever the lengths, cancels,
+delays and orders. It is also the tightest safe test for attempts just placed: there is a joining order that needs exactly this
+maximum.
 
-**Shared prefixes.** Attempts whose prompts begin alike hold the same full blocks. That counts only once the worker has said
-so: it names the blocks that an attempt found in its prefix tree, or that it brought and others may find (`SharedPrefix`). From
-then on until it ends the attempt holds them for certain: it has a reference to each, and full blocks of prompts are never
-written to. `shared_blocks` says how many of an attempt's blocks are *covered* by attempts that stay at least as long; its term
-in T is less by that. (1) holds: of the attempts alive at a step, one counts each shared block; an attempt of which the worker
-has said nothing counts in full; and one that ended goes on to cover others until its end is known, when its blocks go over to
-them. (2) holds: naming a holder takes away from T, and when an attempt joins or ends, what it counted goes over to others
-whose ends are no later. Nothing is assumed in advance. A placed request has to fit in full, and counts in full until the
-worker has found its prefix, so T is right even where a prefix that it might have shared is given up before it comes.
+**Shared prefixes.** Attempts whose prompts begin alike hold the same full blocks. Sharing counts only after the worker has
+reported it (`SharedPrefix`): the blocks that an attempt found in the worker's prefix tree, or that it brought and others may
+find. From then on until it ends the attempt holds them for certain: it has a reference to each, and full blocks of prompts are
+never written to. `shared_blocks` says how many of an attempt's blocks are *covered* by attempts that stay at least as long;
+its term in T is less by that. (1) holds: of the attempts alive at a step, one counts each shared block; an attempt of which
+the worker has said nothing counts in full; and one that ended goes on to cover others until its end is known, when its blocks
+go over to them. (2) holds: naming a holder takes away from T, and when an attempt joins or ends, what it counted goes over to
+others whose ends are no later. Nothing is assumed in advance. A placed request has to fit in full, and counts in full until
+the worker has found its prefix, so T is right even where a prefix that it might have shared is given up before it comes.
 
-**Overcommit** gives the promise up for more use: a `KvDemand` with `expected` < `left` is counted as if it ended there. One
-that outlives its expectation is counted with twice the tokens from then on. `SPARE_SHARE` of the pool is left for that; T may
-go beyond the pool all the same. Then nothing more is placed, and `preemption` chooses who leaves if blocks really run short.
+**Overcommit** gives up this guarantee for more use: a `KvDemand` with `expected` < `left` is counted as if it ended at
+`expected`. An attempt that outlives this is counted with twice the tokens from then on. `SPARE_SHARE` of the pool is left for
+that, but T may still exceed the pool. Then nothing more is placed, and `preemption` chooses who leaves if blocks run short.
 
 **Cost.** Between two ends T does not fall, so its maximum is at an end, or at "never" for the pending. One row per attempt,
 sorted by end, carries T at that end; a change adds or subtracts one term for the rows up to its own: O(n), in a few numpy
-calls. The rows are kept only from when whole lives add up to more than the pool until they add up to half of it.
+calls. The rows are made when the full lengths add up to more than the pool, and dropped when they add up to half of it.
 """
 
 from bisect import bisect_left, bisect_right
@@ -61,7 +61,7 @@ from coordinator.kv_admission.demand import NEVER, KvDemand
 from coordinator.kv_admission.shared_blocks import SharedBlocks
 
 SPARE_SHARE = 1 / 16
-"""The part of the pool that attempts leave free which may outlive what they are counted with."""
+"""The part of the pool that is left free by attempts that may outlive what they are counted with."""
 Key = tuple[str, int]
 Ints = npt.NDArray[np.int64]
 
@@ -104,9 +104,9 @@ class KvAdmission:
         self.steps = 0
         """Steps the worker is known to have begun."""
         self.short = False
-        """Overcommitted, and the worker has warned: nothing more fits, or what victims leave behind would go to new ones."""
+        """The worker has warned that blocks run short. Nothing more fits, or new attempts would take what victims free."""
         self.wholes = 0
-        """Blocks of all whole lives: what would be taken if nothing were known of ends."""
+        """Blocks of all attempts at their full lengths, as if no ends were known."""
         self._entries: dict[Key, _Entry] = {}
         self._has_rows = False
         self._table: Ints = np.zeros((len(_COLUMNS), 64), dtype=np.int64)
@@ -145,7 +145,7 @@ class KvAdmission:
         return self.peak if self._has_rows else self.wholes
 
     def fits(self, life: KvDemand) -> bool:
-        """Whether this attempt can be placed now with nobody ever left without a block."""
+        """Whether this attempt can be placed now so that no attempt ever lacks a block."""
         if self.short:
             return False
         self._settle()
@@ -177,14 +177,14 @@ class KvAdmission:
         self._run(key, entry.life, step)
 
     def may_share(self, key: Key, parts: Mapping[int, int]) -> bool:
-        """Whether the attempt's prompt has so many blocks."""
+        """Whether the attempt's prompt has as many blocks as these parts."""
         entry = self._entries.get(key)
         if entry is None or entry.life is None:
             return True
         return sum(parts.values()) <= entry.life.prompt_tokens // self.block_size
 
     def shares(self, key: Key, parts: Mapping[int, int]) -> bool:
-        """The attempt holds so many blocks of these chains, by number, until it ends. False if its prompt has not so many."""
+        """Note that the attempt holds these blocks until it ends. Returns False if its prompt has fewer blocks."""
         if not self.may_share(key, parts):
             return False
         entry = self._entries.get(key)
@@ -232,7 +232,7 @@ class KvAdmission:
         return self._shared.saved
 
     def forwarded(self, key: Key) -> int:
-        """Tokens that one choice of an attempt which still runs has emitted for certain, its first one aside."""
+        """Returns the tokens that one choice of a running attempt has certainly emitted, without its first one."""
         entry = self._entries[key]
         if not entry.running or entry.life is None:
             return 0
@@ -269,14 +269,14 @@ class KvAdmission:
         return entry is not None and entry.row.row_id == short[1]
 
     def _settle(self) -> None:
-        """The sequences that count shared blocks may have changed since the last count."""
+        """Count shared blocks anew, if the attempts that count them may have changed."""
         if not self._shared.stale:
             return
         for key, more in self._shared.settle().items():
             self._cover(key, more)
 
     def _cover(self, key: Key, more: int) -> None:
-        """So many more of its blocks are counted with others."""
+        """Count `more` of an attempt's blocks with other attempts."""
         if not more:
             return
         entry = self._entries[key]
@@ -292,7 +292,7 @@ class KvAdmission:
         return self._next_id
 
     def _row(self, life: KvDemand, start: int, end: int, covered: int = 0) -> _Row:
-        """Ends before `start` get less than the prompt's blocks: they lie in the past, where nothing is asked any more."""
+        """Returns an attempt's row. It is too low at steps before `start`, which are in the past and never read."""
         base = (life.prompt_tokens // self.block_size) * (1 - life.choices) - covered
         offset = life.prompt_tokens - start + self.block_size - 1
         return _Row(end, start + life.counted, offset, life.choices, base, self._new_id())
@@ -309,7 +309,7 @@ class KvAdmission:
         return blocks
 
     def _total_at(self, step: int, first: int) -> int:
-        """T at a step that no row before `first` lives to see."""
+        """Returns T at a step after the ends of all rows before `first`."""
         _, cap, offset, choices, base, _ = self._table[:, first : len(self._ends)]
         blocks = np.minimum(cap, step)
         blocks += offset
@@ -336,7 +336,7 @@ class KvAdmission:
         if rows == self._table.shape[1]:
             self._table = np.concatenate([self._table, np.zeros_like(self._table)], axis=1)
         at = bisect_right(self._ends, row.end)
-        # A row of the same end has the same total; else what goes on past this end is summed up.
+        # A row with the same end has the same total. Else sum the rows that end later.
         same = at > 0 and self._ends[at - 1] == row.end
         total = int(self._table[_TOTAL, at - 1]) if same else self._total_at(row.end, at) if at < rows else 0
         if at:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from proto.messages import Submit
 
 NEVER = 1 << 60
-"""The end of what has no known end, in steps."""
+"""The end of an attempt without a known end, in steps."""
 
 
 class KvDemand(NamedTuple):

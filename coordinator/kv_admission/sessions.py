@@ -1,14 +1,14 @@
 """Conversations of one model, and what of their KV is kept between turns. Pure.
 
 A session has the name that its client gives it, or is found by its prompt, which continues the last one. When a turn ends, its
-seat and reservations are free at once; its KV stays in the caches of its workers as a lease, which costs nobody any room: it
-is given up when the room is needed, what is least likely to be asked for again first (`engine.kv.idle_blocks`). How likely that
-is comes from here: the share of a tenant's turns that another one follows, and the mean time between them. Turns that have not
-been followed in `PATIENCE` times that time are taken not to be, until they are.
+sequence and reservations are free at once. Its KV stays in its workers' caches as a lease, which takes no room from others:
+leases are given up when the room is needed, least likely to be used again first (`engine.kv.idle_blocks`). This module
+estimates how likely that is: the share of a tenant's turns that another one follows, and the mean time between them. A turn
+that is not followed within `PATIENCE` times that mean counts as not followed, until a next turn comes.
 
-Leases cost their tenants a little: what a session finds again is charged with its tokens times the time they were kept, up to a
-tenth of computing them. And where all leases together are more than the caches hold, those of tenants with more than their
-share of them are the first to go.
+Leases cost their tenants a little: KV that a session finds again is charged by its tokens times the time they were kept, up to
+a tenth of computing them. If all leases together exceed the caches, tenants with more than their share of leases lose theirs
+first.
 """
 
 from collections import OrderedDict
@@ -60,7 +60,7 @@ class Session(msgspec.Struct, eq=False):
     name: bytes
     """Empty: it has none."""
     prompt_tokens: int = 0
-    """The length of the last prompt that was answered; 0: none was. The next two are of that prompt."""
+    """The length of the last prompt that was answered; 0: none was. `tail` and `rest` are of that prompt."""
     tail: bytes = b""
     """The hashes of its last full blocks, `TAIL_BLOCKS` at most."""
     rest: bytes = b""
@@ -79,17 +79,17 @@ class Session(msgspec.Struct, eq=False):
 
 
 class OpenTurn(NamedTuple):
-    """One that has not ended."""
+    """A turn that has not ended."""
 
     session: Session
     prompt_tokens: int
-    """This and the next two as in `Session`, of its own prompt."""
+    """`prompt_tokens`, `tail` and `rest` are as in `Session`, for this turn's prompt."""
     tail: bytes
     rest: bytes
     kept_tokens: int
     """The length of the last turn's prompt, which it continues; 0: it continues none."""
     kept_s: float
-    """So long before it the last one ended."""
+    """The time since the last turn ended, in seconds."""
 
     @property
     def cost(self) -> float:
@@ -104,13 +104,13 @@ class Sessions:
         self.leased_tokens = 0
         self.leases = 0
         self._tenants: OrderedDict[str, SessionTenant] = OrderedDict()
-        """The one heard of longest ago first."""
+        """Tenants by name, least recently used first."""
         self._weights = 0.0
         """Weights of the tenants that have leases."""
         self._by_name: dict[tuple[str, bytes], Session] = {}
         self._by_end: dict[tuple[str, bytes], Session] = {}
         self._idle: OrderedDict[Session, None] = OrderedDict()
-        """All without a running turn, the one that has been so for longest first."""
+        """Sessions without a running turn, longest idle first."""
         self._leases_of: dict[str, OrderedDict[Session, None]] = {}
         """Leases of each tenant, in the order of `_idle`."""
 
@@ -157,7 +157,7 @@ class Sessions:
             self._lease(session, weight)
 
     def over(self, session: Session, now: float) -> None:
-        """One of its turns is: with nothing more said, it left nothing."""
+        """End one running turn of a session. Only `answered` sets what the turn leaves."""
         session.running -= 1
         if session.running:
             return
@@ -177,8 +177,8 @@ class Sessions:
         return Returns(tenant.share, min(tenant.mean_s or PATIENCE_S, KEPT_S))
 
     def end(self, tenant: str, name: bytes) -> bytes:
-        """Its client says that a session is over. Returns its tail; empty if there is nothing to be given up. Turns that run go
-        on, and what they leave is cached like that of any others."""
+        """End a session, as its client asks. Returns its tail, or empty if there is nothing to give up. Running turns go on,
+        and what they leave is cached as usual."""
         session = self._by_name.get((tenant, name))
         if session is None or session not in self._idle:
             return b""
@@ -246,7 +246,7 @@ class Sessions:
             self._weights -= tenant.weight
 
     def _give_up_waiting(self, name: str, tenant: SessionTenant, now: float) -> None:
-        """The turns of a tenant that no other one has followed for too long leave no lease any more."""
+        """End a tenant's leases for which no next turn has come for too long."""
         leases = self._leases_of.get(name)
         for _ in range(AT_ONCE):
             if not leases or (first := next(iter(leases))).idle_since + tenant.patience_s() > now:
@@ -270,8 +270,8 @@ class Sessions:
 
 
 def _continues(submit: Submit, blob: bytes, session: Session) -> bool:
-    """Whether a prompt begins with the last one of a session, and goes on. So it has the answer in it, or a client gives one
-    name to what has nothing to do with each other."""
+    """Whether a prompt begins with the last one of a session, and goes on. If not, the client has given one name to unrelated
+    prompts."""
     size, tokens = submit.hash_block_size, session.prompt_tokens
     if not size or submit.prompt_tokens <= tokens:
         return False

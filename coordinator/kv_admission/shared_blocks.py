@@ -1,9 +1,9 @@
 """Blocks of a decode worker's pool that several attempts hold, each counted once. Pure.
 
-A worker says of an attempt that it holds the first so many blocks of certain chains (`SharedPrefix`), until it ends. Together,
-the attempts alive at one time hold as many blocks of a chain as the one with the longest part. So an attempt counts only the
-blocks that no attempt which stays at least as long holds too; the others are *covered*. The sum over the attempts alive at any
-step is then the longest part among them, also after some have ended.
+A worker reports how many first blocks of certain chains an attempt holds until it ends (`SharedPrefix`). The attempts alive at
+one time together hold as many blocks of a chain as the attempt with the longest part. So an attempt counts a block only if no
+attempt that stays at least as long holds it too; its other blocks are *covered*. The sum over the attempts alive at any step
+is then the longest part among them, also after some have ended.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,14 +20,15 @@ class _Chain:
     holders: dict[Key, tuple[int, int, Key]] = field(default_factory=dict)
     """The last step at which each attempt may live, the blocks of the chain that it holds, and its key."""
     counting: dict[Key, int] = field(default_factory=dict)
-    """How many blocks of it are counted with whom; all blocks of the others are covered."""
+    """How many of its blocks each of these attempts counts; all blocks of other attempts are covered."""
 
     def covers(self, end: int, blocks: int) -> bool:
-        """Whether one of those that count holds as much for as long."""
+        """Whether an attempt that counts holds at least `blocks` until `end` or later."""
         return any(self.holders[key][0] >= end and self.holders[key][1] >= blocks for key in self.counting)
 
     def settle(self) -> dict[Key, int]:
-        """Choose anew who counts. Returns by how much more of them is covered; it is negative for those that count more."""
+        """Choose anew which attempts count. Returns how many more blocks of each are covered; negative for attempts that count
+        more."""
         before, self.counting, most = self.counting, {}, 0
         left = list(self.holders.values())
         while left:
@@ -54,7 +55,8 @@ class SharedBlocks:
         self._parts: dict[Key, Mapping[int, int]] = {}
 
     def hold(self, key: Key, parts: Mapping[int, int], end: int) -> int:
-        """It holds these parts, and no others, until `end`. Returns how many more blocks of it are covered than before."""
+        """Note that an attempt holds exactly these parts until `end`. Returns how many more blocks of it are covered than
+        before."""
         before, more = self._parts.get(key, _NO_PARTS), 0
         self._parts[key] = parts
         for number, blocks in before.items():
@@ -76,7 +78,7 @@ class SharedBlocks:
         return more
 
     def moved(self, key: Key, end: int) -> None:
-        """It ends at another step than it did."""
+        """Set another step at which an attempt ends."""
         for number in self._parts.get(key, _NO_PARTS):
             chain = self._chains[number]
             before, blocks, _ = chain.holders[key]
@@ -89,7 +91,7 @@ class SharedBlocks:
             self._leave(number, key)
 
     def settle(self) -> dict[Key, int]:
-        """How many covered blocks attempts have more, or less, than they were last told."""
+        """Returns by how much each attempt's covered blocks have changed since the last call."""
         changed: dict[Key, int] = {}
         for number in sorted(self.stale):
             for key, more in self._chains[number].settle().items():
@@ -107,7 +109,7 @@ class SharedBlocks:
         return sum(self.covered(key) for key in self._parts)
 
     def _leave(self, number: int, key: Key) -> int:
-        """It holds nothing of this chain any more. Returns how many blocks of it were covered."""
+        """Remove an attempt from a chain. Returns how many of its blocks were covered."""
         chain = self._chains[number]
         _, blocks, _ = chain.holders.pop(key)
         counted = chain.counting.pop(key, 0)

@@ -1,8 +1,9 @@
-"""The score of `score.py` applied to workers as they are: what they have cached, how full they are, what is before it.
+"""Applies the score of `score.py` to workers in their present state: what they have cached, how full they are, what work they
+have.
 
-Steps are filled for one prefill worker at a time; below, that worker is `own`. So the choice is made twice for the request
-whose turn it is: whether it should rather run on another prefill worker, which has more of it cached or is faster, and then,
-which decode worker goes with it.
+Steps are filled for one prefill worker at a time; below, that worker is `own`. Two choices are made for the request whose turn
+it is: first, whether it should rather run on another prefill worker that has more of it cached or is faster; then, which
+decode worker it gets.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ at most this part of the time. Measured rates are not more exact than that."""
 
 
 def cached_tokens(submit: Submit, prefill: Worker, pool: Pool) -> int:
-    """How much of a prompt this worker is believed to have, as far as that saves work."""
+    """Returns how many prompt tokens this worker is believed to have cached, counting only those that save work."""
     if not submit.block_hashes:
         return 0
     size = prefill.capacity.block_size
@@ -32,7 +33,7 @@ def cached_tokens(submit: Submit, prefill: Worker, pool: Pool) -> int:
 
 
 def uncached_tokens(submit: Submit, pool: Pool) -> int:
-    """Tokens of it that the best prefill worker would have to compute, as far as is believed."""
+    """Returns how many prompt tokens the best prefill worker is believed to have to compute."""
     if not submit.block_hashes:
         return submit.prompt_tokens
     there = pool.candidates.holders(Role.PREFILL, submit)
@@ -40,7 +41,7 @@ def uncached_tokens(submit: Submit, pool: Pool) -> int:
 
 
 def expect_cached(request: Request, prefill: Worker, pool: Pool) -> None:
-    """Should it be placed here, its chunks start behind what is believed to be cached."""
+    """Let the request's chunks start after the tokens that this worker is believed to have cached."""
     request.cached_tokens = request.dispatched_tokens = cached_tokens(request.submit, prefill, pool)
 
 
@@ -50,7 +51,7 @@ class Better(NamedTuple):
     prefix: bytes
     """The last block of what another worker has cached, and our own has not."""
     cached_tokens: int
-    """That long it is."""
+    """The length of that prefix."""
     waits_s: float
     """How much longer the request waits for `worker`."""
 
@@ -58,9 +59,9 @@ class Better(NamedTuple):
 def better_prefill(submit: Submit, own: Worker, pool: Pool, waiting: float, now: float) -> Better | None:
     """The prefill worker to which a request should be bound instead of running on the one that asks; None if there is none.
 
-    Only one that has more of its prompt cached comes into question: by what waits there, our own is the first.
-    Requests bound to a worker count among what waits there, so no more of them wait than its cache is worth. The time for
-    which requests have waited for the same prefix lately speaks for computing it once more: see `bindings`.
+    A worker is considered if it has more of the prompt cached, or else if it is clearly faster; our own has the least work.
+    Requests bound to a worker count as its work, so no more of them wait there than its cache is worth. If requests have
+    waited long for the same prefix lately, computing it once more becomes better: see `bindings`.
 
     `waiting`: how many requests wait longer if our own computes longer.
     """
@@ -89,8 +90,7 @@ def better_prefill(submit: Submit, own: Worker, pool: Pool, waiting: float, now:
 
 
 def _faster_prefill(submit: Submit, own: Worker, pool: Pool, now: float) -> Better | None:
-    """The prefill worker that would be done with a prompt first, though it is busy while a slower one asks; None if the one
-    our own is the first."""
+    """Returns a busy prefill worker that would still finish a prompt before our own, slower one; None if there is none."""
     tokens = submit.prompt_tokens
     best, best_s = None, FASTER * (own.tokens_before + tokens) / pool.rate(own)
     for worker in pool.candidates.first_to_finish():
@@ -101,12 +101,12 @@ def _faster_prefill(submit: Submit, own: Worker, pool: Pool, now: float) -> Bett
 
 
 def _is_faster(one: Worker, other: Worker) -> bool:
-    """As full steps show it: short ones say little."""
+    """Whether `one` is clearly faster than `other`, judged by full steps only."""
     return one.has_run_full and other.has_run_full and other.tokens_per_s < FASTER * one.tokens_per_s
 
 
 def better_than_bound(request: Request, own: Worker, bound_to: Worker, pool: Pool, waiting: float, now: float) -> bool:
-    """Whether a request that is bound to another worker, as the last there, had better run on our own."""
+    """Whether the last request that was bound to another worker would better run on our own."""
     submit, weights = request.submit, pool.weights
     there, here = request.cached_tokens, cached_tokens(submit, own, pool)
     one_is_faster = there <= here and (_is_faster(own, bound_to) or _is_faster(bound_to, own))
@@ -129,7 +129,8 @@ def last_block(submit: Submit, cached_tokens: int) -> bytes:
 
 
 def best_prefill_first(submit: Submit, pool: Pool) -> list[Worker]:
-    """Those with its prompt cached and those with the least to do; where there are few, all."""
+    """Returns prefill workers, best first: those that have the prompt cached and those with the least to do, or all if there
+    are few."""
     found = {worker.incarnation: worker for worker in pool.candidates.holders(Role.PREFILL, submit)}
     found.update((incarnation, pool.prefill[incarnation]) for incarnation in islice(pool.wakeups.idle, EXAMINED_MAX))
 

@@ -25,7 +25,7 @@ from coordinator.workers.pool import Pool
 from coordinator.workers.worker import Worker
 
 MOVES_MAX = 4
-"""How often a request is bound to a worker for what that one has cached; after that it runs where its turn comes."""
+"""How often a request may be bound to a worker that has more of it cached. After that it runs where its turn comes."""
 
 
 class Run(NamedTuple):
@@ -37,7 +37,7 @@ class Run(NamedTuple):
     copied: bytes
     """The prefix that is computed once more though another worker has it; empty if there is none. See `bindings`."""
     begins: Beginning = Beginning(0)
-    """Where it is placed now: what of its prompt need not be computed."""
+    """The part of its prompt that need not be computed, if it is placed now."""
 
 
 class PlaceElsewhere(NamedTuple):
@@ -48,7 +48,8 @@ class PlaceElsewhere(NamedTuple):
 class Wait(NamedTuple):
     worker: Worker
     prefix: bytes
-    """The part that that worker has cached and this one has not; empty if it is only faster, or a decode worker."""
+    """The last block of what that worker has cached and this one has not; empty if that worker is only faster, or a decode
+    worker."""
     cached_tokens: int
     waits_s: float
     """How much longer it waits there."""
@@ -58,7 +59,8 @@ class Wait(NamedTuple):
 
 class NoRoom(NamedTuple):
     in_decode: bool
-    """There is no room on any decode worker; else there is none on this prefill worker, or on none that it may send to."""
+    """No decode worker has room. If False, this prefill worker has no room, or no decode worker that it may send to has
+    any."""
     classes: Sequence[int] = ()
     """Classes that are found to have no room in decode."""
     copied: bytes = b""
@@ -80,7 +82,8 @@ Decision = Run | PlaceElsewhere | Wait | NoRoom | Apart
 def decide(
     request: Request, worker: Worker, pool: Pool, queue: WaitQueue, left: int, *, is_first: bool, now: float
 ) -> Decision:
-    """`left`: tokens of the step's budget that are not used; `is_first`: the step is empty, and no other runs."""
+    """Decide on the request whose turn it is on `worker`. `left`: unused tokens of the step's budget; `is_first`: the step is
+    empty, and no other runs."""
     queued = request.state is RequestState.QUEUED
     if queued and request.own_worker:
         return Apart.OWN_WORKER
@@ -116,7 +119,7 @@ def decide(
 
 
 def _suffix(request: Request, worker: Worker, pool: Pool, queue: WaitQueue, left: int, now: float) -> Decision:
-    """A decode worker is to compute what the prompt adds to what it has."""
+    """Decide on a request whose suffix a decode worker is to compute."""
     if not takes(worker, request, pool, now) or waits_behind(request, pool, queue):
         return Apart.ELSEWHERE
     start = cached_tokens(request.submit, worker, pool)
@@ -142,8 +145,8 @@ def room(request: Request, prefill: Worker, pool: Pool, now: float) -> Worker | 
 
 
 def fitting(request: Request, start: int, left: int, block_size: int) -> int:
-    """Tokens of its prompt from `start` on for a step in which so many are left. Only a prompt's last chunk may end inside a KV
-    block, so that every block is sent once."""
+    """Returns how many prompt tokens from `start` on fit a step with `left` unused tokens. Only a prompt's last chunk may end
+    inside a KV block, so that every block is sent once."""
     remaining = request.submit.prompt_tokens - start
     return remaining if remaining <= left else left - left % block_size
 

@@ -3,8 +3,8 @@
     computing   tokens that the one has not and the other has / rate of the prefill worker
     fetching    a round trip + their number x what a token took in earlier fetches
 
-The smaller one wins. The first fetch measures itself, so before it blocks are taken to move faster than placement reckons.
-After a fetch has failed, the same two workers do without for a while.
+The smaller one wins. Before the first fetch has been measured, blocks are assumed to move faster than the score assumes, so
+that a first fetch is tried. After a fetch has failed, the same two workers do not fetch for a while.
 """
 
 from typing import Final, NamedTuple
@@ -24,17 +24,17 @@ class Beginning(NamedTuple):
     """The beginning of a prompt that a prefill worker need not compute."""
 
     tokens: int
-    """Chunks start behind so many."""
+    """The number of tokens after which chunks start."""
     fetched_tokens: int = 0
-    """The last so many of them come from the decode worker."""
+    """How many of them, the last ones, come from the decode worker."""
     fetch_s: float = 0.0
-    """The fetch is expected to take so long."""
+    """The expected time of the fetch, in seconds."""
     compute_s: float = 0.0
-    """The prefill worker would need so long to compute them."""
+    """The time in which the prefill worker would compute them, in seconds."""
 
 
 def beginning(submit: Submit, prefill: Worker, decode: Worker, pool: Pool, now: float) -> Beginning:
-    """The tokens that need not be computed of a prompt that these two workers are to serve."""
+    """Returns the beginning of a prompt that need not be computed if these two workers serve it."""
     here = cached_tokens(submit, prefill, pool)
     if not _may_fetch(prefill, decode, now):
         return Beginning(here)
@@ -47,13 +47,13 @@ def beginning(submit: Submit, prefill: Worker, decode: Worker, pool: Pool, now: 
 
 
 def measured(prefill: Worker, tokens: int, ms: float) -> None:
-    """It has fetched so many tokens in this time."""
+    """Learn from a fetch how long this worker takes per token."""
     token_s = max(ms / 1000 - ROUND_TRIP_S, 0.1 * ms / 1000) / tokens
     prefill.fetch_token_s += (_GAIN if prefill.fetch_token_s else 1.0) * (token_s - prefill.fetch_token_s)
 
 
 def failed(prefill: Worker, decode_incarnation: int, now: float) -> None:
-    """These two do without fetches for `PAUSE_S`."""
+    """Stop fetches between these two workers for `PAUSE_S`."""
     paused = prefill.fetch_paused_until
     for incarnation in [incarnation for incarnation, until in paused.items() if until <= now]:
         del paused[incarnation]
@@ -61,7 +61,7 @@ def failed(prefill: Worker, decode_incarnation: int, now: float) -> None:
 
 
 def _guess_s(submit: Submit, prefill: Worker, decode: Worker, pool: Pool) -> float:
-    """The time that a token is assumed to need while none was fetched."""
+    """Returns the assumed time to fetch a token, in seconds, while none was measured."""
     is_remote = prefill.hello.host != decode.hello.host
     return _HOPE * (pool.weights.transfer_s + pool.weights.remote_s * is_remote) / submit.hash_block_size
 

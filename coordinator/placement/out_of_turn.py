@@ -1,5 +1,5 @@
-"""Requests that are placed as soon as there is room, whosever turn it is: those that lost their prefill worker and kept their
-room in decode, one for which room is kept, and those that are to have a decode worker of their own.
+"""Places some requests as soon as there is room, out of turn: those that lost their prefill worker and kept their room in
+decode, one for which room is kept, and those that are to have a decode worker of their own.
 """
 
 from coordinator.lifecycle import RequestState
@@ -12,8 +12,9 @@ from coordinator.workers.worker import Worker
 
 
 def place_retained(state: State, pool: Pool, now: float) -> None:
-    """A request whose prefill worker was lost has had its turn, and has its room in decode: it goes on as soon as another
-    prefill worker has room. (While its last attempt is not yet out of the decode worker, it may be placed in its turn.)"""
+    """Place requests whose prefill worker was lost as soon as another prefill worker has room. They have had their turn and
+    kept their room in decode. (Until the decode worker has released the last attempt, such a request may be placed in its
+    turn.)"""
     for request in list(pool.retained.values()):
         retained = request.attempt_progress.retained
         assert retained is not None
@@ -33,14 +34,14 @@ def place_retained(state: State, pool: Pool, now: float) -> None:
 
 
 def place_kept(state: State, pool: Pool, now: float) -> None:
-    """A request that was bypassed too often is placed as soon as the decode worker kept for it has room, though it may not be
-    its turn yet. Its tenant pays for the time in which that worker took nobody else."""
+    """Place a request that was bypassed too often as soon as the decode worker kept for it has room, even if it is not its
+    turn. Its tenant pays for the time in which that worker took no other request."""
     drain = pool.room_for_large
     request, decode = drain.request, pool.decode.get(drain.decode)
     if request is None:
         return
     if decode is None or decode.draining or not pool.could_place(request.submit):
-        drain.end(now)  # which is nobody's fault
+        drain.end(now)  # no tenant pays for this
         pool.wakeups.look_anew()
         return
     if not pool.decode_fits(decode, request):
@@ -55,7 +56,7 @@ def place_kept(state: State, pool: Pool, now: float) -> None:
 
 
 def place_lone(state: State, pool: Pool, now: float) -> bool:
-    """Whether a request that is to run alone got a decode worker of its own: it has had its turn, and one has become empty."""
+    """Place a request that is to run alone, once a decode worker has become empty for it. Returns whether it did."""
     request = next((one for one in pool.lone.waiting.values() if one.entry is not None), None)
     if request is None or pool.lone.runs is not None:
         return False

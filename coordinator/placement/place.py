@@ -1,4 +1,4 @@
-"""A request gets a pair of workers, and both are told. Reservation before work: both or none."""
+"""Places a request on a pair of workers and tells both. Room is reserved before any work, on both or on neither."""
 
 from coordinator.lifecycle import Trigger
 from coordinator.placement.fetch import Beginning, beginning
@@ -16,7 +16,7 @@ _NOTHING_FETCHED = Beginning(0)
 def place(
     state: State, request: Request, prefill: Worker, decode: Worker, now: float, begins: Beginning = _NOTHING_FETCHED
 ) -> None:
-    """Both workers have room for it, and its chunks start behind `request.cached_tokens`."""
+    """Place a request on two workers that have room for it. Its chunks start after `request.cached_tokens`."""
     pool, queue = state.pools[request.submit.model], state.queues[request.submit.model]
     state.drop_retained(request)
     pool.bindings.unbind(request)
@@ -48,7 +48,7 @@ def place(
 
 
 def place_at_once(state: State, request: Request, prefill: Worker, decode: Worker, now: float) -> None:
-    """The prefill worker is to be asked for its next step, which comes to this request in its turn and charges for it."""
+    """Place a request and wake its prefill worker. The worker's next step takes the request in its turn and charges for it."""
     pool, queue = state.pools[request.submit.model], state.queues[request.submit.model]
     pool.bindings.unbind(request)
     begins = beginning(request.submit, prefill, decode, pool, now)

@@ -1,9 +1,9 @@
-"""The choice of requests that leave a decode worker: when its blocks run short, and when a tenant has less than its share
-while others have more. And overcommit: how long an answer is counted with. Pure.
+"""Chooses requests that leave a decode worker, when its blocks run short or when a tenant has less than its share while others
+have more. Also decides with how many tokens an answer is counted (overcommit). Pure.
 
 A victim is interrupted like an attempt whose worker was lost: its gateway submits it again with the tokens already sent, and a
-prefill worker computes their KV anew. It is then counted with its whole rest, so it is not placed before there is room for
-all of it, and it is chosen again only after all others: one answer is not computed over and over.
+prefill worker computes their KV anew. The next attempt is counted with all tokens that it may still emit, so it is placed only
+when there is room for all of them. It is chosen again only after all others, so that no answer is computed over and over.
 """
 
 from collections.abc import Iterable
@@ -22,15 +22,15 @@ from coordinator.workers.worker import Worker
 from proto.errors import Interrupt
 
 PREEMPTED_MAX = 3
-"""A stream is interrupted for others no more often."""
+"""A stream that was interrupted this often is not interrupted for a share again."""
 SOON_S = 3.0
-"""Nobody is interrupted for a share that comes free by itself within so many seconds."""
+"""No stream is interrupted for a share that comes free by itself within this many seconds."""
 SOON_SHARE = 0.25
-"""Nobody is interrupted within this part of a request's target for its first token."""
+"""The same bound, as a part of the waiting request's target for its first token."""
 CHARGE_EVERY_S = 0.5
 HELD_COST = 4.0
-"""All room in decode, while it is short, beside all the tokens that prefill workers compute meanwhile: the order of those who
-wait is to follow from the room they have, and their prompts' lengths to matter little."""
+"""The cost of all room in decode, while it is short, relative to all tokens that prefill workers compute meanwhile. It is over
+1, so that the order of tenants follows from the room they hold, and their prompts' lengths matter little."""
 
 
 class PreemptionCandidate(NamedTuple):
@@ -43,12 +43,12 @@ class PreemptionCandidate(NamedTuple):
     """How far its tenant is ahead in the fair queue."""
     placed_at: float
     blocks: int
-    """That come free with it, about."""
+    """About how many blocks come free with it."""
 
 
 def choose(candidates: Iterable[PreemptionCandidate], blocks: int) -> list[Key]:
-    """The requests that leave, so that `blocks` come free: lowest priority class, then the tenant most ahead of its share,
-    then the newest."""
+    """Returns the attempts that leave so that `blocks` come free: resumed ones last; else lowest priority class, then the
+    tenant most ahead of its share, then the newest."""
     order = sorted(candidates, key=lambda c: (c.resumed, c.priority_class_weight, -c.debt, -c.placed_at, c.key))
     chosen: list[Key] = []
     for candidate in order:
@@ -61,8 +61,8 @@ def choose(candidates: Iterable[PreemptionCandidate], blocks: int) -> list[Key]:
 
 
 def expected_left(request: Request, long_tokens: float, factor: float) -> int:
-    """Tokens that each choice is counted with after its first: the length that few of its tenant's answers exceed, but no less
-    than max_tokens over the overcommit factor; all of them where it is 1, and where an attempt was interrupted before."""
+    """Returns the tokens after its first that each choice is counted with: the length that few of its tenant's answers exceed,
+    but at least max_tokens divided by `factor`. Returns `NEVER` if `factor` is 1 or an attempt was interrupted before."""
     if factor <= 1 or request.resumed:
         return NEVER
     least = (request.submit.sampling.max_tokens - request.submit.resumed_tokens) / factor
@@ -70,13 +70,13 @@ def expected_left(request: Request, long_tokens: float, factor: float) -> int:
 
 
 def relieve(state: State, worker: Worker, short_blocks: int, now: float) -> None:
-    """Interrupt as many as it takes. The blocks of those who are leaving already are counted first."""
+    """Interrupt as many requests as needed. Blocks of attempts that are already leaving are counted first."""
     room = worker.admission
     assert room is not None
     candidates: list[PreemptionCandidate] = []
     for key, allocation in list(worker.allocations.items()):
         if key[1] == RETAINED:
-            state.drop_retained(state.requests[key[0]])  # of this room nothing is in use
+            state.drop_retained(state.requests[key[0]])  # none of this room is in use
             continue
         request = state.current(*key)
         if request is not None and request.decode_incarnation == worker.incarnation and request.state in ON_WORKERS:
@@ -96,9 +96,9 @@ def relieve(state: State, worker: Worker, short_blocks: int, now: float) -> None
 
 
 def give_shares(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
-    """The first in the fair order has no room in decode: interrupt one stream of the tenant that holds most for its weight, if
-    that one has more than it would leave (`held_shares`), and too little comes free by itself. One at a time: the next when
-    its worker has let go."""
+    """If the first request in the fair order has no room in decode, interrupt one stream of the tenant that holds most for its
+    weight. This happens only if `held_shares` allows it and too little comes free by itself. The next interruption waits until
+    the worker has released this stream."""
     freed_per_s = pool.freed_per_s(now)
     if not pool.wakeups.closed or pool.gives_way in state.where:
         return
@@ -125,8 +125,8 @@ def give_shares(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
 
 
 def charge_decode(state: State, worker: Worker, now: float) -> None:
-    """An answer is charged as it is emitted, once it is longer than its estimate. And while requests wait for room in decode,
-    that room is what is scarce: tenants pay for what they hold and how long, so that the fair order comes to their shares."""
+    """Charge for answers beyond their estimates, as they are emitted. While requests wait for room in decode, also charge
+    tenants for the room that they hold and for how long, so that the fair order leads to their shares."""
     pool, admission, since = state.pools[worker.hello.model], worker.admission, worker.held_charged_at
     if now - since < CHARGE_EVERY_S or admission is None:
         return

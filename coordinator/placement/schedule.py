@@ -1,6 +1,5 @@
-"""Placing what waits and keeping prefill workers busy: after every event that may have made something possible.
-
-The `Wakeups` of each pool note what that is. Other events, like the progress of running streams, make no work here.
+"""Places waiting requests and keeps prefill workers busy, after every event that may have made a placement or step possible.
+Each pool's `Wakeups` note such events. Other events, like the progress of running streams, cause no work here.
 """
 
 from itertools import islice
@@ -21,7 +20,8 @@ from coordinator.workers.worker import Worker
 STEALS_MAX = 8
 """A request that was bound to a worker so often stays where it is."""
 STEPS_PER_EVENT_MAX = 16
-"""A step takes 0.3 ms or more. Where one event makes room for more steps, as in a large cluster, other events come between."""
+"""Composing a step takes 0.3 ms or more. If one event makes room for more steps than this, as in a large cluster, other events
+are handled between them."""
 
 
 def schedule(state: State, now: float) -> None:
@@ -65,7 +65,8 @@ def _ask_workers(state: State, pool: Pool, queue: WaitQueue, now: float) -> None
 
 
 def _steal(worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> bool:
-    """It finds nothing to do: of what is bound to another worker, it takes what came last, if that starts earlier here."""
+    """Let a worker with nothing to do take the last request bound to another worker, if it starts earlier here. Returns
+    whether it did."""
     if worker.admission is not None or not pool.wakeups.may_place_on(worker) or not pool.has_pair(worker, now):
         return False
     hosts = [

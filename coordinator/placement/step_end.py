@@ -1,6 +1,7 @@
-"""Why a prefill step, when it is made up, or a decode batch, when somebody asks, is not larger. Pure, and changes nothing.
+"""Tells why a prefill step that is being composed, or a decode batch when metrics are read, is not larger. Pure, and changes
+nothing.
 
-Its cost does not grow with what waits, and for a prefill step not with the workers either.
+The cost does not grow with the number of waiting requests, nor, for a prefill step, with the number of workers.
 """
 
 from coordinator.observer import StepEnd
@@ -27,7 +28,7 @@ def nothing_more(worker: Worker, pool: Pool, queue: WaitQueue) -> StepEnd:
 
 
 def decode_limits(pool: Pool, queue: WaitQueue) -> dict[StepEnd, int]:
-    """Decode workers by why no more sequences run there."""
+    """Returns the number of decode workers for each reason why no more sequences run there."""
     first, found = _first_without_room(pool, queue), dict[StepEnd, int]()
     for worker in pool.decode.values():
         if not worker.free_seqs:

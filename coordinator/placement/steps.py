@@ -21,13 +21,13 @@ from proto.messages import Chunk, Step
 MOVES_PER_TURN_MAX = 64
 """Requests that one turn may move to another queue key; the next event goes on from there."""
 LOOKED_AT_MAX = 64
-"""Partly computed prompts on a prefill worker, at one step."""
+"""Most partly computed prompts of a prefill worker that are looked at for one step."""
 BEGUN_MAX = 8
-"""Partly computed prompts on a prefill worker. Where there are more, one whose rest fits a step is finished in the next step.
+"""If a prefill worker has more partly computed prompts than this, one whose rest fits a step is finished in the next step.
 
-A longer one goes before later ones of its user and before those of other users of its organisation, unless an organisation
-waits that has had much less than its share. With thousands of users, prompts would otherwise wait partly computed while all
-others have a turn, and take up room in prefill and decode.
+A longer prompt goes before later prompts of its user and before those of other users of its organisation, unless an
+organisation that has had much less than its share waits. Otherwise, with thousands of users, prompts would wait partly
+computed while all others have a turn, and would take up room in prefill and decode.
 """
 
 
@@ -53,7 +53,7 @@ class _Plan:
         return StepEnd.FULL if self.left < self._block_size else StepEnd.MAX_CHUNKS
 
     def add(self, request: Request, length: int) -> None:
-        """It was charged for so much more of its prompt."""
+        """Add a chunk of `length` tokens, for which the request was charged."""
         self.chunks.append(Chunk(request.id, request.attempt, request.dispatched_tokens - length, length))
         self.requests.append(request)
         # A decode worker computes one chunk after the other.
@@ -142,7 +142,7 @@ def _run(
 def _run_there(
     state: State, decision: PlaceElsewhere, request: Request, own: Worker, pool: Pool, queue: WaitQueue, now: float
 ) -> None:
-    """PlaceElsewhere it on the idle prefill worker that has its prompt cached."""
+    """Place the request on the other, idle prefill worker that `decision` names."""
     _count_bypass(request, own, pool, queue, state.limits.bypasses_max, now)
     if state.watch is not None:
         state.watch(Looked(own, request, Outcome.TAKEN))
@@ -150,7 +150,7 @@ def _run_there(
 
 
 def _key_after(decision: Decision, request: Request, queue: WaitQueue) -> int | None:
-    """The other queue key under which it is to wait; None: it stays."""
+    """Returns the queue key under which the request is to wait next; None: it keeps its key."""
     if isinstance(decision, Wait):
         return bound_key(decision.worker.incarnation)
     if decision is Apart.OWN_WORKER:
@@ -160,13 +160,13 @@ def _key_after(decision: Decision, request: Request, queue: WaitQueue) -> int | 
     assert isinstance(decision, NoRoom) and request.entry is not None
     if not decision.in_decode:
         return None
-    # Room in decode is what it waits for, whichever prefill worker has its prompt cached.
+    # It waits for room in decode, no matter which prefill worker has its prompt cached.
     key = queue.class_key(request)
     return key if key != request.entry.key else None
 
 
 def _pass_over(decision: Decision, request: Request, worker: Worker, pool: Pool, now: float) -> None:
-    """It does not run on this worker now."""
+    """Record why the request does not run on this worker now."""
     match decision:
         case Wait(better, prefix, cached_tokens, waits_s, expected_s):
             pool.cache_waits += 1
@@ -203,8 +203,8 @@ def _take_continuation(worker: Worker, left: int, pool: Pool, queue: WaitQueue, 
 
 def _most_urgent(worker: Worker, now: float) -> Request | None:
     """A partly computed prompt with less than half of its first-token time left; of several, the one that is due first.
-    Admission let them in since their tenants' shares suffice. In their turn they would be late: requests that come later would
-    go before them with the credit of tenants that were idle."""
+    Admission accepted such requests because their tenants' shares suffice. If they waited for their turn, they would be late:
+    later requests of tenants that were idle would go first with their saved credit."""
     first, first_due = None, inf
     for request in islice(worker.placed.values(), LOOKED_AT_MAX):
         if (ms := request.first_token_ms) and not request.own_step:
@@ -215,7 +215,8 @@ def _most_urgent(worker: Worker, now: float) -> Request | None:
 
 
 def _may_go_on(begun: Request, left: int, worker: Worker, pool: Pool, queue: WaitQueue) -> bool:
-    """Whether the next chunk of a prompt comes before all others: not while somebody waits who has had less than its share."""
+    """Whether the next chunk of a prompt comes before all others. It does not while an organisation or priority class waits
+    that has had much less than its share."""
     if begun.entry is None or worker.placed.get(begun.id) is not begun or (begun.own_step and worker.steps):
         return False
     keys = pool.wakeups.open_keys(worker, queue)
@@ -232,7 +233,8 @@ def _may_go_on(begun: Request, left: int, worker: Worker, pool: Pool, queue: Wai
 def _count_bypass(
     request: Request, worker: Worker, pool: Pool, queue: WaitQueue, bypasses_max: int, now: float
 ) -> None:
-    """`request` gets room. The first in turn of those without room does not; if that happens often, room is kept for it."""
+    """Count a bypass for the first request in turn without room, since `request` gets room before it. After `bypasses_max` of
+    them, room is kept for it."""
     full = [*pool.wakeups.closed, *pool.wakeups.stuck.get(worker.incarnation, ())]
     first = queue.first(full) if full else None
     if first is None or first.state is not RequestState.QUEUED or not queue.goes_before(first, request):

@@ -1,14 +1,15 @@
-"""Where a prompt is computed of which a decode worker has the beginning: there, or on a prefill worker. Pure.
+"""Chooses where to compute a prompt whose beginning a decode worker has: on that worker, or on a prefill worker. Pure.
 
     there       (prompt tokens before it + tokens not cached there) / rate of prompts beside the streams there
     elsewhere   wait for its turn + (tokens before it + tokens not cached) / rate, of the best prefill worker, + hand-over;
                 and what it takes to fetch what is cached there, where that is better
 
-The wait is that for as many requests like this one as wait for a turn, but no longer than its tenant's share lets expect.
+The wait assumes that all requests that wait for a turn are like this one, but it is at most the wait projected from its
+tenant's share.
 
-The smaller one wins. The rates are measured: on a decode worker they are those of slices between the steps of its streams. Only
-a suffix is computed there: no more than what it continues. A request that is bound to a decode worker takes its turns in the
-fair order as all others do. Where others wait for room in decode, it waits for it with them.
+The smaller one wins. The rates are measured; a decode worker's rate is that of slices between the steps of its streams. A
+decode worker computes a suffix only if it has at least half of the prompt. A request that is bound to a decode worker takes
+its turns in the fair order like all others. If others wait for room in decode, it waits with them.
 """
 
 from collections.abc import Iterable
@@ -36,8 +37,8 @@ class OnDecode(NamedTuple):
 def best_on_decode(
     request: Request, pool: Pool, queue: WaitQueue, now: float, own: Worker | None = None
 ) -> OnDecode | None:
-    """The decode worker that is done with the prompt before any prefill worker is; None if there is none. `own`: the
-    prefill worker on which it is the request's turn; without, it has just come."""
+    """Returns the decode worker that would finish the prompt before any prefill worker; None if there is none. `own`: the
+    prefill worker that asks; None: the request has just come."""
     submit = request.submit
     if not submit.block_hashes or not _may_run_on_decode(request, pool):
         return None
@@ -64,7 +65,7 @@ def best_on_decode(
 
 
 def came(request: Request, pool: Pool, queue: WaitQueue, now: float) -> None:
-    """It waits from now on: for a decode worker, if that would be done with it first, else in its demand class."""
+    """Let a new request wait for a decode worker, if that would finish its prompt first, or else in its demand class."""
     found = best_on_decode(request, pool, queue, now) if request.entry is not None and not pool.wakeups.closed else None
     if found is None:
         pool.wakeups.request_came()
@@ -86,7 +87,7 @@ def takes(worker: Worker, request: Request, pool: Pool, now: float) -> bool:
 
 
 def waits_behind(request: Request, pool: Pool, queue: WaitQueue) -> bool:
-    """Whether another one comes before it that waits for room in decode."""
+    """Whether another request that waits for room in decode comes before this one."""
     first = queue.first(list(pool.wakeups.closed)) if pool.wakeups.closed else None
     return first is not None and queue.goes_before(first, request)
 
@@ -99,8 +100,8 @@ def done_in_s(worker: Worker, submit: Submit, cached: int, pool: Pool) -> float:
 def _prefill_s(
     submit: Submit, prefill: Iterable[Worker], decode: Worker, pool: Pool, waiting: int, now: float
 ) -> float:
-    """How long the best of these prefill workers takes, if the answer comes from that decode worker; so many requests wait for
-    a turn, and are taken to be like this one."""
+    """Returns how many seconds the best of these prefill workers takes, if `decode` computes the answer. `waiting`: requests
+    that wait for a turn, all taken to be like this one."""
     least_s = inf
     for worker in prefill:
         if not worker.draining and worker.could_ever_take(submit):
@@ -113,6 +114,7 @@ def _prefill_s(
 
 
 def _may_run_on_decode(request: Request, pool: Pool) -> bool:
-    """Whether it does without what only prefill workers do, has no room elsewhere, and is not suspected of ending workers."""
+    """Whether the request needs no prompt log-probabilities, has no room kept elsewhere, and is not suspected of ending
+    workers."""
     is_usual = request.submit.sampling.prompt_logprobs < 0 and request.suspicion is None
     return is_usual and request.id not in pool.retained and pool.room_for_large.request is not request

@@ -1,4 +1,4 @@
-"""A request as a turn of its session: its beginning. `Request.end_turn` is its end."""
+"""Begins a request's turn in its session. `Request.end_turn` ends it."""
 
 from collections import Counter
 
@@ -10,8 +10,8 @@ from proto.messages import Role
 
 
 def begin(request: Request, pool: Pool, queue: WaitQueue, counters: Counter[str], now: float) -> None:
-    """It has been let in, and pays for what was kept for it, while others wait. A request that an earlier coordinator had let
-    in, or all of whose choices an earlier attempt has begun, is no turn."""
+    """Begin the turn of an admitted request, and charge for the KV that was kept for it, if others wait. A later attempt, or a
+    request without block hashes, is no turn."""
     submit = request.submit
     if submit.attempt > 1 or not submit.block_hashes:
         return

@@ -119,7 +119,7 @@ class PolicyKeeper:
                 versions.roll_back(request.number, options, now_s)
 
     async def _change(self, change: Callable[[Versions], None]) -> tuple[Tenants, PolicyInForce]:
-        """All or nothing: a copy is changed, checked and stored first."""
+        """Change, check and store a copy of the versions. Keep it only if all of this succeeds."""
         versions = msgspec.structs.replace(self._versions, kept=list(self._versions.kept))
 
         def changed() -> tuple[Tenants, PolicyInForce]:

@@ -17,8 +17,8 @@ def tenants_of(versions: Versions) -> Tenants:
 def merged(active: Tenants, candidate: Tenants, trial: Trial) -> Tenants:
     """The organisations on trial have the candidate's limits, weights and classes, and all others those in force.
 
-    A tenant that one version alone knows stays as it is in force, since gateways know the keys of no other. Raises
-    `PolicyError` if priority classes differ: they are shared by all organisations."""
+    A tenant that only one version knows stays as in the version in force, since gateways know only the keys of that version.
+    Raises `PolicyError` if priority classes differ: they are shared by all organisations."""
     if candidate.priority_classes != active.priority_classes:
         raise PolicyError(
             "a trial cannot change priority_classes, which all organisations share; promote the file instead"

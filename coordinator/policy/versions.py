@@ -19,7 +19,7 @@ Tables = Mapping[str, Any]
 
 
 class PolicyError(CrossdockError):
-    """A wish of `crossdock policy` that cannot be met."""
+    """A request of `crossdock policy` that cannot be met."""
 
 
 class PolicyRevision(msgspec.Struct, frozen=True):
@@ -63,7 +63,7 @@ class Versions(msgspec.Struct):
     """Oldest first."""
     active: int = 0
     before: list[int] = []
-    """Those that were in force before, latest last."""
+    """Versions that were in force before, latest last."""
     trial: Trial | None = None
     file_digest: str = ""
     """Digest of the tenants file as it was last read."""
@@ -76,7 +76,7 @@ class Versions(msgspec.Struct):
         raise PolicyError(f"there is no version {number}; crossdock policy list shows them")
 
     def load(self, tables: Tables, options: Mapping[str, Any], now_s: float) -> None:
-        """The tenants file as it is, at the start and when it has changed."""
+        """Load the tenants file, at the start and when it has changed."""
         tables, changed = without_secrets(tables), digest_of(without_secrets(tables), {})
         if changed != self.file_digest or not self.active:
             self.file_digest, self.trial = changed, None
@@ -86,7 +86,7 @@ class Versions(msgspec.Struct):
             self._put_in_force(self._add(was.tables, options, f"version {was.number} with other options", now_s))
 
     def try_(self, tables: Tables, options: Mapping[str, Any], trial: Trial, now_s: float) -> None:
-        """`trial`: for whom; its number is given here."""
+        """Put tables on trial. `trial`: for which organisations; its number is set here."""
         self.trial = None
         number = self._add(without_secrets(tables), options, "trial", now_s)
         if number == self.active:
@@ -134,7 +134,7 @@ class Versions(msgspec.Struct):
         self._drop_oldest()
 
     def _add(self, tables: Tables, options: Mapping[str, Any], source: str, now_s: float) -> int:
-        """Its number: a new one, or that of the version which is the same."""
+        """Returns the number of a new version, or of the kept version that is equal."""
         digest = digest_of(tables, options)
         for version in self.kept:
             if version.digest == digest:

@@ -1,11 +1,11 @@
-"""Workers leave on purpose: nothing new is placed on them, what runs there goes on, and what still does when the time is up is
-handed over: its gateway submits it again, with the tokens it has, as an attempt that does not count as one.
+"""Workers leave on purpose: nothing new is placed on them, and running requests go on. Requests that still run when the time
+is up are handed over: their gateways submit them again with the tokens they have, as attempts that do not count as tries.
 
-Streams are not handed over earlier, even where others have room: one that ends where it is has no gap at all. A worker is told
-that it may go when it holds nothing and nothing can be on its way to it.
+Streams are not handed over earlier, even if other workers have room, since a stream that ends where it runs has no gap. A
+worker is told that it may go when it holds nothing and nothing can be on its way to it.
 
-A worker that is drained because it is to prefill keeps the KV of its streams. They wait until it does so: then it computes
-their last tokens, and sends the KV to the decode worker that they go on with.
+A worker that is drained because it is to prefill keeps the KV of its streams. The streams wait until it prefills. It then
+computes their last tokens, and sends the KV to the decode worker on which they go on.
 """
 
 from collections.abc import Sequence
@@ -57,8 +57,8 @@ def begin(state: State, worker: Worker, hand_over_ms: float, now: float) -> None
 
 
 def join(state: State, worker: Worker, hand_over_ms: float | None, now: float) -> None:
-    """It registers; `hand_over_ms`: what it knows of its draining. A person's later word goes before it: the order may be lost
-    with the connection it was sent on."""
+    """Drain a worker that registers, if it should be. `hand_over_ms`: what the worker knows of its draining. A person's order
+    goes before that, since the message with it may have been lost with the connection."""
     if worker.incarnation in state.drain_orders:
         until = state.drain_orders[worker.incarnation]
         ordered_ms = None if until is None else max(0.0, 1000 * (until - now))
@@ -83,7 +83,7 @@ def _refresh_eligibility(state: State, worker: Worker) -> None:
 
 
 def said(state: State, incarnation: int, event: Received, now: float) -> None:
-    """The worker says that it is to end."""
+    """Drain a worker that reports that it is to end, or take that back."""
     message, worker = event.message, state.workers[incarnation]
     assert isinstance(message, Draining)
     worker.leaving = message.hand_over_ms is not None
@@ -95,7 +95,7 @@ def said(state: State, incarnation: int, event: Received, now: float) -> None:
 
 
 def asked(state: State, incarnation: int, event: Received, now: float) -> None:
-    """A person asks for it, who knows workers by name."""
+    """Drain the workers that a person has named, or undo that."""
     request = event.message
     assert isinstance(request, DrainRequest)
     workers = named(state, request.worker)
@@ -120,7 +120,7 @@ def named(state: State, name: str) -> list[Worker]:
 
 
 def unnamed(state: State, name: str, found: Sequence[Worker]) -> str:
-    """Why no worker is meant by a name that `found` have; empty if one is."""
+    """Returns why a name does not mean one worker, if `found` have it; empty if it does."""
     if not found:
         names = sorted({worker.process_name for worker in state.workers.values()})
         return f"no worker is called {name!r}; there are {', '.join(names) or 'none'}"
@@ -142,7 +142,7 @@ def _refusal(state: State, request: DrainRequest, workers: Sequence[Worker]) -> 
 
 
 def hand_over(state: State, now: float) -> None:
-    """The time of some is up."""
+    """Hand over the requests of draining workers whose time is up."""
     for worker in state.draining.values():
         if now < worker.hand_over_at:
             continue
@@ -168,7 +168,7 @@ def _is_kept(request: Request) -> bool:
 
 
 def _hand_over_adopted(state: State, worker: Worker) -> None:
-    """Streams of an earlier coordinator, each of which one of the gateways knows to be its own."""
+    """Hand over streams of an earlier coordinator. All gateways are told, and each knows its own."""
     gateways = [incarnation for incarnation, hello in state.peers.items() if hello.role is Role.GATEWAY]
     for request_id, attempt in worker.allocations:
         if request_id in state.requests or request_id in state.ended:
@@ -181,7 +181,7 @@ def _hand_over_adopted(state: State, worker: Worker) -> None:
 
 
 def dismiss(state: State) -> None:
-    """Tell those that hold nothing any more."""
+    """Tell draining workers that hold nothing any more that they may go."""
     for worker in state.draining.values():
         if worker.dismissed or worker.allocations or worker.steps:
             continue

@@ -1,8 +1,8 @@
 """Worker processes change their role: one is drained, and then registers as another incarnation, in the other role, or in both.
 
-A few may change at once. The last worker of a role that takes work stays, unless that is forced: it is looked at when the
-change is asked for, when another worker goes, and before the process may change over. Up to then a change can be given up. It
-is given up on both sides if a connection to the process is lost.
+A few may change at once. The last worker of a role that takes work keeps it, unless the change is forced. This is checked when
+the change is asked for, when another worker goes, and before the process may change over. Until then a change can be given up.
+It is given up on both sides if a connection to the process is lost.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,14 @@ from proto.limits import flips_at_once
 from proto.messages import Hello, Interrupted, Role
 
 REGISTER_S_MAX = 15.0
-"""A process that holds nothing has so long to register in its new role; then it is given its old one back."""
+"""How long a process that holds nothing may take to register in its new role, in seconds; after that it gets its old role
+back."""
 CACHE_TOLD_S = 0.1
-"""A worker that has come back has so long to tell what it has cached."""
+"""How long a worker that has come back may take to report what it has cached, in seconds."""
 
 
 def asked(state: State, incarnation: int, event: Received, now: float) -> None:
-    """A person or the autopilot asks for it."""
+    """Begin a change of role that a person or the autopilot asks for."""
     request = event.message
     assert isinstance(request, FlipRequest)
     workers = draining.named(state, request.worker)
@@ -83,7 +84,7 @@ def _refusal_of(state: State, request: FlipRequest, worker: Worker) -> str:
 
 
 def _running(state: State) -> list[RunningFlip]:
-    """Each once: that of a mixed worker is found by both of its incarnations."""
+    """Returns each running change once; a mixed worker's change is stored under both its incarnations."""
     return list(dict.fromkeys(state.flipping.values()))
 
 
@@ -95,7 +96,7 @@ def _is_last(state: State, worker: Worker) -> bool:
 
 
 def look(state: State, now: float) -> None:
-    """After each event while some change: which of them may change over now, or have taken too long."""
+    """Check after each event which changing workers may change over now, or have taken too long."""
     for flip in _running(state):
         _look_at(state, flip, now)
 
@@ -147,7 +148,7 @@ def worker_joined(state: State, hello: Hello, now: float) -> None:
 
 
 def failed(state: State, incarnation: int, event: Received, now: float) -> None:
-    """The worker says that it cannot."""
+    """Give up a change, since the worker reports that it cannot."""
     assert isinstance(event.message, FlipFailed)
     if (flip := state.flipping.get(incarnation)) is not None:
         _give_up(state, flip, event.message.why)
@@ -166,14 +167,14 @@ def _give_up(state: State, flip: RunningFlip, why: str) -> None:
 
 
 def cache_told(state: State, incarnation: int) -> None:
-    """A worker has told what it has cached. If it has just come back, its coordinator knows what it has kept."""
+    """Resume the kept streams of a worker that has just come back, since it has reported what it has cached."""
     flip = state.unproven.get(incarnation)
     if flip is not None and flip.state is FlipState.DONE:
         _resume(state, flip)
 
 
 def resume_due(state: State, now: float) -> None:
-    """Streams that have waited for their worker to come back for too long are computed again elsewhere."""
+    """Resume streams that have waited too long for their worker to come back. They are computed again elsewhere."""
     for flip in list(state.keeping):
         if now >= flip.kept_until:
             _resume(state, flip)

@@ -1,11 +1,11 @@
-"""The leadership among coordinators: of those with one usage ledger one serves, and those that were told to (`--standby`) wait.
+"""Leadership among coordinators: only one of those with the same usage ledger serves, and those with `--standby` wait.
 
-The turn is a lock on `FILE.lock`, kept until the process ends. The kernel gives it on at that moment, however the process
-ends; one that stands by has loaded everything by then and serves within milliseconds. A restart without a standby takes the
-time of a Python start, about a second of CPU.
+Leadership is a lock on `FILE.lock`, kept until the process ends. The kernel then passes the lock on, no matter how the process
+ended. A standby has loaded everything by then, and serves within milliseconds. A restart without a standby takes the time of a
+Python start, about a second of CPU.
 
-A network file system may give a lock on although its holder lives, as when that is cut off for longer than its lease. So a
-ledger on one is refused.
+A network file system may pass a lock on while its holder lives, for example if the holder is cut off for longer than its
+lease. So a ledger on such a file system is refused.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from runtime.process.exits import ConfigError
 from runtime.storage.lock_file import is_at, lock_of, network_file_system, open_lock
 
 PREDECESSOR_S: Final = 5.0
-"""How long one that does not stand by waits for a predecessor that is about to end."""
+"""How long a coordinator without `--standby` waits for a predecessor that is about to end, in seconds."""
 
 
 class NotLeader(CrossdockError):

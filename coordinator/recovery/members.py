@@ -1,4 +1,4 @@
-"""Processes come and go: what that means for the requests they hold."""
+"""Handlers for processes that come and go, and for the requests that they hold."""
 
 from coordinator.events import ProtocolViolation, Received
 from coordinator.lifecycle import RequestState, Trigger
@@ -46,7 +46,7 @@ def up(state: State, incarnation: int, hello: Hello, now: float) -> None:
 
 
 def _count_restart(state: State, incarnation: int, hello: Hello) -> None:
-    """A process of this name was here before, and it was another one."""
+    """Count a restart if another process of this name was here before."""
     if hello.role is Role.OBSERVER:
         return
     before = state.names.pop(hello.name, incarnation)
@@ -102,7 +102,7 @@ def down(state: State, incarnation: int, reason: str, now: float, *, lives: bool
 
 
 def forget_models(state: State, now: float) -> None:
-    """Those that have been without a worker for long, unless something still waits for one."""
+    """Forget models that have been without a worker for long, unless a request still waits for one."""
     while state.empty_pools:
         model, since = next(iter(state.empty_pools.items()))
         if since + EMPTY_POOL_S_MAX > now:
@@ -116,8 +116,8 @@ def forget_models(state: State, now: float) -> None:
 
 
 def hung(state: State, incarnation: int, event: Received, now: float) -> None:
-    """The worker is about to end itself. Whatever becomes of that, it is fenced from now on: nothing more that it says is
-    taken, and it is not let in again."""
+    """Fence a hung worker, which is about to end itself. Even if it does not end, its further messages are ignored, and it may
+    not join again."""
     assert isinstance(event.message, Hung)
     state.counters[f"{state.peers[incarnation].role}_hung"] += 1
     state.fenced[incarnation] = state.peers[incarnation]

@@ -1,7 +1,8 @@
-"""Whether this process was away for so long that its peers have left it: stopped, or on a machine that stood still. Pure.
+"""Detects that this process was away (stopped, or on a machine that stood still) for so long that its peers have left it.
+Pure.
 
-A coordinator that comes back after that would take all of them for lost, whereas they and the streams went on. So it acts on
-nothing more and begins anew, as the next one after a kill does: workers and gateways register with what they have.
+A coordinator that comes back after that would treat all peers as lost, although they and the streams went on. So it acts on no
+further event and begins anew, like the next coordinator after a kill: workers and gateways register with what they have.
 """
 
 from collections.abc import Iterable
@@ -30,7 +31,8 @@ class StallDetector:
         self._looked_at = now
 
     def look(self, now: float) -> bool:
-        """The caller asks more often than every `limit_s`. Once the answer is true, it stays true."""
+        """Returns whether the process was away for too long; once true, it stays true. The caller must call it more often than
+        every `limit_s`."""
         if self._looked_at is None:
             return False
         if now - self._looked_at > self.limit_s and not self.away_s:

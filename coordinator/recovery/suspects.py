@@ -1,12 +1,12 @@
 """Requests that may have ended the workers they ran on: a prompt that meets a bug of the engine ends each process that
 computes it.
 
-Suspected is what was in a running step of a worker that was lost, until it has made progress. After one loss in prefill a
-request has steps of its own; after two losses it has a decode worker of its own too. It fails where two workers were lost in a
-row and nothing else was in a running step of both, or with the third. A request that is lost with others is not at fault for
+A request that was in a running step of a lost worker is suspected until it has made progress. After one loss in prefill it has
+steps of its own; after two losses it also has a decode worker of its own. It fails if two workers in a row were lost and no
+other request was in a running step of both, or with the third loss. A request that is lost with others is not at fault for
 that alone.
 
-The halves of a mixed worker are one process: what ran in either is looked at together, when the first of them goes.
+The halves of a mixed worker are one process, so the requests of both are judged together when the first half goes.
 """
 
 from coordinator.lifecycle import RequestState, Trigger
@@ -37,8 +37,8 @@ def count_loss(state: State, worker: Worker) -> None:
 
 
 def _in_step(state: State, worker: Worker) -> list[tuple[Request, Suspicion]]:
-    """Requests in the steps that the worker was given, and what speaks against them now. Its last word may be lost, so it is
-    not certain which of two steps it was in. A request that decodes has had all its chunks computed."""
+    """Returns the requests in the steps that the worker was given, with their new suspicions. Its last word may be lost, so it
+    is not certain which of two steps it was in. A request that decodes has had all its chunks computed."""
     found = []
     for step, requests in worker.steps.values():
         for chunk, request in zip(step.chunks, requests, strict=True):
@@ -80,14 +80,14 @@ def _fail(state: State, request: Request, losses: int) -> None:
 
 
 def computed(state: State, request: Request) -> None:
-    """So much of its prompt is computed as it never was when its worker was lost."""
+    """Clear a suspicion once its prompt is computed beyond the step in which its worker was lost."""
     suspicion = request.suspicion
     if suspicion and 0 < suspicion.prompt_tokens <= request.attempt_progress.computed_tokens:
         _clear(state, request)
 
 
 def emitted(state: State, worker: Worker) -> None:
-    """A decode worker has run steps."""
+    """Clear the suspects that have made progress in a decode worker's steps."""
     for request in list(state.pools[worker.hello.model].suspects.values()):
         if _decodes_on(request, worker) and worker.forwarded(request.key) >= PROGRESS_TOKENS:
             _clear(state, request)

@@ -1,6 +1,6 @@
 """Metrics of goodput: requests within their class's targets and by version of the policy, and waits beside their projection.
 
-All are read from the core's state when somebody asks.
+All are read from the core's state when metrics are requested.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,5 +1,5 @@
-"""Metrics of the coordinator. Those of the core's state are read when somebody asks; the driver counts the rest, once or twice
-in a request's life. Pure.
+"""Metrics of the coordinator. Metrics of the core's state are read when they are requested; the driver counts the others, once
+or twice per request. Pure.
 
 A part of the core that counts something new in `State.counters` needs no line here: under the prefixes below it gets the label
 value that follows them, and anything else is an event.
@@ -33,7 +33,7 @@ _BY_REASON = {
 }
 """Prefixes of `State.counters`."""
 _TOKENS = ("prompt_tokens_cached", "output_tokens", "kv_bytes_moved", "kv_exposed_us")
-"""Entries of it that have families of their own, or are told better elsewhere."""
+"""Entries of `State.counters` that have metrics of their own, or are reported better elsewhere."""
 _LOST = "_lost"
 
 
@@ -100,8 +100,8 @@ class CoordinatorMetrics:
         self._read_faults(registry)
 
     def begin_anew(self, core: State, shown: StatusReport) -> None:
-        """The process was away, and goes on with a core that knows nothing; `shown`: what the last one came to. Counters never
-        go back."""
+        """Go on with a new core after the process was away. `shown`: the last status of the core before. Counters never go
+        back."""
         self.registry.carry_over()
         self.earlier = shown.counters, shown.finished
         self._core = core

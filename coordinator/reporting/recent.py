@@ -12,7 +12,7 @@ REQUESTS_MAX = 256
 class RecentTimes:
     def __init__(self) -> None:
         self._last: deque[tuple[float, float, float, int]] = deque(maxlen=REQUESTS_MAX)
-        """Queue, prefill, and from there to the end, in ms, and answer tokens of requests that came to their end."""
+        """Milliseconds in the queue, in prefill, and from there to the end, and answer tokens, of requests that finished."""
 
     def closed(self, entry: Closed) -> None:
         if entry.outcome == RequestState.FINISHED:

@@ -27,18 +27,18 @@ from proto.status import (
 )
 
 NO_CAPACITY_S = 5.0
-"""About what a supervised worker takes to come back."""
+"""About the time in which a supervised worker comes back, in seconds."""
 TENANTS_SHOWN = 16
 HUNG_SHOWN = 16
 WORKERS_SHOWN = 1024
 PAIRS_SHOWN = 4096
-"""So that a report fits its frame, whatever workers say."""
+"""A bound, so that a report fits its frame with any data from workers."""
 COUNTER_MAX = (1 << 63) - 1
 """The largest number that MessagePack and its readers take; some are sums of numbers that workers report."""
 
 
 def retry_after_s(state: State, submit: Submit, now: float) -> float:
-    """When a request that is turned away should come again: see `Projection.retry_after_s`."""
+    """Returns seconds after which a rejected request should come again: see `Projection.retry_after_s`."""
     pool, queue = state.pools.get(submit.model), state.queues.get(submit.model)
     if pool is None or queue is None or not pool.servable():
         return NO_CAPACITY_S
@@ -146,7 +146,7 @@ def classes(state: State) -> tuple[ClassStatus, ...]:
 
 
 def _emitted(state: State, request_id: str) -> int | None:
-    """Tokens of an answer that goes on, as far as its worker has said; None: it has ended."""
+    """Returns the tokens of a running answer that its worker is known to have emitted; None if it has ended."""
     request = state.requests.get(request_id)
     if request is None:
         return None
@@ -157,7 +157,7 @@ def _emitted(state: State, request_id: str) -> int | None:
 
 
 def _tenants(state: State) -> tuple[TenantStatus, ...]:
-    """Those who were served most lately, or wait."""
+    """Returns the tenants that were served most lately, or that wait."""
     costs: dict[str, float] = {}
     waiting: Counter[str] = Counter()
     for queue in state.queues.values():
@@ -195,7 +195,7 @@ def _left_out(state: State) -> list[str]:
 def summed(
     now: tuple[Mapping[str, int], Mapping[str, int]], earlier: tuple[Mapping[str, int], Mapping[str, int]]
 ) -> list[dict[str, int]]:
-    """Counters, and what they had come to before they began anew."""
+    """Returns counters plus their values from before they began anew."""
     return [
         {name: min(one.get(name, 0) + before.get(name, 0), COUNTER_MAX) for name in {**before, **one}}
         for one, before in zip(now, earlier, strict=True)

@@ -1,6 +1,6 @@
 """Metrics of scheduling: why steps are not larger, how far estimates were off, and the oldest waits.
 
-All are read from the core's state when somebody asks. No cost grows with the number of requests.
+All are read from the core's state when metrics are requested. No cost grows with the number of requests.
 """
 
 from collections.abc import Callable, Iterator, Mapping

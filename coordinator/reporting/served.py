@@ -1,5 +1,4 @@
-"""The tenants that were served lately, of those who share a queue, and how evenly. For people: nothing is decided by it.
-Pure."""
+"""The tenants of a queue that were served lately, and how evenly. The figures are for people; no decision uses them. Pure."""
 
 from collections.abc import Iterable
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""The waiting requests that cannot meet their deadlines any more, in whatever order they are due. Pure.
+"""Finds waiting requests that cannot meet their deadlines any more, in any order of deadlines. Pure.
 
 Requests are ordered by their latest start: the deadline minus the time that the fastest prefill worker takes for the prompt,
 because a prompt runs on one worker. The request with the earliest latest start is the one to look at. How much of a prompt is
@@ -31,7 +31,7 @@ class LatestStarts:
         """The highest rate that an entry was ordered with."""
 
     def add(self, request: Request, waiting: int) -> None:
-        """It waits from now on; `waiting`: how many do."""
+        """Add a request that begins to wait. `waiting`: how many wait now."""
         if request.deadline is None or request.attempt > 1:
             return
         self._fresh.append(request)
@@ -39,7 +39,8 @@ class LatestStarts:
             self._begin_anew()
 
     def first_too_late(self, now: float, tokens_per_s: float, uncached: Callable[[Submit], int]) -> Request | None:
-        """One that would miss its deadline even if the fastest worker began with it now. None while no rate is measured."""
+        """Returns a request that would miss its deadline even if the fastest worker began it now; None while no rate is
+        measured."""
         if tokens_per_s <= 0:
             return None
         if tokens_per_s < SLOWER * self._tokens_per_s:
@@ -69,7 +70,8 @@ class LatestStarts:
 
 
 def _may_be_shed(request: Request) -> bool:
-    """Entries stay when a request is placed. If it waits again, that is a later attempt."""
+    """Whether an entry is still valid. Entries stay when their request is placed; if it waits again, that is a later
+    attempt."""
     return request.waits and request.attempt == 1
 
 

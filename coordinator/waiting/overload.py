@@ -1,7 +1,7 @@
-"""The backlog by tenant, and the choice of those who leave when it is too long. Pure.
+"""The backlog by tenant, and the choice of requests to shed when it is too long. Pure.
 
-The size of a backlog counts requests and tokens at once: a request weighs its prompt's tokens and its part of the room for
-requests (`queue_tokens_max / queue_requests_max`), so that neither a million tiny requests nor a few huge ones hide.
+The size of a backlog counts requests and tokens together: a request adds its prompt's tokens and its part of the room for
+requests (`queue_tokens_max / queue_requests_max`). So a million tiny requests count, and so do a few huge ones.
 """
 
 from collections import OrderedDict
@@ -81,8 +81,8 @@ class WaitingTenant:
 
 
 class Backlog:
-    """How much one model's queue has to do, and how fast it is done. The owner reports what comes to wait, what goes, and
-    what is dispatched."""
+    """The waiting work of one model's queue, and how fast it is dispatched. The owner reports requests that come and go, and
+    dispatched costs."""
 
     def __init__(self, tokens_per_request: float) -> None:
         self._tokens_per_request = tokens_per_request
@@ -104,7 +104,7 @@ class Backlog:
         self.tenant(path, now).cost.add(cost, now)
 
     def waiting(self, path: Path) -> int:
-        """Requests of a tenant that wait, resumed ones aside."""
+        """Returns how many requests of a tenant wait, without resumed ones."""
         tenant = self._tenants.get(path)
         return len(tenant.requests) if tenant else 0
 
@@ -169,7 +169,8 @@ class Backlog:
         return None
 
     def _victim_beside(self, newcomer: Request, size: float) -> Request | None:
-        """A request of the newcomer's own priority class, of a tenant with more than the newcomer's would have."""
+        """Returns a request of the newcomer's priority class, from a tenant with a larger backlog than the newcomer's tenant
+        would have, or None."""
         priority_class, own, _ = newcomer.path
         organisations = self._organisations.setdefault(priority_class, Ranked())
         organisation = organisations.largest()

@@ -1,11 +1,11 @@
-"""When a request of a tenant would get its place: the one projection of time, for admission, Retry-After and people. Pure.
+"""Projects when a tenant's request would get its place, for admission, Retry-After and people. Pure.
 
-It divides the work that goes first in the fair order (`work_ahead`) by the rate at which work is placed. Where decode has no
-room, and where something has waited for longer than requests stay, that is the rate at which placed work comes free
-(`drain`), whatever limits it. Else it is the measured speed of prefill.
+It divides the work that goes first in the fair order (`work_ahead`) by the rate at which work is placed. If decode has no
+room, or the queue has not been empty for longer than placed requests stay, that is the rate at which placed work comes free
+(`drain`). Else it is the measured speed of prefill.
 
-Those who were rejected and told to come back have their place in the order until then. So each is told its own time, also
-where each belongs to another tenant.
+Clients that were rejected and told to come back keep their place in the order until then. So each gets a time of its own, even
+if all are of different tenants.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from coordinator.waiting.work_ahead import WorkAhead
 
 RETRY_AFTER_S = (1.0, 600.0)
 SHORT_S = 0.1
-"""Below it, how far a projection was off is of no interest."""
+"""Below this, the error of a projection does not matter."""
 JITTER = 0.1
 """A wait is lengthened by up to this part of it, never shortened."""
 
@@ -46,7 +46,7 @@ class ProjectionAccuracy(NamedTuple):
     projected_s: float = 0.0
     waited_s: float = 0.0
     error_s: float = 0.0
-    """How far what was projected at their arrival was off, in seconds, in either direction."""
+    """The sum of the absolute errors of the waits projected on arrival, in seconds."""
 
 
 class Projection:
@@ -62,11 +62,11 @@ class Projection:
         self._prompt_tokens = 0
         """Prompt tokens of the requests that wait."""
         self._waits_since: float | None = None
-        """There has been something waiting since then."""
+        """The time since which something has always been waiting; None: nothing waits."""
         self.accuracy: dict[str, ProjectionAccuracy] = {}
         """How far projections were off, by priority class."""
         self.ratios: dict[str, Ratios] = {}
-        """Waits as parts of what was projected, by priority class; without those of which both are short."""
+        """Waits divided by the projected waits, by priority class, unless both are short."""
 
     def reweigh(self, weights: Mapping[str, float]) -> None:
         self.waiting.reweigh(weights)
@@ -75,7 +75,7 @@ class Projection:
     # --- what happens ---------------------------------------------------------------------------------------------------
 
     def wait(self, request: Request, work: int) -> None:
-        """It waits for a place from now on."""
+        """Count a request that begins to wait for a place."""
         request.work = work
         if self._waits_since is None:
             self._waits_since = request.since
@@ -93,7 +93,7 @@ class Projection:
         self._prompt_tokens += sign * request.submit.prompt_tokens
 
     def place(self, request: Request, now: float) -> None:
-        """It has got a place; `request.since`: when it came to wait."""
+        """Count a request that has got a place. It has waited since `request.since`."""
         request.placed_work = request.work
         self.placed.take(request.work, now)
         if request.attempt > 1:
@@ -108,7 +108,7 @@ class Projection:
             found.add(max(waited_s, SHORT_S) / max(request.projected_s, SHORT_S))
 
     def leave(self, request: Request, now: float) -> None:
-        """Its attempt is over, if it had a place."""
+        """Give back the work of an attempt that had a place and is over."""
         if request.placed_work:
             self.placed.give_back(request.placed_work, now - request.attempt_progress.placed_at, now)
             request.placed_work = 0
@@ -124,8 +124,9 @@ class Projection:
     def retry_after_s(
         self, path: Path, work: int, request_id: str, speed: Speed, now: float, computed_s: float = 0.0
     ) -> float:
-        """The wait that a client is told: its turn behind all that wait, and all that come back before it. It is kept for it.
-        `computed_s`: until prefill has computed what goes before it of all that was let in, also of what has a place."""
+        """Returns the wait that a client is told: until its turn, behind all requests that wait and all that come back before
+        it. Its place is kept for it. `computed_s`: seconds until prefill has computed the admitted work before it, placed work
+        included."""
         for before, amount in self._coming.take_due(now):
             self._line.add(before, -amount, urgent=False)
         line = self._line.before(path, work, urgent=False)

@@ -30,14 +30,14 @@ _HEAD_START_S = 1e13
 
 
 class WaitQueue:
-    """`len` and iteration are over those in the state QUEUED, oldest first. Bounded by its owner, who asks first."""
+    """`len` and iteration cover the requests in the state QUEUED, oldest first. The owner checks its bounds first."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._waiting = 0
         self._lengths: dict[Path, OutputLength] = {}
         self._length_of_all = OutputLength(limits.long_output_tokens)
-        """The length that tenants begin with of which no answer has been seen."""
+        """The answer length that is assumed for a tenant until one of its answers has been seen."""
         self.output_ratios: dict[str, Ratios] = {}
         """Tokens of answers as parts of what was expected when they were admitted, by priority class."""
         self._waits = Waits(limits.queue_wait_s_max, limits.resumed_wait_s_max)
@@ -46,13 +46,13 @@ class WaitQueue:
         self._deadlines: list[tuple[float, int, Request, int]] = []
         self._deadlines_set = 0
         self.nothing_due_before = 0.0
-        """A lower bound of `next_timer`: what leaves only makes that later."""
+        """A lower bound of `next_timer`. Requests that leave only make `next_timer` later."""
         self.fair: FairQueue[Request] = FairQueue(
             limits.quantum_tokens, {**ring_weights(limits.priority_classes), **limits.weights}, limits.overtaken_max
         )
         self.backlog = Backlog(limits.queue_tokens_max / limits.queue_requests_max)
         self.work_ahead = WorkAhead(self.fair.weights)
-        """Prompt tokens that are not computed, of what waits and of what is placed."""
+        """Prompt tokens that are not computed yet, of waiting and placed requests."""
         self.projection = Projection(self.fair.weights)
         self.retries = RetryBudget(limits.retry_floor, limits.retry_share)
         self._served = Rate(0.0)
@@ -83,7 +83,7 @@ class WaitQueue:
         self.projection.reweigh(self.fair.weights)
 
     def forget(self, tenant: str) -> None:
-        """One of which nothing waits or runs."""
+        """Forget a tenant that has nothing waiting or running."""
         organisation, _, user = tenant.partition("/")
         for priority_class in self._priority_classes:
             path = (priority_class, organisation, user)
@@ -123,14 +123,14 @@ class WaitQueue:
         return self._waits.limit_s(request)
 
     def count_uncomputed(self, request: Request, tokens: int) -> None:
-        """So much of its prompt is to be computed yet."""
+        """Set how many tokens of its prompt are still to be computed."""
         urgent = request.first_token_ms > 0
         self.work_ahead.add(request.path, tokens - request.uncomputed_tokens, urgent=urgent)
         request.uncomputed_tokens = tokens
 
     def put_back(self, request: Request, dispatched_tokens: int) -> None:
-        """Its worker will skip what was dispatched behind `dispatched_tokens`, so that must be dispatched again. The steps
-        that skip it pay back its cost."""
+        """Dispatch the tokens after `dispatched_tokens` again, since its worker will skip those in flight. The steps that skip
+        them refund their cost."""
         request.dispatched_tokens = dispatched_tokens
         if request.entry is None:
             self.refund_output(request)
@@ -154,7 +154,7 @@ class WaitQueue:
         return key
 
     def _set_deadline(self, request: Request) -> None:
-        """Once for as long as it waits, with a turn or without."""
+        """Register its deadline, once for as long as it waits, with a turn or without."""
         if request.deadline is not None:
             self._deadlines_set += 1
             self.nothing_due_before = min(self.nothing_due_before, request.deadline)
@@ -164,11 +164,11 @@ class WaitQueue:
                 heapify(self._deadlines)
 
     def _is_due(self, request: Request, attempt: int) -> bool:
-        """Whether it has something to dispatch yet."""
+        """Whether this attempt still waits or has something to dispatch."""
         return request.attempt == attempt and (request.entry is not None or request.waits)
 
     def refresh_eligibility(self, can_run: Callable[[Request], bool]) -> None:
-        """Workers have come or gone: what none can hold any more waits without a turn, until one comes that can."""
+        """Update turns after workers came or left: a request that no worker can hold waits without a turn."""
         for request in self:
             if can_run(request) != (request.entry is not None):
                 if request.entry is None:
@@ -178,14 +178,14 @@ class WaitQueue:
                     request.entry = None
 
     def placed(self, request: Request) -> None:
-        """It waits no longer; its chunks go on competing."""
+        """Note that a request waits no longer. Its chunks still compete for turns."""
         request.waits = False
         self._waiting -= 1
         self.backlog.remove(request)
         self.projection.wait_no_more(request)
 
     def remove(self, request: Request) -> None:
-        """No chunk of it is to be dispatched any more. Repeating it does no harm."""
+        """Remove a request, so that no more of its chunks are dispatched. Idempotent."""
         if request.waits:
             self.placed(request)
         if request.entry is not None:
@@ -208,7 +208,7 @@ class WaitQueue:
         return deadlines[0][0] if waited is None else min(waited, deadlines[0][0])
 
     def overdue(self, now: float) -> Iterator[Request]:
-        """Those that waited too long, or whose own deadline is past with chunks yet to dispatch; the caller ends each."""
+        """Yields requests that waited too long, or that missed their deadline with chunks left. The caller ends each."""
         while (due := self.next_timer()) is not None and due <= now:
             if self._deadlines and self._deadlines[0][0] <= now:
                 yield heappop(self._deadlines)[2]
@@ -217,7 +217,7 @@ class WaitQueue:
         self.nothing_due_before = inf if due is None else due
 
     def too_late(self, now: float, tokens_per_s: float, uncached: Callable[[Submit], int]) -> Request | None:
-        """One that waits and cannot have its first token by its deadline any more, computed at this rate."""
+        """Returns a waiting request that can no longer have its first token by its deadline at this rate, or None."""
         return self._latest_starts.first_too_late(now, tokens_per_s, uncached)
 
     # --- service --------------------------------------------------------------------------------------------------------
@@ -232,14 +232,14 @@ class WaitQueue:
         return None if entry is None else entry.item
 
     def take(self, request: Request, length: int, incarnation: int, keys: Sequence[int], now: float) -> None:
-        """Charge the next chunk of the one that is first under these keys, for this prefill worker."""
+        """Charge the next chunk of the request that is first under these keys, for this prefill worker."""
         assert request.entry is not None
         terms = self._terms(request, length, incarnation)
         self.fair.take(request.entry, terms, keys)
         self._dispatched(request, length, terms.cost, now)
 
     def go_on(self, request: Request, length: int, incarnation: int, now: float) -> None:
-        """Charge so much more of a prompt of which this prefill worker has just had a chunk."""
+        """Charge one more chunk of a prompt, right after the chunk that this prefill worker has had."""
         assert request.entry is not None
         terms = self._terms(request, length, incarnation)
         self.fair.go_on(request.entry, terms)
@@ -270,14 +270,14 @@ class WaitQueue:
         return self.fair.goes_before(one.entry, other.entry)
 
     def settle_on(self, request: Request, key: int) -> None:
-        """It waits under this queue key from now on: a prefill worker's incarnation where it was placed, or `bound_key`."""
+        """Let a request wait under this key: its prefill worker's incarnation if placed, else a class key or `bound_key`."""
         entry = request.entry
         assert entry is not None
         if entry.key != key:
             self.fair.move(entry, key)
 
     def unsettle(self, request: Request) -> None:
-        """It is not placed, and waits in its demand class again."""
+        """Let a request that is not placed wait in its demand class again."""
         self.settle_on(request, self.class_key(request))
 
     def served_per_s(self, now: float) -> float:
@@ -294,14 +294,14 @@ class WaitQueue:
             self.fair.charge(path, cost)
 
     def charge_kept(self, path: Path, prompt_tokens: float) -> None:
-        """Charge for KV that was kept between two turns, while others wait; as for computing so many tokens."""
+        """Charge for KV that was kept between two turns as for computing `prompt_tokens`, if other tenants' requests wait."""
         if len(self) > self.backlog.waiting(path):
             self.charge(path, self._limits.prices.prompt_token * prompt_tokens)
 
     # --- true-up --------------------------------------------------------------------------------------------------------
 
     def skipped(self, request: Request, chunk: Chunk) -> None:
-        """A chunk was not computed: what was charged for it comes back."""
+        """Refund the cost of a chunk that was not computed."""
         cost = self._chunk_cost(request, chunk.start, chunk.length)
         if cost:
             self.fair.adjust(request.path, -cost)
@@ -311,7 +311,7 @@ class WaitQueue:
             self.fair.adjust(path, self._limits.prices.output(tokens))
 
     def is_emitting(self, request: Request, tokens: int) -> None:
-        """Each choice has come so far with this attempt."""
+        """Charge for output beyond the estimate. `tokens`: emitted so far by each choice in this attempt."""
         charged = request.attempt_progress.output_charged
         more = self._limits.prices.output(tokens * request.submit.choices) - charged
         if charged and more > 0:
@@ -319,13 +319,13 @@ class WaitQueue:
             request.attempt_progress.output_charged = charged + more
 
     def refund_output(self, request: Request) -> None:
-        """The estimate gives way to what is reported as emitted."""
+        """Refund the estimated output, since reported tokens are charged instead."""
         if request.attempt_progress.output_charged:
             self.fair.adjust(request.path, -request.attempt_progress.output_charged)
             request.attempt_progress.output_charged = 0.0
 
     def learn(self, request: Request, emitted_tokens: int) -> None:
-        """Learn from an answer that came to its end how long this tenant's are."""
+        """Learn the length of this tenant's answers from one that has ended."""
         if request.expected_tokens:
             name = request.path[0]
             found = self.output_ratios.get(name) or self.output_ratios.setdefault(name, Ratios())

@@ -30,7 +30,7 @@ class Demand(NamedTuple):
     tokens: int
     choices: int
     target: int = 0
-    """Its class of targets for the time per token: the larger, the longer that may be; 0 for none."""
+    """Its class of targets for the time per token. A larger number allows a longer time; 0: no target."""
 
     @staticmethod
     def of(submit: Submit, expected_left: int = NEVER, tpot_ms: float = 0.0) -> "Demand":
@@ -56,7 +56,7 @@ def smallest(key: int) -> Demand:
 
 
 def classes_without_room(demand: Demand, classes: Iterable[int]) -> list[int]:
-    """Those of these classes that no room can be found for either if `demand` has none."""
+    """Returns the classes that cannot have room either if `demand` has none."""
     found = []
     for key in classes:
         least = smallest(key)

@@ -1,9 +1,9 @@
 """How many interrupted requests may come back at once. Pure.
 
-While workers die one after the other, each takes its requests with it, and all of them come back: what is left of the cluster
-would do little but work that is lost again. So within any `WINDOW_S` no more are let in again than a fixed number, and a share
-of the requests that live ("retry budgets": Beyer et al., Site Reliability Engineering, chapter 21). One above that is not
-lost: its gateway is told when to try again, and does, with jitter, for a bounded time.
+If workers die one after the other, the requests of each come back, and the rest of the cluster would do little but work that
+is lost again. So within any `WINDOW_S`, only a fixed number of requests may come back, plus a share of the live requests
+("retry budgets": Beyer et al., Site Reliability Engineering, chapter 21). A request beyond that is not lost: its gateway is
+told when to try again, and retries with jitter for a bounded time.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ class RetryBudget:
         """Allow `floor` retries within a window, and `share` times the number of live requests."""
         self._floor, self._share = floor, share
         self._let_in: deque[float] = deque()
-        """When, within the last window."""
+        """The times at which requests were let in, within the last window."""
 
     def allows(self, alive: int, now: float) -> bool:
         while self._let_in and self._let_in[0] + WINDOW_S <= now:
@@ -24,7 +24,7 @@ class RetryBudget:
         return len(self._let_in) < self._floor + self._share * alive
 
     def spend(self, now: float) -> None:
-        """One was let in; the caller has asked."""
+        """Count a request that was let in after `allows`."""
         self._let_in.append(now)
 
     def wait_s(self, now: float) -> float:

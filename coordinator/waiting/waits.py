@@ -13,12 +13,12 @@ _RESUMED = ""
 """The class of later attempts: no priority class is called that."""
 
 SWEPT_PER_ENTRY = 16
-"""How many are looked through with each one that comes, while those that are gone are dropped."""
+"""How many entries are checked with each new request, during a sweep of entries whose requests are gone."""
 
 
 class _Class:
-    """Requests with the same longest wait, in the order in which they came to wait. Those that wait no longer stay until they
-    are first, or until they are more than those that do."""
+    """Requests with the same longest wait, in the order in which they came to wait. Entries of requests that wait no longer
+    stay until they come first, or until they outnumber the others."""
 
     __slots__ = ("came", "kept", "name")
 
@@ -27,13 +27,13 @@ class _Class:
         self.came: deque[tuple[float, Request]] = deque()
         """When each request began to wait."""
         self.kept: deque[tuple[float, Request]] = deque()
-        """While those that are gone are dropped: older ones, which have been looked through."""
+        """Older entries that the sweep in progress has already checked."""
 
     def __len__(self) -> int:
         return len(self.kept) + len(self.came)
 
     def oldest(self) -> deque[tuple[float, Request]] | None:
-        """The one that begins with the request that waits longest; None where none does."""
+        """Returns the deque that begins with the request that waits longest; None if none waits."""
         for entries in (self.kept, self.came):
             while entries:
                 if self._waits(*entries[0]):
@@ -47,7 +47,7 @@ class _Class:
                 yield since, request
 
     def sweep(self, most: int) -> bool:
-        """Look through some; returns whether all have been."""
+        """Check up to `most` entries. Returns whether all have been checked."""
         came, kept = self.came, self.kept
         for _ in range(min(most, len(came))):
             entry = came.popleft()
@@ -59,7 +59,7 @@ class _Class:
         return True
 
     def _waits(self, since: float, request: Request) -> bool:
-        """Whether it has waited here from then on: it may have been placed, and come back."""
+        """Whether the request has waited here since `since`. It may have been placed and come back."""
         return request.waits and since == request.since and _class_of(request) == self.name
 
 
@@ -71,9 +71,9 @@ class Waits:
         self.priority_classes: Mapping[str, PriorityClass] = {}
         self._classes: dict[str, _Class] = {}
         self._entries = 0
-        """As many as were left when those that are gone were last dropped, and those that came since."""
+        """The number of entries left after the last sweep, plus those added since."""
         self._swept: list[_Class] = []
-        """Entries from which those that are gone are dropped, a few with each request that comes."""
+        """Classes that are still to be swept, a few entries with each new request."""
 
     def __iter__(self) -> Iterator[Request]:
         """Those that wait, oldest first."""
@@ -84,7 +84,7 @@ class Waits:
         return self._limit_s(_class_of(request))
 
     def add(self, request: Request, waiting: int) -> None:
-        """It waits from `request.since` on; `waiting`: how many do now."""
+        """Add a request that has waited since `request.since`. `waiting`: how many wait now."""
         name = _class_of(request)
         there = self._classes.get(name)
         if there is None:
@@ -92,7 +92,7 @@ class Waits:
         there.came.append((request.since, request))
         self._entries += 1
         if not self._swept and self._entries > 2 * waiting + SPARE:
-            # Behind one that waits long, those that have gone would stay, with all they hold.
+            # Behind a request that waits long, entries of requests that are gone would stay in memory.
             self._swept = list(self._classes.values())
         if self._swept and self._swept[-1].sweep(SWEPT_PER_ENTRY):
             self._swept.pop()

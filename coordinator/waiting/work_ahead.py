@@ -1,12 +1,12 @@
-"""Work that is not done yet, by tenant, and what of it a new request has to wait for. Pure.
+"""Work that is not done yet, by tenant, and how much of it a new request has to wait for. Pure.
 
 The fair queue serves tenants in proportion to their weights while they have work, at each level (priority class,
 organisation, user). So until a tenant has got an amount `x` for its weight, each of the others has got as much for its own, or
 all it wanted, whichever is less. Another tenant's backlog does not count beyond that, however large. Of its own tenant's work,
 only what has a deadline counts for a request with a deadline, because that goes first.
 
-How much the others want is kept by powers of two. Those of the same power as `x` count as if they wanted as much as they
-can, together: so a question costs a few steps for each level, however many tenants there are.
+Tenants are grouped by the power of two of what they want. The group with the same power as `x` is counted as a whole, with the
+most that it can get. So a query costs a few steps for each level, for any number of tenants.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class _Node:
     weight: float
     work: int = 0
     urgent: int = 0
-    """Requests with a deadline, or with a target for the first token."""
+    """Work of requests with a deadline or a target for the first token."""
     sizes: dict[int, _Size] = field(default_factory=dict)
     """Its children that have work, by the binary order of what they want for their weight."""
 
@@ -38,7 +38,7 @@ class _Node:
         return int(self.work / self.weight).bit_length()
 
     def count(self, child: "_Node", sign: int) -> None:
-        """A child comes to want what it does, or no more."""
+        """Add a child's work to its size group (`sign` 1), or take it out (-1)."""
         if not child.work:
             return
         order = child.order
@@ -52,7 +52,7 @@ class _Node:
             del self.sizes[order]
 
     def until(self, child: "_Node", work: float) -> float:
-        """The work that all children get until this one, whether it is among them or not, has got so much."""
+        """Returns the work that all children get until `child`, which need not be one of them, has got `work`."""
         each, total = work / child.weight, work
         own = child.order if child.work else -1
         for order, size in self.sizes.items():
@@ -77,7 +77,7 @@ class WorkAhead:
         return self._root.work
 
     def add(self, path: Path, work: int, *, urgent: bool) -> None:
-        """So much more, or less if negative. `urgent`: of a request with a deadline."""
+        """Add `work` to a tenant; negative: take it off. `urgent`: of a request with a deadline."""
         if not work:
             return
         above = self._root
@@ -97,7 +97,7 @@ class WorkAhead:
             above = node
 
     def before(self, path: Path, work: float, *, urgent: bool) -> float:
-        """Work that is done until a new request of this tenant is, its own of so much included."""
+        """Returns the work that is done until a new request of this tenant is done, including its own `work`."""
         leaf = self._nodes.get(path)
         if leaf is not None:
             work += leaf.urgent if urgent else leaf.work

@@ -1,10 +1,10 @@
-"""Requests that wait for one prefill worker, which has their prompt cached or is faster, and when they had better not. Pure.
+"""Requests that wait for one prefill worker that has their prompt cached or is faster, and when waiting does not pay. Pure.
 
-A request that waits for the worker with its prefix pays with time. To compute the prefix elsewhere costs once, and later
-requests need not wait for it. So what requests have waited for a prefix is added up, and once it comes to the cost of
-computing it, the next request computes it where it is. That is never worse than twice the best choice in hindsight (Karlin et
-al., 1988). Older waits count less. Where the prefixes that requests wait for are more than half a worker can keep, one more
-copy would drive out another prefix, so waits do not count at all.
+A request that waits for the worker with its prefix loses time. Computing the prefix elsewhere costs once, and later requests
+need not wait. So the waits for a prefix are added up. Once they reach the cost of computing it, the next request computes it
+on the worker that asks. That is never worse than twice the best choice in hindsight (Karlin et al., 1988). Older waits count
+less. If the prefixes that requests wait for exceed half of what a worker can keep, one more copy would evict another prefix,
+so waits do not count at all.
 """
 
 from collections import OrderedDict
@@ -52,7 +52,8 @@ class Bindings:
             self.hosts.pop(bound_to, None)
 
     def kept_waiting(self, prefill: Worker, waiting: int) -> float:
-        """How many requests wait a second longer for each second that this worker computes more. `waiting`: for the pool."""
+        """Returns how many requests wait a second longer for each further second of computing on this worker. `waiting`:
+        requests that wait in the pool."""
         return (waiting - self._count) / len(self._prefill) + len(prefill.bound)
 
 
@@ -74,7 +75,7 @@ class PrefixWaits:
         return len(self._waits)
 
     def of(self, prefix: bytes, room_tokens: int, now: float) -> float:
-        """`room_tokens`: KV that the worker which may compute it can keep."""
+        """Returns the seconds waited lately for a prefix. `room_tokens`: KV that the worker that may compute it can keep."""
         found = self._waits.get(prefix)
         if found is None or 2 * self._tokens > room_tokens:
             return 0.0
@@ -91,7 +92,7 @@ class PrefixWaits:
             oldest = next(iter(self._waits.values()))
 
     def computed(self, prefix: bytes) -> None:
-        """It is computed once more, so that waits are counted anew."""
+        """Reset the waits for a prefix, since it is computed once more."""
         found = self._waits.get(prefix)
         if found is not None:
             self._waits[prefix] = found._replace(waited_s=0.0)

@@ -30,7 +30,7 @@ class Candidates:
         self.block_sizes: list[int] = []
         """Block sizes of all workers."""
         self._finish = Ordered()
-        """Prefill workers, the one first that would be done first with a prompt of usual length."""
+        """Prefill workers, ordered by when each would finish a prompt of usual length."""
         self._least_full = Ordered()
         """Decode workers that take work and have a sequence free; of equals, the one that was chosen longest ago."""
         self._stamp = 0

@@ -3,17 +3,17 @@
     closed ──TRIP_AFTER failures in a row──▶ open ──its time is over──▶ one attempt tries it ──KV handed over──▶ closed
                                               ▲                                    └─fails─▶ open, twice as long
 
-A circuit breaker (Nygard, Release It!) for each pair. Of a failed transfer nobody can say which end did it, so nothing is held
-against either with others. Failures of attempts that were placed before the last failure was known are of the same incident,
-and do not count: one broken connection takes all transfers on it. Two workers between which nothing works keep their requests
-waiting, rather than have them fail one attempt after the other.
+Each pair has a circuit breaker (Nygard, Release It!). A failed transfer does not show which end is at fault, so it does not
+count against either worker in other pairs. Failures of attempts that were placed before the last failure was known belong to
+the same incident and do not count, since one broken connection ends all its transfers. If no transfer between two workers
+works, their requests wait instead of failing one attempt after the other.
 
-A worker on which the model fails has a breaker of its own, as a pair with `NOBODY`: it answers at once, so it would always have
-the least to do and be given every request. No more than half of the workers of a role are left out for that: where more fail,
-it is likely the requests that are at fault.
+A worker on which the model fails has a breaker of its own, as a pair with `NOBODY`. Such a worker fails at once, so it would
+always have the least to do and get all requests. No more than half of a role's workers are left out for that: if more fail,
+the requests are likely at fault.
 
-Below this, a sender leaves a transport out for a while that broke (`kvtransfer.transport_choice`), so that a pair fails
-again only where every transport between its ends does.
+Below this, a sender skips a broken transport for a while (`kvtransfer.transport_choice`), so that a pair fails again only if
+every transport between its ends fails.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ class Breakers:
         self._wake_at = inf
 
     def failed(self, pair: Pair, placed_at: float, now: float) -> bool:
-        """The transfer of an attempt placed then has failed; whether the pair is left out from now on because of it."""
+        """Record a failed transfer of an attempt that was placed at `placed_at`. Returns whether the pair is left out now."""
         state = self.pairs.setdefault(pair, _State())
         if placed_at < state.failed_at:
             return False
@@ -70,14 +70,14 @@ class Breakers:
             del self.pairs[pair]
 
     def allows(self, pair: Pair, now: float, is_held: Callable[[Key], bool]) -> bool:
-        """Whether an attempt may be placed there. A probe of which nothing is held any more has ended without a verdict."""
+        """Whether an attempt may be placed there. A probe that holds nothing any more has ended without a result."""
         state = self.pairs.get(pair)
         if state is None or not state.tripped:
             return True
         return now >= state.open_until and (state.probe is None or not is_held(state.probe))
 
     def allows_worker(self, pair: Pair, now: float, is_held: Callable[[Key], bool], workers: int) -> bool:
-        """The same of one worker, which is one of so many of its role."""
+        """Whether an attempt may be placed on a worker. `workers`: how many its role has."""
         if self.allows(pair, now, is_held):
             return True
         role = pair.index(NOBODY)
@@ -89,14 +89,14 @@ class Breakers:
             state.probe = key
 
     def failure_rate(self, pair: Pair, now: float) -> float:
-        """0 … 1, for the score: what failed a moment ago is rather not tried next."""
+        """Returns 0 … 1 for the score, so that a pair that failed a moment ago is avoided."""
         state = self.pairs.get(pair)
         if state is None or now > state.failed_at + OPEN_S:
             return 0.0
         return float(1.0 - (1.0 - _TROUBLE) ** state.failures)
 
     def concern(self, prefill_incarnation: int) -> bool:
-        """Whether some pair of it is left out or being tried."""
+        """Whether a pair of this prefill worker is left out or being tried."""
         return any(pair[0] == prefill_incarnation and state.tripped for pair, state in self.pairs.items())
 
     def next_wake(self) -> float | None:

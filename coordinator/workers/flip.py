@@ -36,8 +36,8 @@ class RunningFlip:
     registered: set[Role] = field(default_factory=set)
     """Roles in which it has come back."""
     kept: list[tuple[str, int]] = field(default_factory=list)
-    """Attempts that were streams here, whose gateways are not told yet that they are interrupted: what the process has computed
-    for them serves their next ones, once it prefills."""
+    """Interrupted streams of this process whose gateways are not told yet. Their next attempts use the KV that the process has
+    kept, once it prefills."""
     kept_until: float = inf
 
     @property
@@ -58,7 +58,7 @@ class RunningFlip:
         return role is Role.DECODE and Role.PREFILL in self.role.registers_as
 
     def came_back(self, hello: Hello) -> bool:
-        """It has come back in this role; True if it has registered in all roles that it takes."""
+        """Note that the process has come back in this role. Returns True once it has registered in all its new roles."""
         self.registered.add(hello.role)
         return self.registered == set(self.role.registers_as)
 

@@ -8,7 +8,8 @@ Key = tuple[float, float, int]
 
 
 class Ordered:
-    """A sorted list. To insert moves the pointers behind: for some thousand workers that is less than a look at one of them."""
+    """A sorted list. An insert moves the pointers after it; for some thousand workers, that costs less than examining one of
+    them."""
 
     def __init__(self) -> None:
         self._keys: dict[int, Key] = {}
@@ -21,7 +22,7 @@ class Ordered:
         return incarnation in self._keys
 
     def __iter__(self) -> Iterator[int]:
-        """Incarnations, least key first. Not to be changed meanwhile."""
+        """Iterates over incarnations, least key first. Do not change the list meanwhile."""
         return (row[2] for row in self._rows)
 
     def put(self, incarnation: int, first: float, second: float) -> None:

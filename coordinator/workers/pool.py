@@ -1,11 +1,11 @@
 """The workers that serve one model, and what is reserved on them.
 
-Memory on workers is reserved in three ways. An *allocation* (`Worker.allocations`) is what an attempt has on a worker; it lasts
-until the worker says that it has let go. A *retained allocation* (`Pool.retained`) is what an attempt had on a decode worker,
-and goes over to its request when its prefill worker is lost, so that nobody else gets it before the next attempt; it lasts
-until the request is placed or ends. A *drain for a large request* (`RoomForLargeRequest`) has no blocks: it closes one worker
-to everybody but one request that was bypassed too often, until that request fits there. The first two are counted in blocks,
-the third is not.
+Memory on workers is reserved in three ways. An *allocation* (`Worker.allocations`) is what an attempt has on a worker; it
+lasts until the worker says that it has let go. A *retained allocation* (`Pool.retained`) passes from an attempt on a decode
+worker to its request when the prefill worker is lost, so that no other request takes the room before the next attempt. It
+lasts until the request is placed or ends. A *drain for a large request* (`RoomForLargeRequest`) has no blocks: it closes one
+worker to all requests but one that was bypassed too often, until that one fits there. The first two are counted in blocks, the
+third is not.
 """
 
 from collections import ChainMap, Counter
@@ -33,14 +33,14 @@ TOKENS_PER_S = 1000.0
 """The rate that a prefill worker is taken to have, while none of its pool has been measured."""
 
 SLICE_SHARE = 0.5
-"""Part of a target per token that a mixed worker's prompts may take of it; its own step takes the rest."""
+"""The part of a target per token that a mixed worker's prompts may take. Its decode step takes the rest."""
 
 BESIDE_STREAMS = STALL_SHARE / (1 + STALL_SHARE)
 """Part of its time that a decode worker with streams has for prompts, while its rate is not measured."""
 
 
 class Pool:
-    """`admission` lets in only workers between which KV can cross. A changed worker is told to it: `changed`, `freed`."""
+    """`admission` accepts only workers between which KV can cross. Callers report a changed worker: `changed`, `freed`."""
 
     def __init__(self, model: str, weights: Weights | None = None, steps: StepLimits | None = None) -> None:
         self.model = model
@@ -73,11 +73,11 @@ class Pool:
         self._freed: Rate | None = None
         """Millionths of a decode worker that come free by themselves."""
         self._tokens_per_s, self._measured = 0.0, 0
-        """The sum of the rates of prefill workers, and of how many."""
+        """The sum of the measured rates of prefill workers, and their number."""
         self._mean_tokens_per_s = 0.0
         """Mean rate of the prefill workers that were measured; 0: to be counted anew."""
         self.no_room = self.cache_waits = 0
-        """Turns that passed a request over: without room for it, or for a worker that has more of it cached."""
+        """How many turns passed a request over, without room for it or because another worker has more of it cached."""
         self._mixed: dict[tuple[str, int, str], Worker] = {}
         """Prefill halves of mixed workers."""
         self.step_ends: Counter[str] = Counter()
@@ -85,7 +85,7 @@ class Pool:
         self.finished = 0
         """Requests."""
         self.eligible_for: tuple[frozenset[Capacity], ...] | None = None
-        """The `capacities` for which the requests that wait were last looked through."""
+        """The `capacities` with which the waiting requests were last checked."""
 
     def add(self, worker: Worker) -> None:
         self._side(worker)[worker.incarnation] = worker
@@ -136,7 +136,7 @@ class Pool:
         return self._freed.per_s(now)
 
     def changed(self, worker: Worker) -> None:
-        """Its allocations or its work have changed, or whether it takes work."""
+        """Update all orders after a worker's allocations, its work, or whether it takes work have changed."""
         if worker.admission is None:
             self.candidates.prefill_changed(worker, self.rate(worker))
             self.wakeups.steps_changed(worker)
@@ -149,13 +149,13 @@ class Pool:
                 self._bound_slices(worker)
 
     def _bound_slices(self, decode: Worker) -> None:
-        """How long a mixed worker's decode half gives way to its prefill half."""
+        """Set how long a mixed worker's decode half gives way to its prefill half."""
         prefill = self._mixed.get(_process(decode))
         if prefill is not None:
             prefill.pace.slice_ms = SLICE_SHARE * min(filter(None, decode.seqs_by_target), default=0.0)
 
     def freed(self, worker: Worker) -> None:
-        """It has let go of something, or what it holds is sure to take less."""
+        """Wake waiting requests, since a worker has released something or is certain to need less."""
         wakeups, drain, lone = self.wakeups, self.room_for_large, self.lone
         if worker.admission is None:
             wakeups.prefill_room_freed(worker)
@@ -184,7 +184,7 @@ class Pool:
         )
 
     def has_pair(self, prefill: Worker, now: float) -> bool:
-        """Whether anything may be placed on it, as far as its pairs go."""
+        """Whether the prefill worker has a decode worker to which it may send KV."""
         if prefill.admission is not None:
             return not prefill.draining and self.may_pair(prefill, prefill, now)
         return any(not decode.draining and self.may_pair(prefill, decode, now) for decode in self.decode.values())
@@ -204,7 +204,7 @@ class Pool:
         return self.room_for_large.decode, self.lone.decode
 
     def end_lone(self, request: Request) -> None:
-        """It does not run alone, and does not wait to."""
+        """End a request's claim to a decode worker of its own."""
         if self.lone.end(request):
             self.wakeups.look_anew()
 
@@ -225,12 +225,12 @@ class Pool:
     # --- trouble --------------------------------------------------------------------------------------------------------
 
     def record_failure(self, worker: Worker) -> None:
-        """Something failed on it."""
+        """Raise a worker's failure rate."""
         failure_rate = self.failure_rate(worker)
         worker.failure_rate, worker.trouble_at = failure_rate + 0.2 * (1.0 - failure_rate), self.finished
 
     def record_success(self) -> None:
-        """Something went well: old troubles of all workers count less, or they would never be tried again."""
+        """Count a finished request, so that old failures of all workers count less and they are tried again."""
         self.finished += 1
 
     def failure_rate(self, worker: Worker) -> float:
@@ -279,8 +279,8 @@ class Pool:
         self._tokens_per_s += worker.tokens_per_s - before
 
     def rate(self, prefill: Worker) -> float:
-        """Tokens of prompts per second; one not measured yet is taken for as fast as the prefill workers, and a decode worker
-        with streams for `BESIDE_STREAMS` as fast."""
+        """Returns prompt tokens per second. An unmeasured worker counts as the mean prefill worker, and an unmeasured decode
+        worker with streams as `BESIDE_STREAMS` of it."""
         if prefill.tokens_per_s:
             return prefill.tokens_per_s
         if prefill.admission is not None and prefill.allocations:
@@ -307,8 +307,8 @@ class Pool:
         return max(rates, default=0.0)
 
     def least_prefill_s(self, tokens: int) -> float:
-        """How long the worker that has it first takes for so much of one prompt behind its steps in flight. One that is not
-        measured is taken to be as fast as the fastest; 0 where none is."""
+        """Returns the least time in which a worker computes `tokens` of one prompt after its steps in flight. An unmeasured
+        worker counts as the fastest; 0 if none is measured."""
         fastest = self.fastest_tokens_per_s()
         if not fastest:
             return 0.0
@@ -316,7 +316,7 @@ class Pool:
         return min((w.tokens_in_flight + tokens) / (w.tokens_per_s if w.has_run_full else fastest) for w in takers)
 
     def capacities(self) -> tuple[frozenset[Capacity], ...]:
-        """Capacities of prefill and decode workers that take work: all on which it depends what can run at all."""
+        """Returns the capacities of prefill and decode workers that take work. They alone decide what can run at all."""
         sides = (self.prefill, self.decode)
         return tuple(frozenset(w.capacity for w in side.values() if not w.draining) for side in sides)
 
@@ -326,7 +326,7 @@ class Pool:
         return all(any(not w.draining and w.could_ever_take(submit) for w in side.values()) for side in sides)
 
     def could_ever_fit(self, submit: Submit) -> bool:
-        """Whether it fits workers that are up. Where a role has none, the one that it lost stands for the one that will be
+        """Whether it fits workers that are up. If a role has none, its last lost worker stands for the worker that will be
         started again."""
         for role, side in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode)):
             workers = side.values() or (self._lost[role][0],)

@@ -14,7 +14,7 @@ from proto.limits import HASH_BYTES
 from proto.messages import Submit
 
 HASHES_MAX = 1 << 17
-"""Per worker, about 12 MB of memory. Of a larger cache no more is learnt once so much is known, until some is evicted."""
+"""Most hashes known per worker, about 12 MB of memory. If a cache is larger, no more are learnt until some are evicted."""
 
 
 CLEARED_PER_REPORT = 256
@@ -22,8 +22,8 @@ CLEARED_PER_REPORT = 256
 
 
 Index = tuple[dict[bytes, tuple[int, ...]], ...]
-"""The workers that have a block, in one table for each first byte of its hash. One table of all would have millions of entries,
-and to grow it would take longer than any event may."""
+"""The workers that have a block, in one table for each first byte of its hash. A single table would have millions of entries,
+and growing it would take longer than any event may."""
 
 
 class Locality:
@@ -31,7 +31,7 @@ class Locality:
         self._known: dict[int, set[bytes]] = {}
         self._blocks: dict[int, int] = {}
         self._alone: dict[int, tuple[int]] = {}
-        """One object for all blocks that nobody else has."""
+        """One shared tuple for all blocks that only this worker has."""
         self._index_of: dict[int, Index] = {}
         """The index of each worker's side."""
         self._indexes: dict[str, Index] = {}
@@ -79,9 +79,7 @@ class Locality:
                 elif incarnation not in there:
                     table[block] = (*there, incarnation)
         if len(known) > self._blocks[incarnation]:
-            self._forget_all(
-                incarnation
-            )  # more than it can hold: reports of evictions were lost, what is true is not known
+            self._forget_all(incarnation)  # more than it can hold: reports of evictions were lost, so all is forgotten
 
     def forget(self, incarnation: int, hashes: bytes, first: int) -> None:
         """The worker does not have block `first` of this chain, nor any that continues it."""
@@ -91,8 +89,8 @@ class Locality:
     def holders(self, side: str, hashes: bytes, every: int, most: int) -> list[int]:
         """Up to `most` workers of a side that have a beginning of a prompt, about those with the longest first.
 
-        Block after block the holders get fewer. The search finds the last block that somebody has, in O(log n), and then
-        goes back by halves, so that workers with much of the prompt come before those with its first block only.
+        Each further block has fewer holders. The search finds the last block that any worker has, in O(log n), and then goes
+        back by halves, so that workers with much of the prompt come before those with its first block only.
         """
         index = self._indexes.get(side)
         step = every * HASH_BYTES
@@ -186,8 +184,8 @@ def hashes_per_block(submit: Submit, block_size: int) -> int:
 
 
 def usable_hashes(submit: Submit, block_size: int) -> bytes:
-    """The names of a prompt's blocks of this size: since hashes are chained, the last one in each block stands for all of
-    it. None if its hashes are of blocks that do not fill one of these."""
+    """Returns the hashes of a prompt's blocks of this size. Hashes are chained, so the last one in each block stands for all
+    of it. Empty if this size is no multiple of the prompt's hash block size."""
     every = hashes_per_block(submit, block_size)
     if every <= 1:
         return submit.block_hashes if every else b""

@@ -1,11 +1,12 @@
-"""Workers that take nobody but one request. Pure.
+"""Workers that are reserved for one request. Pure.
 
-A large request could wait for ever while small ones take whatever comes free. So each time somebody else is placed although
-its turn came before, it counts as bypassed. After `bypasses_max` times, one decode worker drains for it: it is closed to all
-other requests until this one fits there, and all other workers go on as before. Should it fit there while no prefill worker has
-room for its prompt, one prefill worker drains in the same way. One request of a pool has this at a time. Its tenant pays for
-what others could have done with the room: while the worker drained, and while the request has the room, less what it pays for
-its tokens. It pays when it lets go, as its own chunks may be all that can run until then.
+A large request could wait for ever while small ones take all room that comes free. So it is counted as bypassed each time
+another request is placed although its own turn came first. After `bypasses_max` times, one decode worker drains for it: it is
+closed to all other requests until this one fits there, and all other workers go on as before. If it fits there but no prefill
+worker has room for its prompt, one prefill worker drains in the same way. Only one request of a pool has this at a time. Its
+tenant pays for the work that others could have done with the room, while the worker drained and while the request has the
+room, less what it pays for its tokens. The tenant pays when the request releases the room, since the request's own chunks may
+be all that can run until then.
 
 A request that may have ended workers gets a decode worker of its own in the end (`LoneRequests`).
 """
@@ -45,12 +46,12 @@ class RoomForLargeRequest:
         return self._cost_per_s * (now - self._since)
 
     def end_placed(self, key: tuple[str, int], share: float, now: float) -> None:
-        """The attempt has got the room, `share` of the worker."""
+        """End the drain, since the attempt has got the room: `share` of the worker."""
         per_s = share * self._cost_per_s
         self.charges[key] = (self.end(now), now, per_s)
 
     def charge_due(self, key: tuple[str, int], now: float) -> float:
-        """The attempt has let go of the room."""
+        """Returns the charge for an attempt that has released the room."""
         drained, since, per_s = self.charges.pop(key, (0.0, now, 0.0))
         return drained + per_s * (now - since)
 
@@ -75,7 +76,7 @@ class LoneRequests:
         return worker
 
     def end(self, request: Request) -> bool:
-        """It runs alone no longer, or does not wait to. Whether the worker is open to others again because of it."""
+        """End a request's wait for, or use of, a worker of its own. Returns whether that worker is open to others again."""
         self.waiting.pop(request.id, None)
         if self.runs is request:
             self.runs = None

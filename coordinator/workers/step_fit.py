@@ -3,8 +3,9 @@
     step_ms = base + per_sequence * sequences + per_kv_token * KV tokens read
 
 Reports are averaged by size of batch, in half octaves, so what large batches took is known while small ones run. The fit is
-least squares over these averages, with no negative part. While all were of one size, base and sequences cannot be told apart;
-then the base is taken for small: a larger batch is expected to take longer than it does, and grows step by step.
+least squares over these averages, with no negative part. While all batches had one size, the base and the cost per sequence
+cannot be told apart. The base is then assumed small, so larger batches are expected to take longer than they do, and batches
+grow step by step.
 """
 
 from collections.abc import Sequence
@@ -15,12 +16,13 @@ import msgspec
 _GAIN = 0.1
 """The weight of a new report in an average of many."""
 _OUTLIER = 1.5
-"""A step that takes so many times as long as others of its size, or as short, counts as if it took this much."""
+"""A step that takes more than this many times as long as others of its size, or less than the inverse, counts at this
+bound."""
 _OUTLIERS_MAX = 3
 """After so many outliers in a row the worker has changed its speed, and what was learnt before is dropped."""
 _SIZES_MAX = 32
 _RIDGE = (1e-3, 1e-9, 1e-6)
-"""Against each part, relative to its own weight: against the base most."""
+"""The penalty on each part of the fit, relative to its own weight; largest for the base."""
 
 
 class _Mean(msgspec.Struct, gc=False):
@@ -38,7 +40,7 @@ class StepFit:
         self._outliers = 0
         self._kv_per_sequence = 0.0
         self.largest = 0.0
-        """Batch that was reported, since the worker changed its speed."""
+        """The largest batch that was reported since the worker changed its speed."""
 
     def add(self, sequences: float, kv_tokens: float, ms: float) -> None:
         """The mean of some steps that followed each other. `sequences` is 1 at least."""

@@ -1,8 +1,8 @@
 """How long the last steps of one role took, for those who predict with a profile of these times.
 
-Of each size of steps, by powers of two, some are kept: a batch of 64 that ran an hour ago is still known when now all are of 2.
-Of one size one in `SPACING_S` is taken, on a grid of time that no worker's reports keep step with. So the sample is spread over
-workers and at least half a minute, whatever the number of workers.
+Some steps of each size are kept, by powers of two: a batch of 64 that ran an hour ago is still known when all batches now have
+2. One step of a size is taken in `SPACING_S`, on a time grid that no worker's reports are in step with. So the sample is
+spread over workers and at least half a minute, for any number of workers.
 """
 
 from collections import deque
@@ -41,7 +41,7 @@ class StepTimeSample:
             self._takes_next[at] = False
             self._rows[at].append(_Row(now, steps, size, reads, ms))
         elif now >= self._next_at[at]:
-            # Not this one: the step that is under way at a given moment is more likely a long one.
+            # Take the next step instead: a step that is under way at a given moment is more likely a long one.
             self._takes_next[at] = True
             next_at = self._next_at[at] + SPACING_S
             self._next_at[at] = next_at if next_at > now else now + SPACING_S

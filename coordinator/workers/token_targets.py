@@ -5,13 +5,13 @@ is *capped*: at the number of sequences whose step, as learnt from this worker, 
 target there. Streams without a target are capped only beside such streams, or while one with a target waits without room, or
 they would take every place that it waits for. A worker with nothing on it takes whatever fits, so nothing waits for ever.
 
-Nothing is capped by a target that no worker could keep with a single stream, nor on a mixed worker: its steps have prompts in
-between, so they are not learnt.
+A target that no worker could keep with a single stream caps nothing. A mixed worker is not capped either: it computes prompts
+between its steps, so its step times are not learnt.
 
 Streams with different targets are kept apart where there are several workers (`DecodeSide.other_targets`): a worker has *other
 targets* for a request to a degree of 0 where all streams have the request's target or there are none, 1 where some have, and 2
-where none has. Two kinds that share workers part by themselves, since neither adds to a worker that the other has begun on as
-long as it has one of its own.
+where none has. Streams of two targets that share workers separate by themselves, since new streams prefer a worker with only
+their own target as long as there is one.
 """
 
 from collections.abc import Iterable
@@ -49,7 +49,7 @@ class TokenTargets:
             self.changed(worker)
 
     def changed(self, worker: Worker) -> None:
-        """The tokens that a decode worker holds have changed, or whether it takes work."""
+        """List a decode worker anew after its sequences, or whether it takes work, have changed."""
         if not self.used:
             return
         incarnation, held = worker.incarnation, worker.seqs_by_target
@@ -87,7 +87,7 @@ class TokenTargets:
         return 1 if request.tpot_ms in held else 2
 
     def free_seqs(self, worker: Worker, request: Request, waiting_ms: float) -> int:
-        """Sequences that a decode worker can take for a request, as far as targets go.
+        """Returns how many sequences a decode worker can take for a request without missing a target.
 
         `waiting_ms`: the strictest target of those that wait without room; 0: none."""
         taken = worker.capacity.max_seqs - worker.free_seqs
@@ -106,5 +106,6 @@ class TokenTargets:
         if alone_ms > step_ms and self._alone.least() > step_ms:
             return worker.capacity.max_seqs
         cap = max(int(min(fit.sequences(step_ms), GROWTH * fit.largest)), 1)
-        # One more than was measured is always tried: until batches of two sizes ran, the fit takes all for the sequences'.
+        # Always try one more than was measured: until batches of two sizes have run, the fit ascribes all time to the
+        # sequences.
         return max(cap, int(fit.largest) + 1) if fit.step_ms(fit.largest) <= step_ms else cap

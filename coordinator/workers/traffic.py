@@ -1,8 +1,8 @@
 """The last requests for one model: when they came, how long their prompts and answers were, and how long they took. For those
 who choose how many workers each role needs.
 
-At most one in `SPACING_S` is looked at; it stands for those that came since the one before. So the sample covers a minute
-whatever the rate, and long answers end within it.
+No more than one request in `SPACING_S` is sampled; it stands for all that came since the sample before. So the samples cover a
+minute at any rate, and long answers end within it.
 """
 
 from collections import OrderedDict
@@ -40,7 +40,7 @@ class RecentTraffic:
     def __init__(self) -> None:
         self._last: OrderedDict[str, _Arrival] = OrderedDict()
         self._passed = 0
-        """Requests since the last one that was looked at."""
+        """Requests since the last one that was sampled."""
         self._next_at = -inf
         self.lost = 0
         """Workers that were lost."""
@@ -57,7 +57,7 @@ class RecentTraffic:
             self._last.popitem(last=False)
 
     def computed(self, request_id: str, cached_tokens: int, now: float) -> None:
-        """Its prompt is; so much of it needed no computation."""
+        """Note that a sampled prompt is computed, and how much of it was cached."""
         if (arrival := self._last.get(request_id)) is None:
             return
         if not arrival.cached_tokens:
@@ -111,8 +111,8 @@ def _tpot_ms(one: _Arrival, tokens: int, now: float) -> float:
 
 
 def expected_lengths(so_far: Sequence[int], has_ended: Sequence[bool]) -> Callable[[int], int]:
-    """How long an answer of which so many tokens have come is expected to be, by these answers, of which some go on: the mean
-    of what is left by Kaplan and Meier's estimate, up to the longest answer seen."""
+    """Returns a function that estimates an answer's length from its tokens so far. The estimate uses these answers, some of
+    them unfinished: the mean of what is left by Kaplan and Meier's estimate, up to the longest answer seen."""
     order = sorted(zip(so_far, has_ended, strict=True))
     steps: list[tuple[int, float]] = [(0, 1.0)]
     """(length, share of answers that are longer)"""

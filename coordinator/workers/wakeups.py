@@ -12,7 +12,8 @@ key, the key of what is bound to it, or a demand class. If something waits there
 - the worker takes no new requests (`may_place_on`);
 - `schedule` ended early, and `for_all` is set for the next event.
 
-So whatever ends one of these makes workers be asked: a single one (`ready`), or all that can take a step (`for_all`).
+So each event that ends one of these conditions lets workers be asked: a single one (`ready`), or all that can take a step
+(`for_all`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -37,7 +38,7 @@ class Wakeups:
         self.for_all = False
         """Any of the prefill workers may find something."""
         self.ready: dict[int, None] = {}
-        """Those of them that may find something of their own."""
+        """Workers that may find work of their own, placed on them or bound to them."""
         self.closed: dict[int, Request] = {}
         """Classes without room in decode, each with the request that found none."""
         self.stuck: dict[int, dict[int, Request]] = {}
@@ -52,12 +53,12 @@ class Wakeups:
     # --- what happens ---------------------------------------------------------------------------------------------------
 
     def request_came(self) -> None:
-        """It waits in its demand class, or has come back there."""
+        """Note that a request waits in its demand class, newly or again."""
         self.for_all = True
 
     def came_back(self) -> None:
-        """A request that was bound to a worker waits in its demand class again. Workers that were asked before may find it; a
-        request is bound so often at most."""
+        """Note that a request that was bound to a worker waits in its demand class again. Workers that found nothing are asked
+        again. This ends, because a request is bound only a limited number of times."""
         self.for_all = True
         self._found_nothing.clear()
 
@@ -78,7 +79,7 @@ class Wakeups:
             self.idle.drop(worker.incarnation)
 
     def has_own_work(self, worker: Worker) -> None:
-        """A worker has done a step, or something was placed on it or bound to it."""
+        """Note that a worker has done a step, or that a request was placed on it or bound to it."""
         if worker.incarnation in self.idle or worker.incarnation in self.takes_chunks:
             self.ready[worker.incarnation] = None
 
@@ -97,20 +98,20 @@ class Wakeups:
                 self.for_all = True
 
     def waits_no_more(self, request: Request) -> None:
-        """If it was the one without room, the next of its class may have some."""
+        """Open the classes that this request closed, since the next request of its class may have room."""
         for key in [key for key, first in self.closed.items() if first is request]:
             del self.closed[key]
             self.for_all = True
 
     def pairs_changed(self) -> None:
-        """A prefill worker may send to another decode worker than before. Some have nothing but what is bound to them, so it is
-        not enough to ask all."""
+        """Note that a prefill worker may send to other decode workers than before. Some workers have only bound requests, and
+        `for_all` does not reach them."""
         self.for_all = self.for_all or bool(self.stuck)
         self.ready.update((incarnation, None) for incarnation in self.stuck if incarnation in self.idle)
         self.stuck.clear()
 
     def look_anew(self) -> None:
-        """Workers have come or gone, or take work or none, or may be paired again."""
+        """Let all workers be asked, after workers came, left, changed whether they take work, or may be paired again."""
         self.closed.clear()
         self.pairs_changed()
         self.for_all = True
@@ -138,7 +139,7 @@ class Wakeups:
         self._gave_up = True
 
     def steps_max_reached(self) -> None:
-        """Enough for one event. The next goes on, and is to come at once."""
+        """Stop at the bound for one event. The next event goes on, and is due at once."""
         self._gave_up = self.go_on_at_once = True
 
     def nothing_waits(self) -> None:

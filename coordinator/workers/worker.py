@@ -28,12 +28,12 @@ class Allocation(msgspec.Struct, frozen=True, gc=False):
     """The blocks that one attempt has reserved on one worker, until that worker itself says that it has let go."""
 
     kv_blocks: int
-    """Its blocks in decode, at the end of its longest life. On a decode worker, `admission` has the blocks until then."""
+    """Its blocks; on a decode worker, those at its full length, while `admission` counts the blocks until then."""
     seqs: int
     path: Path = ()
     """The tenant that pays for tokens which the worker reports; empty for adopted requests."""
     demand: KvDemand | None = None
-    """Its demand in decode; None for what was adopted and of which no more is known than its blocks."""
+    """Its demand in decode; None if it was adopted and only its blocks are known."""
     resumed_tokens: int = 0
     """Answer tokens from before this attempt."""
     adopted: bool = False
@@ -53,7 +53,7 @@ class Worker:
     seqs_by_target: dict[float, int] = field(default_factory=dict)
     """Decode only: sequences held, by `Allocation.tpot_ms`."""
     held_charged_at: float = 0.0
-    """Decode only: up to when tenants have paid for what they hold here."""
+    """Decode only: the time up to which tenants have paid for what they hold here."""
     step_fit: StepFit = field(default_factory=StepFit)
     """Decode only: how long its steps take, learnt while targets are in use."""
     kv_blocks_taken: int = 0
@@ -69,9 +69,9 @@ class Worker:
     undispatched_tokens: int = 0
     """The sum."""
     where: Where = field(default_factory=dict)
-    """Where all attempts hold something, of all workers."""
+    """The workers on which each attempt holds something, shared by all workers."""
     shares: HeldShares | None = None
-    """Decode only: its pool's, while it is there."""
+    """Decode only: the shares of its pool, while it is in the pool."""
     on_change: Callable[["Worker"], None] = lambda worker: None
     """Told when its allocations or steps have changed."""
     steps: dict[int, tuple[Step, list[Request]]] = field(default_factory=dict)
@@ -94,19 +94,19 @@ class Worker:
     pace: StepPace = field(default_factory=lambda: StepPace(StepLimits(STEP_TOKENS)))
     """Prefill only."""
     has_run_full: bool = False
-    """It has computed a step that was at least half full: its rate is one that deadlines can be judged by."""
+    """It has computed a step that was at least half full, so deadlines can be judged by its rate."""
     failure_rate: float = 0.0
     """How much of what it was given lately had failed, 0 to 1, when `trouble_at` requests of the pool had finished."""
     trouble_at: int = 0
     """Requests of the pool that had finished when `failure_rate` was counted; `Pool.failure_rate` lets it fall from there."""
     loss_counted: bool = False
-    """It was lost, or the other half of its process, and what ran there is suspected."""
+    """It or the other half of its process was lost, and the requests that ran there are already suspected."""
     draining: bool = False
     """Nothing new is placed here."""
     leaving: bool = False
-    """It has said so itself: it is to end."""
+    """It has announced that it is about to end."""
     hand_over_at: float = inf
-    """When what still runs here goes elsewhere, while it is draining."""
+    """When its running requests are handed over, while it is draining."""
     dismissed: bool = False
     """It was told that nothing will come any more."""
 
@@ -154,8 +154,8 @@ class Worker:
         self._count(key, allocation)
 
     def adopt(self, held: Held, kv_overcommit: float) -> bool:
-        """Count what the worker held before it registered; False if that cannot be. Where only reservations are known of decode
-        streams, those may add up to more than the pool, because their ends keep them apart."""
+        """Count what the worker held before it registered; returns False if that is impossible. If only the reservations of
+        decode streams are known, they may add up to more than the pool, because the streams end at different times."""
         key, life = (held.request_id, held.attempt), None
         if self.admission is not None and held.prompt_tokens:
             life = KvDemand(held.prompt_tokens, held.left_tokens, held.seqs, expected_again(held, kv_overcommit))
@@ -212,7 +212,7 @@ class Worker:
         return allocation
 
     def share_of(self, seqs: int, kv_blocks: int) -> int:
-        """The part of this worker, in millionths, of which there is more: sequences or blocks."""
+        """Returns the larger part of this worker, in millionths: of its sequences or of its blocks."""
         return max(1_000_000 * seqs // self.capacity.max_seqs, 1_000_000 * kv_blocks // self.capacity.kv_blocks, 1)
 
     def _count_target(self, tpot_ms: float, seqs: int) -> None:
@@ -229,7 +229,7 @@ class Worker:
             del self.where[key]
 
     def leave(self) -> None:
-        """It is gone; what it held stays on record here, but not in `where`."""
+        """Take the attempts of a lost worker out of `where`; `allocations` keeps them."""
         for key in self.allocations:
             self._forget_allocation(key)
 
@@ -279,14 +279,14 @@ class Worker:
         return self.tokens_in_flight + self.undispatched_tokens
 
     def expect(self, request: Request) -> None:
-        """It is placed on this worker or bound to it, or something of it was dispatched."""
+        """Count the undispatched tokens of a request that was placed here, bound here, or partly dispatched."""
         left = request.submit.prompt_tokens - request.dispatched_tokens
         self.undispatched_tokens += left - self.undispatched.get(request.id, 0)
         self.undispatched[request.id] = left
         self.on_change(self)
 
     def expect_no_more(self, request: Request) -> None:
-        """It is neither placed here with something to dispatch nor bound to this worker any more."""
+        """Forget a request that is no longer bound to this worker and has nothing left to dispatch here."""
         self.placed.pop(request.id, None)
         self.bound.pop(request.id, None)
         self.undispatched_tokens -= self.undispatched.pop(request.id, 0)
@@ -327,7 +327,8 @@ class Worker:
 
 
 def expected_again(held: Held, kv_overcommit: float) -> int:
-    """Tokens that a stream of an earlier coordinator is counted with, where its tenant is not known: see `victims`."""
+    """Returns the tokens that an earlier coordinator's stream is counted with, since its tenant is not known: see
+    `preemption`."""
     if kv_overcommit <= 1 or held.attempt > 1 or held.resumed_tokens:
         return NEVER
     return max(ceil(max((held.left_tokens + 1) / kv_overcommit, START_LONG_TOKENS)) - 1, 0)

@@ -6,15 +6,15 @@
 - memory of one waiting request, its message included;
 - the whole core with many workers against one pair: see `coordinator_scale`.
 
-The time of the clock itself is taken off.
+The time for reading the clock is subtracted.
 
-The floor, for one thread of CPython at about 50 ns per simple operation: a pop takes the ends of two rings (the organisations',
-the users') and of one tenant, and finds places for the two anew, about 60 operations, so 3 µs where all of it is in the core's
-cache. Where 10,000 tenants wait it is not: each visit finds its organisation, user, entry and the entry's neighbours elsewhere,
-some 15-20 lines at 0.1-0.2 µs each. A life is seven messages with about 300 operations each.
+The floor, for one thread of CPython at about 50 ns per simple operation: a pop takes the first entries of two rings (of
+organisations and of users) and of one tenant, and puts the first two back: about 60 operations, so 3 µs if all data is in the
+core's cache. If 10,000 tenants wait, it is not: each visit reads its organisation, user, entry and the entry's neighbours from
+memory, some 15-20 cache lines at 0.1-0.2 µs each. A life is seven messages with about 300 operations each.
 
-CPU time says nothing of who else computes on the core: beside a busy hyperthread, or at a low clock, the same instructions
-take twice as long. So a plain loop is timed in between: compare figures of two hours or machines by their ratio to it.
+CPU time also depends on other work on the core: beside a busy hyperthread, or at a low clock, the same instructions take twice
+as long. So a plain loop is timed in between. Compare figures of different hours or machines by their ratio to it.
 """
 
 import gc
@@ -44,7 +44,7 @@ _PER_S = 3_000.0
 """Requests that arrive."""
 _SAMPLES = 20_000
 _LIVES = 9_000
-"""More than the core remembers of what has ended: what it does to forget is part of a life."""
+"""More than the number of ended requests that the core remembers, so that forgetting them is measured too."""
 _CHUNKS = 4
 _STEP_TOKENS = 256
 _KEY = -1
@@ -100,7 +100,8 @@ def _fair_queue(tenants: int, requests: int, deadlines: str) -> dict[str, float]
     rnd, arrivals, priority_class = random.Random(0), count(), Limits().priority_classes["standard"]
 
     def due(cost: int) -> float:
-        """As the core sets it, by arrival but for the length of the prompt; or as if each request asked for its own."""
+        """Returns a deadline as the core sets it, by arrival and the length of the prompt, or a random one, as if each request
+        asked for its own."""
         chunks = -(-cost // _STEP_TOKENS)
         return (
             rnd.random()
@@ -131,7 +132,7 @@ def _fair_queue(tenants: int, requests: int, deadlines: str) -> dict[str, float]
 
 
 class _Steady:
-    """The garbage collector leaves alone what was there before the measurement."""
+    """Keeps the garbage collector away from objects that were there before the measurement."""
 
     def __enter__(self) -> None:
         gc.collect()
@@ -142,8 +143,8 @@ class _Steady:
 
 
 class _World:
-    """A core with one pair of workers that has room for everything. No virtual cluster: between two events nothing else is
-    computed, so that what the core needs stays in the processor's caches."""
+    """A core with one pair of workers that has room for everything. There is no virtual cluster: nothing else is computed
+    between two events, so that the core's data stays in the processor's caches."""
 
     def __init__(self, steps_in_flight: int = 2) -> None:
         many = 10**7
@@ -177,7 +178,7 @@ def _submit(number: int, prompt_tokens: int) -> Submit:
 
 
 def _loop_ns() -> float:
-    """Nanoseconds of CPU for one iteration of a loop that needs no memory: how fast this core is just now."""
+    """Returns the nanoseconds of CPU for one iteration of a loop that needs no memory: the present speed of this core."""
     total, times = 0, 5_000
     begin = time.thread_time_ns()
     for number in range(times):
@@ -186,7 +187,8 @@ def _loop_ns() -> float:
 
 
 def _lives() -> tuple[float, float]:
-    """Microseconds of the core per request, with a thousand of a thousand tenants always waiting; and `_loop_ns` meanwhile."""
+    """Returns the core's microseconds per request while a thousand requests of a thousand tenants wait, and `_loop_ns` at that
+    time."""
     world = _World()
     tokens = _CHUNKS * _STEP_TOKENS
     computed: dict[str, int] = {}
@@ -206,7 +208,7 @@ def _lives() -> tuple[float, float]:
 
 
 def _compute(world: _World, step: Step, computed: dict[str, int], prompt_tokens: int) -> int:
-    """One step is done; requests that ended with it."""
+    """Ends one step; returns the number of requests that ended with it."""
     world.receive(2, StepDone(step.step_id, step.chunks, 20.0, 0))
     ended = 0
     for chunk in step.chunks:
@@ -223,10 +225,10 @@ def _end(world: _World, last: Chunk) -> None:
 
 
 def _memory(requests: int) -> float:
-    """Bytes of this process per waiting request with a prompt of one token, as decoded from the wire."""
+    """Returns the bytes of this process per waiting request with a one-token prompt, as decoded from the wire."""
     world = _World(steps_in_flight=0)
     before = 0
-    warm = requests // 10  # tables of tenants and the allocator's own
+    warm = requests // 10  # fills the tables of tenants and the allocator
     for number in range(warm + requests):
         if number == warm:
             gc.collect()
@@ -237,5 +239,5 @@ def _memory(requests: int) -> float:
 
 
 def _peak_bytes() -> int:
-    """The most this process has had in memory, which is what it has now while it only grows."""
+    """Returns the peak memory of this process. That is the present use too, as long as it only grows."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

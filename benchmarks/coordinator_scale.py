@@ -4,8 +4,8 @@ Each pair of workers serves the same number of requests a second, whatever the n
 waits all the time. Prompts begin with one of some shared prefixes, workers report their caches, and decode workers report
 progress. It measures the CPU time of `Core.handle` alone, per request and for the slowest event.
 
-"prefill" has decode workers with room for all: there is always something to place. "decode" has decode workers with room for
-three quarters of that, so that requests wait for room, and every end of a stream lets one more in.
+The case "prefill" has decode workers with room for all requests, so there is always something to place. The case "decode" has
+room for three quarters of them, so requests wait for room, and every end of a stream lets one more in.
 """
 
 import gc
@@ -34,7 +34,7 @@ _CACHED_BLOCKS = 2_000
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a number of requests that were served."""
+    """The cost of a number of requests that were served."""
 
     workers: int
     limited_by: str
@@ -42,14 +42,14 @@ class Cost:
     """Per request."""
     event_ms_max: float
     slowest: str
-    """The kind of that event."""
+    """The kind of the slowest event."""
     events: float
     """Per request."""
     virtual_s: float
 
 
 class TimedCore(Core):
-    """Counts its events and the CPU time of each, without that of the clock."""
+    """Counts its events and the CPU time of each, without the time for reading the clock."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         super().__init__(limits)
@@ -73,7 +73,7 @@ class TimedCore(Core):
 
 
 class ScaledCluster:
-    """So many pairs of workers, and clients that can keep the number of requests constant."""
+    """A cluster of `pairs` pairs of workers, with clients that can keep the number of requests constant."""
 
     def __init__(self, pairs: int, tenants: int, limited_by: str, seed: int = 0) -> None:
         many = 10**9
@@ -127,7 +127,7 @@ class ScaledCluster:
 
 
 def clock_ns() -> int:
-    """Reading the clock is a system call, which adds 0.3 µs or more to each measurement."""
+    """Measures the cost of reading the clock: a system call, which adds 0.3 µs or more to each measurement."""
     gaps = []
     for _ in range(1_000):
         began_ns = time.thread_time_ns()
@@ -148,7 +148,7 @@ def scale_table(costs: list[Cost], tenants: int, waiting: int) -> Table:
 
 
 def measure(pairs: int, tenants: int, waiting: int, served: int, limited_by: str) -> Cost:
-    """`served` requests, after as many that fill the workers' caches and streams."""
+    """Measures `served` requests, after as many others that fill the workers' caches and streams."""
     scaled = ScaledCluster(pairs, tenants, limited_by)
     cluster, core = scaled.cluster, scaled.cluster.core
     assert isinstance(core, TimedCore)
@@ -160,7 +160,7 @@ def measure(pairs: int, tenants: int, waiting: int, served: int, limited_by: str
     began_s = cluster.now
     gc.collect()
     gc.freeze()
-    gc.disable()  # what the collector takes is measured apart
+    gc.disable()  # the collector's time is measured separately
     try:
         scaled.run(warm + served, refill=True)
     finally:

@@ -1,8 +1,8 @@
 """`python -m benchmarks fairness`: the time to first token of a small tenant, alone and beside one that floods the service.
 
-Real processes and HTTP, each tenant with a key of its own. The small tenant's requests come at random times, whether earlier
-ones are answered or not (open loop), each with a prompt never seen before; the flood keeps a number of long prompts in the
-server at any time.
+Processes and HTTP are real, and each tenant has a key of its own. The small tenant sends requests at random times without
+waiting for earlier ones (open loop), each with a new prompt. The flood keeps a number of long prompts in the server at all
+times.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from runtime.process import clock
 from runtime.settings.serve import ServeSettings
 
 _TOKENS = 2
-"""Asked of each request: the second comes from decode, so that the KV cache moves too."""
+"""Tokens asked of each request: decode computes the second one, so that the KV moves too."""
 
 
 def run(settings: FairnessSettings) -> int:
@@ -94,7 +94,8 @@ async def _measure(
 async def _arrivals(
     client: aiohttp.ClientSession, model: str, settings: FairnessSettings, progress: Progress, what: str
 ) -> list[ClientStream]:
-    """The small tenant's requests of one phase, at the same times in each. Raises `BenchFailed` if one is refused."""
+    """Sends the small tenant's requests of one phase, at the same times in each phase. Raises `BenchFailed` if one is
+    refused."""
     source = random.Random(settings.seed)
     words = random.Random(f"{settings.seed} {what}")
     bar = progress.add_task(what, total=settings.requests)

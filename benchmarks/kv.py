@@ -2,11 +2,12 @@
 
 Floors, for S bytes:
 - `shm`: the sender's copy reads S and writes S, as memcpy does; its digests were made when the KV was. The receiver's copy
-  into its pool reads and writes S again and digests it on the way, on another core and at the same time. `bare shm` spares the
-  second copy: the sender writes to the pool itself, which a server does not let it do. Its stores do not read first
-  (`process.STREAMED_COPIES`), and neither do those of a memcpy of very large pieces, which is faster than one of small ones.
-- A session of one block: each of its four words passes two I/O threads of ZeroMQ from loop to loop, and the data plane
-  wakes four threads more: 16 times one wakes the next. In a bare round trip between two processes that happens twice.
+  into its pool reads and writes S again and digests it on the way, on another core at the same time. `bare shm` has no second
+  copy: the sender writes to the pool itself, which a server does not allow. Its stores do not read their target first
+  (`process.STREAMED_COPIES`). The same holds for a memcpy of very large pieces, which is therefore faster than one of small
+  pieces.
+- A session of one block: each of its four messages passes two I/O threads of ZeroMQ from loop to loop, and the data plane
+  wakes four more threads. So one thread wakes the next 16 times, against twice in a bare round trip between two processes.
 - `tcp-plain`: S crosses a socket (a copy in the kernel at each end), and the receiver digests it: a read more than a raw
   socket.
 - `tcp`: likewise, and S is encrypted and decrypted.
@@ -63,14 +64,14 @@ _COMMIT, _ACKNOWLEDGEMENT, _ROUND_TRIP = "commit", "acknowledgement", "round tri
 
 
 class Near(ReceiverOwner):
-    """The receiving process, and the orders to the other one."""
+    """The receiving process; it also sends orders to the other process."""
 
     def __init__(self, settings: KvBenchSettings) -> None:
         self.settings = settings
         self.random = Random(settings.seed)
         self.session_bytes = settings.session_mib << 20
-        pool_bytes = self.session_bytes + (256 << 20)  # room for a place that is cold
-        self.memory = SharedMemory(pool_bytes)  # for the bare copy, which writes to it from the other process
+        pool_bytes = self.session_bytes + (256 << 20)  # room for a source or target that is not in a cache
+        self.memory = SharedMemory(pool_bytes)  # for the bare copy: the other process writes to this memory
         self.pool = self.memory.tensor.fill_(1)
         self.source = torch.from_numpy(filled(pool_bytes))
         self.receivers: dict[str, KvReceiver] = {}
@@ -136,7 +137,7 @@ class Near(ReceiverOwner):
     # --- measurements: GB/s of `total` bytes in pieces of `size` ---
 
     def starts(self, size: int, total: int) -> list[int]:
-        """Where pieces begin that follow each other in the pool, from a random place on."""
+        """Returns where consecutive pieces in the pool begin, from a random place on."""
         first = self.random.randrange(0, (self.pool.shape[0] - total) // 4096 + 1) * 4096
         return list(range(first, first + total, size))
 
@@ -149,7 +150,7 @@ class Near(ReceiverOwner):
         return total / (time.perf_counter() - began) / 1e9
 
     def digest(self, size: int, total: int, layout: KvLayout) -> float:
-        """The work of `shm`'s receiver, without any other process."""
+        """Measures the work of `shm`'s receiver without another process."""
         used = self.source.shape[0] // layout.block_bytes * layout.block_bytes
         digester = Digester(PoolRows.of_bytes(self.source[:used], layout, 1))
         blocks, count = self.blocks(total, layout), max(1, size // layout.block_bytes)
@@ -166,14 +167,14 @@ class Near(ReceiverOwner):
         return list(range(first, first + count))
 
     async def kv(self, transport: str, total: int, layout: KvLayout) -> tuple[float, float]:
-        """Seconds of one session, from the offer to the commit and to the acknowledgement of that."""
+        """Returns the seconds of one session: from the offer to the commit, and from the offer to the acknowledgement."""
         self.targets = tuple(self.blocks(total, layout))
         offered_at, took = await self.far.order("session", transport=transport, block_ids=self.blocks(total, layout))
         return self.committed_at - offered_at, took
 
     async def touch(self, transport: str, size: int, layout: KvLayout) -> None:
-        """Use every block of the pools once: a pair maps pages as it first meets them, and in a server that has run for a while
-        it has met them all."""
+        """Uses every block of the pools once. A pair maps a page when it first meets it, and in a server that has run for a
+        while all pages are mapped."""
         there, most = self.pool.shape[0] // layout.block_bytes, _SEGMENTS_MAX * (size // layout.block_bytes)
         for first in range(0, there, most):
             self.targets = tuple(range(first, min(first + most, there)))
@@ -181,7 +182,7 @@ class Near(ReceiverOwner):
 
 
 async def _row(near: Near, size: int, layout: KvLayout, done: Callable[[], None]) -> dict[str, Any]:
-    """Everything about segments of one size, in rounds."""
+    """Measures everything about segments of one size, in rounds."""
     settings = near.settings
     most = near.session_bytes if size >= _LARGE_BYTES else _SMALL_TOTAL_BYTES
     total = most // max(size, layout.block_bytes) * max(size, layout.block_bytes)
@@ -201,7 +202,7 @@ async def _row(near: Near, size: int, layout: KvLayout, done: Callable[[], None]
         for name, took_s in (await _bare(near, size, total, layout)).items():
             figures[name] = total / took_s / 1e9
         for name, figure in figures.items():
-            if number:  # the first one warms up
+            if number:  # the first round warms up
                 note(name, figure)
         done()
     medians = {name: statistics.median(values) for name, values in found.items()}
@@ -218,7 +219,7 @@ async def _row(near: Near, size: int, layout: KvLayout, done: Callable[[], None]
 
 
 async def _bare(near: Near, size: int, total: int, layout: KvLayout) -> dict[str, float]:
-    """Seconds of the same bytes without us."""
+    """Returns the seconds for the same bytes without crossdock."""
     found = {_SOCKET: await near.bare.tcp(size, near.starts(size, total))}
     if "shm" in near.settings.transports:
         block_bytes, sources, targets = layout.block_bytes, near.starts(size, total), near.starts(size, total)
@@ -227,8 +228,8 @@ async def _bare(near: Near, size: int, total: int, layout: KvLayout) -> dict[str
 
 
 async def _overheads(near: Near, layout: KvLayout) -> dict[str, dict[str, float]]:
-    """Median ms of a session of one block less the copy of that block, by what ends it and transport; and of a bare round
-    trip."""
+    """Returns the median ms of a session of one block without the copy of that block, by the event that ends it and the
+    transport; and the median ms of a bare round trip."""
     await near.set_up(layout, layout.block_bytes)
     took: dict[tuple[str, str], list[float]] = defaultdict(list)
     for _ in range(_SMALL_SESSIONS):
@@ -257,7 +258,7 @@ async def measure(settings: KvBenchSettings, console: Console) -> dict[str, Any]
     await near.start()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     try:
-        overheads = await _overheads(near, cases[0][1])  # before there is a bar: painting it takes a core
+        overheads = await _overheads(near, cases[0][1])  # before there is a progress bar: drawing it uses a core
         with Progress(*columns, console=console) as progress:
             bar = progress.add_task("KV transfers", total=len(cases) * (settings.rounds + 1))
             rows = [await _row(near, size, layout, lambda: progress.advance(bar)) for size, layout in cases]

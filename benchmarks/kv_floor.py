@@ -21,12 +21,12 @@ from kvtransfer.memory.shared import SharedMemory, map_shared
 from launcher.http.streams import BenchFailed
 
 _PIECE_BYTES = 4 << 20
-"""Told of at once in a bare copy: little enough that what is digested last does not count."""
+"""Bytes that a bare copy announces at once: so few that digesting the last ones does not matter."""
 _ROUND_TRIPS, _TIMEOUT_S, _WAIT_S = 5, 30.0, 120.0
 
 
 class Near:
-    """The receiving ends. Sizes in bytes; `starts` are where pieces lie in the sender's memory."""
+    """The receiving ends. Sizes are in bytes; `starts` has the places of pieces in the sender's memory."""
 
     def __init__(self, memory: SharedMemory, pool: torch.Tensor, far: Far) -> None:
         self._memory, self._pool, self._far = memory, pool, far
@@ -37,7 +37,7 @@ class Near:
         buffer: Any = self._staging[:size].numpy()
 
         def serve(connection: socket.socket) -> None:
-            connection.settimeout(None)  # as plain as it gets: with a timeout, each call asks poll first
+            connection.settimeout(None)  # as simple as possible: with a timeout, each call polls first
             connection.sendall(b"!")
             for _ in starts:
                 got = 0
@@ -48,7 +48,7 @@ class Near:
         return await self._with_socket(serve, "bare_tcp", size=size, starts=starts)
 
     async def round_trip(self) -> float:
-        """Seconds, of one byte over TCP; no event loop, one thread at each end."""
+        """Returns the seconds of a round trip of one byte over TCP, with one thread and no event loop at each end."""
 
         def serve(connection: socket.socket) -> None:
             while byte := connection.recv(1):
@@ -57,7 +57,7 @@ class Near:
         return await self._with_socket(serve, "bare_round_trip")
 
     async def shm(self, size: int, block_bytes: int, starts: list[int], targets: list[int]) -> float:
-        """Seconds: the sender copies into the pool, this process digests behind it."""
+        """Returns the seconds in which the sender copies into the pool and this process digests the copied pieces."""
         raw: Any = self._pool.numpy()
         pool = memoryview(raw)
         pieces = [piece for target in targets for piece in _pieces(target, size)]
@@ -99,7 +99,7 @@ def _some(read: int) -> int:
 
 
 def _pieces(start: int, size: int) -> list[tuple[int, int]]:
-    """(where, bytes), of what is told of at once."""
+    """Returns (start, bytes) of the pieces that are announced at once."""
     return [(start + at, min(_PIECE_BYTES, size - at)) for at in range(0, size, _PIECE_BYTES)]
 
 
@@ -113,7 +113,8 @@ def _connected(port: int) -> socket.socket:
 
 
 def over_tcp(memory: torch.Tensor, port: int, size: int, starts: list[int]) -> float:
-    """Raw: Python's socket calls, from the pool into the other end's buffer; until its last byte is known to be there."""
+    """Sends with Python's plain socket calls from the pool into the other end's buffer. Returns the seconds until the last
+    byte has arrived there."""
     raw: Any = memory.numpy()
     with _connected(port) as connection:
         connection.settimeout(None)
@@ -138,7 +139,7 @@ def round_trip(port: int) -> float:
 
 
 class IntoPool:
-    """Copies into the other process's memory, which stays mapped between measurements."""
+    """Copies into the memory of the other process, which stays mapped between measurements."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._source = memory.numpy()
@@ -151,7 +152,7 @@ class IntoPool:
             mapped = map_shared(descriptor, file_bytes)
             os.close(descriptor)
             self._mapped[file] = np.frombuffer(mapped, dtype=np.uint8)
-            self._mapped[file][:: mmap.PAGESIZE] += 0  # its pages are present from now on
+            self._mapped[file][:: mmap.PAGESIZE] += 0  # maps all its pages
         target_bytes = self._mapped[file]
         with _connected(port) as connection:
             connection.recv(1)

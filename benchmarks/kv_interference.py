@@ -1,9 +1,9 @@
-"""`python -m benchmarks kv-interference`: what KV that arrives does to the streams that run, with no prompt being computed.
+"""`python -m benchmarks kv-interference`: how arriving KV affects running streams while no prompt is computed.
 
 A decode worker as `crossdock serve` starts it, and no prefill worker: the KV of one prompt is stored, and sent again and again
 by the real sender from a process that computes nothing. This process is the worker's coordinator and gateway. Each arrived
-prompt is released at once, so that it (nearly) never joins a step. Rounds take turns, in the order alone, beside, beside,
-alone, so that a machine that gets slower in time makes both slower.
+prompt is released at once, so that it (nearly) never joins a step. Rounds take turns in the order alone, beside, beside,
+alone, so that a machine that slows down over time affects both kinds.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _KV_GIB = 0.75
 _STREAM_PROMPT_TOKENS = 64
 _START_TIMEOUT_S = 180.0
 _WARMUP_TRANSFERS = 12
-"""They go through the whole pool, so that all its pages are there."""
+"""These transfers go through the whole pool, so that all its pages are mapped."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Transfers:
     took_s: list[float] = field(default_factory=list)
     kv_bytes: int = 0
     joined: int = 0
-    """Those that were computed on after all, for one step, before they were released."""
+    """Transfers whose prompts joined one step all the same before they were released."""
 
 
 class Bench:
@@ -63,7 +63,7 @@ class Bench:
         self.worker: Peer | None = None
         self.up = asyncio.Event()
         self.streams: dict[str, ClientStream] = {}
-        """All that ever ran, by request."""
+        """All streams that ever ran, by request."""
         self.transfers = Transfers()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended: dict[str, asyncio.Event] = {}
@@ -109,7 +109,7 @@ class Bench:
                 self.transfers.joined += 1
 
     async def connect(self, tokens_address: str) -> None:
-        """When the worker has registered."""
+        """Connects once the worker has registered."""
         assert self.worker is not None
         self.gateway = Destination(tokens_address, self.incarnation)
         hello = self.worker.hello
@@ -118,7 +118,7 @@ class Bench:
         )
 
     async def _hand_over(self, prompt_tokens: int, output_tokens: int, name: str) -> dict[str, Any]:
-        """Reserve room for a request, and have its KV sent. One at a time."""
+        """Reserves room for a request and has its KV sent; one request at a time."""
         assert self.worker is not None and self.worker.hello.capacity is not None
         block_size = self.worker.hello.capacity.block_size
         sampling = Sampling(max_tokens=output_tokens, temperature=0.0)
@@ -137,7 +137,8 @@ class Bench:
         del self.ended[name]
 
     async def stream(self, index: int) -> None:
-        """One running stream, started again when it ends; staggered, so that not all end at once."""
+        """Runs one stream, and starts it again when it ends. The streams are staggered, so that they do not all end at
+        once."""
         count, turn = self.settings.streams, 0
         while True:
             name = f"stream-{index}.{turn}"
@@ -148,7 +149,7 @@ class Bench:
             turn += 1
 
     async def transfer(self) -> None:
-        """One prompt's KV: sent, acknowledged, released."""
+        """Transfers one prompt's KV: sends it, waits for the acknowledgement, releases it."""
         assert self.worker is not None
         self._sent += 1
         name = f"prompt-{self._sent}"
@@ -185,7 +186,7 @@ async def _run(settings: HarmlessSettings, console: Console) -> int:
 
 @contextlib.asynccontextmanager
 async def _running(settings: HarmlessSettings, model: ReadyModel, console: Console) -> AsyncIterator[Bench]:
-    """A decode worker and a sender beside it, connected."""
+    """Yields a decode worker and a sender beside it, connected."""
     plan = plan_cpu(tuple(os.sched_getaffinity(0)), prefill=1, decode=1, on_gpu=False, threads=settings.threads)
     if plan.control:
         # The processes that send and measure must not compute on the cores of the streams.
@@ -261,7 +262,7 @@ async def _nothing() -> None:
 
 
 def figures(gaps_s: dict[str, list[list[float]]], transfers: Transfers, beside_s: float) -> dict[str, Any]:
-    """`gaps_s`: of each kind, round by round."""
+    """Returns the figures. `gaps_s`: gaps of each kind, by round."""
     found: dict[str, Any] = {}
     for kind, rounds in gaps_s.items():
         every = [1e3 * gap for one in rounds for gap in one]

@@ -23,7 +23,7 @@ from proto.parts import Capacity
 from runtime.process import clock
 
 _COPIES = 4
-"""Of the prompt's KV, sent in turn, so that none is in a cache."""
+"""Copies of the prompt's KV, which are sent in turn, so that none is in a cache."""
 _CHUNK_TOKENS = 256
 
 
@@ -40,7 +40,7 @@ class Store:
         self._replayer: Replayer | None = None
 
     async def connect(self, address: str, incarnation: int, transport: str) -> int:
-        """To this decode worker. Returns the incarnation it is to expect."""
+        """Connects to this decode worker; returns the incarnation that it must expect."""
         info = self.info
         hello = Hello(
             limits.PROTOCOL_VERSION, Role.PREFILL, clock.new_incarnation(), "replayer", fingerprint=info.fingerprint,

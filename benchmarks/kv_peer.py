@@ -26,7 +26,7 @@ PLAIN_TCP = "tcp-plain"
 
 
 def settings_of(name: str, segment_bytes: int) -> KvSettings:
-    """Of either end of this transport."""
+    """Returns the settings of either end of this transport."""
     transports = ("tcp",) if name == PLAIN_TCP else (name,)
     return KvSettings(
         transports=transports, segment_bytes=segment_bytes, segment_timeout_ms=30_000, encrypt=name == "tcp"
@@ -34,7 +34,8 @@ def settings_of(name: str, segment_bytes: int) -> KvSettings:
 
 
 class Ways:
-    """One for each transport: a link of its own, so that the other end can tell them apart, and a sender."""
+    """The ways to the other process: for each transport a sender, and a link of its own, so that the other end can distinguish
+    them."""
 
     def __init__(self, address: str, memory: torch.Tensor) -> None:
         self._address = address
@@ -43,7 +44,7 @@ class Ways:
         self._sessions = 0
 
     async def set_up(self, layout: dict[str, Any], segment_bytes: int, transports: list[str]) -> dict[str, int]:
-        """Returns the incarnation of each transport's sender."""
+        """Sets the senders up; returns the incarnation of each transport's sender."""
         shape = KvLayout(**layout)
         blocks = self._memory.shape[0] // shape.block_bytes
         pool = self._memory[: blocks * shape.block_bytes].view(torch.float32).view(shape.shape(blocks))
@@ -56,7 +57,7 @@ class Ways:
         return {name: self._ways[name].incarnation for name in transports}
 
     async def session(self, transport: str, block_ids: list[int]) -> tuple[float, float]:
-        """When it was offered, and the seconds until it was acknowledged."""
+        """Sends one session; returns when it was offered, and the seconds until it was acknowledged."""
         self._sessions += 1
         way = self._ways[transport]
         took_s = await way.session(f"{transport}-{self._sessions}", block_ids)
@@ -81,7 +82,7 @@ async def main(address: str, pool_bytes: int) -> None:
 
 
 def filled(size: int) -> Any:
-    """Bytes that are not all alike, every page of them written."""
+    """Returns memory whose bytes differ and whose pages have all been written."""
     import numpy as np
 
     memory = np.empty(size, dtype=np.uint8)

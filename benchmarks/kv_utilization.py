@@ -3,13 +3,13 @@
 KV use is the mean over the loaded steps of blocks really held (prompts on their way included) over all blocks. It is compared
 with that of whole-life reservation (prompt + max_tokens for each request) in the same world with the same seed.
 
-How full the pool gets depends on the lengths: what a prompt takes, it takes from the start, and the more of a life that is,
-the less there is to guess. With outputs uniform between 1 and max_tokens L, staggered evenly, and prompts of p · L, the sum
-over what is to come in x · L steps is in proportion to 1/3 + p + x - (1 + p) x² - x³/3, so the use is at most its value at
-x = 0 over its highest: 60 % for p = 0, 76 % for 1/4, 84 % for 1/2, 92 % for 1 and 97 % for 2. Where all answers are equally
-long, those that began together end together, and the pool is as empty at their start as it is full at their end.
-No policy that never interrupts an answer can do better than that without knowing lengths beforehand. `--kv-overcommit` does, at
-the price of victims: nearly all it can gain comes with a factor of 1.1, and nearly all it costs with more than that.
+How full the pool gets depends on the lengths. A prompt takes its blocks from the start, so the larger its part of a request's
+life, the less must be guessed. With outputs uniform between 1 and max_tokens L, staggered evenly, and prompts of p · L, the
+sum over what is to come in x · L steps is in proportion to 1/3 + p + x - (1 + p) x² - x³/3, so the use is at most its value at
+x = 0 over its highest: 60 % for p = 0, 76 % for 1/4, 84 % for 1/2, 92 % for 1 and 97 % for 2. If all answers are equally long,
+those that began together also end together, and the pool is as empty at their start as it is full at their end. A policy that
+never interrupts an answer cannot do better without knowing lengths beforehand. `--kv-overcommit` can, but it interrupts some
+answers: a factor of 1.1 brings nearly all of its gain, and larger factors bring nearly all of its cost.
 """
 
 import time
@@ -29,13 +29,14 @@ from launcher.reports import console_for, write_json
 
 Draw = Callable[[Random], Job]
 UNIFORM = {"uniform, prompt L/4": 0.25, "uniform, prompt L/2": 0.5, "uniform, prompt L": 1.0, "uniform, prompt 2L": 2.0}
-"""Prompts in parts of max_tokens."""
+"""Prompt lengths as parts of max_tokens."""
 OVERCOMMITS = (1.1, 2.0)
 _OVERCOMMITTED = ("uniform, prompt L/4", "uniform, prompt L/2", "uniform, prompt L")
 
 
 def workloads(most: int) -> dict[str, Draw]:
-    """By name; `most` is max_tokens. The first ones have outputs of half of it on average, the others try to break things."""
+    """Returns the workloads by name; `most` is max_tokens. The first ones have outputs of half of it on average; the others
+    are extreme cases."""
 
     def uniform(prompt: int) -> Draw:
         return lambda random: Job(prompt, most, (random.randint(1, most),))
@@ -57,7 +58,7 @@ def workloads(most: int) -> dict[str, Draw]:
 
 
 def most_use(prompt: float) -> float:
-    """The KV use that nothing can exceed with outputs uniform up to L and prompts of `prompt` · L (see the module's head)."""
+    """Returns the largest possible KV use with outputs uniform up to L and prompts of `prompt` · L (see the module's head)."""
     ahead = [step / 1000 for step in range(1001)]
     sums = [1 / 3 + prompt + x - (1 + prompt) * x**2 - x**3 / 3 for x in ahead]
     return sums[0] / max(sums)
@@ -77,7 +78,7 @@ def measure(settings: RoomBenchSettings, draw: Draw, *, whole_life: bool = False
 
 
 def decision_costs(attempts: int, block_size: int) -> dict[str, float]:
-    """Median microseconds of thread CPU time of each move, with so many attempts there and the pool full."""
+    """Returns the median microseconds of thread CPU time of each operation, with `attempts` attempts there and a full pool."""
     random, room = Random(0), KvAdmission(1, block_size)
     costs: dict[str, list[int]] = {"fits": [], "place": [], "joined": [], "release": []}
 
@@ -90,7 +91,7 @@ def decision_costs(attempts: int, block_size: int) -> dict[str, float]:
     for number, key in enumerate(names):
         life = KvDemand(random.randint(100, 2000), random.randint(50, 1000))
         room.reached(2 * number)
-        room.kv_blocks = room.peak + life.grown(0, block_size)  # neither sure to fit nor sure not to
+        room.kv_blocks = room.peak + life.grown(0, block_size)  # it must neither surely fit nor surely not fit
         timed("fits", lambda life=life: room.fits(life))  # type: ignore[misc]
         timed("place", lambda key=key, life=life: room.place(key, life))  # type: ignore[misc]
         timed("joined", lambda key=key, number=number: room.joined(key, 2 * number))  # type: ignore[misc]

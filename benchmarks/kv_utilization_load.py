@@ -1,6 +1,7 @@
 """A virtual cluster whose one decode worker gets more than it can hold: what `python -m benchmarks kv-utilization` measures.
 
-Four prefill workers compute a step in the time of a decode step, whatever is in it. Hand-overs take up to 4 steps, reports 2.
+Four prefill workers compute each step in the time of a decode step, independent of its tokens. Hand-overs take up to 4 steps,
+reports 2.
 """
 
 from collections.abc import Callable
@@ -27,16 +28,16 @@ class Job:
     outputs: tuple[int, ...]
     """Tokens of each choice."""
     text: str = ""
-    """Prompts of one text begin alike ..."""
+    """Prompts with the same text begin with the same tokens ..."""
     shared_tokens: int = 0
-    """... with so many tokens."""
+    """... namely this many."""
 
     def token_steps(self) -> float:
-        """Slots times steps that its KV takes in decode."""
+        """Returns the slots times steps that its KV takes in decode."""
         return self.prompt_tokens * max(self.outputs) + sum(tokens * tokens / 2 for tokens in self.outputs)
 
     def block_hashes(self, name: str, block_size: int) -> bytes:
-        """Of the prompt's full blocks; empty where it shares nothing."""
+        """Returns the hashes of the prompt's full blocks; empty if it shares nothing."""
         blocks = self.prompt_tokens // block_size if self.text else 0
         alike = self.shared_tokens // block_size
         texts = (f"{self.text if block < alike else name} {block}" for block in range(blocks))
@@ -71,8 +72,8 @@ class OverloadedCluster:
         report_s: float = 2 * STEP_S,
         seed: int = 0,
     ) -> None:
-        """`overload`: offered load over what the decode worker could carry with every block in use. With `whole_life` no
-        progress is reported, so that every attempt stays counted with prompt + max_tokens."""
+        """Makes the cluster. `overload`: offered load over the load that the decode worker could carry with every block in
+        use. If `whole_life`, no progress is reported, so that every attempt stays counted with prompt + max_tokens."""
         self.kv_blocks = kv_blocks
         self.cluster = VirtualCluster(
             Limits(queue_wait_s_max=1e6, kv_overcommit=overcommit),

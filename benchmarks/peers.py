@@ -66,12 +66,12 @@ class PeerFailed(CrossdockError):
 class Peer:
     name: str
     command: tuple[str, ...]
-    """Empty: crossdock, which the measurement starts itself."""
+    """Empty for crossdock, which the measurement starts itself."""
     environment: dict[str, str] = field(default_factory=dict)
 
 
 def find_peers(settings: PeersSettings, folder: str, port: int) -> list[Peer]:
-    """crossdock, and those that are installed. Raises `SettingsError`."""
+    """Returns crossdock and the other servers that are installed. Raises `SettingsError`."""
     cores = sorted(os.sched_getaffinity(0))
     found = [Peer("crossdock 1P1D", ())]
     if vllm := shutil.which(settings.vllm):
@@ -93,7 +93,7 @@ def find_peers(settings: PeersSettings, folder: str, port: int) -> list[Peer]:
 
 @asynccontextmanager
 async def started(peer: Peer, port: int, log: Path, console: Console) -> AsyncIterator[str]:
-    """Its URL, once it answers; it is stopped at the end, with all its processes. Raises `PeerFailed`."""
+    """Starts a server and yields its URL once it answers; stops it at the end, with all its processes. Raises `PeerFailed`."""
     with log.open("wb") as out:
         process = await asyncio.create_subprocess_exec(
             *peer.command, stdout=out, stderr=out, env={**os.environ, **peer.environment}, start_new_session=True
@@ -131,7 +131,7 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 
 
 async def measure(url: str, settings: PeersSettings) -> dict[str, Any]:
-    """The result of `bench isolation` for the server, or for crossdock where there is no URL. Raises `PeerFailed`."""
+    """Measures a server with `bench isolation`, or crossdock if there is no URL; returns the result. Raises `PeerFailed`."""
     arguments = ["bench", "isolation", "--json", "--seconds", str(settings.seconds)]
     arguments += ["--url", url] if url else [settings.model] if settings.model else []
     process = await asyncio.create_subprocess_exec(
@@ -141,7 +141,7 @@ async def measure(url: str, settings: PeersSettings) -> dict[str, Any]:
         out, _ = await process.communicate()
     finally:
         if process.returncode is None:
-            process.send_signal(signal.SIGINT)  # it stops the cluster that it started
+            process.send_signal(signal.SIGINT)  # it then stops the cluster that it has started
             await process.wait()
     if process.returncode:
         raise PeerFailed("it could not be measured")

@@ -1,6 +1,6 @@
-"""The second process of a benchmark, which sends KV as a prefill worker does. Orders go to it as lines of JSON on its standard
-input, and each is answered by one on its standard output. It leaves when its input ends, so also when this process is
-killed."""
+"""The second process of a benchmark, which sends KV as a prefill worker does. It reads orders as lines of JSON from its
+standard input, and answers each with a line on its standard output. It ends when its input ends, so also when the first
+process is killed."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ class Far:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        # In a session of its own: Ctrl-C is for us, and its input then ends.
+        # It has a session of its own: Ctrl-C is meant for this process only, and its input then ends.
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
@@ -34,7 +34,7 @@ class Far:
         )
 
     async def order(self, what: str, **fields: Any) -> Any:
-        """Have it do something. Raises `BenchFailed` if it cannot."""
+        """Sends the other process an order, and returns its answer. Raises `BenchFailed` if the order fails."""
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write((json.dumps({"do": what, **fields}) + "\n").encode())
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
@@ -57,7 +57,7 @@ class Far:
 
 
 async def serve(orders: Mapping[str, Callable[..., Awaitable[Any]]]) -> None:
-    """The other process: carry out what standard input says, by name, until it ends."""
+    """Serves in the other process: carries out the named orders on standard input until it ends."""
     lines = asyncio.StreamReader(limit=_LINE_BYTES_MAX)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     while line := await lines.readline():

@@ -1,4 +1,4 @@
-"""A prefill side that computes nothing: it holds KV, and sends it as often as it is asked to."""
+"""A prefill side that computes nothing: it holds KV, and sends it each time it is asked to."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ class Replayer(SenderOwner):
         self._sender: KvSender | None = None
         self._done: asyncio.Future[KvSent | KvFailed] | None = None
         self.offered_at = 0.0
-        """The last session, in seconds of `time.monotonic`, which all processes of a host share."""
+        """When the last session was offered, in seconds of `time.monotonic`, which all processes of a host share."""
         self._link = LinkClient(
             address=address,
             hello=hello,
@@ -38,7 +38,7 @@ class Replayer(SenderOwner):
         )
 
     async def start(self) -> None:
-        """Returns when the link is up."""
+        """Starts the link; returns when it is up."""
         await self._link.start()
         await self._up.wait()
 
@@ -48,7 +48,7 @@ class Replayer(SenderOwner):
         await self._link.close()
 
     async def set_up(self, layout: KvLayout, pool: torch.Tensor, settings: KvSettings) -> None:
-        """Send from this pool from now on."""
+        """Prepares the sender for this pool."""
         if self._sender is not None:
             await self._sender.close()
         self._sender = KvSender(
@@ -62,7 +62,8 @@ class Replayer(SenderOwner):
         self._sender.digest(range(pool.shape[0]))
 
     async def session(self, request_id: str, block_ids: list[int]) -> float:
-        """Seconds from the offer to the acknowledgement of a session whose blocks are all ready. Raises `RuntimeError`."""
+        """Sends a session whose blocks are all ready; returns the seconds from its offer to its acknowledgement. Raises
+        `RuntimeError`."""
         assert self._sender is not None
         self._done = asyncio.get_running_loop().create_future()
         self.offered_at = time.monotonic()

@@ -21,7 +21,8 @@ def main() -> None:
 
 
 def overwritten() -> str:
-    """The other distribution that has installed files over our packages, whose names are common words; empty: there is none."""
+    """Returns the name of another distribution whose files have replaced ours, since our package names are common words;
+    empty: there is none."""
     from importlib.metadata import packages_distributions
 
     found = packages_distributions()

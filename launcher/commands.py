@@ -248,7 +248,7 @@ def build_app() -> typer.Typer:
 
 
 def only_groups(arguments: list[str]) -> bool:
-    """Whether the words name a group, and no command in it."""
+    """Whether the words name a group of commands, and no command in it."""
     table = TABLE
     for word in arguments:
         row = table.get(word)

@@ -21,17 +21,19 @@ WORKER_MODULES = {"prefill": "prefill_worker", "decode": "decode_worker", "mixed
 
 
 def python_command(module: str, *arguments: str) -> tuple[str, ...]:
-    """`-P` keeps a folder of the same name in the user's working directory from being run instead."""
+    """Returns a command that runs the module. `-P` prevents that a folder of the same name in the working directory is run
+    instead."""
     return (sys.executable, "-P", "-m", module, *arguments)
 
 
 STREAMED_COPIES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=524288"}
-"""Settings for a process that sends KV: copies of 512 KiB and more go past the caches. The copy is read by another process,
-and what a store does not read first is a third of the memory's work. Known to glibc on x86; others pass over it."""
+"""Settings for a process that sends KV: copies of 512 KiB and more bypass the caches. Another process reads the copy, and a
+store that does not read its target first saves a third of the memory traffic. Only glibc on x86 knows the setting; others
+ignore it."""
 
 
 def child_environment(threads: int, *, sends_kv: bool = False) -> dict[str, str]:
-    """Our own environment, with that of a role."""
+    """Returns our own environment with that of a role."""
     paths = [ROOT, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     chosen = {name: os.environ[name] for name in STREAMED_COPIES if name in os.environ}
     return (
@@ -43,7 +45,8 @@ def child_environment(threads: int, *, sends_kv: bool = False) -> dict[str, str]
 
 
 def role_environment(threads: int, *, sends_kv: bool = False) -> dict[str, str]:
-    """`threads` CPU threads that sleep while they wait: spinning ones would take the cores from the other workers."""
+    """Returns variables for `threads` CPU threads that sleep while they wait. Spinning threads would take the cores from other
+    workers."""
     return (STREAMED_COPIES if sends_kv else {}) | {
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(threads),
@@ -56,7 +59,7 @@ def role_environment(threads: int, *, sends_kv: bool = False) -> dict[str, str]:
 def run_lines(command: Sequence[str], on_line: Callable[[str], None], *, timeout_s: float) -> tuple[int, list[str]]:
     """Run a command to its end; `on_line` gets what it prints, progress bars included, line by line.
 
-    Returns its status and last lines. It is killed if this call is left early. Raises `TimeoutError`.
+    Returns its status and last lines. The command is killed if this call ends early. Raises `TimeoutError`.
     """
     deadline = clock.now() + timeout_s
     tail: deque[str] = deque(maxlen=_KEPT_LINES)

@@ -1,4 +1,4 @@
-"""The part that the benchmarks share: where they print, and JSON."""
+"""Helpers that the benchmarks share: where they print, and JSON."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def check_writable(path: str, option: str) -> None:
 
 
 def console_for(settings: JsonOption, **more: Any) -> Console:
-    """The console for what people read: stdout, or stderr where JSON has that."""
+    """Returns the console for text that people read: stdout, or stderr if stdout has the JSON."""
     return tables.console(stderr=settings.as_json, **more)
 
 

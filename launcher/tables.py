@@ -18,7 +18,7 @@ from rich.text import Text
 
 GAP: Final = 2
 _ENDLESS: Final = 100_000
-"""Columns of what is no terminal: nothing is cut or folded there."""
+"""Width in columns where there is no terminal: no text is cut or folded there."""
 
 
 def console(**options: Any) -> Console:
@@ -37,12 +37,12 @@ class Column:
 
 
 def words(heading: str) -> Column:
-    """A column of texts: they may fold at blanks, where there is no room for a line."""
+    """Makes a column of texts, which may fold at blanks if a line is too long."""
     return Column(heading, right=False, folds=True)
 
 
 class Table:
-    """The first `keys` columns say which row it is. Columns given by their heading alone hold figures, but for the keys."""
+    """The first `keys` columns say which row it is. A column given by its heading alone holds figures, unless it is a key."""
 
     def __init__(self, title: str, *columns: str | Column, keys: int = 1) -> None:
         self.title, self.keys = title, keys
@@ -74,7 +74,8 @@ class Table:
     # --- on a terminal --------------------------------------------------------------------------------------------------
 
     def _parts(self, width: int) -> list[list[int]] | None:
-        """Columns by number: as many beside the keys as there is room for. None: not even one."""
+        """Returns groups of column numbers: the key columns, and as many others as fit. None: not even one other column
+        fits."""
         least = [self._least(index) for index in range(len(self.columns))]
         keys = list(range(self.keys))
         if _total(least) <= width:
@@ -103,7 +104,7 @@ class Table:
         return made
 
     def _widths(self, part: Sequence[int], width: int) -> list[int]:
-        """Columns that fold get the rest of the width, the narrowest first."""
+        """Returns the width of each column. Columns that fold share the rest of the width, the narrowest first."""
         widths, whole = [self._least(index) for index in part], [self._whole(index) for index in part]
         for _ in range(width - _total(widths)):
             folded = [place for place, (now, most) in enumerate(zip(widths, whole, strict=True)) if now < most]
@@ -117,14 +118,14 @@ class Table:
         return max(map(width_of, every))
 
     def _least(self, index: int) -> int:
-        """Headings and prose fold at blanks, other texts never do."""
+        """Returns the least width of a column: headings and prose fold at blanks, other texts never do."""
         column, parts = self.columns[index], [texts[index] for texts, _ in self.rows]
         if column.folds:
             parts = list(chain.from_iterable(part.split() for part in parts))
         return max(map(width_of, (*column.heading.split(), *parts)), default=0)
 
     def _stacked(self, console: Console) -> None:
-        """A row is a field a line, which the terminal itself breaks if it must."""
+        """Prints each field of a row on a line of its own, which the terminal itself may break."""
         named = max(width_of(column.heading) for column in self.columns)
         for number, (texts, style) in enumerate(self.rows):
             if number:

@@ -1,6 +1,5 @@
-"""`crossdock worker`: one process over one engine, KV pool and prefix cache, in either role.
-
-Both roles' modules are here, as a worker can change its role while it runs (`crossdock flip`).
+"""`crossdock worker`: one process with one engine, KV pool and prefix cache, in either role. It has the modules of both roles,
+because a worker can change its role while it runs (`crossdock flip`).
 """
 
 from runtime.settings import machine
@@ -10,7 +9,7 @@ from runtime.settings.workers import WorkerSettings
 def run(settings: WorkerSettings) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code. Raises `ConfigError`."""
     settings = machine.prepare(settings)
-    # It imports torch, which must not come before the environment that `prepare` sets.
+    # It imports torch, so it must come after the environment that `prepare` sets.
     from launcher import worker_roles
 
     return worker_roles.run(settings)

@@ -1,5 +1,5 @@
-"""The roles of a worker process: one engine, one KV pool and one prefix cache, over which prefill, decode, or both are made,
-each with an allocator of its own.
+"""Makes the roles of a worker process. Prefill, decode, or both share one engine, one KV pool and one prefix cache; each role
+has an allocator of its own.
 """
 
 from decode_worker.worker import DecodeWorker
@@ -24,13 +24,13 @@ from runtime.worker.role import WorkerRole
 
 
 class Roles:
-    """Makes the roles of drivers. They share the blocks of the pool, and what is cached there stays when they change."""
+    """Makes the drivers of the roles. They share the blocks of the pool, and cached blocks stay when the roles change."""
 
     def __init__(self, transports: tuple[str, ...], memory: PoolMemory | None) -> None:
         self._transports, self._memory = transports, memory
         self._pool: BlockPool | None = None
         self._receivers: set[int] = set()
-        """Decode workers that this process is, or was."""
+        """Incarnations of the decode workers that this process is, or was."""
 
     def make(self, engine: Engine, driver: WorkerDriver) -> WorkerRole:
         if self._pool is None:
@@ -44,7 +44,7 @@ class Roles:
         return DecodeWorker(engine, blocks, driver, self._transports, self._memory)
 
     def shares(self, engine: Engine, role: Role, settings: WorkerSettings) -> dict[Role, Engine]:
-        """The shares of each role of the process. Raises `MixedPoolTooSmall` and `WrongTransport`."""
+        """Returns each role's share of the engine. Raises `MixedPoolTooSmall` and `WrongTransport`."""
         if role is not Role.MIXED:
             return {role: engine}
         check_within_process(settings, self._transports)
@@ -60,8 +60,8 @@ def check_within_process(settings: WorkerSettings, transports: tuple[str, ...]) 
 
 
 def say_what_is_encrypted(settings: WorkerSettings, transports: tuple[str, ...], device: str, log: Log) -> None:
-    """Log which transports may send KV to another host in the clear although there are keys, and which are not used for
-    that."""
+    """Logs which transports may send KV unencrypted to another host although there are keys, and which are not used for that
+    reason."""
     if not settings.keys:
         return
     clear = [name for name in transports if not TRANSPORTS[name].confidential]
@@ -83,7 +83,7 @@ class MixedPoolTooSmall(BadOption):
 
 
 def split(engine: Engine, settings: WorkerSettings) -> dict[Role, Engine]:
-    """How much of the pool each role of a mixed worker may have. Raises `MixedPoolTooSmall`."""
+    """Divides the pool between the roles of a mixed worker. Raises `MixedPoolTooSmall`."""
     info, blocks = engine.info, engine.blocks
     context = -(-info.context_tokens // info.block_size)
     if blocks < 2 * context:
@@ -119,7 +119,7 @@ def run(settings: WorkerSettings) -> int:
             block_size=settings.block_size,
             kv_bytes=settings.kv_bytes_on(device),
             gpu=GpuShare(settings.gpu_memory_share, settings.step_tokens_max, settings.max_seqs),
-            # Also in a prefill worker: it may become one that receives.
+            # Set for a prefill worker too, because it may become a worker that receives.
             allocate=memory.allocate if memory is not None else None,
             host_bytes=machine.free_memory_bytes(),
             on_progress=log.get("crossdock.model").info,

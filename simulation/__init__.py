@@ -1,4 +1,4 @@
-"""The production cores in virtual time: under faults, from a seed, and under load (`simulation.cluster`).
+"""Runs the production cores in virtual time: with faults that a seed decides, and under load (`simulation.cluster`).
 
     result = run.run(seed)          result.failure is None, or what was broken; run.story tells it
 

@@ -1,4 +1,4 @@
-"""Many runs, added up; and the child process that does a share of them and tells its sums line by line."""
+"""Adds up many runs; and the child process that does a share of them and writes its sums line by line."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ from simulation.faults.plan import FAULTS
 from simulation.run import SeedResult, run_seed
 
 LINE_SEEDS = 16
-"""Runs between two lines of a child."""
+"""Number of runs between two lines of a child."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ def _count(into: dict[str, int], more: dict[str, int]) -> None:
 
 
 def sums(seeds: Iterable[int], kinds: frozenset[str] = frozenset(FAULTS)) -> Iterator[Sum]:
-    """A sum for each few runs; ends after one with a failure."""
+    """Yields a sum for each few runs; ends after a run that failed."""
     part = Sum()
     for seed in seeds:
         part.add(run_seed(seed, kinds))
@@ -67,7 +67,7 @@ def sums(seeds: Iterable[int], kinds: frozenset[str] = frozenset(FAULTS)) -> Ite
 
 
 def child(arguments: list[str]) -> int:
-    """`FIRST COUNT STRIDE KINDS`: runs every STRIDE-th seed, and writes sums as JSON, one a line."""
+    """Runs every STRIDE-th seed and writes sums as JSON, one to a line. The arguments are `FIRST COUNT STRIDE KINDS`."""
     first, count, stride = map(int, arguments[:3])
     kinds = frozenset(filter(None, arguments[3].split(",")))
     try:

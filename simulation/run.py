@@ -1,4 +1,4 @@
-"""One run: faults, then healing, then the audit; and what to say when it fails."""
+"""Runs one seed: faults, then healing, then the audit; and describes a failure."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from simulation.faults.plan import FAULTS, Asked, FaultPlan, draw
 from simulation.world.world import SimulationViolation
 
 HEAL_S_MAX = 100.0
-"""Virtual seconds in which everything must have ended. The longest wait of the product's own is 30 s."""
+"""Virtual seconds within which everything must have ended. The longest wait in the product is 30 s."""
 PROBE_AFTER_S = 3.0
 TIMELINE_EVENTS = 60
 CHECK_S = 0.25
@@ -31,7 +31,7 @@ class SeedResult:
     injected: Counter[str]
     failure: BaseException | None = None
     cluster: FaultCluster | None = field(default=None, repr=False)
-    """Kept for the story, where asked for or where the run failed."""
+    """Kept for the story of a failed run, or where a story was asked for."""
 
 
 def run_seed(seed: int, kinds: frozenset[str] = frozenset(FAULTS), keep: bool = False) -> SeedResult:
@@ -78,7 +78,7 @@ def _live(cluster: FaultCluster, plan: FaultPlan) -> None:
 
 
 def _probe(cluster: FaultCluster, plan: FaultPlan) -> None:
-    """After all has healed, a new request at each gateway must do well."""
+    """Checks that a new request at each gateway succeeds after all has healed."""
     for number in range(plan.gateways):
         asked = Asked(
             f"probe{number}",
@@ -99,7 +99,7 @@ def _probe(cluster: FaultCluster, plan: FaultPlan) -> None:
 
 
 def timeline(cluster: FaultCluster, request_id: str = "", most: int = TIMELINE_EVENTS) -> list[str]:
-    """The last events that concern a request, or everything where none is named; one line each."""
+    """Returns the last events that concern a request, or all events if none is named; one to a line."""
     told = [
         f"{at:9.4f} s  {where:<12} {what} {_words(about)}".rstrip()
         for at, where, what, about in cluster.events

@@ -1,9 +1,9 @@
-"""Does the load generator measure what one that others wrote measures? `scripts/agree_with` starts this.
+"""Compares the load generator's figures with those of another load generator. `scripts/agree_with` starts this.
 
 Both send the same requests (bodies as long, at the same times) to the same server, in turn, several rounds, the order changing
 from round to round. The other one is AIPerf (`pip install aiperf`, into an environment of its own); it plays the plan as a
-trace with its fixed schedule. Without --url the server is one of known timing, which also tells when it wrote each token; of
-another one, --metrics may say what it measured itself.
+trace with its fixed schedule. Without --url the server is one of known timing, which also tells when it wrote each token.
+Another server's own measurements may be read with --metrics.
 """
 
 import asyncio
@@ -122,7 +122,8 @@ async def theirs(settings: AgreeSettings, base_url: str, probed: Probed, plan: L
 
 
 def _arguments(settings: AgreeSettings, base_url: str, probed: Probed, folder: str) -> list[str]:
-    """Paths in full: it runs in a folder of its own. Raises `SettingsError`."""
+    """Returns the other generator's arguments. Paths are absolute, since it runs in a folder of its own. Raises
+    `SettingsError`."""
     command = shutil.which(settings.aiperf)
     if command is None:
         raise SettingsError(f"--aiperf: there is no command {settings.aiperf}")
@@ -143,7 +144,7 @@ def _write_trace(file: Path, probed: Probed, plan: LoadPlan, prompts: Prompts) -
 
 
 def _read_export(file: Path, plan: LoadPlan) -> Measured:
-    """Requests of the warm-up are left out here too: exported in the order of their times."""
+    """Reads the exported requests, sorted by their times, and leaves out the warm-up here too."""
     found = [json.loads(line) for line in file.read_text().splitlines()]
     found.sort(key=lambda one: one["metadata"]["credit_issued_ns"])
     if len(found) != len(plan.requests) or any(one.get("error") for one in found):
@@ -167,7 +168,8 @@ async def _agree(settings: AgreeSettings, base_url: str, console: Console) -> in
         found: dict[str, Measured] = {}
         before = await _own_metrics(settings.metrics)
         for side in ("ours", "theirs") if number % 2 == 0 else ("theirs", "ours"):
-            # As long, but never the same: what the first one sent must not be in the server's cache for the second.
+            # Equally long, but never the same: otherwise the second generator would find the first one's prompts in the
+            # server's cache.
             prompts = replace(probed.prompts(settings, plan), seed=settings.seed * 1000 + 2 * number + (side == "ours"))
             if side == "ours":
                 found[side] = await ours(probed, plan, prompts, console)
@@ -215,7 +217,7 @@ async def _own_metrics(url: str) -> dict[str, tuple[float, float]]:
 
 
 def _means(before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]], requests: int) -> Measured:
-    """Of what came in between. Raises `SettingsError` where that is not these requests."""
+    """Returns the means between two readings. Raises `SettingsError` where other requests came between them."""
     sums = {name: (after[name][0] - before[name][0], after[name][1] - before[name][1]) for name in SERIES}
     if sums["ttft"][1] != requests or not all(count for _, count in sums.values()):
         raise SettingsError(f"--metrics: {sums['ttft'][1]:.0f} first tokens there, and {requests} requests were sent")
@@ -223,9 +225,9 @@ def _means(before: dict[str, tuple[float, float]], after: dict[str, tuple[float,
 
 
 def show(rounds: Sequence[dict[str, Measured]], console: Console) -> bool:
-    """Whether means and medians of all rounds together agree. Where the server's own times are known, each side is taken in
-    parts of what the server did for it: no two runs find the machine in the same mood. Where only their means are, medians
-    are not judged."""
+    """Whether means and medians of all rounds together agree. Where the server's own times are known, each side's times are
+    divided by the server's for the same run, because the machine differs from run to run. Where only the server's means are
+    known, medians are not judged."""
     known = "ours, server" in rounds[0]
     means_only = known and len(rounds[0]["ours, server"]["ttft"]) == 1
     title = "Ours beside AIPerf, all rounds, ms" + ("; by server: in parts of what it wrote" if known else "")

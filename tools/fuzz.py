@@ -26,7 +26,7 @@ GROWTH_BYTES_MAX = 96 << 20
 WARMING_FRAMES = 2_000
 PROMPT, TOKENS = [30, 31, 32], 24
 STREAM_MODEL = "fuzz"
-"""Of workers that are not real: nobody else's requests go to them."""
+"""The model of workers that are not real, so that no other requests go to them."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ def ports_of(up: Parts) -> list[Port]:
 
 
 def attack(up: Parts, port: Port, frames: int, seed: int, expected: list[int]) -> Outcome:
-    """Throw at one port while others are served, and look at what became of the process."""
+    """Sends frames to one port while others are served, and looks at what became of the process."""
     process = psutil.Process(up.processes[port.process].pid)
     port.throw(WARMING_FRAMES, seed + 1)
     before, started = process.memory_info().rss, time.monotonic()

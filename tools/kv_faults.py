@@ -1,7 +1,7 @@
 """Random faults between real processes: `python -m tools.kv_faults --rounds 200 --seed 1`, or `scripts/kv_faults`.
 
-Two senders and two receivers. In each round one transfer from the first to the first is broken in some way while an innocent
-pair, which shares the process that stays whole, goes on. Then the request is tried again. These conditions must hold:
+Two senders and two receivers. Each round breaks one transfer from the first sender to the first receiver. Meanwhile an
+innocent pair, which shares the process that stays whole, goes on. Then the request is tried again. These conditions must hold:
 
 - bytes that were committed are those of the attempt that was sent, whatever was done;
 - a survivor hears of a killed peer within `KILL_NOTICED_S`, of a stopped one within `STOP_NOTICED_S`;
@@ -45,7 +45,7 @@ STOPPED_S = 5.0
 WAIT_S = 60.0
 INNOCENT_TRANSFERS = 3
 ATTEMPTS_MAX = 4
-"""The second may still meet a pair that is about to be given up."""
+"""The second attempt may still meet a pair that is about to be given up."""
 REQUEST_BLOCKS_MAX, INNOCENT_BLOCKS_MAX = 120, 30
 assert ATTEMPTS_MAX * REQUEST_BLOCKS_MAX + INNOCENT_TRANSFERS * INNOCENT_BLOCKS_MAX <= node.BLOCKS
 _FORK = multiprocessing.get_context("forkserver")
@@ -135,7 +135,7 @@ class FaultCounts:
     first_attempts_arrived: int = 0
     detection_s: list[float] = field(default_factory=list)
     recovery_s: list[float] = field(default_factory=list)
-    """From the fault until the survivor's blocks were back."""
+    """Seconds from the fault until the survivor's blocks were back."""
 
     def add(self, other: "FaultCounts") -> None:
         self.rounds += other.rounds
@@ -223,8 +223,8 @@ class Cluster:
         tally.rounds += 1
 
     async def connect(self, sender: Handle, *receivers: Handle) -> None:
-        """A round begins when its links are there: what never was cannot be lost. A cut takes all connections of its sender, to
-        innocent receivers as well, and some only after the transfer."""
+        """Sends a block over each link, so that the links of a round exist: only a link that exists can be lost. A cut takes
+        all connections of its sender, also those to innocent receivers, and some only after the transfer."""
         for number, receiver in enumerate(receivers):
             name = f"m{self.rounds}.{number}"
             for attempt in range(1, ATTEMPTS_MAX + 1):
@@ -245,7 +245,7 @@ class Cluster:
             "harm", request_id=request_id, point=point, action="stop" if stops else "kill", delay_s=late,
             segments_left=self.random.randrange(-(-blocks // 16)),
         )  # fmt: skip
-        await victim.event("armed")  # it comes another way than the transfer that it is about
+        await victim.event("armed")  # the order comes by another way than the transfer that it is about
         _send(sender, receiver, request_id, 1, blocks)
         struck = (await victim.event("struck"))["at"]
         lost = await survivor.event("lost", peer=victim.incarnation)
@@ -253,7 +253,8 @@ class Cluster:
         if tally.detection_s[-1] > (STOP_NOTICED_S if stops else KILL_NOTICED_S):
             raise Broken(f"the {victim.role}'s loss was noticed after {tally.detection_s[-1]:.2f} s")
         if stops:
-            # Blocks that a stopped process may still write to stay in quarantine until it says or is proven to be done.
+            # Blocks that a stopped process may still write to stay in quarantine until it says that it is done, or that is
+            # certain.
             await asyncio.sleep(max(0.0, struck + STOPPED_S - time.monotonic()))
             assert victim.process.pid is not None
             os.kill(victim.process.pid, signal.SIGCONT)
@@ -273,8 +274,8 @@ class Cluster:
             victim.process.join(10)
 
     async def _late(self, sender: Handle, receiver: Handle, request_id: str, blocks: int) -> None:
-        """Stopped amid a transfer, it is replaced, and comes back while its successor is at the second attempt. The receiver
-        also gets all that it had said once more, as if it had been under way for so long."""
+        """Stops the sender amid a transfer, replaces it, and lets it go on while its successor is at the second attempt. The
+        receiver also gets all messages of the stopped sender once more, as if they had been under way until then."""
         sender.tell("harm", request_id=request_id, point=self.random.choice(POINTS), action="stop", segments_left=0)
         _send(sender, receiver, request_id, 1, blocks)
         await sender.event("struck")

@@ -29,7 +29,7 @@ def text() -> str:
 
 
 def _targets_in_every_live_state(trigger: Trigger) -> set[RequestState]:
-    """Where the trigger leads; empty if some live state does not have it."""
+    """Returns the states to which the trigger leads; empty if some live state does not have it."""
     if any((state, trigger) not in TRANSITIONS for state in LIVE):
         return set()
     return {TRANSITIONS[state, trigger] for state in LIVE}

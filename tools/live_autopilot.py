@@ -112,7 +112,7 @@ class Bench:
 
 
 def changes_of(log: str, begin: float) -> list[str]:
-    """Of roles, that the autopilot ordered."""
+    """Returns the changes of roles that the autopilot ordered."""
     found = []
     for line in filter(None, log.splitlines()):
         said = json.loads(line)
@@ -135,7 +135,7 @@ def write_trace(file: Path, phases: Sequence[Phase], seed: int) -> None:
 
 
 def judged(name: str, phases: Sequence[Phase], records: Sequence[RequestRecord], slo: Slo) -> Outcome:
-    """A request belongs to the phase in which it was due."""
+    """Counts each request in the phase in which it was due."""
     found = Outcome(name, [0] * len(phases), [0] * len(phases))
     ends = [sum(one.seconds for one in phases[: number + 1]) for number in range(len(phases))]
     for record in records:
@@ -193,7 +193,7 @@ async def _compare(
 
 
 def calibrated(arguments: argparse.Namespace, model: str, profile: str) -> int:
-    """A profile of workers that have such shares: no core is shared. Its exit status."""
+    """Calibrates a profile of workers that have such shares of a core and share no cores. Returns the exit status."""
     settings = CalibrateSettings(model=model, out=profile, rounds=2, ready_timeout_s=400.0)
     before = bench.running, calibrate.shared_cores  # type: ignore[attr-defined]
     bench.running, calibrate.shared_cores = core_shares.running_with(arguments.share), lambda device: (0, 0)  # type: ignore[attr-defined, assignment]

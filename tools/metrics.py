@@ -92,7 +92,7 @@ def _gateway() -> MetricsRegistry:
 
 
 def registries() -> dict[str, MetricsRegistry]:
-    """The metrics that each role exports, of processes that have done nothing."""
+    """Returns the metrics that each role exports, from processes that have done nothing."""
     found = {
         "coordinator": CoordinatorMetrics(Core(), lambda: 0.0).registry,
         "gateway": _gateway(),

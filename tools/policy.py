@@ -72,7 +72,7 @@ def run(name: str) -> dict[str, Any]:
 
 
 def _printed(name: str, numbers: list[int]) -> str:
-    """Some of the tables that the command prints, counted from 1."""
+    """Returns the chosen tables that the command prints, counted from 1."""
     out = io.StringIO()
     load.show(run(name), Console(file=out, width=COLUMNS, highlight=False))
     tables = out.getvalue().split("\n\n")

@@ -6,8 +6,8 @@
 
 Every `WINDOW_S` it takes the requests that came between `SETTLES_S` and `SETTLES_S + WINDOW_S` ago, if the ratio was the same
 ever since. The model is given these requests and the queue that they found, so that its own error is seen, and not that of a
-forecast of the traffic. Times are those that the coordinator sees: from a request's arrival there to the end of its prompt, and
-to its end.
+forecast of the traffic. Times are those that the coordinator measures: from a request's arrival there to the end of its
+prompt, and to the end of its answer.
 """
 
 import copy
@@ -34,7 +34,7 @@ _HALVINGS: Final = 32
 
 
 class Figures(NamedTuple):
-    """None: there was nothing to measure."""
+    """None: nothing was measured."""
 
     ttft_p50_ms: float | None
     ttft_p90_ms: float | None
@@ -93,7 +93,7 @@ class Accuracy:
 
 
 def predicted(profile: Profile, traffic: Traffic, workers: Workers, slo: Slo) -> Figures:
-    """The share by the model with which the autopilot compares ratios."""
+    """Returns the figures that the autopilot's own model expects for this traffic."""
     model = QueueingModel(profile, traffic, slo, WINDOW_S)
     single = sum(count <= 1 for count in traffic.output_tokens) / len(traffic.output_tokens)
 
@@ -111,7 +111,8 @@ def predicted(profile: Profile, traffic: Traffic, workers: Workers, slo: Slo) ->
 
 
 def measured(status: TrafficStatus, recent: Sequence[int], slo: Slo) -> Figures:
-    """The share of these requests; those that ended without a first token (rejected, cancelled) are left out."""
+    """Returns the figures of the `recent` requests; those that ended without a first token (rejected, cancelled) are left
+    out."""
     times = [(status.ttft_ms[at], status.tpot_ms[at]) for at in recent if status.ttft_ms[at] > 0]
     ttft, tpot = sorted(first for first, _ in times), sorted(later for _, later in times if later > 0)
     kept = [first <= slo.ttft_ms and later <= slo.tpot_ms for first, later in times]
@@ -138,7 +139,7 @@ def _with_limits(model: QueueingModel, ttft_ms: float, tpot_ms: float) -> Queuei
 
 
 def _quantile(share_within: Callable[[float], float], share: float) -> float:
-    """The least time within which this share of requests stays, by halving on a logarithmic scale."""
+    """Returns the least time that this share of the requests keeps, by bisection on a logarithmic scale."""
     low, high = _MS_MIN, _MS_MAX
     for _ in range(_HALVINGS):
         middle = sqrt(low * high)
@@ -151,7 +152,7 @@ def _rank(values: Sequence[float], share: float) -> float | None:
 
 
 def _errors(expected: Figures, found: Figures) -> tuple[float | None, ...]:
-    """Relative ones, and for the last figure the difference."""
+    """Returns the relative errors, and the absolute difference for the last figure."""
     relative = [
         abs(guess / real - 1) if guess is not None and real else None
         for guess, real in zip(expected[:3], found[:3], strict=True)

@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float64]
 SAMPLES_MAX: Final = 256
 WANTED_MAX: Final = 1024
 _BUSY_MAX: Final = 0.98
-"""Stationary formulas are used up to this load; what is above it is the growing queue's."""
+"""Stationary formulas are used up to this load; any load above it goes into the growing queue."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class Slo:
     """Share of requests that should keep both."""
 
     def limits(self, classes: Sequence[str]) -> tuple[float, float]:
-        """The limits of the first token and of later ones, the same for all; `goals.Goals` has some for each priority class."""
+        """Returns the limits of the first token and of later ones. They are the same for all classes here; `goals.Goals` has
+        limits for each priority class."""
         return self.ttft_ms, self.tpot_ms
 
 
@@ -76,7 +77,7 @@ class Estimate:
     attainment: float
     """Share of requests that keep both limits."""
     goodput: float
-    """Requests per second that do."""
+    """Requests per second that keep both limits."""
     prefill_load: float
     """1 is all that the workers can compute."""
     decode_load: float
@@ -96,7 +97,8 @@ class Advice:
     gain: float
     """Goodput of `best` over that of `present`, less 1; infinite where the present one is 0."""
     wanted: Workers
-    """The least of each role that keeps the SLO, for who can add machines; `WANTED_MAX` where none does."""
+    """The least number of each role that keeps the SLO, for operators who can add machines; `WANTED_MAX` where no number
+    does."""
     reason: str
 
 
@@ -121,7 +123,7 @@ def advise(
 
 
 def neighbours(workers: Workers, mixed: bool) -> Iterable[Workers]:
-    """All ratios that one worker in another role makes, with prefill and decode left somewhere."""
+    """Yields all ratios in which one worker has another role and both phases still have a worker."""
     for giver in range(3):
         for taker in range(3):
             if giver == taker or not workers[giver] or (taker == 2 and not mixed):
@@ -154,7 +156,7 @@ class _Decode(NamedTuple):
     step_ms: float
     load: float
     memory: bool
-    """KV memory, not compute, is what the load is counted by."""
+    """True if `load` is counted by KV memory, and not by compute."""
 
 
 class QueueingModel:
@@ -195,7 +197,7 @@ class QueueingModel:
         return max((self._split(workers, share / 8) for share in range(9)), key=lambda one: one.goodput)
 
     def _split(self, workers: Workers, share: float) -> Estimate:
-        """`share` of the requests goes to mixed workers."""
+        """Returns the estimate if `share` of the requests goes to mixed workers."""
         apart, mixed = self._apart(workers.prefill, workers.decode, 1 - share), self._together(workers.mixed, share)
         ttft = (1 - share) * apart[0] + share * mixed[0]
         tpot = (1 - share) * apart[1] + share * mixed[1]
@@ -213,7 +215,7 @@ class QueueingModel:
     def _together(self, mixed: int, share: float) -> tuple[Floats, Floats, float, _Decode]:
         load = share * self.per_ms * float(self.prefill_ms.mean()) / mixed
         batch = self._batch(mixed, share, min(load, _BUSY_MAX))
-        # The first chunk comes in the middle of a decode step, so it waits for half of it.
+        # The first chunk of a prompt arrives in the middle of a decode step on average, so it waits for half a step.
         early_ms = self.profile.host.step_gap_ms + batch.step_ms / 2
         ttft = self._ttft(mixed, self.prefill_ms + self.chunks * batch.step_ms, load, batch.load, early_ms)
         work = share * self.per_ms / mixed * float((self.prefill_ms**2).mean())
@@ -233,7 +235,8 @@ class QueueingModel:
         return Estimate(workers, attainment, goodput, load, batch.load, first, each, binds)
 
     def wanted(self) -> Workers:
-        """The least of each role that keeps its limit for so many that both together keep the SLO."""
+        """Returns the least number of each role at which so many requests keep that role's limit that both roles together keep
+        the SLO."""
         target = sqrt(self.slo.percentile)
         found = []
         for role in (0, 1):
@@ -250,8 +253,8 @@ class QueueingModel:
     # --- phases ---------------------------------------------------------------------------------------------------------
 
     def _ttft(self, servers: int, service_ms: Floats, load: float, other_load: float, early_ms: float) -> Floats:
-        """The probability, for each request, that it keeps the limit of its first token, which comes so long before a worker
-        is free again."""
+        """Returns the probability, for each request, that its first token keeps its limit. The token comes `early_ms` before
+        the worker is free again."""
         slack = self.slo.ttft_ms - (service_ms - early_ms) - self.host_ms
         if not servers:
             return np.zeros_like(slack)
@@ -264,7 +267,8 @@ class QueueingModel:
         return np.asarray(kept * self._in_time(slack, max(load, other_load), servers))
 
     def _in_time(self, slack: Floats, load: float, servers: int) -> Floats:
-        """Share of the horizon in which the queue, as it grows or drains, is short enough for each request."""
+        """Returns, for each request, the share of the horizon in which the growing or draining queue is short enough for
+        it."""
         begin, drift = self.waiting_ms / servers, load - 1
         room = np.maximum(slack, 0.0)
         if abs(drift) < 1e-6:
@@ -280,7 +284,8 @@ class QueueingModel:
         per_ms = share * self.per_ms * float(self.steps.mean()) / max(workers, 1e-9) / (1 - away)
 
         def flow(count: float) -> float:
-            """Less what would be needed to keep so many running: below 0 the batch grows."""
+            """Returns `count` less the sequences that arrivals would keep running at that step time: below 0 the batch
+            grows."""
             return count - per_ms * self._step_ms(count) * slow
 
         if flow(most) < 0:
@@ -297,8 +302,8 @@ class QueueingModel:
         return self.profile.decode.curve(count) + self.slope_ms * count
 
     def _tpot(self, batch: _Decode, away: float, work: float = 0.0) -> Floats:
-        """The probability, for each request, that it keeps the limit of later tokens. `work`: the second moment of prompts'
-        time that comes to its worker, per ms."""
+        """Returns the probability, for each request, that its later tokens keep their limit. `work`: the second moment of
+        prompts' time that comes to its worker, per ms."""
         steps = np.maximum(self.steps, 1.0)
         mean = batch.step_ms / (1 - away) + (self.join_ms + batch.step_ms / 2) / steps
         slope = self._step_ms(batch.sequences + 1) - self._step_ms(batch.sequences)
@@ -314,7 +319,7 @@ def _normal(value: float) -> float:
 
 
 def erlang_c(servers: int, load: float) -> float:
-    """The probability that an arrival waits, with `load` below 1 of each server."""
+    """Returns the probability that an arrival waits, if each server has the load `load`, which is below 1."""
     offered = servers * load
     blocked = 1.0  # Erlang B, by its recursion
     for count in range(1, servers + 1):
@@ -323,7 +328,7 @@ def erlang_c(servers: int, load: float) -> float:
 
 
 def interarrival_cv(times_s: Sequence[float]) -> float:
-    """The coefficient of variation of gaps between arrivals, which are in order; 1 where there are too few to say."""
+    """Returns the coefficient of variation of the gaps between these sorted arrivals; 1 where there are too few."""
     gaps = [later - earlier for earlier, later in pairwise(times_s)]
     mean = sum(gaps) / len(gaps) if gaps else 0.0
     if len(gaps) < 8 or mean <= 0:

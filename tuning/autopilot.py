@@ -3,17 +3,17 @@
     pilot = Autopilot(profile, Rules(Slo(500, 50)))
     decision = pilot.decide(Observation(...), now)      every few seconds
 
-Each time it compares the goodput that the profile's model expects of the present ratio with that of all others. Towards the
-best one it orders as many changes as that is away, up to an eighth of the workers, and looks again when they are done. All of
-this must hold:
+Each time it compares the goodput that the profile's model expects of the present ratio with that of all others. It orders the
+changes that lead to the best one, up to an eighth of the workers at a time, and looks again when they are done. All of this
+must hold:
 
 - another ratio gains at least `gain_min`, and more requests within `horizon_s` than the changes to get there cost;
-- it does so even if fewer requests come than it seems: of a sample, as many as chance may have added are left out. Not so for
-  `FOLLOWS_S` after a change in the same direction, by which the traffic is known to have changed;
+- it does so even without the requests of a sample that chance may have added. This does not hold for `FOLLOWS_S` after a
+  change in the same direction, which shows that the traffic has changed;
 - so it was `confirmations` times in a row, in the same direction;
 - the last change in the other direction was `dwell_s` ago or more;
-- of its model's workers no more than one in 64 was lost within `calm_s`, or none where there are fewer; none is changing its
-  role, and each role keeps one. Workers that are drained count for nothing.
+- at most one in 64 of the model's workers was lost within `calm_s`, or none if there are fewer than 64; no worker is changing
+  its role, and each role keeps one. Drained workers are not counted.
 """
 
 from collections import Counter
@@ -29,11 +29,11 @@ from tuning.advise import Estimate, QueueingModel, Slo, Traffic, Workers, intera
 from tuning.profile import Profile
 
 SAMPLE_MIN: Final = 8
-"""Requests below which nothing is said of the traffic."""
+"""Nothing is concluded about the traffic from fewer requests than this."""
 SAMPLE: Final = 48
 """The number of latest requests in which a great change shows soon."""
 LONGER_S: Final = 60.0
-"""Requests of so many seconds show a small change."""
+"""Requests of this many seconds show a small change."""
 SIGMAS: Final = 2.0
 """How far the number of requests in a sample may be above the expected one by chance."""
 WINDOW_S_MAX: Final = 120.0
@@ -55,9 +55,9 @@ class AutopilotRules:
     dwell_s: float = 60.0
     calm_s: float = 30.0
     horizon_s: float = 60.0
-    """The present traffic is taken to go on for so long, in seconds."""
+    """The present traffic is assumed to go on for this long, in seconds."""
     flip_s: float = 2.0
-    """The cost of one change: so long one worker serves nobody."""
+    """The cost of one change: for this many seconds one worker serves no requests."""
 
 
 class AutopilotWorker(NamedTuple):
@@ -90,7 +90,7 @@ class Decision:
     wanted: Workers
     """The best ratio of the present workers by the model."""
     needed: Workers | None
-    """The least of each role that would keep the SLO, for who can add machines; None: nothing is known."""
+    """The least number of each role that would keep the SLO, for operators who can add machines; None: not known."""
     gain: float
     """How much more goodput there would be with `wanted` instead of `present`; 0.1 is a tenth more."""
     reason: str
@@ -112,7 +112,7 @@ class Autopilot:
     """The direction of the last change: 1 is towards more prefill workers."""
     _lost: int | None = None
     _losses: list[tuple[float, int]] = field(default_factory=list)
-    """When how many workers were lost, within the last `calm_s`."""
+    """The losses within the last `calm_s`: when, and how many workers."""
 
     def decide(self, seen: Observation, now: float) -> Decision:
         present = ratio_of(seen)
@@ -141,8 +141,8 @@ class Autopilot:
         )  # fmt: skip
 
     def _compared(self, seen: Observation, present: Workers, now: float) -> tuple[Traffic, Estimate, Estimate]:
-        """(traffic, what is expected of the present ratio, and of the best one): by the latest requests if another ratio gains
-        enough for them, else by those of a longer time."""
+        """Returns (traffic, the estimate of the present ratio, that of the best one). The latest requests decide if another
+        ratio gains enough for them, else those of a longer time."""
         assert seen.traffic is not None
         samples = [one for one in (seen.traffic, seen.longer) if one is not None]
         looked = [(one, _at_least(len(one.prompt_tokens)), 0) for one in samples]
@@ -162,12 +162,13 @@ class Autopilot:
     def _watch_losses(self, seen: Observation, now: float) -> None:
         self._losses = [(at, count) for at, count in self._losses if now < at + self.rules.calm_s]
         if self._lost is not None and seen.lost != self._lost:
-            # Fewer: another coordinator, which counts anew, and has not seen what the first one lost last.
+            # A smaller count comes from another coordinator, which counts anew and does not know the last losses of the first
+            # one.
             self._losses.append((now, seen.lost - self._lost if seen.lost > self._lost else len(seen.workers)))
         self._lost = seen.lost
 
     def _hindrance(self, seen: Observation, is_now: Estimate, best: Estimate, direction: int, now: float) -> str:
-        """Why nothing is changed though another ratio is better; empty: nothing speaks against it."""
+        """Returns why nothing is changed although another ratio is better; empty: there is no reason against a change."""
         rules = self.rules
         if not direction:
             self._agreed = 0
@@ -198,7 +199,7 @@ def ratio_of(seen: Observation) -> Workers:
 
 
 def _at_least(requests: int) -> float:
-    """The share of a sample that is surely not chance."""
+    """Returns the share of a sample that is certainly not due to chance."""
     return max(0.0, 1 - SIGMAS / sqrt(requests))
 
 
@@ -211,7 +212,7 @@ def of_longer(status: TrafficStatus) -> Traffic | None:
 
 
 def _traffic(status: TrafficStatus, most: int) -> Traffic | None:
-    """The last so many of the requests that a coordinator remembers; None if they are too few to say anything."""
+    """Returns the traffic of the last `most` requests that a coordinator remembers; None if they are too few."""
     recent = [at for at, age_ms in enumerate(status.ages_ms) if age_ms <= 1000 * WINDOW_S_MAX][-most:]
     if len(recent) < SAMPLE_MIN:
         return None
@@ -249,7 +250,8 @@ def observation_of(report: StatusReport, model: str) -> Observation:
 
 
 def _best(model: QueueingModel, present: Workers) -> Estimate:
-    """The best of all ratios of so many workers, or, of many, of some at even distances and the neighbours. Mixed ones stay."""
+    """Returns the best of all ratios of as many workers; if there are many, only some at even distances and the neighbours are
+    tried. Mixed workers stay mixed."""
     total = present.prefill + present.decode
     step = max(1, total // CANDIDATES_MAX)
     counts = {*range(1, total, step), present.prefill - 1, present.prefill, present.prefill + 1}
@@ -257,7 +259,7 @@ def _best(model: QueueingModel, present: Workers) -> Estimate:
         model.estimate(Workers(count, total - count, present.mixed)) for count in sorted(counts) if 0 < count < total
     ]
     top = max(one.goodput for one in found)
-    # Of those that are as good, the one that takes the fewest changes.
+    # Choose the ratio with the fewest changes among those that are as good.
     equal = [one for one in found if one.goodput >= 0.995 * top]
     return min(equal, key=lambda one: abs(one.workers.prefill - present.prefill))
 
@@ -279,7 +281,7 @@ def _reason(is_now: Estimate, best: Estimate, traffic: Traffic) -> str:
 
 
 def _whom(workers: Sequence[AutopilotWorker], role: Role, distance: int) -> tuple[str, ...]:
-    """The workers of this role with the fewest requests; one worker stays."""
+    """Returns the workers of this role with the fewest requests; at least one worker keeps the role."""
     able = [one for one in workers if not (one.draining or one.is_mixed)]
     having = sorted((one.requests, one.name) for one in able if one.role is role)
     most = min(max(1, int(STEP * len(able))), flips_at_once(len(workers)), len(having) - 1)

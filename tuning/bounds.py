@@ -1,8 +1,8 @@
-"""How many requests could keep the SLO at the very most, whatever a scheduler does. Pure.
+"""An upper bound on the requests that could keep the SLO, with any scheduler. Pure.
 
-Prefill: the first tokens of good requests are computed between the first arrival and the last one's limit. With all workers
-busy all that time, and the cheapest prompts taken first, so many fit. Decode likewise, at the highest rate of tokens that any
-batch has. A mixed worker has both to do in the same time.
+Prefill: the first tokens of good requests are computed between the first arrival and the last one's limit. The bound is what
+fits if all workers are busy all that time and take the cheapest prompts first. Decode is bounded likewise, at the highest rate
+of tokens of any batch. A mixed worker has both to do in the same time.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from tuning.simulator.options import RunOptions
 
 
 def attainable(profile: Profile, workers: Workers, sent: Sequence[Sent], goals: Goals, options: RunOptions) -> float:
-    """A share of the requests. Of sessions, which come when answers have come, nothing is known."""
+    """Returns a share of the requests; 1 for sessions, whose turns come only when answers have come."""
     if any(one.follows >= 0 for one in sent):
         return 1.0
     ttft_ms = max(slo.ttft_ms for slo in (goals.default, *goals.by_class.values()))
@@ -46,14 +46,15 @@ def _fit(work_ms: np.ndarray[tuple[int], np.dtype[np.float64]], room_ms: float) 
 
 
 def _least_ms_per_token(profile: Profile, step_tokens: int) -> float:
-    """The least over all steps, context left out. The workers of a host may share fewer cores, which only makes it slower."""
+    """Returns the least time per token over all step sizes, context left out. The workers of a host may share fewer cores,
+    which only makes it slower."""
     sizes = [*(int(at) for at in profile.prefill.curve.at if at <= step_tokens), step_tokens]
     return min(profile.prefill.curve(size) / size for size in sizes if size > 0)
 
 
 def _least_ms_per_step(profile: Profile, seqs_max: int) -> float:
-    """The least time of a batch's step for each of its sequences: between the points of a curve it is never less than at one
-    of them."""
+    """Returns the least time of a step for each of its sequences. Between two points of the curve it is never below the
+    smaller of their values."""
     most = seqs_max or profile.decode_capacity.seqs_max
     sizes = {1, most, *(int(at) for at in profile.decode.curve.at if 1 <= at <= most)}
     return min(profile.decode.curve(size) / size for size in sizes)

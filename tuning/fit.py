@@ -20,7 +20,7 @@ GAP_POINTS = 100
 GROUP_MAX = 150
 """Samples of one size that a slope is made of."""
 APART_MIN = 0.25
-"""Two samples must differ by this part of the larger number of reads: between those that read nearly the same, the slope is
+"""Two samples must differ by this part of the larger number of reads. Between samples that read nearly the same, the slope is
 noise."""
 
 
@@ -41,7 +41,7 @@ class StepSample(NamedTuple):
 
 class HandOver(NamedTuple):
     last_tokens: int
-    """Tokens of the prompt's last step: what prefill cannot hide."""
+    """Tokens of the prompt's last step, whose transfer prefill cannot hide."""
     bytes_per_token: float
     ms: float
 
@@ -58,15 +58,16 @@ class Outside(NamedTuple):
 class Samples:
     prefill: list[StepSample] = field(default_factory=list)
     prefill_beside: list[StepSample] = field(default_factory=list)
-    """While streams ran on decode workers of the same host."""
+    """Prefill steps while streams ran on decode workers of the same host."""
     decode: list[StepSample] = field(default_factory=list)
     decode_beside: list[tuple[StepSample, float]] = field(default_factory=list)
-    """While prompts were computed on prefill workers of the same host, with the share of the time in which they were."""
+    """Decode steps while prompts were computed on prefill workers of the same host, each with the share of its time in which
+    they were."""
     hand_overs: list[HandOver] = field(default_factory=list)
     outside: list[Outside] = field(default_factory=list)
     step_gaps_ms: list[float] = field(default_factory=list)
     second_token_ms: list[tuple[int, float]] = field(default_factory=list)
-    """Tokens of the prompt's last step of a stream that ran alone, and its first gap less its later ones."""
+    """Streams that ran alone: tokens of the prompt's last step, and how much longer the first gap was than the later ones."""
     core: list[tuple[int, float]] = field(default_factory=list)
     """Sequences of a batch, and core time of the control processes for each of its steps, in ms."""
 
@@ -79,8 +80,8 @@ class Samples:
 
 
 def slope(samples: Iterable[StepSample]) -> float:
-    """ms for each read, at least 0: within each size the median slope between two samples (Theil and Sen), and of sizes the
-    median, so that neither single slow steps nor one size that was disturbed bend it."""
+    """Returns ms for each read, at least 0: the median slope between two samples within each size (Theil and Sen), then the
+    median over sizes. So neither single slow steps nor one disturbed size change it."""
     groups: dict[int, list[StepSample]] = defaultdict(list)
     for one in samples:
         groups[one.size].append(one)
@@ -98,8 +99,8 @@ def _are_apart(a: StepSample, b: StepSample) -> bool:
 
 
 def curve(samples: Sequence[StepSample], per_read: float) -> Curve:
-    """The curve through the medians, which never falls: where they fall, it goes through their means (isotonic regression, by
-    pooling adjacent violators)."""
+    """Returns the curve through the medians. Where they would fall, it goes through their means instead (isotonic regression
+    by pooling adjacent violators)."""
     if not samples:
         raise FitError("no step was measured; see the logs of the workers")
     groups: dict[int, list[float]] = defaultdict(list)
@@ -110,7 +111,7 @@ def curve(samples: Sequence[StepSample], per_read: float) -> Curve:
 
 
 def rising(values: Iterable[float]) -> list[float]:
-    """Where they fall, their means instead."""
+    """Replaces values that fall by their means."""
     pools = list[list[float]]()
     for value in values:
         pools.append([value])
@@ -120,7 +121,7 @@ def rising(values: Iterable[float]) -> list[float]:
 
 
 def fitted(samples: Sequence[StepSample]) -> tuple[Curve, float, Residuals]:
-    # A group of which some were slow would bend the slope: twice, the second time without what lies far off.
+    # Slow samples in a group would change the slope, so it is fitted twice, the second time without outliers.
     per_read = slope(samples)
     line = curve(samples, per_read)
     near = [one for one in samples if abs(one.ms / (line(one.size) + per_read * one.reads) - 1) < 0.25]
@@ -140,8 +141,8 @@ def decode_cost(samples: Sequence[StepSample]) -> DecodeCost:
 
 
 def beside(samples: Iterable[tuple[StepSample, float]], cost: PrefillCost | DecodeCost) -> float:
-    """How many times as long steps take beside work of the other role, each with the share of its time in which there was
-    such work; at least 1."""
+    """Returns how many times as long steps take beside work of the other role, at least 1. Each sample has the share of its
+    time in which there was such work."""
     ratios = [1 + (one.ms / cost.step_ms(one.size, one.reads) - 1) / busy for one, busy in samples]
     return max(median(ratios), 1.0) if ratios else 1.0
 
@@ -189,11 +190,11 @@ def control_cost(samples: Sequence[tuple[int, float]]) -> ControlCost:
 
 
 def run_spread(parts: Sequence[Sequence[tuple[int, float]]]) -> tuple[float, int]:
-    """How far times of another run may lie from the fit, as the standard deviation of their logarithm, and its degrees of
-    freedom. `parts`: of prefill steps, decode steps and requests, pairs of the round and measured / fitted.
+    """Returns how far times of another run may lie from the fit, as the standard deviation of their logarithm, and its degrees
+    of freedom. `parts` has one list each for prefill steps, decode steps and requests, of pairs (round, measured / fitted).
 
-    An error that is the same in all rounds is not seen here. Parts of a round are slow together, so they give no more
-    degrees of freedom than rounds do.
+    An error that is the same in all rounds does not show here. The parts of a round are slow together, so the degrees of
+    freedom are counted by rounds.
     """
     squares, count, rounds_max = 0.0, 0, 0
     for part in parts:
@@ -202,7 +203,7 @@ def run_spread(parts: Sequence[Sequence[tuple[int, float]]]) -> tuple[float, int
             rounds[number].append(ratio)
         logs = [log(median(values)) for values in rounds.values() if median(values) > 0]
         if len(logs) > 1:
-            # A new run differs from the truth as each round did, and so does the mean of the rounds.
+            # A new run differs from the truth as much as each round did, and the mean of the rounds differs from it too.
             squares += variance(logs) * (1 + 1 / len(logs))
             count, rounds_max = count + 1, max(rounds_max, len(logs))
     if not count:
@@ -221,7 +222,7 @@ def outside_ratios(samples: Iterable[Outside], cost: HostCost) -> list[tuple[int
 
 
 def gap_spread(ratios: Sequence[float]) -> tuple[float, ...]:
-    """`GAP_POINTS` quantiles at even distances; none of too few gaps."""
+    """Returns `GAP_POINTS` quantiles at even distances; empty if there are too few gaps."""
     order = sorted(ratios)
     if len(order) < 2 * GAP_POINTS:
         return ()

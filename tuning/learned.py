@@ -7,7 +7,7 @@
 The time for each read (pair of tokens in prefill, KV token in decode) is fitted again if some steps of like size read much
 more than others: as the median of the slopes of pairs, after Theil and Sen. Else it is scaled. The rest of a step's time is
 scaled by the median of measured / expected of all samples of like size. Between sizes the factor is interpolated; beyond them
-the nearest one holds. Medians, so that a quarter of the samples may be anything.
+the nearest one holds. Medians are used so that a quarter of the samples may have any value.
 """
 
 from bisect import bisect_right
@@ -26,17 +26,17 @@ from tuning.fit import SIGMA_MAX, rising
 from tuning.profile import Curve, DecodeCost, PrefillCost, Profile, Residuals
 
 SAMPLES_MIN: Final = 32
-"""Samples of a role below which its part of the profile stays as it is."""
+"""A role with fewer samples keeps its part of the profile as it is."""
 SIZE_SAMPLES_MIN: Final = 16
-"""Samples of a size, as a power of two, below which it has no factor of its own."""
+"""A size (a power of two) with fewer samples has no factor of its own."""
 SIZE_SAMPLES_MAX: Final = 512
 PAIRS_MIN: Final = 24
-"""Pairs of samples without which the time for each read is only scaled."""
+"""If there are fewer pairs of samples, the time for each read is only scaled."""
 SPREAD_MIN: Final = 1 / 3
-"""The sample of a pair that reads less reads so much less at least."""
+"""One sample of a pair must read less than the other by at least this share."""
 FACTOR_MIN, FACTOR_MAX = 0.25, 4.0
 KNOTS_RATIO: Final = 1.25
-"""A size gets a point of its own on the curve if it is so many times as large or small as all others at least."""
+"""A size gets a point of its own on the curve if it differs by at least this factor from all other points."""
 ROUNDS: Final = 4
 PERIODS: Final = 5
 AGE_MS_MAX: Final = 3.6e6
@@ -53,7 +53,7 @@ class StepTime(NamedTuple):
     steps: int = 1
     at_s: float = 0.0
     slow: float = 1.0
-    """How many times as long as alone it is expected to take, since others use the host."""
+    """How many times as long as alone it is expected to take, because others use the host."""
 
 
 class Correction(NamedTuple):
@@ -69,7 +69,7 @@ class Correction(NamedTuple):
     """(size, factor of its samples), smallest first."""
     steps: int
     sigma: float
-    """How much whole periods of time differ, as the standard deviation of the logarithm."""
+    """How much periods of time differ as a whole, as the standard deviation of the logarithm."""
 
     def words(self, role: Role) -> str:
         (small, first), (large, last) = self.sizes[0], self.sizes[-1]
@@ -98,7 +98,8 @@ def correct(profile: Profile, samples: Mapping[Role, Sequence[StepTime]]) -> Lea
 
 
 class Learner:
-    """Keeps the last correction of a role while there are too few samples of it, as after a restart of the coordinator."""
+    """Corrects the profile again and again. Keeps a role's last correction while there are too few samples of it, as after a
+    restart of the coordinator."""
 
     def __init__(self, profile: Profile) -> None:
         self.learned = Learned(profile)
@@ -120,8 +121,8 @@ class Learner:
 
 
 def crowded_roles(profile: Profile, report: StatusReport, model: str) -> list[Role]:
-    """Roles of which a host has more workers than cores for them: their steps take longer for that, which is no error of the
-    profile."""
+    """Returns the roles of which some host has more workers than cores for them. Their steps take longer for that reason,
+    which is no error of the profile."""
     workers = Counter((one.host, one.role) for one in report.workers if one.model == model)
     return [role for role in ROLES if is_crowded(profile, role, (n for (_, of), n in workers.items() if of is role))]
 
@@ -174,7 +175,7 @@ def _corrected(profile: Profile, role: Role, samples: Sequence[StepTime]) -> Cor
 
 
 def _by_size(samples: Iterable[StepTime]) -> list[list[StepTime]]:
-    """Groups of like size, smallest first; of many samples some."""
+    """Returns groups of like size, smallest first; a large group keeps only some of its samples."""
     groups: dict[int, list[StepTime]] = defaultdict(list)
     for one in samples:
         groups[int(one.size).bit_length()].append(one)
@@ -197,7 +198,7 @@ def _factors(curve: Curve, per_read: float, groups: Sequence[Sequence[StepTime]]
 
 
 def _per_read(curve: Curve, per_read: float, factor: float, groups: Sequence[Sequence[StepTime]]) -> float:
-    """ms for each read. Rounds tell apart a curve of another height and other times for each read."""
+    """ms for each read. Several rounds separate a higher or lower curve from a longer or shorter time for each read."""
     pairs = [
         (at, less, more)
         for at, group in enumerate(groups)
@@ -219,7 +220,7 @@ def _per_read(curve: Curve, per_read: float, factor: float, groups: Sequence[Seq
 
 
 def _halves(group: Iterable[StepTime]) -> Iterable[tuple[StepTime, StepTime]]:
-    """Each sample of the half that reads less with one of the other half."""
+    """Pairs each sample of the half that reads less with one of the other half."""
     order = sorted(group, key=lambda one: one.reads)
     half = len(order) // 2
     return zip(order[:half], order[len(order) - half :], strict=True)
@@ -243,7 +244,7 @@ def _scaled(curve: Curve, factors: Sequence[tuple[float, float]]) -> Curve:
             knots.append(size)
     knots.sort()
     if knots[-1] < 2 * factors[-1][0]:
-        # The curve goes on with its last slope, which must not come from a change of the factor.
+        # Beyond its last point the curve keeps its last slope, so that slope must not come from a change of the factor.
         knots.append(2 * knots[-1])
     scaled = [curve(knot) * float(np.interp(log(max(knot, 1.0)), sizes, values)) for knot in knots]
     return Curve(tuple(knots), tuple(rising(scaled)))
@@ -265,7 +266,7 @@ class BusyTimes:
         self._begins: list[float] = []
         self._ends: list[float] = []
         self._before = [0.0]
-        """Busy time before each span, and in all."""
+        """Busy time before each span; the last entry is the sum."""
         for begin, end in sorted(spans_s):
             if self._ends and begin <= self._ends[-1]:
                 self._before[-1] += max(end - self._ends[-1], 0.0)
@@ -276,7 +277,7 @@ class BusyTimes:
                 self._before.append(self._before[-1] + end - begin)
 
     def share(self, begin_s: float, end_s: float) -> float:
-        """Its share of the time between, 0 to 1."""
+        """Returns the busy share of the time between these two moments, 0 to 1."""
         return (self._until(end_s) - self._until(begin_s)) / (end_s - begin_s) if end_s > begin_s else 0.0
 
     def _until(self, at_s: float) -> float:

@@ -1,7 +1,6 @@
-"""The limit of a ratio: the resource of which twice as much would let the most requests keep the SLO. Pure.
-
-Each resource in turn is doubled, and the traffic is simulated again. Where twice as much of any one of them helps nobody, the
-targets themselves are what is missed: one of them is too strict for what a single request takes.
+"""The limit of a ratio: the resource whose doubling would let the most additional requests keep the SLO. Pure. Each resource
+in turn is doubled, and the traffic is simulated again. If no doubling helps, one of the targets is too strict for the time
+that a single request takes, and that target is the limit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +18,14 @@ from tuning.simulator.options import RunOptions
 
 Relief = Callable[[Profile, RunOptions], tuple[Profile, RunOptions]]
 LEAST_GAIN: Final = 0.005
-"""A resource that helps a smaller share of all requests is not what limits."""
+"""A resource whose doubling helps a smaller share of all requests is not the limit."""
 
 
 class Limit(NamedTuple):
     name: str
     """A resource, or "TTFT target" or "TPOT target"."""
     gain: float
-    """Share of the requests that would keep the SLO in addition, with twice as much."""
+    """Share of the requests that would keep the SLO in addition if there were twice as much."""
 
 
 def _prefill_compute(profile: Profile, options: RunOptions) -> tuple[Profile, RunOptions]:
@@ -66,7 +65,7 @@ def _transfer(profile: Profile, options: RunOptions) -> tuple[Profile, RunOption
 
 
 def _cores(profile: Profile, options: RunOptions) -> tuple[Profile, RunOptions]:
-    """Twice as many, and half of what work of one role takes from the other's."""
+    """Doubles the cores, and halves the time that work of one role takes from the other's."""
     return profile.replaced(
         prefill_cores=2 * profile.prefill_cores,
         decode_cores=2 * profile.decode_cores,
@@ -106,7 +105,7 @@ def limit_of(profile: Profile, workers: Workers, sent: Sequence[Sent], goals: Go
 
 
 def eased(goals: Goals, ttft: float, tpot: float) -> Goals:
-    """Goals with so many times the limits."""
+    """Returns goals with limits that are `ttft` and `tpot` times as long."""
 
     def of(slo: Slo) -> Slo:
         return replace(slo, ttft_ms=ttft * slo.ttft_ms, tpot_ms=tpot * slo.tpot_ms)

@@ -1,9 +1,9 @@
-"""The view of a run from the client, with error bands. Pure.
+"""Predicts what the clients of a run will measure, with error bands. Pure.
 
 A band has three causes:
 
 - A run as a whole is faster or slower than the calibration: the run is simulated again with times scaled by draws from the
-  profile's run-to-run spread. That was estimated from few rounds, so the draws are of Student's distribution.
+  profile's run-to-run spread. The spread was estimated from few rounds, so the draws are from Student's distribution.
 - Each request is faster or slower than the fit says: its times are scaled by draws from the residuals.
 - A trace is one sample of its traffic: windows of it are drawn with replacement (a block bootstrap, whose blocks do not
   overlap).
@@ -35,7 +35,7 @@ METRICS: Final = ("ttft_ms", "tpot_ms", "e2e_ms")
 """Each request has one of each."""
 GAP_POINTS: Final = 200
 HALF_MIN: Final = 0.01
-"""No band is narrower than this part of its figure, to either side."""
+"""Each side of a band is at least this part of its figure."""
 WILSON_Z: Final = 1.645
 
 
@@ -67,7 +67,8 @@ def predict(
     runs: int = RUNS,
     seed: int = 0,
 ) -> Prediction:
-    """`from_s`: requests that arrive earlier are a warm-up, and not counted, but for their gaps between tokens."""
+    """Predicts the figures of this traffic. Requests that arrive before `from_s` are a warm-up, of which only the gaps between
+    tokens count."""
     rng = np.random.default_rng([seed, 1])
     point = Simulator(profile, workers, sent, options).run()
     scales = zip(*(run_factors(profile, runs - 1, rng) for _ in ("prefill", "decode")), strict=True)
@@ -96,7 +97,8 @@ def predict(
 
 
 def run_factors(profile: Profile, count: int, rng: np.random.Generator) -> list[float]:
-    """How many times as long everything takes in each of so many runs: at even distances of the distribution, in any order."""
+    """Returns, for each of `count` runs, how many times as long everything takes: values at even distances of the
+    distribution, in random order."""
     if not count:
         return []
     size = 400 * count
@@ -106,7 +108,7 @@ def run_factors(profile: Profile, count: int, rng: np.random.Generator) -> list[
 
 
 def scattered(outcome: SimulatedOutcome, profile: Profile, rng: np.random.Generator) -> SimulatedOutcome:
-    """The outcome with each request's times as far from the fit as measurements were."""
+    """Returns the outcome with each request's times scattered around the fit as measurements were."""
 
     def factors(residuals: Residuals) -> Floats:
         return np.exp(rng.normal(0.0, residuals.sigma, len(outcome.at_s)))
@@ -123,7 +125,7 @@ def scattered(outcome: SimulatedOutcome, profile: Profile, rng: np.random.Genera
 
 
 def gap_quantiles(outcome: SimulatedOutcome, profile: Profile) -> list[float]:
-    """Gaps between tokens, each as far from the mean step as gaps were measured."""
+    """Returns the gaps between tokens, scattered around the mean step as measured gaps were."""
     if not profile.gap_spread:
         return outcome.percentiles("itl_ms", SHARES)
     steps = outcome.percentiles("itl_ms", tuple((np.arange(GAP_POINTS) + 0.5) / GAP_POINTS))
@@ -138,7 +140,7 @@ def quantiles(values: Floats) -> list[float]:
 
 
 def windows(at_s: Floats, counted: Bools) -> list[Ints]:
-    """Indexes of the counted requests, in windows of about equal time, each of several requests."""
+    """Returns the indexes of the counted requests, in windows of about equal time that each have several requests."""
     index = np.flatnonzero(counted)
     count = int(np.clip(len(index) // 20, WINDOWS_MIN, 60))
     if len(index) < 2 * WINDOWS_MIN:
@@ -155,7 +157,8 @@ def resampled(at_s: Floats, counted: Bools, rng: np.random.Generator) -> Ints:
 
 
 def _share_band(draws: Sequence[float], requests: int) -> Band:
-    """As `_interval`, of a share of so many requests: no narrower than chance makes it (Wilson's interval)."""
+    """Returns the band of a share of `requests` requests: as `_interval`, but no narrower than chance makes it (Wilson's
+    interval)."""
     interval, z2 = _interval(draws), WILSON_Z**2
     middle = (interval.value + z2 / (2 * requests)) / (1 + z2 / requests)
     half = (
@@ -166,7 +169,7 @@ def _share_band(draws: Sequence[float], requests: int) -> Band:
 
 
 def _interval(draws: Sequence[float]) -> Band:
-    """The interval with its median, which is most likely what is measured."""
+    """Returns the interval and its median, the most likely measurement."""
     found = np.array(draws)
     found = found[~np.isnan(found)]
     if not len(found):

@@ -24,7 +24,8 @@ More = Annotated[float, msgspec.Meta(gt=0)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
 Cores = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 Origin = Literal["calibrated", "estimated", "from a server"]
-"""Measured by `crossdock calibrate`, made of published figures, or fitted to what requests to another server took."""
+"""`calibrated`: measured by `crossdock calibrate`. `estimated`: from published figures. `from a server`: fitted to the times
+of requests to another server."""
 LEAST_SURE: Final[Sequence[Origin]] = ("estimated", "from a server", "calibrated")
 
 
@@ -63,7 +64,7 @@ class Residuals(msgspec.Struct, frozen=True):
 
     @property
     def sigma(self) -> float:
-        """Standard deviation of their logarithm, by the middle 8 in 10: single ones lie far off."""
+        """Returns the standard deviation of their logarithm from the middle 8 in 10, because single values lie far off."""
         return log((1 + self.p90) / (1 + self.p10)) / 2.563 if -1 < self.p10 <= self.p90 else 0.0
 
     @staticmethod
@@ -79,7 +80,7 @@ class PrefillCost(msgspec.Struct, frozen=True):
     curve: Curve
     """Time of a step by its tokens."""
     context_ms: Least = 0.0
-    """Time of each pair of a token and a token that it attends to."""
+    """Time for each pair of a token and another token that it attends to."""
     residuals: Residuals = Residuals()
 
     def step_ms(self, tokens: int, pairs: float) -> float:
@@ -120,7 +121,7 @@ class TransferCost(msgspec.Struct, frozen=True):
 
 
 class HostCost(msgspec.Struct, frozen=True):
-    """The time that is neither a step nor a transfer."""
+    """The time that belongs neither to steps nor to transfers."""
 
     request_ms: Least = 0.0
     """HTTP, tokenizer, control plane and gateway, from the client's send to the first step's begin and from the last step's
@@ -130,18 +131,18 @@ class HostCost(msgspec.Struct, frozen=True):
     step_gap_ms: Least = 0.0
     """Time between two prefill steps of one worker."""
     join_ms: Least = 0.0
-    """Time until a prompt whose KV is there has its first decode step, beyond the wait for the step in progress."""
+    """Time from a prompt's KV being there to its first decode step, without the wait for the step in progress."""
     residuals: Residuals = Residuals()
 
 
 class ControlCost(msgspec.Struct, frozen=True):
-    """Core time of what passes tokens on: event loops of decode workers, gateway and client. They share cores with prefill
+    """Core time for passing tokens on, in the event loops of decode workers, gateway and client. They share cores with prefill
     workers (`Profile.prefill_cores`). 0: not measured, and not modelled."""
 
     step_ms: Least = 0.0
     """Core time of each decode step."""
     token_ms: Least = 0.0
-    """Core time of each of its tokens, on top."""
+    """Core time of each token of a step, in addition."""
 
     def of(self, sequences: float) -> float:
         return self.step_ms + self.token_ms * sequences
@@ -170,7 +171,7 @@ class Profile(msgspec.Struct, frozen=True):
     transfer: TransferCost = TransferCost()
     host: HostCost = HostCost()
     prefill_cores: Cores = 0
-    """Cores that all prefill workers of the host share, one worker being able to fill one; 0: each has its own."""
+    """Cores that all prefill workers of the host share; one worker can fill one core. 0: each worker has its own."""
     decode_cores: Cores = 0
     """Cores that all decode workers of the host share; 0: each has its own."""
     beside_decode: More = 1.0
@@ -185,7 +186,7 @@ class Profile(msgspec.Struct, frozen=True):
     step_tokens: Count = 256
     """Prompt tokens of a prefill step, as calibrated with."""
     attention_tokens: int = 0
-    """The context at which attention takes as much work for a token as the weights; 0: not known."""
+    """The context length at which a token's attention takes as much work as the weights do; 0: not known."""
     about: dict[str, Any] = {}
     """Hardware, model, dtype, versions, when."""
     format: int = FORMAT
@@ -205,8 +206,8 @@ class Profile(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, **changes)
 
     def scaled(self, prefill: float = 1.0, decode: float = 1.0) -> "Profile":
-        """The same machine with decode steps that take so many times as long, and prefill steps with what the host does for
-        requests, mostly on the same cores."""
+        """Returns the same machine with decode steps that take `decode` times as long. `prefill` scales the prefill steps and
+        the host's work for requests, which runs mostly on the same cores."""
         host, transfer, control = self.host, self.transfer, self.control
         return self.replaced(
             prefill=msgspec.structs.replace(

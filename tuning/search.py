@@ -1,13 +1,13 @@
 """The search for the best workers: bounds, successive halving, full runs; then the changes that would turn the answer. Pure.
 
-1. A fluid bound of each candidate: more requests cannot be good than its workers can compute in the time there is. Those with
-   the highest bounds are looked at first, and a candidate whose bound is below what another of as many workers has shown on an
-   excerpt (the low end of its band) is discarded.
-2. Excerpts of the trace (windows from all over it) rank what is left; half goes on to an excerpt twice as long.
-3. The best few run the whole trace, and those with fewer workers that may serve as much. The one recommended is the best of
-   these; of those that are no worse by more than the error, the one that costs least, or has the fewest workers. Probabilities
-   and errors come from drawing windows of the trace with replacement, the same windows for all candidates, and from the
-   profile's run-to-run spread.
+1. A fluid bound of each candidate: the requests that its workers can compute in the time there is. Candidates with the highest
+   bounds are tried first. A candidate is discarded if its bound is below what another one with as many workers has reached on
+   an excerpt (the low end of its band).
+2. Excerpts of the trace (windows from all over it) rank the others; half of them go on to an excerpt twice as long.
+3. The best few run the whole trace, and so do candidates with fewer workers that may serve as much. The recommended one is the
+   cheapest of those that are not worse than the best by more than the error; without costs, the one with the fewest workers.
+   Probabilities and errors come from drawing windows of the trace with replacement, the same windows for all candidates, and
+   from the profile's run-to-run spread.
 """
 
 from collections import Counter
@@ -34,13 +34,13 @@ FULL_MAX: Final = 6
 FULL_RUNS: Final = 3
 """How often the best candidates run with scaled step times."""
 CURVE_MAX: Final = 16
-"""Numbers of workers of which the best ones run the whole trace."""
+"""Most numbers of workers of which the best candidate runs the whole trace."""
 CONTENDS: Final = 0.6
-"""Candidates that serve a smaller part of what the best one does on an excerpt do not run the whole trace."""
+"""Candidates that serve less than this part of what the best one serves on an excerpt do not run the whole trace."""
 OF_EACH_MAX: Final = 2
-"""Candidates of a smaller number of workers that go on to longer excerpts, with and without mixed ones."""
+"""Candidates of each smaller number of workers that go on to longer excerpts, both with and without mixed workers."""
 LIMIT_REQUESTS: Final = 1200
-"""Requests in the excerpt that tells what limits a candidate, unless it is the recommended one."""
+"""Requests in the excerpt that shows what limits a candidate other than the recommended one."""
 ERROR_MIN: Final = 0.002
 RUNG_SHARES: Final = (1 / 16, 1 / 6)
 REQUESTS_MIN: Final = 400
@@ -65,7 +65,7 @@ class Candidate:
 class Scored:
     candidate: Candidate
     bound: float
-    """The most of its requests that could keep the SLO."""
+    """The largest share of the requests that could keep the SLO."""
     requests: int = 0
     """Requests of the trace that were simulated; 0: it was discarded by its bound."""
     attainment: float = 0.0
@@ -83,11 +83,11 @@ class Scored:
     """Share of the requests that would keep the SLO in addition, with twice as much of what limits it."""
     link_busy: float = 0.0
     probability: float = 0.0
-    """That it would be the one recommended."""
+    """Probability that this candidate would be recommended."""
     cost_per_hour: float = 0.0
     """0: not known."""
     requests_per_s: float = 0.0
-    """Turns of sessions come the faster the faster they are answered; 0: requests come as the traffic says."""
+    """Requests per second that the clients send: turns of sessions come faster if answers do. 0: as the traffic says."""
     full: bool = False
     drawn: Floats = field(default_factory=lambda: np.zeros(0), repr=False)
     """Attainment over windows of the trace drawn with replacement; the same windows for all that ran as many requests."""
@@ -229,7 +229,7 @@ def _take(result: Scored, outcome: SimulatedOutcome, goals: Goals, requests: int
 
 
 def _draws(outcome: SimulatedOutcome, values: Floats, seed: int, draws: int = DRAWS) -> Floats:
-    """Means of `values` over windows drawn with replacement, of sessions over clients; the same ones for the same seed."""
+    """Returns means of `values` over drawn windows; for sessions, over drawn clients. The same seed draws the same."""
     clients = np.array(outcome.clients)
     parts = [np.flatnonzero(clients == one) for one in np.unique(clients)] or windows(outcome.at_s, WINDOWS)
     sums = np.array([values[part].sum() for part in parts])
@@ -239,8 +239,8 @@ def _draws(outcome: SimulatedOutcome, values: Floats, seed: int, draws: int = DR
 
 
 def _best_half(left: Sequence[Candidate], results: dict[Candidate, Scored], budget: int) -> list[Candidate]:
-    """The better half of those with as many workers as the budget, and the best few of fewer workers, with and without mixed
-    ones."""
+    """Returns the better half of the candidates with `budget` workers, and the best few of each smaller number, with and
+    without mixed workers."""
     order = sorted(left, key=lambda one: results[one].rank())
     own = [one for one in order if one.workers.total == budget]
     kept = own[: max(-(-len(own) // 2), FULL_MAX)]
@@ -259,9 +259,9 @@ def _run_the_best(
     serves: Callable[[Candidate], float],
     goals: Goals,
 ) -> None:
-    """The first of this order; those that show how goodput grows with the number of workers; and of fewer workers than the best
-    has, those that are as good or keep the SLO too. `serves`: attainment on an excerpt, which is more than on the whole trace
-    where there is too much to do."""
+    """Runs the whole trace for the first candidates of this order; for the best of some numbers of workers, which shows how
+    goodput grows; and for the smallest candidates that are as good as the best, or keep the SLO too. `serves`: attainment on
+    an excerpt, which is higher than on the whole trace under overload."""
     found = [run(one) for one in order[:FULL_MAX]]
     order = [one for one in order if serves(one) >= CONTENDS * serves(order[0])]
     totals = sorted({one.workers.total for one in order})
@@ -290,7 +290,7 @@ def _find_limits(
 def _fewest(
     order: Sequence[Candidate], best: Scored, run: Callable[[Candidate], Scored], is_enough: Callable[[Scored], bool]
 ) -> None:
-    """Run the best of each of some numbers of workers, until the least number that is enough is found."""
+    """Searches by bisection for the least number of workers whose best candidate is enough; runs those that it tries."""
     low, high = min(one.workers.total for one in order), best.candidate.workers.total
     while low < high:
         middle = (low + high) // 2
@@ -302,15 +302,15 @@ def _fewest(
 
 
 def recommended(full: Sequence[Scored]) -> Scored:
-    """The best, or of those that are no worse by more than the error, the one that costs least, by what workers cost or by
-    their number; of those that cost the same, the one that stays furthest below its limits."""
+    """Returns the cheapest of the candidates that are not worse than the best by more than the error, by cost or number of
+    workers; of equal ones, the one that stays furthest below its limits."""
     best = max(full, key=lambda one: one.attainment)
     near = [one for one in full if best.attainment - one.attainment <= error(best, one)]
     return min(near, key=lambda one: (one.price, one.strain, -one.attainment))
 
 
 def error(one: Scored, other: Scored) -> float:
-    """The error of the difference between two candidates' attainment: 90 % of the draws are no further from it."""
+    """Returns the error of the difference between two candidates' attainment: 90 % of the draws lie within it."""
     return max(_half_width(one.drawn - other.drawn), ERROR_MIN)
 
 
@@ -327,7 +327,7 @@ def _probabilities(
     options: RunOptions,
     seed: int,
 ) -> None:
-    """How often each would be recommended, over windows drawn and steps scaled."""
+    """Computes how often each candidate would be recommended, over drawn windows and scaled step times."""
     best = recommended([results[one] for one in outcomes]).candidate
     close = [best, *sorted(outcomes.keys() - {best}, key=lambda one: results[one].rank())[:1]]
     rng = np.random.default_rng([seed, 3])

@@ -21,7 +21,7 @@ MAP_SIDE_MAX: Final = 10
 UP: Final = (1.25, 1.6, 2.0, 3.0)
 DOWN: Final = (0.8, 0.6, 0.45, 0.3)
 SERVED_MIN: Final = 0.2
-"""Where even the best ratio keeps the SLO for fewer requests, it does not matter which one is best."""
+"""If even the best ratio keeps the SLO for a smaller share of the requests, it does not matter which ratio is best."""
 LOADS: Final = (0.5, 0.8, 1.0, 1.2, 1.5, 2.0)
 HEADROOM_MAX: Final = 4.0
 HEADROOM_STEPS: Final = 4
@@ -37,7 +37,7 @@ class Cell(NamedTuple):
 
 class WhatIf(NamedTuple):
     load: float
-    """Times that of the traffic."""
+    """The load, as a multiple of that of the traffic."""
     workers: str
     attainment: float
     goodput_requests_per_s: float
@@ -47,15 +47,15 @@ class TurningPoint(NamedTuple):
     what: str
     """"prompt length", "output length", "load" or "hit rate"."""
     factor: float
-    """How many times the traffic as it was; for the hit rate, the share itself."""
+    """The change, as a multiple of the value in the traffic; for the hit rate, the share itself."""
     candidate: str
-    """That would be best then; empty where none in the range looked at is."""
+    """The candidate that would be best then; empty if there is none in the range looked at."""
 
 
 def map_of(
     profile: Profile, sent: Sequence[Sent], goals: Goals, found: Found, options: RunOptions, tell: Tell
 ) -> list[Cell]:
-    """Prefill by decode workers, each up to the budget less one."""
+    """Returns the attainment and the limit of each ratio, with up to one worker less than the budget in each role."""
     best = found.best.candidate
     ratios = [
         (prefill, decode)
@@ -83,8 +83,8 @@ def what_if(
     options: RunOptions,
     tell: Tell,
 ) -> tuple[list[WhatIf], float]:
-    """The recommendation with other loads and one worker more or less; and at how many times the load it just keeps the SLO
-    (`HEADROOM_MAX` at most)."""
+    """Returns the results of the recommendation with other loads, and with one worker more or less; and the multiple of the
+    load at which it just keeps the SLO (`HEADROOM_MAX` at most)."""
     best = found.best.candidate
     chosen = options_for(options, best)
 
@@ -109,7 +109,7 @@ def what_if(
 
 
 def one_more_or_less(workers: Workers) -> list[Workers]:
-    """These workers with one more or less of each role that there is, with both phases left somewhere."""
+    """Returns the ratios with one worker more or less in a role that these workers have; both phases keep a worker."""
     found = []
     for role, count in enumerate(workers):
         for step in (1, -1):
@@ -120,7 +120,7 @@ def one_more_or_less(workers: Workers) -> list[Workers]:
 
 
 def _side(most: int, best: int) -> list[int]:
-    """Numbers of workers from 1 to `most`: all, or some at even distances and the best one."""
+    """Returns numbers of workers from 1 to `most`: all of them, or some at even distances and the best one."""
     if most <= MAP_SIDE_MAX:
         return list(range(1, most + 1))
     found = {1 + round(place * (most - 1) / (MAP_SIDE_MAX - 1)) for place in range(MAP_SIDE_MAX)}
@@ -136,12 +136,12 @@ def turns(
     options: RunOptions,
     tell: Tell,
 ) -> list[TurningPoint]:
-    """The least of each kind of change that turns the recommendation to another ratio of as many workers."""
+    """Returns the least change of each kind that makes another ratio of as many workers the best."""
     part = excerpt(sent, REQUESTS)
     best = found.best.candidate
     layouts = _near(best.workers, space.layouts(best.workers.total))
     if len(layouts) < 2:
-        return []  # there is nothing that it could turn to
+        return []  # no other ratio to choose
     changes: list[tuple[str, Sequence[float], Callable[[float], Change]]] = []
     for what, make in (
         ("prompt length", lambda f: Change(prompts=f)),
@@ -159,7 +159,7 @@ def turns(
             if kept < SERVED_MIN:
                 break
             reached = factor
-            # A queue that grows for an hour is longer than one that grows for the length of an excerpt.
+            # Over an hour a queue grows longer than over the length of an excerpt, so the whole trace decides.
             if other is not None and _best(profile, sent, goals, make(factor), [best.workers, other], best, options)[0]:
                 turned.append(TurningPoint(what, factor, str(other)))
                 break
@@ -172,7 +172,7 @@ def turns(
 
 
 def _near(best: Workers, layouts: Sequence[Workers]) -> list[Workers]:
-    """The neighbours of the best, and what is mixed."""
+    """Returns the neighbours of the best ratio, and all ratios with mixed workers."""
     close = [one for one in layouts if not one.mixed and abs(one.prefill - best.prefill) <= 2]
     return [*close, *(one for one in layouts if one.mixed)]
 
@@ -186,8 +186,8 @@ def _best(
     best: Candidate,
     options: RunOptions,
 ) -> tuple[Workers | None, float]:
-    """Another one that keeps the SLO for clearly more requests, None where the best stays within 1 %; and what is kept at
-    most."""
+    """Returns the ratio that keeps the SLO for clearly more requests than the best one, or None if none is better by more than
+    1 %; and the highest attainment."""
     changed = change.applied(part)
     chosen = replace(options_for(options, best), hit_rate=change.hit_rate or options.hit_rate)
     kept = {one: Simulator(profile, one, changed, chosen).run().attainment(goals) for one in layouts}

@@ -1,6 +1,6 @@
 """Sessions of several turns as traffic: each turn comes some time after the end of the one before. Pure.
 
-So many clients play them, each one session after the other. How much is asked for depends on how fast answers come.
+Each client plays one session after the other, so the load depends on how fast answers come.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,14 +11,14 @@ from simulation.load.sessions import LoadSession, in_turn
 from tuning.simulator.job import Sent, clients_of
 
 TPOT_S, TOKEN_S = 0.03, 0.0005
-"""Taken for where in time a turn might come, by which parts of the traffic are chosen."""
+"""Assumed times of tokens, for estimating when a turn might come and so choosing parts of the traffic."""
 
 
 def played(
     sessions: Sequence[LoadSession], clients: int, context_tokens: int, duration_s: float
 ) -> tuple[list[Sent], int]:
-    """The turns in the order of about when they come; and how many are left out, because they do not fit the context. No turn
-    that might come after `duration_s` is played."""
+    """Returns the turns sorted by about when they come, and how many are left out because they do not fit the context. Turns
+    that might come after `duration_s` are not played."""
     rows: list[tuple[int, Sent]] = []
     """Turns with the number of their client."""
     number = left_out = 0
@@ -44,7 +44,7 @@ def played(
 
 
 def chained(rows: Iterable[tuple[int, Sent]]) -> list[Sent]:
-    """The turns in the order of their times, each after the one before it of the same client."""
+    """Returns the turns sorted by their times; each follows the one before it of the same client."""
     last: dict[int, int] = {}
     found = []
     for number, (client, one) in enumerate(sorted(rows, key=lambda row: row[1].at_s)):
@@ -54,7 +54,7 @@ def chained(rows: Iterable[tuple[int, Sent]]) -> list[Sent]:
 
 
 def first_turns(sent: Sequence[Sent], requests: int) -> list[Sent]:
-    """About so many: the first ones of each client."""
+    """Returns about `requests` turns: the first ones of each client."""
     share = requests / len(sent)
     clients = np.array(clients_of(sent))
     counts = dict(zip(*np.unique(clients, return_counts=True), strict=True))
@@ -68,7 +68,8 @@ def first_turns(sent: Sequence[Sent], requests: int) -> list[Sent]:
 
 
 def more_clients(sent: Sequence[Sent], factor: float) -> list[Sent]:
-    """So many times as many clients: the same ones again, with sessions of their own, or fewer of them."""
+    """Returns the traffic of `factor` times as many clients: the same clients again, with sessions of their own, or fewer of
+    them."""
     clients = clients_of(sent)
     names = sorted(set(clients))
     many = max(round(factor * len(names)), 1)

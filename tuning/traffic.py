@@ -26,8 +26,8 @@ class Change:
     hit_rate: float = 0.0
 
     def applied(self, sent: Sequence[Sent]) -> list[Sent]:
-        """All but the hit rate, which is `Options.hit_rate`: it counts where there are no ids of blocks, so they go. The load
-        of sessions is the number of clients."""
+        """Applies all changes but the hit rate, which `RunOptions.hit_rate` has. That one counts only without ids of blocks,
+        so a change of it removes them. The load of sessions is the number of clients."""
         load = self.load
         if load != 1 and has_sessions(sent):
             sent, load = more_clients(sent, load), 1.0
@@ -59,7 +59,8 @@ def with_cancels(sent: Sequence[Sent], share: float, seed: int) -> list[Sent]:
 
 
 def fitted(sent: Sequence[Sent], context_tokens: int) -> tuple[list[Sent], int]:
-    """Requests longer than the model's context are made shorter, as the load generator does; and how many."""
+    """Shortens requests that are longer than the model's context, as the load generator does; returns the requests and how
+    many were shortened."""
     found, cut = [], 0
     for one in sent:
         if one.prompt_tokens + one.output_tokens > context_tokens:
@@ -71,7 +72,7 @@ def fitted(sent: Sequence[Sent], context_tokens: int) -> tuple[list[Sent], int]:
 
 
 def excerpt(sent: Sequence[Sent], requests: int) -> list[Sent]:
-    """About so many requests: windows from all over the trace, one behind the other with pauses between."""
+    """Returns about `requests` requests: windows from all over the trace, one after the other, with pauses between them."""
     if requests >= len(sent):
         return list(sent)
     if has_sessions(sent):

@@ -16,26 +16,26 @@ from proto.sampling import Sampling
 
 BLOCK_SIZE = 16
 _STEPS = 16
-"""Of decode, in one measurement."""
+"""Decode steps in one measurement."""
 _PROMPT_TOKENS, _LONG_CONTEXT = 200, 1900
 _STREAMS = (1, 4, 8, 16)
 _PREFILL_TOKENS = 1000
 _CHUNKED_TOKENS, _CHUNK = 1400, 256
 _TABLES = [_PROMPT_TOKENS + _STEPS] * max(_STREAMS) + [_LONG_CONTEXT + _STEPS, _CHUNKED_TOKENS]
-"""Tokens that there is KV for: of each short stream, of the long one, and of the prompts."""
+"""Numbers of tokens for which there is KV: of each short stream, of the long one, and of the prompts."""
 
 
 @dataclass(frozen=True)
 class Case:
     name: str
     tokens: int
-    """Of a decode step, or of the prompt."""
+    """Tokens of a decode step, or of the prompt."""
     work: Work
     """Of the same."""
     measure: Callable[[], float]
     """Seconds of the same."""
     is_transformers: bool = False
-    """Of a case with this name there is one of the engine, too."""
+    """True for a case of transformers; the engine has a case of the same name."""
 
 
 def size_of(model: Any) -> ModelSize:
@@ -59,12 +59,12 @@ def size_of(model: Any) -> ModelSize:
 
 
 def kv_bytes(size: ModelSize) -> int:
-    """Bytes of KV that the engine's cases need."""
+    """Returns the bytes of KV that the engine's cases need."""
     return sum(-(-tokens // BLOCK_SIZE) * BLOCK_SIZE for tokens in _TABLES) * size.kv_bytes_per_token
 
 
 def cases(engine: Engine, plain: Any, size: ModelSize, device: str) -> list[Case]:
-    """Those that the model's context has room for."""
+    """Returns the cases for which the model's context has room."""
     engine_cases, longest = _EngineCases(engine, size, device), engine.info.context_tokens
     found = []
     if longest >= _PROMPT_TOKENS + _STEPS:
@@ -91,7 +91,9 @@ class _EngineCases:
             self._tables.append(range(first, first - -tokens // BLOCK_SIZE))
         longest = engine.info.context_tokens
         for stream, (tokens, blocks) in enumerate(zip(_TABLES[:-1], self._tables[:-1], strict=True)):
-            if tokens <= longest:  # decode writes behind its prompt only, so the prompt's KV serves every round
+            if (
+                tokens <= longest
+            ):  # decode writes only behind its prompt, so all rounds can use the same KV of the prompt
                 self._compute(_tokens(tokens - _STEPS, stream), blocks, _CHUNK)
 
     def decode(self, streams: int, temperature: float = 0.0, top_p: float = 1.0) -> Case:
@@ -131,7 +133,7 @@ class _EngineCases:
 
 
 def _accepted(logits: torch.Tensor, states: list[SamplerState]) -> list[int]:
-    """The next tokens, drawn as `decode_worker.compute` draws them."""
+    """Draws the next tokens as `decode_worker.compute` does."""
     tokens = []
     for state, drawn in zip(states, sample(logits, states), strict=True):
         if drawn is None:
@@ -146,7 +148,7 @@ def _tokens(count: int, salt: int = 0) -> list[int]:
 
 
 def _mean_context(prompt_tokens: int) -> float:
-    """Tokens that a step attends to, its own included."""
+    """Returns the mean number of tokens to which a step attends, its own included."""
     return prompt_tokens + (_STEPS + 1) / 2
 
 
@@ -154,7 +156,8 @@ def _mean_context(prompt_tokens: int) -> float:
 
 
 def _plain_decode(model: Any, size: ModelSize, device: str) -> Case:
-    """`generate` with its own cache; the time of a run with one token is taken off, so the prompt is not counted."""
+    """Makes a case of `generate` with its own cache. The time of a run with one token is subtracted, so the prompt does not
+    count."""
     ids = torch.tensor([_tokens(_PROMPT_TOKENS)], device=device)
 
     @torch.inference_mode()

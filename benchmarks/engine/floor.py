@@ -6,8 +6,8 @@ A model has P weights in its linear layers, P' of them outside of the head, and 
   values are `4 heads head_dim T²` together, and causality halves them. Each chunk reads the weights once.
 Reading takes at least the bytes over the bandwidth of memory, and computing at least the operations over the rate of a large
 matrix product; as both may happen at once, the floor is the larger of the two. All of this leaves something out (norms,
-softmax, the embedding), so it stays below what is possible. Only sliding windows are not known here: models with windows
-shorter than the context read less KV than this.
+softmax, the embedding), so no step can be faster. Sliding windows are the exception: models with windows shorter than the
+context read less KV than is counted here.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MachineRates:
-    """Rates that the machine was seen to reach."""
+    """Rates that were measured on this machine."""
 
     read_bytes_per_s: float
     flops_per_s: float
@@ -23,7 +23,7 @@ class MachineRates:
 
 @dataclass(frozen=True)
 class Work:
-    """The bytes and operations that cannot be avoided."""
+    """The least bytes to read and operations to compute."""
 
     read_bytes: float
     flops: float
@@ -35,7 +35,7 @@ class Work:
 @dataclass(frozen=True)
 class ModelSize:
     body_weights: int
-    """In linear layers, without the head."""
+    """Weights of the linear layers, without the head."""
     head_weights: int
     number_bytes: int
     """Bytes of one number, of weights and KV alike."""
@@ -49,7 +49,7 @@ class ModelSize:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.number_bytes
 
     def decode_step(self, streams: int, context_tokens: float) -> Work:
-        """One token for each of `streams`, of `context_tokens` each."""
+        """Returns the work of one token for each of `streams` streams, with `context_tokens` tokens each."""
         weights = self.body_weights + self.head_weights
         kv_bytes = streams * context_tokens * self.kv_bytes_per_token
         return Work(weights * self.number_bytes + kv_bytes, 2 * weights * streams)

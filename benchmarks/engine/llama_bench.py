@@ -16,7 +16,7 @@ _TIMEOUT_S = 1800.0
 
 
 def check(settings: EngineBenchSettings) -> None:
-    """Before minutes are spent. Raises `SettingsError`."""
+    """Checks the settings before minutes are spent. Raises `SettingsError`."""
     if settings.llama_bench and shutil.which(_expanded(settings.llama_bench)) is None:
         raise SettingsError(f"--llama-bench: there is no program {settings.llama_bench}")
     if settings.gguf and not Path(_expanded(settings.gguf)).is_file():
@@ -24,7 +24,7 @@ def check(settings: EngineBenchSettings) -> None:
 
 
 def rows(settings: EngineBenchSettings) -> list[dict[str, Any]]:
-    """Its figures as rows of the table. Raises `BenchFailed`."""
+    """Runs `llama-bench`; returns its figures as rows of the table. Raises `BenchFailed`."""
     command = [
         _expanded(settings.llama_bench), "-m", _expanded(settings.gguf), "-t", str(settings.threads),
         "-p", str(_PROMPT_TOKENS), "-n", str(_OUTPUT_TOKENS), "-o", "json",
@@ -47,7 +47,7 @@ def rows(settings: EngineBenchSettings) -> list[dict[str, Any]]:
 
 
 def _row(test: dict[str, Any]) -> dict[str, Any]:
-    """Its decode begins with an empty context."""
+    """Returns a row of the table. The decode of `llama-bench` begins with an empty context."""
     rates = [float(rate) for rate in test.get("samples_ts") or [test["avg_ts"]]]
     median, prompt = statistics.median(rates), int(test["n_prompt"])
     name = f"prefill of {prompt:,}" if prompt else "decode, 1 stream"

@@ -15,7 +15,7 @@ BUFFER_BYTES = 512 << 20
 CPU_MATRIX, GPU_MATRIX = 1536, 8192
 """Rows and columns of the matrices that are multiplied."""
 _TRIES = 3
-"""The fastest of them counts: a floor is not what the machine did beside other work."""
+"""The fastest try counts, because a floor must not include the effects of other work on the machine."""
 
 
 def timed(device: str, work: Callable[[], object]) -> float:
@@ -30,7 +30,7 @@ def timed(device: str, work: Callable[[], object]) -> float:
 
 
 class Machine:
-    """`kernels`: whether the engine's own CPU kernels are measured too."""
+    """Measures the machine. `kernels`: whether the engine's own CPU kernels are measured too."""
 
     def __init__(self, device: str, dtype: torch.dtype, kernels: bool) -> None:
         self._device = device
@@ -40,7 +40,9 @@ class Machine:
         a, b, out = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(3))
         self._reads: dict[str, Callable[[], object]] = {"sum": buffer.sum}
         if device == "cuda":
-            self._reads["copy"] = lambda: halves[0].copy_(halves[1])  # reads half, and writes as much
+            self._reads["copy"] = lambda: halves[0].copy_(
+                halves[1]
+            )  # reads half of the buffer and writes the other half
         else:
             self._reads["dot"] = lambda: halves[0].dot(halves[1])
         self._products: dict[str, Callable[[], object]] = {"torch": lambda: torch.mm(a, b, out=out)}
@@ -49,7 +51,7 @@ class Machine:
             self._products["engine"] = _multiply(b.flatten(), a)
         self._product_flops = 2 * size**3
         self.read_bytes_per_s: dict[str, list[float]] = {name: [] for name in self._reads}
-        """Of each measurement, by what read."""
+        """Results of each measurement, by the code that reads."""
         self.flops_per_s: dict[str, list[float]] = {name: [] for name in self._products}
 
     @torch.inference_mode()
@@ -71,7 +73,7 @@ class Machine:
 
 
 def _multiply(weights: torch.Tensor, x: torch.Tensor) -> Callable[[], object]:
-    """The engine's product of `x` [rows, inputs] with a layer that has as many of the `weights` as fit."""
+    """Returns the engine's product of `x` [rows, inputs] with a layer that is filled with as many of the `weights` as fit."""
     rows, inputs = x.shape
     outputs = weights.numel() // inputs // library.PANEL * library.PANEL
     y = torch.empty(rows, outputs)

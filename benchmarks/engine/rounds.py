@@ -1,7 +1,7 @@
 """`python -m benchmarks engine`: rounds of the engine and of plain transformers, each case beside what the machine reaches.
 
-Same weights, dtype and threads for both. Just before each case the machine itself is measured, in the same process, so that a
-case and its floor see the same machine.
+Same weights, dtype and threads for both. The machine itself is measured just before each case, in the same process, so that a
+case and its floor are measured under the same conditions.
 """
 
 import statistics
@@ -68,7 +68,7 @@ def run(settings: EngineBenchSettings, model_path: str, console: Console) -> dic
 
 def _measure(measured: Sequence[Measured], machine: Machine, rounds: int, console: Console) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, auto_refresh=False) as progress:  # painting in between would take a core
+    with Progress(*columns, console=console, auto_refresh=False) as progress:  # drawing in between would use a core
         bar = progress.add_task("", total=(rounds + 1) * len(measured))
         for number in range(rounds + 1):
             for one in measured:
@@ -96,7 +96,8 @@ def rows(measured: Sequence[Measured]) -> list[dict[str, Any]]:
 
 
 def _row(one: Measured, plain_s: float | None) -> dict[str, Any]:
-    """`time_over_floor` compares within each round, so it may differ a little from the quotient of the medians."""
+    """Returns a row of the table. `time_over_floor` is compared within each round, so it may differ a little from the quotient
+    of the medians."""
     median = statistics.median(one.seconds)
     return {
         "name": one.case.name + (", transformers" if one.case.is_transformers else ""),

@@ -28,7 +28,7 @@ SAY_EVERY_S = 60.0
 """The same advice is logged again after so long."""
 SAY_ERROR_EVERY_S = 600.0
 SAY_LEARNED_MIN = 0.05
-"""Steps take so much longer or less long than was said last."""
+"""A correction is logged again when step times have changed by at least this share since the last one."""
 
 
 @dataclass
@@ -154,7 +154,7 @@ async def _watch(
 def learn(
     learner: Learner, pilot: Autopilot, accuracy: Accuracy, report: StatusReport, seen: Seen, logger: Log
 ) -> None:
-    """Predict with what steps take, from here on."""
+    """Corrects the profile by the measured step times; from here on, predictions use it."""
     pilot.profile = learner.look(report, seen.model)
     accuracy.predict_with(pilot.profile)
     seen.learned = learner.learned.words
@@ -188,7 +188,7 @@ async def _decide(
 async def _flip(
     settings: AutopilotSettings, worker: str, decision: Decision, seen: Seen, keys: Keys | None, logger: Log
 ) -> None:
-    # Prompts that are being computed move at once; streams may end where they are.
+    # Prompts that are being computed move at once. Streams may end on the worker, within the drain timeout.
     hand_over_ms = 1000 * settings.drain_timeout_s if decision.role is Role.PREFILL else 0.0
     request = FlipRequest(worker, decision.role, hand_over_ms, False, f"autopilot: {decision.reason}"[:500])
     try:

@@ -22,7 +22,7 @@ from runtime.settings.types import KeyOptions
 
 _LOOK_EVERY_S = 0.25
 _TIMEOUT_S = 10.0
-"""Seconds beyond the hand-over, and for a coordinator that is being started again meanwhile."""
+"""Seconds added to the hand-over time, also for a coordinator that is started again meanwhile."""
 
 
 class DrainSettings(KeyOptions):
@@ -55,8 +55,8 @@ class DrainSettings(KeyOptions):
 
 
 def run(settings: DrainSettings) -> int:
-    """Raises `NoAnswer`, `SeveralClusters`, `PeerRefused` or `ConfigError`. Status 1: something is still there after all the
-    time; `HUNG_EXIT`: it hung instead."""
+    """Raises `NoAnswer`, `SeveralClusters`, `PeerRefused` or `ConfigError`. Status 1: the worker still holds something when
+    the time is over; `HUNG_EXIT`: the worker hung."""
     keys = keys_for(settings, Role.OBSERVER)
     with coordinator_of(settings.coordinator) as coordinator:
         return uvloop.run(_drain(settings, coordinator, keys))
@@ -83,8 +83,8 @@ async def _drain(settings: DrainSettings, coordinator: str, keys: Keys | None) -
 async def _wait(
     settings: DrainSettings, coordinator: str, named: Set[Process], at_first: int, keys: Keys | None
 ) -> int:
-    """Wait until it holds nothing, hangs, or is gone. The coordinator is asked again and again, as it may be another one by
-    then."""
+    """Waits until the worker holds nothing, hangs, or is gone. Connects to the coordinator for each question, since another
+    coordinator may serve by then."""
     until = clock.now() + settings.drain_timeout_s + _TIMEOUT_S
     name, left = settings.worker, at_first
     with Progress(console=Console(stderr=True), transient=True) as progress:

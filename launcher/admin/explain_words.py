@@ -28,7 +28,7 @@ from coordinator.observer import StepEnd
 from launcher import tables
 
 CHUNKS_MAX = 12
-"""More in a row are told as one."""
+"""A longer run of chunks is shown as one entry."""
 _ORDERS = {
     OrderWithinTenant.DEADLINE: "it is due {due:.3f} s earlier",
     OrderWithinTenant.FEWER_CHUNKS: "it is due at the same time and has fewer chunks left",
@@ -48,7 +48,7 @@ _KINDS = {
 
 
 def without_blob(what: Action | Event) -> str:
-    """As text, with the length of a prompt's ids in place of the ids."""
+    """Returns the text of an action or event, with the number of a prompt's ids instead of the ids."""
     if isinstance(what, Send | Received) and what.blob:
         return f"{replace(what, blob=b'')}"[:-1].removesuffix(", blob=b''") + f", {len(what.blob)} bytes of ids)"
     return str(what)
@@ -89,7 +89,7 @@ def show_ratio(entries: Sequence[RoleChange | LoggedAdvice], console: Console) -
 
 
 def lines(entries: Sequence[Entry]) -> list[tuple[str, str]]:
-    """(when, what), in order of time; long runs of chunks as one line."""
+    """Returns (when, what) in order of time; long runs of chunks are one line."""
     told: list[tuple[str, str]] = []
     run: list[ChunkSent] = []
     for entry in sorted(entries, key=lambda e: e.at_s):

@@ -22,7 +22,7 @@ from runtime.settings.types import KeyOptions
 
 _LOOK_EVERY_S = 0.1
 _COMMIT_S = 30.0
-"""Seconds beyond the hand-over: what worker and coordinator take to give a change up."""
+"""Seconds beyond the hand-over that worker and coordinator may take before they give a change up."""
 
 
 class FlipSettings(KeyOptions):
@@ -104,8 +104,8 @@ async def follow(
     coordinator: str, worker: WorkerStatus, before: Role, role: Role, hand_over_s: float, first_step_s: float,
     timeout_ms: int, keys: Keys | None = None, on_state: Callable[[str], None] = lambda state: None,
 ) -> FlipStatus:  # fmt: skip
-    """Wait for the end of a change that was ordered, `done` or `failed`, and for the first step after it. `worker`: one of the
-    process, in its old role. The coordinator is asked again and again, as it may be another one by then."""
+    """Waits until an ordered change is `done` or `failed`, and then for the first step. `worker`: one registration of the
+    process, in its old role. Connects to the coordinator for each question, since another coordinator may serve by then."""
     until = clock.now() + hand_over_s + _COMMIT_S
     done_at: float | None = None
     flip = FlipStatus(process_of(worker), worker.pid, before, role, "draining")
@@ -129,21 +129,22 @@ async def follow(
 
 
 def process_of(worker: WorkerStatus) -> str:
-    """The name of its process."""
+    """Returns the name of the worker's process."""
     return worker.process or worker.name
 
 
 def role_of(worker: WorkerStatus) -> Role:
-    """The role of its process: mixed, if it registers in two roles and so has another name."""
+    """Returns the role of the worker's process: mixed if it registers in two roles, since its name then differs from the
+    process name."""
     return Role.MIXED if process_of(worker) != worker.name else Role(worker.role)
 
 
 def what_became(report: StatusReport, worker: WorkerStatus, before: Role, role: Role) -> FlipStatus:
-    """The result of the last change of this process's role, which was ordered to be `role`."""
+    """Returns the result of this process's last change of role, which should lead to `role`."""
     mine = [one for one in report.flips if one.worker == process_of(worker) and one.pid == worker.pid]
     if mine:
         return mine[-1]
-    # Another coordinator by now, which knows nothing of it.
+    # Another coordinator serves by now and knows nothing of the change.
     found = [one for one in report.workers if process_of(one) == process_of(worker) and one.pid == worker.pid]
     state, failure = "registering", ""
     if {one.role for one in found} == set(role.registers_as):

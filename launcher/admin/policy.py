@@ -160,7 +160,7 @@ def compare(settings: PolicyCompareSettings) -> int:
 
 
 def compared(after: PolicyAnswer, before: PolicyAnswer | None) -> tables.Table:
-    """The figures between two answers; None: since the trial began."""
+    """Returns the figures between two answers; if `before` is None, since the trial began."""
     earlier = {one.arm: one for one in before.arms} if before is not None else {}
     table = tables.Table(
         f"Version {after.active} in force, version {after.trial} on trial",
@@ -188,7 +188,7 @@ def _figures(arm: ArmStatus, earlier: ArmStatus) -> Iterator[str]:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """One line for each value that differs, with its path."""
+    """Yields one line for each value that differs, with its path."""
     for name in dict.fromkeys((*before, *after)):
         where, one, other = f"{path}{name}", before.get(name, _ABSENT), after.get(name, _ABSENT)
         if isinstance(one, Mapping) or isinstance(other, Mapping):

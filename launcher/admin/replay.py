@@ -23,12 +23,12 @@ from runtime.process import clock
 
 Seen = TypeVar("Seen", bound=Observer)
 MATCHES_MAX = 20
-"""Ids that are listed where several begin alike."""
+"""Most ids that are listed if several begin alike."""
 
 
 @contextmanager
 def _opened(path: str) -> Iterator[Replay]:
-    """Raises `EventLogError`, also for what goes wrong inside; it names the file."""
+    """Opens the event log. Raises `EventLogError` that names the file, also for errors inside the context."""
     try:
         with Path(path).expanduser().open("rb") as file:
             yield Replay(file)
@@ -157,7 +157,8 @@ def explain(settings: ExplainSettings) -> int:
 
 
 def _timeline(file: str, wanted: str) -> tuple[str, list[Entry]]:
-    """The timeline of the request with this id, or else of the only one whose id begins so. Raises `EventLogError`."""
+    """Returns the timeline of the request with this id, or of the only request whose id begins with it. Raises
+    `EventLogError`."""
     if entries := _replayed(file, lambda _: Timeline(wanted)).finish():
         return wanted, entries
     found = sorted(_replayed(file, lambda _: RequestsNamed(wanted)).found)

@@ -99,7 +99,7 @@ def _say_end(result: SeedResult, kinds: frozenset[str], concerned: str, console:
 
 
 def _many(settings: SimulateSettings, console: Console) -> Sum:
-    """Runs them in child processes, each every n-th seed; all stop at the first failure."""
+    """Runs the seeds in child processes, of which each takes every n-th seed; all stop at the first failure."""
     count = min(settings.processes or len(os.sched_getaffinity(0)), settings.seeds)
     lines: queue.Queue[tuple[int, str]] = queue.Queue()
     children = [_child(settings, number, count) for number in range(count)]
@@ -142,7 +142,7 @@ def _child(settings: SimulateSettings, number: int, stride: int) -> "subprocess.
 
 
 def _read(number: int, child: "subprocess.Popen[str]", lines: "queue.Queue[tuple[int, str]]") -> None:
-    """An empty line: there are no more."""
+    """Reads a child's lines into the queue; an empty line marks the end."""
     assert child.stdout is not None
     for line in child.stdout:
         lines.put((number, line))

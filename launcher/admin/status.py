@@ -105,9 +105,9 @@ async def converse(
 
 @contextlib.contextmanager
 def coordinator_of(named: str) -> Iterator[str]:
-    """The address to ask: the one named, or that of the cluster on this machine. Raises `SeveralClusters`, and says of a
-    `NoAnswer` inside if there is none."""
-    # Several hosts of one cluster may be this machine's.
+    """Yields the address to ask: `named`, or that of the cluster on this machine. Raises `SeveralClusters`. If no cluster runs
+    here, a `NoAnswer` inside says so."""
+    # Several hosts of one cluster may run on this machine.
     running = [] if named else list({one.coordinator: one for one in registry.clusters()}.values())
     if len(running) > 1:
         lines = [f"    --coordinator {one.coordinator}   {one.model_id} at {one.base_url}" for one in running]
@@ -128,7 +128,7 @@ def run(settings: StatusSettings) -> int:
         try:
             report = uvloop.run(ask(coordinator, settings.timeout_ms, keys_for(settings, Role.OBSERVER)))
         except NoAnswer:
-            _show_processes(here_too, console)  # perhaps it is the one that is down
+            _show_processes(here_too, console)  # perhaps the coordinator itself is down
             raise
     if settings.as_json:
         shown = as_dict(report) | {"processes": [asdict(one) for part in here_too for one in part.processes]}
@@ -140,7 +140,7 @@ def run(settings: StatusSettings) -> int:
 
 
 def _supervised(coordinator: str) -> list[ProcessStates]:
-    """The process states of what `crossdock serve` and `up` on this machine run of that cluster."""
+    """Returns the process states of that cluster that `crossdock serve` and `up` on this machine keep."""
     return [process_states.read(folder) for folder in registry.folders_of(coordinator)]
 
 
@@ -153,7 +153,7 @@ def _show_processes(parts: list[ProcessStates], console: Console) -> None:
 
 
 def as_dict(report: StatusReport) -> dict[str, Any]:
-    """Field names for everything; on the wire structs are arrays."""
+    """Returns the report with names for all fields, since structs are arrays on the wire."""
     fields = {name: getattr(report, name) for name in report.__struct_fields__}
     workers = [{name: getattr(worker, name) for name in worker.__struct_fields__} for worker in report.workers]
     pairs = [{name: getattr(pair, name) for name in pair.__struct_fields__} for pair in report.kv_pairs]
@@ -278,7 +278,7 @@ def _seconds(milliseconds: float) -> str:
 
 
 def _title(report: StatusReport) -> str:
-    """The title, with what is the same for all workers."""
+    """Returns the title, with the properties that all workers share."""
     models, hosts = ({getattr(worker, what) for worker in report.workers} for what in ("model", "host"))
     which = f"{len(models)} models" if len(models) > 1 else escape(*models)
     where = f"{len(hosts)} hosts" if len(hosts) > 1 else escape(*hosts)
@@ -286,7 +286,7 @@ def _title(report: StatusReport) -> str:
 
 
 def _numerics(report: StatusReport) -> list[str]:
-    """The numerics of each model's workers; where they differ, a resumed stream may go on with other tokens."""
+    """Returns the numerics of each model's workers; where they differ, a resumed stream may go on with other tokens."""
     found: dict[str, dict[str, list[str]]] = {}
     for worker in report.workers:
         if worker.numerics:
@@ -324,7 +324,7 @@ def _role(worker: WorkerStatus) -> str:
 
 
 def _short(number: int) -> str:
-    """Exact up to 99,999, then three digits: `123 k`, `1.23 M`."""
+    """Returns the exact number up to 99,999, then three digits: `123 k`, `1.23 M`."""
     if number < 100_000:
         return f"{number:,}"
     unit = next((unit for unit in ("k", "M", "G") if number < 999_500 * _UNITS[unit] // 1000), "T")

@@ -90,7 +90,7 @@ def _targets(priority_class: PriorityClass) -> str:
 
 
 def new_key() -> tuple[str, str]:
-    """(key, its SHA-256 in hex): 256 random bits."""
+    """Makes a key of 256 random bits; returns (key, its SHA-256 in hex)."""
     key = KEY_PREFIX + secrets.token_hex(32)
     return key, hashlib.sha256(key.encode()).hexdigest()
 

@@ -25,7 +25,7 @@ SELECT day, tenant, COUNT(*), COUNT(*) - COUNT(outcome), {borrowed}, {charged_to
 FROM usage WHERE day BETWEEN ? AND ? {tenant} AND typeof(day) = 'text' AND typeof(tenant) = 'text'
 GROUP BY day, tenant ORDER BY day, tenant
 """
-# TOTAL, since SUM fails on odd rows that are too large, and has no number for no rows.
+# TOTAL, because SUM fails where odd rows are too large, and gives no number for no rows.
 _SUMS = {name: f"CAST(TOTAL({name}) AS INTEGER)" for name in ("borrowed", "charged_tokens", "cached_tokens")} | {
     name: f"CAST(TOTAL(CASE WHEN outcome IS NULL THEN 0 ELSE {name} END) AS INTEGER)"
     for name in ("prompt_tokens", "output_tokens")
@@ -91,7 +91,7 @@ def read(settings: UsageSettings) -> list[dict[str, Any]]:
         raise NoLedger(f"--db: {path}: {error}") from None
     entries = {row[:2]: {**dict(zip(_COLUMNS, row, strict=True)), "outcomes": {}} for row in rows}
     for day, name, outcome, count in outcomes:
-        # Written between the two questions, it will be there next time.
+        # A row that was written between the two queries is left out here, and is there next time.
         if (day, name) in entries:
             entries[day, name]["outcomes"][outcome] = count
     return list(entries.values())

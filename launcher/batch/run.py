@@ -25,7 +25,7 @@ from runtime.settings.options import SettingsError
 
 POLL_S: Final = 1.0
 SILENCE_S: Final = 300.0
-"""How long a server that restarts is waited for."""
+"""How long to wait for a server that restarts."""
 SHOWN_MAX: Final = 20
 """Lines with an error that are printed."""
 _ENDED: Final = ("completed", "failed", "expired", "cancelled")
@@ -89,7 +89,7 @@ def _requests(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _endpoint(first_line: bytes) -> str:
-    """That of the batch; what is wrong with the line is said when it is checked."""
+    """Returns the endpoint of the batch from its first line. Errors in that line are reported by the later check."""
     try:
         url = parse_line(first_line).url
     except ApiError:
@@ -155,7 +155,7 @@ class _Run:
                     progress.update(task, description=status, total=total, completed=done, failed=counts["failed"])
                     if batch["status"] in _ENDED:
                         return batch
-                await asyncio.sleep(POLL_S)  # as any client does: a server says nothing by itself
+                await asyncio.sleep(POLL_S)  # as any client does: the server sends no notice
 
     async def _finish(self, client: BatchClient, batch: dict[str, Any]) -> int:
         console = self._console
@@ -179,7 +179,7 @@ class _Run:
         return 0 if batch["status"] == "completed" and not counts["failed"] else 1
 
     def _errors_of(self, path: Path) -> list[tuple[int, str]]:
-        """(line, what is wrong) of each request that failed."""
+        """Returns (line, error) of each request that failed."""
         found = []
         for _, data in _requests(path):
             line = msgspec.json.decode(data)
@@ -188,7 +188,7 @@ class _Run:
         return found
 
     async def _interrupted(self, client: BatchClient) -> None:
-        """Ctrl-C: the batch goes on, or is cancelled."""
+        """Ends the wait after Ctrl-C: the batch goes on, or is cancelled."""
         if not self._batch_id:
             return
         if not self._settings.cancel:

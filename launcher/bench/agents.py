@@ -95,7 +95,7 @@ async def play(
     settings: AgentsSettings,
     console: Console,
 ) -> PlayedSession:
-    """If it is cancelled it still returns: what is in flight is cut off."""
+    """Plays the sessions. If it is cancelled it still returns; requests in flight are cut off."""
     played, clients = PlayedSession(), in_turn(sessions, settings.sessions)
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, refresh_per_second=2) as progress:
@@ -119,7 +119,7 @@ async def play(
 
 
 def dealt(tenants: Sequence[LoadTenant], clients: int) -> list[LoadTenant]:
-    """The tenant of each client: each client goes to the tenant that has least for its share."""
+    """Returns a tenant for each client: always the tenant that has the fewest clients for its share."""
     counts = [0] * len(tenants)
     found = []
     for _ in range(clients):
@@ -172,7 +172,7 @@ class _Client:
     async def _turn(
         self, messages: list[dict[str, str]], turn: SessionTurn, *, is_first: bool, index: int
     ) -> str | None:
-        """Its answer; None if none came."""
+        """Sends one turn. Returns its answer, or None if none came."""
         now, target = clock.now() - self._origin, self._probed.target
         record = RequestRecord(index, self._tenant.name, now, turn.new_tokens, turn.output_tokens)
         (self._played.first if is_first else self._played.later).append(record)

@@ -1,8 +1,8 @@
 """`crossdock bench compare`: two runs of `bench serve` side by side.
 
-Whether a difference means anything is judged by a block bootstrap (Künsch 1989): runs of consecutive requests are drawn
-with replacement, from each of the two, and the figure is computed again. Requests that follow each other met the same
-queues, so single ones are no independent draws.
+A block bootstrap (Künsch 1989) shows whether a difference is more than chance: runs of consecutive requests are drawn with
+replacement from each of the two runs, and the figure is computed again. Consecutive requests met the same queues, so single
+requests would not be independent draws.
 """
 
 import json
@@ -22,7 +22,7 @@ from launcher.load.show import number
 
 SHOWN: Final = ("mean", "p50", "p90", "p95", "p99")
 _SAMPLES_MAX: Final = 20_000_000
-"""Values sorted for one figure, over all draws: for long runs fewer draws are made."""
+"""Most values sorted for one figure, over all draws; long runs get fewer draws."""
 
 
 def run(settings: CompareSettings) -> int:
@@ -48,7 +48,7 @@ def differences(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tupl
 
 
 def compared(first: RunFile, second: RunFile, seed: int, resamples: int) -> list[dict[str, Any]]:
-    """One row for each figure: both values, the ratio B/A, its 95 % interval, and whether that leaves out 1."""
+    """Returns one row for each figure: both values, the ratio B/A, its 95 % interval, and whether the interval excludes 1."""
     source = np.random.default_rng(seed)
     rows = []
     for metric, name in METRICS.items():
@@ -70,7 +70,8 @@ def _by_request(run: RunFile, metric: str) -> list[np.ndarray]:
 
 
 def _goodness(run: RunFile, settings: dict[str, Any] | None = None) -> list[np.ndarray]:
-    """Both by the same limits, or their shares could not be compared."""
+    """Returns whether each request kept the limits. Both runs are judged by the same limits, so that their shares can be
+    compared."""
     slo = LoadSlo.of(settings or run.settings)
 
     def judged(record: RequestRecord) -> bool:
@@ -80,11 +81,11 @@ def _goodness(run: RunFile, settings: dict[str, Any] | None = None) -> list[np.n
 
 
 def _drawn(side: Sequence[np.ndarray], source: np.random.Generator, resamples: int) -> list[np.ndarray]:
-    """Resamples, each as long as the run: blocks of about the cube root of its requests."""
+    """Draws resamples that are each as long as the run, in blocks of about the cube root of the number of requests."""
     count = len(side)
     block = max(1, round(count ** (1 / 3)))
     most = max(100, min(resamples, _SAMPLES_MAX // max(1, sum(map(len, side)))))
-    doubled = [*side, *side[:block]]  # the end is followed by the beginning, so that each request is as likely
+    doubled = [*side, *side[:block]]  # the beginning follows the end, so that each request is drawn equally often
     found = []
     for _ in range(most):
         starts = source.integers(count, size=-(-count // block)).tolist()

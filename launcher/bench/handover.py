@@ -1,8 +1,7 @@
-"""`crossdock bench handover`: what moving a prompt's KV from prefill to decode costs the one who waits for it.
-
-Chunks travel while later ones compute, so what is left when the prompt is computed should be next to nothing. Two figures
-say so: the time from then until the decode worker has acknowledged the KV, as a share of the time to first token; and the
-gap before the second token, which that time is in, beside the gaps that follow.
+"""`crossdock bench handover`: how much a client waits because a prompt's KV moves from prefill to decode. KV of chunks is sent
+while later chunks are computed, so little should be left when the prompt is computed. Two figures measure the rest: the time
+from then until the decode worker has acknowledged the KV, as a share of the time to first token; and the gap before the second
+token, which contains that time, beside the later gaps.
 """
 
 import random
@@ -28,7 +27,7 @@ from runtime.settings.serve import ServeSettings
 STATUS_TIMEOUT_MS = 5_000
 SHARE_GOAL, GAP_GOAL = 0.02, 1.5
 WARMUP_PROMPTS = 1
-"""The first one waits for the pair of workers to meet."""
+"""The pair of workers meets during the first prompt."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ async def _run(settings: HandoverSettings, console: Console) -> int:
 async def _measure(
     up: Running, model: str, settings: HandoverSettings, keys: Keys | None, console: Console
 ) -> list[Handover]:
-    """One prompt after the other, none like another, so that nothing is cached and nothing waits."""
+    """Sends one prompt after the other. All prompts differ, so that nothing is cached and nothing waits."""
     source, done = random.Random(settings.seed), []
     with Progress(console=console, transient=True) as progress:
         for number in progress.track(range(WARMUP_PROMPTS + settings.prompts), description="prompts"):

@@ -38,7 +38,7 @@ from runtime.settings.serve import ServeSettings
 
 PREFILL_ALONE_PROMPTS = 5
 LONG_PROMPT_TOKENS = 2
-"""Tokens asked of each long prompt: the second comes from decode, so its KV cache really moves."""
+"""Tokens asked of each long prompt: decode computes the second one, so the KV really moves."""
 BATCHES = (1, 8, 16)
 FIRST_TOKENS_TIMEOUT_S = 120.0
 
@@ -77,7 +77,7 @@ async def _run(settings: IsolationSettings, console: Console) -> int:
 
 @contextlib.asynccontextmanager
 async def _server(settings: IsolationSettings, console: Console) -> AsyncIterator[aiohttp.ClientSession]:
-    """A client of the server named, or of a cluster started for the time of the measurement."""
+    """Yields a client of the named server, or of a cluster that runs during the measurement."""
     if settings.url:
         base_url = settings.url.rstrip("/").removesuffix("/v1")
         async with new_session(base_url, settings.api_key) as client:
@@ -151,7 +151,7 @@ async def _isolation(
 
 
 async def _watch(steady: SteadyStreams, warmup_s: float, seconds: float, what: str, progress: Progress) -> Window:
-    """Let all streams deliver, then the warm-up pass, then measure."""
+    """Waits until all streams deliver and the warm-up has passed, then measures."""
     task = progress.add_task(f"{what}: warming up", total=None)
     async with asyncio.timeout(FIRST_TOKENS_TIMEOUT_S):
         while not all(stream.arrivals for stream in steady.streams):
@@ -182,7 +182,7 @@ async def _prefill_alone(
 
 
 class LongPrompts:
-    """Long prompts back to back: each of `prompts_at_once` arrives when the one before it has its answer."""
+    """Sends long prompts back to back, `prompts_at_once` at a time; each follows the answer to the one before it."""
 
     def __init__(
         self, client: aiohttp.ClientSession, model: str, settings: IsolationSettings, source: random.Random
@@ -196,7 +196,7 @@ class LongPrompts:
         self._tasks = [loop.create_task(self._run()) for _ in range(self._settings.prompts_at_once)]
 
     def check(self) -> None:
-        """Raise what a prompt failed with: figures without the load would flatter."""
+        """Raises the error of a prompt that failed: figures without the load would look too good."""
         for task in self._tasks:
             if task.done():
                 task.result()

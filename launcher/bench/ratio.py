@@ -23,7 +23,7 @@ from launcher.models import resolve
 from runtime.process.exits import INTERRUPTED_EXIT
 
 SERVED_SHARE: Final = 0.9
-"""A limit that fewer of the requests meet has failed: goodput is quoted at this attainment."""
+"""A limit counts as failed if a smaller share of the requests meets it; goodput is quoted at this attainment."""
 
 
 def run(settings: RatioSettings) -> int:
@@ -77,7 +77,7 @@ def failing(goodput: Mapping[str, Any]) -> list[str]:
 
 
 def bottleneck(figures: Mapping[str, Any]) -> str:
-    """The phase that is nearest to its limit, or furthest over it: that with the larger p90 in parts of its limit.
+    """Returns the phase with the larger ratio of p90 to its limit.
 
     First tokens wait for prefill, later ones for decode.
     """

@@ -58,7 +58,7 @@ def run(settings: ServeBenchSettings) -> int:
 
 
 def check_files(settings: LoadSettings) -> None:
-    """Before minutes are spent. Raises `SettingsError`."""
+    """Checks the files before minutes are spent. Raises `SettingsError`."""
     plot.check(settings.plot)
 
 
@@ -77,7 +77,7 @@ async def _run(settings: ServeBenchSettings, tenants: Sequence[LoadTenant], cons
 
 
 def named(settings: ServerSettings, tenants: Sequence[LoadTenant]) -> BenchSite:
-    """The server that `--url` says, or the one cluster of this machine. Raises `SettingsError`."""
+    """Returns the server that `--url` names, or the one cluster of this machine. Raises `SettingsError`."""
     keyed = tuple(replace(tenant, key=_key(tenant, settings.api_key)) for tenant in tenants)
     base_url = settings.url
     if not base_url:
@@ -105,7 +105,7 @@ def _key(tenant: LoadTenant, default: str) -> str:
 async def started(
     settings: TargetSettings, ratio: Ratio, tenants: Sequence[LoadTenant], model: ReadyModel, console: Console
 ) -> AsyncIterator[BenchSite]:
-    """A cluster for the time of the context, with a key for each tenant, where there is more than the default one."""
+    """Yields a cluster that runs during the context, with a key for each tenant if there are others than the default one."""
     with tempfile.TemporaryDirectory(prefix="crossdock-") as folder:
         event_log = Path(folder) / "event_log"
         serve: dict[str, Any] = {
@@ -131,11 +131,11 @@ async def started(
                     os.sched_setaffinity(0, up.cluster.plan.control)
                 yield BenchSite(up.cluster.base_url, up.cluster.key, keyed, str(event_log))
             finally:
-                os.sched_setaffinity(0, cores)  # the next cluster is planned for all of them
+                os.sched_setaffinity(0, cores)  # the plan of the next cluster may use all of them
 
 
 def _tenants_toml(tenants: Sequence[LoadTenant]) -> str:
-    """Users of one organisation stand under it; each name is one tenant."""
+    """Writes the tenants file. Users of one organisation are in its table; each name is one tenant."""
     lines = []
     for tenant in tenants:
         organisation, _, user = tenant.name.partition("/")
@@ -147,7 +147,7 @@ def _tenants_toml(tenants: Sequence[LoadTenant]) -> str:
 
 
 async def measure(settings: LoadSettings, site: BenchSite, model_id: str, console: Console) -> RunFile:
-    """One run of the load. Raises `BenchFailed` where nothing can be measured; ended by Ctrl-C it returns what there is."""
+    """Plays the load once. Raises `BenchFailed` where nothing can be measured; after Ctrl-C it returns what was measured."""
     async with new_session(silence_s=None) as session:
         probed = await probe(session, site.base_url, site.key, model_id, settings)
         plan = make_plan(settings, site.tenants, probed.target.context_tokens)

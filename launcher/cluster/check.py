@@ -1,4 +1,4 @@
-"""`crossdock cluster check`: what a `cluster.toml` comes to, host by host."""
+"""`crossdock cluster check`: shows the processes and options that a `cluster.toml` leads to, host by host."""
 
 import shlex
 from collections.abc import Iterable
@@ -43,7 +43,8 @@ def _table(title: str, processes: Iterable[PlannedProcess]) -> tables.Table:
 
 
 def _look_for_keys(path: str, file: ClusterFile) -> str:
-    """A note where the folder is one of the hosts, and not here. Raises `SettingsError` for one that travels with the file."""
+    """Returns a note if the folder of keys is expected on the hosts and is not here. Raises `SettingsError` if a missing
+    folder would have to be copied with the file."""
     if not file.keys or Path(file.keys).expanduser().is_dir():
         return ""
     where = Path(path).expanduser().resolve()
@@ -55,7 +56,8 @@ def _look_for_keys(path: str, file: ClusterFile) -> str:
 
 
 def _words(process: PlannedProcess) -> list[str]:
-    """Options one to a line, as flags; then the environment, and cores. A secret is named and not shown."""
+    """Returns the options as flags, one to a line, then the environment and the cores. A secret is named, its value is not
+    shown."""
     flags, words = process.arguments(), list[str]()
     for word in flags:
         if word.startswith("--"):

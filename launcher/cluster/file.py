@@ -99,7 +99,7 @@ class _Table(BaseModel):
 
 
 class FirstPorts(_Table):
-    """The first of each kind on a host; the second process has the next one. 0: any free one."""
+    """The first port of each kind on a host; the second process has the next port, and so on. 0: any free one."""
 
     coordinator: Annotated[int, Field(ge=1, le=65_535)] = 7070
     http: Annotated[int, Field(ge=1, le=65_000)] = 8000
@@ -114,7 +114,7 @@ class Host(_Table):
 
     address: Annotated[str, Field(min_length=1, max_length=253), AfterValidator(_check_address)]
     bind: Annotated[str, AfterValidator(_check_ip)] = ""
-    """The address to listen on, where it is not the address that others connect to."""
+    """The address to listen on, if others connect to a different one."""
     interface: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@-]*\z", max_length=64)] = ""
     """The network interface for KV, as in --kv-interface."""
     ssh: Text = ""
@@ -127,7 +127,7 @@ class Host(_Table):
     gpus: list[Gpu] = []
     """One for each worker, prefill first and mixed last; empty: workers compute on the CPU."""
     cores: Annotated[str, AfterValidator(_check_cores)] = ""
-    """Shared out to workers that compute on the CPU; empty: nothing is pinned."""
+    """Cores that are shared out to workers that compute on the CPU; empty: nothing is pinned."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Threads of each worker; 0: as many as its cores, or 1."""
     gateway: RoleOptions = {}
@@ -142,7 +142,7 @@ class Host(_Table):
 
     @property
     def kv_address(self) -> str:
-        """Where KV itself arrives, if no interface says it; empty: neither address names one of this host."""
+        """Returns the address at which KV arrives if no interface is named; empty: neither address is one of this host."""
         own = "127.0.0.1" if self.address == "localhost" else ""
         return next((one for one in (self.address, self.bind) if is_ip(one) and one not in EVERYWHERE), own)
 
@@ -151,7 +151,7 @@ class ClusterFile(_Table):
     """The whole file, its relative paths made absolute."""
 
     name: Name = "crossdock"
-    """Tells clusters apart that share hosts."""
+    """Distinguishes clusters that share hosts."""
     model: Text = ""
     model_id: Text = ""
     keys: Text = ""
@@ -176,7 +176,7 @@ class ClusterFile(_Table):
 
 
 def parse(text: str, folder: PurePath) -> ClusterFile:
-    """The content of a file in `folder`, to which its relative paths belong. Raises `ClusterError`."""
+    """Returns the checked content of a file in `folder`, where its relative paths begin. Raises `ClusterError`."""
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -191,7 +191,7 @@ def parse(text: str, folder: PurePath) -> ClusterFile:
 
 
 def travels(text: str) -> list[str]:
-    """The relative paths in it: what `crossdock cluster launch` copies with the file. Of a text that `parse` takes."""
+    """Returns the relative paths in a text that `parse` accepts: `crossdock cluster launch` copies them with the file."""
     content = tomllib.loads(text)
     found = [content.get("keys", "")]
     tables = [content.get(role, {}) for role in ("coordinator", "gateway")]
@@ -202,7 +202,7 @@ def travels(text: str) -> list[str]:
 
 
 def incomplete(file: ClusterFile) -> list[str]:
-    """The entries that are missing before it can serve. A part of a cluster is no mistake in itself."""
+    """Returns the entries that are missing before the cluster can serve. A part of a cluster is not an error in itself."""
     hosts = file.hosts.values()
     found = {
         "gateways": sum(host.gateways for host in hosts),
@@ -217,7 +217,8 @@ def _is_relative(path: str) -> bool:
 
 
 def _absolute(content: dict[str, Any], folder: PurePath) -> dict[str, Any]:
-    """Relative paths are beside the file; a model is one only with a leading dot, since ORG/NAME looks like it."""
+    """Makes relative paths absolute, from the file's folder. A model counts as a path only with a leading dot, since ORG/NAME
+    looks like one."""
 
     def of(table: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
         wanted = {key: table[key] for key in keys if isinstance(table.get(key), str) and table[key]}

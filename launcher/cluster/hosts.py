@@ -21,7 +21,7 @@ _PUBLIC, _SECRET = ".key", ".key_secret"
 
 
 class HostFailed(CrossdockError):
-    """A command failed on a host; `str()` names it and ends with what was said there."""
+    """A command failed on a host; `str()` names the host and ends with the command's output."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class HostSite:
         return self.file.hosts[name]
 
     def command(self, name: str, script: str) -> list[str]:
-        """The command that runs a POSIX shell script on a host. In it `$d` is the folder of the host's part and `crossdock`
-        its command."""
+        """Returns the command that runs a POSIX shell script on a host. The script sees the folder of the host's part as `$d`,
+        and the command `crossdock`."""
         host = self.host(name)
         here = self.local or bool(host.netns)
         own = shlex.join(python_command("launcher.cli")) if here else self.file.command
-        # As `launcher.local.registry` has it, seen from there.
+        # The folder of `launcher.local.registry`, as the host's shell writes it.
         folder = '"${XDG_STATE_HOME:-$HOME/.local/state}/crossdock/runs/' + f'{self.file.name}.{name}"'
         script = f'crossdock() {{ {own} "$@"; }}\nd={folder}\n{script}'
         if not here:
@@ -56,7 +56,7 @@ class HostSite:
         return [*(("ip", "netns", "exec", host.netns) if host.netns else ()), "sh", "-c", script]
 
     def run(self, name: str, script: str, *, timeout_s: float, given: bytes = b"") -> HostAnswer:
-        """Raises `HostFailed` where no answer comes; a status other than 0 is one."""
+        """Runs a script on a host. Raises `HostFailed` if no answer comes; an answer may have a status other than 0."""
         try:
             done = subprocess.run(
                 self.command(name, script),
@@ -73,7 +73,8 @@ class HostSite:
         return HostAnswer(name, done.returncode, done.stdout.decode("utf-8", "replace").strip())
 
     def run_all(self, scripts: dict[str, str], *, timeout_s: float) -> Iterator[HostAnswer]:
-        """Run on several hosts at once, as they answer; one that does not answer has status 255."""
+        """Runs scripts on several hosts at once; yields the answers as they come. A host that does not answer has status
+        255."""
 
         def one(name: str, script: str) -> HostAnswer:
             try:
@@ -87,8 +88,8 @@ class HostSite:
 
 
 def parcel(site: HostSite, name: str) -> bytes:
-    """The files that a host needs, as tar: the file, the tenants, and of the keys the public ones and its own. Raises
-    `SettingsError`."""
+    """Returns the files that a host needs, as tar: the cluster file, the tenants, the public keys and the host's own secret
+    keys. Raises `SettingsError`."""
     folder = site.path.parent
     wanted = [site.path]
     for relative in travels(site.path.read_text(encoding="utf-8")):
@@ -100,7 +101,7 @@ def parcel(site: HostSite, name: str) -> bytes:
             raise SettingsError(f"FILE: there is no {path}{more}")
         wanted += _keys_of(path, site.host(name)) if path.is_dir() else [path]
     packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w", dereference=True) as tar:  # a link would lead nowhere there
+    with tarfile.open(fileobj=packed, mode="w", dereference=True) as tar:  # a link would point to nothing on the host
         for path in wanted:
             inside = "cluster.toml" if path == site.path else str(path.relative_to(folder))
             try:
@@ -111,14 +112,15 @@ def parcel(site: HostSite, name: str) -> bytes:
 
 
 def keys_there(site: HostSite) -> str:
-    """The folder of keys on a host, as a word of a script: a relative one was copied with the file."""
+    """Returns the folder of keys on a host, quoted for a script; a relative folder was copied with the file."""
     copied = travels(site.path.read_text(encoding="utf-8"))
     own = [path for path in copied if str(site.path.parent / path) == site.file.keys]
     return f'"$d"/{shlex.quote(own[0])}' if own else shlex.quote(site.file.keys)
 
 
 def _keys_of(folder: Path, host: Host) -> Iterable[Path]:
-    """The coordinator's host can be asked by `crossdock status` as well."""
+    """Yields the key files for a host. The coordinator's host gets the client's key too, so that `crossdock status` works
+    there."""
     roles = {
         "coordinator": host.coordinator,
         "client": host.coordinator,
@@ -133,7 +135,7 @@ def _keys_of(folder: Path, host: Host) -> Iterable[Path]:
 
 
 def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    """The user who unpacks it owns it, and nobody else reads it."""
+    """Makes the file belong to the user who unpacks it, and readable by no other user."""
     info.uid = info.gid = 0
     info.uname = info.gname = ""
     info.mode = 0o600

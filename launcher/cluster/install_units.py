@@ -95,8 +95,8 @@ def _installed(at: ClusterHost) -> units.Installed:
 
 
 def _environment(command: str) -> tuple[str, tuple[str, ...], str]:
-    """The interpreter, the folders that it and the packages lie in, and the folder of the packages: of the environment that
-    `command` names by its path, or else of this one. Raises `SettingsError`."""
+    """Returns the interpreter, the folders that it and the packages lie in, and the folder of the packages. They belong to the
+    environment that `command` names by its path, or else to this one. Raises `SettingsError`."""
     if not os.path.isabs(command) or Path(command).parent == Path(sys.executable).parent:
         return sys.executable, tuple(sorted({sys.prefix, sys.base_prefix})), ROOT
     python = Path(command).with_name("python")
@@ -121,7 +121,7 @@ def _there(root: Path) -> dict[str, str]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Options may hold keys of the API; units are for everyone to see."""
+    """Writes a file. Options may hold API keys, so only their owner can read them; everyone can read units."""
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(f".{path.name}.part")
     half.unlink(missing_ok=True)

@@ -24,7 +24,7 @@ from runtime.settings.options import SettingsError
 
 _SHORT_S = 60.0
 _FETCH_S = 3600.0
-"""Seconds for models that have to be fetched first."""
+"""Seconds in which a host may fetch its models first."""
 _STATE = """
 p=$(sed -n 's/.*"pid":\\([0-9]*\\).*/\\1/p' "$d/cluster.json" 2>/dev/null)
 s=$(sed -n 's/.*"started":\\([0-9]*\\).*/\\1/p' "$d/cluster.json" 2>/dev/null)
@@ -35,7 +35,7 @@ else
     exit 3
 fi
 """
-"""As `launcher.local.registry.running`, without the second that Python takes to start."""
+"""Does the same as `launcher.local.registry.running`, without the second that Python takes to start."""
 _UNPACK = 'umask 077 && mkdir -p "$d" && tar -xf - -C "$d" --no-same-owner'
 
 
@@ -73,7 +73,7 @@ def up(settings: LaunchUpSettings) -> int:
                 console.print(answer.output, markup=False)
             elif not failed:
                 failed.append(answer)
-                # Now, and not when the others have waited for it in vain.
+                # Stop the hosts at once, and not when the others have waited in vain for the one that failed.
                 _down(site, console, keep_logs=True)
         _expect(failed, (0,))
     except BaseException:
@@ -126,7 +126,7 @@ def logs(settings: LaunchLogsSettings) -> int:
         for reader in readers:
             reader.join()
     except KeyboardInterrupt:
-        pass  # that is how --follow ends
+        pass  # Ctrl-C ends --follow
     finally:
         for process in running:
             process.terminate()
@@ -140,7 +140,8 @@ def down(settings: LaunchDownSettings) -> int:
 
 
 def _down(site: HostSite, console: Console, keep_logs: bool) -> bool:
-    """Whether all went well. Gateways go first, since they end the streams; a coordinator by itself goes last."""
+    """Stops all hosts; returns whether all went well. Hosts with gateways go first, since gateways end the streams; a host
+    with only a coordinator goes last."""
     script = (
         '[ -f "$d/cluster.toml" ] || {{ echo "{0} is not up"; exit 0; }}\n'
         'crossdock down "$d/cluster.toml" --host {0}' + (" --keep-logs" if keep_logs else "")

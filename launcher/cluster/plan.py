@@ -82,11 +82,11 @@ class HostPlan:
     """The base URLs of the gateways here."""
     note: str = ""
     metrics: str = METRICS_OFF
-    """Where `crossdock up` itself shows metrics, of how its processes fare."""
+    """The address at which `crossdock up` itself exports metrics about its processes."""
 
 
 def watchdog_s_of(role: str) -> float:
-    """An autopilot that hangs is as urgent as a gateway."""
+    """Returns the watchdog's time for a role. An autopilot that hangs is as urgent as a gateway."""
     return WATCHDOG_S["gateway" if role == "autopilot" else role]
 
 
@@ -100,7 +100,8 @@ def base_urls(file: ClusterFile) -> list[str]:
 
 
 def check(file: ClusterFile) -> dict[str, HostPlan]:
-    """The plan of every host. Raises `ClusterError` where a host's options are wrong or two processes meet on one port."""
+    """Returns the plan of every host. Raises `ClusterError` where a host's options are wrong or two processes use the same
+    port."""
     plans: dict[str, HostPlan] = {}
     problems: list[str] = []
     for name in file.hosts:
@@ -140,7 +141,7 @@ def plan_host(file: ClusterFile, name: str, model: str, model_id: str = "") -> H
     if host.coordinator and file.autopilot:
         decided = {key: value for key, value in shared.items() if key != "model"} | {"name": "autopilot"}
         found.append(PlannedProcess("autopilot", 0, _settings(file, name, "autopilot", decided), cores=cpu.control))
-    # Hosts that share a machine have addresses of their own on its loopback.
+    # Hosts that share a machine each have their own address on its loopback.
     where = host.listens_on if is_loopback(host.listens_on) and is_ip(host.listens_on) else "127.0.0.1"
     if file.ports.metrics:
         found = [
@@ -152,13 +153,13 @@ def plan_host(file: ClusterFile, name: str, model: str, model_id: str = "") -> H
 
 
 def _own_metrics(file: ClusterFile, where: str, processes: int) -> str:
-    """The metrics address of `crossdock up` itself: the port after those of its processes."""
+    """Returns the metrics address of `crossdock up` itself: the port after those of its processes."""
     port = file.ports.metrics + processes if file.ports.metrics else 0
     return f"{_shown(where)}:{port if port <= _PORT_MAX else 0}"
 
 
 def _coordinators(file: ClusterFile, host: str, cores: tuple[int, ...]) -> list[PlannedProcess]:
-    """One, or two that listen at the same place, each in its turn."""
+    """Plans one coordinator, or two that listen at the same address one after the other."""
     decided = {"bind": _tcp(file.hosts[host].listens_on, file.ports.coordinator)} | _security(file)
     first = _settings(file, host, "coordinator", decided | {"name": "coordinator"})
     found = [PlannedProcess("coordinator", 0, first, cores=cores)]
@@ -168,7 +169,7 @@ def _coordinators(file: ClusterFile, host: str, cores: tuple[int, ...]) -> list[
 
 
 def _with_metrics(process: PlannedProcess, address: str) -> PlannedProcess:
-    """There, unless its table says another place."""
+    """Sets the metrics address, unless the role's table names another one."""
     if "metrics" in process.settings.model_fields_set:
         return process
     return replace(process, settings=process.settings.model_copy(update={"metrics": address}))
@@ -206,8 +207,8 @@ def _cpu_plan(host: Host) -> CpuPlan:
 def _settings(
     file: ClusterFile, host: str, role: str, decided: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
 ) -> Options:
-    """Settings from the least to the most special: what follows from the host, the tables of the file, those of the host; and
-    what is decided, which none of them may name."""
+    """Merges the settings of a process. Each source overrides those before it: what follows from the host, the tables of the
+    file, the host's own tables. Options that are decided may not be in any table."""
     cls = SETTINGS[role]
     tables = [("common", file.common)]
     if role in WORKER_MODULES:
@@ -239,7 +240,7 @@ def _settings(
 
 
 def _explain(details: Any, sources: Mapping[str, str], other: str) -> str:
-    """`other`: the table of a key that none of `sources` has."""
+    """Returns one line about an error; `other` is the table of a key that is not in `sources`."""
     message = details["msg"].removeprefix("Value error, ")
     if not details["loc"]:
         return f"[{other}] {message}"
@@ -263,7 +264,7 @@ def _bound(host: Host, option: str, first_port: int, index: int) -> dict[str, st
 
 
 def _data_plane(host: Host) -> dict[str, str]:
-    """Where KV itself arrives: on the interface, else on the address."""
+    """Returns the option for the address at which KV arrives: the interface if there is one, else the address."""
     if host.interface:
         return {"kv_interface": host.interface}
     return {"transfer_host": host.kv_address}
@@ -275,7 +276,7 @@ def _collisions(file: ClusterFile, plans: Mapping[str, HostPlan]) -> list[str]:
     for host_name, plan in plans.items():
         host = file.hosts[host_name]
         if host.netns:
-            continue  # what it listens on is its own
+            continue  # a network namespace has ports of its own
         for process in plan.processes:
             for what, port in _listens(process.settings):
                 # Coordinators listen in turn.
@@ -288,7 +289,7 @@ def _collisions(file: ClusterFile, plans: Mapping[str, HostPlan]) -> list[str]:
 
 
 def _listens(settings: Options) -> list[tuple[str, int]]:
-    """Option and port of what it binds, where the port is known."""
+    """Returns option and port of each known port that the process listens on."""
     options = {
         key: getattr(settings, key) for key in ("bind", "tokens_bind", "kv_bind") if key in settings.model_fields_set
     }

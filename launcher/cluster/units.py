@@ -25,7 +25,7 @@ TARGET: Final = "crossdock.target"
 STOP_SLACK_S: Final = 15
 _HIDDEN: Final = ("/home/", "/root/", "/run/user/")
 _ABSENT: Final = ("/tmp/", "/var/tmp/")
-"""Folders of which a unit has its own (PrivateTmp)."""
+"""A unit has its own copies of these folders (PrivateTmp)."""
 _WRITES: Final = ("usage_db", "event_log", "batch_db")
 _READS: Final = ("model", "tenants", "profile")
 _DESCRIPTIONS: Final = {
@@ -38,7 +38,7 @@ _DESCRIPTIONS: Final = {
     "autopilot": "crossdock autopilot (ratio of prefill and decode workers)",
 }
 _ALONE: Final = ("coordinator", "coordinator-standby")
-"""Units with one process, by index."""
+"""Units of the two coordinators, by index; each has one process."""
 _SINGLE: Final = (*_ALONE, "autopilot")
 _SANDBOX: Final = """\
 User=crossdock
@@ -108,7 +108,7 @@ class Installed:
 
 
 def render(plan: HostPlan, on: Installed) -> dict[str, str]:
-    """Path below the root → content. Raises `ClusterError`."""
+    """Returns the content of each file by its path below the root. Raises `ClusterError`."""
     files: dict[str, str] = {}
     for kind in dict.fromkeys(_kind(process) for process in plan.processes):
         of_kind = [process for process in plan.processes if _kind(process) == kind]
@@ -135,13 +135,12 @@ def unit(process: PlannedProcess) -> str:
 
 
 def _kind(process: PlannedProcess) -> str:
-    """The kind of a process that has a unit, or a template, of its own: a role, and the second coordinator of `standby =
-    true`."""
+    """Returns the kind of unit or template of a process: its role, or the second coordinator of `standby = true`."""
     return _ALONE[process.index] if process.role == "coordinator" else process.role
 
 
 def is_ours(path: str) -> bool:
-    """Whether an earlier call may have made it: what a new one does not make again is removed."""
+    """Whether an earlier call may have made this file. A new call removes such files if it does not make them again."""
     alone, many = "|".join(_SINGLE), "gateway|prefill|decode|mixed"
     return bool(
         re.fullmatch(rf"{UNITS}/crossdock-({alone}|({many})@\d*)\.service(\.d/cores\.conf)?", path)
@@ -204,13 +203,13 @@ def _unit(kind: str, processes: Sequence[PlannedProcess], on: Installed) -> str:
 
 
 def _stop_s(processes: Sequence[PlannedProcess]) -> int:
-    """As long as streams may take to end or to move on (--drain-timeout-s), and some more."""
+    """Returns the time in which streams may end or move on (--drain-timeout-s), and some seconds more."""
     return math.ceil(max(getattr(process.settings, "drain_timeout_s", 0.0) for process in processes)) + STOP_SLACK_S
 
 
 def _credentials(role: str, on: Installed) -> list[str]:
-    """Credentials from the folder of keys: the public ones and this role's secret one; a mixed worker has those of both its
-    roles."""
+    """Returns the names of the key files for a role: all public ones and the role's secret one. A mixed worker has the secret
+    keys of both its roles."""
     if not on.keys:
         return []
     public = [name for name in on.key_files if name.endswith(".key")]
@@ -226,7 +225,7 @@ def _secret(role: str, on: Installed) -> str:
 
 
 def _options(process: PlannedProcess) -> str:
-    """Everything by its name in the environment, the CPU's threads included."""
+    """Returns all options as environment variables, and those for the threads of the CPU."""
     settings = process.settings
     for key in _WRITES:
         path = getattr(settings, key, "")
@@ -246,7 +245,8 @@ def _options(process: PlannedProcess) -> str:
 
 
 def _under_home(processes: Sequence[PlannedProcess], on: Installed) -> list[str]:
-    """The folders that a unit must read and does not see otherwise. Raises `ClusterError` where it cannot see it at all."""
+    """Returns the folders that a unit must read and would not see otherwise. Raises `ClusterError` for a folder that a unit
+    cannot see at all."""
     read: list[str] = [on.python, *on.prefixes, on.root]
     for process in processes:
         read += [str(getattr(process.settings, key, "")) for key in _READS]
@@ -260,20 +260,20 @@ def _text(value: Any) -> str:
 
 
 def _quoted(value: str) -> str:
-    """As EnvironmentFile= reads it. Raises `ClusterError`."""
+    """Quotes a value for EnvironmentFile=. Raises `ClusterError`."""
     if "\n" in value or not value.isprintable():
         raise ClusterError("an option with a line break or a control character cannot be given to a unit")
     return '"' + re.sub(r'(["\\$`])', r"\\\1", value) + '"'
 
 
 def _escaped(path: str | PurePath) -> str:
-    """A path in a unit file. Raises `ClusterError`."""
+    """Escapes a path for a unit file. Raises `ClusterError`."""
     if re.search(r"[\s\"'\\$]", str(path)):
         raise ClusterError(f"{path}: a path with such characters cannot stand in a unit; move or link it")
     return str(path).replace("%", "%%")
 
 
 def changes(wanted: Mapping[str, str], there: Mapping[str, str]) -> list[tuple[str, str]]:
-    """(what to do, path): `write`, `remove` or `keep`. `there` are files that `is_ours` says are."""
+    """(what to do, path): `write`, `remove` or `keep`. `there`: the present files for which `is_ours` is true."""
     found = [("keep" if there.get(path) == text else "write", path) for path, text in wanted.items()]
     return found + [("remove", path) for path in sorted(set(there) - set(wanted))]

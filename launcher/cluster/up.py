@@ -33,7 +33,8 @@ from runtime.settings.options import SettingsError
 from runtime.settings.types import ENV_PREFIX
 
 STOP_STAGES = {"autopilot": 0, "gateway": 0, "prefill": 1, "decode": 1, "mixed": 1, "coordinator": 2}
-"""Streams are ended by their gateway, before the workers that compute them go; the coordinator hears of it all."""
+"""Gateways stop first, because they end the streams; then the workers, and the coordinator last, so that it hears of
+everything."""
 DOWN_S = 60.0
 LOG = "up.log"
 _TAIL_LINES = 30
@@ -107,10 +108,10 @@ def _check_down(at: ClusterHost) -> None:
 
 
 def _plan(at: ClusterHost, console: Console) -> tuple[HostPlan, str]:
-    """The processes, with a model that is there, and its id. Raises `SettingsError` or `ModelError`."""
+    """Returns the plan, with a model that is on this host, and the model's id. Raises `SettingsError` or `ModelError`."""
     host, file = at.file.hosts[at.host], at.file
     try:
-        plan_host(file, at.host, "not looked for yet")  # a mistake is told before a model is fetched
+        plan_host(file, at.host, "not looked for yet")  # report a mistake before a model is fetched
         if not (host.gateways or host.workers.total):
             return plan_host(file, at.host, "none"), ""
         model = resolve.ready(file.model, file.model_id, console)
@@ -121,7 +122,7 @@ def _plan(at: ClusterHost, console: Console) -> tuple[HostPlan, str]:
 
 async def _up(settings: UpSettings, at: ClusterHost, plan: HostPlan, model_id: str, console: Console) -> int:
     registry.make_folder(at.folder)
-    _check_down(at)  # once more: fetching a model may have taken minutes, and two of us would share one note
+    _check_down(at)  # again, since fetching a model may have taken minutes, and two calls would share one note
     supervisor = Supervisor(log_dir=at.folder, say=sayer(console), verbose=settings.verbose)
     coordinator = coordinator_address(at.file)
     if plan.note:
@@ -157,14 +158,13 @@ async def _up(settings: UpSettings, at: ClusterHost, plan: HostPlan, model_id: s
 
 
 def _check_wanted(settings: UpSettings, at: ClusterHost) -> None:
-    """A `down` that came before the note has taken the file away. Raises `NotUp`."""
+    """Raises `NotUp` if a `down` that came before the note was written has removed the file."""
     if not Path(settings.cluster_file).expanduser().exists():
         raise NotUp(f"{at.host} was taken down before it had started")
 
 
 async def _wait(settings: UpSettings, plan: HostPlan, supervisor: Supervisor, console: Console) -> None:
-    """Wait until every process here has said that it is ready, and the gateways have workers of both kinds, wherever those
-    are."""
+    """Waits until every process here has said that it is ready, and the gateways have workers of both roles on any host."""
     async with new_session() as session:
 
         async def is_ready() -> bool:
@@ -190,7 +190,7 @@ def spec_of(process: PlannedProcess) -> ProcessSpec:
 
 
 def _detach(settings: UpSettings, at: ClusterHost, console: Console) -> int:
-    """The same command again, in a session of its own; returns when it says that it is ready. Raises `NotUp`."""
+    """Starts the same command in a session of its own; returns when that one says that it is ready. Raises `NotUp`."""
     registry.make_folder(at.folder)
     log = at.folder / LOG
     arguments = [str(Path(settings.cluster_file).expanduser().resolve()), "--host", at.host]
@@ -206,7 +206,7 @@ def _detach(settings: UpSettings, at: ClusterHost, console: Console) -> int:
         )
         ended = os.pidfd_open(process.pid)
         try:
-            # A model may have to be fetched first, so it is the process itself that knows when to give up.
+            # A model may have to be fetched first, so there is no timeout here: the process itself gives up.
             with console.status(f"{at.host}: starting"):
                 while True:
                     readable, _, _ = select.select([heard.fileno(), ended], [], [])
@@ -247,7 +247,8 @@ def down(settings: DownSettings) -> int:
 
 
 def _end(pid: int) -> bool:
-    """SIGTERM, and SIGKILL after a while, upon which the kernel kills what it has started. Whether the first was enough."""
+    """Sends SIGTERM, and after a while SIGKILL, after which the kernel kills the processes that it has started. Returns
+    whether SIGTERM was enough."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -17,12 +17,13 @@ LINE_BYTES_MAX: Final = 1 << 20
 EVENTS_MAX: Final = 1 << 20
 ERROR_BYTES_MAX: Final = 1 << 16
 KEEPALIVE_S: Final = 3.0
-"""Shorter than servers keep idle connections, so that none is used that the server is about to close."""
+"""Shorter than the time that servers keep idle connections, so that no request uses a connection that the server is about to
+close."""
 SILENCE_S: Final = 300.0
 """A server that sends nothing for so long has failed."""
 READY_S: Final = 2.0
 DRAIN_S: Final = 1.0
-"""Seconds for the end of the connection's use behind [DONE], so that it can be used again."""
+"""Seconds to wait for the end of the answer behind [DONE], so that the connection can be used again."""
 _DONE: Final = b"[DONE]"
 
 
@@ -49,7 +50,7 @@ class ClientUsage(msgspec.Struct):
 
 
 class Event(msgspec.Struct):
-    """The fields that are read of an event, of completions and of chat alike."""
+    """The fields of an event that are read, for completions and chat alike."""
 
     choices: list[ClientChoice] | None = None
     usage: ClientUsage | None = None
@@ -60,7 +61,7 @@ _DECODER: Final = msgspec.json.Decoder(Event)
 
 
 class RequestFailed(CrossdockError):
-    """`kind` is a word for statistics."""
+    """A request failed. `kind` is a word for statistics."""
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(detail)
@@ -68,7 +69,7 @@ class RequestFailed(CrossdockError):
 
 
 class SseReader:
-    """Bytes of a server-sent event stream → events. Pure."""
+    """Turns the bytes of a server-sent event stream into events. Pure."""
 
     def __init__(self) -> None:
         self.done = False
@@ -76,7 +77,7 @@ class SseReader:
         self._events = 0
 
     def feed(self, data: bytes) -> Iterator[Event]:
-        """Those that end in `data`. Raises `RequestFailed` at an error event, or what is none."""
+        """Yields the events that end in `data`. Raises `RequestFailed` at an error event, or at data that is no event."""
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
         if len(self._rest) > LINE_BYTES_MAX:
@@ -103,7 +104,7 @@ class SseReader:
 
 
 def new_session(base_url: str = "", key: str = "", silence_s: float | None = SILENCE_S) -> aiohttp.ClientSession:
-    """Any number of connections at once."""
+    """Makes a session that may open any number of connections at once."""
     return aiohttp.ClientSession(
         base_url or None,
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
@@ -120,8 +121,8 @@ def headers(key: str) -> dict[str, str]:
 
 
 async def events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[Event, float]]:
-    """The events of an answer, each with the time of the read that brought it. Raises `RequestFailed` at anything but a
-    stream that ends with [DONE]."""
+    """Yields the events of an answer, each with the time of the read that brought it. Raises `RequestFailed` unless the answer
+    is a stream that ends with [DONE]."""
     if response.status != 200:
         why = reason(await read_whole(response, ERROR_BYTES_MAX))
         raise RequestFailed(f"http_{response.status}", f"HTTP {response.status}: {why}")
@@ -137,7 +138,7 @@ async def events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[Event,
 
 
 async def drain(response: aiohttp.ClientResponse) -> None:
-    """Read what follows [DONE]; close the connection if the server does not come to an end."""
+    """Reads what follows [DONE]; closes the connection if the server does not end the answer in time."""
     try:
         async with asyncio.timeout(DRAIN_S):
             async for _ in response.content.iter_any():

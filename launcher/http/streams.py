@@ -49,9 +49,8 @@ def long_prompt(source: random.Random, words_min: int, words_max: int) -> str:
 async def stream_completion(
     session: aiohttp.ClientSession, model: str, prompt: str, max_tokens: int, into: ClientStream | None = None
 ) -> ClientStream:
-    """One completion with exactly `max_tokens` tokens; arrivals are noted as they come, also if it is cancelled midway.
-
-    Raises `RequestFailed` on anything but a clean end, and `BenchFailed` where the usage is missing.
+    """Requests one completion with exactly `max_tokens` tokens. Arrivals are noted as they come, so they are there even if it
+    is cancelled midway. Raises `RequestFailed` unless the stream ends cleanly, and `BenchFailed` if the usage is missing.
     """
     body = {
         "model": model,
@@ -113,7 +112,7 @@ class SteadyStreams:
         return sum(len(stream.arrivals) for stream in self.streams)
 
     async def run_for(self, seconds: float) -> None:
-        """Let them run. Raises what a stream failed with."""
+        """Lets the streams run for this time. Raises the error of a stream that failed."""
         done, _ = await asyncio.wait(self._tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
@@ -126,7 +125,7 @@ class SteadyStreams:
     async def _run(self, session: aiohttp.ClientSession, model: str, index: int, tokens: int) -> None:
         turn = 0
         while True:
-            # Staggered lengths keep the streams from ending, and starting, all at once.
+            # Different lengths keep the streams from starting and ending all at once.
             length = tokens if turn else max(8, tokens * (index + 1) // len(self._tasks))
             stream = self._open[index] = ClientStream(0.0)
             prompt = f"Story number {index}.{turn}: once upon a time"

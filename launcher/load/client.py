@@ -1,6 +1,6 @@
 """One request of the load generator: sent, its stream read, every chunk with a token timed.
 
-The times that count are those at which bytes arrive: each read is stamped once, before it is taken apart. An answer is good
+All times are those at which bytes arrive: each read gets one time stamp, before it is parsed. An answer is good
 only if it ended with `[DONE]`; everything else has a kind of error. Nothing that a server sends raises here.
 """
 
@@ -30,7 +30,7 @@ from runtime.process import clock
 
 
 class StreamReader:
-    """Bytes of a server-sent event stream → arrivals in a record. Pure."""
+    """Notes the arrivals of a server-sent event stream in a record. Pure."""
 
     def __init__(self, record: RequestRecord, origin: float, on_text: Callable[[str], None] | None = None) -> None:
         self._record, self._origin, self._on_text = record, origin, on_text
@@ -44,14 +44,14 @@ class StreamReader:
         return self._sse.done
 
     def feed(self, data: bytes, now: float) -> None:
-        """Raises `RequestFailed` at an error event, or what is none."""
+        """Adds bytes that came at `now`. Raises `RequestFailed` at an error event, or at data that is no event."""
         for event in self._sse.feed(data):
             self._take(event, now)
         self.settle()
 
     @property
     def carried(self) -> int:
-        """Tokens so far, as far as chunks tell."""
+        """Returns the number of tokens so far, as the chunks show it."""
         return max(self._ids, self._chunks)
 
     def settle(self) -> None:
@@ -128,8 +128,8 @@ async def send(
     origin: float,
     on_text: Callable[[str], None] | None = None,
 ) -> None:
-    """Fills the record in; its outcome is set when this returns, or is cancelled from outside. `on_text` is told of the answer,
-    piece by piece."""
+    """Sends a request and fills the record in. The outcome is set when this returns, or is cancelled from outside. `on_text`
+    gets the answer piece by piece."""
     leaves = planned.cancel_s != NEVER and planned.cancel_s < target.timeout_s
     reader = StreamReader(record, origin, on_text)
     record.sent_s = clock.now() - origin

@@ -27,7 +27,7 @@ class LoadSlo:
         return cls(settings["slo_ttft_ms"], settings["slo_tpot_ms"], settings["slo_itl_ms"])
 
     def missed(self, record: RequestRecord) -> list[str]:
-        """The limits that it missed; a request that failed missed `answer`."""
+        """Returns the limits that the request missed; a request that failed missed `answer`."""
         if record.outcome != OK:
             return ["answer"]
         found = {
@@ -43,8 +43,8 @@ class LoadSlo:
 
 
 def values(records: Iterable[RequestRecord], metric: str) -> list[float]:
-    """All that was measured of one metric; times of requests that failed or were cut short are not among them, except that
-    gaps and first tokens of cancelled ones count up to where the client left."""
+    """Returns all measured values of one metric. Failed requests are left out, and so is the total time of cancelled ones;
+    their gaps and first tokens count."""
     found: list[float] = []
     for record in records:
         if record.outcome not in (OK, CANCELLED):
@@ -77,7 +77,8 @@ def jain(shares: Sequence[float]) -> float | None:
 
 
 def service(record: RequestRecord) -> float:
-    """The service that it got, in the coordinator's unit, however it ended; prompt tokens from the cache cost nothing."""
+    """Returns the service that the request got, in the coordinator's unit, even if it failed; cached prompt tokens cost
+    nothing."""
     if record.first_s is None:
         return 0.0
     prompt = (record.prompt_tokens or record.prompt_asked) - record.cached_tokens
@@ -89,7 +90,8 @@ def asked(record: RequestRecord) -> float:
 
 
 def goodput(records: Sequence[RequestRecord], slo: LoadSlo, seconds: float) -> dict[str, Any]:
-    """Requests whose client left, or that the end of the run cut off, are judged neither way."""
+    """Returns the goodput. Requests whose client left, or that the end of the run cut off, count neither as good nor as
+    missed."""
     judged = [record for record in records if record.outcome not in (CANCELLED, INTERRUPTED)]
     misses = [slo.missed(record) for record in judged]
     good = sum(1 for missed in misses if not missed)
@@ -133,14 +135,15 @@ def _served(own: Sequence[RequestRecord], slo: LoadSlo, seconds: float) -> dict[
 
 
 def by_priority(records: Sequence[RequestRecord], slo: LoadSlo, seconds: float) -> dict[str, dict[str, Any]]:
-    """Empty where no request asked for one."""
+    """Returns figures for each priority; empty if no request asked for one."""
     names = sorted({record.priority for record in records})
     found = {name or "(none)": [record for record in records if record.priority == name] for name in names}
     return {name: _served(own, slo, seconds) for name, own in found.items()} if names != [""] else {}
 
 
 def figures(records: Sequence[RequestRecord], weights: Mapping[str, float], slo: LoadSlo) -> dict[str, Any]:
-    """The figures of the counted requests, over the time from the first of them being due to the last end among them."""
+    """Returns the figures of the counted requests. Their time span begins when the first of them is due and ends with the last
+    end."""
     counted = [record for record in records if record.counted]
     start = min((record.due_s for record in counted), default=0.0)
     seconds = max((record.ended_s for record in counted), default=0.0) - start
@@ -169,7 +172,7 @@ def figures(records: Sequence[RequestRecord], weights: Mapping[str, float], slo:
 
 
 def _details(records: Iterable[RequestRecord]) -> dict[str, str]:
-    """The first message of each kind of error."""
+    """Returns the first message of each kind of error."""
     found: dict[str, str] = {}
     for record in records:
         if record.detail:
@@ -191,14 +194,14 @@ def _throughput(records: Sequence[RequestRecord], seconds: float) -> dict[str, f
 
 
 def _offered(records: Sequence[RequestRecord], seconds: float) -> float:
-    """Arrivals per second from the first to the last of them; what the tail of answers takes is no part of it."""
+    """Returns the arrivals per second between the first and the last; the time that the last answers take is not included."""
     due_s = [record.due_s for record in records]
     span_s = max(due_s) - min(due_s)
     return (len(due_s) - 1) / span_s if span_s > 0 else len(due_s) / seconds
 
 
 def _lengths(ended: Sequence[RequestRecord]) -> dict[str, Any]:
-    """How long requests really were, as the server counts, beside what was planned."""
+    """Returns the lengths of requests as the server counts them, beside the planned ones."""
     told = [record for record in ended if record.prompt_tokens]
     off = [abs(record.prompt_tokens - record.prompt_asked) for record in told]
     return {

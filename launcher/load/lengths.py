@@ -14,8 +14,8 @@ _LOGNORMAL = re.compile(r"lognormal:(\d{1,7}(?:\.\d+)?),(\d{1,2}(?:\.\d+)?)")
 
 @dataclass(frozen=True)
 class Lengths:
-    """A distribution of token counts, each at least 1. `first` and `second` are what its kind says: the length; the ends;
-    median and the standard deviation of the logarithm."""
+    """A distribution of token counts, each at least 1. `first` and `second` depend on the kind: the length; the two ends; or
+    the median and the standard deviation of the logarithm."""
 
     kind: Literal["fixed", "uniform", "lognormal"]
     first: float
@@ -49,7 +49,7 @@ class Lengths:
 def arrival_times(
     kind: str, rate: float, cv: float, duration_s: float, most: int, source: np.random.Generator
 ) -> list[float]:
-    """Seconds in [0, duration_s), ascending: a renewal process whose gaps have mean 1/rate and, for gamma, the given
+    """Returns sorted times in seconds in [0, duration_s): a renewal process whose gaps have mean 1/rate and, for gamma, this
     coefficient of variation."""
     shape = 1 / cv**2
     times: list[float] = []

@@ -1,6 +1,6 @@
 """Every request of a run, from settings and a seed: when, from whom, how long, and whether its client leaves.
 
-All is drawn before the first request is sent, so that the same seed sends the same load, whatever the server does."""
+All of it is drawn before the first request is sent, so that the same seed sends the same load to any server."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from runtime.settings.options import SettingsError
 
 NEVER = -1
 _TIMES, _LENGTHS, _TENANTS, _PREFIXES, _CANCELS, _PRIORITY_CLASSES, _ABUSE = range(7)
-"""Streams of random numbers: a change of one setting does not change what is drawn for the others."""
+"""Separate random streams, so that a change of one setting does not change what is drawn for the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class PlannedRequest:
     blocks: tuple[int, ...] = ()
     """Ids of the blocks its prompt is made of, where a trace says so."""
     cancel_tokens: int = NEVER
-    """The client leaves when it has so many tokens."""
+    """The client leaves after this many tokens."""
     cancel_s: float = NEVER
-    """The client leaves so many seconds after sending, if `cancel_tokens` does not say it."""
+    """The client leaves this many seconds after sending, unless `cancel_tokens` is set."""
     counted: bool = True
-    """It does not come in the warm-up."""
+    """False for requests of the warm-up."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class LoadPlan:
     block_tokens: int
     """Tokens of each of `PlannedRequest.blocks`."""
     cut: int
-    """Requests made shorter to fit the model's context."""
+    """How many requests were shortened to fit the model's context."""
 
 
 def tenants_of(settings: TargetSettings) -> list[LoadTenant]:
@@ -55,7 +55,7 @@ def tenants_of(settings: TargetSettings) -> list[LoadTenant]:
     abuser = settings.abuser if isinstance(settings, LoadSettings) else ""
     if settings.tenant and mix:
         raise SettingsError("--tenants-mix: --tenant says the same; give one of them")
-    try:  # here and not in the settings, whose errors show the value, and so the keys
+    try:  # here and not in the settings: their errors show the value, and so the keys
         found = read_mix(mix) if mix else parse_tenants(settings.tenant)
     except ValueError as error:
         raise SettingsError(f"--tenant: {error}") from None
@@ -72,7 +72,8 @@ def tenants_of(settings: TargetSettings) -> list[LoadTenant]:
 
 
 def make_plan(settings: LoadSettings, tenants: Sequence[LoadTenant], context_tokens: int) -> LoadPlan:
-    """`context_tokens`: of the model; 0 if unknown. Raises `SettingsError` where nothing would be sent."""
+    """Draws the requests. `context_tokens`: the model's context; 0 if unknown. Raises `SettingsError` if nothing would be
+    sent."""
 
     def source(stream: int) -> np.random.Generator:
         return np.random.default_rng([settings.seed, stream])
@@ -113,7 +114,7 @@ def _rows(settings: LoadSettings, times: np.random.Generator, lengths: np.random
 def _abuse(
     settings: LoadSettings, rows: Sequence[TraceRow], factor: float, source: np.random.Generator
 ) -> list[TraceRow]:
-    """Poisson arrivals at `factor` times the rate of `rows`, with lengths drawn from theirs."""
+    """Draws Poisson arrivals at `factor` times the rate of `rows`, with lengths drawn from `rows`."""
     rate = factor * len(rows) / settings.duration_s
     times = arrival_times("poisson", rate, 1.0, settings.duration_s, settings.requests, source)
     return [replace(rows[int(source.integers(len(rows)))], at_s=at_s, blocks=()) for at_s in times]

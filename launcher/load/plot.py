@@ -16,7 +16,7 @@ BINS = 60
 
 
 def check(path: str) -> None:
-    """Before minutes are spent. Raises `SettingsError`."""
+    """Checks before minutes are spent that a picture can be drawn. Raises `SettingsError`."""
     if not path:
         return
     reports.check_writable(path, "--plot")
@@ -97,7 +97,7 @@ def draw_peers(path: str, results: dict[str, dict[str, Any]]) -> None:
 
 
 def timeline(run: RunFile) -> tuple[list[float], list[float]]:
-    """Beginnings of equal spans of the run, and chunks with tokens per second in each."""
+    """Returns the beginnings of equal spans of the run, and the chunks with tokens per second in each."""
     arrivals: list[float] = []
     for record in run.requests:
         if record.first_s is not None:

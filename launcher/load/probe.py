@@ -1,4 +1,5 @@
-"""Before a run: what the server is, which model it has, what it understands, and how prompts of a known length are made."""
+"""Finds out before a run what the server is, which model it has, what it understands, and how to make prompts of a known
+length."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ from launcher.load.settings import LoadSettings, TargetSettings
 
 ANSWER_BYTES_MAX = 8 << 20
 PROBE_WORDS = 30
-"""They must fit small contexts, even with a token for each letter."""
+"""Few enough to fit small contexts, even with a token for each letter."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,12 @@ async def probe(
 
 
 async def _learn(session: aiohttp.ClientSession, probed: Probed, key: str) -> Probed:
-    """Learn which of the extensions it takes, and how many tokens words are."""
+    """Learns which extensions the server takes, and how many tokens words are."""
     words = list(WORDS[:PROBE_WORDS])
     target = probed.target
     extensions = {"return_token_ids": True, "ignore_eos": True}
     status, content = await _ask(session, target, words, extensions, key)
-    if status in (400, 422):  # OpenAI's own API knows neither
+    if status in (400, 422):  # OpenAI's own API knows neither extension
         extensions.pop("return_token_ids")
         target = replace(target, token_ids=False)
         status, content = await _ask(session, target, words, extensions, key)
@@ -81,12 +82,12 @@ async def _learn(session: aiohttp.ClientSession, probed: Probed, key: str) -> Pr
         raise BenchFailed(f"POST {target.url}: HTTP {status}: {str(content.get('error', content))[:300]}")
     ids = _prompt_ids(content)
     if ids and not target.chat:
-        # The first may be one that only ever begins a text.
+        # The first token may be one that only begins texts.
         return replace(probed, target=target, pool=tuple(dict.fromkeys(ids[1:])))
     status, longer = await _ask(session, target, words * 2, {}, key)
     counts = [_prompt_tokens(one) for one in (content, longer)]
     if status != 200 or counts[1] <= counts[0]:
-        return replace(probed, target=target)  # It does not count: words are taken for tokens.
+        return replace(probed, target=target)  # The server does not count tokens, so each word is taken for one token.
     per_word = (counts[1] - counts[0]) / len(words)
     overhead = max(0.0, counts[0] - per_word * len(words))
     return replace(probed, target=target, tokens_per_word=per_word, overhead_tokens=overhead)

@@ -1,5 +1,5 @@
-"""Prompts of a wanted length: token ids where the server takes them, words of which it said how many tokens they are,
-or words measured with a local tokenizer."""
+"""Prompts of a wanted length: token ids where the server takes them; else words, whose number of tokens the server gave or a
+local tokenizer measured."""
 
 import random
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True)
 class Prompts:
-    """Every token, or word, of `pool` may be drawn. Equal seeds make equal prompts; a request's own part is never the same as
-    another's, so that only what is meant to be cached is."""
+    """Makes prompts from random tokens, or words, of `pool`. Equal seeds make equal prompts. Each request has a part of its
+    own that no other request shares, so that only intended parts are cached."""
 
     seed: int
     pool: Sequence[int] | Sequence[str]
@@ -51,7 +51,8 @@ class Prompts:
 
 
 def words_with_a_tokenizer(path: str, overhead_tokens: float) -> tuple[list[str], float]:
-    """The words that are one token each behind another, and 1.0. Raises `SettingsError`."""
+    """Returns the words that are one token each after another word, and 1.0; if they are few, all words and their mean tokens.
+    Raises `SettingsError`."""
     file = Path(path).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file
     try:

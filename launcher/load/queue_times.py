@@ -10,9 +10,8 @@ from launcher.load.records import RequestRecord
 
 
 def add_waits(path: Path, records: Sequence[RequestRecord]) -> str:
-    """Sets `queue_ms` of the records whose requests are in the event log; returns why there are none, or nothing.
-
-    An event log that is still being written is read up to its last whole record.
+    """Sets `queue_ms` of the records whose requests are in the event log. Returns the reason if there are none, else an empty
+    text. An event log that is still being written is read up to its last whole record.
     """
     try:
         with path.expanduser().open("rb") as file:

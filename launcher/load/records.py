@@ -11,9 +11,9 @@ FORMAT: Final = 1
 OK: Final = "ok"
 CANCELLED: Final = "cancelled"
 INTERRUPTED: Final = "interrupted"
-"""The run was ended before the request was."""
+"""The run ended before the request did."""
 NOT_SENT: Final = "not_sent"
-"""There were too many in flight already."""
+"""Too many requests were in flight already."""
 FILE_BYTES_MAX: Final = 1 << 30
 
 
@@ -26,17 +26,18 @@ class RequestRecord(msgspec.Struct):
     prompt_asked: int
     output_asked: int
     counted: bool = True
-    """It did not come in the warm-up."""
+    """False for requests of the warm-up."""
     sent_s: float = 0.0
     first_s: float | None = None
     """The first chunk with a token."""
     gaps_ms: list[float] = []
     """Gaps between chunks with tokens."""
     tail_ms: float = 0.0
-    """Time from the last of them to a chunk that only ends the answer: with the last token, if that has no text."""
+    """Time from the last chunk with tokens to a chunk that only ends the answer; the last token came with that one if it has
+    no text."""
     ended_s: float = 0.0
     tokens: int = 0
-    """Answer tokens: as the server counts them, or else the chunks that carried some."""
+    """Answer tokens as the server counts them, or else the number of chunks that carried tokens."""
     prompt_tokens: int = 0
     """As the server counts them; 0 if it did not say."""
     cached_tokens: int = 0
@@ -55,7 +56,7 @@ class RequestRecord(msgspec.Struct):
 
     @property
     def tpot_ms(self) -> float | None:
-        """Mean time per token after the first (chunk: what it carried beyond one token counts as sent after it)."""
+        """Mean time per token after the first one. Tokens in the first chunk beyond the first one count as sent after it."""
         spent_ms = sum(self.gaps_ms) + self.tail_ms
         return spent_ms / (self.tokens - 1) if self.tokens > 1 and spent_ms else None
 
@@ -78,7 +79,7 @@ class RunFile(msgspec.Struct):
 
 
 def encoded(run: RunFile | dict[str, Any]) -> str:
-    """A run, or several, as one line of JSON."""
+    """Returns a run, or several, as one line of JSON."""
     return msgspec.json.encode(run).decode() + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The open loop: each request leaves when it is due, whatever became of those before it."""
+"""The open loop: each request is sent when it is due, even if those before it have not been answered."""
 
 import asyncio
 from collections.abc import Sequence
@@ -37,8 +37,8 @@ async def drive(
     in_flight_max: int,
     console: Console,
 ) -> LoadRun:
-    """Sends all and waits for their ends. If it is cancelled it still returns: what is in flight is cut off, and the run is
-    marked as interrupted."""
+    """Sends all requests and waits until they end. If it is cancelled it still returns: requests in flight are cut off, and
+    the run is marked as interrupted."""
     run = LoadRun()
     columns = (
         SpinnerColumn(),
@@ -47,7 +47,7 @@ async def drive(
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    # It draws in a thread of its own, which takes time from the measurement: seldom.
+    # The progress bar draws seldom: its thread takes time from the measurement.
     with Progress(*columns, console=console, refresh_per_second=2) as progress:
         bar = progress.add_task("sending", total=len(requests))
         loop = asyncio.get_running_loop()
@@ -82,7 +82,7 @@ async def _send_all(
 ) -> None:
     loop = asyncio.get_running_loop()
     for planned in requests:
-        # Made before it is due: what is long in the making does not make it late.
+        # Made before it is due, so that a prompt that takes long to make does not make the request late.
         body = target.body(planned, prompts.make(planned))
         await asyncio.sleep(max(0.0, origin + planned.due_s - clock.now()))
         record = RequestRecord(

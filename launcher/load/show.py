@@ -13,7 +13,7 @@ LATE_MS_BAD = 10.0
 
 
 def number(value: float | None, digits: int = 1) -> str:
-    """Four digits and more say enough without a fraction."""
+    """Returns the number without a fraction if it has four digits or more."""
     return "–" if value is None else f"{value:,.{0 if abs(value) >= 1000 else digits}f}"
 
 
@@ -112,7 +112,7 @@ def _priorities(priorities: Mapping[str, Any], console: Console) -> None:
 
 
 def _honesty(figures: Mapping[str, Any], console: Console) -> None:
-    """Print the generator's own delays, and how far lengths were from the plan."""
+    """Prints the generator's own delays, and how far lengths were from the plan."""
     late, lengths = figures["late_ms"], figures["lengths"]
     if late:
         mark = "yellow" if late["p99"] > LATE_MS_BAD else "dim"

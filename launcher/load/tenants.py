@@ -1,4 +1,4 @@
-"""The senders: tenants with their keys and shares, priorities, and ratios of workers, from how a user writes them."""
+"""The senders: tenants with their keys and shares, priorities, and ratios of workers, parsed from what a user writes."""
 
 import re
 import tomllib
@@ -16,7 +16,8 @@ _RATIO = re.compile(r"(?:([1-9]\d?)P([1-9]\d?)D)?(\+(?=\d))?(?:([1-9]\d?)M)?", r
 
 @dataclass(frozen=True)
 class LoadTenant:
-    """`share` of the load; `weight` as the server has it, for fairness. `abuse`: on top of the load, so many times it all."""
+    """`share`: of the load. `weight`: the server's, for fairness. `abuse`: additional load, as a multiple of the whole
+    load."""
 
     name: str
     key: str = ""
@@ -74,7 +75,7 @@ def _name(text: str) -> str:
 
 
 def parse_tenants(texts: Sequence[str]) -> list[LoadTenant]:
-    """`NAME:KEY:SHARE[:WEIGHT[:PRIORITY]]` each. Raises `ValueError`, never naming a key."""
+    """Parses texts like `NAME:KEY:SHARE[:WEIGHT[:PRIORITY]]`. Raises `ValueError`, which never contains a key."""
     found: list[LoadTenant] = []
     for text in texts:
         parts = text.split(":")

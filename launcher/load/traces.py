@@ -31,7 +31,7 @@ AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 TURNS_MAX: Final = 1_000_000
 SESSION_COLUMNS: Final = ("session", "turn", "prompt_tokens", "reused_tokens", "output_tokens", "think_s")
 RESTART_SHARE: Final = 0.5
-"""A turn that has less of the prompt before it than this part begins a new conversation."""
+"""A turn begins a new conversation if it has less than this part of the prompt before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class _AiperfMetrics(msgspec.Struct, frozen=True):
 
 
 class _Aiperf(msgspec.Struct):
-    """A record of `profile_export.jsonl`; one without lengths is of a request that failed."""
+    """A record of `profile_export.jsonl`; a record without lengths belongs to a request that failed."""
 
     metadata: _AiperfMetadata
     metrics: _AiperfMetrics = _AiperfMetrics()
@@ -156,7 +156,7 @@ def _lengths(metrics: _AiperfMetrics) -> tuple[int, int]:
 def _checked(number: int, row: TraceRow) -> TraceRow:
     if not 0 <= row.at_s < 1e10:  # also not a number
         raise _BadLine(number, f"the time {row.at_s} is not in 0 to 1e10 seconds")
-    # Traces have requests without an answer; one token is asked for them.
+    # Some requests in traces have no answer; one token is asked for them.
     if not 1 <= row.prompt_tokens <= TOKENS_MAX or not 0 <= row.output_tokens <= TOKENS_MAX:
         raise _BadLine(number, f"{row.prompt_tokens} and {row.output_tokens} tokens are not in 1 to {TOKENS_MAX}")
     return row
@@ -171,7 +171,8 @@ def scaled(
     scale_tokens: float,
     source: np.random.Generator,
 ) -> list[TraceRow]:
-    """The part that begins at `from_s` of the trace, as played: times in seconds from its beginning, below `duration_s`.
+    """Returns the part of the trace that begins at `from_s`, as it is played: times are seconds from its beginning, below
+    `duration_s`.
 
     Rows of exactly equal time, as in traces with coarse stamps, are spread at random up to the next time.
     """

@@ -12,7 +12,8 @@ FILE_BYTES_MAX = 16 << 20
 LINE_BYTES_MAX = 64 << 10
 TAIL_LINES = 40
 NEWS = ("tenants file taken", "tenants file not taken")
-"""Lines that begin so are shown whatever their level: they answer an action of a person. Several processes may say the same."""
+"""Lines that begin so are shown at any level, because they answer an action of a person. Several processes may log the same
+line."""
 _LOUD = ("warning", "error", "critical")
 _OWN_KEYS = ("event", "level", "timestamp", "process", "exception")
 
@@ -59,20 +60,21 @@ class ChildLog:
     def _keep(self, raw: bytes) -> None:
         try:
             if self._file.tell() + len(raw) > FILE_BYTES_MAX:
-                with contextlib.suppress(FileNotFoundError):  # somebody removed it, or the last try got no further
+                # The file was removed, or the last attempt failed just after this line.
+                with contextlib.suppress(FileNotFoundError):
                     os.replace(self.path, self.path.with_suffix(".log.1"))
                 full, self._file = self._file, self._open()
                 full.close()
             self._file.write(raw + b"\n")
         except OSError:
-            pass  # the disk is full: what is shown, and the last lines, are kept all the same, and the process serves on
+            pass  # the disk is full: lines are still shown, the last ones are kept in memory, and the process serves on
 
     def _open(self) -> IO[bytes]:
         return self.path.open("ab", buffering=0)
 
 
 def readable(line: str) -> tuple[str, str]:
-    """A log line → (level, text for people); the level is "" where the line is no record, as a library's print."""
+    """Returns (level, text for people) of a log line; the level is "" for a line that is no record, like a library's print."""
     try:
         record: Any = json.loads(line)
     except (ValueError, RecursionError):

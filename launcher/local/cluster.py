@@ -1,4 +1,4 @@
-"""A whole cluster on this machine: which processes, with which options, on which cores."""
+"""A whole cluster on this machine: its processes, their options and their cores."""
 
 import os
 import secrets
@@ -48,15 +48,15 @@ class LocalAddresses:
 
 
 def sees_gpu(device: str) -> bool:
-    """Whether workers will compute on a GPU. torch is imported only where a driver and a build for it are there."""
+    """Whether workers will compute on a GPU. Imports torch only if a driver is there, and a torch build for it."""
     if device != "auto":
         return device == "cuda"
     return Path("/dev/nvidiactl").exists() and machine.gpu_memory_bytes() > 0
 
 
 def build(settings: ServeSettings, model: ReadyModel, ports: ReservedPorts) -> LocalAddresses:
-    """Raises `SettingsError`. Every role's own options may still come from the environment and the file. The cluster's ports
-    are taken in `ports`, which is closed after the cluster has stopped."""
+    """Plans the cluster. Raises `SettingsError`. Each role's own options may still come from the environment and the file.
+    `ports` reserves the cluster's ports, and is closed after the cluster has stopped."""
     on_gpu = sees_gpu(settings.device)
     plan = plan_cpu(
         tuple(os.sched_getaffinity(0)),
@@ -86,7 +86,7 @@ def build(settings: ServeSettings, model: ReadyModel, ports: ReservedPorts) -> L
         )
         for index, port in enumerate(http)
     ]
-    # API keys go by the environment: flags can be seen in ps.
+    # API keys are passed in the environment, because ps shows flags.
     api_keys = {ENV_PREFIX + "API_KEYS": ",".join(settings.api_keys or [key])} if key else {}
     control = child_environment(1)
     own = {"name": "coordinator", "bind": coordinator, "metrics": metrics[0]}
@@ -112,7 +112,8 @@ def build(settings: ServeSettings, model: ReadyModel, ports: ReservedPorts) -> L
 
 
 def _gpu_share(settings: ServeSettings, shared: dict[str, str]) -> dict[str, str]:
-    """All workers are on one GPU, and share its memory unless the environment or the file says how. Raises `SettingsError`."""
+    """Returns each worker's share of the GPU. All workers are on one GPU and share its memory equally, unless the environment
+    or the file says otherwise. Raises `SettingsError`."""
     if "gpu_memory_share" in load(WorkerSettings, shared | {"role": "decode"}).model_fields_set:
         return {}
     return {"gpu_memory_share": str(gpu_share_of(settings.prefill + settings.decode + settings.mixed))}
@@ -136,13 +137,13 @@ def _autopilot_spec(settings: ServeSettings, shared: dict[str, str]) -> ProcessS
 
 
 def keys_folder(settings: ServeSettings) -> str:
-    """The folder in full, for processes and for people who ask in another terminal."""
+    """Returns the absolute path, for processes and for commands in another terminal."""
     return str(Path(settings.keys).expanduser().resolve())
 
 
 def _own_key(settings: ServeSettings) -> str:
-    """The key with which the launcher sends requests of its own. The tenants file has no key in plain, so one is made for this
-    run, of the tenant `default`. Raises `SettingsError` where the file cannot be used."""
+    """The key with which the launcher sends requests of its own. The tenants file has no plain keys, so a key of the tenant
+    `default` is made for this run. Raises `SettingsError` where the file cannot be used."""
     if settings.tenants:
         try:
             tenants = read(Path(settings.tenants).expanduser())
@@ -154,7 +155,8 @@ def _own_key(settings: ServeSettings) -> str:
 
 
 def _decisions(settings: ServeSettings) -> dict[str, str]:
-    """Raises `SettingsError` where no file can be made there: a coordinator that does not start says less."""
+    """Returns the option for the event log. Raises `SettingsError` if no file can be made there, because a coordinator that
+    does not start reports less."""
     if not settings.event_log:
         return {}
     path = Path(settings.event_log).expanduser().absolute()
@@ -173,9 +175,9 @@ def worker_spec(
     shared: dict[str, str],
     control: tuple[int, ...],
 ) -> ProcessSpec:
-    """Only the thread that computes sits on the seat's cores; the event loop and the KV transfers of a decode worker would
-    hold up its steps there, so they move to where the control processes run once the model is loaded; until then the worker may
-    use both, so that a start is not one core's work."""
+    """Returns the start of a worker. Only its computing thread runs on the seat's cores. Its event loop and KV transfers would
+    hold up decode steps there, so they move to the control processes' cores once the model is loaded. Until then the worker
+    may use both, so that its start is not limited to one core."""
     options = {
         "role": role,
         "name": f"{role}-{index}",

@@ -1,9 +1,9 @@
 """The CPU cores of each process. Pure: cores in, a plan out.
 
-On CPU the phases are kept apart by cores: decode workers get cores of their own, so that nothing else runs between
-two tokens; prefill workers and the control processes share the rest. There prefill is niced, so that the coordinator
-and the gateway, which need little but need it at once, run ahead of it. A mixed worker is seated like a decode worker; where
-all are mixed, they and the control processes share all cores, and they are niced.
+On CPU the phases are kept apart by cores: decode workers get cores of their own, so that nothing else runs between two tokens;
+prefill workers and the control processes share the rest. Prefill workers are niced there, so that the coordinator and the
+gateway, which need little time but need it at once, run before them. A mixed worker is seated like a decode worker; where all
+are mixed, they and the control processes share all cores, and they are niced.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ PREFILL_NICE = 10
 
 @dataclass(frozen=True)
 class CoreAssignment:
-    """Where one worker runs; `cores` empty: not pinned."""
+    """The cores and threads of one worker; `cores` empty: not pinned."""
 
     cores: tuple[int, ...]
     threads: int
@@ -34,7 +34,8 @@ class CpuPlan:
 def plan_cpu(
     cores: tuple[int, ...], *, prefill: int, decode: int, on_gpu: bool, mixed: int = 0, threads: int = 0
 ) -> CpuPlan:
-    """`cores`: those this process may use. `threads` per worker; 0: as many as its cores, and never more than those."""
+    """Plans the cores. `cores`: those this process may use. `threads` of each worker; 0: as many as its cores. A worker never
+    gets more threads than cores."""
     assert cores and prefill + decode + mixed >= 1 and threads >= 0
     if on_gpu:
         seat = CoreAssignment((), threads or 1, 0)
@@ -65,8 +66,8 @@ def _phases_apart(cores: tuple[int, ...], prefill: int, decode: int, threads: in
         seats = (CoreAssignment(cores, 1, PREFILL_NICE),) * prefill, (CoreAssignment(cores, 1, 0),) * decode
         return CpuPlan(cores, *seats, note="; ".join(notes))
     cores = tuple(sorted(cores))
-    # Half of the cores, but one for each decode worker where there are enough, and never the last one of the others. Where one
-    # kind is on other hosts, this one gets what it would have.
+    # Decode gets half of the cores, or one for each decode worker if that is more and there are enough; the others keep at
+    # least one. If this host has one role only, that role gets the cores of the other, too.
     wanted = 0 if decode == 0 else len(cores) if prefill == 0 else max(decode, len(cores) // 2)
     decode_cores = cores[len(cores) - min(wanted, len(cores) - 1) :]
     decode_sets = _share(decode_cores, decode)
@@ -94,7 +95,8 @@ def _cut(threads: int, cores: int) -> str:
 
 
 def _share(cores: tuple[int, ...], workers: int) -> list[tuple[int, ...]]:
-    """Equal runs of cores, the remainder left over; where there are too few, one core each, taken in turn."""
+    """Returns equal runs of cores; the remainder is left over. If there are too few cores, the workers get one core each, in
+    turn."""
     each = len(cores) // max(1, workers)
     if each == 0:
         return [(cores[index % len(cores)],) for index in range(workers)]

@@ -44,10 +44,9 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def running(settings: ServeSettings, model: ReadyModel, console: Console) -> AsyncIterator[Running]:
-    """A cluster that is ready; stopped on the way out, whatever happens.
-
-    Raises `SettingsError` before anything is started, `RoleFailed` where it does not get ready in time, and `SettingsError`
-    or `ConfigError` where a role refuses its settings.
+    """Yields a cluster that is ready, and stops it on the way out in every case. Raises `SettingsError` before anything is
+    started, `RoleFailed` if the cluster is not ready in time, and `SettingsError` or `ConfigError` if a role refuses its
+    settings.
     """
     with ReservedPorts() as ports:
         cluster = build(settings, model, ports)
@@ -68,7 +67,8 @@ async def running(settings: ServeSettings, model: ReadyModel, console: Console) 
 async def _started(
     settings: ServeSettings, cluster: LocalAddresses, model: ReadyModel, console: Console
 ) -> AsyncIterator[tuple[Supervisor, Path]]:
-    """The processes of a cluster, not yet ready, and the folder of their logs; stopped at the end of the context."""
+    """Yields the started processes, which may not be ready yet, and the folder of their logs; stops them at the end of the
+    context."""
     log_dir = new_log_dir()
     supervisor = Supervisor(log_dir=log_dir, say=sayer(console), verbose=settings.verbose)
     try:
@@ -83,8 +83,8 @@ async def _started(
 
 
 def run_until_stopped(begin: Callable[[], Coroutine[Any, Any, int]], console: Console) -> int:
-    """Run what `begin` returns, which may itself take long: it may fetch a model. When a signal comes before all is ready,
-    it is said, and the status is that of the signal; `work` that serves returns 0 when it is cancelled."""
+    """Runs the work that `begin` returns, which may take long to get ready, for instance to fetch a model. If a signal comes
+    before that, this is printed, and the status is that of the signal. Serving that is cancelled returns 0."""
     try:
         with interrupts.raised():
             status = uvloop.run(until_interrupted(begin(), console))
@@ -96,9 +96,9 @@ def run_until_stopped(begin: Callable[[], Coroutine[Any, Any, int]], console: Co
 
 
 async def until_interrupted(work: Coroutine[Any, Any, int], console: Console) -> int:
-    """The result of `work`, the exit status. When SIGINT or SIGTERM comes first, at whatever point, `work` is cancelled,
-    cleans up and has ended when this returns: 130 or 143 then, unless `work` took that for its proper end. A second
-    SIGINT or SIGTERM ends this process at once; the kernel then kills what the supervisor has started."""
+    """Returns the result of `work`, the exit status. If SIGINT or SIGTERM comes first, `work` is cancelled and has cleaned up
+    when this returns. The status is then 130 or 143, unless `work` returned one of its own. A second SIGINT or SIGTERM ends
+    this process at once; the kernel then kills what the supervisor has started."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     status = 0
@@ -134,7 +134,7 @@ def sayer(console: Console) -> Callable[[str, str, str], None]:
 
 
 def new_log_dir() -> Path:
-    """A folder for this run's logs; older runs but the last few are removed. Raises `CannotKeep`."""
+    """Makes a folder for this run's logs, and removes those of all but the last few runs. Raises `CannotKeep`."""
     runs = registry.runs_folder()
     own = runs / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
     registry.make_folder(own)
@@ -148,7 +148,7 @@ def new_log_dir() -> Path:
 async def wait_ready(
     is_ready: Callable[[], Coroutine[Any, Any, bool]], supervisor: Supervisor, timeout_s: float, console: Console
 ) -> None:
-    """Raises `RoleFailed`, or what a role refused its settings with."""
+    """Waits until the cluster is ready. Raises `RoleFailed`, or the error with which a role refused its settings."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     failed = asyncio.ensure_future(supervisor.wait_failed())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -158,7 +158,7 @@ async def wait_ready(
                 while not await is_ready():
                     for name, child in supervisor.children.items():
                         progress.update(tasks[name], description=escape(f"{name}: {_state(child)}"))
-                    # It is asked over HTTP as any client would, a few times a second, and a failure ends it.
+                    # Readiness is asked over HTTP a few times a second, as a client would; a child's failure ends the wait.
                     await asyncio.wait({failed}, timeout=PROBE_EVERY_S)
                     if failed.done():
                         failed.result()
@@ -180,6 +180,6 @@ def _state(child: Child) -> str:
 
 
 def _not_ready(supervisor: Supervisor, timeout_s: float) -> str:
-    """Names what is missing, with each role's last word."""
+    """Returns an error text that names what is missing, with the last line of each role."""
     lines = [f"    {name}: {_state(child)} ({child.log.path})" for name, child in supervisor.children.items()]
     return "\n".join([f"the cluster was not ready within {timeout_s:.0f} s (--ready-timeout-s). Last words:", *lines])

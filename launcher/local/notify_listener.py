@@ -22,7 +22,7 @@ _CREDENTIALS: Final = struct.Struct("3i")
 
 
 class NotifySocket:
-    """`address` is for NOTIFY_SOCKET of the process that is to speak."""
+    """The socket. Its `address` is passed as NOTIFY_SOCKET to the process that is to send."""
 
     def __init__(self) -> None:
         folder = tempfile.mkdtemp(prefix="crossdock-")
@@ -44,8 +44,8 @@ class NotifySocket:
         return self._socket.fileno()
 
     def heard(self, pid: int) -> list[str]:
-        """The lines of what this process and those it started have sent, like `READY=1`: of a bounded number of datagrams, so
-        that there may be more."""
+        """Returns the lines that this process and those it started have sent, like `READY=1`. One call reads a bounded number
+        of datagrams, so there may be more."""
         lines: list[str] = []
         for _ in range(_DATAGRAMS_AT_ONCE):
             try:
@@ -81,7 +81,7 @@ class NotifySocket:
 
 
 def _is_from(pid: int, credentials: bytes) -> bool:
-    """Whether the process of this id, or one that it started, has sent it as this user."""
+    """Whether the process with this id, or a process that it started, sent it as this user."""
     sender, uid, _ = _CREDENTIALS.unpack(credentials[: _CREDENTIALS.size])
     if uid != os.getuid():
         return False
@@ -95,7 +95,7 @@ def _is_from(pid: int, credentials: bytes) -> bool:
 
 
 def _parent(pid: int) -> int:
-    """0 if there is no such process."""
+    """Returns the parent's id; 0 if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:

@@ -16,7 +16,7 @@ _PORT_MIN = 20_000
 _DRAWS = 20
 _GIVEN_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
 SEARCHED = 100
-"""How many ports from the default of `--port` on are tried."""
+"""How many ports are tried, from the default of `--port` on."""
 
 
 class PortInUse(OSError):
@@ -28,8 +28,8 @@ class PortInUse(OSError):
 
 
 class ReservedPorts:
-    """The ports of one cluster. A port is chosen seconds before its process listens there, and again unused while that process
-    is restarted. Until `close`, or the end of this process, no other `ReservedPorts` on this machine can take it."""
+    """The ports of one cluster. A port is unused for some seconds before its process listens there, and again while that
+    process is restarted. Until `close`, or the end of this process, no other `ReservedPorts` on this machine can take it."""
 
     def __init__(self) -> None:
         self._locks: dict[int, socket.socket] = {}
@@ -54,7 +54,8 @@ class ReservedPorts:
             raise PortInUse(port) if error.errno == errno.EADDRINUSE else error from None
 
     def draw(self, host: str) -> int:
-        """A free one, below those that the kernel hands out, so that no other program gets it by chance. Raises `OSError`."""
+        """Chooses a free port below the range from which the kernel chooses, so that no other program gets it by chance.
+        Raises `OSError`."""
         first_given_out = int(_GIVEN_OUT.read_text().split()[0]) if _GIVEN_OUT.exists() else 0
         below = range(_PORT_MIN, first_given_out)
         for draw in range(_DRAWS):
@@ -67,7 +68,7 @@ class ReservedPorts:
         raise OSError(errno.EADDRINUSE, "no free port was found")
 
     def take_row(self, host: str, first: int, count: int) -> tuple[int, ...]:
-        """All from `first` on, or none. Raises as `take`."""
+        """Takes all ports from `first` on, or none. Raises as `take`."""
         row = tuple(range(first, first + count))
         for taken, port in enumerate(row):
             try:
@@ -79,8 +80,8 @@ class ReservedPorts:
         return row
 
     def _lock(self, port: int) -> None:
-        """Lock the port by a name that the kernel gives to one socket of this network namespace, and frees when its process
-        ends."""
+        """Locks the port by an abstract socket name. The kernel gives it to one socket of this network namespace, and frees it
+        when the process ends."""
         lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             lock.bind(f"\0crossdock-port-{port}")
@@ -94,21 +95,21 @@ class ReservedPorts:
 
 
 def free_port(host: str) -> int:
-    """A port that was free a moment ago. Raises `OSError`."""
+    """Returns a port that was free a moment ago. Raises `OSError`."""
     with ReservedPorts() as ports:
         return ports.draw(host)
 
 
 def check(settings: ServeSettings) -> None:
-    """Whether the ports that were asked for are free now. Raises `SettingsError`."""
+    """Checks that the requested ports are free now. Raises `SettingsError`."""
     with ReservedPorts() as ports:
         http_ports(settings, ports)
         metrics_addresses(settings, ports)
 
 
 def http_ports(settings: ServeSettings, ports: ReservedPorts) -> tuple[int, ...]:
-    """One for each gateway: from `--port` on, or free ones for 0. If nobody set `--port` and the default is taken, the next
-    free ones. Raises `SettingsError`."""
+    """Takes a port for each gateway: from `--port` on, or free ones for 0. If `--port` is not set and the default is taken, it
+    takes the next free ones. Raises `SettingsError`."""
     host, first, count = settings.host, settings.port, settings.gateways
     if first + count > 65_536:
         raise SettingsError(f"--gateways: there are no {count} ports from {first} on")
@@ -131,7 +132,7 @@ def http_ports(settings: ServeSettings, ports: ReservedPorts) -> tuple[int, ...]
 
 
 def _next_row(host: str, first: int, count: int, ports: ReservedPorts) -> tuple[int, ...]:
-    """The first row from `first` on that is free. Raises as `ReservedPorts.take`."""
+    """Takes the first free row of ports from `first` on. Raises as `ReservedPorts.take`."""
     for start in range(first, first + SEARCHED):
         try:
             return ports.take_row(host, start, count)
@@ -141,8 +142,8 @@ def _next_row(host: str, first: int, count: int, ports: ReservedPorts) -> tuple[
 
 
 def metrics_addresses(settings: ServeSettings, ports: ReservedPorts) -> list[str]:
-    """Addresses for each process, in the order in which they start, and last the launcher's own; one that starts again has
-    the same. Raises `SettingsError`."""
+    """Returns a metrics address for each process in the order in which they start, and last the launcher's own. A process
+    keeps its address when it is restarted. Raises `SettingsError`."""
     processes = 1 + settings.gateways + settings.prefill + settings.decode + settings.mixed + 1
     if settings.metrics == METRICS_OFF:
         return [METRICS_OFF] * processes
@@ -165,9 +166,9 @@ def metrics_addresses(settings: ServeSettings, ports: ReservedPorts) -> list[str
 
 
 def _listen_once(host: str, port: int) -> int:
-    """The port, or the one that the kernel hands out for 0."""
+    """Listens once; returns the port, or for 0 the one that the kernel chose."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        # Connections of a program that has ended do not count as in use.
+        # Old connections of a program that has ended do not block the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
         probe.listen(1)

@@ -1,6 +1,6 @@
 """How the processes of one `crossdock serve` or `up` fare: a file beside their logs, which `crossdock status` reads.
 
-The coordinator cannot tell: it may be the one that is down, and what never registered it has never seen.
+The coordinator cannot report this: it may be down itself, and it does not know processes that never registered.
 """
 
 import os
@@ -23,15 +23,15 @@ class ProcessState(msgspec.Struct, frozen=True):
     """0 while it does not run."""
     ready: bool
     restarts: int
-    """How often it was started again since the cluster was started."""
+    """How often it was restarted since the cluster was started."""
     restarted_at: tuple[float, ...] = ()
     """The latest `RESTARTS_KEPT`, oldest first."""
     starts_at: float | None = None
-    """When it is started again, while it does not run."""
+    """When it will be started again; None while it runs."""
     ended: str = ""
-    """How its last incarnation that ended did."""
+    """How its last incarnation ended."""
     exit_status: int | None = None
-    """The same as a number: negative where a signal ended it."""
+    """The exit status of that incarnation: negative if a signal ended it."""
 
     def recent(self, now: float) -> int:
         """Restarts of the last `WINDOW_S`."""
@@ -45,7 +45,7 @@ class ProcessStates(msgspec.Struct, frozen=True):
 
 
 def write(folder: Path, states: ProcessStates) -> None:
-    """Atomically. A disk that is full is no reason to stop serving: the file then stays as it was."""
+    """Writes the states atomically. If the disk is full, the file stays as it was, since serving must not stop for it."""
     half = folder / f"{FILE}.part"
     try:
         half.write_bytes(msgspec.json.encode(states) + b"\n")
@@ -55,7 +55,7 @@ def write(folder: Path, states: ProcessStates) -> None:
 
 
 def read(folder: Path) -> ProcessStates:
-    """Empty where there is no such file."""
+    """Reads the states; empty if there is no such file."""
     try:
         return msgspec.json.decode((folder / FILE).read_bytes(), type=ProcessStates)
     except (OSError, msgspec.DecodeError):
@@ -63,7 +63,7 @@ def read(folder: Path) -> ProcessStates:
 
 
 def lines(states: Iterable[ProcessState], now: float) -> list[str]:
-    """A line for each process that does not run or was restarted lately."""
+    """Returns a line for each process that does not run or was restarted lately."""
     found = []
     for one in states:
         parts = []

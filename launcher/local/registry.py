@@ -29,7 +29,7 @@ class LocalCluster(msgspec.Struct, frozen=True):
     base_url: str
     coordinator: str
     cluster: str = ""
-    """The cluster's name, and which of its hosts this is, of a `crossdock up`."""
+    """Only for `crossdock up`: the cluster's name, and which of its hosts this is."""
     host: str = ""
 
 
@@ -39,7 +39,7 @@ def runs_folder() -> Path:
 
 
 def host_folder(cluster: str, host: str) -> Path:
-    """The folder of what belongs to one host of a cluster: cluster.toml and keys that were copied there, logs, the note."""
+    """Returns the folder for one host of a cluster: the copied cluster.toml and keys, logs and the note."""
     return runs_folder() / f"{cluster}.{host}"
 
 
@@ -67,7 +67,7 @@ def _kept(folder: Path) -> Iterator[None]:
 def noted(
     run: Path, *, model_id: str, base_url: str, coordinator: str, cluster: str = "", host: str = ""
 ) -> Iterator[None]:
-    """This process runs a cluster, or a host of one, while the context lasts; `run` is its folder."""
+    """Notes, while the context lasts, that this process runs a cluster, or a host of one; `run` is its folder."""
     pid = os.getpid()
     note = LocalCluster(pid, started_at(pid) or 0, model_id, base_url, coordinator, cluster, host)
     half = run / f"{NOTE}.part"
@@ -81,44 +81,44 @@ def noted(
 
 
 def clusters() -> list[LocalCluster]:
-    """Those of this user that are running, the oldest first."""
+    """Returns the running clusters of this user, the oldest first."""
     notes = [running(path.parent) for path in sorted(runs_folder().glob(f"*/{NOTE}"))]
     return [note for note in notes if note is not None]
 
 
 def folders_of(coordinator: str) -> list[Path]:
-    """The folders of the runs, or the hosts' parts, of the cluster with this coordinator that are running here."""
+    """Returns the folders of all runs, or hosts' parts, on this machine that belong to the cluster with this coordinator."""
     found = [(path.parent, running(path.parent)) for path in sorted(runs_folder().glob(f"*/{NOTE}"))]
     return [folder for folder, note in found if note is not None and note.coordinator == coordinator]
 
 
 def running(run: Path) -> LocalCluster | None:
-    """The note in a run's folder, if its process lives."""
+    """Returns the note in a run's folder if its process lives."""
     try:
         note = msgspec.json.decode((run / NOTE).read_bytes(), type=LocalCluster)
     except (OSError, msgspec.DecodeError):
-        return None  # just taken away, or not ours
+        return None  # the note was just removed, or belongs to another user
     return note if started_at(note.pid) == note.started else None
 
 
 def started_at(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None where there is none."""
+    """Returns when a process started, in clock ticks since boot; None if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
-    # The name of the program, in parentheses, may hold anything; field 22 is the 20th after it.
+    # The program's name, in parentheses, may contain any character; field 22 is the 20th after it.
     return int(stat.rpartition(b")")[2].split()[19])
 
 
 def default_db() -> str:
-    """Where `crossdock serve --tenants` writes, and `crossdock usage` looks."""
+    """Returns the database to which `crossdock serve --tenants` writes, and which `crossdock usage` reads."""
     return str(Path(platformdirs.user_state_dir("crossdock")) / "usage.sqlite")
 
 
 def default_batch_db(model_id: str) -> str:
-    """Where `crossdock serve` keeps files and batches for a model; empty where that is a network file system, whose locks may
-    be lost. Clusters of one model may share the file."""
+    """Returns where `crossdock serve` keeps files and batches for a model. It is empty if that is a network file system, whose
+    locks may be lost. Clusters of one model may share the file."""
     folder = Path(platformdirs.user_state_dir("crossdock"))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

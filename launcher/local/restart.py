@@ -6,13 +6,13 @@ from runtime.process.exits import HOPELESS_EXITS
 
 FIRST_DELAY_S = 0.1
 LAST_DELAY_S = 10.0
-"""Well below the time that requests wait for a worker."""
+"""Well below the time for which requests wait for a worker."""
 RESET_EVERY_S = 3.0
 """While a process is ready its failures are forgiven, one after each of these."""
 FAILURES_MAX = 8.0
-"""More are not counted: the delay has reached its maximum, and half a minute of readiness forgives all."""
+"""Further failures are not counted: the delay has reached its maximum, and half a minute of readiness forgives all of them."""
 STARTUP_FAILURES_MAX = 2
-"""While the cluster has never been ready, what fails twice will fail again: say so soon."""
+"""A process that fails twice before the cluster was ever ready will fail again, so it is reported soon."""
 
 
 @dataclass
@@ -22,12 +22,12 @@ class RestartPolicy:
     failures: float = 0.0
 
     def on_exit(self, *, ready_s: float, exit_code: int, started_up: bool, uniform: float) -> float | None:
-        """Seconds until the next start, or None to give up, which is for a cluster that has never been ready (`started_up`).
-        `ready_s`: how long this incarnation was ready. `uniform`: a random number in [0, 1)."""
+        """Returns the seconds until the next start, or None to give up. It gives up only while the cluster has never been
+        ready (`started_up`). `ready_s`: how long this incarnation was ready. `uniform`: a random number in [0, 1)."""
         if not started_up and exit_code in HOPELESS_EXITS:
             return None
         if exit_code == 0:
-            return FIRST_DELAY_S  # somebody asked it to end, with SIGTERM, and it did: no failure
+            return FIRST_DELAY_S  # it was asked to end with SIGTERM, and it did: no failure
         is_reset = ready_s / RESET_EVERY_S
         self.failures = min(max(self.failures - is_reset, 0.0) + 1.0, FAILURES_MAX)
         if not started_up and self.failures >= STARTUP_FAILURES_MAX:

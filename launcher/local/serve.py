@@ -23,7 +23,7 @@ from runtime.settings.serve import ServeSettings
 ANSWER_TOKENS = 128
 ANSWER_TIMEOUT_S = 120.0
 SOBER = {"temperature": 0, "max_tokens": 64}
-"""Sampling of the example: a small model at temperature 1 talks long and wildly."""
+"""Sampling of the example, because a small model at temperature 1 gives long and confused answers."""
 
 
 class AnswerFailed(CrossdockError):
@@ -34,7 +34,7 @@ def run(settings: ServeSettings) -> int:
     """Raises `CrossdockError`, `SettingsError` among them, with what to tell the user."""
     console = Console()
     started_at = clock.now()
-    ports.check(settings)  # a taken one is told before a model is fetched for minutes
+    ports.check(settings)  # report a taken port before a model is fetched for minutes
 
     def begin() -> Coroutine[Any, Any, int]:
         model = resolve.ready(settings.model, settings.model_id, console)
@@ -71,7 +71,7 @@ async def _serve(settings: ServeSettings, model: ReadyModel, console: Console, s
 
 
 async def _ask(up: Running, model: ReadyModel, question: str, console: Console) -> None:
-    """Stream the answer to the terminal, through the HTTP API."""
+    """Asks the question through the HTTP API, and prints the answer as it streams."""
     console.print(f"[bold]Q[/bold] {escape(question)}\n[bold]A[/bold] ", end="")
     body = {
         "model": model.model_id,

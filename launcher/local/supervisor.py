@@ -1,10 +1,9 @@
 """Runs child processes: started in groups of their own, restarted when they die or hang, and gone when this process is.
 
-Once the cluster has been ready no child is given up, whatever it ends with: it is started again after pauses that grow to a
-minute, while the others serve. A child that has said it is ready and then says nothing for the time of its watchdog is killed.
-
-A child is asked to stop at once, given `STOP_GRACE_S`, then killed. Should this process itself be killed, the
-kernel kills the children (`PR_SET_PDEATHSIG`), so there are no orphans.
+Once the cluster has been ready no child is given up, with any exit status: it is started again after pauses that grow to a
+minute, while the others serve. A child that has been ready and then sends nothing for its watchdog's time is killed. A child
+that should stop gets SIGTERM and SIGINT, has `STOP_GRACE_S`, and is then killed. If this process itself is killed, the kernel
+kills the children (`PR_SET_PDEATHSIG`), so there are no orphans.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ from runtime.settings.options import SettingsError, complaints
 
 STOP_GRACE_S = 5.0
 ABORT_S = 1.0
-"""Seconds from SIGABRT, upon which a child that hangs writes where its threads are, to SIGKILL."""
+"""Seconds between SIGABRT, on which a hung child writes where its threads are, and SIGKILL."""
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -49,9 +48,9 @@ class ProcessSpec:
     cores: tuple[int, ...] = ()
     """Cores to start on, inherited by its threads; empty: as this process."""
     stop_stage: int = 0
-    """The stage in which it is stopped: all of one stage have gone before those of the next are asked to."""
+    """The stage in which it is stopped: the next stage is asked to stop only after all of one stage have gone."""
     watchdog_s: float = 0.0
-    """Once ready, it is killed when it has said nothing for so long; 0: never."""
+    """It is killed if it has sent nothing for this time after it was ready; 0: never."""
 
 
 @dataclass
@@ -71,7 +70,7 @@ class Child:
     starts_at: float | None = None
     exit_status: int | None = None
     ended: str = ""
-    """How its last incarnation did."""
+    """How its last incarnation ended."""
 
     @property
     def is_ready(self) -> bool:
@@ -90,7 +89,7 @@ class Supervisor:
     def __init__(self, *, log_dir: Path, say: Callable[[str, str, str], None], verbose: bool = False) -> None:
         self.children: dict[str, Child] = {}
         self.started_up = False
-        """Set by the owner once all has been ready: from then on no child is given up."""
+        """The owner sets this once all children have been ready: from then on no child is given up."""
         self._metrics: MetricsServer | None = None
         self._observing: asyncio.Task[None] | None = None
         self._log_dir = log_dir
@@ -104,7 +103,7 @@ class Supervisor:
 
     def start(self, spec: ProcessSpec) -> None:
         def show(level: str, text: str) -> None:
-            # While all are stopped each sees the others go, and says so: that is for the log files alone.
+            # While all children are stopped, each reports the loss of the others; that belongs only into the log files.
             if not self._verbose and (self._closing or self._said_already(text)):
                 return
             self._say(level, spec.name, text)
@@ -116,7 +115,7 @@ class Supervisor:
         self._tasks[task] = spec.stop_stage
 
     def _said_already(self, text: str) -> bool:
-        """News that another child has told: each reads the file."""
+        """Whether another child has told the same news: each of them reads the file."""
         if not text.startswith(NEWS):
             return False
         last, self._news = self._news, text
@@ -127,7 +126,7 @@ class Supervisor:
         return all(child.is_ready for child in self.children.values())
 
     def observe(self, address: str) -> None:
-        """Show metrics there, soon and until `close`; where that is not possible it is said."""
+        """Shows metrics at this address, soon and until `close`; if that is not possible, this is logged."""
         self._observing = asyncio.get_running_loop().create_task(self._observe(address))
 
     async def _observe(self, address: str) -> None:
@@ -139,11 +138,12 @@ class Supervisor:
         return [child.state() for child in self.children.values()]
 
     async def wait_failed(self) -> None:
-        """Returns never. Raises `RoleFailed` once a child has been given up; `SettingsError` or `ConfigError` if by itself."""
+        """Never returns. Raises `RoleFailed` once a child has been given up; `SettingsError` or `ConfigError` if that child
+        refused its settings."""
         await asyncio.shield(self._failed)
 
     async def close(self) -> None:
-        """Stop all children, stage by stage; bounded."""
+        """Stops all children, stage by stage, in bounded time."""
         self._closing = True
         if self._observing is not None:
             self._observing.cancel()
@@ -205,7 +205,8 @@ class Supervisor:
                 self._say("info", child.spec.name, "is back: started again, and ready")
 
     async def _watch(self, child: Child, process: asyncio.subprocess.Process) -> None:
-        """Kill it if it hangs: first so that it says where, which a stopped process cannot."""
+        """Kills the child if it hangs. SIGABRT comes first, so that it writes where it hangs; a stopped process cannot do
+        that."""
         if not child.spec.watchdog_s:
             return
         while (silent_s := child.watchdog.silent_s(clock.now())) is None:  # noqa: ASYNC110 (what is awaited is silence)
@@ -216,12 +217,12 @@ class Supervisor:
         _signal(process, signal.SIGKILL)
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        """A role given up, or a bug of ours, ends `wait_failed`. Also for the tasks that watch."""
+        """Ends `wait_failed` when a role was given up or a task has failed, watching tasks included."""
         if not task.cancelled() and (error := task.exception()) is not None and not self._failed.done():
             self._failed.set_exception(error)
 
     async def _run_once(self, child: Child) -> int:
-        """One incarnation, from start to its last byte of output. On cancellation it is stopped first."""
+        """Runs one incarnation, from its start to its last byte of output. On cancellation the process is stopped first."""
         parent = os.getpid()
         child.watchdog.started(clock.now())
         process = await asyncio.create_subprocess_exec(
@@ -250,15 +251,16 @@ class Supervisor:
 
 
 def _notifying(child: Child) -> dict[str, str]:
-    """Environment for `runtime.process.notify`; that of a systemd which started this process is not for its children."""
+    """Returns the environment for `runtime.process.notify`. A systemd that started this process has variables of its own,
+    which are not for the children."""
     usec = str(round(child.spec.watchdog_s * 1e6)) if child.spec.watchdog_s else ""
     # SIGABRT then writes where each thread is.
     return {"NOTIFY_SOCKET": child.heard.address, "WATCHDOG_USEC": usec, "WATCHDOG_PID": "", "PYTHONFAULTHANDLER": "1"}
 
 
 def _before_exec(parent: int, cores: tuple[int, ...]) -> None:
-    """Runs in the child, before it becomes another program: be killed when the parent dies, and take up the cores. A process
-    group of its own keeps Ctrl-C from it: the parent stops its children in its own order."""
+    """Prepares the child before it becomes another program: it will be killed when the parent dies, and runs on its cores. A
+    process group of its own keeps Ctrl-C from it: the parent stops its children in its own order."""
     os.setpgid(0, 0)
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -267,12 +269,13 @@ def _before_exec(parent: int, cores: tuple[int, ...]) -> None:
         try:
             os.sched_setaffinity(0, cores)
         except OSError:
-            pass  # a worker that cannot have its cores says so itself
+            pass  # a worker that cannot have these cores reports it itself
 
 
 async def _stop(process: asyncio.subprocess.Process, log: ChildLog) -> None:
-    """SIGTERM, a bounded wait, SIGKILL to the whole group; returns when the process is reaped. All stop together, and nothing
-    can be handed over: the second signal says not to wait for that."""
+    """Sends SIGTERM and SIGINT, waits for a bounded time, then sends SIGKILL to the whole group; returns when the process is
+    reaped. All processes stop together, so nothing can be handed over, and the second signal tells them not to wait for
+    that."""
     if process.returncode is not None:
         return
     _signal(process, signal.SIGTERM)
@@ -312,7 +315,8 @@ def _how_it_ended(exit_code: int) -> str:
 
 
 def _given_up(child: Child, exit_code: int) -> CrossdockError:
-    """The complaint of a role that refused its settings, for our own user; of others, their last words."""
+    """Returns the error text of a role that refused its settings, for our own user; for other roles, an error with their last
+    lines."""
     name = child.spec.name
     if exit_code in HOPELESS_EXITS and (said := complaints(child.log.tail)):
         text = "\n".join(f"{name}: {line}" for line in said)

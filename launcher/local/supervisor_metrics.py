@@ -48,7 +48,8 @@ def registry_of(states: Callable[[], Iterable[ProcessState]]) -> MetricsRegistry
 
 
 async def serve(address: str, registry: MetricsRegistry, say: Callable[[str, str, str], None]) -> MetricsServer | None:
-    """None where that address cannot be listened on, which is said: the cluster serves without these metrics."""
+    """Serves the metrics. Returns None, and logs it, if that address cannot be listened on: the cluster then serves without
+    these metrics."""
     log.configure(level="warning", fmt="auto", process="supervisor")
     server = MetricsServer(address)
     try:

@@ -1,19 +1,19 @@
-"""Whether a process that supervises others must kill one of them because it hangs. Pure.
+"""Decides whether a supervisor must kill a child process because it hangs. Pure.
 
 The event loop of a child says `WATCHDOG=1` a few times per `timeout_s` (`runtime.process.notify`), so a loop that hangs, or a
-process that was stopped, says nothing. That counts from `READY=1` to `STOPPING=1`: loading a model and ending in order take as
-long as they take. Silence does not count while this process itself did not run.
+process that was stopped, says nothing. Silence counts only between `READY=1` and `STOPPING=1`, since loading a model and an
+orderly end may take any time. It does not count while this process itself did not run.
 """
 
 from dataclasses import dataclass
 
 WATCHDOG_S = {"coordinator": 10.0, "gateway": 10.0, "prefill": 30.0, "decode": 30.0, "mixed": 30.0}
 """The watchdog's time by role. The coordinator fences a worker that stands still within seconds, and its streams go on
-elsewhere, so killing it is not urgent. Nobody takes the place of a coordinator or a gateway that hangs."""
+elsewhere, so killing it is not urgent. No other process replaces a coordinator or a gateway that hangs."""
 _LOOKS = 8
 _LOOK_S_MAX = 1.0
 _LATE_LOOKS = 3
-"""A look that comes so many pauses late shows that this process did not run."""
+"""A look that is this many pauses late shows that this process itself did not run."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Watchdog:
         return min(self.timeout_s / _LOOKS, _LOOK_S_MAX)
 
     def started(self, now: float) -> None:
-        """A new incarnation, of which nothing has been heard."""
+        """Begins a new incarnation, from which nothing has been heard."""
         self.ready_at, self._stopping = None, False
         self._heard_at = self._looked_at = now
 
@@ -47,7 +47,8 @@ class Watchdog:
         return 0.0 if self.ready_at is None else now - self.ready_at
 
     def silent_s(self, now: float) -> float | None:
-        """How long a child said nothing that must be killed for it, or None. The caller asks every `look_every_s`."""
+        """Returns the silence in seconds of a child that must be killed for it, or None. The caller asks every
+        `look_every_s`."""
         was_away = now - self._looked_at > _LATE_LOOKS * self.look_every_s
         self._looked_at = now
         if was_away:

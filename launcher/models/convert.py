@@ -13,7 +13,8 @@ EOS_TOKEN_ID = 2
 
 
 def convert(folder: str, file: str, out: str) -> None:
-    """Raises `ValueError` where the result lacks what serving needs: the end-of-sequence id and the chat template."""
+    """Converts the model. Raises `ValueError` if the result lacks something that serving needs: the end-of-sequence id or the
+    chat template."""
     import torch
     from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,5 +1,5 @@
-"""Models by name: `ORG/NAME` from the Hugging Face hub, safetensors, JSON and tokenizer files only. `ORG/NAME@REVISION` names a
-commit, tag or branch; only a commit is the same for ever. Each commit has a folder of its own."""
+"""Models by name: `ORG/NAME` from the Hugging Face hub, safetensors, JSON and tokenizer files only. `ORG/NAME@REVISION` names
+a commit, tag or branch; only a commit never changes. Each commit has a folder of its own."""
 
 from pathlib import Path
 
@@ -17,8 +17,8 @@ class ModelError(CrossdockError):
 
 
 def download(name: str, console: Console) -> Path:
-    """The folder with the files of `ORG/NAME` or `ORG/NAME@REVISION`; what is there already is not fetched again. Raises
-    `ModelError`."""
+    """Returns the folder with the files of `ORG/NAME` or `ORG/NAME@REVISION`; files that are there already are not fetched
+    again. Raises `ModelError`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 

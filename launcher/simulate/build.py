@@ -1,4 +1,4 @@
-"""Makes a workload of a scenario: draws arrivals and lengths, and checks what one key says against the others."""
+"""Makes a workload of a scenario: draws arrivals and lengths, and checks the keys against each other."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,7 +30,8 @@ COORDINATOR_OPTIONS: Final = Limits.__dataclass_fields__.keys() & CoordinatorSet
 
 
 def build(scenario: Scenario, folder: Path) -> Workload:
-    """`folder`: where relative paths of traces begin. Raises `ValueError` and `TenantsError`, which name the key."""
+    """Makes the workload. Relative paths of traces begin in `folder`. Raises `ValueError` and `TenantsError`, which name the
+    key."""
     tenants = from_tables({"tenants": scenario.tenants, "priority_classes": scenario.priority_classes})
     workers = _workers(scenario)
     names = {worker.name for worker in workers}
@@ -128,7 +129,7 @@ def _worker(some: ScenarioWorkers, name: str) -> WorkerSpec:
 
 
 def _with_class(number: int, traffic: ScenarioTraffic, tenants: Tenants) -> ScenarioTraffic:
-    """The traffic with its name, its priority class, and the goals that it has from there."""
+    """Returns the traffic with its name and priority class, and the goals that the class gives it."""
     policy = tenants.policy(traffic.tenant)
     if policy is None:
         raise ValueError(f"traffic.{number}.tenant: there is no {traffic.tenant!r} in [tenants]")
@@ -195,7 +196,8 @@ class _Stream:
             yield traffic.from_s + row.at_s, self._ask(row.prompt_tokens, row.output_tokens)
 
     def loops(self) -> Iterator[Loop]:
-        """Clients begin one after the other within a second, so that they do not act as one."""
+        """Yields the clients of closed loops. They begin one after the other within a second, so that they do not act as one
+        client."""
         traffic = self._traffic
         for number in range(traffic.clients):
             asks = tuple(self._drawn() for _ in range(LOOP_REQUESTS))

@@ -42,7 +42,7 @@ from tuning.simulator.cores import stretch
 STEP_TOKENS = 256
 """The shortest of the long prompts that are measured: a whole step of a CPU."""
 LOG_SETTLES_S = 0.5
-"""After the last request, until its last events are in the event log."""
+"""Seconds after the last request until its last events are in the event log."""
 _VERSIONS = ("crossdock", "torch", "transformers")
 
 
@@ -77,7 +77,7 @@ async def _run(settings: CalibrateSettings, console: Console) -> int:
 async def _round(
     settings: CalibrateSettings, load: LoadSettings, model: ReadyModel, number: int, bar: "_Bar", console: Console
 ) -> tuple[Measured, Logged, Probed]:
-    """Each round has a cluster of its own: processes that are started again are not as fast as before."""
+    """Measures one round with a cluster of its own, because restarted processes are not as fast as before."""
     tenant = LoadTenant("default")
     async with started(load, Ratio(1, 1), [tenant], model, console) as site, new_session(silence_s=None) as session:
         probed = await probe(session, site.base_url, site.key, "", load)
@@ -127,14 +127,15 @@ class _Bar:
 
 
 def profile_of(samples: Samples, logged: Logged, about: dict[str, Any], cores: tuple[int, int] = (0, 0)) -> Profile:
-    """`cores`: that all prefill and all decode workers of this host share; 0: no limit. Raises `FitError`."""
+    """Fits the profile. `cores`: cores shared by all prefill and by all decode workers of this host; 0: no limit. Raises
+    `FitError`."""
     prefill, decode = fit.prefill_cost(samples.prefill), fit.decode_cost(samples.decode)
     transfer = fit.transfer_cost(samples.hand_overs, measure.transport_of(logged))
     host = fit.host_cost(samples, transfer)
     control = fit.control_cost(samples.core) if cores[0] else ControlCost()
     beside_decode = fit.beside([(one, 1.0) for one in samples.prefill_beside], prefill)
     if control.step_ms and samples.decode_beside:
-        # The simulator has the time that tokens take from prefill; only the loss beyond that is left here.
+        # The simulator already models the time that tokens take from prefill, so only the loss beyond it is kept here.
         tokens = median(control.of(one.size) / one.ms for one, _ in samples.decode_beside)
         beside_decode = max(beside_decode / stretch(1, cores[0], 1, tokens), 1.0)
     run_sigma, run_dof = fit.run_spread(
@@ -170,7 +171,7 @@ def _capacity(told: parts.Capacity) -> ProfileCapacity:
 
 
 def shared_cores(device: str) -> tuple[int, int]:
-    """Cores that several prefill and several decode workers of this host would share, as `plan_cpu` seats them."""
+    """Returns how many cores several prefill and several decode workers of this host would share, as `plan_cpu` seats them."""
     if device == "cuda":
         return 0, 0
     plan = plan_cpu(tuple(sorted(os.sched_getaffinity(0))), prefill=2, decode=2, on_gpu=False)

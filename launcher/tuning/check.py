@@ -77,7 +77,7 @@ def _tuned(values: Mapping[str, Any], path: str) -> TuneSettings:
 
 
 def _not_played(tuned: TuneSettings) -> list[str]:
-    """Options of the recommendation that the load generator and a cluster started here know nothing of."""
+    """Returns the options of the recommendation that neither the load generator nor a cluster started here can reproduce."""
     options = {"hit-rate": tuned.hit_rate, "cancel-share": tuned.cancel_share, "slo": tuned.slo}
     options |= {"step-tokens": tuned.step_tokens, "seqs-max": tuned.seqs_max}
     return [f"--{name}" for name, value in options.items() if value]
@@ -184,7 +184,8 @@ def compared(ratio: str, foretold: Prediction, figures: Mapping[str, Any]) -> di
 
 
 def _pair(expected: Band, measured: float | None, *, absolute: bool = False) -> dict[str, Any]:
-    """`error`: of the prediction; in points of a share, else relative."""
+    """Returns a figure's prediction beside its measurement. `error`: of the prediction; in points for a share, else
+    relative."""
     error = None
     if measured is not None:
         error = expected.value - measured if absolute else expected.value / max(measured, 1e-9) - 1
@@ -199,8 +200,8 @@ def _pair(expected: Band, measured: float | None, *, absolute: bool = False) -> 
 
 
 def kept_coverage(rows: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """(figures in their band, figures) of all checks of this user, these ones included, which are kept with them. A file that
-    cannot be read or written is left out."""
+    """Adds these checks to the kept ones of this user. Returns (figures in their band, figures) of all of them. A file that
+    cannot be read or written is ignored."""
     file = Path(platformdirs.user_state_dir("crossdock")) / "tune-checks.jsonl"
     lines: list[bytes] = []
     with contextlib.suppress(OSError):

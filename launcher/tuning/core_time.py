@@ -1,4 +1,4 @@
-"""The resources that workers of one host take from each other: CPU time of threads on shared cores, and the speed of memory."""
+"""The resources that workers of one host take from each other: CPU time on shared cores, and memory bandwidth."""
 
 import os
 import time
@@ -12,14 +12,14 @@ import numpy as np
 import psutil
 
 READ_BYTES: Final = 64 << 20
-"""More than caches hold, for each thread."""
+"""More than the caches hold, for each thread."""
 READ_TIMES: Final = 15
 START_S: Final = 30.0
 
 
 def shared_core_ms(cores: frozenset[int]) -> float | None:
-    """Time that threads of this process and those it started ran so far which may run on these cores only; None where the
-    kernel does not say. Threads that have ended are not counted."""
+    """Returns the time in ms that threads which may run on these cores only have run so far, in this process and its children.
+    Threads that have ended are not counted. None if the kernel does not tell."""
     own = psutil.Process()
     total = 0
     try:
@@ -31,7 +31,7 @@ def shared_core_ms(cores: frozenset[int]) -> float | None:
 
 
 def _process_ns(pid: int, cores: frozenset[int]) -> int:
-    """Raises `FileNotFoundError` or `ValueError` where the kernel keeps no such account."""
+    """Returns the time of a process's threads. Raises `FileNotFoundError` or `ValueError` if the kernel does not record it."""
     total = 0
     try:
         threads = os.listdir(f"/proc/{pid}/task")
@@ -53,8 +53,8 @@ def _process_ns(pid: int, cores: frozenset[int]) -> int:
 
 
 def read_slower(cores: frozenset[int]) -> float:
-    """How many times as long it takes to read memory while all of these cores read as while one does. Decode steps read
-    weights most of the time."""
+    """Returns how many times as long reading memory takes while all of these cores read, compared with one core alone. Decode
+    steps spend most of their time reading weights."""
     if len(cores) < 2:
         return 1.0
     alone_s = median(_reads({min(cores)}))
@@ -62,7 +62,7 @@ def read_slower(cores: frozenset[int]) -> float:
 
 
 def _reads(cores: frozenset[int] | set[int]) -> list[float]:
-    """Seconds of each read, of one thread on each core, all at once."""
+    """Returns the seconds of each read; one thread on each core reads, all at once."""
     together = Barrier(len(cores), timeout=START_S)
 
     def read(core: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""Steps, hand-overs and requests by a coordinator's event log."""
+"""Reads steps, hand-overs and requests from a coordinator's event log."""
 
 from collections import Counter, defaultdict
 from contextlib import nullcontext
@@ -114,7 +114,7 @@ class Logged:
 
 
 def read(path: Path, option: str, console: Console | None = None) -> Logged:
-    """An event log that is still being written is read up to its last whole record; with a progress bar, if there is a
+    """Reads an event log, up to the last whole record if it is still being written; shows a progress bar if there is a
     `console`. Raises `SettingsError`."""
     logged, path = Logged(), path.expanduser()
     try:

@@ -19,7 +19,7 @@ OPTION = "--from-events"
 
 
 def corrected(settings: CalibrateSettings, console: Console) -> Profile:
-    """Says what it changes. Raises `SettingsError`."""
+    """Returns the corrected profile and prints what has changed. Raises `SettingsError`."""
     profile = load_profile(settings.profile)
     logs = [event_log.read(Path(path), OPTION, console) for path in settings.from_events]
     models = sorted(set().union(*(logged.models for logged in logs)))
@@ -31,7 +31,7 @@ def corrected(settings: CalibrateSettings, console: Console) -> Profile:
 
 
 def of_logs(profile: Profile, logs: Sequence[Logged], console: Console) -> Profile:
-    """Raises `SettingsError` where there is nothing to correct it by."""
+    """Corrects the profile by these logs. Raises `SettingsError` if they contain nothing to correct it by."""
     samples: dict[Role, list[StepTime]] = {role: [] for role in ROLES}
     for logged in logs:
         for role, found in samples_of(profile, logged).items():
@@ -57,7 +57,8 @@ def of_logs(profile: Profile, logs: Sequence[Logged], console: Console) -> Profi
 
 
 def samples_of(profile: Profile, logged: Logged) -> dict[Role, list[StepTime]]:
-    """Steps beside work of the other role on the same host are expected to take longer, as the profile says."""
+    """Returns the steps of each role. Steps beside work of the other role on the same host are expected to take longer, as the
+    profile says."""
     prefill_spans = [(step.at_s - step.ms / 1000, step.at_s) for step in logged.steps]
     decode_spans = [(one.at_s - one.ms / 1000, one.at_s) for one in logged.decode]
     prefill_busy, decode_busy = BusyTimes(prefill_spans), BusyTimes(decode_spans)

@@ -26,10 +26,11 @@ STREAM_STEPS = 40
 """Steps for which all streams of a batch are to run together."""
 LAG_MAX = 32
 PAUSE_S = 0.1
-"""Seconds between prompts, on average. Back to back they would find everything in the caches, which prompts of traffic do
-not."""
+"""Seconds between prompts, on average. Prompts sent back to back would find all data in the caches, and those of real traffic
+do not."""
 CORE_MS, CORE_STEPS = 400.0, (40, 400)
-"""How long streams run, and how many steps at least and at most, to see what tokens take of the control processes' cores."""
+"""How long streams run, and at least and at most how many steps, to measure the time that tokens take on the control
+processes' cores."""
 SHORTEST = (8, 32, 64, 128, 192, 256)
 
 
@@ -61,11 +62,11 @@ class MeasuredSession:
     prompts: Prompts
     tenant: LoadTenant
     on_done: Callable[[int], None]
-    """Told of so many requests that ended."""
+    """Called with the number of requests that have just ended."""
     sent: int = 0
 
     async def play(self, plan: Sequence[tuple[int, int]]) -> list[RequestRecord]:
-        """All at once; pairs of prompt and output tokens. Raises `BenchFailed` where one fails."""
+        """Plays all requests at once; `plan` has pairs of prompt and output tokens. Raises `BenchFailed` if one fails."""
         origin = clock.now()
         tasks = []
         async with asyncio.TaskGroup() as group:
@@ -96,7 +97,7 @@ def lengths(step_tokens: int, longest: int) -> list[int]:
 
 
 def batches(sequences_max: int, longest: int, lag: int) -> Iterator[MeasuredBatch]:
-    """`lag`: steps that a stream has done before the next one begins."""
+    """Yields the batches to measure. `lag`: steps that a stream has done before the next one begins."""
     count = 1
     while count <= sequences_max:
         for context in (min(longest, 32), min(longest, 512)):
@@ -105,8 +106,8 @@ def batches(sequences_max: int, longest: int, lag: int) -> Iterator[MeasuredBatc
 
 
 def sizes_of(number: int, step_tokens: int, longest: int, sequences_max: int) -> tuple[int, int]:
-    """Longest prompt and most sequences of a round. The first one measures everything; the others are there for how much runs
-    differ, and do not take as long."""
+    """Returns the longest prompt and the most sequences of a round. The first round measures everything. The others show how
+    much runs differ, and are shorter."""
     return (longest, sequences_max) if not number else (min(longest, 2 * step_tokens), min(sequences_max, 4))
 
 
@@ -118,7 +119,7 @@ def requests_of(number: int, step_tokens: int, longest: int, sequences_max: int)
 
 
 _WARM_UP = (64, 256, *(16,) * 10)
-"""Prompt tokens. The first requests to a process take longer."""
+"""Prompt tokens of the warm-up: the first requests to a process take longer."""
 _CORE_SEQUENCES = (1, 4)
 
 
@@ -161,7 +162,7 @@ async def measure(
 async def _core(
     session: MeasuredSession, sequences: int, longest: int, core_ms: Callable[[], float | None]
 ) -> list[tuple[int, float]]:
-    """The core time of two plays that differ only in their steps."""
+    """Measures the core time of each step from two plays that differ only in their number of steps."""
     prompt, few = min(32, longest // 2), 8
     before = core_ms()
     records = await session.play([(prompt, few)] * sequences)
@@ -208,13 +209,13 @@ def _times(record: RequestRecord) -> list[float]:
 
 
 def _together(records: Sequence[RequestRecord]) -> tuple[float, float]:
-    """When all begin to run together, and when that ends."""
+    """Returns when all streams have begun to run together, and when the first of them ends."""
     times = [_times(record) for record in records]
     return max(one[1] for one in times if len(one) > 1), min(one[-1] for one in times)
 
 
 def _steady(records: Sequence[RequestRecord], batch: MeasuredBatch) -> list[float]:
-    """Gaps in seconds while all run; none where they did not run together for long enough."""
+    """Returns the gaps in seconds while all streams run; none if they did not run together for long enough."""
     begin, end = _together(records)
     times = [_times(record) for record in records]
     gaps = [later - earlier for one in times for earlier, later in pairwise(one) if earlier >= begin and later <= end]
@@ -244,7 +245,8 @@ def _beside(
     records: Sequence[RequestRecord],
     computed: Sequence[LoggedStep],
 ) -> None:
-    """Steps and gaps while both roles were busy. The coordinator's clock is this machine's monotonic one, as the client's."""
+    """Adds steps and gaps from the time when both roles were busy. Coordinator and client use the same monotonic clock of this
+    machine."""
     times = [_times(record) for record in records]
     begin, end = max(one[1] for one in times), min(one[-1] for one in times)
     inside = [step for step in computed if begin + step.ms / 1000 <= step.at_s <= end]

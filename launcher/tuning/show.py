@@ -26,7 +26,7 @@ LIMITS: Final = {
 }
 """The limit of a ratio: its letter and colour in the map."""
 ROWS_MAX: Final = 10
-"""Most rows of those that ran the whole trace."""
+"""Most rows for ratios that ran the whole trace."""
 BUSY_NOTE: Final = (
     "Busy: share of the time in which a prefill worker (P) or a decode worker (D) computes, and a prefill worker's link (T)"
     " sends. Limited by: the resource of which twice as much would let the most requests keep the SLO, or else a target."
@@ -59,7 +59,7 @@ def show(report: Mapping[str, Any], console: Console) -> None:
 
 
 def apply_note(report: Mapping[str, Any]) -> str:
-    """Above the command and the lines of `cluster.toml`."""
+    """Returns the text above the command and the lines of `cluster.toml`."""
     apply = "To apply it, on one machine or in cluster.toml:"
     if (model := report["apply"]["model"]) not in ("", DEFAULT_MODEL_ID):
         apply = f"To apply it, on one machine (with --model for {model}) or in cluster.toml:"
@@ -90,7 +90,7 @@ def headline(report: Mapping[str, Any]) -> str:
 
 
 def cost_words(report: Mapping[str, Any]) -> str:
-    """How many requests in time are had for a unit of money, and which ratio gives most."""
+    """Returns how many requests in time one unit of money buys, and which ratio gives most."""
     best = report["recommendation"]
     if not best["good_per_cost"]:
         return ""
@@ -103,7 +103,7 @@ def cost_words(report: Mapping[str, Any]) -> str:
 
 
 def limit_words(one: Mapping[str, Any]) -> str:
-    """The limit of a ratio that does not keep the SLO, and by how much."""
+    """Returns what limits a ratio that does not keep the SLO, and by how much."""
     gain = f"{100 * one['limit_gain']:.0f} points more"
     if one["binds"] in ("TTFT target", "TPOT target"):
         return f"the {one['binds']} limits it: more of any one resource helps nobody, and twice the target {gain}"
@@ -111,7 +111,7 @@ def limit_words(one: Mapping[str, Any]) -> str:
 
 
 def probability_of(report: Mapping[str, Any]) -> float:
-    """That this ratio is best, with whatever step budget."""
+    """Returns the probability that this ratio is best, added up over all step budgets."""
     name = report["recommendation"]["workers"]
     return sum(one["probability"] or 0.0 for one in report["ranked"] if one["workers"] == name)
 
@@ -162,7 +162,8 @@ def _what_if(report: Mapping[str, Any], console: Console) -> None:
 
 
 def families(report: Mapping[str, Any]) -> list[tuple[int, Mapping[str, Any] | None, Mapping[str, Any] | None]]:
-    """The best ratio with separate phases, and the mixed one, for each number of workers, where they ran the whole trace."""
+    """Returns, for each number of workers, the best ratio with separate phases and the mixed one, if they ran the whole
+    trace."""
     found = []
     for total in range(1, report["settings"]["workers"] + 1):
         rows = [one for one in report["candidates"] if one["total"] == total and one["whole_trace"]]

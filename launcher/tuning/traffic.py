@@ -37,7 +37,7 @@ def load_profile(path: str, option: str = "--profile") -> Profile:
 
 
 def profile_of(settings: TrafficSettings) -> Profile:
-    """The profile of `--profile`, or of both kinds of hardware. Raises `SettingsError`."""
+    """Returns the profile of `--profile`, or one merged from both kinds of hardware. Raises `SettingsError`."""
     kinds = settings.prefill_profile, settings.decode_profile
     if not any(kinds):
         return load_profile(settings.profile)
@@ -49,7 +49,7 @@ def profile_of(settings: TrafficSettings) -> Profile:
 
 
 def check_model(profile: Profile, model: str, option: str, *, force: bool) -> None:
-    """Raises `SettingsError` if the profile is known to be of another model than what `option` names."""
+    """Raises `SettingsError` if the profile is known to be of another model than the one that `option` names."""
     known = profile.about.get("model")
     if known and model and known != model and not force:
         raise SettingsError(
@@ -67,11 +67,11 @@ class TuneTraffic(NamedTuple):
     cut: int = 0
     """How many requests were made shorter, to fit the model's context."""
     left_out: int = 0
-    """How many turns were left out, with all that follow them, because they do not fit."""
+    """How many turns were left out because they do not fit, with all turns that follow them."""
 
 
 def fitted_traffic(settings: TrafficSettings, profile: Profile) -> TuneTraffic:
-    """As it fits the context of the profile's model. Raises `SettingsError`."""
+    """Returns the traffic, shortened to the context of the profile's model. Raises `SettingsError`."""
     context = context_tokens(profile)
     if not settings.trace or not traces.has_sessions(settings.trace):
         return TuneTraffic(*fitted(traffic(settings, profile), context))
@@ -89,7 +89,7 @@ def context_tokens(profile: Profile) -> int:
 
 
 def traffic(settings: TrafficSettings, profile: Profile | None = None) -> list[Sent]:
-    """The requests in the order of time, at least one. `profile`: must be of the model that an event log is of. Raises
+    """The requests in the order of time, at least one. The `profile` must be of the same model as an event log. Raises
     `SettingsError`."""
     if settings.trace and _is_event_log(settings.trace):
         found = _logged(settings, profile)
@@ -141,7 +141,7 @@ def _is_event_log(path: str) -> bool:
 
 
 def _logged(settings: TrafficSettings, profile: Profile | None) -> list[Sent]:
-    """Requests that ended, with their priority class; tenants as they were."""
+    """Returns the requests of an event log that ended, with their priority classes and tenants."""
     logged = event_log.read(Path(settings.trace), "--trace")
     if profile is not None and len(logged.models) == 1:
         [model] = logged.models

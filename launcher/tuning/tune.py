@@ -35,7 +35,7 @@ ORIGINS = {
     "from a server": "The profile was fitted to requests of another server {}; times differ by {}.",
 }
 PROFILE_DAYS = 30
-"""Younger ones need no word about their age."""
+"""A younger profile is shown without its age."""
 
 
 def run(settings: TuneSettings) -> int:
@@ -47,7 +47,7 @@ def run(settings: TuneSettings) -> int:
     report = report_of(settings, profile, goals, console)
     written = {settings.out: encoded(report), settings.html: page.rendered(report) if settings.html else ""}
     for path, text in written.items():
-        if path:  # before anything is printed: the reader may go away
+        if path:  # before anything is printed, because the reader of the output may go away
             Path(path).expanduser().write_text(text, encoding="utf-8")
     show.show(report, console)
     for path in filter(None, written):
@@ -74,19 +74,20 @@ def encoded(report: Mapping[str, Any]) -> str:
 
 
 def own_hardware(profile: Profile) -> Profile:
-    """Where each worker has what one of them had, and takes nothing from the others."""
+    """Returns the profile for workers that each have hardware of their own, equal to one worker's here, and take nothing from
+    the others."""
     return profile.replaced(
         prefill_cores=0, decode_cores=0, beside_decode=1.0, beside_prefill=1.0, beside_mixed=1.0, control=ControlCost()
     )
 
 
 def usual_stall_share(profile: Profile) -> float:
-    """As workers have it, if nobody says otherwise: those on GPUs compute no prompts beside streams."""
+    """Returns the default stall share of workers: on GPUs they compute no prompts beside streams."""
     return STALL_SHARE if profile.about.get("device") == "cpu" else 0.0
 
 
 def caveats(settings: TuneSettings, profile: Profile, played: TuneTraffic) -> list[str]:
-    """Facts that may turn the answer, and are not in it."""
+    """Returns notes about facts that are not in the answer and could change it."""
     found, cores = [], profile.prefill_cores + profile.decode_cores
     context, requests = context_tokens(profile), len(played.sent)
     if played.cut:
@@ -113,7 +114,7 @@ def caveats(settings: TuneSettings, profile: Profile, played: TuneTraffic) -> li
 
 
 def sources_of(profile: Profile) -> list[Mapping[str, Any]]:
-    """The source of each of its kinds of hardware, as `Profile.about`."""
+    """Returns the source of each kind of hardware in the profile, as `Profile.about`."""
     about = profile.about
     return [about["prefill"], about["decode"]] if "prefill" in about else [about]
 
@@ -206,7 +207,8 @@ def _about(settings: TuneSettings, profile: Profile) -> dict[str, Any]:
 
 
 def as_it_came(sent: Sequence[Sent], outcome: SimulatedOutcome) -> list[Sent]:
-    """The requests with the times of the recommended ratio: turns of sessions come when answers have come."""
+    """Returns the requests with the times at which the recommended ratio got them: turns of sessions come when answers have
+    come."""
     if not outcome.clients:
         return list(sent)
     moved = [one._replace(at_s=at_s) for one, at_s in zip(sent, outcome.at_s.tolist(), strict=True)]
@@ -214,7 +216,7 @@ def as_it_came(sent: Sequence[Sent], outcome: SimulatedOutcome) -> list[Sent]:
 
 
 def plain(value: Any) -> Any:
-    """JSON has neither NaN nor infinity."""
+    """Replaces NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, Mapping):
         return {key: plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -255,7 +257,7 @@ def entry(result: Scored, found: Found) -> dict[str, Any]:
 
 
 def fewest(found: Found) -> str:
-    """The fewest workers that keep the SLO, of those that ran the whole trace."""
+    """Returns the smallest ratio that keeps the SLO, of those that ran the whole trace."""
     keep = [one for one in found.ranked if one.attainment >= found.goals.percentile]
     best = min(keep, key=lambda one: (one.candidate.workers.total, *one.rank()), default=None)
     return "" if best is None else str(best.candidate.workers)

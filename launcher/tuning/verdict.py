@@ -13,7 +13,7 @@ Row = Mapping[str, Any]
 
 class Verdict(NamedTuple):
     held: bool
-    """No other ratio kept the SLO for more requests than chance explains."""
+    """No other ratio kept the SLO for so many more requests that chance does not explain it."""
     words: str
     covered: int
     """Figures of these runs that lie in their band."""
@@ -22,7 +22,7 @@ class Verdict(NamedTuple):
 
 
 def verdict(rows: Sequence[Row], recommended: str) -> Verdict:
-    """`rows`: of runs, at least one of them of the recommended ratio, if that ran at all."""
+    """Judges the runs. If the recommended ratio ran, at least one of `rows` is of it."""
     judged = [row for row in rows if row["attainment"]["measured"] is not None]
     covered, figures = coverage(rows)
     if not judged:
@@ -47,7 +47,7 @@ def verdict(rows: Sequence[Row], recommended: str) -> Verdict:
 
 
 def coverage(rows: Sequence[Row]) -> tuple[int, int]:
-    """(figures in their band, figures), of runs."""
+    """Returns (figures in their band, figures) of these runs."""
     found = [row["attainment"] for row in rows]
     found += [one for row in rows for metric in METRICS for one in row.get(metric, {}).values()]
     measured = [one for one in found if one["measured"] is not None]
@@ -71,10 +71,11 @@ def _off(rows: Sequence[Row]) -> str:
 
 
 def _chance(one: Row, other: Row) -> float:
-    """The difference that chance makes between the shares of two runs of equal ratios, with as many requests."""
+    """Returns the difference that chance alone makes between the shares of two runs of equal ratios with these numbers of
+    requests."""
     variance = 0.0
     for row in (one, other):
         share, count = row["attainment"]["measured"], max(row["requests"], 1)
-        share = min(max(share, 1 / (2 * count)), 1 - 1 / (2 * count))  # no run is sure to be repeated
+        share = min(max(share, 1 / (2 * count)), 1 - 1 / (2 * count))  # no run would repeat exactly
         variance += share * (1 - share) / count
     return _Z * sqrt(variance)

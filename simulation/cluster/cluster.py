@@ -36,7 +36,7 @@ from simulation.cluster.transfers import Transfers
 
 MODEL = "m"
 GATEWAY, OBSERVER, FIRST_PREFILL, FIRST_DECODE, FIRST_FLIPPED = 1, 2, 100, 10_000, 1_000_000
-"""Incarnations: workers of a kind are numbered from theirs."""
+"""Incarnations of the processes: workers of each kind are numbered from theirs."""
 
 
 def hello(role: Role, incarnation: int, capacity: Capacity | None = None) -> Hello:
@@ -64,8 +64,8 @@ class VirtualCluster(ClusterSurroundings):
         core: type[Core] = Core,
         seed: int = 0,
     ) -> None:
-        """Decode workers run the production batch if `batched`, and may compute suffixes and be fetched from. Without
-        `progress` they do not say how far they are."""
+        """Makes the cluster. If `batched`, decode workers run the production batch, and may compute suffixes and be fetched
+        from. Without `progress` they do not report progress."""
         super().__init__(timing or Timing(), seed)
         self.core = core(limits)
         self.block_size = block_size
@@ -74,13 +74,13 @@ class VirtualCluster(ClusterSurroundings):
         self.rejected: list[Rejected] = []
         self.transfers = Transfers(self)
         self.fetches = Transfers(self)
-        """The other way: their receivers are prefill workers."""
+        """The opposite direction: the receivers are prefill workers."""
         self.resume_delay_s = 0.0
-        """Before the first resume of an interrupted request; doubled with each, up to 16 times as long."""
+        """Delay before the first resume of an interrupted request; it doubles with each resume, up to 16 times."""
         self.commit_s = 0.05
         """Seconds between the end of a worker's old role and its registration in the new one."""
         self._flipping: dict[int, Role] = {}
-        """Workers that are to change their role, and the new one."""
+        """Workers that are about to change their role, with the new role."""
         self._capacity = {
             Role.PREFILL: Capacity(prefill_blocks, block_size, max_seqs, 1 << 20, fetches=fetches),
             Role.DECODE: Capacity(
@@ -103,7 +103,7 @@ class VirtualCluster(ClusterSurroundings):
         self.incarnations = count(FIRST_FLIPPED)
 
     def start(self, worker: Hello, engine: ClusterEngine | None = None) -> None:
-        """A worker registers. `engine`: what it computes with, if it is not like the others or shared by two roles."""
+        """Registers a worker. `engine`: set if it differs from that of the others, or is shared by two roles."""
         incarnation, capacity = worker.incarnation, worker.capacity
         assert capacity is not None
         engine = engine or ClusterEngine(self, self.timing)
@@ -157,7 +157,7 @@ class VirtualCluster(ClusterSurroundings):
         deadline_ms: float = 0.0,
         priority_class: str = "",
     ) -> None:
-        """A request comes now. `output_tokens`: where each choice stops; one choice that goes on to max_tokens if empty.
+        """Submits a request now. `output_tokens`: where each choice stops; if empty, one choice that goes on to max_tokens.
         `prompt`: packed token ids; zeros if empty. `answer_hashes`: of the full blocks behind the prompt's."""
         output_tokens = output_tokens or (max_tokens,)
         submit = Submit(
@@ -180,7 +180,7 @@ class VirtualCluster(ClusterSurroundings):
         self.receive(GATEWAY, submit, prompt)
 
     def cancel(self, name: str) -> None:
-        """Its client leaves, if it has not ended. One that was never submitted is cancelled all the same."""
+        """Lets the client leave, if the request has not ended. A request that was never submitted is cancelled as well."""
         request = self.requests.get(name)
         if request is None or request.state is None:
             attempt = request.submit.attempt if request else 1
@@ -233,7 +233,7 @@ class VirtualCluster(ClusterSurroundings):
     # --- changes of role ------------------------------------------------------------------------------------------------
 
     def flip(self, name: str, role: Role, hand_over_ms: float = 0.0, why: str = "") -> None:
-        """As `crossdock flip`. The worker loses what it has cached."""
+        """Changes a worker's role, as `crossdock flip` does. The worker loses its cached KV."""
         self.post(PeerUp(OBSERVER, hello(Role.OBSERVER, OBSERVER)))
         self.receive(OBSERVER, FlipRequest(name, role, hand_over_ms, False, why))
         self.post(PeerDown(OBSERVER, "said goodbye"))
@@ -284,7 +284,7 @@ class VirtualCluster(ClusterSurroundings):
         self.advance(until_s)
 
     def step(self) -> None:
-        """Handle the next event that is due, or a deadline of the coordinator's before time goes on to it."""
+        """Handles the next due event. A deadline of the coordinator that is earlier comes first."""
         deadline = self.core.next_deadline() if self.next_s > self.now else None
         if deadline is not None and deadline < self.next_s:
             self.advance(deadline)

@@ -1,8 +1,8 @@
 """Two kinds of decode workers.
 
-`BatchedDecode` runs the production core, batch and block allocator, one step after the other. `PacedDecode` only counts:
-every stream gets a token each `decode_step_s`, whatever else runs, and ends in one event. It is for long runs in which it
-does not matter how decode works.
+`BatchedDecode` runs the production core, batch and block allocator, one step after the other. `PacedDecode` only counts: every
+stream gets a token each `decode_step_s`, independent of other streams, and ends in one event. It is for long runs that do not
+depend on how decode works.
 """
 
 from dataclasses import dataclass
@@ -57,13 +57,13 @@ class BatchedDecode:
         self._incarnation = incarnation
         self.offered, self.not_received = self.core.offered, self.core.not_received
         self.held_block_s = 0.0
-        """KV blocks that were held, times seconds of steps."""
+        """KV blocks that were held, multiplied by the seconds of the steps."""
         self.slices = SliceSizes(STALL_SHARE)
         self._step_tokens = capacity.step_tokens
         self._cluster = cluster
         self.engine = engine
         self.fails = False
-        """Each step ends at once, with an error."""
+        """True: each step ends at once, with an error."""
         self._stepping = False
 
     def refuse_fetch(self, incarnation: int, message: FetchRefused) -> None:
@@ -75,7 +75,7 @@ class BatchedDecode:
             self._cluster.at(self._cluster.now, self._start_step)
 
     def name_answer(self, gateway_incarnation: int, request: ClientRequest) -> None:
-        """The gateway says what a stream's blocks hold that has ended."""
+        """Tells the worker what the blocks of a stream that has ended hold, as the gateway does."""
         submit, size = request.submit, self.table.block_size
         first = len(submit.block_hashes) // HASH_BYTES
         names = AnswerNames(submit.request_id, submit.attempt, 0, size, first, request.answer_hashes)
@@ -155,7 +155,7 @@ class PacedDecode:
         elif isinstance(message, Release):
             key = (message.request_id, message.attempt)
             stream = self._streams.pop(key, None)
-            # First tokens are counted in prefill.
+            # Prefill counts the first tokens.
             tokens = self._emitted(stream) - stream.order.choices if stream and stream.began_s is not None else 0
             self.registration.send(Released(*key, tokens))
 
@@ -186,14 +186,14 @@ class PacedDecode:
             self.registration.send(Finished(*key, self._emitted(stream), 0, stream.order.resumed_tokens))
 
     def _to_come(self, stream: _Stream) -> list[int]:
-        """Tokens of each choice in this attempt."""
+        """Returns the number of tokens of each choice in this attempt."""
         order = stream.order
         output_tokens = self._cluster.requests[order.request_id].output_tokens
         chosen = output_tokens[order.first_choice : order.first_choice + order.choices]
         return [tokens - order.resumed_tokens for tokens in chosen]
 
     def _emitted(self, stream: _Stream) -> int:
-        """Tokens of an attempt that ends now, first ones included; the gateway gets them."""
+        """Sends the gateway all tokens of an attempt that ends now; returns their number, first tokens included."""
         assert stream.began_s is not None
         step_s, order, total = self._cluster.timing.decode_step_s, stream.order, 0
         for choice, tokens in enumerate(self._to_come(stream), order.first_choice):

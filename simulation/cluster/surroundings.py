@@ -1,4 +1,4 @@
-"""The part that everything in the virtual cluster shares: the clock with its due events, the times of things, and the
+"""The state that everything in the virtual cluster shares: the clock with its due events, the times of things, and the
 requests."""
 
 from abc import ABC, abstractmethod
@@ -19,9 +19,9 @@ from proto.progress import DecodeProgress
 from runtime.worker.ports import TakeChanges
 
 STOP, OTHER = 1, 2
-"""The token that ends an answer before its max_tokens, and all others."""
+"""`STOP` ends an answer before its max_tokens; `OTHER` stands for all other tokens."""
 FAILED_STEP_S = 0.005
-"""How long the steps of a worker take whose steps fail."""
+"""Duration of a step that fails."""
 
 
 @dataclass(frozen=True)
@@ -30,24 +30,24 @@ class Timing:
 
     prefill_tokens_per_s: float = 8192.0
     prefill_step_s: float = 0.0
-    """Time of each prefill step, whatever is in it."""
+    """Time of each prefill step that does not depend on its tokens."""
     decode_step_s: float = 0.0
     """Time between two tokens of a stream."""
     hand_over_s: tuple[float, float] = (0.0, 0.0)
-    """Time from a prompt's last step to its KV on the decode worker: drawn evenly between these."""
+    """Range of the time between a prompt's last step and its KV on the decode worker; the time is drawn evenly from it."""
     report_s: float = 0.0
     """Time from a worker to the coordinator. Orders take no time."""
 
     def prefill_s(self, tokens: int) -> float:
-        """One step of so many prompt tokens."""
+        """Returns the time of one step with `tokens` prompt tokens."""
         return self.prefill_step_s + tokens / self.prefill_tokens_per_s
 
     def decode_s(self, streams: int) -> float:
-        """One step of so many streams."""
+        """Returns the time of one step with `streams` streams."""
         return self.decode_step_s
 
     def slice_s(self, tokens: int, streams: int) -> float:
-        """That so many tokens of a prompt add to it."""
+        """Returns the time that `tokens` prompt tokens add to a step."""
         return tokens / self.prefill_tokens_per_s
 
 
@@ -63,9 +63,9 @@ class ClientRequest:
     """Each choice stops with so many tokens."""
     submitted_s: float
     emitted_tokens: list[int]
-    """Tokens of each choice, as far as they have come."""
+    """Tokens of each choice that have come so far."""
     answer_hashes: bytes = b""
-    """The gateway's names of the full blocks behind the prompt's, once it has ended."""
+    """The gateway's names of the full blocks that follow the prompt's, once the request has ended."""
     decoder: int = 0
     """Incarnation of its decode worker."""
     cached_tokens: int = 0
@@ -85,13 +85,13 @@ class ClusterSurroundings(ABC):
         self.random = Random(seed)
         self.requests: dict[str, ClientRequest] = {}
         self.ttft_s: dict[str, float] = {}
-        """Times to first token, in the order in which first tokens came."""
+        """Times to first token, in the order in which the first tokens came."""
         self._due: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._asked = 0
 
     @abstractmethod
     def receive(self, incarnation: int, message: Message, blob: bytes = b"") -> None:
-        """The coordinator gets a message now."""
+        """Delivers a message to the coordinator now."""
 
     @abstractmethod
     def fetch(self, prefill_incarnation: int, decode_incarnation: int, message: Fetch) -> None:
@@ -109,7 +109,7 @@ class ClusterSurroundings(ABC):
         return self._due[0][0] if self._due else inf
 
     def at(self, when_s: float, what: Callable[..., object], *arguments: Any) -> None:
-        """Things of one time happen in the order in which they were asked for."""
+        """Calls `what` at `when_s`. Calls for the same time happen in the order in which they were added."""
         self._asked += 1
         heappush(self._due, (when_s, self._asked, what, arguments))
 
@@ -128,7 +128,7 @@ class ClusterSurroundings(ABC):
         return STOP if index + 1 >= self.requests[request_id].output_tokens[choice] else OTHER
 
     def emitted(self, request_id: str, attempt: int, choice: int, tokens: int) -> None:
-        """So many tokens of a choice have come to the gateway."""
+        """Notes that `tokens` tokens of a choice have come to the gateway."""
         request = self.requests[request_id]
         if request.submit.attempt == attempt:
             request.emitted_tokens[choice] = tokens
@@ -150,7 +150,7 @@ class ClusterEngine:
         return bool(self._steps)
 
     def run(self, took_s: float, ended: Callable[..., None], *arguments: Any) -> None:
-        """`ended` is called when the step has run, after those that were asked for before."""
+        """Runs a step after all steps that were asked for before; calls `ended` when it has run."""
         self._steps.append((took_s, ended, arguments))
         if len(self._steps) == 1:
             self._cluster.at(self._cluster.now + took_s, self._ended)
@@ -188,7 +188,7 @@ class ClusterGateways:
         self.up = True
 
     def connect(self, to: Destination) -> None:
-        """There is no link to open."""
+        """Does nothing: there is no link to open."""
 
     def send(self, to: Destination, message: Message) -> None:
         assert isinstance(message, Tokens)
@@ -202,7 +202,7 @@ class ClusterGateways:
 
 
 def first_tokens(cluster: ClusterSurroundings, order: Prefill, cached_tokens: int) -> list[TokenItem]:
-    """One for each choice of a prompt that is computed."""
+    """Returns the first token of each choice of a computed prompt."""
     found = []
     for choice in range(order.first_choice, order.first_choice + order.choices):
         token = cluster.draw(order.request_id, choice, order.resumed_tokens)

@@ -1,4 +1,4 @@
-"""The second tier of a prefill worker, played: copies take time, and none fails."""
+"""Plays the second tier of a prefill worker: copies take time and never fail."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,4 @@
-"""KV hand-overs, played: each takes the time that `Timing` says, and none fails but by the word of one of its ends."""
+"""Plays KV hand-overs: each takes the time that `Timing` says, and fails only if one of its ends aborts it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Key = tuple[str, int]
 
 
 class ClusterReceiver(Protocol):
-    """A decode worker, as its `DecodeCore`; of what is fetched, a prefill worker."""
+    """The receiving end: a decode worker with the methods of `DecodeCore`, or a prefill worker that fetches."""
 
     def offered(self, incarnation: int, offer: Offer) -> OfferAccepted | str | None: ...
 
@@ -31,7 +31,7 @@ class _Transfer:
 
 
 class Transfers:
-    """All that are open in one direction, and the receivers' end of them; as `decode_worker.core.DecodeKvIn`."""
+    """All open transfers in one direction, and their receivers' end; as `decode_worker.core.DecodeKvIn`."""
 
     def __init__(self, cluster: ClusterSurroundings) -> None:
         self.cluster = cluster
@@ -69,7 +69,7 @@ class Transfers:
             cluster.at(cluster.now + took_s, self._arrived, transfer, commit, list(prompt_tokens), took_s)
 
     def lose(self, incarnation: int) -> None:
-        """A worker is gone: the other ends of its transfers notice."""
+        """Loses a worker: the other ends of its transfers notice it."""
         lost = self.receivers.pop(incarnation, None)
         for transfer in list(self._open.values()):
             if transfer.receiver is lost:
@@ -114,7 +114,7 @@ class ClusterKvSender:
         self._transfers.open((request_id, attempt), self._incarnation, peer_incarnation, blocks, self._on_result)
 
     def blocks_ready(self, request_id: str, attempt: int, first_block: int, block_ids: Sequence[int]) -> None:
-        """How they go over is not modelled."""
+        """Does nothing: the way of single blocks is not modelled."""
 
     def commit(
         self, request_id: str, attempt: int, first_tokens: Sequence[FirstToken], prompt_tokens: Sequence[int]

@@ -1,4 +1,5 @@
-"""The checks when all has healed and ended: nothing held, nothing owed, every row closed and worth the work that was done."""
+"""The checks after all has healed and ended: nothing is held or owed, and every row is closed and charges the work that was
+done."""
 
 from collections import Counter
 
@@ -15,7 +16,7 @@ from simulation.world.world import SimulationViolation
 
 
 def unsettled(cluster: FaultCluster) -> str:
-    """The work that is still going on; empty when there is none."""
+    """Returns the work that still goes on; empty if there is none."""
     for stream_id, stream in cluster.oracles.streams.items():
         if not stream.outcome:
             return f"stream {stream_id} has {stream.got} of {[len(a.tokens) for a in stream.answers]} tokens"
@@ -61,7 +62,7 @@ def check_blocks(cluster: FaultCluster) -> None:
 
 
 def audit(cluster: FaultCluster) -> None:
-    """Raises `SimulationViolation`, or an assertion of the production code. To be called when nothing is `unsettled`."""
+    """Checks the cluster when nothing is `unsettled`. Raises `SimulationViolation`, or an assertion of the production code."""
     core = cluster.coordinator.core
     check(core)
     check_blocks(cluster)
@@ -89,20 +90,21 @@ def _check_quotas(cluster: FaultCluster, core: Core) -> None:
     for name, account in core.billing.quotas.accounts.items():
         if not account.idle:
             raise SimulationViolation("quotas", f"{name} holds something and nothing runs")
-        # A coordinator that was started since can only guess the earlier amount of a row that was opened again.
+        # A coordinator that was started since then can only guess the earlier amount of a row that was opened again.
         if account.day == DAY and abs(account.day_tokens - charged[name]) > again[name]:
             why = f"{name} is counted {account.day_tokens} tokens today, its rows say {charged[name]}"
             raise SimulationViolation("quotas", why)
 
 
 def _check_rows(cluster: FaultCluster) -> None:
-    """Nobody is charged for more than was done, whatever happened; nor for less than came, of an answer that is whole."""
+    """Checks that no row charges more than was computed, and that the rows of a whole answer charge at least what was
+    delivered."""
     output: Counter[str] = Counter()
     prompt: Counter[str] = Counter()
     outcomes: dict[str, set[str]] = {}
     hostility = cluster.plan.hostility
-    # Where a live link loses but the word that an attempt was let go, as no real one does, the steps of its worker go on to
-    # count for its row, up to all that it may have emitted.
+    # A lossy link (no real one) may lose the word that an attempt was let go. Its worker's steps then still count for its row,
+    # up to all that it may have emitted.
     lossy = hostility is not None and hostility.drop > 0
     most: Counter[str] = Counter()
     for request_id, row in cluster.ledger.rows.items():
@@ -124,7 +126,7 @@ def _check_rows(cluster: FaultCluster) -> None:
             raise SimulationViolation("bills", why, stream_id)
         if ends == {RequestState.REJECTED} and output[stream_id] + prompt[stream_id]:
             raise SimulationViolation("bills", "it was turned away and charged", stream_id)
-        # A gateway that lives says how far an answer got, also if others are lost.
+        # A gateway that lives says how far an answer got, even if other processes are lost.
         lives = not any(fault.kind == "crash" and fault.who == stream.gateway for fault in cluster.plan.faults)
         if stream.outcome == "well" and lives and hostility is None and output[stream_id] < sum(stream.got):
             why = f"{output[stream_id]} output tokens charged of {sum(stream.got)} delivered"

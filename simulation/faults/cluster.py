@@ -18,7 +18,7 @@ from simulation.world.network import Network
 from simulation.world.world import SimulatedProcess
 
 ANEW_S = 0.1
-"""A coordinator that was away begins anew within so long."""
+"""A coordinator that was away begins anew after this time."""
 FLIP_S_MAX = 0.05
 """Longest time between the end of one role and the beginning of the other."""
 SLOW_STEPS, SLOW_FRAMES_S, SLOW_DISK_S = 15.0, 0.2, 0.4
@@ -40,7 +40,7 @@ class FaultCluster(FaultSurroundings):
         self.healing = False
         self._partitions: list[tuple[str, str]] = []
         self._leaving: dict[str, float] = {}
-        """Workers that are to end, and how long after that they are started again."""
+        """Workers that are about to end, and the time until they are started again."""
         for name in plan.processes:
             self.start(name)
         for asked in plan.asked:
@@ -56,7 +56,7 @@ class FaultCluster(FaultSurroundings):
 
     @property
     def workers(self) -> list[PrefillProcess | DecodeProcess]:
-        """All that they register as."""
+        """All workers under which the worker processes have registered."""
         return [one for process in self.processes.values() for one in self._all_of(process)]
 
     @property
@@ -79,7 +79,7 @@ class FaultCluster(FaultSurroundings):
             process.start()
 
     def _all_of(self, process: SimulatedProcess) -> list[PrefillProcess | DecodeProcess]:
-        """The processes under which a worker process has registered; no others."""
+        """Returns the workers under which this process has registered; empty if it is no worker process."""
         if not isinstance(process, PrefillProcess | DecodeProcess):
             return []
         return [one for one in process.lineup.halves if isinstance(one, PrefillProcess | DecodeProcess)]
@@ -88,7 +88,7 @@ class FaultCluster(FaultSurroundings):
         return self._all_of(process) or [process]
 
     def ask(self, asked: Asked) -> None:
-        """A client comes; one that finds its gateway dead or stuck goes away again."""
+        """Sends a client's request; if its gateway is dead or stuck, the client goes away."""
         gateway = self.processes[f"gateway-{asked.gateway}"]
         assert isinstance(gateway, SimulatedGateway)
         if gateway.alive:
@@ -149,7 +149,7 @@ class FaultCluster(FaultSurroundings):
                 versions.roll_back(0, {}, self.now)
 
     def end(self, process: SimulatedProcess, for_s: float) -> None:
-        """Whatever ended it, it is started again after `for_s`."""
+        """Ends a process without warning, and starts it again after `for_s`."""
         for part in self._parts_of(process):
             if part.alive:
                 part.stop()
@@ -172,7 +172,7 @@ class FaultCluster(FaultSurroundings):
                 worker.call(worker.drain, fault.grace_s)
 
     def _undo_drain(self, name: str) -> None:
-        """A person tries again until it is done."""
+        """Puts a drained worker back, as a person would, and tries again until that is done."""
         put_back = True
         for worker in self._all_of(self.processes[name]):
             known = self.coordinator.core.workers.get(worker.incarnation)
@@ -209,13 +209,14 @@ class FaultCluster(FaultSurroundings):
 
     def _start_flipped(self, worker: PrefillProcess | DecodeProcess) -> None:
         if self.processes[worker.name] is not worker:
-            return  # it was killed meanwhile, and started again
+            return  # it was killed and started again meanwhile
         role = worker.lineup.next_role
         assert role is not None
         self._begin(line_up(self, worker.name, role, worker.lineup), f"starts as a {role} worker")
 
     def _flip_back(self) -> None:
-        """A person gives every worker its own role again, and looks again: one may be changing over."""
+        """Gives every worker its own role again, as a person would. Repeats this, since a worker may just be changing its
+        role."""
         for name in self.plan.workers:
             worker = self.processes[name]
             assert isinstance(worker, PrefillProcess | DecodeProcess)
@@ -225,7 +226,7 @@ class FaultCluster(FaultSurroundings):
         self.after(0.5, self._flip_back)
 
     def begins_anew(self, coordinator: SimulatedProcess) -> None:
-        """After a stall: in one process, with a new incarnation."""
+        """Starts the coordinator again after a stall: in the same process, with a new incarnation."""
         assert isinstance(coordinator, CoordinatorProcess)
         self.injected["absence"] += 1
         coordinator.log("was away")
@@ -286,7 +287,7 @@ class FaultCluster(FaultSurroundings):
     # --- healing --------------------------------------------------------------------------------------------------------
 
     def heal(self) -> None:
-        """No faults any more, and what they left behind is put right: all are up, reach each other, and run."""
+        """Ends all faults and repairs their effects: all processes are up, reach each other, and run."""
         self.healing = True
         self.log("world", "healing")
         self.network.hostility = None

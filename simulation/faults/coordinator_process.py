@@ -1,5 +1,5 @@
-"""The simulated coordinator process: the production `Core` and `Outbox`, driven as `coordinator.main` drives them. The ledger
-of usage is its rows only: what the thread has committed outlives the process, what it has not is lost with it.
+"""The simulated coordinator process: the production `Core` and `Outbox`, driven as `coordinator.main` drives them. The usage
+ledger consists of its rows only: rows that its thread has committed outlive the process, others are lost with it.
 """
 
 from collections import Counter
@@ -49,9 +49,9 @@ class CoordinatorProcess(SimulatedProcess):
         self.outbox = Outbox()
         self.links: dict[int, Link] = {}
         self.drained: set[int] = set()
-        """Workers that this incarnation has been told about."""
+        """Workers that this incarnation knows to be drained."""
         self.made_room: Counter[str] = Counter()
-        """How often each request was interrupted so that others got their share."""
+        """How often each request was interrupted so that other tenants got their share."""
         self.events = 0
         self._pending: list[Event] = []
         self._busy = False
@@ -175,7 +175,7 @@ class CoordinatorProcess(SimulatedProcess):
     # --- drains ---------------------------------------------------------------------------------------------------------
 
     def ask(self, request: DrainRequest | FlipRequest) -> None:
-        """As `crossdock drain` and `flip`, whose answer is the last that its link brings."""
+        """Sends a request as `crossdock drain` and `flip` do; the answer is the last message on its link."""
         if self.alive:
             self.call(self._asked, request)
 
@@ -189,7 +189,7 @@ class CoordinatorProcess(SimulatedProcess):
         (self.drained.discard if hand_over_ms is None else self.drained.add)(incarnation)
 
     def _watch(self, send: Send) -> None:
-        """Judged when it is decided: what waits for its row in the ledger leaves later."""
+        """Checks a message when it is decided. A message that waits for its row in the ledger leaves later."""
         match send.message:
             case Draining(hand_over_ms):
                 self._heard_of_drain(send.incarnation, hand_over_ms)

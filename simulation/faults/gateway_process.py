@@ -43,7 +43,7 @@ class _Piece:
 
 
 class _Sink:
-    """Text with a stop string that is one token's."""
+    """Receives text in which one token is the stop string."""
 
     def __init__(self, stop_word: int) -> None:
         self._stop_word = stop_word
@@ -120,7 +120,7 @@ class SimulatedGateway(SimulatedProcess):
 
     def post(self, event: Event) -> None:
         if isinstance(event, TokensReceived):
-            # One by one, as the keeper takes them, so that what each leads to can be judged.
+            # One item at a time, as the keeper takes them, so that the effects of each can be judged.
             for item in event.items:
                 submission = self.keeper.submissions.get(item.request_id)
                 stale = submission is None or submission.attempt != item.attempt

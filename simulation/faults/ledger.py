@@ -8,7 +8,7 @@ from coordinator.accounting.quota import DAY_S, Ask
 from coordinator.accounting.usage import Entry, Opened, Past
 
 UNIX_S = 20_000.0 * DAY_S + 1000.0
-"""The time of the wall clock when the world begins; no run lasts until midnight."""
+"""Wall-clock time at the beginning; no run lasts until midnight."""
 DAY = int(UNIX_S // DAY_S)
 RECENT_S = 60.0
 
@@ -22,9 +22,9 @@ class LedgerRow:
     prompt_tokens: int
     output_tokens: int
     outcome: str = ""
-    """Empty while it is open; then the amounts are the estimate."""
+    """Empty while the row is open; the amounts are then estimates."""
     before: tuple[int, int] = (0, 0)
-    """Prompt and output tokens when it was opened again."""
+    """Prompt and output tokens at the time when the row was opened again."""
 
     @property
     def charged_tokens(self) -> int:
@@ -33,7 +33,7 @@ class LedgerRow:
 
 @dataclass
 class CheckedLedger:
-    """The file of `coordinator.accounting.ledger`, whose statements are said again here."""
+    """The file of `coordinator.accounting.ledger`; its statements are repeated here."""
 
     rows: dict[str, LedgerRow] = field(default_factory=dict)
 

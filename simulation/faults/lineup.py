@@ -10,7 +10,7 @@ from simulation.world.toy_model import Toy
 from simulation.world.world import Timer
 
 MIXED_BLOCKS_MIN = 48
-"""The least pool that is shared out between two roles, so that either has room for any request."""
+"""The least pool for a mixed worker: each of its two parts must have room for any request."""
 
 
 class Lineup:
@@ -23,7 +23,7 @@ class Lineup:
         block_size: int,
         before: "Lineup | None" = None,
     ) -> None:
-        """`before` was the same process in its last role: pool and cache stay."""
+        """Makes the roles of a process. `before`: the same process in its last role, whose pool and cache stay."""
         self.cluster, self.name, self.role = cluster, name, role
         self.pool: BlockPool = before.pool if before is not None else BlockPool(blocks)
         self.toy: Toy = before.toy if before is not None else Toy(blocks, block_size)
@@ -34,7 +34,8 @@ class Lineup:
         self.next_role: Role | None = None
         """Ready to register in."""
         self.flip_ends = ""
-        """The fault in its next change of role: it cannot be prepared (`cannot`), or the process dies in it (`dies`)."""
+        """The fault in its next change of role: the change cannot be prepared (`cannot`), or the process dies in it
+        (`dies`)."""
         self._preparing: Timer | None = None
         self._goes_over = False
 
@@ -42,14 +43,14 @@ class Lineup:
         return f"{self.name}-{role}" if self.role is Role.MIXED else self.name
 
     def blocks_of(self, role: Role) -> int:
-        """How many each may hold."""
+        """Returns how many blocks this role may hold."""
         if self.role is not Role.MIXED:
             return self.pool.total
         prefill = prefill_blocks(self.pool.total, 1)
         return prefill if role is Role.PREFILL else self.pool.total - prefill
 
     def flipped(self) -> None:
-        """It is decided; all that it has registered as ends."""
+        """Changes the role, which is decided: all present registrations end."""
         if not self._goes_over:
             self._goes_over = True
             self.halves[0].after(0.0, self._go_over)
@@ -64,7 +65,7 @@ class Lineup:
             self.cluster.worker_flips(head)
 
     def _prepare(self, role: Role) -> None:
-        """As `runtime.worker.process`: ready, or not, after a while."""
+        """Prepares a role as `runtime.worker.process` does: after a while it is ready, or has failed."""
         fails = self.flip_ends == "cannot" or (role is Role.MIXED and self.pool.total < MIXED_BLOCKS_MIN)
         delay_s = self.cluster.random.uniform(0.001, 0.05)
         self._preparing = self.halves[0].after(delay_s, self._prepared, role, fails)

@@ -30,9 +30,9 @@ from simulation.world.toy_model import ToyAnswer, expected
 from simulation.world.world import SimulatedProcess, SimulationViolation, World
 
 _PASSING = frozenset({Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.QUEUE_FULL, Reject.SHED, Reject.RETRY_BUDGET})
-"""Why a new request may be turned away in a small cluster with short queues, whatever its tenant."""
+"""Reasons for which a new request of any tenant may be rejected in a small cluster with short queues."""
 LEFT_S = 0.1
-"""Nothing more is computed for a client that left after so long, where nothing is disturbed."""
+"""Undisturbed, nothing more is computed this long after a client left."""
 DRAINED = "it is drained"
 _NO_ROOM = ("no free KV block", "KV blocks wanted")
 
@@ -47,13 +47,13 @@ class Expectation:
     done: list[bool]
     admitted: bool = False
     outcome: str = ""
-    """The end of it: `well`, a kind of failure, `left`, `gateway lost`."""
+    """How the request ended: `well`, a kind of failure, `left`, `gateway lost`."""
     attempts: int = 0
     left_at: float = 1e9
     no_tries: int = 0
     """Attempts that a drain, or another tenant's share, cut short."""
     losses: int = 0
-    """Losses of its gateway's link: what was on its way then is sent again under another number."""
+    """Losses of its gateway's link: requests that were on their way are sent again under another attempt number."""
 
 
 @dataclass
@@ -70,11 +70,11 @@ class Oracles:
     _sent: set[tuple[str, int, int, int]] = field(default_factory=set)
     _ends: set[tuple[int, str, int]] = field(default_factory=set)
     _backoff: dict[str, tuple[int, float, bool]] = field(default_factory=dict)
-    """Attempt that ended, when, and whether a drain cut it short."""
+    """The attempt that ended, when it ended, and whether a drain ended it."""
     _known: dict[tuple[int, str], int] = field(default_factory=dict)
-    """Requests that a coordinator has taken, by its incarnation; of each, how many attempts drains had cut short."""
+    """Requests that a coordinator has taken, by its incarnation, with the number of attempts that drains had ended."""
     _retries: dict[int, list[float]] = field(default_factory=dict)
-    """When it took one of them again."""
+    """Times at which a coordinator took such a request again."""
 
     # --- clients --------------------------------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class Oracles:
             return stream.attempts + stream.losses + stream.no_tries > 1
         if stream.admitted:
             return reason is Reject.SHED and not any(stream.got)
-        if reason is Reject.TOO_LARGE:  # a worker with the small pool of a second tier may be the only one that decodes
+        if reason is Reject.TOO_LARGE:  # the only worker that decodes may have the small pool of a second tier
             return self.plan.tier_slots > 0 and stream.asked.choices > 1
         return reason in _PASSING or (reason is Reject.QUOTA and stream.asked.tenant in LIMITED)
 
@@ -155,7 +155,7 @@ class Oracles:
 
     def interrupted(self, event: Interrupted | LinkDown, gateway: SimulatedProcess, keeper: StreamKeeper) -> None:
         if isinstance(event, LinkDown):
-            self._backoff.clear()  # what is due then is not due to backoff
+            self._backoff.clear()  # retries after this are not due to backoff
             for stream in self.streams.values():
                 stream.losses += stream.gateway == gateway.name
             return
@@ -200,8 +200,8 @@ class Oracles:
             raise SimulationViolation("no work for nobody", f"tokens {LEFT_S:g} s after its client left", stream_id)
 
     def failed(self, message: WorkFailed) -> None:
-        """A placed request has room: the coordinator never counts a block as free that its worker has not, unless answers get
-        longer than it expected."""
+        """Checks that a placed request has room: the coordinator never counts a block as free that its worker does not have,
+        unless answers get longer than expected."""
         judged = self.plan.hostility is None and not self.plan.overcommitted
         if any(words in message.message for words in _NO_ROOM) and judged:
             raise SimulationViolation("reservation before work", message.message, stream_of(message.request_id))
@@ -215,7 +215,7 @@ class Oracles:
     def flips(
         self, worker: SimulatedProcess, held: Sequence[Held], allocator: BlockAllocator, no_transfer: bool
     ) -> None:
-        """It is about to leave its role."""
+        """Checks a worker that is about to leave its role."""
         blocks = allocator.held_count + allocator.quarantined_count
         if held or blocks or not no_transfer:
             why = f"{worker.name} changes its role with {len(held)} attempts, {blocks} blocks, transfers: {not no_transfer}"
@@ -233,7 +233,8 @@ class Oracles:
     # --- the coordinator ------------------------------------------------------------------------------------------------
 
     def said(self, message: Message) -> None:
-        """Check what is said to a gateway or a worker: nothing of a request before its row is in the ledger."""
+        """Checks a message to a gateway or a worker: none about a request may leave before the request's row is in the
+        ledger."""
         if isinstance(message, Accepted | Prefill | Reserve):
             if message.request_id not in self.ledger.rows:
                 why = f"{type(message).__name__} leaves before its row is in the ledger"
@@ -250,7 +251,8 @@ class Oracles:
         self._ends.add(key)
 
     def taken(self, incarnation: int, submit: Submit, alive: int, now: float) -> None:
-        """A request is in the queue: for the first time with this coordinator, or again."""
+        """Counts a request that came into the queue again, and checks the limit of retries; the first time with this
+        coordinator is no retry."""
         known, drained = (incarnation, submit.request_id), submit.drained_attempts
         whole = self._known.get((incarnation, stream_of(submit.request_id)))
         before, self._known[known] = self._known.get(known, whole), drained
@@ -268,7 +270,8 @@ class Oracles:
             raise SimulationViolation("peers behave", f"the coordinator says of {incarnation}: {reason}")
 
     def lets_flip(self, core: Core, incarnation: int) -> None:
-        """A worker is told that it holds nothing any more, so that it may change its role or, where it is leaving, end."""
+        """Checks, when a worker is told that it holds nothing any more, that another worker keeps its role. A forced change
+        and a worker that is leaving are exempt."""
         if core.workers[incarnation].leaving:
             return
         one = core.workers[incarnation].hello
@@ -300,12 +303,12 @@ class Oracles:
 
 
 def _promised(core: Core) -> bool:
-    """Whether some bill was opened without asking a limit: for a request that an earlier coordinator had accepted."""
+    """Whether some bill was opened without asking a limit, because an earlier coordinator had accepted the request."""
     return any(
         bill.counters.attempt > 1 or bill.counters.adopted or not bill.rated for bill in core.billing.bills.values()
     )
 
 
 def stream_of(request_id: str) -> str:
-    """Choices that are resumed one by one are requests of their own."""
+    """Returns the stream of a request. Choices that are resumed one by one have requests of their own."""
     return request_id.partition(".")[0]

@@ -51,7 +51,7 @@ limits = { concurrency = 3 }
 [tenants.lab.users.eve]
 """
 OTHER_POLICY: Final = TENANTS.replace("weight = 2.0", "weight = 0.5").replace('class = "standard"', 'class = "batch"')
-"""Limits are the same: the oracles look at what is held when they become lower, too."""
+"""The limits are the same, because the oracles check held amounts also when limits become lower."""
 LIMITED: Final = frozenset({"acme", "acme/ann", "acme/bob"})
 """Tenants whose requests a quota may turn away."""
 
@@ -76,7 +76,8 @@ class Asked:
 
 @dataclass(frozen=True)
 class Fault:
-    """`who` and `other` are names of processes, but for a flip, where `other` is a role; `how` depends on the kind."""
+    """A fault in the plan. `who` and `other` are names of processes, but for a flip `other` is a role; `how` depends on the
+    kind."""
 
     at_s: float
     kind: str
@@ -132,8 +133,9 @@ class FaultPlan:
 
     @property
     def only_drains(self) -> bool:
-        """Nothing goes wrong, and decode workers have the room that they are asked for. A coordinator that ends while a worker
-        changes its role forgets which streams wait for that worker: their gateways notice by the silence, and try again."""
+        """Whether nothing goes wrong and decode workers have the room that they are asked for. A coordinator that ends while a
+        worker changes its role forgets the streams that wait for that worker. Their gateways notice the silence and try again,
+        so such plans do not count."""
         in_order = all(
             fault.kind in ("drain", "policy") or (fault.kind == "flip" and fault.how != "dies") for fault in self.faults
         )
@@ -148,7 +150,7 @@ class FaultPlan:
 
 
 def draw(seed: int, kinds: frozenset[str] = frozenset(FAULTS)) -> FaultPlan:
-    """The plan of a seed; the same with fewer kinds of faults has the same cluster and requests."""
+    """Draws the plan of a seed. Fewer kinds of faults change neither the cluster nor its requests."""
     random = Random(seed)
     attempts_max = random.choice((4, 60, 60))
     plan = FaultPlan(
@@ -174,7 +176,7 @@ def draw(seed: int, kinds: frozenset[str] = frozenset(FAULTS)) -> FaultPlan:
     plan.asked = [_asked(plan, random, number, beginnings, "leave" in kinds) for number in range(requests)]
     plan.limits = replace(plan.limits, retry_floor=random.choice((8, 12, 100)), retry_share=random.choice((0.2, 0.5)))
     more = Random(seed ^ 0x10C6)
-    if more.random() < 0.25:  # as after many short answers: decode workers are overcommitted, and run short of blocks
+    if more.random() < 0.25:  # as after many short answers: decode workers are overcommitted and run out of blocks
         plan.limits = replace(plan.limits, long_output_tokens=2.0)
         plan.kv_blocks["decode"], plan.max_seqs = 24, 8
         plan.asked += [_asked(plan, more, len(plan.asked) + number, beginnings, False) for number in range(6)]
@@ -236,11 +238,11 @@ def _asked(plan: FaultPlan, random: Random, number: int, beginnings: list[tuple[
 
 
 SESSION_TOKENS_MAX = 24
-"""A conversation that is longer has no further turn: each must fit the smallest pool."""
+"""A longer conversation gets no further turn, because each turn must fit the smallest pool."""
 
 
 def _add_session(plan: FaultPlan, leave: bool) -> None:
-    """Add some of what serves conversations: suffixes on decode workers, fetches, a second tier behind a small pool."""
+    """Adds features for conversations: suffixes on decode workers, fetches, a second tier behind a small pool."""
     seed = plan.seed
     plan.fetches, plan.computes_suffixes, plan.tier_slots = True, bool(seed % 3), (0, 24, 0, 6)[seed % 4]
     plan.kv_blocks["prefill"] = 14 if plan.tier_slots else plan.kv_blocks["prefill"]
@@ -248,8 +250,8 @@ def _add_session(plan: FaultPlan, leave: bool) -> None:
 
 
 def _session(plan: FaultPlan, random: Random, number: int, leave: bool) -> list[Asked]:
-    """Turns of one conversation, each of which goes on from the answer before it. Where decode workers compute no suffixes,
-    there is more that prefill workers may fetch."""
+    """Makes the turns of one conversation; each goes on from the answer before it. If decode workers compute no suffixes, the
+    turns are longer, so that prefill workers have more to fetch."""
     turns_max, answer_max = (3, 6) if plan.computes_suffixes else (5, 20)
     prompt, turns = tuple(random.randrange(1, VOCAB) for _ in range(12)), list[Asked]()
     for turn in range(random.randint(2, turns_max)):
@@ -284,9 +286,9 @@ def _drains(plan: FaultPlan, random: Random) -> list[Fault]:
 
 
 def _flips(plan: FaultPlan, random: Random) -> list[Fault]:
-    """Where only one worker has its role, it will be refused, unless it is forced."""
+    """Draws changes of role. A change that would leave a role without a worker is refused, unless it is forced."""
     flips = []
-    names = random.choice((plan.workers, [random.choice(plan.workers)]))  # one may change again and again
+    names = random.choice((plan.workers, [random.choice(plan.workers)]))  # one worker may change again and again
     for _ in range(random.choice((0, 0, 1, 1, 2, 4))):
         how = random.choice(("", "", "by force", "by force", "dies", "cannot"))
         grace_s = random.choice((0.0, 0.0, random.uniform(0.0, 0.5)))
@@ -297,7 +299,7 @@ def _flips(plan: FaultPlan, random: Random) -> list[Fault]:
 
 
 def _stalls(plan: FaultPlan, random: Random) -> list[Fault]:
-    """Stop the coordinator, in one run of twelve, for so long that it begins anew, or nearly, while something runs."""
+    """Stops the coordinator in one run of twelve while something runs, about as long as it takes until it must begin anew."""
     if random.random() >= 1 / 12:
         return []
     at_s = random.choice(plan.asked).at_s + random.uniform(0.0, 0.5)
@@ -305,7 +307,7 @@ def _stalls(plan: FaultPlan, random: Random) -> list[Fault]:
 
 
 def _policies(plan: FaultPlan, random: Random) -> list[Fault]:
-    """Change policies, in one run of four."""
+    """Changes policies in one run of four."""
     count = random.choice((0, 0, 0, random.randint(1, 4)))
     hows = ("tried", "promoted", "rolled back")
     return [

@@ -11,25 +11,25 @@ from simulation.world.world import SimulatedProcess
 class FaultSurroundings(NetworkedWorld):
     plan: FaultPlan
     versions: Versions
-    """Versions of the policy: they outlast the coordinator."""
+    """Versions of the policy, which outlast the coordinator."""
     ledger: CheckedLedger
     oracles: Oracles
     slow_disk_s: float
     restart_s = 0.5
-    """A worker that ended itself is started again within so long."""
+    """A worker that ended itself is started again after this time."""
 
     def end(self, process: SimulatedProcess, for_s: float) -> None:
         """End a process without warning; it is started again after `for_s`."""
         raise NotImplementedError
 
     def worker_goes(self, worker: SimulatedProcess, why: str) -> None:
-        """A worker ends in order."""
+        """Ends a worker in order."""
         raise NotImplementedError
 
     def worker_flips(self, worker: SimulatedProcess) -> None:
-        """A worker ends in its role, and begins in the other, in one process."""
+        """Ends a worker in its present role and begins it in the new one, in the same process."""
         raise NotImplementedError
 
     def begins_anew(self, coordinator: SimulatedProcess) -> None:
-        """The coordinator has stalled for so long that its peers left it: it starts again."""
+        """Starts a coordinator again that stalled for so long that its peers left it."""
         raise NotImplementedError

@@ -1,5 +1,5 @@
-"""The second tier of a simulated prefill worker: copies take time, fail and are damaged now and then. They read and write their
-blocks when they end, so that a block given away too early shows."""
+"""The second tier of a simulated prefill worker: copies take time, fail and are damaged now and then. They read and write
+their blocks when they end, so that a block that was freed too early is noticed."""
 
 from collections.abc import Callable, Sequence
 

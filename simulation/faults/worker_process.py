@@ -1,5 +1,4 @@
-"""The part that both kinds of simulated workers share: allocator and prefix cache, steps that take time, drain, change of
-role."""
+"""Shared base of both kinds of simulated workers: allocator and prefix cache, steps that take time, drain, change of role."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,7 +33,7 @@ def role_of(name: str) -> Role:
 
 
 class WorkerGateways(SimulatedConnectionPool):
-    """Every token a worker sends passes here, so that none is sent twice."""
+    """Links to gateways; every token that a worker sends passes here, and none may be sent twice."""
 
     def send(self, to: Destination, message: Message, blob: bytes = b"") -> None:
         assert isinstance(message, Tokens) and isinstance(self.process, WorkerProcess)
@@ -43,7 +42,7 @@ class WorkerGateways(SimulatedConnectionPool):
 
 
 class WorkerProcess(PoolProcess):
-    """The part that both kinds share."""
+    """Shared base of prefill and decode worker processes."""
 
     role: Role
     registration: SimulatedRegistration
@@ -60,9 +59,9 @@ class WorkerProcess(PoolProcess):
         self.kv_blocks, self.block_size = lineup.blocks_of(self.role), plan.block_size[role_of(lineup.name)]
         self.slow = 1.0
         self.fail_step = ""
-        """The next step fails: in the model (`error`), or its logits are not finite (`nan`)."""
+        """Makes the next step fail: in the model (`error`), or with logits that are not finite (`nan`)."""
         self.hang_s = 0.0
-        """So much longer does the next step take."""
+        """How much longer the next step takes."""
         self.watch = StepWatch(STEP_TIMEOUT_S)
         self._hangs = False
         self.toy = lineup.toy
@@ -96,7 +95,7 @@ class WorkerProcess(PoolProcess):
         self.cluster.end(self, self.cluster.restart_s)
 
     def compute(self, tokens: int, seconds: float, then: Callable[..., None], *arguments: Any) -> None:
-        """A step, on the thread that computes."""
+        """Runs a step on the thread that computes."""
         self.watch.begin(tokens, self.now())
         hang_s, self.hang_s = self.hang_s, 0.0
         self._hangs = hang_s > STEP_TIMEOUT_S
@@ -104,7 +103,7 @@ class WorkerProcess(PoolProcess):
 
     def _computed(self, then: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         if self.resumed_at == self.world.now:
-            # Stopped in the midst of it, that thread has the rest yet to do.
+            # The process was stopped in the middle of the step, so the rest of the step still has to run.
             self.after(0.001, self._computed, then, arguments)
             return
         self.watch.end(self.now())
@@ -142,7 +141,7 @@ class WorkerProcess(PoolProcess):
         return self.world.random.uniform(least, most) * self.slow
 
     def check_writable(self, blocks: Sequence[int]) -> None:
-        """Nobody else may hold what is received into, and nobody may find it in the cache."""
+        """Checks that no other request holds these blocks, and that none of them can be found in the cache."""
         for block in blocks:
             alone = self.allocator.refs(block) == 1 == self.lineup.pool.holders.get(block)
             if not alone and not self.allocator.is_quarantined(block):

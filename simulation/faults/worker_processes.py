@@ -1,6 +1,6 @@
-"""Simulated worker processes: the production cores, tables, batch, allocator and prefix cache, driven as their `worker` modules
-drive them, with the toy model on the engine thread. A step takes time, during which anything else may happen; it reads and
-writes its blocks when it ends, so that a block given away too early shows.
+"""Simulated worker processes: the production cores, tables, batch, allocator and prefix cache, driven as their `worker`
+modules drive them, with the toy model on the engine thread. A step takes time, in which anything else may happen. It reads and
+writes its blocks when it ends, so that a block that was freed too early is noticed.
 """
 
 from decode_worker.batch import Draw, RunningBatch, StepPlan
@@ -316,7 +316,7 @@ class DecodeProcess(WorkerProcess):
 
 
 def draw_first_tokens(order: Prefill, tokens: list[int], total: int, cached_tokens: int) -> list[TokenItem]:
-    """One for each choice of a prompt that is computed; `total` is what its last forward returned."""
+    """Returns the first token of each choice of a computed prompt; `total` is the result of its last forward."""
     split, items = len(tokens) - order.resumed_tokens, []
     for choice in range(order.first_choice, order.first_choice + order.choices):
         token = ToyState.of(order.sampling, choice, tokens[:split], tokens[split:]).draw(total)
@@ -344,7 +344,7 @@ KINDS: dict[Role, type[PrefillProcess | DecodeProcess]] = {Role.PREFILL: Prefill
 def line_up(
     cluster: FaultSurroundings, name: str, role: Role, before: Lineup | None = None
 ) -> list[PrefillProcess | DecodeProcess]:
-    """A worker process in a role; `before`: in which it was until now."""
+    """Makes the worker process in this role; `before`: the same process in its last role."""
     configured, plan = role_of(name), cluster.plan
     lineup = Lineup(cluster, name, role, plan.kv_blocks[configured], plan.block_size[configured], before)
     return [KINDS[one](cluster, lineup) for one in role.registers_as]

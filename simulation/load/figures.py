@@ -21,7 +21,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
 
 @dataclass(frozen=True)
 class _Sums:
-    """Sums of the whole run; what a group has is compared with them."""
+    """Sums of the whole run, with which the figures of groups are compared."""
 
     duration_s: float
     prompt_tokens: int

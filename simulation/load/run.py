@@ -19,13 +19,13 @@ from simulation.cluster.surroundings import ClientRequest, ClusterEngine, Timing
 from simulation.load.workload import LoadRequest, Loop, PlannedFailure, WorkerSpec, Workload
 
 RETRY_JITTER = 0.1
-"""Clients come again up to this share later than they were told."""
+"""Clients come again later than they were told, by up to this share."""
 LOOK_EVERY_S = 0.25
 UNSERVED_WAIT_S = 1.0
-"""A client in a closed loop whose request did not finish waits so long at least, as `Loop` says: it must not ask without end
-in no time."""
+"""A client in a closed loop waits at least this long after a request that did not finish, as `Loop` says. Otherwise it would
+send requests without end at one virtual moment."""
 REQUESTS_MAX = 1_000_000
-"""Most requests of all kinds, with those that come again."""
+"""Most requests of all kinds, repeated ones included."""
 
 
 class TooManyRequests(CrossdockError):
@@ -50,7 +50,7 @@ class LoadOutcome:
     computed_tokens: int = 0
     """Prompt tokens computed for it, over all tries and attempts."""
     sequence_s: float = 0.0
-    """Seconds that it was a sequence in decode, until the last arrival."""
+    """Seconds in which it was a sequence in decode, up to the last arrival."""
 
     @property
     def is_good(self) -> bool:
@@ -66,11 +66,12 @@ class Played:
     workload: Workload
     outcomes: list[LoadOutcome] = field(default_factory=list)
     computed_tokens: int = 0
-    """Tokens that all prefill workers computed, for whatever came of it."""
+    """Tokens that all prefill workers computed, also for requests that did not finish."""
 
 
 def play(workload: Workload, progress: Callable[[float], None] = lambda now_s: None) -> Played:
-    """`progress` is told the virtual time, several times a virtual second. Raises `TooManyRequests`."""
+    """Plays the workload. Calls `progress` with the virtual time several times in each virtual second. Raises
+    `TooManyRequests`."""
     return _Player(workload).play(progress)
 
 
@@ -88,13 +89,13 @@ class _Player:
         self._tries: dict[str, LoadOutcome] = {}
         """Outcomes by the id of any try."""
         self._loops: dict[str, tuple[Loop, int]] = {}
-        """The client that sent it, and which of its requests comes next, by the id of the current try."""
+        """The client that sent the request, and the number of its next request, by the id of the present try."""
         self._running: dict[str, tuple[list[int], ClusterEngine]] = {}
-        """Incarnations of each worker, and what it computes with."""
+        """Incarnations of each worker, and its engine."""
         self._all_prefill: list[ClusterPrefillWorker] = []
         self._numbers = iter(range(1 << 62))
         self._awaited = 0
-        """Requests that have not ended for good; some wait to come again."""
+        """Requests that have not ended for good; some of them wait to come again."""
 
     def play(self, progress: Callable[[float], None]) -> Played:
         workload, cluster = self._workload, self._cluster
@@ -204,7 +205,7 @@ class _Player:
         self._running[spec.name] = started, engine
 
     def _up(self, name: str) -> list[ClusterPrefillWorker | BatchedDecode]:
-        """Its roles, unless it is lost."""
+        """Returns the roles of a worker; empty if it is lost."""
         prefill, decode = self._cluster.prefill, self._cluster.decode
         found = [prefill.get(one) or decode.get(one) for one in self._running[name][0]]
         return [worker for worker in found if isinstance(worker, ClusterPrefillWorker | BatchedDecode)]

@@ -1,6 +1,6 @@
 """Sessions of several turns, as `crossdock bench agents` sends them and the virtual cluster plays them. Pure.
 
-A prompt is that of the turn before, with its answer, and something new.
+Each prompt consists of the prompt and answer of the turn before, and new tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,19 +14,19 @@ from proto.limits import HASH_BYTES
 @dataclass(frozen=True, slots=True)
 class SessionTurn:
     new_tokens: int
-    """They come on top of the prompt and answer of the turn before."""
+    """Tokens in addition to the prompt and answer of the turn before."""
     output_tokens: int
     think_s: float = 0.0
-    """The time before it, since the last answer ended."""
+    """Time between the end of the last answer and this turn."""
     restarts: bool = False
-    """Its prompt does not go on from the turn before."""
+    """True if its prompt does not go on from the turn before."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSession:
     turns: tuple[SessionTurn, ...]
     system_tokens: int = 0
-    """Its first prompt begins with so many that all sessions have in common."""
+    """Its first prompt begins with this many tokens, which all sessions have in common."""
 
 
 class NamedSession(NamedTuple):
@@ -47,13 +47,13 @@ def synthetic(
 
 
 def in_turn(sessions: Sequence[LoadSession], clients: int) -> list[list[LoadSession]]:
-    """The sessions dealt to so many clients, each of which plays one after the other."""
+    """Deals the sessions to `clients` clients, each of which plays one after the other."""
     return [list(sessions[client::clients]) for client in range(min(clients, len(sessions)))]
 
 
 def named(session: LoadSession, name: str, block_size: int, context_tokens: int) -> Iterator[NamedSession]:
-    """Its turns, up to the first that does not fit the context. Equal blocks have equal names: sessions share those of the
-    system prompt, and a turn has those of the turn before."""
+    """Yields the turns up to the first that does not fit the context. Equal blocks have equal names: sessions share the names
+    of the system prompt's blocks, and a turn has those of the turn before."""
     hashes, tokens, conversation = b"", 0, 0
     for number, turn in enumerate(session.turns):
         if not number or turn.restarts:

@@ -19,7 +19,7 @@ class LoadStepTimes(Timing):
 
     decode_sequence_s: float = 0.0
     factor: float = 1.0
-    """Every step takes so many times as long."""
+    """How many times as long every step takes."""
 
     def prefill_s(self, tokens: int) -> float:
         return self.factor * super().prefill_s(tokens)
@@ -35,7 +35,7 @@ class WorkerSpec:
     name: str
     roles: tuple[Literal["prefill", "decode"], ...]
     capacity: Capacity
-    """Its capacity; of a mixed worker, both roles share the blocks."""
+    """Its capacity; the two roles of a mixed worker share the blocks."""
     times: LoadStepTimes
 
 
@@ -61,19 +61,19 @@ class LoadRequest:
     deadline_ms: float
     goal: Goal
     retries: int
-    """How often the client comes again after a rejection that says when."""
+    """How often the client comes again after a rejection that names a time."""
     block_hashes: bytes = b""
     """They name the prompt's blocks; empty: nothing is looked up or kept."""
     answer_hashes: bytes = b""
     """They name the full blocks behind the prompt's."""
     think_s: float = 0.0
-    """A turn of a session comes so long after the end of the one before."""
+    """Time between the end of a session's last turn and this one."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A client that sends the next request `think_s` after the end of the last one, from `from_s` until `until_s`. If
-    that did not finish, it waits at least a second."""
+    """A client that sends the next request `think_s` after the end of the last one, from `from_s` until `until_s`. After a
+    request that did not finish it waits at least a second."""
 
     asks: tuple[LoadRequest, ...]
     """Used one after the other, and again from the start."""
@@ -81,7 +81,7 @@ class Loop:
     from_s: float
     until_s: float
     once: bool = False
-    """They are turns of sessions, each with a `think_s` of its own, and none is used again."""
+    """The requests are turns of sessions, each with its own `think_s`, and none is repeated."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,11 @@ class Workload:
     loops: tuple[Loop, ...] = ()
     failures: tuple[PlannedFailure, ...] = ()
     streams: tuple[str, ...] = ()
-    """Names of traffic, in the order of the tables; others come after them."""
+    """Names of traffic in the order of the tables; other names come after them."""
     duration_s: float = 60.0
     """No request comes later."""
     settle_s: float = 120.0
-    """How much longer the run goes on, so that what came can end."""
+    """How much longer the run goes on, so that requests can end."""
     limits: Limits = field(default_factory=Limits)
     tenants: Tenants = field(default_factory=open_tenants)
     hand_over_s: tuple[float, float] = (0.002, 0.004)

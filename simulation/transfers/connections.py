@@ -1,6 +1,6 @@
-"""A connection between two workers and its threads, as `kvtransfer.transports.pair`: segments cross one after the
-other, each when both ends are at it. A fault breaks the connection for good. Until an answer comes, a thread may touch
-the segment's blocks.
+"""A connection between two workers and its threads, as `kvtransfer.transports.pair`: segments cross one after the other, each
+when both ends are at it. A fault breaks the connection for good. A thread may read or write the segment's blocks until its
+answer comes.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ class PoolProcess(SimulatedProcess):
     """A process with a pool of KV blocks."""
 
     def check_writable(self, blocks: Sequence[int]) -> None:
-        """Raises `Violation` where these blocks are not its own to receive into."""
+        """Raises `Violation` if these blocks are not its own, so that it may not receive into them."""
         raise NotImplementedError
 
 
@@ -32,7 +32,7 @@ class TransferJob:
     sequence: int
     blocks: int
     block_ids: tuple[int, ...] | None
-    """None when receiving: receive and discard."""
+    """None: receive and discard."""
 
 
 def digest(content: Content) -> bytes:
@@ -44,7 +44,7 @@ def digest(content: Content) -> bytes:
 
 
 class SimulatedPair:
-    """One end. It reads or writes the blocks of its first job only."""
+    """One end of a connection. It reads or writes only the blocks of its first job."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class SimulatedPair:
         self._closing = False
         self._broken = ""
         self._started = -1
-        """Sequence of the job the thread is at."""
+        """Sequence number of the job that the thread works on."""
         self._timer: Timer | None = process.after(RENDEZVOUS_S, self.fail, "nobody came to the rendezvous")
 
     @property
@@ -99,14 +99,14 @@ class SimulatedPair:
         self._next()
 
     def close(self) -> None:
-        """The thread ends after the segment it is at."""
+        """Ends the thread after the segment that it works on."""
         if not self._closing:
             self._closing = True
             if not self._at_job():
                 self.process.after(0.001, self.fail, "closed")
 
     def fail(self, reason: str) -> None:
-        """The thread is gone; the thread that waits for it at the other end hears of it, or finds out by its timeout."""
+        """Ends the thread. The thread at the other end hears of it, or finds out by its timeout."""
         if self.is_down:
             return
         self.is_down = True
@@ -137,7 +137,7 @@ class SimulatedPair:
             self.process.after(0.005, self.fail, reason)
 
     def _next(self) -> None:
-        """The thread takes its next job, if it is free."""
+        """Lets the thread take its next job, if it is free."""
         if not self._jobs or self.is_down or not self._ready or self._at_job():
             return
         if self._closing or self._broken:

@@ -167,7 +167,7 @@ class SimulatedReceiver(SimulatedDriver):
 
 
 def _decision(live: SimulatedLive, answer: OfferAccepted | str) -> OfferAccepted | Refusal:
-    """The decision in the blocks that cross."""
+    """Returns the decision, counted in the blocks that cross."""
     if isinstance(answer, str):
         return Refusal(answer)
     ratio, blocks = live.route.ratio, live.session.blocks

@@ -39,7 +39,7 @@ class SimulatedSender(SimulatedDriver):
         self._on_result = on_result
         self._last_pair_id = 0
         self._digests_early = process.world.random.random() < 0.5
-        """As where KV is in host memory; else in sending."""
+        """True as for KV in host memory; otherwise digests are made in sending."""
 
     def open(self, request_id: str, attempt: int, peer_incarnation: int, blocks: int, block_size: int) -> None:
         key, route = (request_id, attempt), self._routes.get(peer_incarnation)

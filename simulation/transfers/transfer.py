@@ -1,9 +1,9 @@
 """KV hand-over between simulated workers: the production sessions under a thin model of their drivers.
 
-`kvtransfer.sender`, `receiver` and `driver` hold tensors, threads and an event loop, so what they do around the sessions is
-said again here, in the same order of effects: pairs are opened, used, dropped and told of as there, ended sessions answer late
-frames, what is announced is sent and received, a job's blocks are read when the thread gets to it. `SimulatedPair` stands for a
-transport and its thread. There is one transport; choosing and demoting them is not modelled.
+`kvtransfer.sender`, `receiver` and `driver` hold tensors, threads and an event loop. Their work around the sessions is
+repeated here, with the same order of effects. Pairs are opened, used, dropped and reported as there. Ended sessions answer
+late frames, announced blocks are sent and received, and a job's blocks are read when the thread gets to it. `SimulatedPair`
+stands for a transport and its thread. There is one transport; choosing and demoting them is not modelled.
 """
 
 from collections import deque
@@ -75,7 +75,7 @@ class SimulatedLive:
 
 
 class SimulatedDriver:
-    """The part that both ends share; as `kvtransfer.driver.TransferDriver`."""
+    """Shared base of both ends; as `kvtransfer.driver.TransferDriver`."""
 
     def __init__(self, process: PoolProcess, toy: Toy, send: Callable[[int, Message, bytes], None]) -> None:
         self.process = process

@@ -1,8 +1,8 @@
 """Links over the simulated network: a thin model of `runtime.link.server`, `runtime.link.connection_pool` and
-`runtime.worker.registration`, whose code is bound to sockets and an event loop. The same rules: Hello first and once, a
-version and an incarnation on each link, one connection is one link, a lost one is told once, a client comes back with a new
-connection and a new Hello, what is sent to a link that is gone is gone. Heartbeats are not sent one by one:
-`Network.suspect` knows who would miss them.
+`runtime.worker.registration`, whose code is bound to sockets and an event loop. The rules are the same: Hello comes first and
+once; each link has a version and an incarnation; one connection is one link, and its loss is reported once. A client comes
+back with a new connection and a new Hello. Messages to a link that is gone are lost. Single heartbeats are not sent:
+`Network.suspect` knows which processes would miss them.
 """
 
 from collections.abc import Callable
@@ -110,7 +110,7 @@ class SimulatedServer:
 
 
 class Client:
-    """One peer at a time, connected again with backoff until closed."""
+    """A client of one peer at a time; it connects again with backoff until it is closed."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class Client:
         self._give_up(wire, f"no heartbeat for {seconds:.1f} s")
 
     def _give_up(self, wire: Wire, reason: str) -> None:
-        """Nothing goes out any more; the owner hears of it in an event of its own."""
+        """Gives the link up: nothing goes out any more, and the owner hears of it in an event of its own."""
         if wire is not self._wire or (self._link is not None and not self._link.open):
             return
         if self._timer is not None:

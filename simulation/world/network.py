@@ -1,12 +1,12 @@
 """Connections between simulated processes, and what can happen to them. Modelled on ZeroMQ over TCP:
 
-- A connection is ordered and loses nothing while it lives. It dies whole: what was sent last may be lost with it, and both
-  ends hear of it, or neither (`hole`), and then heartbeats find out.
+- A connection is ordered and loses nothing while it lives. It dies as a whole, and the last messages may be lost with it.
+  Either both ends hear of its end, or neither does (`hole`), and then heartbeats show it.
 - A partition holds frames back, as TCP does, in one direction or both; they arrive when it ends, if the connection lives.
-- A process that was killed has its connections closed by its kernel, behind what it had sent or a part of that. One that is
-  stopped sends nothing, and gets what was sent when it goes on.
-- `hostile` is no network that exists: single frames of a live connection are lost, doubled and swapped. It shows that
-  handlers are idempotent. Connections that it has robbed are broken when healing begins, since nothing else can mend them.
+- If a process is killed, its kernel closes its connections after all messages that it had sent, or after a part of them. A
+  stopped process sends nothing, and gets the messages for it when it goes on.
+- `hostile` stands for no real network: single frames of a live connection are lost, doubled and swapped. It shows that
+  handlers are idempotent. Connections that lost frames are broken when healing begins, since nothing else can repair them.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class FrameHandler:
     on_frame: Callable[["Wire", Message, bytes], None]
     on_closed: Callable[["Wire"], None]
     is_up: Callable[["Wire"], bool]
-    """Whether it would be heard to beat."""
+    """Whether heartbeats of this end would arrive."""
     on_suspicion: Callable[["Wire", float], None]
 
 
@@ -42,7 +42,7 @@ class Hostility:
 
 
 class Wire:
-    """One connection, from its first SYN to its end. `sender` and `side` are who sends."""
+    """One connection, from its first SYN to its end. `side` and `sender` name the sending side."""
 
     def __init__(self, network: "Network", client: FrameHandler, server: FrameHandler) -> None:
         self.network = network
@@ -50,7 +50,7 @@ class Wire:
         self.closed = [False, False]
         """Whether each side has closed its end, or has heard that the other end has."""
         self.hole = [False, False]
-        """Whether what each side sends vanishes."""
+        """Whether messages from each side vanish."""
         self.robbed = False
         self._last = [0.0, 0.0]
         self._stuck: tuple[list[Frame | None], list[Frame | None]] = ([], [])
@@ -74,14 +74,14 @@ class Wire:
                 self.network.count("frame doubled", message)
                 self._pass(side, (message, blob), random.choice((0.0, 0.02)))
             elif chance - hostility.double < hostility.swap:
-                self.robbed = True  # what comes early may be ignored for good
+                self.robbed = True  # a frame that comes too early may be ignored for good
                 self.network.count("frame late", message)
                 self._pass(side, (message, blob), random.uniform(0.0, 0.03), keep_order=False)
                 return
         self._pass(side, (message, blob))
 
     def close(self, side: int) -> None:
-        """This end closes; the other hears of it behind what was sent before."""
+        """Closes this end; the other end hears of it after the messages that were sent before."""
         if not self.closed[side]:
             self.closed[side] = True
             if not self.hole[side]:
@@ -89,14 +89,14 @@ class Wire:
         self.network.forget_if_over(self)
 
     def cut(self, lose: float) -> None:
-        """Both ends hear that the connection is gone; of what is on its way, the last part may be lost."""
+        """Cuts the connection. Both ends hear of it; the last of the messages on their way may be lost."""
         for side in SIDES:
             if self.network.world.random.random() < lose:
                 self.hole[side] = True
             self.network.world.after(self.network.latency(self, side), self._reset, side)
 
     def release(self, side: int) -> None:
-        """Messages that a partition held back go on; those that come meanwhile wait behind them."""
+        """Lets messages go on that a partition held back; later messages wait behind them."""
         if self._stuck[side]:
             self.network.world.after(self.network.latency(self, side), self._drain, side)
 
@@ -107,7 +107,7 @@ class Wire:
             self._arrive(side, frame)
 
     def silent(self, side: int) -> bool:
-        """Whether this side hears nothing of the other."""
+        """Whether this side hears nothing from the other side."""
         other = self.ends[1 - side]
         return (
             self.hole[1 - side]
@@ -167,10 +167,11 @@ class Network:
         self.slow: dict[str, float] = {}
         """Added latency of all that a process (by name) sends, in seconds."""
         self._cuts: list[tuple[str, str]] = []
-        """(from, to), by name; an empty name is everyone."""
+        """(from, to), by name; an empty name stands for all processes."""
 
     def connect(self, client: FrameHandler, address: str) -> Wire | None:
-        """None where nobody listens. Where the way is blocked, the first frame shows it."""
+        """Connects to an address. Returns None if no process listens there. If the way is blocked, the first frame shows
+        it."""
         server = self.listeners.get(address)
         if server is None or not server.process.alive:
             return None
@@ -200,7 +201,7 @@ class Network:
                     wire.release(side)
 
     def suspect_all(self) -> None:
-        """Somebody may be silent from now on: have those who listen notice, as `runtime.link.failure_detector` has it."""
+        """Lets the other ends of silent processes notice the silence, as `runtime.link.failure_detector` does."""
         for wire in list(self.wires):
             for side in SIDES:
                 if wire.silent(side):
@@ -215,13 +216,14 @@ class Network:
         if wire.closed[side] or not end.is_up(wire) or not wire.silent(side):
             return
         if self.world.now - end.process.resumed_at < 0.3:
-            # It was stopped itself: what it has not read yet may be a heartbeat.
+            # The process was stopped itself, so unread messages may contain a heartbeat.
             end.process.after(self.world.random.uniform(0.3, 0.6), self._look, wire, side, since)
             return
         end.on_suspicion(wire, self.world.now - since)
 
     def process_died(self, process: SimulatedProcess, *, in_order: bool = False) -> None:
-        """Its kernel closes what it had open; `in_order`: it has said goodbye, and nothing that it had sent is lost."""
+        """Closes what the process had open, as its kernel would. `in_order`: it has said goodbye, and nothing that it sent is
+        lost."""
         for address, handler in list(self.listeners.items()):
             if handler.process is process:
                 del self.listeners[address]

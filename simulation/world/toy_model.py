@@ -1,7 +1,7 @@
 """A model in a few integers, over a paged pool like the real one. Its draws are a known function of (prompt, seed, choice,
-index), and it can only draw them from KV that is whole: a slot's value stands for its token and all before it, and a token is
-drawn from the sum of all slots, read through the block table. One block freed too early, copied wrongly or received half makes
-another token, as it would with a real model.
+index), and they are right only if the KV is whole: a slot's value stands for its token and all tokens before it, and a token
+is drawn from the sum of all slots, read through the block table. A block that was freed too early, copied wrongly or received
+half changes the token, as in a real model.
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,7 +45,7 @@ class Toy:
         self.pool[target][:] = self.pool[source]
 
     def packed(self, sub_blocks: Iterable[int], ratio: int) -> tuple[tuple[int, ...], ...]:
-        """Blocks of sub-blocks, `ratio` to a block."""
+        """Returns the contents of these sub-blocks, of which `ratio` make a block."""
         size = self.block_size // ratio
         return tuple(tuple(self.pool[c // ratio][c % ratio * size : (c % ratio + 1) * size]) for c in sub_blocks)
 
@@ -57,7 +57,7 @@ class Toy:
 
 @dataclass
 class ToyState:
-    """A choice's sampler: with penalties on, what it draws depends on the tokens so far, as with a real one."""
+    """A choice's sampler. If penalties are on, its draws depend on the tokens so far, as in a real sampler."""
 
     sampling: Sampling
     choice: int
@@ -88,16 +88,16 @@ class ToyState:
 
 @dataclass(frozen=True)
 class ToyAnswer:
-    """The tokens that a choice must have."""
+    """The tokens that a choice must get."""
 
     tokens: tuple[int, ...]
     finish: FinishReason
     stopped: bool
-    """It was stopped by a stop string, which ends it in the gateway."""
+    """True if a stop string ended it, which happens in the gateway."""
 
 
 def expected(prompt: Sequence[int], sampling: Sampling, choice: int, stop_word: int) -> ToyAnswer:
-    """The known function. `stop_word` is a token whose text is a stop string; -1 for none."""
+    """Returns the expected answer. `stop_word` is a token whose text is a stop string; -1 for none."""
     last = total = 0
     for token in prompt:
         last = mix(last, token)

@@ -1,7 +1,7 @@
 """Virtual time, the heap of what is to come, the processes, and the log of what happened. Nothing here knows the product.
 
-One run is a function of its seed: all chance is drawn from `World.random`, and whatever is due at the same instant goes in
-the order it was planned. `World.digest` stands for everything that happened.
+A run depends only on its seed: all random numbers come from `World.random`, and calls that are due at the same time run in the
+order in which they were planned. `World.digest` is a digest of everything that happened.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ class SimulationViolation(AssertionError):
 
 
 class Timer:
-    """A planned call; `cancel` may come at any time."""
+    """A planned call; `cancel` may be called at any time."""
 
     __slots__ = ("_cancelled",)
 
@@ -44,7 +44,7 @@ class Timer:
 
 
 class SimulatedProcess:
-    """One incarnation of one process. Dead, it does nothing; paused, it does everything later, in order."""
+    """One incarnation of one process. A dead process does nothing; a paused one does everything later, in order."""
 
     def __init__(self, world: "World", name: str) -> None:
         self.world = world
@@ -59,7 +59,7 @@ class SimulatedProcess:
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     def now(self) -> float:
-        """Its own clock: seconds since some time of its own, a little fast or slow."""
+        """Returns the time of its own clock: seconds since an arbitrary moment, a little fast or slow."""
         return self._clock_offset_s + self.world.now * self._clock_rate
 
     def call(self, function: Callable[..., None], *arguments: Any) -> None:
@@ -101,7 +101,7 @@ class SimulatedProcess:
         raise NotImplementedError
 
     def stop(self) -> None:
-        """Killed: what its kernel does afterwards is the network's to know."""
+        """Kills the process; the network does what its kernel does afterwards."""
         self.alive = False
         self._backlog.clear()
 
@@ -152,7 +152,7 @@ class World:
         self.at(self.now + delay_s, function, *arguments)
 
     def step(self, until: float) -> bool:
-        """Do what is due next; False if nothing is until then, and it is then."""
+        """Runs the next call that is due. If none is due by `until`, sets the time to `until` and returns False."""
         if not self._heap or self._heap[0][0] > until:
             self.now = until
             return False

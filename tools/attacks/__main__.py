@@ -28,7 +28,7 @@ from tools.chaos.bench import go_first
 ALONE_S, FIRST_ALONE_S = 3.0, 10.0
 AFTER_S = 1.0
 STALLED_S_MAX = 15.0
-"""How long a process may go on standing still behind an attack, before it is killed."""
+"""How long a process may stand still behind an attack before it is killed."""
 STALL_MS_MAX, GAP_RATIO_MAX = 100.0, 3.0
 
 
@@ -114,7 +114,7 @@ class Bench:
     async def _attack(self, name: str, bound_s: float) -> dict[str, int]:
         command: tuple[str, ...] = ("-m", "tools.attacks.kinds", name, json.dumps(asdict(self._target)))
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        # A real attacker is elsewhere: what its client computes must not count.
+        # A real attacker is elsewhere, so the work of its client must not count.
         command = ("nice", "-n", "19", sys.executable, *command)
         with tempfile.TemporaryFile() as written:
             attacker = await asyncio.create_subprocess_exec(*command, cwd=ROOT, env=environment, stdout=written)

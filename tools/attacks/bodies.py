@@ -1,4 +1,5 @@
-"""Bodies of requests that are large in one way each. `SHAPES` has by name the route and what makes a body of a size."""
+"""Bodies of requests that are large in one way each. `SHAPES` maps a name to the route and a function that makes a body of a
+given size."""
 
 from collections.abc import Callable
 from typing import Final
@@ -8,7 +9,7 @@ CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completion
 
 
 def fill(unit: str, size: int) -> bytes:
-    """`unit` so often, with commas between; `%d` in it is its number."""
+    """Returns about `size` bytes of `unit`, repeated with commas between; `%d` in it is replaced by its number."""
     if "%d" in unit:
         return ",".join([unit % number for number in range(size // (len(unit) + 6))]).encode()
     return b",".join([unit.encode()] * (size // (len(unit) + 1)))

@@ -114,7 +114,7 @@ def _json(source: random.Random, depth: int = 4) -> Any:
 
 
 def _times_max(tree: Any) -> int:
-    """How often it goes into a body."""
+    """Returns how many copies of the tree fit into a body."""
     try:
         return BODY_BYTES_MAX // 2 // (len(json.dumps(tree)) + 2)
     except RecursionError:
@@ -122,7 +122,7 @@ def _times_max(tree: Any) -> int:
 
 
 def _mutated(source: random.Random, tree: Any) -> Any:
-    """With one place changed, wherever it is."""
+    """Returns the tree with one place changed at random."""
     if isinstance(tree, dict | list) and tree and source.random() < 0.8:
         copy = dict(tree) if isinstance(tree, dict) else list(tree)
         spot = source.choice(list(tree)) if isinstance(tree, dict) else source.randrange(len(tree))
@@ -223,7 +223,7 @@ def _rules(source: random.Random, mark: str, root: str) -> str:
 
 
 def _with_special(source: random.Random, tree: Any) -> Any:
-    """The same schema with constants that are names of special tokens here and there."""
+    """Returns the same schema, in which some constants are names of special tokens."""
     if isinstance(tree, dict):
         if tree.get("type") == "string" and source.random() < 0.3:
             return {"const": source.choice(SPECIAL)}
@@ -257,7 +257,7 @@ def _grammars(world: World, source: random.Random, case: Case) -> None:
 
 
 def _fault(schema: dict[str, Any], text: str) -> str:
-    """Why an answer is none to the schema; empty: it is one."""
+    """Returns why an answer does not match the schema; empty if it does."""
     try:
         jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
     except (ValueError, jsonschema.ValidationError) as error:

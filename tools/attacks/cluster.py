@@ -30,14 +30,14 @@ def api_key(tenant: str) -> str:
 
 @dataclass
 class Target:
-    """All that an attacker knows."""
+    """Everything that an attacker knows."""
 
     base_url: str
     model: str
     addresses: dict[str, str]
-    """Of the ZeroMQ ports, by process."""
+    """Addresses of the ZeroMQ ports, by process."""
     keys: str
-    """The folder; empty: the cluster has no keys."""
+    """The folder of the keys; empty: the cluster has none."""
     seed: int
 
 
@@ -46,7 +46,7 @@ class Measured:
     stall_ms: dict[str, float] = field(default_factory=dict)
     """By process: the longest stall of its event loop in CPU time, as `probe.Record` counts it."""
     late_ms: float = 0.0
-    """How late a process was that does nothing: the noise of this machine."""
+    """How late a process was that does nothing else: the noise of this machine."""
     rss_grown_mib: dict[str, int] = field(default_factory=dict)
     """At most, by process."""
     ended: list[str] = field(default_factory=list)
@@ -138,13 +138,13 @@ class Probed(Parts):
         ]
 
     def stands_still(self, for_s: float = 1.0) -> list[str]:
-        """Processes whose loop has not ticked for so long."""
+        """Returns the processes whose loop has not ticked for `for_s`."""
         now = time.monotonic()
         alive = (role for role, process in self.processes.items() if process.poll() is None)
         return [role for role in alive if now - self._records[role].read()[2] > for_s]
 
     async def settle(self, within_s: float) -> None:
-        """Until each loop has ticked anew, so that what stood still until now is counted."""
+        """Waits until each loop has ticked again, so that stalls that lasted until now are counted."""
         since = time.monotonic()
         while time.monotonic() < since + within_s:
             alive = [role for role, process in self.processes.items() if process.poll() is None]
@@ -153,8 +153,8 @@ class Probed(Parts):
             await asyncio.sleep(LOOK_S)
 
     def mend(self) -> bool:
-        """Kill what stands still, and start again what has ended. False: the cluster was not whole even then, and was started
-        anew."""
+        """Kills the processes that stand still, and starts those again that have ended. Returns False if the cluster was not
+        whole even then, so that all of it was started anew."""
         for role in self.stands_still(5.0):
             self.processes[role].kill()
             self.processes[role].wait(30)

@@ -48,7 +48,7 @@ def attack(name: str, line: str, bound_s: float = 15.0) -> Callable[[Callable[[T
 
 
 def post(target: Target, path: str, content: bytes | dict[str, Any], tenant: str = "evil0") -> tuple[str, str]:
-    """(status or what went wrong, text)."""
+    """Sends a request. Returns (status or kind of error, text)."""
     if isinstance(content, dict):
         content = json.dumps({"model": target.model, "max_tokens": 8, **content}).encode()
     headers = {"Authorization": f"Bearer {api_key(tenant)}", "Content-Type": "application/json"}
@@ -61,7 +61,7 @@ def post(target: Target, path: str, content: bytes | dict[str, Any], tenant: str
 
 
 def for_seconds(seconds: float, threads: int, work: Callable[[int], str]) -> Outcome:
-    """`work(number)` by so many threads until the time is over; counts what it returns."""
+    """Runs `work(number)` in `threads` threads until the time is over; counts what it returns."""
     end, counts = time.monotonic() + seconds, Outcome()
     numbers = iter(range(1 << 30))
 
@@ -78,7 +78,7 @@ def for_seconds(seconds: float, threads: int, work: Callable[[int], str]) -> Out
 
 
 def send_shapes(target: Target, names: Iterable[str]) -> Outcome:
-    """One after the other, by two tenants in turn."""
+    """Sends one body after the other, from two tenants in turn."""
     counts = Outcome()
     for number, name in enumerate(names):
         sys.stdout.write(f"\n{name}")
@@ -130,7 +130,7 @@ REGEXES: Final = (
 
 
 def by_both(target: Target, seconds: float, threads: int, make: Callable[[int], dict[str, Any]]) -> Outcome:
-    """Chats with `make(number)` in them, by two tenants with so many threads each."""
+    """Sends chats that contain `make(number)`, from two tenants with `threads` threads each."""
 
     def one(number: int) -> str:
         chat = {"messages": [{"role": "user", "content": "x"}], **make(number)}
@@ -223,7 +223,7 @@ for _name in ("coordinator", "gateway", "decode_worker"):
 
 
 def raw_frames(target: Target, name: str, frame: bytes, count: int) -> Outcome:
-    """To a port as a client without a key, in a message that never ends."""
+    """Sends frames to a port as a client without a key, in a message that never ends."""
     host, _, port = target.addresses[name].removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         try:

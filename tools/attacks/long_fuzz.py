@@ -26,7 +26,7 @@ from tools.fuzz import ports_of
 
 STALL_MS_MAX = 250.0
 GROWTH_MIB_MAX = 5.0
-"""Of a process in ten minutes, by least squares, the first third cut off: bodies of 8 MB come and go."""
+"""Most growth of a process in ten minutes, by least squares without the first third: bodies of 8 MB come and go."""
 AFTER_S, STANDSTILL_S_MAX = 0.2, 60.0
 SHOWN = 25
 

@@ -17,7 +17,7 @@ EVERY_S = 0.5
 
 @dataclass
 class Noticed:
-    """By other tenants, since `begin_window`."""
+    """The effects on other tenants since `begin_window`."""
 
     gaps_ms: list[float] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)

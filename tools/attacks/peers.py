@@ -50,7 +50,7 @@ class FakePeer:
             self.say(hello)
 
     def say(self, message: Message, blob: bytes = b"") -> None:
-        """Nothing where the connection is closed."""
+        """Sends a message; does nothing where the connection is closed."""
         try:
             if not self._gone:
                 self._socket.send_multipart(to_frames(message, blob))
@@ -75,7 +75,7 @@ class FakePeer:
         self._socket.close(linger_ms)
 
     def send_frames(self, count: int, size: int) -> None:
-        """One message of so many frames."""
+        """Sends one message of `count` frames."""
         frame = bytes(size)
         with suppress(zmq.Again):  # it was cut off in the middle
             self._socket.send_multipart([frame] * count, copy=size < 1_000)
@@ -86,7 +86,7 @@ def worker(target: Target, role: str, model: str) -> FakePeer:
 
 
 def many_frames(target: Target, port: str, count: int, size: int) -> Counter[str]:
-    """By the key `client`, in one message."""
+    """Sends many frames in one message, with the key `client`."""
     peer = FakePeer(target, port, None)
     peer.send_frames(count, size)
     peer.listen(8_000)
@@ -96,7 +96,7 @@ def many_frames(target: Target, port: str, count: int, size: int) -> Counter[str
 
 
 def open_connections(target: Target, port: str) -> int:
-    """Of this process with that port."""
+    """Returns how many connections this process has with that port."""
     number = int(target.addresses[port].rpartition(":")[2])
     found = psutil.Process().net_connections("tcp")
     return sum(one.status == psutil.CONN_ESTABLISHED and one.raddr.port == number for one in found if one.raddr)

@@ -25,11 +25,10 @@ _FIELDS = struct.Struct("6d")
 
 
 class Record:
-    """Longest stall and longest delay in seconds since `reset`, and when the last tick was, by three clocks.
-
-    A stall is the CPU time that the loop's thread used from one tick to the next; or, where that is more, how late the tick was
-    although a core was free for that thread, as when another thread keeps the interpreter's lock: never more than the CPU time
-    of the whole process. Other programs on a busy machine lengthen the delay, and hardly the stall.
+    """The longest stall and the longest delay in seconds since `reset`, and the time of the last tick by three clocks. A stall
+    is the CPU time that the loop's thread used between two ticks. If another thread keeps the interpreter's lock, it is how
+    late the tick was although a core was free for the loop's thread, if that is longer, but at most the CPU time of the whole
+    process. Other programs on a busy machine lengthen the delay, and hardly the stall.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,7 +46,7 @@ class Record:
         self.write(0.0, 0.0, *self.read()[2:])
 
     def stall_s(self, pid: int) -> float:
-        """With the stall that still lasts, as far as it is seen from outside."""
+        """Returns the longest stall, including one that still lasts, if it is visible from outside."""
         longest, _, at, thread_s, process_s, _ = self.read()
         if not at:
             return 0.0
@@ -95,7 +94,7 @@ def main() -> None:
 
     uvloop.run = run_watched  # `run_process` calls it
     if not arguments:
-        asyncio.run(watch(record))  # a bystander: how late anybody is on this machine
+        asyncio.run(watch(record))  # a process that does nothing else: it shows how late any process is on this machine
     sys.argv = arguments
     runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 

@@ -22,11 +22,12 @@ from tools.chaos.cluster import MODULES, Cluster
 from tools.chaos.orders import Order
 
 SLACK = {"fds": 4, "threads": 2, "memory_maps": 2, "tasks": 4}
-"""By which a process may differ from another of its role at rest: a connection just closing, a pool's thread not needed yet."""
+"""How far a process may exceed, at rest, the counts that its role had before: a connection may be closing, a pool may have a
+new thread."""
 GROUP = {"fds": 16, "threads": 4}
-"""Of a pair that broke and meets by tcp since: more than one that shares memory has."""
+"""Resources of a pair that broke and has used tcp since, beyond those of a pair that shares memory."""
 FETCH = {"fds": 4, "threads": 1, "memory_maps": 1}
-"""Of a pair by which something was fetched: the first fetches come after the first look."""
+"""Resources of a pair over which KV was fetched: the first fetches come after the first look."""
 SETTLE_S = 3.0
 LINGER_S = 30.0
 IN_DOUBT_S = DOUBT_S + 2.0
@@ -34,23 +35,24 @@ IN_DOUBT_S = DOUBT_S + 2.0
 
 @dataclass
 class Rest:
-    """Of each process at rest, by its slot."""
+    """The resources of each process at rest, by its slot."""
 
     roles: dict[str, str] = field(default_factory=dict)
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
     rss_bytes: dict[str, int] = field(default_factory=dict)
     shm_files: list[str] = field(default_factory=list)
     groups: Counter[str] = field(default_factory=Counter)
-    """Pairs by tcp of each worker."""
+    """The number of each worker's pairs by tcp."""
     fetch_peers: int = 0
-    """Workers that each worker may have fetched from since, or the other way round."""
+    """How many workers each worker may have fetched from, or been fetched from by, since."""
 
     def as_dict(self) -> dict[str, Any]:
         return {**vars(self), "groups": dict(self.groups)}
 
 
 async def rest(cluster: Cluster) -> Rest:
-    """To be asked when no client is there. Connections may take a moment to close: the least of a few looks counts."""
+    """Returns the resources of each process; call it when no client is there. Connections may take a moment to close, so the
+    least of a few looks counts."""
     found = Rest(shm_files=shm_files())
     report = cluster.watcher.report
     for pair in report.kv_pairs if report is not None else ():
@@ -72,7 +74,8 @@ async def rest(cluster: Cluster) -> Rest:
 
 
 async def settled(cluster: Cluster, before: Rest) -> tuple[Rest, list[str]]:
-    """The resources at last, and those that have grown: a transfer thread may wait out its time for a peer that was lost."""
+    """Returns the resources after the run and a line for each that has grown. A transfer thread may wait until its timeout for
+    a lost peer."""
     end = time.monotonic() + LINGER_S
     while True:
         found = await rest(cluster)
@@ -100,7 +103,7 @@ def shm_files() -> list[str]:
 
 
 def grown(before: Rest, after: Rest) -> list[str]:
-    """The resources that are more than they were, beyond the differences between processes of a role."""
+    """Returns a line for each resource that has grown by more than processes of one role differ."""
     found = []
     for slot, counts in after.counts.items():
         same = [before.counts[other] for other, role in before.roles.items() if role == after.roles[slot]]
@@ -116,18 +119,18 @@ def grown(before: Rest, after: Rest) -> list[str]:
 
 @dataclass(frozen=True)
 class Receipt:
-    """The usage that a client got, to be held against the journal."""
+    """The usage that a client got, for comparison with the journal."""
 
     request_id: str
     prompt_tokens: int
-    """0: of a chat that brought none, so that it is not known."""
+    """0: not known, because the chat's answer did not say it."""
     tokens: int
     choices: int
     whole: bool
     stops: bool
-    """It has stop strings: its worker emits some tokens more before it hears of the end."""
+    """The request has stop strings: its worker emits a few more tokens before it hears of the end."""
     uncertain: bool
-    """Refused, or failed: it may have no row."""
+    """The request was refused or failed, so it may have no row."""
 
     @staticmethod
     def of(order: Order, seen: Seen) -> "Receipt":
@@ -152,13 +155,13 @@ class Journal:
     tokens_got: int = 0
     tokens_charged: int = 0
     drift_single: int = 0
-    """Output tokens by the ledger beyond those of whole answers of one choice."""
+    """Output tokens that the ledger charges beyond those of whole answers with one choice."""
     drift_several: int = 0
     drift_lost: int = 0
-    """Of rows written off at their estimate, or open until they are: those who knew of their end went with the coordinator, the
-    gateway too."""
+    """The same, for rows written off at their estimate, or open until they are. The coordinator and the gateway, which knew
+    their end, were both lost."""
     drift_fenced: int = 0
-    """Of answers that were whole though the coordinator took them for cancelled: it had been stopped, and lost all links."""
+    """The same, for whole answers that the coordinator took for cancelled: it had been stopped and had lost all links."""
     fenced: int = 0
     wrong: list[str] = field(default_factory=list)
 
@@ -175,7 +178,7 @@ _ROWS = "SELECT request_id, outcome, prompt_tokens, cached_tokens, output_tokens
 
 
 def journal(path: Path, receipts: Iterable[Receipt]) -> Journal:
-    """Each whole answer against its rows. A client that left, or whose gateway was killed, has a row that is closed."""
+    """Compares each whole answer with its rows. A client that left, or whose gateway was killed, has a closed row."""
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=10)) as db:
         rows = db.execute(_ROWS).fetchall()
     found = Journal(rows=len(rows))
@@ -190,7 +193,8 @@ def journal(path: Path, receipts: Iterable[Receipt]) -> Journal:
 
 
 async def closed_journal(path: Path, receipts: list[Receipt]) -> Journal:
-    """When its rows are closed: what a gateway has told stays in doubt for a moment, as a worker may know of more."""
+    """Returns the journal when its rows are closed. A gateway's report stays in doubt for a moment, as a worker may know of
+    more."""
     end = time.monotonic() + IN_DOUBT_S
     while True:
         found = journal(path, receipts)

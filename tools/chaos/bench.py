@@ -50,7 +50,8 @@ def run(
     show: Callable[[F, Console], None],
     as_dict: Callable[[F], dict[str, Any]] | None = None,
 ) -> int:
-    """`work(cluster, progress)` on a cluster of its own; its exit status. Logs are kept where something was wrong."""
+    """Runs `work(cluster, progress)` on a cluster of its own; returns the exit status. Logs are kept where something was
+    wrong."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     go_first()
     console, folder = (
@@ -82,8 +83,8 @@ def run(
 
 
 def go_first() -> None:
-    """Before all others on this machine, where that is permitted, but not our children: who measures gaps and waits for a core
-    himself, behind those he looks at, measures his own."""
+    """Puts this process, but not our children, before all others on this machine, where that is permitted. A process that
+    measures gaps would otherwise wait for a core behind the processes that it looks at, and measure its own delay."""
     with suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
 

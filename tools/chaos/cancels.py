@@ -21,14 +21,14 @@ from tools.chaos.cluster import Cluster, Violation
 from tools.chaos.orders import make_orders
 
 BACK_S = 1.0
-"""In which everything is to be back after the last has gone."""
+"""Seconds after the last client has gone within which everything must be back."""
 ORDERS = 40
 _STATE = """
 SELECT CASE WHEN outcome IS NOT 'cancelled' THEN COALESCE(outcome, 'open') WHEN decode_ms > 0 THEN 'decoding'
     WHEN transfer_ms > 0 THEN 'handing_over' WHEN prefill_ms > 0 THEN 'prefilling' ELSE 'queued' END, COUNT(*)
 FROM usage GROUP BY 1
 """
-"""A cancelled request's time in its last state is over 0, and in those behind it 0."""
+"""A cancelled request has a time above 0 in its last state, and 0 in the states behind it."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ async def cancels(
 
 
 async def _answers(cluster: Cluster, orders: list[Any]) -> list[dict[int, list[int]]]:
-    """From both gateways in turn."""
+    """Returns the answers to these orders, from both gateways in turn."""
     found, gateways = [], cluster.of("gateway")
     async with aiohttp.ClientSession() as session:
         for order in orders:

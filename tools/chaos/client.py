@@ -18,7 +18,8 @@ class _Logprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] = []
 
     def flat(self) -> list[float]:
-        """Of each token, and of the likeliest at its place. The first of a prompt has none."""
+        """Returns the log-probability of each token, and of the likeliest ones at its place. The first token of a prompt has
+        none."""
         found = zip(self.token_logprobs, self.top_logprobs, strict=True)
         return [value for own, top in found if own is not None for value in (own, *(top or {}).values())]
 
@@ -75,7 +76,7 @@ class Seen:
     answer: Answer = field(default_factory=dict)
     request_id: str = ""
     prompt_tokens: int = 0
-    """Of a chat, as its first event says it."""
+    """Prompt tokens of a chat, as its first event gives them."""
     cached_tokens: int = 0
     began_at: float = field(default_factory=time.monotonic)
     first_token_at: float = 0.0
@@ -83,7 +84,7 @@ class Seen:
     error: str = ""
     """Empty: a whole answer."""
     longest_gap_s: float = 0.0
-    """Between two tokens of one choice."""
+    """The longest time between two tokens of one choice."""
     broken: bool = False
     """The connection broke, or was refused."""
 
@@ -92,8 +93,8 @@ async def ask(
     session: aiohttp.ClientSession, base_url: str, model: str, order: Order, on_gap: Gap, *, leave_after: int | None = None,
     leave_at: float | None = None,
 ) -> Seen:  # fmt: skip
-    """Never raises for what a server does. `on_gap(from, to)` is told when the tokens of a choice came. With `leave_after`
-    tokens, or at `leave_at` seconds after it began, the client goes."""
+    """Sends a request and reads its stream; never raises for what a server does. `on_gap(from, to)` is called with the times
+    at which tokens of a choice came. The client leaves after `leave_after` tokens, or `leave_at` seconds after it began."""
     seen, last = Seen(), dict[int, float]()
     try:
         async with asyncio.timeout(TIMEOUT_S if leave_at is None else leave_at):

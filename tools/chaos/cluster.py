@@ -1,4 +1,5 @@
-"""A cluster of real processes that are killed, stopped and started again, and one who asks the coordinator all the time.
+"""A cluster of real processes that are killed, stopped and started again, and a watcher that asks the coordinator for its
+status all the time.
 
 Workers and gateways are forked from a process that has imported torch already: a start then costs a fraction of the CPU, and
 hundreds of kills fit into minutes. `fresh=True` starts each as a new program instead; the coordinator always is one.
@@ -46,7 +47,7 @@ class Violation(AssertionError):
 
 def _become(module: str, arguments: list[str], log: str) -> None:
     """In a forked process: become that role, until it ends."""
-    os.setpgid(0, 0)  # Ctrl-C is for the one who started us
+    os.setpgid(0, 0)  # Ctrl-C is for the process that started us
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
@@ -74,8 +75,8 @@ class _Forked:
 
 
 def _new_program(module: str, arguments: list[str], log: Path) -> Process:
-    """Told by `setpriv` to end with us, not by code of ours between fork and exec: with that all memory of this process is
-    marked for copying first, 50 ms in which its clients read nothing."""
+    """Starts a program that `setpriv` lets end with us. Code of ours between fork and exec would first mark all memory of this
+    process for copying: 50 ms in which its clients read nothing."""
     with log.open("ab") as out:
         return subprocess.Popen(
             ("setpriv", "--pdeathsig", "KILL", "--", *python_command(module, *arguments)),
@@ -99,7 +100,7 @@ class Member:
     incarnation: int = 0
     process: Process | None = None
     hurt: bool = False
-    """From a fault until it is in its place again."""
+    """True from a fault until the process is in its place again."""
     killed_at: list[float] = field(default_factory=list)
 
     @property
@@ -144,7 +145,7 @@ class Cluster:
         return [member for member in self.members if member.role == role]
 
     def serving(self) -> Member:
-        """The coordinator whose turn it is, by the latest report."""
+        """Returns the coordinator that serves now, by the latest report."""
         own = self.watcher.report.metrics if self.watcher.report is not None else {}
         coordinators = self.of("coordinator")
         return next((member for member in coordinators if member.name in own), coordinators[0])
@@ -181,7 +182,7 @@ class Cluster:
         member.process = (_new_program if anew else _Forked)(module, arguments, log)
 
     async def kill(self, member: Member) -> None:
-        """Returns when it is dead."""
+        """Kills the process; returns when it is dead."""
         process = member.process
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)
@@ -193,7 +194,7 @@ class Cluster:
     # --- all of them ----------------------------------------------------------------------------------------------------
 
     def is_whole(self) -> bool:
-        """Everybody is registered, by the latest report."""
+        """Whether all workers and gateways are registered, by the latest report."""
         known = self.watcher.names()
         return self.watcher.incarnation_known and all(m.name in known for m in self.members if m.role != "coordinator")
 
@@ -203,7 +204,7 @@ class Cluster:
                 raise Violation(f"{member.name} ended by itself with status {status}; {self.home}/{member.slot}.log")
 
     async def until(self, what: str, condition: Callable[[], bool], timeout_s: float = START_S) -> float:
-        """Seconds until `condition()`. Processes cannot tell us; so they are looked at."""
+        """Waits for `condition()`; returns the seconds it took. Processes cannot tell us of it, so they are polled."""
         begun = time.monotonic()
         while not condition():
             if time.monotonic() - begun > timeout_s:
@@ -212,10 +213,11 @@ class Cluster:
         return time.monotonic() - begun
 
     async def until_idle(self, timeout_s: float = 30.0) -> float:
-        """Seconds until nothing is queued, running or held, by the coordinator's word and by the workers' own."""
+        """Waits until nothing is queued, running or held, as both the coordinator and the workers say; returns the seconds it
+        took."""
         begun = time.monotonic()
         while True:
-            # The answers of workers are as old as the question before.
+            # A report has the workers' answers to the question before.
             await self.watcher.next_report(timeout_s)
             report = await self.watcher.next_report(timeout_s)
             if is_idle(report) and self.is_whole():
@@ -224,11 +226,11 @@ class Cluster:
                 raise Violation(f"not idle in {timeout_s:.0f} s: {report}")
 
     async def close(self) -> dict[str, int]:
-        """Ends all, kindly first; exit status by name, -9 of those that did not listen."""
+        """Ends all processes, with SIGTERM first. Returns exit statuses by name: -9 for processes that had to be killed."""
         await self.watcher.close()
         alive = [m for m in self.members if m.process is not None and m.process.poll() is None]
         ended: dict[str, int] = {}
-        # Workers and gateways first: a coordinator that is gone is waited for.
+        # Workers and gateways first: they wait for a coordinator that is gone.
         for some in ([m for m in alive if m.role != "coordinator"], [m for m in alive if m.role == "coordinator"]):
             for member in some:
                 self.signal(member, signal.SIGCONT)
@@ -260,9 +262,9 @@ class Watcher:
         self.report: StatusReport | None = None
         self.incarnation_known = False
         self.coordinators = 0
-        """How often one has let us in: more after a fault, and it has begun anew meanwhile."""
+        """How often a coordinator has accepted our link: it grows when one has begun anew after a fault."""
         self._stalls: deque[tuple[float, float]] = deque(maxlen=4096)
-        """When we were late, and by how much: it is the machine that stood still."""
+        """When we were late, and by how much: the machine itself stood still then."""
         self._peer: Peer | None = None
         self._news = asyncio.Event()
         hello = Hello(
@@ -291,7 +293,7 @@ class Watcher:
             await self._link.close()
 
     def names(self) -> set[str]:
-        """Of worker processes and gateways; none while no coordinator answers."""
+        """Returns the names of worker processes and gateways; none while no coordinator answers."""
         return {w.process for w in self.report.workers} | set(self.report.gateways) if self.report else set()
 
     def lost(self, role: str) -> int:
@@ -299,7 +301,7 @@ class Watcher:
         return self.report.counters.get(f"{role}_lost", 0) if self.report else 0
 
     async def next_report(self, timeout_s: float = 30.0) -> StatusReport:
-        """One that was asked for after this call. Raises `TimeoutError`."""
+        """Returns a report that was asked for after this call. Raises `TimeoutError`."""
         async with asyncio.timeout(timeout_s):
             for _ in range(2):
                 self._news.clear()
@@ -318,7 +320,7 @@ class Watcher:
             self._stalls.append((due, time.monotonic() - due))
 
     def stood_still_s(self, since: float) -> float:
-        """The longest that the machine did since then."""
+        """Returns the longest time for which the machine stood still since then."""
         return max((late_s for due, late_s in self._stalls if due >= since), default=0.0)
 
     def _up(self, peer: Peer, _: Welcome) -> None:

@@ -28,7 +28,7 @@ from tools.chaos.run import Plan, Run
 ASK_MS = 5_000
 REFUSED_MAX = 40
 FINISH_MS = 500.0
-"""That streams have to end, where they are not moved at once."""
+"""Time that streams have to end, where they are not moved at once."""
 FIRST_STEP_S = 20.0
 KILL_WITHIN_S = 0.3
 ROLES = (Role.PREFILL, Role.DECODE, Role.MIXED)
@@ -38,12 +38,12 @@ ROLES = (Role.PREFILL, Role.DECODE, Role.MIXED)
 class Result:
     flips: list[FlipStatus] = field(default_factory=list)
     given_up: Counter[str] = field(default_factory=Counter)
-    """Why, of those beside a kill."""
+    """Reasons for which changes beside a kill were given up."""
     ratios: Counter[str] = field(default_factory=Counter)
     kills: int = 0
     answers: int = 0
     turns: int = 0
-    """Of the answers: to later turns of conversations."""
+    """How many of the answers were to later turns of conversations."""
     tokens: int = 0
     seconds: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
@@ -134,7 +134,7 @@ class FlipRun(Run):
         is_disturbed: bool = False,
         force: bool = False,
     ) -> FlipStatus | None:
-        """None: it was refused beside a kill."""
+        """Orders the change of role. Returns None if it was refused beside a kill."""
         name, before, address = worker.process, role_of(worker), self.cluster.coordinator
         try:
             request = FlipRequest(name, role, hand_over_ms, force, "scripts/flips")
@@ -154,7 +154,8 @@ class FlipRun(Run):
         return flip
 
     def _victim(self, flipping: str, processes: Processes) -> Member | None:
-        """The process to kill, whose loss leaves a worker of each role, whatever becomes of the change; or a coordinator."""
+        """Chooses the process to kill: one whose loss leaves a worker of each role, however the change ends; or a
+        coordinator."""
         members = [self.cluster.serving()]
         for member in self.cluster.members:
             if member.role in ("prefill", "decode") and _others_serve(processes, member.name, flipping):
@@ -169,7 +170,7 @@ class FlipRun(Run):
         await self._strike(member, Fault(member.role, "kill", member.name, time.monotonic()))
 
     async def _flip_back(self) -> None:
-        """Each to the role it was started in, so that the audit compares like with like."""
+        """Gives each process the role it was started in, so that the audit compares like with like."""
         for _ in range(REFUSED_MAX):
             started = {member.name: member.role for member in self.cluster.members}
             processes = await self._processes()

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from math import inf
 
 HIT_S = 0.25
-"""A stream that a fault hits has no tokens from then on."""
+"""A stream that a fault hits has stopped getting tokens by then."""
 QUIET_S = 2.0
-"""How long the gaps before a fault are looked at, for comparison; and those after a coordinator's, which hits no stream."""
+"""How long before a fault gaps are looked at for comparison, and how long after a coordinator's fault, which hits no
+stream."""
 
 
 @dataclass(eq=False)
@@ -27,15 +28,16 @@ class Fault:
     errors: list[str] = field(default_factory=list)
     difference: Counter[str] = field(default_factory=Counter)
     admitted_s: float | None = None
-    """Of a coordinator's fault: until a request that came right after it had its first token."""
+    """Time from a coordinator's fault until a request that came right after it had its first token."""
     worst_gap_s: float = 0.0
     earlier_gap_s: float = 0.0
     stall_s: float = 0.0
-    """How long the machine itself stood still meanwhile, at most."""
+    """The longest time for which the machine itself stood still meanwhile."""
 
 
 def of_faults(seen: Iterable[tuple[float, float]], faults: Sequence[Fault]) -> None:
-    """Writes into each fault the worst gap that it hit, and the worst before it; `seen`: (from, until), of any stream."""
+    """Writes into each fault the worst gap that it hit, and the worst gap before it. `seen` has (from, until) of gaps of all
+    streams."""
     gaps = sorted((b, a) for a, b in seen)
     longest_s = max((b - a for b, a in gaps), default=0.0)
 

@@ -24,9 +24,9 @@ def _is_batch_invariant() -> bool:
 
 
 IS_BATCH_INVARIANT = _is_batch_invariant()
-"""Whether a token has the same numbers here however it is computed: for the models of `tests.tiny_models`."""
+"""Whether a token has the same numbers here in every batch and chunking, for the models of `tests.tiny_models`."""
 LOGPROB_TOLERANCE = 0.0 if IS_BATCH_INVARIANT else 2e-3
-"""Where it has not, companions in a batch and the cut into chunks move the last bits of a sum of floats."""
+"""If it has not, the other sequences of a batch and the cut into chunks change the last bits of a sum of floats."""
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -114,8 +114,8 @@ def make_orders(
     constrained_share: float = 0.0,
     session_share: float = 0.0,
 ) -> list[Order]:
-    """Short and long prompts; a third begin like others. So many of them are of the kinds in `CONSTRAINED`, or are the first
-    turns of conversations."""
+    """Makes short and long prompts; a third begin like others. `constrained_share` of them are of the kinds in `CONSTRAINED`,
+    and `session_share` are first turns of conversations."""
     shared = [source.choices(range(_FIRST_BYTE_TOKEN, _VOCAB_END), k=96) for _ in range(3)]
     orders = []
     for number in range(count):
@@ -165,7 +165,7 @@ def _constrained(order: Order, kind: str, output_max: int) -> Order:
 
 
 def invalid(order: Order, answer: Answer) -> str:
-    """The fault of an answer that must have a form; empty: none, or it has ended by its length."""
+    """Returns the fault of an answer that must have a form; empty if it has none, or ended by its length."""
     if order.kind not in CONSTRAINED or order.kind in _FREE:
         return ""
     for choice in answer.values():

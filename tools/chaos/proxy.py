@@ -19,7 +19,7 @@ from tools.chaos.cluster import Cluster, Member
 
 CHUNK_BYTES = 1 << 16
 HELD_CHUNKS_MAX = 256
-"""In one direction of one connection; then the sender is not read from, as with a full window."""
+"""Chunks held in one direction of one connection; when there are more, the sender is not read from, as with a full window."""
 
 
 @dataclass
@@ -28,12 +28,13 @@ class Weather:
 
     delay_s: float = 0.0
     loss: float = 0.0
-    """Share of chunks that come a retransmission later."""
+    """Share of chunks that are delayed by a retransmission."""
     retransmit_s: tuple[float, float] = (0.2, 0.4)
 
 
 class Proxy:
-    """Listens on `port` of loopback and connects to `target`. `pass_up` and `pass_down`: from and to who connects."""
+    """Listens on `port` of loopback and connects to `target`. `pass_up` lets data from the connecting side through,
+    `pass_down` data to it."""
 
     def __init__(self, target: int, weather: Weather, seed: str) -> None:
         self.port, self.target, self.weather = free_port("127.0.0.1"), target, weather

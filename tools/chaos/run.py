@@ -23,15 +23,15 @@ GAPS_MAX = 1 << 20
 DOWN_S = (0.05, 0.6)
 """How long a killed process stays away."""
 STOPPED_S = (2.6, 4.0)
-"""Longer than three missed heartbeats and one more of grace."""
+"""Longer than three missed heartbeats plus the grace of one more."""
 OVERLOOKED_S, STALL_S = 3.0, 0.25
-"""A stopped process that nobody has missed so long after it went on need not have been, if the machine itself had stood still
-for so long meanwhile. How many were is shown."""
+"""A stopped process may go unnoticed for this long after it went on, if the machine itself stood still for `STALL_S`
+meanwhile. The number of such cases is shown."""
 CONTROL_SHARE = 0.1
-"""Moments at which nothing is broken, to compare with."""
+"""Share of the moments at which nothing is broken, for comparison."""
 RESENDS_MAX = 20
 MEETINGS = 8
-"""Orders asked for twice before anything is broken."""
+"""Orders that every gateway answers once before anything is broken."""
 PROBE = list(range(60, 70))
 
 Breaking = Callable[[list[asyncio.Task[None]]], Awaitable[None]]
@@ -45,18 +45,18 @@ class Plan:
     roles: tuple[str, ...] = ("coordinator", "gateway", "prefill", "decode")
     stop_share: float = 0.2
     overlap: float = 0.2
-    """Of faults that strike while an earlier one, of another role, is not healed yet."""
+    """Share of faults that strike while an earlier one, of another role, is not healed yet."""
     pause_s: float = 0.8
     """Mean time between a recovery and the next fault."""
     clients: int = 6
     orders: int = 48
     output_tokens_max: int = 400
     constrained_share: float = 0.0
-    """Of orders whose answers must follow a grammar, call a tool, or show their prompt's log-probabilities."""
+    """Share of orders whose answers must follow a grammar, call a tool, or show their prompt's log-probabilities."""
     session_share: float = 0.0
-    """Of orders that begin a conversation of several turns."""
+    """Share of orders that begin a conversation of several turns."""
     leave_share: float = 0.0
-    """Of requests whose client goes before the end."""
+    """Share of requests whose client leaves before the end."""
 
 
 @dataclass
@@ -65,10 +65,11 @@ class Result:
     faults: list[Fault] = field(default_factory=list)
     answers: int = 0
     constrained: int = 0
-    """Of the answers, those of such orders; all valid, or a violation."""
+    """How many of the answers were to orders of the kinds in `CONSTRAINED`. An invalid answer is a violation."""
     tokens: int = 0
     turns: int = 0
-    """Whole answers to later turns of conversations; of their prompts, these tokens were cached."""
+    """Whole answers to later turns of conversations. `cached_tokens` counts the tokens of such turns' prompts that were
+    cached."""
     cached_tokens: int = 0
     left: int = 0
     resent: int = 0
@@ -91,13 +92,13 @@ class Run:
         self.gaps: deque[tuple[float, float]] = deque(maxlen=GAPS_MAX)
         self.receipts: list[audit.Receipt] = []
         self.tolerates: Callable[[Seen], bool] = lambda seen: False
-        """Failures after which a client tries again, beside its gateway's death."""
+        """Says after which failures a client tries again, besides the death of its gateway."""
         self._on_progress = on_progress
         self._over = asyncio.Event()
 
     async def run(self, breaking: Breaking | None = None) -> Result:
-        """Raises `Violation` where the run cannot go on; what it found until then is in `result`. `breaking` does something
-        else to the cluster while clients are there."""
+        """Runs the references, the clients with the faults, and the audit. Raises `Violation` where the run cannot go on;
+        `result` has what was found until then. `breaking` replaces the faults while clients are there."""
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
             await self._look_up(session)
@@ -124,8 +125,8 @@ class Run:
     # --- the load -------------------------------------------------------------------------------------------------------
 
     async def _look_up(self, session: aiohttp.ClientSession) -> None:
-        """The right answers, from a cluster that nobody hurts; some of them twice, so that all processes have met. Of turns of
-        conversations nothing is cached."""
+        """Gets the right answers from a cluster without faults. Every gateway answers some of the orders, so that all
+        processes have met. Nothing is cached for turns of conversations."""
         todo, gateways = list(self.orders), self.cluster.of("gateway")
 
         async def some() -> None:
@@ -170,7 +171,7 @@ class Run:
     async def _ask_once(
         self, session: aiohttp.ClientSession, order: Order, leave_after: int | None, source: random.Random
     ) -> tuple[Seen, bool]:
-        """The answer that came, and whether the request is to be sent again, its gateway having been killed."""
+        """Returns the answer that came, and whether to send the request again because its gateway was killed."""
         gateways = [member for member in self.cluster.of("gateway") if not member.hurt] or self.cluster.of("gateway")
         gateway = source.choice(gateways)
         model = self.cluster.model.name
@@ -199,7 +200,7 @@ class Run:
         if not whole and not left:
             if fault is not None:
                 fault.errors.append(seen.error)
-            # Only the clients of a killed gateway may see anything.
+            # Only clients of a killed gateway may see an error.
             if not again:
                 self._violated(f"{seen.request_id} (order {order.number}, {order.kind}): {seen.error}", fault)
         self.receipts.append(audit.Receipt.of(order, seen))
@@ -214,7 +215,7 @@ class Run:
         self.result.violations.append(f"{time.monotonic() - self.result.begun:.2f} s: {what}{after}")
 
     def _to_blame(self, seen: Seen) -> Fault | None:
-        """The latest one while the stream ran."""
+        """Returns the latest fault that was active while the stream ran."""
         met = [f for f in self.result.faults if f.kind != "none" and f.at <= seen.ended_at]
         met = [f for f in met if not f.healed_at or f.healed_at >= seen.began_at]
         return met[-1] if met else None
@@ -222,7 +223,8 @@ class Run:
     # --- the faults -----------------------------------------------------------------------------------------------------
 
     async def _break_things(self, clients: list[asyncio.Task[None]]) -> None:
-        """Until there were enough, or the time is up, and all are healed. Raises what a client did."""
+        """Causes faults until there were enough or the time is up, and waits until all are healed. Raises the exception of a
+        client that failed."""
         plan, healing = self.plan, set[asyncio.Task[None]]()
         end = self.result.begun + plan.seconds if plan.seconds is not None else float("inf")
         count = 0
@@ -243,7 +245,7 @@ class Run:
         await self.check(clients)
 
     async def check(self, clients: list[asyncio.Task[None]]) -> None:
-        """Raises what a client or a process has ended with, and `Violation` once something is wrong."""
+        """Raises the exception with which a client or a process ended, and `Violation` once something is wrong."""
         for task in clients:
             if task.done():
                 task.result()
@@ -269,7 +271,8 @@ class Run:
         if member is None or member.role == "coordinator":
             if member is not None:
                 member.hurt = True
-            # Their gaps are compared with those before, over the same time: more time would have longer ones by itself.
+            # The gaps of this fault are compared with those before it, over the same time. A longer time would have longer
+            # gaps anyway.
             healed = max((f.healed_at for f in self.result.faults), default=self.result.begun)
             await asyncio.sleep(healed + HIT_S + QUIET_S - time.monotonic())
         try:
@@ -329,19 +332,20 @@ class Run:
             fault.admitted_s = seen.first_token_at - fault.at
 
     async def _detected(self, member: Member, name: str, fault: Fault) -> None:
-        """When the coordinator knows it no more; of a coordinator, when we do not get an answer."""
+        """Notes when the coordinator no longer knows the process; for a coordinator, when its link to us is gone."""
         watcher = self.cluster.watcher
         if member.role == "coordinator":
             fault.detected_s = await self.cluster.until("its link is gone", lambda: not watcher.incarnation_known)
         else:
-            # Beside an absent coordinator nobody can tell; one that was lost and is back again shows in the count alone.
+            # While the coordinator is absent, a loss is not seen. A process that was lost and is back shows only in the count.
             lost, coordinators = watcher.lost(member.role), watcher.coordinators
 
             def missed() -> bool:
                 return watcher.incarnation_known and (name not in watcher.names() or watcher.lost(member.role) > lost)
 
             def overlooked() -> bool:
-                # The machine stood still with it, and the coordinator does not hold that against it; or there is another one.
+                # The machine stood still too, and the coordinator does not hold that against the process; or another
+                # coordinator serves by now.
                 if fault.stopped_s is None or time.monotonic() < fault.at + fault.stopped_s + OVERLOOKED_S:
                     return False
                 return watcher.stood_still_s(fault.at) > STALL_S or watcher.coordinators > coordinators
@@ -374,7 +378,8 @@ class Run:
     # --- afterwards -----------------------------------------------------------------------------------------------------
 
     def _lost_together(self, one: str, other: str) -> bool:
-        """Whether one of this role was lost before an earlier loss of the other's had healed, and all was said again."""
+        """Whether a loss of role `one` came before an earlier loss of role `other` had healed and all had been reported again,
+        or the other way round."""
         faults = self.result.faults
         pairs = [(a, b) for a in faults if a.role == one for b in faults if b.role == other]
         return any(a.at < b.healed_at + AGAIN_S and b.at < a.healed_at + AGAIN_S for a, b in pairs)
@@ -396,7 +401,7 @@ class Run:
         found["journal"] = journal.as_dict()
         for said in journal.wrong:
             self._violated(said)
-        # Whatever else is lost, a gateway that lives can tell.
+        # A gateway that lives can tell how its requests ended, even if other processes are lost.
         if not self._lost_together("coordinator", "gateway"):
             if journal.unknown:
                 self._violated(f"{journal.unknown} rows of the ledger are open or written off")

@@ -17,11 +17,11 @@ from tools.chaos.run import Plan, Run
 
 EVERY_S = 2.0
 WARM_UP_SHARE = 1 / 3
-"""Tables that remember so many requests are full by then."""
+"""The tables that remember a number of requests are full by then."""
 SLOPE_MAX_MIB = 1.0
 """Per ten minutes."""
 JUDGED_FROM_S = 600.0
-"""A line through less says nothing: what is shown of a shorter run is no violation."""
+"""A line through less time says nothing, so a shorter run shows its growth without judging it."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ def after_warm_up(points: list[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def slope(points: list[tuple[float, float]]) -> float:
-    """Of the line of least squares; 0 through fewer than two points."""
+    """Returns the slope of the least-squares line; 0 through fewer than two points."""
     if len(points) < 2:
         return 0.0
     mean_x, mean_y = (sum(point[axis] for point in points) / len(points) for axis in (0, 1))
@@ -96,8 +96,8 @@ async def soak(
 
 
 def resident_mib(pid: int) -> float:
-    """Without shared memory, which is the KV pools: a page of one counts in every process that maps it from its first use on,
-    and there are no more than were reserved at the start."""
+    """Returns resident memory without shared memory, which holds the KV pools: a shared page counts in every process from its
+    first use there, and all of them were reserved at the start."""
     lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     kib = {line[0]: int(line[1]) for line in lines if line[0] in ("RssAnon:", "RssFile:")}
     return sum(kib.values()) / 1024

@@ -17,7 +17,7 @@ from tools.gpu.record import DEVICE, ON_GPU, attempt
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 6
 TRANSPORTS = ("auto", "nccl", "tcp") if ON_GPU else ("auto", "tcp")
 WAITED_UNTIL = time.monotonic() + 75.0
-"""A wait that has failed by then is recorded before the part's time is up."""
+"""A wait that has not ended by then fails early enough to be recorded in the part's time."""
 
 
 def left_s() -> float:
@@ -25,7 +25,7 @@ def left_s() -> float:
 
 
 def answer(cluster: Parts, transport: str) -> str:
-    """By workers of its own, beside the coordinator and the gateway that are there."""
+    """Returns the answer of new workers that use this transport, beside the coordinator and gateway that are there."""
     options = ["--device", DEVICE, "--kv-transport", transport, *(["--gpu-memory-share", "0.2"] if ON_GPU else [])]
     names = [f"{role}-{transport}" for role in ("prefill", "decode")]
     try:

@@ -53,7 +53,7 @@ def settings(transport: str, segment_mib: int) -> KvSettings:
 
 
 async def far(port: int, transport: str, segment_mib: int) -> None:
-    """One session after the other; their seconds, from offer to acknowledgement, as JSON."""
+    """Sends one session after the other, and prints their seconds from offer to acknowledgement as JSON."""
     wire = Wire(*await asyncio.open_connection("127.0.0.1", port))
     ended: asyncio.Queue[KvSent | KvFailed] = asyncio.Queue()
     pool = torch.randn(LAYOUT.shape(BLOCKS), dtype=DTYPE, device=DEVICE)
@@ -86,7 +86,8 @@ async def far(port: int, transport: str, segment_mib: int) -> None:
 
 
 async def between_processes(transport: str, segment_mib: int, digest: str) -> dict[str, float]:
-    """GB/s of sessions of SESSION_BLOCKS scattered blocks, the median; seconds of the first one, in which the two meet."""
+    """Returns the median GB/s of sessions of SESSION_BLOCKS scattered blocks, and the seconds of the first one, in which the
+    two processes meet."""
     os.environ["CROSSDOCK_TEST_DIGEST"] = digest
     pool_memory = memory_of(transport)
     raw = torch.zeros(BLOCKS * LAYOUT.block_bytes, dtype=torch.uint8)

@@ -59,7 +59,7 @@ def command_of(part: str, model: str, report: Path) -> list[str]:
 
 
 def run_part(part: str, model: str, limit_s: float) -> None:
-    """Its own lines, and one about the part itself."""
+    """Runs a part: it records lines of its own, and this adds one about the part itself."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         words, report = Path(folder, "words"), Path(folder, "report.xml")
@@ -83,7 +83,7 @@ def run_part(part: str, model: str, limit_s: float) -> None:
 
 
 def end_group(process: "subprocess.Popen[bytes]") -> None:
-    """First as Ctrl-C does: pytest writes its report then."""
+    """Ends the group as Ctrl-C does first, so that pytest writes its report."""
     for signal_number in (2, 9):
         try:
             os.killpg(process.pid, signal_number)
@@ -93,7 +93,7 @@ def end_group(process: "subprocess.Popen[bytes]") -> None:
 
 
 def record_tests(part: str, report: Path, text: str) -> None:
-    """From the report, which pytest writes at its end, and else from its words."""
+    """Records the tests from pytest's report, which it writes at its end, or else from its output."""
     try:
         cases = list(ElementTree.parse(report).iter("testcase"))
     except (OSError, ElementTree.ParseError):
@@ -111,7 +111,7 @@ def record_tests(part: str, report: Path, text: str) -> None:
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """A line for each part, then what went wrong, then figures, of each part as many."""
+    """Returns a line for each part, then the failures, then as many figures of each part."""
     lines, bad, figures = [], [], []
     for part in dict.fromkeys(row["part"] for row in rows):
         own = [row for row in rows if row["part"] == part]

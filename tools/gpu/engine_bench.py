@@ -100,8 +100,8 @@ def floors() -> dict[str, float]:
 
 
 def as_torch_computes(weights: DecoderWeights) -> dict[str, float]:
-    """The last logits of a prompt of 300 tokens, in three parts, beside those of float32: the kernels' may not differ by more
-    than those of plain torch in the same type."""
+    """Compares the last logits of a prompt of 300 tokens, computed in three parts, with those in float32. The kernels may not
+    differ from them by more than plain torch does in the same type."""
     few = replace(weights, layers=weights.layers[:8])
     kernels, torchs = _last_logits(few, ops_over), _last_logits(few, TorchOps)
     exact = _last_logits(_in_float32(few), TorchOps)
@@ -137,7 +137,7 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def as_the_graph_computes(runner: GpuRunner, rows: int) -> dict[str, float]:
-    """The difference of the logits of one step by its CUDA graph, and by the calls that are in it."""
+    """Returns the difference between the logits of one step from its CUDA graph and from the same calls without the graph."""
     pipeline = runner.pipeline
     assert pipeline is not None
     decode_steps(runner, rows, SAMPLINGS["greedy"], steps=2)
@@ -154,8 +154,8 @@ def as_the_graph_computes(runner: GpuRunner, rows: int) -> dict[str, float]:
 def decode_steps(
     runner: GpuRunner, rows: int, sampling: Sampling, rest: Sampling | None = None, steps: int = STEPS
 ) -> list[float]:
-    """Seconds from one step's tokens to the next one's, at CONTEXT tokens, as a decode worker runs them. All rows, or the first
-    beside such as `rest` says."""
+    """Returns the seconds from one step's tokens to the next one's, at CONTEXT tokens, as a decode worker runs them. All rows
+    use `sampling`; if `rest` is given, only the first row does."""
     pipeline = runner.pipeline
     assert pipeline is not None
     pipeline.abandon()  # what ran before has ended: these rows join with their own sampling
@@ -225,7 +225,7 @@ def prefill(runner: GpuRunner, tokens: int, floor: dict[str, float]) -> dict[str
 
 
 def recompiles(runner: GpuRunner) -> dict[str, Any]:
-    """First and second time of batches of new sizes, after the warm-up: nothing may be compiled."""
+    """Returns the first and second time of batches of new sizes after the warm-up, when nothing may be compiled any more."""
     sizes = (1, 2, 17, 63, 64, 65, 130, 250, 256, 777, 1009, 1024) if ON_GPU else (3, 17)
     first, second = [], []
     for times in (first, second):

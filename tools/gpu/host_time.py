@@ -1,9 +1,9 @@
 """The host's work for one decode step, in milliseconds, with the device's work left out: `python -m tools.gpu.host_time`.
 
-Work of the device is left out by making it tiny: heads of one number, a vocabulary of 64, and for the pipeline a CUDA graph
-that returns the same logits each time. Only the calls are left. `before` is a step as it was until the pipeline came: the
-lists of one forward, and in each layer a gather and an attention call for each sequence. Norms and products are left out, so it
-is less than it was. Figures are medians.
+The device's work is made tiny: heads of one number, a vocabulary of 64, and for the pipeline a CUDA graph that returns the
+same logits each time. Only the calls remain. `before` is a step before the pipeline existed: the lists of one forward, and in
+each layer a gather and an attention call for each sequence. It leaves out norms and products, so it is shorter than the real
+step was. Figures are medians.
 """
 
 import statistics

@@ -27,7 +27,7 @@ def record(part: str, name: str, **values: Any) -> None:
 
 
 def attempt(part: str, name: str, work: Callable[[], dict[str, Any]]) -> None:
-    """Records what it returns, or why it failed: the others are still worth a figure."""
+    """Records what `work` returns, or why it failed, so that the other measurements still run."""
     began = time.perf_counter()
     try:
         found = work()
@@ -37,5 +37,5 @@ def attempt(part: str, name: str, work: Callable[[], dict[str, Any]]) -> None:
 
 
 def shortened(text: str) -> str:
-    """The beginning of a text names the error, and its end the reason."""
+    """Keeps the beginning of a long text, which names the error, and its end, which has the reason."""
     return text if len(text) <= 1500 else f"{text[:300]} … {text[-1200:]}"

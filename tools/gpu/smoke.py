@@ -139,7 +139,7 @@ def elementwise(what: str, dim: int = 128, heads: int = 32, kv_heads: int = 8, h
 
 
 def resources() -> None:
-    """Of each variant of each kernel that was compiled."""
+    """Records the resources of each variant of each kernel that was compiled."""
     from engine.attention import triton_kernels
     from engine.gpu import kernels
 

@@ -24,7 +24,7 @@ RUN_SIGMA: Final = 0.15
 
 
 class MetricsReading(NamedTuple):
-    """Totals since the server began, but for `running` and `kv_share`, which are as they are now."""
+    """Totals since the server began; only `running` and `kv_share` are present values."""
 
     prompt_tokens: float
     answer_tokens: float
@@ -36,7 +36,7 @@ class MetricsReading(NamedTuple):
     queue_s: float
     prefill_s: float
     requests: float
-    """That had a first token."""
+    """Number of requests that had a first token."""
     running: float
     kv_share: float
 
@@ -68,7 +68,7 @@ def fitted(readings: Sequence[MetricsReading], server: MeasuredServer, about: di
 
 
 def non_negative(rows: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> list[float]:
-    """Least squares without negative coefficients: the most negative one is left out, again and again."""
+    """Least squares without negative coefficients: it leaves out the most negative one until none is negative."""
     used = list(range(rows.shape[1]))
     scale = np.maximum(np.abs(rows).mean(axis=0), 1e-12)
     while used:

@@ -21,20 +21,20 @@ from tuning.simulator.outcome import Floats, SimulatedOutcome
 
 REQUESTS_MIN: Final = 60
 REQUESTS_MAX: Final = 3000
-"""If there are more, the last ones are taken."""
+"""If there are more requests, only the last ones are taken."""
 FIT_SHARE: Final = 0.7
-"""The first of them are fitted to; the others say how good the fit is."""
+"""The first requests, up to this share, are fitted to; the others show how good the fit is."""
 ROUNDS: Final = 14
 STRIDE: Final = 0.4
 STRIDE_MIN: Final = 0.02
 SHARES: Final = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
 SIZES: Final = tuple(1 << power for power in range(15))
 LIMITS: Final = Limits(queue_requests_max=10**6, queue_wait_s_max=1e6, step_ms=0.0)
-"""Another server's steps are not bounded by time, and it rejects nobody."""
+"""Another server's steps are not bounded by time, and it rejects no requests."""
 
 
 class TimingsError(CrossdockError):
-    """Too few requests, or all alike."""
+    """There are too few requests, or they are all alike."""
 
 
 class RequestTiming(NamedTuple):
@@ -48,7 +48,7 @@ class RequestTiming(NamedTuple):
 
     @property
     def tpot_ms(self) -> float:
-        """Not a number for an answer of one token."""
+        """NaN for an answer of one token."""
         later = self.output_tokens - 1
         return (1000 * (self.end_s - self.at_s) - self.ttft_ms) / later if later > 0 else float("nan")
 
@@ -103,7 +103,7 @@ def fitted(
 
 
 def simulated(profile: Profile, server: MeasuredServer, sent: Sequence[Sent]) -> SimulatedOutcome:
-    """The times of the server itself."""
+    """Simulates these requests on the server with this profile."""
     return Simulator(profile, Workers(0, 0, server.instances), sent, RunOptions(limits=LIMITS)).run()
 
 
@@ -113,7 +113,7 @@ def profile_of(numbers: Sequence[float], server: MeasuredServer, about: dict[str
     capacity = server.capacity
     batches = [size for size in sizes if size <= max(capacity.seqs_max, 2)]
     return Profile(
-        # A step reads all weights, however few its tokens are.
+        # A step reads all weights, even if it has few tokens.
         PrefillCost(Curve(tuple(sizes), tuple(max(token_ms * size, step_ms) for size in sizes)), pair_ms, Residuals()),
         DecodeCost(Curve(tuple(batches), tuple(step_ms + sequence_ms * size for size in batches)), kv_token_ms),
         capacity,
@@ -137,7 +137,7 @@ def _columns(rows: Sequence[RequestTiming]) -> tuple[Floats, Floats, Floats]:
 
 
 def _guess(prompt: Floats, ttft_ms: Floats, tpot_ms: Floats) -> tuple[float, ...]:
-    """Start values, from those requests that seem to have waited least."""
+    """Returns start values from the requests that seem to have waited least."""
     token_ms = max(float(np.quantile(ttft_ms / prompt, 0.1)), 1e-4)
     step_ms = max(float(np.nanquantile(tpot_ms, 0.05)), 1e-3)
     request_ms = max(float(ttft_ms.min()) / 4, 0.1)

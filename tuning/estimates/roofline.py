@@ -1,8 +1,8 @@
 """A profile from published figures of a card and the shape of a model.
 
-A step takes what is slower, its arithmetic or reading the weights, then what the cards of a worker tell each other, and a
-time for each layer. How far hardware stays below its makers' figures was fitted to 150 published measurements of Llama 2 70B
-and BLOOM 176B on 2, 4 and 8 A100 and H100 (Splitwise, https://github.com/Mutinifni/splitwise-sim, MIT), one set of numbers for
+A step takes the slower of its arithmetic and reading the weights, then the communication between a worker's cards, and a time
+for each layer. How far hardware stays below its makers' figures was fitted to 150 published measurements of Llama 2 70B and
+BLOOM 176B on 2, 4 and 8 A100 and H100 (Splitwise, https://github.com/Mutinifni/splitwise-sim, MIT), one set of numbers for
 both cards. `tests/tuning/test_estimates.py` says how far they are off.
 """
 
@@ -25,17 +25,17 @@ LAYER_MS: Final = 0.026
 SYNC_MS: Final = 0.093
 """Time that each layer takes for each doubling of the cards of a worker."""
 LARGE_TOKENS, LARGE_FACTOR = 4096, 2.1
-"""Sums over more than two cards take so many times as long for each token, from so many tokens on."""
+"""Sums over more than two cards take `LARGE_FACTOR` times as long for each token from `LARGE_TOKENS` on."""
 VALUE_BYTES: Final = 2
 """Bytes of a weight, and of a key or value: bfloat16."""
 MEMORY_SHARE: Final = 0.9
 """The share of a card's memory that is there for weights, KV and steps."""
 ACTIVATION_BYTES: Final = 2 << 30
-"""The memory that steps need of that on each card."""
+"""Memory on each card that steps need out of that share."""
 BLOCK_TOKENS: Final = 16
 HOST: Final = HostCost(request_ms=5.0, request_token_ms=0.002, step_gap_ms=0.3, join_ms=1.0)
 RUN_SIGMA: Final = 0.15
-"""Nobody has measured this: a wide band."""
+"""Not measured, so a wide band."""
 SPREAD: Final = Residuals(count=0, p10=-0.15, p50=0.0, p90=0.15, worst=0.3)
 SIZES: Final = tuple(1 << power for power in range(14))
 
@@ -52,7 +52,7 @@ class Roofline:
         self._layers_ms = shape.layers * (LAYER_MS + SYNC_MS * log2(cards))
 
     def prefill_ms(self, tokens: int) -> float:
-        """Time of a step's tokens, their context left out."""
+        """Returns the time of a step's tokens, context left out."""
         shape = self._shape
         read_ms = VALUE_BYTES * shape.read_weights(tokens) / self._bytes_per_ms
         return (
@@ -76,14 +76,14 @@ class Roofline:
         return VALUE_BYTES * self._shape.kv_values / self._bytes_per_ms
 
     def _sums_ms(self, tokens: int) -> float:
-        """Two sums over all cards for each layer, each of which sends nearly twice what there is (ring all-reduce)."""
+        """Returns the time of two all-reduces per layer. Each sends nearly twice its data (ring all-reduce)."""
         cards, shape = self._cards, self._shape
         sent_bytes = 2 * shape.layers * tokens * shape.hidden * VALUE_BYTES * 2 * (cards - 1) / cards
         slower = LARGE_FACTOR if cards > 2 and tokens >= LARGE_TOKENS else 1.0
         return slower * sent_bytes / (self._card.link_gb_per_s * 1e6 * LINK)
 
     def kv_tokens(self) -> int:
-        """Tokens for whose KV there is memory. Raises `EstimateError`."""
+        """Returns the number of tokens for whose KV there is memory. Raises `EstimateError`."""
         each = self._card.memory_gib * 2**30 * MEMORY_SHARE - ACTIVATION_BYTES
         left = self._cards * each - VALUE_BYTES * self._shape.parameters
         tokens = int(left / (VALUE_BYTES * self._shape.kv_values))

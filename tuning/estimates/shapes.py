@@ -1,4 +1,5 @@
-"""The shape of a model: what of it decides how long a step takes. From its config.json, or of models known by name."""
+"""The shape of a model: its properties that decide how long a step takes. It comes from config.json, or from a table of known
+models."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,8 +57,8 @@ class Shape:
         return self.layers * (self._attention + self.experts_per_token * self._expert)
 
     def read_weights(self, tokens: int) -> float:
-        """Weights of all layers that a step of so many tokens reads: of experts, those that are chosen for any of them, if
-        each is as likely as the others."""
+        """Returns the weights of all layers that a step of `tokens` tokens reads. Only experts that some token chooses are
+        read; each expert is taken to be equally likely."""
         idle = (1 - self.experts_per_token / self.experts) ** tokens
         return self.layers * (self._attention + self.experts * (1 - idle) * self._expert)
 
@@ -97,7 +98,7 @@ def of_config(config: Mapping[str, Any]) -> Shape:
 
 
 def _count(config: Mapping[str, Any], *names: str, default: int = 0) -> int:
-    """The first of these that is there."""
+    """Returns the first of these keys that is there."""
     value = next((config[name] for name in names if config.get(name) is not None), default)
     if type(value) is not int or not 0 < value <= COUNT_MAX:
         raise ShapeError(f"config.json: {names[0]} must be a number above 0")

@@ -20,15 +20,15 @@ from tuning.simulator.kept import KeptAnswers
 from tuning.simulator.room import DecodeRoom
 
 _SAME_BOUNDARY = 1e-6
-"""A time that lies behind a boundary by so small a part of a step is the boundary, rounded. Times of a day have 11 digits
-after the point, so steps may be as short as 0.1 ms."""
+"""A time that lies behind a boundary by less than this part of a step counts as the boundary: it was rounded. Times of a day
+have 11 digits after the point, so steps may be as short as 0.1 ms."""
 
 
 class SimulatedBatch:
     def __init__(
         self, number: int, cost: DecodeCost, room: DecodeRoom, seqs_max: int, gaps: Gaps, slow: float = 1.0
     ) -> None:
-        """`slow`: a straggler's steps take so many times as long."""
+        """`slow`: how many times as long the steps of a straggler take."""
         self.number, self.room, self.seqs_max, self.gaps = number, room, seqs_max, gaps
         self._cost, self._slow = cost, slow / 1000
         self._base: list[float] = []
@@ -42,26 +42,26 @@ class SimulatedBatch:
         self.held_seqs = 0
         """All sequences that are placed here, whether they run yet or not."""
         self.promised = 0
-        """Requests that are to come here without room yet (`Options.late_room`)."""
+        """Requests that are to come here but have no room yet (`RunOptions.late_room`)."""
         self.late: deque[SimulatedRequest] = deque()
-        """Those of them whose prompts are computed."""
+        """The promised requests whose prompts are computed."""
         self.share = 1.0
         """How many times as long steps take because others use the same cores."""
         self.stretch = 1.0
         """How many times as long steps take because parts of prompts are computed in them (`Options.stall_share`)."""
         self.suffixes = 0
-        """Prompts that are computed here."""
+        """Number of prompts that are computed here."""
         self.suffixes_end_s = 0.0
         self.kept = KeptAnswers()
         self.is_mixed = False
         """It is a mixed worker's batch."""
         self.prefill_s = 0.0
-        """The time, alone, of the prefill step that its mixed worker runs; 0: it runs none."""
+        """Time that the mixed worker's present prefill step takes alone; 0: no prefill step runs."""
         self.tokens_want = 0.0
         """Cores that passing on its tokens would fill."""
         self.version = 0
         self.forwarded = 0
-        """Tokens, when a sequence last ended: which worker has done least."""
+        """Tokens forwarded until a sequence last ended: it shows which worker has done least."""
         self.busy_s = self.token_steps = 0.0
         self.up = True
         self._ends: list[tuple[int, int, SimulatedRequest]] = []
@@ -69,7 +69,7 @@ class SimulatedBatch:
     # --- time -----------------------------------------------------------------------------------------------------------
 
     def _a(self) -> float:
-        """Seconds of a step of as many sequences, without KV."""
+        """Returns the seconds of a step with as many sequences as now, without KV."""
         base, count = self._base, self.sequences
         while len(base) <= count:
             base.append(self._cost.curve(len(base)) * self._slow)
@@ -133,7 +133,7 @@ class SimulatedBatch:
         self.sequences += 1
         self.kv_tokens += job.prompt + 1
         heappush(self._ends, (self.steps + job.output - 1, job.number, job))
-        # Its first gap lasts from its first token, not from the boundary.
+        # The first gap of the sequence lasts from its first token, not from the boundary.
         step_s = self._a()
         self.gaps.add(step_s, -1)
         self.gaps.add(self.begin_s + step_s - job.last_s, 1)
@@ -142,7 +142,7 @@ class SimulatedBatch:
         return self.boundary_s(self._ends[0][0] - self.steps) if self._ends else inf
 
     def ended(self) -> list[SimulatedRequest]:
-        """Take out those that end at the next end; the batch is synced to it."""
+        """Takes out the sequences that end at the next end; the batch is synced to it."""
         found: list[SimulatedRequest] = []
         if self._ends:
             self._advance(self._ends[0][0] - self.steps)
@@ -155,8 +155,8 @@ class SimulatedBatch:
         return found
 
     def wait_for(self, now: float, took_s: float) -> float:
-        """A prefill step of this length, from the first boundary on, and then a decode step; returns when the prefill step has
-        ended."""
+        """Inserts a prefill step of this length at the next boundary, and a decode step after it; returns when the prefill
+        step has ended."""
         self.sync(now)
         ended_s = self.begin_s + took_s
         count, step_s = self.sequences, self._a() if self.sequences else 0.0
@@ -169,8 +169,8 @@ class SimulatedBatch:
         return ended_s
 
     def lose_all(self, now: float) -> list[tuple[SimulatedRequest, int]]:
-        """The worker is lost: its sequences, with the tokens of each that were forwarded. The step in progress counts for
-        nothing."""
+        """Removes all sequences, since the worker is lost. Returns each with the number of its tokens that were forwarded; the
+        step in progress does not count."""
         self.sync(now)
         done = self.steps - 1 if self.begin_s >= now else self.steps
         found = [(job, max(job.output - 1 - (end - done), 0)) for end, _, job in self._ends]

@@ -12,7 +12,7 @@ from tuning.simulator.prefill import SimulatedPrefillWorker
 
 
 def cached_tokens(job: SimulatedRequest, worker: SimulatedPrefillWorker, block_tokens: int) -> int:
-    """A whole number of KV blocks; the last prompt token is always computed."""
+    """Returns a whole number of KV blocks in tokens; the last prompt token is always computed."""
     if job.sent.session:
         tokens = worker.kept.of(job.sent)
         return tokens - tokens % worker.block_size
@@ -43,7 +43,7 @@ def better_worker(
     waiting: float,
     weights: Weights,
 ) -> SimulatedPrefillWorker | None:
-    """One that has more of the prompt cached and is better by the score, though it may have to be waited for."""
+    """Returns a worker that has more of the prompt cached and is better by the score, even if the request must wait for it."""
     here = cached_tokens(job, asks, block_tokens)
     best, best_s = None, None
     for worker in workers:

@@ -3,8 +3,8 @@
     outcome = Simulator(profile, Workers(3, 5), sent).run()
 
 Decisions are production code or follow it line by line: the order of chunks (`order`), the composition of steps (`prefill`),
-admission to decode workers (`room`), the choice of workers. Messages, billing and ledgers are left out, and so is what only
-the full core has: room kept for requests that were bypassed, circuit breakers, deadlines, whom to shed of several tenants.
+admission to decode workers (`room`), the choice of workers. Messages, billing and ledgers are left out, and so are the parts
+that only the full core has: room kept for bypassed requests, circuit breakers, deadlines, and shedding among several tenants.
 """
 
 from collections.abc import Sequence
@@ -106,7 +106,8 @@ class Simulator(Placing):
             worker.busy_s += took_s
             self._host.start(worker, took_s, self.now)
             return
-        # One thread computes: the step begins when the decode step under way has ended, and the next decode step after it.
+        # One thread computes, so the prefill step begins when the present decode step has ended, and the next decode step
+        # comes after it.
         batch.sync(self.now)
         worker.running, batch.prefill_s = True, took_s
         self._host.mixed_changed(batch, self.now)
@@ -167,7 +168,7 @@ class Simulator(Placing):
             self._release(job)
 
     def _arrived(self, job: SimulatedRequest, attempt: int) -> None:
-        """Its KV is on the decode worker, which knows of it."""
+        """Joins the request to a batch: its KV is on the decode worker, which knows of it."""
         if attempt != job.attempt:
             return
         batch: SimulatedBatch = job.decode
@@ -228,7 +229,7 @@ class Simulator(Placing):
         self._host.batch_changed(batch, self.now)
 
     def _release(self, job: SimulatedRequest) -> None:
-        """It has ended, or its attempt has."""
+        """Releases what the request holds, since it or its attempt has ended."""
         batch: SimulatedBatch = job.decode
         if job.end_s == NOT_YET:
             job.end_s = self.now

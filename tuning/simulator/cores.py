@@ -1,8 +1,9 @@
 """Workers of one host that take cores or memory bandwidth from each other.
 
-With more workers of a role busy than they have cores, each gets its part (processor sharing). While workers of the other role
-are busy, steps take longer by a measured factor. Each mixed worker has a core, but where all cores have one, requests and
-tokens take their time from them. Where a profile says neither, nothing is shared, and this costs nothing.
+If more workers of a role are busy than they have cores, each gets an equal part (processor sharing). While workers of the
+other role are busy, steps take longer by a measured factor. Each mixed worker has a core. If every core has such a worker,
+requests and tokens take time from the workers. If the profile gives neither cores nor factors, nothing is shared, and this
+costs no time.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,8 @@ class SimulatedHost:
         push_step: Callable[[float, SimulatedPrefillWorker], None],
         push_end: Callable[[SimulatedBatch], None],
     ) -> None:
-        """`push_step`: the step that runs on a worker ends then; `push_end`: a batch's next end comes at another time now."""
+        """`push_step`: called when the end of a worker's present step has changed. `push_end`: called when a batch's next end
+        has changed."""
         self._prefill_cores, self._decode_cores = profile.prefill_cores, profile.decode_cores
         self._beside_decode, self._beside_prefill = profile.beside_decode, profile.beside_prefill
         self._beside_mixed = profile.beside_mixed
@@ -32,7 +34,7 @@ class SimulatedHost:
         """Whether requests take the time of cores that prefill workers use too."""
         self._talking = 0
         self._tokens_want = 0.0
-        """Cores that the tokens of all decode workers would fill."""
+        """Cores that passing on the tokens of all decode workers would fill."""
         self._push_step, self._push_end = push_step, push_end
         self._cores = self._prefill_cores + self._decode_cores
         self._mixed: dict[int, SimulatedBatch] = {}
@@ -55,7 +57,7 @@ class SimulatedHost:
             self._retime(now, None)
 
     def mixed_changed(self, batch: SimulatedBatch, now: float) -> None:
-        """A mixed worker begins or ends a prefill step, or its sequences have changed."""
+        """Updates all mixed workers: this one began or ended a prefill step, or its sequences have changed."""
         if not self._shared:
             return
         self._count_tokens(batch)
@@ -78,7 +80,7 @@ class SimulatedHost:
         return self._mixed_stretch() * (self._beside_decode if beside else 1.0)
 
     def _mixed_stretch(self) -> float:
-        """The rest of the cores for mixed workers, in which tokens are passed on, too."""
+        """Returns how many times as long steps of mixed workers take: passing on tokens uses a part of their cores."""
         if not self._cores:
             return 1.0
         return max(len(self._mixed) / max(self._cores - self._tokens_want, self._cores / 2), 1.0)
@@ -91,7 +93,7 @@ class SimulatedHost:
         batch.tokens_want = wants
 
     def batch_changed(self, batch: SimulatedBatch, now: float) -> None:
-        """Its sequences have changed, and with them its next end."""
+        """Updates the batch, whose sequences have changed, and its next end."""
         busy = batch.sequences > 0
         if batch.is_mixed:
             self.mixed_changed(batch, now)
@@ -106,8 +108,8 @@ class SimulatedHost:
         self._push_end(batch)
 
     def talk(self, alone_s: float, now: float) -> float:
-        """A request comes through client, gateway and coordinator, which takes so long where nothing else runs; returns until
-        when it takes, by what runs now."""
+        """Begins the passage of a request through client, gateway and coordinator, which takes `alone_s` where nothing else
+        runs; returns when it ends by the present load."""
         self._talking += 1
         if self._running:
             self._retime_prefill(now, None)
@@ -154,8 +156,9 @@ class SimulatedHost:
 
 
 def stretch(count: int, cores: int, batches: int, tokens_want: float) -> float:
-    """How many times as long each of `count` takes that want a core each of `cores`, beside the tokens of so many decode
-    workers, which want so many cores. Where there is too little for all, each gets an equal part (max-min fairness)."""
+    """Returns how many times as long each of `count` jobs takes that want one core each. They share `cores` with `batches`
+    decode workers, whose tokens want `tokens_want` cores. If the cores do not suffice, each gets an equal part (max-min
+    fairness)."""
     left, equal = cores - tokens_want, (count + batches) / cores
     return max(1.0, min(count / left, equal) if left > 0 else equal)
 
@@ -165,5 +168,5 @@ def _share(busy: int, cores: int) -> float:
 
 
 def _decodes(batch: SimulatedBatch) -> bool:
-    """A mixed worker's decode steps run, and none of prefill."""
+    """Whether a mixed worker runs decode steps and no prefill step."""
     return batch.sequences > 0 and not batch.prefill_s

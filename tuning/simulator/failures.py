@@ -1,4 +1,4 @@
-"""Workers that are lost: their requests come back as production interrupts them, with the tokens that were sent."""
+"""Loses workers: their requests come back as production interrupts them, with the tokens that were sent."""
 
 from collections.abc import Sequence
 from typing import Protocol

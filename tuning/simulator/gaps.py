@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 _LEAST_S = 1e-5
 _PER_E = 50.0
-"""Bins to a factor of e: each is 2 % wide."""
+"""Bins for each factor of e, so each is 2 % wide."""
 _BINS = 900
 
 

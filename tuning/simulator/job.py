@@ -24,11 +24,11 @@ class Sent(NamedTuple):
     session: int = 0
     """It is a turn of that session; 0: of none."""
     reused_tokens: int = 0
-    """Its prompt begins with so many of the session's turn before, prompt and answer."""
+    """Its prompt begins with this many tokens of the prompt and answer of the session's turn before."""
     follows: int = -1
     """Index of the request after whose end it comes, instead of at `at_s`; -1: it follows none."""
     think_s: float = 0.0
-    """It comes so long after that end, in seconds."""
+    """Seconds from that end until this request comes."""
 
     @property
     def forwarded_tokens(self) -> int:
@@ -36,7 +36,7 @@ class Sent(NamedTuple):
 
 
 def clients_of(sent: Sequence[Sent]) -> list[int]:
-    """The number of the client of each."""
+    """Returns the number of each request's client."""
     found: list[int] = []
     for number, one in enumerate(sent):
         found.append(number if one.follows < 0 else found[one.follows])
@@ -91,7 +91,7 @@ class SimulatedRequest:
         """When it came to the coordinator."""
         self.prompt, self.output, self.blocks = sent.prompt_tokens, sent.forwarded_tokens, sent.blocks
         self.output_max = sent.output_tokens
-        """The output length that the coordinator knows of: its client may leave earlier."""
+        """The output length that the coordinator knows; the client may leave earlier."""
         self.chunks = -(-self.prompt // step_tokens)
         priority_class = priority_classes[sent.priority]
         self._patience_s = priority_class.ttft_s + self.chunks * priority_class.ttft_s_per_chunk
@@ -114,12 +114,12 @@ class SimulatedRequest:
         """It once found no room on any decode worker."""
 
     def comes(self, now: float) -> None:
-        """It follows one that has ended."""
+        """Sets the times of a request that comes after another one has ended."""
         self.at_s = self.submitted_s = now
         self.due = now + self._patience_s
 
     def again(self, now: float, emitted: int, step_tokens: int) -> None:
-        """The next attempt: the prompt goes on with what this one emitted."""
+        """Begins the next attempt: its prompt includes the tokens that this attempt emitted."""
         self.attempt += 1
         self.prompt += emitted
         self.output -= emitted

@@ -1,4 +1,5 @@
-"""The sessions that workers keep: of each the prompt, and where it was decoded, the answer; least recently used goes first.
+"""The sessions that workers keep: the prompt of each, and the answer on the worker that decoded it. The least recently used
+one is dropped first.
 
 `Sent.reused_tokens` says how much of it the next turn begins with.
 """
@@ -17,18 +18,18 @@ class KeptAnswers:
         self._sum = 0
 
     def of(self, sent: Sent) -> int:
-        """Tokens of its prompt; the last one is always computed."""
+        """Returns how many tokens of its prompt are kept; the last token is always computed."""
         return min(self._tokens.get(sent.session, 0), sent.reused_tokens, sent.prompt_tokens - 1) if sent.session else 0
 
     def keep(self, session: int, tokens: int, room_tokens: int) -> None:
-        """`room_tokens`: that nothing running holds."""
+        """Keeps a session. `room_tokens`: room that no running request holds."""
         self.take(session)
         self._tokens[session] = tokens
         self._sum += tokens
         self.shrink(room_tokens)
 
     def take(self, session: int) -> None:
-        """Its next turn holds it now."""
+        """Removes the session, because its next turn now holds that KV."""
         self._sum -= self._tokens.pop(session, 0)
 
     def shrink(self, room_tokens: int) -> None:

@@ -29,10 +29,10 @@ class RunOptions:
     block_tokens: int = CACHE_BLOCK_TOKENS
     """Tokens of each of `Sent.blocks`."""
     late_room: bool = False
-    """Room on the decode worker is sought when a prompt is computed, not before, as other systems do. Until there is some,
-    the prompt's KV stays on the prefill worker."""
+    """Room on the decode worker is sought only after the prompt is computed, as in other systems. Until there is room, the
+    prompt's KV stays on the prefill worker."""
     stall_share: float = 0.0
-    """Decode workers compute what a session's turn adds to what they have, and take this share of a step for it; 0: they do
+    """Decode workers compute the part of a session's turn that they lack, and spend this share of a step on it; 0: they do
     not, as on GPUs."""
     slow: tuple[tuple[int, float], ...] = ()
     """Stragglers: worker, as in `WorkerFailure`, and how many times as long its steps take."""

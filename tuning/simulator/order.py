@@ -1,7 +1,7 @@
 """The choice of the next chunk: the coordinator's fair queue, or where one tenant sends everything, that tenant's queue alone.
 
-With one tenant the rings of the fair queue have nothing to decide: what is left is the production `TenantQueue` for each queue
-key, and the least of their first entries. `tests/tuning/test_order.py` holds both against each other.
+If there is one tenant, the rings of the fair queue decide nothing. Only the production `TenantQueue` of each queue key is
+left, and the smallest of their first entries is next. `tests/tuning/test_order.py` compares both.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ class FairOrder(Protocol):
         """The next job under these keys."""
 
     def take(self, job: SimulatedRequest, keys: Sequence[int], tokens: int, last: bool, key: int) -> None:
-        """Charge a chunk of the job that is first under `keys`; it waits under `key` for the next one."""
+        """Charges a chunk of the job that is first under `keys`; the job waits for its next chunk under `key`."""
 
     def go_on(self, job: SimulatedRequest, tokens: int, last: bool) -> None:
         """Charge one more chunk of a job that has just had one."""
@@ -37,7 +37,7 @@ class FairOrder(Protocol):
     def has_late(self, keys: Sequence[int]) -> bool: ...
 
     def ended(self, job: SimulatedRequest, emitted: int) -> None:
-        """The charge for its answer gives way to the tokens that were emitted."""
+        """Replaces the charge for its expected answer by the tokens that were emitted."""
 
 
 class OneTenant:
@@ -117,7 +117,7 @@ class OneTenant:
         return False
 
     def ended(self, job: SimulatedRequest, emitted: int) -> None:
-        """Nobody else's turn depends on what it owes."""
+        """Does nothing: there is no other tenant whose turn depends on the charge."""
 
 
 class ManyTenants:

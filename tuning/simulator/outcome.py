@@ -35,12 +35,12 @@ class SimulatedOutcome:
     """Time from the first token to the first decode step."""
     prompt_tokens: Floats
     output_tokens: Floats
-    """That its client had, which may have left early."""
+    """Output tokens that the client received; it may have left early."""
     cached_tokens: Floats
     classes: tuple[str, ...]
     """Priority classes."""
     clients: tuple[int, ...]
-    """The client whose turn each is, if there are sessions; else empty."""
+    """The client of each turn, if there are sessions; else empty."""
     span_s: float
     """Seconds from the first arrival to the last end, without pauses."""
     gaps: Gaps
@@ -57,14 +57,15 @@ class SimulatedOutcome:
         return np.asarray(self.ttft_ms + np.nan_to_num(self.tpot_ms, nan=0.0) * np.maximum(self.output_tokens - 1, 0))
 
     def misses(self, slo: GoalLimits) -> tuple[Bools, Bools]:
-        """Requests that miss the limit of their first token (or got none), and those that miss that of later ones."""
+        """Returns which requests miss the limit of their first token (or got none), and which miss the limit of later
+        tokens."""
         ttft_ms, tpot_ms = slo.limits(self.classes)
         late = np.isnan(self.ttft_ms) | (self.ttft_ms > ttft_ms)
         slow = np.nan_to_num(self.tpot_ms, nan=0.0) > tpot_ms
         return late, slow
 
     def strain(self, slo: GoalLimits) -> Floats:
-        """How near each request comes to its limits: 1 is the limit, infinite without an answer."""
+        """Returns how near each request comes to its limits: 1 is the limit, infinite without an answer."""
         ttft_ms, tpot_ms = slo.limits(self.classes)
         worst = np.maximum(self.ttft_ms / ttft_ms, np.nan_to_num(self.tpot_ms, nan=0.0) / tpot_ms)
         return np.asarray(np.where(np.isnan(self.ttft_ms), np.inf, worst))

@@ -1,4 +1,4 @@
-"""The waiting requests, and where they go: the coordinator's decisions. `cluster` tells it of events and runs what it
+"""Keeps the waiting requests and places them, by the coordinator's rules. `cluster` tells it of events and runs what it
 decides."""
 
 from abc import ABC, abstractmethod
@@ -39,7 +39,7 @@ class Placing(ABC):
         """How many wait under each class's key."""
         self.now = 0.0
         self.news = False
-        """Something may be possible that was not."""
+        """Something may be possible now that was not possible before."""
         self._waiting = 0
         """Requests that are not placed."""
         self._hit_rate = options.hit_rate
@@ -83,11 +83,11 @@ class Placing(ABC):
 
     @abstractmethod
     def compute_suffix(self, job: SimulatedRequest, batch: SimulatedBatch, took_s: float) -> None:
-        """This decode worker computes what the prompt adds to what it has, in so long."""
+        """Computes on this decode worker the part of the prompt that it lacks, which takes `took_s`."""
 
     @abstractmethod
     def over(self, job: SimulatedRequest) -> None:
-        """It has ended, or was not served."""
+        """Ends a request that has ended or is not served."""
 
     def submit(self, job: SimulatedRequest) -> None:
         tokens = job.prompt + job.output_max - 1
@@ -172,8 +172,8 @@ class Placing(ABC):
     # --- turns of sessions ------------------------------------------------------------------------------------------------
 
     def _begin_turn(self, job: SimulatedRequest, worker: SimulatedPrefillWorker, decode: SimulatedBatch) -> None:
-        """The worker's cached tokens are not computed; nor are the decode worker's, if to fetch them is faster. Tokens that the
-        decode worker lacks of it are sent."""
+        """Sets the cached tokens of a session's turn. The worker's cached tokens are not computed; nor are the decode
+        worker's, if fetching them is faster. Tokens that the decode worker lacks are sent."""
         here, there = cached_tokens(job, worker, 0), decode.kept.of(job.sent)
         there -= there % worker.block_size
         if there > here and decode is not worker.batch:
@@ -186,8 +186,8 @@ class Placing(ABC):
         decode.kept.take(job.sent.session)
 
     def _runs_on_decode(self, job: SimulatedRequest, waiting: int) -> bool:
-        """As `coordinator.placement.suffix`: the decode worker that has most of a prompt computes the rest, if it is done
-        before any prefill worker would be. `waiting`: requests that are before it there."""
+        """Decides as `coordinator.placement.suffix`: the decode worker that has most of a prompt computes the rest, if it
+        would finish before any prefill worker. `waiting`: requests ahead of this one at the prefill workers."""
         share, best, best_s = self.options.stall_share, None, inf
         if not share or not job.sent.session:
             return False
@@ -228,7 +228,7 @@ class Placing(ABC):
         decode.held_seqs += 1
 
     def reserve_late(self, job: SimulatedRequest) -> bool:
-        """Its prompt is computed; False if there is no room yet."""
+        """Reserves room for a request whose prompt is computed; False if there is no room yet."""
         batch: SimulatedBatch = job.decode
         if not self._has_room(batch, job):
             job.no_room = True
@@ -267,7 +267,8 @@ class Placing(ABC):
         self.order.move(job, key)
 
     def _decode_for(self, job: SimulatedRequest, worker: SimulatedPrefillWorker) -> SimulatedBatch | None:
-        """The least full one with room, as by `coordinator.score`, which spares a mixed worker's own half the transfer."""
+        """Returns the least full decode worker with room, by the rules of `coordinator.score`: the own half of a mixed worker
+        needs no transfer."""
         own = worker.batch
         best, best_rank = None, (0.0, 0, 0)
         block = self._weights.transfer_s / self._weights.load_s
@@ -291,7 +292,7 @@ class Placing(ABC):
         return room.fits(job.prompt, job.output_max, batch.steps_begun(self.now))
 
     def freed(self, batch: SimulatedBatch) -> None:
-        """Classes are open again whose first job would fit."""
+        """Opens the classes whose first job would fit now."""
         fits: dict[int, bool] = {}
         for key, job in list(self.closed.items()):
             if job.number not in fits:

@@ -47,17 +47,17 @@ class SimulatedPrefillWorker:
         """Steps in flight; the first one runs."""
         self.tokens_in_flight = self.tokens_forwarded = self.undispatched = 0
         self.placed: dict[int, SimulatedRequest] = {}
-        """Jobs with chunks left to dispatch, by number."""
+        """Jobs that have chunks left to dispatch, by number."""
         self.begun: SimulatedRequest | None = None
         self.stuck: dict[int, SimulatedRequest] = {}
         """Queue keys whose first job has no room here."""
         self.up = True
         self.running = False
         self.left_s = 0.0
-        """Seconds that were left, at `since_s`, of the step that runs, as if it were alone."""
+        """Seconds that the present step had left at `since_s`, if it ran alone."""
         self.since_s = self.began_s = 0.0
         self.free_s = self.after_s = 0.0
-        """When it can begin its next step, and how long the one that runs had to wait for that."""
+        """When the worker can begin its next step, and how long the present step had to wait for that."""
         self.version = 0
         self.busy_s = 0.0
         self.link_free_s = 0.0
@@ -76,11 +76,11 @@ class SimulatedPrefillWorker:
 
     @property
     def idle_tokens(self) -> int:
-        """That nothing running holds, on both halves of a mixed worker."""
+        """Returns the tokens of room that no running request holds, on both halves of a mixed worker."""
         return self.free_blocks * self.block_size + (self.batch.idle_tokens if self.batch is not None else 0)
 
     def send(self, tokens: int, now: float, token_s: float) -> None:
-        """Their KV leaves after the step; one prompt's after the other's."""
+        """Sends the KV of these tokens after the step; prompts are sent one after the other."""
         took_s = tokens * token_s
         self.link_free_s = max(self.link_free_s, now) + took_s
         self.link_busy_s += took_s
@@ -98,21 +98,21 @@ class SimulatedPrefillWorker:
         self.undispatched += job.prompt - job.cached
 
     def release_blocks(self, job: SimulatedRequest) -> None:
-        """Its KV is on the decode worker."""
+        """Frees the blocks of a request whose KV is on the decode worker."""
         self.free_seqs += 1
         self.free_blocks += self.blocks(job)
         self.stuck.clear()
 
 
 class StepRoom(Protocol):
-    """The questions of `compose` to the cluster."""
+    """The calls that `compose` makes to the cluster."""
 
     closed: dict[int, SimulatedRequest]
     classes: dict[int, int]
 
     def place(self, job: SimulatedRequest, worker: SimulatedPrefillWorker) -> bool:
-        """Reserve room for it there and on a decode worker; False if it cannot run there now, or had better run elsewhere: then
-        its key is closed, stuck on the worker, or another one."""
+        """Reserves room for the job on this worker and on a decode worker. Returns False if it cannot run here now, or should
+        run elsewhere: then its key is closed, stuck on the worker, or changed."""
 
 
 def compose(

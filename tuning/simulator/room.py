@@ -1,7 +1,8 @@
 """Requests that fit a decode worker's KV pool: the coordinator's `KvAdmission`, asked only where the pool may run short.
 
-`KvAdmission` admits everything while the whole lives of all attempts add up to less than the pool, and keeps its rows only from
-there until they are down to half of it. Up to there their sum is all that is needed; the rows are made when they are.
+`KvAdmission` admits everything while the whole lives of all attempts add up to less than the pool. It keeps rows only from
+that point until the sum is down to half of the pool. Here too, only the sum is kept until rows are needed, and then the rows
+are made.
 
 Answers count with their whole length here, as with `--kv-overcommit 1`: with more, the cluster serves more than is predicted.
 """
@@ -31,11 +32,11 @@ class DecodeRoom:
 
     @property
     def exact(self) -> bool:
-        """A sequence that joins or ends may make room for more than its own blocks."""
+        """Whether room is counted exactly: then a sequence that joins or ends may make room for more than its own blocks."""
         return self._exact is not None
 
     def fits(self, prompt: int, output: int, steps: int) -> bool:
-        """`steps`: that the worker has begun."""
+        """Whether a request fits. `steps`: steps that the worker has begun."""
         if self._exact is None:
             if self.wholes + self.whole(prompt, output) <= self.kv_blocks:
                 return True

@@ -51,8 +51,8 @@ def run(settings: EstimateSettings) -> int:
 
 
 def shape_of(model: str) -> Shape:
-    """The shape of a model with a config.json in this folder, or of one that is known by name, with or without its
-    organisation and what comes behind, as in `meta-llama/Llama-3.1-8B-Instruct`. Raises `SettingsError`."""
+    """Returns the shape of a model: from config.json in this folder, or of a model known by name. The organisation and further
+    words of the name may be missing, as in `meta-llama/Llama-3.1-8B-Instruct`. Raises `SettingsError`."""
     file = Path(model).expanduser()
     file = file / "config.json" if file.is_dir() else file
     if file.is_file():

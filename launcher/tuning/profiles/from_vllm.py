@@ -1,4 +1,4 @@
-"""`crossdock profile from-vllm`: a profile from what requests to a running server took, or from its metrics."""
+"""`crossdock profile from-vllm`: a profile from the times of requests to a running server, or from its metrics."""
 
 import asyncio
 import csv
@@ -52,7 +52,7 @@ METRICS: Final = {
 
 
 class ServerFailed(CrossdockError):
-    """It cannot be reached, or says too little."""
+    """The server cannot be reached, or gives too few figures."""
 
 
 def run(settings: FromVllmSettings) -> int:
@@ -166,8 +166,8 @@ def _of_csv(path: str, stream: TextIO) -> Iterator[RequestTiming]:
 
 
 async def _server(settings: FromVllmSettings, session: aiohttp.ClientSession) -> tuple[MeasuredServer, str]:
-    """Learn the server's settings from the options, and where they do not say, from the server itself. Raises `SettingsError`
-    or `ServerFailed`."""
+    """Learns the server's settings from the options, and from the server itself where the options leave them open. Raises
+    `SettingsError` or `ServerFailed`."""
     kv_tokens, context, model = settings.kv_tokens, settings.context_tokens, settings.model
     if settings.url and not (kv_tokens and context and model):
         known = _first_model(await _get(settings, session, "/v1/models"))
@@ -244,7 +244,7 @@ def samples_of(text: bytes) -> Samples:
 
 
 def kv_tokens_of(samples: Samples) -> int:
-    """Tokens of all KV blocks, as its configuration says; 0 where it does not."""
+    """Returns the tokens of all KV blocks, as the server's configuration metric says; 0 if it does not say it."""
     for labels, _ in samples.get("vllm:cache_config_info", []):
         blocks, size = (labels.get(name, "") for name in ("num_gpu_blocks", "block_size"))
         if blocks.isdecimal() and size.isdecimal():

@@ -281,7 +281,7 @@ def finished(state: State, incarnation: int, event: Received, now: float) -> Non
         state.pools[request.submit.model].traffic.finished(request.id, output_tokens, now)
         pool = state.pools[request.submit.model]
         pool.record_success()
-        pool.breakers.worked((incarnation, NOBODY) if worker.admission is None else (NOBODY, incarnation))
+        pool.breakers.worked((incarnation, NOBODY) if not worker.is_decode else (NOBODY, incarnation))
         state.end(request, Trigger.FINISH, "done", now)
 
 
@@ -294,7 +294,7 @@ def released(state: State, incarnation: int, event: Received, now: float) -> Non
 
 def _cut_short(state: State, incarnation: int, done: Released | WorkFailed) -> None:
     # A decode worker does not count the first tokens, which were emitted before its own.
-    first = done.output_tokens > 0 and state.workers[incarnation].admission is not None
+    first = done.output_tokens > 0 and state.workers[incarnation].is_decode
     state.release(incarnation, (done.request_id, done.attempt), done.output_tokens, first=first)
 
 
@@ -322,7 +322,7 @@ def _record_failure(state: State, request: Request, worker: Worker, reason: Inte
     pool = state.pools[request.submit.model]
     if reason is Interrupt.ENGINE_ERROR:
         pool.record_failure(worker)
-        alone = (worker.incarnation, NOBODY) if worker.admission is None else (NOBODY, worker.incarnation)
+        alone = (worker.incarnation, NOBODY) if not worker.is_decode else (NOBODY, worker.incarnation)
         if pool.breakers.failed(alone, request.attempt_progress.placed_at, now):
             state.counters["workers_left_out"] += 1
             state.unbind_without_pair(pool)

@@ -150,7 +150,7 @@ class Submit(Message, frozen=True):
     hash_block_size: Annotated[int, Meta(ge=0, le=4096)] = 0
     """Tokens that each of them covers. A worker whose block size is a multiple uses the last hash of each; others use none."""
     drained_attempts: Annotated[int, Meta(ge=0, lt=1_000)] = 0
-    """Earlier attempts that a worker's drain or the loss of the coordinator's link cut short. They do not count as retries."""
+    """Earlier attempts that a drain, preemption or a lost coordinator link cut short. They do not count as tries."""
     priority: Annotated[int, Meta(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)] = 0
     """The lowest goes first among the requests of its tenant and priority class, whatever the deadlines."""
     session: SessionName = b""

@@ -20,8 +20,8 @@ from proto.progress import EndPrefix, EndSession
 
 
 def fault_of_submit(state: State, incarnation: int, event: Received) -> str:
-    """Returns a fault that a worker would take for an error of this coordinator, or that would put a request in another's
-    place."""
+    """Returns a fault for which a worker would blame this coordinator, or by which one request would take the place of
+    another."""
     submit, blob = event.message, event.blob
     assert isinstance(submit, Submit)
     if len(blob) != 4 * submit.prompt_tokens:

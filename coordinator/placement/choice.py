@@ -110,7 +110,7 @@ def better_than_bound(request: Request, own: Worker, bound_to: Worker, pool: Poo
     submit, weights = request.submit, pool.weights
     there, here = request.cached_tokens, cached_tokens(submit, own, pool)
     one_is_faster = there <= here and (_is_faster(own, bound_to) or _is_faster(bound_to, own))
-    if bound_to.admission is not None or one_is_faster:
+    if bound_to.is_decode or one_is_faster:
         tokens = submit.prompt_tokens - here
         return (own.tokens_before + tokens) / pool.rate(own) < FASTER * bound_to.tokens_before / pool.rate(bound_to)
     there_side, here_side = _prefill_side(bound_to, there, pool), _prefill_side(own, here, pool)

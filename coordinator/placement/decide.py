@@ -4,7 +4,7 @@
 
     Run               its next chunk goes into the step; if it was not placed yet, it is placed on this worker and `decode`
     PlaceElsewhere    it is placed on another prefill worker, which is idle and starts it at once
-    Wait              it is bound to another prefill worker and waits for a turn there
+    Wait              it is bound to another worker, prefill or decode, and waits for a turn there
     NoRoom            its queue key is left out until room is freed; if it was bound to this worker, it waits in its class
     Apart             it is suspected of having ended workers, and does not run beside others
     Apart.ELSEWHERE   the decode worker for which it waited does not take it now: it waits in its demand class again
@@ -93,7 +93,7 @@ def decide(
     if not queued:
         return Run(request.dispatched_tokens, fitting(request, request.dispatched_tokens, left, size), None, b"")
     assert request.entry is not None
-    if worker.admission is not None:
+    if worker.is_decode:
         return _suffix(request, worker, pool, queue, left, now)
     in_class, copied = is_class(request.entry.key), b""
     if in_class and request.attempt_progress.moves < MOVES_MAX:

@@ -67,7 +67,7 @@ def _ask_workers(state: State, pool: Pool, queue: WaitQueue, now: float) -> None
 def _steal(worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> bool:
     """Let a worker with nothing to do take the last request bound to another worker, if it starts earlier here. Returns
     whether it did."""
-    if worker.admission is not None or not pool.wakeups.may_place_on(worker) or not pool.has_pair(worker, now):
+    if worker.is_decode or not pool.wakeups.may_place_on(worker) or not pool.has_pair(worker, now):
         return False
     hosts = [
         pool.workers[incarnation]

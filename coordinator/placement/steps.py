@@ -23,11 +23,12 @@ MOVES_PER_TURN_MAX = 64
 LOOKED_AT_MAX = 64
 """Most partly computed prompts of a prefill worker that are looked at for one step."""
 BEGUN_MAX = 8
-"""If a prefill worker has more partly computed prompts than this, one whose rest fits a step is finished in the next step.
+"""If a prefill worker has more partly computed prompts than this, the next step begins with the prompt served last, if it can
+finish it.
 
-A longer prompt goes before later prompts of its user and before those of other users of its organisation, unless an
-organisation that has had much less than its share waits. Otherwise, with thousands of users, prompts would wait partly
-computed while all others have a turn, and would take up room in prefill and decode.
+If its rest is longer, it goes before later prompts of its user and those of its organisation's other users. Neither holds
+while an organisation or priority class waits that had much less than its share. Otherwise, with thousands of users, prompts
+would wait partly computed while all others have a turn, and would take up room in prefill and decode.
 """
 
 
@@ -57,7 +58,7 @@ class _Plan:
         self.chunks.append(Chunk(request.id, request.attempt, request.dispatched_tokens - length, length))
         self.requests.append(request)
         # A decode worker computes one chunk after the other.
-        self.left = 0 if request.own_step or self._worker.admission is not None else self.left - length
+        self.left = 0 if request.own_step or self._worker.is_decode else self.left - length
         if request.entry is None:
             self._worker.expect_no_more(request)
         else:
@@ -110,7 +111,7 @@ def compose(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: flo
     if not plan.chunks:
         return None
     end = end or plan.end
-    pool.step_ends[end] += worker.admission is None
+    pool.step_ends[end] += not worker.is_decode
     step = worker.begin_step(plan.chunks, plan.requests)
     if state.watch is not None:
         state.watch(Composed(worker, step.step_id, end))

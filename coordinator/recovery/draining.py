@@ -37,8 +37,8 @@ def needs(request: Request, worker: Worker) -> bool:
 
 
 def dependents(state: State, worker: Worker) -> list[Request]:
-    """Requests whose attempts cannot go on without this worker. Until it decodes, an attempt has an allocation on its prefill
-    worker, and then on its decode worker, so those that wait need not be looked at."""
+    """Returns requests whose attempts cannot go on without this worker. Each of them has an allocation here, or, if this is a
+    decode worker, on a prefill worker that is to hand its prompt over. So waiting requests need not be looked at."""
     keys = dict.fromkeys(worker.allocations)
     if worker.hello.role is Role.DECODE:
         for prefill in state.pools[worker.hello.model].prefill.values():

@@ -137,6 +137,6 @@ def _adopt(state: State, worker: Worker, hello: Hello) -> None:
         if not worker.adopt(held, state.limits.kv_overcommit):
             state.out.append(ProtocolViolation(worker.incarnation, "holds more than its capacity"))
             return
-        state.billing.found(held, of_answer=worker.admission is not None)
+        state.billing.found(held, of_answer=worker.is_decode)
         if held.request_id in state.requests or held.request_id in state.ended:
             state.send(worker.incarnation, Release(*key))

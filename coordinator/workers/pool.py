@@ -185,7 +185,7 @@ class Pool:
 
     def has_pair(self, prefill: Worker, now: float) -> bool:
         """Whether the prefill worker has a decode worker to which it may send KV."""
-        if prefill.admission is not None:
+        if prefill.is_decode:
             return not prefill.draining and self.may_pair(prefill, prefill, now)
         return any(not decode.draining and self.may_pair(prefill, decode, now) for decode in self.decode.values())
 
@@ -268,7 +268,7 @@ class Pool:
 
     def measure(self, worker: Worker, tokens: int, step_ms: float) -> None:
         """A prefill step of so many tokens has been computed."""
-        if worker.admission is not None:
+        if worker.is_decode:
             worker.measure_suffix(tokens, step_ms)
             self.changed(worker)
             return
@@ -283,7 +283,7 @@ class Pool:
         worker with streams as `BESIDE_STREAMS` of it."""
         if prefill.tokens_per_s:
             return prefill.tokens_per_s
-        if prefill.admission is not None and prefill.allocations:
+        if prefill.is_decode and prefill.allocations:
             return self._mean_rate() * BESIDE_STREAMS
         return self._mean_rate()
 

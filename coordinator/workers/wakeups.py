@@ -71,7 +71,7 @@ class Wakeups:
         can_take = worker.pace.may_have_more(len(worker.steps), worker.tokens_in_flight)
         if not can_take:
             self.ready.pop(worker.incarnation, None)
-        if worker.admission is not None:
+        if worker.is_decode:
             (self.takes_chunks.add if can_take else self.takes_chunks.discard)(worker.incarnation)
         elif can_take:
             self.idle.put(worker.incarnation, worker.tokens_in_flight, worker.tokens_forwarded)
@@ -190,7 +190,7 @@ class Wakeups:
     def open_keys(self, prefill: Worker, queue: WaitQueue) -> list[int]:
         """The queue keys from which this prefill worker may take something now, its own first."""
         own = prefill.incarnation
-        if prefill.admission is not None:
+        if prefill.is_decode:
             return [own, bound_key(own)]
         if not self.may_place_on(prefill):
             return [own]

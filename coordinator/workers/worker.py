@@ -123,6 +123,10 @@ class Worker:
         return own.name != there.name and own.pid > 0 and (own.host, own.pid) == (there.host, there.pid)
 
     @property
+    def is_decode(self) -> bool:
+        return self.admission is not None
+
+    @property
     def process_name(self) -> str:
         """The name of its process for people: a mixed one is two workers."""
         return self.hello.process or self.hello.name

@@ -153,7 +153,7 @@ class StreamKeeper:
             self._schedule(submission.stream)
         else:
             if submission.is_new:
-                self._drop(submission)  # else it is cancelled: of an earlier attempt a row may be open
+                self._drop(submission)  # else `_fail` cancels it: an earlier attempt's row may be open
             self._fail(submission.stream, Failure(FailKind.REJECTED, event.message, event))
 
     def _interrupted(self, event: Interrupted, now: float) -> None:
@@ -275,8 +275,8 @@ class StreamKeeper:
             self._schedule(submission.stream)
 
     def _worker_is_down(self, incarnation: int, now: float) -> None:
-        """Put running streams in doubt: tokens may be lost with the connection. The next token of a stream shows that it
-        lives."""
+        """Put all running streams in doubt: tokens of any may be lost with the connection. The next token of a stream shows
+        that it lives."""
         for submission in self.submissions.values():
             if submission.phase is StreamPhase.RUNNING:
                 submission.cut(incarnation, now)
@@ -319,7 +319,7 @@ class StreamKeeper:
                 continue
             elif now >= submission.silent_at(self.limits, self._coordinator_incarnation):
                 if submission.may_live(now, self._coordinator_incarnation):
-                    submission.asked(now, self.limits)  # said once more, its Submit is answered with what it is
+                    submission.asked(now, self.limits)  # the answer to a repeated Submit says whether it lives
                     self._out.append(SendSubmit(*submission.to_submit(now)))
                 else:
                     self._broken(submission, "silent since a connection was lost", now)

@@ -259,7 +259,7 @@ class Submission:
     def doubt(self, now: float, limits: StreamLimits, *, known: bool) -> None:
         """Note that it may be lost. `known`: the coordinator that has it is connected. The coordinator reports a lost worker,
         but the stream's end may have been sent on a dead connection, so the coordinator is asked. The time at which the stream
-        counts as lost never moves back: repeated losses could make a silent stream wait for ever."""
+        counts as lost is never put off, or repeated losses could make a silent stream wait for ever."""
         until, self.ask_at = now + limits.stall_s, None
         if self.cut_at is not None and not known:
             until = min(until, self.cut_at + limits.gone_s)
@@ -300,7 +300,7 @@ class Submission:
         return first
 
     def may_live(self, now: float, coordinator: int) -> bool:
-        """Returns whether it may still live although it is silent: it may be waiting for its turn, or be over."""
+        """Returns whether to ask the coordinator about a silent submission, which may wait for a turn or be over."""
         if self.stall_at is None:
             return self.coordinator == coordinator
         return not self.got_tokens or now < self.stall_at

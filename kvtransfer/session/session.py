@@ -8,7 +8,7 @@
     sender:    COMMITTING ──Ack──▶ DRAINING ──nothing in flight──▶ SENT, where the Ack is faster than our own thread's word
 
 Rules:
-1. A session ends exactly once, with one `SessionEnded`. SENT, COMMITTED, DECLINED and FAILED are final and answer late frames.
+1. A session ends exactly once, with one `SessionEnded`. SENT, COMMITTED, DECLINED and FAILED are final.
 2. The receiver gives its blocks out only from CHECKING, when every segment it was promised has arrived and every digest equals
    the sender's. The sender's SENT therefore implies the receiver's COMMITTED. The reverse does not hold: if an Ack is lost,
    the sender reports a failure, and the coordinator decides.

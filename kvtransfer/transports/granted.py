@@ -17,8 +17,7 @@ from itertools import islice
 
 from kvtransfer.memory.device_copy import DeviceCopier, DeviceDigester
 from kvtransfer.session.limits import WINDOW_SEGMENTS_MAX
-from kvtransfer.transports.shm import UNWANTED
-from kvtransfer.transports.transport import Answer, Channel, Inbox, LocalEnd, PairBroken, SegmentJob
+from kvtransfer.transports.transport import UNWANTED, Answer, Channel, Inbox, LocalEnd, PairBroken, SegmentJob
 from kvtransfer.transports.unix_rendezvous import CancelFlags
 from kvtransfer.transports.unix_socket import (
     DONE,

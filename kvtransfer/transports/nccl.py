@@ -38,9 +38,9 @@ from kvtransfer.memory.device_copy import DIGEST_EVERY_MAX, UNSAMPLED, checksum,
 from kvtransfer.memory.device_thread import DeviceThread, TransferHandle, WakeupFd, device_thread
 from kvtransfer.transports import rendezvous
 from kvtransfer.transports.nccl_communicator import ENTERED, Communicator, NcclMessage, warmed_up
-from kvtransfer.transports.shm import UNWANTED
 from kvtransfer.transports.side_channel import Line, RendezvousListener, call
 from kvtransfer.transports.transport import (
+    UNWANTED,
     Answer,
     Channel,
     Inbox,

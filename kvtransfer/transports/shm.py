@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ from kvtransfer.memory.window import WindowRing
 from kvtransfer.session.limits import SHM_WINDOW_BYTES, WINDOW_SEGMENTS_MAX
 from kvtransfer.transports.transport import (
     MAX_QUEUED_SEGMENTS,
+    UNWANTED,
     Answer,
     Channel,
     Inbox,
@@ -60,8 +60,6 @@ _WINDOW_BYTES_MAX = 1 << 36
 _WORD = "<u4"
 _UNWANTED_PLACE = 0xFFFF_FFFF
 """The word in place of a place: the segment is not wanted."""
-UNWANTED: Final = b"\0" * 8
-"""The sender's digest of a segment that the receiver did not want: its session there is over."""
 
 
 def pack_places(places: Sequence[int | None]) -> bytes:

@@ -6,7 +6,7 @@ joining that meeting. `Listener.meet` gives the receiver its `Channel`. A channe
 the pair. All of it runs in the pair's own thread and may block there, within the limits of `KvSettings`.
 
 Transports differ in where the data lands first:
-- `tcp`: the receiver reads into the target blocks itself, so nobody writes to them when its thread does not.
+- `tcp`: the receiver reads into the target blocks itself, so nothing but its own thread writes to them.
 - `shm`: the receiver grants a place in a window of memory that the two share. The sender copies there and says when it is
   done, and the receiver digests the data and copies it to its blocks.
 - `nccl` does the same between GPUs, in a buffer of the channel, with an exchange of its own before each message.
@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from kvtransfer.memory.cuda import DeviceMemory
 from kvtransfer.memory.digests import BlockDigests
@@ -59,7 +59,7 @@ class SegmentJob:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where and how a receiver waits for its sender, told over the control link. `why` says what spoke against better
+    """Where and how a receiver waits for its sender, told over the link at the KV port. `why` says what spoke against better
     transports, or is empty. `token`, `key` and `encrypted` are of `tcp`."""
 
     transport: str
@@ -153,8 +153,10 @@ class Inbox:
         os.close(self._event)
 
 
+UNWANTED: Final = b"\0" * 8
+"""The sender's digest of a segment that the receiver did not want: its session there is over."""
 Answer = Callable[[SegmentJob, bytes], None]
-"""A segment was transferred (its digest), or its blocks are not touched any more (empty)."""
+"""Says that a segment was transferred (its digest), skipped (`UNWANTED`) or failed (empty). Its blocks are free of it now."""
 
 
 class Channel(ABC):
@@ -163,7 +165,7 @@ class Channel(ABC):
     @abstractmethod
     def work(self, inbox: Inbox, answer: Answer) -> None:
         """Carry out what is put into the inbox, in order, until it is closed. Raises what breaks the pair: `PairBroken`,
-        `OSError` or `RuntimeError`. Segments not answered by then are answered by `settle`, or by nobody."""
+        `OSError` or `RuntimeError`. Segments not answered by then are answered by `settle`, or by the `Pair` after it."""
 
     def settle(self, inbox: Inbox, answer: Answer) -> None:
         """Called after `work`, even if it failed. Release everything, and return when no segment's blocks are touched any
@@ -196,7 +198,7 @@ class Transport(ABC):
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
     """Where a pool may be that it sends from, and receives into."""
     skips_unwanted: ClassVar[bool] = False
-    """The sender leaves out what is announced and not wanted by the receiver any more."""
+    """The sender leaves out announced segments that the receiver no longer wants."""
     within_process: ClassVar[bool] = True
     """Both ends of a pair may be in one process, as those of a mixed worker are."""
     confidential: ClassVar[bool] = False

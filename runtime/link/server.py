@@ -6,9 +6,9 @@
     Pong →                ← Ping                 twice in `heartbeat_ms`; a silent peer is lost (`failure_detector`)
     any message           any message
 
-One socket of the client is one connection is one link: after a loss the client opens a new socket and shakes hands again,
-so a frame can never belong to an earlier incarnation of the link. The server names a peer by the routing id that libzmq
-drew for the connection, never by what the peer says of itself.
+Each socket of a client has one connection, and that is one link: after a loss the client opens a new socket and shakes hands
+again, so a frame can never belong to an earlier link. The server names a peer by the routing id that libzmq drew for the
+connection, never by what the peer says of itself.
 
 Sending never waits: a peer whose pipe is full is lost, not silently skipped. Data that is not a message of the protocol, or a
 message for which the owner raises `RemoteProtocolError`, is counted and ends only that peer's link. A bug that occurs while

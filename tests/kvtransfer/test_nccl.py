@@ -14,9 +14,8 @@ from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.transports import nccl, nccl_communicator
-from kvtransfer.transports.shm import UNWANTED
 from kvtransfer.transports.side_channel import Line, RendezvousListener, call
-from kvtransfer.transports.transport import Channel, Inbox, LocalEnd, PairBroken, SegmentJob
+from kvtransfer.transports.transport import UNWANTED, Channel, Inbox, LocalEnd, PairBroken, SegmentJob
 from tests.kvtransfer.ends import filled_pool, same_bytes
 
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, block_size=4, dtype="float32")

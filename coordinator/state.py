@@ -279,11 +279,11 @@ class State:
 
     def charge_room_for_large(self, worker: Worker, key: tuple[str, int], allocation: Allocation) -> None:
         """Charge an attempt for which room had been kept: see `reserved_workers`."""
-        drain = self.pools[worker.hello.model].room_for_large
-        if worker.admission is None or key not in drain.charges:
+        kept = self.pools[worker.hello.model].room_for_large
+        if worker.admission is None or key not in kept.charges:
             return
         due, bill, prices = (
-            drain.charge_due(key, self.now),
+            kept.charge_due(key, self.now),
             self.billing.bills.get(key[0]),
             self.limits.prices,
         )

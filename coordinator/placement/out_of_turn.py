@@ -36,12 +36,12 @@ def place_retained(state: State, pool: Pool, now: float) -> None:
 def place_kept(state: State, pool: Pool, now: float) -> None:
     """Place a request that was bypassed too often as soon as the decode worker kept for it has room, even if it is not its
     turn. Its tenant pays for the time in which that worker took no other request."""
-    drain = pool.room_for_large
-    request, decode = drain.request, pool.decode.get(drain.decode)
+    kept = pool.room_for_large
+    request, decode = kept.request, pool.decode.get(kept.decode)
     if request is None:
         return
     if decode is None or decode.draining or not pool.could_place(request.submit):
-        drain.end(now)  # no tenant pays for this
+        kept.end(now)  # no tenant pays for this
         pool.wakeups.look_anew()
         return
     if not pool.decode_fits(decode, request):
@@ -49,10 +49,10 @@ def place_kept(state: State, pool: Pool, now: float) -> None:
     prefill = _prefill_for(request, decode, pool, now)
     if prefill is not None:
         place_at_once(state, request, prefill, decode, now)
-    elif not drain.prefill:
+    elif not kept.prefill:
         able = [w for w in pool.prefill.values() if not w.draining and w.could_ever_take(request.submit)]
         able = [w for w in able if pool.may_pair(w, decode, now)]
-        drain.prefill = max(able, key=lambda w: (w.free_blocks, w.free_seqs, w.incarnation)).incarnation if able else 0
+        kept.prefill = max(able, key=lambda w: (w.free_blocks, w.free_seqs, w.incarnation)).incarnation if able else 0
 
 
 def place_lone(state: State, pool: Pool, now: float) -> bool:

@@ -24,13 +24,12 @@ class RoomForLargeRequest:
         self.decode = self.prefill = 0
         """Incarnations of the workers that are closed to others; 0: none."""
         self.charges: dict[tuple[str, int], tuple[float, float, float]] = {}
-        """The cost of the drain for each attempt that has got such room, since when it has the room, and its cost per second.
-        """
+        """For each attempt that has got such room: the cost of keeping it, since when it has the room, and its cost per second."""
         self._since = self._cost_per_s = 0.0
 
     def begin(self, request: Request, not_on: int, served_per_s: float, now: float) -> None:
-        """Drain the decode worker with the most room, if the request could ever be placed on one. `not_on`: one that is
-        closed already; `served_per_s`: cost at which all tenants are served."""
+        """Keep the decode worker with the most room, if the request could ever be placed on one. `not_on`: one that is closed
+        already; `served_per_s`: cost at which all tenants are served."""
         fitting = [w for w in self._workers.values() if not w.draining and w.could_ever_take(request.submit)]
         fitting = [w for w in fitting if w.incarnation != not_on]
         if not fitting:

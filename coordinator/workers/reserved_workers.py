@@ -24,7 +24,7 @@ class RoomForLargeRequest:
         self.decode = self.prefill = 0
         """Incarnations of the workers that are closed to others; 0: none."""
         self.charges: dict[tuple[str, int], tuple[float, float, float]] = {}
-        """For each attempt that has got such room: the cost of keeping it, since when it has the room, and its cost per second."""
+        """Attempts that have got such room → the cost of keeping it, since when they have it, and its cost per second."""
         self._since = self._cost_per_s = 0.0
 
     def begin(self, request: Request, not_on: int, served_per_s: float, now: float) -> None:

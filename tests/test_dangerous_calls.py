@@ -84,7 +84,8 @@ def test_no_pattern_ends_with_a_dollar() -> None:
     ("pattern", "is_open"),
     [("^a$", True), (r"(a|b$)?", True), (r"^a\Z", False), (r"^a\z", False), (r"[a$]", False), (r"a\$", False)],
 )
-def test_a_dollar_is_seen(pattern: str, is_open: bool) -> None:
+def test_open_pattern_is_detected(pattern: str, is_open: bool) -> None:
+    """The check detects patterns that let a last line break through, and no others."""
     assert lets_a_line_break_through(pattern) is is_open
 
 
@@ -104,12 +105,14 @@ def without_refusal_of_code(tree: ast.AST) -> list[int]:
     return found
 
 
-def test_code_of_models_is_refused_wherever_transformers_is_called() -> None:
+def test_transformers_never_runs_model_code() -> None:
+    """Each call that loads something with transformers refuses a model's own code."""
     found = {path: lines for path, tree in _trees() if (lines := without_refusal_of_code(tree))}
     assert not found
 
 
 @pytest.mark.parametrize("call", ["A.from_pretrained(p)", "A.from_pretrained(p, trust_remote_code=x)", "pipeline(p)"])
-def test_a_call_that_might_run_code_is_seen(call: str) -> None:
+def test_code_running_call_is_detected(call: str) -> None:
+    """The check detects calls that do not refuse a model's own code."""
     assert without_refusal_of_code(ast.parse(call)) == [1]
     assert not without_refusal_of_code(ast.parse("A.from_pretrained(p, trust_remote_code=False)"))

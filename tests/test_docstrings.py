@@ -98,7 +98,8 @@ def test_no_docstring_is_a_fragment(folder: str) -> None:
 
 
 @pytest.mark.parametrize("folder", [*sorted(EVERYTHING), "benchmarks", "tools"])
-def test_no_sentence_has_a_relative_clause_for_its_subject(folder: str) -> None:
+def test_no_relative_clause_is_a_subject(folder: str) -> None:
+    """No sentence in docstrings and comments has a relative clause as its subject."""
     found = [(*docstrings(path, source), *comments(path, source)) for path, source in sources([folder])]
     assert not relative_subjects(one for of_file in found for one in of_file)
 
@@ -115,7 +116,8 @@ def test_names_in_docstrings_exist(folder: str) -> None:
     assert not gone
 
 
-def test_relative_subjects_are_found() -> None:
+def test_relative_subjects_are_detected() -> None:
+    """The check detects sentences whose subject is a relative clause, but not questions."""
     source = "'What is left goes.'\n# Who comes late waits.\n'What is left? It shows what is left.'\n"
     found = [*docstrings("a.py", source), *comments("a.py", source)]
     assert [one.split(": ")[1] for one in relative_subjects(iter(found))] == [
@@ -124,7 +126,7 @@ def test_relative_subjects_are_found() -> None:
     ]
 
 
-def test_fragments_and_dead_names_are_found() -> None:
+def test_fragments_and_dead_names_are_detected() -> None:
     gone = "_".join(("no", "such", "name"))
     lines = (
         "class A:",
@@ -153,7 +155,8 @@ def renamed(path: str, source: str) -> list[str]:
     ]
 
 
-def test_nothing_of_ours_is_imported_under_another_name() -> None:
+def test_imports_keep_their_names() -> None:
+    """Imports within the project do not rename anything."""
     assert not [one for path, source in sources(sorted(EVERYTHING)) for one in renamed(path, source)]
     source = "from proto import limits as bounds\nfrom proto import codec as codec\n"
     assert renamed("a.py", source) == ["a.py:1: limits as bounds"]

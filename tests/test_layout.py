@@ -141,17 +141,17 @@ def _packages(names: Iterable[str]) -> set[str]:
     return {name.rpartition(".")[0] for name in names}
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_modules_have_no_import_cycles() -> None:
     assert not cycles(_graph())
 
 
-def test_no_folder_imports_itself_by_way_of_others() -> None:
+def test_folders_have_no_import_cycles() -> None:
     graph = _graph()
     found = {package: cycles(children(graph, package)) for package in _packages(graph)}
     assert not {package: groups for package, groups in found.items() if groups}
 
 
-def test_a_cycle_is_seen() -> None:
+def test_import_cycle_is_detected() -> None:
     graph = imports(
         {
             "a.x": "from a.b import y",
@@ -181,11 +181,13 @@ def folder_problems(graph: Imports, package: str, table: Mapping[str, str]) -> l
 
 
 @pytest.mark.parametrize("package", FOLDERS_MAY_IMPORT)
-def test_folders_import_what_their_table_allows(package: str) -> None:
+def test_folder_imports_match_the_table(package: str) -> None:
+    """Folders of a package import exactly the folders that their table allows."""
     assert not folder_problems(_graph(), package, FOLDERS_MAY_IMPORT[package])
 
 
-def test_a_forbidden_import_between_folders_is_seen() -> None:
+def test_forbidden_folder_import_is_detected() -> None:
+    """The check detects forbidden imports, missing imports and folders that are not in the table."""
     sources = {"a.fair.x": "from a.money import y", "a.money.y": "", "a.new.z": ""}
     graph = {name: imports(sources).get(name, set()) for name in sources}
     table = {"fair": "", "money": "fair"}
@@ -197,6 +199,7 @@ def test_a_forbidden_import_between_folders_is_seen() -> None:
 
 
 def test_folders_and_files_stay_small() -> None:
+    """No folder has too many files, and no file too many lines."""
     files = Counter(path.parent.relative_to(ROOT).as_posix() for path in sources().values())
     large = {folder: count for folder, count in files.items() if count > FILES_MAX}
     long = {
@@ -207,7 +210,7 @@ def test_folders_and_files_stay_small() -> None:
     assert (large, long) == ({}, {})
 
 
-def test_every_folder_says_what_lives_in_it() -> None:
+def test_every_folder_has_a_docstring() -> None:
     for name, path in sources().items():
         if path.name == "__init__.py":
             docstring = ast.get_docstring(parsed(path.read_text("utf-8"))) or ""

@@ -31,7 +31,8 @@ def test_no_retired_name_is_used() -> None:
     assert not [one for path, source in sources(sorted(EVERYTHING)) for one in retired(path, source)]
 
 
-def test_a_retired_name_is_found_wherever_it_stands() -> None:
+def test_retired_names_are_detected_anywhere() -> None:
+    """The check detects retired names in imports, classes, functions, parameters and attributes."""
     lines = (
         "from launcher import reports as bench_report",
         "class Seldom:",
@@ -41,7 +42,7 @@ def test_a_retired_name_is_found_wherever_it_stands() -> None:
     assert len(list(retired("a.py", "\n".join(lines)))) == 6
 
 
-def test_each_class_has_a_name_of_its_own() -> None:
+def test_class_names_are_unique() -> None:
     """Private ones aside, and `Tick`, which is the same event to three cores."""
     found = Counter(
         node.name

@@ -225,7 +225,7 @@ def _sources() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_the_source_keeps_the_rules(check: Check) -> None:
+def test_source_keeps_the_rules(check: Check) -> None:
     problems = [problem for path, source in _sources() for problem in check(path, source)]
     assert not problems, "\n" + "\n".join(problems)
 
@@ -265,21 +265,22 @@ PLANTED = [
 
 
 @pytest.mark.parametrize(("check", "path", "source", "expected"), PLANTED)
-def test_a_planted_violation_is_seen(check: Check, path: str, source: str, expected: str) -> None:
+def test_planted_violation_is_detected(check: Check, path: str, source: str, expected: str) -> None:
     assert [problem for problem in check(path, source) if expected in problem]
 
 
 @pytest.mark.parametrize("pattern", PURE)
-def test_every_pure_pattern_names_a_file(pattern: str) -> None:
+def test_every_pure_pattern_matches_files(pattern: str) -> None:
     assert list(ROOT.glob(pattern)), f"{pattern} matches nothing: the file was renamed, and is no longer checked"
 
 
-def test_checks_are_quiet_on_innocent_source() -> None:
+def test_innocent_source_passes_all_checks() -> None:
     source = "import os\nfrom proto.messages import Submit\n\ndef f() -> None:\n    os.getpid()\n"
     assert [problem for check in CHECKS for problem in check("gateway/streams/keeper.py", source)] == []
 
 
-def test_every_folder_of_code_is_in_the_table_and_the_package() -> None:
+def test_every_code_folder_is_listed() -> None:
+    """Each folder of code is in the import table, in the package and in the strict type checks."""
     folders = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests", "benchmarks", "tools"}
     with (ROOT / "pyproject.toml").open("rb") as file:
         config = tomllib.load(file)
@@ -293,7 +294,8 @@ def test_every_folder_of_code_is_in_the_table_and_the_package() -> None:
     assert config["tool"]["ruff"]["line-length"] == 120
 
 
-def test_constraints_pin_every_requirement_exactly() -> None:
+def test_constraints_pin_every_requirement() -> None:
+    """Each requirement is pinned to one version in the constraints and has hashes in the lock files."""
     pins = dict(
         line.lower().replace("_", "-").split("==")
         for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()

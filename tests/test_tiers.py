@@ -31,18 +31,19 @@ def is_each(called: list[str], expected: list[str]) -> bool:
     return len(called) == len(expected) and all(map(str.startswith, called, expected))
 
 
-def test_everything_is_linters_types_unit_tests_and_then_cluster_tests(tmp_path: Path) -> None:
+def test_full_run_takes_all_tiers(tmp_path: Path) -> None:
+    """A run without arguments takes linters, type checks, unit tests and then cluster tests."""
     status, called = steps(tmp_path)
     assert status == 0 and is_each(called, [*LINTERS, UNIT, CLUSTER]), called
 
 
 @pytest.mark.parametrize(("fails", "taken"), [("ruff check", 1), ("mypy", 3), ("not cluster", 4), ("-m cluster", 5)])
-def test_the_first_step_that_fails_ends_it(tmp_path: Path, fails: str, taken: int) -> None:
+def test_first_failing_step_ends_run(tmp_path: Path, fails: str, taken: int) -> None:
     status, called = steps(tmp_path, fails=fails)
     assert status == 3 and len(called) == taken, called
 
 
-def test_unit_tests_alone_take_more_arguments(tmp_path: Path) -> None:
+def test_unit_tier_passes_arguments_on(tmp_path: Path) -> None:
     status, called = steps(tmp_path, "unit", "-k", "fair")
     assert status == 0 and is_each(called, [UNIT]) and called[0].endswith(" -k fair")
 
@@ -52,7 +53,7 @@ def test_other_arguments_go_to_pytest(tmp_path: Path, arguments: tuple[str, ...]
     assert steps(tmp_path, *arguments) == (0, ["-m pytest " + " ".join(arguments)])
 
 
-def test_continuous_integration_runs_the_same_script() -> None:
+def test_ci_runs_the_same_script() -> None:
     workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text(encoding="utf-8"))
     assert workflow["jobs"]["test"]["steps"][-1] == {"run": "./.ci/run"}
     assert (ROOT / ".ci/run").read_text(encoding="utf-8").splitlines()[-1] == 'exec ./scripts/test "$@"'

@@ -48,9 +48,7 @@ def go_on(w: World, attempt: int, resumed: int, name: str = "r") -> None:
 
 
 @pytest.mark.parametrize("order", ["submit first", "released first", "restart after release", "restart after submit"])
-def test_a_stream_that_stalls_after_a_restart_and_resumes_is_charged_each_token_once(
-    tmp_path: Path, order: str
-) -> None:
+def test_resumed_stream_tokens_charged_once(tmp_path: Path, order: str) -> None:
     """It has emitted 12 tokens, 8 of which its gateway has got; the next attempt emits 20 more from there."""
     path = tmp_path / "usage.sqlite"
     write(path, Opened("r", 0, "a/x", "m", "standard", False, Ask(PROMPT, 50, 5)))
@@ -74,7 +72,8 @@ def test_a_stream_that_stalls_after_a_restart_and_resumes_is_charged_each_token_
     assert past_of(path).open == ()
 
 
-def test_a_stream_given_up_and_resumed_has_its_row_opened_again_with_what_it_had(tmp_path: Path) -> None:
+def test_resume_reopens_ledger_row(tmp_path: Path) -> None:
+    """A stream given up and resumed has its ledger row opened again with the tokens it had."""
     path = tmp_path / "usage.sqlite"
     w = world()
     w.receive(1, by("a/y", "r", 10, max_tokens=50))
@@ -90,7 +89,8 @@ def test_a_stream_given_up_and_resumed_has_its_row_opened_again_with_what_it_had
     assert row(path) == ("finished", 38, 10, 28) and w.day_tokens("a") == 38 and w.held("a") == (0, 0, 0)
 
 
-def test_a_request_given_up_before_its_prompt_was_computed_pays_for_it_when_it_comes_back(tmp_path: Path) -> None:
+def test_abandoned_prompt_is_charged_on_return(tmp_path: Path) -> None:
+    """A request abandoned before its prompt was computed pays for the prompt when it comes back."""
     path = tmp_path / "usage.sqlite"
     w = world()
     w.receive(1, by("a/y", "r", 10, max_tokens=50))
@@ -108,7 +108,8 @@ def test_a_request_given_up_before_its_prompt_was_computed_pays_for_it_when_it_c
     assert row(path) == ("finished", 30, 10, 20) and w.day_tokens("a") == 30
 
 
-def test_a_choice_that_is_resumed_by_itself_pays_for_its_rest_also_after_restarts(tmp_path: Path) -> None:
+def test_resumed_choice_pays_for_its_rest(tmp_path: Path) -> None:
+    """A choice resumed by itself pays for its rest, also after coordinator restarts."""
     path = tmp_path / "usage.sqlite"
     w = world()
     go_on(w, 2, 10, "r.c0")
@@ -127,7 +128,8 @@ def test_a_choice_that_is_resumed_by_itself_pays_for_its_rest_also_after_restart
     assert row(path, "r.c0") == ("finished", 14, 0, 14)
 
 
-def test_the_first_token_is_charged_though_the_client_left_right_after_hand_over() -> None:
+def test_first_token_charged_after_early_leave() -> None:
+    """The first token of each choice is charged though the client leaves right after hand-over."""
     w = world()
     w.receive(1, by("a/y", "r", 10, max_tokens=90, choices=2))
     w.run_prompt("r")
@@ -136,7 +138,7 @@ def test_the_first_token_is_charged_though_the_client_left_right_after_hand_over
     assert (w.closed("r").output_tokens, w.closed("r").charged_tokens) == (2, 12)
 
 
-def test_the_first_token_is_charged_though_its_transfer_failed_when_the_client_left() -> None:
+def test_first_token_charged_if_transfer_fails() -> None:
     """As where the decode worker hears of the cancel first, and aborts the transfer."""
     w = world()
     w.receive(1, by("a/y", "r", 10, max_tokens=90, choices=2))
@@ -151,7 +153,8 @@ def test_the_first_token_is_charged_though_its_transfer_failed_when_the_client_l
 
 @pytest.mark.parametrize("end", ["lost", "failed"])
 @pytest.mark.parametrize("resumes", [True, False])
-def test_what_was_emitted_before_a_loss_is_charged_as_far_as_steps_or_the_worker_tell(end: str, resumes: bool) -> None:
+def test_tokens_before_loss_are_charged(end: str, resumes: bool) -> None:
+    """Tokens emitted before a loss are charged as far as steps or the worker tell."""
     w = world()
     w.receive(1, by("a/y", "r", 10, max_tokens=90))
     w.run_prompt("r")
@@ -174,7 +177,8 @@ def test_what_was_emitted_before_a_loss_is_charged_as_far_as_steps_or_the_worker
     assert w.closed("r").charged_tokens == 10 + 90
 
 
-def test_tenants_that_are_gone_are_forgotten_once_nothing_of_theirs_is_left() -> None:
+def test_removed_tenants_are_forgotten() -> None:
+    """Tenants removed from the configuration are forgotten once nothing of theirs is left."""
     text = "[tenants.a]\nlimits = { tokens_per_day = 1_000 }\n[tenants.a.users.x]\n[tenants.b.users.y]\n[tenants.c]\n"
     w = world(text)
     for tenant in ("a/x", "b/y", "c"):
@@ -213,7 +217,7 @@ def known(w: World) -> set[str]:
 
 @pytest.mark.parametrize("first", ["gateway", "worker"])
 @pytest.mark.parametrize("back", [True, False])
-def test_what_finished_while_the_coordinator_was_stopped_is_charged_as_that(first: str, back: bool) -> None:
+def test_finish_during_outage_is_charged(first: str, back: bool) -> None:
     """It loses all links when it goes on. The worker comes back, and says again what it had said to nobody."""
     w = world()
     w.receive(1, by("a/y", "r", 10, max_tokens=90))
@@ -237,9 +241,7 @@ def test_what_finished_while_the_coordinator_was_stopped_is_charged_as_that(firs
 
 @pytest.mark.parametrize("answered", [True, False])
 @pytest.mark.parametrize("held", ["nowhere", "by a worker that is back", "by a worker that comes back"])
-def test_the_gateway_tells_how_far_an_answer_got_whose_worker_went_with_the_coordinator(
-    tmp_path: Path, answered: bool, held: str
-) -> None:
+def test_gateway_reports_lost_answer_length(tmp_path: Path, answered: bool, held: str) -> None:
     """Its row is closed soon, with what was got: nobody else will ever tell."""
     path = tmp_path / "usage.sqlite"
     write(path, Opened("r", 0, "a/x", "m", "standard", False, Ask(PROMPT, 50, 5)))
@@ -263,7 +265,8 @@ def test_the_gateway_tells_how_far_an_answer_got_whose_worker_went_with_the_coor
     assert row_now.prompt_tokens == PROMPT and w.held("a") == (0, 0, 0) and not w.core.billing.bills
 
 
-def test_each_of_several_choices_is_charged_as_far_as_its_gateway_got_it_from_a_lost_worker() -> None:
+def test_choices_on_lost_worker_are_charged() -> None:
+    """Each choice on a lost worker is charged as far as its gateway got it."""
     w = world()
     w.receive(1, by("a/y", "r", 10, max_tokens=90, choices=2))
     w.run_prompt("r")
@@ -284,7 +287,8 @@ def test_each_of_several_choices_is_charged_as_far_as_its_gateway_got_it_from_a_
 
 
 @pytest.mark.parametrize("hung_first", [True, False])
-def test_a_gateway_that_comes_back_tells_how_far_an_answer_got_whose_worker_hung(hung_first: bool) -> None:
+def test_returning_gateway_reports_progress(hung_first: bool) -> None:
+    """A gateway that comes back tells how far an answer on a hung worker got, and that is charged."""
     w = world()
     w.receive(1, by("a/y", "r", 10, max_tokens=90))
     w.run_prompt("r")
@@ -301,7 +305,8 @@ def test_a_gateway_that_comes_back_tells_how_far_an_answer_got_whose_worker_hung
     assert not w.core.billing.bills and w.held("a") == (0, 0, 0)
 
 
-def test_a_whole_answer_whose_worker_was_lost_before_its_last_word_is_charged_as_finished() -> None:
+def test_whole_answer_is_charged_as_finished() -> None:
+    """A whole answer is charged as finished though its worker is lost before its last message."""
     w = world()
     w.receive(1, by("a/y", "r", 10, max_tokens=20))
     w.run_prompt("r")
@@ -312,9 +317,8 @@ def test_a_whole_answer_whose_worker_was_lost_before_its_last_word_is_charged_as
 
 
 @pytest.mark.parametrize("last", ["lets go", "is lost"])
-def test_a_whole_answer_of_which_workers_hold_two_attempts_stays_finished_when_they_let_go(
-    tmp_path: Path, last: str
-) -> None:
+def test_finished_answer_stays_finished(tmp_path: Path, last: str) -> None:
+    """A whole answer held in two attempts stays finished when its workers let go or are lost."""
     path = tmp_path / "usage.sqlite"
     write(path, Opened("r", 0, "a/x", "m", "standard", False, Ask(PROMPT, 50, 5)))
     w = restart(path, None, Held("r", 1, 5, 1))

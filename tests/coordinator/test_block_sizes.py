@@ -35,7 +35,8 @@ def wide(hashes: bytes) -> bytes:
     return b"".join(hashes[at : at + 16] for at in range(32, len(hashes), 48))
 
 
-def test_each_worker_is_counted_in_its_own_blocks_and_knows_them_by_hashes_of_their_own() -> None:
+def test_each_worker_counts_its_own_blocks() -> None:
+    """Each worker is counted, and told block hashes, in its own block size."""
     for prefill_size, decode_size in ((4, WIDE), (WIDE, 4)):
         h = make(prefill_size, decode_size)
         states = h.take(ClusterState, 1)
@@ -60,7 +61,8 @@ def test_each_worker_is_counted_in_its_own_blocks_and_knows_them_by_hashes_of_th
         assert all(worker.free_blocks == 1000 for worker in h.core.workers.values())
 
 
-def test_what_is_cached_in_larger_blocks_is_found_and_mended() -> None:
+def test_larger_cached_blocks_are_found() -> None:
+    """KV cached in larger blocks is found, and a cache miss corrects what is known of it."""
     h = make(WIDE, 4, step_tokens=64)
     asked = named(submit("a", 60), 1)
     h.receive(10, CacheEvents(wide(asked.block_hashes), b""))
@@ -76,7 +78,8 @@ def test_what_is_cached_in_larger_blocks_is_found_and_mended() -> None:
     assert known_blocks(pool.locality, 20, asked, 4) == 7
 
 
-def test_hashes_serve_where_their_blocks_fill_a_workers_blocks() -> None:
+def test_hashes_serve_only_fitting_blocks() -> None:
+    """Block hashes are usable where their blocks fill a worker's blocks."""
     asked = named(submit("a", 50), 1)  # of 4 tokens each
     assert usable_hashes(asked, 4) == asked.block_hashes and usable_hashes(asked, WIDE) == wide(asked.block_hashes)
     assert usable_hashes(asked, 6) == usable_hashes(asked, 2) == b""
@@ -88,7 +91,8 @@ def test_hashes_serve_where_their_blocks_fill_a_workers_blocks() -> None:
         assert known_blocks(known, 7, asked, WIDE) == blocks and known_blocks(known, 7, asked, 6) == 0
 
 
-def test_a_request_must_fit_the_blocks_of_both() -> None:
+def test_request_must_fit_both_workers() -> None:
+    """A request must fit the blocks of a prefill worker and of a decode worker."""
     h = Harness.make(0, 0)
     h.post(PeerUp(10, worker_hello(Role.PREFILL, 10, block_size=4, kv_blocks=10)))
     h.post(PeerUp(20, worker_hello(Role.DECODE, 20, block_size=8, kv_blocks=6)))
@@ -99,7 +103,8 @@ def test_a_request_must_fit_the_blocks_of_both() -> None:
         assert all(r.reason is Reject.TOO_LARGE for r in rejected)  # type: ignore[attr-defined]
 
 
-def test_a_worker_that_fits_not_all_others_is_refused_with_the_field_and_both_values() -> None:
+def test_misfit_block_size_is_refused() -> None:
+    """A worker whose block size does not fit all others is refused, with the field and both values."""
     h = make(4, WIDE)
     for size, fits in ((4, True), (2, True), (24, True), (6, False), (8, False)):
         refusal = h.core.refusal(worker_hello(Role.PREFILL, 30, block_size=size))
@@ -110,7 +115,8 @@ def test_a_worker_that_fits_not_all_others_is_refused_with_the_field_and_both_va
     assert "dtype is not said at prefill-10 and bfloat16 at prefill-30" in str(other)
 
 
-def test_gateways_hash_in_smaller_blocks_from_when_such_a_worker_comes_until_it_goes() -> None:
+def test_gateways_follow_smallest_block_size() -> None:
+    """Gateways hash in smaller blocks while a worker with such blocks is registered."""
     h = make(8, 16)
     h.take(ClusterState, 1)
     h.post(PeerUp(21, worker_hello(Role.DECODE, 21, block_size=4)))

@@ -48,7 +48,8 @@ def make(prefill: int = 1, decode: int = 1, **limits: object) -> Harness:
     return Harness.make(prefill, decode, Limits(**{"step_tokens": 16, **limits}))  # type: ignore[arg-type]
 
 
-def test_chunks_start_behind_what_is_believed_to_be_cached() -> None:
+def test_chunks_start_behind_cached_prefix() -> None:
+    """Chunks start behind the prompt tokens that are believed to be cached."""
     h = make()
     h.receive(10, CacheEvents(hashes(3), b""))
     h.receive(20, CacheEvents(hashes(2), b""))
@@ -66,13 +67,15 @@ def test_chunks_start_behind_what_is_believed_to_be_cached() -> None:
     assert h.ended["a"] == ["finished"] and h.core.counters["prompt_tokens_cached"] == 12
 
 
-def test_the_last_token_is_dispatched_whatever_is_cached() -> None:
+def test_last_token_is_always_dispatched() -> None:
+    """The last prompt token is dispatched even if all blocks are cached."""
     h = make()
     h.receive(10, CacheEvents(hashes(8), b""))
     assert chunks(ask(h, "a", 16)) == [(12, 4)] and chunks(ask(h, "b", 17)) == [(16, 1)]
 
 
-def test_names_of_blocks_of_another_size_are_not_used() -> None:
+def test_other_block_size_hashes_unused() -> None:
+    """Block hashes made for another block size are not used."""
     h = make()
     h.receive(10, CacheEvents(hashes(3), b""))
     stale = named(submit("a", 16), 1)
@@ -82,7 +85,8 @@ def test_names_of_blocks_of_another_size_are_not_used() -> None:
     assert isinstance(prefill, Prefill) and prefill.block_hashes == b"" and prefill.cached_tokens == 0
 
 
-def test_a_miss_has_what_is_missing_dispatched_before_the_rest() -> None:
+def test_cache_miss_redispatches_missing_tokens() -> None:
+    """A cache miss has the missing tokens dispatched before the rest, and they are not believed again."""
     h = make()
     h.receive(10, CacheEvents(hashes(10), b""))
     first = ask(h, "a", 60)
@@ -103,7 +107,8 @@ def test_a_miss_has_what_is_missing_dispatched_before_the_rest() -> None:
     assert h.core.pools["m"].locality.longest(10, hashes(10)) == 2, "and it is not believed again"
 
 
-def test_a_late_repeated_or_foreign_miss_changes_nothing() -> None:
+def test_stray_cache_miss_changes_nothing() -> None:
+    """A late, repeated or foreign cache miss changes nothing."""
     h = make(prefill=2)
     h.receive(10, CacheEvents(hashes(10), b""))
     [step] = ask(h, "a", 42)
@@ -119,7 +124,8 @@ def test_a_late_repeated_or_foreign_miss_changes_nothing() -> None:
     assert len(h.protocol_violation) == 1, "no whole number of blocks"
 
 
-def test_a_miss_and_a_cancel_leave_nothing_behind() -> None:
+def test_miss_and_cancel_leave_nothing() -> None:
+    """A cache miss followed by a cancel leaves nothing placed or queued."""
     h = make()
     h.receive(10, CacheEvents(hashes(10), b""))
     ask(h, "a", 60)
@@ -128,7 +134,8 @@ def test_a_miss_and_a_cancel_leave_nothing_behind() -> None:
     assert h.take(Release, 10) and not h.core.workers[10].placed and not len(h.core.queues["m"].fair)
 
 
-def test_what_is_believed_goes_with_the_worker() -> None:
+def test_cache_belief_ends_with_worker() -> None:
+    """Believed cache contents are forgotten when their worker is lost."""
     h = make()
     h.receive(10, CacheEvents(hashes(5), b""))
     h.post(PeerDown(10, "killed"))
@@ -136,7 +143,8 @@ def test_what_is_believed_goes_with_the_worker() -> None:
     assert chunks(ask(h, "a", 10)) == [(0, 10)]
 
 
-def test_a_prompt_goes_where_it_is_cached_and_its_answer_too() -> None:
+def test_prompt_goes_where_it_is_cached() -> None:
+    """A prompt is placed on the prefill and the decode worker that have it cached."""
     h = make(prefill=3, decode=3)
     h.receive(11, CacheEvents(hashes(10), b""))
     h.receive(21, CacheEvents(hashes(10), b""))
@@ -150,7 +158,8 @@ def bound(h: Harness, incarnation: int) -> list[str]:
     return list(h.core.workers[incarnation].bound)
 
 
-def test_a_prompt_waits_for_its_worker_while_less_waits_there_than_its_cache_saves() -> None:
+def test_prompt_waits_for_cached_worker() -> None:
+    """A prompt waits for its worker while less waits there than its cache saves."""
     h = make(prefill=2, steps_in_flight=1)
     h.receive(10, CacheEvents(hashes(200), b""))
     [busy] = ask(h, "busy", 816)
@@ -166,7 +175,8 @@ def test_a_prompt_waits_for_its_worker_while_less_waits_there_than_its_cache_sav
     assert bound(h, 10) == ["b"] and h.core.workers[10].tokens_before == 32, "what is bound counts as waiting there"
 
 
-def test_a_prompt_that_an_idle_worker_has_cached_does_not_lose_the_room_in_decode_to_the_next() -> None:
+def test_cached_prompt_keeps_decode_room() -> None:
+    """A prompt cached on an idle worker does not lose the room in decode to the next request."""
     h = Harness.make(2, 1, Limits(steps_in_flight=1), max_seqs=1)
     [running] = ask(h, "running", 32, text=None)
     assert h.core.requests["running"].prefill_incarnation == 10, "the one that is asked first"
@@ -179,7 +189,8 @@ def test_a_prompt_that_an_idle_worker_has_cached_does_not_lose_the_room_in_decod
     assert chunks(h.take(Step, 11)) == [(800, 16)] and h.core.requests["next"].state == "queued"  # type: ignore[arg-type]
 
 
-def test_requests_with_one_prefix_are_spread_before_the_worker_that_has_it_is_overloaded() -> None:
+def test_shared_prefix_requests_are_spread() -> None:
+    """Requests with one prefix are spread before the worker that has it cached is overloaded."""
     h = make(prefill=2, steps_in_flight=1)
     h.receive(10, CacheEvents(hashes(200), b""))
     for number in range(400):
@@ -189,7 +200,8 @@ def test_requests_with_one_prefix_are_spread_before_the_worker_that_has_it_is_ov
     assert len(bound(h, 10)) * 16 < 4 * 3 * 816
 
 
-def test_what_waits_for_a_worker_goes_back_to_all_when_that_is_lost_or_drained() -> None:
+def test_lost_worker_frees_bound_requests() -> None:
+    """Requests bound to a worker go back to all workers when it is lost or drained."""
     for how in (PeerDown(10, "killed"), Received(10, Draining(10_000))):
         h = make(prefill=2, steps_in_flight=1)
         h.receive(10, CacheEvents(hashes(200), b""))
@@ -200,7 +212,8 @@ def test_what_waits_for_a_worker_goes_back_to_all_when_that_is_lost_or_drained()
         assert h.core.requests["a"].prefill_incarnation == 11
 
 
-def test_an_idle_worker_takes_over_what_waits_elsewhere_if_that_starts_earlier() -> None:
+def test_idle_worker_takes_over_bound_request() -> None:
+    """An idle worker takes over a request bound elsewhere if it starts earlier there."""
     h = make(prefill=2, steps_in_flight=1)
     h.receive(10, CacheEvents(hashes(200), b""))
     [busy] = ask(h, "busy", 816)
@@ -213,7 +226,8 @@ def test_an_idle_worker_takes_over_what_waits_elsewhere_if_that_starts_earlier()
     assert busy.chunks
 
 
-def test_a_prompt_does_not_wait_for_a_worker_from_which_no_kv_may_go() -> None:
+def test_prompt_skips_blocked_worker() -> None:
+    """A prompt does not wait for a worker from which no KV may go."""
     h = make(prefill=2, decode=2, steps_in_flight=1)
     h.receive(10, CacheEvents(hashes(200), b""))
     for failure in range(3):
@@ -223,7 +237,8 @@ def test_a_prompt_does_not_wait_for_a_worker_from_which_no_kv_may_go() -> None:
     assert h.core.requests["a"].prefill_incarnation == 11
 
 
-def test_a_worker_from_which_no_kv_may_go_takes_over_nothing() -> None:
+def test_blocked_worker_takes_nothing_over() -> None:
+    """A worker from which no KV may go takes over no bound request."""
     h = make(prefill=2, steps_in_flight=1)
     h.receive(10, CacheEvents(hashes(200), b""))
     for failure in range(3):
@@ -236,7 +251,8 @@ def test_a_worker_from_which_no_kv_may_go_takes_over_nothing() -> None:
     assert h.core.requests["a"].prefill_incarnation == 10
 
 
-def test_what_waits_for_a_worker_goes_back_to_all_when_no_kv_may_go_from_there() -> None:
+def test_blocked_worker_frees_bound_requests() -> None:
+    """Bound requests go back to all workers once no KV may go from their worker."""
     h = make(prefill=2, decode=2, steps_in_flight=1)
     h.receive(10, CacheEvents(hashes(200), b""))
     for decode, failures in ((20, 2), (21, 3)):
@@ -249,7 +265,8 @@ def test_what_waits_for_a_worker_goes_back_to_all_when_no_kv_may_go_from_there()
     assert h.core.requests["a"].prefill_incarnation == 11
 
 
-def test_a_worker_in_trouble_is_avoided_until_others_have_done_well() -> None:
+def test_failing_worker_is_avoided_then_retried() -> None:
+    """A failing worker is avoided until others have done well, and then tried again."""
     h = make(decode=2)
 
     def one(name: str) -> int:
@@ -275,7 +292,7 @@ def test_a_worker_in_trouble_is_avoided_until_others_have_done_well() -> None:
 
 @pytest.mark.parametrize("seed", first(1, range(3)))
 @pytest.mark.parametrize(("blocks", "hot", "per_s"), first(1, [(700, 24, 12.0), (2000, 12, 8.0), (2000, 12, 20.0)]))
-def test_hot_prefixes_are_hit_as_by_longest_prefix_first(seed: int, blocks: int, hot: int, per_s: float) -> None:
+def test_hot_prefixes_hit_like_longest_prefix(seed: int, blocks: int, hot: int, per_s: float) -> None:
     """From a light load to an overload, with room for every hot prefix everywhere, and with room for less than two of each."""
     hit = {}
     traffic = hot_traffic(seed, 300, per_s, hot)
@@ -291,7 +308,7 @@ def test_hot_prefixes_are_hit_as_by_longest_prefix_first(seed: int, blocks: int,
     assert hit["score"] >= 0.95 * hit["longest"] > 0.5, (seed, hit)
 
 
-def test_charged_is_computed_also_where_beliefs_are_wrong() -> None:
+def test_charge_equals_computed_tokens() -> None:
     """Prompts are missed, what had been dispatched is skipped and dispatched again, and charged once."""
     made, queue = cluster(3, blocks=600)
     traffic, rnd = hot_traffic(5, 300, 6.0, 12), random.Random(0)
@@ -305,7 +322,7 @@ def test_charged_is_computed_also_where_beliefs_are_wrong() -> None:
     assert queue.bill.total() == pytest.approx(sum(worker.computed_tokens for worker in made.prefill.values()))
 
 
-def test_no_tenant_gets_a_hit_from_anothers_prompt() -> None:
+def test_tenants_share_no_cached_prefix() -> None:
     """All tenants send the very same prompts; each computes each of them once, and then only what must be."""
     prompts = [[text * 1000 + token for token in range(160)] for text in range(3)]
     tenants = [f"org/u{number}" for number in range(4)]

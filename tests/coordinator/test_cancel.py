@@ -69,11 +69,13 @@ def spam(seed: int, requests: int) -> None:
 
 
 @pytest.mark.parametrize("seed", first(1, range(3)))
-def test_cancels_leak_nothing_and_charge_what_was_done(seed: int) -> None:
+def test_cancels_leak_nothing(seed: int) -> None:
+    """Cancels in every state leak nothing, and only work that was done is charged."""
     spam(seed, 1500)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_a_hundred_thousand_cancels_leak_nothing() -> None:
+def test_many_cancels_leak_nothing() -> None:
+    """A hundred thousand cancels leak nothing."""
     spam(99, 100_000)

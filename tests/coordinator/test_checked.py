@@ -69,7 +69,8 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("field", CHANGES)
-def test_the_next_attempt_may_not_change_what_the_request_is(field: str) -> None:
+def test_retry_may_not_change_request(field: str) -> None:
+    """The next attempt of a request may not change its model, tenant, sampling or other fixed fields."""
     h = two_models()
     again = claimed(h)
     (why,) = violations(h, 1, msgspec.structs.replace(again, **CHANGES[field]))  # type: ignore[arg-type]
@@ -77,7 +78,8 @@ def test_the_next_attempt_may_not_change_what_the_request_is(field: str) -> None
     assert violations(h, 1, again) == [] and h.core.requests["a"].attempt == 2
 
 
-def test_what_a_resume_changes_is_allowed() -> None:
+def test_resume_changes_are_allowed() -> None:
+    """A resume may change prompt length, prompt logprobs and hashes, but not take back sent tokens."""
     h = two_models()
     again = claimed(h)
     sampling = msgspec.structs.replace(again.sampling, prompt_logprobs=-1)
@@ -89,7 +91,7 @@ def test_what_a_resume_changes_is_allowed() -> None:
     assert violations(h, 1, lost), "tokens that were sent are not unsent"
 
 
-def test_another_model_leaves_no_claim_that_fails_later() -> None:
+def test_other_model_leaves_no_claim() -> None:
     """The two ways in which the coordinator ended."""
     h = two_models()
     again = msgspec.structs.replace(claimed(h), model="other")
@@ -104,7 +106,8 @@ def test_another_model_leaves_no_claim_that_fails_later() -> None:
     h.receive(20, DecodeProgress(1, 0, 5))
 
 
-def test_a_worker_that_lets_go_of_what_goes_on_is_dropped() -> None:
+def test_early_release_drops_worker() -> None:
+    """A worker that lets go of a running request commits a protocol violation."""
     h = Harness.make(1, 1)
     h.receive(1, submit("a", 8))
     assert violations(h, 10, Released("a", 1))
@@ -115,7 +118,8 @@ def test_a_worker_that_lets_go_of_what_goes_on_is_dropped() -> None:
     assert violations(h, 20, Released("a", 1)) and h.core.requests["a"].state is RequestState.DECODING
 
 
-def test_what_is_handed_over_to_a_worker_that_has_let_go_is_interrupted() -> None:
+def test_hand_over_after_release_interrupts() -> None:
+    """A request handed over to a decode worker that has let go of it is interrupted."""
     h = Harness.make(1, 1)
     h.receive(1, submit("a", 8))
     (step,) = h.core.workers[10].steps.values()
@@ -125,7 +129,8 @@ def test_what_is_handed_over_to_a_worker_that_has_let_go_is_interrupted() -> Non
     assert h.core.requests["a"].state is RequestState.INTERRUPTED
 
 
-def test_a_bug_in_a_check_ends_the_link_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bug_in_check_ends_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug in a message check ends the link and changes no state."""
     h = Harness.make(1, 1)
 
     def fails(*_: object) -> str:
@@ -141,7 +146,7 @@ def test_a_bug_in_a_check_ends_the_link_and_changes_nothing(monkeypatch: pytest.
     assert violations(h, 1, submit("a")) == [] and "a" in h.core.requests
 
 
-def test_a_bug_behind_the_check_is_not_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bug_after_check_is_not_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The state may be half changed: the process is to end."""
     h = Harness.make(1, 1)
 
@@ -160,7 +165,8 @@ def hello_of(number: int, role: Role, incarnation: int) -> Hello:
     return msgspec.structs.replace(worker_hello(role, incarnation), model=f"m{number}")
 
 
-def test_the_65th_model_is_refused_and_gateways_can_read_what_they_are_told() -> None:
+def test_65th_model_is_refused() -> None:
+    """The 65th model is refused, and the cluster state with 64 models can be decoded."""
     h = Harness.make(0, 0)
     for number in range(MAX_MODELS):
         for offset, role in enumerate((Role.PREFILL, Role.DECODE)):
@@ -175,7 +181,8 @@ def test_the_65th_model_is_refused_and_gateways_can_read_what_they_are_told() ->
     assert len(told[-1].servable_models) == MAX_MODELS
 
 
-def test_a_model_without_workers_is_forgotten_after_an_hour() -> None:
+def test_empty_model_is_forgotten() -> None:
+    """A model without workers is forgotten after an hour."""
     h = Harness.make(1, 1)
     names = []
     for number in range(200):
@@ -192,7 +199,8 @@ def test_a_model_without_workers_is_forgotten_after_an_hour() -> None:
     assert not h.core.empty_pools
 
 
-def test_a_model_that_a_request_waits_for_is_kept() -> None:
+def test_awaited_model_is_kept() -> None:
+    """A model without workers is kept while a request waits for it."""
     h = Harness.make(1, 1)
     h.receive(1, submit("a", 8))
     for incarnation in (20, 10):
@@ -206,7 +214,8 @@ def test_a_model_that_a_request_waits_for_is_kept() -> None:
 # --- counts -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_lying_worker_says_leaves_a_report_that_can_be_read() -> None:
+def test_lying_worker_leaves_readable_report() -> None:
+    """Extreme figures from a worker leave a status report that can be decoded."""
     h = Harness.make(1, 1)
     h.receive(1, submit("a", 8))
     (step,) = h.core.workers[10].steps.values()
@@ -221,7 +230,8 @@ def test_what_a_lying_worker_says_leaves_a_report_that_can_be_read() -> None:
             decode(to_frames(action.message))
 
 
-def test_a_rejection_of_a_long_name_fits_its_message() -> None:
+def test_rejection_of_long_name_fits() -> None:
+    """A rejection that names a model of 512 characters fits its message."""
     core = Core()
     core.handle(Configured(open_tenants(), 0.0), 0.0)
     core.handle(PeerUp(1, Hello(10, Role.GATEWAY, 1, "g")), 0.0)

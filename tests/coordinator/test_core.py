@@ -39,7 +39,8 @@ from tests.helpers import first
 
 @pytest.mark.parametrize("state", RequestState)
 @pytest.mark.parametrize("trigger", Trigger)
-def test_every_pair_is_in_the_table_or_illegal(state: RequestState, trigger: Trigger) -> None:
+def test_every_transition_is_listed_or_illegal(state: RequestState, trigger: Trigger) -> None:
+    """Every pair of state and trigger is in the transition table or illegal."""
     if (state, trigger) in TRANSITIONS:
         assert state not in TERMINAL
         advance(state, trigger)
@@ -48,13 +49,15 @@ def test_every_pair_is_in_the_table_or_illegal(state: RequestState, trigger: Tri
             advance(state, trigger)
 
 
-def test_every_live_state_reaches_an_end_and_can_be_cancelled() -> None:
+def test_live_states_can_be_ended() -> None:
+    """Every live state can be cancelled and can fail."""
     for state in set(RequestState) - TERMINAL:
         assert TRANSITIONS[(state, Trigger.CANCEL)] is RequestState.CANCELLED
         assert TRANSITIONS[(state, Trigger.FAIL)] is RequestState.FAILED
 
 
-def test_a_life_from_submit_to_finish() -> None:
+def test_life_from_submit_to_finish() -> None:
+    """A request goes from submit to finish, and all its blocks come back."""
     h = Harness.make()
     h.receive(1, submit("a", 10, max_tokens=4))
     assert h.take(Accepted, 1) == [Accepted("a", 1)]
@@ -73,7 +76,8 @@ def test_a_life_from_submit_to_finish() -> None:
     assert h.core.workers[20].free_blocks == 1000 and not h.take(Release)
 
 
-def test_long_prompts_are_chunked_two_steps_in_flight() -> None:
+def test_long_prompts_are_chunked() -> None:
+    """Long prompts are computed in chunks that end at block borders, two steps in flight."""
     h = Harness.make(limits=Limits(step_tokens=10))
     h.receive(1, submit("a", 30))
     first, second = (m for m in h.take(Step))
@@ -84,7 +88,8 @@ def test_long_prompts_are_chunked_two_steps_in_flight() -> None:
     assert isinstance(third, Step) and third.chunks == (Chunk("a", 1, 16, 8),)
 
 
-def test_one_step_takes_chunks_of_several_prompts() -> None:
+def test_step_takes_several_prompts() -> None:
+    """One step takes chunks of several prompts."""
     h = Harness.make(limits=Limits(step_tokens=16, steps_in_flight=1))
     h.receive(1, submit("a", 3))
     h.take(Step)
@@ -96,7 +101,8 @@ def test_one_step_takes_chunks_of_several_prompts() -> None:
     assert isinstance(step, Step) and step.chunks == (Chunk("b", 1, 0, 5), Chunk("d", 1, 0, 5), Chunk("c", 1, 0, 4))
 
 
-def test_nothing_is_placed_without_room_for_its_whole_life_and_what_has_room_goes_ahead() -> None:
+def test_placement_needs_room_for_whole_life() -> None:
+    """A request is placed only with room for its whole life, and those that have room go ahead."""
     h = Harness.make(kv_blocks=10)
     h.receive(1, submit("big", 8, max_tokens=25))  # 32 tokens: 8 blocks in decode
     h.receive(1, submit("second", 8, max_tokens=9))  # 16 tokens: 4 blocks
@@ -115,7 +121,8 @@ def test_nothing_is_placed_without_room_for_its_whole_life_and_what_has_room_goe
         (submit("x", 2000, max_tokens=2000), Reject.TOO_LARGE),
     ],
 )
-def test_rejected_with_a_reason_and_nothing_reserved(message: Message, reason: Reject) -> None:
+def test_oversized_request_is_rejected(message: Message, reason: Reject) -> None:
+    """A request that is too long or too large is rejected with a reason, and nothing is reserved."""
     h = Harness.make(kv_blocks=500)
     h.receive(1, message)
     [answer] = h.take(Rejected)
@@ -123,7 +130,8 @@ def test_rejected_with_a_reason_and_nothing_reserved(message: Message, reason: R
     assert not h.core.requests and h.core.workers[20].free_blocks == 500
 
 
-def test_queue_bound_unknown_model_and_no_capacity() -> None:
+def test_rejections_name_their_reason() -> None:
+    """A full queue, an unknown model and a missing role each reject a request with their own reason."""
     h = Harness.make(limits=Limits(queue_requests_max=2), max_seqs=1)
     for name in "abcd":
         h.receive(1, submit(name))
@@ -139,7 +147,8 @@ def test_queue_bound_unknown_model_and_no_capacity() -> None:
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_new_requests_wait_while_the_last_worker_of_a_role_is_started_again(role: Role) -> None:
+def test_requests_wait_for_worker_restart(role: Role) -> None:
+    """New requests wait while the last worker of a role is started again."""
     h = Harness.make(limits=Limits(queue_wait_s_max=60.0), kv_blocks=500)
     lost, again = (10, 11) if role is Role.PREFILL else (20, 21)
     h.post(PeerDown(lost, "killed"))
@@ -157,7 +166,8 @@ def test_new_requests_wait_while_the_last_worker_of_a_role_is_started_again(role
     assert [m.reason for m in h.take(Rejected) if isinstance(m, Rejected)] == [Reject.NO_CAPACITY]
 
 
-def test_nobody_waits_for_a_worker_that_was_drained() -> None:
+def test_drained_worker_is_not_awaited() -> None:
+    """A new request is rejected if the last worker of a role was drained."""
     h = Harness.make()
     h.receive(20, Draining(1e6))
     h.post(PeerDown(20, "drained"))
@@ -194,7 +204,8 @@ def states_of_a_life() -> list[tuple[RequestState, Harness]]:
 @pytest.mark.parametrize(
     ("state", "h"), states_of_a_life(), ids=lambda v: v.value if isinstance(v, RequestState) else ""
 )
-def test_cancel_from_any_state_gives_everything_back_once_the_workers_say_so(state: RequestState, h: Harness) -> None:
+def test_cancel_frees_everything(state: RequestState, h: Harness) -> None:
+    """A cancel in any state gives all blocks back once the workers have released them."""
     h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
     h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
     assert h.ended["a"] == [RequestState.CANCELLED] and "a" not in h.core.requests
@@ -204,7 +215,8 @@ def test_cancel_from_any_state_gives_everything_back_once_the_workers_say_so(sta
     assert all(("a", 1) not in w.allocations for w in h.core.workers.values())
 
 
-def test_cancel_by_another_gateway_or_of_an_older_attempt_does_nothing() -> None:
+def test_foreign_or_old_cancel_is_ignored() -> None:
+    """A cancel by another gateway or of an older attempt does nothing."""
     h = Harness.make()
     h.post(PeerUp(2, gateway_hello(2)))
     h.receive(1, submit("a"))
@@ -217,7 +229,8 @@ def test_cancel_by_another_gateway_or_of_an_older_attempt_does_nothing() -> None
 
 
 @pytest.mark.parametrize("lost", [10, 20])
-def test_a_lost_worker_interrupts_and_the_next_attempt_runs_elsewhere(lost: int) -> None:
+def test_lost_worker_moves_next_attempt(lost: int) -> None:
+    """A lost worker interrupts its request, and the next attempt runs elsewhere."""
     h = Harness.make(2, 2)
     h.receive(1, submit("a"))
     request = h.core.requests["a"]
@@ -236,13 +249,15 @@ def test_a_lost_worker_interrupts_and_the_next_attempt_runs_elsewhere(lost: int)
     assert h.core.requests["a"].state is RequestState.PREFILLING
 
 
-def test_prefill_lost_after_hand_over_does_not_touch_the_stream() -> None:
+def test_prefill_loss_spares_decoding_stream() -> None:
+    """The loss of the prefill worker after hand-over does not touch the stream."""
     h = dict(states_of_a_life())[RequestState.DECODING]
     h.post(PeerDown(10, "killed"))
     assert h.core.requests["a"].state is RequestState.DECODING and not h.take(Interrupted)
 
 
-def test_an_interrupted_request_whose_gateway_stays_silent_fails_in_bounded_time() -> None:
+def test_silent_gateway_request_fails() -> None:
+    """An interrupted request fails after 30 s if its gateway stays silent."""
     h = dict(states_of_a_life())[RequestState.INTERRUPTED]
     assert h.core.next_deadline() == 30.0
     h.now = 30.0
@@ -251,6 +266,7 @@ def test_an_interrupted_request_whose_gateway_stays_silent_fails_in_bounded_time
 
 
 def test_waiting_too_long_expires() -> None:
+    """A request that waits for longer than 120 s is rejected as expired."""
     h = dict(states_of_a_life())[RequestState.QUEUED]
     assert h.core.next_deadline() == 120.0
     h.now = 121.0
@@ -259,7 +275,8 @@ def test_waiting_too_long_expires() -> None:
     assert [m.reason for m in h.take(Rejected) if isinstance(m, Rejected)] == [Reject.EXPIRED]
 
 
-def test_gateway_lost_cancels_its_requests_and_no_others() -> None:
+def test_lost_gateway_cancels_its_requests() -> None:
+    """A lost gateway cancels its own requests and no others."""
     h = Harness.make()
     h.post(PeerUp(2, gateway_hello(2)))
     h.receive(1, submit("a"))
@@ -269,13 +286,14 @@ def test_gateway_lost_cancels_its_requests_and_no_others() -> None:
 
 
 def test_repeated_submit_is_accepted_once() -> None:
+    """A repeated submit is acknowledged again, but placed once."""
     h = Harness.make()
     h.receive(1, submit("a"))
     h.receive(1, submit("a"))
     assert len(h.take(Accepted)) == 2 and len(h.take(Prefill)) == 1
 
 
-def test_a_submit_of_an_attempt_that_has_ended_is_told_so() -> None:
+def test_ended_attempt_submit_is_interrupted() -> None:
     """Its tokens may have been lost on their way, and the gateway waits for them."""
     h = Harness.make()
     h.receive(1, submit("a"))
@@ -286,7 +304,7 @@ def test_a_submit_of_an_attempt_that_has_ended_is_told_so() -> None:
     assert h.core.requests["a"].attempt == 2
 
 
-def test_prompts_of_requests_that_were_cancelled_are_not_kept_behind_one_that_waits() -> None:
+def test_cancelled_prompts_are_freed() -> None:
     """Lanes and lists clear out what has left them later."""
     h = Harness.make(kv_blocks=3)
     for number in range(20):
@@ -298,7 +316,8 @@ def test_prompts_of_requests_that_were_cancelled_are_not_kept_behind_one_that_wa
     assert not any(request.blob for request in left)
 
 
-def test_finish_may_overtake_the_hand_over() -> None:
+def test_finish_may_overtake_hand_over() -> None:
+    """A finish may arrive before the hand-over, and the request ends."""
     h = dict(states_of_a_life())[RequestState.HANDING_OVER]
     h.receive(20, Finished("a", 1, 4, 0))
     assert h.ended["a"] == [RequestState.FINISHED]
@@ -308,14 +327,16 @@ def test_finish_may_overtake_the_hand_over() -> None:
     assert h.core.workers[10].free_blocks == 1000
 
 
-def test_an_answer_of_one_token_ends_in_prefill() -> None:
+def test_one_token_answer_ends_in_prefill() -> None:
+    """An answer of one token finishes in prefill, and the decode worker is released."""
     h = Harness.make()
     h.receive(1, submit("a", max_tokens=1))
     h.receive(10, Finished("a", 1, 1, 0))
     assert h.ended["a"] == [RequestState.FINISHED] and h.take(Release, 20) == [Release("a", 1)]
 
 
-def test_a_decode_worker_that_lets_go_early_leaves_the_verdict_to_the_prefill_worker() -> None:
+def test_early_decode_release_is_no_verdict() -> None:
+    """A decode worker's early release leaves the verdict to the prefill worker."""
     h = Harness.make()
     h.receive(1, submit("a", max_tokens=1))
     h.receive(20, Released("a", 1))
@@ -324,13 +345,15 @@ def test_a_decode_worker_that_lets_go_early_leaves_the_verdict_to_the_prefill_wo
     assert h.ended["a"] == [RequestState.FINISHED] and not h.take(Release)
 
 
-def test_a_newer_attempt_takes_the_place_of_one_that_waits() -> None:
+def test_newer_attempt_replaces_waiting_one() -> None:
+    """A newer attempt takes the place of the one that waits."""
     h = dict(states_of_a_life())[RequestState.QUEUED]
     h.receive(1, submit("a", attempt=2))
     assert h.core.requests["a"].attempt == 2 and [r.id for r in h.core.queues["m"]] == ["a"]
 
 
-def test_a_cancel_finds_a_worker_that_was_away_when_it_came() -> None:
+def test_cancel_reaches_absent_worker() -> None:
+    """A cancel reaches a worker that was away when the cancel came."""
     h = Harness.make(1, 0)
     h.receive(1, Cancel("old", 2, CancelReason.DISCONNECTED))
     hello = msgspec.structs.replace(worker_hello(Role.DECODE, 22, kv_blocks=10), held=(Held("old", 1, 7, 1),))
@@ -338,7 +361,8 @@ def test_a_cancel_finds_a_worker_that_was_away_when_it_came() -> None:
     assert h.take(Release, 22) == [Release("old", 1)]
 
 
-def test_a_request_that_no_worker_of_now_can_hold_lets_others_pass() -> None:
+def test_unplaceable_request_lets_others_pass() -> None:
+    """A request that no present worker can hold lets others pass."""
     h = Harness.make(1, 1, max_seqs=1)
     h.receive(1, submit("running"))
     big = worker_hello(Role.DECODE, 21, kv_blocks=2000, max_seqs=1)
@@ -358,7 +382,8 @@ def test_a_request_that_no_worker_of_now_can_hold_lets_others_pass() -> None:
     )
 
 
-def test_worker_registration() -> None:
+def test_registration_updates_cluster_state() -> None:
+    """A worker with another fingerprint is refused, and gateways hear when workers come and go."""
     h = Harness.make()
     assert "fingerprint" in (h.core.refusal(worker_hello(Role.DECODE, 30, fingerprint="other")) or "")
     assert h.core.refusal(worker_hello(Role.DECODE, 30)) is None
@@ -369,7 +394,8 @@ def test_worker_registration() -> None:
     assert h.take(ClusterState, 1) == [ClusterState(("m",), (4,))]
 
 
-def test_a_worker_that_comes_back_keeps_what_it_holds() -> None:
+def test_returning_worker_keeps_held_blocks() -> None:
+    """A worker that comes back keeps the blocks it holds until their stream ends."""
     h = Harness.make(1, 0)
     hello = worker_hello(Role.DECODE, 22, kv_blocks=10)
     h.post(PeerUp(22, msgspec.structs.replace(hello, held=(Held("old", 1, 7, 1),))))
@@ -381,7 +407,8 @@ def test_a_worker_that_comes_back_keeps_what_it_holds() -> None:
 
 
 @pytest.mark.parametrize("incarnation", [1, 10, 20])
-def test_messages_that_a_role_may_not_send_are_misbehaviour(incarnation: int) -> None:
+def test_wrong_role_message_is_misbehaviour(incarnation: int) -> None:
+    """A message that the sender's role may not send is a protocol violation."""
     h = Harness.make()
     wrong: Message = submit("a") if incarnation != 1 else StepDone(0, (), 0.0, 0)
     h.receive(incarnation, wrong)
@@ -389,13 +416,15 @@ def test_messages_that_a_role_may_not_send_are_misbehaviour(incarnation: int) ->
     assert len(h.protocol_violation) == 2 and not h.core.requests
 
 
-def test_a_blob_of_the_wrong_length_is_misbehaviour() -> None:
+def test_wrong_blob_length_is_misbehaviour() -> None:
+    """A blob whose length does not match the prompt is a protocol violation."""
     h = Harness.make()
     h.post(Received(1, submit("a", 10), b"\0" * 39))
     assert len(h.protocol_violation) == 1 and not h.core.requests
 
 
-def test_status() -> None:
+def test_status_reports_workers() -> None:
+    """A status report has the running requests, and each worker's blocks by both counts."""
     h = Harness.make()
     h.receive(1, submit("a"))
     h.receive(1, StatusRequest())
@@ -412,7 +441,8 @@ def test_status() -> None:
 
 
 @pytest.mark.parametrize("seed", first(60, range(150)))
-def test_chaos_every_accepted_request_ends_exactly_once_and_nothing_leaks(seed: int) -> None:
+def test_chaos_ends_each_request_once(seed: int) -> None:
+    """Every accepted request ends exactly once in seeded chaos, and nothing leaks."""
     world = RandomWorld(seed)
     for _ in range(400):
         world.step()
@@ -424,7 +454,8 @@ def test_chaos_every_accepted_request_ends_exactly_once_and_nothing_leaks(seed: 
     assert not world.protocol_violation
 
 
-def test_a_report_fits_its_frame_however_many_pairs_workers_tell_of() -> None:
+def test_report_with_many_pairs_fits_frame() -> None:
+    """A status report fits its frame however many KV pairs workers report."""
     h = Harness.make(prefill=0, decode=1)
     for number in range(30, 60):
         h.post(PeerUp(number, worker_hello(Role.PREFILL, number)))
@@ -432,7 +463,8 @@ def test_a_report_fits_its_frame_however_many_pairs_workers_tell_of() -> None:
     assert len(encode(status(h.core))) < MAX_FRAME_BYTES / 8
 
 
-def test_several_choices_find_a_worker_with_enough_sequences_behind_larger_ones_without() -> None:
+def test_choices_find_worker_with_sequences() -> None:
+    """Several choices find a worker with enough sequences behind larger workers without."""
     h = Harness.make(prefill=1, decode=0)
     for number in range(12):
         large = number < 6

@@ -24,7 +24,7 @@ def refused(world: VirtualCluster) -> list[tuple[str, Reject]]:
 
 
 @pytest.mark.parametrize("first_tokens", [8, 100, 300])
-def test_the_first_deadlines_after_a_start_are_not_refused(first_tokens: int) -> None:
+def test_early_deadlines_are_not_refused(first_tokens: int) -> None:
     """Whatever ran first: the first step counted for a fifth of its rate, and a short one shows a worker slower than it is."""
     world = VirtualCluster(timing=TIMING)
     world.submit("unmeasured", "o", 4000, deadline_ms=550.0)
@@ -38,7 +38,8 @@ def test_the_first_deadlines_after_a_start_are_not_refused(first_tokens: int) ->
     assert refused(world) == [] and world.requests["second"].state == "finished"
 
 
-def test_short_steps_do_not_make_a_worker_slow() -> None:
+def test_short_steps_keep_measured_rate() -> None:
+    """Short steps do not lower the measured rate of a worker."""
     world = VirtualCluster(timing=TIMING)
     world.submit("long", "o", 4096)
     world.run(5.0)
@@ -49,7 +50,8 @@ def test_short_steps_do_not_make_a_worker_slow() -> None:
     assert world.core.pools[MODEL].fastest_tokens_per_s() == measured > 5000
 
 
-def test_a_worker_that_has_just_joined_is_not_why_a_deadline_is_refused() -> None:
+def test_new_worker_refuses_no_deadline() -> None:
+    """A newly joined worker without a measured rate is no reason to refuse a deadline."""
     pool = Pool(MODEL)
     for incarnation, tokens_per_s in ((10, 1000.0), (11, 0.0)):
         worker = Worker.from_hello(worker_hello(Role.PREFILL, incarnation))
@@ -62,7 +64,7 @@ def test_a_worker_that_has_just_joined_is_not_why_a_deadline_is_refused() -> Non
     assert pool.least_prefill_s(500) == pytest.approx(5.5)
 
 
-def test_one_prompt_runs_on_one_worker_however_many_there_are() -> None:
+def test_deadline_assumes_one_worker() -> None:
     """A full queue sheds the one that no single worker can finish in time, and not one that waits without a deadline."""
     timing = Timing(prefill_tokens_per_s=1000.0)
     world = VirtualCluster(Limits(queue_requests_max=3), timing, prefill=8, decode=8, max_seqs=1)
@@ -84,7 +86,8 @@ def waiting(name: str, tokens: int, deadline_s: float) -> Request:
     return Request(name, 1, wanted, b"", 0.0, 0.0, ("standard", "o", "u"), waits=True)
 
 
-def test_any_infeasible_one_is_found_and_not_only_that_which_is_due_first() -> None:
+def test_any_infeasible_deadline_is_found() -> None:
+    """Any infeasible deadline is found, not only the one due first."""
     starts = LatestStarts()
     short, long = waiting("short", 100, 2.0), waiting("long", 9000, 5.0)
     for request in (short, long):
@@ -97,7 +100,8 @@ def test_any_infeasible_one_is_found_and_not_only_that_which_is_due_first() -> N
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_it_finds_one_whenever_there_is_one(seed: int) -> None:
+def test_random_late_requests_are_found(seed: int) -> None:
+    """A late request is found in random runs whenever there is one."""
     rnd = random.Random(seed)
     starts, there, now, rate = LatestStarts(), list[Request](), 0.0, 1000.0
     cached = {number: rnd.randint(0, 500) for number in range(400)}
@@ -130,7 +134,7 @@ def _surely(request: Request, now: float, rate: float, uncached: object) -> bool
     return bool(request.deadline - uncached(request.submit) / (1.25 * rate) < now)
 
 
-def test_one_that_comes_back_behind_some_tokens_has_no_deadline_to_miss() -> None:
+def test_resumed_request_has_no_deadline() -> None:
     """It waits again, and has been entered before: in an overload the coordinator looks at it."""
     starts = LatestStarts()
     request = waiting("a", 100, 1.0)

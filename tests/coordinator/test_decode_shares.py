@@ -44,7 +44,7 @@ def every(seconds: float, begin: float = 0.0) -> list[float]:
 
 
 @pytest.mark.parametrize("seed", first(1, range(1, 6)))
-def test_long_answers_do_not_keep_the_sequences_from_short_ones(seed: int) -> None:
+def test_long_answers_leave_room_for_short(seed: int) -> None:
     """The fair order counts tokens: with long answers alone before, both get about the same of them."""
     arrivals = asks("long", 3000, [0.01 * number for number in range(200)]) + asks("short", 200, every(0.2, 10.0))
     found = played(arrivals, seed=seed)
@@ -54,7 +54,8 @@ def test_long_answers_do_not_keep_the_sequences_from_short_ones(seed: int) -> No
 @pytest.mark.parametrize(
     "workers", first(1, [((decode(32, name="decode-0"), decode(32, name="decode-1")),), ((decode(),),)])
 )
-def test_a_tenant_that_comes_now_and_then_finds_room_beside_long_answers(workers: tuple[WorkerSpec, ...]) -> None:
+def test_light_tenant_finds_room(workers: tuple[WorkerSpec, ...]) -> None:
+    """A light tenant finds room beside long answers, at the cost of one interruption at a time."""
     light = asks("short", 20, every(1.0, 5.0))
     alone = played(light, *workers)["traffic"]["short"]["ttft_ms"]["p99"]
     beside = played(light + asks("long", 3000, every(0.5)), *workers)["traffic"]
@@ -62,7 +63,8 @@ def test_a_tenant_that_comes_now_and_then_finds_room_beside_long_answers(workers
     assert beside["long"]["interruptions"] <= len(light), "one at a time"
 
 
-def test_room_in_blocks_is_shared_too() -> None:
+def test_room_in_blocks_is_shared() -> None:
+    """Room is shared also where blocks, not sequences, run short."""
     small = decode(4096, blocks=40 * 204)  # 40 long answers
     light = asks("short", 20, every(1.0, 5.0))
     found = played(light + asks("long", 3000, every(0.5)), small)["traffic"]
@@ -70,20 +72,23 @@ def test_room_in_blocks_is_shared_too() -> None:
 
 
 @pytest.mark.parametrize("every_s", first(1, [0.03, 0.06]))
-def test_of_two_that_always_want_more_each_has_half(every_s: float) -> None:
+def test_busy_tenants_share_equally(every_s: float) -> None:
+    """Two tenants that always want more have half of the decode service each."""
     arrivals = asks("long", 3000, [0.01 * number for number in range(200)]) + asks("short", 100, every(every_s))
     found = played(arrivals)
     assert found["traffic"]["short"]["decode_share"] == pytest.approx(0.5, abs=0.05), found["traffic"]
     assert found["traffic"]["long"]["interruptions"] <= 40, "what is near enough stays as it is"
 
 
-def test_a_stream_makes_room_three_times_at_most() -> None:
+def test_stream_makes_room_at_most_thrice() -> None:
+    """A stream is interrupted at most three times to make room for others."""
     light = asks("short", 20, every(1.0, 2.0))
     found = played(light + asks("long", 3000, [0.0, 0.1]), decode(2))["traffic"]
     assert 3 <= found["long"]["interruptions"] <= 6, found
 
 
 def test_classes_share_by_their_weights() -> None:
+    """Priority classes share decode service by their weights."""
     tables = {"priority_classes": {"interactive": {"weight": 9}, "batch": {"weight": 1}}}
     arrivals = asks("long", 3000, every(0.5), "batch") + asks("short", 200, every(0.05, 1.0), "interactive")
     tenants = {name: {"priority_classes": ["interactive", "batch"]} for name in ("long", "short")}
@@ -91,7 +96,8 @@ def test_classes_share_by_their_weights() -> None:
     assert found["traffic"]["short"]["decode_share"] >= 0.8, found["traffic"]
 
 
-def test_nobody_gives_way_to_itself_or_where_that_would_turn_the_tables() -> None:
+def test_stream_yields_only_if_fairer() -> None:
+    """A stream gives way only to another tenant, and only if that does not turn the tables."""
     shares = HeldShares({"a/y": 3.0})
 
     def gives_way(name: str) -> list[str]:
@@ -111,7 +117,7 @@ def test_nobody_gives_way_to_itself_or_where_that_would_turn_the_tables() -> Non
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from("xyz"), st.integers(1, 50)), max_size=40), st.data())
-def test_what_gives_way_does_not_come_back(held: list[tuple[str, str, int]], data: st.DataObject) -> None:
+def test_giving_way_does_not_oscillate(held: list[tuple[str, str, int]], data: st.DataObject) -> None:
     """Moving units one by one ends, and then nobody holds more for its weight than another who wants more by a unit."""
     shares, weights = HeldShares(), {"c/a": 2.0, "c/b/x": 3.0}
     shares.reweigh(weights)

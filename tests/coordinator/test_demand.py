@@ -15,7 +15,8 @@ from coordinator.waiting.queue_keys import (
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_class_holds_half_an_octave_and_its_smallest_demand_is_no_more_than_any_in_it(seed: int) -> None:
+def test_demand_class_spans_half_octave(seed: int) -> None:
+    """A demand class spans half an octave, and its smallest demand is no more than any in it."""
     rnd = random.Random(seed)
     for _ in range(2000):
         demand = Demand(int(2 ** rnd.uniform(0, 24)), rnd.randint(1, 128))
@@ -27,7 +28,8 @@ def test_a_class_holds_half_an_octave_and_its_smallest_demand_is_no_more_than_an
         assert class_key(least) == key or demand.tokens <= 2
 
 
-def test_keys_are_few_and_differ_from_those_of_workers() -> None:
+def test_class_keys_are_few_and_distinct() -> None:
+    """Demand classes have few queue keys, which differ from those of workers."""
     classes = {class_key(Demand(tokens, 1)) for tokens in range(1, 200_000, 7)}
     assert len(classes) <= 35
     assert not any(is_class(bound_key(incarnation)) or is_class(incarnation) for incarnation in (1, 10, 1 << 40))
@@ -35,7 +37,8 @@ def test_keys_are_few_and_differ_from_those_of_workers() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_one_demand_closes_needs_no_less_in_any_respect(seed: int) -> None:
+def test_closed_classes_need_no_less(seed: int) -> None:
+    """Demand classes closed by a refused demand need no less than it in any respect."""
     rnd = random.Random(seed)
     demands = [Demand(int(2 ** rnd.uniform(0, 17)), rnd.choice([1, 1, 2, 3, 8])) for _ in range(300)]
     classes = {class_key(demand) for demand in demands}

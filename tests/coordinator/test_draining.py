@@ -71,7 +71,8 @@ def placed_on(messages: Iterable[object]) -> set[str]:
     return {message.request_id for message in messages if isinstance(message, Prefill | Reserve)}
 
 
-def test_nothing_new_comes_and_what_runs_ends_where_it_is() -> None:
+def test_draining_worker_finishes_its_streams() -> None:
+    """A draining worker gets nothing new, and its streams end where they are."""
     h = Harness.make(decode=2)
     decoding(h, submit("a"))
     (there,) = (incarnation for incarnation in (20, 21) if h.core.workers[incarnation].allocations)
@@ -89,7 +90,8 @@ def test_nothing_new_comes_and_what_runs_ends_where_it_is() -> None:
     assert h.core.counters["decode_drained"] == 1 and not h.core.counters["decode_lost"]
 
 
-def test_chunks_of_a_prompt_that_is_placed_go_on() -> None:
+def test_placed_prompt_chunks_go_on() -> None:
+    """Chunks of a prompt placed on a draining worker go on."""
     h = Harness.make(prefill=2, limits=Limits(step_tokens=8))
     h.receive(1, submit("long", 100))
     (there,) = (incarnation for incarnation in (10, 11) if h.core.workers[incarnation].allocations)
@@ -101,7 +103,8 @@ def test_chunks_of_a_prompt_that_is_placed_go_on() -> None:
     assert h.take(Drained, there)
 
 
-def test_a_failure_after_a_drain_is_charged_as_any_other() -> None:
+def test_failure_after_drain_is_charged() -> None:
+    """A failure after a drain is charged like any other."""
     h = Harness.make()
     decoding(h, submit("a", 10, max_tokens=50))
     h.receive(20, Draining(0.0))
@@ -115,7 +118,7 @@ def test_a_failure_after_a_drain_is_charged_as_any_other() -> None:
     assert h.core.requests["a"].attempt_progress.paid_tokens == 0
 
 
-def test_streams_of_an_earlier_coordinator_are_handed_over_too() -> None:
+def test_adopted_streams_are_drained_too() -> None:
     """It does not know whose they are, so all gateways are told, and the one whose it is goes on."""
     h = Harness.make(decode=2)
     held = (Held("a", 1, 5, 1), Held("gone", 1, 5, 1))
@@ -135,7 +138,8 @@ def test_streams_of_an_earlier_coordinator_are_handed_over_too() -> None:
     assert h.take(Drained, 22)
 
 
-def test_what_runs_longer_is_handed_over_and_goes_first_and_free() -> None:
+def test_drained_stream_resumes_first_and_free() -> None:
+    """A stream handed over by a drain goes before its tenant's others and is not charged twice."""
     h = Harness.make(limits=Limits(step_tokens=16))
     decoding(h, submit("a", 10, max_tokens=50))
     h.post(PeerUp(21, worker_hello(Role.DECODE, 21, kv_blocks=4)))  # too small for either
@@ -171,7 +175,8 @@ def _served(h: Harness) -> float:
 
 
 @pytest.mark.parametrize("computed", [0, 1])
-def test_chunks_that_a_drain_cuts_short_are_charged_once(computed: int) -> None:
+def test_drained_chunks_are_charged_once(computed: int) -> None:
+    """Chunks cut short by a drain are charged once."""
     h = Harness.make(prefill=1, limits=Limits(step_tokens=8))
     h.receive(1, submit("a", 40, max_tokens=1))
     (first, second) = (step for step in h.take(Step, 10) if isinstance(step, Step))
@@ -189,7 +194,8 @@ def test_chunks_that_a_drain_cuts_short_are_charged_once(computed: int) -> None:
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_while_the_only_worker_drains_new_requests_are_refused_and_accepted_ones_wait(role: Role) -> None:
+def test_draining_last_worker_refuses_new(role: Role) -> None:
+    """New requests are refused and accepted ones wait while the only worker of a role drains."""
     h = Harness.make(decode=0)
     h.post(PeerUp(20, worker_hello(Role.DECODE, 20, max_seqs=1)))
     decoding(h, submit("a"))
@@ -214,7 +220,8 @@ def test_while_the_only_worker_drains_new_requests_are_refused_and_accepted_ones
     assert placed_on(h.take(Reserve)) >= ({"a", "queued"} if role is Role.DECODE else {"queued"})
 
 
-def test_a_drain_that_is_undone_makes_the_model_servable_again() -> None:
+def test_undone_drain_restores_model() -> None:
+    """An undone drain makes the model servable again."""
     h = Harness.make()
     ask(h, "decode-20")
     assert h.take(ClusterState, 1)[-1] == ClusterState(())
@@ -224,7 +231,8 @@ def test_a_drain_that_is_undone_makes_the_model_servable_again() -> None:
     assert placed_on(h.take(Reserve, 20)) == {"b"}
 
 
-def test_a_request_that_fits_only_where_it_drains_waits_without_holding_up_others() -> None:
+def test_request_waits_for_draining_worker() -> None:
+    """A request that fits only on a draining worker waits without holding up others."""
     h = Harness.make(limits=Limits(bypasses_max=1))
     h.post(PeerUp(21, worker_hello(Role.DECODE, 21, kv_blocks=10)))
     h.receive(20, Draining(1e9))
@@ -237,7 +245,8 @@ def test_a_request_that_fits_only_where_it_drains_waits_without_holding_up_other
     assert placed_on(h.take(Reserve, 20)) == {"large"}
 
 
-def test_it_drains_still_for_the_next_coordinator() -> None:
+def test_next_coordinator_keeps_drain() -> None:
+    """A worker that registers as draining gets nothing new from the next coordinator."""
     h = Harness.make()
     h.post(PeerUp(21, msgspec.structs.replace(worker_hello(Role.DECODE, 21), hand_over_ms=500.0)))
     for number in range(4):
@@ -246,7 +255,8 @@ def test_it_drains_still_for_the_next_coordinator() -> None:
     assert len(placed_on(h.take(Reserve, 20))) == 4
 
 
-def test_a_worker_lost_while_it_drains_costs_no_attempt() -> None:
+def test_loss_while_draining_costs_no_try() -> None:
+    """The loss of a draining worker interrupts its streams as drained, which costs no try."""
     h = Harness.make()
     decoding(h, submit("a"))
     h.receive(20, Draining(1e6))
@@ -254,7 +264,8 @@ def test_a_worker_lost_while_it_drains_costs_no_attempt() -> None:
     assert [i.reason for i in h.take(Interrupted) if isinstance(i, Interrupted)] == [Interrupt.DRAINED]
 
 
-def test_a_worker_that_hangs_while_it_drains_is_lost_and_its_stream_has_spent_a_try() -> None:
+def test_hang_while_draining_costs_a_try() -> None:
+    """A worker that hangs while it drains is lost, and its stream has spent a try."""
     h = Harness.make()
     decoding(h, submit("a"))
     h.receive(20, Draining(1e6))
@@ -274,7 +285,8 @@ def ask(h: Harness, worker: str, *, undo: bool = False) -> DrainAnswer:
     return answer
 
 
-def test_a_person_drains_by_name_and_undoes_it() -> None:
+def test_operator_drains_by_name() -> None:
+    """An operator drains a worker by its name, and undoes it."""
     h = Harness.make(decode=2)
     answer = ask(h, "decode-20")
     assert not answer.refusal and [w.name for w in answer.workers if w.draining] == ["decode-20"]
@@ -289,7 +301,8 @@ def back(h: Harness, knows_ms: float | None) -> None:
     h.post(PeerUp(20, msgspec.structs.replace(worker_hello(Role.DECODE, 20), hand_over_ms=knows_ms)))
 
 
-def test_what_a_person_said_holds_though_the_worker_has_not_heard_it() -> None:
+def test_drain_order_outlives_reconnect() -> None:
+    """A drain order, or its undoing, is sent again to a worker that reconnects without knowing it."""
     h = Harness.make(decode=2)
     ask(h, "decode-20")
     h.take(Draining)
@@ -306,7 +319,8 @@ def test_what_a_person_said_holds_though_the_worker_has_not_heard_it() -> None:
     assert not h.take(Draining, 20) and not h.core.draining
 
 
-def test_a_worker_that_is_to_end_drains_whatever_was_said_before() -> None:
+def test_ending_worker_drains_regardless() -> None:
+    """A worker that is about to end drains whatever orders came before."""
     h = Harness.make(decode=2)
     ask(h, "decode-20")
     ask(h, "decode-20", undo=True)
@@ -315,7 +329,8 @@ def test_a_worker_that_is_to_end_drains_whatever_was_said_before() -> None:
     assert list(h.core.draining) == [20]
 
 
-def test_orders_are_remembered_of_so_many_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drain_orders_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drain orders are remembered of at most ORDERS_MAX workers."""
     monkeypatch.setattr(draining, "ORDERS_MAX", 2)
     h = Harness.make(decode=3)
     for name in ("decode-20", "decode-21", "decode-20", "decode-22"):
@@ -323,7 +338,8 @@ def test_orders_are_remembered_of_so_many_workers(monkeypatch: pytest.MonkeyPatc
     assert list(h.core.drain_orders) == [20, 22]
 
 
-def test_a_person_is_told_what_cannot_be() -> None:
+def test_impossible_drain_is_explained() -> None:
+    """A drain of an unknown or ambiguous name, or its undoing at an ending worker, is refused with a reason."""
     h = Harness.make()
     assert ask(h, "decode-9").refusal == "no worker is called 'decode-9'; there are decode-20, prefill-10"
     h.receive(20, Draining(1e6))
@@ -332,7 +348,8 @@ def test_a_person_is_told_what_cannot_be() -> None:
     assert "2 workers are called" in ask(h, "decode-20").refusal
 
 
-def test_only_operators_tools_may_ask() -> None:
+def test_drain_needs_operator_tool() -> None:
+    """A drain request from a gateway is a protocol violation."""
     h = Harness.make()
     h.receive(1, DrainRequest("decode-20", False, 0.0))
     assert h.protocol_violation and not h.core.draining

@@ -44,7 +44,8 @@ def read(path: Path) -> Replay:
     return replay
 
 
-def test_what_is_written_replays_and_says_who_wrote_it(tmp_path: Path) -> None:
+def test_event_log_replays(tmp_path: Path) -> None:
+    """A written log replays all events, names its writer and holds no prompt tokens."""
     path = tmp_path / "event_log"
     in_loop(lambda: record(path))
     replay = read(path)
@@ -54,7 +55,8 @@ def test_what_is_written_replays_and_says_who_wrote_it(tmp_path: Path) -> None:
     assert pack_tokens([7] * 10) not in path.read_bytes()
 
 
-def test_it_reaches_the_disk_without_being_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_reach_disk_before_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events reach the disk without the log being closed."""
     monkeypatch.setattr(journals, "FLUSH_S", 0.001)
     path = tmp_path / "event_log"
 
@@ -74,7 +76,8 @@ def test_it_reaches_the_disk_without_being_closed(tmp_path: Path, monkeypatch: p
     assert read(path).ended == "stopped"
 
 
-def test_large_buffers_are_written_in_order_while_more_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_buffers_keep_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large buffers are written in order while more events come."""
     monkeypatch.setattr(journals, "FLUSH_BYTES", 100)
     path = tmp_path / "event_log"
 
@@ -92,7 +95,8 @@ def test_large_buffers_are_written_in_order_while_more_comes(tmp_path: Path, mon
     assert read(path).events == 500
 
 
-def test_it_stops_at_its_size_with_a_last_word_and_serving_goes_on(tmp_path: Path) -> None:
+def test_log_stops_at_its_size(tmp_path: Path) -> None:
+    """The log stops at its size limit with a last word, and serving goes on."""
     path = tmp_path / "event_log"
     cores: list[RecordedCore] = []
     in_loop(lambda: cores.append(record(path, 200, bytes_max=8 << 10)))
@@ -102,7 +106,8 @@ def test_it_stops_at_its_size_with_a_last_word_and_serving_goes_on(tmp_path: Pat
     assert cores[0].handle(Received(1, StatusRequest()), 1000.0)
 
 
-def test_journals_of_earlier_processes_are_kept_beside_it(tmp_path: Path) -> None:
+def test_earlier_logs_are_kept(tmp_path: Path) -> None:
+    """Logs of three earlier processes are kept beside the new one."""
     path = tmp_path / "event_log"
     for count in range(1, 7):
         in_loop(lambda count=count: record(path, count))  # type: ignore[misc]
@@ -111,7 +116,8 @@ def test_journals_of_earlier_processes_are_kept_beside_it(tmp_path: Path) -> Non
     assert [read(p).events for p in kept] == [7, 6, 5, 4]
 
 
-def test_another_file_is_never_written_over(tmp_path: Path) -> None:
+def test_foreign_file_is_not_overwritten(tmp_path: Path) -> None:
+    """A file that is no event log is never written over."""
     path = tmp_path / "thesis.txt"
     path.write_text("precious")
     with pytest.raises(FileExistsError, match="not an event log"):
@@ -119,7 +125,8 @@ def test_another_file_is_never_written_over(tmp_path: Path) -> None:
     assert path.read_text() == "precious"
 
 
-def test_a_journal_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
+def test_log_in_use_is_left_alone(tmp_path: Path) -> None:
+    """A log that another coordinator is writing is left alone."""
     path = tmp_path / "event_log"
 
     def two() -> None:
@@ -133,9 +140,7 @@ def test_a_journal_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["event_log"]
 
 
-def test_two_that_start_at_once_on_a_new_path_write_one_file_each_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_starts_share_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one has looked at the path before the first one was there."""
     path = tmp_path / "event_log"
 
@@ -158,7 +163,7 @@ def test_two_that_start_at_once_on_a_new_path_write_one_file_each_or_not_at_all(
     assert read(path).header.process == "first"
 
 
-def test_a_file_that_was_moved_away_is_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moved_file_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one has opened the path, then a short recording of the first one ends there and is kept by a third one."""
     path = tmp_path / "event_log"
 
@@ -180,7 +185,9 @@ def test_a_file_that_was_moved_away_is_not_written_over(tmp_path: Path, monkeypa
     assert read(tmp_path / "event_log.1").events == 4
 
 
-def test_without_locks_nothing_is_recorded_and_serving_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_locks_stop_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is recorded where file locks are missing, and serving goes on."""
+
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -191,16 +198,19 @@ def test_without_locks_nothing_is_recorded_and_serving_goes_on(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("path", ["no/such/folder/journal", "."])
-def test_a_path_that_cannot_be_meant_is_an_error(path: str, tmp_path: Path) -> None:
+def test_impossible_path_is_an_error(path: str, tmp_path: Path) -> None:
+    """A path in a missing folder, or of a folder, is an error."""
     with pytest.raises(OSError):
         in_loop(lambda: record(tmp_path / path))
 
 
-def test_a_full_disk_at_the_start_ends_only_the_recording(capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_disk_at_start_ends_recording(capsys: pytest.CaptureFixture[str]) -> None:
+    """A disk that is full at the start ends only the recording."""
     in_loop(lambda: record(Path("/dev/full")))
 
 
-def test_a_full_disk_later_ends_only_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_later_ends_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fills up later ends only the recording."""
     monkeypatch.setattr(journals, "FLUSH_BYTES", 100)
     path = tmp_path / "event_log"
     writes = 0
@@ -232,7 +242,8 @@ def test_a_full_disk_later_ends_only_the_recording(tmp_path: Path, monkeypatch: 
     asyncio.run(asyncio.wait_for(run(), 100))
 
 
-def test_a_failing_core_leaves_its_last_event_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_core_leaves_last_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failing core leaves its last event and its failure on the disk."""
     path = tmp_path / "event_log"
 
     def broken(*_: object) -> None:

@@ -39,7 +39,8 @@ def successor(world: OverloadedCluster, held: tuple[Held, ...]) -> Core:
 
 
 @pytest.mark.parametrize("text", ["", "system prompt"])
-def test_a_busy_pool_has_as_much_room_after_a_failover_as_before(text: str) -> None:
+def test_failover_keeps_pool_room(text: str) -> None:
+    """A busy pool has about as much room after a failover as before."""
     world = busy(text)
     before = world.cluster.core.workers[FIRST_DECODE]
     held = world.decode.table.held()
@@ -53,7 +54,8 @@ def test_a_busy_pool_has_as_much_room_after_a_failover_as_before(text: str) -> N
     assert successor(world, only_blocks).workers[FIRST_DECODE].free_blocks == 0
 
 
-def test_adopted_streams_are_counted_by_what_is_left_of_them() -> None:
+def test_adopted_streams_count_their_rest() -> None:
+    """Adopted streams are counted by the tokens that are left of them."""
     h = Harness.make(1, 0)
     hello = worker_hello(Role.DECODE, 22, kv_blocks=13)
     held = (
@@ -69,7 +71,8 @@ def test_adopted_streams_are_counted_by_what_is_left_of_them() -> None:
     assert h.core.workers[22].forwarded(("b", 1)) == 2, "it is known to run"
 
 
-def test_what_does_not_fit_its_reservation_counts_with_that() -> None:
+def test_oversized_stream_keeps_reservation() -> None:
+    """An adopted stream whose rest does not fit its reservation counts with the reservation."""
     h = Harness.make(1, 0)
     hello = worker_hello(Role.DECODE, 22, kv_blocks=13)
     h.post(PeerUp(22, msgspec.structs.replace(hello, held=(Held("a", 1, 6, 1, 0, 400, 16, 112, 100),))))
@@ -85,7 +88,8 @@ def test_what_does_not_fit_its_reservation_counts_with_that() -> None:
     assert h.protocol_violation, "three blocks are shared of a prompt that has two"
 
 
-def test_with_overcommit_adopted_streams_count_as_expected_and_are_no_victims_that_leave_already() -> None:
+def test_adopted_streams_under_overcommit() -> None:
+    """Adopted streams count as expected under overcommit, and are no victims if they leave already."""
     h = Harness.make(limits=Limits(kv_overcommit=4.0), decode=0, kv_blocks=78)
     h.core.queues["m"]._length_of_all.long_tokens = 128.0
     hello = worker_hello(Role.DECODE, 20, kv_blocks=1600)

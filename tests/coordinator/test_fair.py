@@ -37,17 +37,20 @@ def check_traces(seeds: range, events: int = 150) -> None:
 
 
 @pytest.mark.parametrize("block", first(1, range(6)))
-def test_service_of_two_backlogged_tenants_differs_by_no_more_than_the_bound(block: int) -> None:
+def test_service_difference_is_bounded(block: int) -> None:
+    """Service of two backlogged tenants differs by no more than the bound."""
     check_traces(range(block * 200, (block + 1) * 200))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_bound_over_ten_thousand_longer_traces() -> None:
+def test_bound_holds_over_long_traces() -> None:
+    """The bound on service holds over ten thousand longer traces."""
     check_traces(range(10_000, 20_000), events=300)
 
 
-def test_arrival_order_in_place_of_ring_order_breaks_the_bound() -> None:
+def test_arrival_order_breaks_bound() -> None:
+    """Serving in arrival order instead of ring order breaks the bound."""
     assert any(Trace(seed, InArrivalOrder).run().violation > 1e-9 for seed in range(100))
 
 
@@ -74,7 +77,8 @@ def drain(queue: FairQueue[int], chunks: int) -> dict[tuple[str, ...], float]:
     return served
 
 
-def test_shares_follow_weights_within_one_percent_after_200_rounds() -> None:
+def test_shares_follow_weights() -> None:
+    """Shares follow weights within one percent after 200 rounds."""
     weights = {"a": 1.0, "b": 2.5, "c": 7.0}
     queue = FairQueue[int](256, weights)
     for name in weights:
@@ -85,7 +89,8 @@ def test_shares_follow_weights_within_one_percent_after_200_rounds() -> None:
         assert abs(served[(name,)] / total / (weight / sum(weights.values())) - 1) <= 0.01
 
 
-def test_jain_index_of_a_hundred_tenants_with_costs_of_their_own() -> None:
+def test_jain_index_with_mixed_costs() -> None:
+    """Jain's index of a hundred tenants with different costs is at least 0.999."""
     queue = FairQueue[int]()
     rnd = random.Random(1)
     for tenant in range(100):
@@ -96,7 +101,8 @@ def test_jain_index_of_a_hundred_tenants_with_costs_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("floor", [0.05, 0.2])
-def test_the_lowest_band_keeps_its_floor_under_endless_work_above(floor: float) -> None:
+def test_lowest_class_keeps_its_floor(floor: float) -> None:
+    """The lowest priority class keeps its floor share under endless work above it."""
     priority_classes = {**DEFAULT_PRIORITY_CLASSES, "batch": PriorityClass(0.1, floor)}
     queue = FairQueue[int](256, ring_weights(priority_classes))
     for priority_class in priority_classes:
@@ -106,14 +112,16 @@ def test_the_lowest_band_keeps_its_floor_under_endless_work_above(floor: float) 
     assert abs(served[("batch", "o", "0")] / sum(served.values()) - floor) <= 0.005
 
 
-def test_floors_leave_the_rest_to_weights_and_must_leave_some() -> None:
+def test_floors_leave_rest_to_weights() -> None:
+    """Floors leave the rest to weights, and floors that leave nothing are an error."""
     weights = ring_weights({"a": PriorityClass(3), "b": PriorityClass(1), "c": PriorityClass(0.001, 0.2)})
     assert weights["c"] == 0.2 and abs(weights["a"] - 0.6) < 1e-12 and abs(sum(weights.values()) - 1) < 1e-12
     with pytest.raises(ValueError, match="floor_share"):
         ring_weights({"a": PriorityClass(1, 0.5), "b": PriorityClass(1, 0.5)})
 
 
-def test_a_thousand_users_of_one_organisation_get_what_one_gets() -> None:
+def test_many_users_get_one_share() -> None:
+    """A thousand users of one organisation get as much as one user of another."""
     queue = FairQueue[int]()
     for user in range(1000):
         backlog(queue, ("many", str(user)), 2)
@@ -121,7 +129,8 @@ def test_a_thousand_users_of_one_organisation_get_what_one_gets() -> None:
     assert abs(drain(queue, 1000)[("one", "u")] - 500 * 256) <= 256
 
 
-def test_idleness_drops_credit_and_keeps_debt() -> None:
+def test_idleness_drops_credit_keeps_debt() -> None:
+    """An idle tenant loses its credit and keeps its debt."""
     queue = FairQueue[int]()
     backlog(queue, ("a",), 1, 10)
     drain(queue, 1)
@@ -135,7 +144,8 @@ def test_idleness_drops_credit_and_keeps_debt() -> None:
     assert abs(served[("b",)] - served[("a",)] - 5010) <= 1000
 
 
-def test_a_refund_that_ends_a_debt_is_felt_at_once() -> None:
+def test_refund_takes_effect_at_once() -> None:
+    """A refund that ends a debt takes effect at once."""
     queue = FairQueue[int]()
     queue.adjust(("a",), 1e6)
     backlog(queue, ("a",), 100, 10)
@@ -145,7 +155,8 @@ def test_a_refund_that_ends_a_debt_is_felt_at_once() -> None:
     assert drain(queue, 10)[("a",)] >= 40
 
 
-def test_too_much_charged_while_busy_comes_back_though_the_tenant_was_never_ahead() -> None:
+def test_overcharge_while_busy_comes_back() -> None:
+    """An overcharge comes back to a busy tenant, though it was never ahead."""
     queue = FairQueue[int]()
     for name in "ab":
         backlog(queue, (name,), 100, 10)
@@ -155,7 +166,8 @@ def test_too_much_charged_while_busy_comes_back_though_the_tenant_was_never_ahea
     assert abs(served[("a",)] - served[("b",)] - 200) <= 20
 
 
-def test_a_long_prompt_holds_up_no_short_one_of_its_tenant_and_is_overtaken_so_often_at_the_most() -> None:
+def test_long_prompt_is_overtaken_in_bounds() -> None:
+    """A long prompt holds up no short one of its tenant, and is overtaken a limited number of times."""
     queue = FairQueue[str](overtaken_max=4)
     queue.push("long", ("a",), FREE, 0.0, 1000)
     order = []
@@ -171,7 +183,7 @@ def test_a_long_prompt_holds_up_no_short_one_of_its_tenant_and_is_overtaken_so_o
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_overtakings_of_entries_that_can_run_never_exceed_the_limit(seed: int) -> None:
+def test_overtakings_respect_the_limit(seed: int) -> None:
     """By chunks of those that arrived later, of an entry that nobody in its queue joined before."""
     rnd = random.Random(seed)
     queue = FairQueue[int](overtaken_max=5)
@@ -201,7 +213,7 @@ def test_overtakings_of_entries_that_can_run_never_exceed_the_limit(seed: int) -
     assert most == 5, "and the limit is not idle"
 
 
-def test_chunks_of_an_earlier_request_overtake_nobody() -> None:
+def test_equal_deadlines_run_in_order() -> None:
     """However many it has, and under whichever key: with equal deadlines, requests are computed one after the other."""
     queue = FairQueue[str](overtaken_max=3)
     for name in ("a", "b", "c"):
@@ -216,7 +228,8 @@ def test_chunks_of_an_earlier_request_overtake_nobody() -> None:
     assert order == ["a"] * 8 + ["b"] * 8 + ["c"] * 8
 
 
-def test_a_tenant_that_cannot_run_on_one_worker_loses_nothing_by_it() -> None:
+def test_restricted_tenant_keeps_its_share() -> None:
+    """A tenant that cannot run on one worker keeps its share on the others."""
     queue = FairQueue[str]()
     for name in "ab":
         for _ in range(200):
@@ -230,7 +243,8 @@ def test_a_tenant_that_cannot_run_on_one_worker_loses_nothing_by_it() -> None:
     assert served["a"] >= 95, "half of the workers can run it, and it gets half of the service"
 
 
-def test_a_thousand_requests_without_room_hide_nobody_and_cost_one_offer_for_each_key() -> None:
+def test_unplaceable_requests_hide_no_tenant() -> None:
+    """A thousand requests without room hide no other tenant, and cost one offer for each queue key."""
     queue = FairQueue[int]()
     for user in range(1000):
         queue.push(user, ("attacker", str(user)), FREE - user % 10, 0.0, 1)
@@ -248,7 +262,8 @@ def test_a_thousand_requests_without_room_hide_nobody_and_cost_one_offer_for_eac
     assert len(queue) == 1000
 
 
-def test_what_moves_to_another_key_lets_others_by() -> None:
+def test_moved_requests_let_others_by() -> None:
+    """Requests moved to another queue key let others by."""
     queue = FairQueue[int]()
     backlog(queue, ("a",), 64)
     backlog(queue, ("b",), 1, 7)
@@ -257,7 +272,8 @@ def test_what_moves_to_another_key_lets_others_by() -> None:
     assert len(queue) == 64 and pop(queue, (2,), one_chunk).entry is not None
 
 
-def test_first_tells_whose_turn_it_is_and_charges_nothing() -> None:
+def test_first_tells_turn_without_charge() -> None:
+    """The method `first` tells the entry whose turn it is, and charges nothing."""
     queue = FairQueue[str]()
     assert queue.first((FREE,)) is None
     first, second = (queue.push(name, (name,), FREE - n, 0.0, 1) for n, name in enumerate("ab"))
@@ -268,7 +284,8 @@ def test_first_tells_whose_turn_it_is_and_charges_nothing() -> None:
     assert queue.first((FREE, FREE - 1)) is second and queue.goes_before(second, first)
 
 
-def test_no_key_of_a_tenant_starves_beside_its_others() -> None:
+def test_no_key_of_tenant_starves() -> None:
+    """No queue key of a tenant starves beside its others."""
     queue = FairQueue[str](overtaken_max=4)
     queue.push("large", ("a",), FREE - 1, 1e6, 1)
     served = []
@@ -280,7 +297,8 @@ def test_no_key_of_a_tenant_starves_beside_its_others() -> None:
     assert served.index("large") == 4
 
 
-def test_what_a_pop_looks_at_does_not_grow_with_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pop_cost_is_independent_of_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of rings that a pop looks at does not grow with the number of tenants."""
     looked = 0
     first = Ring.first
 

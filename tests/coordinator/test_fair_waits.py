@@ -98,11 +98,13 @@ class NotCounted(Waiting):
     allowed = False
 
 
-def test_who_waits_for_a_cache_falls_behind_by_no_more_than_what_was_served_meanwhile() -> None:
+def test_waiting_tenant_lag_is_bounded() -> None:
+    """A tenant waiting for a cache falls behind by at most the service given meanwhile."""
     for seed in range(0, 400, 2):  # odd ones have tenants that run on some workers only
         trace = Waiting(seed).run()
         assert trace.violation <= 1e-9, (seed, trace.violation)
 
 
-def test_what_is_served_during_a_wait_has_to_be_counted() -> None:
+def test_uncounted_waits_break_the_bound() -> None:
+    """Leaving out the service given during waits breaks the bound."""
     assert any(NotCounted(seed).run().violation > 0.1 for seed in range(0, 200, 2))

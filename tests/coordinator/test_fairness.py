@@ -9,13 +9,15 @@ from coordinator.reporting.served import ServedTenant, evenness, jain
 from coordinator.waiting.queue import WaitQueue
 
 
-def test_jain_is_one_where_all_have_the_same() -> None:
+def test_jain_of_equal_shares_is_one() -> None:
+    """Jain's index is one for equal shares, and lower for unequal ones."""
     assert jain([]) == jain([0.0, 0.0]) == 1.0
     assert jain([3.0, 3.0, 3.0]) == pytest.approx(1.0)
     assert jain([1.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
 
 
-def test_only_organisations_that_wait_are_compared_by_weight_and_band() -> None:
+def test_only_waiting_organisations_compared() -> None:
+    """Only organisations that wait are compared, by weight and within their priority class."""
     queue = WaitQueue(Limits(weights={"standard/big": 3.0}))
     found = [
         ServedTenant("standard", "big", "ann", 10.0, 2),
@@ -30,7 +32,8 @@ def test_only_organisations_that_wait_are_compared_by_weight_and_band() -> None:
     assert evenness(queue, starved)["standard"] == pytest.approx(2 / 3)
 
 
-def test_lately_forgets_and_leaves_out_what_was_cut_short() -> None:
+def test_recent_times_skip_cancelled() -> None:
+    """Recent times leave out cancelled requests and forget the oldest."""
     recent = RecentTimes()
     assert recent.figures() == {}
     closed = Closed("r", "cancelled", 1, 1, 0, 1, 9e9, 9e9, 0.0, 0.0)

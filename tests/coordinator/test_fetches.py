@@ -22,7 +22,8 @@ def fetched(cluster: VirtualCluster) -> int:
     return cluster.core.counters["prefixes_fetched"]
 
 
-def test_an_answer_is_fetched_and_only_what_is_new_is_computed() -> None:
+def test_answer_is_fetched_not_recomputed() -> None:
+    """An earlier answer's KV is fetched from the decode worker, and only new tokens are computed."""
     cluster = world()
     cluster.turn("t0", "s", 800, 160)
     cluster.run(10.0)
@@ -39,7 +40,8 @@ def test_an_answer_is_fetched_and_only_what_is_new_is_computed() -> None:
     assert placed.fetched_tokens == had - 800 and 0 < placed.fetch_s < placed.compute_s, "explain says why"
 
 
-def test_nothing_is_fetched_that_is_computed_sooner_or_where_a_worker_does_not() -> None:
+def test_cheap_prefix_is_not_fetched() -> None:
+    """Nothing is fetched if computing it is sooner, or if the worker does not fetch."""
     for cluster in (world(rate=1e6), world(fetches=False)):
         cluster.turn("t0", "s", 800, 32)
         cluster.run(10.0)
@@ -48,9 +50,10 @@ def test_nothing_is_fetched_that_is_computed_sooner_or_where_a_worker_does_not()
         assert not fetched(cluster) and cluster.requests["t1"].cached_tokens == 800
 
 
-def test_what_could_not_be_fetched_is_computed_and_not_tried_again_for_a_while(
+def test_failed_fetch_pauses_fetching(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A prompt whose fetch failed is computed, and fetches pause for a while."""
     cluster = world()
 
     def fetch(prefill: int, decode: int, message: Fetch) -> None:

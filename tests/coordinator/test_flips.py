@@ -51,7 +51,8 @@ def last(h: Harness) -> FlipStatus:
     return status(h.core).flips[-1]
 
 
-def test_streams_move_the_worker_goes_when_it_holds_nothing_and_its_first_step_proves_it() -> None:
+def test_flip_waits_until_worker_is_empty() -> None:
+    """A worker changes its role once it holds nothing, and its first step proves the change."""
     h = Harness.make(decode=2)
     decoding(h, submit("a"))
     name = next(w.hello.name for w in h.core.workers.values() if w.allocations)
@@ -87,7 +88,8 @@ def interrupted(h: Harness) -> list[tuple[str, Interrupt]]:
     return [(one.request_id, one.reason) for one in h.take(Interrupted) if isinstance(one, Interrupted)]
 
 
-def test_a_stream_is_resumed_when_the_worker_that_has_its_kv_prefills() -> None:
+def test_stream_resumes_when_kv_is_known() -> None:
+    """A stream is resumed once its worker prefills and has told its cached blocks."""
     h = Harness.make(decode=2)
     own = moving(h)
     h.receive(own, Released("a", 1, 1))
@@ -100,7 +102,8 @@ def test_a_stream_is_resumed_when_the_worker_that_has_its_kv_prefills() -> None:
 
 
 @pytest.mark.parametrize("request_", [submit("a"), named(submit("a", choices=2), 1)], ids=["unnamed", "choices"])
-def test_a_stream_whose_kv_nobody_will_find_is_resumed_at_once(request_: Submit) -> None:
+def test_unfindable_stream_resumes_at_once(request_: Submit) -> None:
+    """A stream whose KV cannot be found again is resumed at once."""
     h = Harness.make(decode=2)
     decoding(h, request_)
     own = next(w.incarnation for w in h.core.workers.values() if w.admission is not None and w.allocations)
@@ -108,7 +111,8 @@ def test_a_stream_whose_kv_nobody_will_find_is_resumed_at_once(request_: Submit)
     assert interrupted(h) == [("a", Interrupt.DRAINED)] and not h.core.keeping
 
 
-def test_a_stream_does_not_wait_for_a_worker_that_does_not_come_back() -> None:
+def test_stream_wait_for_flip_is_bounded() -> None:
+    """A stream does not wait for a worker that stays away, cannot change or has nothing cached."""
     h = Harness.make(decode=2)
     own = moving(h)
     assert h.core.next_deadline() == KEPT_S_MAX
@@ -128,7 +132,8 @@ def test_a_stream_does_not_wait_for_a_worker_that_does_not_come_back() -> None:
     assert interrupted(h) == [("a", Interrupt.DRAINED)], "it has nothing cached, and so says nothing"
 
 
-def test_a_stream_whose_client_goes_while_it_waits_is_over() -> None:
+def test_cancelled_stream_is_not_resumed() -> None:
+    """A stream whose client leaves while it waits for a role change is over."""
     h = Harness.make(decode=2)
     own = moving(h, Role.MIXED)
     h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
@@ -137,7 +142,8 @@ def test_a_stream_whose_client_goes_while_it_waits_is_over() -> None:
     assert not h.take(Interrupted) and not h.core.keeping and own in h.core.workers
 
 
-def test_a_prefill_worker_becomes_a_decode_worker_when_its_prompts_are_handed_over() -> None:
+def test_prefill_worker_becomes_decode() -> None:
+    """An idle prefill worker becomes a decode worker."""
     h = Harness.make(prefill=2)
     assert not ask(h, "prefill-10", Role.DECODE, hand_over_ms=500.0)
     assert h.take(Flip, 10) == [Flip(Role.DECODE, 500.0)] and h.take(Drained, 10), "it was idle"
@@ -146,7 +152,8 @@ def test_a_prefill_worker_becomes_a_decode_worker_when_its_prompts_are_handed_ov
     assert last(h).state == "done" and not h.core.unproven
 
 
-def test_requests_have_their_time_to_finish() -> None:
+def test_flip_gives_requests_time() -> None:
+    """Streams have their hand-over time to finish before a role change."""
     h = Harness.make(decode=2)
     decoding(h, submit("a"))
     own = next(w.incarnation for w in h.core.workers.values() if w.allocations)
@@ -169,20 +176,23 @@ def test_requests_have_their_time_to_finish() -> None:
         ("decode-20", Role.PREFILL, "decode-20 is the only decode worker of m that takes work"),
     ],
 )
-def test_what_cannot_be_is_refused(worker: str, role: Role, why: str) -> None:
+def test_impossible_flip_is_refused(worker: str, role: Role, why: str) -> None:
+    """An impossible role change is refused with a reason, and nothing is ordered."""
     h = Harness.make(prefill=2)
     assert why in ask(h, worker, role)
     assert not h.core.draining and not h.take(Flip) and not h.core.flips
 
 
-def test_the_last_one_goes_only_by_force() -> None:
+def test_last_worker_flips_only_by_force() -> None:
+    """The last worker of a role changes its role only by force."""
     h = Harness.make()
     assert "--force" in ask(h, "decode-20", Role.PREFILL)
     assert not ask(h, "decode-20", Role.PREFILL, force=True)
     assert h.take(Drained, 20)
 
 
-def test_one_that_changes_is_not_drained_meanwhile() -> None:
+def test_flipping_worker_is_not_drained() -> None:
+    """A worker that changes its role is not drained meanwhile, nor changed if it drains or is about to end."""
     h = Harness.make(prefill=3, decode=2)
     decoding(h, submit("a"))
     own = next(w.incarnation for w in h.core.workers.values() if w.admission is not None and w.allocations)
@@ -200,7 +210,8 @@ def test_one_that_changes_is_not_drained_meanwhile() -> None:
     assert "is drained; crossdock drain prefill-10 --undo first" in ask(h, "prefill-10", Role.DECODE)
 
 
-def test_a_few_change_at_once_and_each_ends_by_itself() -> None:
+def test_concurrent_flips_are_limited() -> None:
+    """A limited number of workers change roles at once, and each change ends by itself."""
     h = Harness.make(prefill=12)
     names = [f"prefill-{10 + at}" for at in range(flips_at_once(13))]
     assert not any(ask(h, name, Role.DECODE) for name in names)
@@ -217,7 +228,8 @@ def test_a_few_change_at_once_and_each_ends_by_itself() -> None:
     assert not h.core.flipping and not h.core.draining, "nothing came of them, and they serve again"
 
 
-def test_of_two_that_change_at_once_one_stays_when_no_other_is_left() -> None:
+def test_one_concurrent_flip_is_given_up() -> None:
+    """One of two concurrent role changes is given up when no other worker of the role is left."""
     h = Harness.make(prefill=1, decode=3)
     for name in "abc":
         decoding(h, submit(name))
@@ -232,7 +244,8 @@ def test_of_two_that_change_at_once_one_stays_when_no_other_is_left() -> None:
     assert states == ["failed", "draining"], "the first serves again, so the second may go"
 
 
-def test_a_change_is_given_up_when_the_other_worker_of_the_role_goes() -> None:
+def test_peer_loss_cancels_flip() -> None:
+    """A role change is given up when the other worker of the role is lost."""
     h = Harness.make(decode=2)
     decoding(h, submit("a"))
     own = next(w.incarnation for w in h.core.workers.values() if w.allocations)
@@ -247,7 +260,8 @@ def test_a_change_is_given_up_when_the_other_worker_of_the_role_goes() -> None:
     assert placed_on(h.take(Reserve, own)) == {"b"}, "it serves again"
 
 
-def test_it_is_given_up_when_the_other_one_drains_before_it_may_go() -> None:
+def test_peer_drain_cancels_flip() -> None:
+    """A role change is given up when the other worker of the role drains first."""
     h = Harness.make(prefill=2, decode=2, max_seqs=1)
     decoding(h, submit("a"))
     own = next(w.incarnation for w in h.core.workers.values() if w.allocations)
@@ -261,7 +275,8 @@ def test_it_is_given_up_when_the_other_one_drains_before_it_may_go() -> None:
     assert h.core.requests["c"].decode_incarnation == own, "it is placed at once, without another event"
 
 
-def test_it_is_given_up_when_the_connection_is_lost_or_the_worker_cannot() -> None:
+def test_lost_link_or_failure_cancels_flip() -> None:
+    """A role change is given up if the worker's connection is lost or it cannot change."""
     h = Harness.make(decode=2)
     decoding(h, submit("a"))
     own = next(w.incarnation for w in h.core.workers.values() if w.allocations)
@@ -277,7 +292,8 @@ def test_it_is_given_up_when_the_connection_is_lost_or_the_worker_cannot() -> No
     assert h.core.counters["flips_failed"] == 2
 
 
-def test_one_that_does_not_come_back_in_time_is_no_longer_waited_for() -> None:
+def test_late_flip_is_given_up() -> None:
+    """A worker that does not register in its new role in time is no longer waited for."""
     h = Harness.make(decode=2)
     ask(h, "decode-20", Role.PREFILL)
     assert h.core.next_deadline() == REGISTER_S_MAX
@@ -288,7 +304,8 @@ def test_one_that_does_not_come_back_in_time_is_no_longer_waited_for() -> None:
     assert h.take(Draining, 20) == [Draining(None)] and not h.core.draining, "it is still there, and serves"
 
 
-def test_one_that_was_killed_and_started_again_is_what_it_was() -> None:
+def test_restarted_worker_keeps_old_role() -> None:
+    """A worker killed and started again during a role change keeps its old role."""
     h = Harness.make(decode=2)
     ask(h, "decode-20", Role.PREFILL)
     h.post(PeerDown(20, "no heartbeat"))
@@ -300,13 +317,15 @@ def test_one_that_was_killed_and_started_again_is_what_it_was() -> None:
 @pytest.mark.parametrize(
     "request_", [FlipRequest("decode-20", Role.PREFILL, 0.0), PolicyRequest(PolicyAction.ROLLBACK)]
 )
-def test_only_operators_tools_may_ask(request_: Message) -> None:
+def test_flips_and_policy_need_operator_tool(request_: Message) -> None:
+    """A role change or policy request from a gateway is a protocol violation."""
     h = Harness.make(decode=2)
     h.receive(1, request_)
     assert h.protocol_violation and not h.core.draining and not h.core.flips
 
 
-def test_step_reports_of_others_prove_nothing() -> None:
+def test_foreign_steps_prove_nothing() -> None:
+    """Steps of other workers and unknown steps do not prove a role change."""
     h = Harness.make(decode=2)
     ask(h, "decode-20", Role.PREFILL)
     come_back(h, 20, 40, Role.PREFILL)
@@ -329,7 +348,8 @@ def mixed_up(h: Harness, first: int, name: str = "m-0", pid: int = 7, flipped_fr
     return first, first + 1
 
 
-def test_a_mixed_worker_goes_when_both_its_roles_are_empty_and_comes_back_in_one() -> None:
+def test_mixed_worker_flips_when_empty() -> None:
+    """A mixed worker goes when both its roles are empty, and comes back in one."""
     h = Harness.make(prefill=1, decode=0)
     prefill, decode = mixed_up(h, 40)
     decoding(h, submit("a"))
@@ -350,7 +370,8 @@ def test_a_mixed_worker_goes_when_both_its_roles_are_empty_and_comes_back_in_one
     assert not h.core.counters["prefill_restarted"] and not h.core.counters["decode_restarted"]
 
 
-def test_a_worker_becomes_mixed_when_both_roles_are_registered() -> None:
+def test_worker_becomes_mixed() -> None:
+    """A worker becomes mixed once both its roles are registered."""
     h = Harness.make(prefill=2, decode=1)
     assert not ask(h, "prefill-10", Role.MIXED)
     h.post(PeerDown(10, "said goodbye"))
@@ -368,7 +389,8 @@ def test_a_worker_becomes_mixed_when_both_roles_are_registered() -> None:
     assert last(h).first_step_ms == 1000.0 and not h.core.unproven
 
 
-def test_if_one_connection_to_a_mixed_worker_is_lost_both_roles_stay() -> None:
+def test_lost_link_keeps_mixed_worker() -> None:
+    """Both roles of a mixed worker stay if one connection is lost during its role change."""
     h = Harness.make(decode=1)
     prefill, decode = mixed_up(h, 40)
     assert not ask(h, "m-0", Role.DECODE)
@@ -383,7 +405,8 @@ def test_if_one_connection_to_a_mixed_worker_is_lost_both_roles_stay() -> None:
     assert not h.core.draining and not h.core.flipping
 
 
-def test_the_roles_of_a_mixed_worker_go_together() -> None:
+def test_mixed_roles_flip_together() -> None:
+    """The roles of a mixed worker change together or not at all."""
     h = Harness.make(prefill=1, decode=0)
     mixed_up(h, 40)
     assert "m-0-decode is one role of the mixed worker m-0" in ask(h, "m-0-decode", Role.PREFILL)
@@ -394,14 +417,16 @@ def test_the_roles_of_a_mixed_worker_go_together() -> None:
     assert "registered in one of its roles alone" in ask(h, "m-0", Role.PREFILL)
 
 
-def test_two_mixed_workers_of_one_name_are_told_apart() -> None:
+def test_duplicate_mixed_names_are_refused() -> None:
+    """A role change is refused if two mixed workers have the same name."""
     h = Harness.make(prefill=1, decode=1)
     mixed_up(h, 40)
     mixed_up(h, 50, pid=8)
     assert "2 workers are called 'm-0': give each a --name of its own" in ask(h, "m-0", Role.PREFILL)
 
 
-def test_the_first_step_in_a_role_of_a_change_that_was_given_up_has_no_time() -> None:
+def test_failed_flip_records_no_step_time() -> None:
+    """A role change that was given up records no time of a first step."""
     h = Harness.make(prefill=2, decode=1)
     h.now = 1_000.0
     assert not ask(h, "prefill-10", Role.MIXED)

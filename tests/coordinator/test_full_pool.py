@@ -74,14 +74,15 @@ def run(users: int, bypasses_max: int) -> Found:
 
 
 @pytest.mark.parametrize("users", first(1, [1000, 1, 10, 100]))
-def test_requests_without_room_do_not_delay_those_that_have_some(users: int) -> None:
+def test_unplaceable_requests_delay_no_others(users: int) -> None:
     """Without reservations, so that nothing but the order of the queue decides."""
     alone, beside = run(0, NO_RESERVATION), run(users, NO_RESERVATION)
     assert p99(beside.ttft_s) <= 1.5 * p99(alone.ttft_s), (p99(alone.ttft_s), p99(beside.ttft_s))
 
 
 @pytest.mark.parametrize("users", first(1, [1000, 100, 10]))
-def test_a_thousand_users_get_no_more_of_a_full_pool_than_ten(users: int) -> None:
+def test_user_count_wins_no_pool_share(users: int) -> None:
+    """A thousand users of an organisation get no more of a full pool than ten."""
     alone, beside = run(0, 64), run(users, 64)
     assert beside.served > 0, "large requests are served in the end"
     assert beside.room_share <= 1 / 6 + 0.02, "one at a time"

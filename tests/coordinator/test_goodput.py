@@ -43,14 +43,16 @@ def load(
 @pytest.mark.parametrize("seed", first(1, range(1, 6)))
 @pytest.mark.parametrize("times", first(1, [1.5, 1.2, 3.0]))
 @pytest.mark.parametrize(("workers", "tenants"), first(2, [(4, 100), (1, 1), (1, 100), (8, 1)]))
-def test_overload_takes_little_from_goodput(workers: int, tenants: int, times: float, seed: int) -> None:
+def test_overload_keeps_goodput(workers: int, tenants: int, times: float, seed: int) -> None:
+    """Goodput stays at 90 % of capacity or more in overload."""
     capacity = 0.94 * 8 * workers  # a step has an overhead of 2 ms
     found = load(prefill(workers), times * 8 * workers, deadline_ms=2000.0, tenants=tenants, seed=seed)
     assert found["goodput_per_s"] >= 0.9 * capacity, found
     assert found["useful_share"] >= 0.9, found
 
 
-def test_a_light_tenant_is_not_refused_for_a_heavy_ones_backlog() -> None:
+def test_light_tenant_is_not_refused() -> None:
+    """A light tenant is not refused because of a heavy tenant's backlog."""
     heavy = [(0.01 * n, LoadRequest("heavy", "heavy", "", 4096, 2, 2, 0.0, Goal(), 0)) for n in range(200)]
     light = [(5.0 + n, LoadRequest("light", "light", "", 512, 2, 2, 2000.0, Goal(2000.0), 0)) for n in range(10)]
     workload = Workload(
@@ -64,7 +66,8 @@ def test_a_light_tenant_is_not_refused_for_a_heavy_ones_backlog() -> None:
 
 
 @pytest.mark.parametrize("share", first(1, [0.8, 0.2]))
-def test_a_worker_that_fails_at_once_does_not_get_every_request(share: float) -> None:
+def test_failing_worker_is_passed_by(share: float) -> None:
+    """A worker that fails at once does not get every request."""
     failures = (PlannedFailure(1.0, "prefill-3", "failing"),)
     found = load(prefill(8), share * 7 * 8, failures=failures)
     assert found["finished"] >= 0.99 * found["offered"], found
@@ -72,14 +75,15 @@ def test_a_worker_that_fails_at_once_does_not_get_every_request(share: float) ->
     assert found["ttft_ms"]["p99"] <= 2 * healthy["ttft_ms"]["p99"], (found, healthy)
 
 
-def test_where_all_fail_it_is_not_the_workers_that_are_left_out() -> None:
+def test_failures_everywhere_spare_workers() -> None:
     """One hostile tenant whose requests fail everywhere must not shut the others out."""
     found = load(prefill(1), 2.0, failures=(PlannedFailure(1.0, "prefill-0", "failing", for_s=10.0),), goal_ms=0.0)
     assert found["finished"] >= 0.6 * found["offered"], found
 
 
 @pytest.mark.parametrize("share", first(1, [0.7, 0.3]))
-def test_a_slow_worker_costs_no_more_than_its_absence(share: float) -> None:
+def test_slow_worker_costs_like_absence(share: float) -> None:
+    """A slow worker raises the p99 TTFT by at most half over a pool without it."""
     per_s = share * 4 * 4
     slow = load([*prefill(3), *prefill(1, 10.0, 3)], per_s, tokens=2048, seconds=60.0)
     without = load(prefill(3), per_s, tokens=2048, seconds=60.0)
@@ -87,13 +91,14 @@ def test_a_slow_worker_costs_no_more_than_its_absence(share: float) -> None:
     assert slow["ttft_ms"]["p99"] <= 1.5 * without["ttft_ms"]["p99"], (slow, without)
 
 
-def test_slow_workers_get_prompts_in_proportion_to_their_speed() -> None:
+def test_slow_workers_get_fewer_prompts() -> None:
+    """Slow workers get prompts in proportion to their speed."""
     workers = [*prefill(4), *prefill(4, 4.0, 4)]
     found, same = load(workers, 0.6 * 20, tokens=2048), load(prefill(5), 0.6 * 20, tokens=2048)
     assert found["ttft_ms"]["p90"] <= 2 * same["ttft_ms"]["p90"], (found, same)
 
 
-def test_a_decode_worker_that_began_with_a_single_stream_takes_more() -> None:
+def test_decode_batch_grows_after_one_stream() -> None:
     """What a step takes for each sequence is not known before two of them ran."""
     ask = LoadRequest("all", "t", "", 64, 100, 100, 0.0, Goal(2000.0, 30.0), 0)
     arrivals = [(0.0, ask), *((5.0 + 0.1 * n, ask) for n in range(200))]
@@ -104,7 +109,7 @@ def test_a_decode_worker_that_began_with_a_single_stream_takes_more() -> None:
     assert found["goodput_share"] >= 0.95, found
 
 
-def test_prompts_on_a_mixed_worker_leave_its_streams_their_target() -> None:
+def test_mixed_worker_keeps_stream_target() -> None:
     """A full step of 256 tokens takes 128 ms there."""
     chat = [
         (0.5 * n, LoadRequest("chat", "t", "interactive", 64, 40, 40, 0.0, Goal(2000.0, 80.0), 0)) for n in range(50)
@@ -122,7 +127,7 @@ def test_prompts_on_a_mixed_worker_leave_its_streams_their_target() -> None:
 
 
 @pytest.mark.parametrize("seed", first(1, range(1, 6)))
-def test_strict_and_lax_streams_run_on_different_workers(seed: int) -> None:
+def test_strict_and_lax_streams_separate(seed: int) -> None:
     """Together, a batch that keeps the strict target would be all that either worker may have."""
     source, arrivals = random.Random(seed), list[tuple[float, LoadRequest]]()
     for name, per_s, target_ms in (("interactive", 4.0, 30.0), ("batch", 8.0, 0.0)):
@@ -144,7 +149,7 @@ def test_strict_and_lax_streams_run_on_different_workers(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", first(1, [4, 1, 2, 3, 5]))
-def test_where_a_batch_is_small_interactive_requests_do_not_wait_for_its_next_free_place(seed: int) -> None:
+def test_interactive_gets_place_in_small_batch(seed: int) -> None:
     """Nine streams keep the target, and each runs for six seconds; both kinds come at 0.75 of what is served."""
     source, arrivals = random.Random(seed), list[tuple[float, LoadRequest]]()
     for name, goal in (("interactive", Goal(2000.0, 100.0)), ("batch", Goal())):

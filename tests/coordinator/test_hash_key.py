@@ -54,7 +54,8 @@ def with_coordinator(scene: Callable[[Join], Awaitable[None]], event_log: str = 
     run(body)
 
 
-def test_gateways_share_one_random_key_that_outlives_the_coordinator(tmp_path: Path) -> None:
+def test_gateways_share_lasting_hash_key(tmp_path: Path) -> None:
+    """Gateways share one random hash key that outlives the coordinator and is not in its log."""
     log, keys = tmp_path / "events", []
 
     async def first(join: Join) -> None:
@@ -76,7 +77,7 @@ def test_gateways_share_one_random_key_that_outlives_the_coordinator(tmp_path: P
     assert b"gateway-21" in recorded and keys[0] not in recorded
 
 
-def test_hashes_say_nothing_without_the_key() -> None:
+def test_hashes_reveal_nothing_without_key() -> None:
     """Not even to somebody who knows the cache group and all of a prompt but one block."""
     rng, key = random.Random(3), b"k" * 32
     prompt = pack_tokens([rng.randrange(1 << 15) for _ in range(64)])
@@ -91,7 +92,8 @@ def test_hashes_say_nothing_without_the_key() -> None:
 
 
 @pytest.mark.parametrize("key", [b"", b"n" * 32])
-def test_a_gateway_hashes_with_the_key_that_it_was_told(key: bytes) -> None:
+def test_gateway_uses_told_hash_key(key: bytes) -> None:
+    """A gateway hashes with the key it was told, and keeps it if a coordinator tells none."""
     from tests.gateway.fakes import make_site
 
     async def body() -> None:

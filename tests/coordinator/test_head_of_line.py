@@ -23,7 +23,8 @@ def run_prefill(world: Harness) -> None:
                 world.receive(10, HandedOver(chunk.request_id, 1, 1, 1.0))
 
 
-def test_a_request_without_room_does_not_hold_up_smaller_ones_of_its_tenant() -> None:
+def test_large_request_lets_small_pass() -> None:
+    """A request without room does not hold up smaller ones of its tenant."""
     world = Harness.make(kv_blocks=40)
     world.receive(1, submit("hog", 4, max_tokens=77))  # 20 of 40 blocks
     run_prefill(world)
@@ -36,7 +37,8 @@ def test_a_request_without_room_does_not_hold_up_smaller_ones_of_its_tenant() ->
     assert placed(world, "large") == ["large"]
 
 
-def test_a_request_with_more_choices_than_a_worker_has_free_does_not_hold_up_those_with_fewer() -> None:
+def test_many_choices_let_fewer_pass() -> None:
+    """A request with more choices than a worker has free does not hold up those with fewer."""
     world = Harness.make(max_seqs=4)
     world.receive(1, submit("hog", 4, choices=2))
     run_prefill(world)
@@ -45,7 +47,8 @@ def test_a_request_with_more_choices_than_a_worker_has_free_does_not_hold_up_tho
     assert placed(world, "many", "one") == ["one"]
 
 
-def test_a_request_that_waits_for_a_cache_does_not_hold_up_others_of_its_tenant() -> None:
+def test_cache_wait_holds_up_no_others() -> None:
+    """A request that waits for a cache does not hold up others of its tenant."""
     world = Harness.make(prefill=2, limits=Limits(step_tokens=16, steps_in_flight=1))
     cached = named(submit("busy", 816), 1)
     world.receive(10, CacheEvents(cached.block_hashes[: 200 * 16], b""))
@@ -59,7 +62,8 @@ def test_a_request_that_waits_for_a_cache_does_not_hold_up_others_of_its_tenant(
 
 
 @pytest.mark.parametrize("lost", ["ends", "is drained"])
-def test_a_request_that_waits_for_a_cache_runs_elsewhere_once_that_worker_leaves(lost: str) -> None:
+def test_cache_wait_ends_with_worker(lost: str) -> None:
+    """A request that waits for a cache runs elsewhere once that worker ends or is drained."""
     world = Harness.make(prefill=2, limits=Limits(step_tokens=16, steps_in_flight=1))
     cached = named(submit("busy", 816), 1)
     world.receive(10, CacheEvents(cached.block_hashes[: 200 * 16], b""))
@@ -73,7 +77,7 @@ def test_a_request_that_waits_for_a_cache_runs_elsewhere_once_that_worker_leaves
     assert [message.request_id for message in world.take(Prefill, 11) if isinstance(message, Prefill)] == ["waits"]
 
 
-def test_a_large_request_is_served_though_small_ones_keep_coming() -> None:
+def test_large_request_is_served_at_last() -> None:
     """Once it was bypassed `bypasses_max` times, room is kept for it."""
     world = Harness.make(limits=Limits(bypasses_max=8), kv_blocks=40)
     world.receive(1, submit("first", 4, max_tokens=37))  # 10 of 40 blocks

@@ -13,14 +13,16 @@ FULL = [
 ] + [Cell(24, 0.5, 4, blocks=FEW), Cell(24, 0.95, 4, blocks=FEW)]
 
 
-def test_one_shared_prefix_does_not_herd_all_requests_to_one_worker() -> None:
+def test_shared_prefix_does_not_herd() -> None:
+    """One shared prefix does not send all requests to one worker."""
     found = measure(4, one_shared_prefix(), POLICIES["ours"], skip=0.0)
     assert found.most_on_one < 0.5, "at 40 of 64 requests per second"
     assert found.ttft_p50_s < 0.5
 
 
 @pytest.mark.parametrize("cell", first(1, CORNER), ids=str)
-def test_a_corner_of_the_grid(cell: Cell) -> None:
+def test_grid_corner_keeps_its_bounds(cell: Cell) -> None:
+    """A corner of the grid keeps the bounds on slowdown and cache hits."""
     slower, hits, ok = judge(cell)
     assert ok, (slower, hits)
 
@@ -28,6 +30,7 @@ def test_a_corner_of_the_grid(cell: Cell) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("cell", FULL, ids=str)
-def test_the_grid(cell: Cell) -> None:
+def test_full_grid_keeps_its_bounds(cell: Cell) -> None:
+    """The full grid keeps the bounds on slowdown and cache hits."""
     slower, hits, ok = judge(cell)
     assert ok, (slower, hits)

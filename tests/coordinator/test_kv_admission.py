@@ -20,7 +20,9 @@ def key(number: int) -> tuple[str, int]:
     return (f"r{number}", 1)
 
 
-def test_a_whole_life_in_blocks() -> None:
+def test_whole_life_counts_blocks() -> None:
+    """The blocks of a whole life cover the prompt, the answer and each choice."""
+
     def whole(prompt: int, *, max_tokens: int, choices: int = 1, resumed: int = 0) -> int:
         return KvDemand.of(submit("a", prompt, max_tokens=max_tokens, choices=choices, resumed=resumed)).whole(4)
 
@@ -52,9 +54,10 @@ def naive_peak(lives: list[KvDemand], starts: list[int | None], now: int, block_
     st.integers(1, 5),
     st.integers(0, 90),
 )
-def test_the_peak_is_that_of_a_count_step_by_step(
+def test_peak_equals_stepwise_count(
     there: list[tuple[KvDemand, int | None]], candidate: KvDemand, block_size: int, kv_blocks: int
 ) -> None:
+    """The peak equals a count step by step, and decides whether a candidate fits."""
     room = KvAdmission(kv_blocks, block_size)
     for number, (life, _) in enumerate(there):
         room.place(key(number), life)
@@ -79,7 +82,8 @@ def test_the_peak_is_that_of_a_count_step_by_step(
         max_size=3,
     )
 )
-def test_for_attempts_just_placed_the_peak_is_what_the_worst_order_of_joining_needs(found: list[KvDemand]) -> None:
+def test_pending_peak_is_worst_join_order(found: list[KvDemand]) -> None:
+    """The peak of attempts just placed is what the worst order of joining needs."""
     room = KvAdmission(1000, 2)
     for number, life in enumerate(found):
         room.place(key(number), life)
@@ -94,7 +98,8 @@ def test_for_attempts_just_placed_the_peak_is_what_the_worst_order_of_joining_ne
     assert room.peak == worst
 
 
-def test_a_short_one_that_comes_late_meets_a_long_one_at_its_longest() -> None:
+def test_late_short_meets_long_at_peak() -> None:
+    """A short attempt does not fit if it could meet a long one at its longest."""
     room = KvAdmission(16, 1)
     room.place(key(0), KvDemand(2, 9))
     room.joined(key(0), 0)
@@ -108,6 +113,7 @@ def test_a_short_one_that_comes_late_meets_a_long_one_at_its_longest() -> None:
 
 
 def test_more_fit_than_by_whole_lives() -> None:
+    """More attempts fit than if each counted with its whole life."""
     room = KvAdmission(100, 1)
     placed = 0
     for step in range(0, 60, 4):
@@ -201,11 +207,12 @@ def load(seed: int, *, lockstep_from_placement: bool = False) -> int:
 
 
 @pytest.mark.parametrize("seed", first(80, range(150)))
-def test_nothing_ever_runs_out_whatever_the_lengths_delays_and_orders(seed: int) -> None:
+def test_pool_never_runs_out(seed: int) -> None:
+    """The pool never runs out, whatever the lengths, delays and orders."""
     assert load(seed) >= 1, f"seed {seed}: the pool was never under pressure"
 
 
-def test_the_plain_peak_formula_runs_out() -> None:
+def test_plain_peak_formula_runs_out() -> None:
     """The same test sees it when attempts still to join are taken to run already."""
     broken = 0
     for seed in range(30):
@@ -216,7 +223,8 @@ def test_the_plain_peak_formula_runs_out() -> None:
     assert broken > 3
 
 
-def test_what_was_adopted_counts_whole_and_may_go_beyond_the_pool() -> None:
+def test_adopted_attempts_count_whole() -> None:
+    """Adopted attempts count with all their blocks, and may go beyond the pool."""
     room = KvAdmission(10, 4)
     room.adopt(key(0), 7)
     room.adopt(key(1), 6)
@@ -227,7 +235,8 @@ def test_what_was_adopted_counts_whole_and_may_go_beyond_the_pool() -> None:
     assert room.fits(KvDemand(8, 4)) and not room.fits(KvDemand(9, 4))
 
 
-def test_overcommit_counts_what_is_expected_and_twice_of_what_outlives_it() -> None:
+def test_overcommit_counts_expected_length() -> None:
+    """Overcommit counts the expected length, and twice as much once an attempt outlives it."""
     room = KvAdmission(40, 1)
     for number in range(3):
         life = KvDemand(4, 30, expected=6)
@@ -251,7 +260,9 @@ def test_overcommit_counts_what_is_expected_and_twice_of_what_outlives_it() -> N
     assert room.peak == 0 and len(room) == 0
 
 
-def test_victims_are_of_the_lowest_band_then_the_most_served_tenant_then_the_newest_and_resumed_ones_last() -> None:
+def test_victims_are_chosen_in_order() -> None:
+    """Victims come by lowest class, most served tenant and newest, with resumed attempts last."""
+
     def candidate(
         name: str, weight: float, debt: float, placed_at: float, resumed: bool = False
     ) -> PreemptionCandidate:

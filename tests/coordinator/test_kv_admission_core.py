@@ -32,7 +32,8 @@ def hand_over(h: Harness) -> None:
                 h.receive(10, HandedOver(chunk.request_id, chunk.attempt, 0, 0.0))
 
 
-def test_a_request_is_placed_once_those_running_are_known_to_end_in_time() -> None:
+def test_placement_awaits_known_ends() -> None:
+    """A request is placed once the running ones are known to end in time."""
     h = Harness.make(kv_blocks=13)
     for name in ("a", "b", "c"):
         h.receive(1, submit(name, 8, max_tokens=17))  # 2 blocks, and 6 in the end
@@ -46,7 +47,8 @@ def test_a_request_is_placed_once_those_running_are_known_to_end_in_time() -> No
     assert h.core.workers[20].free_blocks == 0
 
 
-def test_streams_of_a_worker_that_comes_back_may_count_for_more_than_its_pool() -> None:
+def test_returning_worker_may_exceed_pool() -> None:
+    """Streams of a worker that comes back may count for more than its pool."""
     h = Harness.make(1, 0)
     hello = worker_hello(Role.DECODE, 22, kv_blocks=10)
     held = tuple(Held(name, 1, 6, 1) for name in ("x", "y"))
@@ -70,7 +72,8 @@ def overcommitted() -> Harness:
     return h
 
 
-def test_the_newest_makes_room_and_counts_whole_when_it_comes_back() -> None:
+def test_newest_is_preempted_and_counts_whole() -> None:
+    """The newest stream is preempted when blocks run short, and counts whole when it comes back."""
     h = overcommitted()
     h.receive(20, DecodeProgress(5, 1, 2, (Joined("a", 1, 0), Joined("b", 1, 0))))
     [interrupted] = h.take(Interrupted)
@@ -87,7 +90,8 @@ def test_the_newest_makes_room_and_counts_whole_when_it_comes_back() -> None:
     assert h.core.workers[20].free_blocks == 1, "not 10: it is counted with all of its 77"
 
 
-def test_nothing_is_placed_while_blocks_run_short() -> None:
+def test_short_blocks_stop_placement() -> None:
+    """Nothing is placed while a worker's blocks run short."""
     h = overcommitted()
     h.receive(20, DecodeProgress(5, 1, 2, (Joined("a", 1, 0), Joined("b", 1, 0))))
     h.receive(20, Released("b", 1, 5))
@@ -97,7 +101,8 @@ def test_nothing_is_placed_while_blocks_run_short() -> None:
     assert names(h.take(Reserve)) == ["c"]
 
 
-def test_without_overcommit_nobody_is_interrupted_whatever_the_worker_says() -> None:
+def test_no_overcommit_means_no_preemption() -> None:
+    """Nothing is interrupted where overcommit is off, whatever the worker reports."""
     h = Harness.make(limits=Limits(kv_overcommit=1.0), kv_blocks=20)
     h.receive(1, submit("a", 8, max_tokens=25))
     h.receive(20, DecodeProgress(5, 1, 9, (Joined("a", 1, 0),)))
@@ -105,13 +110,14 @@ def test_without_overcommit_nobody_is_interrupted_whatever_the_worker_says() -> 
 
 
 @pytest.mark.parametrize("name", first(4, sorted(workloads(64))))
-def test_under_overload_nothing_is_refused_after_prefill_and_nothing_runs_out(name: str) -> None:
+def test_overload_never_runs_out(name: str) -> None:
+    """Nothing is refused after prefill, preempted or out of memory in overload."""
     figures = OverloadedCluster(workloads(64)[name], 512, 16, overload=2.0, seed=3).run(128, 200)
     assert figures.refused_after_prefill == figures.out_of_memory == figures.preempted == 0
     assert figures.finished > 20
 
 
-def test_the_pool_is_used_to_85_percent_when_answers_average_half_of_max_tokens() -> None:
+def test_pool_use_reaches_85_percent() -> None:
     """Prompts as long as max_tokens; it depends on that, and `python -m benchmarks kv-utilization` has the table."""
 
     def draw(random: Random) -> Job:
@@ -124,14 +130,15 @@ def test_the_pool_is_used_to_85_percent_when_answers_average_half_of_max_tokens(
     assert peak.output_tokens > 1.15 * whole.output_tokens
 
 
-def test_the_most_that_is_possible_depends_on_how_much_of_a_life_is_its_prompt() -> None:
+def test_most_use_depends_on_prompt_share() -> None:
     """By hand, without a prompt: 1/3 over the highest value of 1/3 + x - x² - x³/3, which it has at x = √2 - 1."""
     x = 2**0.5 - 1
     assert most_use(0.0) == pytest.approx(1 / 3 / (1 / 3 + x - x**2 - x**3 / 3), abs=1e-5)
     assert 0.84 < most_use(0.5) < 0.85 < most_use(0.55) < most_use(1.0) < most_use(2.0) < 1.0
 
 
-def test_where_lengths_are_underestimated_every_victim_comes_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preempted_streams_all_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every preempted stream finishes though lengths are underestimated."""
     monkeypatch.setattr(WaitQueue, "long_output", lambda queue, request: 32.0)
 
     def draw(random: Random) -> Job:

@@ -18,7 +18,9 @@ from runtime.storage.lock_file import network_file_system
 SOON_S = 60.0
 
 
-def test_the_next_has_its_turn_when_the_first_gives_up(tmp_path: Path) -> None:
+def test_next_waiter_gets_released_lock(tmp_path: Path) -> None:
+    """A waiting coordinator gets the lock once the first gives it up, even if another waiter timed out before."""
+
     async def work() -> None:
         stop, path = Stop(), str(tmp_path / "sub" / "usage.sqlite")
         first, second, third = LeaderLock(path), LeaderLock(path), LeaderLock(path)
@@ -38,7 +40,9 @@ def test_the_next_has_its_turn_when_the_first_gives_up(tmp_path: Path) -> None:
     asyncio.run(work())
 
 
-def test_who_is_stopped_while_waiting_takes_no_turn(tmp_path: Path) -> None:
+def test_stopped_waiter_takes_no_lock(tmp_path: Path) -> None:
+    """A coordinator that is stopped while it waits does not take the lock, so others can take it."""
+
     async def work() -> None:
         stop, path = Stop(), str(tmp_path / "usage.sqlite")
         first, second = LeaderLock(path), LeaderLock(path)
@@ -54,9 +58,10 @@ def test_who_is_stopped_while_waiting_takes_no_turn(tmp_path: Path) -> None:
     asyncio.run(work())
 
 
-def test_a_second_coordinator_of_a_journal_ends_with_a_word_on_the_option(
+def test_second_coordinator_names_usage_db_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """A second coordinator of one ledger ends with a message that names --usage-db and leaves the file alone."""
     monkeypatch.setattr(serve, "PREDECESSOR_S", 0.05)
     path = str(tmp_path / "usage.sqlite")
     settings = CoordinatorSettings(usage_db=path, bind="tcp://127.0.0.1:0", metrics="off", log_format="json")
@@ -74,7 +79,8 @@ def test_a_second_coordinator_of_a_journal_ends_with_a_word_on_the_option(
     assert not Path(path).exists(), "it has not touched the ledger"
 
 
-def test_a_lock_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_uncreatable_lock_error_names_path(tmp_path: Path) -> None:
+    """An error about a lock file that cannot be created names its folder."""
     (tmp_path / "file").write_text("")
     (tmp_path / "link.lock").symlink_to(tmp_path / "file")
     for path in (tmp_path / "file" / "usage.sqlite", tmp_path / "link"):
@@ -85,9 +91,8 @@ def test_a_lock_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "kind", ["nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "fuse.anything", "9p", "lustre", "ceph", "gfs2"]
 )
-def test_a_ledger_on_a_network_file_system_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A ledger on a network file system is refused with the name of that file system."""
     device = tmp_path.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     mounts = tmp_path / "mounts"
@@ -104,7 +109,8 @@ def test_a_ledger_on_a_network_file_system_is_refused_by_name(
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs", "tmpfs", "overlay", "virtiofs", "fuse.fuse-overlayfs", "nfsd"])
-def test_a_local_file_system_is_not(tmp_path: Path, kind: str) -> None:
+def test_local_file_system_is_accepted(tmp_path: Path, kind: str) -> None:
+    """A local file system is not taken for a network file system, nor is an unknown mount table."""
     device = tmp_path.stat().st_dev
     mounts = tmp_path / "mounts"
     mounts.write_text(
@@ -114,7 +120,8 @@ def test_a_local_file_system_is_not(tmp_path: Path, kind: str) -> None:
     assert network_file_system(tmp_path, tmp_path / "no proc") == network_file_system(tmp_path) == ""
 
 
-def test_a_link_to_a_network_file_system_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ledger_link_to_nfs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A symbolic link to a ledger on a network file system is followed and refused."""
     far = tmp_path / "far"
     far.mkdir()
     (tmp_path / "usage.sqlite").symlink_to(far / "usage.sqlite")
@@ -124,7 +131,8 @@ def test_a_link_to_a_network_file_system_is_followed(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["a\0b", "loop/usage.sqlite", "file/usage.sqlite"])
-def test_a_path_that_cannot_be_meant_is_said_at_once(tmp_path: Path, name: str) -> None:
+def test_invalid_lock_path_is_refused(tmp_path: Path, name: str) -> None:
+    """An unusable lock path is refused at once, without a claim that another coordinator has it."""
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "file").touch()
     with pytest.raises(NotLeader) as caught:
@@ -133,9 +141,10 @@ def test_a_path_that_cannot_be_meant_is_said_at_once(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_after_an_absence_it_serves_only_if_the_lock_is_still_its_own(
+def test_stalled_coordinator_needs_its_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], replaced: bool
 ) -> None:
+    """A coordinator serves again after a stall only if the lock file is still its own."""
     path = tmp_path / "usage.sqlite"
     settings = CoordinatorSettings(usage_db=str(path), bind="tcp://127.0.0.1:0", metrics="off", log_format="json")
     served: list[int] = []
@@ -157,7 +166,9 @@ def test_after_an_absence_it_serves_only_if_the_lock_is_still_its_own(
     assert ("--usage-db: " in "".join(capfd.readouterr())) == replaced
 
 
-def test_the_lock_of_a_file_that_was_removed_is_no_lock(tmp_path: Path) -> None:
+def test_lock_of_removed_file_is_refused(tmp_path: Path) -> None:
+    """A waiter is refused if the lock file was removed while it waited."""
+
     async def work() -> None:
         path = str(tmp_path / "usage.sqlite")
         first, second = LeaderLock(path), LeaderLock(path)
@@ -172,7 +183,8 @@ def test_the_lock_of_a_file_that_was_removed_is_no_lock(tmp_path: Path) -> None:
     asyncio.run(work())
 
 
-def test_the_lock_and_its_folder_are_for_their_user_alone(tmp_path: Path) -> None:
+def test_lock_and_folder_are_private(tmp_path: Path) -> None:
+    """The lock file has mode 0600 and the folder created for it mode 0700."""
     path = tmp_path / "made" / "usage.sqlite"
     lock = LeaderLock(str(path))
     assert asyncio.run(lock.take(Stop(), 60))
@@ -181,9 +193,8 @@ def test_the_lock_and_its_folder_are_for_their_user_alone(tmp_path: Path) -> Non
     assert Path(f"{path}.lock").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_ledger_that_cannot_be_read_ends_the_start_with_a_word_on_the_option(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_unreadable_ledger_names_usage_db_option(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A ledger that is no database ends the start with a message that names --usage-db."""
     path = tmp_path / "usage.sqlite"
     path.write_bytes(b"garbage" * 1000)
     settings = CoordinatorSettings(usage_db=str(path), bind="tcp://127.0.0.1:0", metrics="off", log_format="json")
@@ -191,7 +202,8 @@ def test_a_ledger_that_cannot_be_read_ends_the_start_with_a_word_on_the_option(
     assert f"--usage-db: {path}: file is not a database" in "".join(capfd.readouterr())
 
 
-def test_a_step_of_the_wall_clock_is_told_to_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wall_clock_step_reaches_quotas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of the wall clock changes the day that the quotas count."""
     settings = CoordinatorSettings(bind="tcp://127.0.0.1:0", metrics="off", log_format="json")
 
     async def work() -> None:

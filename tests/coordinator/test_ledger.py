@@ -68,7 +68,8 @@ def rows(path: Path) -> dict[str, tuple[str | None, int]]:
     return {request_id: (outcome, charged) for request_id, outcome, charged in found}
 
 
-def test_what_is_open_and_what_the_day_cost_comes_back(tmp_path: Path) -> None:
+def test_open_rows_and_charges_are_restored(tmp_path: Path) -> None:
+    """Open rows, the day's charges and recent requests are read back when a ledger starts."""
     path = tmp_path / "new folder" / "usage.sqlite"
     write(path, opened("r1"), opened("r2"), closed("r1"), opened("old", day=-1), opened("b", tenant="b"))
     past = past_of(path)
@@ -87,13 +88,15 @@ def test_what_is_open_and_what_the_day_cost_comes_back(tmp_path: Path) -> None:
     assert all(0 <= ago_s < 60 for _, ago_s, _ in past.recent)
 
 
-def test_repeating_an_entry_changes_nothing(tmp_path: Path) -> None:
+def test_repeated_entries_change_nothing(tmp_path: Path) -> None:
+    """Repeated openings and closings of a request leave its row as it was first closed."""
     path = tmp_path / "usage.sqlite"
     write(path, opened("r"), opened("r"), closed("r"), closed("r", "cancelled"), opened("r"), closed("never opened"))
     assert rows(path) == {"r": ("finished", closed("r").charged_tokens)}
 
 
-def test_the_loop_hears_of_openings_once_they_are_on_disk(tmp_path: Path) -> None:
+def test_openings_reported_once_on_disk(tmp_path: Path) -> None:
+    """Openings are reported as committed, in order, only once their rows are on disk."""
     path = tmp_path / "usage.sqlite"
 
     async def work(ledger: Ledger, _past: Past, committed: list[str]) -> None:
@@ -110,7 +113,8 @@ def test_the_loop_hears_of_openings_once_they_are_on_disk(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("content", [b"this is not a database" * 100, None])
-def test_a_file_of_another_kind_is_refused_with_its_name(tmp_path: Path, content: bytes | None) -> None:
+def test_foreign_ledger_file_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    """A file that is no database, or has another version, is refused with its name."""
     path = tmp_path / "usage.sqlite"
     if content is None:
         with closing(sqlite3.connect(path)) as db:
@@ -121,7 +125,7 @@ def test_a_file_of_another_kind_is_refused_with_its_name(tmp_path: Path, content
         past_of(path)
 
 
-def test_a_failure_of_the_disk_is_told(tmp_path: Path) -> None:
+def test_disk_failure_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "usage.sqlite"
 
     async def body() -> None:
@@ -138,7 +142,8 @@ def test_a_failure_of_the_disk_is_told(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_kill_in_the_middle_forgives_nothing_and_doubles_nothing(tmp_path: Path) -> None:
+def test_kill_loses_and_doubles_no_charge(tmp_path: Path) -> None:
+    """Acknowledged requests stay charged exactly once though the process is killed while it writes."""
     path = tmp_path / "usage.sqlite"
     acknowledged: set[str] = set()
     closing_asked: set[str] = set()
@@ -177,7 +182,8 @@ def test_kill_in_the_middle_forgives_nothing_and_doubles_nothing(tmp_path: Path)
     assert rows(path) == {request_id: ("finished", closed(request_id).charged_tokens) for request_id in known}
 
 
-def test_nothing_about_a_request_leaves_before_its_row_and_links_keep_their_order() -> None:
+def test_messages_wait_for_ledger_row() -> None:
+    """Messages about a request are held until its row is committed, and each link keeps their order."""
     outbox = Outbox()
     one, two = Send(1, Accepted("r", 1)), Send(2, Release("r", 1))
     status, other = Send(1, StatusRequest()), Send(3, Accepted("other", 1))
@@ -194,9 +200,8 @@ def test_nothing_about_a_request_leaves_before_its_row_and_links_keep_their_orde
 
 
 @pytest.mark.parametrize("keep_days", [0, 30])
-def test_closed_rows_are_deleted_after_their_days_and_open_ones_never(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_days: int
-) -> None:
+def test_closed_rows_expire_open_rows_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_days: int) -> None:
+    """Closed rows are deleted after their days are over, open rows never."""
     monkeypatch.setattr("coordinator.accounting.ledger.PRUNE_MAX", 7)
     path = tmp_path / "usage.sqlite"
     names = [f"r{n}" for n in range(30)]
@@ -216,11 +221,12 @@ def test_closed_rows_are_deleted_after_their_days_and_open_ones_never(
     assert set(rows(path)) == left
 
 
-def test_days_are_written_for_people() -> None:
+def test_days_are_written_as_dates() -> None:
     assert [day_text(day) for day in (0, 20_778)] == ["1970-01-01", "2026-11-21"]
 
 
-def test_what_was_held_back_for_a_lost_link_is_not_sent_on_its_next_one():
+def test_held_messages_are_dropped_with_link():
+    """Messages held back for a lost link are not sent on its next one."""
     outbox = Outbox()
     outbox.opened("r")
     assert not outbox.pass_or_hold(Send(7, Release("r", 1)))
@@ -237,9 +243,10 @@ def test_what_was_held_back_for_a_lost_link_is_not_sent_on_its_next_one():
         (0, 0, (4, 32)),
     ],
 )
-def test_what_was_cached_is_still_known_when_a_row_was_opened_again(
+def test_cached_tokens_survive_reopened_row(
     tmp_path: Path, computed: int, cached: int, expected: tuple[int, int]
 ) -> None:
+    """A row that is opened again still counts prompt and cached tokens of its first attempt."""
     path = tmp_path / "usage.sqlite"
 
     def end(outcome: str, prompt: int, cached: int, output: int) -> Closed:
@@ -276,9 +283,10 @@ def spoil(path: Path, statement: str, *values: object) -> None:
         ],
     ],
 )
-def test_an_odd_row_is_left_out_and_said_once(
+def test_odd_row_is_skipped_with_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column: str, value: object
 ) -> None:
+    """A row with an impossible value is left out, and one warning tells how many there were."""
     path = tmp_path / "usage.sqlite"
     write(path, opened("r"), opened("good"), opened("worse"))
     spoil(path, f"UPDATE usage SET {column} = ? WHERE request_id = 'r'", value)
@@ -296,7 +304,8 @@ def test_an_odd_row_is_left_out_and_said_once(
 @pytest.mark.parametrize(
     "statement", ["UPDATE usage SET charged_tokens = ?", "UPDATE usage_totals SET charged_tokens = ?"]
 )
-def test_an_odd_amount_is_charged_to_nobody(tmp_path: Path, statement: str, value: object) -> None:
+def test_odd_amount_is_not_charged(tmp_path: Path, statement: str, value: object) -> None:
+    """An impossible amount of charged tokens counts for no tenant, and later rows are still written."""
     path = tmp_path / "usage.sqlite"
     write(path, opened("r"), closed("r"))
     spoil(path, statement, value)
@@ -307,7 +316,8 @@ def test_an_odd_amount_is_charged_to_nobody(tmp_path: Path, statement: str, valu
     assert rows(path)["next"] == ("finished", closed("next").charged_tokens)
 
 
-def test_rows_of_a_foreign_table_cannot_stop_a_start(tmp_path: Path) -> None:
+def test_foreign_table_rows_cannot_stop_start(tmp_path: Path) -> None:
+    """Rows with missing or huge values do not keep a ledger from starting."""
     path = tmp_path / "usage.sqlite"
     write(path, opened("r"))
     with closing(sqlite3.connect(path)) as db:
@@ -326,7 +336,8 @@ def test_rows_of_a_foreign_table_cannot_stop_a_start(tmp_path: Path) -> None:
     assert past_of(path).open == ()
 
 
-def test_a_table_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_unwritable_table_is_refused_at_start(tmp_path: Path) -> None:
+    """A table without the primary key that writing needs is refused at the start."""
     path = tmp_path / "usage.sqlite"
     write(path, opened("r"))
     with closing(sqlite3.connect(path)) as db:
@@ -342,9 +353,11 @@ def test_a_table_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) 
     "error", [ValueError("odd"), OverflowError("large"), MemoryError(), RecursionError(), SystemExit(3)]
 )
 @pytest.mark.parametrize("where", ["_write", "_prepare"])
-def test_whatever_ends_the_ledgers_thread_is_told(
+def test_ledger_thread_failure_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, where: str
 ) -> None:
+    """Any error that ends the ledger's thread is reported, at its start or later."""
+
     def fail(*_: object) -> None:
         raise error
 
@@ -365,7 +378,8 @@ def test_whatever_ends_the_ledgers_thread_is_told(
     asyncio.run(body())
 
 
-def test_the_ledger_is_for_its_user_alone(tmp_path: Path) -> None:
+def test_ledger_files_are_private(tmp_path: Path) -> None:
+    """Ledger files have mode 0600, and the folder created for them mode 0700, whatever the umask."""
     path = tmp_path / "made" / "usage.sqlite"
     before = os.umask(0)
     try:
@@ -386,14 +400,16 @@ def test_the_ledger_is_for_its_user_alone(tmp_path: Path) -> None:
         os.umask(before)
 
 
-def test_what_is_no_file_is_no_ledger(tmp_path: Path) -> None:
+def test_special_file_is_refused(tmp_path: Path) -> None:
+    """A named pipe in place of the ledger file is refused."""
     path = tmp_path / "usage.sqlite"
     os.mkfifo(path)
     with pytest.raises(LedgerError, match="it is not a file"):
         past_of(path)
 
 
-def test_an_old_row_with_an_amount_that_cannot_be_summed_is_deleted_like_others(tmp_path: Path) -> None:
+def test_old_odd_row_is_deleted(tmp_path: Path) -> None:
+    """An old row whose amount cannot be summed is deleted like other old rows."""
     path = tmp_path / "usage.sqlite"
     write(path, opened("odd"), closed("odd"), opened("old"), closed("old"))
     with closing(sqlite3.connect(path)) as db:

@@ -61,7 +61,8 @@ def start(path: Path, today: int) -> Past:
 
 
 @pytest.mark.parametrize("seed", first(6, range(20)))
-def test_totals_are_what_the_rows_add_up_to(tmp_path: Path, seed: int) -> None:
+def test_totals_equal_sum_of_rows(tmp_path: Path, seed: int) -> None:
+    """Stored totals equal the sum of the rows after any entries, crashes and deletions."""
     source, path = random.Random(seed), tmp_path / "usage.sqlite"
     db = connect(path)
     for _ in range(60):
@@ -106,6 +107,7 @@ def work_of_a_start(path: Path, rows: int) -> int:
         return steps[0]
 
 
-def test_a_start_does_no_more_work_with_more_rows(tmp_path: Path) -> None:
+def test_start_work_independent_of_row_count(tmp_path: Path) -> None:
+    """Reading 5,000 rows at the start takes about as many SQLite steps as reading 100."""
     few, many = work_of_a_start(tmp_path / "few.sqlite", 100), work_of_a_start(tmp_path / "many.sqlite", 5_000)
     assert many <= few + 2, (few, many)

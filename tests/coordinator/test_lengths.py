@@ -60,7 +60,7 @@ class Chats:
     ("lengths", "prompt_tokens", "per_s", "interrupted_max"),
     first(1, [("chat", 200, 15.0, 0.01), ("chat", 1000, 8.0, 0.01), ("mostly short", 200, 15.0, 0.1)]),
 )
-def test_chat_without_max_tokens_uses_the_pool(
+def test_chat_without_max_tokens_fills_pool(
     lengths: str, prompt_tokens: int, per_s: float, interrupted_max: float, seed: int
 ) -> None:
     """Where one answer of twelve takes a quarter of a worker's pool, and nothing tells which, more are interrupted."""
@@ -73,7 +73,8 @@ def test_chat_without_max_tokens_uses_the_pool(
     assert not chats.cluster.core.counters["work_failed_transfer_failed"], "a computed prompt found no room"
 
 
-def test_without_overcommit_max_tokens_are_counted() -> None:
+def test_no_overcommit_counts_max_tokens() -> None:
+    """Requests are counted with all of max_tokens, and none is interrupted, if overcommit is off."""
     chats = Chats("chat", 200, 15.0, 1, Limits(queue_requests_max=64, kv_overcommit=1.0))
     assert chats.use(10.0, 30.0) < 0.25
     assert not any(request.interruptions for request in chats.cluster.requests.values())
@@ -86,7 +87,8 @@ limits = { tokens_in_flight = 20_000, tokens_per_day = 100_000 }
 
 
 @pytest.mark.parametrize("taught_tokens", [2, 100])
-def test_short_answers_do_not_teach_quotas_to_let_long_ones_in(taught_tokens: int) -> None:
+def test_short_answers_do_not_loosen_quotas(taught_tokens: int) -> None:
+    """Many short answers do not let long ones exceed token limits by more than one request."""
     cluster = VirtualCluster(Limits(), Timing(prefill_tokens_per_s=1e6, decode_step_s=0.02), decode=2, progress=False)
     cluster.post(Configured(parse(LIMITED), 0.0))
     for number in range(120):
@@ -107,7 +109,8 @@ def test_short_answers_do_not_teach_quotas_to_let_long_ones_in(taught_tokens: in
     assert 60_000 < used <= most_a_day <= 100_000 + 4_000
 
 
-def test_an_answer_longer_than_its_estimate_is_charged_as_it_is_emitted() -> None:
+def test_overlong_answer_is_charged_as_emitted() -> None:
+    """An answer longer than its estimate is charged token by token as it is emitted."""
     timing = Timing(prefill_tokens_per_s=2e5, decode_step_s=0.02)
     cluster = VirtualCluster(Limits(), timing, decode_blocks=DECODE_BLOCKS, block_size=16, max_seqs=64, batched=True)
     for number in range(50):

@@ -21,7 +21,8 @@ HERE = PrefillSide(tokens_before=0, tokens_per_s=1000.0, cached_tokens=0, fullne
 DECODE = DecodeSide(missing_blocks=10, fullness=0.0, failure_rate=0.0, host="a")
 
 
-def test_a_mixed_workers_own_half_is_preferred_until_it_is_fuller_than_the_transfer_is_worth() -> None:
+def test_own_decode_half_preferred_unless_fuller() -> None:
+    """A mixed worker's own decode half is preferred until it is fuller than the transfer is worth."""
     own, other = replace(DECODE, is_same_process=True), replace(DECODE, missing_blocks=10)
     assert best_decode([(1, other), (2, own)], "a", WEIGHTS) == 2
     assert best_decode([(1, other), (2, replace(own, fullness=0.004))], "a", WEIGHTS) == 2
@@ -36,7 +37,8 @@ def chain(*parts: int) -> list[bytes]:
 
 
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40), min_size=1, max_size=8), st.data())
-def test_the_longest_prefix_is_found_in_steps_that_halve(chains: list[list[int]], data: st.DataObject) -> None:
+def test_longest_prefix_matches_naive_search(chains: list[list[int]], data: st.DataObject) -> None:
+    """The longest known prefix is the one that a naive search finds."""
     known = Locality()
     known.join(7, 1000)
     held: set[bytes] = set()
@@ -51,7 +53,8 @@ def test_the_longest_prefix_is_found_in_steps_that_halve(chains: list[list[int]]
 
 
 @given(st.lists(st.booleans(), max_size=40))
-def test_with_reports_lost_nothing_is_made_up(there: list[bool]) -> None:
+def test_lost_reports_invent_no_prefix(there: list[bool]) -> None:
+    """Lost reports may shorten the known prefix, but it never ends in a block that was not reported."""
     known = Locality()
     known.join(7, 1000)
     hashes = chain(*[0] * len(there))
@@ -60,7 +63,7 @@ def test_with_reports_lost_nothing_is_made_up(there: list[bool]) -> None:
     assert found <= len(there) and (found == 0 or there[found - 1])
 
 
-def test_a_workers_reports_add_up_to_what_its_allocator_knows() -> None:
+def test_reports_add_up_to_allocator_cache() -> None:
     """Random prompts through a real allocator: after each report, what is believed is what is there."""
     seed = 11
     rng = random.Random(seed)
@@ -77,7 +80,8 @@ def test_a_workers_reports_add_up_to_what_its_allocator_knows() -> None:
         assert known.count(7) == allocator.cached_count
 
 
-def test_what_is_believed_dies_with_the_incarnation_and_a_miss_mends_it() -> None:
+def test_cache_belief_ends_with_incarnation() -> None:
+    """Known blocks are forgotten when a worker registers again or leaves, and a miss corrects them."""
     known, hashes = Locality(), b"".join(chain(1, 2, 3, 4))
     known.learn(7, hashes, b"")
     assert known.longest(7, hashes) == 0, "nobody has registered"
@@ -94,7 +98,8 @@ def test_what_is_believed_dies_with_the_incarnation_and_a_miss_mends_it() -> Non
     assert known.longest(7, hashes) == known.count(7) == 0
 
 
-def test_a_worker_is_believed_to_have_no_more_than_it_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_belief_is_bounded_by_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker is never believed to have more blocks than its pool or the table can hold."""
     monkeypatch.setattr(locality, "HASHES_MAX", 5)
     known = Locality()
     known.join(7, 3)
@@ -105,7 +110,8 @@ def test_a_worker_is_believed_to_have_no_more_than_it_can_hold(monkeypatch: pyte
             assert known.count(incarnation) <= {7: 3, 8: 5}[incarnation]
 
 
-def test_of_a_cache_larger_than_the_table_what_is_known_stays_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_table_keeps_known_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known prefixes stay known though a worker's cache is larger than the table."""
     monkeypatch.setattr(locality, "HASHES_MAX", 5)
     known = Locality()
     known.join(8, 100)
@@ -119,7 +125,8 @@ def test_of_a_cache_larger_than_the_table_what_is_known_stays_known(monkeypatch:
     assert known.longest(8, b"".join(later)) == 3, "as much as there is room for, from its beginning on"
 
 
-def test_names_of_other_blocks_are_not_used_and_the_last_token_is_computed() -> None:
+def test_other_block_sizes_match_nothing() -> None:
+    """Hashes of another block size are not used, and the last prompt token is always computed."""
     submit = Submit("r", 1, "m", 32, Sampling(max_tokens=1), block_hashes=bytes(32), hash_block_size=16)
     assert usable_hashes(submit, 16) == bytes(32) and usable_hashes(submit, 24) == b""
     assert (
@@ -146,16 +153,18 @@ BETTER_DECODE = [
 
 
 @pytest.mark.parametrize(("why", "better", "worse"), BETTER_PREFILL, ids=[c[0] for c in BETTER_PREFILL])
-def test_each_factor_of_the_prefill_side(why: str, better: PrefillSide, worse: PrefillSide) -> None:
+def test_each_factor_changes_prefill_score(why: str, better: PrefillSide, worse: PrefillSide) -> None:
+    """Each factor of the prefill score makes the better worker cheaper."""
     assert prefill_s(1000, better, WEIGHTS) < prefill_s(1000, worse, WEIGHTS), why
 
 
 @pytest.mark.parametrize(("why", "better", "worse"), BETTER_DECODE, ids=[c[0] for c in BETTER_DECODE])
-def test_each_factor_of_the_decode_side(why: str, better: DecodeSide, worse: DecodeSide) -> None:
+def test_each_factor_changes_decode_choice(why: str, better: DecodeSide, worse: DecodeSide) -> None:
+    """Each factor of the decode score makes the better worker cheaper and chosen, in any order."""
     assert decode_s(better, "a", WEIGHTS) < decode_s(worse, "a", WEIGHTS), why
     assert best_decode([(1, worse), (2, better)], "a", WEIGHTS) == 2
     assert best_decode([(2, worse), (1, better)], "a", WEIGHTS) == 1
 
 
-def test_nobody_to_choose_from() -> None:
+def test_no_worker_to_choose_from() -> None:
     assert best_decode([], "a", WEIGHTS) is None

@@ -9,7 +9,8 @@ from runtime.link.peer import LinkCounters
 from runtime.metrics.common import link_counters
 
 
-def test_what_the_core_begins_to_count_is_exported_without_another_line() -> None:
+def test_new_core_counters_are_exported() -> None:
+    """A counter that the core begins to use is exported without further code."""
     core = Core()
     registry = CoordinatorMetrics(core, lambda: 0.0).registry
     core.counters.update(something_new=2, rejected_new_reason=3, prefill_lost=4)
@@ -22,7 +23,7 @@ def test_what_the_core_begins_to_count_is_exported_without_another_line() -> Non
     assert registry.get_sample_value("crossdock_coordinator_events_total", {"event": "prefill_lost"}) is None
 
 
-def test_counters_go_on_where_they_were_after_an_absence() -> None:
+def test_counters_continue_after_absence() -> None:
     """The process goes on with a core that knows nothing."""
     core = Core()
     metrics = CoordinatorMetrics(core, lambda: 0.0)
@@ -61,6 +62,6 @@ def test_counters_go_on_where_they_were_after_an_absence() -> None:
     assert value("link_received_messages", port="control") == 8 and value("coordinator_requests_refused_behind") == 4
 
 
-def test_status_tells_what_was_before_an_absence() -> None:
+def test_status_includes_counts_before_absence() -> None:
     now, earlier = ({"a": 1}, {"finished": 2}), ({"a": 4, "b": 1}, {"finished": 3, "failed": 1})
     assert report.summed(now, earlier) == [{"a": 5, "b": 1}, {"finished": 5, "failed": 1}]

@@ -58,7 +58,8 @@ def work(seed: int, first_come: bool) -> Watched:
 
 
 @pytest.mark.parametrize("seed", first(1, range(3)))
-def test_fairness_costs_no_throughput_and_nobody_idles_while_something_could_run(seed: int) -> None:
+def test_fairness_costs_no_throughput(seed: int) -> None:
+    """The fair order computes 99 % of the tokens of first come, first served, and idles no worker with work."""
     fair, first_come = work(seed, False), work(seed, True)
     assert computed_tokens(fair) >= 0.99 * computed_tokens(first_come) > 0.8 * 2 * 20 * 8192
     busy_s = sum(worker.busy_s for worker in fair.prefill.values())
@@ -84,7 +85,8 @@ def goodput(times: float, seed: int) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("seed", first(1, range(2)))
-def test_five_times_the_load_takes_nothing_from_goodput(seed: int) -> None:
+def test_overload_does_not_reduce_goodput(seed: int) -> None:
+    """Five times the load leaves at least 95 % of the peak goodput, and the coordinator's memory bounded."""
     found = {times: goodput(times, seed) for times in (0.8, 1.0, 1.5, 2.0, 5.0)}
     peak = max(rate for rate, _ in found.values())
     assert found[5.0][0] >= 0.95 * peak, found
@@ -118,7 +120,8 @@ def fleet(seed: int, clients: int = 1000) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("seed", first(1, range(3)))
-def test_a_fleet_that_obeys_retry_after_is_let_in_and_does_not_come_all_at_once(seed: int) -> None:
+def test_retry_after_spreads_the_fleet(seed: int) -> None:
+    """Clients that obey retry_after are mostly let in at the first retry and do not all come at once."""
     retries, failed = fleet(seed)
     assert len(retries) > 800 and len(failed) <= 0.1 * len(retries), (len(retries), len(failed))
     per_s = Counter(int(when - min(retries)) for when in retries)
@@ -126,7 +129,8 @@ def test_a_fleet_that_obeys_retry_after_is_let_in_and_does_not_come_all_at_once(
     assert max(seconds) / statistics.mean(seconds) <= 1.5, seconds
 
 
-def test_the_largest_backlog_gives_way_and_the_small_one_is_let_in() -> None:
+def test_largest_backlog_is_shed_first() -> None:
+    """The newest request of the largest backlog is shed from a full queue for a tenant with a small one."""
     h = Harness.make(limits=Limits(queue_requests_max=10), max_seqs=1)
     for n in range(11):
         h.receive(1, with_tenant(f"big{n}", "big/a"))
@@ -140,7 +144,8 @@ def test_the_largest_backlog_gives_way_and_the_small_one_is_let_in() -> None:
     assert isinstance(refused, Rejected) and (refused.request_id, refused.reason) == ("big11", Reject.QUEUE_FULL)
 
 
-def test_a_thousand_keys_hide_no_backlog() -> None:
+def test_many_users_do_not_hide_backlog() -> None:
+    """An organisation's backlog is counted over all its users when requests are shed."""
     h = Harness.make(limits=Limits(queue_requests_max=20), max_seqs=1)
     h.receive(1, with_tenant("first", "many/x"))
     for n in range(18):
@@ -150,7 +155,8 @@ def test_a_thousand_keys_hide_no_backlog() -> None:
     assert {m.request_id[:4] for m in h.take(Rejected) if isinstance(m, Rejected)} == {"many"}
 
 
-def test_the_lowest_band_gives_way_first_and_for_itself_only_to_others() -> None:
+def test_lowest_priority_class_is_shed_first() -> None:
+    """The lowest priority class is shed first, and a newcomer of that class is refused itself."""
     h = Harness.make(limits=Limits(queue_requests_max=3), max_seqs=1)
     for n, priority_class in enumerate(["standard", "interactive", "batch", "standard"]):
         h.receive(1, with_tenant(f"{priority_class}{n}", f"o{n}", priority_class))
@@ -174,7 +180,8 @@ def with_tenant(name: str, tenant: str, priority_class: str = "", tokens: int = 
     )
 
 
-def test_a_deadline_that_cannot_be_met_is_refused_and_one_that_passes_costs_no_prefill() -> None:
+def test_unreachable_deadline_is_refused() -> None:
+    """A deadline that the projected wait does not allow is refused when the request is submitted."""
     world = VirtualCluster(timing=Timing(prefill_tokens_per_s=1000.0))
     world.submit("measured", "o", 1000)
     world.run(5.0)
@@ -191,7 +198,8 @@ def test_a_deadline_that_cannot_be_met_is_refused_and_one_that_passes_costs_no_p
     assert world.rejected[1].reason is Reject.DEADLINE and 5.0 < world.rejected[1].retry_after_s < 12.0
 
 
-def test_a_deadline_that_passes_costs_no_more_prefill() -> None:
+def test_missed_deadline_stops_prefill() -> None:
+    """A request whose deadline passes expires before its last chunk is computed."""
     world = VirtualCluster(timing=Timing(prefill_tokens_per_s=1000.0))
     world.submit("measured", "o", 1000)
     world.run(5.0)
@@ -205,7 +213,7 @@ def test_a_deadline_that_passes_costs_no_more_prefill() -> None:
     assert [r.request_id for r in world.rejected] == ["late"]
 
 
-def test_the_earliest_deadline_of_a_tenant_goes_first() -> None:
+def test_earliest_deadline_of_tenant_goes_first() -> None:
     world = VirtualCluster(Limits(steps_in_flight=1), Timing(prefill_tokens_per_s=1000.0))
     world.submit("running", "o", 256)
     for name, deadline_ms in (("third", 30_000), ("first", 10_000), ("second", 20_000)):
@@ -214,7 +222,8 @@ def test_the_earliest_deadline_of_a_tenant_goes_first() -> None:
     assert list(world.ttft_s) == ["running", "first", "second", "third"]
 
 
-def test_a_rate_is_right_from_the_start_and_forgets() -> None:
+def test_rate_is_accurate_early_and_forgets() -> None:
+    """A rate is within 15 % after a few seconds, and falls to zero once nothing is added."""
     rate = Rate(0.0)
     for second in range(1, 100):
         rate.add(50.0, float(second))

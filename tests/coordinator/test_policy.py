@@ -38,14 +38,16 @@ def versions(*texts: str) -> Versions:
     return made
 
 
-def test_each_accepted_change_gets_the_next_number_and_what_was_there_keeps_its_own() -> None:
+def test_policy_versions_keep_their_numbers() -> None:
+    """A changed policy or option gets the next number, and a known policy keeps its own."""
     made = versions(FILE, OTHER, FILE)
     assert [one.number for one in made.kept] == [1, 2] and made.active == 1 and made.before == [1, 2]
     made.load(tables_of(FILE), {"step_ms": 100.0}, 9.0)
     assert made.active == 3 and made.get(3).source == "version 1 with other options"
 
 
-def test_secrets_are_not_part_of_a_version() -> None:
+def test_secrets_are_not_in_versions() -> None:
+    """Keys and cache groups of the tenants file are not part of a version."""
     with_key = FILE + f'keys = ["{"0" * 64}"]\ncache_group = "g"\n'
     made = versions(FILE, with_key)
     assert made.active == 1 and len(made.kept) == 1
@@ -54,7 +56,8 @@ def test_secrets_are_not_part_of_a_version() -> None:
     }
 
 
-def test_what_was_promoted_stays_until_the_file_changes() -> None:
+def test_promoted_version_stays_until_new_file() -> None:
+    """A promoted version stays in force when the same file is loaded again, until the file changes."""
     made = versions(FILE)
     made.promote(tables_of(OTHER), OPTIONS, 1.0)
     made.load(tables_of(FILE), OPTIONS, 2.0)
@@ -63,7 +66,8 @@ def test_what_was_promoted_stays_until_the_file_changes() -> None:
     assert made.active == 3
 
 
-def test_a_trial_becomes_the_policy_or_ends() -> None:
+def test_trial_is_promoted_or_ended() -> None:
+    """A version on trial becomes the policy or ends, and impossible requests are refused."""
     made = versions(FILE)
     made.try_(tables_of(OTHER), OPTIONS, Trial(0, 0.5), 1.0)
     assert made.active == 1 and made.trial == Trial(2, 0.5)
@@ -82,7 +86,8 @@ def test_a_trial_becomes_the_policy_or_ends() -> None:
         made.try_(tables_of(FILE), OPTIONS, Trial(0, 0.5), 7.0)
 
 
-def test_back_to_a_version_of_other_options_is_a_version_of_its_own() -> None:
+def test_rollback_with_new_options_adds_version() -> None:
+    """A rollback to a version made with other options creates a version of its own."""
     made = versions(FILE)
     made.load(tables_of(OTHER), {"step_ms": 100.0}, 1.0)
     made.roll_back(1, {"step_ms": 100.0}, 2.0)
@@ -90,7 +95,8 @@ def test_back_to_a_version_of_other_options_is_a_version_of_its_own() -> None:
     assert made.get(3).tables == made.get(1).tables and made.get(3).options == {"step_ms": 100.0}
 
 
-def test_the_oldest_go_first_and_never_what_is_in_force_or_on_trial() -> None:
+def test_oldest_versions_are_dropped_first() -> None:
+    """The oldest versions are dropped first, but never those in force or on trial."""
     made = versions(FILE)
     made.try_(tables_of(OTHER), OPTIONS, Trial(0, 0.5), 0.0)
     for number in range(2 * MAX_POLICY_VERSIONS):
@@ -106,18 +112,21 @@ def test_the_oldest_go_first_and_never_what_is_in_force_or_on_trial() -> None:
 
 
 @given(st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.text(min_size=1, max_size=20))
-def test_a_larger_share_has_all_organisations_of_a_smaller_one(one: float, other: float, name: str) -> None:
+def test_larger_share_includes_smaller_share(one: float, other: float, name: str) -> None:
+    """A trial with a larger share has all organisations of one with a smaller share."""
     if Trial(1, min(one, other)).has(name):
         assert Trial(2, max(one, other)).has(name)
 
 
-def test_a_share_is_about_that_part_of_the_organisations() -> None:
+def test_trial_share_matches_its_fraction() -> None:
+    """A trial has about its share of the organisations."""
     names = [f"org-{number}" for number in range(10_000)]
     for share in (0.0, 0.1, 0.5, 1.0):
         assert sum(map(Trial(1, share).has, names)) == pytest.approx(share * 10_000, abs=150)
 
 
-def test_a_trial_changes_its_organisations_with_all_their_users_and_no_others() -> None:
+def test_trial_changes_only_its_organisations() -> None:
+    """A trial changes its organisations with all their users, and no others."""
     active = parse(FILE + "limits = { concurrency = 8 }\n")
     candidate = parse(OTHER + "limits = { concurrency = 2 }\n[tenants.new]\n")
     found = merged(active, candidate, Trial(2, 0.0, ("acme",)))
@@ -128,7 +137,8 @@ def test_a_trial_changes_its_organisations_with_all_their_users_and_no_others() 
         merged(active, parse("[priority_classes.gold]\nweight = 1.0\n"), Trial(2, 0.5))
 
 
-def test_requests_are_counted_under_the_version_they_came_under() -> None:
+def test_requests_count_under_their_version() -> None:
+    """Requests are counted under the version in force when they came, and only during a trial."""
     h = Harness.make()
     made = versions(FILE)
     h.post(Configured(tenants_of(made), 0.0, None, made.in_force))
@@ -187,7 +197,9 @@ def content(text: str) -> str:
     return msgspec.json.encode(tables_of(text)).decode()
 
 
-def test_what_was_promoted_or_tried_is_there_after_a_restart(tmp_path: Path) -> None:
+def test_policies_survive_restart(tmp_path: Path) -> None:
+    """Versions promoted or on trial are in force again after a restart."""
+
     async def body() -> None:
         kept = Kept(tmp_path)
         keeper = await kept.start()
@@ -221,7 +233,9 @@ def test_what_was_promoted_or_tried_is_there_after_a_restart(tmp_path: Path) -> 
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
-def test_what_cannot_be_done_changes_nothing(tmp_path: Path, request_: PolicyRequest, why: str) -> None:
+def test_impossible_request_changes_nothing(tmp_path: Path, request_: PolicyRequest, why: str) -> None:
+    """A policy request that cannot be done is refused, and nothing is changed or stored."""
+
     async def body() -> None:
         kept = Kept(tmp_path)
         keeper = await kept.start()
@@ -233,7 +247,9 @@ def test_what_cannot_be_done_changes_nothing(tmp_path: Path, request_: PolicyReq
     run(body)
 
 
-def test_what_cannot_be_stored_is_not_put_in_force(tmp_path: Path) -> None:
+def test_unstored_policy_is_not_in_force(tmp_path: Path) -> None:
+    """A policy that cannot be stored is refused, and a damaged store stops the start."""
+
     async def body() -> None:
         kept = Kept(tmp_path)
         keeper = await kept.start()
@@ -247,7 +263,9 @@ def test_what_cannot_be_stored_is_not_put_in_force(tmp_path: Path) -> None:
     run(body)
 
 
-def test_a_file_that_changes_is_the_next_version(tmp_path: Path) -> None:
+def test_changed_file_is_next_version(tmp_path: Path) -> None:
+    """A changed tenants file becomes the next version and is put in force."""
+
     async def body() -> None:
         kept = Kept(tmp_path, durable=False)
         keeper = await kept.start()
@@ -261,7 +279,9 @@ def test_a_file_that_changes_is_the_next_version(tmp_path: Path) -> None:
     run(body)
 
 
-def test_no_more_than_a_few_requests_wait(tmp_path: Path) -> None:
+def test_waiting_policy_requests_are_bounded(tmp_path: Path) -> None:
+    """Policy requests over the bound are refused at once with a word to try again."""
+
     async def body() -> None:
         keeper = await Kept(tmp_path).start()
         answers: list[PolicyAnswer] = []

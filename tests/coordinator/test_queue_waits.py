@@ -31,7 +31,8 @@ def expire_at(h: Harness, now: float) -> list[tuple[str, Reject]]:
     return [(m.request_id, m.reason) for m in h.take(Rejected) if isinstance(m, Rejected)]
 
 
-def test_each_priority_class_has_a_longest_wait_of_its_own() -> None:
+def test_each_class_has_its_longest_wait() -> None:
+    """Requests expire after the longest wait of their priority class, or the general one if it has none."""
     h = full(Limits(priority_classes=BANDS, queue_wait_s_max=20.0))
     for priority_class in ("batch", "standard", "interactive"):
         h.receive(1, msgspec.structs.replace(submit(priority_class), priority_class=priority_class))
@@ -44,7 +45,8 @@ def test_each_priority_class_has_a_longest_wait_of_its_own() -> None:
     assert h.core.next_deadline() is None
 
 
-def test_a_resumed_stream_waits_longer_than_its_class_but_not_for_ever() -> None:
+def test_resumed_stream_has_its_own_wait() -> None:
+    """A resumed request may wait longer than its class allows, up to resumed_wait_s_max."""
     h = Harness.make(limits=Limits(priority_classes=BANDS, queue_wait_s_max=5.0, resumed_wait_s_max=30.0), max_seqs=1)
     h.receive(1, submit("a"))
     [step] = h.take(Step)
@@ -59,7 +61,8 @@ def test_a_resumed_stream_waits_longer_than_its_class_but_not_for_ever() -> None
     assert h.ended["a"] == ["expired"], "the gateway takes the rejection of an accepted request for a failure"
 
 
-def test_a_reload_changes_the_wait_of_those_that_wait_already() -> None:
+def test_reload_changes_wait_of_queued_requests() -> None:
+    """A reload applies the new longest wait to requests that wait already."""
     h = full(Limits(priority_classes=BANDS, queue_wait_s_max=20.0))
     h.receive(1, msgspec.structs.replace(submit("a"), priority_class="batch"))
     queue = h.core.queues[MODEL]
@@ -67,7 +70,8 @@ def test_a_reload_changes_the_wait_of_those_that_wait_already() -> None:
     assert expire_at(h, 2.0) == [("a", Reject.EXPIRED)]
 
 
-def test_the_tenants_file_says_how_long_a_band_waits() -> None:
+def test_tenants_file_sets_queue_wait() -> None:
+    """The tenants file sets a class's longest wait, and zero is refused."""
     priority_classes = parse(
         "[priority_classes.fast]\nweight = 2.0\nqueue_wait_s = 1.5\n[priority_classes.slow]\nweight = 1.0\n"
     ).priority_classes
@@ -94,7 +98,8 @@ def probed() -> Harness:
     return h
 
 
-def test_an_answer_that_ends_with_a_stop_string_trains_the_estimate_as_one_that_the_worker_ends() -> None:
+def test_stop_string_end_trains_estimate() -> None:
+    """An answer that ends with a stop string trains the length estimate as if its worker had ended it."""
     by_worker, by_gateway, left = probed(), probed(), probed()
     before = learnt(by_worker)
     for h in (by_worker, by_gateway, left):
@@ -108,7 +113,8 @@ def test_an_answer_that_ends_with_a_stop_string_trains_the_estimate_as_one_that_
     assert learnt(by_gateway) == learnt(by_worker), "the worker's own end of it does not count once more"
 
 
-def test_a_resumed_answer_counts_with_all_of_its_tokens() -> None:
+def test_resumed_answer_counts_all_tokens() -> None:
+    """A resumed answer trains the length estimate with all of its tokens, not only those of its last attempt."""
     ends = {"worker": Finished("a", 2, 60, 0), "gateway": Cancel("a", 2, CancelReason.STOP_STRING, 180)}
     for source, end in ends.items():
         h = probed()

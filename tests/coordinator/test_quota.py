@@ -45,7 +45,8 @@ def state_of(q: Quotas) -> dict[str, tuple[object, ...]]:
 ASK = Ask(60, 40, 7)
 
 
-def test_a_denial_on_one_level_takes_nothing_on_any() -> None:
+def test_denial_takes_nothing_on_any_level() -> None:
+    """A request denied on one level takes nothing from any other level."""
     q = quotas(
         "[tenants.a]\nlimits = { concurrency = 1 }\n"
         "[tenants.a.users.x]\nlimits = { requests_per_min = 5, tokens_per_min = 1000 }\n[tenants.a.users.y]"
@@ -68,12 +69,14 @@ def test_a_denial_on_one_level_takes_nothing_on_any() -> None:
         ("tokens_per_day = 99", "tokens_per_day"),
     ],
 )
-def test_what_alone_is_over_a_limit_is_told_not_to_come_back(limits: str, limit: str) -> None:
+def test_oversized_request_gets_no_retry_time(limits: str, limit: str) -> None:
+    """A request that alone is over a limit is denied with no time to come back."""
     q = quotas(f"[tenants.a]\nlimits = {{ {limits}, requests_per_min = 1 }}")
     assert denied(q.reserve("a", ASK, 0.0)) == ("a", limit, 0.0)
 
 
-def test_an_estimate_is_trued_up_and_may_leave_a_debt() -> None:
+def test_true_up_may_leave_a_debt() -> None:
+    """An estimate is corrected to the real tokens, and a debt delays the next request."""
     q = quotas("[tenants.a]\nlimits = { tokens_per_min = 600 }")
     q.settle(granted(q.reserve("a", Ask(100, 500, 0), 0.0)), 100, 0.0)
     assert q.rates("a", 0.0).remaining_tokens == 500
@@ -83,7 +86,8 @@ def test_an_estimate_is_trued_up_and_may_leave_a_debt() -> None:
     assert wait_s == pytest.approx(21.0, abs=1e-4)  # 200 in debt, 10 more, at 10 a second
 
 
-def test_the_day_begins_at_midnight_utc_and_keeps_its_own_requests() -> None:
+def test_day_begins_at_midnight_utc() -> None:
+    """A daily limit begins anew at midnight UTC, and each request counts for the day it came on."""
     q = quotas("[tenants.a]\nlimits = { tokens_per_day = 250 }", offset_s=86_400.0 - 100.0)
     late, _ = granted(q.reserve("a", ASK, 40.0)), granted(q.reserve("a", ASK, 50.0))
     level, limit, wait_s = denied(q.reserve("a", ASK, 60.0))
@@ -93,7 +97,8 @@ def test_the_day_begins_at_midnight_utc_and_keeps_its_own_requests() -> None:
     assert q.accounts["a"].day_tokens == 100
 
 
-def test_held_and_daily_limits_count_the_most_and_let_one_estimate_in_beside_it() -> None:
+def test_held_and_daily_limits_count_maximum() -> None:
+    """Limits on held and daily tokens count the most that may come, and let one request in beside it."""
     q = quotas("[tenants.a]\nlimits = { tokens_in_flight = 1000, tokens_per_day = 2000 }")
     long = Ask(10, 2, 0, 900)
     running = granted(q.reserve("a", long, 0.0))
@@ -108,7 +113,8 @@ def test_held_and_daily_limits_count_the_most_and_let_one_estimate_in_beside_it(
     assert (level, limit) == ("a", "tokens_per_day") and wait_s > HELD_RETRY_S, "all that is given back is not enough"
 
 
-def test_after_a_restart_open_requests_still_count_with_the_most() -> None:
+def test_restored_requests_count_their_maximum() -> None:
+    """Open requests restored after a restart count with the most tokens that may come."""
     q, ask = quotas("[tenants.a]\nlimits = { tokens_in_flight = 1000, tokens_per_day = 1000 }"), Ask(10, 2, 0, 995)
     q.seed("a", 0, ask.tokens, 0.0)
     grant = q.restore("a", ask, 0, 0.0)
@@ -118,7 +124,8 @@ def test_after_a_restart_open_requests_still_count_with_the_most() -> None:
     assert q.accounts["a"].day_tokens == 30 and not q.accounts["a"].day_spare_tokens
 
 
-def test_borrowing_goes_over_rates_only_while_idle_and_is_marked() -> None:
+def test_borrowing_passes_rates_only_while_idle() -> None:
+    """Borrowing exceeds only rates, only while the cluster is idle, and is marked and leaves no debt."""
     q = quotas(
         "[tenants.a]\nborrow = true\nlimits = { requests_per_min = 1, tokens_per_min = 100, concurrency = 3 }\n"
         "[tenants.b]\nlimits = { requests_per_min = 1 }"
@@ -145,7 +152,7 @@ def test_undo_leaves_no_trace() -> None:
     assert state_of(q) == before
 
 
-def test_a_grant_cannot_be_settled_twice() -> None:
+def test_grant_cannot_be_settled_twice() -> None:
     q = quotas("[tenants.a]")
     grant = granted(q.reserve("a", ASK, 0.0))
     q.settle(grant, 5, 0.0)
@@ -153,7 +160,8 @@ def test_a_grant_cannot_be_settled_twice() -> None:
         q.settle(grant, 5, 0.0)
 
 
-def test_a_new_file_changes_limits_and_keeps_what_is_held_and_used() -> None:
+def test_new_limits_keep_held_and_used() -> None:
+    """A new tenants file changes limits and keeps what is held and used."""
     q = quotas("[tenants.a]\nlimits = { tokens_per_min = 1000, concurrency = 4 }")
     grants = [granted(q.reserve("a", ASK, 0.0)) for _ in range(2)]
     q.replace(parse("[tenants.a]\nlimits = { tokens_per_min = 500, concurrency = 2, kv_blocks = 20 }"), 0.0, 0.0)
@@ -166,7 +174,8 @@ def test_a_new_file_changes_limits_and_keeps_what_is_held_and_used() -> None:
     assert "a" not in q.accounts  # gone a day later, when its budget does not matter any more
 
 
-def test_rates_are_of_the_level_with_the_least_left() -> None:
+def test_rates_show_tightest_level() -> None:
+    """Reported rates are those of the level with the least left."""
     q = quotas(
         "[tenants.a]\nlimits = { requests_per_min = 4, tokens_per_min = 1000 }\n"
         "[tenants.a.users.x]\nlimits = { requests_per_min = 60 }\n[tenants.free]"
@@ -176,7 +185,8 @@ def test_rates_are_of_the_level_with_the_least_left() -> None:
     assert q.rates("free", 0.0) == RateState(0, 0, 0.0, 0, 0, 0.0)
 
 
-def test_after_a_step_of_the_wall_clock_days_begin_at_the_right_hour() -> None:
+def test_days_follow_wall_clock_steps() -> None:
+    """Days begin at the right hour after the wall clock was set forward or back."""
     text = "[tenants.a]\nlimits = { tokens_per_day = 100 }\n"
     ahead = 20 * 3600.0
     q = quotas(text, 10 * DAY_S + 12 * 3600.0 + ahead)  # it is noon of day 10, and the clock says day 11
@@ -193,7 +203,8 @@ def test_after_a_step_of_the_wall_clock_days_begin_at_the_right_hour() -> None:
     assert q.accounts["a"].day == 10 and q.accounts["a"].day_tokens == 5
 
 
-def test_a_daily_budget_is_a_limit_of_tokens_that_begins_anew_at_midnight() -> None:
+def test_daily_budget_is_reported_as_rate() -> None:
+    """A daily budget is reported as the token limit where it has less left than the rate per minute."""
     q = quotas(
         "[tenants.a]\nlimits = { tokens_per_day = 1000, tokens_per_min = 500 }\n[tenants.a.users.x]\n"
         "[tenants.b]\nlimits = { tokens_per_day = 250 }",
@@ -211,7 +222,8 @@ def test_a_daily_budget_is_a_limit_of_tokens_that_begins_anew_at_midnight() -> N
     assert q.rates("a/x", 99.0) == RateState(0, 0, 0.0, 1000, 200, 1.0), "now the day has"
 
 
-def test_rates_of_before_a_restart_are_what_they_would_have_been() -> None:
+def test_restart_restores_rates() -> None:
+    """Rates seeded after a restart equal those of a process that kept running."""
     text = "[tenants.a]\nlimits = { requests_per_min = 6, tokens_per_min = 600 }"
     lived, began = quotas(text), quotas(text)
     for at in (100.0, 102.0, 131.0):
@@ -339,7 +351,8 @@ def _random_tenants(rng: random.Random) -> Tenants:
 
 
 @pytest.mark.parametrize("seed", first(80, range(150)))
-def test_random_histories_are_judged_as_by_a_naive_twin(seed: int) -> None:
+def test_random_histories_match_naive_twin(seed: int) -> None:
+    """Quotas grant and deny random requests as a naive twin does."""
     rng = random.Random(seed)
     tenants, offset_s, now = _random_tenants(rng), 86_400.0 - 16.0, 0.0
     q, twin = Quotas(tenants, offset_s), Twin(tenants)
@@ -408,7 +421,7 @@ class Row:
 
 
 @pytest.mark.parametrize("seed", first(1, range(2)))
-def test_a_thousand_clients_crashes_and_restarts_leave_nothing(seed: int) -> None:
+def test_crashes_and_restarts_leave_nothing_held(seed: int) -> None:
     """No level is ever over a limit by more than one request. In the end nothing is held, and each day has what was used."""
     rng = random.Random(seed)
     limits = (
@@ -483,7 +496,7 @@ def _check_level(q: Quotas, level: Level) -> None:
     assert account.requests is not None and account.requests.content >= 0
 
 
-def test_more_than_the_limit_is_never_said_to_be_left() -> None:
+def test_remaining_tokens_never_exceed_limit() -> None:
     """As where the ledger has an open row that its own sums do not have; a gateway takes no larger number."""
     q = Quotas(parse("[tenants.a.limits]\ntokens_per_day = 100"))
     grant = q.restore("a", Ask((1 << 40) - 1, 0, 0), q.day(0.0), 0.0)

@@ -50,12 +50,14 @@ def place_again(numerics: dict[int, str]) -> int:
 
 
 @pytest.mark.parametrize("same", [21, 22, 23])
-def test_a_stream_goes_on_where_the_same_bits_are_computed(same: int) -> None:
+def test_resume_prefers_same_kernels(same: int) -> None:
+    """A stream resumes on the worker that computes the same bits as its lost one."""
     kinds = dict.fromkeys((21, 22, 23), "kernels 2")
     assert place_again({**kinds, same: "kernels 1"}) == same
 
 
-def test_a_stream_goes_on_with_other_bits_where_there_is_no_choice() -> None:
+def test_resume_falls_back_to_other_kernels() -> None:
+    """A stream resumes on a worker with other kernels if no worker has the same ones."""
     assert place_again({21: "kernels 2", 22: "kernels 3"}) in (21, 22)
 
 
@@ -63,7 +65,8 @@ def test_a_stream_goes_on_with_other_bits_where_there_is_no_choice() -> None:
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_a_worker_that_says_it_hangs_is_fenced_before_its_link_ends(role: Role) -> None:
+def test_hung_worker_is_fenced_at_once(role: Role) -> None:
+    """A worker that reports a hang is fenced before its link ends, and its later messages are ignored."""
     h = Harness.make(2, 2)
     h.receive(1, submit("a"))
     request = h.core.requests["a"]
@@ -80,7 +83,8 @@ def test_a_worker_that_says_it_hangs_is_fenced_before_its_link_ends(role: Role) 
     assert "hung" in (h.core.refusal(hello) or "")
 
 
-def test_a_process_that_comes_back_as_another_is_counted_as_started_again() -> None:
+def test_restarted_process_is_counted() -> None:
+    """A worker that returns with another incarnation counts as restarted, a lost link alone does not."""
     h = Harness.make()
     first = h.core.peers[10]
     h.post(PeerDown(10, "connection closed"))
@@ -91,7 +95,8 @@ def test_a_process_that_comes_back_as_another_is_counted_as_started_again() -> N
     assert h.core.counters["prefill_restarted"] == 1
 
 
-def test_what_is_left_out_is_said() -> None:
+def test_left_out_pair_is_in_status() -> None:
+    """The status names a pair that is left out and its number of failed transfers."""
     h = cluster()
     for number in range(TRIP_AFTER):
         h.one(f"r{number}", works=False)
@@ -115,7 +120,8 @@ def interrupted(h: Harness, *names: str) -> None:
     h.sent.clear()
 
 
-def test_more_than_the_budget_wait_and_then_come_back_too() -> None:
+def test_retries_over_budget_wait_and_return() -> None:
+    """Retries over the budget are put off, not lost, and accepted once the window has passed."""
     h = Harness.make(limits=Limits(retry_floor=2, retry_share=0.0, steps_in_flight=4))
     interrupted(h, "a", "b", "c")
     for name in "abc":
@@ -135,7 +141,8 @@ def test_more_than_the_budget_wait_and_then_come_back_too() -> None:
     assert h.core.counters["retries"] == 3 and h.core.counters["retries_put_off"] == 21
 
 
-def test_a_choice_that_was_put_off_and_cancelled_still_counts_when_it_comes_back() -> None:
+def test_cancelled_retry_counts_when_it_returns() -> None:
+    """A choice that was put off and cancelled still counts as a retry when it comes back."""
     h = Harness.make(limits=Limits(retry_floor=1, retry_share=0.0, steps_in_flight=4))
     interrupted(h, "a")
     h.receive(1, Cancel("a", 1, CancelReason.ABANDONED))
@@ -148,7 +155,8 @@ def test_a_choice_that_was_put_off_and_cancelled_still_counts_when_it_comes_back
 
 
 @pytest.mark.parametrize("drained", [False, True])
-def test_choices_that_come_back_one_by_one_are_retries_too(drained: bool) -> None:
+def test_single_choices_count_as_retries(drained: bool) -> None:
+    """Choices that come back one by one count as retries, unless a drain ended their attempt."""
     h = Harness.make(limits=Limits(retry_floor=1, retry_share=0.0, steps_in_flight=4))
     h.receive(1, submit("r", choices=2))
     h.post(PeerDown(10, "killed"))
@@ -166,7 +174,7 @@ def test_choices_that_come_back_one_by_one_are_retries_too(drained: bool) -> Non
 
 @pytest.mark.parametrize("cancelled", [False, True])
 @pytest.mark.parametrize("choices", [False, True])
-def test_what_an_earlier_coordinator_had_accepted_is_not_a_retry(cancelled: bool, choices: bool) -> None:
+def test_resubmit_after_restart_is_no_retry(cancelled: bool, choices: bool) -> None:
     """Nor where its gateway gives up that attempt first, or all choices together to go on with each."""
     h = Harness.make(limits=Limits(retry_floor=1, retry_share=0.0))
     if choices and cancelled:
@@ -180,7 +188,8 @@ def test_what_an_earlier_coordinator_had_accepted_is_not_a_retry(cancelled: bool
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_window_has_more_than_the_budget(seed: int) -> None:
+def test_no_window_exceeds_retry_budget(seed: int) -> None:
+    """No window has more retries than the budget, and the named waiting time is right."""
     rng = random.Random(seed)
     floor, share, alive = rng.randint(1, 5), rng.choice([0.0, 0.5, 1.0]), 6
     budget, now = RetryBudget(floor, share), 0.0
@@ -206,7 +215,8 @@ def nothing_held(_: tuple[str, int]) -> bool:
     return False
 
 
-def test_a_pair_opens_after_failures_in_a_row_and_for_longer_each_time() -> None:
+def test_pair_opens_after_repeated_failures() -> None:
+    """A pair is left out after several failures in a row, for longer each time, until a transfer works."""
     breakers, pair, now = Breakers(), (10, 20), 100.0
     for failure in range(1, 12):
         assert breakers.allows(pair, now, nothing_held)
@@ -261,7 +271,8 @@ def cluster(prefill: int = 1, decode: int = 1) -> Cluster:
     return Cluster(made.core)
 
 
-def test_a_pair_that_fails_is_left_out_and_its_ends_serve_others() -> None:
+def test_failing_pair_ends_serve_others() -> None:
+    """A failing pair is left out, while both of its workers serve requests with others."""
     h, broken = cluster(2, 2), (10, 20)
     pairs: list[tuple[int, int] | None] = []
     for number in range(200):
@@ -275,7 +286,8 @@ def test_a_pair_that_fails_is_left_out_and_its_ends_serve_others() -> None:
     assert all(pairs.count(pair) >= 50 for pair in ((10, 21), (11, 20)))
 
 
-def test_the_only_pair_is_tried_by_one_at_a_time_until_it_works() -> None:
+def test_only_pair_gets_single_probes() -> None:
+    """The only pair, once it is left out, is tried by one request at a time until it works."""
     h = cluster()
     for number in range(TRIP_AFTER):
         assert h.one(f"r{number}", works=False) == (10, 20)
@@ -318,7 +330,8 @@ def full() -> Harness:
     return h
 
 
-def test_a_request_whose_prefill_worker_is_lost_keeps_its_room() -> None:
+def test_lost_prefill_keeps_decode_room() -> None:
+    """A request whose prefill worker is lost keeps its room on the decode worker for its next attempt."""
     h = full()
     h.receive(20, Released("a", 1))
     h.receive(20, Released("a", 1))
@@ -329,7 +342,8 @@ def test_a_request_whose_prefill_worker_is_lost_keeps_its_room() -> None:
     assert list(h.core.workers[20].allocations) == [("a", 2)]
 
 
-def test_its_room_is_not_counted_twice_while_the_last_attempt_is_still_there() -> None:
+def test_retained_room_is_not_counted_twice() -> None:
+    """A next attempt waits until the worker has released the last one, and its room is counted once."""
     h = full()
     h.receive(1, submit("a", 9, attempt=2, max_tokens=3))
     assert h.core.requests["a"].state is RequestState.QUEUED, "blocks are held until the worker lets go"
@@ -339,7 +353,8 @@ def test_its_room_is_not_counted_twice_while_the_last_attempt_is_still_there() -
 
 @pytest.mark.parametrize("released_first", [True, False])
 @pytest.mark.parametrize("how", ["cancel", "silence", "decode lost"])
-def test_room_that_nobody_comes_for_is_given_back(how: str, released_first: bool) -> None:
+def test_unclaimed_room_is_given_back(how: str, released_first: bool) -> None:
+    """Retained room is given back after a cancel, a long silence or the loss of the decode worker."""
     h = full()
     if released_first:
         h.receive(20, Released("a", 1))
@@ -360,7 +375,7 @@ def sent(h: Harness, kind: type[Message]) -> list[Message]:
     return [s.message for s in h.sent if isinstance(s.message, kind)]
 
 
-def test_room_that_is_kept_twice_for_one_request_is_kept_no_longer_once_it_has_it() -> None:
+def test_room_kept_twice_is_used_once() -> None:
     """As its own, from before its prefill worker was lost, and since others were let by."""
     h = Harness.make(2, 1, Limits(bypasses_max=1), kv_blocks=5)
     h.receive(1, submit("a", 9, max_tokens=3))

@@ -11,7 +11,8 @@ from runtime.tenancy.tenants import open_tenants
 from tests.coordinator.world import gateway_hello, submit, worker_hello
 
 
-def test_a_repeated_submit_is_recognised_after_many_others_ended() -> None:
+def test_repeated_submit_is_recognised() -> None:
+    """A repeated submit is recognised, and not charged again, after thousands of other requests ended."""
     core = Core(Limits())
     core.handle(Configured(open_tenants(), 0.0), 0.0)
     core.handle(PeerUp(1, gateway_hello(1)), 0.0)
@@ -30,7 +31,8 @@ def test_a_repeated_submit_is_recognised_after_many_others_ended() -> None:
     assert core.billing.settled.get("r2") is not None
 
 
-def test_entries_are_kept_for_their_time_and_at_most_a_slice_longer() -> None:
+def test_entries_expire_within_one_slice() -> None:
+    """Entries are kept for their time and at most one slice longer."""
     table: Remembered[int] = Remembered(16.0, 1000)
     for second in range(100):
         table.put(f"k{second}", second, float(second))
@@ -41,7 +43,8 @@ def test_entries_are_kept_for_their_time_and_at_most_a_slice_longer() -> None:
     assert table.dropped_early == 0
 
 
-def test_an_entry_put_in_again_counts_from_then_on() -> None:
+def test_repeated_put_renews_entry() -> None:
+    """An entry put in again has its new value and counts its age from then on."""
     table: Remembered[str] = Remembered(16.0, 1000)
     table.put("a", "old", 0.0)
     table.put("a", "new", 10.0)
@@ -51,7 +54,8 @@ def test_an_entry_put_in_again_counts_from_then_on() -> None:
     assert table.get("a") is None and table.get("b") is None and len(table) == 1
 
 
-def test_more_than_the_bound_push_out_the_oldest_and_are_counted() -> None:
+def test_overflow_drops_oldest_and_counts_them() -> None:
+    """Entries over the bound push out the oldest ones, which are counted."""
     table: Remembered[int] = Remembered(1e9, 160)
     for number in range(1000):
         table.put(f"k{number}", number, 0.0)

@@ -98,11 +98,13 @@ def tenants_world(seed: int) -> TapedCore:
 
 @pytest.mark.parametrize("seed", first(1, range(3)))
 def test_tenants_and_quotas_replay(seed: int) -> None:
+    """A journal with tenants and quotas replays to the same actions."""
     assert replay(tenants_world(seed).tape()).run() is None, seed
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_random_world_replays_to_the_same_actions(seed: int) -> None:
+def test_random_world_replays_same_actions(seed: int) -> None:
+    """A random cluster's journal replays to the same actions, to its last byte."""
     core = random_world(seed)
     again = replay(core.tape())
     assert again.run() is None, seed
@@ -111,12 +113,14 @@ def test_a_random_world_replays_to_the_same_actions(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_contended_world_replays_to_the_same_actions(seed: int) -> None:
+def test_contended_world_replays_same_actions(seed: int) -> None:
+    """A contended cluster's journal replays to the same actions."""
     assert replay(contended_world(seed).tape()).run() is None, seed
 
 
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
-def test_another_process_with_another_hash_seed_acts_the_same(hash_seed: str, tmp_path: Path) -> None:
+def test_replay_ignores_hash_seed(hash_seed: str, tmp_path: Path) -> None:
+    """Another process with another hash seed replays a journal to the same actions."""
     paths = [tmp_path / name for name in ("contended", "random", "tenants")]
     for path, core in zip(paths, (contended_world(7), random_world(7), tenants_world(7)), strict=True):
         path.write_bytes(core.tape())
@@ -131,7 +135,8 @@ def test_another_process_with_another_hash_seed_acts_the_same(hash_seed: str, tm
     assert done.returncode == 0, done.stderr.decode()
 
 
-def test_cut_off_at_every_byte_of_the_last_records_the_rest_replays() -> None:
+def test_truncated_journal_replays_whole_records() -> None:
+    """A journal cut off at any byte of its last records replays up to the last whole one."""
     core = random_world(3, steps=60)
     tape = core.tape()
     whole = len(tape) - sum(map(len, core.records[-4:]))
@@ -143,7 +148,7 @@ def test_cut_off_at_every_byte_of_the_last_records_the_rest_replays() -> None:
 
 
 @pytest.mark.parametrize("seed", first(1, range(3)))
-def test_a_flipped_bit_anywhere_is_seen(seed: int) -> None:
+def test_flipped_bit_is_detected(seed: int) -> None:
     core = random_world(seed, steps=40)
     tape = core.tape(ended=True)
     rnd = random.Random(seed)
@@ -159,7 +164,8 @@ def test_a_flipped_bit_anywhere_is_seen(seed: int) -> None:
         assert difference is not None or again.bytes_read < len(tape) or again.ended != "stopped", (seed, position)
 
 
-def test_a_record_that_is_missing_and_one_put_in_are_told_from_other_actions() -> None:
+def test_missing_or_extra_record_is_told() -> None:
+    """A missing or repeated record is told as a changed journal, not as different actions."""
     core = random_world(1, steps=40)
     without = core.records[:20] + core.records[21:]
     difference = replay(b"".join(without)).run()
@@ -169,7 +175,8 @@ def test_a_record_that_is_missing_and_one_put_in_are_told_from_other_actions() -
     assert difference is not None and difference.number == 20 and "changed" in difference.why
 
 
-def test_a_core_that_acts_differently_is_caught_at_its_first_different_action(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_different_action_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A core that acts differently is caught at its first different action."""
     core = contended_world(2)
     monkeypatch.setattr("coordinator.admission.checks.DEADLINE_MARGIN", 0.05)
     difference = replay(core.tape()).run()
@@ -178,7 +185,8 @@ def test_a_core_that_acts_differently_is_caught_at_its_first_different_action(mo
     assert isinstance(difference.event, Received | Tick)
 
 
-def test_the_event_at_which_the_core_failed_is_in_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_journal_has_event_of_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The journal has the event at which the core failed, with the error."""
     h = Harness.make(core=TapedCore)
     h.receive(1, submit("a"))
 
@@ -235,7 +243,8 @@ EVENTS: list[Event] = [
 ]
 
 
-def test_every_kind_of_event_comes_back_with_the_length_of_its_prompt_but_not_the_prompt() -> None:
+def test_every_event_kind_round_trips() -> None:
+    """Every kind of event is read back with the length of its prompt, but without the prompt."""
     assert {type(event) for event in EVENTS} == set(get_args(Event)), "a new kind of event: add one of it here"
     core = TapedCore()
     for event in EVENTS:
@@ -252,7 +261,8 @@ def test_every_kind_of_event_comes_back_with_the_length_of_its_prompt_but_not_th
     assert again.run() is None and again.events == len(EVENTS)
 
 
-def test_hashes_of_keys_and_cache_groups_are_not_written() -> None:
+def test_hashes_of_keys_are_not_written() -> None:
+    """Hashes of keys and cache groups are not written to the journal."""
     core = TapedCore()
     tenants = parse(TENANTS)
     assert tenants.keys
@@ -266,13 +276,15 @@ def test_hashes_of_keys_and_cache_groups_are_not_written() -> None:
     )
 
 
-def test_whole_numbers_where_fractions_may_be_change_nothing() -> None:
+def test_whole_number_options_replay() -> None:
+    """Options given as whole numbers where fractions are allowed do not change a replay."""
     h = Harness.make(limits=Limits(quantum_tokens=1024, weights={"standard/default": 2}), core=TapedCore)
     h.receive(1, submit("a"))
     assert replay(taped(h.core).tape()).run() is None
 
 
-def test_options_come_back() -> None:
+def test_options_round_trip() -> None:
+    """The options in a journal's header are read back unchanged."""
     limits = Limits(
         step_tokens=7,
         weights={"a/b": 2.0},
@@ -293,7 +305,8 @@ def test_options_come_back() -> None:
         (b"\xc1" * 9, "no record"),
     ],
 )
-def test_what_is_no_journal_is_refused(content: bytes, why: str) -> None:
+def test_foreign_file_is_no_journal(content: bytes, why: str) -> None:
+    """A file that is no journal, or a damaged header, is refused with the reason."""
     with pytest.raises(EventLogError, match=why):
         Replay(io.BytesIO(content))
 
@@ -315,25 +328,27 @@ def test_what_is_no_journal_is_refused(content: bytes, why: str) -> None:
         ["end"],
     ],
 )
-def test_what_is_no_record_is_refused(record: object) -> None:
+def test_malformed_record_is_refused(record: object) -> None:
     with pytest.raises(EventLogError):
         decode_record(record)
 
 
-def test_nothing_may_follow_the_end() -> None:
+def test_record_after_the_end_is_refused() -> None:
     core = random_world(0, steps=5)
     assert decode_record(["end", "stopped"]) == End("stopped")
     with pytest.raises(EventLogError, match="behind the last"):
         replay(core.tape(ended=True) + core.records[-1]).run()
 
 
-def test_a_peer_that_misbehaves_is_replayed_too() -> None:
+def test_peer_misbehaviour_is_replayed() -> None:
+    """A protocol violation of a peer is replayed like other events."""
     h = Harness.make(core=TapedCore)
     assert any(isinstance(action, ProtocolViolation) for action in h.receive(10, submit("a")))
     assert replay(taped(h.core).tape()).run() is None
 
 
 def test_grammars_are_not_written() -> None:
+    """A request's grammar is not written to the journal, which still replays."""
     h = Harness.make(core=TapedCore)
     plain = submit("a")
     sampling = msgspec.structs.replace(plain.sampling, grammar='start: "unguessable"')

@@ -74,12 +74,14 @@ def alone() -> Found:
 
 
 @pytest.mark.parametrize("attack", first(1, ["back to back", "cancel"]))
-def test_pool_sized_requests_take_no_more_room_time_than_their_tenants_share(alone: Found, attack: str) -> None:
+def test_pool_sized_requests_keep_to_share(alone: Found, attack: str) -> None:
+    """Tenants with pool-sized requests take no more room time than their share, and slow others little."""
     beside = everything(attack)
     assert beside.room_share <= 1 / (TENANTS + 1) + 0.05, "the first one is free, and the last one not paid yet"
     assert p99(beside.ttft_s) <= 2.5 * p99(alone.ttft_s), (p99(alone.ttft_s), p99(beside.ttft_s))
 
 
-def test_were_kept_room_free_of_charge_they_would_take_most_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncharged_room_would_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pool-sized requests would take more than half of all room time if kept room were free of charge."""
     monkeypatch.setattr(WaitQueue, "charge", lambda self, path, cost: None)
     assert run(0, "back to back").room_share > 0.5

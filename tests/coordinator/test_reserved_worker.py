@@ -39,7 +39,8 @@ def small_p99(world: VirtualCluster) -> float:
     return p99([ttft_s for name, ttft_s in world.ttft_s.items() if name.startswith("s")])
 
 
-def test_small_requests_go_on_while_room_is_kept_for_large_ones() -> None:
+def test_small_requests_run_beside_kept_room() -> None:
+    """Small requests run about as fast while room is kept for large ones, and each large one runs too."""
     alone, _ = run(0)
     beside, kept = run(3)
     assert kept > 0 and all(f"large{n}" in beside.ttft_s for n in range(3)), "room was kept, and each got some"

@@ -72,7 +72,8 @@ def work(monkeypatch: pytest.MonkeyPatch, pairs: int, limited_by: str) -> Counte
 
 
 @pytest.mark.parametrize("limited_by", LIMITS)
-def test_work_per_request_does_not_grow_with_workers(monkeypatch: pytest.MonkeyPatch, limited_by: str) -> None:
+def test_work_per_request_flat_in_workers(monkeypatch: pytest.MonkeyPatch, limited_by: str) -> None:
+    """Placement work per request does not grow with the number of workers."""
     few, many = work(monkeypatch, EXAMINED_MAX, limited_by), work(monkeypatch, 6 * EXAMINED_MAX, limited_by)
     assert few["fits"] > 0
     for name in ("fits", "looked up", "gone through"):
@@ -105,12 +106,13 @@ def calls(pairs: int) -> float:
     return sum(row.callcount for row in profiler.getstats()) / served
 
 
-def test_calls_per_request_with_64_pairs_of_workers_are_about_those_with_one() -> None:
+def test_calls_per_request_flat_in_pairs() -> None:
+    """Function calls per request with 64 pairs of workers are at most 1.5 times those with one."""
     few, many = calls(1), calls(64)
     assert many <= 1.5 * few, (few, many)
 
 
-def test_progress_of_streams_asks_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_progress_schedules_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is freed by it, so nothing is scheduled."""
     scaled = ScaledCluster(4, tenants=10, limited_by="prefill")
     for _ in range(100):
@@ -128,7 +130,8 @@ def test_progress_of_streams_asks_no_worker(monkeypatch: pytest.MonkeyPatch) -> 
     assert not asked
 
 
-def test_one_of_many_equal_workers_comes_and_goes_without_a_look_at_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_worker_change_skips_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No waiting request is examined when one of several equal workers leaves and joins again."""
     scaled = ScaledCluster(4, tenants=10, limited_by="prefill")
     for _ in range(500):
         scaled.submit()

@@ -36,7 +36,8 @@ from runtime.tenancy.tenants import parse
 from tests.coordinator.world import MODEL, Harness, gateway_hello, submit, worker_hello
 
 
-def test_each_deadline_is_kept_once_however_often_a_worker_comes_and_goes():
+def test_deadline_is_kept_once():
+    """Each deadline is kept once however often workers come and go."""
     queue = WaitQueue(Limits())
     for number in range(200):
         due = msgspec.structs.replace(submit(f"r{number}"), deadline_ms=60_000.0)
@@ -51,7 +52,8 @@ def test_each_deadline_is_kept_once_however_often_a_worker_comes_and_goes():
 @pytest.mark.parametrize(
     ("name", "attempt", "refused"), [("new", 1, True), ("a", 1, False), ("b", 1, False), ("b", 2, True)]
 )
-def test_a_ledger_that_is_behind_refuses_what_is_new_and_nothing_else(name: str, attempt: int, refused: bool):
+def test_lagging_ledger_refuses_only_new_requests(name: str, attempt: int, refused: bool):
+    """A ledger that lags behind refuses new requests only, not those known already."""
     world = Harness.make()
     world.receive(1, submit("a"))
     world.receive(1, submit("b"))
@@ -65,7 +67,8 @@ def release_all(world: Harness, name: str, emitted: int = 0) -> None:
     world.receive(10, Released(name, 1))
 
 
-def test_a_gateway_comes_back_before_workers_have_let_go():
+def test_early_gateway_return_keeps_one_bill():
+    """A gateway that resubmits before workers released the last attempt gets one bill for all attempts."""
     world = Harness.make()
     world.receive(1, submit("a"))
     (step,) = world.take(Step)
@@ -86,7 +89,8 @@ def test_a_gateway_comes_back_before_workers_have_let_go():
     assert not world.core.billing.bills
 
 
-def test_a_reopened_bill_that_is_refused_ends_as_before():
+def test_refused_reopened_bill_ends_as_before():
+    """A bill reopened by a refused resubmit ends as cancelled, as it was before."""
     world = Harness.make()
     world.receive(1, submit("a"))
     (step,) = world.take(Step)
@@ -101,7 +105,8 @@ def test_a_reopened_bill_that_is_refused_ends_as_before():
     assert not world.core.billing.bills
 
 
-def test_an_id_whose_bill_is_open_is_not_taken_again():
+def test_id_with_open_bill_is_duplicate():
+    """A request id whose bill is still open is rejected as a duplicate."""
     world = Harness.make()
     world.receive(1, submit("a"))
     world.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
@@ -111,14 +116,16 @@ def test_an_id_whose_bill_is_open_is_not_taken_again():
     assert world.take(Rejected)[0].reason is Reject.DUPLICATE  # type: ignore[attr-defined]
 
 
-def test_a_request_too_large_for_one_idle_prefill_worker_runs_on_another():
+def test_large_request_skips_small_prefill_worker():
+    """A request too large for one idle prefill worker runs on another one."""
     world = Harness.make()
     world.post(PeerUp(9, worker_hello(Role.PREFILL, 9, kv_blocks=4)))
     world.receive(1, submit("a", 100))
     assert world.take(Prefill, 10), "nothing would ever come free here, and nobody would look again"
 
 
-def test_a_full_prefill_worker_does_not_keep_an_idle_one_from_work():
+def test_full_worker_blocks_no_idle_worker():
+    """A prefill worker that finds no room does not keep an idle one from work."""
     world = Harness.make(max_seqs=1)
     world.receive(1, submit("a"))
     (step,) = world.take(Step)
@@ -130,7 +137,8 @@ def test_a_full_prefill_worker_does_not_keep_an_idle_one_from_work():
     assert world.take(Prefill, 11)
 
 
-def test_a_decode_worker_that_ran_short_and_is_empty_is_used_again():
+def test_empty_decode_worker_is_used_again():
+    """A decode worker that ran short of blocks is used again once it is empty."""
     world = Harness.make(limits=Limits(kv_overcommit=2.0))
     world.receive(1, submit("a", 8, max_tokens=50))
     (step,) = world.take(Step)
@@ -144,7 +152,8 @@ def test_a_decode_worker_that_ran_short_and_is_empty_is_used_again():
     assert world.take(Prefill, 10), "no step begins there that could say that blocks are there"
 
 
-def test_bands_that_a_file_has_no_more_keep_no_floor():
+def test_removed_class_keeps_no_floor():
+    """A priority class that is no longer in the tenants file keeps no floor share."""
     world = Harness.make()
     text = '[priority_classes.{0}]\nweight = 1.0\nfloor_share = 0.6\n[tenants.default]\npriority_class = "{0}"\n'
     world.post(Configured(parse(text.format("old")), 0.0))
@@ -154,11 +163,12 @@ def test_bands_that_a_file_has_no_more_keep_no_floor():
     assert [message.request_id for message in world.take(Accepted)] == ["a", "b"]  # type: ignore[attr-defined]
 
 
-def test_a_worker_without_blocks_may_not_join():
+def test_worker_without_blocks_is_refused():
     assert "KV block" in str(Harness.make().core.refusal(worker_hello(Role.PREFILL, 30, kv_blocks=0)))
 
 
-def test_a_worker_that_claims_a_waiting_attempt_is_dropped():
+def test_claim_of_waiting_attempt_is_violation():
+    """A decode worker that claims to hold an attempt that still waits is dropped."""
     world = Harness.make(decode=0)
     world.post(PeerUp(20, worker_hello(Role.DECODE, 20, kv_blocks=4)))
     world.receive(1, submit("a"))
@@ -168,7 +178,8 @@ def test_a_worker_that_claims_a_waiting_attempt_is_dropped():
     assert [bad.incarnation for bad in world.protocol_violation] == [21]
 
 
-def test_a_worker_that_reports_other_chunks_is_dropped():
+def test_wrong_chunk_report_is_violation():
+    """A prefill worker that reports other chunks than it was given is dropped."""
     world = Harness.make(limits=Limits(step_tokens=8))
     world.receive(1, submit("a", 100))
     step = world.take(Step)[0]
@@ -178,13 +189,15 @@ def test_a_worker_that_reports_other_chunks_is_dropped():
     assert world.core.requests["a"].state == "prefilling"
 
 
-def test_a_gateway_with_cut_off_hashes_is_dropped():
+def test_cut_off_hashes_are_a_violation():
+    """A gateway that sends cut-off block hashes is dropped."""
     world = Harness.make()
     world.receive(1, msgspec.structs.replace(submit("a"), block_hashes=b"123", hash_block_size=4))
     assert len(world.protocol_violation) == 1 and not world.sent
 
 
-def test_more_bytes_than_a_count_can_be_told():
+def test_large_byte_counts_are_reported():
+    """Status reports carry byte counts over the limit of ordinary counts."""
     world = Harness.make()
     world.core.counters["kv_bytes_moved"] = 1 << 41
     world.receive(1, StatusRequest())
@@ -193,7 +206,8 @@ def test_more_bytes_than_a_count_can_be_told():
 
 
 @pytest.mark.parametrize("tenant", ["t", "u"])
-def test_what_was_cancelled_behind_one_that_waits_does_not_stay(tenant):
+def test_cancelled_queued_requests_are_freed(tenant):
+    """Cancelled requests behind one that waits leave no objects or queue rows behind."""
     world = Harness.make(max_seqs=1)
     world.receive(1, submit("runs"))
     world.receive(1, msgspec.structs.replace(submit("waits"), tenant="t", deadline_ms=1e6))
@@ -207,7 +221,7 @@ def test_what_was_cancelled_behind_one_that_waits_does_not_stay(tenant):
     assert sum(row.size for node in queue.fair._leaves.values() for row in node.rows.values()) == len(queue.fair) == 1
 
 
-def test_no_request_is_bypassed_more_often_than_allowed_though_several_wait_for_room() -> None:
+def test_bypasses_are_bounded_per_request() -> None:
     """Two large requests are in turn before small ones. Room is kept for the first, then the second waits beside it."""
     allowed, most = 3, 0
     world = Harness.make(limits=Limits(bypasses_max=allowed), kv_blocks=40)

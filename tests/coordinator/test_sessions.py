@@ -46,7 +46,8 @@ def played(sessions: Sessions, prompt: tuple[int, ...], at: float, **more: str) 
     return turn
 
 
-def test_the_next_turn_is_found_by_its_prompt_and_its_gap_is_learnt() -> None:
+def test_next_turn_is_found_by_prompt() -> None:
+    """A next turn is found by its prompt, charged for kept KV, and the gap between turns is learnt."""
     sessions = Sessions()
     first = played(sessions, PROMPT, 0.0)
     before = sessions.returns("a")
@@ -71,14 +72,16 @@ def test_the_next_turn_is_found_by_its_prompt_and_its_gap_is_learnt() -> None:
     ],
     ids=["the same again", "another end behind the same blocks", "only the beginning", "another beginning", "a tenant"],
 )
-def test_other_prompts_are_no_next_turns(prompt: tuple[int, ...], tenant: str) -> None:
+def test_other_prompts_start_new_sessions(prompt: tuple[int, ...], tenant: str) -> None:
+    """A prompt that does not continue a session, or of another tenant, begins a new one."""
     sessions = Sessions()
     first = played(sessions, PROMPT, 0.0)
     turn = came(sessions, prompt, 1.0, tenant)
     assert turn.session is not first.session and turn.kept_tokens == 0
 
 
-def test_a_name_is_its_tenants_own_and_what_does_not_continue_has_nothing_to_find() -> None:
+def test_session_names_are_per_tenant() -> None:
+    """A session name belongs to its tenant, and a prompt that does not continue it finds no KV."""
     sessions = Sessions()
     first = played(sessions, PROMPT, 0.0, session=b"name")  # type: ignore[arg-type]
     assert came(sessions, PROMPT, 1.0, "b", b"name").session is not first.session
@@ -94,7 +97,8 @@ def test_a_name_is_its_tenants_own_and_what_does_not_continue_has_nothing_to_fin
     assert sessions.end("a", b"name") == went_on.tail and sessions.end("a", b"name") == b""
 
 
-def test_turns_that_nothing_follows_make_leases_worth_less_until_they_are_followed() -> None:
+def test_unfollowed_turns_devalue_leases() -> None:
+    """Turns without a next one make a tenant's leases worth less, until next turns come again."""
     sessions = Sessions()
     for number in range(40):
         played(sessions, (number, *PROMPT), 100.0 * number)
@@ -106,7 +110,8 @@ def test_turns_that_nothing_follows_make_leases_worth_less_until_they_are_follow
     assert sessions.returns("b").share == 0.5, "of another tenant nothing is known"
 
 
-def test_where_leases_are_more_than_fits_those_of_a_tenant_over_its_share_are_the_first_to_go() -> None:
+def test_tenant_over_share_loses_leases_first() -> None:
+    """Leases of a tenant over its share are given up first if not all of them fit."""
     sessions = Sessions()
     sessions.kv_tokens = 200
     played(sessions, PROMPT, 0.0, tenant="small")
@@ -120,7 +125,8 @@ def test_where_leases_are_more_than_fits_those_of_a_tenant_over_its_share_are_th
     assert sessions.returns("large").share > 0
 
 
-def test_a_weight_is_a_larger_share() -> None:
+def test_weight_gives_larger_share() -> None:
+    """A tenant with a larger weight has a larger share of the room for leases."""
     sessions = Sessions()
     for tenant, weight in (("heavy", 9.0), ("light", 1.0)):
         for number in range(4):
@@ -129,7 +135,8 @@ def test_a_weight_is_a_larger_share() -> None:
     assert sessions.returns("heavy").share > 0 and sessions.returns("light").share == 0.0
 
 
-def test_a_turn_without_an_answer_leaves_the_session_as_it_was() -> None:
+def test_unanswered_turn_keeps_session() -> None:
+    """A turn that ends without an answer leaves its session as it was, and keeps no new one."""
     sessions = Sessions()
     first = played(sessions, PROMPT, 0.0)
     refused = came(sessions, (*PROMPT, 1, 2), 1.0)
@@ -140,7 +147,8 @@ def test_a_turn_without_an_answer_leaves_the_session_as_it_was() -> None:
     assert len(sessions) == 0, "of one that was never answered nothing is kept"
 
 
-def test_what_is_kept_is_bounded_and_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions and tenants are kept up to their bounds, and the counts add up."""
     monkeypatch.setattr(module, "SESSIONS_MAX", 50)
     monkeypatch.setattr(module, "TENANTS_MAX", 5)
     rng, sessions, running, now = random.Random(3), Sessions(), list[OpenTurn](), 0.0
@@ -166,7 +174,8 @@ def test_what_is_kept_is_bounded_and_adds_up(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("others", [0, 6])
-def test_kv_that_was_found_is_charged_while_others_wait(others: int) -> None:
+def test_found_kv_charged_if_others_wait(others: int) -> None:
+    """KV that a turn finds is charged to its tenant only if other tenants wait."""
     world = World()
     world.turn("t0", "s", 800, 8)
     world.run(5.0)
@@ -181,7 +190,8 @@ def test_kv_that_was_found_is_charged_while_others_wait(others: int) -> None:
     assert all(0.8 < cost / (800 * 14 / module.COMPUTED_ANEW_S) < 1.2 for _, cost in charged)
 
 
-def test_the_end_of_a_session_goes_to_the_workers_that_have_it() -> None:
+def test_session_end_reaches_its_workers() -> None:
+    """The end of a session is sent to the workers that have its KV, only if its own tenant ends it."""
     world = World()
     world.turn("t0", "s", 800, 8)
     world.run(5.0)
@@ -207,7 +217,8 @@ def test_the_end_of_a_session_goes_to_the_workers_that_have_it() -> None:
     assert world.requests["t1"].cached_tokens == 0
 
 
-def test_leases_delay_nobody() -> None:
+def test_leases_delay_no_request() -> None:
+    """Leases are given up at once when a request of another tenant needs their room."""
     ttft_s = {}
     for conversations in (0, 12):
         world = World(decode_blocks=200)

@@ -30,7 +30,8 @@ def held_at(step: int, ends: dict[tuple[str, int], int], parts: dict[tuple[str, 
 
 @settings(max_examples=150, deadline=None)
 @given(st.randoms(use_true_random=False))
-def test_of_those_alive_at_any_step_each_shared_block_is_counted_once(rnd: Random) -> None:
+def test_shared_block_is_counted_once(rnd: Random) -> None:
+    """Each shared block counts once for the streams alive at any step."""
     shared, covered = SharedBlocks(), dict[tuple[str, int], int]()
     ends, parts = dict[tuple[str, int], int](), dict[tuple[str, int], dict[int, int]]()
     for number in range(rnd.randint(1, 25)):
@@ -62,7 +63,8 @@ def test_of_those_alive_at_any_step_each_shared_block_is_counted_once(rnd: Rando
             assert counted == held_at(step, ends, parts)
 
 
-def test_a_prefix_is_counted_once_from_when_the_worker_says_so_until_its_last_holder_ends() -> None:
+def test_prefix_shared_once_worker_reports_it() -> None:
+    """A prefix counts once from the worker's report until its last holder ends."""
     room = KvAdmission(100, 1)
     for number in range(2):
         room.place(key(number), KvDemand(40, 5))
@@ -78,7 +80,8 @@ def test_a_prefix_is_counted_once_from_when_the_worker_says_so_until_its_last_ho
     assert room.shares(key(9), {1: 3}), "of one that is over"
 
 
-def test_what_the_longest_stream_counts_goes_over_to_others_when_it_ends() -> None:
+def test_prefix_count_passes_to_next_stream() -> None:
+    """Blocks counted with the longest stream are counted with another one when it ends."""
     room = KvAdmission(1000, 4)
     for number, left in enumerate((400, 80, 200)):
         room.place(key(number), KvDemand(64, left))
@@ -93,7 +96,8 @@ def test_what_the_longest_stream_counts_goes_over_to_others_when_it_ends() -> No
     assert room.peak == KvDemand(64, 80).whole(4)
 
 
-def test_room_of_an_interrupted_attempt_is_kept_only_where_it_fits_in_full() -> None:
+def test_retained_room_must_fit_in_full() -> None:
+    """Room of an interrupted attempt is kept only where it fits in full without the shared prefix."""
     h = Harness.make(prefill=2, kv_blocks=10)
     for name in ("a", "b"):
         h.receive(1, submit(name, 16, max_tokens=5))
@@ -150,7 +154,8 @@ def load(seed: int) -> Sharing:
 
 
 @pytest.mark.parametrize("seed", first(8, range(24)))
-def test_nothing_runs_out_whatever_is_shared_cancelled_and_given_up(seed: int) -> None:
+def test_sharing_never_exhausts_pool(seed: int) -> None:
+    """The pool never runs out, whatever is shared, cancelled or given up."""
     world = load(seed)
     assert world.most_taken > 0.8 * world.kv_blocks, "the pool was never under pressure"
     assert world.most_shared > 0
@@ -169,5 +174,6 @@ def streams(shared: bool) -> float:
     return figures.output_tokens / figures.steps
 
 
-def test_streams_that_share_a_prefix_run_several_times_as_many_at_once() -> None:
+def test_shared_prefix_multiplies_streams() -> None:
+    """Streams that share a long prefix run more than three times as many at once."""
     assert streams(shared=True) > 3 * streams(shared=False)

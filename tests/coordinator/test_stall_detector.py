@@ -10,7 +10,8 @@ LIMIT_S = 1.75
 GATEWAY = PeerUp(5, Hello(limits.PROTOCOL_VERSION, Role.GATEWAY, 5, "gateway", model="m"))
 
 
-def test_only_a_pause_longer_than_the_limit_counts_and_it_counts_for_good() -> None:
+def test_only_long_pauses_are_absences() -> None:
+    """A pause counts as an absence only if it is longer than the limit, and then counts for good."""
     stall_detector = StallDetector(LIMIT_S)
     assert not stall_detector.look(50.0) and not stall_detector.look(100.0), "nobody was there yet"
     stall_detector.begin(100.0)
@@ -19,7 +20,8 @@ def test_only_a_pause_longer_than_the_limit_counts_and_it_counts_for_good() -> N
     assert stall_detector.look(105.1) and stall_detector.away_s == 2.25
 
 
-def test_after_an_absence_nothing_is_done_and_no_time_is_waited_for() -> None:
+def test_nothing_is_done_after_absence() -> None:
+    """Events after an absence cause no actions, and no deadline is left."""
     stall_detector = StallDetector(LIMIT_S)
     present = StallGuard(Core(Limits()), stall_detector)
     stall_detector.begin(0.0)

@@ -45,7 +45,8 @@ def ends(s: Harness) -> dict[str, int]:
     return dict(s.core.pools[MODEL].step_ends)
 
 
-def test_full_and_nothing_waits() -> None:
+def test_step_ends_full_or_nothing_waits() -> None:
+    """A step ends because it is full, or because nothing waits."""
     s = scene()
     s.receive(1, submit("a", 20))
     done(s)
@@ -64,9 +65,10 @@ def test_full_and_nothing_waits() -> None:
         (SMALL, {**LARGE, "kv_blocks": 5}, LARGE, 1, StepEnd.NO_ROOM_IN_PREFILL),
     ],
 )
-def test_there_is_room_for_the_first_of_two(
+def test_step_ends_where_room_runs_out(
     limits: Limits, prefill: dict[str, int], decode: dict[str, int], choices: int, end: StepEnd
 ) -> None:
+    """A step has only the first of two requests if the second finds no room, and the limit is named."""
     s = scene(limits, prefill, decode)
     for name in ("a", "b"):
         s.receive(1, submit(name, 4, choices=choices))
@@ -75,7 +77,7 @@ def test_there_is_room_for_the_first_of_two(
     assert [chunk.request_id for chunk in step.chunks] == ["a"] and ends(s) == {end: 1}
 
 
-def test_a_target_for_the_time_per_token() -> None:
+def test_step_ends_at_tpot_target() -> None:
     """On a worker that has not been measured, a target allows eight sequences."""
     targets = {**DEFAULT_PRIORITY_CLASSES, "standard": PriorityClass(4.0, tpot_ms=30.0)}
     s = scene(Limits(step_tokens=64, steps_in_flight=1, priority_classes=targets))
@@ -86,7 +88,8 @@ def test_a_target_for_the_time_per_token() -> None:
     assert decode_limits(s.core.pools[MODEL], s.core.queues[MODEL]) == {StepEnd.TPOT_TARGET: 1}
 
 
-def test_as_many_chunks_as_a_message_may_have() -> None:
+def test_step_ends_at_chunk_limit() -> None:
+    """A step ends at the number of chunks that a message may have."""
     s = scene(Limits(step_tokens=4096, steps_in_flight=1))
     for number in range(MAX_CHUNKS_PER_STEP + 1):
         s.receive(1, submit(f"r{number}", 4, max_tokens=1))
@@ -94,7 +97,8 @@ def test_as_many_chunks_as_a_message_may_have() -> None:
     assert ends(s) == {StepEnd.MAX_CHUNKS: 1}
 
 
-def test_a_suspect_runs_alone() -> None:
+def test_suspect_step_is_counted_as_own() -> None:
+    """A suspect runs in a step of its own, and both steps end for this reason."""
     s = scene()
     s.receive(1, submit("a", 4))
     s.receive(1, submit("suspect", 4))
@@ -107,7 +111,8 @@ def test_a_suspect_runs_alone() -> None:
     assert ends(s) == {StepEnd.OWN_STEP: 2}
 
 
-def test_a_worker_that_drains_finishes_what_it_has() -> None:
+def test_draining_worker_step_ends_closed() -> None:
+    """A draining worker finishes its own prompt, and its step ends because it is closed to others."""
     s = scene()
     s.receive(1, submit("long", 20))
     done(s)
@@ -120,7 +125,8 @@ def test_a_worker_that_drains_finishes_what_it_has() -> None:
 
 
 @pytest.mark.parametrize(("moves_max", "end"), [(3, StepEnd.BOUND_ELSEWHERE), (2, StepEnd.GAVE_UP)])
-def test_bound_to_a_worker_that_has_it_cached(moves_max: int, end: StepEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_ends_if_requests_wait_elsewhere(moves_max: int, end: StepEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step ends because requests are bound to another worker that has their KV cached, or after too many moves."""
     monkeypatch.setattr("coordinator.placement.steps.MOVES_PER_TURN_MAX", moves_max)
     s = Harness.make(2, limits=SMALL, **LARGE)  # type: ignore[arg-type]
     s.receive(10, CacheEvents(hashes(200), b""))
@@ -136,7 +142,8 @@ def test_bound_to_a_worker_that_has_it_cached(moves_max: int, end: StepEnd, monk
     assert ends(s) == {end: 1}
 
 
-def test_decode_batches() -> None:
+def test_decode_limits_name_their_reason() -> None:
+    """The decode limit is no waiting request, no free sequence, or a full batch."""
     s = scene(decode={**LARGE, "max_seqs": 2})
     pool, queue = s.core.pools[MODEL], s.core.queues[MODEL]
     assert decode_limits(pool, queue) == {StepEnd.NOTHING_WAITS: 1}
@@ -155,7 +162,8 @@ def value(s: Harness, name: str, **labels: Any) -> float | None:
     return registry.get_sample_value(f"crossdock_coordinator_{name}", {"model": MODEL, **labels})
 
 
-def test_the_metrics_have_the_same_words() -> None:
+def test_metrics_use_step_end_names() -> None:
+    """The metrics label steps and decode batches with the names of the step ends."""
     s = scene()
     s.receive(1, submit("a", 20))
     done(s)
@@ -163,7 +171,7 @@ def test_the_metrics_have_the_same_words() -> None:
     assert value(s, "decode_batches", limit="nothing_waits") == 1
 
 
-def test_an_answer_of_twice_the_expected_length() -> None:
+def test_output_ratio_counts_longer_answer() -> None:
     """A tenant of which nothing is known is expected to have answers of 128 tokens."""
     s = Harness.make(limits=SMALL, **LARGE)  # type: ignore[arg-type]
     s.receive(1, submit("a", 8, max_tokens=1000))
@@ -177,7 +185,8 @@ def test_an_answer_of_twice_the_expected_length() -> None:
     assert value(s, "output_estimate_ratio_count", **labels) == 1
 
 
-def test_a_wait_against_what_was_projected() -> None:
+def test_wait_ratio_compares_with_projection() -> None:
+    """A wait is recorded as its ratio to the projected wait, and a short wait is not."""
     s = scene(decode={**LARGE, "max_seqs": 1})
     s.receive(1, submit("a", 4))
     s.core.requests["a"].projected_s = 0.5
@@ -189,7 +198,7 @@ def test_a_wait_against_what_was_projected() -> None:
     assert value(s, "wait_projection_ratio_count", priority_class="standard") == 1, "a short wait is no error"
 
 
-def test_ratios_go_on_where_they_were_after_an_absence() -> None:
+def test_ratios_continue_after_absence() -> None:
     s = scene()
     ratios = s.core.queues[MODEL].output_ratios["standard"] = Ratios()
     ratios.add(0.2)
@@ -205,7 +214,8 @@ def test_ratios_go_on_where_they_were_after_an_absence() -> None:
     assert metrics.registry.get_sample_value(f"{name}_sum", labels) == pytest.approx(20.2)
 
 
-def test_the_oldest_wait_is_that_of_the_one_that_waits_longest_now() -> None:
+def test_oldest_wait_is_current_longest() -> None:
+    """The oldest wait is that of the request that waits longest now, per priority class."""
     s = scene(decode={**LARGE, "max_seqs": 1})
     for name in ("first", "second"):
         s.now += 1.0

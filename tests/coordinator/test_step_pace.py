@@ -18,25 +18,28 @@ def paced(token_ms: float, **limits: float) -> StepPace:
     return pace
 
 
-def test_a_fast_worker_has_whole_steps_and_two_of_them() -> None:
+def test_fast_worker_gets_two_full_steps() -> None:
+    """A fast worker has steps of full size, and two of them at a time."""
     pace = paced(0.1)
     assert pace.budget == 256
     assert pace.may_have_more(1, 256) and not pace.may_have_more(2, 512)
 
 
-def test_a_slow_worker_has_shorter_steps_one_at_a_time() -> None:
+def test_slow_worker_gets_short_single_steps() -> None:
+    """A slow worker has shorter steps, one at a time unless the first is short."""
     pace = paced(2.5)
     assert pace.budget == 100
     assert not pace.may_have_more(1, 100)
     assert pace.may_have_more(1, 20), "the rest of a prompt: the next step may be sent ahead"
 
 
-def test_a_very_slow_one_still_has_steps_worth_their_overhead() -> None:
+def test_very_slow_worker_has_minimum_step() -> None:
+    """A very slow worker still has steps of a minimum size."""
     assert paced(100.0).budget == STEP_TOKENS_MIN
     assert paced(100.0, tokens=16).budget == 16
 
 
-def test_it_recovers_from_one_slow_step() -> None:
+def test_pace_recovers_from_slow_step() -> None:
     pace = paced(0.1)
     pace.measure(256, 60_000.0)
     assert pace.budget == STEP_TOKENS_MIN
@@ -45,19 +48,20 @@ def test_it_recovers_from_one_slow_step() -> None:
     assert pace.budget == 256
 
 
-def test_short_steps_say_nothing_of_its_pace() -> None:
+def test_short_steps_do_not_change_pace() -> None:
     pace = paced(0.1)
     pace.measure(8, 100.0)
     assert pace.token_ms == pytest.approx(0.1)
 
 
-def test_without_a_limit_only_tokens_count() -> None:
+def test_no_time_limit_counts_only_tokens() -> None:
     pace = paced(100.0, ms=0.0)
     assert pace.budget == 256 and pace.may_have_more(1, 256)
 
 
 @pytest.mark.parametrize(("step_ms", "least_s", "most_s"), [(250.0, 0.0, 0.8), (0.0, 1.0, 4.0)])
-def test_a_new_tenant_waits_for_one_short_step_of_a_slow_worker(step_ms: float, least_s: float, most_s: float) -> None:
+def test_new_tenant_waits_one_short_step(step_ms: float, least_s: float, most_s: float) -> None:
+    """A new tenant waits for one short step of a slow worker, longer if steps have no time limit."""
     world = VirtualCluster(Limits(step_ms=step_ms), Timing(prefill_tokens_per_s=200.0))
     for number in range(4):
         world.submit(f"long-{number}", "crowd", 4000)
@@ -88,6 +92,7 @@ def share_of_time(attention_tokens: int) -> float:
     return spent["short"] / sum(spent.values())
 
 
-def test_tenants_share_the_time_of_prefill_workers_not_the_number_of_tokens() -> None:
+def test_tenants_share_prefill_time() -> None:
+    """Tenants share the time of prefill workers equally, not the number of tokens."""
     assert share_of_time(2048) == pytest.approx(0.5, abs=0.04)
     assert share_of_time(0) < 0.4, "by tokens alone, the one with long prompts has most of the time"

@@ -26,7 +26,8 @@ def of(h: Harness, role: Role) -> StepTimes:
     return found
 
 
-def test_it_is_bounded_and_keeps_some_of_each_size() -> None:
+def test_sample_is_bounded_per_size() -> None:
+    """A sample of step times is bounded and keeps some of each size, a burst counting once."""
     seen = StepTimeSample()
     for number in range(50_000):
         seen.add(1, 1 << number % 20, 5.0, 7.0, 0.01 * number)
@@ -38,7 +39,7 @@ def test_it_is_bounded_and_keeps_some_of_each_size() -> None:
     assert seen.report("m", Role.DECODE, 1_000.0).ms.count(9.0) == 1, "a burst is one sample"
 
 
-def test_a_sample_is_spread_over_workers_whose_reports_come_in_step() -> None:
+def test_sample_spreads_over_workers() -> None:
     """Two workers report ten times a second each, one always a moment behind the other."""
     seen = StepTimeSample()
     for number in range(1_000):
@@ -49,7 +50,7 @@ def test_a_sample_is_spread_over_workers_whose_reports_come_in_step() -> None:
     assert max(found.ages_ms) > 1000 * SPACING_S * (KEPT - 2)
 
 
-def test_long_steps_are_not_taken_more_often_than_short_ones() -> None:
+def test_long_steps_are_not_oversampled() -> None:
     """One in five takes 100 times as long: it runs at almost any given moment."""
     source, seen, now, long = random.Random(1), StepTimeSample(), 0.0, 0
     for _ in range(KEPT):
@@ -63,7 +64,8 @@ def test_long_steps_are_not_taken_more_often_than_short_ones() -> None:
     assert long < 0.3 * KEPT * len(found)
 
 
-def test_steps_of_prefill_are_kept_with_the_tokens_that_attend_to_each_other() -> None:
+def test_prefill_steps_keep_attention_tokens() -> None:
+    """Prefill step times are kept with the number of token pairs that attend to each other."""
     h = Harness.make()
     h.receive(1, submit("a", 30))
     (step,) = h.take(Step)
@@ -76,7 +78,7 @@ def test_steps_of_prefill_are_kept_with_the_tokens_that_attend_to_each_other() -
     assert of(h, Role.DECODE).ms == ()
 
 
-def test_steps_of_decode_are_kept_as_means() -> None:
+def test_decode_steps_are_kept_as_means() -> None:
     h = Harness.make()
     h.receive(20, timed(4, 100.0, 12, 6_000))
     assert of(h, Role.DECODE) == StepTimes("m", Role.DECODE, (0.0,), (4,), (3.0,), (1_500.0,), (25.0,))
@@ -92,7 +94,8 @@ def test_steps_of_decode_are_kept_as_means() -> None:
         DecodeProgress(4, 10, 0),
     ],
 )
-def test_what_cannot_be_is_not_kept(impossible: DecodeProgress) -> None:
+def test_impossible_step_times_are_ignored(impossible: DecodeProgress) -> None:
+    """A report with impossible step times is not kept, and is no protocol violation."""
     h = Harness.make()
     h.receive(20, impossible)
     assert of(h, Role.DECODE).ms == () and not h.protocol_violation
@@ -100,7 +103,7 @@ def test_what_cannot_be_is_not_kept(impossible: DecodeProgress) -> None:
     assert len(of(h, Role.DECODE).ms) == 1
 
 
-def test_decode_steps_of_a_mixed_worker_are_left_out() -> None:
+def test_mixed_decode_steps_are_left_out() -> None:
     """Prompts are computed between them."""
     h = Harness.make(decode=0)
     h.post(PeerUp(20, msgspec.structs.replace(worker_hello(Role.DECODE, 20), process="mixed-0")))
@@ -112,7 +115,8 @@ def test_decode_steps_of_a_mixed_worker_are_left_out() -> None:
     ("field", "value"),
     [(6, -1), (6, 1 << 41), (7, float("nan")), (7, float("inf")), (7, -0.5), (8, 1.5), (9, "x"), (9, 1 << 60)],
 )
-def test_times_on_the_wire_are_checked(field: int, value: object) -> None:
+def test_wire_step_times_are_checked(field: int, value: object) -> None:
+    """Impossible step times in a message are refused when it is decoded."""
     plain = msgspec.msgpack.decode(msgspec.msgpack.encode(timed(4, 100.0, 12, 6_000)))
     assert read([msgspec.msgpack.encode(plain)], PROTOCOL_VERSION)[0] == timed(4, 100.0, 12, 6_000)
     plain[field] = value
@@ -120,7 +124,8 @@ def test_times_on_the_wire_are_checked(field: int, value: object) -> None:
         read([msgspec.msgpack.encode(plain)], PROTOCOL_VERSION)
 
 
-def test_a_worker_of_the_previous_version_tells_no_times() -> None:
+def test_previous_version_sends_no_times() -> None:
+    """A message of the previous protocol version is read without step times."""
     plain = msgspec.msgpack.decode(msgspec.msgpack.encode(timed(4, 100.0, 12, 6_000)))
     message: Message | None = read([msgspec.msgpack.encode(plain[:6])], PROTOCOL_VERSION - 1)[0]
     assert message == DecodeProgress(4, 10, 0)

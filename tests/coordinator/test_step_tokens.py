@@ -10,7 +10,8 @@ from tests.coordinator.world import MODEL, Harness, submit, worker_hello
 
 
 @pytest.mark.parametrize(("asked", "steps"), [(0, [64, 36]), (16, [16] * 6 + [4])])
-def test_a_worker_says_it_unless_the_coordinator_is_told(asked: int, steps: list[int]) -> None:
+def test_worker_sets_its_step_size(asked: int, steps: list[int]) -> None:
+    """The worker's own step size is used unless the coordinator is told one."""
     world = Harness.make(0, 1, Limits(step_tokens=asked, steps_in_flight=16))
     hello = worker_hello(Role.PREFILL, 10)
     assert hello.capacity is not None
@@ -23,7 +24,9 @@ def test_a_worker_says_it_unless_the_coordinator_is_told(asked: int, steps: list
     assert [sum(chunk.length for chunk in step.chunks) for step in taken] == steps
 
 
-def test_workers_say_more_on_a_gpu() -> None:
+def test_gpu_workers_have_larger_steps() -> None:
+    """A worker's steps are larger on a GPU, up to its maximum."""
+
     def worker(step_tokens_max: int) -> WorkerSettings:
         return WorkerSettings(
             role="prefill", model="m", coordinator="tcp://127.0.0.1:1", step_tokens_max=step_tokens_max

@@ -68,7 +68,8 @@ class World(VirtualCluster):
         return self.core.counters["suffixes_on_decode"]
 
 
-def test_the_next_turn_is_computed_where_its_kv_is_while_the_prefill_worker_is_busy() -> None:
+def test_turn_runs_where_its_kv_is() -> None:
+    """The next turn is computed where its KV is while the prefill worker is busy."""
     world = World(core=TapedCore)
     world.turn("t0", "s", 800, 80)
     world.run(5.0)
@@ -89,7 +90,8 @@ def test_the_next_turn_is_computed_where_its_kv_is_while_the_prefill_worker_is_b
     assert placed.workers == "decode-10000" and 0 < placed.there_s < placed.elsewhere_s, "explain says why"
 
 
-def test_an_idle_prefill_worker_is_the_first_to_be_done_where_streams_run_on_the_decode_worker() -> None:
+def test_idle_prefill_worker_takes_next_turn() -> None:
+    """An idle prefill worker computes the next turn if streams run on the decode worker."""
     world = World(rate=400.0)
     world.turn("t0", "s", 800, 8)
     for number in range(8):
@@ -101,7 +103,8 @@ def test_an_idle_prefill_worker_is_the_first_to_be_done_where_streams_run_on_the
 
 
 @pytest.mark.parametrize("added", [400, 1200])
-def test_a_suffix_is_no_longer_than_what_it_continues(added: int) -> None:
+def test_suffix_never_exceeds_its_prefix(added: int) -> None:
+    """A turn is computed on the decode worker only if its suffix is no longer than what it continues."""
     world = World()
     world.turn("t0", "s", 800, 8)
     world.run(5.0)
@@ -112,7 +115,8 @@ def test_a_suffix_is_no_longer_than_what_it_continues(added: int) -> None:
     assert world.on_decode == (added <= 800)
 
 
-def test_a_session_of_another_tenant_is_never_found() -> None:
+def test_other_tenants_sessions_are_not_found() -> None:
+    """A prompt never finds the KV of another tenant's session."""
     world = World()
     world.turn("t0", "s", 800, 80)
     world.run(5.0)
@@ -124,7 +128,7 @@ def test_a_session_of_another_tenant_is_never_found() -> None:
 
 
 @pytest.mark.parametrize("sessions", [1, 4])
-def test_locality_lets_no_tenant_get_ahead_of_its_share(sessions: int) -> None:
+def test_local_suffixes_keep_fair_shares(sessions: int) -> None:
     """Tenant a has turns whose KV is on the decode worker, and like b more prompts than the prefill worker can compute. What is
     computed for it there counts: b has as much, to the bound of the fair queue."""
     world = World(rate=1000.0)
@@ -166,7 +170,8 @@ def test_locality_lets_no_tenant_get_ahead_of_its_share(sessions: int) -> None:
     assert world.on_decode > 2
 
 
-def test_a_turn_waits_for_room_in_decode_behind_those_that_came_before_it() -> None:
+def test_turn_waits_behind_earlier_for_room() -> None:
+    """A turn waits for room in decode behind requests that came before it."""
     world = World(decode_blocks=200)
     world.turn("t0", "s", 800, 8)
     world.run(5.0)

@@ -48,7 +48,8 @@ class Deadly(VirtualCluster):
 
 
 @pytest.mark.parametrize(("workers", "deadly"), [(8, 1), (8, 2), (3, 1), (8, 4)])
-def test_a_deadly_prompt_ends_two_workers_and_nobody_else_fails(workers: int, deadly: int) -> None:
+def test_deadly_prompt_loses_two_workers_only(workers: int, deadly: int) -> None:
+    """A prompt that kills workers ends at most two of them, and only it fails."""
     cluster = Deadly(workers)
     for at in range(40 * workers):
         cluster.at(0.3 * at / workers, cluster.submit, f"r{at}", f"t{at % 10}", 1024, 16)
@@ -62,7 +63,8 @@ def test_a_deadly_prompt_ends_two_workers_and_nobody_else_fails(workers: int, de
     assert not cluster.core.pools["m"].suspects, "those that ran beside it are cleared"
 
 
-def test_without_this_it_ends_one_worker_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncounted_losses_let_prompt_kill_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that kills workers ends one after the other if losses are not counted."""
     monkeypatch.setattr(suspects, "count_loss", lambda state, worker: None)
     cluster = Deadly(8)
     cluster.at(1.0, cluster.submit, "deadly", "evil", 300, 16)
@@ -100,7 +102,8 @@ def let_go(h: Harness) -> None:
     h.take(Release)
 
 
-def test_those_that_were_lost_together_run_one_by_one_and_are_cleared_by_what_is_computed() -> None:
+def test_suspects_are_cleared_by_progress() -> None:
+    """Requests lost together run one by one and are cleared by the chunks that are computed."""
     h = Harness.make(prefill=3, limits=Limits(step_tokens=64))
     h.receive(1, submit("before", 60))  # so that the two are in one step
     for name in ("a", "b"):
@@ -131,7 +134,8 @@ def killed_twice(h: Harness, name: str = "a") -> None:
         let_go(h)
 
 
-def test_alone_in_both_of_two_steps_it_fails_and_its_gateway_is_told_why() -> None:
+def test_second_loss_alone_fails_request() -> None:
+    """A request that was alone in two lost steps fails, and its gateway is told why."""
     h = Harness.make(prefill=3)
     killed_twice(h)
     [said] = h.take(Rejected, 1)
@@ -141,7 +145,7 @@ def test_alone_in_both_of_two_steps_it_fails_and_its_gateway_is_told_why() -> No
     assert h.core.requests["innocent"].state == "prefilling"
 
 
-def test_what_its_gateway_gave_up_and_sends_again_is_still_suspected() -> None:
+def test_suspicion_survives_resubmission() -> None:
     """As after the loss of its link, or where several choices go on one by one."""
     h = Harness.make(prefill=3)
     h.receive(1, submit("a", choices=2))
@@ -154,7 +158,8 @@ def test_what_its_gateway_gave_up_and_sends_again_is_still_suspected() -> None:
 
 
 @pytest.mark.parametrize("how", ["connected again", "drained", "waits"])
-def test_only_what_a_lost_process_was_computing_is_suspected(how: str) -> None:
+def test_only_running_requests_are_suspected(how: str) -> None:
+    """Only requests in a running step of a lost process are suspected, not waiting or drained ones."""
     h = Harness.make(prefill=1, limits=Limits(steps_in_flight=1))
     h.receive(1, submit("a"))
     if how == "drained":
@@ -171,7 +176,8 @@ def test_only_what_a_lost_process_was_computing_is_suspected(how: str) -> None:
     assert h.core.requests["a"].suspicion is None
 
 
-def test_a_prompt_that_was_handed_over_is_not_suspected_for_a_step_whose_report_was_lost() -> None:
+def test_handed_over_prompt_is_not_suspected() -> None:
+    """A prompt that was handed over is not suspected for a step whose report was lost."""
     h = Harness.make(prefill=1, limits=Limits(step_tokens=16))
     h.receive(1, submit("a", 32))
     _lost, last = h.take(Step, 10)
@@ -185,7 +191,8 @@ def test_a_prompt_that_was_handed_over_is_not_suspected_for_a_step_whose_report_
 # --- in decode -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_that_has_made_progress_is_suspected_anew() -> None:
+def test_progress_resets_stream_suspicion() -> None:
+    """A stream that has made progress is suspected anew at each loss, never as lost twice."""
     h = Harness.make(prefill=1, decode=3)
     for attempt in (1, 2, 3, 4):
         h.receive(1, submit("a", attempt=attempt, max_tokens=50))
@@ -198,7 +205,8 @@ def test_a_stream_that_has_made_progress_is_suspected_anew() -> None:
         let_go(h)
 
 
-def test_two_streams_lost_twice_each_have_a_worker_of_their_own_and_the_guilty_one_fails_with_the_third() -> None:
+def test_twice_lost_streams_run_alone() -> None:
+    """Two streams lost twice run on a worker each, and the guilty one fails with the third loss."""
     h = Harness.make(prefill=1, decode=1)
     for attempt in (1, 2):
         for name in ("a", "b"):
@@ -232,7 +240,8 @@ def test_two_streams_lost_twice_each_have_a_worker_of_their_own_and_the_guilty_o
     assert h.core.requests["b"].suspicion is None and h.core.requests["later"].state == "prefilling"
 
 
-def test_both_halves_of_a_mixed_worker_count_once() -> None:
+def test_mixed_worker_loss_counts_once() -> None:
+    """The loss of both halves of a mixed worker counts once for each request."""
     h = Harness.make(prefill=0, decode=0)
     for role, number in ((Role.PREFILL, 10), (Role.DECODE, 20)):
         half = msgspec.structs.replace(worker_hello(role, number), process="mixed", host="h", pid=7)

@@ -98,7 +98,8 @@ def rejected(w: World) -> Rejected:
     return message
 
 
-def test_a_quota_is_refused_with_its_name_and_the_time_to_wait_and_takes_nothing() -> None:
+def test_quota_refusal_names_limit_and_wait() -> None:
+    """A request over a quota is refused with the limit and the waiting time, and takes nothing."""
     w = world()
     for name in ("r1", "r2"):
         w.receive(1, by("a/x", name))
@@ -119,7 +120,8 @@ def test_a_quota_is_refused_with_its_name_and_the_time_to_wait_and_takes_nothing
     assert rejected(w).message.startswith("concurrency of a/x")
 
 
-def test_who_waits_for_midnight_is_told_midnight_to_within_seconds() -> None:
+def test_daily_refusal_points_to_midnight() -> None:
+    """Requests over a daily limit are told to come back within seconds after midnight."""
     w = world("[tenants.a]\nlimits = { tokens_per_day = 20 }")
     w.now = 86_400.0 - 4200.0
     w.receive(1, by("a", "r0"))
@@ -134,7 +136,8 @@ def test_who_waits_for_midnight_is_told_midnight_to_within_seconds() -> None:
     assert w.take(Accepted)
 
 
-def test_what_can_never_be_is_told_so() -> None:
+def test_impossible_request_gets_no_retry_time() -> None:
+    """A request that alone is over a limit is refused with no time to come back."""
     w = world()
     w.receive(1, by("a/x", "r", 40))
     refusal = rejected(w)
@@ -142,7 +145,8 @@ def test_what_can_never_be_is_told_so() -> None:
     assert refusal.message == "kv_blocks of a/x: this request alone is over the limit"
 
 
-def test_bands_and_tenants_that_are_not_theirs() -> None:
+def test_foreign_class_and_tenant_are_refused() -> None:
+    """A priority class that is not the tenant's, and a tenant missing in the file, are refused."""
     w = world()
     w.receive(1, by("a/x", "r1", priority_class="interactive"))
     assert rejected(w).reason is Reject.PRIORITY_CLASS
@@ -155,7 +159,8 @@ def test_bands_and_tenants_that_are_not_theirs() -> None:
     assert w.core.requests["r4"].path == ("standard", "a", "x")
 
 
-def test_a_finished_request_is_charged_what_was_computed_and_emitted() -> None:
+def test_finished_request_pays_actual_tokens() -> None:
+    """A finished request is charged for the tokens that were computed and emitted."""
     w = world()
     w.now = 1.0
     w.receive(1, by("a/y", "r", 10, max_tokens=400))
@@ -170,7 +175,8 @@ def test_a_finished_request_is_charged_what_was_computed_and_emitted() -> None:
     assert w.held("a") == w.held("a/y") == (0, 0, 0) and w.day_tokens("a") == 40
 
 
-def test_cancel_in_queue_costs_nothing_in_prefill_its_chunks_in_decode_its_tokens() -> None:
+def test_cancel_is_charged_by_progress() -> None:
+    """A cancel costs nothing in the queue, computed chunks in prefill, and emitted tokens in decode."""
     w = world(steps_in_flight=1)
     w.receive(1, by("a/y", "prefill", 30))
     w.receive(1, by("a/y", "queued", 30, max_tokens=9))
@@ -195,7 +201,8 @@ def test_cancel_in_queue_costs_nothing_in_prefill_its_chunks_in_decode_its_token
     assert w.held("a") == w.held("a/y") == (0, 0, 0)
 
 
-def test_a_resume_keeps_its_grant_and_pays_its_prompt_once() -> None:
+def test_resume_pays_prompt_once() -> None:
+    """A resumed request keeps its grant and pays its prompt once."""
     w = world(FILE.replace("kv_blocks = 8", "kv_blocks = 9"))
     w.post(PeerUp(21, worker_hello(Role.DECODE, 21)))
     w.receive(1, by("a/x", "r", 10, max_tokens=21))
@@ -213,7 +220,8 @@ def test_a_resume_keeps_its_grant_and_pays_its_prompt_once() -> None:
 
 
 @pytest.mark.parametrize("step_word_first", [True, False])
-def test_what_was_cached_is_not_charged_but_said(step_word_first: bool) -> None:
+def test_cached_tokens_are_not_charged(step_word_first: bool) -> None:
+    """Cached tokens are not charged but recorded, whichever message comes first."""
     w = world(FILE)
     names = b"".join(bytes([number]) * HASH_BYTES for number in range(5))
     w.receive(10, CacheEvents(names[: 3 * HASH_BYTES], b""))
@@ -228,7 +236,8 @@ def test_what_was_cached_is_not_charged_but_said(step_word_first: bool) -> None:
     assert (closed.prompt_tokens, closed.cached_tokens, closed.output_tokens, closed.charged_tokens) == (10, 12, 2, 12)
 
 
-def test_what_expires_in_the_queue_is_as_if_it_had_not_been() -> None:
+def test_queue_expiry_returns_the_quota() -> None:
+    """A request that expires in the queue costs nothing and gives its quota back."""
     w = world(workers=False, queue_wait_s_max=5.0)
     w.post(PeerUp(10, worker_hello(Role.PREFILL, 10)))
     w.post(PeerUp(20, worker_hello(Role.DECODE, 20, max_seqs=1)))
@@ -240,7 +249,7 @@ def test_what_expires_in_the_queue_is_as_if_it_had_not_been() -> None:
     assert w.core.billing.quotas.rates("a/x", 6.0).remaining_requests == 1
 
 
-def test_a_full_queue_gives_the_quota_back() -> None:
+def test_full_queue_returns_the_quota() -> None:
     w = world("[tenants.a]\nlimits = { requests_per_min = 60 }", tenant_queue_max=1)
     for number in range(9):
         w.receive(1, by("a", f"r{number}", 2000, max_tokens=90))
@@ -259,7 +268,8 @@ def test_borrowing_ends_when_others_wait() -> None:
     assert rejected(w).reason is Reject.QUOTA
 
 
-def test_a_new_file_is_in_force_at_once_for_new_requests() -> None:
+def test_new_tenants_file_applies_at_once() -> None:
+    """A new tenants file applies to new requests at once, and old classes stay until unused."""
     w = world()
     w.receive(1, by("a/x", "r1", 2000, max_tokens=90))
     assert rejected(w)
@@ -281,14 +291,16 @@ PAST = Past(
 )
 
 
-def test_a_restart_holds_and_counts_what_was_open() -> None:
+def test_restart_restores_open_requests() -> None:
+    """A restart holds and counts the requests that were open before."""
     w = world(past=PAST)
     assert w.held("a/x") == w.held("a") == (1, 150, 5)
     assert (w.day_tokens("a/x"), w.day_tokens("a")) == (450, 550)
     assert w.journal == []
 
 
-def test_a_worker_that_still_streams_an_orphan_tells_its_end() -> None:
+def test_worker_reports_end_of_orphan() -> None:
+    """A worker that still streams an orphan reports its end, and it is not written off before."""
     w = world(past=PAST, workers=False)
     hello = worker_hello(Role.DECODE, 20)
     w.post(PeerUp(20, msgspec.structs.replace(hello, held=(Held("r", 1, 5, 1),))))
@@ -301,7 +313,8 @@ def test_a_worker_that_still_streams_an_orphan_tells_its_end() -> None:
     assert w.held("a") == (0, 0, 0) and w.day_tokens("a") == 530
 
 
-def test_a_worker_tells_what_finished_before_anyone_was_there_to_hear_it() -> None:
+def test_end_before_restart_is_charged_once() -> None:
+    """A worker's late report of an answer that finished before the restart is charged once."""
     w = world(past=PAST)
     w.receive(20, Finished("r", 2, 30, 0, resumed_tokens=7))
     closed = w.closed("r")
@@ -310,7 +323,8 @@ def test_a_worker_tells_what_finished_before_anyone_was_there_to_hear_it() -> No
     assert len(w.journal) == 1 and w.held("a") == (0, 0, 0) and w.day_tokens("a") == 537
 
 
-def test_the_gateways_word_ends_an_orphan_as_cancelled() -> None:
+def test_gateway_cancel_ends_orphan() -> None:
+    """A gateway's cancel ends an orphan as cancelled, with the tokens that its worker emitted."""
     w = world(past=PAST, workers=False)
     w.post(PeerUp(20, msgspec.structs.replace(worker_hello(Role.DECODE, 20), held=(Held("r", 1, 5, 1),))))
     w.receive(1, Cancel("r", 1, CancelReason.DISCONNECTED))
@@ -321,7 +335,8 @@ def test_the_gateways_word_ends_an_orphan_as_cancelled() -> None:
 
 
 @pytest.mark.parametrize("resumed", [0, 8])
-def test_a_gateway_that_comes_back_with_an_orphan_goes_on_with_its_row(resumed: int) -> None:
+def test_resubmitted_orphan_keeps_its_row(resumed: int) -> None:
+    """A gateway that comes back with an orphan continues its row and its grant."""
     w = world(past=PAST)
     w.receive(1, by("a/x", "r", 100 + resumed, attempt=2, max_tokens=50, resumed=resumed))
     assert w.take(Accepted) and w.held("a/x") == (1, 150, 5)
@@ -334,7 +349,8 @@ def test_a_gateway_that_comes_back_with_an_orphan_goes_on_with_its_row(resumed: 
     assert len(w.journal) == 2 and w.held("a") == (0, 0, 0)
 
 
-def test_an_orphan_that_finds_the_queue_full_stays_one() -> None:
+def test_orphan_refused_by_full_queue_stays() -> None:
+    """An orphan whose resubmit finds the queue full stays an orphan."""
     w = world(past=PAST, queue_requests_max=1)
     for number in range(12):
         w.receive(1, by("a/y", f"r{number}", 40, max_tokens=2))
@@ -347,7 +363,8 @@ def test_an_orphan_that_finds_the_queue_full_stays_one() -> None:
     assert (w.closed("r").outcome, w.held("a/x")) == (LOST, (0, 0, 0))
 
 
-def test_an_orphan_that_nobody_knows_is_written_off_at_its_estimate() -> None:
+def test_unknown_orphan_is_written_off() -> None:
+    """An orphan that no process reports is written off at its estimate."""
     w = world(past=PAST)
     at = w.core.next_deadline()
     assert at is not None
@@ -360,7 +377,8 @@ def test_an_orphan_that_nobody_knows_is_written_off_at_its_estimate() -> None:
     assert len([row for row in w.journal if isinstance(row, Opened)]) == 1
 
 
-def test_a_promised_answer_without_a_bill_is_not_refused_and_its_prompt_not_charged_again() -> None:
+def test_resumed_answer_without_bill_is_accepted() -> None:
+    """A resumed answer without a bill is accepted over its quota, and its prompt is not charged again."""
     w = world("[tenants.a]\nlimits = { requests_per_min = 1, concurrency = 1 }")
     w.receive(1, by("a", "r1", 4))
     w.receive(1, by("a", "r2.c0", 20, attempt=2, max_tokens=30, resumed=10))
@@ -405,7 +423,8 @@ class ChaoticTenants(RandomWorld):
 
 
 @pytest.mark.parametrize("seed", first(10, range(25)))
-def test_whatever_happens_every_request_is_closed_once_and_nothing_stays_held(seed: int) -> None:
+def test_every_request_is_closed_once(seed: int) -> None:
+    """Every request is closed exactly once and nothing stays held, whatever fails."""
     w = ChaoticTenants(seed)
     for step in range(600):
         w.step()

@@ -65,12 +65,14 @@ def removal_cost(organisations: int) -> int:
     return cost
 
 
-def test_removing_half_of_all_tenants_costs_no_more_for_each_where_there_are_more() -> None:
+def test_removal_cost_per_tenant_is_flat() -> None:
+    """Removing half of all tenants costs no more for each where there are more of them."""
     few, many = removal_cost(50), removal_cost(400)
     assert many <= 1.5 * 8 * few, (few, many)
 
 
-def test_a_tenant_that_is_gone_is_forgotten_with_its_last_request_and_nobody_else_is_looked_at() -> None:
+def test_removed_tenant_ends_with_last_request() -> None:
+    """A removed tenant is forgotten with its last request, at a cost that does not grow with others."""
     costs = []
     for organisations in (4, 400):
         h = world(organisations, max_seqs=1)
@@ -86,7 +88,8 @@ def test_a_tenant_that_is_gone_is_forgotten_with_its_last_request_and_nobody_els
     assert costs[1] <= 1.5 * costs[0], costs
 
 
-def test_a_tenant_of_which_something_waits_under_the_bill_of_another_one_is_not_forgotten() -> None:
+def test_tenant_with_waiting_request_is_kept() -> None:
+    """A removed tenant is kept while its request waits under another tenant's bill."""
     h = world(4, max_seqs=1)
     h.receive(1, msgspec.structs.replace(submit("r"), tenant="o1/u"))
     h.receive(1, Cancel("r", 1, CancelReason.DISCONNECTED))

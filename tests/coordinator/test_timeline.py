@@ -91,7 +91,8 @@ def reason(kind: type[R], entries: list[Entry]) -> tuple[R, Passed]:
     return found
 
 
-def test_a_life_without_waiting() -> None:
+def test_story_of_request_without_wait() -> None:
+    """The story of a request that never waits has its placement, chunks, hand-over and end."""
     s = Scene.of()
     s.come("a", "acme/ann", tokens=12)
     s.step(0, Chunk("a", 1, 0, 8))
@@ -108,7 +109,8 @@ def test_a_life_without_waiting() -> None:
     assert isinstance(ended, RequestEnded) and ended.outcome == "finished" and ended.by is None
 
 
-def test_another_tenants_turn() -> None:
+def test_story_tells_other_tenants_turn() -> None:
+    """The story names the other tenant whose turn came first, and its level in the fair order."""
     s = Scene.of()
     s.come("busy1", "busy/bob")
     s.come("busy2", "busy/bob")
@@ -125,7 +127,8 @@ def test_another_tenants_turn() -> None:
     assert (came.waiting, came.waiting_of_tenant) == (2, 1)
 
 
-def test_turns_of_one_tenant_are_told_as_one_with_their_number() -> None:
+def test_repeated_turns_are_told_once() -> None:
+    """Several turns of one tenant are told as one entry with their number."""
     s = Scene.of()
     s.come("big", "busy", tokens=8, max_tokens=100)
     s.come("next", "busy", tokens=8)
@@ -140,7 +143,8 @@ def test_turns_of_one_tenant_are_told_as_one_with_their_number() -> None:
     assert passed.until_s - passed.at_s == pytest.approx(0.4)
 
 
-def test_an_earlier_deadline_in_the_same_tenant() -> None:
+def test_story_tells_earlier_deadline() -> None:
+    """The story names a request of the same tenant that went first for its earlier deadline."""
     s = Scene.of()
     s.come("first", "acme")
     s.come("late", "acme")
@@ -151,7 +155,8 @@ def test_an_earlier_deadline_in_the_same_tenant() -> None:
     assert why.due_before_s == pytest.approx(4.0 - 0.9 - 0.1)
 
 
-def test_one_of_the_same_tenant_that_was_overtaken_too_often() -> None:
+def test_story_tells_overtaken_request() -> None:
+    """The story names a request of the same tenant that was overtaken too often and goes first."""
     s = Scene.of(Limits(step_tokens=8, steps_in_flight=1, overtaken_max=1))
     s.come("first", "acme")
     s.come("old", "acme")
@@ -166,7 +171,8 @@ def test_one_of_the_same_tenant_that_was_overtaken_too_often() -> None:
     ]
 
 
-def test_one_of_the_same_tenant_that_has_fewer_chunks_left_or_came_first() -> None:
+def test_story_tells_order_within_tenant() -> None:
+    """The story tells that a request of the same tenant had fewer chunks left or came first."""
     s = Scene.of(dataclasses.replace(ONE_STEP, priority_classes={"standard": PriorityClass(ttft_s_per_chunk=0.0)}))
     s.come("first", "acme")
     s.now -= 0.1
@@ -191,7 +197,8 @@ def full_decode(**limits: int) -> Scene:
     return s
 
 
-def test_no_room_in_decode() -> None:
+def test_story_tells_missing_decode_room() -> None:
+    """The story names the decode worker without room and what it lacks."""
     s = full_decode()
     s.come("waits", "acme", tokens=10, max_tokens=20)
     s.finish("hog")
@@ -201,7 +208,8 @@ def test_no_room_in_decode() -> None:
     assert only(Placed, entries).at_s == pytest.approx(0.1)
 
 
-def test_a_pair_is_left_out() -> None:
+def test_story_tells_left_out_pair() -> None:
+    """The story tells that a request waited because a pair was left out."""
     s = Scene.of()
     for number in range(3):
         s.come(f"r{number}", "acme")
@@ -216,7 +224,8 @@ def test_a_pair_is_left_out() -> None:
     assert only(Placed, entries).at_s == pytest.approx(2.1)
 
 
-def test_room_is_kept_for_one_that_others_bypassed() -> None:
+def test_story_tells_kept_room() -> None:
+    """The story tells that room was kept for a request that others had bypassed."""
     s = full_decode(bypasses_max=1)
     s.come("waits", "acme", tokens=10, max_tokens=20)
     s.come("small", "other", tokens=4, max_tokens=1)
@@ -231,7 +240,8 @@ def test_room_is_kept_for_one_that_others_bypassed() -> None:
     assert any(isinstance(e, Passed) and isinstance(e.reason, NoRoomOnWorker) and e.reason.kept for e in entries)
 
 
-def test_behind_one_that_has_no_room() -> None:
+def test_story_tells_blocked_request_ahead() -> None:
+    """The story names the request without room that a request waits behind."""
     s = full_decode()
     s.come("waits", "acme", tokens=10, max_tokens=20)
     s.come("behind", "acme", tokens=10, max_tokens=20)
@@ -243,7 +253,8 @@ def test_behind_one_that_has_no_room() -> None:
     assert passed.requests == ("waits",) and passed.times == 2
 
 
-def test_waiting_for_the_worker_that_has_it_cached() -> None:
+def test_story_tells_wait_for_cached_worker() -> None:
+    """The story tells that a request waited for the worker that has its prompt cached."""
     s = Scene.of(Limits(step_tokens=16, steps_in_flight=1), prefill=2)
     s.receive(10, CacheEvents(hashes(200), b""))
     for name in ("busy", "a"):
@@ -257,7 +268,8 @@ def test_waiting_for_the_worker_that_has_it_cached() -> None:
     assert (placed.at_s, placed.workers, placed.cached_tokens) == (0.5, "prefill-10 + decode-20", 800)
 
 
-def test_expired() -> None:
+def test_story_tells_expiry() -> None:
+    """The story of an expired request names its deadline."""
     s = Scene.of()
     s.come("first", "acme")
     s.come("late", "acme", deadline_ms=300.0)
@@ -268,7 +280,8 @@ def test_expired() -> None:
     assert "deadline of 300 ms" in ended.why and ended.at_s == pytest.approx(0.4) and ended.retry_after_s > 0
 
 
-def test_shed_for_whom() -> None:
+def test_story_names_winner_of_shed_place() -> None:
+    """The story of a shed request names the request that it gave way to."""
     s = Scene.of(Limits(queue_requests_max=2, step_tokens=8, steps_in_flight=1))
     for name in ("running", "fat1", "fat2"):
         s.come(name, "fat/joe")
@@ -279,7 +292,8 @@ def test_shed_for_whom() -> None:
     assert ended.by is not None and (ended.by.request, ended.by.tenant) == ("thin", "slim/jim")
 
 
-def test_rejected_at_once() -> None:
+def test_story_tells_immediate_rejection() -> None:
+    """The story of a request rejected at once gives the reason."""
     s = Scene.of()
     s.come("huge", "acme", tokens=4096, max_tokens=100)
     came, ended = s.story("huge")
@@ -288,7 +302,8 @@ def test_rejected_at_once() -> None:
     assert ended.why == "too_long: 4196 tokens in all; the context holds 4096"
 
 
-def test_interrupted_and_submitted_again() -> None:
+def test_story_tells_interrupt_and_resubmit() -> None:
+    """The story of an interrupted request names the lost worker and has both attempts."""
     s = Scene.of()
     s.come("a", "acme")
     s.post(PeerDown(10, "killed"))
@@ -301,7 +316,7 @@ def test_interrupted_and_submitted_again() -> None:
     assert entries[-1].at_s == pytest.approx(1.0)
 
 
-def test_a_request_that_is_not_there_has_no_story() -> None:
+def test_unknown_request_has_no_story() -> None:
     assert story_of(random_world(0, steps=20), "nobody") == []
 
 
@@ -352,7 +367,8 @@ def check_reason(why: Reason, name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", first(1, range(3)))
-def test_stories_from_random_worlds_keep_to_what_happened(seed: int) -> None:
+def test_random_stories_match_events(seed: int) -> None:
+    """Stories from random clusters agree with what happened."""
     for core, count in ((random_world(seed), 8), (contended_world(seed), 8)):
         longest = Longest(0.0, count)
         assert replay(core.tape()).run(longest) is None
@@ -360,7 +376,8 @@ def test_stories_from_random_worlds_keep_to_what_happened(seed: int) -> None:
             check(core, row.request)
 
 
-def test_the_longest_waits_are_those_of_the_stories() -> None:
+def test_longest_waits_match_stories() -> None:
+    """The longest waits are listed in order, as the stories of their requests tell them."""
     core = contended_world(1)
     longest = Longest(0.0, 6)
     assert replay(core.tape()).run(longest) is None

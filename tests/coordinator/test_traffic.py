@@ -14,7 +14,8 @@ from tests.coordinator.test_draining import decoding
 from tests.coordinator.world import Harness, submit
 
 
-def test_a_sample_stands_for_those_that_came_between() -> None:
+def test_sample_stands_for_skipped_requests() -> None:
+    """A sampled request stands for those that came between it and the last one."""
     seen = RecentTraffic()
     for number in range(40):
         seen.arrived(submit(f"r{number}", 10), number / 32)  # 32 a second, of which 8 are looked at
@@ -23,7 +24,7 @@ def test_a_sample_stands_for_those_that_came_between() -> None:
     assert report.ages_ms[0] == 2000.0 and set(report.stands_for[1:]) == {4}
 
 
-def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traffic_sample_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traffic, "SAMPLE_MAX", 3)
     seen = RecentTraffic()
     for number in range(10):
@@ -31,19 +32,21 @@ def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen.report("m", lambda name: 0, 0, 10.0).ages_ms == (3000.0, 2000.0, 1000.0)
 
 
-def test_what_goes_on_is_expected_to_be_as_long_as_what_ended_later() -> None:
+def test_running_answers_expect_longer_lengths() -> None:
+    """A running answer is expected to be as long as ended answers that were longer than it."""
     expect = expected_lengths([10, 10, 100, 100], [True] * 4)
     assert expect(0) == 55 and expect(10) == 100 and expect(50) == 100
     assert expect(200) == 251, "longer than any: nothing is known of it"
 
 
-def test_answers_that_go_on_count_for_what_they_have() -> None:
+def test_running_answers_count_their_length() -> None:
     """Traffic has turned to long answers, of which none has ended."""
     expect = expected_lengths([2, 2, 80, 90, 100], [True, True, False, False, False])
     assert 55 <= expect(0) <= 65 and expect(50) == 100
 
 
-def test_the_status_tells_prompts_and_answers_as_they_are_known() -> None:
+def test_status_reports_prompt_and_answer_lengths() -> None:
+    """The status tells prompt and answer lengths as far as they are known, once for all attempts."""
     h = Harness.make()
     decoding(h, submit("a", 30, max_tokens=100))
     own = h.core.requests["a"].decode_incarnation
@@ -59,7 +62,8 @@ def test_the_status_tells_prompts_and_answers_as_they_are_known() -> None:
     assert len(status(h.core).traffic[0].ages_ms) == 1, "another attempt is no other request"
 
 
-def test_it_tells_how_long_requests_took_or_take() -> None:
+def test_status_reports_time_per_token() -> None:
+    """The status tells the time per token of running and ended answers."""
     h = Harness.make()
     h.now = 10.0
     decoding(h, submit("a", 30, max_tokens=100))
@@ -75,7 +79,8 @@ def test_it_tells_how_long_requests_took_or_take() -> None:
     assert seen.tpot_ms[0] == pytest.approx(2000 / 40)
 
 
-def test_what_waits_counts_for_its_wait_and_what_ended_without_a_token_for_nothing() -> None:
+def test_waiting_requests_count_their_wait() -> None:
+    """A waiting request counts with its wait, one that ended without a token with nothing."""
     seen = RecentTraffic()
     for number, name in enumerate(("served", "waits", "rejected")):
         seen.arrived(submit(name, 10, max_tokens=20), float(number))
@@ -89,7 +94,8 @@ def test_what_waits_counts_for_its_wait_and_what_ended_without_a_token_for_nothi
     assert report.tpot_ms[0] == 200.0
 
 
-def test_the_coordinator_keeps_what_an_autopilot_says_of_a_model_that_it_serves() -> None:
+def test_autopilot_report_needs_served_model() -> None:
+    """The coordinator keeps an autopilot's report only for a model that it serves."""
     h = Harness.make()
     h.post(PeerUp(5, Hello(PROTOCOL_VERSION, Role.OBSERVER, 5, "autopilot")))
     for model in ("m", "no such model"):
@@ -101,7 +107,8 @@ def test_the_coordinator_keeps_what_an_autopilot_says_of_a_model_that_it_serves(
     assert first.workers, "it is answered with what it decides by"
 
 
-def test_steps_of_nothing_prove_nothing() -> None:
+def test_empty_step_is_no_measurement() -> None:
+    """An empty step is not kept as a measured step."""
     h = Harness.make()
     h.receive(10, StepDone(0, (), 0.0, 0))
     assert all(not worker.steps for worker in status(h.core).workers)

@@ -77,19 +77,23 @@ def compare(seeds: range, attack: Attack, at_most: float) -> None:
 
 
 @ATTACKS
-def test_an_attack_hardly_moves_the_victims_ttft(attack: Attack, at_most: float) -> None:
+def test_attack_hardly_moves_victim_ttft(attack: Attack, at_most: float) -> None:
+    """An attack by another tenant hardly changes the victim's TTFT."""
     compare(range(1), attack, at_most)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @ATTACKS
-def test_an_attack_hardly_moves_the_victims_ttft_over_twenty_seeds(attack: Attack, at_most: float) -> None:
+def test_attack_hardly_moves_ttft_twenty_seeds(attack: Attack, at_most: float) -> None:
+    """An attack by another tenant hardly changes the victim's TTFT over twenty seeds."""
     compare(range(20), attack, at_most)
 
 
 @pytest.mark.parametrize("users", first(1, [1000, 1, 10, 100]))
-def test_users_of_one_organisation_are_felt_no_more_for_being_many(users: int) -> None:
+def test_many_users_gain_no_advantage(users: int) -> None:
+    """An organisation's load disturbs others no more when it is spread over many users."""
+
     def attack(world: VirtualCluster, rnd: random.Random) -> None:
         poisson(world, rnd, 30, lambda n: world.submit(f"a{n}", f"abuser/user{n % users}", 2048))
 

@@ -11,7 +11,8 @@ from tests.coordinator.test_seams import one_of, run_prefill
 from tests.coordinator.world import MODEL, Harness, submit, worker_hello
 
 
-def test_what_no_worker_can_hold_any_more_takes_no_turns_from_others() -> None:
+def test_unplaceable_requests_take_no_turns() -> None:
+    """Requests that no worker can hold any more do not stop smaller ones behind them."""
     world = Harness.make(kv_blocks=8)
     world.post(PeerUp(21, worker_hello(Role.DECODE, 21, kv_blocks=40)))
     world.receive(1, one_of("fills", "f", 4, 150))
@@ -33,7 +34,8 @@ def test_what_no_worker_can_hold_any_more_takes_no_turns_from_others() -> None:
     assert len(world.take(Prefill)) == 8, "all are placed once a worker comes that can hold them"
 
 
-def test_nobody_is_shed_for_a_newcomer_that_is_refused_all_the_same() -> None:
+def test_refused_newcomer_sheds_no_request() -> None:
+    """No request is shed for a newcomer that is refused all the same."""
     world = Harness.make(limits=Limits(queue_tokens_max=1000, queue_requests_max=100), decode=1, max_seqs=1)
     world.receive(1, one_of("runs", "r", 10, 4))
     for number in range(3):
@@ -44,7 +46,8 @@ def test_nobody_is_shed_for_a_newcomer_that_is_refused_all_the_same() -> None:
     assert [(m.request_id, m.reason) for m in world.take(Rejected)] == [("a2", Reject.SHED)]  # type: ignore[attr-defined]
 
 
-def test_a_deadline_counts_what_is_not_cached() -> None:
+def test_deadline_check_ignores_cached_tokens() -> None:
+    """A deadline is checked against the prompt tokens that are not cached."""
     for cached in (False, True):
         world = VirtualCluster(timing=Timing(prefill_tokens_per_s=1000.0))
         world.submit("measured", "o", 1000)
@@ -59,7 +62,8 @@ def test_a_deadline_counts_what_is_not_cached() -> None:
         assert bool(harness.take(Rejected)) != cached
 
 
-def test_a_tenants_requests_go_by_their_priority_and_others_are_not_affected() -> None:
+def test_tenant_requests_follow_priority() -> None:
+    """A tenant's requests are served in the order of their priority and deadline."""
     world = Harness.make(limits=Limits(queue_requests_max=100), decode=1, max_seqs=1)
     world.receive(1, one_of("runs", "r", 10, 4))
     world.take(Prefill)

@@ -42,15 +42,17 @@ class AsksAgain:
 
 
 @pytest.mark.parametrize("seed", first(2, range(12)))
-def test_after_an_event_no_worker_that_can_take_a_step_would_find_something(seed: int) -> None:
+def test_no_ready_worker_misses_work(seed: int) -> None:
+    """A worker that can take a step never finds work if it is asked again after an event."""
     for core in (random_world(seed), contended_world(seed)):
         again = AsksAgain()
         assert replay(core.tape()).run(again) is None, "it acts as if nobody had been asked"
 
 
-def test_one_turn_moves_so_many_requests_at_the_most_and_the_next_event_goes_on(
+def test_moves_per_turn_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """One turn moves a bounded number of requests, and the next event goes on."""
     h = Harness.make(prefill=2, limits=Limits(queue_requests_max=1000))
 
     def wait(request: Request, worker: Worker, pool: Pool, *_: object, **__: object) -> Decision:
@@ -70,9 +72,10 @@ def test_one_turn_moves_so_many_requests_at_the_most_and_the_next_event_goes_on(
     assert len(pool.prefill[11].bound) == steps.MOVES_PER_TURN_MAX + 10 and not pool.wakeups.for_all
 
 
-def test_one_event_gives_so_many_steps_at_the_most_and_a_tick_that_is_due_at_once_goes_on(
+def test_steps_per_event_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """One event gives a bounded number of steps, and a tick that is due at once goes on."""
     h = Harness.make(prefill=9, decode=2, limits=Limits(step_tokens=16))
     with monkeypatch.context() as nobody_is_asked:
         nobody_is_asked.setattr("coordinator.placement.schedule.compose", lambda *_: None)

@@ -22,12 +22,13 @@ def client(cluster: Live) -> Iterator[openai.OpenAI]:
         yield one
 
 
-def test_models(client: openai.OpenAI, cluster: Live) -> None:
+def test_models_are_listed_and_retrieved(client: openai.OpenAI, cluster: Live) -> None:
     assert [model.id for model in client.models.list()] == [cluster.model_id]
     assert client.models.retrieve(cluster.model_id).id == cluster.model_id
 
 
-def test_chat_streamed_equals_chat_at_once(client: openai.OpenAI, cluster: Live) -> None:
+def test_streamed_chat_equals_whole_chat(client: openai.OpenAI, cluster: Live) -> None:
+    """A streamed chat answer has the text, usage and finish reason of the answer in one piece."""
     common: dict[str, Any] = {"model": cluster.model_id, "messages": CHAT, "max_tokens": 20, "temperature": 0}
     whole = client.chat.completions.create(**common)
     chunks = list(client.chat.completions.create(**common, stream=True, stream_options={"include_usage": True}))
@@ -40,7 +41,9 @@ def test_chat_streamed_equals_chat_at_once(client: openai.OpenAI, cluster: Live)
     assert reasons == [whole.choices[0].finish_reason]
 
 
-def test_choices_logprobs_and_seed(client: openai.OpenAI, cluster: Live) -> None:
+def test_seeded_choices_repeat_with_logprobs(client: openai.OpenAI, cluster: Live) -> None:
+    """Several choices with one seed repeat exactly and have log probabilities."""
+
     def ask() -> Any:
         return client.chat.completions.create(
             model=cluster.model_id, messages=CHAT, max_completion_tokens=8, n=3, seed=11, temperature=1.0, logprobs=True,
@@ -58,7 +61,8 @@ def test_choices_logprobs_and_seed(client: openai.OpenAI, cluster: Live) -> None
             assert len(values) == 4 and values == sorted(values, reverse=True) and entry.logprob <= 0
 
 
-def test_completions_lists_echo_stop_and_token_ids(client: openai.OpenAI, cluster: Live) -> None:
+def test_completion_options_work_together(client: openai.OpenAI, cluster: Live) -> None:
+    """Lists of prompts, token ids, echo and stop tokens work with completions."""
     common: dict[str, Any] = {"model": cluster.model_id, "max_tokens": 12, "temperature": 0}
     ids = {"return_token_ids": True, "ignore_eos": True}
     plain = client.completions.create(**common, prompt=PROMPT, extra_body=ids)
@@ -82,7 +86,9 @@ def test_completions_lists_echo_stop_and_token_ids(client: openai.OpenAI, cluste
     assert by_text.choices[0].text == text[: text.index(stop)] and by_text.choices[0].finish_reason == "stop"
 
 
-def test_penalties_and_bias_reach_both_workers(client: openai.OpenAI, cluster: Live) -> None:
+def test_penalties_and_bias_reach_both_roles(client: openai.OpenAI, cluster: Live) -> None:
+    """Penalties and logit bias apply to the first token of prefill and to those of decode."""
+
     def ids(**options: Any) -> list[int]:
         return cluster.token_ids([40, 41, 42], 16, ignore_eos=True, **options)
 
@@ -94,14 +100,16 @@ def test_penalties_and_bias_reach_both_workers(client: openai.OpenAI, cluster: L
     assert len(set(once_each)) >= len(set(plain)) and not set(once_each) & {40, 41, 42}
 
 
-def test_errors_reach_the_client_as_its_own_exceptions(client: openai.OpenAI, cluster: Live) -> None:
+def test_errors_become_client_exceptions(client: openai.OpenAI, cluster: Live) -> None:
+    """Errors reach the OpenAI client as its own exceptions."""
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="no-such-model", prompt="x")
     with pytest.raises(openai.BadRequestError, match="context"):
         client.completions.create(model=cluster.model_id, prompt="x" * 600, max_tokens=10)
 
 
-def test_every_bad_input_is_told_and_leaves_the_cluster_clean(cluster: Live) -> None:
+def test_bad_input_stops_at_the_gateway(cluster: Live) -> None:
+    """Each bad input is answered with its error and never gets past the gateway."""
     before = cluster.wait_idle()
     rows = table(model=cluster.model_id, context_tokens=512, vocab_size=tiny_models.VOCAB, body_bytes_max=8 << 20)
     wrong: list[tuple[str, int, Any]] = []

@@ -148,13 +148,15 @@ def through(model: Path, home: Path, count: int, kills: int, restarts: int) -> N
         trial.up.stop()
 
 
-def test_each_result_once_through_kills_and_a_restart(tiny: Path, tmp_path: Path) -> None:
+def test_batch_results_survive_kills(tiny: Path, tmp_path: Path) -> None:
+    """Each request of a batch job gets one result through kills and a restart."""
     through(tiny, tmp_path, 40, 2, 1)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_500_requests_through_ten_kills_and_two_restarts(tiny: Path, tmp_path: Path) -> None:
+def test_large_batch_survives_kills(tiny: Path, tmp_path: Path) -> None:
+    """A batch job of 500 requests gets one result each through ten kills and two restarts."""
     through(tiny, tmp_path, 500, 10, 2)
 
 
@@ -173,7 +175,8 @@ def command(up: Live, *arguments: str) -> "subprocess.Popen[str]":
     )
 
 
-def test_the_command_writes_results_and_names_lines_that_failed(up: Live, tmp_path: Path) -> None:
+def test_batch_command_names_failed_lines(up: Live, tmp_path: Path) -> None:
+    """The batch command writes results and errors to files and names the lines that failed."""
     requests = bodies(up.model_id, 6)
     requests[3]["temperature"] = 9
     write(tmp_path / "in.jsonl", requests)
@@ -190,7 +193,8 @@ def test_the_command_writes_results_and_names_lines_that_failed(up: Live, tmp_pa
     assert len((tmp_path / "in.errors.jsonl").read_text().splitlines()) == 1
 
 
-def test_a_wrong_line_is_named_before_anything_is_sent(up: Live, tmp_path: Path) -> None:
+def test_wrong_batch_line_is_named_first(up: Live, tmp_path: Path) -> None:
+    """A wrong line of a batch file is named before any request is sent."""
     path = tmp_path / "in.jsonl"
     write(path, bodies(up.model_id, 2))
     path.write_text(path.read_text() + "\n{}\n")
@@ -200,7 +204,8 @@ def test_a_wrong_line_is_named_before_anything_is_sent(up: Live, tmp_path: Path)
 
 
 @pytest.mark.parametrize("cancel", [False, True])
-def test_ctrl_c_leaves_the_batch_running_or_cancels_it(up: Live, tmp_path: Path, cancel: bool) -> None:
+def test_ctrl_c_leaves_or_cancels_batch(up: Live, tmp_path: Path, cancel: bool) -> None:
+    """Ctrl-C leaves the batch job running, or cancels it with --cancel."""
     path = tmp_path / "in.jsonl"
     write(path, [body | {"max_tokens": 400} for body in bodies(up.model_id, 200)])
     running = command(up, str(path), *(["--cancel"] if cancel else []))

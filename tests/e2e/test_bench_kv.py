@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.long
 @pytest.mark.parametrize("segments", first(1, ["4096", "512,4096"]))
-def test_all_transports_are_measured_beside_what_the_machine_can_do(segments):
+def test_bench_kv_measures_all_transports(segments):
+    """The KV benchmark measures each transport beside the plain copies and sockets of the machine."""
     command = [sys.executable, "-m", "benchmarks", "kv", "--json", "--rounds", "1"]
     command += ["--session-mib", "256", "--segment-kib", segments, "--block-kib", "64"]
     command += ["--transports", "shm,tcp,tcp-plain"]

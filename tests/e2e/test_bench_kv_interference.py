@@ -26,7 +26,8 @@ def run(tiny: Path, state: Path) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.long
-def test_streams_are_measured_with_and_without_kv_that_arrives(tmp_path: Path) -> None:
+def test_interference_bench_compares_streams(tmp_path: Path) -> None:
+    """The benchmark measures streams with and without arriving KV and leaves no process or segment behind."""
     tiny = tiny_models.make("llama", tmp_path / "tiny")  # its own, by which its processes are told from others
     shared_before = set(os.listdir("/dev/shm"))
     result, said = run(tiny, tmp_path)

@@ -22,7 +22,8 @@ def bench(cluster: Live, *arguments: str) -> "subprocess.Popen[str]":
     )
 
 
-def test_a_short_load_is_measured_and_written(cluster: Live, tmp_path: Path) -> None:
+def test_short_load_is_measured(cluster: Live, tmp_path: Path) -> None:
+    """A short load gives a record with exact lengths, outcomes and figures."""
     file = tmp_path / "run.json"
     load = ["--rate", "8", "--duration", "5", "--warmup-s", "1", "--cancel-share", "0.2", "--prefix-share", "0.5"]
     process = bench(cluster, *load, "--prefix-tokens", "32", "--token-ids", "--json")
@@ -42,7 +43,8 @@ def test_a_short_load_is_measured_and_written(cluster: Live, tmp_path: Path) -> 
     cluster.wait_idle()
 
 
-def test_ctrl_c_prints_what_was_measured(cluster: Live, tmp_path: Path) -> None:
+def test_ctrl_c_prints_partial_results(cluster: Live, tmp_path: Path) -> None:
+    """A load that Ctrl-C ends prints and writes the figures measured so far."""
     file = tmp_path / "run.json"
     ended = sum(cluster.status().finished.values())
     process = bench(cluster, "--rate", "20", "--duration", "600", "--warmup-s", "0", "--json")

@@ -17,7 +17,8 @@ TOKEN_BYTES = 3 * 2 * 2 * 16 * 4
 
 
 @pytest.mark.parametrize(("prefill_size", "decode_size"), [(16, 32), pytest.param(32, 16, marks=pytest.mark.long)])
-def test_a_pair_of_other_block_sizes_gives_the_same_tokens(tiny: Path, prefill_size: int, decode_size: int) -> None:
+def test_mixed_block_sizes_keep_tokens(tiny: Path, prefill_size: int, decode_size: int) -> None:
+    """A pair of workers with different block sizes gives the same tokens as the model alone."""
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     asked = prompts() | {"odd": list(range(20, 69)), "one": [7]}
     expected = {name: generate(model, prompt, 30) for name, prompt in asked.items()}

@@ -45,7 +45,8 @@ def on(make: Callable[[], C], work: Callable[[C], Awaitable[list[str]]]) -> None
     assert not violations, f"seed {SEED}: " + "\n".join(violations)
 
 
-def test_random_kills_and_stops_change_no_token_and_leave_nothing_behind(model: Path, tmp_path: Path) -> None:
+def test_random_faults_change_no_token(model: Path, tmp_path: Path) -> None:
+    """Random kills and stops change no token and leave nothing behind."""
     plan = Plan(
         seed=SEED, faults=5, overlap=0.3, pause_s=0.3, clients=4, orders=12, output_tokens_max=200, leave_share=0.1,
         constrained_share=0.34, session_share=0.4,
@@ -59,9 +60,8 @@ def test_random_kills_and_stops_change_no_token_and_leave_nothing_behind(model: 
     on(lambda: Cluster(model, tmp_path), work)
 
 
-def test_a_coordinator_that_stands_by_takes_over_from_one_that_is_killed_or_asked_to_end(
-    model: Path, tmp_path: Path
-) -> None:
+def test_standby_coordinator_takes_over(model: Path, tmp_path: Path) -> None:
+    """A standby coordinator takes over from one that is killed or asked to end."""
     plan = Plan(
         seed=SEED,
         faults=1,
@@ -85,7 +85,9 @@ def test_a_coordinator_that_stands_by_takes_over_from_one_that_is_killed_or_aske
     on(lambda: Cluster(model, tmp_path, standby=True), work)
 
 
-def test_clients_that_leave_in_every_state_leave_nothing_behind(model: Path, tmp_path: Path) -> None:
+def test_leaving_clients_leave_nothing_behind(model: Path, tmp_path: Path) -> None:
+    """Clients that leave in any state of their request leave nothing behind."""
+
     async def work(cluster: Cluster) -> list[str]:
         # How fast it is, the script says, on a machine of its own.
         result = await cancels(cluster, 60, SEED, back_s=30.0)
@@ -97,7 +99,7 @@ def test_clients_that_leave_in_every_state_leave_nothing_behind(model: Path, tmp
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_bad_network_and_partitions_in_one_direction_change_no_token(model: Path, tmp_path: Path) -> None:
+def test_bad_network_changes_no_token(model: Path, tmp_path: Path) -> None:
     """Delay 200 ms, loss 5 %; then what one process says, or what is said to it, is held for 30 s."""
     plan = Plan(seed=SEED, clients=4, orders=16, output_tokens_max=120)
 
@@ -140,7 +142,8 @@ class Out(io.StringIO):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_long_run_tells_how_far_it_is_where_there_is_no_progress_bar(terminal: bool) -> None:
+def test_long_run_prints_progress_lines(terminal: bool) -> None:
+    """A long run prints lines about its progress if its output is not a terminal."""
     out, result = Out(terminal), Result(Plan(), tokens=1200, violations=["a token changed"])
     result.faults = [Fault("decode", "kill", "decode-0.1", 0.0), Fault("–", "none", "nobody", 1.0)]
 
@@ -165,14 +168,16 @@ def test_a_long_run_tells_how_far_it_is_where_there_is_no_progress_bar(terminal:
         ([1, 2, 3], (1, 0, 0)),
     ],
 )
-def test_the_comparison_sees_what_is_lost_doubled_or_changed(got: list[int], expected: tuple[int, int, int]) -> None:
+def test_comparison_counts_wrong_tokens(got: list[int], expected: tuple[int, int, int]) -> None:
+    """The comparison counts tokens that are lost, duplicated or changed."""
     want = {0: Choice([1, 2, 3, 4], "abcd", [], "length")}
     text = "".join("abcdefghij"[token - 1] for token in got)
     found = compare(want, {0: Choice(got, text, [], "length")}, whole=True)
     assert (found.lost, found.duplicated, found.changed) == expected
 
 
-def test_the_comparison_sees_more_than_tokens_and_takes_part_of_an_answer() -> None:
+def test_comparison_covers_whole_answers() -> None:
+    """The comparison covers text, log probabilities and finish reasons, and accepts part of an answer if told to."""
     want = {0: Choice([1, 2], "ab", [-0.5, -1.0], "stop")}
     assert not compare(want, {0: Choice([1], "a", [-0.5])}, whole=False)
     assert not compare(want, {}, whole=False)
@@ -182,5 +187,5 @@ def test_the_comparison_sees_more_than_tokens_and_takes_part_of_an_answer() -> N
     assert compare(want, {0: Choice([1, 2], "ab", [-0.5, -2.0], "stop")}, whole=True).changed
 
 
-def test_the_line_through_a_growing_process_rises() -> None:
+def test_slope_of_growing_process_rises() -> None:
     assert slope([(0, 1), (10, 2), (20, 3)]) == pytest.approx(0.1) and slope([(0, 5), (9, 5)]) == 0

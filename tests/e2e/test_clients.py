@@ -57,7 +57,7 @@ def test_openai_parses_structured_output(up: Live) -> None:
     assert isinstance(answer.choices[0].message.parsed, Trip)
 
 
-def test_openai_calls_tools(up: Live) -> None:
+def test_openai_client_calls_tools(up: Live) -> None:
     import openai
 
     with _openai(up) as client:
@@ -77,7 +77,7 @@ def test_openai_calls_tools(up: Live) -> None:
     assert last.choices[0].message.tool_calls is None
 
 
-def test_openai_streams_calls(up: Live) -> None:
+def test_openai_client_streams_tool_calls(up: Live) -> None:
     with (
         _openai(up) as client,
         client.chat.completions.stream(
@@ -96,7 +96,8 @@ def test_openai_streams_calls(up: Live) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_openais_responses_end_a_loop_of_tools(up: Live, stream: bool) -> None:
+def test_openai_responses_end_a_tool_loop(up: Live, stream: bool) -> None:
+    """A loop of tool calls over OpenAI's responses API comes to its end, streamed or not."""
     tool = {"type": "function", **TOOL["function"], "strict": False}
     items: list[Any] = [{"role": "user", "content": "Weather?"}]
     called = list[Weather]()
@@ -121,7 +122,8 @@ def test_openais_responses_end_a_loop_of_tools(up: Live, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_anthropics_messages_end_a_loop_of_tools(up: Live, stream: bool) -> None:
+def test_anthropic_messages_end_a_tool_loop(up: Live, stream: bool) -> None:
+    """A loop of tool calls over Anthropic's messages API comes to its end, streamed or not."""
     anthropic = pytest.importorskip("anthropic", reason=NOT_INSTALLED)
     tool = {"name": "get_weather", "input_schema": Weather.model_json_schema(), "eager_input_streaming": True}
     turns: list[Any] = [{"role": "user", "content": "Weather?"}]
@@ -151,9 +153,7 @@ def test_anthropics_messages_end_a_loop_of_tools(up: Live, stream: bool) -> None
          {"tool_choice": "none", "max_output_tokens": 16}),
     ],
 )  # fmt: skip
-def test_command_line_agents_end_a_loop_of_tools(
-    up: Live, agent: str, first: dict[str, Any], last: dict[str, Any]
-) -> None:
+def test_command_line_agents_end_tool_loop(up: Live, agent: str, first: dict[str, Any], last: dict[str, Any]) -> None:
     """A random model calls nothing of itself: which tool it calls is the one thing that the agents do not send."""
 
     async def talk() -> None:
@@ -164,7 +164,7 @@ def test_command_line_agents_end_a_loop_of_tools(
     asyncio.run(talk())
 
 
-def test_pydantic_ai_ends_a_loop_of_tools(up: Live) -> None:
+def test_pydantic_ai_ends_a_tool_loop(up: Live) -> None:
     pytest.importorskip("pydantic_ai", reason=NOT_INSTALLED)
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
@@ -193,7 +193,7 @@ def test_pydantic_ai_ends_a_loop_of_tools(up: Live) -> None:
     asyncio.run(talk())
 
 
-def test_openai_agents_end_a_loop_of_tools(up: Live) -> None:
+def test_openai_agents_end_a_tool_loop(up: Live) -> None:
     agents = pytest.importorskip("agents", reason=NOT_INSTALLED)
     import openai
 
@@ -222,6 +222,7 @@ def test_openai_agents_end_a_loop_of_tools(up: Live) -> None:
 
 
 def test_langchain_calls_tools_and_parses(up: Live) -> None:
+    """LangChain calls tools and parses structured output."""
     pytest.importorskip("langchain_openai", reason=NOT_INSTALLED)
     from langchain_openai import ChatOpenAI  # type: ignore[import-not-found]
 
@@ -232,6 +233,7 @@ def test_langchain_calls_tools_and_parses(up: Live) -> None:
 
 
 def test_litellm_calls_tools_and_gets_json(up: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LiteLLM calls tools and gets JSON of the schema that it asks for."""
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     litellm = pytest.importorskip("litellm", reason=NOT_INSTALLED)
     common = {
@@ -244,7 +246,7 @@ def test_litellm_calls_tools_and_gets_json(up: Live, monkeypatch: pytest.MonkeyP
     assert Trip.model_validate(json.loads(answer.choices[0].message.content))
 
 
-def test_instructor_parses(up: Live) -> None:
+def test_instructor_parses_structured_output(up: Live) -> None:
     instructor = pytest.importorskip("instructor", reason="not installed: its releases need openai below version 3")
     client = instructor.from_openai(_openai(up), mode=instructor.Mode.TOOLS)
     assert isinstance(

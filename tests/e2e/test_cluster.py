@@ -13,12 +13,13 @@ from launcher.process import child_environment
 from tests.e2e.live import Live, at_once, live
 
 
-def test_the_roles_are_processes_of_their_own(cluster: Live) -> None:
+def test_roles_are_separate_processes(cluster: Live) -> None:
     pids = [p.pid for members in cluster.processes().values() for p in members]
     assert len(pids) == 4 == len(set(pids))
 
 
-def test_status_finds_the_cluster_of_this_machine(cluster: Live) -> None:
+def test_status_finds_local_cluster(cluster: Live) -> None:
+    """The status command finds the cluster of this machine without an address."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", "launcher.cli", "status", "--json"],
         env=child_environment(1) | {"XDG_STATE_HOME": str(cluster.home)},
@@ -30,7 +31,8 @@ def test_status_finds_the_cluster_of_this_machine(cluster: Live) -> None:
     assert {worker["name"] for worker in json.loads(done.stdout)["workers"]} == {"prefill-0", "decode-0"}
 
 
-def test_decode_never_computes_a_prompt_and_prefill_never_decodes(cluster: Live) -> None:
+def test_roles_compute_only_their_own_work(cluster: Live) -> None:
+    """Prefill workers compute only prompts, and decode workers only the tokens after the first."""
     cluster.token_ids([6, 7, 8], 2, ignore_eos=True)  # its end tells what was computed for clients that had left before
     before = {w.role.value: w.tokens_forwarded for w in cluster.wait_idle().workers}
     for length, new in ((150, 10), (3, 20)):
@@ -41,7 +43,9 @@ def test_decode_never_computes_a_prompt_and_prefill_never_decodes(cluster: Live)
     assert cluster.status().counters["kv_bytes_moved"] > 0
 
 
-def test_200_streams_at_once_each_with_its_own_answer(cluster: Live) -> None:
+def test_200_streams_keep_their_own_answers(cluster: Live) -> None:
+    """Each of 200 streams at once gets its own answer."""
+
     def stream(number: int) -> list[int]:
         prompt = [6 + number % 200, 7 + number // 200, *range(6, 6 + number % 37)]
         body = {
@@ -66,7 +70,8 @@ def test_200_streams_at_once_each_with_its_own_answer(cluster: Live) -> None:
     cluster.wait_idle()
 
 
-def test_a_client_that_leaves_gives_everything_back(cluster: Live) -> None:
+def test_leaving_client_frees_everything(cluster: Live) -> None:
+    """Requests of clients that leave are cancelled, and the cluster becomes idle again."""
     cluster.wait_idle()
     body = {"model": cluster.model_id, "prompt": [9] * 40, "max_tokens": 400, "ignore_eos": True, "stream": True}
     before = cluster.status().finished.get("cancelled", 0)
@@ -82,7 +87,9 @@ def test_a_client_that_leaves_gives_everything_back(cluster: Live) -> None:
         raise AssertionError(f"answers that nobody reads are not cancelled: {report.finished}")
 
 
-def test_seeded_sampling_repeats_and_differs_by_seed_and_choice(cluster: Live) -> None:
+def test_seeded_sampling_repeats_exactly(cluster: Live) -> None:
+    """Seeded sampling repeats, and differs between seeds and between choices."""
+
     def draw(seed: int, n: int = 1) -> list[list[int]]:
         answer = cluster.complete(
             [50, 60, 70], 12, temperature=1.0, seed=seed, n=n, ignore_eos=True, return_token_ids=True
@@ -95,7 +102,8 @@ def test_seeded_sampling_repeats_and_differs_by_seed_and_choice(cluster: Live) -
     cluster.wait_idle()
 
 
-def test_killing_the_launcher_takes_everything_with_it(tiny: Path, tmp_path: Path) -> None:
+def test_killed_launcher_takes_all_processes(tiny: Path, tmp_path: Path) -> None:
+    """All processes of a cluster end if its launcher is killed."""
     up = Live(tiny, tmp_path)
     children = [p for members in up.processes().values() for p in members]
     up.process.kill()
@@ -104,7 +112,8 @@ def test_killing_the_launcher_takes_everything_with_it(tiny: Path, tmp_path: Pat
     assert not alive
 
 
-def test_two_prefill_two_decode_serve_and_ctrl_c_leaves_nothing_behind(tiny: Path, tmp_path: Path) -> None:
+def test_2p2d_serves_and_stops_cleanly(tiny: Path, tmp_path: Path) -> None:
+    """Two prefill and two decode workers all serve, and Ctrl-C leaves no process or shared memory behind."""
     shm_before = set(Path("/dev/shm").iterdir())
     with live(tiny, tmp_path, "--prefill", "2", "--decode", "2") as up:
         # Ready is one of each: the others may still be loading.

@@ -57,7 +57,8 @@ def up(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
         yield one
 
 
-def test_a_streamed_chat_answer_is_right(up: Live) -> None:
+def test_streamed_chat_answer_is_right(up: Live) -> None:
+    """The default model's streamed answer to a question contains the right word."""
     body = {
         "model": up.model_id, "messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0,
         "max_tokens": 32, "stream": True,
@@ -77,6 +78,7 @@ def test_a_streamed_chat_answer_is_right(up: Live) -> None:
     [pytest.param(FEW, 24, id="few"), pytest.param(PROMPTS, 64, id="all", marks=pytest.mark.long)],
 )
 def test_greedy_tokens_equal_generate(up: Live, model_path: Path, texts: list[str], new_tokens: int) -> None:
+    """Greedy tokens of the default model equal those of transformers' generate."""
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     prompts = []
     for text in texts:

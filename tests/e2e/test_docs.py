@@ -117,13 +117,15 @@ SAYS = {
 
 
 @pytest.mark.parametrize("command", RUN, ids=str)
-def test_it_runs(desk: Desk, command: Command) -> None:
+def test_documented_command_runs(desk: Desk, command: Command) -> None:
+    """Each command of the documentation runs and prints the text expected of it."""
     said = desk.run(command.text)
     expected = [text for start, text in SAYS.items() if command.text.startswith(start)]
     assert all(text in said for text in expected), said
 
 
-def test_the_program_of_the_quick_start(desk: Desk) -> None:
+def test_quick_start_program_runs(desk: Desk) -> None:
+    """The Python program of the quick start runs and prints an answer."""
     pytest.importorskip("openai")
     (program,) = blocks("python")
     source = ADDRESS.sub(desk.cluster.base_url, program.text).replace("smollm2-135m-instruct", desk.cluster.model_id)
@@ -133,7 +135,7 @@ def test_the_program_of_the_quick_start(desk: Desk) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_the_guide_for_two_hosts_word_for_word(tiny: Path, tmp_path: Path) -> None:
+def test_two_hosts_guide_works_literally(tiny: Path, tmp_path: Path) -> None:
     """Each host is a network namespace, so `launch_ssh` needs no ssh; addresses and the model are put in."""
     steps = [
         one.text for one in commands() if one.page == GUIDE and one.heading == "Two hosts" and "/opt/" not in one.text
@@ -166,7 +168,8 @@ def test_the_guide_for_two_hosts_word_for_word(tiny: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_a_file_is_tried_on_one_machine(tiny: Path, tmp_path: Path) -> None:
+def test_one_machine_guide_works(tiny: Path, tmp_path: Path) -> None:
+    """The guide's steps to try a cluster file on one machine bring the cluster up and down."""
     steps = [one.text for one in commands() if one.page == GUIDE and one.heading == "Try a file on one machine"]
     (text,) = (one.text for one in blocks("toml") if one.page == GUIDE and "[hosts." in one.text)
     for old, new in (("10.0.0.", "127.0.0."), ("/srv/models/llama", str(tiny))):

@@ -46,7 +46,8 @@ def items(tokenizer: Any) -> list[tuple[list[int], int]]:
     return found
 
 
-def test_log_likelihoods_are_those_of_transformers(up: Live, model_path: Path) -> None:
+def test_log_likelihoods_match_transformers(up: Live, model_path: Path) -> None:
+    """Log likelihoods of echoed prompts match those that transformers computes."""
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     asked = items(tokenizer)

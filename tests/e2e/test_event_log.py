@@ -18,9 +18,8 @@ def _replay(path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, object]
     return found
 
 
-def test_the_journal_of_a_killed_coordinator_replays_and_so_does_the_next_ones(
-    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_journals_replay_after_coordinator_kill(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The event log of a killed coordinator replays, and so does that of the next one."""
     path = tmp_path / "journal"
     with live(tiny, tmp_path, "--event-log", str(path), STEP_TOKENS="32") as up:
         prompt = list(range(20, 220))

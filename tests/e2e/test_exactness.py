@@ -32,7 +32,8 @@ def generate(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", first(2, KINDS))
-def test_tokens_equal_generate(kind: str, tmp_path: Path) -> None:
+def test_served_tokens_equal_generate(kind: str, tmp_path: Path) -> None:
+    """Tokens equal those of transformers' generate, whether a prompt is served alone or among others."""
     model_path = tiny_models.make(kind, tmp_path / kind)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     expected = [generate(model, prompt, NEW_TOKENS) for prompt in prompts()]

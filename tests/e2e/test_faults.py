@@ -67,7 +67,7 @@ def without(up: Live, killed: set[int]) -> bool:
     first(2, [("decode_worker", SAMPLED), ("prefill_worker", {}), ("decode_worker", {}), ("prefill_worker", SAMPLED)]),
     ids=["decode, sampled", "prefill, greedy", "decode, greedy", "prefill, sampled"],
 )
-def test_a_killed_worker_changes_no_token(up: Live, role: str, options: dict[str, Any]) -> None:
+def test_killed_worker_changes_no_token(up: Live, role: str, options: dict[str, Any]) -> None:
     expected = up.token_ids(PROMPT, TOKENS, ignore_eos=True, **options)
     streams = [Background(up, **options) for _ in range(4)]
     up.wait_for("streams decode", lambda: busy(up, "decoding"))
@@ -78,7 +78,8 @@ def test_a_killed_worker_changes_no_token(up: Live, role: str, options: dict[str
     up.wait_idle()
 
 
-def test_a_stopped_decode_worker_is_fenced_and_its_late_frames_change_nothing(up: Live) -> None:
+def test_stopped_decode_worker_is_fenced(up: Live) -> None:
+    """A stopped decode worker is fenced, changes no token with late frames and registers again."""
     expected = up.token_ids(PROMPT, TOKENS, ignore_eos=True)
     streams = [Background(up) for _ in range(4)]
     up.wait_for("streams decode", lambda: busy(up, "decoding"))
@@ -93,7 +94,8 @@ def test_a_stopped_decode_worker_is_fenced_and_its_late_frames_change_nothing(up
     up.wait_idle()
 
 
-def test_a_killed_coordinator_does_not_break_running_streams(up: Live) -> None:
+def test_killed_coordinator_breaks_no_stream(up: Live) -> None:
+    """Running streams end with the right tokens although the coordinator is killed."""
     expected = up.token_ids(PROMPT, TOKENS, ignore_eos=True)
     streams = [Background(up) for _ in range(4)]
     up.wait_for("streams decode", lambda: busy(up, "decoding"))
@@ -104,7 +106,8 @@ def test_a_killed_coordinator_does_not_break_running_streams(up: Live) -> None:
     up.wait_idle()
 
 
-def test_a_stopped_coordinator_that_goes_on_begins_anew_and_breaks_no_stream(up: Live) -> None:
+def test_resumed_coordinator_breaks_no_stream(up: Live) -> None:
+    """A coordinator that was stopped and goes on starts afresh and breaks no stream."""
     expected = up.token_ids(PROMPT, TOKENS, ignore_eos=True)
     stopped = up.one("coordinator")
     streams = [Background(up) for _ in range(8)]
@@ -139,7 +142,8 @@ def cut_transfers(up: Live) -> int:
     return cuts
 
 
-def test_a_cut_transfer_group_is_retried_on_a_new_one(up: Live) -> None:
+def test_cut_transfer_group_is_replaced(up: Live) -> None:
+    """A transfer group that is cut is replaced by a new one, and answers stay the same."""
     prompts = [[30 + number, *PROMPT] for number in range(5)]  # none is cached
     answers = [up.token_ids(prompts[0], 20, ignore_eos=True)]
     moved_before = up.wait_idle().counters["kv_bytes_moved"]
@@ -163,7 +167,8 @@ def test_transfers_broken_midway_change_no_token(up: Live) -> None:
     up.wait_idle()
 
 
-def test_after_all_decode_workers_were_killed_requests_are_served_again(up: Live) -> None:
+def test_service_returns_after_decode_kills(up: Live) -> None:
+    """Requests are served again after all decode workers were killed."""
     killed = {victim.pid for victim in up.processes()["decode_worker"]}
     for pid in killed:
         os.kill(pid, signal.SIGKILL)

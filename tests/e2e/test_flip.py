@@ -40,7 +40,8 @@ def roles(up: Twins) -> dict[str, Role]:
     return {worker.name: worker.role for worker in up.status().workers}
 
 
-def test_a_worker_takes_the_other_role_and_its_own_again_while_streams_run(up: Twins) -> None:
+def test_role_change_keeps_streams_running(up: Twins) -> None:
+    """A worker takes the other role and its own again in the same process while streams run."""
     pids = {worker.name: worker.pid for worker in up.status().workers}
     with load(up) as loads:
         come(up, loads)
@@ -61,7 +62,8 @@ def take_role(up: Twins, loads: list[Load], role: str, streams: str) -> None:
     come(up, loads)
 
 
-def test_a_worker_becomes_mixed_and_something_else_again_while_streams_run(up: Twins) -> None:
+def test_mixed_role_change_keeps_streams(up: Twins) -> None:
+    """A worker becomes mixed and then takes another role again while streams run."""
     before = up.status().counters
     pid = up.processes["decode-0"].pid
     with load(up) as loads:
@@ -82,7 +84,7 @@ def test_a_worker_becomes_mixed_and_something_else_again_while_streams_run(up: T
 
 
 @pytest.mark.parametrize("role", ["prefill", "mixed"])
-def test_a_stream_goes_on_with_the_kv_that_its_worker_has_kept(up: Twins, role: str) -> None:
+def test_stream_resumes_with_kept_kv(up: Twins, role: str) -> None:
     """The worker computes no more than the last tokens of it again."""
     prompt, tokens = [200 + len(role), *range(60, 90)], 470
     with ThreadPoolExecutor(1) as pool:
@@ -122,7 +124,7 @@ def order(up: Twins, worker: str, *, undo: bool = False) -> None:
     assert not uvloop.run(converse(up.coordinator, request, DrainAnswer, 5_000)).refusal
 
 
-def test_its_prompts_are_still_cached_in_the_other_role(up: Twins) -> None:
+def test_prompts_stay_cached_after_role_change(up: Twins) -> None:
     """A former decode worker has received a prompt, and need not compute it again as the only prefill worker."""
     prompt = list(range(40, 40 + REUSED))
     order(up, "decode-1")
@@ -140,7 +142,8 @@ def test_its_prompts_are_still_cached_in_the_other_role(up: Twins) -> None:
     assert flip(up, "decode-0", "decode", "--first-step-s", "0").returncode == 0
 
 
-def test_what_cannot_be_is_refused(up: Twins) -> None:
+def test_impossible_flip_is_refused(up: Twins) -> None:
+    """Role changes of unknown workers, to the present role or of the last decode worker are refused."""
     for arguments, why in (
         (("decode-7", "prefill"), "no worker is called 'decode-7'"),
         (("decode-0", "decode"), "decode-0 is a decode worker already"),
@@ -153,7 +156,7 @@ def test_what_cannot_be_is_refused(up: Twins) -> None:
     assert flip(up, "decode-0", "decode", "--first-step-s", "0").returncode == 0
 
 
-def test_the_autopilot_changes_a_role_and_says_why(up: Twins, tmp_path: Path) -> None:
+def test_autopilot_explains_its_role_change(up: Twins, tmp_path: Path) -> None:
     """By its profile a prompt takes 600 ms, so that the traffic wants more prefill workers than there are."""
     profile = tmp_path / "profile.json"
     slow = Profile(
@@ -197,7 +200,8 @@ def test_the_autopilot_changes_a_role_and_says_why(up: Twins, tmp_path: Path) ->
     assert flip(up, changed.worker, "decode", "--first-step-s", "0").returncode == 0
 
 
-def test_the_autopilot_needs_a_profile(tmp_path: Path) -> None:
+def test_autopilot_needs_a_profile(tmp_path: Path) -> None:
+    """The autopilot refuses to start if its profile is missing or not valid."""
     (tmp_path / "not.json").write_text("{}")
     for name, why in (("not.json", "not a profile, as"), ("none.json", "No such file")):
         command = [sys.executable, "-m", "launcher.cli", "autopilot", "--profile", str(tmp_path / name)]

@@ -28,7 +28,8 @@ def registered(up: Live) -> bool:
     return len(report.workers) == 2 and report.gateways == ("gateway-0", "gateway-1")
 
 
-def test_a_killed_gateway_takes_its_own_requests_with_it_and_no_others(up: Live) -> None:
+def test_killed_gateway_ends_only_its_requests(up: Live) -> None:
+    """A killed gateway ends its own requests, and another gateway's streams go on."""
     first, second = urls(up)
     assert int(second.rsplit(":", 1)[1]) > 0 and registered(up)
     expected = up.token_ids(PROMPT, TOKENS, ignore_eos=True)
@@ -50,14 +51,16 @@ def test_a_killed_gateway_takes_its_own_requests_with_it_and_no_others(up: Live)
     assert up.token_ids(PROMPT, TOKENS, ignore_eos=True) == expected
 
 
-def test_new_requests_wait_for_a_coordinator_that_is_started_again(up: Live) -> None:
+def test_requests_wait_for_new_coordinator(up: Live) -> None:
+    """New requests wait while a killed coordinator is started again, and are then answered."""
     up.wait_for("all are there", lambda: registered(up))
     up.one("coordinator").send_signal(signal.SIGKILL)
     answers = [Background(up, tokens=5) for _ in range(4)]
     assert all(len(answer.result()) == 5 for answer in answers)
 
 
-def test_new_requests_wait_no_longer_than_they_should(up: Live) -> None:
+def test_wait_for_coordinator_is_limited(up: Live) -> None:
+    """A request is answered with 503 and Retry-After if the coordinator stays away."""
     up.wait_for("all are there", lambda: registered(up))
     body = {"model": up.model_id, "prompt": "x", "max_tokens": 2}
     stopped = up.one("coordinator")

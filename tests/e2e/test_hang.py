@@ -26,9 +26,10 @@ def up(tiny: Path) -> Iterator[Parts]:
 
 
 @pytest.mark.parametrize(("role", "drains"), first(2, [("prefill", False), ("decode", True), ("decode", False)]))
-def test_a_worker_that_hangs_in_a_step_changes_no_token(
+def test_hanging_worker_changes_no_token(
     up: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, drains: bool
 ) -> None:
+    """A worker that hangs in a step changes no token, whether it is being drained or not."""
     monkeypatch.setenv("HANG_ROLE", role)
     monkeypatch.setenv("HANG_WHEN", str(tmp_path / "now"))
     expected = up.token_ids(PROMPT, TOKENS, ignore_eos=True)

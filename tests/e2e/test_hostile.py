@@ -131,13 +131,14 @@ def assault_all(up: Attacked, connections: int, hold_s: float, threads: int) -> 
     return outcomes
 
 
-def test_hostile_connections_at_each_port(attacked: Attacked) -> None:
+def test_ports_survive_hostile_connections(attacked: Attacked) -> None:
     assault_all(attacked, FEW, FEW_HOLD_S, threads=8)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_ten_thousand_hostile_connections_at_each_port(attacked: Attacked) -> None:
+def test_ports_survive_many_hostile_connections(attacked: Attacked) -> None:
+    """Each port survives ten thousand hostile connections."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < MANY + 1_000:
         pytest.skip(f"this machine allows a process {hard} descriptors")

@@ -99,7 +99,8 @@ def in_namespaces(model: Path, spaces: dict[str, tuple[str, str]], security: str
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_four_network_namespaces_from_one_file(tiny: Path, tmp_path: Path) -> None:
+def test_one_file_starts_four_hosts(tiny: Path, tmp_path: Path) -> None:
+    """One cluster file starts a cluster with keys on four hosts, each a network namespace."""
     with network() as net:
         spaces = {name: (net.host(name), net.inside(name)[-1]) for name in ("c", "g", "p", "d")}
         with launched(tmp_path, in_namespaces(tiny, spaces, "")) as cluster:
@@ -134,7 +135,7 @@ def test_four_network_namespaces_from_one_file(tiny: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_by_ssh(tiny: Path, tmp_path: Path) -> None:
+def test_launch_works_over_ssh(tiny: Path, tmp_path: Path) -> None:
     """With an ssh that runs the command here: everything must survive its quoting, and an environment without ours."""
     log, home, binaries = tmp_path / "ssh.log", tmp_path / "home", tmp_path / "bin"
     home.mkdir()

@@ -36,7 +36,9 @@ def probed(tmp_path: Path, work: Any) -> float:
     return seen.read()[0]
 
 
-def test_a_loop_that_computes_is_seen_to_stand_still(tmp_path: Path) -> None:
+def test_computing_loop_counts_as_stalled(tmp_path: Path) -> None:
+    """An event loop that computes is measured as stalled for that time."""
+
     async def burn() -> None:
         until = time.thread_time() + BURNT_S
         while time.thread_time() < until:
@@ -45,7 +47,9 @@ def test_a_loop_that_computes_is_seen_to_stand_still(tmp_path: Path) -> None:
     assert BURNT_S <= probed(tmp_path, burn) < 2 * BURNT_S
 
 
-def test_a_loop_that_waits_for_the_lock_of_another_thread_is_seen_to_stand_still(tmp_path: Path) -> None:
+def test_loop_without_the_lock_is_stalled(tmp_path: Path) -> None:
+    """An event loop that waits for the interpreter's lock of another thread is measured as stalled."""
+
     async def match() -> None:
         # `re` keeps the interpreter's lock all the time.
         thread = threading.Thread(target=re.fullmatch, args=("(a|aa)*b", "a" * 31))
@@ -58,16 +62,18 @@ def test_a_loop_that_waits_for_the_lock_of_another_thread_is_seen_to_stand_still
     assert stall_s > (time.process_time() - began) / 2
 
 
-def test_a_loop_that_is_idle_does_not_stand_still(tmp_path: Path) -> None:
+def test_idle_loop_is_not_stalled(tmp_path: Path) -> None:
     assert probed(tmp_path, lambda: asyncio.sleep(BURNT_S)) < BURNT_S / 3
 
 
-def test_a_body_has_nearly_the_size_that_was_asked_for() -> None:
+def test_body_has_nearly_the_asked_size() -> None:
+    """Bodies of each shape have nearly the size that was asked for, and hardly more."""
     sizes = {name: len(body(name, "m", 1_000_000)[1]) for name in SHAPES}
     assert all(750_000 < size <= 1_000_100 for size in sizes.values()), sizes
 
 
-def test_a_seed_makes_one_case(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_seed_makes_one_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seed always sends the same bytes, and different seeds mostly send different ones."""
     sent: list[bytes] = []
     monkeypatch.setattr(cases, "_post", lambda _world, _case, _path, content: sent.append(content))
     world = cases.World(Target("", "m", {}, "", 0), [])

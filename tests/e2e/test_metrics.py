@@ -64,7 +64,8 @@ def leave_early(up: Live) -> None:
                 return
 
 
-def test_each_role_exports_what_the_reference_says(up: Live) -> None:
+def test_metrics_match_the_reference(up: Live) -> None:
+    """Each role exports exactly the metrics of the reference, at addresses that the coordinator lists."""
     registries = metrics_reference.registries()
     where = up.status().metrics
     assert set(where) == set(ROLES)
@@ -78,7 +79,8 @@ def test_each_role_exports_what_the_reference_says(up: Live) -> None:
     assert {(one["labels"]["crossdock_name"], *one["targets"]) for one in targets} == set(where.items())
 
 
-def test_the_counts_add_up(up: Live) -> None:
+def test_metric_counts_add_up(up: Live) -> None:
+    """Counts of streams, tokens, prompts, transfers and blocks agree between all processes."""
     before = {name: up.scrape(name) for name in ROLES}
 
     def grown(name: str, metric: str, **labels: str) -> float:
@@ -137,7 +139,8 @@ def test_the_counts_add_up(up: Live) -> None:
         assert total(now, "crossdock_link_coordinator_up") == 1
 
 
-def test_who_leaves_is_counted_and_given_back(up: Live) -> None:
+def test_leaving_client_is_counted(up: Live) -> None:
+    """A request of a client that leaves is counted as cancelled and gives back its room."""
     c = "crossdock_coordinator_"
     before = up.scrape("coordinator")
     leave_early(up)
@@ -166,7 +169,8 @@ def test_rejections_are_counted_by_reason(up: Live) -> None:
     assert total(up.scrape("coordinator"), name) == total(before, name) + 1
 
 
-def test_labels_are_few_and_hold_no_secrets(up: Live) -> None:
+def test_metric_labels_hold_no_secrets(up: Live) -> None:
+    """Metric labels are few and hold no prompt, key or answer id."""
     for name in ROLES:
         series: dict[str, int] = defaultdict(int)
         for (sample, labels), _ in up.scrape(name).items():
@@ -176,7 +180,8 @@ def test_labels_are_few_and_hold_no_secrets(up: Live) -> None:
         assert max(series.values()) < 200 and sum(series.values()) < 1500
 
 
-def test_status_shows_the_essence_in_80_columns(up: Live) -> None:
+def test_status_fits_80_columns(up: Live) -> None:
+    """The status page shows latencies, tenants, transports and metrics addresses in 80 columns."""
     ask(up, "acme/ann", [3] * 40, 6)
     report = up.wait_idle()
     out = io.StringIO()

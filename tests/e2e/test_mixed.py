@@ -40,7 +40,8 @@ def up(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MixedTw
         yield cluster
 
 
-def test_each_process_is_two_workers_that_share_its_pool(up: MixedTwins, cluster_answers: dict[int, list[int]]) -> None:
+def test_mixed_worker_shares_one_pool(up: MixedTwins, cluster_answers: dict[int, list[int]]) -> None:
+    """Each mixed worker registers as two workers in one process that share its KV pool."""
     report = up.status()
     assert sorted(worker.name for worker in report.workers) == HALVES
     for name in NAMES:
@@ -68,7 +69,7 @@ def cluster_answers(cluster: object) -> dict[int, list[int]]:
     return {number: cluster.token_ids(_prompt(number), 40) for number in range(12)}  # type: ignore[attr-defined]
 
 
-def test_a_killed_process_loses_and_repeats_nothing(up: MixedTwins) -> None:
+def test_killed_mixed_worker_loses_nothing(up: MixedTwins) -> None:
     """The other one goes on with its streams, whose answers `load` compares; then it comes back."""
     with load(up) as loads:
         come(up, loads)
@@ -81,7 +82,8 @@ def test_a_killed_process_loses_and_repeats_nothing(up: MixedTwins) -> None:
     assert counters["prefill_lost"] == 1 and counters["decode_lost"] == 1, sorted(counters.items())
 
 
-def test_sigterm_drains_both_halves(up: MixedTwins) -> None:
+def test_sigterm_drains_both_roles(up: MixedTwins) -> None:
+    """SIGTERM drains both roles of a mixed worker, and no worker is lost."""
     before = up.status().counters
     with load(up) as loads:
         come(up, loads)
@@ -96,7 +98,8 @@ def test_sigterm_drains_both_halves(up: MixedTwins) -> None:
     assert lost == {key: n for key, n in before.items() if key.endswith("_lost")}
 
 
-def test_both_halves_are_drained_by_the_name_of_the_worker(up: MixedTwins) -> None:
+def test_worker_name_drains_both_roles(up: MixedTwins) -> None:
+    """A drain by the name of a mixed worker drains both of its roles."""
     with load(up) as loads:
         come(up, loads)
         drained = drain(up, "mixed-0", "--wait", "--drain-timeout-s", GRACE_S)
@@ -107,7 +110,7 @@ def test_both_halves_are_drained_by_the_name_of_the_worker(up: MixedTwins) -> No
         assert not any(worker.draining for worker in up.status().workers)
 
 
-def test_one_half_is_drained_alone(up: MixedTwins) -> None:
+def test_one_role_is_drained_alone(up: MixedTwins) -> None:
     with load(up) as loads:
         come(up, loads)
         assert drain(up, "mixed-0-decode", "--wait", "--drain-timeout-s", GRACE_S).returncode == 0

@@ -52,7 +52,8 @@ def ids(answer: httpx.Response) -> list[int]:
     return list(answer.json()["choices"][0]["token_ids"])
 
 
-def test_each_model_answers_as_it_does_alone(up: Parts, models: dict[str, Path]) -> None:
+def test_models_answer_as_if_alone(up: Parts, models: dict[str, Path]) -> None:
+    """Each model of a cluster with several gives the answers that it gives alone."""
     up.wait_ready()
     said = set()
     for name, path in models.items():
@@ -71,7 +72,8 @@ def test_each_model_answers_as_it_does_alone(up: Parts, models: dict[str, Path])
     assert ask(up, "other", "x").status_code == 404
 
 
-def test_a_model_without_workers_leaves_the_others_served(up: Parts, models: dict[str, Path]) -> None:
+def test_missing_model_leaves_others_served(up: Parts, models: dict[str, Path]) -> None:
+    """Requests to a model without workers get 503, and the other models are served as before."""
     before = {name: ids(ask(up, name, PROMPTS[0])) for name in models}
     for role in ("prefill", "decode"):
         up.kill(f"{role}-{KINDS[0]}")

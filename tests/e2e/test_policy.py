@@ -19,7 +19,8 @@ def policy(up: Live, *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_policy_is_tried_promoted_kept_through_a_kill_and_rolled_back(tiny: Path, tmp_path: Path) -> None:
+def test_policy_is_promoted_and_rolled_back(tiny: Path, tmp_path: Path) -> None:
+    """A policy is tried, promoted, kept through a kill and rolled back."""
     keys = {name: new_key() for name in ("acme", "lab", "uni")}
     file, stricter = tmp_path / "tenants.toml", tmp_path / "stricter.toml"
     file.write_text("".join(f'[tenants.{name}]\nkeys = ["{hashed}"]\n' for name, (_, hashed) in keys.items()))

@@ -46,7 +46,8 @@ def forwarded(up: Live) -> int:
     return sum(w.tokens_forwarded for w in up.wait_idle().workers if w.role is Role.PREFILL)
 
 
-def test_what_is_cached_is_not_computed_and_changes_no_token(model_path: Path, tmp_path: Path) -> None:
+def test_cached_prefix_changes_no_token(model_path: Path, tmp_path: Path) -> None:
+    """Cached prompt tokens are not computed again, and answers stay the same."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     asked = prompts()
     expected = {name: generate(model, prompt, NEW_TOKENS) for name, prompt in asked.items()}
@@ -80,7 +81,8 @@ def test_what_is_cached_is_not_computed_and_changes_no_token(model_path: Path, t
     assert warm_bytes == (4 + 0 + 1) * BLOCK_BYTES, "decode gets only what it lacks"
 
 
-def test_a_session_finds_its_kv_until_its_client_ends_it(model_path: Path, tmp_path: Path) -> None:
+def test_session_kv_is_kept_until_ended(model_path: Path, tmp_path: Path) -> None:
+    """Each turn of a session finds the KV of the earlier ones until the client deletes the session."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     prompt = prompts()["first"]
     with live(model_path, tmp_path, STEP_TOKENS="64") as up:
@@ -98,9 +100,8 @@ def test_a_session_finds_its_kv_until_its_client_ends_it(model_path: Path, tmp_p
         assert ask(up, prompt, session_id="mine") == ([generate(model, prompt, NEW_TOKENS)], 0)
 
 
-def test_a_prefill_worker_fetches_an_answer_from_the_decode_worker_that_gave_it(
-    model_path: Path, tmp_path: Path
-) -> None:
+def test_prefill_fetches_answer_from_decode(model_path: Path, tmp_path: Path) -> None:
+    """A prefill worker fetches the KV of an earlier answer from the decode worker that computed it."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     prompt = prompts()["first"][:100]
     with live(model_path, tmp_path, STEP_TOKENS="16", STALL_SHARE="0") as up:
@@ -114,7 +115,8 @@ def test_a_prefill_worker_fetches_an_answer_from_the_decode_worker_that_gave_it(
         assert status.counters["prefixes_fetched"] == 1 and not status.counters.get("fetches_failed")
 
 
-def test_what_a_small_pool_gives_up_comes_back_from_the_second_tier(model_path: Path, tmp_path: Path) -> None:
+def test_evicted_kv_returns_from_tier(model_path: Path, tmp_path: Path) -> None:
+    """Prompts that a small pool has evicted are found in the tier again."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     rng = random.Random(4)
     asked = [[rng.randrange(6, 256) for _ in range(200)] for _ in range(5)]

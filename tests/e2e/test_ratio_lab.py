@@ -37,7 +37,8 @@ def crossdock(folder: Path, *words: str, allowed: tuple[int, ...] = (0,)) -> str
     return done.stdout
 
 
-def test_calibrate_tune_and_check(folder: Path) -> None:
+def test_calibration_feeds_tune_and_check(folder: Path) -> None:
+    """Calibration gives a profile, tune ranks ratios with it, and a live check compares them with measurements."""
     said = crossdock(folder, "calibrate", "model", "--rounds", "1", "--sequences-max", "4", "--out", "profile.json")
     assert "decode sequences" in said
     profile = json.loads((folder / "profile.json").read_text())
@@ -71,7 +72,8 @@ def test_calibrate_tune_and_check(folder: Path) -> None:
             assert run[metric]["p50"]["low"] <= run[metric]["p50"]["predicted"] <= run[metric]["p50"]["high"]
 
 
-def test_ctrl_c_leaves_no_process_and_no_file(folder: Path) -> None:
+def test_ctrl_c_leaves_nothing_behind(folder: Path) -> None:
+    """Ctrl-C ends a calibration and leaves no process and no file."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.Popen(
         command("calibrate", "model", "--out", "stopped.json"),

@@ -105,7 +105,8 @@ def drain(up: Twins, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-def test_a_worker_is_drained_by_order_and_put_back(up: Twins) -> None:
+def test_worker_is_drained_and_restored(up: Twins) -> None:
+    """A worker is drained by command while streams run, and gets requests again after an undo."""
     with load(up) as loads:
         come(up, loads)
         unknown = drain(up, "decode-7")
@@ -120,7 +121,8 @@ def test_a_worker_is_drained_by_order_and_put_back(up: Twins) -> None:
         up.wait_for("it gets requests again", lambda: _requests(up.status(), "decode-0") > 0)
 
 
-def test_while_all_of_a_role_are_drained_nobody_waits_in_silence(up: Twins) -> None:
+def test_fully_drained_role_refuses_requests(up: Twins) -> None:
+    """Requests are refused with 503 and the reason while all decode workers are drained."""
     twins = ("decode-0", "decode-1")
     for name in twins:
         assert drain(up, name, "--wait", "--drain-timeout-s", GRACE_S).returncode == 0
@@ -140,7 +142,8 @@ def _requests(report: StatusReport, name: str) -> int:
     return sum(worker.requests for worker in report.workers if worker.name == name and not worker.draining)
 
 
-def test_a_rolling_restart_of_everything_fails_no_request_and_changes_no_token(up: Twins) -> None:
+def test_rolling_restart_fails_no_request(up: Twins) -> None:
+    """A rolling restart of all processes fails no request and changes no token."""
     with load(up) as loads:
         for tier in TIERS:
             come(up, loads)
@@ -159,7 +162,8 @@ def test_a_rolling_restart_of_everything_fails_no_request_and_changes_no_token(u
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("name", NAMES)
-def test_each_component_alone_again_and_again(up: Twins, name: str) -> None:
+def test_repeated_restart_fails_no_request(up: Twins, name: str) -> None:
+    """Repeated restarts of one process fail no request and change no token."""
     with load(up) as loads:
         for _ in range(5):
             come(up, loads)

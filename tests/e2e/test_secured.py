@@ -70,7 +70,8 @@ def secured(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         yield Secured(up, home, listening(up, "gateway"), listening(up, "decode_worker"))
 
 
-def test_it_serves_with_keys(secured: Secured) -> None:
+def test_secured_cluster_serves(secured: Secured) -> None:
+    """A cluster with keys serves requests."""
     answer = secured.ask()
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
     report = secured.up.status()
@@ -115,9 +116,8 @@ def knock_in_vain(folder: Path, foreign: Path, coordinator: str, tokens: str, kv
         uvloop.run(ask(coordinator, 3_000))
 
 
-def test_unknown_keys_plain_clients_and_impostors_are_turned_away_at_every_port_and_counted(
-    secured: Secured, tmp_path: Path
-) -> None:
+def test_intruders_are_turned_away_everywhere(secured: Secured, tmp_path: Path) -> None:
+    """Unknown keys, plain clients and impostors are turned away at every port and counted."""
     knock_in_vain(secured.folder / "keys", tmp_path / "foreign", secured.up.coordinator, secured.tokens, secured.kv)
     counters, metrics = secured.up.status().counters, secured.metrics()
     for reason in ("plain", "unknown_key", "wrong_role"):
@@ -129,7 +129,7 @@ def test_unknown_keys_plain_clients_and_impostors_are_turned_away_at_every_port_
     assert secured.ask().status_code == 200
 
 
-def test_no_prompt_no_key_and_no_secret_of_a_tenant_is_written_anywhere(secured: Secured) -> None:
+def test_no_secret_is_written_anywhere(secured: Secured) -> None:
     """At the most talkative level, with requests that succeed, fail, and are refused for each reason there is to quote them."""
     assert secured.ask().status_code == 200
     assert secured.ask(stream=True, stream_options={"include_usage": True}).status_code == 200

@@ -29,7 +29,8 @@ def _serve(home: Path, *arguments: str, **environment: str) -> "subprocess.Popen
     )
 
 
-def test_settings_a_role_refuses_end_it_all_with_one_line(tiny: Path, tmp_path: Path) -> None:
+def test_refused_setting_ends_the_service(tiny: Path, tmp_path: Path) -> None:
+    """A setting that a role refuses ends the whole service with one line, and nothing is restarted."""
     with _serve(tmp_path, "--model", str(tiny), "--device", "cpu", "--kv-gib", "16384") as process:
         out, errors = process.communicate(timeout=100)
     assert process.returncode == CONFIG_EXIT, out + errors
@@ -39,7 +40,8 @@ def test_settings_a_role_refuses_end_it_all_with_one_line(tiny: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("how", ["flag", "environment"])
-def test_keys_that_are_not_there_end_it_with_one_line(tiny: Path, tmp_path: Path, how: str) -> None:
+def test_missing_keys_end_the_service(tiny: Path, tmp_path: Path, how: str) -> None:
+    """A missing folder of keys ends the service with one line."""
     flags, environment = (("--keys", "none"), {}) if how == "flag" else ((), {"CROSSDOCK_KEYS": "none"})
     with _serve(tmp_path, "--model", str(tiny), "--device", "cpu", *flags, **environment) as process:
         _, errors = process.communicate(timeout=100)
@@ -47,7 +49,8 @@ def test_keys_that_are_not_there_end_it_with_one_line(tiny: Path, tmp_path: Path
     assert errors.count("\n") == 1 and f"--keys: there is no folder {tmp_path / 'none'}" in errors
 
 
-def test_keys_from_the_environment_are_those_of_every_process(tiny: Path, tmp_path: Path) -> None:
+def test_environment_keys_reach_every_process(tiny: Path, tmp_path: Path) -> None:
+    """Keys named in the environment are used by every process of the cluster."""
     make_keys(NewKeysSettings(folder=str(tmp_path / "keys")))
     with _serve(tmp_path, "--model", str(tiny), "--device", "cpu", CROSSDOCK_KEYS="keys") as process:
         try:

@@ -142,7 +142,8 @@ class Run:
         pytest.param(200, False, id="200", marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
     ],
 )
-def test_kills_of_workers_fail_no_request_and_never_end_the_service(tmp_path: Path, count: int, rapid: bool) -> None:
+def test_worker_kills_fail_no_request(tmp_path: Path, count: int, rapid: bool) -> None:
+    """Kills of workers fail no request and never end the service."""
     model = tiny_models.make("llama", tmp_path / "tiny", max_position_embeddings=CONTEXT_TOKENS)
     with live(model, tmp_path, "--prefill", "2", "--decode", "2", KV_GIB="0.02", STEP_TOKENS="64") as up:
         up.wait_for("four workers", lambda: len(up.status().workers) == 4)

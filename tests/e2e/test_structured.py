@@ -53,7 +53,8 @@ def check(schema: dict[str, Any], text: str) -> None:
 
 
 @pytest.mark.parametrize("count", first(1, [60, 500]))
-def test_every_finished_answer_to_a_random_schema_is_valid(up: Live, count: int) -> None:
+def test_random_schema_answers_are_valid(up: Live, count: int) -> None:
+    """Each finished answer to a random JSON schema is valid."""
     source = random.Random(count)
     schemas = [random_root(source) for _ in range(count)]
 
@@ -72,7 +73,8 @@ def test_every_finished_answer_to_a_random_schema_is_valid(up: Live, count: int)
     assert finished > 0.8 * count
 
 
-def test_with_choices_penalties_and_log_probabilities(up: Live) -> None:
+def test_structured_output_with_sampling_options(up: Live) -> None:
+    """Structured output holds together with choices, penalties, bias and log probabilities."""
     body = {
         "n": 3, "seed": 7, "logprobs": True, "top_logprobs": 2, "presence_penalty": 0.4, "repetition_penalty": 1.1,
         "logit_bias": ENDS_SOON, "response_format": as_format(WEATHER),
@@ -107,7 +109,8 @@ def test_with_choices_penalties_and_log_probabilities(up: Live) -> None:
     ],
     ids=["choice", "guided_choice", "regex", "lark", "gbnf", "json_object", "guided_json", "structural_tag"],
 )  # fmt: skip
-def test_other_forms(up: Live, fields: dict[str, Any], pattern: str) -> None:
+def test_other_constraint_forms_hold(up: Live, fields: dict[str, Any], pattern: str) -> None:
+    """Answers match choices, regular expressions, grammars and structural tags."""
     for seed in range(3):
         body = {"prompt": "x", "max_tokens": 400, "seed": seed, "logit_bias": ENDS_SOON, **fields}
         (choice,) = post(up, "/v1/completions", **body)["choices"]
@@ -116,7 +119,8 @@ def test_other_forms(up: Live, fields: dict[str, Any], pattern: str) -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 @pytest.mark.parametrize("parallel", [False, True])
-def test_calls(up: Live, choice: Any, parallel: bool) -> None:
+def test_tool_calls_match_their_schema(up: Live, choice: Any, parallel: bool) -> None:
+    """Tool calls match their schema, and a streamed answer has the same ones."""
     body = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": parallel, "logit_bias": ENDS_SOON, "seed": 3}
     (whole,) = chat(up, **body)["choices"]
     assert whole["finish_reason"] == "tool_calls" and whole["message"]["content"] is None
@@ -151,7 +155,8 @@ def _streamed(up: Live, **body: Any) -> tuple[list[dict[str, Any]], str]:
     return calls, finish
 
 
-def test_results_of_calls_go_on(up: Live) -> None:
+def test_tool_results_continue_the_chat(up: Live) -> None:
+    """A chat goes on after the result of a tool call."""
     call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}
     messages = [
         {"role": "user", "content": "Weather?"},
@@ -164,7 +169,8 @@ def test_results_of_calls_go_on(up: Live) -> None:
     assert answer["usage"]["completion_tokens"] == 3
 
 
-def test_a_hostile_grammar_is_refused_and_others_are_served_meanwhile(up: Live) -> None:
+def test_hostile_grammar_is_refused(up: Live) -> None:
+    """Hostile grammars are refused, and other requests are served meanwhile."""
     deep: dict[str, Any] = {"type": "string"}
     for _ in range(40):
         deep = {"type": "array", "items": deep}
@@ -186,7 +192,7 @@ def test_a_hostile_grammar_is_refused_and_others_are_served_meanwhile(up: Live) 
     assert [status for status, _ in answers] == [400] * len(hostile) + [200] * 8, answers
 
 
-def test_a_regex_that_ruins_backtracking_matchers_does_no_harm(up: Live) -> None:
+def test_backtracking_regex_does_no_harm(up: Live) -> None:
     """Compiled in no time, it would take minutes to match in many an engine."""
     for pattern in ("(a+)+b", "(a*)*(a*)*b", "(a|a)*b"):
         body = {"prompt": "x", "max_tokens": 200, "temperature": 0, "guided_regex": pattern}

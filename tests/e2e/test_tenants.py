@@ -25,7 +25,8 @@ def usage(db: Path, tenant: str) -> dict[str, Any]:
     return entry
 
 
-def test_tenants_are_told_limited_and_billed_through_a_kill_of_the_coordinator(tiny: Path, tmp_path: Path) -> None:
+def test_tenant_limits_survive_coordinator_kill(tiny: Path, tmp_path: Path) -> None:
+    """Tenants are told apart, limited and billed, also through a kill of the coordinator."""
     (ann, ann_hash), (bob, bob_hash) = new_key(), new_key()
     file, db = tmp_path / "tenants.toml", tmp_path / "usage.sqlite"
     file.write_text(

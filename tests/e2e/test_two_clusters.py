@@ -6,7 +6,8 @@ from pathlib import Path
 from tests.e2e.live import Live
 
 
-def test_two_clusters_start_side_by_side_and_each_keeps_its_ports(tiny: Path, tmp_path: Path) -> None:
+def test_two_clusters_start_side_by_side(tiny: Path, tmp_path: Path) -> None:
+    """Two clusters start at the same time on one machine, and each keeps its ports."""
     up: dict[str, Live] = {}
     failed: list[BaseException] = []
 

@@ -47,7 +47,8 @@ def change_under_load(up: Twins, home: Path, other: Path) -> None:
 
 
 @pytest.mark.long
-def test_to_the_next_version_and_back(tiny: Path, tmp_path: Path) -> None:
+def test_upgrade_and_downgrade_under_load(tiny: Path, tmp_path: Path) -> None:
+    """A cluster goes to the next version and back under load, and unknown messages are ignored."""
     with parts(tiny, kind=Twins) as up:
         change_under_load(up, tmp_path, make_next(tmp_path / "next"))
         ignored = up.scrape("coordinator")[UNKNOWN, frozenset({("port", "control")})]
@@ -55,7 +56,8 @@ def test_to_the_next_version_and_back(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_from_the_previous_commit_to_this_tree_and_back(tiny: Path, tmp_path: Path) -> None:
+def test_upgrade_from_previous_commit(tiny: Path, tmp_path: Path) -> None:
+    """A cluster goes from the previous commit to this tree and back under load."""
     commit = previous_commit()
     if not commit:
         pytest.skip("git has no earlier commit here that this tree could work with (or the clone is shallow)")

@@ -37,7 +37,8 @@ def installed(folder: Path) -> Path:
     return site
 
 
-def test_the_wheel_serves_an_answer(tiny: Path, tmp_path: Path) -> None:
+def test_wheel_serves_an_answer(tiny: Path, tmp_path: Path) -> None:
+    """The installed wheel serves an answer and contains neither tests nor tools."""
     site = installed(tmp_path)
     found = {path.name for path in site.iterdir() if path.is_dir() and not path.name.endswith(".dist-info")} - {"bin"}
     assert found == EVERYTHING, "neither tests nor tools are in it"

@@ -34,7 +34,8 @@ def kv_and_logits(
 
 
 @pytest.mark.parametrize("kind", tiny_models.KINDS)
-def test_a_token_computed_again_has_the_same_bits(kind: str, tmp_path: Path) -> None:
+def test_recomputed_tokens_have_same_bits(kind: str, tmp_path: Path) -> None:
+    """KV and logits of a token have the same bits in chunks of any size."""
     window = {"sliding_window": 300} if "sliding_window" in tiny_models.KINDS[kind][1] else {}
     path = tiny_models.make(kind, tmp_path, max_position_embeddings=1024, **window)
     engine = support.load(path)

@@ -14,7 +14,7 @@ from proto.sampling import Sampling
 TOTAL = 12
 
 
-def test_two_allocators_share_a_pool_and_what_is_cached_in_it() -> None:
+def test_allocators_share_pool_and_cache() -> None:
     """As the two roles of a mixed worker do."""
     pool = BlockPool(TOTAL)
     prefill, decode = BlockAllocator(4, pool), BlockAllocator(TOTAL - 4, pool)
@@ -37,7 +37,8 @@ def test_two_allocators_share_a_pool_and_what_is_cached_in_it() -> None:
 
 
 @given(st.data())
-def test_roles_that_share_a_pool_never_run_out_within_what_is_theirs(data: st.DataObject) -> None:
+def test_shared_pool_keeps_each_roles_quota(data: st.DataObject) -> None:
+    """A role that shares a pool always finds the blocks that are its own."""
     pool = BlockPool(TOTAL)
     roles = [BlockAllocator(5, pool), BlockAllocator(TOTAL - 5, pool)]
     held: list[list[tuple[list[int], bool]]] = [[], []]
@@ -117,12 +118,14 @@ TestAllocator = AllocatorMachine.TestCase
 
 
 @pytest.mark.parametrize("misuse", ["free", "share", "quarantine", "unquarantine"])
-def test_blocks_that_are_not_held_are_our_bug(misuse: str) -> None:
+def test_misuse_of_unheld_blocks_is_asserted(misuse: str) -> None:
+    """Misuse of blocks that are not held raises an AssertionError."""
     with pytest.raises(AssertionError):
         getattr(BlockAllocator(4), misuse)([2])
 
 
 def test_shared_blocks_are_not_quarantined() -> None:
+    """Quarantine of a shared block raises an AssertionError."""
     allocator = BlockAllocator(4)
     blocks = allocator.allocate(1)
     allocator.share(blocks)
@@ -131,6 +134,7 @@ def test_shared_blocks_are_not_quarantined() -> None:
 
 
 def test_fresh_blocks_come_in_one_run() -> None:
+    """Blocks of a fresh pool are allocated with consecutive numbers, also after they were freed."""
     allocator = BlockAllocator(8)
     assert allocator.allocate(3) == [0, 1, 2]
     allocator.free([0, 1, 2])
@@ -186,6 +190,7 @@ def test_sequences_keep_their_own_tokens(block_size: int, prompt: int, history: 
 
 
 def test_append_without_room_changes_nothing() -> None:
+    """A fork that finds no block for its next token keeps its length, table and references."""
     allocator = BlockAllocator(1)
     blocks = SequenceBlocks(allocator, 2, allocator.allocate(1), length=1)
     fork = blocks.fork()
@@ -196,7 +201,8 @@ def test_append_without_room_changes_nothing() -> None:
     assert blocks.append_slot() is None and blocks.length == 2
 
 
-def test_finish_reasons() -> None:
+def test_stop_token_precedes_length_limit() -> None:
+    """A stop token finishes as STOP, also at the length limit; any other token at the limit finishes as LENGTH."""
     sampling = Sampling(max_tokens=3, stop_token_ids=(2, 9))
     assert finish_reason(5, 1, sampling) is None
     assert finish_reason(9, 1, sampling) is FinishReason.STOP

@@ -44,7 +44,8 @@ pytestmark = pytest.mark.skipif(not kernels_are_here(), reason="the CPU kernels 
 
 
 @pytest.mark.parametrize("kind", KNOWN)
-def test_models_of_the_common_shape_run_on_them(kind: str, tmp_path: Path) -> None:
+def test_common_models_run_on_cpu_kernels(kind: str, tmp_path: Path) -> None:
+    """Models of the common shape run on the CPU kernels and are batch-invariant."""
     engine = support.load(tiny_models.make(kind, tmp_path))
     assert engine.runner.backend.startswith("cpu") and engine.is_batch_invariant
 
@@ -58,7 +59,8 @@ def test_models_of_the_common_shape_run_on_them(kind: str, tmp_path: Path) -> No
         ("smollm3", {"no_rope_layers": [1, 0, 1]}),
     ],
 )
-def test_what_a_configuration_changes_is_computed(kind: str, overrides: dict[str, object], tmp_path: Path) -> None:
+def test_configuration_options_are_computed(kind: str, overrides: dict[str, object], tmp_path: Path) -> None:
+    """Multipliers, softcapping, expert and rope settings give the same greedy tokens as transformers."""
     path = tiny_models.make(kind, tmp_path, **overrides)  # type: ignore[arg-type]
     engine = support.load(path)
     assert engine.runner.backend.startswith("cpu")
@@ -67,7 +69,8 @@ def test_what_a_configuration_changes_is_computed(kind: str, overrides: dict[str
 
 
 @pytest.mark.parametrize(("kind", "overrides"), [*((kind, {}) for kind in UNKNOWN), ("llama", {"head_dim": 24})])
-def test_others_run_as_transformers_has_them(kind: str, overrides: dict[str, object], tmp_path: Path) -> None:
+def test_other_models_run_in_transformers(kind: str, overrides: dict[str, object], tmp_path: Path) -> None:
+    """Models outside the kernels' shape run in transformers, with equal tokens and no batch invariance."""
     path = tiny_models.make(kind, tmp_path, **overrides)  # type: ignore[arg-type]
     engine = support.load(path)
     assert engine.runner.backend.startswith("transformers") and not engine.is_batch_invariant
@@ -75,9 +78,9 @@ def test_others_run_as_transformers_has_them(kind: str, overrides: dict[str, obj
     assert support.engine_greedy(engine, prompts, 8, 3) == support.plain_greedy(path, prompts, 8)
 
 
-def test_a_model_that_only_looks_like_a_known_one_runs_as_transformers_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_misrecognised_model_runs_in_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that the kernels would compute wrongly falls back to transformers."""
+
     def recognise_wrongly(*arguments: Any) -> ModelParts:
         return replace(recognise(*arguments), residual=0.5)
 
@@ -85,9 +88,9 @@ def test_a_model_that_only_looks_like_a_known_one_runs_as_transformers_has_it(
     assert support.load(tiny_models.make("llama", tmp_path)).runner.backend.startswith("transformers")
 
 
-def test_without_a_compiler_models_run_as_transformers_has_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_kernels_use_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model loads in transformers and the reason is reported if the CPU kernels are unavailable."""
+
     def fails() -> None:
         raise library.KernelsUnavailable("planted")
 
@@ -100,14 +103,15 @@ def test_without_a_compiler_models_run_as_transformers_has_them(
         load_engine(str(path), kv_bytes=support.KV_BYTES, weights="int8")
 
 
-def test_kernels_that_cannot_be_loaded_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_kernel_library_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel library that cannot be loaded raises KernelsUnavailable."""
     (tmp_path / "kernels.so").write_text("no library")
     monkeypatch.setattr(library, "_built", lambda: tmp_path / "kernels.so")
     with pytest.raises(library.KernelsUnavailable, match="cannot be loaded"):
         library.load_kernels.__wrapped__()
 
 
-def test_kernels_of_somebody_else_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_kernels_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the cache folder is one that everybody may write to."""
     monkeypatch.setattr(library.platformdirs, "user_cache_dir", lambda _: str(tmp_path))  # type: ignore[attr-defined]
     monkeypatch.setattr(library, "_compile", lambda target, path: path.write_text("ours"))
@@ -121,9 +125,7 @@ def test_kernels_of_somebody_else_are_not_run(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("squatted", [False, True])
-def test_where_the_cache_folder_cannot_be_used_kernels_are_kept_for_this_user_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squatted: bool
-) -> None:
+def test_fallback_kernel_folder_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squatted: bool) -> None:
     """`squatted`: another user has made the folder of our name in the shared one, here by a link to it."""
     (tmp_path / "file").write_text("no folder")
     shared = tmp_path / "shared"
@@ -142,9 +144,8 @@ def test_where_the_cache_folder_cannot_be_used_kernels_are_kept_for_this_user_al
     assert library._built() == built or squatted
 
 
-def test_a_kernel_folder_that_others_may_write_to_is_closed_to_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_open_kernel_folder_becomes_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel folder that others may write to gets mode 700."""
     folder = tmp_path / "kernels"
     folder.mkdir()
     folder.chmod(0o777)
@@ -181,7 +182,8 @@ def digests_elsewhere(paths: Sequence[Path], threads: int, capability: str) -> l
     return done.stdout.split()
 
 
-def test_bits_do_not_depend_on_the_instruction_set_or_on_threads(tmp_path: Path) -> None:
+def test_bits_ignore_instruction_set_and_threads(tmp_path: Path) -> None:
+    """KV and logits have the same bits with other instruction sets and thread counts."""
     paths = [tiny_models.make(kind, tmp_path / kind) for kind in ("qwen3", "mistral", "gemma3", "mixtral")]
     here = [digest(path) for path in paths]
     assert digests_elsewhere(paths, 3, "default")[1:] == here
@@ -191,7 +193,8 @@ def test_bits_do_not_depend_on_the_instruction_set_or_on_threads(tmp_path: Path)
 
 @pytest.mark.parametrize("format", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("outputs", [64, 100, 320])
-def test_products_are_those_of_the_rounded_weights(format: str, outputs: int) -> None:
+def test_products_match_rounded_weights(format: str, outputs: int) -> None:
+    """Products of packed weights equal those of the rounded weights, for any number of rows."""
     torch.manual_seed(0)
     layer = nn.Linear(48, outputs).requires_grad_(False)
     packed = PackedWeights([layer], format, HugePages())
@@ -209,7 +212,8 @@ def test_products_are_those_of_the_rounded_weights(format: str, outputs: int) ->
 
 
 @pytest.mark.parametrize("format", ["bfloat16", "int8"])
-def test_smaller_weights_serve_and_are_another_model_to_other_workers(format: str, tmp_path: Path) -> None:
+def test_smaller_weights_change_the_fingerprint(format: str, tmp_path: Path) -> None:
+    """Smaller weights give logits close to the exact ones, under another fingerprint."""
     path = tiny_models.make("qwen2", tmp_path, tie_word_embeddings=True)
     exact = load_engine(str(path), kv_bytes=support.KV_BYTES)
     engine = load_engine(str(path), kv_bytes=support.KV_BYTES, weights=format)
@@ -219,7 +223,8 @@ def test_smaller_weights_serve_and_are_another_model_to_other_workers(format: st
     assert 0 < difference < 0.2
 
 
-def test_smaller_weights_are_refused_where_the_kernels_cannot_keep_them(tmp_path: Path) -> None:
+def test_unsupported_smaller_weights_are_refused(tmp_path: Path) -> None:
+    """Smaller weights are refused for models without CPU kernels and for other dtypes."""
     path = tiny_models.make("gpt2", tmp_path)
     with pytest.raises(WeightsUnsupported, match="int8 weights need the CPU kernels") as refused:
         load_engine(str(path), kv_bytes=support.KV_BYTES, weights="int8")
@@ -228,7 +233,8 @@ def test_smaller_weights_are_refused_where_the_kernels_cannot_keep_them(tmp_path
         load_engine(str(path), kv_bytes=support.KV_BYTES, weights="int8", dtype="bfloat16")
 
 
-def test_what_would_leave_the_pool_is_refused(tmp_path: Path) -> None:
+def test_input_outside_pool_is_refused(tmp_path: Path) -> None:
+    """Chunks, blocks and tokens out of range raise a ValueError before they touch the pool."""
     engine = support.load(tiny_models.make("llama", tmp_path))
     for chunk in (
         SeqChunk([7] * 17, 0, [1], False),

@@ -40,7 +40,8 @@ def random_logits(rows: int, seed: int) -> torch.Tensor:
     return logits
 
 
-def test_the_same_tokens_as_row_by_row() -> None:
+def test_batch_draws_same_tokens_as_rows() -> None:
+    """A batch drawn on the device gets the same tokens as the host's sampler."""
     for index in range(40):
         states = [SamplerState(one, choice, VOCAB, [], start_index=index) for choice, one in enumerate(CASES.values())]
         logits = random_logits(len(states), index)
@@ -48,21 +49,24 @@ def test_the_same_tokens_as_row_by_row() -> None:
         assert draw_rows(logits, parameters(states), filters=True).tolist() == want
 
 
-def test_without_filters_in_the_batch_nothing_is_filtered() -> None:
+def test_draws_without_filters_match_host() -> None:
+    """Draws with filters switched off equal those of the host for a batch that has no filters."""
     states = [SamplerState(Sampling(max_tokens=9, temperature=0.9, seed=seed), 0, VOCAB, []) for seed in range(30)]
     logits = random_logits(30, 1)
     want = [drawn.token for drawn in sample(logits, states) if drawn is not None]
     assert draw_rows(logits, parameters(states), filters=False).tolist() == want
 
 
-def test_floats_are_ordered_as_their_numbers() -> None:
+def test_ordered_integers_follow_floats() -> None:
+    """The integer keys of floats are in the floats' order, and both zeros have one key."""
     values = torch.tensor([-torch.inf, -3.0e38, -1.5, -1e-40, 0.0, 1e-40, 2.0, torch.inf])
     assert ordered(values).tolist() == sorted(set(ordered(values).tolist()))
     assert ordered(torch.tensor([-0.0])).equal(ordered(torch.tensor([0.0])))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**53 + 1, 2**63 - 1])
-def test_random_numbers_are_those_of_the_generator(seed: int) -> None:
+def test_random_numbers_match_the_generator(seed: int) -> None:
+    """Random numbers computed for a batch equal those that the sampler state draws."""
     indices = np.array([0, 1, 77, 2**32 + 5], dtype=np.uint64)
     got = uniforms(np.full(4, seed, np.uint64), np.array([0, 1, 2, 3], np.uint64), indices)
     sampling = Sampling(max_tokens=9, temperature=1.0, seed=seed)

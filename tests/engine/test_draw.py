@@ -59,7 +59,8 @@ def batch(vocab: int, rng: np.random.Generator) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-300, 1e-9, 0.02, 0.6, 1.0, 1.7, 100.0])
-def test_every_combination_of_options_against_the_reference(temperature: float) -> None:
+def test_all_option_combinations_match_reference(temperature: float) -> None:
+    """Draws equal those of the reference for every combination of sampling options."""
     generator, rng = np.random.default_rng(int(temperature * 100)), random.Random(temperature)
     grid = itertools.product([0, 1, 40, 100_000], [1e-9, 0.5, 0.9, 1.0 - 1e-9, 1.0], [0.0, 0.05, 1.0])
     for top_k, top_p, min_p in grid:
@@ -82,7 +83,8 @@ def test_every_combination_of_options_against_the_reference(temperature: float) 
             assert result is None or (result.logprobs is not None) == (state.sampling.logprobs >= 0)
 
 
-def test_a_batch_of_unlike_rows_draws_what_each_row_draws_alone() -> None:
+def test_mixed_batch_draws_as_rows_alone() -> None:
+    """Rows with different options draw in one batch the same tokens as alone."""
     rng = np.random.default_rng(3)
     logits = torch.from_numpy(rng.normal(0.0, 3.0, (5, 5000)).astype(np.float32))
     asked = [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"temperature": 0.0, "logprobs": 2}, {"top_k": 9, "min_p": 0.1}]
@@ -94,7 +96,8 @@ def test_a_batch_of_unlike_rows_draws_what_each_row_draws_alone() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.1}, {"temperature": 0.0}])
-def test_a_logit_that_a_penalty_makes_infinite_is_drawn(options: dict[str, float]) -> None:
+def test_infinite_logit_from_penalty_is_drawn(options: dict[str, float]) -> None:
+    """A logit that the repetition penalty makes infinite is drawn."""
     logits = torch.zeros(1, 12)
     logits[0, 5] = 3e38
     state = SamplerState(Sampling(max_tokens=9, repetition_penalty=0.1, **options), 0, 12, [5])  # type: ignore[arg-type]
@@ -103,7 +106,7 @@ def test_a_logit_that_a_penalty_makes_infinite_is_drawn(options: dict[str, float
 
 
 @pytest.mark.parametrize("scale", [0.001, 1.0, 4.0])
-def test_top_p_on_the_border_between_two_tokens(scale: float) -> None:
+def test_top_p_is_exact_between_tokens(scale: float) -> None:
     """There, the last bit of a sum decides. Tokens lie in order of their weight, so the highest draw is the last that stays."""
     rng = np.random.default_rng(6)
     logits = np.sort(rng.normal(0.0, scale, 20_000).astype(np.float32))[::-1].copy()
@@ -115,7 +118,8 @@ def test_top_p_on_the_border_between_two_tokens(scale: float) -> None:
             assert drawn(logits, sampling, HIGHEST_UNIFORM) == reference_draw(logits, sampling, HIGHEST_UNIFORM)
 
 
-def test_random_numbers_on_the_border_between_two_tokens() -> None:
+def test_draw_is_exact_between_tokens() -> None:
+    """Draws equal the reference when the random number lies on the border between two tokens."""
     rng = np.random.default_rng(7)
     logits = rng.normal(0.0, 3.0, 20_000).astype(np.float32)
     for sampling in (Sampling(max_tokens=1), Sampling(max_tokens=1, top_p=0.9), Sampling(max_tokens=1, min_p=1e-5)):

@@ -22,7 +22,8 @@ def prompts_of(lengths: tuple[int, ...], seed: int, highest: int = tiny_models.V
 
 
 @pytest.mark.parametrize("kind", list(tiny_models.KINDS))
-def test_tiny_models_alone_chunked_and_together(kind: str, tmp_path: Path) -> None:
+def test_tiny_models_match_transformers(kind: str, tmp_path: Path) -> None:
+    """Greedy tokens equal those of transformers alone, in chunks and in a batch."""
     path = tiny_models.make(kind, tmp_path)
     prompts = prompts_of(LENGTHS, seed=7)
     expected = support.plain_greedy(path, prompts, NEW_TOKENS)
@@ -40,14 +41,16 @@ def test_tiny_models_alone_chunked_and_together(kind: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 64])
-def test_any_block_size(block_size: int, tmp_path: Path) -> None:
+def test_any_block_size_gives_equal_tokens(block_size: int, tmp_path: Path) -> None:
+    """Greedy tokens equal those of transformers with any block size."""
     path = tiny_models.make("mistral", tmp_path)
     prompts = prompts_of((1, 9, 70), seed=3)
     engine = support.load(path, block_size)
     assert support.engine_greedy(engine, prompts, 12, chunk=20) == support.plain_greedy(path, prompts, 12)
 
 
-def test_counts_tokens_and_returns_only_the_logits_wanted(tmp_path: Path) -> None:
+def test_forward_returns_only_wanted_logits(tmp_path: Path) -> None:
+    """A forward pass counts its tokens, returns the wanted logits and writes to its own blocks only."""
     engine = support.load(tiny_models.make("llama", tmp_path))
     assert engine.tokens_forwarded == 0, "the self-check does not count"
     assert not engine.pool.any(), "the self-check leaves nothing behind"
@@ -62,7 +65,8 @@ def test_counts_tokens_and_returns_only_the_logits_wanted(tmp_path: Path) -> Non
     assert touched == {3, 4, 5}, "a forward writes to its chunks' blocks only"
 
 
-def test_garbage_in_unwritten_slots_changes_nothing(tmp_path: Path) -> None:
+def test_unwritten_slots_do_not_matter(tmp_path: Path) -> None:
+    """Greedy tokens stay the same if the pool is filled with NaN before."""
     engine = support.load(tiny_models.make("gemma2", tmp_path))
     prompts = prompts_of((5, 30), seed=5)
     clean = support.engine_greedy(engine, prompts, 10, chunk=11)
@@ -70,7 +74,8 @@ def test_garbage_in_unwritten_slots_changes_nothing(tmp_path: Path) -> None:
     assert support.engine_greedy(engine, prompts, 10, chunk=11) == clean
 
 
-def test_forks_share_blocks_and_copy_on_write(tmp_path: Path) -> None:
+def test_forks_copy_shared_blocks_on_write(tmp_path: Path) -> None:
+    """Forks of one prompt share its blocks and copy a block before they write to it."""
     engine = support.load(tiny_models.make("llama", tmp_path))
     allocator = BlockAllocator(engine.blocks)
     [prompt] = prompts_of((21,), seed=11)
@@ -91,7 +96,8 @@ def test_forks_share_blocks_and_copy_on_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not os.environ.get("CROSSDOCK_TEST_MODEL"), reason="CROSSDOCK_TEST_MODEL names no model folder")
-def test_default_model() -> None:
+def test_default_model_matches_transformers() -> None:
+    """The default test model gives the same greedy tokens as transformers."""
     path = Path(os.environ["CROSSDOCK_TEST_MODEL"])
     prompts = prompts_of((1, 30, 150), seed=2, highest=40_000)
     engine = support.load(path, kv_bytes=256 << 20)

@@ -84,9 +84,10 @@ def two_steps(
 
 
 @pytest.mark.parametrize("make_ops", OPS.values(), ids=OPS)
-def test_a_step_never_waits_for_the_device(
+def test_steps_never_wait_for_device(
     make_ops: Callable[[torch.Tensor], Ops], weights: DecoderWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A step on a device without data reads no tensor on the host."""
     two_steps(weights, make_ops, monkeypatch)
 
 
@@ -108,9 +109,11 @@ def _mask(x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("wait", [_item, _tolist, _branch, _mask])
-def test_what_reads_a_tensor_on_the_host_is_seen(
+def test_host_reads_are_detected(
     wait: Callable[[torch.Tensor], None], weights: DecoderWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A step that reads a tensor on the host fails."""
+
     class Waiting(TorchOps):
         def activate(self, gate_up: torch.Tensor, activation: int) -> torch.Tensor:
             wait(gate_up)

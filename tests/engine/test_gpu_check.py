@@ -43,7 +43,7 @@ def lines(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_each_way_of_drawing_is_measured_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_draw_mode_is_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the one before had the same rows."""
     from tools.gpu import engine_bench
 
@@ -63,7 +63,8 @@ def test_each_way_of_drawing_is_measured_by_itself(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_the_kernels_and_the_engine_at_tiny_sizes(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tiny_smoke_and_engine_parts_pass(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The smoke and engine parts pass on a CPU at tiny sizes and record their rows."""
     assert check().main(["--device", "cpu", "--out", str(out), "smoke,engine"]) == 0, out.read_text()
     found = {(row["part"], row["name"]) for row in lines(out)}
     assert {("smoke", "machine"), ("smoke", "add_norm"), ("engine", "decode 2, top_p"), ("engine", "part")} <= found
@@ -74,13 +75,13 @@ def test_the_kernels_and_the_engine_at_tiny_sizes(out: Path, capsys: pytest.Capt
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_all_parts_that_a_cpu_can_run(out: Path) -> None:
+def test_remaining_parts_pass_on_cpu(out: Path) -> None:
+    """The parts kernels, kv, host and answers pass on a CPU."""
     assert check().main(["--device", "cpu", "--out", str(out), "kernels,kv,host,answers"]) == 0, out.read_text()
 
 
-def test_what_a_part_found_before_its_time_was_up_is_kept(
-    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_part_at_time_limit_keeps_results(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that runs out of time keeps the rows that it recorded before."""
     (tmp_path / "slow_part.py").write_text(
         "import time\nfrom tools.gpu.record import record\nrecord('kernels', 'first', GB_s=3.0)\nprint('busy', flush=True)\n"
         "time.sleep(600)\n"
@@ -93,7 +94,8 @@ def test_what_a_part_found_before_its_time_was_up_is_kept(
     assert last["error"] == "not done in 4 s" and last["words"].startswith("busy")
 
 
-def test_reports_of_tests_are_read_also_without_an_end(tmp_path: Path, out: Path) -> None:
+def test_incomplete_reports_are_read(tmp_path: Path, out: Path) -> None:
+    """Test results are recorded from a report, and from the output if there is no report."""
     report = tmp_path / "report.xml"
     report.write_text(
         '<testsuites><testsuite><testcase classname="a" name="one" time="1.5"/><testcase classname="a" name="two" time="2">'
@@ -109,7 +111,8 @@ def test_reports_of_tests_are_read_also_without_an_end(tmp_path: Path, out: Path
     assert row["progress"] == "..F.s" and row["counts"] == {"failed": 1, "passed": 3} and row["error"]
 
 
-def test_a_summary_has_at_most_forty_lines_and_names_what_is_not_good() -> None:
+def test_summary_is_short_and_names_failures() -> None:
+    """The summary has at most forty lines and names the failures."""
     rows = [{"part": part, "name": f"{part} {n}", "GB_s": 1.0} for part in check().PARTS_S for n in range(50)]
     said = check().summary([*rows, {"part": "kv", "name": "nccl", "error": "RuntimeError: no\npeer"}])
     assert len(said) <= 40 and "  kv, nccl: RuntimeError: no peer" in said
@@ -119,7 +122,8 @@ def test_a_summary_has_at_most_forty_lines_and_names_what_is_not_good() -> None:
     assert check().summary([]) == []
 
 
-def test_parts_and_a_model_are_told_apart(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
+def test_parts_and_model_are_distinguished(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
+    """Arguments are recognised as parts or as a model path, and a model alone runs all parts."""
     ran: list[tuple[str, str]] = []
     module = check()
     monkeypatch.setattr(module, "run_part", lambda part, model, limit_s: ran.append((part, model)))
@@ -159,14 +163,16 @@ def test_wheels_are_carried_without_pip(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
-def test_a_process_of_a_cluster_that_ends_is_not_waited_for(tmp_path: Path) -> None:
+def test_ended_cluster_process_fails_at_once(tmp_path: Path) -> None:
+    """The wait for a cluster ends with an error when one of its processes has ended."""
     with parts(tmp_path) as cluster:
         cluster.start("absent_role")
         with pytest.raises(AssertionError, match=r"(?s)absent_role ended with status 1\n.*No module named"):
             cluster.wait_registered(2)
 
 
-def test_a_machine_without_a_gpu_says_so(out: Path) -> None:
+def test_missing_gpu_is_reported(out: Path) -> None:
+    """The check ends with status NO_GPU on a machine that has no GPU."""
     import torch
 
     if torch.cuda.is_available():

@@ -114,7 +114,8 @@ def one_by_one(engine: Engine, prompt: Sequence[int], sampling: Sampling, count:
 
 
 @pytest.mark.parametrize("kind", RECOGNISED)
-def test_greedy_tokens_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
+def test_greedy_tokens_match_transformers(kind: str, tmp_path: Path) -> None:
+    """Greedy tokens equal those of transformers, with and without the pipeline."""
     path = tiny_models.make(kind, tmp_path)
     prompts = prompts_of((1, 16, 40), seed=7)
     expected = support.plain_greedy(path, prompts, 12)
@@ -124,7 +125,8 @@ def test_greedy_tokens_equal_those_of_transformers(kind: str, tmp_path: Path) ->
     assert pipelined(engine, prompts, [GREEDY] * 3, 12, join_every=3) == expected, "joining at every third step"
 
 
-def test_the_pipeline_draws_what_the_host_draws(tmp_path: Path) -> None:
+def test_pipeline_draws_match_host_draws(tmp_path: Path) -> None:
+    """The pipeline draws the same tokens as the host, also when slots are used again."""
     engine = gpu_engine(tiny_models.make("llama", tmp_path, spread=0.1))
     prompts = prompts_of((5, 9, 20, 3, 17, 8), seed=1)
     expected = [one_by_one(engine, *both, 20) for both in zip(prompts, SAMPLINGS, strict=True)]
@@ -132,7 +134,7 @@ def test_the_pipeline_draws_what_the_host_draws(tmp_path: Path) -> None:
     assert pipelined(engine, prompts[::-1], SAMPLINGS[::-1], 20) == expected[::-1], "slots are used again"
 
 
-def test_draws_that_depend_on_the_last_token_wait_for_it(tmp_path: Path) -> None:
+def test_dependent_draws_wait_for_last_token(tmp_path: Path) -> None:
     """A grammar, bad words and the least length, beside a stream that runs ahead; through the decode worker's steps."""
     engine = gpu_engine(tiny_models.make("llama", tmp_path, spread=0.1))
     samplings = (*FORBIDDING, Sampling(max_tokens=99, temperature=1.0, seed=4))
@@ -163,7 +165,8 @@ def test_draws_that_depend_on_the_last_token_wait_for_it(tmp_path: Path) -> None
     assert all(a % 2 != b % 2 for a, b in pairwise(streams[0].output))
 
 
-def test_a_row_that_is_not_finite_ends_alone(tmp_path: Path) -> None:
+def test_nonfinite_row_fails_alone(tmp_path: Path) -> None:
+    """A row with NaN gets no token, and the row beside it still gets one."""
     engine = gpu_engine(tiny_models.make("llama", tmp_path))
     allocator = BlockAllocator(engine.blocks)
     streams = [PipelinedStream(engine, allocator, prompt, GREEDY) for prompt in prompts_of((5, 9), seed=1)]
@@ -177,7 +180,8 @@ def test_a_row_that_is_not_finite_ends_alone(tmp_path: Path) -> None:
     assert first[0] is None and second[0] is None and first[1] is not None and second[1] is not None
 
 
-def test_after_a_failed_step_the_next_ones_are_as_new(tmp_path: Path) -> None:
+def test_steps_after_failure_are_correct(tmp_path: Path) -> None:
+    """The pipeline gives the same tokens as before once a launched step was abandoned."""
     engine = gpu_engine(tiny_models.make("llama", tmp_path))
     prompts = prompts_of((5, 9), seed=1)
     expected = pipelined(engine, prompts, [GREEDY] * 2, 8)
@@ -189,7 +193,7 @@ def test_after_a_failed_step_the_next_ones_are_as_new(tmp_path: Path) -> None:
     assert pipelined(engine, prompts, [GREEDY] * 2, 8) == expected
 
 
-def test_a_row_that_would_be_written_outside_of_its_buffers_is_refused(tmp_path: Path) -> None:
+def test_rows_outside_buffers_are_refused(tmp_path: Path) -> None:
     """On a GPU it would end the process, or change another stream."""
     engine = gpu_engine(tiny_models.make("llama", tmp_path))
     context, size = engine.info.context_tokens, engine.info.block_size
@@ -216,7 +220,8 @@ def test_a_row_that_would_be_written_outside_of_its_buffers_is_refused(tmp_path:
             engine.forward([chunk])
 
 
-def test_weights_are_in_memory_once_and_the_model_still_runs(tmp_path: Path) -> None:
+def test_fused_weights_are_stored_once(tmp_path: Path) -> None:
+    """Fused weights share their storage with the model, which still gives the same logits."""
     path = tiny_models.make("qwen2", tmp_path)
     candidate, _ = candidate_of(path)
     ids = torch.tensor([[7, 8, 9]])
@@ -232,9 +237,7 @@ def test_weights_are_in_memory_once_and_the_model_still_runs(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", tiny_models.KINDS)
-def test_models_in_half_precision_load_as_on_a_gpu(
-    kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_precision_models_load(kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the kernels do not know, too: transformers runs them."""
     monkeypatch.setattr(backend.BackendCandidate, "on_gpu", True)
     monkeypatch.setattr(backend, "make_ops", TorchOps)
@@ -244,20 +247,23 @@ def test_models_in_half_precision_load_as_on_a_gpu(
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
-def test_routers_are_recognised_in_half_precision(kind: str, tmp_path: Path) -> None:
+def test_half_precision_routers_are_recognised(kind: str, tmp_path: Path) -> None:
+    """The router of a mixture of experts is recognised in bfloat16."""
     candidate, _ = candidate_of(tiny_models.make(kind, tmp_path))
     candidate.model.to(torch.bfloat16)
     router = recognised(candidate).layers[0].router
     assert router is not None and router.experts_per_token == 2
 
 
-def test_buckets_cover_every_number_of_rows() -> None:
+def test_buckets_cover_all_row_counts() -> None:
+    """The buckets ascend and end with the largest number of rows."""
     for most in (1, 3, ROWS_MAX, 8, 9, 64):
         assert buckets(most)[-1] == most and list(buckets(most)) == sorted(set(buckets(most)))
     assert buckets(20) == (1, 2, 4, 8, 16, 20)
 
 
-def test_rows_that_only_fill_a_bucket_up_are_counted() -> None:
+def test_bucket_padding_rows_are_counted() -> None:
+    """Rows that only fill a bucket up are counted as padding."""
     ran: list[int] = []
     replay = GraphReplay(ran.append, 20)
     for rows in (1, 3, 9, 20):
@@ -265,7 +271,8 @@ def test_rows_that_only_fill_a_bucket_up_are_counted() -> None:
     assert ran == [1, 4, 16, 20] and replay.padding_rows == 1 + 7
 
 
-def test_the_warm_up_leaves_the_pool_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_leaves_pool_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warm-up runs chunks up to one context long and writes nothing to the pool."""
     engine = gpu_engine(tiny_models.make("llama", tmp_path))
     assert isinstance(engine.runner, GpuRunner)
     counts: list[int] = []

@@ -10,7 +10,8 @@ import torch
 from engine.cpu.huge_pages import HugePages
 
 
-def test_copies_lie_side_by_side_and_apart() -> None:
+def test_copies_share_arena_without_overlap() -> None:
+    """Copies are aligned, equal to their originals, side by side in one arena, and never overlap."""
     memory = HugePages(arena_bytes=4096)
     wanted = [torch.randn(7, 5).t(), torch.arange(300, dtype=torch.int8), torch.randn(3000), torch.randn(2, 3, 4)]
     found = [memory.copy(tensor) for tensor in wanted]
@@ -22,7 +23,7 @@ def test_copies_lie_side_by_side_and_apart() -> None:
     assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
 
 
-def test_the_kernel_is_asked_for_huge_pages_of_private_memory() -> None:
+def test_huge_pages_use_private_memory() -> None:
     """Shared memory, which is what Python maps unless told otherwise, gets none where it is not allowed as well."""
     tensor = HugePages(arena_bytes=4 << 20).copy(torch.ones(1 << 18))
     smaps = Path("/proc/self/smaps")

@@ -41,7 +41,8 @@ def left(allocator: BlockAllocator, text: str) -> int:
         max_size=20,
     )
 )
-def test_the_block_least_likely_to_be_asked_for_again_goes_first(used: list[tuple[float, float, int]]) -> None:
+def test_least_likely_block_is_evicted_first(used: list[tuple[float, float, int]]) -> None:
+    """The block with the lowest probability of being used again is evicted first."""
     blocks = IdleBlocks()
     used.sort(key=lambda one: one[2])
     for number, (share, mean_s, at) in enumerate(used):
@@ -66,7 +67,8 @@ def test_the_block_least_likely_to_be_asked_for_again_goes_first(used: list[tupl
     assert len(blocks) == 0
 
 
-def test_a_fresh_prompt_of_a_tenant_that_asks_once_goes_before_an_older_turn_of_a_conversation() -> None:
+def test_fresh_prompt_goes_before_older_turn() -> None:
+    """A fresh prompt of a tenant that asks once is evicted before an older turn of a conversation."""
     allocator = BlockAllocator(8)
     allocator.tick(100.0)
     cached(allocator, "turn", AGENTS)
@@ -81,7 +83,8 @@ def test_a_fresh_prompt_of_a_tenant_that_asks_once_goes_before_an_older_turn_of_
     allocator.check_invariants()
 
 
-def test_where_nothing_is_known_of_tenants_the_block_used_longest_ago_goes_first() -> None:
+def test_unknown_tenants_blocks_go_oldest_first() -> None:
+    """The block used longest ago is evicted first if nothing is known of the tenants."""
     allocator = BlockAllocator(8)
     for text in ("abcd", "efgh"):
         cached(allocator, text, None)
@@ -90,7 +93,8 @@ def test_where_nothing_is_known_of_tenants_the_block_used_longest_ago_goes_first
     assert (left(allocator, "abcd"), left(allocator, "efgh")) == (4, 2)
 
 
-def test_what_others_continue_stays_as_long_as_they_do() -> None:
+def test_shared_beginning_outlives_last_user() -> None:
+    """A shared beginning stays as long as a conversation that continues it."""
     allocator = BlockAllocator(9)
     cached(allocator, "ssabc", AGENTS)
     cached(allocator, "ssd", CHAT)
@@ -100,7 +104,8 @@ def test_what_others_continue_stays_as_long_as_they_do() -> None:
     allocator.check_invariants()
 
 
-def test_the_end_of_a_conversation_frees_what_only_it_has() -> None:
+def test_ended_conversation_frees_own_blocks() -> None:
+    """The end of a conversation frees the blocks that no other conversation has."""
     allocator = BlockAllocator(12)
     cached(allocator, "systemAB", AGENTS)
     cached(allocator, "systemAans", AGENTS)

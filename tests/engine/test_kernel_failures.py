@@ -45,7 +45,7 @@ def failing(error: Exception) -> Any:
 
 
 @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
-def test_whatever_triton_raises_is_an_error_of_one_step(error: Exception) -> None:
+def test_triton_errors_fail_one_step(error: Exception) -> None:
     """Workers answer a CrossdockError of a step like any other, and end where the GPU is lost."""
     with pytest.raises(KernelFailed, match=type(error).__name__) as caught:
         triton_launch.launch(failing(error), (1,))
@@ -85,9 +85,10 @@ def load_as_if_on_gpu(path: Path, monkeypatch: pytest.MonkeyPatch, make_ops: Any
     ],
     ids=["compare", "make", "capture"],
 )
-def test_a_model_whose_kernels_fail_runs_without_them(
+def test_failing_kernels_are_left_out(
     make_ops: Any, captures: Any, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A model whose kernels fail at load runs in transformers, and one line gives the reason."""
     path = tiny_models.make("llama", tmp_path)
     if captures is not None:
         monkeypatch.setattr(GpuRunner, "capture", captures)
@@ -99,9 +100,8 @@ def test_a_model_whose_kernels_fail_runs_without_them(
     assert support.engine_greedy(engine, prompts, 6, chunk=13) == support.plain_greedy(path, prompts, 6)
 
 
-def test_a_model_whose_kernels_fail_while_memory_is_measured_runs_without_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_failing_measurement_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose kernels fail while memory is measured runs without them."""
     asked: list[bool] = []
 
     def measured(candidate: BackendCandidate, fused: object) -> int:
@@ -119,12 +119,14 @@ def test_a_model_whose_kernels_fail_while_memory_is_measured_runs_without_them(
     assert len([one for one in said if "without the GPU kernels" in one]) == 1
 
 
-def test_kernels_that_run_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_working_kernels_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose kernels run uses them and reports nothing."""
     engine, said = load_as_if_on_gpu(tiny_models.make("llama", tmp_path), monkeypatch, TorchOps)
     assert engine.backend.startswith("gpu (") and not any("without" in one for one in said)
 
 
-def test_what_triton_needs_of_the_host_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_triton_prerequisites_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The error names the header or compiler that Triton needs and the host lacks."""
     from triton import knobs
 
     monkeypatch.delenv("CC", raising=False)
@@ -149,7 +151,8 @@ def test_what_triton_needs_of_the_host_is_named(monkeypatch: pytest.MonkeyPatch,
     assert knobs.build.impl is triton_launch.build_with_zig
 
 
-def test_the_packaged_compiler_makes_a_module_that_python_loads(tmp_path: Path) -> None:
+def test_packaged_compiler_builds_loadable_module(tmp_path: Path) -> None:
+    """The packaged compiler builds an extension module that Python can load."""
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
         pytest.skip("there is no Python.h here")
     build = pytest.importorskip("triton.runtime.build")

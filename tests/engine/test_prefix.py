@@ -199,7 +199,8 @@ def run(allocator: BlockAllocator, chain: Prefix) -> None:
     allocator.free(blocks)
 
 
-def test_tails_go_first_and_what_was_used_last_goes_last() -> None:
+def test_tails_and_oldest_blocks_go_first() -> None:
+    """The tail of a chain is evicted before its head, and the chain used last goes last."""
     allocator = BlockAllocator(8)
     run(allocator, (1, 2, 3))
     run(allocator, (5, 6, 7))
@@ -211,7 +212,8 @@ def test_tails_go_first_and_what_was_used_last_goes_last() -> None:
     allocator.free(blocks)
 
 
-def test_of_two_blocks_with_one_hash_the_older_one_stays() -> None:
+def test_older_of_equal_blocks_stays() -> None:
+    """The older of two blocks with one hash stays cached."""
     allocator = BlockAllocator(8)
     one, other = allocator.allocate(2), allocator.allocate(2)
     allocator.insert(hashes((1, 2)), one)
@@ -221,7 +223,7 @@ def test_of_two_blocks_with_one_hash_the_older_one_stays() -> None:
     assert allocator.match_prefix(hashes((1, 2))) == one
 
 
-def test_a_chain_begun_twice_is_not_torn_from_its_head() -> None:
+def test_chain_begun_twice_keeps_its_head() -> None:
     """B hangs its tail on A's blocks, which it does not hold: when both are done, the shared head is still younger."""
     allocator = BlockAllocator(6)
     a, b = allocator.allocate(2), allocator.allocate(3)
@@ -233,7 +235,8 @@ def test_a_chain_begun_twice_is_not_torn_from_its_head() -> None:
     assert known(allocator, (1, 2, 3)) == 2
 
 
-def test_a_head_that_goes_takes_a_held_tail_out_of_sight_but_not_from_its_holder() -> None:
+def test_evicted_head_hides_held_tail() -> None:
+    """A held tail cannot be found once its head is evicted, but its holder keeps it."""
     allocator = BlockAllocator(4)
     a, b = allocator.allocate(1), allocator.allocate(2)
     allocator.insert(hashes((1,)), a)
@@ -245,7 +248,7 @@ def test_a_head_that_goes_takes_a_held_tail_out_of_sight_but_not_from_its_holder
     assert known(allocator, (1, 2)) == 2, "its own head stands for the prefix now"
 
 
-def test_hashes_that_are_no_chain_name_no_block_twice() -> None:
+def test_unchained_hashes_match_no_block_twice() -> None:
     """They come from a gateway, and nobody has checked them."""
     allocator = BlockAllocator(8)
     first, second, third = hashes((1, 2, 3))
@@ -257,13 +260,15 @@ def test_hashes_that_are_no_chain_name_no_block_twice() -> None:
     assert allocator.match_prefix([first, second, third]) == blocks
 
 
-def test_blocks_that_nobody_holds_get_no_hash() -> None:
+def test_unheld_blocks_get_no_hash() -> None:
+    """The insertion of a hash for a block that is not held raises an AssertionError."""
     with pytest.raises(AssertionError):
         BlockAllocator(4).insert(hashes((1,)), [2])
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8).map(tuple), max_size=30), st.integers(8, 20))
-def test_whatever_ran_before_a_prompt_that_fits_finds_room(chains: list[Prefix], total: int) -> None:
+def test_fitting_prompt_always_finds_room(chains: list[Prefix], total: int) -> None:
+    """A prompt that fits the pool finds room after any earlier prompts, and is cached afterwards."""
     allocator = BlockAllocator(total)
     for chain in chains:
         run(allocator, chain)

@@ -35,9 +35,10 @@ def plain_logprobs(path: Path, prompt: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("plain", [False, True], ids=["kernels", "transformers"])
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_a_prompts_tokens_have_the_probabilities_of_transformers(
+def test_prompt_logprobs_match_transformers(
     kind: str, plain: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Log probabilities of a prompt in chunks equal those of transformers."""
     path = tiny_models.make(kind, tmp_path)
     if plain:
         monkeypatch.setattr(backend, "load_kernels", no_kernels)
@@ -62,7 +63,8 @@ def test_a_prompts_tokens_have_the_probabilities_of_transformers(
     assert torch.allclose(torch.log_softmax(logits[0], -1), expected[-1], atol=1e-4), "the last row is given as well"
 
 
-def test_the_layers_run_once_however_many_rows_are_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_run_once_for_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers run once for a prompt whose rows are all wanted."""
     monkeypatch.setattr(backend, "load_kernels", no_kernels)
     engine = support.load(tiny_models.make("llama", tmp_path))
     runner = engine.runner
@@ -75,7 +77,8 @@ def test_the_layers_run_once_however_many_rows_are_wanted(tmp_path: Path, monkey
     assert len(calls) == 1 and len(scorer.found) == 4
 
 
-def test_a_chunk_may_want_all_rows_beside_others_that_do_not(tmp_path: Path) -> None:
+def test_chunk_wants_all_rows_beside_others(tmp_path: Path) -> None:
+    """A chunk that wants all its rows gets the same log probabilities beside another chunk as alone."""
     path = tiny_models.make("llama", tmp_path)
     one, two = prompts_of((9, 7), seed=2)
     alone = support.load(path)

@@ -30,14 +30,15 @@ TYPES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("model_type", list(TYPES))
-def test_unsupported_architectures(model_type: str, tmp_path: Path) -> None:
+def test_unsupported_architecture_is_refused(model_type: str, tmp_path: Path) -> None:
+    """A model of an unsupported architecture is refused with the reason."""
     settings, why = TYPES[model_type]
     tiny_models.make_of_type(model_type, tmp_path, **settings)
     with pytest.raises(ModelUnsupported, match=why):
         support.load(tmp_path)
 
 
-def test_encoder_decoder(tmp_path: Path) -> None:
+def test_encoder_decoder_model_is_refused(tmp_path: Path) -> None:
     config = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     with pytest.raises(ModelUnsupported, match="encoder-decoder"):
@@ -45,6 +46,7 @@ def test_encoder_decoder(tmp_path: Path) -> None:
 
 
 def test_remote_code_is_never_run(tmp_path: Path) -> None:
+    """A model that brings its own code is refused, and the code is not run."""
     tiny_models.make("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {
@@ -57,7 +59,8 @@ def test_remote_code_is_never_run(tmp_path: Path) -> None:
         support.load(tmp_path)
 
 
-def test_missing_and_broken_folders(tmp_path: Path) -> None:
+def test_missing_or_broken_folder_is_refused(tmp_path: Path) -> None:
+    """A model folder that is absent, empty, broken or without safetensors is refused."""
     with pytest.raises(ModelUnsupported, match="no such folder"):
         support.load(tmp_path / "nowhere")
     with pytest.raises(ModelUnsupported, match=r"config\.json"):
@@ -72,7 +75,8 @@ def test_missing_and_broken_folders(tmp_path: Path) -> None:
         support.load(tmp_path)
 
 
-def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
+def test_missing_weights_are_refused(tmp_path: Path) -> None:
+    """A model is refused if weights of one of its layers are missing."""
     tiny_models.make("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["num_hidden_layers"] += 1
@@ -81,7 +85,8 @@ def test_missing_weights_are_not_made_up(tmp_path: Path) -> None:
         support.load(tmp_path)
 
 
-def test_bad_settings(tmp_path: Path) -> None:
+def test_bad_settings_are_refused(tmp_path: Path) -> None:
+    """A pool that is too small and an unknown dtype are refused."""
     path = str(tiny_models.make("llama", tmp_path))
     with pytest.raises(ModelUnsupported, match="blocks"):
         load_engine(path, kv_bytes=1000)
@@ -90,12 +95,13 @@ def test_bad_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 16])
-def test_the_smallest_pool_is_enough_for_the_check(block_size: int, tmp_path: Path) -> None:
+def test_smallest_pool_passes_the_check(block_size: int, tmp_path: Path) -> None:
+    """The check after load passes with the smallest pool."""
     path = tiny_models.make("llama", tmp_path)
     assert support.load(path, block_size, kv_bytes=8 * 3 * 2 * block_size * 2 * 16 * 4).blocks == 8
 
 
-def test_a_wrong_paged_forward_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_paged_forward_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The window is lost: only the check with windows shorter than its prompt can see it, since the real one is longer."""
     path = tiny_models.make("mistral", tmp_path, sliding_window=200)
     real = torch_backend._attend
@@ -105,7 +111,8 @@ def test_a_wrong_paged_forward_is_caught(tmp_path: Path, monkeypatch: pytest.Mon
         support.load(path)
 
 
-def test_info_and_fingerprint(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_model_only(tmp_path: Path) -> None:
+    """Equal models have one fingerprint with any block size; other weights or rope settings change it."""
     path = tiny_models.make("llama", tmp_path / "a")
     info = support.load(path).info
     assert (info.layers, info.kv_heads, info.head_dim, info.block_size) == (3, 2, 16, 16)
@@ -122,7 +129,8 @@ def test_info_and_fingerprint(tmp_path: Path) -> None:
     assert "layers=3;kv_heads=2;head_dim=16;tensor_parallel=1;rope={" in info.fingerprint
 
 
-def test_context_is_capped_where_rope_depends_on_the_batch(tmp_path: Path) -> None:
+def test_dynamic_rope_caps_the_context(tmp_path: Path) -> None:
+    """The context is capped at the model's own length if rope depends on the batch."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     path = tiny_models.make("llama", tmp_path, max_position_embeddings=256, rope_parameters=rope)
     assert support.load(path).info.context_tokens == 256

@@ -50,7 +50,8 @@ def check(folder: Path, device: torch.device = CUDA, dtype: torch.dtype | None =
     room.check_weights("m", folder, device, dtype, kv_bytes, GpuShare(0.9), host_bytes)
 
 
-def test_70_billion_parameters_do_not_fit_80_gb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of 70 billion parameters is refused on an 80 GB GPU, and the error says which would fit."""
     make_model(tmp_path, 70)
     memory(monkeypatch, 78.5, 79.2)
     why = (
@@ -67,13 +68,15 @@ def test_70_billion_parameters_do_not_fit_80_gb(tmp_path: Path, monkeypatch: pyt
         check(tmp_path, kv_bytes=60 * GIB)
 
 
-def test_others_on_the_gpu_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_gpu_memory_users_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that others use on the GPU counts as taken."""
     memory(monkeypatch, 10.0, 79.2)
     with pytest.raises(NoMemory, match=r"of which 10.0 are free"):
         check(make_model(tmp_path, 8))
 
 
-def test_the_type_that_the_configuration_states_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configured_dtype_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are counted in the dtype of the configuration, else in that of the file."""
     memory(monkeypatch, 20.0, 24.0)
     make_file(tmp_path / "model.safetensors", 8_000_000_000, "F32", 4)
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"dtype": "bfloat16"}}))
@@ -83,7 +86,8 @@ def test_the_type_that_the_configuration_states_counts(tmp_path: Path, monkeypat
         check(tmp_path)
 
 
-def test_on_a_cpu_the_memory_of_the_host_counts(tmp_path: Path) -> None:
+def test_cpu_model_counts_host_memory(tmp_path: Path) -> None:
+    """A model on a CPU is refused if the host has too little free memory for its weights."""
     make_model(tmp_path, 8)
     check(tmp_path, CPU, torch.float32, host_bytes=32 * GIB)
     check(tmp_path, CPU, torch.float32, host_bytes=None)
@@ -96,19 +100,22 @@ def test_on_a_cpu_the_memory_of_the_host_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [b"", b"\xff" * 8, struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 9) + b'{"a":{}} ']
 )
-def test_damaged_files_are_left_to_who_reads_them(damage: bytes, tmp_path: Path) -> None:
+def test_room_check_skips_damaged_files(damage: bytes, tmp_path: Path) -> None:
+    """The check for room passes over damaged weight files."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(damage)
     check(tmp_path, CPU, torch.float32, host_bytes=1)
 
 
-def test_nothing_is_loaded_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_checked_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that does not fit is refused before any weights are loaded."""
     monkeypatch.setattr(loader, "_load_weights", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(NoMemory, match="of memory are free"):
         load_engine(str(make_model(tmp_path, 700)), kv_bytes=support.KV_BYTES, host_bytes=100 * GIB)
 
 
-def test_a_model_that_fits_is_loaded(tmp_path: Path) -> None:
+def test_fitting_model_is_loaded(tmp_path: Path) -> None:
+    """A model that fits is loaded, and refused with less memory."""
     path = tiny_models.make("llama", tmp_path)
     assert load_engine(str(path), kv_bytes=support.KV_BYTES, host_bytes=GIB).blocks
     with pytest.raises(NoMemory):
@@ -116,9 +123,8 @@ def test_a_model_that_fits_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("capability", "is_good"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
-def test_a_gpu_that_is_too_old_is_refused(
-    capability: tuple[int, int], is_good: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_old_gpu_is_refused(capability: tuple[int, int], is_good: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is refused if its compute capability is below 8.0."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     if is_good:

@@ -84,7 +84,8 @@ options = st.fixed_dictionaries(
 
 @settings(max_examples=200, deadline=None)
 @given(options=options, seed=st.integers(0, 2**32), choice=st.integers(0, 15))
-def test_every_option_against_the_twin(options: dict[str, Any], seed: int, choice: int) -> None:
+def test_every_option_matches_the_twin(options: dict[str, Any], seed: int, choice: int) -> None:
+    """Tokens and log probabilities equal those of the plain Python twin for every option."""
     rng = random.Random(seed)
     logits = torch.tensor([rng.gauss(0, 2) for _ in range(VOCAB)])
     prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(4)))
@@ -111,6 +112,7 @@ def test_every_option_against_the_twin(options: dict[str, Any], seed: int, choic
     "options", [{}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.1}, {"temperature": 2.0, "top_k": 6, "top_p": 0.9}]
 )
 def test_draws_follow_the_distribution(options: dict[str, Any]) -> None:
+    """Draws pass a chi-square test against the expected distribution."""
     logits = torch.linspace(-1.0, 2.0, VOCAB)
     state = state_of(seed=2024, **options)
     counts = [0] * VOCAB
@@ -125,7 +127,8 @@ def test_draws_follow_the_distribution(options: dict[str, Any]) -> None:
     assert chi_square < 40, "with at most 11 degrees of freedom, above 40 once in 30,000 seeds"
 
 
-def test_draws_depend_on_seed_choice_and_index_alone() -> None:
+def test_draws_depend_on_seed_and_index() -> None:
+    """A resumed stream draws the same tokens as the uninterrupted one."""
     logits = torch.randn(60, VOCAB, generator=torch.Generator().manual_seed(4))
     whole = state_of(seed=9, choice=2, presence_penalty=0.5, repetition_penalty=1.3, prompt=(3, 4))
     tokens = []
@@ -148,7 +151,7 @@ def test_draws_depend_on_seed_choice_and_index_alone() -> None:
     assert len(uniforms) == 300 and all(0 <= value < 1 for value in uniforms)
 
 
-def test_the_stream_of_random_numbers_is_fixed() -> None:
+def test_random_number_stream_is_fixed() -> None:
     """A worker of another version must draw the same: these values may not change."""
     state = state_of(seed=42, choice=1)
     first = state.uniform()
@@ -159,7 +162,8 @@ def test_the_stream_of_random_numbers_is_fixed() -> None:
 FIXED = (0.443746921343274, 0.8008436655973474)
 
 
-def test_greedy_takes_the_first_of_equals_and_obeys_bias_and_penalties() -> None:
+def test_greedy_obeys_bias_and_penalties() -> None:
+    """A greedy draw takes the first of equal logits, after bias and penalties."""
     logits = torch.zeros(3, VOCAB)
     logits[:, [4, 9]] = 3.0
     states = [state_of(temperature=0.0), state_of(temperature=0.0, logit_bias=((9, 1.0),)),
@@ -168,7 +172,8 @@ def test_greedy_takes_the_first_of_equals_and_obeys_bias_and_penalties() -> None
     assert sample(torch.empty(0, VOCAB), []) == []
 
 
-def test_extremes() -> None:
+def test_extreme_values_stay_finite() -> None:
+    """Extreme logits and options draw the highest token with finite log probabilities."""
     logits = torch.tensor([[0.0, 1e4, -torch.inf] + [-1e4] * (VOCAB - 3)])
     cases: list[dict[str, Any]] = [{}, {"temperature": 1e-9}, {"top_p": 1e-9}, {"min_p": 1.0}, {"top_k": 100}]
     for options in [*cases, {"temperature": 100.0, "top_p": 0.5}]:
@@ -180,7 +185,8 @@ def test_extremes() -> None:
     assert 0 <= far.token < VOCAB, "a bias on a token the model lacks is nobody's"
 
 
-def test_truncation_of_a_large_vocabulary_agrees_with_the_twin() -> None:
+def test_large_vocabulary_truncation_matches_twin() -> None:
+    """Top-p and min-p over a large vocabulary draw the same tokens as the twin."""
     generator = torch.Generator().manual_seed(8)
     for scale, top_p, min_p in ((0.01, 0.5, 0.0), (3.0, 0.9, 0.0), (3.0, 0.9, 0.02), (0.01, 0.99, 0.9)):
         logits = torch.randn(3000, generator=generator) * scale
@@ -192,7 +198,8 @@ def test_truncation_of_a_large_vocabulary_agrees_with_the_twin() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_draws_nothing_and_harms_no_other(bad: float) -> None:
+def test_nonfinite_row_draws_nothing(bad: float) -> None:
+    """A row that is not finite draws no token, and the other rows draw theirs."""
     logits = torch.zeros(3, VOCAB)
     logits[0, 7] = 1.0
     logits[1, 5] = bad
@@ -223,21 +230,24 @@ def constrained(grammar: Only, **options: Any) -> SamplerState:
 @pytest.mark.parametrize(
     "options", [{"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.9}, {"logit_bias": ((1, 50.0),)}]
 )
-def test_only_what_a_grammar_allows_is_drawn(options: dict[str, Any]) -> None:
+def test_only_grammar_tokens_are_drawn(options: dict[str, Any]) -> None:
+    """Only tokens that the grammar allows are drawn."""
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1))
     for seed in range(30):
         (sampled,) = sample(logits, [constrained(Only(2, 7), seed=seed, **options)])
         assert sampled is not None and sampled.token in (2, 7)
 
 
-def test_log_probabilities_are_those_among_the_allowed() -> None:
+def test_logprobs_cover_grammar_tokens_only() -> None:
+    """Log probabilities are taken among the tokens that the grammar allows."""
     (sampled,) = sample(torch.zeros(1, VOCAB), [constrained(Only(3, 4), temperature=0.0, logprobs=3)])
     assert sampled is not None and sampled.logprobs is not None
     assert sampled.logprobs.logprob == pytest.approx(math.log(0.5))
     assert [round(value, 3) for _, value in sampled.logprobs.top] == [-0.693, -0.693, -9999.0]
 
 
-def test_a_row_whose_grammar_allows_nothing_fails_alone() -> None:
+def test_row_without_allowed_tokens_fails_alone() -> None:
+    """A row whose grammar allows nothing draws no token, and the other row draws its own."""
     sampled = sample(torch.zeros(2, VOCAB), [constrained(Only()), constrained(Only(1))])
     assert sampled[0] is None and sampled[1] is not None and sampled[1].token == 1
 
@@ -245,7 +255,8 @@ def test_a_row_whose_grammar_allows_nothing_fails_alone() -> None:
 @pytest.mark.parametrize(
     ("grammar", "token"), [(Only(2, 7), 7), (Only(2), 2), (Only(3, 6), 6)], ids=["both", "form wins", "one of two"]
 )
-def test_limits_choose_among_what_a_grammar_allows(grammar: Only, token: int) -> None:
+def test_limits_apply_within_the_grammar(grammar: Only, token: int) -> None:
+    """Output limits choose among the tokens of the grammar, which wins over them."""
     options: dict[str, Any] = {"min_tokens": 5, "stop_token_ids": (2,), "bad_words": ((3,),), "temperature": 0.0}
     logits = torch.zeros(1, VOCAB)
     logits[0, [2, 3]] = 9.0
@@ -255,7 +266,8 @@ def test_limits_choose_among_what_a_grammar_allows(grammar: Only, token: int) ->
     assert int((logits[0] + state.forbidden()).argmax()) == token, "as a GPU draws it"
 
 
-def test_a_drawn_token_is_taken_in_by_the_grammar() -> None:
+def test_grammar_accepts_drawn_tokens() -> None:
+    """A token that is drawn is passed to the grammar."""
     grammar = Only(1)
     constrained(grammar).accept(1)
     assert grammar.accepted == [1]

@@ -11,6 +11,7 @@ def niceness(thread_id: int) -> int:
 
 
 def test_only_the_engine_thread_is_niced() -> None:
+    """Niceness and affinity change for the engine thread, and the main thread keeps its niceness."""
     main = threading.get_native_id()
     before = niceness(main)
     with EngineThread(threads=1, cores=tuple(os.sched_getaffinity(0))[:1]) as thread:

@@ -13,7 +13,8 @@ COUNT = 10
 
 
 @pytest.mark.parametrize("kind", list(tiny_models.KINDS))
-def test_greedy_tokens_equal_those_of_transformers(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_tokens_match_transformers(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy tokens of the torch attention backend equal those of transformers."""
     monkeypatch.setattr(backend, "_recognised", lambda *_: None)
     path = tiny_models.make(kind, tmp_path)
     prompts = prompts_of((1, 17, 40, 2, 33), seed=7)

@@ -47,7 +47,7 @@ def compare(
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_one_token_of_each_sequence(call: AttentionCall) -> None:
+def test_single_tokens_match_torch(call: AttentionCall) -> None:
     """The longest has more than one split."""
     chunks = [
         chunk(0, 1, [3]),
@@ -58,7 +58,7 @@ def test_one_token_of_each_sequence(call: AttentionCall) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_chunks_of_prompts_beside_single_tokens(call: AttentionCall) -> None:
+def test_mixed_chunks_match_torch(call: AttentionCall) -> None:
     """A chunk of more than one tile, with context in the pool; another from the beginning."""
     pool = random_pool(1, 16, 5)
     chunks = [chunk(11, 70, list(range(17))), chunk(0, 6, [18, 17]), chunk(22, 1, [23, 20, 21, 19, 22])]
@@ -66,20 +66,21 @@ def test_chunks_of_prompts_beside_single_tokens(call: AttentionCall) -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "size"), [(3, 1, 24, 1), (6, 2, 64, 3), (2, 2, 16, 16)])
-def test_sizes_that_are_no_powers_of_two(heads: int, kv_heads: int, dim: int, size: int) -> None:
+def test_odd_sizes_match_torch(heads: int, kv_heads: int, dim: int, size: int) -> None:
+    """Attention equals the reference for sizes that are not powers of two."""
     pool = random_pool(kv_heads, dim, size)
     table = list(range(23, 0, -1))
     compare([chunk(18, 1, table), chunk(2, 1, [0, 0, 0])], PLAIN, heads, pool)
     compare([chunk(9, 9, table), chunk(0, 3, [0, 0, 0])], PLAIN, heads, pool)
 
 
-def test_float16() -> None:
+def test_float16_matches_torch() -> None:
     """The interpreter's products of bfloat16 are of the bits as integers, so that type is for a GPU to try."""
     pool = random_pool(2, 16, 4, torch.float16)
     compare([chunk(37, 1, list(range(10))), chunk(4, 1, [12, 11])], PLAIN, 4, pool, 3e-3)
 
 
-def test_what_was_never_written_is_not_read() -> None:
+def test_unwritten_slots_are_not_read() -> None:
     """NaN in spare slots and in blocks past the end changes nothing."""
     pool = random_pool(2, 16, 4)
     pool[9:] = torch.nan
@@ -89,7 +90,8 @@ def test_what_was_never_written_is_not_read() -> None:
         assert torch.isfinite(attended(backend, pack(chunks, pool), 4, CALLS["window"], pool)).all()
 
 
-def test_rows_that_fill_a_batch_up_write_nothing() -> None:
+def test_padding_rows_write_nothing() -> None:
+    """Rows that only fill a batch up write nothing to the pool."""
     for make in (triton_backend.TritonAttention, TorchAttention):
         pool = random_pool(2, 16, 4)
         batch = pack([chunk(5, 1, [2, 3]), chunk(0, 1, [7])], pool)

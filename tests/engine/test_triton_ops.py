@@ -25,7 +25,8 @@ def random(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("hidden", [24, 64])
 @pytest.mark.parametrize("adds", [False, True])
-def test_norm_with_and_without_an_addition(hidden: int, adds: bool) -> None:
+def test_norm_matches_torch(hidden: int, adds: bool) -> None:
+    """The norm kernel equals torch, with and without an addition."""
     pool = random(4, 1, 2, 4, 1, 16)
     x, delta, weight = random(3, hidden), random(3, hidden) + 1 if adds else None, random(hidden)
     want = TorchOps(pool).add_norm(x.clone(), delta, weight, 1e-5)
@@ -35,7 +36,7 @@ def test_norm_with_and_without_an_addition(hidden: int, adds: bool) -> None:
 
 
 @pytest.mark.parametrize("activation", [0, 1])
-def test_activations(activation: int) -> None:
+def test_activation_kernels_match_torch(activation: int) -> None:
     pool, gate_up = random(4, 1, 2, 4, 1, 16), random(3, 2 * 40) * 4
     want = TorchOps(pool).activate(gate_up, activation)
     assert torch.allclose(triton_ops.TritonOps(pool).activate(gate_up, activation), want, atol=1e-5)
@@ -48,7 +49,8 @@ def model_of(path: Path) -> tuple[DecoderWeights, torch.Tensor]:
 
 @pytest.mark.parametrize("rotary", [16, 8])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_queries_and_keys_are_normed_and_rotated_and_kv_written(kind: str, rotary: int, tmp_path: Path) -> None:
+def test_rotate_and_write_matches_torch(kind: str, rotary: int, tmp_path: Path) -> None:
+    """The kernel norms and rotates queries and keys, and writes KV, as torch does."""
     model, pool = model_of(tiny_models.make(kind, tmp_path))
     model = replace(model, cosine=model.cosine[:, :rotary].contiguous(), sine=model.sine[:, :rotary].contiguous())
     pool.normal_()
@@ -74,13 +76,15 @@ def logits_of(engine: Engine) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["mistral", "qwen3"])
-def test_a_whole_model(kind: str, tmp_path: Path) -> None:
+def test_whole_model_matches_torch(kind: str, tmp_path: Path) -> None:
+    """Logits of a whole model over the Triton kernels equal those over torch."""
     path = tiny_models.make(kind, tmp_path, num_hidden_layers=2, vocab_size=64, spread=0.1)
     want = logits_of(gpu_engine(path))
     assert torch.allclose(logits_of(gpu_engine(path, triton_ops.TritonOps)), want, atol=1e-3)
 
 
-def test_the_pipeline_over_the_kernels(tmp_path: Path) -> None:
+def test_pipeline_tokens_match_torch(tmp_path: Path) -> None:
+    """The pipeline draws the same tokens over the Triton kernels as over torch."""
     path = tiny_models.make("qwen2", tmp_path, num_hidden_layers=1, vocab_size=64, max_position_embeddings=64)
     prompts = prompts_of((5, 2), seed=1, highest=60)
     want = pipelined(gpu_engine(path), prompts, SAMPLINGS[:2], 5)

@@ -51,7 +51,11 @@ def with_calls(test: Callable[[Site, str], Awaitable[None]], *calls: tuple[str, 
         ("codex", [("mcp__clock__now", {}), ("shell_command", {"command": "ls"})], ["mcp__clocknow", "shell_command"]),
     ],
 )  # fmt: skip
-def test_command_line_agents(agent: str, calls: list[tuple[str, dict[str, Any]]], named: list[str]) -> None:
+def test_command_line_agents_finish_sessions(
+    agent: str, calls: list[tuple[str, dict[str, Any]]], named: list[str]
+) -> None:
+    """Each agent's recorded requests complete a session with tool calls and a final answer."""
+
     async def test(site: Site, url: str) -> None:
         async with httpx.AsyncClient(base_url=url, timeout=30) as client:
             made, text = await session(client, agent, MODEL, first={}, last={})
@@ -68,7 +72,9 @@ TOOL: Any = {"name": "ls", "description": "Lists.", "parameters": {"type": "obje
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_openais_package(stream: bool) -> None:
+def test_openai_package_completes_tool_session(stream: bool) -> None:
+    """OpenAI's package makes a tool call and sends its own message back, streamed or not."""
+
     async def test(_site: Site, url: str) -> None:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             chat: Any = {"model": MODEL, "tools": [{"type": "function", "function": TOOL}]}
@@ -102,7 +108,9 @@ def test_openais_package(stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("beta", [False, True])
-def test_anthropics_package(stream: bool, beta: bool) -> None:
+def test_anthropic_package_finishes_session(stream: bool, beta: bool) -> None:
+    """Anthropic's package makes a tool call and sends the result back, streamed or not, beta or not."""
+
     async def test(_site: Site, url: str) -> None:
         async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:
             (only,) = [model async for model in client.models.list(limit=1000)]
@@ -129,7 +137,9 @@ def test_anthropics_package(stream: bool, beta: bool) -> None:
     with_calls(test, ("ls", {}))
 
 
-def test_an_answer_ends_where_the_context_does() -> None:
+def test_messages_answer_is_cut_to_context() -> None:
+    """Too large a max_tokens is cut to the context on /v1/messages and refused on chat completions."""
+
     async def test(site: Site, url: str) -> None:
         async with httpx.AsyncClient(base_url=url, timeout=30) as client:
             ask: Any = {"model": MODEL, "messages": [{"role": "user", "content": "x" * 60_000}], "max_tokens": 32_000}

@@ -36,9 +36,11 @@ OPTIONS: list[dict[str, Any]] = [
         ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 1}, ChatCompletion, ChatCompletionChunk),
     ],
 )
-def test_generated_answers(
+def test_generated_answers_fit_their_types(
     path: str, ask: dict[str, Any], whole: type[BaseModel], event: type[BaseModel], options: dict[str, Any]
 ) -> None:
+    """Every generated answer fits the described type, whole and in each event of a stream."""
+
     async def test(site: Site) -> None:
         async with site.client() as client:
             if "stream_options" not in options:
@@ -54,7 +56,9 @@ def test_generated_answers(
     on_site(test)
 
 
-def test_other_answers() -> None:
+def test_other_answers_fit_their_types() -> None:
+    """Model lists, models, versions and errors fit the described types."""
+
     async def test(site: Site) -> None:
         async with site.client() as client:
             ModelList.model_validate_json((await client.get("/v1/models")).content)

@@ -11,7 +11,9 @@ from tests.gateway.http_words import ANSWER_TOKENS, chat, completion, events, fl
 from tests.tiny_models import BOS, EOS, SPECIAL
 
 
-def test_completion() -> None:
+def test_completion_has_openais_shape() -> None:
+    """A completion has the id, object, choices and usage of OpenAI's API."""
+
     async def test(site: Site) -> None:
         answer = await completion(site)
         assert answer["id"].startswith("cmpl-")
@@ -29,6 +31,8 @@ def test_completion() -> None:
 
 
 def test_chat_goes_through_the_template() -> None:
+    """Chat messages are put into the chat template before they reach a worker."""
+
     async def test(site: Site) -> None:
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
         messages = [{"role": "developer", "content": "S"}, {"role": "user", "content": parts}]
@@ -50,7 +54,9 @@ def test_chat_goes_through_the_template() -> None:
     on_site(test)
 
 
-def test_defaults_and_parameters_reach_the_workers() -> None:
+def test_sampling_parameters_reach_workers() -> None:
+    """Workers get each sampling parameter of a request, and OpenAI's defaults for those left out."""
+
     async def test(site: Site) -> None:
         await completion(site, max_tokens=None)
         await completion(
@@ -72,7 +78,9 @@ def test_defaults_and_parameters_reach_the_workers() -> None:
     on_site(test)
 
 
-def test_seeds_differ_where_none_is_given() -> None:
+def test_seeds_differ_when_none_is_given() -> None:
+    """Requests without a seed get different ones."""
+
     async def test(site: Site) -> None:
         for _ in range(3):
             await completion(site, max_tokens=1)
@@ -81,7 +89,9 @@ def test_seeds_differ_where_none_is_given() -> None:
     on_site(test)
 
 
-def test_max_tokens_cuts_with_length() -> None:
+def test_max_tokens_ends_with_length() -> None:
+    """An answer cut by max_tokens has the finish reason length."""
+
     async def test(site: Site) -> None:
         (choice,) = (await completion(site, max_tokens=3))["choices"]
         assert (choice["text"], choice["finish_reason"]) == (ANSWER[:3], "length")
@@ -91,7 +101,9 @@ def test_max_tokens_cuts_with_length() -> None:
 
 
 @pytest.mark.parametrize("stop", ["END", ["zzz", "END", "done\nEND"], "🌍"])
-def test_stop_strings(stop: Any) -> None:
+def test_stop_string_cuts_the_answer(stop: Any) -> None:
+    """The answer ends before the first stop string, and the rest of the work is cancelled."""
+
     async def test(site: Site) -> None:
         cut = min(ANSWER.index(s) for s in ([stop] if isinstance(stop, str) else stop) if s in ANSWER)
         (choice,) = (await completion(site, stop=stop))["choices"]
@@ -106,6 +118,8 @@ def test_stop_strings(stop: Any) -> None:
 
 
 def test_streams_hold_no_broken_characters() -> None:
+    """No streamed text has a replacement character when each token comes by itself."""
+
     async def test(site: Site) -> None:
         site.cluster.batch = 1
         chunks, done = await events(site, "/v1/completions")
@@ -120,6 +134,8 @@ def test_streams_hold_no_broken_characters() -> None:
 
 
 def test_chat_stream_begins_with_the_role() -> None:
+    """A chat stream begins with the assistant's role and ends with the usage if it was asked for."""
+
     async def test(site: Site) -> None:
         chunks, done = await events(site, "/v1/chat/completions", stream_options={"include_usage": True})
         assert done
@@ -133,7 +149,9 @@ def test_chat_stream_begins_with_the_role() -> None:
     on_site(test)
 
 
-def test_usage_so_far_rides_on_every_chunk_where_asked_for() -> None:
+def test_continuous_usage_is_on_every_chunk() -> None:
+    """Every chunk has the usage so far if continuous_usage_stats and include_usage are set."""
+
     async def test(site: Site) -> None:
         options = {"include_usage": True, "continuous_usage_stats": True}
         chunks, done = await events(site, "/v1/completions", prompt=[9, 8, 7], stream_options=options)
@@ -148,7 +166,9 @@ def test_usage_so_far_rides_on_every_chunk_where_asked_for() -> None:
     on_site(test)
 
 
-def test_several_choices_and_prompts() -> None:
+def test_choices_follow_prompt_order() -> None:
+    """Choices of several prompts are numbered prompt by prompt."""
+
     async def test(site: Site) -> None:
         encode = site.gateway.models[0].tokenizer.encode
 
@@ -174,7 +194,9 @@ def test_several_choices_and_prompts() -> None:
     on_site(test)
 
 
-def test_echo() -> None:
+def test_echo_puts_prompt_before_answer() -> None:
+    """An echoed prompt, text or token ids, comes before the answer, streamed or not."""
+
     async def test(site: Site) -> None:
         (choice,) = (await completion(site, prompt="Hé 🌍: ", echo=True))["choices"]
         assert choice["text"] == "Hé 🌍: " + ANSWER
@@ -187,7 +209,9 @@ def test_echo() -> None:
     on_site(test)
 
 
-def test_completion_logprobs() -> None:
+def test_completion_logprobs_have_openais_shape() -> None:
+    """Completions give tokens, log-probabilities, top candidates and text offsets."""
+
     async def test(site: Site) -> None:
         (choice,) = (await completion(site, logprobs=2, max_tokens=3))["choices"]
         assert choice["logprobs"] == {
@@ -204,7 +228,9 @@ def test_completion_logprobs() -> None:
     on_site(test)
 
 
-def test_chat_logprobs_have_the_bytes_of_parts_of_characters() -> None:
+def test_chat_logprobs_give_token_bytes() -> None:
+    """Log-probabilities of a chat give each token's bytes, even for a part of a character."""
+
     async def test(site: Site) -> None:
         (choice,) = (await chat(site, logprobs=True, top_logprobs=1))["choices"]
         content = choice["logprobs"]["content"]
@@ -223,7 +249,9 @@ def test_chat_logprobs_have_the_bytes_of_parts_of_characters() -> None:
     on_site(test)
 
 
-def test_token_ids() -> None:
+def test_token_ids_are_returned_on_request() -> None:
+    """Answers have the token ids of the prompt and the answer if return_token_ids is set."""
+
     async def test(site: Site) -> None:
         prompt = site.gateway.models[0].tokenizer.encode("Hi", add_special_tokens=False)
         ids = [*site.gateway.models[0].tokenizer.encode(ANSWER, add_special_tokens=False), EOS]
@@ -242,7 +270,9 @@ def test_token_ids() -> None:
     on_site(test)
 
 
-def test_a_stop_token_that_is_text_is_not_shown() -> None:
+def test_stop_token_text_is_not_shown() -> None:
+    """The text of a stop token is left out of the answer."""
+
     async def test(site: Site) -> None:
         (dot,) = site.gateway.models[0].tokenizer.encode(".", add_special_tokens=False)
         ids = site.gateway.models[0].tokenizer.encode("Paris.", add_special_tokens=False)

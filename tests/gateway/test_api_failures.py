@@ -32,6 +32,8 @@ from tests.helpers import until
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_rejections_have_their_status(reason: Reject, status: int, code: str, stream: bool) -> None:
+    """Each reason of rejection has its HTTP status, error code and Retry-After header."""
+
     async def test(site: Site) -> None:
         site.cluster.reject = rejecting(reason, 6.2)
         answer = await post(site, "/v1/completions", prompt="Hi", stream=stream)
@@ -42,7 +44,9 @@ def test_rejections_have_their_status(reason: Reject, status: int, code: str, st
     on_site(test, limits=StreamLimits(settle_s=0))
 
 
-def test_one_rejected_prompt_of_a_list_rejects_the_request() -> None:
+def test_rejected_prompt_rejects_whole_request() -> None:
+    """A request of several prompts is rejected if one prompt is, and the others are cancelled."""
+
     async def test(site: Site) -> None:
         site.cluster.gap_s = 0.05
         full = rejecting(Reject.QUEUE_FULL)
@@ -55,7 +59,9 @@ def test_one_rejected_prompt_of_a_list_rejects_the_request() -> None:
     on_site(test)
 
 
-def test_an_interruption_is_not_seen() -> None:
+def test_interruption_is_invisible_to_clients() -> None:
+    """A client gets the whole answer although several attempts are interrupted."""
+
     async def test(site: Site) -> None:
         site.cluster.interrupt_at = {1: 10, 2: 20, 3: 20, 4: 30}
         chunks, done = await events(site, "/v1/completions", return_token_ids=True)
@@ -68,7 +74,9 @@ def test_an_interruption_is_not_seen() -> None:
     on_site(test)
 
 
-def test_a_stream_that_fails_ends_with_an_error() -> None:
+def test_failed_stream_ends_with_an_error() -> None:
+    """A failed stream ends with an error event instead of [DONE]; an unstreamed answer has status 500."""
+
     async def test(site: Site) -> None:
         site.cluster.interrupt_at = dict.fromkeys(range(1, 9), 4)
         chunks, done = await events(site, "/v1/chat/completions")
@@ -83,7 +91,9 @@ def test_a_stream_that_fails_ends_with_an_error() -> None:
     on_site(test)
 
 
-def test_a_silent_cluster_fails_the_request() -> None:
+def test_silent_cluster_fails_the_request() -> None:
+    """A request fails with stream_idle_timeout if no tokens come for too long."""
+
     async def test(site: Site) -> None:
         site.cluster.hold = True
         answer = await post(site, "/v1/completions", prompt="Hi")
@@ -97,7 +107,9 @@ def test_a_silent_cluster_fails_the_request() -> None:
     on_site(test, limits=StreamLimits(idle_s=0.05))
 
 
-def test_without_coordinator_requests_wait_and_then_fail() -> None:
+def test_request_waits_for_coordinator() -> None:
+    """Requests wait a while for a coordinator and then fail with status 503."""
+
     async def test(site: Site) -> None:
         answer = await post(site, "/v1/completions", prompt="Hi")
         assert answer.status_code == 503
@@ -109,7 +121,9 @@ def test_without_coordinator_requests_wait_and_then_fail() -> None:
     on_site(test, connected=False, limits=StreamLimits(link_wait_s=0.2))
 
 
-def test_health_ready_models_metrics() -> None:
+def test_health_ready_models_and_metrics() -> None:
+    """Health, readiness, the models and the metrics follow the state of the cluster."""
+
     async def test(site: Site) -> None:
         async with site.client() as client:
             assert (await client.get("/health")).status_code == 200
@@ -145,7 +159,9 @@ def test_health_ready_models_metrics() -> None:
     on_site(test, connected=False)
 
 
-def test_resumes_that_are_put_off_come_back_and_are_not_seen() -> None:
+def test_postponed_resume_is_tried_again() -> None:
+    """A resume rejected by the retry budget is sent again later, and the client sees no gap."""
+
     async def test(site: Site) -> None:
         site.cluster.interrupt_at = {1: 10}
         put_off, refusals = rejecting(Reject.RETRY_BUDGET, 0.01), [True, True]
@@ -173,7 +189,9 @@ def test_resumes_that_are_put_off_come_back_and_are_not_seen() -> None:
         ("Bearer s\xe9cret", "invalid_api_key"),
     ],
 )
-def test_keys(header: str | None, code: str) -> None:
+def test_wrong_or_missing_key_is_401(header: str | None, code: str) -> None:
+    """A missing or wrong key gets status 401; /health needs no key, and every configured key works."""
+
     async def test(site: Site) -> None:
         headers = {} if header is None else {"Authorization": header.encode("latin-1")}
         async with site.client() as client:
@@ -189,7 +207,9 @@ def test_keys(header: str | None, code: str) -> None:
     on_site(test, api_keys=("secret-1", "secret-2"))
 
 
-def test_a_bug_is_a_500_in_the_same_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_has_usual_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unexpected exception gives status 500 in the usual error shape."""
+
     async def test(site: Site) -> None:
         monkeypatch.setattr(site.gateway.backend, "open", lambda _specs: 1 / 0)
         answer = await post(site, "/v1/completions", prompt="Hi")
@@ -207,7 +227,9 @@ def test_a_bug_is_a_500_in_the_same_shape(monkeypatch: pytest.MonkeyPatch) -> No
     on_site(test)
 
 
-def test_a_special_token_that_only_the_tokenizer_knows_is_the_prompts_fault() -> None:
+def test_token_outside_vocabulary_is_a_400() -> None:
+    """A prompt with a token outside the model's vocabulary is refused, and later requests work."""
+
     async def test(site: Site) -> None:
         facts = site.gateway.models[0].tokenizer.facts
         too_high = max(site.gateway.models[0].tokenizer.encode("\u00ad", add_special_tokens=False))
@@ -221,7 +243,9 @@ def test_a_special_token_that_only_the_tokenizer_knows_is_the_prompts_fault() ->
     on_site(test)
 
 
-def test_text_that_cannot_fit_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_text_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text too long for the context, whatever its tokens, is refused before it is tokenized."""
+
     async def test(site: Site) -> None:
         tokenizer = site.gateway.models[0].tokenizer
         assert tokenizer.bytes_per_token_max == len("<|assistant|>")

@@ -15,11 +15,13 @@ AT_ONCE = [row for row in ROWS if not row.compiled]
 
 
 @pytest.mark.parametrize("row", AT_ONCE, ids=[row.name for row in AT_ONCE])
-def test_bad_request(row: BadRequest) -> None:
+def test_bad_request_gets_its_error(row: BadRequest) -> None:
+    """Each bad request gets its status and error, and no worker sees it."""
     asyncio.run(_check([row]))
 
 
-def test_bad_grammars() -> None:
+def test_bad_grammars_get_their_errors() -> None:
+    """All requests with bad grammars get their errors on one site."""
     asyncio.run(_check([row for row in ROWS if row.compiled]))
 
 
@@ -43,5 +45,6 @@ async def _check(rows: list[BadRequest]) -> None:
         await site.gateway.models[0].grammars.close()
 
 
-def test_the_table_is_wide_enough() -> None:
+def test_bad_request_table_is_wide_enough() -> None:
+    """The table has at least 150 bad requests with names of their own."""
     assert len({row.name for row in ROWS}) == len(ROWS) >= 150

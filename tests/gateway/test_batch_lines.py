@@ -16,7 +16,8 @@ def drain(queue: LineQueue, now: float) -> list[tuple[str, int]]:
     return found
 
 
-def test_tenants_take_turns_and_the_oldest_batch_of_each_goes_first() -> None:
+def test_tenants_take_turns_oldest_batch_first() -> None:
+    """Tenants take turns with their lines, each with its oldest batch first."""
     queue = LineQueue(6)
     queue.add("a1", "acme", range(100))
     queue.add("a2", "acme", range(100))
@@ -29,7 +30,8 @@ def test_tenants_take_turns_and_the_oldest_batch_of_each_goes_first() -> None:
     assert Counter(batch for batch, _ in drain(queue, 0.0)) == {"a1": 2}
 
 
-def test_a_tenant_that_comes_later_gets_each_other_line_that_ends() -> None:
+def test_later_tenant_gets_every_second_slot() -> None:
+    """A later tenant gets every second slot that becomes free until both have equal shares."""
     queue = LineQueue(4)
     queue.add("a", "acme", range(100))
     drain(queue, 0.0)
@@ -45,7 +47,8 @@ def test_a_tenant_that_comes_later_gets_each_other_line_that_ends() -> None:
     assert {"a", "b"} == {batch for batch, _ in got[-2:]}
 
 
-def test_a_refused_line_runs_again_first_and_alone_and_its_batch_waits() -> None:
+def test_refused_line_is_retried_alone() -> None:
+    """A refused line runs again first and alone while its batch waits and other batches go on."""
     queue = LineQueue(8)
     queue.add("a", "acme", range(20))
     queue.add("b", "acme", range(1))
@@ -61,7 +64,8 @@ def test_a_refused_line_runs_again_first_and_alone_and_its_batch_waits() -> None
     assert len(drain(queue, 10.0)) == 7, "all that the queue has beside b"
 
 
-def test_a_batch_that_is_removed_frees_what_it_had() -> None:
+def test_removed_batch_frees_its_slots() -> None:
+    """A removed batch leaves no running lines behind and can be added again."""
     queue = LineQueue(4)
     queue.add("a", "acme", range(20))
     drain(queue, 0.0)
@@ -72,7 +76,8 @@ def test_a_batch_that_is_removed_frees_what_it_had() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
-def test_lines_are_the_same_whatever_the_pieces(size: int) -> None:
+def test_line_cutting_ignores_piece_sizes(size: int) -> None:
+    """A file gives the same lines whatever the sizes of its pieces."""
     content = b"one\r\n\n  \nlonger line\n\nlast"
     cutter = LineCutter(20)
     found = [line for at in range(0, len(content), size) for line in cutter.feed(content[at : at + size])]
@@ -82,7 +87,8 @@ def test_lines_are_the_same_whatever_the_pieces(size: int) -> None:
     assert (cutter.lines, cutter.requests) == (6, 3)
 
 
-def test_a_line_is_too_long_before_it_has_arrived() -> None:
+def test_too_long_line_is_refused_early() -> None:
+    """Too long a line is refused before its end has arrived."""
     cutter = LineCutter(20)
     assert [number for number, _, _ in cutter.feed(b"x\n" * 3)] == [1, 2, 3]
     assert not list(cutter.feed(b"12345678" * 2))

@@ -36,7 +36,9 @@ def ids(lines: list[dict[str, Any]]) -> list[str]:
     return [line["custom_id"] for line in lines]
 
 
-def test_a_batch_runs_and_each_line_has_one_result(tmp_path: Path) -> None:
+def test_batch_gives_one_result_per_line(tmp_path: Path) -> None:
+    """Every line of a batch has one result, in the output file or in the error file."""
+
     async def body(desk: Desk) -> None:
         desk.start()
         lines = requests(30)
@@ -67,7 +69,9 @@ def test_a_batch_runs_and_each_line_has_one_result(tmp_path: Path) -> None:
         ("/v1/responses", {"input": "Hi", "prompt": None, "max_tokens": None, "max_output_tokens": 64}),
     ],
 )
-def test_each_endpoint_answers_as_it_does_over_http(tmp_path: Path, url: str, body: dict[str, Any]) -> None:
+def test_batch_line_answers_as_over_http(tmp_path: Path, url: str, body: dict[str, Any]) -> None:
+    """A line's answer is the one that its endpoint gives over HTTP."""
+
     async def test(desk: Desk) -> None:
         desk.start()
         line = request("one", url, **body)
@@ -82,7 +86,9 @@ def test_each_endpoint_answers_as_it_does_over_http(tmp_path: Path, url: str, bo
     on_desk(test, tmp_path / DB)
 
 
-def test_the_client_of_openai_runs_a_batch(tmp_path: Path) -> None:
+def test_openai_client_runs_a_batch(tmp_path: Path) -> None:
+    """OpenAI's client uploads a file, runs a batch and reads the results."""
+
     async def body(desk: Desk) -> None:
         desk.start()
         desk.site.app = desk.app
@@ -108,7 +114,9 @@ def test_the_client_of_openai_runs_a_batch(tmp_path: Path) -> None:
     on_desk(body, tmp_path / DB)
 
 
-def test_lines_run_in_the_lowest_class_with_the_end_of_the_batch_as_deadline(tmp_path: Path) -> None:
+def test_batch_lines_run_in_batch_class(tmp_path: Path) -> None:
+    """Lines run in the priority class batch, with the end of the batch as their deadline."""
+
     async def body(desk: Desk) -> None:
         desk.start()
         batch_id = await desk.batch(jsonl([request("a", priority="interactive", deadline_ms=5)]), KEYS["acme"])
@@ -125,7 +133,9 @@ def test_lines_run_in_the_lowest_class_with_the_end_of_the_batch_as_deadline(tmp
 # --- kills and restarts ---------------------------------------------------------------------------------------------
 
 
-def test_after_a_kill_only_lines_without_a_result_run_again(tmp_path: Path) -> None:
+def test_killed_gateway_reruns_unfinished_lines(tmp_path: Path) -> None:
+    """Lines without a result run again after a kill, and no others do."""
+
     async def body(desk: Desk) -> None:
         desk.site.cluster.gap_s = 0.01
         desk.start()
@@ -144,9 +154,8 @@ def test_after_a_kill_only_lines_without_a_result_run_again(tmp_path: Path) -> N
     on_desk(body, tmp_path / DB)
 
 
-def test_of_two_gateways_one_runs_each_line_and_the_other_takes_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_gateway_takes_over_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two gateways runs the lines, and the other takes over when it is gone."""
     monkeypatch.setattr(runner, "POLL_S", 0.02)
 
     async def body(desk: Desk) -> None:
@@ -170,7 +179,9 @@ def test_of_two_gateways_one_runs_each_line_and_the_other_takes_over(
     on_desk(body, tmp_path / DB)
 
 
-def test_a_line_keeps_its_first_result(tmp_path: Path) -> None:
+def test_line_keeps_its_first_result(tmp_path: Path) -> None:
+    """A later result of the same line is not written."""
+
     async def body(desk: Desk) -> None:
         await desk.batch(jsonl(requests(1)))
         store = desk.service.store
@@ -188,7 +199,8 @@ def test_a_line_keeps_its_first_result(tmp_path: Path) -> None:
     on_desk(body, tmp_path / DB)
 
 
-def test_a_removed_lock_file_does_not_make_two_runners(tmp_path: Path) -> None:
+def test_removed_lock_file_leaves_one_runner(tmp_path: Path) -> None:
+    """A lock file that is removed while held lets the next one run, and the first no more."""
     first, second = runner.RunnerLock(str(tmp_path / DB)), runner.RunnerLock(str(tmp_path / DB))
     assert first.take() and not second.take()
     (tmp_path / f"{DB}.lock").unlink()
@@ -198,7 +210,8 @@ def test_a_removed_lock_file_does_not_make_two_runners(tmp_path: Path) -> None:
     first.give_up()
 
 
-def test_lines_that_are_refused_for_now_run_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporarily_refused_lines_run_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines refused because the queue is full run once there is room, after one line has tested it."""
     monkeypatch.setattr(runner, "POLL_S", 0.05)
 
     async def body(desk: Desk) -> None:
@@ -217,7 +230,9 @@ def test_lines_that_are_refused_for_now_run_later(tmp_path: Path, monkeypatch: p
     on_desk(body, tmp_path / DB)
 
 
-def test_lines_that_are_refused_for_good_have_an_error(tmp_path: Path) -> None:
+def test_finally_refused_lines_have_errors(tmp_path: Path) -> None:
+    """Lines that are refused for good are in the error file with their status."""
+
     async def body(desk: Desk) -> None:
         desk.site.cluster.reject = rejecting(Reject.PRIORITY_CLASS)
         desk.start()
@@ -229,7 +244,8 @@ def test_lines_that_are_refused_for_good_have_an_error(tmp_path: Path) -> None:
     on_desk(body, tmp_path / DB)
 
 
-def test_a_bug_in_one_line_is_its_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_bug_becomes_its_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unexpected exception in one line is a 500 in the error file, and the other lines run."""
     real = runner.answer_offline  # type: ignore[attr-defined]
 
     async def answer(gateway: Any, tenant: str, endpoint: Any, body: bytes, info: Any, **urgency: Any) -> bytes:
@@ -247,7 +263,9 @@ def test_a_bug_in_one_line_is_its_result(tmp_path: Path, monkeypatch: pytest.Mon
     on_desk(body, tmp_path / DB)
 
 
-def test_a_cancelled_batch_keeps_the_results_that_it_has(tmp_path: Path) -> None:
+def test_cancelled_batch_keeps_its_results(tmp_path: Path) -> None:
+    """A cancelled batch ends its streams and keeps the results so far."""
+
     async def body(desk: Desk) -> None:
         desk.start()
         desk.site.cluster.gap_s = 0.01
@@ -265,7 +283,9 @@ def test_a_cancelled_batch_keeps_the_results_that_it_has(tmp_path: Path) -> None
     on_desk(body, tmp_path / DB)
 
 
-def test_lines_that_have_not_run_when_the_window_ends_are_named(tmp_path: Path) -> None:
+def test_unfinished_lines_expire_with_the_batch(tmp_path: Path) -> None:
+    """Lines without a result when the window ends are in the error file as batch_expired."""
+
     async def body(desk: Desk) -> None:
         desk.site.cluster.hold = True
         desk.start()
@@ -309,7 +329,9 @@ WRONG: list[tuple[bytes, str]] = [
 
 
 @pytest.mark.parametrize(("line", "code"), WRONG, ids=[code for _, code in WRONG])
-def test_a_wrong_line_is_named_and_nothing_runs(tmp_path: Path, line: bytes, code: str) -> None:
+def test_wrong_line_fails_the_batch(tmp_path: Path, line: bytes, code: str) -> None:
+    """A batch with a wrong line fails with the line's number and code, and no line runs."""
+
     async def body(desk: Desk) -> None:
         desk.start()
         batch = await desk.ended(await desk.batch(jsonl(requests(2)) + b"\r\n\n" + line + b"\n"))
@@ -322,6 +344,8 @@ def test_a_wrong_line_is_named_and_nothing_runs(tmp_path: Path, line: bytes, cod
 
 
 def test_errors_of_lines_are_bounded(tmp_path: Path) -> None:
+    """A batch lists no more than ERRORS_MAX errors of its lines."""
+
     async def body(desk: Desk) -> None:
         desk.start()
         batch = await desk.ended(await desk.batch(b"x\n" * 1000))
@@ -330,7 +354,9 @@ def test_errors_of_lines_are_bounded(tmp_path: Path) -> None:
     on_desk(body, tmp_path / DB)
 
 
-def test_windows_line_ends_and_byte_order_marks_are_taken(tmp_path: Path) -> None:
+def test_crlf_and_bom_are_accepted(tmp_path: Path) -> None:
+    """Files with CRLF line ends and a byte order mark run and are kept unchanged."""
+
     async def body(desk: Desk) -> None:
         desk.start()
         content = b"\xef\xbb\xbf" + jsonl(requests(2)).replace(b"\n", b"\r\n").removesuffix(b"\r\n")
@@ -387,9 +413,11 @@ REFUSED: list[tuple[Callable[[Desk], Any], int, str]] = [
 
 
 @pytest.mark.parametrize(("ask", "status", "param"), REFUSED)
-def test_what_is_wrong_is_refused_by_name_and_leaves_nothing(
+def test_wrong_batch_request_leaves_nothing(
     tmp_path: Path, ask: Callable[[Desk], Any], status: int, param: str | None
 ) -> None:
+    """A wrong request for a file or batch is refused with its parameter and leaves no rows."""
+
     async def body(desk: Desk) -> None:
         answer = await ask(desk)
         assert answer.status_code == status, answer.text
@@ -400,7 +428,8 @@ def test_what_is_wrong_is_refused_by_name_and_leaves_nothing(
     on_desk(body, tmp_path / DB)
 
 
-def test_a_tenant_has_bounded_room_for_files_results_and_batches(tmp_path: Path) -> None:
+def test_tenant_storage_is_bounded(tmp_path: Path) -> None:
+    """A tenant's files, results and batches have bounded room; more is refused."""
     most = 20 * files.FILE_COST_BYTES
 
     async def body(desk: Desk) -> None:
@@ -426,7 +455,9 @@ def test_a_tenant_has_bounded_room_for_files_results_and_batches(tmp_path: Path)
     on_desk(body, tmp_path / DB, tenant_bytes_max=most)
 
 
-def test_files_and_batches_are_invisible_to_other_tenants(tmp_path: Path) -> None:
+def test_files_and_batches_are_tenant_private(tmp_path: Path) -> None:
+    """Files and batches of one tenant are not found by another."""
+
     async def body(desk: Desk) -> None:
         desk.start()
         acme, bell = KEYS["acme"], KEYS["bell"]
@@ -452,6 +483,8 @@ def test_files_and_batches_are_invisible_to_other_tenants(tmp_path: Path) -> Non
 
 
 def test_lists_come_in_pages(tmp_path: Path) -> None:
+    """Lists of files come page by page, in either order."""
+
     async def body(desk: Desk) -> None:
         made = []
         for number in range(5):
@@ -470,7 +503,9 @@ def test_lists_come_in_pages(tmp_path: Path) -> None:
     on_desk(body, tmp_path / DB)
 
 
-def test_a_file_that_a_batch_needs_is_not_deleted(tmp_path: Path) -> None:
+def test_needed_file_cannot_be_deleted(tmp_path: Path) -> None:
+    """A file cannot be deleted while a batch needs it, and can be afterwards."""
+
     async def body(desk: Desk) -> None:
         file_id = await desk.file(jsonl(requests(1)))
         batch_id = (await desk.create(file_id)).json()["id"]
@@ -486,7 +521,9 @@ def test_a_file_that_a_batch_needs_is_not_deleted(tmp_path: Path) -> None:
     on_desk(body, tmp_path / DB)
 
 
-def test_what_has_expired_is_deleted_unless_a_batch_needs_it(tmp_path: Path) -> None:
+def test_expired_files_are_deleted(tmp_path: Path) -> None:
+    """Expired files and uploads cut short are deleted, except those that a batch needs."""
+
     async def body(desk: Desk) -> None:
         store, day = desk.service.store, 86_400
         needed = await desk.file(jsonl(requests(1)))
@@ -511,7 +548,9 @@ def test_what_has_expired_is_deleted_unless_a_batch_needs_it(tmp_path: Path) -> 
     on_desk(body, tmp_path / DB)
 
 
-def test_a_gateway_without_a_store_says_so(tmp_path: Path) -> None:
+def test_missing_store_gives_a_404(tmp_path: Path) -> None:
+    """A gateway without a store answers 404 and names --batch-db."""
+
     async def body(desk: Desk) -> None:
         async with desk.site.client() as client:
             answer = await client.get("/v1/batches")
@@ -520,9 +559,8 @@ def test_a_gateway_without_a_store_says_so(tmp_path: Path) -> None:
     on_desk(body, tmp_path / DB)
 
 
-def test_a_store_that_fails_is_a_503_and_the_batch_goes_on_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_store_is_a_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failing store answers 503, and the batch goes on once the store works again."""
     monkeypatch.setattr(runner, "POLL_S", 0.05)
     monkeypatch.setattr(runner, "_STORE_FAILED_S", 0.0)
     real, failing = batches.put_result, True
@@ -549,7 +587,9 @@ def test_a_store_that_fails_is_a_503_and_the_batch_goes_on_later(
     on_desk(body, tmp_path / DB)
 
 
-def test_the_store_can_be_read_by_its_user_alone(tmp_path: Path) -> None:
+def test_store_files_are_private(tmp_path: Path) -> None:
+    """The store's files have mode 0600."""
+
     async def body(desk: Desk) -> None:
         await desk.file(b"{}\n")
         modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.glob(f"{DB}*")}  # noqa: ASYNC240
@@ -559,7 +599,7 @@ def test_the_store_can_be_read_by_its_user_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"\n" * (LINES_MAX - 1) + b"1", b"{}\n" * LINES_MAX, b"[" * (1 << 19)])
-def test_no_file_holds_the_loop(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_file_never_blocks_the_loop(tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the CPU time of the loop's thread in each of its callbacks."""
     slowest: list[float] = []
     run = asyncio.Handle._run
@@ -591,7 +631,9 @@ def test_no_file_holds_the_loop(tmp_path: Path, content: bytes, monkeypatch: pyt
         gc.enable()
 
 
-def test_gateways_that_start_at_once_open_the_store_one_after_the_other(tmp_path: Path) -> None:
+def test_store_opening_waits_for_its_lock(tmp_path: Path) -> None:
+    """Opening the store waits while another gateway holds the lock for opening it."""
+
     async def body() -> None:
         other = open_lock(tmp_path / f"{DB}.opening")
         fcntl.flock(other, fcntl.LOCK_EX)

@@ -19,7 +19,8 @@ def hashes(prompt: list[int], block_size: int = 4, group: str = "org/a", known: 
 
 
 @given(PROMPTS, PROMPTS, st.integers(1, 9))
-def test_hashes_are_equal_as_far_as_prompts_are(one: list[int], other: list[int], block_size: int) -> None:
+def test_hashes_are_equal_for_equal_prefixes(one: list[int], other: list[int], block_size: int) -> None:
+    """Block hashes of two prompts are equal exactly as far as the prompts are."""
     ours, theirs = hashes(one, block_size), hashes(other, block_size)
     assert len(ours) == len(one) // block_size and all(len(h) == HASH_BYTES for h in ours)
     for at, (a, b) in enumerate(zip(ours, theirs, strict=False), 1):
@@ -27,7 +28,8 @@ def test_hashes_are_equal_as_far_as_prompts_are(one: list[int], other: list[int]
 
 
 @given(PROMPTS.filter(lambda p: len(p) >= 8), PROMPTS, st.integers(1, 4))
-def test_groups_and_block_sizes_are_name_spaces_of_their_own(prompt: list[int], other: list[int], size: int) -> None:
+def test_groups_and_sizes_share_no_hash(prompt: list[int], other: list[int], size: int) -> None:
+    """Cache groups and block sizes have no hash in common."""
     ours = set(hashes(prompt, size))
     for group in ("org/b", "org", "", "org/a "):
         assert not ours & set(hashes(prompt, size, group)) and not ours & set(hashes(other, size, group))
@@ -35,17 +37,21 @@ def test_groups_and_block_sizes_are_name_spaces_of_their_own(prompt: list[int], 
 
 
 @given(PROMPTS, PROMPTS, st.integers(1, 9))
-def test_a_longer_prompt_goes_on_from_what_is_known(prompt: list[int], more: list[int], block_size: int) -> None:
+def test_known_hashes_are_extended(prompt: list[int], more: list[int], block_size: int) -> None:
+    """Hashes of a longer prompt computed from known ones equal those computed afresh."""
     known = b"".join(hashes(prompt, block_size))
     assert hashes(prompt + more, block_size, known=known) == hashes(prompt + more, block_size)
 
 
-def test_the_longest_prompts_get_as_many_as_a_message_holds() -> None:
+def test_hash_count_fits_a_message() -> None:
+    """The number of hashes of a prompt is bounded so that they fit into one message."""
     assert len(hashes([1] * (MAX_BLOCK_HASHES + 5), 1)) == MAX_BLOCK_HASHES
     assert MAX_BLOCK_HASHES * HASH_BYTES < MAX_FRAME_BYTES
 
 
-def test_what_is_submitted_has_names_and_a_resume_asks_for_what_the_attempts_before_it_have_computed() -> None:
+def test_resume_names_kept_blocks() -> None:
+    """A resume names the prompt's blocks and those that earlier attempts have computed."""
+
     async def test(site: Site) -> None:
         site.cluster.interrupt_at = {1: 10, 2: 17}
         await completion(site, prompt=[9, 8, 7, 6, 5], max_tokens=30)
@@ -59,7 +65,9 @@ def test_what_is_submitted_has_names_and_a_resume_asks_for_what_the_attempts_bef
     on_site(test)
 
 
-def test_choices_that_are_resumed_by_themselves_have_names_by_their_text() -> None:
+def test_separate_choices_are_named_by_tokens() -> None:
+    """Choices that resume one by one name their blocks by their tokens."""
+
     async def test(site: Site) -> None:
         site.cluster.interrupt_at = {1: 10}
         await completion(site, prompt=[9, 8, 7, 6, 5], max_tokens=30, n=2)
@@ -71,7 +79,8 @@ def test_choices_that_are_resumed_by_themselves_have_names_by_their_text() -> No
     on_site(test)
 
 
-def test_names_of_what_was_kept_are_those_of_one_attempt_at_one_request() -> None:
+def test_kept_names_belong_to_one_attempt() -> None:
+    """Names of kept blocks differ between requests and between attempts."""
     prompt = BlockNames.of(pack_tokens([1, 2, 3, 4, 5]), 2, "org/a")
     kept = prompt.of_kept("r", 1, 5, 9)
     assert kept is not None and len(kept.hashes) == 4 * HASH_BYTES and kept.hashes.startswith(prompt.hashes)
@@ -82,7 +91,9 @@ def test_names_of_what_was_kept_are_those_of_one_attempt_at_one_request() -> Non
     assert long is not None and len(long.hashes) == MAX_BLOCK_HASHES * HASH_BYTES
 
 
-def test_where_the_block_size_is_not_known_nothing_has_a_name() -> None:
+def test_unknown_block_size_gives_no_hashes() -> None:
+    """A submission has no block hashes if the block size is not known."""
+
     async def test(site: Site) -> None:
         site.cluster.backend._hash_block_sizes.clear()
         await completion(site, max_tokens=3)
@@ -91,7 +102,9 @@ def test_where_the_block_size_is_not_known_nothing_has_a_name() -> None:
     on_site(test)
 
 
-def test_usage_says_how_much_of_the_prompts_was_cached() -> None:
+def test_usage_reports_cached_tokens() -> None:
+    """Usage counts the cached tokens once for each prompt, not for each choice."""
+
     async def test(site: Site) -> None:
         site.cluster.cached = lambda submit: submit.prompt_tokens - 1
         answer = await completion(site, prompt=[[9, 8, 7], [6, 5]], n=2, max_tokens=3)
@@ -102,7 +115,9 @@ def test_usage_says_how_much_of_the_prompts_was_cached() -> None:
     on_site(test)
 
 
-def test_what_an_interrupted_attempt_left_behind_does_not_count_as_cached() -> None:
+def test_resumed_kv_is_not_cached() -> None:
+    """KV that an interrupted attempt left behind does not count as cached in the usage."""
+
     async def test(site: Site) -> None:
         site.cluster.cached = lambda submit: submit.prompt_tokens - 1 if submit.attempt > 1 else 0
         site.cluster.interrupt_at = {1: 0, 2: 10}

@@ -76,7 +76,8 @@ USER = {"role": "user", "content": "Hi"}
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )  # fmt: skip
-def test_every_field_of_the_vendors_packages_is_decided(sent: Any, known: set[str]) -> None:
+def test_every_vendor_field_is_decided(sent: Any, known: set[str]) -> None:
+    """Every field of the vendors' packages is served, accepted as a hint or refused by name."""
     names = set(typing.get_type_hints(sent)) - (HEADERS if "anthropic" in sent.__module__ else set())
     assert names, sent
     assert not names - known, "decide these: serve them, accept them as hints, or refuse them by name"
@@ -90,7 +91,8 @@ ITEMS_REFUSED = {
 """They ask this server for what it has not, or hold what would be missed."""
 
 
-def test_every_kind_of_item_is_decided() -> None:
+def test_every_response_item_type_is_decided() -> None:
+    """Every type of input item of OpenAI's responses is served, dropped or refused by name."""
     kinds = set[str]()
     for item in typing.get_args(response_input_param.ResponseInputItemParam):
         kinds |= set(typing.get_args(_bare(typing.get_type_hints(item).get("type", str)))) - {type(None)}
@@ -110,7 +112,8 @@ def _bare(hint: Any) -> Any:
 BLOCKS_SHOWN = {"text", "tool_use", "thinking", "redacted_thinking"}
 
 
-def test_every_kind_of_block_of_an_answer_is_decided() -> None:
+def test_every_message_block_type_is_decided() -> None:
+    """Every type of block in an assistant message of Anthropic's API is shown or refused."""
     union = typing.get_args(typing.get_type_hints(anthropic.AssistantMessageParam)["content"])[1]
     for block in typing.get_args(typing.get_args(union)[0]):
         if not block.__name__.endswith("Param"):
@@ -184,6 +187,7 @@ def _asked(cls: type, more: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(("cls", "name"), [(cls, name) for cls, fields in HINTS.items() for name in fields])
 def test_hints_are_accepted_and_checked(cls: type, name: str) -> None:
+    """Hints are accepted with right values and refused with wrong ones."""
     for value in [*HINTS[cls][name], None]:
         _asked(cls, {name: value})
     wrong: list[Any] = [7.5, "nonsense" if name != "prompt_cache_key" else 7, [7]]
@@ -193,7 +197,8 @@ def test_hints_are_accepted_and_checked(cls: type, name: str) -> None:
         assert caught.value.status == 400 and str(caught.value.param).startswith(name)
 
 
-def test_hints_are_listed() -> None:
+def test_hints_are_listed_in_docs() -> None:
+    """The API's page lists every hint."""
     text = api.text()
     for cls, title in ((ChatRequest, "chat/completions"), (to_responses.ResponsesRequest, "responses")):
         part = text.partition(f"## POST /v1/{title}\n")[2].partition("\n## ")[0]
@@ -208,7 +213,8 @@ def test_hints_are_listed() -> None:
         assert f"- `{name}`: " in text
 
 
-def test_tools_that_openai_would_run_are_left_out_where_functions_remain() -> None:
+def test_server_tools_are_left_out() -> None:
+    """Tools that OpenAI would run are left out if functions remain."""
     tools = [
         {"type": "web_search", "external_web_access": False},
         {**TOOL, "strict": False, "defer_loading": True, "output_schema": {}},

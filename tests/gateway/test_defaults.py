@@ -45,7 +45,8 @@ def with_config(model: Path, folder: Path, config: object) -> str:
     return str(folder)
 
 
-def test_the_models_own_sampling_defaults_are_loaded(model: Path, tmp_path: Path) -> None:
+def test_model_sampling_defaults_are_loaded(model: Path, tmp_path: Path) -> None:
+    """The sampling defaults in generation_config.json are loaded unless turned off."""
     path = with_config(model, tmp_path, QWENS)
     assert load(path).facts.sampling == SamplingDefaults(0.7, 0.8, 20, 0.0, 1.05)
     assert load(path, model_sampling=False).facts.sampling == SamplingDefaults()
@@ -57,7 +58,8 @@ def test_the_models_own_sampling_defaults_are_loaded(model: Path, tmp_path: Path
 @pytest.mark.parametrize(
     "config", [{"temperature": -1}, {"top_p": 0}, {"top_k": "20"}, {"min_p": True}, {"repetition_penalty": 0}]
 )
-def test_a_file_with_a_wrong_value_is_named_with_the_way_out(model: Path, tmp_path: Path, config: Any) -> None:
+def test_wrong_generation_config_is_named(model: Path, tmp_path: Path, config: Any) -> None:
+    """A wrong value in generation_config.json is named, with the option that ignores the file."""
     path = with_config(model, tmp_path, config)
     with pytest.raises(
         ModelFilesError, match=rf"generation_config.json: {next(iter(config))} .*--generation-config none"
@@ -66,7 +68,8 @@ def test_a_file_with_a_wrong_value_is_named_with_the_way_out(model: Path, tmp_pa
     load(path, model_sampling=False)
 
 
-def test_what_is_missing_null_or_off_in_the_file_stays_openais_default() -> None:
+def test_missing_or_null_stays_openai_default() -> None:
+    """OpenAI's default holds for values that are missing, null or off in the model's file."""
     assert (
         sampling_defaults({"temperature": None, "do_sample": False, "top_k": -1, "max_new_tokens": 5})
         == SamplingDefaults()
@@ -74,7 +77,9 @@ def test_what_is_missing_null_or_off_in_the_file_stays_openais_default() -> None
     assert sampling_defaults({"temperature": 0}).temperature == 0.0
 
 
-def test_requests_get_the_models_defaults_for_what_they_leave_out() -> None:
+def test_request_takes_model_defaults() -> None:
+    """A request gets the model's defaults for what it leaves out, and its own values otherwise."""
+
     async def test(site: Site) -> None:
         facts = replace(site.gateway.models[0].tokenizer.facts, sampling=sampling_defaults(QWENS | {"min_p": 0.1}))
         site.gateway.models[0].tokenizer = ModelTokenizer(tiny_models.tokenizer(), facts)
@@ -87,13 +92,16 @@ def test_requests_get_the_models_defaults_for_what_they_leave_out() -> None:
     on_site(test)
 
 
-def test_the_description_says_where_defaults_come_from() -> None:
+def test_openapi_names_source_of_defaults() -> None:
+    """The API's description names generation_config.json for each sampling field."""
     properties = schemas(BODIES)["ChatRequest"]["properties"]
     assert all("generation_config.json" in json.dumps(properties[name]) for name in FIELDS)
 
 
 @pytest.mark.parametrize(("default", "expected"), [(7, 7), (0, None), (1 << 20, None)])
-def test_a_chat_answer_is_as_long_as_the_option_or_the_context_allows(default: int, expected: int | None) -> None:
+def test_chat_length_follows_option_or_context(default: int, expected: int | None) -> None:
+    """A chat answer without a limit may be as long as the option or the context allows."""
+
     async def test(site: Site) -> None:
         site.gateway.models[0].rules = ModelRules(MODEL, default)
         await chat(site)
@@ -103,7 +111,8 @@ def test_a_chat_answer_is_as_long_as_the_option_or_the_context_allows(default: i
     on_site(test)
 
 
-def test_the_default_length_is_more_than_a_short_answer_and_bounded() -> None:
+def test_default_length_setting_is_4096() -> None:
+    """The default of default_max_tokens is 4096, and it may be set to 0."""
     assert GatewaySettings(model="m").default_max_tokens == 4096
     assert GatewaySettings(model="m", default_max_tokens=0).default_max_tokens == 0
 
@@ -115,13 +124,15 @@ def test_the_default_length_is_more_than_a_short_answer_and_bounded() -> None:
         (CompletionRequest, completion_create_params.CompletionCreateParamsBase),
     ],
 )
-def test_every_parameter_of_openais_is_served_or_refused_by_name(cls: Any, params: Any) -> None:
+def test_openai_parameters_are_all_decided(cls: Any, params: Any) -> None:
+    """Every parameter of OpenAI's API is a field of the request or refused by name, never both."""
     names = set(params.__annotations__) | {"stream"}
     assert names <= set(cls.model_fields) | set(NEUTRAL_ONLY)
     assert not set(cls.model_fields) & set(NEUTRAL_ONLY)
 
 
-def test_a_refusal_says_what_is_possible() -> None:
+def test_refusal_says_what_is_allowed() -> None:
+    """The refusal of an unsupported parameter says which values are accepted."""
     body = {"model": "m", "messages": [{"role": "user", "content": ""}]}
     for name, allowed in NEUTRAL_ONLY.items():
         with pytest.raises(ApiError) as caught:

@@ -25,14 +25,16 @@ def in_pieces(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
 @given(byte_level_ids)
 @example([len(SPECIAL) + 200] * 120)
 @example([2] * 40)
-def test_any_bytes_in_pieces_are_the_whole(ids: list[int]) -> None:
+def test_pieces_add_up_to_decoded_text(ids: list[int]) -> None:
+    """The pieces of any tokens add up to their text decoded as a whole."""
     pieces = in_pieces(Detokenizer(BYTE_LEVEL.decode, BYTE_LEVEL.special_ids), ids)
     assert "".join(pieces) == BYTE_LEVEL.decode(ids)
 
 
 @settings(deadline=None)
 @given(texts, st.integers(0, 100), st.booleans())
-def test_text_comes_as_soon_as_its_characters_are_complete(text: str, at: int, special: bool) -> None:
+def test_text_comes_when_characters_complete(text: str, at: int, special: bool) -> None:
+    """Text is given out as soon as its characters are complete, and never broken."""
     ids = BYTE_LEVEL.encode(text, add_special_tokens=False)
     if special:
         ids.insert(min(at, len(ids)), 2)
@@ -48,13 +50,15 @@ def test_text_comes_as_soon_as_its_characters_are_complete(text: str, at: int, s
 @given(texts.filter(lambda text: "�" not in text))  # which looks like a broken character, and may come out as one
 @example("日本語🌍🚀" * 12)
 @example("hello world " * 12)
-def test_sentencepiece_with_byte_fallback(text: str) -> None:
+def test_sentencepiece_byte_fallback_is_decoded(text: str) -> None:
+    """The pieces of a SentencePiece tokenizer with byte fallback add up to the whole text."""
     ids = SENTENCEPIECE.encode(text).ids
     pieces = in_pieces(Detokenizer(lambda window: SENTENCEPIECE.decode(list(window)), frozenset()), ids)
     assert "".join(pieces) == SENTENCEPIECE.decode(ids)
 
 
-def test_the_window_stays_small_whatever_comes() -> None:
+def test_decoding_window_stays_small() -> None:
+    """The number of tokens decoded at once stays small, even for bytes that never make a character."""
     longest = 0
 
     def decode(ids: object) -> str:
@@ -84,7 +88,8 @@ def naive_cut(text: str, stops: list[str]) -> tuple[str, bool]:
 )
 @example(["a", "a", "b"], ["aab"])
 @example(["aab", "b"], ["abb", "b"])
-def test_stop_matcher_against_the_naive_one(pieces: list[str], stops: list[str]) -> None:
+def test_stop_matcher_equals_naive_search(pieces: list[str], stops: list[str]) -> None:
+    """The stop matcher cuts any pieces where a naive search of the whole text does."""
     matcher = StopMatcher(stops)
     given_out = ""
     for piece in pieces:
@@ -97,7 +102,8 @@ def test_stop_matcher_against_the_naive_one(pieces: list[str], stops: list[str])
     assert (given_out, bool(matcher.found)) == (expected, stopped)
 
 
-def test_what_cannot_start_a_stop_string_is_not_held_back() -> None:
+def test_only_possible_stop_is_held_back() -> None:
+    """Text is held back only while it may be the start of a stop string."""
     matcher = StopMatcher(["END"])
     assert matcher.push("text E") == "text "
     assert matcher.push("x") == "Ex"
@@ -106,7 +112,8 @@ def test_what_cannot_start_a_stop_string_is_not_held_back() -> None:
 
 
 @pytest.mark.parametrize(("stop", "text"), [("END", "a b "), ("🌍", "a b END"), ("a", ""), ("none", "a b END🌍 c")])
-def test_assembler_cuts_before_the_stop_string(stop: str, text: str) -> None:
+def test_assembler_cuts_before_stop_string(stop: str, text: str) -> None:
+    """The assembler gives out the text up to the stop string and names the string."""
     assembler = Assembler(Detokenizer(BYTE_LEVEL.decode, BYTE_LEVEL.special_ids), [stop])
     got = ""
     for token in BYTE_LEVEL.encode("a b END🌍 c", add_special_tokens=False):

@@ -16,7 +16,9 @@ from tests.tiny_models import EOS
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47]
 
 
-def test_lm_evals_request_gets_a_log_probability_for_each_prompt_token() -> None:
+def test_echo_logprobs_cover_every_prompt_token() -> None:
+    """The request of lm-eval gets a log-probability for each prompt token but the first."""
+
     async def test(site: Site) -> None:
         answer = await completion(
             site, prompt=[PROMPT, PROMPT[:2]], temperature=0, max_tokens=1, logprobs=1, seed=1234, echo=True
@@ -37,7 +39,9 @@ def test_lm_evals_request_gets_a_log_probability_for_each_prompt_token() -> None
     on_site(test)
 
 
-def test_echo_with_log_probabilities_streams() -> None:
+def test_echo_with_logprobs_streams() -> None:
+    """A stream with echo gives the prompt's log-probabilities in its first event."""
+
     async def test(site: Site) -> None:
         found, _ = await events(site, "/v1/completions", prompt=PROMPT, echo=True, logprobs=0, max_tokens=3)
         lists = [event["choices"][0]["logprobs"]["token_logprobs"] for event in found]
@@ -47,7 +51,9 @@ def test_echo_with_log_probabilities_streams() -> None:
     on_site(test)
 
 
-def test_no_output_is_the_prompt_alone() -> None:
+def test_zero_max_tokens_gives_prompt_only() -> None:
+    """A completion with max_tokens 0 has no answer, only the prompt if it is echoed."""
+
     async def test(site: Site) -> None:
         answer = await completion(site, prompt="Hi there", max_tokens=0, echo=True, logprobs=1)
         (choice,) = answer["choices"]
@@ -61,7 +67,9 @@ def test_no_output_is_the_prompt_alone() -> None:
     on_site(test)
 
 
-def test_a_prompt_may_fill_the_context_where_nothing_is_to_follow() -> None:
+def test_full_context_prompt_without_output_fits() -> None:
+    """A prompt may fill the context if max_tokens is 0, and not otherwise."""
+
     async def test(site: Site) -> None:
         full = [5] * CONTEXT_TOKENS
         answer = await completion(site, prompt=full, max_tokens=0, echo=True, logprobs=0)
@@ -73,7 +81,9 @@ def test_a_prompt_may_fill_the_context_where_nothing_is_to_follow() -> None:
     on_site(test)
 
 
-def test_limits_and_a_form_go_together() -> None:
+def test_token_limits_combine_with_a_grammar() -> None:
+    """Limits on tokens and a response format may be set in one request."""
+
     async def test(site: Site) -> None:
         form = {"type": "json_object"}
         await chat(site, response_format=form, min_tokens=2, bad_words=["no"], allowed_token_ids=[9], max_tokens=5)
@@ -83,7 +93,9 @@ def test_limits_and_a_form_go_together() -> None:
     on_site(test)
 
 
-def test_vllms_prompt_logprobs() -> None:
+def test_prompt_logprobs_have_vllms_shape() -> None:
+    """The field prompt_logprobs gives vLLM's shape for completions and chats."""
+
     async def test(site: Site) -> None:
         first, second, *_ = (await completion(site, prompt=PROMPT, prompt_logprobs=1))["choices"][0]["prompt_logprobs"]
         assert first is None
@@ -101,7 +113,9 @@ def test_vllms_prompt_logprobs() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 4])
-def test_a_lost_worker_changes_no_log_probability(at: int) -> None:
+def test_resume_keeps_prompt_logprobs(at: int) -> None:
+    """An interrupted attempt changes no log-probability of the prompt or the answer."""
+
     async def test(site: Site) -> None:
         site.cluster.interrupt_at = {1: at}
         answer = await completion(site, prompt=PROMPT, echo=True, logprobs=0, max_tokens=6)
@@ -113,7 +127,9 @@ def test_a_lost_worker_changes_no_log_probability(at: int) -> None:
     on_site(test)
 
 
-def test_a_worker_that_sends_none_breaks_the_attempt() -> None:
+def test_missing_prompt_logprobs_break_attempt() -> None:
+    """The attempt is broken if its worker sends no log-probabilities of the prompt."""
+
     async def test(site: Site) -> None:
         site.cluster.forgets_prompt_logprobs = True
         answer = await post(site, "/v1/completions", prompt=PROMPT, echo=True, logprobs=0)
@@ -122,7 +138,9 @@ def test_a_worker_that_sends_none_breaks_the_attempt() -> None:
     on_site(test, limits=StreamLimits(resume_delay_s=0.001, attempts_max=2))
 
 
-def test_limits_reach_the_workers() -> None:
+def test_token_limits_reach_the_workers() -> None:
+    """Workers get min_tokens, allowed_token_ids and the token ids of bad_words."""
+
     async def test(site: Site) -> None:
         await completion(site, min_tokens=2, allowed_token_ids=[9, 8, 9], bad_words=["no"], max_tokens=3)
         ((submit, _),) = site.cluster.submits
@@ -134,7 +152,9 @@ def test_limits_reach_the_workers() -> None:
     on_site(test)
 
 
-def test_the_best_of_several_is_the_likeliest_per_token() -> None:
+def test_best_of_is_likeliest_per_token() -> None:
+    """The choices returned with best_of have the highest mean log-probability per token."""
+
     async def test(site: Site) -> None:
         encode = site.gateway.models[0].tokenizer.encode
         texts = ["aaa", "b", "cc"]
@@ -164,7 +184,9 @@ def test_the_best_of_several_is_the_likeliest_per_token() -> None:
     on_site(test)
 
 
-def test_special_tokens_and_stop_strings_stay_where_they_are_asked_for() -> None:
+def test_special_and_stop_text_are_kept() -> None:
+    """Special tokens and stop strings stay in the answer if the request asks for them."""
+
     async def test(site: Site) -> None:
         encode = site.gateway.models[0].tokenizer.encode
         site.cluster.answer = lambda _s, _c: [
@@ -183,14 +205,17 @@ def test_special_tokens_and_stop_strings_stay_where_they_are_asked_for() -> None
     on_site(test)
 
 
-def test_stop_strings_count_behind_the_fewest_tokens() -> None:
+def test_stop_string_waits_for_min_tokens() -> None:
+    """A stop string ends the answer only once min_tokens tokens have come."""
     ids = list(b"abab")
     sink = Assembler(Detokenizer(lambda some: bytes(some).decode(), frozenset()), ["a"], min_tokens=2)
     pieces = [sink.push(token) for token in ids[:3]]
     assert "".join(piece.text for piece in pieces) == "ab" and pieces[-1].stop == "a"
 
 
-def test_a_salt_keeps_prompts_apart() -> None:
+def test_cache_salt_separates_prompts() -> None:
+    """Equal prompts share block hashes only if their cache_salt is equal."""
+
     async def test(site: Site) -> None:
         for salt in (None, "a", "b", "a"):
             await completion(site, prompt="long enough", cache_salt=salt)
@@ -200,7 +225,8 @@ def test_a_salt_keeps_prompts_apart() -> None:
     on_site(test)
 
 
-def test_odd_log_probabilities_from_a_worker_are_refused_or_left_out() -> None:
+def test_odd_worker_logprobs_are_refused() -> None:
+    """Malformed log-probabilities of a prompt are refused, and those behind a gap are left out."""
     scores = PromptScores(5, top=0)
     good = PromptLogprobs("r", 1, 1, 0, bytes(8), bytes(8))
     scores.take(good)
@@ -218,14 +244,18 @@ def test_odd_log_probabilities_from_a_worker_are_refused_or_left_out() -> None:
     assert scores.complete and len(list(scores)) == 4
 
 
-def test_the_answer_is_not_changed_by_log_probabilities_of_the_prompt() -> None:
+def test_prompt_logprobs_leave_answer_unchanged() -> None:
+    """The answer is the same if prompt_logprobs are asked for."""
+
     async def test(site: Site) -> None:
         assert (await completion(site, prompt_logprobs=2))["choices"][0]["text"] == ANSWER
 
     on_site(test)
 
 
-def test_vllms_priority_reaches_the_coordinator() -> None:
+def test_numeric_priority_reaches_coordinator() -> None:
+    """The coordinator gets vLLM's numeric priority, and 0 if there is none."""
+
     async def test(site: Site) -> None:
         for priority in (None, 0, -3, 7):
             await completion(site, priority=priority)

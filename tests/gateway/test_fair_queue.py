@@ -21,7 +21,8 @@ def drained(queue: TokenizerQueue[str], *, large: bool = True) -> list[str]:
     return found
 
 
-def test_a_small_prompt_does_not_wait_for_a_hundred_huge_ones() -> None:
+def test_small_prompt_passes_huge_ones() -> None:
+    """A small prompt is served before another tenant's hundred huge ones."""
     queue = TokenizerQueue[str]()
     for number in range(100):
         queue.push("big", 4 * MIB, f"big{number}")
@@ -31,7 +32,7 @@ def test_a_small_prompt_does_not_wait_for_a_hundred_huge_ones() -> None:
 
 
 @given(st.integers(0, 1 << 30))
-def test_two_that_always_have_work_get_the_same_bytes(seed: int) -> None:
+def test_busy_tenants_get_equal_bytes(seed: int) -> None:
     """The bound of deficit round robin: they differ by a quantum and the largest job of each."""
     rnd, queue, served = random.Random(seed), TokenizerQueue[int](), {"a": 0, "b": 0}
     largest = 0
@@ -49,7 +50,8 @@ def test_two_that_always_have_work_get_the_same_bytes(seed: int) -> None:
         assert abs(served["a"] - served["b"]) <= 2 * QUANTUM_BYTES + 2 * largest
 
 
-def test_users_of_one_organisation_take_turns_and_count_as_one() -> None:
+def test_users_of_an_organisation_share_turns() -> None:
+    """Users of one organisation take turns, and together they count as one tenant."""
     queue = TokenizerQueue[str]()
     for number in range(200):
         queue.push("acme/ann", QUANTUM_BYTES, f"ann{number}")
@@ -60,7 +62,8 @@ def test_users_of_one_organisation_take_turns_and_count_as_one() -> None:
     assert drained(queue)[:8] == ["ann0", "beta", "b", "beta", "c", "beta", "d", "beta"]
 
 
-def test_large_ones_are_passed_over_where_they_may_not_run() -> None:
+def test_large_jobs_are_skipped_when_barred() -> None:
+    """Large jobs are passed over while they may not run, and served later."""
     queue = TokenizerQueue[str]()
     queue.push("a", LARGE_BYTES, "large")
     queue.push("b", LARGE_BYTES, "large")
@@ -74,7 +77,8 @@ def test_large_ones_are_passed_over_where_they_may_not_run() -> None:
         st.tuples(st.sampled_from(["a", "b/x", "b/y"]), st.integers(0, MIB), st.booleans(), st.booleans()), max_size=60
     )
 )
-def test_each_job_is_served_once_in_its_tenants_order(steps: list[tuple[str, int, bool, bool]]) -> None:
+def test_jobs_are_served_in_tenant_order(steps: list[tuple[str, int, bool, bool]]) -> None:
+    """Every job that is not dropped is served once, in the order of its tenant."""
     queue, pushed, served = TokenizerQueue[int](), [], []
     for number, (tenant, size, drops, pops) in enumerate(steps):
         job = queue.push(tenant, size, number)
@@ -90,7 +94,7 @@ def test_each_job_is_served_once_in_its_tenants_order(steps: list[tuple[str, int
     assert not queue._organisations
 
 
-def test_threads_serve_a_small_prompt_while_huge_ones_run() -> None:
+def test_threads_serve_small_prompts_meanwhile() -> None:
     """On a first-in-first-out pool of two threads, the small one comes after all of them."""
 
     async def body() -> None:
@@ -113,7 +117,9 @@ def test_threads_serve_a_small_prompt_while_huge_ones_run() -> None:
     asyncio.run(body())
 
 
-def test_errors_and_cancellations_leave_the_threads_usable() -> None:
+def test_errors_leave_threads_usable() -> None:
+    """Threads go on serving after errors and cancellations of their jobs."""
+
     async def body() -> None:
         threads, go_on = TokenizerThreads(2), threading.Event()
         with pytest.raises(ZeroDivisionError):

@@ -13,12 +13,14 @@ def fill(share: FairShare, tenant: str) -> int:
     return count
 
 
-def test_a_tenant_alone_holds_half_and_the_next_half_of_the_rest() -> None:
+def test_next_tenant_gets_half_the_rest() -> None:
+    """A tenant alone may hold half, and the next one half of the rest."""
     share = FairShare(1024)
     assert [fill(share, name) for name in "abc"] == [512, 256, 128]
 
 
-def test_tenants_that_want_more_than_there_is_come_to_equal_shares() -> None:
+def test_greedy_tenants_reach_equal_shares() -> None:
+    """Tenants that take all they can get come to equal shares over time."""
     share, names = FairShare(1000), "abcd"
     held = {name: fill(share, name) for name in names}
     for _ in range(1000):
@@ -30,7 +32,8 @@ def test_tenants_that_want_more_than_there_is_come_to_equal_shares() -> None:
     assert max(held.values()) - min(held.values()) <= 4 and min(held.values()) >= 1000 // 5 - 2
 
 
-def test_many_users_of_one_organisation_are_one_tenant_and_leave_room_for_each_other() -> None:
+def test_organisation_users_count_as_one_tenant() -> None:
+    """Many users of one organisation share one tenant's part and leave room for each other."""
     share = FairShare(1024)
     first = fill(share, "acme/ann")
     others = sum(fill(share, f"acme/{number}") for number in range(100))
@@ -38,13 +41,15 @@ def test_many_users_of_one_organisation_are_one_tenant_and_leave_room_for_each_o
     assert fill(share, "beta") >= 256
 
 
-def test_a_fixed_bound_holds_beside_the_dynamic_one() -> None:
+def test_fixed_tenant_bound_also_holds() -> None:
+    """A fixed bound for each tenant holds beside the dynamic one."""
     share = FairShare(1024, tenant_max=10)
     assert fill(share, "a") == 10 and fill(share, "b/x") == fill(share, "b/y") + 10 == 10
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b/x", "b/y", "c"]), st.booleans(), st.integers(1, 9)), max_size=200))
-def test_nothing_is_lost_and_a_newcomer_finds_room(steps: list[tuple[str, bool, int]]) -> None:
+def test_newcomer_always_finds_room(steps: list[tuple[str, bool, int]]) -> None:
+    """A new tenant finds room at any time, and the share keeps an exact count."""
     share, held = FairShare(64), list[tuple[str, int]]()
     for tenant, takes, amount in steps:
         if takes and share.take(tenant, amount):
@@ -59,5 +64,6 @@ def test_nothing_is_lost_and_a_newcomer_finds_room(steps: list[tuple[str, bool, 
     assert share.held == 0 and not share._held_by
 
 
-def test_organisations() -> None:
+def test_organisation_of_a_tenant_name() -> None:
+    """The organisation of a tenant is the part of its name before the slash."""
     assert organisation_of("acme/ann") == organisation_of("acme") == "acme"

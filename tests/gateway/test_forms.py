@@ -107,7 +107,9 @@ def strict(schema: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["<filename>", "<|im_end|>", "<eos>", "<pad>", "a<eos>b", "<eos><eos>"])
-def test_the_name_of_a_special_token_is_text(name: str) -> None:
+def test_special_token_name_is_plain_text(name: str) -> None:
+    """A schema may ask for the name of a special token as text, and the answer has it."""
+
     async def test(site: Site, model: Model) -> None:
         for schema in (
             {"const": name},
@@ -134,7 +136,8 @@ def test_the_name_of_a_special_token_is_text(name: str) -> None:
     "text", ["</tool_call>", "<tool_call>", "</tool_call><tool_call>{}", "[TOOL_CALLS]", '"</tool_call>\\"']
 )
 @pytest.mark.parametrize("template", list(TEMPLATES))
-def test_a_mark_inside_of_arguments_is_text(template: str, text: str) -> None:
+def test_mark_inside_arguments_is_text(template: str, text: str) -> None:
+    """A mark of the call format inside of a call's arguments is read as text."""
     tool = {"name": "w", "parameters": {"type": "object", "properties": {"c": {"const": text}}, "required": ["c"]}}
 
     async def test(site: Site, model: Model) -> None:
@@ -153,7 +156,9 @@ def leaked(text: str) -> bool:
 
 
 @pytest.mark.parametrize("template", list(TEMPLATES))
-def test_a_call_that_is_cut_leaks_none_of_its_marks(template: str) -> None:
+def test_cut_call_leaks_no_marks(template: str) -> None:
+    """A call cut by max_tokens leaves no marks in the content, streamed or not."""
+
     async def test(site: Site, model: Model) -> None:
         for max_tokens in (1, 3, 9, 12, 20, 35, 50, 60, 70, 200):
             body = {"tools": [TOOL], "tool_choice": NAMED, "max_tokens": max_tokens}
@@ -201,14 +206,16 @@ def test_a_call_that_is_cut_leaks_none_of_its_marks(template: str) -> None:
     (MISTRAL, 'Well: [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'),
     (MISTRAL_ARGS, 'Well: [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}'),
 ])  # fmt: skip
-def test_cut_anywhere_content_is_a_start_of_the_text_before_the_call(call_format: CallFormat, text: str) -> None:
+def test_cut_answer_content_excludes_the_call(call_format: CallFormat, text: str) -> None:
+    """Content of an answer cut anywhere is a start of the text before the call."""
     for end in range(len(text)):
         reader = AnswerReader(Reading(regions_of(call_format, thinks=True), frozenset()), "s")
         got = reader.feed(text[:end], ended=True, cut=True)
         assert "Well:".startswith(got.content), (end, got)
 
 
-def test_what_only_looks_like_a_call_is_content_where_the_model_ends() -> None:
+def test_incomplete_call_at_end_is_content() -> None:
+    """Text that only looks like the start of a call is content if the model ends there."""
     for call_format, text in (
         (HERMES, "1 < 2 and <too"),
         (MISTRAL, "see [TOOL"),
@@ -221,7 +228,9 @@ def test_what_only_looks_like_a_call_is_content_where_the_model_ends() -> None:
 
 @pytest.mark.parametrize("stop", ["}", "Paris", '"', "name", "{"])
 @pytest.mark.parametrize("template", list(TEMPLATES))
-def test_stop_strings_are_not_looked_for_in_calls(template: str, stop: str) -> None:
+def test_stop_strings_are_ignored_in_calls(template: str, stop: str) -> None:
+    """A stop string inside of a call does not end it."""
+
     async def test(site: Site, model: Model) -> None:
         for choice in (NAMED, "required"):
             got = await post(
@@ -238,7 +247,9 @@ def test_stop_strings_are_not_looked_for_in_calls(template: str, stop: str) -> N
 
 
 @pytest.mark.parametrize("template", list(TEMPLATES))
-def test_a_named_choice_gives_exactly_one_call(template: str) -> None:
+def test_named_tool_choice_gives_one_call(template: str) -> None:
+    """A named tool choice, or one without parallel calls, gives exactly one call."""
+
     async def test(site: Site, model: Model) -> None:
         model.goes_on = 1.0
         several = 0
@@ -263,7 +274,9 @@ def odd(pattern: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_without_strict_the_answer_is_checked_against_the_whole_schema(stream: bool) -> None:
+def test_lax_answer_is_checked_against_schema(stream: bool) -> None:
+    """An answer without strict that breaks its schema ends with answer_does_not_match."""
+
     async def test(site: Site, model: Model) -> None:
         tool = {"name": "f", "parameters": odd("^(?!.*)x")}
         asked = {"name": "x", "schema": odd("^(?!.*)x")}
@@ -284,7 +297,9 @@ def test_without_strict_the_answer_is_checked_against_the_whole_schema(stream: b
     with_model(test)
 
 
-def test_with_strict_the_refusal_names_keyword_and_path() -> None:
+def test_strict_refusal_names_keyword_and_path() -> None:
+    """The refusal of a strict schema names the keyword and its path."""
+
     async def test(site: Site, model: Model) -> None:
         tool = {"name": "f", "parameters": odd("^(?!x)"), "strict": True}
         for form in (
@@ -297,7 +312,9 @@ def test_with_strict_the_refusal_names_keyword_and_path() -> None:
     with_model(test)
 
 
-def test_one_odd_schema_leaves_the_others_as_they_are() -> None:
+def test_odd_schema_leaves_others_unchanged() -> None:
+    """Only patterns that cannot be expressed are left out of the grammar of several tools."""
+
     async def test(site: Site, model: Model) -> None:
         tools = [{"type": "function", "function": {"name": f"f{n}", "parameters": odd(pattern)}}
                  for n, pattern in enumerate(["a$b", "^[bc]{2}$", r"\bx", "(", "a.*$b"])]  # fmt: skip
@@ -315,7 +332,9 @@ def test_one_odd_schema_leaves_the_others_as_they_are() -> None:
         "name": "f", "parameters": {"properties": {"a": {"$ref": "#"}}, "required": ["a"]},
     }}], "tool_choice": "required"},
 ])  # fmt: skip
-def test_a_form_without_a_finite_answer_is_refused_when_it_is_compiled(form: dict[str, Any]) -> None:
+def test_form_without_finite_answer_is_refused(form: dict[str, Any]) -> None:
+    """A form without a finite answer is refused, and nothing is submitted."""
+
     async def test(site: Site, model: Model) -> None:
         got = await post(site, form)
         assert got["error"]["code"] == "invalid_value" and "no finite answer" in got["error"]["message"], got
@@ -324,7 +343,9 @@ def test_a_form_without_a_finite_answer_is_refused_when_it_is_compiled(form: dic
     with_model(test)
 
 
-def test_a_grammar_that_fails_is_not_tried_again() -> None:
+def test_failed_grammar_is_not_retried() -> None:
+    """A request whose grammar fails on a worker is not submitted again."""
+
     async def test(site: Site, model: Model) -> None:
         def fail(submit: Submit, choice: int) -> list[int]:
             site.cluster.backend.coordinator_message(
@@ -342,7 +363,8 @@ def test_a_grammar_that_fails_is_not_tried_again() -> None:
     with_model(test)
 
 
-def test_a_grammar_that_names_the_end_token_never_ends_cleanly_before_its_own_end() -> None:
+def test_end_token_inside_grammar_is_masked() -> None:
+    """No token is allowed where a grammar asks for the end token before its own end."""
     tok = tokenizer(TEMPLATES["in words"])
     compiler = Compiler(make_tokenizer(tok.serialized(), tok.facts.vocab_size, tok.facts.eos_ids), tok.facts.vocab_size)
     matcher = compiler.matcher(

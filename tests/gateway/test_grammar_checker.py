@@ -48,7 +48,9 @@ async def refusal(checker: GrammarChecker, owner: str, grammar: str) -> str:
         return f"{error.status} {error.param}"
 
 
-def test_good_and_bad_ones_and_what_is_remembered() -> None:
+def test_grammar_verdicts_are_remembered() -> None:
+    """Good grammars pass, bad ones are refused, and a known verdict needs no process."""
+
     async def test(checker: GrammarChecker) -> None:
         assert await refusal(checker, "a", GOOD) == ""
         assert "unknown name" in await refusal(checker, "a", "start: nothing")
@@ -58,7 +60,8 @@ def test_good_and_bad_ones_and_what_is_remembered() -> None:
     with_checker(test)
 
 
-def test_one_that_takes_too_long_is_refused_and_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_grammar_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar that takes too much CPU time is refused, and others are served meanwhile."""
     monkeypatch.setattr(module, "_COMMAND", (module.sys.executable, "-c", SPIN))  # type: ignore[attr-defined]
     monkeypatch.setattr(module, "ANSWER_S", 60.0)  # the machine may be busy: the limit is of CPU time
     monkeypatch.setattr(module, "WAIT_S", 100.0)
@@ -77,7 +80,8 @@ def test_one_that_takes_too_long_is_refused_and_others_are_served(monkeypatch: p
     with_checker(test)
 
 
-def test_a_busy_machine_refuses_no_grammar_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_machine_verdict_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar that runs out of wall-clock time gets a 503, and no verdict is kept."""
     monkeypatch.setattr(module, "_COMMAND", (module.sys.executable, "-c", SPIN))  # type: ignore[attr-defined]
 
     async def test(checker: GrammarChecker) -> None:
@@ -89,7 +93,9 @@ def test_a_busy_machine_refuses_no_grammar_for_good(monkeypatch: pytest.MonkeyPa
     with_checker(test)
 
 
-def test_no_tokenizer_is_written_out_while_streams_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loop_does_not_serialize_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop does not serialize the tokenizer when a grammar is checked."""
+
     async def test(checker: GrammarChecker) -> None:
         monkeypatch.setattr(ModelTokenizer, "serialized", lambda self: pytest.fail("on the event loop"))
         assert await refusal(checker, "a", GOOD) == ""
@@ -97,7 +103,9 @@ def test_no_tokenizer_is_written_out_while_streams_wait(monkeypatch: pytest.Monk
     with_checker(test)
 
 
-def test_a_process_that_dies_is_replaced() -> None:
+def test_dead_process_is_replaced() -> None:
+    """A grammar is checked by a new process if the old one has died."""
+
     async def test(checker: GrammarChecker) -> None:
         assert await refusal(checker, "a", GOOD) == ""
         for process in checker._processes:
@@ -109,7 +117,8 @@ def test_a_process_that_dies_is_replaced() -> None:
     with_checker(test)
 
 
-def test_without_a_process_the_answer_is_503(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_process_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is a 503 if no process can be started."""
     monkeypatch.setattr(module, "_COMMAND", ("/does/not/exist",))
 
     async def test(checker: GrammarChecker) -> None:
@@ -167,7 +176,9 @@ async def turns(count: int = 400) -> None:
         await asyncio.sleep(0)
 
 
-def test_an_owner_whose_grammar_was_killed_waits_ten_times_its_cpu_time(time: Clock) -> None:
+def test_killed_grammar_delays_its_organisation(time: Clock) -> None:
+    """An organisation waits ten times the CPU time after one of its grammars was killed."""
+
     async def body() -> None:
         checker = GrammarChecker(b"")
         assert await refusal(checker, "evil/ann", "bomb") == module.TOO_LARGE
@@ -182,7 +193,9 @@ def test_an_owner_whose_grammar_was_killed_waits_ten_times_its_cpu_time(time: Cl
     asyncio.run(body())
 
 
-def test_an_organisation_never_has_two_processes_and_others_take_turns(time: Clock) -> None:
+def test_organisation_uses_one_process(time: Clock) -> None:
+    """An organisation never has two processes, so a small one is served soon."""
+
     async def body() -> None:
         checker = GrammarChecker(b"")
         many = [asyncio.create_task(refusal(checker, f"big/{n % 7}", f"big {n}")) for n in range(50)]
@@ -195,7 +208,7 @@ def test_an_organisation_never_has_two_processes_and_others_take_turns(time: Clo
     asyncio.run(body())
 
 
-def test_those_that_made_bombs_share_one_process(time: Clock) -> None:
+def test_offenders_share_one_process(time: Clock) -> None:
     """However many they are: an honest organisation finds the other process free."""
 
     async def body() -> None:
@@ -218,7 +231,9 @@ def test_those_that_made_bombs_share_one_process(time: Clock) -> None:
     asyncio.run(body())
 
 
-def test_who_leaves_while_waiting_holds_nothing(time: Clock) -> None:
+def test_cancelled_waiter_holds_nothing(time: Clock) -> None:
+    """Requests cancelled while they wait hold no process."""
+
     async def body() -> None:
         checker = GrammarChecker(b"")
         tasks = [asyncio.create_task(refusal(checker, f"t{n % 3}", f"bomb {n}")) for n in range(12)]
@@ -232,7 +247,7 @@ def test_who_leaves_while_waiting_holds_nothing(time: Clock) -> None:
     asyncio.run(body())
 
 
-def test_verdicts_are_kept_for_a_cache_group(time: Clock) -> None:
+def test_verdicts_are_kept_per_cache_group(time: Clock) -> None:
     """Else, who asks first waits, and that tells whether another tenant has used the grammar."""
 
     async def body() -> None:
@@ -245,7 +260,9 @@ def test_verdicts_are_kept_for_a_cache_group(time: Clock) -> None:
     asyncio.run(body())
 
 
-def test_an_answer_is_checked_and_kept_where_that_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchecked_answer_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer is checked against its schema, and kept if no process is free to tell."""
+
     async def test(checker: GrammarChecker) -> None:
         assert "uniqueItems" in await checker.mismatch("a", "[1, 1]", {"uniqueItems": True})
         assert await checker.mismatch("a", "[1, 2]", {"uniqueItems": True}) == ""

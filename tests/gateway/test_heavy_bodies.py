@@ -59,7 +59,9 @@ async def _stream_others(site: Site) -> None:
             assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
 
 
-def test_no_body_holds_the_loop(as_in_a_gateway: None) -> None:
+def test_heavy_body_never_blocks_the_loop(as_in_a_gateway: None) -> None:
+    """No heavy body keeps the event loop from its other work for long."""
+
     async def test() -> None:
         site, probe = make_site(), Probe()
         site.gateway.intake.body_bytes_max = BODY_BYTES_MAX
@@ -148,13 +150,16 @@ def _unbounded(cls: type[RequestType]) -> list[str]:
     return found
 
 
-def test_every_field_of_every_request_is_bounded() -> None:
+def test_every_request_field_is_bounded() -> None:
+    """Every field of every request type has a bound."""
     types = list(_subclasses(RequestType))
     assert {one for one in BODIES if issubclass(one, RequestType)} < set(types) and len(types) >= 15
     assert not [fault for one in types for fault in _unbounded(one)]
 
 
-def test_a_field_without_a_bound_is_found() -> None:
+def test_unbounded_field_is_found() -> None:
+    """The check for bounds finds lists, dictionaries and values of any type without one."""
+
     class Open(RequestType):
         a: list[int] | None = None
         b: dict[str, Any]
@@ -173,7 +178,8 @@ def test_a_field_without_a_bound_is_found() -> None:
 # --- what a body becomes ----------------------------------------------------------------------------------------------
 
 
-def test_only_values_count_and_not_what_is_in_strings() -> None:
+def test_marks_in_strings_are_not_values() -> None:
+    """Marks inside of strings do not count as values, and the estimate grows with the values."""
     for text in (b"{[,:", b'\\"', b"\\\\", b'\\\\\\"', b"a"):
         for size in range(65_500, 65_560):  # around the end of a slice
             assert values_bytes(b'["' + text * (size // len(text)) + b'x"]') == values_bytes(b'["x"]')
@@ -181,7 +187,8 @@ def test_only_values_count_and_not_what_is_in_strings() -> None:
     assert 7.5 < many / few < 8.5
 
 
-def test_a_prompt_of_a_million_token_ids_is_no_body_with_too_many_values() -> None:
+def test_million_token_ids_are_accepted() -> None:
+    """A prompt of a million token ids is accepted, and a body of as many objects is refused."""
     body = b'{"model":"m","prompt":[' + b"127999," * ((1 << 20) - 1) + b"1]}"
     assert len(parse_json(body)["prompt"]) == 1 << 20
     with pytest.raises(ApiError, match="too many values"):
@@ -190,7 +197,7 @@ def test_a_prompt_of_a_million_token_ids_is_no_body_with_too_many_values() -> No
 
 
 @pytest.mark.parametrize("shape", ["great floats", "subnormal floats", "long floats", "long fractions"])
-def test_numbers_that_are_slow_to_read_are_few(shape: str) -> None:
+def test_slow_numbers_are_limited(shape: str) -> None:
     """Each takes some µs, and a small text holds a million."""
     with pytest.raises(ApiError, match="numbers with exponents"):
         parse_json(SHAPES[shape](2 << 20))
@@ -199,11 +206,13 @@ def test_numbers_that_are_slow_to_read_are_few(shape: str) -> None:
         parse_inner(SHAPES[shape](2 << 20).decode())
 
 
-def test_words_are_no_numbers() -> None:
+def test_json_words_are_not_numbers() -> None:
+    """The words true, false and null do not count as numbers."""
     assert len(parse_json(b"[" + b"true,false," * 100_000 + b"null]")) == 200_001
 
 
-def test_only_the_first_fault_is_made() -> None:
+def test_only_first_fault_is_reported() -> None:
+    """Validation makes only the first fault of a body with very many, and so takes little time."""
     wrong = {f"k{number}": 1 for number in range(100_000)}
     spent = []
     for bad in (
@@ -221,7 +230,9 @@ def test_only_the_first_fault_is_made() -> None:
         validate(ChatRequest, {"model": "m", "messages": [{"role": "user", "content": "x"}], "logit_bias": wrong})
 
 
-def test_a_body_that_waits_is_its_bytes_and_a_refused_one_is_gone() -> None:
+def test_waiting_body_is_kept_as_bytes() -> None:
+    """A body that waits is kept as bytes, and a refused one leaves no objects behind."""
+
     async def test() -> None:
         site, go_on = make_site(), threading.Event()
         site.gateway.intake.body_bytes_max = BODY_BYTES_MAX
@@ -252,7 +263,8 @@ def test_a_body_that_waits_is_its_bytes_and_a_refused_one_is_gone() -> None:
         gc.enable()
 
 
-def test_others_run_while_a_text_is_tokenized() -> None:
+def test_tokenizing_lets_other_threads_run() -> None:
+    """Other threads run while a text is tokenized."""
     tok, turns, done = tokenizer(), [0], threading.Event()
 
     def take_turns() -> None:
@@ -271,7 +283,8 @@ def test_others_run_while_a_text_is_tokenized() -> None:
     assert tok.decode_all(ids) == ANSWER * 5_000
 
 
-def test_a_text_of_more_tokens_than_any_context_is_not_tokenized_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlong_text_is_tokenized_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizing stops early if a text has more tokens than any context."""
     tok, seen = tokenizer(), []
     encode = tok._encoding
     monkeypatch.setattr(tok, "_encoding", lambda text, **options: seen.append(len(text)) or encode(text, **options))
@@ -280,7 +293,9 @@ def test_a_text_of_more_tokens_than_any_context_is_not_tokenized_whole(monkeypat
     assert max(seen) < 1 << 20 and sum(seen) < 1 << 20
 
 
-def test_long_answers_with_log_probabilities_are_written_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_logprob_answers_use_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long answers with log-probabilities are written on a thread, short ones on the loop."""
+
     async def test() -> None:
         site, writers = make_site(), []
         for cls in (CompletionAnswer, ChatAnswer):

@@ -54,7 +54,9 @@ def get(target: str, *headers: str, method: str = "GET", version: str = "1.1") -
     return "\r\n".join(lines).encode()
 
 
-def test_every_get_route_answers_head_without_a_body() -> None:
+def test_get_routes_answer_head_without_body() -> None:
+    """Every GET route answers HEAD with the same status and length, and no body."""
+
     async def test(_site: Site, port: int) -> None:
         assert len(GETS) >= 5
         for path in [*GETS, "/openapi.json"]:
@@ -82,7 +84,9 @@ def test_every_get_route_answers_head_without_a_body() -> None:
         ("OPTIONS", "/nothing", 404, b""),
     ],
 )
-def test_methods_and_what_is_allowed(method: str, path: str, status: int, allow: bytes) -> None:
+def test_wrong_method_names_allowed_ones(method: str, path: str, status: int, allow: bytes) -> None:
+    """Each method gets its status on each path, with an Allow header if it is refused."""
+
     async def test(_site: Site, port: int) -> None:
         head, _ = await said(port, get(path, method=method))
         assert head.startswith(b"http/1.1 %d " % status), head
@@ -106,7 +110,9 @@ def test_methods_and_what_is_allowed(method: str, path: str, status: int, allow:
         (get("/health", "X: y", version="1.0"), 200),
     ],
 )
-def test_the_target_and_the_host_of_a_request(request_head: bytes, status: int) -> None:
+def test_request_target_and_host_are_checked(request_head: bytes, status: int) -> None:
+    """A request is served or refused as invalid_http by its target and its Host header."""
+
     async def test(_site: Site, port: int) -> None:
         head, body = await said(port, request_head)
         assert head.startswith(b"http/1.1 %d " % status), head
@@ -121,7 +127,9 @@ def text_of(events: bytes) -> str:
 
 
 @pytest.mark.parametrize("headers", [(), ("Connection: keep-alive",), ("Expect: 100-continue",)])
-def test_a_stream_to_http_1_0_ends_with_the_connection_and_has_no_chunks(headers: tuple[str, ...]) -> None:
+def test_http10_stream_is_not_chunked(headers: tuple[str, ...]) -> None:
+    """A stream to an HTTP/1.0 client is not chunked and ends with the connection."""
+
     async def test(_site: Site, port: int) -> None:
         head, body = await said(port, post(*headers, version="1.0", stream=True))
         assert head.startswith(b"http/1.1 200") and b"chunked" not in head and b"connection: close" in head
@@ -135,7 +143,9 @@ def test_a_stream_to_http_1_0_ends_with_the_connection_and_has_no_chunks(headers
 
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_sends_no_more_gets_its_answer(stream: bool, version: str) -> None:
+def test_half_closed_client_gets_its_answer(stream: bool, version: str) -> None:
+    """A client that has closed its sending side still gets its whole answer."""
+
     async def test(site: Site, port: int) -> None:
         site.cluster.hold = True
         asking = asyncio.create_task(said(port, post(stream=stream, version=version), ends=True))
@@ -156,7 +166,9 @@ def test_a_client_that_sends_no_more_gets_its_answer(stream: bool, version: str)
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("reset", [False, True])
-def test_a_client_that_has_gone_is_noticed(stream: bool, reset: bool) -> None:
+def test_disconnected_client_is_noticed(stream: bool, reset: bool) -> None:
+    """The request of a client that closes or resets its connection is cancelled."""
+
     async def test(site: Site, port: int) -> None:
         site.cluster.hold = True
         client = socket.create_connection(("127.0.0.1", port))
@@ -171,7 +183,9 @@ def test_a_client_that_has_gone_is_noticed(stream: bool, reset: bool) -> None:
     on_port(test)
 
 
-def test_half_a_request_is_not_waited_for() -> None:
+def test_half_a_request_is_dropped() -> None:
+    """The connection ends without an answer if its client stops sending within a request."""
+
     async def test(site: Site, port: int) -> None:
         assert await said(port, post()[:-4], ends=True) == (b"", b"")
         assert not site.cluster.submits
@@ -180,7 +194,7 @@ def test_half_a_request_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 40, 10_000])
-def test_an_offer_of_another_protocol_is_declined_and_the_body_is_read(cut: int) -> None:
+def test_protocol_upgrade_is_declined(cut: int) -> None:
     """Java's client offers HTTP/2 with its first request."""
 
     async def test(_site: Site, port: int) -> None:
@@ -197,7 +211,9 @@ def test_an_offer_of_another_protocol_is_declined_and_the_body_is_read(cut: int)
     on_port(test)
 
 
-def test_a_body_is_asked_for_where_the_client_waits_for_that() -> None:
+def test_expect_100_continue_is_answered() -> None:
+    """A client that expects 100 Continue gets it before it sends its body."""
+
     async def test(_site: Site, port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         head, _, body = post("Expect: 100-continue", "Connection: close").partition(b"\r\n\r\n")

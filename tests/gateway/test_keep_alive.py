@@ -22,7 +22,9 @@ COMMENT = ": keep-alive\n\n"
 BODY = {"model": MODEL, "prompt": "Hi", "max_tokens": 200, "stream": True}
 
 
-def test_headers_and_comments_come_before_the_first_token() -> None:
+def test_headers_come_before_first_token() -> None:
+    """A stream's headers and keep-alive comments come while it waits for its first token."""
+
     async def body() -> None:
         site = make_site(keep_alive_s=0.01)
         site.cluster.hold = True
@@ -46,7 +48,9 @@ def test_headers_and_comments_come_before_the_first_token() -> None:
     asyncio.run(body())
 
 
-def test_comments_come_between_tokens_too_and_can_be_turned_off() -> None:
+def test_comments_come_between_tokens() -> None:
+    """Keep-alive comments come between tokens, and none come if they are turned off."""
+
     async def streamed(keep_alive_s: float) -> str:
         site = make_site(keep_alive_s=keep_alive_s)
         site.cluster.gap_s = 0.03
@@ -60,7 +64,9 @@ def test_comments_come_between_tokens_too_and_can_be_turned_off() -> None:
     asyncio.run(body())
 
 
-def test_the_official_client_and_our_own_ignore_comments() -> None:
+def test_clients_ignore_comments() -> None:
+    """OpenAI's client and crossdock's own ignore keep-alive comments."""
+
     async def body() -> None:
         site = make_site(keep_alive_s=0.001)
         site.cluster.gap_s, site.cluster.batch = 0.01, 1
@@ -83,7 +89,9 @@ def test_the_official_client_and_our_own_ignore_comments() -> None:
 
 
 @pytest.mark.parametrize("with_text", [False, True])
-def test_a_failure_after_the_headers_is_an_event_and_one_before_is_a_status(with_text: bool) -> None:
+def test_failure_after_headers_is_an_event(with_text: bool) -> None:
+    """A failure after the headers is an error event, and one before them is a status."""
+
     async def test(site: Site) -> None:
         site.cluster.hold = True
         site.cluster.reject = rejecting(Reject.QUEUE_FULL)
@@ -105,7 +113,7 @@ def test_a_failure_after_the_headers_is_an_event_and_one_before_is_a_status(with
     on_site(test)
 
 
-def test_text_that_arrives_together_with_a_failure_is_delivered_before_it() -> None:
+def test_text_is_delivered_before_failure() -> None:
     """Tokens and the end come in one batch, before the stream's reader runs: the first tokens of the stream, and later ones."""
 
     async def test(site: Site) -> None:

@@ -17,7 +17,8 @@ CHAT: Any = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 99}
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
 
 
-def test_breaks_are_escaped_and_nothing_else_is() -> None:
+def test_only_line_breaks_are_escaped() -> None:
+    """JSON of the gateway escapes the characters that may end a line, and no others."""
     for text in (TEXT, "plain", "“…” ‧ ‪ ¤\x84\x86", "𝄞" * 3, "\\u2028", "\x7f\0"):
         written = encode({"t": text})
         assert json.loads(written) == {"t": text}
@@ -51,7 +52,9 @@ def call_of(site: Site) -> list[int]:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
-def test_no_answer_has_a_break_inside_a_line(path: str, fields: dict[str, Any], stream: bool) -> None:
+def test_answers_have_no_inner_breaks(path: str, fields: dict[str, Any], stream: bool) -> None:
+    """No answer of any API, streamed or not, has a line break inside of a line."""
+
     async def test(site: Site) -> None:
         plain = [*site.gateway.models[0].tokenizer.encode(TEXT, add_special_tokens=False), 2]
         site.cluster.answer = lambda _submit, _choice: call_of(site) if "tools" in fields else plain
@@ -70,7 +73,9 @@ def test_no_answer_has_a_break_inside_a_line(path: str, fields: dict[str, Any], 
     on_site(test)
 
 
-def test_what_the_routes_make_themselves_has_none_either() -> None:
+def test_other_routes_have_no_inner_breaks() -> None:
+    """Answers of /tokenize, /detokenize and /v1/models are one line each."""
+
     async def test(site: Site) -> None:
         async with site.client() as client:
             there = await client.post("/tokenize", json={"prompt": TEXT, "return_token_strs": True})
@@ -82,7 +87,8 @@ def test_what_the_routes_make_themselves_has_none_either() -> None:
     on_site(test)
 
 
-def test_events_of_servers_that_do_not_escape_are_read() -> None:
+def test_unescaped_events_are_read() -> None:
+    """The reader of events takes line breaks that another server did not escape."""
     event = {"choices": [{"index": 0, "text": TEXT}]}
     data = b"data: " + msgspec.json.encode(event) + b"\r\n\r\ndata: [DONE]\n\n"
     for cut in range(1, len(data)):

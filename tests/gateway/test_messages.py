@@ -29,7 +29,9 @@ def with_client(test: Callable[[Site, Client], Awaitable[None]], **options: Any)
     asyncio.run(body())
 
 
-def test_a_message_and_its_tokens() -> None:
+def test_message_and_token_count_agree() -> None:
+    """A message answers through Anthropic's client, and count_tokens agrees with its usage."""
+
     async def test(site: Site, client: Client) -> None:
         blocks: Any = [{"type": "text", "text": "S1"}, {"type": "text", "text": "S2"}]
         found = await client.messages.create(model=MODEL, max_tokens=200, system=blocks, messages=HI)
@@ -54,7 +56,9 @@ def test_a_message_and_its_tokens() -> None:
     with_client(test, api_keys=("secret",))
 
 
-def test_the_events_of_a_stream() -> None:
+def test_message_stream_has_all_events() -> None:
+    """A streamed message has Anthropic's events in their order."""
+
     async def test(site: Site, client: Client) -> None:
         kinds, texts = [], []
         async for event in await client.messages.create(model=MODEL, max_tokens=200, messages=HI, stream=True):
@@ -74,7 +78,9 @@ def test_the_events_of_a_stream() -> None:
     with_client(test)
 
 
-def test_a_call_and_its_result() -> None:
+def test_tool_call_and_result_round_trip() -> None:
+    """A tool call comes as a tool_use block, and its result can be sent back."""
+
     async def test(site: Site, client: Client) -> None:
         call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
         site.cluster.answer = lambda _s, _c: [
@@ -96,6 +102,8 @@ def test_a_call_and_its_result() -> None:
 
 
 def test_errors_have_anthropics_shape() -> None:
+    """Anthropic's client raises its own typed errors for refused requests."""
+
     async def test(site: Site, client: Client) -> None:
         image: Any = {"type": "image", "source": {"type": "url", "url": "https://x.example/y.png"}}
         with pytest.raises(anthropic.BadRequestError, match="images are not supported"):
@@ -108,7 +116,9 @@ def test_errors_have_anthropics_shape() -> None:
     with_client(test, api_keys=("secret",))
 
 
-def test_what_a_conversation_has_is_counted_where_it_is_too_long_to_be_answered() -> None:
+def test_too_long_conversation_is_still_counted() -> None:
+    """The tokens of a conversation are counted although it is too long to be answered."""
+
     async def test(site: Site, client: Client) -> None:
         long: Any = [{"role": "user", "content": "x " * 2 * CONTEXT_TOKENS}]
         assert (await client.messages.count_tokens(model=MODEL, messages=long)).input_tokens > CONTEXT_TOKENS
@@ -118,7 +128,9 @@ def test_what_a_conversation_has_is_counted_where_it_is_too_long_to_be_answered(
     with_client(test)
 
 
-def test_a_schema_and_thoughts_that_are_not_wanted() -> None:
+def test_schema_and_thinking_reach_the_request() -> None:
+    """An output schema becomes a grammar, and disabled thinking turns off the template's option."""
+
     async def test(site: Site, client: Client) -> None:
         schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
         config: Any = {"format": {"type": "json_schema", "schema": schema}}
@@ -151,7 +163,9 @@ def test_a_schema_and_thoughts_that_are_not_wanted() -> None:
         ({"extra_body": {"inference_geo": "us"}}, "inference_geo"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_done_is_refused_by_the_clients_own_name_for_it(fields: dict[str, Any], message: str) -> None:
+def test_unsupported_field_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    """A field that is not supported is refused by its name in Anthropic's API."""
+
     async def test(site: Site, client: Client) -> None:
         with pytest.raises(anthropic.BadRequestError, match=message):
             await client.messages.create(**{"model": MODEL, "max_tokens": 9, "messages": HI, **fields})
@@ -160,7 +174,8 @@ def test_what_cannot_be_done_is_refused_by_the_clients_own_name_for_it(fields: d
     with_client(test)
 
 
-def test_a_result_that_is_an_error_says_so() -> None:
+def test_error_result_is_marked() -> None:
+    """A tool result with is_error is shown to the model with the word Error before it."""
     use = {"type": "tool_use", "id": "t", "name": "weather", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": "no such city", "is_error": True}
     turns = [*HI, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]

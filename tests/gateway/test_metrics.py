@@ -36,7 +36,8 @@ def results(metrics: GatewayMetrics) -> dict[str, float]:
         (0.9, [], "met"),
     ],
 )
-def test_a_stream_is_judged(first_s: float, gaps_s: list[float], result: str) -> None:
+def test_stream_is_judged_against_its_slo(first_s: float, gaps_s: list[float], result: str) -> None:
+    """Each stream is counted by whether its TTFT and gaps keep the SLO."""
     metrics = GatewayMetrics("m")
     times, now = stream(metrics), first_s
     times.delivered(0, 1, 4, now)
@@ -52,7 +53,8 @@ def test_a_stream_is_judged(first_s: float, gaps_s: list[float], result: str) ->
     assert read(metrics, "cached_prompt_tokens_total") == {"m": 4.0}
 
 
-def test_failures_rejections_and_those_who_left() -> None:
+def test_failures_and_rejections_are_counted() -> None:
+    """Rejected, failed and abandoned streams are counted by outcome, without a time per token."""
     metrics = GatewayMetrics("m")
     stream(metrics).ended(Failure(FailKind.REJECTED, "full"), 1.0)
     stream(metrics).ended(Failure(FailKind.INTERRUPTED, "lost"), 1.0)
@@ -65,7 +67,8 @@ def test_failures_rejections_and_those_who_left() -> None:
     assert read(metrics, "stream_duration_seconds_count") == {"m": 1.0}
 
 
-def test_tenants_of_their_own_series_are_those_served_lately_not_those_who_came_first() -> None:
+def test_tenant_series_follow_recent_service() -> None:
+    """The tenants with series of their own are those served lately, not the first to come."""
     metrics = GatewayMetrics("m")
     metrics.slo_of = lambda tenant: SLO
     for now in (100.0, 200.0, 300.0):
@@ -77,7 +80,8 @@ def test_tenants_of_their_own_series_are_those_served_lately_not_those_who_came_
     assert f"t{TENANTS_MAX}" in known and "t0" not in known
 
 
-def test_time_per_token_counts_every_choice_from_the_first_token() -> None:
+def test_time_per_token_counts_each_choice() -> None:
+    """Time per token is the time since the first token, shared by the later tokens of each choice."""
     metrics = GatewayMetrics("m")
     times = stream(metrics)
     times.delivered(0, 1, 0, 1.0)
@@ -88,7 +92,8 @@ def test_time_per_token_counts_every_choice_from_the_first_token() -> None:
     assert read(metrics, "time_per_output_token_seconds_sum") == {"m": pytest.approx(0.5)}
 
 
-def test_slo_of_the_tenants_file() -> None:
+def test_slo_comes_from_the_tenants_file() -> None:
+    """SLO targets are read from the tenants file, and users inherit those of their organisation."""
     file = parse(
         "[tenants.acme]\nslo_ttft_ms = 500.0\nslo_itl_ms = 50.0\n[tenants.acme.users.ann]\nslo_itl_ms = 20.0\n"
         "[tenants.lab]\n"

@@ -25,7 +25,8 @@ def read(body: bytes, boundary: bytes, sizes: list[int], seed: int = 0) -> tuple
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_what_httpx_writes_is_read_whatever_its_content_looks_like(seed: int) -> None:
+def test_httpx_form_is_read_piecewise(seed: int) -> None:
+    """A form written by httpx is read whatever its content and the sizes of its pieces."""
     rng = random.Random(seed)
     content = bytes(rng.choice(b"\r\n-a") for _ in range(rng.randrange(100)))
     asked = httpx.Request("POST", "http://x/", data={"purpose": "batch"}, files={"file": ("ü 1.jsonl", content)})
@@ -44,7 +45,8 @@ def test_what_httpx_writes_is_read_whatever_its_content_looks_like(seed: int) ->
         (b'--b\r\ncontent-disposition: form-data; name="a"\r\n\r\n--b\r\n\r\n--b--', [("a", b"--b\r\n")]),
     ],
 )  # fmt: skip
-def test_forms_of_other_programs(body: bytes, expected: list[tuple[str, bytes]]) -> None:
+def test_forms_of_other_programs_are_read(body: bytes, expected: list[tuple[str, bytes]]) -> None:
+    """Forms as other programs write them are read in pieces of any size."""
     for sizes in ([1], [5], [1000]):
         complete, parts = read(body, b"b", sizes)
         assert complete and [(part.name, content) for part, content in parts] == expected
@@ -60,14 +62,16 @@ def test_forms_of_other_programs(body: bytes, expected: list[tuple[str, bytes]])
         b"--b\r\nA: " + b"x" * 5000,
     ],
 )
-def test_what_is_no_form_is_refused(body: bytes) -> None:
+def test_malformed_form_is_refused(body: bytes) -> None:
+    """A malformed form is refused with invalid_multipart."""
     for sizes in ([1], [1000]):
         with pytest.raises(ApiError) as caught:
             read(body, b"b", sizes)
         assert caught.value.code == "invalid_multipart"
 
 
-def test_a_form_without_its_end_is_not_complete_and_holds_little() -> None:
+def test_unfinished_form_is_incomplete() -> None:
+    """A form without its end is not complete, and its reader holds only a few bytes."""
     reader = MultipartReader(b"b")
     for _ in reader.feed(b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\n'):
         pass
@@ -80,7 +84,8 @@ def test_a_form_without_its_end_is_not_complete_and_holds_little() -> None:
 @pytest.mark.parametrize(
     "name", ["filename*=undefined''x", "filename*=raw_unicode_escape''%5Cud800", "name*=idna''%ff; a"]
 )
-def test_a_charset_of_a_name_is_not_used(name: str) -> None:
+def test_charset_of_a_name_is_ignored(name: str) -> None:
+    """The charset that a name or boundary declares is not used, and the form is read."""
     head = f'--b\r\nContent-Disposition: form-data; name="file"; {name}\r\n\r\nx\r\n--b--'
     _, ((part, content),) = read(head.encode(), b"b", [1000])
     assert content == b"x"
@@ -88,7 +93,8 @@ def test_a_charset_of_a_name_is_not_used(name: str) -> None:
     assert boundary_of(f"multipart/form-data; boundary*={name.partition('=')[2]}") is not None
 
 
-def test_heads_of_any_bytes_are_read_or_refused() -> None:
+def test_random_part_heads_never_crash() -> None:
+    """Part heads of random bytes are read or refused without another exception."""
     rng = random.Random(1)
     words = [
         b"name",
@@ -123,4 +129,5 @@ def test_heads_of_any_bytes_are_read_or_refused() -> None:
               f"multipart/form-data; boundary={'a' * 71}"],
 )  # fmt: skip
 def test_other_media_types_have_no_boundary(value: str) -> None:
+    """Other media types, and boundaries that are empty or too long, give no boundary."""
     assert boundary_of(value) is None

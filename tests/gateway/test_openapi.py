@@ -18,7 +18,8 @@ from tests.gateway.fakes import Site, make_site
 SEED = 6
 
 
-def test_requests_made_of_the_description_never_make_the_server_fail() -> None:
+def test_generated_requests_never_fail_the_server() -> None:
+    """Requests generated from the API's description never make the server fail."""
     with fake_server() as url:
         counts = send_generated_requests(url, SEED, 12, BOTH)
     generated = {name: count for name, count in counts.items() if "POST" in name and "{" not in name}
@@ -29,12 +30,15 @@ def test_requests_made_of_the_description_never_make_the_server_fail() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_many_more_requests_never_make_the_server_fail() -> None:
+def test_many_generated_requests_never_fail() -> None:
+    """Thousands of requests generated from the API's description never make the server fail."""
     with fake_server() as url:
         send_generated_requests(url, SEED + 1, 2_000, BOTH)
 
 
-def test_every_route_is_described_and_the_description_is_served() -> None:
+def test_every_route_is_described() -> None:
+    """The served description has every route and its responses."""
+
     async def body() -> None:
         site: Site = make_site()
         async with site.client() as client:
@@ -55,7 +59,8 @@ def test_every_route_is_described_and_the_description_is_served() -> None:
     asyncio.run(body())
 
 
-def test_the_description_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openapi_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The API's description is encoded once, however often it is asked for."""
     made: list[object] = []
     encode = msgspec.json.encode
     monkeypatch.setattr("gateway.openai.openapi.msgspec.json.encode", lambda each: made.append(each) or encode(each))
@@ -88,6 +93,7 @@ def test_no_route_takes_a_thread() -> None:
 
 
 def test_too_many_messages_are_a_400() -> None:
+    """A chat with one message more than allowed is refused with status 400."""
     messages = [{"role": "user", "content": ""}] * MESSAGES_MAX
     validate(ChatRequest, {"model": "m", "messages": messages})
     with pytest.raises(ApiError) as caught:

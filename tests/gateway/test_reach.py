@@ -65,20 +65,22 @@ def ask(*headers: tuple[str, str], **site) -> tuple[int, str]:
     return asyncio.run(_asked(list(headers), **site))
 
 
-def test_where_no_key_is_needed_only_this_gateways_names_are_answered() -> None:
+def test_keyless_gateway_checks_host_names() -> None:
+    """A gateway without keys answers only requests for its own host names."""
     assert {host: ask(("host", host)) for host in OWN} == dict.fromkeys(OWN, (200, ""))
     assert {host: ask(("host", host)) for host in FOREIGN} == dict.fromkeys(FOREIGN, (403, "host_not_allowed"))
     assert {host: ask(("host", host)) for host in BROKEN} == dict.fromkeys(BROKEN, (400, "invalid_host"))
 
 
-def test_a_request_has_one_host() -> None:
+def test_request_needs_exactly_one_host() -> None:
+    """A request with several Host headers, or none in HTTP/1.1, is refused."""
     twice = [("host", "localhost"), ("host", "evil.example")]
     assert ask() == ask(*twice) == ask(*reversed(twice)) == ask(twice[0], twice[0]) == (400, "invalid_host")
     assert ask(http_version="1.0") == (200, "")
     assert ask(twice[1], http_version="1.0") == (403, "host_not_allowed")
 
 
-def test_with_keys_any_name_is_answered() -> None:
+def test_keyed_gateway_answers_any_host() -> None:
     """A page does not have the key."""
     assert ask(("host", "evil.example"), ("origin", "http://evil.example"), api_keys=("k",)) == (200, "")
 
@@ -102,18 +104,21 @@ def test_with_keys_any_name_is_answered() -> None:
         ("localhost:8000", "localhost:8000", False),
     ],
 )
-def test_pages_of_other_origins_may_not_call(origin: str, host: str, allowed: bool) -> None:
+def test_foreign_origins_are_refused(origin: str, host: str, allowed: bool) -> None:
+    """Pages of other origins are refused unless the origin is configured."""
     expected = (200, "") if allowed else (403, "origin_not_allowed")
     assert ask(("host", host), ("origin", origin), cors_origins=["https://chat.example"]) == expected
     assert ask(("host", host), ("origin", origin), cors_origins=["*"]) == (200, "")
 
 
-def test_a_page_beside_one_that_may_call_does_not_get_in_with_it() -> None:
+def test_two_origins_are_refused() -> None:
+    """A request with two Origin headers is refused although one of them is allowed."""
     two = ("origin", "http://localhost"), ("origin", "http://evil.example")
     assert ask(("host", "localhost"), *two) == (403, "origin_not_allowed")
 
 
-def test_the_gateways_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_names_follow_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway's own names come from its host, advertised address and allowed hosts."""
     monkeypatch.setattr(socket, "gethostname", lambda: "node-1")
 
     def names(**options: object) -> set[str]:
@@ -127,7 +132,9 @@ def test_the_gateways_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
             names(allowed_hosts=wrong)
 
 
-def test_clients_that_come_by_the_address_notice_nothing() -> None:
+def test_clients_by_address_are_served() -> None:
+    """Clients that use the address or localhost are served, and foreign host names are refused."""
+
     async def body() -> None:
         site = make_site(allowed_hosts=())
         async with served(site) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client:
@@ -155,7 +162,8 @@ def owner(connected: str, *forwarded: str, proxies: tuple[str, ...] = ("10.0.0.0
     return seen[0]
 
 
-def test_only_a_trusted_proxy_says_which_client_a_request_is_for() -> None:
+def test_only_trusted_proxy_names_the_client() -> None:
+    """The client's address is taken from a forwarding header only if a trusted proxy sent it."""
     assert owner("127.0.0.1", "203.0.113.7") == "address:127.0.0.1"
     assert owner("203.0.113.1", "203.0.113.7") == "address:203.0.113.1"
     assert owner("10.0.0.1", "203.0.113.7") == "address:203.0.113.7"
@@ -168,7 +176,7 @@ def test_only_a_trusted_proxy_says_which_client_a_request_is_for() -> None:
     )
 
 
-def test_what_a_client_wrote_itself_does_not_count() -> None:
+def test_forged_forwarding_is_ignored() -> None:
     """Proxies append; so the last address that is no proxy's is the client's."""
     assert owner("10.0.0.1", "198.51.100.1, 203.0.113.7") == "address:203.0.113.7"
     assert owner("10.0.0.1", "198.51.100.1, 203.0.113.7, 10.2.3.4") == "address:203.0.113.7"
@@ -181,12 +189,15 @@ def test_what_a_client_wrote_itself_does_not_count() -> None:
     "value",
     ["anything", "", ",", "unknown", "_hidden", "1.2.3", "203.0.113.7x", "fe80::1%a", "010.1.1.1", "\xb2", "localhost"],
 )
-def test_what_is_no_address_is_nobody(value: str) -> None:
+def test_invalid_forwarded_address_is_ignored(value: str) -> None:
+    """A forwarded value that is no address is ignored, and the last proxy's address counts."""
     assert owner("10.0.0.1", value) == "address:10.0.0.1"
     assert owner("10.0.0.1", f"{value}, 10.0.0.3") == "address:10.0.0.3"
 
 
-def test_the_server_itself_believes_no_header() -> None:
+def test_server_ignores_forwarding_headers() -> None:
+    """The HTTP server takes neither the client nor the scheme from forwarding headers."""
+
     async def body() -> None:
         site = make_site(trusted_proxies=())
         seen: list[str] = []
@@ -205,7 +216,8 @@ def test_the_server_itself_believes_no_header() -> None:
 
 
 @pytest.mark.parametrize("value", ["proxy.example", "10.0.0.0/33", "*"])
-def test_proxies_are_addresses(value: str) -> None:
+def test_trusted_proxies_must_be_addresses(value: str) -> None:
+    """A trusted proxy must be an address or a network."""
     with pytest.raises(ValidationError, match="neither an address nor a network"):
         GatewaySettings(model="m", trusted_proxies=value)
     assert GatewaySettings(model="m", trusted_proxies="10.0.0.1/8, ::1").trusted_proxies == ["10.0.0.1/8", "::1"]

@@ -24,7 +24,9 @@ async def send(site: Site, client_id: str | None = None, path: str = "/v1/comple
 
 
 @pytest.mark.parametrize("client_id", ["abc", "A-b_c.d:e/f+g=h@i", "x" * 128])
-def test_a_clients_id_comes_back_and_does_not_replace_our_own(client_id: str) -> None:
+def test_client_request_id_is_returned(client_id: str) -> None:
+    """A client's request id comes back in the header, and the answer keeps an id of its own."""
+
     async def test(site: Site) -> None:
         answers = await asyncio.gather(*(send(site, client_id) for _ in range(3)))
         assert {answer.headers["x-request-id"] for answer in answers} == {client_id}
@@ -38,7 +40,9 @@ def test_a_clients_id_comes_back_and_does_not_replace_our_own(client_id: str) ->
 
 
 @pytest.mark.parametrize("client_id", [None, "", "x" * 129, "two words", 'quo"te', "semi;colon", "\x7f"])
-def test_an_id_that_cannot_be_used_is_replaced(client_id: str | None) -> None:
+def test_unusable_request_id_is_replaced(client_id: str | None) -> None:
+    """A missing or unusable request id is replaced by the answer's own."""
+
     async def test(site: Site) -> None:
         answer = await send(site, client_id)
         assert answer.headers["x-request-id"] == answer.json()["id"]
@@ -46,7 +50,9 @@ def test_an_id_that_cannot_be_used_is_replaced(client_id: str | None) -> None:
     on_site(test)
 
 
-def test_errors_of_every_kind_carry_the_id() -> None:
+def test_errors_carry_the_request_id() -> None:
+    """Errors carry the request id in the header and the body, or in the event of a stream."""
+
     async def test(site: Site) -> None:
         for answer in (
             await send(site, "mine", "/v1/nothing"),
@@ -61,7 +67,9 @@ def test_errors_of_every_kind_carry_the_id() -> None:
     on_site(test)
 
 
-def test_a_missing_key_carries_the_id() -> None:
+def test_missing_key_error_carries_an_id() -> None:
+    """The error for a missing key carries a request id."""
+
     async def test(site: Site) -> None:
         answer = await post(site, "/v1/completions", prompt="Hi")
         assert answer.status_code == 401
@@ -74,7 +82,9 @@ def test_a_missing_key_carries_the_id() -> None:
     ("said", "status"),
     [(b"nonsense\r\n\r\n", 400), (b"GET / HTTP/1.1\r\nX: " + b"y" * (70 << 10), 431), (b"GET / HTTP/1.1\r\n", 408)],
 )
-def test_what_the_server_itself_refuses_carries_an_id(said: bytes, status: int) -> None:
+def test_http_level_errors_carry_an_id(said: bytes, status: int) -> None:
+    """Requests refused by the HTTP server itself carry a request id."""
+
     async def body() -> None:
         site = make_site(client_timeout_s=TIMEOUT_S)
         async with served(site) as url:
@@ -92,7 +102,9 @@ def test_what_the_server_itself_refuses_carries_an_id(said: bytes, status: int) 
 # --- the access log ---------------------------------------------------------------------------------------------------
 
 
-def test_each_request_has_one_line_without_prompt_or_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_access_log_omits_prompts_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request has one line in the log, with neither the prompt nor the key."""
+
     async def test(site: Site) -> None:
         answer = await send(site, "mine", user="u1", max_tokens=200)
         await send(site, max_tokens=200, stream=True)
@@ -126,7 +138,9 @@ def test_each_request_has_one_line_without_prompt_or_key(monkeypatch: pytest.Mon
         on_site(test, api_keys=(KEY,), access_log=True)
 
 
-def test_the_access_log_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_access_log_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request is logged if the access log is turned off."""
+
     async def test(site: Site) -> None:
         await send(site)
         assert lines == []

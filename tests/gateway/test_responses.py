@@ -36,7 +36,9 @@ def prompt_of(site: Site, number: int = -1) -> str:
     return site.gateway.models[0].tokenizer.decode_all(site.cluster.submits[number][1])
 
 
-def test_a_response() -> None:
+def test_response_has_openais_shape() -> None:
+    """A response has the id, status, text and usage of OpenAI's API."""
+
     async def test(site: Site, client: Client) -> None:
         found = await client.responses.create(
             model=MODEL, input="Hi", instructions="Be brief.", metadata={"a": "b"}, max_output_tokens=200
@@ -52,7 +54,9 @@ def test_a_response() -> None:
     with_client(test)
 
 
-def test_the_events_of_a_stream_build_the_response() -> None:
+def test_stream_events_build_the_response() -> None:
+    """The numbered events of a stream come in OpenAI's order and build the response."""
+
     async def test(site: Site, client: Client) -> None:
         events = [one async for one in await client.responses.create(model=MODEL, input="Hi", stream=True)]
         kinds = list(dict.fromkeys(event.type for event in events))
@@ -74,7 +78,9 @@ def test_the_events_of_a_stream_build_the_response() -> None:
     with_client(test)
 
 
-def test_a_conversation_goes_on_from_what_is_kept() -> None:
+def test_conversation_continues_from_kept() -> None:
+    """A conversation goes on from a kept response, without its instructions, until it is deleted."""
+
     async def test(site: Site, client: Client) -> None:
         first = await client.responses.create(model=MODEL, input="first question", instructions="only once")
         second = await client.responses.create(model=MODEL, input="second", previous_response_id=first.id)
@@ -92,7 +98,9 @@ def test_a_conversation_goes_on_from_what_is_kept() -> None:
     with_client(test)
 
 
-def test_a_call_and_its_result() -> None:
+def test_function_call_round_trip() -> None:
+    """A function call comes as an item and in events, and its result can be sent back."""
+
     async def test(site: Site, client: Client) -> None:
         call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
         site.cluster.answer = lambda _s, _c: [
@@ -133,7 +141,9 @@ def test_a_call_and_its_result() -> None:
         ({"input": [{"role": "tool", "content": "x"}]}, "input"),
     ],
 )
-def test_errors_have_the_names_of_this_api(fields: dict[str, Any], param: str) -> None:
+def test_errors_use_responses_field_names(fields: dict[str, Any], param: str) -> None:
+    """Errors name the field as the responses API does."""
+
     async def test(site: Site, client: Client) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.responses.create(**{"model": MODEL, "input": "Hi", **fields})
@@ -142,7 +152,8 @@ def test_errors_have_the_names_of_this_api(fields: dict[str, Any], param: str) -
     with_client(test)
 
 
-def test_tools_that_are_allowed_and_several_thoughts() -> None:
+def test_allowed_tools_and_thoughts_are_taken() -> None:
+    """Allowed tools limit the choice of tools, and several reasoning items are joined."""
     chosen = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
     thoughts = [{"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": t}]} for t in "ab"]
     items = [{"role": "user", "content": "Hi"}, *thoughts, {"role": "user", "content": "so?"}]
@@ -162,7 +173,8 @@ keys = ["{b}"]
 """
 
 
-def test_no_tenant_reads_anothers_responses() -> None:
+def test_other_tenants_cannot_read_responses() -> None:
+    """Responses of one tenant cannot be read, deleted or continued by another."""
     import hashlib
 
     tenants = TENANTS.format(**{name: hashlib.sha256(name.encode()).hexdigest() for name in "ab"})
@@ -182,7 +194,8 @@ def test_no_tenant_reads_anothers_responses() -> None:
     with_client(test, api_key="a", tenants=tenants)
 
 
-def test_what_is_kept_is_bounded_in_number_bytes_and_time_and_for_each_tenant() -> None:
+def test_kept_responses_are_bounded() -> None:
+    """Kept responses are bounded in number, bytes and time, and for each tenant."""
     store = ResponseStore(keep_s=10.0, entries_max=8, bytes_max=800)
     for number in range(5):
         assert store.put("greedy", f"g{number}", b"x" * 50, b"y" * 10, now=float(number))
@@ -203,7 +216,9 @@ def test_what_is_kept_is_bounded_in_number_bytes_and_time_and_for_each_tenant() 
     assert not ResponseStore(keep_s=0).put("a", "r", b"", b"", 0.0)
 
 
-def test_tokens_there_and_back() -> None:
+def test_tokenize_and_detokenize_round_trip() -> None:
+    """Tokens of /tokenize give the text again on /detokenize."""
+
     async def test(site: Site) -> None:
         async with site.client() as client:
             there = (
@@ -221,7 +236,9 @@ def test_tokens_there_and_back() -> None:
     on_site(test)
 
 
-def test_pages_of_the_origins_that_are_named_may_call() -> None:
+def test_cors_allows_configured_origins() -> None:
+    """Pages of the configured origins may call, and those of others may not."""
+
     async def test(site: Site) -> None:
         from gateway.app import create_app
 

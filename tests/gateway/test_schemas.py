@@ -54,7 +54,8 @@ ODD = [
 
 
 @pytest.mark.parametrize("schema", ODD, ids=lambda schema: json.dumps(schema)[39:100])
-def test_an_odd_schema_without_strict_compiles_in_the_end(schema: Any) -> None:
+def test_odd_schema_compiles_when_relaxed(schema: Any) -> None:
+    """An odd schema without strict compiles once what cannot be expressed is left out."""
     relaxed: list[Relaxed] | None = []
     verdict = ""
     for _ in range(20):
@@ -68,7 +69,8 @@ def test_an_odd_schema_without_strict_compiles_in_the_end(schema: Any) -> None:
 
 
 @pytest.mark.parametrize("schema", ODD[:6], ids=lambda schema: schema["properties"]["e"].get("pattern", "")[:20])
-def test_only_what_cannot_be_expressed_is_left_out(schema: Any) -> None:
+def test_only_inexpressible_parts_are_left_out(schema: Any) -> None:
+    """Only the named keyword is left out of a schema, and the schema is then not whole."""
     found = prepared(schema, strict=False, left_out={("properties", "e", "pattern")})
     assert found.schema["properties"] == {"e": {"type": "string"}, "f": {"type": "string", "pattern": "^a+$"}}
     assert not found.is_whole and prepared(in_e(type="string"), strict=False).is_whole
@@ -90,7 +92,8 @@ def test_only_what_cannot_be_expressed_is_left_out(schema: Any) -> None:
         ({"type": "object", "patternProperties": {"(?=a)b": {}}}, "'patternProperties' at $.properties.e"),
     ],
 )
-def test_with_strict_the_keyword_and_its_path_are_named(keywords: dict[str, Any], said: str) -> None:
+def test_strict_refusal_names_keyword_and_path(keywords: dict[str, Any], said: str) -> None:
+    """The refusal of a strict schema names the keyword and its path."""
     grammar = Grammar(lambda text: [text])
     try:
         verdict = compiled(grammar.text(grammar.json(in_e(**keywords), strict=True)), TOKENIZER)
@@ -123,7 +126,8 @@ def multiples(*divisors: float) -> list[dict[str, Any]]:
     ],
     ids=lambda schema: json.dumps(schema)[:50],
 )
-def test_states_that_count_remainders_are_bounded(schema: dict[str, Any]) -> None:
+def test_multiple_of_states_are_bounded(schema: dict[str, Any]) -> None:
+    """Schemas with too many remainders of multipleOf are refused if strict, and relaxed otherwise."""
     with pytest.raises(SchemaError, match="multipleOf"):
         prepared(schema, strict=True)
     assert "multipleOf" not in json.dumps(prepared(schema, strict=False).schema)
@@ -138,17 +142,20 @@ def test_states_that_count_remainders_are_bounded(schema: dict[str, Any]) -> Non
     ],
 )
 def test_common_divisors_compile(schema: dict[str, Any]) -> None:
+    """Schemas with common values of multipleOf compile with strict."""
     grammar = Grammar(lambda text: [text])
     assert compiled(grammar.text(grammar.json(schema, strict=True)), TOKENIZER) == ""
 
 
-def test_long_descriptions_take_no_room_in_a_grammar() -> None:
+def test_descriptions_are_left_out_of_grammars() -> None:
+    """Descriptions and titles are left out of a grammar, and properties of that name stay."""
     schema = {"description": "x" * 100_000, "properties": {"description": {"type": "string", "title": "y" * 70_000}}}
     found = prepared(schema, strict=True).schema
     assert "description" not in found and found["properties"] == {"description": {"type": "string"}}
 
 
-def test_sizes_are_looked_at_first() -> None:
+def test_grammar_size_is_checked_first() -> None:
+    """Too large texts and grammars are refused before they are processed."""
     grammar = Grammar(lambda text: pytest.fail("split"))
     for write in (grammar.literal, grammar.regex, grammar.up_to):
         with pytest.raises(TooLarge):
@@ -179,7 +186,8 @@ NODE = {"type": "object", "properties": {"next": {"$ref": "#"}}}
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_schema_without_a_finite_instance_is_refused(schema: dict[str, Any], strict: bool) -> None:
+def test_schema_without_instance_is_refused(schema: dict[str, Any], strict: bool) -> None:
+    """A schema without a finite instance is refused, with strict or without."""
     grammar = Grammar(lambda text: [text])
     verdict = compiled(grammar.text(grammar.json(schema, strict=strict)), TOKENIZER)
     assert verdict == NO_ANSWER
@@ -198,7 +206,8 @@ def test_a_schema_without_a_finite_instance_is_refused(schema: dict[str, Any], s
          "$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}}}},
     ],
 )  # fmt: skip
-def test_recursion_that_can_end_is_served(schema: dict[str, Any]) -> None:
+def test_recursion_that_can_end_compiles(schema: dict[str, Any]) -> None:
+    """A recursive schema compiles if its recursion can end."""
     grammar = Grammar(lambda text: [text])
     assert compiled(grammar.text(grammar.json(schema, strict=True)), TOKENIZER) == ""
 
@@ -224,7 +233,8 @@ def test_recursion_that_can_end_is_served(schema: dict[str, Any]) -> None:
         ('root ::= "[" (root ("," root)*)? "]"', True),
     ],
 )
-def test_a_grammar_without_a_finite_answer_is_refused(lark: str, finite: bool) -> None:
+def test_grammar_without_finite_answer_is_refused(lark: str, finite: bool) -> None:
+    """A grammar compiles exactly if it has a finite answer."""
     grammar = Grammar(lambda text: [text])
     text = grammar.text(grammar.sub_grammar(as_lark(lark)))
     assert has_finite_answer(text) is finite
@@ -232,12 +242,13 @@ def test_a_grammar_without_a_finite_answer_is_refused(lark: str, finite: bool) -
 
 
 @pytest.mark.parametrize("pattern", [r"[^\s\S]", r"a[^\s\S]", r"abc[^\w\W]d", r"a{2}[^\d\D]"])
-def test_a_regular_expression_that_nothing_matches_is_refused(pattern: str) -> None:
+def test_unmatchable_regex_is_refused(pattern: str) -> None:
+    """A regular expression that matches no text is refused."""
     grammar = Grammar(lambda text: [text])
     assert compiled(grammar.text(grammar.regex(pattern)), TOKENIZER) == NO_ANSWER
 
 
-def test_a_json_grammar_of_many_rules_is_looked_at_in_linear_time() -> None:
+def test_finite_check_takes_linear_time() -> None:
     """In llguidance's own order, no rule is known to end before the last."""
     chain = "\n".join(f"r{number}: r{number + 1}" for number in range(1500))
     assert has_finite_answer(f'start: r0\n{chain}\nr1500: "a"')
@@ -266,5 +277,6 @@ def test_a_json_grammar_of_many_rules_is_looked_at_in_linear_time() -> None:
         (json.dumps("a" * 5000), {"pattern": r"^(a|aa)+\1(?!b)$"}, ""),
     ],
 )
-def test_answers_are_checked_against_the_whole_schema(text: str, schema: Any, said: str) -> None:
+def test_answers_are_checked_against_schema(text: str, schema: Any, said: str) -> None:
+    """Answers are checked against the whole schema, and the first mismatch is named."""
     assert checked(text, schema) == said

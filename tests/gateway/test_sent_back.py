@@ -54,7 +54,8 @@ def shown(*messages: dict[str, Any]) -> list[dict[str, Any]]:
          {"content": "x", "name": "bot"}),
     ],
 )  # fmt: skip
-def test_an_assistants_message(sent: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_assistant_message_is_shown(sent: dict[str, Any], expected: dict[str, Any]) -> None:
+    """A template gets only the fields of an assistant's message that it can show."""
     assert shown({"role": "assistant", **sent}) == [{"role": "assistant", **expected}]
     told = Chat.of(
         validate(ChatRequest, {"model": "m", "messages": [HI, {"role": "assistant", **sent}]}), TemplateFacts()
@@ -62,7 +63,8 @@ def test_an_assistants_message(sent: dict[str, Any], expected: dict[str, Any]) -
     assert set(told.messages[1]) <= {"role", "content", "name"}, "of a template that knows no tools"
 
 
-def test_results_of_functions_and_of_earlier_calls() -> None:
+def test_results_of_earlier_calls_are_shown() -> None:
+    """Results of functions become tool results, and a result may come after a later message."""
     function = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
     found = shown(function, {"role": "function", "name": "f", "content": "7"})
     assert found[1] == {"role": "tool", "tool_call_id": "f", "content": "7", "name": "f"}
@@ -92,7 +94,8 @@ def test_results_of_functions_and_of_earlier_calls() -> None:
         ({"role": ["assistant"], "content": "x"}, "messages[1].role"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(message: Any, param: str) -> None:
+def test_wrong_message_field_is_named(message: Any, param: str) -> None:
+    """A wrong message is refused with status 400 and the name of its field."""
     with pytest.raises(ApiError) as caught:
         shown(message)
     assert (caught.value.status, caught.value.param) == (400, param)

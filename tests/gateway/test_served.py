@@ -46,7 +46,9 @@ def on_port(test: Callable[[Site, str], Awaitable[None]], **options: Any) -> Non
     asyncio.run(body())
 
 
-def test_openai_client() -> None:
+def test_openai_client_gets_answers() -> None:
+    """OpenAI's client lists models and gets chats and completions, streamed or not."""
+
     async def test(_site: Site, url: str) -> None:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client:
             assert [model.id async for model in client.models.list()] == [MODEL]
@@ -80,6 +82,8 @@ def test_openai_client() -> None:
 
 
 def test_openai_client_sees_typed_errors() -> None:
+    """OpenAI's client raises its typed errors for refused and failed requests."""
+
     async def test(site: Site, url: str) -> None:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client:
             with pytest.raises(openai.NotFoundError):
@@ -100,6 +104,8 @@ def test_openai_client_sees_typed_errors() -> None:
 
 
 def test_two_hundred_streams_at_once() -> None:
+    """Two hundred streams at once all get their whole answers."""
+
     async def test(site: Site, url: str) -> None:
         site.cluster.gap_s = 0.001
         async with httpx.AsyncClient(base_url=url, limits=httpx.Limits(max_connections=200), timeout=60) as client:
@@ -118,7 +124,9 @@ def test_two_hundred_streams_at_once() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("hold", [False, True])
-def test_a_disconnect_cancels(stream: bool, hold: bool) -> None:
+def test_disconnect_cancels_all_prompts(stream: bool, hold: bool) -> None:
+    """All prompts of a request are cancelled if its client disconnects."""
+
     async def test(site: Site, url: str) -> None:
         site.cluster.gap_s, site.cluster.hold = 0.2, hold
         async with httpx.AsyncClient(base_url=url, timeout=60) as client:
@@ -136,7 +144,9 @@ def test_a_disconnect_cancels(stream: bool, hold: bool) -> None:
     on_port(test)
 
 
-def test_bodies_over_the_limit_are_refused_with_and_without_a_length() -> None:
+def test_too_large_body_is_refused() -> None:
+    """Too large a body is refused with status 413, with a declared length or without."""
+
     async def test(site: Site, url: str) -> None:
         async def chunks() -> Any:
             for _ in range(200):
@@ -153,7 +163,9 @@ def test_bodies_over_the_limit_are_refused_with_and_without_a_length() -> None:
     on_port(test)
 
 
-def test_shutdown_ends_open_streams_with_an_error() -> None:
+def test_shutdown_ends_open_streams_with_error() -> None:
+    """A stream that is open at shutdown ends with an error event."""
+
     async def body() -> None:
         site = make_site()
         site.cluster.gap_s = 600.0  # after the first tokens
@@ -181,7 +193,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.make("llama", tmp_path_factory.mktemp("models") / "tiny")
 
 
-def test_loading_a_model(model_folder: Path, tmp_path: Path) -> None:
+def test_model_files_are_loaded_or_refused(model_folder: Path, tmp_path: Path) -> None:
+    """The facts of a model are loaded from its folder, and missing or odd files are refused."""
     tokenizer = load(str(model_folder))
     assert tokenizer.facts.context_tokens == 512
     assert tokenizer.facts.vocab_size == tiny_models.VOCAB
@@ -203,6 +216,7 @@ def test_loading_a_model(model_folder: Path, tmp_path: Path) -> None:
 
 
 def test_import_does_not_load_torch() -> None:
+    """Importing the gateway loads neither torch nor transformers."""
     code = "import sys, gateway.main; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
@@ -247,7 +261,9 @@ class Answering:
         self.workers.append(peer)
 
 
-def test_the_process_from_start_to_sigterm(model_folder: Path) -> None:
+def test_process_serves_until_sigterm(model_folder: Path) -> None:
+    """The process serves a request, and after SIGTERM refuses new ones and finishes the open one."""
+
     async def body() -> None:
         other = Answering()
         address = await other.server.start()
@@ -302,9 +318,7 @@ def test_the_process_from_start_to_sigterm(model_folder: Path) -> None:
     asyncio.run(body())
 
 
-def test_a_port_that_another_process_listens_on_first_is_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_port_taken_meanwhile_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Two gateways that start at once can both bind one port; the second to listen is told."""
     with _listen("127.0.0.1", 0) as other:
 

@@ -29,9 +29,8 @@ BODIES = {
         ({}, "ü" * 600, "ü" * 600),
     ],
 )
-def test_a_session_has_the_name_that_its_client_gives_it(
-    path: str, fields: dict[str, str], header: str, expected: str
-) -> None:
+def test_client_names_its_session(path: str, fields: dict[str, str], header: str, expected: str) -> None:
+    """A submission has the session that a field or the header of its request names."""
     if path == "/v1/messages":
         fields, expected = {}, header  # Anthropic's API has no such fields
 
@@ -47,7 +46,9 @@ def test_a_session_has_the_name_that_its_client_gives_it(
 
 
 @pytest.mark.parametrize("session", ["", "x" * 513, 7, ["a"]])
-def test_a_name_that_is_none_is_refused(session: object) -> None:
+def test_invalid_session_name_is_refused(session: object) -> None:
+    """An invalid session_id is refused with status 400, and nothing is submitted."""
+
     async def test(site: Site) -> None:
         async with site.client() as client:
             answer = await client.post("/v1/chat/completions", json={"model": MODEL, **CHAT, "session_id": session})
@@ -57,7 +58,9 @@ def test_a_name_that_is_none_is_refused(session: object) -> None:
     on_site(test)
 
 
-def test_a_client_ends_sessions_of_its_own_tenant() -> None:
+def test_client_ends_its_tenants_sessions() -> None:
+    """A client can end sessions of its own tenant only, and needs a key."""
+
     async def test(site: Site) -> None:
         async with site.client() as client:
             assert (await client.delete("/v1/sessions/a")).status_code == 401
@@ -72,7 +75,9 @@ def test_a_client_ends_sessions_of_its_own_tenant() -> None:
     on_site(test, tenants=FILE)
 
 
-def test_where_the_coordinator_cannot_be_told_the_client_is() -> None:
+def test_session_end_without_link_is_503() -> None:
+    """Ending a session answers 503 if there is no link to the coordinator."""
+
     async def test(site: Site) -> None:
         async with site.client() as client:
             answer = await client.delete("/v1/sessions/a")

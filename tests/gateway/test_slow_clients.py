@@ -100,7 +100,9 @@ async def second_headers_drip(_reader: asyncio.StreamReader, writer: asyncio.Str
 @pytest.mark.parametrize(
     "talk", [nothing, headers_drip, line_ends_drip, body_drips, unwanted_body_drips, second_headers_drip]
 )
-def test_slow_senders_are_cut_off_while_others_are_served(talk: Talk) -> None:
+def test_slow_senders_are_cut_off(talk: Talk) -> None:
+    """Clients that send too slowly are cut off while others are served."""
+
     async def test(_site: Site, url: str, port: int) -> None:
         async def slow() -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -125,9 +127,8 @@ def test_slow_senders_are_cut_off_while_others_are_served(talk: Talk) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_does_not_read_is_cut_off_and_its_request_cancelled(
-    stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unread_answer_cancels_its_request(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that does not read its answer is cut off, and its request is cancelled."""
     lost: list[int] = []
     connection_lost = http_server._Connection.connection_lost
 
@@ -174,7 +175,9 @@ def test_a_client_that_does_not_read_is_cut_off_and_its_request_cancelled(
         (b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n", 200),
     ],
 )
-def test_headers_are_bounded_and_what_is_no_http_is_refused(request_head: bytes, status: int) -> None:
+def test_oversized_or_invalid_head_is_refused(request_head: bytes, status: int) -> None:
+    """Too large headers and malformed HTTP are refused, and other clients are served."""
+
     async def test(_site: Site, url: str, port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request_head)
@@ -187,7 +190,7 @@ def test_headers_are_bounded_and_what_is_no_http_is_refused(request_head: bytes,
     on_port(test, client_timeout_s=300.0)
 
 
-def test_a_line_end_after_a_body_does_not_end_a_long_answer() -> None:
+def test_line_end_after_body_is_harmless() -> None:
     """Some old clients send one."""
 
     async def test(site: Site, _url: str, port: int) -> None:
@@ -204,9 +207,9 @@ def test_a_line_end_after_a_body_does_not_end_a_long_answer() -> None:
 
 
 @pytest.mark.parametrize("hold", [False, True])
-def test_a_client_that_leaves_with_a_second_request_waiting_is_noticed(
-    hold: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_leaving_with_queued_request_is_noticed(hold: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A client that leaves while its second request waits has its first request cancelled."""
+
     async def test(site: Site, _: str, port: int) -> None:
         site.cluster.gap_s, site.cluster.hold = 0.05, hold
         body = body_of(stream=True)
@@ -222,7 +225,9 @@ def test_a_client_that_leaves_with_a_second_request_waiting_is_noticed(
     assert not caplog.records
 
 
-def test_requests_at_once_are_answered_in_order() -> None:
+def test_pipelined_requests_answer_in_order() -> None:
+    """Requests sent at once on one connection are answered in their order."""
+
     async def test(site: Site, _: str, port: int) -> None:
         site.cluster.gap_s = 0.02
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -239,7 +244,9 @@ def test_requests_at_once_are_answered_in_order() -> None:
     on_port(test, client_timeout_s=300.0)
 
 
-def test_more_requests_at_once_than_anybody_asks_end_the_connection() -> None:
+def test_too_many_pipelined_requests_disconnect() -> None:
+    """Too many requests at once end the connection and cancel the running request."""
+
     async def test(site: Site, url: str, port: int) -> None:
         site.cluster.hold = True
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -257,7 +264,7 @@ def test_more_requests_at_once_than_anybody_asks_end_the_connection() -> None:
     on_port(test, client_timeout_s=300.0)
 
 
-def test_a_long_request_that_waits_for_an_answer_does_not_end_it() -> None:
+def test_waiting_long_request_is_harmless() -> None:
     """Of its body no more is read than fits: that it comes no further is not the client's fault."""
 
     async def test(site: Site, _url: str, port: int) -> None:
@@ -275,6 +282,7 @@ def test_a_long_request_that_waits_for_an_answer_does_not_end_it() -> None:
 
 
 def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new connection is closed if all allowed ones have begun a request."""
     monkeypatch.setattr(http_server, "CONNECTIONS_MAX", 20)
 
     async def test(_site: Site, _url: str, port: int) -> None:
@@ -293,7 +301,7 @@ def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     on_port(test, client_timeout_s=300.0)
 
 
-def test_connections_without_a_request_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever opens all of them and says nothing must not keep clients out."""
     monkeypatch.setattr(http_server, "CONNECTIONS_MAX", 20)
 

@@ -22,7 +22,8 @@ from proto.sampling import Sampling
 from tests.gateway.keeper_world import LIMITS, Bench, Words, cancels, failures, submits, texts
 
 
-def test_from_submit_to_end() -> None:
+def test_stream_runs_from_submit_to_end() -> None:
+    """A stream is submitted, accepted, delivered and ended, and leaves nothing behind."""
     bench = Bench()
     assert submits(bench.open()) == [("r", 1, [1, 2, 3], 0, 1, 0)]
     assert bench.do(Accepted("r", 1)) == [Admitted("r")]
@@ -34,14 +35,16 @@ def test_from_submit_to_end() -> None:
     assert not bench.keeper.submissions
 
 
-def test_tokens_overtake_the_acceptance() -> None:
+def test_tokens_may_overtake_acceptance() -> None:
+    """Tokens that come before the acceptance admit the stream."""
     bench = Bench()
     bench.open()
     assert bench.tokens(0, 5)[0] == Admitted("r")
     assert bench.do(Accepted("r", 1)) == []
 
 
-def test_duplicates_are_dropped_and_overlaps_cut() -> None:
+def test_duplicate_tokens_are_dropped() -> None:
+    """Tokens that come twice are delivered once, and overlaps are cut."""
     bench = Bench()
     bench.open()
     assert texts(bench.tokens(0, 5, 6)) == ["5 6 "]
@@ -49,7 +52,8 @@ def test_duplicates_are_dropped_and_overlaps_cut() -> None:
     assert texts(bench.tokens(1, 6, 7)) == ["7 "]
 
 
-def test_a_gap_breaks_the_attempt_and_resumes_from_what_came() -> None:
+def test_gap_in_tokens_resumes_the_stream() -> None:
+    """A gap in the tokens ends the attempt, and the next continues after those that came."""
     bench = Bench()
     bench.open()
     bench.tokens(0, 5, 6)
@@ -60,7 +64,8 @@ def test_a_gap_breaks_the_attempt_and_resumes_from_what_came() -> None:
     assert texts(bench.tokens(2, 7, attempt=2)) == ["7 "]
 
 
-def test_what_overtakes_the_first_token_waits_for_it() -> None:
+def test_tokens_wait_for_the_first_one() -> None:
+    """Tokens that overtake the first token are delivered after it."""
     bench = Bench()
     bench.open(choices=2)
     assert bench.tokens(1, 6) == bench.tokens(2, 7) == bench.tokens(1, 16, choice=1) == []
@@ -70,7 +75,8 @@ def test_what_overtakes_the_first_token_waits_for_it() -> None:
     assert bench.wait() == [], "nothing waits for a first token any more"
 
 
-def test_it_waits_in_a_resumed_attempt_too_and_a_second_gap_breaks_it() -> None:
+def test_second_gap_breaks_resumed_attempt() -> None:
+    """Tokens wait for the first one of a resumed attempt, too, and a second gap ends it."""
     bench = Bench()
     bench.open()
     bench.tokens(0, 5, decoder=0)
@@ -83,7 +89,8 @@ def test_it_waits_in_a_resumed_attempt_too_and_a_second_gap_breaks_it() -> None:
 
 
 @pytest.mark.parametrize("link", [True, False])
-def test_a_first_token_that_does_not_come_breaks_the_attempt_after_a_moment(link: bool) -> None:
+def test_missing_first_token_breaks_attempt(link: bool) -> None:
+    """The attempt is broken if its first token does not come soon after later ones."""
     bench = Bench()
     bench.open()
     bench.do(Accepted("r", 1))
@@ -99,13 +106,15 @@ def test_a_first_token_that_does_not_come_breaks_the_attempt_after_a_moment(link
 
 
 def test_missing_logprobs_break_the_attempt() -> None:
+    """Tokens without the log-probabilities that were asked for end the attempt."""
     bench = Bench()
     sampling = Sampling(max_tokens=5, logprobs=2)
     bench.do(Open(StreamSpec("r", "m", (1,), sampling, 1, lambda: Words(()))))
     assert cancels(bench.tokens(0, 5)) == [("r", 1, CancelReason.ABANDONED)]
 
 
-def test_tokens_that_were_under_way_count_until_the_resume_is_sent() -> None:
+def test_late_tokens_count_until_resume() -> None:
+    """Tokens of an interrupted attempt are delivered until the resume is sent."""
     bench = Bench()
     bench.open()
     bench.tokens(0, 5)
@@ -114,7 +123,8 @@ def test_tokens_that_were_under_way_count_until_the_resume_is_sent() -> None:
     assert submits(bench.wait()) == [("r", 2, [1, 2, 3, 5, 6], 2, 1, 0)]
 
 
-def test_the_end_that_was_under_way_saves_the_resume() -> None:
+def test_late_end_saves_the_resume() -> None:
+    """The end of an interrupted attempt ends the stream if it comes before the resume is sent."""
     bench = Bench()
     bench.open()
     bench.tokens(0, 5)
@@ -125,6 +135,7 @@ def test_the_end_that_was_under_way_saves_the_resume() -> None:
 
 
 def test_resumes_are_bounded_and_spaced() -> None:
+    """Resumes come after growing pauses, and the stream fails after the last allowed one."""
     bench = Bench()
     bench.open()
     pauses = []
@@ -137,7 +148,8 @@ def test_resumes_are_bounded_and_spaced() -> None:
     assert failures(bench.interrupt(attempt=LIMITS.attempts_max)) == [FailKind.INTERRUPTED]
 
 
-def test_attempts_that_bring_tokens_are_no_tries() -> None:
+def test_attempts_with_progress_are_no_tries() -> None:
+    """Attempts that bring enough tokens do not count towards the limit of tries."""
     bench = Bench()
     bench.open(max_tokens=1000)
     enough = LIMITS.progress_tokens
@@ -153,7 +165,8 @@ def test_attempts_that_bring_tokens_are_no_tries() -> None:
     assert failures(bench.interrupt(attempt=4 * LIMITS.attempts_max - 1)) == [FailKind.INTERRUPTED]
 
 
-def test_choices_that_have_begun_resume_one_by_one() -> None:
+def test_begun_choices_resume_one_by_one() -> None:
+    """Choices of a request that has begun resume in submissions of their own."""
     bench = Bench()
     bench.open(choices=3)
     bench.tokens(0, 5, 6, choice=0)
@@ -168,14 +181,16 @@ def test_choices_that_have_begun_resume_one_by_one() -> None:
     assert last[-1] == Ended("r")
 
 
-def test_choices_without_a_token_resume_together() -> None:
+def test_unbegun_choices_resume_together() -> None:
+    """Choices resume in one submission if none has a token yet."""
     bench = Bench()
     bench.open(choices=3)
     bench.interrupt()
     assert submits(bench.wait()) == [("r", 2, [1, 2, 3], 0, 3, 0)]
 
 
-def test_stop_string_ends_the_choice_and_cancels_the_rest() -> None:
+def test_stop_string_ends_and_cancels() -> None:
+    """A stop string ends the choice, and the running attempt is cancelled."""
     bench = Bench()
     bench.open(stops=("6 ",))
     last = bench.tokens(0, 5, 6, 7)
@@ -188,7 +203,8 @@ def test_stop_string_ends_the_choice_and_cancels_the_rest() -> None:
     assert texts(bench.tokens(3, 8)) == []
 
 
-def test_other_choices_go_on_after_a_stop_string() -> None:
+def test_other_choices_outlive_a_stop_string() -> None:
+    """Other choices go on after a stop string, and the cancel is sent when all have ended."""
     bench = Bench()
     bench.open(choices=2, stops=("6 ",))
     assert cancels(bench.tokens(0, 6, choice=0)) == []
@@ -199,13 +215,15 @@ def test_other_choices_go_on_after_a_stop_string() -> None:
     assert last[-1] == Ended("r")
 
 
-def test_no_cancel_where_the_workers_have_ended_by_themselves() -> None:
+def test_ended_work_is_not_cancelled() -> None:
+    """No cancel is sent for a stop string if the workers have ended by themselves."""
     bench = Bench()
     bench.open(stops=("6 ",))
     assert cancels(bench.tokens(0, 5, 6, finish=FinishReason.LENGTH)) == []
 
 
-def test_more_tokens_than_asked_for_are_cut() -> None:
+def test_tokens_beyond_the_limit_are_cut() -> None:
+    """Tokens beyond max_tokens are not delivered, and the attempt is cancelled."""
     bench = Bench()
     bench.open(max_tokens=2)
     last = bench.tokens(0, 5, 6, 7)
@@ -214,7 +232,8 @@ def test_more_tokens_than_asked_for_are_cut() -> None:
 
 
 @pytest.mark.parametrize("reason", [Reject.QUEUE_FULL, Reject.NO_CAPACITY, Reject.TOO_LONG, Reject.SHUTTING_DOWN])
-def test_a_new_request_is_rejected_at_once(reason: Reject) -> None:
+def test_new_request_is_rejected_at_once(reason: Reject) -> None:
+    """The rejection of a new request ends its stream at once."""
     bench = Bench()
     bench.open()
     rejection = Rejected("r", 1, reason, "because", 3.0)
@@ -224,7 +243,8 @@ def test_a_new_request_is_rejected_at_once(reason: Reject) -> None:
     assert ended.failure.reject == rejection
 
 
-def test_a_resume_that_meets_a_full_queue_is_tried_again_for_a_while() -> None:
+def test_resume_retries_on_a_full_queue() -> None:
+    """A resume that meets a full queue is sent again for a bounded time."""
     bench = Bench()
     bench.open()
     bench.interrupt()
@@ -238,7 +258,7 @@ def test_a_resume_that_meets_a_full_queue_is_tried_again_for_a_while() -> None:
 
 
 @pytest.mark.parametrize("accepted", [False, True])
-def test_what_was_accepted_once_is_cancelled_when_its_resume_is_rejected(accepted: bool) -> None:
+def test_rejected_resume_cancels_the_request(accepted: bool) -> None:
     """The coordinator may be another one by now, with an open row of it and nobody else to say how far it got."""
     bench = Bench()
     bench.open()
@@ -252,7 +272,8 @@ def test_what_was_accepted_once_is_cancelled_when_its_resume_is_rejected(accepte
     assert said == ([Cancel("r", 2, CancelReason.ABANDONED, 2)] if accepted else [])
 
 
-def test_late_answers_are_ignored() -> None:
+def test_late_coordinator_answers_are_ignored() -> None:
+    """The coordinator's answers about other attempts or unknown requests change nothing."""
     bench = Bench()
     bench.open()
     bench.tokens(0, 5)
@@ -272,7 +293,8 @@ def drain(bench: Bench, attempt: int) -> list[tuple[str, int, list[int], int, in
     return submits(bench.do(Interrupted("r", attempt, Interrupt.DRAINED, "decode-0 is drained")))
 
 
-def test_what_a_drain_cuts_short_goes_on_at_once_and_costs_no_try() -> None:
+def test_drained_stream_resumes_without_a_try() -> None:
+    """A stream that a drain cuts short resumes at once, and the attempt does not count as a try."""
     bench = Bench()
     bench.open()
     bench.tokens(0, 5)
@@ -287,7 +309,8 @@ def test_what_a_drain_cuts_short_goes_on_at_once_and_costs_no_try() -> None:
     assert failures(failed) == [FailKind.INTERRUPTED]
 
 
-def test_choices_that_a_drain_cuts_short_go_on_one_by_one_at_once() -> None:
+def test_drained_choices_resume_one_by_one() -> None:
+    """Choices that a drain cuts short resume at once in submissions of their own."""
     bench = Bench()
     bench.open(choices=2)
     bench.tokens(0, 5, choice=0)
@@ -295,7 +318,8 @@ def test_choices_that_a_drain_cuts_short_go_on_one_by_one_at_once() -> None:
     assert {submission.uncounted for submission in bench.keeper.submissions.values()} == {1}
 
 
-def test_a_resumed_stream_that_waited_too_long_for_a_place_fails() -> None:
+def test_expired_resume_fails_the_stream() -> None:
+    """A resumed stream fails if the coordinator says that it waited too long in the queue."""
     bench = Bench()
     bench.open()
     bench.tokens(0, 5, 6)

@@ -155,7 +155,8 @@ class World:
 
 @settings(deadline=None, max_examples=300)
 @given(st.integers(1, 3), st.lists(st.tuples(FAULTS, st.integers(0, 50)), max_size=60))
-def test_every_stream_ends_once_with_its_tokens(choices: int, story: list[tuple[str, int]]) -> None:
+def test_every_stream_ends_once_and_whole(choices: int, story: list[tuple[str, int]]) -> None:
+    """Every stream delivers its tokens in order and ends once, whatever faults occur before."""
     world = World(choices)
     world.act("up", 0)
     for what, pick in story:
@@ -188,7 +189,8 @@ def test_every_stream_ends_once_with_its_tokens(choices: int, story: list[tuple[
 
 @settings(deadline=None)
 @given(st.integers(1, 3), st.lists(st.tuples(FAULTS, st.integers(0, 50)), max_size=25))
-def test_a_client_that_leaves_leaves_nothing_behind(choices: int, story: list[tuple[str, int]]) -> None:
+def test_leaving_client_leaves_nothing_behind(choices: int, story: list[tuple[str, int]]) -> None:
+    """A client that leaves after any faults leaves no stream, submission or running work."""
     world = World(choices)
     world.act("up", 0)
     for what, pick in story:

@@ -22,7 +22,8 @@ from proto.messages import Accepted, Cancel, Interrupted, Rejected
 from tests.gateway.keeper_world import LIMITS, Bench, cancels, failures, submits, texts
 
 
-def test_without_link_new_requests_wait_for_a_while() -> None:
+def test_new_requests_wait_for_the_link() -> None:
+    """New requests wait a bounded time for the link and then fail as unreachable."""
     bench = Bench(link=False)
     assert bench.open() == []
     bench.now += 9
@@ -34,12 +35,13 @@ def test_without_link_new_requests_wait_for_a_while() -> None:
 
 
 @pytest.mark.parametrize("link", [True, False])
-def test_only_so_many_streams_are_served(link: bool) -> None:
+def test_number_of_streams_is_bounded(link: bool) -> None:
+    """A stream beyond the limit fails as overloaded, with a link or without."""
     bench = Bench(link=link)
     assert [failures(bench.open(name)) for name in "abcde"] == [[], [], [], [], [FailKind.OVERLOADED]]
 
 
-def test_who_waited_for_the_link_also_waits_for_the_workers() -> None:
+def test_waiting_requests_also_await_workers() -> None:
     """After a restart of the coordinator the workers may come back a moment after the gateway."""
     bench = Bench(link=False)
     bench.open()
@@ -51,7 +53,8 @@ def test_who_waited_for_the_link_also_waits_for_the_workers() -> None:
     assert failures(bench.do(Rejected("r", 1, Reject.NO_CAPACITY, "no worker"))) == [FailKind.REJECTED]
 
 
-def test_an_unanswered_submission_is_sent_again_as_a_new_attempt() -> None:
+def test_unanswered_submission_is_sent_again() -> None:
+    """A submission without an answer is cancelled and sent as a new attempt when the link is back."""
     bench = Bench()
     bench.open()
     assert bench.do(LinkDown()) == []
@@ -60,7 +63,7 @@ def test_an_unanswered_submission_is_sent_again_as_a_new_attempt() -> None:
     assert submits(up) == [("r", 2, [1, 2, 3], 0, 1, 0)]
 
 
-def test_an_unanswered_submission_waits_its_turn_among_those_that_come_back() -> None:
+def test_unanswered_submission_waits_its_turn() -> None:
     """Its first attempt may have been among those that the loss of the link ended."""
     bench = Bench()
     bench.open()
@@ -72,7 +75,8 @@ def test_an_unanswered_submission_waits_its_turn_among_those_that_come_back() ->
     assert failures(bench.do(Rejected("r", 2, Reject.RETRY_BUDGET, "too many", 5.0))) == [FailKind.REJECTED]
 
 
-def test_an_unanswered_submission_still_waits_a_bounded_time_for_the_link() -> None:
+def test_unanswered_submission_wait_is_bounded() -> None:
+    """A submission without an answer fails if the link is not back after a bounded time."""
     bench = Bench()
     bench.open()
     bench.do(LinkDown())
@@ -80,7 +84,8 @@ def test_an_unanswered_submission_still_waits_a_bounded_time_for_the_link() -> N
     assert failures(bench.do(Tick())) == [FailKind.UNREACHABLE]
 
 
-def test_new_requests_wait_a_moment_for_the_workers_of_a_coordinator_just_started() -> None:
+def test_new_coordinator_gets_time_to_settle() -> None:
+    """New requests wait a moment for the workers of a coordinator that has just started."""
     bench = Bench()
     bench.keeper = StreamKeeper(replace(LIMITS, settle_s=3))
     bench.do(LinkUp(7))
@@ -95,7 +100,8 @@ def test_new_requests_wait_a_moment_for_the_workers_of_a_coordinator_just_starte
     assert failures(bench.do(Rejected("late", 1, Reject.NO_CAPACITY, "no worker"))) == [FailKind.REJECTED]
 
 
-def test_a_link_that_comes_back_costs_no_try() -> None:
+def test_returning_link_costs_no_try() -> None:
+    """Attempts that end with the link do not count towards the limit of tries."""
     bench = Bench()
     bench.open()
     for coordinator in range(7, 7 + 4 * LIMITS.attempts_max):
@@ -108,7 +114,8 @@ def test_a_link_that_comes_back_costs_no_try() -> None:
     assert submission.to_submit(bench.now)[0].drained_attempts == submission.attempt - 1
 
 
-def test_a_stream_that_stays_silent_after_its_workers_connection_ended_is_resumed() -> None:
+def test_stream_silent_after_worker_loss_resumes() -> None:
+    """A stream that stays silent after its worker's connection ended is resumed."""
     bench = Bench()
     for name in ("dead", "alive"):
         bench.open(name)
@@ -121,7 +128,8 @@ def test_a_stream_that_stays_silent_after_its_workers_connection_ended_is_resume
     assert submits(bench.wait()) == [("dead", 2, [1, 2, 3, 5], 1, 1, 0)]
 
 
-def test_one_loss_after_the_other_does_not_put_off_a_silent_stream() -> None:
+def test_second_loss_does_not_delay_resume() -> None:
+    """A second lost connection does not put off the resume of a silent stream."""
     bench = Bench()
     bench.open()
     bench.do(Accepted("r", 1))
@@ -133,7 +141,7 @@ def test_one_loss_after_the_other_does_not_put_off_a_silent_stream() -> None:
     assert cancels(bench.do(Tick())) == [("r", 1, CancelReason.ABANDONED)]
 
 
-def test_a_stream_that_may_have_lost_all_its_tokens_asks_what_became_of_it() -> None:
+def test_stream_without_tokens_asks_coordinator() -> None:
     """It may as well be waiting for its turn, and then a new attempt would put it at the end of the queue."""
     bench = Bench()
     bench.open()
@@ -152,7 +160,8 @@ def test_a_stream_that_may_have_lost_all_its_tokens_asks_what_became_of_it() -> 
     assert submits(asked) == [("r", 2, [1, 2, 3, 5], 1, 1, 0)] and not cancels(asked), "nothing speaks against it"
 
 
-def test_streams_go_on_without_link_and_over_a_new_coordinator() -> None:
+def test_streams_survive_a_new_coordinator() -> None:
+    """Running streams go on without the link and under a new coordinator; queued ones are resumed."""
     bench = Bench()
     bench.open("runs")
     bench.tokens(0, 5, name="runs")
@@ -168,7 +177,8 @@ def test_streams_go_on_without_link_and_over_a_new_coordinator() -> None:
         assert texts(bench.tokens(index, 7, name="runs")) == ["7 "] and cancels(bench.do(Tick())) == []
 
 
-def test_a_stream_that_stays_silent_under_a_new_coordinator_is_resumed() -> None:
+def test_silence_under_new_coordinator_resumes() -> None:
+    """A stream that stays silent under a new coordinator is resumed after the stall limit."""
     bench = Bench()
     bench.open()
     bench.tokens(0, 5)
@@ -185,7 +195,7 @@ FIRST = 0
 
 @pytest.mark.parametrize("decoder", [20, FIRST])
 @pytest.mark.parametrize("order", ["worker, coordinator", "coordinator, worker", "worker after the restart"])
-def test_a_stream_lost_with_its_coordinator_goes_on_as_soon_as_there_is_a_new_one(order: str, decoder: int) -> None:
+def test_stream_lost_with_coordinator_resumes(order: str, decoder: int) -> None:
     """Nobody can tell: not the coordinator that knew of it, nor the next, which does not."""
     bench = Bench()
     bench.open()
@@ -203,7 +213,8 @@ def test_a_stream_lost_with_its_coordinator_goes_on_as_soon_as_there_is_a_new_on
     assert submits(bench.wait()) == [("r", 2, [1, 2, 3, 5], 1, 1, 0)]
 
 
-def test_a_stream_whose_own_worker_is_there_is_not_taken_for_lost_with_another() -> None:
+def test_stream_of_live_worker_is_kept() -> None:
+    """A stream is not taken for lost when another worker is, or when its own connects again."""
     bench = Bench()
     bench.open()
     bench.tokens(0, 5)
@@ -219,7 +230,8 @@ def test_a_stream_whose_own_worker_is_there_is_not_taken_for_lost_with_another()
     assert bench.do(Tick()) == []
 
 
-def test_a_coordinator_that_knows_of_a_stream_is_asked_before_it_is_given_up() -> None:
+def test_coordinator_is_asked_before_giving_up() -> None:
+    """A coordinator that knows of a stream is asked about it before the attempt is abandoned."""
     bench = Bench()
     bench.open()
     bench.tokens(0, 5)
@@ -238,7 +250,7 @@ def test_a_coordinator_that_knows_of_a_stream_is_asked_before_it_is_given_up() -
     assert bench.now == cut_at + LIMITS.stall_s
 
 
-def test_a_stream_whose_end_went_out_on_a_lost_connection_is_resumed_once_the_coordinator_has_said_so() -> None:
+def test_end_lost_with_connection_is_resumed() -> None:
     """Its worker was stopped for as long as the gateway waits, and not for as long as the coordinator does: it went on, and
     all that was left of the stream was sent where nobody read any more."""
     bench = Bench()
@@ -252,7 +264,8 @@ def test_a_stream_whose_end_went_out_on_a_lost_connection_is_resumed_once_the_co
     assert bench.now < 100 + LIMITS.gone_s + 1, "not only when it is taken for lost"
 
 
-def test_of_streams_that_are_heard_again_and_of_others_nobody_is_asked() -> None:
+def test_unaffected_streams_are_not_asked_about() -> None:
+    """The coordinator is not asked about streams heard again or served by another worker."""
     bench = Bench()
     for name in ("back", "elsewhere", "waits"):
         bench.open(name)
@@ -265,7 +278,8 @@ def test_of_streams_that_are_heard_again_and_of_others_nobody_is_asked() -> None
     assert submits(bench.do(Tick())) == []
 
 
-def test_the_same_coordinator_has_cancelled_what_it_lost() -> None:
+def test_same_coordinator_resumes_at_once() -> None:
+    """A stream is resumed soon, not after the stall limit, if the same coordinator comes back."""
     bench = Bench()
     bench.open()
     bench.tokens(0, 5)
@@ -275,7 +289,8 @@ def test_the_same_coordinator_has_cancelled_what_it_lost() -> None:
     assert bench.now < 101
 
 
-def test_cancels_are_owed_while_the_link_is_down() -> None:
+def test_cancels_are_sent_when_link_returns() -> None:
+    """A cancel made while the link is down is sent when it is back."""
     bench = Bench()
     bench.open()
     bench.do(Accepted("r", 1))
@@ -284,7 +299,7 @@ def test_cancels_are_owed_while_the_link_is_down() -> None:
     assert cancels(bench.do(LinkUp(8))) == [("r", 1, CancelReason.DISCONNECTED)]
 
 
-def test_last_words_are_said_again_to_a_coordinator_that_may_not_have_written_them_down() -> None:
+def test_last_words_repeated_after_link_loss() -> None:
     """With how far each answer had got: its worker may be lost, too."""
     bench = Bench()
     for name in ("early", "left", "resumed", "whole"):
@@ -312,7 +327,7 @@ def test_last_words_are_said_again_to_a_coordinator_that_may_not_have_written_th
     assert not [c for c in cancels(bench.do(LinkUp(12))) if c[0] != "resumed"], "it has had time to"
 
 
-def test_last_words_are_kept_for_a_while_only() -> None:
+def test_last_words_are_kept_briefly() -> None:
     """A gateway does not grow with the number of its requests; while there is no coordinator, all since are kept."""
     words = LastWords(10)
     for second in range(200):
@@ -328,7 +343,7 @@ def test_last_words_are_kept_for_a_while_only() -> None:
     assert len(words._words) == 10, "and never more than so many"
 
 
-def test_an_attempt_that_was_given_up_is_not_said_again_to_be_over_once_the_next_is_on_its_way() -> None:
+def test_abandoned_attempt_is_not_repeated() -> None:
     """Or the coordinator would take the whole request for over."""
     bench = Bench()
     bench.open()
@@ -339,7 +354,7 @@ def test_an_attempt_that_was_given_up_is_not_said_again_to_be_over_once_the_next
     assert cancels(bench.do(LinkUp(8))) == []
 
 
-def test_a_coordinator_that_takes_a_whole_answer_for_interrupted_is_told() -> None:
+def test_interruption_of_whole_answer_is_denied() -> None:
     """Its worker was lost between its last tokens and its last word."""
     bench = Bench()
     bench.open()
@@ -349,7 +364,8 @@ def test_a_coordinator_that_takes_a_whole_answer_for_interrupted_is_told() -> No
     assert bench.interrupt("nobody's") == []
 
 
-def test_client_gone_cancels_and_is_not_told() -> None:
+def test_leaving_client_cancels_silently() -> None:
+    """A client that leaves has its request cancelled, and nothing more is delivered."""
     bench = Bench()
     bench.open(choices=2)
     bench.tokens(0, 5)
@@ -360,14 +376,16 @@ def test_client_gone_cancels_and_is_not_told() -> None:
     assert texts(bench.tokens(1, 6)) == []
 
 
-def test_nothing_is_cancelled_that_was_never_sent() -> None:
+def test_unsent_request_is_not_cancelled() -> None:
+    """No cancel is sent for a request that was never submitted."""
     bench = Bench(link=False)
     bench.open()
     bench.do(ClientGone("r"))
     assert bench.do(LinkUp(7)) == []
 
 
-def test_idle_streams_fail_before_and_between_tokens() -> None:
+def test_idle_stream_fails_between_tokens() -> None:
+    """A stream fails and is cancelled if no token comes within the idle limit."""
     bench = Bench()
     bench.open()
     bench.now += 100
@@ -380,7 +398,8 @@ def test_idle_streams_fail_before_and_between_tokens() -> None:
     assert cancels(failed) == [("r", 1, CancelReason.ABANDONED)]
 
 
-def test_a_stream_that_falls_silent_is_asked_after_though_no_connection_was_lost() -> None:
+def test_silent_stream_is_asked_about() -> None:
+    """The coordinator is asked about a silent stream although no connection was lost."""
     bench = Bench()
     bench.open()
     assert [s[:2] for s in submits(bench.wait())] == [("r", 1)], (
@@ -395,7 +414,7 @@ def test_a_stream_that_falls_silent_is_asked_after_though_no_connection_was_lost
     assert submits(resumed) == [("r", 2, [1, 2, 3, 5], 1, 1, 0)]
 
 
-def test_a_stream_that_falls_silent_and_whose_coordinator_is_gone_is_resumed() -> None:
+def test_silent_stream_of_restart_resumes() -> None:
     """Its worker has told a coordinator that it failed which does not know whose it is."""
     bench = Bench()
     bench.open()
@@ -407,7 +426,8 @@ def test_a_stream_that_falls_silent_and_whose_coordinator_is_gone_is_resumed() -
     assert submits(bench.wait()) == [("r", 2, [1, 2, 3, 5, 6], 2, 1, 0)]
 
 
-def test_a_gateway_that_is_to_stop_takes_nothing_new_and_lets_run_what_runs() -> None:
+def test_draining_gateway_finishes_its_streams() -> None:
+    """A draining gateway refuses new streams, lets open ones run and ends the rest at shutdown."""
     bench = Bench()
     bench.open("a")
     bench.tokens(0, 5, name="a")
@@ -418,7 +438,8 @@ def test_a_gateway_that_is_to_stop_takes_nothing_new_and_lets_run_what_runs() ->
     assert failures(bench.do(Shutdown())) == [FailKind.SHUTTING_DOWN], "the one that had not ended by itself"
 
 
-def test_timers_of_streams_that_ended_are_forgotten() -> None:
+def test_timers_of_ended_streams_are_forgotten() -> None:
+    """Timers of ended streams do not pile up."""
     bench = Bench()
     for number in range(1000):
         bench.open(f"r{number}")

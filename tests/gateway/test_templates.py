@@ -24,14 +24,16 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
         "{{ raise_exception('not these') }}",
     ],
 )
-def test_a_template_that_reaches_out_or_fails_is_an_error_of_the_template(template: str) -> None:
+def test_bad_template_is_a_template_error(template: str) -> None:
+    """A template that reaches outside or fails raises TemplateError."""
     one = byte_level()
     one._hf.chat_template = template
     with pytest.raises(TemplateError):
         one.apply_template(MESSAGES)
 
 
-def test_what_a_template_makes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template whose output is longer than allowed raises TemplateError."""
     monkeypatch.setattr(tokenizers, "_TEMPLATE_CHARS_MAX", 1_000)
     one = byte_level()
     one._hf.chat_template = "{% for _ in range(500) %}{{ messages[0].content }}{% endfor %}"

@@ -60,7 +60,9 @@ def last_submit(site: Site) -> Submit:
     return site.cluster.submits[-1][0]
 
 
-def test_a_key_is_its_tenants_and_changes_with_the_file() -> None:
+def test_keys_follow_the_tenants_file() -> None:
+    """A key belongs to the tenant that the file names, and is refused once the file drops it."""
+
     async def test(site: Site) -> None:
         for key, tenant in ((KEY, "acme/ann"), (BOBS, "acme/bob"), ("own", "default")):
             assert (await ask(site, key)).status_code == 200
@@ -75,7 +77,9 @@ def test_a_key_is_its_tenants_and_changes_with_the_file() -> None:
     on_site(test, tenants=FILE, api_keys=("own",))
 
 
-def test_a_file_without_keys_lets_everyone_in() -> None:
+def test_file_without_keys_admits_everyone() -> None:
+    """Requests need no key if the tenants file has none."""
+
     async def test(site: Site) -> None:
         await completion(site)
         assert last_submit(site).tenant == "default"
@@ -83,7 +87,8 @@ def test_a_file_without_keys_lets_everyone_in() -> None:
     on_site(test, tenants="[tenants.acme]")
 
 
-def test_a_key_is_never_in_an_answer_or_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_key_is_never_shown(caplog: pytest.LogCaptureFixture) -> None:
+    """A key is neither in the answer nor in the log."""
     secret = "sk-do-not-tell"
 
     async def test(site: Site) -> None:
@@ -109,7 +114,9 @@ def test_a_key_is_never_in_an_answer_or_in_the_log(caplog: pytest.LogCaptureFixt
         ({"service_tier": "flex", "priority": "standard"}, "standard"),
     ],
 )
-def test_bands_that_are_asked_for(fields: dict[str, object], priority_class: str) -> None:
+def test_request_chooses_its_priority_class(fields: dict[str, object], priority_class: str) -> None:
+    """A request's priority or service_tier chooses its priority class."""
+
     async def test(site: Site) -> None:
         assert (await ask(site, **fields)).status_code == 200  # type: ignore[arg-type]
         assert last_submit(site).priority_class == priority_class
@@ -117,7 +124,9 @@ def test_bands_that_are_asked_for(fields: dict[str, object], priority_class: str
     on_site(test, tenants=FILE)
 
 
-def test_a_tier_that_cannot_be_had_is_the_own_band_and_a_priority_is_for_the_coordinator_to_refuse() -> None:
+def test_forbidden_tier_falls_back() -> None:
+    """A service_tier that a tenant may not use is ignored; a priority is refused by the coordinator."""
+
     async def test(site: Site) -> None:
         await ask(site, BOBS, service_tier="priority")
         assert last_submit(site).priority_class == ""
@@ -146,7 +155,9 @@ def test_a_tier_that_cannot_be_had_is_the_own_band_and_a_priority_is_for_the_coo
         ({"deadline_ms": 1e12}, "deadline_ms"),
     ],
 )
-def test_what_is_no_band_or_no_deadline_is_a_400(fields: dict[str, object], param: str) -> None:
+def test_invalid_priority_or_deadline_is_refused(fields: dict[str, object], param: str) -> None:
+    """An invalid priority, tier or deadline is refused with status 400, and nothing is submitted."""
+
     async def test(site: Site) -> None:
         answer = await ask(site, **fields)  # type: ignore[arg-type]
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
@@ -156,7 +167,8 @@ def test_what_is_no_band_or_no_deadline_is_a_400(fields: dict[str, object], para
     on_site(test, tenants=FILE)
 
 
-def test_a_deadline_runs_from_the_first_submission_to_the_first_token() -> None:
+def test_deadline_runs_to_the_first_token() -> None:
+    """A deadline runs from the first submission to the first token."""
     bench = Bench()
     spec = StreamSpec("r", "m", (1, 2), Sampling(max_tokens=9), 1, lambda: Words(()), deadline_ms=5_000.0)
 
@@ -176,7 +188,9 @@ def test_a_deadline_runs_from_the_first_submission_to_the_first_token() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_rates_are_on_every_answer(stream: bool) -> None:
+def test_answers_have_rate_headers(stream: bool) -> None:
+    """Answers and refusals have the rate headers of the tenant, streamed or not."""
+
     async def test(site: Site) -> None:
         site.cluster.rates = RATES
         answer = await post(site, "/v1/completions", prompt="Hi", max_tokens=4, stream=stream)
@@ -191,7 +205,9 @@ def test_rates_are_on_every_answer(stream: bool) -> None:
     on_site(test)
 
 
-def test_a_tenant_without_rates_gets_no_rate_headers() -> None:
+def test_no_rates_means_no_rate_headers() -> None:
+    """An answer has no rate headers if its tenant has no rates."""
+
     async def test(site: Site) -> None:
         site.cluster.rates = RateState(0, 0, 0.0, 0, 0, 0.0)
         answer = await post(site, "/v1/completions", prompt="Hi", max_tokens=4)
@@ -209,7 +225,9 @@ def test_a_tenant_without_rates_gets_no_rate_headers() -> None:
         (Reject.QUEUE_FULL, "queue_full"),
     ],
 )
-def test_a_429_that_names_no_time_says_not_to_come_back(reason: Reject, code: str) -> None:
+def test_429_without_time_forbids_retry(reason: Reject, code: str) -> None:
+    """A 429 without a time has x-should-retry false and no Retry-After header."""
+
     async def test(site: Site) -> None:
         site.cluster.reject = lambda s: Rejected(s.request_id, 1, reason, "no", 0.0)
         answer = await post(site, "/v1/completions", prompt="Hi")
@@ -219,7 +237,8 @@ def test_a_429_that_names_no_time_says_not_to_come_back(reason: Reject, code: st
     on_site(test)
 
 
-def test_a_request_shed_from_the_queue_fails_and_a_stream_shed_on_its_resume_tries_again() -> None:
+def test_shed_request_fails_but_resume_retries() -> None:
+    """A new request shed from the queue fails; a resumed stream that is shed tries again."""
     bench = Bench()
     bench.open("new")
     bench.do(Accepted("new", 1))
@@ -253,10 +272,11 @@ def test_a_request_shed_from_the_queue_fails_and_a_stream_shed_on_its_resume_tri
     ],
 )
 def test_durations_are_written_as_openai_does(seconds: float, text: str) -> None:
+    """Durations are written in OpenAI's format."""
     assert duration_text(seconds) == text
 
 
-def test_the_official_client_obeys_should_retry() -> None:
+def test_openai_client_obeys_should_retry() -> None:
     """Against a real server: one try where retrying is pointless, another where it is not."""
     import openai
 
@@ -289,7 +309,8 @@ def test_the_official_client_obeys_should_retry() -> None:
     asyncio.run(body())
 
 
-def test_a_file_without_keys_does_not_open_the_door():
+def test_removing_all_keys_stays_closed():
+    """A gateway that had keys goes on to need one if a new tenants file has none."""
     ring = KeyRing(parse(FILE))
     ring.replace(parse(""))
     assert ring.needed and ring.tenant_of(KEY.encode()) is None
@@ -311,7 +332,8 @@ def test_a_file_without_keys_does_not_open_the_door():
         (("0.0.0.0", 8000), "", ["own"], False),
     ],
 )
-def test_a_port_that_is_open_to_everyone_is_said(bound: tuple, file: str, api_keys: list[str], warned: bool):  # type: ignore[type-arg]
+def test_open_keyless_port_is_warned_about(bound: tuple, file: str, api_keys: list[str], warned: bool):  # type: ignore[type-arg]
+    """A warning about missing API keys is logged if the port is open to everyone."""
     said = []
     logger = SimpleNamespace(info=lambda *_, **__: None, warning=lambda text, **_: said.append(text))
     site = make_site()
@@ -319,7 +341,7 @@ def test_a_port_that_is_open_to_everyone_is_said(bound: tuple, file: str, api_ke
     assert len(said) == warned and all("no API keys" in text for text in said)
 
 
-def test_no_key_and_no_hash_of_one_is_ever_compared_as_it_is():
+def test_keys_are_never_compared_directly():
     """Two rings of the same keys look them up by different bytes, none of them the hash that the file has."""
     rings = [KeyRing(parse(FILE), ["own"]) for _ in range(2)]
     assert all(ring.tenant_of(b"own") == "default" and ring.tenant_of(KEY.encode()) == "acme/ann" for ring in rings)

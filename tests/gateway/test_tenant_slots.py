@@ -67,7 +67,9 @@ async def slow_crowd(site: Site, key: str, client: str = "10.0.0.1"):
 BODY = json.dumps({"model": MODEL, "prompt": "Hi", "max_tokens": 200}).encode()
 
 
-def test_slow_bodies_of_one_tenant_leave_slots_for_the_others() -> None:
+def test_slow_bodies_leave_slots_for_tenants() -> None:
+    """Slow bodies of one tenant leave slots for other tenants."""
+
     async def test(site: Site) -> None:
         async with slow_crowd(site, KEY) as crowd:
             status, answer = await ask(site, OTHER, BODY)
@@ -80,7 +82,9 @@ def test_slow_bodies_of_one_tenant_leave_slots_for_the_others() -> None:
     on_site(test, tenants=FILE, api_keys=(OTHER,), client_timeout_s=600.0)
 
 
-def test_without_keys_slow_bodies_of_one_address_leave_slots_for_the_others() -> None:
+def test_slow_bodies_leave_slots_for_addresses() -> None:
+    """Slow bodies of one address leave slots for other addresses if there are no keys."""
+
     async def test(site: Site) -> None:
         async with slow_crowd(site, "", "10.0.0.1"):
             assert (await ask(site, "", BODY, "10.0.0.2"))[0] == 200
@@ -89,7 +93,9 @@ def test_without_keys_slow_bodies_of_one_address_leave_slots_for_the_others() ->
     on_site(test, client_timeout_s=600.0)
 
 
-def test_a_request_counts_with_all_its_prompts() -> None:
+def test_every_prompt_takes_a_slot() -> None:
+    """A request counts with all its prompts towards its tenant's slots."""
+
     async def test(site: Site) -> None:
         site.cluster.hold = True
         many = json.dumps({"model": MODEL, "prompt": ["a"] * 64}).encode()
@@ -105,7 +111,9 @@ def test_a_request_counts_with_all_its_prompts() -> None:
     on_site(test, tenants=FILE, api_keys=(OTHER,))
 
 
-def test_bodies_of_one_tenant_leave_memory_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bodies_leave_memory_for_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unfinished bodies of one tenant leave memory for other tenants."""
+
     async def test(site: Site) -> None:
         site.gateway.intake._bytes.capacity = 3 * len(BODY)
         held = asyncio.Event()
@@ -148,5 +156,6 @@ def test_bodies_of_one_tenant_leave_memory_for_the_others(monkeypatch: pytest.Mo
         ("", "fe80::1%eth0", "fe80::2%eth0", True),
     ],
 )
-def test_who_a_request_counts_for(tenant: str, one: str, other: str, same: bool) -> None:
+def test_request_counts_for_tenant_or_address(tenant: str, one: str, other: str, same: bool) -> None:
+    """A request counts for its tenant, or without one for its IPv4 address or IPv6 network."""
     assert (owner_of(tenant, one) == owner_of(tenant, other)) is same

@@ -34,7 +34,8 @@ def parts_of(tokenizer: ModelTokenizer, ids: list[int]) -> tuple[list[str], list
 @given(st.sampled_from(sorted(KINDS)), texts)
 @example("bpe_with_byte_fallback", "  a")
 @example("unigram_with_metaspace", " \n 🌍  a ")
-def test_tokens_of_a_text_add_up_to_it(kind: str, text: str) -> None:
+def test_token_texts_add_up(kind: str, text: str) -> None:
+    """Texts and bytes of a text's tokens add up to the text."""
     tokenizer = KINDS[kind]
     ids = tokenizer.encode(text, add_special_tokens=False)
     whole = tokenizer.decode(ids)
@@ -46,7 +47,7 @@ def test_tokens_of_a_text_add_up_to_it(kind: str, text: str) -> None:
 
 @settings(deadline=None)
 @given(st.sampled_from(sorted(KINDS)), st.data())
-def test_any_tokens_add_up_to_the_text_that_is_answered(kind: str, data: st.DataObject) -> None:
+def test_arbitrary_token_texts_add_up(kind: str, data: st.DataObject) -> None:
     """A model may say any token after any other, special ones and broken characters included."""
     tokenizer = KINDS[kind]
     size = 262 if kind == "byte_level" else tokenizer.facts.vocab_size
@@ -73,7 +74,9 @@ def bytes_of(entries: list[Any]) -> bytes:
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"word_piece"}))
 @pytest.mark.parametrize("text", ["Hello world!", "a 日本\n🌍 b", " two  spaces "])
-def test_answers_with_log_probabilities(kind: str, text: str) -> None:
+def test_logprob_tokens_add_up(kind: str, text: str) -> None:
+    """The tokens and offsets of an answer with log-probabilities fit its text."""
+
     async def test(site: Site) -> None:
         use(site, kind, text)
         site.cluster.batch = 1
@@ -95,7 +98,9 @@ def test_answers_with_log_probabilities(kind: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SENTENCEPIECE)
-def test_the_first_space_belongs_to_no_token_and_the_others_do(kind: str) -> None:
+def test_only_the_first_space_is_dropped(kind: str) -> None:
+    """The first space belongs to no token, and later spaces belong to their tokens."""
+
     async def test(site: Site) -> None:
         use(site, kind, "Hello world!")
         (choice,) = (await completion(site, prompt=[5], logprobs=0))["choices"]
@@ -107,6 +112,7 @@ def test_the_first_space_belongs_to_no_token_and_the_others_do(kind: str) -> Non
 
 @pytest.mark.parametrize("kind", SENTENCEPIECE)
 def test_byte_tokens_give_their_bytes(kind: str) -> None:
+    """Each byte token gives its byte, and the last one of a character the text."""
     text = "a\n日"
     tokenizer = KINDS[kind]
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -123,7 +129,9 @@ def test_byte_tokens_give_their_bytes(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SENTENCEPIECE)
-def test_chat_answers_have_the_bytes_of_their_text(kind: str) -> None:
+def test_chat_token_bytes_add_up(kind: str) -> None:
+    """Tokens and bytes of a chat's log-probabilities add up to its text."""
+
     async def test(site: Site) -> None:
         use(site, kind, "Hello 日本 world!")
         (choice,) = (await chat(site, logprobs=True, top_logprobs=2))["choices"]
@@ -134,7 +142,9 @@ def test_chat_answers_have_the_bytes_of_their_text(kind: str) -> None:
     on_site(test)
 
 
-def test_a_stop_token_that_is_text_adds_none() -> None:
+def test_text_stop_token_adds_no_text() -> None:
+    """A stop token that is text adds none to the answer or to the texts of its tokens."""
+
     async def test(site: Site) -> None:
         ids = use(site, "byte_level", "Paris.", end=False)
         (choice,) = (await completion(site, stop_token_ids=[ids[-1]], logprobs=0))["choices"]

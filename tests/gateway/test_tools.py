@@ -48,7 +48,8 @@ def pieces(text: str, source: random.Random) -> list[str]:
     ],
     ids=["one", "list", "llama", "args", "name last", "as a string", "other keys"],
 )
-def test_calls_are_read_in_whatever_pieces(text: str, calls: list[Any]) -> None:
+def test_calls_are_read_in_any_pieces(text: str, calls: list[Any]) -> None:
+    """Names and arguments of calls are read from pieces of any size."""
     source = random.Random(1)
     for _ in range(100):
         reader, found = CallReader(), list[list[str]]()
@@ -97,7 +98,10 @@ LLAMA_BODY = BODY.replace('"arguments"', '"parameters"')
         (MISTRAL_ARGS, f"Hm. [TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}", "Hm.", "", 2),
     ],
 )  # fmt: skip
-def test_answers_are_taken_apart(call_format: CallFormat, text: str, content: str, reasoning: str, calls: int) -> None:
+def test_answers_are_split_into_parts(
+    call_format: CallFormat, text: str, content: str, reasoning: str, calls: int
+) -> None:
+    """An answer is split into content, reasoning and calls in each call format."""
     source = random.Random(2)
     for _ in range(60):
         got = read(Reading(regions_of(call_format, thinks=True), frozenset()), text, source)
@@ -107,7 +111,8 @@ def test_answers_are_taken_apart(call_format: CallFormat, text: str, content: st
         ] * calls
 
 
-def test_a_thought_that_the_prompt_has_begun() -> None:
+def test_thought_begun_in_prompt_is_read() -> None:
+    """A thought that the prompt has begun is read as reasoning, and its tokens are counted."""
     reading = Reading(
         regions_of(None, thinks=True, begun=True), frozenset(), thought_ends=frozenset({9}), thought_begun=True
     )
@@ -118,7 +123,8 @@ def test_a_thought_that_the_prompt_has_begun() -> None:
     assert reader.reasoning_tokens == 4
 
 
-def test_a_model_with_a_response_template_of_its_own_is_read_with_it() -> None:
+def test_own_response_template_is_used() -> None:
+    """A model's own response template is used to read its answers."""
     template = {
         "start_anchor": "<|assistant|>",
         "fields": {
@@ -139,7 +145,8 @@ def test_a_model_with_a_response_template_of_its_own_is_read_with_it() -> None:
 
 
 @pytest.mark.parametrize("arguments", ["{bad", "[" * 5_000], ids=["no JSON", "too deep"])
-def test_a_call_that_the_models_own_template_cannot_read_is_content(arguments: str) -> None:
+def test_unreadable_call_is_content(arguments: str) -> None:
+    """A call that the model's own response template cannot read is content."""
     calls = {"open": "CALL ", "close": ";", "repeats": True, "content": "json"}
     template = {"start_anchor": "<|a|>", "fields": {"content": {"optional": False}, "tool_calls": calls}}
     reading = Reading(Regions(()), frozenset(), own=template, prefix="<|a|>")
@@ -163,7 +170,8 @@ def test_a_call_that_the_models_own_template_cannot_read_is_content(arguments: s
         ("{{ tools }} [TOOL_CALLS] x [ARGS]", MISTRAL_ARGS),
     ],
 )
-def test_a_form_is_told_by_the_template(template: str, found: CallFormat | None) -> None:
+def test_template_tells_the_call_format(template: str, found: CallFormat | None) -> None:
+    """The call format of a model is recognised from its chat template."""
     assert format_of(template) is found
 
 
@@ -188,7 +196,8 @@ THINKS = (
 )
 
 
-def test_tools_go_to_a_template_that_takes_them_and_into_the_text_of_one_that_does_not() -> None:
+def test_tools_go_to_template_or_text() -> None:
+    """Tools go to a template that takes them, and otherwise into the system message."""
     assert made([TOOL], KNOWS_TOOLS).described_tools[0]["function"]["name"] == "get_weather"
     chat = made([TOOL])
     assert not chat.described_tools
@@ -196,7 +205,8 @@ def test_tools_go_to_a_template_that_takes_them_and_into_the_text_of_one_that_do
     assert made([TOOL], tool_choice="none").messages == [{"role": "user", "content": "x"}]
 
 
-def test_calls_and_results_of_a_conversation() -> None:
+def test_earlier_calls_and_results_are_shown() -> None:
+    """Earlier calls and results go to a template that takes tools, and otherwise become text."""
     call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}
     messages = [
         {"role": "user", "content": "x"},
@@ -212,7 +222,8 @@ def test_calls_and_results_of_a_conversation() -> None:
     assert "rain" in told[3]["content"]
 
 
-def test_options_of_the_template() -> None:
+def test_template_options_are_checked() -> None:
+    """Options that a template takes are passed to it, and unknown ones are refused."""
     facts = TemplateFacts("", frozenset({"messages", "enable_thinking"}))
     assert template_options(facts, {"enable_thinking": False}, None) == {"enable_thinking": False}
     assert template_options(facts, None, "none") == {"enable_thinking": False}
@@ -267,14 +278,16 @@ def wrapped(*calls: str) -> str:
     ],
     ids=["auto", "required", "one", "at most one", "named", "allowed", "or a form"],
 )  # fmt: skip
-def test_the_grammar_of_calls(body: dict[str, Any], right: list[str], wrong: list[str]) -> None:
+def test_call_grammar_accepts_right_calls_only(body: dict[str, Any], right: list[str], wrong: list[str]) -> None:
+    """The grammar of a tool choice accepts right answers and refuses wrong ones."""
     grammar = made([TOOL, OTHER], **body).form("x", tokenizer()).grammar
     assert [text for text in right if not accepts(grammar, text)] == []
     assert [text for text in wrong if accepts(grammar, text)] == []
 
 
 @pytest.mark.parametrize("call_format", [LLAMA, MISTRAL, MISTRAL_ARGS], ids=lambda one: one.name)
-def test_other_forms_of_calls(call_format: CallFormat) -> None:
+def test_other_call_formats_have_grammars(call_format: CallFormat) -> None:
+    """The grammars of the other call formats accept right calls and refuse wrong ones."""
     marks = {LLAMA: "<|python_tag|>", MISTRAL: "[TOOL_CALLS]", MISTRAL_ARGS: "[TOOL_CALLS][ARGS]"}
     template = "{{ tools }}" + marks[call_format]
     call = {
@@ -288,7 +301,8 @@ def test_other_forms_of_calls(call_format: CallFormat) -> None:
     assert not accepts(required, "Hello.") and not accepts(required, call.replace('"Oslo"', "5"))
 
 
-def test_a_thought_may_come_before_a_form() -> None:
+def test_thought_may_precede_a_form() -> None:
+    """A thought may come before the answer's form if the prompt leaves it open."""
     chat = made(None, THINKS + "</think>", response_format={"type": "json_object"})
     free, begun = chat.form("x", tokenizer()), chat.form("x<think>\n", tokenizer())
     none = chat.form("x<think></think>\n\n", tokenizer())

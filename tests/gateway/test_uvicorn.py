@@ -40,7 +40,8 @@ async def _app(_scope: object, _receive: object, _send: object) -> None:
     return
 
 
-def test_the_methods_that_are_overridden_are_there_with_their_parameters() -> None:
+def test_overridden_uvicorn_methods_exist() -> None:
+    """The methods of uvicorn that are overridden exist with the expected parameters."""
     for name, parameters in OVERRIDDEN.items():
         for cls in (HttpToolsProtocol, _Connection):
             found = list(inspect.signature(getattr(cls, name)).parameters)[1:]
@@ -54,7 +55,9 @@ def test_the_methods_that_are_overridden_are_there_with_their_parameters() -> No
     assert hasattr(uvicorn.Server.capture_signals, "__wrapped__"), "a context manager"
 
 
-def test_the_attributes_that_are_read_are_there() -> None:
+def test_used_uvicorn_attributes_exist() -> None:
+    """The attributes of uvicorn that the gateway reads exist."""
+
     async def body() -> None:
         server = make_server(_app, 5.0, 1)
         server.config.load()
@@ -102,7 +105,8 @@ def test_the_attributes_that_are_read_are_there() -> None:
     asyncio.run(body())
 
 
-def test_the_range_in_pyproject_ends_after_the_version_that_was_tested() -> None:
+def test_uvicorn_range_ends_after_tested_version() -> None:
+    """The range of uvicorn in pyproject.toml ends right after the pinned minor version."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirements = [Requirement(text) for text in project["dependencies"]]
     (found,) = [one for one in requirements if one.name == "uvicorn"]

@@ -12,7 +12,8 @@ from tests.gateway.http_words import completion, on_site
 from tests.helpers import until
 
 
-def test_only_who_was_there_before_returns() -> None:
+def test_only_lost_worker_counts_as_returning() -> None:
+    """A worker returns only if its connection was lost, and once for each loss."""
     links = WorkerLinks()
     assert not links.returns(20)
     links.down(20)
@@ -21,7 +22,8 @@ def test_only_who_was_there_before_returns() -> None:
     assert not links.returns(20), "it has not been gone since"
 
 
-def test_the_latest_losses_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latest_worker_losses_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest lost workers are remembered, and the oldest are forgotten."""
     monkeypatch.setattr(worker_links, "_REMEMBERED_MAX", 2)
     links = WorkerLinks()
     for incarnation in (1, 2, 1, 3):
@@ -29,7 +31,7 @@ def test_the_latest_losses_are_remembered(monkeypatch: pytest.MonkeyPatch) -> No
     assert [links.returns(incarnation) for incarnation in (1, 2, 3)] == [True, False, True]
 
 
-def test_a_stream_that_began_while_its_worker_was_gone_is_asked_after_when_the_worker_returns() -> None:
+def test_returning_worker_prompts_a_question() -> None:
     """What was sent on the old connection is lost. Without the return nobody would ask."""
 
     async def test(site: Site) -> None:

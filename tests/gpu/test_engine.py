@@ -14,7 +14,8 @@ COUNT = 16
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "mixtral"])
-def test_greedy_tokens_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
+def test_greedy_tokens_match_transformers(kind: str, tmp_path: Path) -> None:
+    """Greedy tokens on a GPU equal those of transformers, with and without the pipeline."""
     path = tiny_models.make(kind, tmp_path)
     prompts = prompts_of((1, 16, 40, 70), seed=7)
     expected = support.plain_greedy(path, prompts, COUNT)
@@ -25,7 +26,8 @@ def test_greedy_tokens_equal_those_of_transformers(kind: str, tmp_path: Path) ->
         assert pipelined(engine, prompts, [GREEDY] * 4, COUNT, join_every=3) == expected
 
 
-def test_sampled_tokens_equal_those_of_the_host(tmp_path: Path) -> None:
+def test_sampled_tokens_match_the_host(tmp_path: Path) -> None:
+    """Tokens that the pipeline samples on a GPU equal those of the host's sampler."""
     engine = load_engine(str(tiny_models.make("llama", tmp_path, spread=0.1)), device="cuda", dtype="float32",
                          kv_bytes=support.KV_BYTES)  # fmt: skip
     prompts = prompts_of((5, 9, 20, 3, 17, 8), seed=1)
@@ -35,12 +37,14 @@ def test_sampled_tokens_equal_those_of_the_host(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", list(tiny_models.KINDS))
-def test_half_precision_passes_the_check_after_load(kind: str, dtype: str, tmp_path: Path) -> None:
+def test_half_precision_passes_load_check(kind: str, dtype: str, tmp_path: Path) -> None:
+    """Models in half precision pass the check after load on a GPU."""
     path = tiny_models.make(kind, tmp_path, spread=0.05)
     engine = load_engine(str(path), device="cuda", dtype=dtype, kv_bytes=support.KV_BYTES)
     assert engine.backend.startswith("gpu") == (kind in RECOGNISED), engine.backend
 
 
-def test_the_pool_takes_what_the_share_leaves(tmp_path: Path) -> None:
+def test_pool_fills_the_memory_share(tmp_path: Path) -> None:
+    """The pool takes what the memory share leaves if no size is given."""
     engine = load_engine(str(tiny_models.make("llama", tmp_path)), device="cuda", kv_bytes=None)
     assert engine.pool.numel() * engine.pool.element_size() > 1 << 30

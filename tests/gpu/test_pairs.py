@@ -16,22 +16,24 @@ from tests.kvtransfer.test_two_processes import (
     WAIT_S,
     NearReceiver,
     far_process,
-    test_a_far_end_that_is_asked_to_leave_leaves_cleanly,
-    test_a_killed_receiver_is_reported_and_the_next_one_is_served,
-    test_a_killed_sender_costs_its_open_sessions_and_a_new_one_is_served,
+    test_far_end_leaves_cleanly,
+    test_killed_receiver_is_reported,
+    test_killed_sender_costs_open_sessions,
 )
 
 __all__ = [
-    "test_a_far_end_that_is_asked_to_leave_leaves_cleanly",
-    "test_a_killed_receiver_is_reported_and_the_next_one_is_served",
-    "test_a_killed_sender_costs_its_open_sessions_and_a_new_one_is_served",
+    "test_far_end_leaves_cleanly",
+    "test_killed_receiver_is_reported",
+    "test_killed_sender_costs_open_sessions",
 ]
 pytestmark = pytest.mark.usefixtures("transport")
 SURVIVOR_S = 3.0
 
 
 @pytest.mark.parametrize("segment", [0, 2])
-def test_a_sender_killed_amid_a_segment_releases_the_receiver_within_three_seconds(segment):
+def test_killed_sender_releases_receiver(segment):
+    """A sender killed amid a segment releases the receiver within three seconds."""
+
     async def main() -> None:
         near = NearReceiver()
         amid = asyncio.Event()
@@ -58,7 +60,8 @@ def test_a_sender_killed_amid_a_segment_releases_the_receiver_within_three_secon
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, LAYOUT], ids=lambda layout: f"{layout.dtype}-{layout.block_bytes}")
-def test_copies_and_checksums_are_those_of_the_cpu(layout):
+def test_gpu_copies_match_cpu_copies(layout):
+    """Copies and digests made on a GPU equal those made on the CPU."""
     source, target = filled_pool(layout, 24, 1), filled_pool(layout, 24, 2)
     there = [pool.to("cuda") for pool in (source, target)]
     from_, to = [3, 4, 5, 11, 0, 23], [7, 8, 9, 2, 20, 1]
@@ -70,12 +73,13 @@ def test_copies_and_checksums_are_those_of_the_cpu(layout):
     assert same_bytes(there[1], target)
 
 
-def test_a_checksum_is_the_same_on_both_devices():
+def test_cpu_and_gpu_checksums_are_equal():
     words = torch.randint(-(2**63), 2**63 - 1, (513, 4099), dtype=torch.int64)
     assert checksum([sub_block_sums(words)]) == checksum([sub_block_sums(words.cuda())])
 
 
-def test_a_pool_on_the_gpu_goes_by_way_of_the_host_too():
+def test_gpu_pool_crosses_through_host():
+    """KV packed from a pool on a GPU into host memory spreads unchanged into another GPU pool."""
     pool, target = filled_pool(LAYOUT, BLOCKS, 1), filled_pool(LAYOUT, BLOCKS, 2).cuda()
     rows, other = PoolRows(pool.cuda(), LAYOUT), PoolRows(target, LAYOUT)
     for from_, to in (([5, 9, 2], [1, 4, 0]), ([7, 8], [30, 31])):

@@ -33,9 +33,10 @@ def two_pools(draw: st.DrawFn) -> tuple[KvLayout, KvLayout]:
 
 @settings(deadline=None)
 @given(two_pools(), st.integers(1, 12), st.integers(0, 1 << 20), st.booleans())
-def test_packed_cells_of_one_pool_are_those_of_the_other(
+def test_block_sizes_keep_token_places(
     layouts: tuple[KvLayout, KvLayout], sub_blocks: int, seed: int, contiguous: bool
 ) -> None:
+    """KV packed from one pool and spread into a pool of other block sizes puts each token's bytes in place."""
     rng = random.Random(seed)
     sub_block = min(layout.block_size for layout in layouts)
     pools = [filled_pool(layout, 16, seed + at) for at, layout in enumerate(layouts)]
@@ -62,7 +63,7 @@ def test_packed_cells_of_one_pool_are_those_of_the_other(
 
 @pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize(("ours", "theirs"), [(2, 4), (4, 2), (2, 8), (6, 2), (4, 4)])
-def test_pairs_of_different_block_sizes(ours: int, theirs: int) -> None:
+def test_pairs_may_differ_in_block_size(ours: int, theirs: int) -> None:
     """Prompts that end anywhere, decode sides that have the beginning, several at once."""
     sender, receiver = LAYOUT.in_blocks_of(ours), LAYOUT.in_blocks_of(theirs)
     segment_bytes = 3 * LAYOUT.in_blocks_of(min(ours, theirs)).block_bytes
@@ -104,7 +105,9 @@ def test_pairs_of_different_block_sizes(ours: int, theirs: int) -> None:
     with_ends(test, layout=sender, receiver_layout=receiver, settings=small)
 
 
-def test_a_failed_transfer_gives_the_blocks_back_as_they_were_given():
+def test_failed_transfer_returns_its_blocks():
+    """A failed transfer reports the accepted blocks by their own ids, also between different block sizes."""
+
     async def test(ends: Ends) -> None:
         ends.accept = lambda incarnation, offer: OfferAccepted((9, 4, 7))
         ends.sender.open("r", 1, 2, 5, 2)
@@ -116,7 +119,9 @@ def test_a_failed_transfer_gives_the_blocks_back_as_they_were_given():
     with_ends(test, layout=LAYOUT, receiver_layout=LAYOUT.in_blocks_of(4))
 
 
-def test_sizes_that_do_not_divide_are_refused_with_both_values():
+def test_indivisible_block_sizes_are_refused():
+    """The reason for refusing block sizes that do not divide names both sizes."""
+
     async def test(ends: Ends) -> None:
         ends.receiver.handle(1, PairOpen(9, ("gloo",), 4, "here"), b"")
         ends.sender.open("r", 1, 2, 3, 4)

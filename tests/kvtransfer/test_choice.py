@@ -8,7 +8,8 @@ from kvtransfer.transport_choice import PEERS_MAX, TransportChoice
 THREE = ("shm", "nccl", "gloo")
 
 
-def test_left_out_for_a_growing_time_and_then_tried_again() -> None:
+def test_broken_transport_is_retried_later() -> None:
+    """A broken transport is left out for a growing, bounded time, and then proposed again."""
     choice = TransportChoice(("shm", "gloo"), 1_000, 3_000)
     now = 0.0
     for period_s in (1.0, 2.0, 3.0, 3.0):
@@ -29,7 +30,8 @@ def test_left_out_for_a_growing_time_and_then_tried_again() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(THREE), st.integers(0, 3), st.floats(0, 10), st.booleans())))
-def test_there_is_always_a_proposal_in_order(history: list[tuple[str, int, float, bool]]) -> None:
+def test_proposal_is_never_empty(history: list[tuple[str, int, float, bool]]) -> None:
+    """The proposal is never empty, keeps the order of preference, and is complete after the longest exclusion."""
     choice, now = TransportChoice(THREE, 500, 4_000), 0.0
     for transport, peer, later_s, good in history:
         now += later_s
@@ -39,7 +41,8 @@ def test_there_is_always_a_proposal_in_order(history: list[tuple[str, int, float
         assert choice.proposal(peer, now + 4.0) == THREE, "nothing is left out for longer than the bound"
 
 
-def test_peers_are_forgotten_in_the_end() -> None:
+def test_peer_records_are_bounded() -> None:
+    """The oldest record is dropped once more than the maximum number of peers have one."""
     choice = TransportChoice(THREE, 500, 4_000)
     for peer in range(PEERS_MAX + 10):
         choice.broke(peer, "shm", "x", 0.0)

@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2]
     st.integers(0, 1 << 20),
     st.booleans(),
 )
-def test_copies_and_their_digests(block_bytes: int, count: int, seed: int, contiguous: bool) -> None:
+def test_copied_blocks_match_their_digest(block_bytes: int, count: int, seed: int, contiguous: bool) -> None:
+    """A copy writes the chosen blocks only, and returns the digest that the target pool has."""
     layout = KvLayout(layers=1, kv_heads=1, head_dim=block_bytes // 8, block_size=1, dtype="float32")
     source, target = filled_pool(layout, 16, seed), filled_pool(layout, 16, seed + 1)
     before = target.clone()
@@ -38,7 +39,8 @@ def test_copies_and_their_digests(block_bytes: int, count: int, seed: int, conti
     assert same_bytes(target[rest], before[rest])
 
 
-def test_a_copy_that_is_not_wanted_any_more_stops_at_the_next_piece():
+def test_unwanted_copy_stops_at_next_piece():
+    """A copy that is no longer wanted stops at the next piece and returns no digest."""
     layout = KvLayout(layers=1, kv_heads=1, head_dim=PIECE_BYTES // 8, block_size=1, dtype="float32")
     source, target = filled_pool(layout, 4, 1), filled_pool(layout, 4, 2)
     before = target.clone()
@@ -73,7 +75,8 @@ print("guarded")
 """
 
 
-def test_no_block_outside_a_pool_is_copied_also_where_assertions_are_off():
+def test_copy_outside_pool_is_refused():
+    """Block ids outside a pool are refused in copies, also when Python runs with assertions off."""
     child = subprocess.run(
         [sys.executable, "-O", "-c", GUARDED], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False
     )

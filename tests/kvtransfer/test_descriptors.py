@@ -17,7 +17,7 @@ CHILD_S = 90.0
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo", "tcp"])
-def test_a_pair_without_a_descriptor_or_thread_is_refused_and_the_next_one_works(transport, monkeypatch):
+def test_pair_without_resources_is_refused(transport, monkeypatch):
     """On either end: the session fails, is counted, and the transport is not blamed."""
 
     def no_thread(thread: threading.Thread) -> None:
@@ -44,7 +44,8 @@ def test_a_pair_without_a_descriptor_or_thread_is_refused_and_the_next_one_works
     with_ends(test, settings=replace(SMALL, transports=(transport,)))
 
 
-def test_a_sender_without_a_thread_tells_the_receiver(monkeypatch):
+def test_threadless_sender_tells_receiver(monkeypatch):
+    """A sender that cannot start its pair's thread closes the pair, and the receiver's session fails."""
     start = threading.Thread.start
 
     def senders_fails(thread: threading.Thread) -> None:
@@ -135,7 +136,7 @@ sys.exit(run_process(main))
 """
 
 
-def test_a_process_without_descriptors_goes_on_and_serves_when_it_has_some_again():
+def test_exhausted_process_serves_again():
     """Links that cannot be opened are tried again, and strangers at its ports end nothing."""
     child = subprocess.run(
         [sys.executable, "-c", EXHAUSTED], cwd=ROOT, capture_output=True, text=True, timeout=CHILD_S, check=False

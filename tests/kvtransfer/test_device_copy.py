@@ -23,7 +23,8 @@ def rows(layout: KvLayout, blocks: int, seed: int, sub_block_tokens: int = 0) ->
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.dtype + str(layout.block_bytes))
 @pytest.mark.parametrize("seed", range(4))
-def test_blocks_are_copied_and_both_ends_come_to_the_same_checksum(layout, seed):
+def test_copy_and_target_checksums_agree(layout, seed):
+    """A device copy returns the checksum that the target's digester computes, and writes no other block."""
     generator = random.Random(seed)
     source, target = filled_pool(layout, 24, 1), filled_pool(layout, 16, 2)
     before = target.clone()
@@ -39,7 +40,8 @@ def test_blocks_are_copied_and_both_ends_come_to_the_same_checksum(layout, seed)
     assert same_bytes(target[others], before[others])
 
 
-def test_larger_blocks_are_copied_cell_by_cell():
+def test_larger_blocks_are_copied_by_cell():
+    """Blocks of different sizes are copied cell by cell, and the checksums of both ends agree."""
     small, large = LAYOUTS[0], LAYOUTS[0].in_blocks_of(8)
     from_, to = [5, 1, 2, 9], [3, 2, 7, 0]
     source = rows(large, 6, 1, small.block_size)
@@ -48,7 +50,8 @@ def test_larger_blocks_are_copied_cell_by_cell():
     assert copied == DeviceDigester(target, 1).digest(to) == DeviceDigester(source, 1).checksum(from_)
 
 
-def test_the_checksum_is_the_sum_that_its_description_says():
+def test_checksum_is_weighted_word_sum():
+    """The checksum is the sum of all words, modulo 2**64, each multiplied by an odd weight of its own."""
     words = torch.randint(-(2**63), 2**63 - 1, (3, 5), dtype=torch.int64)
     ones = torch.zeros(3, 5, dtype=torch.int64)
     weights = []
@@ -62,7 +65,8 @@ def test_the_checksum_is_the_sum_that_its_description_says():
     assert checksum([sub_block_sums(words[:1]), sub_block_sums(words[1:])]) == checksum([sub_block_sums(words)])
 
 
-def test_a_changed_word_and_swapped_cells_show():
+def test_checksum_detects_changes_and_swaps():
+    """The checksum differs after one changed bit or two swapped blocks."""
     pool = filled_pool(LAYOUTS[0], 8, 3)
     digester = DeviceDigester(PoolRows(pool, LAYOUTS[0]), 1)
     before = digester.digest([1, 2, 3])
@@ -71,7 +75,8 @@ def test_a_changed_word_and_swapped_cells_show():
     assert digester.digest([1, 2, 3]) != before
 
 
-def test_one_in_so_many_is_sampled_and_both_ends_agree_which():
+def test_both_ends_sample_the_same_segments():
+    """About one segment in 16 is sampled, and both ends mark the others as unsampled."""
     layout, ids = LAYOUTS[0], [[random.Random(seed).randrange(8) for _ in range(3)] for seed in range(400)]
     sampled = [is_sampled(one, 16) for one in ids]
     assert 5 < sum(sampled) < 80
@@ -82,7 +87,8 @@ def test_one_in_so_many_is_sampled_and_both_ends_agree_which():
     assert DeviceDigester(target, 1).digest(left_out) != UNSAMPLED
 
 
-def test_nothing_is_written_when_it_may_not_go_on():
+def test_stopped_copy_writes_nothing():
+    """A device copy that may not go on leaves the target pool as it was and returns no digest."""
     layout = LAYOUTS[0]
     pool = filled_pool(layout, 8, 2)
     before = pool.clone()

@@ -41,7 +41,8 @@ class World:
         self.rings += 1
 
 
-def test_all_are_started_in_order_and_one_that_hangs_keeps_no_other_from_ending():
+def test_hanging_operation_blocks_no_other():
+    """A hanging operation ends with a timeout error, and an operation started after it ends normally."""
     world = World()
     (_, hangs), (second, ends) = world.ask("a"), world.ask("b")
     assert world.queue.step()
@@ -55,7 +56,8 @@ def test_all_are_started_in_order_and_one_that_hangs_keeps_no_other_from_ending(
     assert world.rings == 4
 
 
-def test_the_time_of_one_that_waits_for_its_other_end_runs_once_that_has_begun():
+def test_timeout_counts_from_peers_begin():
+    """The timeout of an operation that waits for its other end runs only from when that end has begun."""
     world = World()
     handle = TransferHandle(Fake("a", world.log), 3.0, world._ring, counts=False)
     world.queue.submit(handle)
@@ -68,7 +70,8 @@ def test_the_time_of_one_that_waits_for_its_other_end_runs_once_that_has_begun()
     assert not world.queue.step() and "3 s" in handle.error
 
 
-def test_what_is_given_up_is_left_or_never_started():
+def test_cancelled_operation_ends_at_once():
+    """A cancelled operation is never launched, or is left to itself if it was launched already."""
     world = World()
     _, early = world.ask("early")
     early.cancel()
@@ -81,7 +84,8 @@ def test_what_is_given_up_is_left_or_never_started():
     assert world.log == ["launch late"] and late.error == "it was given up"
 
 
-def test_failures_reach_the_one_who_asked_and_nobody_else():
+def test_failure_reaches_its_caller_only():
+    """An error in launching or polling an operation is reported on its own handle, and others succeed."""
     world = World()
     failing = [world.ask(what, what)[1] for what in ("launch", "look")]
     good, handle = world.ask("good")
@@ -92,7 +96,8 @@ def test_failures_reach_the_one_who_asked_and_nobody_else():
     assert handle.ended and not handle.error
 
 
-def test_the_thread_tells_when_it_has_begun_and_ended():
+def test_thread_notifies_begin_and_end():
+    """The device thread notifies its caller when an operation has begun and when it has ended."""
     told: list[str] = []
     begun, ended = threading.Event(), threading.Event()
     operation = Fake("a", told)

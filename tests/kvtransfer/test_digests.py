@@ -31,9 +31,8 @@ def by_hand(blocks: torch.Tensor) -> bytes:
     st.integers(0, 1 << 20),
     st.booleans(),
 )
-def test_where_it_was_computed_where_it_lands_and_where_it_lies(
-    block_bytes: int, count: int, seed: int, contiguous: bool
-) -> None:
+def test_digest_agrees_at_both_ends(block_bytes: int, count: int, seed: int, contiguous: bool) -> None:
+    """A digest is the same for source blocks, for the packed segment, and for blocks in the target pool."""
     layout = KvLayout(layers=1, kv_heads=1, head_dim=block_bytes // 8, block_size=1, dtype="float32")
     source, target = filled_pool(layout, 16, seed), filled_pool(layout, 16, seed + 1)
     before = target.clone()
@@ -51,7 +50,8 @@ def test_where_it_was_computed_where_it_lands_and_where_it_lies(
 
 
 @pytest.mark.parametrize("ratio", [2, 3, 8])
-def test_a_pool_of_larger_blocks_has_the_digests_of_its_cells(ratio: int) -> None:
+def test_larger_blocks_are_digested_by_cell(ratio: int) -> None:
+    """A pool with larger blocks gives the digests of the smaller cells that cross."""
     large = LAYOUT.in_blocks_of(LAYOUT.block_size * ratio)
     pool = filled_pool(large, 8, ratio)
     rows = PoolRows(pool, large, LAYOUT.block_size)
@@ -60,7 +60,8 @@ def test_a_pool_of_larger_blocks_has_the_digests_of_its_cells(ratio: int) -> Non
     assert Digester(rows).digest(sub_blocks) == by_hand(packed.view(torch.float32).view(LAYOUT.shape(11)))
 
 
-def test_blocks_are_digested_when_they_are_final_and_not_again() -> None:
+def test_final_blocks_are_digested_once() -> None:
+    """A block keeps the digest made when it was final until its digest is made anew."""
     pool = filled_pool(LAYOUT, 8, 1)
     digests = BlockDigests(PoolRows(pool, LAYOUT))
     digests.make([1, 2, 3])
@@ -74,7 +75,9 @@ def test_blocks_are_digested_when_they_are_final_and_not_again() -> None:
 
 
 @pytest.mark.usefixtures("transport")
-def test_kv_that_changed_between_computation_and_transfer_is_refused() -> None:
+def test_changed_kv_is_refused() -> None:
+    """KV that changed between computation and transfer fails its digest check until it is computed anew."""
+
     async def test(ends: Ends) -> None:
         ends.sender.digest(range(ends.blocks))
         ends.source[5].view(torch.uint8).view(-1)[100] ^= 4
@@ -92,7 +95,7 @@ def test_kv_that_changed_between_computation_and_transfer_is_refused() -> None:
 
 @pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("remembers", [True, False])
-def test_blocks_that_somebody_else_wrote_to_are_digested_when_they_are_sent(remembers: bool) -> None:
+def test_foreign_blocks_are_digested_in_sending(remembers: bool) -> None:
     """What was loaded or fetched, which the sender is told of; and what the other role of a mixed worker wrote, where it
     remembers nothing."""
 
@@ -111,9 +114,7 @@ def test_blocks_that_somebody_else_wrote_to_are_digested_when_they_are_sent(reme
 
 @pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize(("made_before", "answered"), [(True, 0), (False, 2)])
-def test_the_commit_waits_for_segments_only_where_their_digests_are_made_in_sending(
-    made_before: bool, answered: int
-) -> None:
+def test_commit_waits_for_unmade_digests(made_before: bool, answered: int) -> None:
     """As the sender is wired, and not its session alone."""
 
     async def test(ends: Ends) -> None:

@@ -19,7 +19,9 @@ from tests.kvtransfer.ends import FIRST, LAYOUT, SMALL, Ends, with_ends
 from tests.kvtransfer.owners import Receives
 
 
-def test_no_answer_to_pair_open_is_a_failure():
+def test_unanswered_pair_open_fails():
+    """A transfer fails at both ends if no answer to PairOpen comes within the rendezvous timeout."""
+
     async def test(ends: Ends) -> None:
         ends.transfer("r", [1])
         await ends.until(lambda: len(ends.results) == 1)
@@ -30,7 +32,7 @@ def test_no_answer_to_pair_open_is_a_failure():
     with_ends(test, settings=quick, receiver_settings=SMALL, to_sender=lambda m: not isinstance(m, PairListen))
 
 
-def test_a_port_that_nobody_listens_on_any_more_is_known_at_once():
+def test_closed_port_fails_at_once():
     """The receiver gave the pair up while the sender was about to meet it."""
 
     async def test(ends: Ends) -> None:
@@ -46,7 +48,9 @@ def test_a_port_that_nobody_listens_on_any_more_is_known_at_once():
     with_ends(test, to_receiver=lambda message: False)
 
 
-def test_a_listener_that_nobody_meets_is_given_up():
+def test_unmet_listener_is_given_up():
+    """A receiver fails the session and gives up the pair if no sender meets its listener in time."""
+
     async def test(ends: Ends) -> None:
         ends.receiver.handle(1, PairOpen(9, ("gloo",), LAYOUT.block_size, "here"), b"")
         ends.receiver.handle(1, Offer("r", 1, 9, 1), b"")
@@ -59,7 +63,7 @@ def test_a_listener_that_nobody_meets_is_given_up():
 
 
 @pytest.mark.parametrize("announced", ["before the meeting fails", "after"])
-def test_a_segment_announced_to_a_meeting_that_fails_costs_its_own_session(announced):
+def test_failed_meeting_costs_one_session(announced):
     """A sender may be killed between its end of the meeting and ours."""
 
     async def test(ends: Ends) -> None:
@@ -87,7 +91,9 @@ def test_a_segment_announced_to_a_meeting_that_fails_costs_its_own_session(annou
     with_ends(test)
 
 
-def test_another_transport_is_refused_with_its_name():
+def test_disallowed_transport_is_refused():
+    """A transport that the receiver does not allow is refused by its name."""
+
     async def test(ends: Ends) -> None:
         ends.transfer("r", [1])
         await ends.until(lambda: len(ends.results) == 1)
@@ -96,7 +102,9 @@ def test_another_transport_is_refused_with_its_name():
     with_ends(test, settings=replace(SMALL, transports=("shm",)), receiver_settings=SMALL)
 
 
-def test_limits_are_answered_not_exceeded():
+def test_transfers_beyond_limits_are_refused():
+    """Sessions and pairs beyond their limits are refused with a reason, and those within them go on."""
+
     async def test(ends: Ends) -> None:
         for number in range(4):
             ends.transfer(f"r{number}", [number])
@@ -110,7 +118,7 @@ def test_limits_are_answered_not_exceeded():
     with_ends(test, settings=replace(SMALL, sessions_max=2, pairs_max=1))
 
 
-def test_frames_out_of_place():
+def test_stray_frames_change_nothing():
     """Late, repeated, foreign and unknown frames: counted, answered where an answer helps, and nothing else changes."""
 
     async def test(ends: Ends) -> None:
@@ -141,7 +149,9 @@ def test_frames_out_of_place():
     with_ends(test)
 
 
-def test_the_same_attempt_may_come_from_another_sender_once_the_first_has_failed():
+def test_attempt_may_change_senders():
+    """An attempt is declined from a second sender until the first sender has failed."""
+
     async def test(ends: Ends) -> None:
         first, second = Offer("r", 1, 1, 1), Offer("r", 1, 1, 2)
         for incarnation in (7, 8):
@@ -165,7 +175,9 @@ def test_the_same_attempt_may_come_from_another_sender_once_the_first_has_failed
         Announce("r", 1, 1, 0, 0, 0, (1_000,)),  # more than the receiver has room for
     ],
 )
-def test_a_broken_order_costs_the_pair_only(frame):
+def test_protocol_violation_costs_pair_only(frame):
+    """A frame that breaks the protocol fails its session, and the next transfer arrives."""
+
     async def test(ends: Ends) -> None:
         ends.sender.open("r", 1, 2, 4)
         ends.loop.call_soon(ends.receiver.handle, 1, frame, b"")
@@ -179,6 +191,8 @@ def test_a_broken_order_costs_the_pair_only(frame):
 
 
 def test_close_ends_everything_once():
+    """Closing the ends fails an open session once, and a session opened later fails with the same reason."""
+
     async def test(ends: Ends) -> None:
         ends.sender.open("r", 1, 2, 4)
         ends.sender.blocks_ready("r", 1, 0, [1, 2])
@@ -193,6 +207,8 @@ def test_close_ends_everything_once():
 
 
 def test_bad_pools_and_hosts_are_refused():
+    """A pool that differs from the layout and a listen host that is not one address are refused."""
+
     async def main() -> None:
         def make(pool: torch.Tensor, host: str = "127.0.0.1") -> KvReceiver:
             return KvReceiver(
@@ -217,7 +233,7 @@ def test_bad_pools_and_hosts_are_refused():
     asyncio.run(main())
 
 
-def test_what_has_ended_is_remembered_for_a_while_only():
+def test_ended_sessions_are_forgotten_in_time():
     """Late frames find it, and a worker does not grow with the number of its requests."""
 
     async def test(ends: Ends) -> None:
@@ -241,7 +257,7 @@ def test_what_has_ended_is_remembered_for_a_while_only():
     with_ends(test)
 
 
-def test_what_breaks_a_pair_is_told_after_its_sessions(monkeypatch):
+def test_pair_failure_follows_its_sessions(monkeypatch):
     """A worker looks at it: some errors end its use of the GPU."""
 
     def breaks(*_: object) -> None:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("transport")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_bytes_arrive_whatever_the_order(name):
+def test_bytes_arrive_in_any_order(name):
     """Random and contiguous blocks, one segment and many, one chunk and many, several sessions at once on one pair."""
     layout = LAYOUTS[name]
 
@@ -58,6 +58,7 @@ def test_bytes_arrive_whatever_the_order(name):
 
 
 def test_segments_fit_the_smaller_end():
+    """Segments are no larger than the end with the smaller limit allows."""
     announced: list[Announce] = []
 
     def watch(message: object) -> bool:
@@ -75,7 +76,8 @@ def test_segments_fit_the_smaller_end():
     with_ends(test, to_receiver=watch, receiver_settings=smaller)
 
 
-def test_segments_are_announced_by_the_handful_but_the_first_few_at_once():
+def test_segments_are_announced_in_batches():
+    """The first few segments are announced at once, and later ones in batches."""
     announced: list[int] = []
 
     def watch(message: object) -> bool:
@@ -94,7 +96,8 @@ def test_segments_are_announced_by_the_handful_but_the_first_few_at_once():
     with_ends(test, to_receiver=watch, settings=settings)
 
 
-def test_more_is_announced_where_what_is_not_wanted_is_skipped():
+def test_skipping_allows_larger_announcements():
+    """All remaining segments are announced together by shm, which skips unwanted ones, and few by others."""
     announced: list[int] = []
 
     def watch(message: object) -> bool:
@@ -113,7 +116,9 @@ def test_more_is_announced_where_what_is_not_wanted_is_skipped():
     with_ends(test, to_receiver=watch, settings=settings)
 
 
-def test_the_commit_brings_first_tokens_and_prompt():
+def test_commit_brings_tokens_and_prompt():
+    """The commit brings first tokens and prompt tokens to the receiver."""
+
     async def test(ends: Ends) -> None:
         ends.transfer("r", [3, 1], prompt=(5, 6, 7, 8, 9))
         await ends.ended(1)
@@ -123,7 +128,9 @@ def test_the_commit_brings_first_tokens_and_prompt():
     with_ends(test)
 
 
-def test_an_offer_may_be_decided_later_or_refused():
+def test_offer_may_wait_or_be_refused():
+    """An offer may be accepted later or be refused with a reason, and repeated decisions are ignored."""
+
     async def test(ends: Ends) -> None:
         undecided: list[Offer] = []
         ends.accept = lambda incarnation, offer: undecided.append(offer) if offer.request_id == "late" else "no room"
@@ -143,6 +150,8 @@ def test_an_offer_may_be_decided_later_or_refused():
 
 @pytest.mark.parametrize("cached", [5, 16])
 def test_cached_blocks_do_not_cross(cached):
+    """Blocks that the receiver has cached are neither sent nor written to."""
+
     async def test(ends: Ends) -> None:
         before = ends.target.clone()
         targets = tuple(shuffled(64, 16, 3))
@@ -160,7 +169,9 @@ def test_cached_blocks_do_not_cross(cached):
     with_ends(test)
 
 
-def test_an_undecided_offer_ends_at_its_deadline():
+def test_undecided_offer_times_out():
+    """An offer that the receiver does not decide on fails at both ends at its deadline."""
+
     async def test(ends: Ends) -> None:
         ends.transfer("r", [1])
         await ends.ended(1)
@@ -171,7 +182,9 @@ def test_an_undecided_offer_ends_at_its_deadline():
 
 
 @pytest.mark.parametrize("by", ["sender", "receiver"])
-def test_an_abort_amid_the_segments_leaves_the_pair_in_order(by):
+def test_abort_keeps_the_pair_in_order(by):
+    """An abort amid the segments stops writes to its blocks, and the next session on the pair arrives."""
+
     async def test(ends: Ends) -> None:
         ends.accept = lambda incarnation, offer: OfferAccepted(
             tuple(range(50) if offer.request_id == "r" else range(50, 60))
@@ -198,7 +211,7 @@ def test_an_abort_amid_the_segments_leaves_the_pair_in_order(by):
     with_ends(test, settings=replace(SMALL, window_segments=4, window_bytes=1))
 
 
-def test_blocks_are_reported_free_only_when_the_thread_is_done():
+def test_blocks_are_freed_after_the_thread():
     """A failed session with a segment in flight ends when that segment has been answered, not before."""
 
     async def test(ends: Ends) -> None:
@@ -233,7 +246,7 @@ def test_blocks_are_reported_free_only_when_the_thread_is_done():
     )
 
 
-def test_a_cancelled_segment_is_received_and_thrown_away():
+def test_cancelled_segment_is_discarded():
     """It is announced, so it will come; the receiver has given the session up and must not write to its blocks."""
 
     async def test(ends: Ends) -> None:
@@ -260,7 +273,9 @@ def test_a_cancelled_segment_is_received_and_thrown_away():
     with_ends(test)
 
 
-def test_an_offer_without_an_answer_ends_at_its_deadline():
+def test_unanswered_offer_times_out():
+    """An offer without an answer fails at the sender at its deadline."""
+
     async def test(ends: Ends) -> None:
         ends.transfer("r", [1])
         await ends.until(lambda: len(ends.results) == 1)
@@ -270,6 +285,8 @@ def test_an_offer_without_an_answer_ends_at_its_deadline():
 
 
 def test_corrupted_kv_is_never_committed():
+    """A segment whose digest is wrong fails the session at both ends."""
+
     async def test(ends: Ends) -> None:
         def corrupt(message: object) -> bool:
             if isinstance(message, Commit):
@@ -287,7 +304,9 @@ def test_corrupted_kv_is_never_committed():
     with_ends(test)
 
 
-def test_a_lost_peer_fails_its_sessions_and_a_new_pair_serves_the_next():
+def test_lost_peer_fails_its_sessions():
+    """A lost peer fails its sessions, and a new pair serves the next one."""
+
     async def test(ends: Ends) -> None:
         ends.sender.open("r1", 1, 2, 10)
         ends.sender.blocks_ready("r1", 1, 0, [1, 2, 3, 4])
@@ -303,7 +322,7 @@ def test_a_lost_peer_fails_its_sessions_and_a_new_pair_serves_the_next():
     with_ends(test)
 
 
-def test_a_new_pair_replaces_the_old_one_at_the_receiver():
+def test_new_pair_replaces_the_old():
     """The sender lost its pair and the word of it was lost too: the receiver learns from the next PairOpen."""
 
     async def test(ends: Ends) -> None:

@@ -15,7 +15,9 @@ def _settings(**options: object) -> WorkerSettings:
     return WorkerSettings.model_validate({"role": "decode", "model": "m"} | options)
 
 
-def test_with_keys_nothing_crosses_in_the_clear_unless_it_is_asked_for_by_name() -> None:
+def test_keys_forbid_unencrypted_transports() -> None:
+    """A worker with keys uses only encrypted or local transports unless an option allows another."""
+
     def transports(device: str = "cuda", **options: str) -> tuple[str, ...]:
         settings = _settings(**options)
         return allowed_on(settings.kv_transport, device, settings.confidential_transfers)
@@ -27,7 +29,9 @@ def test_with_keys_nothing_crosses_in_the_clear_unless_it_is_asked_for_by_name()
         transports(keys="/k", kv_transport="nccl", transfer_encryption="on")
 
 
-def test_the_start_says_what_may_cross_in_the_clear() -> None:
+def test_start_logs_unencrypted_transports() -> None:
+    """The start logs which transports may send KV in the clear, and how to allow those left out."""
+
     def said(device: str = "cuda", **options: str) -> list[tuple[str, object]]:
         settings = _settings(**options)
         allowed = allowed_on(settings.kv_transport, device, settings.confidential_transfers)
@@ -42,7 +46,8 @@ def test_the_start_says_what_may_cross_in_the_clear() -> None:
     assert said("cpu", keys="/k", transfer_encryption="off") == [("warning", ["tcp"])]
 
 
-def test_a_worker_that_is_proposed_nccl_and_may_not_use_it_names_the_option() -> None:
+def test_refused_nccl_names_its_option() -> None:
+    """A worker that may not use NCCL names the options that would allow it."""
     local = SimpleNamespace(rows=torch.zeros(1))
     _, why = usable(local, ("nccl", "tcp"), ("shm", "tcp"), same_host=False)  # type: ignore[arg-type]
     assert "nccl: not allowed here (with --keys, --kv-transport nccl or --transfer-encryption off allows it)" in why

@@ -20,7 +20,7 @@ def _any_transport(monkeypatch):
     monkeypatch.setattr(ends_module, "TRANSPORT", "")
 
 
-def test_a_pair_that_cannot_meet_by_shm_meets_by_tcp(monkeypatch):
+def test_failed_shm_falls_back_to_tcp(monkeypatch):
     """The sessions, offered before, need not know."""
     monkeypatch.setattr(
         "kvtransfer.transports.shm.connect",
@@ -42,7 +42,7 @@ def test_a_pair_that_cannot_meet_by_shm_meets_by_tcp(monkeypatch):
     with_ends(test)
 
 
-def test_within_one_process_only_what_works_there_is_proposed(monkeypatch):
+def test_same_process_pair_uses_tcp(monkeypatch):
     """As between the halves of a mixed worker on a GPU, where only tcp does."""
     monkeypatch.setattr("kvtransfer.transports.shm.Shm.within_process", False)
 
@@ -58,6 +58,7 @@ def test_within_one_process_only_what_works_there_is_proposed(monkeypatch):
 
 
 def test_another_host_is_served_by_tcp(monkeypatch):
+    """A pair across two hosts uses tcp, and its state says why it does not use shm."""
     monkeypatch.setattr("kvtransfer.driver.host_id", lambda: os.urandom(4).hex())
 
     async def test(ends: Ends) -> None:
@@ -69,7 +70,9 @@ def test_another_host_is_served_by_tcp(monkeypatch):
     with_ends(test)
 
 
-def test_a_broken_transport_is_left_out_and_tried_again():
+def test_broken_transport_is_tried_again():
+    """A transport that broke is left out for the next transfer, and tried again when its time has passed."""
+
     def no_grant(self: UnixConnection, kind: int, sequence: int, payload: bytes = b"") -> bool:
         return True if broken and kind not in (READY,) else plain(self, kind, sequence, payload)
 
@@ -101,6 +104,7 @@ def test_a_broken_transport_is_left_out_and_tried_again():
         with_ends(test, to_sender=watch, settings=quick)
 
 
-def test_the_host_is_the_same_for_this_host_only():
+def test_host_id_is_stable():
+    """The host id is the same each time, and the automatic choice covers all transports but gloo."""
     assert transports.host_id() == transports.host_id()
     assert set(transports.TRANSPORTS) - {"gloo"} == set(AUTO)

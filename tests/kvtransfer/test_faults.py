@@ -19,7 +19,8 @@ QUICK = (
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_fault_costs_its_own_transfer_and_nothing_else(transport: str) -> None:
+def test_fault_costs_its_own_transfer_only(transport: str) -> None:
+    """A fault on any transport costs its own transfer and nothing else."""
     tallies = asyncio.run(run(transport, QUICK, rounds=1, seed=7))
     assert {fault: tally.rounds for fault, tally in tallies.items()} == dict.fromkeys(QUICK, 1)
     assert not any(tallies[fault].first_attempts_arrived for fault in ("corrupt", "wrong_length"))
@@ -31,6 +32,7 @@ def test_a_fault_costs_its_own_transfer_and_nothing_else(transport: str) -> None
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("faults", [KILLS, MESSAGES, STOPS], ids=["kills", "messages", "stops"])
-def test_every_fault_many_times(faults: tuple[str, ...], transport: str, seed: int) -> None:
+def test_repeated_faults_do_no_harm(faults: tuple[str, ...], transport: str, seed: int) -> None:
+    """Five rounds of every kill, message fault or stop pass on each transport."""
     tallies = asyncio.run(run(transport, faults, rounds=5, seed=seed))
     assert tallies.keys() == set(faults) <= set(FAULTS)

@@ -54,7 +54,8 @@ def with_nccl(monkeypatch):
         ("cpu", "cpu", False, ["tcp"]),
     ],
 )
-def test_each_pair_gets_the_best_that_both_can_use(with_nccl, sends_from, receives_on, same_host, expected):
+def test_pair_gets_best_common_transports(with_nccl, sends_from, receives_on, same_host, expected):
+    """A pair gets the transports that both ends can use, best first, and the others are refused by name."""
     memory = device_memory() if receives_on == "cuda" else None
     offered = transports.suited(AUTO, sends_from)
     found, against = transports.usable(local(receives_on, memory), offered, AUTO, same_host)
@@ -62,14 +63,16 @@ def test_each_pair_gets_the_best_that_both_can_use(with_nccl, sends_from, receiv
     assert all(f"{name}: " in against for name in set(offered) - set(found))
 
 
-def test_nccl_is_not_used_where_it_would_end_the_process(monkeypatch):
+def test_fatal_nccl_is_not_used(monkeypatch):
+    """NCCL is not used where its asynchronous error handling would end the process."""
     monkeypatch.setattr(nccl.distributed, "is_nccl_available", lambda: True)  # type: ignore[attr-defined]
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
     found, against = transports.usable(local("cuda", device_memory()), ("nccl", "tcp"), AUTO, True)
     assert found == ["tcp"] and "TORCH_NCCL_ASYNC_ERROR_HANDLING is not 0" in against
 
 
-def test_a_transport_that_the_device_cannot_have_is_refused_by_name():
+def test_unsuitable_transport_is_refused():
+    """A transport that the device cannot use is refused by its name, with those that it can use."""
     with pytest.raises(transports.WrongTransport, match="nccl cannot be used with KV on cpu; there are shm or tcp"):
         transports.allowed_on("nccl", "cpu")
     assert transports.allowed_on("auto", "cuda") == ("cuda_ipc", "nccl", "tcp")
@@ -101,7 +104,8 @@ def word(**changed: Any) -> bytes:
     return struct.pack("<8sQQQQQ16s64s", *(fields | changed).values())
 
 
-def test_a_good_word_is_taken():
+def test_valid_hello_is_accepted():
+    """A valid cuda_ipc hello gives the pool's size, block ratio, handle and digest sampling."""
     rows: Any = SimpleNamespace(sub_blocks=128, ratio=2, layout=LAYOUT)
     one = told(cuda_ipc.hello(rows, device_memory(), 16, UUID), a_board())
     assert (one.pool_bytes, one.ratio, one.used, one.digest_every) == (1 << 20, 2, 128 * LAYOUT.block_bytes, 16)
@@ -124,12 +128,14 @@ def test_a_good_word_is_taken():
         (word(every=1 << 40), "one segment in"),
     ],
 )
-def test_a_bad_word_maps_nothing(message, fault):
+def test_bad_hello_maps_nothing(message, fault):
+    """A hello with a wrong size, version, GPU or block count breaks the pair."""
     with pytest.raises(PairBroken, match=fault):
         told(message, a_board())
 
 
-def test_a_board_that_can_still_shrink_is_refused():
+def test_unsealed_cancel_flags_are_refused():
+    """Cancel flags in memory that can still shrink, or without both descriptors, break the pair."""
     descriptor = os.memfd_create("board", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, CancelFlags.SIZE)
     with pytest.raises(PairBroken, match="not sealed"):
@@ -139,7 +145,8 @@ def test_a_board_that_can_still_shrink_is_refused():
 
 
 @pytest.mark.parametrize(("handle", "size"), [(HANDLE[:-1], 4096), (bytes(64), 4096), (HANDLE, 0), (HANDLE, 1 << 50)])
-def test_what_cannot_be_a_handle_or_a_size_is_not_given_to_the_driver(monkeypatch, handle, size):
+def test_bad_handle_never_reaches_the_driver(monkeypatch, handle, size):
+    """An impossible handle or size is refused before the driver is asked."""
     monkeypatch.setattr(cuda_memory, "_driver", lambda: pytest.fail("the driver was asked"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1 << 36))
     with pytest.raises(ValueError):
@@ -170,7 +177,8 @@ def driver(monkeypatch):
     return fake
 
 
-def test_memory_is_mapped_once_and_let_go_of_with_its_last_user(driver):
+def test_mapping_lives_until_last_user(driver):
+    """A handle is mapped once for several users and unmapped when the last of them closes it."""
     one, other = (Mapping(HANDLE, 1 << 20, torch.device("cuda", 0)) for _ in range(2))
     assert driver.calls.count("cuIpcOpenMemHandle_v2") == 1
     one.close()
@@ -180,13 +188,15 @@ def test_memory_is_mapped_once_and_let_go_of_with_its_last_user(driver):
     assert driver.calls.count("cuIpcCloseMemHandle") == 1 and cuda_memory._mapped == {}
 
 
-def test_memory_smaller_than_its_owner_says_is_let_go_of(driver):
+def test_undersized_memory_is_unmapped(driver):
+    """Mapped memory that is smaller than its owner says is unmapped and refused."""
     with pytest.raises(CudaError, match="1048576 bytes, not 1048577"):
         Mapping(HANDLE, (1 << 20) + 1, torch.device("cuda", 0))
     assert driver.calls[-1] == "cuIpcCloseMemHandle" and cuda_memory._mapped == {}
 
 
-def test_a_machine_without_a_driver_says_so():
+def test_missing_driver_is_reported():
+    """A machine without a CUDA driver says that the driver cannot be loaded."""
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     cuda_memory._driver.cache_clear()
@@ -194,7 +204,8 @@ def test_a_machine_without_a_driver_says_so():
         cuda_memory._call("cuInit", 0)
 
 
-def test_a_dead_process_is_waited_for():
+def test_wait_ends_with_the_process():
+    """The wait for a process returns when the process has ended, or when its time is over."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     descriptor = os.pidfd_open(process.pid)
     cuda_ipc.wait_until_gone(descriptor, 10)
@@ -205,7 +216,8 @@ def test_a_dead_process_is_waited_for():
     os.close(descriptor)
 
 
-def test_idle_pairs_go_by_age_and_no_more_than_it_takes():
+def test_oldest_idle_pairs_close_first():
+    """The oldest idle pairs are given up, no more than needed, and busy pairs never."""
     pairs = [
         PairUse(1, 10, 5.0, True),
         PairUse(2, 10, 1.0, False),

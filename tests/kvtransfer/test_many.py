@@ -94,7 +94,9 @@ class Mesh:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_every_byte_of_many_sessions_over_four_pairs(seed):
+def test_concurrent_sessions_arrive_intact(seed):
+    """Sessions over four pairs at once arrive byte for byte and write to no other blocks."""
+
     async def main() -> None:
         rng = random.Random(f"many {seed}")
         mesh = Mesh(random_layout(rng), rng.choice([1, 1, 2, 5]))

@@ -11,7 +11,8 @@ from kvtransfer.memory.shared import SharedMemory
 from kvtransfer.memory.window import WindowRing
 
 
-def test_the_memory_cannot_be_cut_short_and_is_nowhere_to_be_found():
+def test_shared_memory_is_sealed_and_unnamed():
+    """Shared memory cannot be truncated and has no name in /dev/shm."""
     names = set(os.listdir("/dev/shm"))
     memory = SharedMemory(1 << 20)
     with pytest.raises(PermissionError):
@@ -25,7 +26,7 @@ def test_the_memory_cannot_be_cut_short_and_is_nowhere_to_be_found():
 @given(
     st.integers(1, 20), st.lists(st.tuples(st.sampled_from(["take", "back", "undo"]), st.integers(1, 20)), max_size=200)
 )
-def test_stretches_of_a_ring_are_in_it_and_never_overlap(sub_blocks: int, moves: list[tuple[str, int]]) -> None:
+def test_window_stretches_never_overlap(sub_blocks: int, moves: list[tuple[str, int]]) -> None:
     """And where none is held, whatever is no longer than the ring has room."""
     ring, held = WindowRing(sub_blocks), deque[range]()
     for move, count in moves:

@@ -150,7 +150,8 @@ def world(every: int = 1, threads: tuple[DeviceThread, DeviceThread] | None = No
             end.inbox.release()
 
 
-def test_segments_cross_in_order_and_those_not_wanted_are_skipped():
+def test_unwanted_segments_are_skipped():
+    """Segments cross in order, and a segment that the receiver does not want is skipped."""
     with world() as w:
         w.segment(0, [3, 1, 7], [10, 11, 2])
         w.segment(1, [4, 5], None)
@@ -168,7 +169,8 @@ def test_segments_cross_in_order_and_those_not_wanted_are_skipped():
     assert w.wire.aborted == {True, False}
 
 
-def test_many_segments_of_many_sizes_cross_however_the_two_ends_keep_time():
+def test_many_segment_sizes_cross():
+    """Two hundred segments of many sizes cross with equal digests at both ends."""
     with world() as w:
         for sequence in range(200):
             count = sequence % 8 + 1
@@ -193,7 +195,8 @@ def test_only_the_sampled_segments_are_digested():
         assert [digest == nccl.UNSAMPLED for digest in digests] == [False, True, False]  # type: ignore[attr-defined]
 
 
-def test_a_message_that_hangs_is_aborted_and_its_blocks_are_not_touched():
+def test_hanging_message_is_aborted():
+    """A hanging message is aborted at both ends after the segment timeout, and its blocks are not touched."""
     with world() as w:
         before = w.target.clone()
         w.wire.stuck = True
@@ -205,7 +208,8 @@ def test_a_message_that_hangs_is_aborted_and_its_blocks_are_not_touched():
         assert w.sender.answers == w.receiver.answers == [] and same_bytes(w.target, before)
 
 
-def test_a_peer_that_says_nothing_for_longer_than_a_segment_may_take_is_waited_for():
+def test_silent_peer_is_waited_for():
+    """A receiver waits longer than the segment timeout for a peer that has not begun to send."""
     with world() as w:
         w.receiver.inbox.put(SegmentJob(None, 0, 0, 2, (3, 4)))
         assert not w.receiver.breaks_within(1.5 * SETTINGS.segment_timeout_ms / 1e3), w.receiver.fault
@@ -214,7 +218,7 @@ def test_a_peer_that_says_nothing_for_longer_than_a_segment_may_take_is_waited_f
         assert same_bytes(w.target[[3, 4]], w.source[[1, 2]])
 
 
-def test_a_send_that_waits_for_its_device_costs_the_receiver_nothing():
+def test_delayed_send_costs_receiver_nothing():
     """The receive has begun long before: its time runs from the launch of the send."""
     with world() as w:
         blocked = Blocked()
@@ -252,7 +256,7 @@ hanging: "queue.Queue[str]" = queue.Queue()
 goes_on = threading.Event()
 
 
-def test_a_peer_that_hangs_in_set_up_holds_up_no_other_pair(monkeypatch):
+def test_hanging_setup_delays_no_other_pair(monkeypatch):
     """All pairs of a process share one device thread at each end. The store, the line and the words are real."""
     threads = (DeviceThread("nccl-test-s"), DeviceThread("nccl-test-r"))
     monkeypatch.setattr(nccl_communicator, "NcclCommunicator", HangsInSetUp)
@@ -289,7 +293,8 @@ def test_a_peer_that_hangs_in_set_up_holds_up_no_other_pair(monkeypatch):
         assert [hanging.get(timeout=30) for _ in range(4)] == ["aborted"] * 4
 
 
-def test_the_end_of_the_line_is_the_end_of_the_pair_at_once():
+def test_closed_line_ends_pair_at_once():
+    """A receiver ends the pair at once when the connection of its line ends."""
     with world() as w:
         w.receiver.inbox.put(SegmentJob(None, 0, 0, 2, (3, 4)))
         w.lines[0]._socket.shutdown(socket.SHUT_RDWR)
@@ -298,7 +303,8 @@ def test_the_end_of_the_line_is_the_end_of_the_pair_at_once():
 
 
 @pytest.mark.parametrize("word", [(nccl.POSTED, 0), (nccl.OFFERED, 5), (77, 0)])
-def test_a_sender_that_says_what_no_sender_says_is_left(word):
+def test_protocol_violation_breaks_pair(word):
+    """A receiver breaks the pair when its sender says something that the protocol does not allow."""
     with world() as w:
         w.receiver.inbox.put(SegmentJob(None, 0, 0, 2, (3, 4)))
         w.lines[0].say(*word)
@@ -306,7 +312,8 @@ def test_a_sender_that_says_what_no_sender_says_is_left(word):
         assert "protocol" in w.receiver.fault or "offered segment 5" in w.receiver.fault
 
 
-def test_a_caller_without_the_secret_is_not_let_in():
+def test_caller_needs_the_secret():
+    """A caller with a wrong secret is not accepted as the sender."""
     rendezvous_listener = RendezvousListener("127.0.0.1")
     wrong = call("127.0.0.1", rendezvous_listener.port, "0" * 32, 20)
     caught: list[str] = []
@@ -325,7 +332,7 @@ def test_a_caller_without_the_secret_is_not_let_in():
 
 
 @pytest.mark.parametrize("strangers", [12, 28])
-def test_silent_strangers_do_not_delay_the_sender(strangers):
+def test_silent_strangers_delay_no_sender(strangers):
     """All wait in the listener's queue before it looks. A second for each of 12 would be too late.
     Of more than are heard at once, the first to come are dropped."""
     rendezvous_listener = RendezvousListener("127.0.0.1")
@@ -342,7 +349,8 @@ def test_silent_strangers_do_not_delay_the_sender(strangers):
     ours.close()
 
 
-def test_a_secret_that_comes_in_pieces_is_heard():
+def test_secret_may_come_in_pieces():
+    """A secret that arrives in two pieces is accepted."""
     rendezvous_listener = RendezvousListener("127.0.0.1")
     ours = socket.create_connection(("127.0.0.1", rendezvous_listener.port), 20)
     ours.sendall(rendezvous_listener.secret[:5].encode())
@@ -353,7 +361,8 @@ def test_a_secret_that_comes_in_pieces_is_heard():
     ours.close()
 
 
-def test_a_process_that_torch_would_end_does_not_use_nccl():
+def test_nccl_needs_safe_settings():
+    """NCCL is not used without a build of it, or where torch would end the process on an error."""
     assert "build" in nccl.cannot_run(False, "0")
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" in nccl.cannot_run(True, "")
     assert nccl.cannot_run(True, "0") == ""

@@ -93,7 +93,9 @@ def with_pair(monkeypatch, test: Callable[[Heard], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def test_a_session_hears_of_its_last_segment_at_once_whatever_follows_on_the_pair(monkeypatch):
+def test_last_segment_is_reported_at_once(monkeypatch):
+    """The last segment of a session is reported at once, though other sessions' segments follow."""
+
     async def test(heard: Heard) -> None:
         one, other = object(), object()
         heard.submit(one, one, one, other, other, other, other, other)
@@ -106,7 +108,9 @@ def test_a_session_hears_of_its_last_segment_at_once_whatever_follows_on_the_pai
     with_pair(monkeypatch, test)
 
 
-def test_the_segments_of_one_session_are_told_of_by_the_handful(monkeypatch):
+def test_segment_answers_come_in_batches(monkeypatch):
+    """The segments of one session are reported in order, several at a time."""
+
     async def test(heard: Heard) -> None:
         heard.submit(*[heard] * 32)
         heard.channel.may.release(32)
@@ -117,7 +121,7 @@ def test_the_segments_of_one_session_are_told_of_by_the_handful(monkeypatch):
     with_pair(monkeypatch, test)
 
 
-def test_half_of_a_window_is_told_of_while_the_rest_is_under_way(monkeypatch):
+def test_half_a_window_is_reported(monkeypatch):
     """A sender announces more when half its window is free: it must not wait for the other half."""
 
     async def test(heard: Heard) -> None:
@@ -128,7 +132,7 @@ def test_half_of_a_window_is_told_of_while_the_rest_is_under_way(monkeypatch):
     with_pair(monkeypatch, test)
 
 
-def test_of_many_segments_no_more_than_a_few_are_kept_back(monkeypatch):
+def test_few_answers_are_kept_back(monkeypatch):
     """They count towards those that a receiver queues, and a sender that announces more breaks the protocol."""
 
     async def test(heard: Heard) -> None:
@@ -139,7 +143,9 @@ def test_of_many_segments_no_more_than_a_few_are_kept_back(monkeypatch):
     with_pair(monkeypatch, test)
 
 
-def test_what_was_carried_out_before_a_pair_broke_is_told_of_as_such(monkeypatch):
+def test_done_segments_survive_a_break(monkeypatch):
+    """Segments carried out before a pair broke are reported with their digest, and the others without."""
+
     async def test(heard: Heard) -> None:
         heard.channel.breaks_at = 2
         heard.submit(*[heard] * 9)

@@ -16,7 +16,7 @@ SIZES = st.lists(st.tuples(st.integers(1, 3_000), st.floats(0.0, 5.0)), min_size
 
 
 @given(SIZES)
-def test_what_begins_keeps_to_the_rate_and_one_burst(pieces: list[tuple[int, float]]) -> None:
+def test_intake_keeps_to_rate_and_burst(pieces: list[tuple[int, float]]) -> None:
     """In any stretch of time, up to the piece that overdraws; and nothing waits that has room."""
     bucket, now = ByteBucket(RATE, BURST), 0.0
     begun: list[tuple[float, int]] = []
@@ -36,7 +36,8 @@ def test_what_begins_keeps_to_the_rate_and_one_burst(pieces: list[tuple[int, flo
 
 
 @given(st.lists(st.tuples(st.integers(1, 100_000), st.floats(0.0, 1.0), st.booleans()), min_size=1, max_size=60))
-def test_the_debt_is_bounded_however_much_begins_before_its_time(pieces: list[tuple[int, float, bool]]) -> None:
+def test_bucket_debt_is_bounded(pieces: list[tuple[int, float, bool]]) -> None:
+    """The wait after any piece is at most the time for one burst and that piece."""
     bucket, now = ByteBucket(RATE, BURST), 0.0
     for size, pause_s, is_patient in pieces:
         now += pause_s
@@ -47,7 +48,7 @@ def test_the_debt_is_bounded_however_much_begins_before_its_time(pieces: list[tu
 
 
 @given(st.lists(st.integers(1, 1 << 30), min_size=1, max_size=40), st.integers(1, BURST))
-def test_what_comes_while_nothing_runs_costs_what_comes_later_nothing(idle: list[int], size: int) -> None:
+def test_idle_intake_costs_nothing_later(idle: list[int], size: int) -> None:
     """Gigabytes that crossed while no stream ran: the first piece after them begins at once, and so does a whole burst."""
 
     async def main() -> None:
@@ -93,29 +94,34 @@ def run_pace(pieces: int, *, busy: bool, wait_max_s: float = 60.0) -> tuple[list
     return asyncio.run(main())
 
 
-def test_held_back_while_busy_and_in_order() -> None:
+def test_busy_intake_is_held_back() -> None:
+    """Pieces are held back to the rate while streams run, and begin in order."""
     begun, took_s = run_pace(5, busy=True)
     assert begun == [0, 1, 2, 3, 4]
     assert took_s >= 0.38  # 4 kB at 10 kB/s; the first goes at once
 
 
-def test_not_held_back_while_nothing_runs() -> None:
+def test_idle_intake_is_not_held_back() -> None:
+    """Pieces are not held back to the rate while no stream runs."""
     begun, took_s = run_pace(200, busy=False)
     assert begun == list(range(200)) and took_s < 15.0  # 20 s at that rate
 
 
-def test_never_held_back_for_longer_than_its_sender_waits() -> None:
+def test_hold_time_is_bounded() -> None:
+    """A piece is held back no longer than its sender waits for it."""
     begun, took_s = run_pace(50, busy=True, wait_max_s=0.05)
     assert begun == list(range(50)) and took_s < 4.5  # 5 s at that rate
 
 
-def test_many_announced_at_once_keep_to_the_rate() -> None:
+def test_simultaneous_pieces_keep_the_rate() -> None:
     """Each waits from when the one before it began: of all that came at once only the first may be late by then."""
     begun, took_s = run_pace(8, busy=True, wait_max_s=0.2)
     assert begun == list(range(8)) and took_s >= 0.68
 
 
-def test_what_nobody_wants_any_more_is_not_held_back() -> None:
+def test_unwanted_pieces_are_not_held_back() -> None:
+    """Pieces that became unwanted are not held back, though other pieces take turns in between."""
+
     async def main() -> None:
         loop, lane, done = asyncio.get_running_loop(), Lane(), asyncio.Event()
         wanted = 1_000
@@ -133,6 +139,8 @@ def test_what_nobody_wants_any_more_is_not_held_back() -> None:
 
 
 def test_pairs_take_turns() -> None:
+    """A pair with one piece begins it after at most two pieces of a pair with many."""
+
     async def main() -> list[str]:
         begun: list[str] = []
         done = asyncio.Event()
@@ -154,7 +162,8 @@ def test_pairs_take_turns() -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo", "tcp"])
-def test_transfers_arrive_through_a_narrow_bucket_and_can_be_given_up(transport: str) -> None:
+def test_narrow_bucket_still_delivers(transport: str) -> None:
+    """Transfers arrive through a narrow bucket, and one of them can be given up."""
     settings = KvSettings(
         transports=(transport,), segment_bytes=1, bytes_per_s=1 << 19, burst_bytes=1, segment_timeout_ms=20_000
     )
@@ -172,7 +181,7 @@ def test_transfers_arrive_through_a_narrow_bucket_and_can_be_given_up(transport:
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo", "tcp"])
-def test_a_session_given_up_has_its_blocks_back_whatever_the_limit(transport: str) -> None:
+def test_abort_returns_blocks_at_once(transport: str) -> None:
     """Its segments would take a second each, and the other session's would wait for them."""
     settings = KvSettings(
         transports=(transport,), segment_bytes=1, bytes_per_s=1, burst_bytes=1, segment_timeout_ms=4_000,

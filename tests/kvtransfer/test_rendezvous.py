@@ -20,7 +20,7 @@ from tests.kvtransfer.ends import WAIT_S
 LIMIT = timedelta(seconds=WAIT_S)
 
 
-def test_the_store_of_a_gloo_pair_is_gone_when_the_two_have_met() -> None:
+def test_gloo_store_ends_after_meeting() -> None:
     """The group alone would keep it, and its listening socket, for as long as it lives."""
     listener = rendezvous.StoreListener("127.0.0.1", WAIT_S)
     groups: list[Any] = []
@@ -37,7 +37,9 @@ def test_the_store_of_a_gloo_pair_is_gone_when_the_two_have_met() -> None:
     assert torch.equal(said, heard)
 
 
-def test_the_store_of_an_nccl_pair_does_not_hold_the_secret_of_its_line(monkeypatch) -> None:
+def test_nccl_store_hides_line_secret(monkeypatch) -> None:
+    """The store of an NCCL pair never holds the secret of its line."""
+
     def nobody(rendezvous_listener: RendezvousListener, timeout_s: float) -> None:
         doors.append(rendezvous_listener)
         raise PairBroken("nobody")

@@ -127,6 +127,7 @@ PAIRS = [("sender", state, event) for state in SENDER_TABLE for event in SENDER_
     (receiver_session, RECEIVER_TABLE, RECEIVER_EVENTS),
 ])  # fmt: skip
 def test_tables_are_complete(module, table, events):
+    """The tables of both machines have a rule for each state and event."""
     states = {value for name, value in vars(module).items() if name.isupper() and isinstance(value, str)}
     assert set(table) == states - {BUG, HANDLE, IGNORE, REFUSE}
     for state, row in table.items():
@@ -142,7 +143,7 @@ def is_handled(session, event):
 
 
 @pytest.mark.parametrize(("end", "state", "event"), PAIRS, ids=lambda v: v if isinstance(v, str) else type(v).__name__)
-def test_every_state_and_event(end, state, event):
+def test_every_event_follows_its_rule(end, state, event):
     """What the table calls stale changes nothing, a violation ends the session, and our own bugs are assertions."""
     session = at(end, state)
     deadline = session.next_deadline()
@@ -164,7 +165,8 @@ def test_every_state_and_event(end, state, event):
 
 @pytest.mark.parametrize("end", ["sender", "receiver"])
 @pytest.mark.parametrize("event", [LocalAbort("cancelled"), PairLost("broken"), Abort("r", 1, "gone"), Tick()])
-def test_every_state_can_be_ended_and_then_says_so_once(end, event):
+def test_every_state_can_end_once(end, event):
+    """A session can be ended in each state, and reports its end once, when its blocks are free."""
     for state in SENDER_TABLE if end == "sender" else RECEIVER_TABLE:
         session = at(end, state)
         was_over = session.table[state][LocalAbort] == IGNORE and state != "draining"
@@ -180,13 +182,15 @@ def test_every_state_can_be_ended_and_then_says_so_once(end, event):
         assert session.handle(event, 2e6) == []
 
 
-def test_a_tick_before_the_deadline_does_nothing():
+def test_early_tick_does_nothing():
+    """A tick before the deadline does nothing in any state."""
     for end, table in (("sender", SENDER_TABLE), ("receiver", RECEIVER_TABLE)):
         for state in table:
             assert at(end, state).handle(Tick(), 1.0) == []
 
 
-def test_segments_are_runs_within_both_ends_limits():
+def test_segments_keep_both_ends_limits():
+    """Segments are runs of blocks within the limits of both ends."""
     session = sender([BlocksReady(0, (5, 6)), Accept("r", 1, 2)], blocks=7)
     actions = session.handle(BlocksReady(2, (7, 1, 2, 3, 4)), 0.0)
     assert [(part.segment, part.first_block, part.block_ids) for part in actions] == [
@@ -196,7 +200,8 @@ def test_segments_are_runs_within_both_ends_limits():
     ]
 
 
-def test_result_of_a_good_transfer():
+def test_good_transfer_reports_its_size():
+    """A good transfer ends with its bytes and time at the sender, and its blocks at the receiver."""
     session = sender(SENDER_WAYS["committing"])
     assert session.handle(Ack("r", 1, 4 * BLOCK_BYTES), 0.25) == [SessionEnded(KvSent("r", 1, 4 * BLOCK_BYTES, 250.0))]
     actions = receiver([*RECEIVER_WAYS["checking"], SegmentDone(0, D1)]).handle(SegmentDone(1, D2), 0.0)
@@ -205,7 +210,8 @@ def test_result_of_a_good_transfer():
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("commit_first", [True, False])
-def test_a_wrong_digest_never_commits(order, commit_first):
+def test_wrong_digest_never_commits(order, commit_first):
+    """A session with a wrong segment digest fails, whether segments or commit come first."""
     events: list[object] = [SegmentDone(segment, D1) for segment in order]  # segment 1 was sent with D2
     session = receiver(RECEIVER_WAYS["receiving"])
     actions = []
@@ -224,7 +230,8 @@ def test_a_wrong_digest_never_commits(order, commit_first):
     CommitArrived(COMMIT, b""),  # before the last block
     CommitArrived(Commit("r", 1, (D1,), 3, FIRST), b"\0" * 8),  # a prompt cut short
 ])  # fmt: skip
-def test_violations_within_a_good_state(frame):
+def test_invalid_content_is_a_violation(frame):
+    """An announcement or commit with invalid content fails the session and returns its blocks."""
     session = receiver([OfferAccepted((1, 2, 3, 4)), Announce("r", 1, 1, 0, 0, 0, (3,)), SegmentDone(0, D1)])
     if isinstance(frame, CommitArrived) and frame.blob:
         session.handle(Announce("r", 1, 1, 1, 1, 3, (1,)), 0.0)
@@ -243,21 +250,24 @@ def commits_early() -> SenderSession:
     return session
 
 
-def test_where_digests_are_known_the_commit_follows_the_last_announcement():
+def test_early_commit_follows_announcements():
+    """The commit follows the last announcement where all digests are known."""
     session = sender([BlocksReady(0, (9, 8, 7, 6)), CommitReady(FIRST, 0, b"")])
     assert len(session.handle(Accept("r", 1, 3), 0.0)) == 2
     assert session.handle(SegmentBegun(0, D1), 0.0) == []
     assert session.handle(SegmentBegun(1, D2), 0.0) == [SendMessage(COMMIT)]
 
 
-def test_one_digest_that_is_not_known_holds_the_commit_up():
+def test_unknown_digest_delays_the_commit():
+    """The commit waits for a segment whose digest is not known yet."""
     session = sender([BlocksReady(0, (9, 8, 7, 6)), Accept("r", 1, 3), CommitReady(FIRST, 0, b"")])
     assert session.handle(SegmentBegun(1, D2), 0.0) == []
     assert session.handle(SegmentDone(1, D2), 0.0) == []
     assert session.handle(SegmentDone(0, D1), 0.0) == [SendMessage(COMMIT)]
 
 
-def test_blocks_are_free_when_the_last_segment_is_answered_and_not_with_the_ack():
+def test_blocks_wait_for_the_last_answer():
+    """Blocks of an early commit are free with the last segment's answer, not with the ack."""
     session = commits_early()
     assert session.handle(SegmentDone(1, D2), 1.0) == []
     assert session.handle(Ack("r", 1, 4 * BLOCK_BYTES), 2.0) == []
@@ -267,7 +277,8 @@ def test_blocks_are_free_when_the_last_segment_is_answered_and_not_with_the_ack(
     assert session.handle(SegmentDropped(0), 4.0) == [SessionEnded(KvSent("r", 1, 4 * BLOCK_BYTES, 2000.0))]
 
 
-def test_who_commits_early_waits_for_progress_first_and_then_for_the_ack():
+def test_early_commit_waits_for_progress():
+    """An early commit waits for progress of its segments first, and then for the ack."""
     session = commits_early()
     assert session.next_deadline() == SETTINGS.idle_timeout_ms / 1e3
     session.handle(SegmentDone(0, D1), 1.0)
@@ -277,7 +288,8 @@ def test_who_commits_early_waits_for_progress_first_and_then_for_the_ack():
 
 
 @pytest.mark.parametrize("event", [LocalAbort("cancelled"), PairLost("broken"), Abort("r", 1, "gone"), Tick()])
-def test_who_commits_early_can_fail_until_the_ack(event):
+def test_early_commit_can_still_fail(event):
+    """A session with an early commit can fail until the ack has come."""
     session = commits_early()
     actions = session.handle(event, 1e6)
     assert actions[-1] == CancelSegments() and session.handle(SegmentDone(0, D1), 1e6) == []
@@ -285,18 +297,21 @@ def test_who_commits_early_can_fail_until_the_ack(event):
     assert isinstance(ended, SessionEnded) and isinstance(ended.result, KvFailed)
 
 
-def test_an_ack_for_another_size_is_a_failure():
+def test_ack_of_wrong_size_fails():
+    """An ack for another number of bytes is a violation and fails the session."""
     actions = sender(SENDER_WAYS["committing"]).handle(Ack("r", 1, 3 * BLOCK_BYTES), 0.0)
     assert isinstance(actions[0], Violation)
     assert isinstance(actions[-1], SessionEnded) and isinstance(actions[-1].result, KvFailed)
 
 
-def test_a_repeated_commit_is_acknowledged_again():
+def test_repeated_commit_is_acknowledged():
+    """A committed receiver acknowledges a repeated commit again."""
     actions = at("receiver", "committed").handle(CommitArrived(COMMIT, b""), 0.0)
     assert actions == [SendMessage(Ack("r", 1, 4 * BLOCK_BYTES))]
 
 
-def test_the_prompt_comes_out_as_it_went_in():
+def test_prompt_tokens_survive_the_commit():
+    """Prompt tokens packed with the commit come out unchanged at the receiver."""
     session = receiver(RECEIVER_WAYS["receiving"])
     session.handle(SegmentDone(0, D1), 0.0)
     session.handle(SegmentDone(1, D2), 0.0)
@@ -305,7 +320,8 @@ def test_the_prompt_comes_out_as_it_went_in():
     assert ended == SessionEnded(KvCommitted(commit, (1, 2, 3, 4), (7, 8, 9)))
 
 
-def test_blocks_that_the_receiver_has_are_not_sent():
+def test_cached_blocks_are_not_sent():
+    """Blocks that the receiver has already are not sent, and do not count in the bytes."""
     session = sender([BlocksReady(0, (9, 8))])
     assert session.handle(Accept("r", 1, 3, 3), 0.0) == []
     sent = session.handle(BlocksReady(2, (7, 6)), 0.0)
@@ -320,7 +336,8 @@ def test_blocks_that_the_receiver_has_are_not_sent():
     assert session.handle(acked.message, 0.0) == [SessionEnded(KvSent("r", 1, BLOCK_BYTES, 0.0))]
 
 
-def test_a_receiver_that_has_everything_gets_the_commit_alone():
+def test_full_cache_gets_commit_only():
+    """A receiver that has all blocks already gets the commit alone."""
     session = sender([BlocksReady(0, (9, 8, 7, 6)), CommitReady(FIRST, 0, b"")])
     (committing,) = session.handle(Accept("r", 1, 3, 4), 0.0)
     assert committing == SendMessage(Commit("r", 1, (), 0, FIRST))
@@ -329,19 +346,22 @@ def test_a_receiver_that_has_everything_gets_the_commit_alone():
     assert session.handle(acked.message, 0.0) == [SessionEnded(KvSent("r", 1, 0, 0.0))]
 
 
-def test_segments_of_cached_blocks_are_a_violation_and_so_are_more_than_were_offered():
+def test_cached_segments_are_a_violation():
+    """A segment of cached blocks and an accept of more blocks than offered are violations."""
     actions = receiver([OfferAccepted((1, 2, 3, 4), 2)]).handle(Announce("r", 1, 1, 0, 0, 0, (3,)), 0.0)
     assert isinstance(actions[0], Violation)
     assert isinstance(sender([]).handle(Accept("r", 1, 3, 5), 0.0)[0], Violation)
 
 
-def test_targets_come_in_the_prompts_order():
+def test_targets_keep_prompt_order():
+    """Target blocks are used in the order of the prompt."""
     session = receiver([OfferAccepted((40, 10, 30, 20))])
     assert session.handle(Announce("r", 1, 1, 0, 0, 0, (3,)), 0.0) == [Receive(0, (40, 10, 30))]
     assert session.handle(Announce("r", 1, 1, 1, 1, 3, (1,)), 0.0) == [Receive(1, (20,))]
 
 
-def test_segments_that_are_announced_together_are_taken_together_or_not_at_all():
+def test_joint_segments_are_all_or_nothing():
+    """Segments announced together are all received, or none is if they exceed the offer."""
     session = receiver([OfferAccepted((40, 10, 30, 20))])
     together = session.handle(Announce("r", 1, 1, 0, 0, 0, (2, 1, 1)), 0.0)
     assert together == [Receive(0, (40, 10)), Receive(1, (30,)), Receive(2, (20,))]
@@ -371,14 +391,16 @@ def chances(top: float) -> st.SearchStrategy[float]:
         skip_time=chances(0.05),
     ),
 )
-def test_no_fault_brings_wrong_kv_or_a_stuck_session(seed, steps, faults):
+def test_faults_never_corrupt_or_stall(seed, steps, faults):
+    """No mix of faults on the link commits wrong KV or leaves a session stuck."""
     world = World(seed, faults)
     world.run(steps)
     world.check()
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_without_faults_it_arrives(seed):
+def test_faultless_transfer_arrives(seed):
+    """A transfer arrives when the link has no faults."""
     world = World(seed, Faults())
     world.run(500)
     world.check()
@@ -387,6 +409,7 @@ def test_without_faults_it_arrives(seed):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_repeated_frames_do_no_harm(seed):
+    """A transfer arrives although frames are repeated."""
     world = World(seed, Faults(repeat=0.4))
     world.run(2_000)
     world.check()

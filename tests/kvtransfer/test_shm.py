@@ -42,7 +42,9 @@ def open_things() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/fd")), sum(t.name.startswith("kv-") for t in threading.enumerate()), maps
 
 
-def test_pairs_leave_no_descriptor_no_thread_and_no_mapping():
+def test_pairs_leave_nothing_open():
+    """Pairs leave no descriptor, thread or mapping when they have ended."""
+
     async def main() -> None:
         ends = Ends()
         before = open_things()
@@ -65,7 +67,9 @@ def hello(**wrong: int) -> bytes:
     return _HELLO.pack(_MAGIC, *fields.values())
 
 
-def test_a_hello_that_cannot_be_made_leaves_no_descriptor(monkeypatch):
+def test_failed_hello_leaves_no_descriptor(monkeypatch):
+    """A hello that fails for lack of descriptors closes the descriptor that it was given."""
+
     def no_more(*_: object) -> int:
         raise OSError(errno.EMFILE, "too many open files")
 
@@ -91,7 +95,7 @@ def test_a_hello_that_cannot_be_made_leaves_no_descriptor(monkeypatch):
         ({"cell": 0}, "ours"),
     ],
 )
-def test_what_a_receiver_says_of_its_window_is_checked(wrong: dict[str, int], fault: str) -> None:
+def test_bad_window_hello_is_refused(wrong: dict[str, int], fault: str) -> None:
     """And nothing of it is left open."""
     local = LocalEnd(PoolRows(filled_pool(LAYOUT, 4, 1), LAYOUT), 3, SMALL)
     memory = SharedMemory(8 * LAYOUT.block_bytes)
@@ -109,7 +113,8 @@ def test_what_a_receiver_says_of_its_window_is_checked(wrong: dict[str, int], fa
     memory.close()
 
 
-def test_another_user_is_not_let_in(monkeypatch):
+def test_another_user_is_refused(monkeypatch):
+    """A process of another user is refused at both ends of the socket."""
     credentials = struct.Struct("iII")
     theirs = credentials.pack(os.getpid(), os.geteuid() + 1, os.getegid())
 
@@ -129,7 +134,7 @@ def test_another_user_is_not_let_in(monkeypatch):
         rendezvous_listener.accept(100)
 
 
-def test_a_sender_does_not_outrun_a_receiver_that_copies_slowly(monkeypatch):
+def test_sender_waits_for_slow_receiver(monkeypatch):
     """However many segments: no more are granted than the receiver has room to hear of."""
     plain = ShmReceives._land
     monkeypatch.setattr(ShmReceives, "_land", lambda *arguments: time.sleep(0.002) or plain(*arguments))
@@ -143,18 +148,21 @@ def test_a_sender_does_not_outrun_a_receiver_that_copies_slowly(monkeypatch):
 
 
 @given(st.lists(st.none() | st.integers(0, (1 << 32) - 2), min_size=1, max_size=WINDOW_SEGMENTS_MAX))
-def test_places_are_read_as_they_were_given(places):
+def test_grant_places_round_trip(places):
+    """Places in a grant are read as they were packed."""
     assert unpack_places(pack_places(places)) == places
 
 
 @pytest.mark.parametrize("payload", [b"", b"abc", bytes(5), bytes(4 * (WINDOW_SEGMENTS_MAX + 1))])
-def test_what_is_no_grant_is_refused(payload):
+def test_malformed_grant_is_refused(payload):
+    """A grant of an impossible length is refused."""
     with pytest.raises(PairBroken, match="a grant of"):
         unpack_places(payload)
 
 
 @pytest.mark.parametrize("words", [(64,), ((1 << 32) - 2,), (5, 5), (0,) * (WINDOW_SEGMENTS_MAX + 1), ()])
-def test_a_grant_outside_the_window_or_that_nobody_asked_for_breaks_the_pair(words, monkeypatch):
+def test_invalid_grant_breaks_the_pair(words, monkeypatch):
+    """A grant outside the window or for no announced segment breaks the pair, and nothing is written."""
     plain, payload = UnixConnection.send, struct.pack(f"<{len(words)}I", *words)
 
     def send(self: UnixConnection, kind: int, sequence: int, given: bytes = b"") -> bool:
@@ -173,7 +181,8 @@ def test_a_grant_outside_the_window_or_that_nobody_asked_for_breaks_the_pair(wor
     with_ends(test)
 
 
-def test_a_receiver_that_grants_without_end_breaks_the_pair():
+def test_endless_grants_break_the_pair():
+    """A receiver that grants more segments than may be open at once breaks the pair."""
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     receiver, sender = UnixConnection(one), UnixConnection(other)
     rows = PoolRows(filled_pool(LAYOUT, 4, 1), LAYOUT)
@@ -188,7 +197,7 @@ def test_a_receiver_that_grants_without_end_breaks_the_pair():
     sender.close()
 
 
-def test_a_sender_maps_its_window_and_nothing_of_the_pool(monkeypatch):
+def test_sender_maps_only_its_window(monkeypatch):
     """Not even the blocks of its own sessions: what it could write to is tens of MiB beside the pool."""
     mapped: list[PoolRows] = []
     plain = shm.mapped_window
@@ -213,7 +222,8 @@ def test_a_sender_maps_its_window_and_nothing_of_the_pool(monkeypatch):
     with_ends(test)
 
 
-def test_who_fills_a_receivers_backlog_holds_the_sender_up_no_longer_than_its_limit() -> None:
+def test_full_backlog_times_out() -> None:
+    """A sender gives up after its time limit when strangers fill the receiver's backlog."""
     rendezvous_listener = UnixListener()
     strangers = []
     try:

@@ -67,7 +67,9 @@ async def amid_a_segment(near: NearReceiver, attempt: int, strike: int, at: int)
     return context, process
 
 
-def test_a_sender_killed_amid_a_segment_gives_all_back_at_once_and_leaves_nothing():
+def test_killed_sender_leaves_nothing():
+    """A killed sender's session fails within two seconds, and leaves no descriptor, mapping or thread."""
+
     async def main() -> None:
         near = NearReceiver()
         before = what_is_open()
@@ -89,7 +91,7 @@ def test_a_sender_killed_amid_a_segment_gives_all_back_at_once_and_leaves_nothin
     asyncio.run(main())
 
 
-def test_a_stopped_sender_keeps_no_blocks_and_writes_to_none_when_it_goes_on():
+def test_stopped_sender_writes_nothing_later():
     """It maps a window alone: its blocks are free again while it stands still, and may be another's when it wakes."""
 
     async def main() -> None:

@@ -73,7 +73,7 @@ def receiving() -> Iterator[OneEnd]:
     one.close()
 
 
-def test_what_a_sender_writes_after_it_is_done_changes_nothing(receiving, monkeypatch):
+def test_late_window_writes_change_nothing(receiving, monkeypatch):
     """It rewrites its window at the worst moments: as soon as a piece was copied, and after the digest. What is digested is
     what lies in the pool."""
     kv, other = filled_pool(LAYOUT, 2, seed=5), filled_pool(LAYOUT, 2, seed=6)
@@ -96,7 +96,7 @@ def test_what_a_sender_writes_after_it_is_done_changes_nothing(receiving, monkey
     assert same_bytes(kept[0], kv[0]) and not same_bytes(kept[1], kv[1]), "or nothing was rewritten in between"
 
 
-def test_neither_does_it_where_blocks_are_of_another_size(monkeypatch):
+def test_other_block_sizes_ignore_late_writes(monkeypatch):
     """There copy and digest are not made piece by piece, so what both are made of is a copy of its own."""
     spread, one = PoolRows.spread, OneEnd(sub_block_tokens=LAYOUT.block_size // 2)
 
@@ -116,7 +116,8 @@ def test_neither_does_it_where_blocks_are_of_another_size(monkeypatch):
         one.close()
 
 
-def test_a_segment_given_up_is_answered_at_once_and_its_place_is_used_again_when_the_sender_is_done(receiving):
+def test_abandoned_place_is_reused_later(receiving):
+    """A segment given up is answered at once, and its place is used again when the sender is done."""
     jobs = receiving.announce(0, (1, 2), (3, 4), (5, 6))
     assert receiving.granted() == (0, [0, 2])
     before = receiving.pool.clone()
@@ -137,7 +138,8 @@ def test_a_segment_given_up_is_answered_at_once_and_its_place_is_used_again_when
     assert changed == [9, 10]
 
 
-def test_no_more_is_granted_than_the_window_has_room_for(receiving):
+def test_grants_fit_the_window(receiving):
+    """No more segments are granted than the window has room for."""
     receiving.announce(0, (0, 1), (2, 3), (4, 5), (6, 7), (8, 9))
     assert receiving.granted() == (0, [0, 2])
     for sequence, place in enumerate((0, 2, 0)):
@@ -146,7 +148,8 @@ def test_no_more_is_granted_than_the_window_has_room_for(receiving):
 
 
 @pytest.mark.parametrize("word", [(DONE, 1), (SKIPPED, 0), (READY, 0), (GRANT, 0), (77, 0)])
-def test_a_sender_that_says_what_no_sender_says_is_left(word, receiving):
+def test_protocol_violation_breaks_pair(word, receiving):
+    """A receiver leaves a sender that says something out of order or of an unknown kind."""
     receiving.announce(0, (1,))
     receiving.granted()
     receiving.sender.send(*word)
@@ -154,7 +157,7 @@ def test_a_sender_that_says_what_no_sender_says_is_left(word, receiving):
     assert "the sender broke the protocol" in receiving.fault
 
 
-def test_more_announced_than_a_sender_may_breaks_the_pair(receiving):
+def test_excess_announcements_break_the_pair(receiving):
     """Also where most were given up: a sender that never answers must not fill our memory."""
     for first in range(0, 2 * MAX_QUEUED_SEGMENTS, 64):
         jobs = receiving.announce(first, *[(1,)] * 64)

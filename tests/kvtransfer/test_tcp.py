@@ -98,7 +98,8 @@ def with_relay(
 
 
 @pytest.mark.parametrize("transport", ["tcp", "tcp-plain"])
-def test_what_crosses_can_be_read_only_without_encryption(transport: str, monkeypatch) -> None:
+def test_encrypted_kv_cannot_be_read(transport: str, monkeypatch) -> None:
+    """KV on the wire can be read only where encryption is off."""
     monkeypatch.setattr(ends_module, "TRANSPORT", transport)
 
     async def test(ends: Ends, relay: Relay) -> None:
@@ -111,7 +112,8 @@ def test_what_crosses_can_be_read_only_without_encryption(transport: str, monkey
     with_relay(test)
 
 
-def test_a_byte_changed_on_its_way_ends_the_pair_and_is_not_committed() -> None:
+def test_changed_byte_ends_the_pair() -> None:
+    """A byte changed on its way ends the pair, nothing is committed, and the next transfer arrives."""
     left = [HELLO_BYTES + HEADER_BYTES + 100]
 
     def flip(data: bytes) -> bytes:
@@ -127,7 +129,9 @@ def test_a_byte_changed_on_its_way_ends_the_pair_and_is_not_committed() -> None:
     with_relay(test, flip)
 
 
-def test_a_hello_that_was_overheard_is_good_for_nothing() -> None:
+def test_overheard_hello_is_refused() -> None:
+    """A hello that was overheard and sent again is refused and counted as a stranger."""
+
     async def test(ends: Ends, relay: Relay) -> None:
         overheard = bytes(relay.seen[:HELLO_BYTES])
         with socket.create_connection(relay._to, timeout=WAIT_S) as again:
@@ -139,7 +143,7 @@ def test_a_hello_that_was_overheard_is_good_for_nothing() -> None:
     with_relay(test)
 
 
-def test_who_listens_without_the_key_is_given_nothing() -> None:
+def test_keyless_listener_gets_nothing() -> None:
     """Between what the control link tells and the connection, another process may have taken the port."""
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         heard: list[bytes] = []
@@ -161,7 +165,9 @@ def test_who_listens_without_the_key_is_given_nothing() -> None:
 
 
 @pytest.mark.parametrize(("sender", "receiver"), [(True, False), (False, True), (True, True), (False, False)])
-def test_either_end_has_it_encrypted(sender: bool, receiver: bool) -> None:
+def test_either_end_can_demand_encryption(sender: bool, receiver: bool) -> None:
+    """The connection is encrypted if at least one end asks for it."""
+
     async def test(ends: Ends) -> None:
         meeting = meeting_of(ends)
         await transfer(ends, "r")
@@ -171,13 +177,15 @@ def test_either_end_has_it_encrypted(sender: bool, receiver: bool) -> None:
     with_ends(test, settings=replace(base, encrypt=sender), receiver_settings=replace(base, encrypt=receiver))
 
 
-def test_a_sender_that_encrypts_does_not_send_in_the_clear() -> None:
+def test_encrypting_sender_refuses_cleartext() -> None:
+    """A sender that encrypts refuses a rendezvous without encryption."""
     local = LocalEnd(PoolRows(filled_pool(LAYOUT, 4, 1), LAYOUT), 1, SMALL, encrypt=True)
     with pytest.raises(PairBroken, match="unencrypted"):
         Tcp().connect(local, Rendezvous("tcp", "127.0.0.1", 1, "", token=b"t" * 16, key=b"k" * 32, encrypted=False))
 
 
-def test_what_must_not_cross_in_the_clear_is_refused_by_name() -> None:
+def test_cleartext_transport_is_refused() -> None:
+    """A transport that sends KV in the clear is refused by name where transfers are confidential."""
     assert allowed_on("auto", "cpu", confidential=True) == ("shm", "tcp")
     assert allowed_on("auto", "cuda", confidential=True) == ("cuda_ipc", "tcp")
     with pytest.raises(WrongTransport, match="nccl sends KV in the clear"):

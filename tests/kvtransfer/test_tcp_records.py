@@ -75,7 +75,8 @@ GOOD = os.urandom(3 * LAYOUT.block_bytes)
         (b"\0" * 5, "ended"),
     ],
 )
-def test_a_record_that_was_not_agreed_on_ends_its_connection_only(key: bytes | None, header: bytes, why: str) -> None:
+def test_unexpected_record_ends_connection(key: bytes | None, header: bytes, why: str) -> None:
+    """A record with an unexpected header ends its connection and changes granted blocks at most."""
     played = Played(key)
     played.theirs.sendall(header + os.urandom(4 * LAYOUT.block_bytes) * (len(header) == HEADER_BYTES))
     if len(header) < HEADER_BYTES:
@@ -84,7 +85,8 @@ def test_a_record_that_was_not_agreed_on_ends_its_connection_only(key: bytes | N
 
 
 @pytest.mark.parametrize("key", [None, RECORD_KEY], ids=["plain", "encrypted"])
-def test_a_record_that_ends_early_ends_the_pair(key: bytes | None) -> None:
+def test_truncated_record_ends_the_pair(key: bytes | None) -> None:
+    """A record that ends early ends the pair."""
     played = Played(key)
     played.theirs.sendall(struct.pack("<IIQ", 0, 0, len(GOOD)) + b"x" * 100)
     played.theirs.shutdown(socket.SHUT_WR)
@@ -92,13 +94,15 @@ def test_a_record_that_ends_early_ends_the_pair(key: bytes | None) -> None:
 
 
 @pytest.mark.parametrize("key", [None, RECORD_KEY], ids=["plain", "encrypted"])
-def test_a_record_that_does_not_go_on_ends_the_pair_in_time(key: bytes | None) -> None:
+def test_stalled_record_times_out(key: bytes | None) -> None:
+    """A record that stops arriving ends the pair in time."""
     played = Played(key)
     played.theirs.sendall(struct.pack("<IIQ", 0, 0, len(GOOD)) + b"x" * 100)
     played.breaks("in time")
 
 
-def test_records_of_another_key_or_in_the_clear_are_refused() -> None:
+def test_wrong_key_records_are_refused() -> None:
+    """Records with another key or in the clear are refused where a key was agreed on."""
     played = Played(RECORD_KEY)
     played.write(b"another" + bytes(25), GOOD)
     played.breaks("changed on its way")
@@ -107,7 +111,7 @@ def test_records_of_another_key_or_in_the_clear_are_refused() -> None:
     played.breaks("changed on its way")
 
 
-def test_a_record_said_twice_is_refused() -> None:
+def test_repeated_record_is_refused() -> None:
     """The same bytes again are another record by their count."""
     played = Played(RECORD_KEY)
     played.inbox.put(SegmentJob(None, 1, 0, 3, (2, 3, 4)))

@@ -34,7 +34,7 @@ def _tcp(monkeypatch):
     "count",
     [300, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(600)])],
 )
-def test_strangers_at_the_port_cost_no_transfer(count: int) -> None:
+def test_strangers_cost_no_transfer(count: int) -> None:
     """Transfers go on, new pairs meet, every stranger is counted, and nothing of them stays."""
 
     async def test(ends: Ends) -> None:
@@ -83,7 +83,7 @@ def _worker_with_few_descriptors(pipe: Pipe) -> None:
     with_ends(test)
 
 
-def test_a_process_that_runs_out_of_descriptors_goes_on() -> None:
+def test_descriptor_shortage_is_survived() -> None:
     """gloo's listener ends its process in this place."""
     spawn = multiprocessing.get_context("spawn")
     pipe, theirs = spawn.Pipe()
@@ -106,7 +106,7 @@ def test_a_process_that_runs_out_of_descriptors_goes_on() -> None:
             one.close()
 
 
-def test_without_any_descriptor_the_listener_waits_and_goes_on(monkeypatch) -> None:
+def test_listener_waits_for_descriptors(monkeypatch) -> None:
     """Also where there is no stranger to close for another one."""
 
     async def test(ends: Ends) -> None:
@@ -131,7 +131,8 @@ def test_without_any_descriptor_the_listener_waits_and_goes_on(monkeypatch) -> N
     with_ends(test)
 
 
-def test_a_listener_is_closed_once_and_leaves_nothing() -> None:
+def test_listener_closes_once_cleanly() -> None:
+    """A closed listener leaves no descriptor, refuses connections and fails those that wait for one."""
     descriptors = open_descriptors()
     listener = TcpListener("127.0.0.1", lambda reason: None)
     expected, port = listener.expect()
@@ -151,7 +152,8 @@ def test_a_listener_is_closed_once_and_leaves_nothing() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_after_a_failure_that_nobody_foresaw_the_listener_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_listener_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listener that failed unexpectedly fails its waiters and listens again for the next pair."""
     descriptors = open_descriptors()
     listener = TcpListener("127.0.0.1", lambda reason: None)
     expected, port = listener.expect()
@@ -173,7 +175,8 @@ def test_after_a_failure_that_nobody_foresaw_the_listener_begins_anew(monkeypatc
     assert open_descriptors() == descriptors
 
 
-def test_a_listener_that_cannot_listen_says_so_and_leaves_nothing() -> None:
+def test_unusable_address_is_reported() -> None:
+    """A listener that cannot bind its address says so and leaves no descriptor."""
     descriptors = open_descriptors()
     listener = TcpListener("192.0.2.1", lambda reason: None)
     with pytest.raises(OSError, match="assign"):
@@ -182,7 +185,8 @@ def test_a_listener_that_cannot_listen_says_so_and_leaves_nothing() -> None:
     assert open_descriptors() == descriptors
 
 
-def test_who_says_nothing_is_closed_in_time(monkeypatch) -> None:
+def test_silent_stranger_is_closed(monkeypatch) -> None:
+    """A stranger that says nothing is disconnected after the hello timeout."""
     monkeypatch.setattr(tcp_listener, "HELLO_TIMEOUT_S", 0.05)
 
     async def test(ends: Ends) -> None:

@@ -25,7 +25,8 @@ from kvtransfer.transports.tcp.segments import RECORD_BYTES, record_bytes_max, r
 TOKEN, KEY, SENDER_NONCE, RECEIVER_NONCE = bytes(range(16)), bytes(range(32)), b"s" * 16, b"r" * 16
 
 
-def test_both_ends_prove_the_key_and_derive_the_same_one() -> None:
+def test_handshake_proves_the_key() -> None:
+    """Both ends prove that they know the key without sending it, and each connection has its own key."""
     said = hello(TOKEN, KEY, SENDER_NONCE)
     heard = read_hello(said)
     verify_hello(heard, KEY)
@@ -37,7 +38,8 @@ def test_both_ends_prove_the_key_and_derive_the_same_one() -> None:
 
 
 @given(st.integers(0, HELLO_BYTES - 1), st.integers(1, 255))
-def test_a_hello_with_one_byte_changed_is_refused(at: int, change: int) -> None:
+def test_changed_hello_is_refused(at: int, change: int) -> None:
+    """A hello with one changed byte is refused, or bears another token."""
     changed = bytearray(hello(TOKEN, KEY, SENDER_NONCE))
     changed[at] ^= change
     try:
@@ -50,14 +52,16 @@ def test_a_hello_with_one_byte_changed_is_refused(at: int, change: int) -> None:
 
 
 @given(st.integers(0, ANSWER_BYTES - 1), st.integers(1, 255))
-def test_an_answer_with_one_byte_changed_is_refused(at: int, change: int) -> None:
+def test_changed_answer_is_refused(at: int, change: int) -> None:
+    """An answer with one changed byte is refused."""
     changed = bytearray(answer(TcpHello(TOKEN, SENDER_NONCE, b""), KEY, RECEIVER_NONCE))
     changed[at] ^= change
     with pytest.raises(HandshakeFailed):
         verify_answer(bytes(changed), TOKEN, KEY, SENDER_NONCE)
 
 
-def test_nobody_is_answered_with_their_own_words() -> None:
+def test_reflected_proof_is_refused() -> None:
+    """A sender refuses its own proof as an answer, and a receiver refuses a wrong key."""
     heard = read_hello(hello(TOKEN, KEY, SENDER_NONCE))
     with pytest.raises(HandshakeFailed):
         verify_answer(SENDER_NONCE + heard.proof, TOKEN, KEY, SENDER_NONCE)
@@ -66,7 +70,8 @@ def test_nobody_is_answered_with_their_own_words() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "remove", "expire"]), st.floats(0, 3))))
-def test_pending_connections_are_few_and_the_oldest_goes_first(steps: list[tuple[str, float]]) -> None:
+def test_oldest_pending_connection_goes_first(steps: list[tuple[str, float]]) -> None:
+    """Pending connections are bounded in number and time, and the oldest is dropped first."""
     pending: PendingConnections[int] = PendingConnections(3, 2.0)
     there: list[tuple[int, float]] = []
     now = 0.0
@@ -86,12 +91,14 @@ def test_pending_connections_are_few_and_the_oldest_goes_first(steps: list[tuple
     assert pending.pop_all() == [one for one, _ in there]
 
 
-def test_strangers_never_have_more_than_a_part_of_the_descriptors() -> None:
+def test_strangers_get_few_descriptors() -> None:
+    """Pending connections get about an eighth of the process's descriptors, from one to 64."""
     assert [pending_limit(descriptors) for descriptors in (4, 64, 512, 1 << 20)] == [1, 8, 64, 64]
 
 
 @given(st.integers(1, 5_000), st.integers(1, 4 * RECORD_BYTES))
-def test_records_cover_a_segment_once_in_order(blocks: int, sub_block_bytes: int) -> None:
+def test_records_cover_segment_once(blocks: int, sub_block_bytes: int) -> None:
+    """The records of a segment cover its bytes once, in order, within the record limit."""
     blocks = min(blocks, max(1, (8 << 20) // sub_block_bytes))
     at = 0
     for record in records_of(blocks, sub_block_bytes):

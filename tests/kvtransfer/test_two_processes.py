@@ -114,7 +114,9 @@ async def until_killed(near: NearReceiver, incarnation: int, attempt: int, word_
     assert len(block_ids) == ENDLESS_BLOCKS
 
 
-def test_a_killed_sender_costs_its_open_sessions_and_a_new_one_is_served():
+def test_killed_sender_costs_open_sessions():
+    """A killed sender costs its open sessions only, and a new sender is served."""
+
     async def main() -> None:
         near = NearReceiver()
         await until_killed(near, incarnation=21, attempt=1, word_of_it=True)
@@ -127,7 +129,9 @@ def test_a_killed_sender_costs_its_open_sessions_and_a_new_one_is_served():
     asyncio.run(main())
 
 
-def test_a_killed_receiver_is_reported_and_the_next_one_is_served():
+def test_killed_receiver_is_reported():
+    """Sessions with a killed receiver fail, and the next receiver is served."""
+
     async def main() -> None:
         wires: dict[int, Wire] = {}
         results: dict[str, KvSent | KvFailed] = {}
@@ -186,7 +190,7 @@ def test_a_killed_receiver_is_reported_and_the_next_one_is_served():
     asyncio.run(main())
 
 
-def test_a_far_end_that_is_asked_to_leave_leaves_cleanly():
+def test_far_end_leaves_cleanly():
     """Threads, groups and stores end with the process: status 0, no crash at exit."""
 
     async def main() -> None:
@@ -214,7 +218,7 @@ def test_a_far_end_that_is_asked_to_leave_leaves_cleanly():
     asyncio.run(main())
 
 
-def test_a_far_end_that_ends_at_once_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exited_far_end_is_not_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It finds what this process finds by PYTHONPATH."""
     (tmp_path / "carried.py").write_text("raise SystemExit('not on this machine')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -14,7 +14,8 @@ from tuning.autopilot import Autopilot, AutopilotRules, Observation
 from tuning.learned import Learner
 
 
-def test_it_predicts_with_what_steps_take_and_says_so() -> None:
+def test_learned_step_times_are_reported() -> None:
+    """The autopilot predicts with the step times it has learned and names the correction in its report."""
     pilot, accuracy, learner, seen = (
         Autopilot(GPU, AutopilotRules(SLO)),
         Accuracy(GPU, SLO),
@@ -36,7 +37,8 @@ def test_it_predicts_with_what_steps_take_and_says_so() -> None:
     assert 'role="decode"' in name and 1.45 < float(value) < 1.55
 
 
-def test_a_correction_is_news_once_and_when_it_has_changed() -> None:
+def test_correction_is_news_when_it_changes() -> None:
+    """A correction of the profile counts as news once, and again after its factor has changed enough."""
     seen = Seen()
     assert not seen.is_correction_news(), "nothing is known"
     for factor, is_news in ((1.18, True), (1.19, False), (1.16, False), (1.3, True), (1.3, False)):

@@ -22,7 +22,8 @@ def _complete(body: bytes, head: bytes = STREAM) -> ClientStream:
     return asyncio.run(scene())
 
 
-def test_arrivals_are_tokens_not_the_events_after_them() -> None:
+def test_only_tokens_count_as_arrivals() -> None:
+    """A stream's arrivals are its tokens, without the finish, usage and done events after them."""
     finish = token("", finish_reason="length")
     stream = _complete(TOKENS + finish + USAGE + DONE)
     assert len(stream.arrivals) == 3
@@ -40,25 +41,29 @@ def test_arrivals_are_tokens_not_the_events_after_them() -> None:
         (b"", STREAM),
     ],
 )
-def test_streams_that_do_not_end_cleanly_fail_the_measurement(body: bytes, head: bytes) -> None:
+def test_unclean_stream_end_fails_measurement(body: bytes, head: bytes) -> None:
+    """A stream that does not end cleanly makes the measurement fail."""
     with pytest.raises((BenchFailed, RequestFailed)):
         _complete(body, head)
 
 
-def test_gaps_are_within_one_stream_and_within_the_window() -> None:
+def test_gaps_stay_within_stream_and_window() -> None:
+    """Gaps are measured between tokens of one stream, and within the given window only."""
     first = ClientStream(0.0, [1.0, 1.5, 2.5, 9.0])
     second = ClientStream(0.0, [2.0, 2.25])
     assert gaps_between([first, second], 1.2, 3.0) == [1.0, 0.25]
     assert gaps_between([first, second], 20.0, 30.0) == []
 
 
-def test_percentiles_are_values_that_were_measured() -> None:
+def test_percentiles_are_measured_values() -> None:
+    """A percentile is always one of the measured values, never interpolated."""
     values = [float(value) for value in range(100, 0, -1)]
     assert [percentile(values, share) for share in (0.5, 0.95, 0.99, 1.0)] == [50.0, 95.0, 99.0, 100.0]
     assert percentile([3.0], 0.01) == percentile([3.0], 1.0) == 3.0
 
 
-def test_long_prompts_have_the_length_asked_for_and_repeat_with_the_seed() -> None:
+def test_long_prompts_are_sized_and_repeatable() -> None:
+    """A long prompt has a length within the given bounds, and the same seed gives the same prompt."""
     for _ in range(50):
         assert 10 <= len(long_prompt(random.Random(), 10, 20).split()) <= 20
     assert long_prompt(random.Random(1), 10, 20) == long_prompt(random.Random(1), 10, 20)

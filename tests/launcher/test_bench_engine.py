@@ -39,14 +39,16 @@ COLUMNS = {
 # --- floors -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_decode_step_reads_every_weight_once_and_each_streams_kv() -> None:
+def test_decode_reads_weights_once_and_kv() -> None:
+    """A decode step is counted as one read of all weights and of every stream's KV."""
     assert SIZE.kv_bytes_per_token == 46_080  # K and V, 30 layers, 3 heads of 64 float32
     work = SIZE.decode_step(16, 200)
     assert work.read_bytes == 4 * 120_000_000 + 16 * 200 * 46_080
     assert work.flops == 2 * 120_000_000 * 16
 
 
-def test_prefill_computes_its_tokens_and_their_attention_and_no_head() -> None:
+def test_prefill_work_excludes_the_head() -> None:
+    """Prefill is counted as its tokens and their attention, without the output head."""
     work = SIZE.prefill(1000)
     assert work.flops == 2 * 100_000_000 * 1000 + 30 * 2 * 9 * 64 * 1000**2
     assert work.read_bytes == 4 * 100_000_000
@@ -54,13 +56,14 @@ def test_prefill_computes_its_tokens_and_their_attention_and_no_head() -> None:
     assert SIZE.prefill(1400, chunks=6).flops == SIZE.prefill(1400).flops
 
 
-def test_the_floor_is_the_larger_of_reading_and_computing() -> None:
+def test_floor_is_reading_or_computing_time() -> None:
+    """The floor is the longer of the times for reading the bytes and computing the operations."""
     rates = MachineRates(read_bytes_per_s=10e9, flops_per_s=100e9)
     assert Work(480e6, 240e6).floor_s(rates) == pytest.approx(0.048)
     assert Work(480e6, 20e9).floor_s(rates) == pytest.approx(0.2)
 
 
-def test_weights_are_counted_once_where_the_head_is_the_embedding(tmp_path: Path) -> None:
+def test_tied_head_is_counted_once(tmp_path: Path) -> None:
     """Of the tiny llama: 64 wide, 96 in its MLP, 4 heads of queries and 2 of keys of 16, 3 layers, 320 tokens."""
     body = 3 * (64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 96)
     for tied in (False, True):
@@ -78,7 +81,8 @@ def _measured(name: str, seconds: list[float], floors_s: list[float], plain: boo
     return rounds.Measured(case, seconds, floors_s)
 
 
-def test_a_row_compares_with_the_floor_of_its_own_round_and_with_transformers() -> None:
+def test_row_compares_with_floor_and_transformers() -> None:
+    """A row compares each time with the floor of its own round, and with transformers where it was measured."""
     ours, plain, other = rounds.rows(
         [
             _measured("decode", [0.2, 0.1, 0.4], [0.1, 0.1, 0.1]),
@@ -112,7 +116,8 @@ def _run(settings: EngineBenchSettings, model: Path) -> tuple[dict[str, Any], st
 
 
 @pytest.mark.usefixtures("small_machine")
-def test_every_case_of_a_real_engine_has_a_floor(tmp_path: Path) -> None:
+def test_every_engine_case_has_a_floor(tmp_path: Path) -> None:
+    """A bench of a real engine gives settings, model, backend and a floor for every case."""
     model = tiny_models.make("llama", tmp_path / "llama", max_position_embeddings=2048)
     result, text = _run(EngineBenchSettings(rounds=1), model)
     assert set(result) == {"settings", "model_type", "dtype", "backend", "floor", "rows"}
@@ -143,7 +148,8 @@ def test_every_case_of_a_real_engine_has_a_floor(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_machine")
-def test_cases_longer_than_the_models_context_are_left_out(tmp_path: Path) -> None:
+def test_cases_beyond_context_are_left_out(tmp_path: Path) -> None:
+    """Cases longer than the model's context are left out of the bench."""
     result, _ = _run(EngineBenchSettings(rounds=1), tiny_models.make("llama", tmp_path / "llama"))  # 512 tokens
     assert [row["name"] for row in result["rows"]] == [
         "decode, 1 stream",
@@ -168,7 +174,8 @@ def _stand_in(folder: Path, body: str) -> EngineBenchSettings:
     return EngineBenchSettings(threads=2, llama_bench=str(program), gguf=str(gguf))
 
 
-def test_llama_bench_runs_on_the_same_threads_and_its_figures_are_rows(tmp_path: Path) -> None:
+def test_llama_bench_figures_become_rows(tmp_path: Path) -> None:
+    """llama-bench runs on the same number of threads, and its figures become rows of the result."""
     tests = [
         {
             "model_type": "llama 0.1B all F32",
@@ -199,13 +206,15 @@ def test_llama_bench_runs_on_the_same_threads_and_its_figures_are_rows(tmp_path:
         ("print('{\"a\": 1}')", "not what -o json prints"),
     ],
 )
-def test_a_llama_bench_that_fails_is_an_error_of_the_option(tmp_path: Path, body: str, said: str) -> None:
+def test_failing_llama_bench_names_the_option(tmp_path: Path, body: str, said: str) -> None:
+    """A llama-bench that fails gives an error that names --llama-bench and the cause."""
     with pytest.raises(BenchFailed, match=r"^--llama-bench: ") as failed:
         llama_bench.rows(_stand_in(tmp_path, body))
     assert said in str(failed.value)
 
 
-def test_what_is_missing_is_said_before_anything_is_measured(tmp_path: Path) -> None:
+def test_missing_bench_inputs_are_named_first(tmp_path: Path) -> None:
+    """A missing program, file or companion option is named before anything is measured."""
     settings = _stand_in(tmp_path, "")
     gone = str(tmp_path / "gone")
     with pytest.raises(SettingsError, match=r"^--llama-bench: there is no program .*gone"):

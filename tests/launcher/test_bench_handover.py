@@ -6,7 +6,8 @@ from launcher.bench.handover import Handover, figures
 from launcher.http.streams import ClientStream
 
 
-def test_figures_set_what_was_not_hidden_against_the_wait_and_the_steady_gap() -> None:
+def test_handover_figures_relate_exposed_time() -> None:
+    """Hand-over figures relate the exposed KV time to TTFT, and the second gap to the steady gap."""
     first = ClientStream(10.0, [12.0, 12.15, 12.25, 12.35, 12.45], prompt_tokens=1400, ended_at=12.5)
     second = ClientStream(20.0, [24.0, 24.3, 24.4, 24.5, 24.6], prompt_tokens=1400, ended_at=24.7)
     found = figures([Handover(first, 0.02, 10 << 20), Handover(second, 0.2, 10 << 20)])

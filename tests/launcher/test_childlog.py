@@ -25,7 +25,8 @@ def _log(path: Path, verbose: bool = False) -> tuple[ChildLog, list[str]]:
 
 
 @given(st.lists(st.integers(0, len(TEXT)), max_size=20))
-def test_cuts_between_reads_change_nothing(tmp_path_factory: pytest.TempPathFactory, cuts: list[int]) -> None:
+def test_log_is_independent_of_read_boundaries(tmp_path_factory: pytest.TempPathFactory, cuts: list[int]) -> None:
+    """The log file, shown lines and tail are the same wherever the reads cut the text."""
     log, shown = _log(tmp_path_factory.mktemp("log") / "decode-0.log")
     edges = [0, *sorted(cuts), len(TEXT)]
     for start, end in itertools.pairwise(edges):
@@ -37,14 +38,16 @@ def test_cuts_between_reads_change_nothing(tmp_path_factory: pytest.TempPathFact
     assert log.last_event == "broken"
 
 
-def test_what_became_of_a_changed_tenants_file_is_shown(tmp_path: Path) -> None:
+def test_tenants_file_reload_is_shown(tmp_path: Path) -> None:
+    """The reload of a changed tenants file is shown, though it is only an info line."""
     log, shown = _log(tmp_path / "gateway-0.log")
     log.feed(b'{"event": "tenants file taken", "level": "info", "tenants": 2}\n{"event": "loading", "level": "info"}\n')
     log.close()
     assert shown == ["info: tenants file taken tenants=2"]
 
 
-def test_a_full_disk_costs_the_file_alone(tmp_path: Path) -> None:
+def test_full_disk_only_loses_the_file(tmp_path: Path) -> None:
+    """A full disk loses the log file alone; lines are still shown and the tail is kept."""
     path = tmp_path / "decode-0.log"
     path.symlink_to("/dev/full")
     log, shown = _log(path)
@@ -54,14 +57,16 @@ def test_a_full_disk_costs_the_file_alone(tmp_path: Path) -> None:
     assert log.tail[-1] == "a line of a library"
 
 
-def test_verbose_shows_all_of_it(tmp_path: Path) -> None:
+def test_verbose_shows_every_line(tmp_path: Path) -> None:
+    """Every line of a child is shown in verbose mode."""
     log, shown = _log(tmp_path / "decode-0.log", verbose=True)
     log.feed(TEXT)
     log.close()
     assert len(shown) == 4
 
 
-def test_endless_lines_and_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_lines_and_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Endless lines do not let the log files or the tail grow beyond their bounds."""
     monkeypatch.setattr(childlog, "FILE_BYTES_MAX", 300_000)
     log, _ = _log(tmp_path / "decode-0.log")
     for _ in range(100):
@@ -71,9 +76,8 @@ def test_endless_lines_and_files_are_bounded(tmp_path: Path, monkeypatch: pytest
     assert len(log.tail) <= childlog.TAIL_LINES
 
 
-def test_a_file_that_somebody_removed_is_begun_again_when_it_would_be_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removed_log_file_is_recreated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log file that was removed is begun again when it would have been full."""
     monkeypatch.setattr(childlog, "FILE_BYTES_MAX", 300_000)
     log, _ = _log(tmp_path / "decode-0.log")
     log.feed(b"x" * 20_000)
@@ -87,5 +91,6 @@ def test_a_file_that_somebody_removed_is_begun_again_when_it_would_be_full(
 @pytest.mark.parametrize(
     "line", ["", "[1]", "{", '{"level": "error"}', "null", "12", pytest.param("[" * 60_000, id="deep")]
 )
-def test_lines_that_are_no_records_are_shown_as_they_are(line: str) -> None:
+def test_plain_lines_are_shown_unchanged(line: str) -> None:
+    """Lines that are not JSON records are shown as they are."""
     assert readable(line) == ("", line)

@@ -43,7 +43,8 @@ def test_help_names_every_command() -> None:
         (("brew",), "crossdock: No such command"),
     ],
 )
-def test_mistakes_are_one_line_and_no_traceback(arguments: tuple[str, ...], expected: str) -> None:
+def test_usage_mistakes_are_one_line(arguments: tuple[str, ...], expected: str) -> None:
+    """A mistake on the command line gives one line on stderr and status 2, without a traceback."""
     done = _crossdock(*arguments)
     assert done.returncode == 2
     assert done.stderr.startswith(expected)
@@ -67,9 +68,8 @@ def test_mistakes_are_one_line_and_no_traceback(arguments: tuple[str, ...], expe
         ),
     ],
 )
-def test_what_cannot_work_here_ends_at_once_with_a_line_and_a_status_of_its_own(
-    arguments: tuple[str, ...], expected: str
-) -> None:
+def test_impossible_settings_exit_at_once(arguments: tuple[str, ...], expected: str) -> None:
+    """Settings that cannot work on this machine end the role with one line and a status of their own."""
     done = _crossdock(*arguments)
     assert done.returncode == CONFIG_EXIT, done.stderr
     assert done.stderr.splitlines()[-1].startswith(expected)
@@ -77,7 +77,8 @@ def test_what_cannot_work_here_ends_at_once_with_a_line_and_a_status_of_its_own(
 
 
 @pytest.mark.parametrize("module", ["coordinator", "gateway", "prefill_worker", "decode_worker"])
-def test_each_role_is_a_module_with_help(module: str) -> None:
+def test_each_role_module_has_help(module: str) -> None:
+    """Each role is a module whose --help has its options, without --role."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", module, "--help"],
         env=child_environment(1),
@@ -90,7 +91,8 @@ def test_each_role_is_a_module_with_help(module: str) -> None:
     assert "--role" not in done.stdout, "the module is the role"
 
 
-def test_a_taken_port_is_told_before_anything_is_begun(tmp_path: Path) -> None:
+def test_taken_port_is_reported_first(tmp_path: Path) -> None:
+    """A taken HTTP port is reported before anything is started."""
     (tmp_path / "config.json").write_text("{}")
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -101,7 +103,8 @@ def test_a_taken_port_is_told_before_anything_is_begun(tmp_path: Path) -> None:
     assert done.stderr.startswith(f"crossdock: --port: {port} on 127.0.0.1 is taken")
 
 
-def test_a_slip_in_the_environment_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_misspelt_variable_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A misspelt CROSSDOCK_ variable is noted once, with a suggestion, and ignored."""
     monkeypatch.setenv("CROSSDOCK_HEARTBEET_MS", "100")
     monkeypatch.setenv("CROSSDOCK_STREAMS", "3")
     done = _crossdock("coordinator", "--bind", "tcp://192.0.2.1:7", "--insecure")

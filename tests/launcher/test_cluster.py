@@ -24,7 +24,8 @@ def _options(arguments: tuple[str, ...]) -> list[str]:
     return list(arguments[arguments.index("-m") + 2 :])
 
 
-def test_every_role_is_a_process_with_options_that_parse() -> None:
+def test_every_role_process_has_valid_options() -> None:
+    """Each role becomes a process whose arguments parse back to its settings."""
     cluster = build(ServeSettings(prefill=2, decode=1, port=0, device="cpu", dtype="float32"))
     assert [spec.name for spec in cluster.processes] == [
         "coordinator",
@@ -49,7 +50,8 @@ def shares_of(settings: ServeSettings) -> list[float]:
     return [parse(WorkerSettings, [*_options(spec.arguments), "--role", "decode"]).gpu_memory_share for spec in workers]
 
 
-def test_workers_on_one_gpu_share_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_share_one_gpus_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers on one GPU split its memory, unless the file or the environment sets the share."""
     on_gpu = ServeSettings(prefill=1, decode=2, port=0, device="cuda")
     assert shares_of(on_gpu) == [0.3] * 3
     assert shares_of(ServeSettings(port=0, device="cpu")) == [0.9] * 2
@@ -60,7 +62,8 @@ def test_workers_on_one_gpu_share_its_memory(tmp_path: Path, monkeypatch: pytest
     assert shares_of(on_gpu) == [0.25] * 3
 
 
-def test_every_process_has_a_watchdog_and_the_launcher_a_page_of_its_own() -> None:
+def test_every_process_has_a_watchdog() -> None:
+    """Every process has a watchdog time, and the launcher has a metrics port of its own."""
     first = free_port("127.0.0.1")
     cluster = build(ServeSettings(port=0, device="cpu", metrics=f"127.0.0.1:{first}"))
     found = {spec.name: spec.watchdog_s for spec in cluster.processes}
@@ -70,7 +73,8 @@ def test_every_process_has_a_watchdog_and_the_launcher_a_page_of_its_own() -> No
     assert off.metrics == "off"
 
 
-def test_each_gateway_has_a_port_of_its_own() -> None:
+def test_each_gateway_has_its_own_port() -> None:
+    """Several gateways get names and ports in turn; too many for the port range are refused."""
     cluster = build(ServeSettings(port=0, gateways=3))
     fronts = [parse(GatewaySettings, _options(spec.arguments)) for spec in cluster.processes[1:4]]
     assert [front.name for front in fronts] == ["gateway-0", "gateway-1", "gateway-2"]
@@ -80,7 +84,8 @@ def test_each_gateway_has_a_port_of_its_own() -> None:
         build(ServeSettings(port=65_535, gateways=2))
 
 
-def test_every_role_gets_the_folder_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_role_gets_the_key_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every process is given the absolute path of the folder of keys."""
     monkeypatch.chdir(tmp_path)
     cluster = build(ServeSettings(port=0, keys="keys"))
     for spec in cluster.processes:
@@ -88,13 +93,15 @@ def test_every_role_gets_the_folder_of_keys(tmp_path: Path, monkeypatch: pytest.
         assert options[options.index("--keys") + 1] == str(tmp_path / "keys"), spec.name
 
 
-def test_api_keys_are_not_on_command_lines() -> None:
+def test_api_keys_stay_off_command_lines() -> None:
+    """API keys reach the gateway in its environment and are on no command line."""
     cluster = build(ServeSettings(port=0, api_keys=["sesame"]))
     assert not any("sesame" in text for spec in cluster.processes for text in spec.arguments)
     assert cluster.processes[1].environment["CROSSDOCK_API_KEYS"] == "sesame"
 
 
-def test_only_those_who_send_kv_copy_past_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_kv_senders_bypass_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only prefill workers get the setting for copies past the caches; a present GLIBC_TUNABLES is kept."""
     cluster = build(ServeSettings(port=0))
     streamed = [spec.name for spec in cluster.processes if STREAMED_COPIES.items() <= spec.environment.items()]
     assert streamed == ["prefill-0"]
@@ -103,12 +110,14 @@ def test_only_those_who_send_kv_copy_past_the_caches(monkeypatch: pytest.MonkeyP
         assert spec.environment["GLIBC_TUNABLES"] == "glibc.malloc.check=1"
 
 
-def test_a_client_here_is_sent_to_loopback_where_all_interfaces_are_bound() -> None:
+def test_wildcard_host_gives_a_loopback_url() -> None:
+    """The base URL names loopback if the gateway is bound to all interfaces."""
     cluster = build(ServeSettings(host="0.0.0.0", port=0))
     assert cluster.base_url.startswith("http://127.0.0.1:")
 
 
-def test_the_journal_is_the_coordinators_and_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_event_log_goes_to_the_coordinator(tmp_path: Path) -> None:
+    """The coordinator gets the event log's path; a folder or a missing parent folder is refused."""
     cluster = build(ServeSettings(port=0, event_log=str(tmp_path / "event_log")))
     coordinator = parse(CoordinatorSettings, _options(cluster.processes[0].arguments))
     assert coordinator.event_log == str(tmp_path / "event_log")

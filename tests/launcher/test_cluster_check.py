@@ -22,7 +22,8 @@ def check(folder: Path, keys: str) -> int:
     return invoke(build_app(), ["cluster", "check", str(folder / "cluster.toml")], "crossdock")
 
 
-def test_keys_that_are_to_travel_must_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_local_keys_fail_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The check fails if a folder of keys that is to be copied to hosts does not exist here."""
     assert check(tmp_path, "keys") == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -34,6 +35,7 @@ def test_keys_that_are_to_travel_must_be_there(tmp_path: Path, capsys: pytest.Ca
     assert check(tmp_path, "keys") == 0
 
 
-def test_keys_that_the_hosts_have_are_not_looked_for_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_host_keys_are_not_checked_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys that the hosts hold at an absolute path are not looked for here, and a note says so."""
     assert check(tmp_path, "/etc/no-such-keys") == 0
     assert "note: keys: /etc/no-such-keys is not on this machine; every host needs it" in capsys.readouterr().out

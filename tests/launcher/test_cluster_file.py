@@ -66,7 +66,8 @@ def plans(text: str) -> dict[str, HostPlan]:
         (HOST + "[ports]\nhttp = 0", "[ports] http: 0 input should be greater than"),
     ],
 )
-def test_a_mistake_is_named(text: str, complaint: str) -> None:
+def test_cluster_file_mistake_is_named(text: str, complaint: str) -> None:
+    """A mistake in the cluster file is refused with a message that names it."""
     with pytest.raises(ClusterError, match=re.escape(complaint)):
         read(text)
 
@@ -83,18 +84,21 @@ def test_a_mistake_is_named(text: str, complaint: str) -> None:
         (FRONT + "[ports]\ncoordinator = 8000", "both listen on 127.0.0.1 port 8000"),
     ],
 )
-def test_a_mistake_in_a_role_is_named(text: str, complaint: str) -> None:
+def test_role_option_mistake_is_named(text: str, complaint: str) -> None:
+    """A wrong option of a role in the cluster file is refused with its section and key."""
     with pytest.raises(ClusterError, match=re.escape(complaint)):
         plans(text)
 
 
-def test_several_mistakes_are_said_at_once() -> None:
+def test_all_mistakes_are_reported_together() -> None:
+    """Two mistakes in a file give two lines in one error."""
     with pytest.raises(ClusterError) as caught:
         read(HOST + "gpu = 1\ncore = 1")
     assert len(str(caught.value).splitlines()) == 2
 
 
-def test_what_is_special_wins() -> None:
+def test_more_specific_section_wins() -> None:
+    """A role's option comes from the most specific section: host and role before role, worker and common."""
     text = FRONT + (
         "[common]\nheartbeat_ms = 300\n[worker]\nkv_gib = 1\nmax_seqs = 8\nheartbeat_ms = 400\n[decode]\nkv_gib = 2\n"
         "[hosts.a.worker]\nmax_seqs = 9\n[hosts.a.decode]\nkv_gib = 3\n"
@@ -107,7 +111,8 @@ def test_what_is_special_wins() -> None:
     assert getattr(found["gateway"], "heartbeat_ms") == 300  # noqa: B009
 
 
-def test_each_worker_has_its_gpu_and_its_port() -> None:
+def test_workers_get_own_gpu_and_port() -> None:
+    """Each worker sees its own GPU, gets a share of it, and decode workers get KV ports in turn."""
     text = HOST + 'workers = "1P2D"\ngpus = [3, "GPU-8a", "GPU-8a"]\n[ports]\nkv = 7300\n'
     workers = [process for process in plans(text)["a"].processes if process.role != "coordinator"]
     assert [one.environment["CUDA_VISIBLE_DEVICES"] for one in workers] == ["3", "GPU-8a", "GPU-8a"]
@@ -119,7 +124,8 @@ def test_each_worker_has_its_gpu_and_its_port() -> None:
     assert binds == ["tcp://127.0.0.1:0", "tcp://127.0.0.1:7300", "tcp://127.0.0.1:7301"]
 
 
-def test_without_gpus_none_is_seen_and_cores_are_shared_out() -> None:
+def test_cpu_workers_hide_gpus_share_cores() -> None:
+    """A host without gpus hides all GPUs from its workers and shares its cores out among them."""
     workers = plans(HOST + 'workers = "1P1D"\ncores = "0-3"\n')["a"].processes[1:]
     assert [one.environment for one in workers] == [{"CUDA_VISIBLE_DEVICES": ""}] * 2
     prefill, decode = (one.settings for one in workers)
@@ -128,32 +134,37 @@ def test_without_gpus_none_is_seen_and_cores_are_shared_out() -> None:
     assert (prefill.cpu_cores, prefill.nice > 0) == ("0-1", True)
 
 
-def test_one_core_is_pinned_too() -> None:
+def test_single_core_is_pinned() -> None:
+    """All processes of a host with one core are pinned to it."""
     plan = plans(FRONT + 'cores = "3"\n')["a"]
     assert {process.cores for process in plan.processes} == {(3,)}
     assert {getattr(process.settings, "cpu_cores") for process in plan.processes[2:]} == {"3"}  # noqa: B009
 
 
-def test_a_host_with_one_kind_of_worker_uses_its_cores() -> None:
+def test_single_role_host_uses_its_cores() -> None:
+    """Workers of one kind on a host get disjoint cores."""
     for ratio in ("2P0D", "0P2D"):
         workers = plans(HOST + f'workers = "{ratio}"\ncores = "0-4"\n')["a"].processes[1:]
         cores = [one.settings.cores for one in workers if isinstance(one.settings, WorkerSettings)]
         assert len(cores) == 2 and all(len(own) == 2 for own in cores) and not set(cores[0]) & set(cores[1])
 
 
-def test_metrics_are_on_ports_in_turn() -> None:
+def test_metrics_ports_are_given_in_turn() -> None:
+    """Processes get metrics ports in turn, unless a role names its own."""
     found = plans(FRONT + '[ports]\nmetrics = 9400\n[prefill]\nmetrics = "10.0.0.1:9"\n')["a"].processes
     said = [" ".join(one.arguments()).partition("--metrics ")[2].split()[0] for one in found]
     assert said == ["127.0.0.1:9400", "127.0.0.1:9401", "10.0.0.1:9", "127.0.0.1:9403"]
 
 
-def test_hosts_that_share_a_machine_have_metrics_beside_each_other() -> None:
+def test_shared_machine_gets_distinct_ports() -> None:
+    """Hosts that share a machine get metrics ports that do not collide."""
     found = plans(FRONT + '[hosts.b]\naddress = "127.0.0.2"\nworkers = "1P0D"\n[ports]\nmetrics = 9400\n')
     metrics = [one.settings.metrics for plan in found.values() for one in plan.processes]  # type: ignore[attr-defined]
     assert len(set(metrics)) == 5 and metrics[-1] == "127.0.0.2:9400"
 
 
-def test_a_host_behind_another_address_says_which() -> None:
+def test_bind_address_differs_from_advertised() -> None:
+    """A host with bind listens on that address and advertises the other one."""
     text = "insecure = true\n" + FRONT.replace('"127.0.0.1"', '"alpha.example"\nbind = "10.0.0.7"')
     plan = plans(text)["a"]
     gateway, prefill, decode = (process.settings for process in plan.processes[1:])
@@ -170,14 +181,16 @@ def test_a_host_behind_another_address_says_which() -> None:
     assert [getattr(one.settings, "transfer_host") for one in here.processes[2:]] == ["127.0.0.1"] * 2  # noqa: B009
 
 
-def test_keys_are_in_the_environment_and_never_shown() -> None:
+def test_api_keys_are_environment_only() -> None:
+    """A gateway's API keys are in its environment and not among its arguments."""
     plan = plans(FRONT + '[gateway]\napi_keys = ["secret-1", "secret-2"]\n')["a"]
     gateway = next(process for process in plan.processes if process.role == "gateway")
     assert "secret" not in " ".join(gateway.arguments())
     assert spec_of(gateway).environment["CROSSDOCK_API_KEYS"] == "secret-1,secret-2"
 
 
-def test_arguments_make_the_same_settings_again() -> None:
+def test_arguments_restore_the_settings() -> None:
+    """The arguments of each process parse back to the same settings."""
     text = HOST.replace("127.0.0.1", "fd00::1") + 'gateways = 2\nworkers = "1P1D"\n[decode]\nprefix_cache = false\n'
     for process in plans('insecure = true\nmodel = "m"\n' + text)["a"].processes:
         flags = process.arguments()
@@ -192,7 +205,8 @@ def test_arguments_make_the_same_settings_again() -> None:
         assert load(type(process.settings), values) == process.settings
 
 
-def test_relative_paths_are_beside_the_file_and_travel_with_it() -> None:
+def test_relative_paths_are_beside_the_file() -> None:
+    """Relative paths are resolved beside the cluster file, and those files travel to the hosts."""
     text = (
         'keys = "keys"\nmodel = "org/name"\n[gateway]\ntenants = "t.toml"\n'
         '[coordinator]\nusage_db = "/var/u.db"\nevent_log = "e.log"\n' + FRONT
@@ -208,7 +222,8 @@ def test_relative_paths_are_beside_the_file_and_travel_with_it() -> None:
     assert read('model = "./m"\n' + FRONT).model == "/conf/m"
 
 
-def test_an_autopilot_runs_beside_the_coordinator() -> None:
+def test_autopilot_runs_beside_the_coordinator() -> None:
+    """An autopilot section adds one autopilot process on the coordinator's host only."""
     other = '[hosts.b]\naddress = "127.0.0.2"\nworkers = "1P1D"\n'
     text = '[autopilot]\nmode = "on"\nprofile = "p.json"\nslo_tpot_ms = 80.0\n[ports]\nmetrics = 9400\n' + FRONT + other
     found = plans(text)
@@ -234,7 +249,8 @@ def test_an_autopilot_runs_beside_the_coordinator() -> None:
         assert str(error.value).startswith(why), error.value
 
 
-def test_the_example_is_right_and_complete() -> None:
+def test_example_cluster_file_is_complete() -> None:
+    """The example cluster file parses, checks and lacks nothing."""
     file = parse((ROOT / "scripts/cluster.toml").read_text(), PurePosixPath("/conf"))
     assert sum(len(plan.processes) for plan in check(file).values()) == 6
     assert incomplete(file) == []

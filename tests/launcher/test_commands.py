@@ -44,7 +44,8 @@ def in_python(code: str, **environment: str) -> "subprocess.CompletedProcess[str
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_each_has_a_function_that_takes_its_settings(command: Command) -> None:
+def test_command_function_takes_its_settings(command: Command) -> None:
+    """Each command's function takes its settings class and returns int; its help begins like the list's."""
     settings = command.settings_class()
     run = _named(command.run)
     (parameter,) = inspect.signature(run).parameters
@@ -55,9 +56,8 @@ def test_each_has_a_function_that_takes_its_settings(command: Command) -> None:
 
 
 @pytest.mark.parametrize("name", ["", *groups_in(TABLE), *COMMANDS])
-def test_help_is_whole_at_80_columns(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_fits_80_columns(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The help of every command shows all of its options uncut at 80 columns."""
     shown = help_of(name, capsys, monkeypatch)
     assert "-h" in shown and "<bool>" not in shown and "<str>" not in shown
     assert not [line for line in shown.splitlines() if "… " in line and "KEY,…" not in line and "NAME,…" not in line
@@ -69,13 +69,15 @@ def test_help_is_whole_at_80_columns(
                 assert "--no-" + option_name(key, field).removeprefix("--") not in shown
 
 
-def test_help_shows_what_was_written(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_shows_metavars_unchanged(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The help of bench serve shows a placeholder with brackets as it was written."""
     shown = help_of("bench serve", capsys, monkeypatch)
     assert "NAME:KEY:SHARE[:WEIGHT[:PRIORITY]]" in shown
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_panels_name_fields_and_long_helps_have_them(command: Command) -> None:
+def test_help_panels_name_known_fields(command: Command) -> None:
+    """Help panels name existing fields only, and long helps have panels."""
     settings = command.settings_class()
     panels = panels_of(settings)
     known = {field for cls in settings.__mro__ for field in getattr(cls, "model_fields", {})}
@@ -97,6 +99,7 @@ def test_panels_name_fields_and_long_helps_have_them(command: Command) -> None:
 
 
 def test_help_imports_no_command() -> None:
+    """The top-level help loads neither a command's module nor heavy libraries."""
     code = "import sys; sys.argv = ['crossdock', '--help']\nfrom launcher import cli, commands\n"
     code += "from runtime.settings.command_line import invoke\n"
     code += "assert invoke(commands.build_app(), ['--help'], 'crossdock') == 0\n"
@@ -106,12 +109,14 @@ def test_help_imports_no_command() -> None:
     assert not {"torch", "numpy", "zmq", "aiohttp", "launcher.bench.settings", "launcher.local.serve"} & set(loaded)
 
 
-def test_a_group_without_a_command_shows_its_help() -> None:
+def test_bare_group_shows_its_help() -> None:
+    """A group without a command is recognised, so that its help is shown."""
     assert only_groups([]) and only_groups(["bench"]) and only_groups(["cluster"])
     assert not only_groups(["serve"]) and not only_groups(["bench", "isolation"])
 
 
-def test_the_shell_completes_groups_commands_and_options() -> None:
+def test_shell_completes_commands_and_options() -> None:
+    """The shell completes groups, commands and options."""
     code = "from launcher import cli; cli.main()"
 
     def completed(words: str, number: int) -> list[str]:
@@ -123,7 +128,9 @@ def test_the_shell_completes_groups_commands_and_options() -> None:
     assert "--install-completion" in completed("crossdock --inst", 1)
 
 
-def test_the_model_is_an_argument_or_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_is_an_argument_or_option(capsys: pytest.CaptureFixture[str]) -> None:
+    """The model can be an argument or --model; two different values are refused."""
+
     def said(*words: str) -> str:
         assert invoke(build_app(), ["serve", *words], "crossdock") == 2
         return capsys.readouterr().err
@@ -133,7 +140,8 @@ def test_the_model_is_an_argument_or_an_option(capsys: pytest.CaptureFixture[str
     assert said("a", "--model", "b") == "crossdock: --model: b, and MODEL is a; give one of the two\n"
 
 
-def test_json_has_stdout_for_itself() -> None:
+def test_json_output_has_stdout_alone() -> None:
+    """stdout holds nothing but JSON with --json; the report goes to stderr."""
     code = "import sys; sys.argv = 'crossdock simulate --seeds 2 --processes 1 --json'.split()\n"
     done = in_python(code + "from launcher import cli; cli.main()")
     assert done.returncode == 0, done.stderr
@@ -142,7 +150,8 @@ def test_json_has_stdout_for_itself() -> None:
 
 
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_signal_during_imports_is_one_line(name: str, status: int) -> None:
+def test_signal_during_imports_is_one_line(name: str, status: int) -> None:
+    """A signal during imports ends the command with one line and the signal's status."""
     code = f"""
 import os, signal, sys
 class Stop:
@@ -159,7 +168,8 @@ cli.main()
     assert (done.stdout, done.stderr) == ("", "crossdock: stopped before it was ready\n")
 
 
-def test_queue_waits_are_in_seconds_everywhere() -> None:
+def test_queue_wait_options_are_in_seconds() -> None:
+    """Every queue wait option of every command is in seconds."""
     named = {
         key for command in COMMANDS.values() for key in command.settings_class().model_fields if "queue_wait" in key
     }

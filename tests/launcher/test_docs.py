@@ -114,7 +114,8 @@ def understanding(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
-def test_every_command_has_options_that_exist(command: Command, understanding: pytest.MonkeyPatch) -> None:
+def test_documented_commands_have_real_options(command: Command, understanding: pytest.MonkeyPatch) -> None:
+    """Every command shown in the pages has options that exist."""
     check(command, understanding)
 
 
@@ -136,19 +137,22 @@ def test_every_command_has_options_that_exist(command: Command, understanding: p
         "make install",
     ],
 )
-def test_a_wrong_command_is_seen(words: str, understanding: pytest.MonkeyPatch) -> None:
+def test_wrong_documented_command_is_detected(words: str, understanding: pytest.MonkeyPatch) -> None:
+    """The check fails for a command with a wrong name, option or file."""
     with pytest.raises((Exception, SystemExit, pytest.fail.Exception)):
         check(Command("x.md", 1, "", words, tuple(words.split())), understanding)
 
 
-def test_the_configuration_reference_is_up_to_date() -> None:
+def test_configuration_reference_is_up_to_date() -> None:
+    """The configuration pages equal what the generator writes."""
     written = {
         path.name: path.read_text(encoding="utf-8") for path in (ROOT / configuration_reference.FOLDER).iterdir()
     }
     assert written == configuration_reference.pages(), f"run: {configuration_reference.COMMAND}"
 
 
-def test_options_named_in_the_pages_exist() -> None:
+def test_options_in_prose_exist() -> None:
+    """Every option named in the prose of the pages exists."""
     known = {options.option_name(key, field) for _, cls in configuration_reference.commands()
              for key, field in cls.model_fields.items()}  # fmt: skip
     known |= {
@@ -176,7 +180,8 @@ def test_options_named_in_the_pages_exist() -> None:
         assert not {one for one in named if one not in known}, path
 
 
-def test_files_in_the_pages_are_right(tmp_path: Path) -> None:
+def test_toml_blocks_in_pages_parse(tmp_path: Path) -> None:
+    """Every TOML block in the pages parses as the kind of file it shows."""
     seen = set()
     for block in blocks("toml"):
         if block.page == "docs/policy.md":
@@ -195,7 +200,8 @@ def test_files_in_the_pages_are_right(tmp_path: Path) -> None:
     assert seen >= {"docs/tenants.md", "docs/multi-node.md", "docs/configuration/README.md"}
 
 
-def test_links_lead_somewhere() -> None:
+def test_page_links_resolve() -> None:
+    """Every relative link of the pages leads to a file and a heading that exist."""
     for path in PAGES:
         for target, anchor in re.findall(r"\]\((?!https?://)([^)#]*)(#[^)]*)?\)", path.read_text(encoding="utf-8")):
             there = path.parent / target if target else path
@@ -205,7 +211,8 @@ def test_links_lead_somewhere() -> None:
                 assert anchor[1:] in {heading.lower().replace(" ", "-") for heading in headings}, anchor
 
 
-def test_the_protocol_page_names_every_message() -> None:
+def test_protocol_page_names_every_message() -> None:
+    """The protocol page names every message, the version and the messages with a blob."""
     text = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
     named = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     assert sorted(named) == sorted(message.__name__ for message in ALL_MESSAGES)
@@ -227,7 +234,8 @@ def _texts() -> str:
     return "\n".join([*found, (ROOT / "scripts" / "_env.sh").read_text(encoding="utf-8")])
 
 
-def test_messages_in_troubleshooting_are_what_is_printed() -> None:
+def test_troubleshooting_messages_are_real() -> None:
+    """Every message in the troubleshooting page occurs in the source."""
     texts = _texts()
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     tables = page.split("| message | cause | what to do |")[1:]
@@ -237,7 +245,8 @@ def test_messages_in_troubleshooting_are_what_is_printed() -> None:
         assert all(part in texts for part in message.split("…")), message
 
 
-def test_codes_in_troubleshooting_are_those_of_the_api() -> None:
+def test_troubleshooting_codes_match_the_api() -> None:
+    """Every status and code in the troubleshooting page is one that the API gives."""
     known = {f"{status} {code}" for status, code in _OF_REJECT.values()}
     known |= {f"{status} {kind.value}" for kind, status in _OF_KIND.items()}
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "gateway").rglob("*.py"))

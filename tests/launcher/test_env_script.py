@@ -49,7 +49,8 @@ def begin(folder: Path, *, stderr: int = subprocess.PIPE, **more: str) -> "subpr
     )
 
 
-def test_without_a_terminal_each_phase_is_a_line(fresh: Path) -> None:
+def test_install_phases_are_plain_lines(fresh: Path) -> None:
+    """Each phase of the installation is one line if there is no terminal, and pip's log is kept."""
     out, said = (process := begin(fresh)).communicate(timeout=60)
     assert (process.returncode, out) == (0, "served\n"), said
     assert said.splitlines()[1:] == [
@@ -65,7 +66,8 @@ def test_without_a_terminal_each_phase_is_a_line(fresh: Path) -> None:
     assert again.communicate(timeout=60) == ("served\n", ""), "it is done once"
 
 
-def test_a_terminal_shows_a_bar(fresh: Path) -> None:
+def test_terminal_shows_a_progress_bar(fresh: Path) -> None:
+    """A terminal sees bars for downloading and installing instead of pip's lines."""
     ours, theirs = pty.openpty()
     process = begin(fresh, stderr=theirs)
     process.communicate(timeout=60)
@@ -78,7 +80,8 @@ def test_a_terminal_shows_a_bar(fresh: Path) -> None:
     assert "Collecting" not in said
 
 
-def test_a_failure_names_the_log_and_shows_its_end(fresh: Path) -> None:
+def test_install_failure_shows_the_log_end(fresh: Path) -> None:
+    """A failed installation names its log, shows the log's last lines and is tried again next time."""
     out, said = (process := begin(fresh, PIP_STATUS="7")).communicate(timeout=60)
     assert (process.returncode, out) == (1, "")
     assert f"Installing failed; pip's log is in {fresh}/.venv/install.log. Its last lines:" in said
@@ -87,7 +90,8 @@ def test_a_failure_names_the_log_and_shows_its_end(fresh: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_pip_too(fresh: Path, number: int, status: int) -> None:
+def test_signal_stops_pip_too(fresh: Path, number: int, status: int) -> None:
+    """A signal to the script also ends pip, with the signal's status."""
     process = begin(fresh, PIP_SLEEPS="600")
     assert process.stderr is not None
     while "Downloading" not in (line := process.stderr.readline()):

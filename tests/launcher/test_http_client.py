@@ -24,7 +24,8 @@ def read(*script: bytes) -> str:
     return asyncio.run(scene())
 
 
-def test_events_up_to_done() -> None:
+def test_events_are_read_up_to_done() -> None:
+    """Text of a stream is read up to its done event, past comments."""
     assert read(STREAM, chat("a") + COMMENT, chat("b") + DONE, chat("c")) == "ab"
 
 
@@ -38,14 +39,15 @@ def test_events_up_to_done() -> None:
         ([refusal(503)], "http_503", "HTTP 503: busy"),
     ],
 )
-def test_cut_or_failed_streams_are_failures(script: list[bytes], kind: str, expected: str) -> None:
+def test_cut_or_failed_stream_raises(script: list[bytes], kind: str, expected: str) -> None:
+    """A stream that is cut, garbled or failed raises an error with its kind."""
     with pytest.raises(RequestFailed, match=expected) as failure:
         read(*script)
     assert failure.value.kind == kind
 
 
 @pytest.mark.parametrize(("answer", "ready"), [(refusal(200), True), (refusal(503), False), (RESET, False)])
-def test_only_200_is_ready(answer: bytes, ready: bool) -> None:
+def test_only_200_counts_as_ready(answer: bytes, ready: bool) -> None:
     async def scene() -> bool:
         async with serving([(0.0, answer)]) as server, new_session() as session:
             return await answers_ready(session, f"{server.url}/ready")

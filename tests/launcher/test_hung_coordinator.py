@@ -35,7 +35,8 @@ async def serving(coordinator: str) -> str:
 
 
 @pytest.mark.parametrize("standby", [False, True])
-def test_a_coordinator_that_hangs_is_followed_by_another(tmp_path: Path, standby: bool) -> None:
+def test_hung_coordinator_is_replaced(tmp_path: Path, standby: bool) -> None:
+    """A coordinator that hangs is followed by another one, with and without a standby."""
     port, usage_db = free_port("127.0.0.1"), tmp_path / "usage.sqlite"
     file = parse(
         f'[ports]\ncoordinator = {port}\n[coordinator]\nusage_db = "{usage_db}"\nstandby = {str(standby).lower()}\n'

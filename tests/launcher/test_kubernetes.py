@@ -32,17 +32,20 @@ def names(kind: str) -> set[str]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_object_fits_its_schema(version: str) -> None:
+    """Every Kubernetes object is valid under the strict schema of each version."""
     for one in OBJECTS:
         kubernetes_validate.validate(one, version, strict=True)
 
 
-def test_a_mistake_would_be_seen() -> None:
+def test_schema_check_detects_mistakes() -> None:
+    """The schema check refuses an object with a misspelt key."""
     broken = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "x"}, "spec": {"prots": []}}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(broken, VERSIONS[0], strict=True)
 
 
-def test_all_refer_to_what_is_there() -> None:
+def test_manifest_references_resolve() -> None:
+    """Namespaces, volumes, ports and claims that the objects refer to exist."""
     assert names("Namespace") == {one["metadata"].get("namespace", "crossdock") for one in OBJECTS}
     for pod in PODS.values():
         (container,) = pod["containers"]
@@ -63,7 +66,8 @@ def test_all_refer_to_what_is_there() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PODS))
-def test_options_are_ones_that_the_role_has(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pod_options_belong_to_the_role(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pod's environment sets only options of its role, and they load."""
     (container,) = PODS[name]["containers"]
     module = container["command"][-1]
     config = next(one["data"] for one in OBJECTS if one["kind"] == "ConfigMap")
@@ -77,7 +81,8 @@ def test_options_are_ones_that_the_role_has(name: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("name", sorted(PODS))
-def test_pods_are_shut_in(name: str) -> None:
+def test_pods_are_locked_down(name: str) -> None:
+    """Pods run without root, privileges or a writable root, and with the keys of their role alone."""
     pod = PODS[name]
     (container,) = pod["containers"]
     assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
@@ -91,7 +96,7 @@ def test_pods_are_shut_in(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PODS))
-def test_pods_that_make_no_progress_are_started_again(name: str) -> None:
+def test_stalled_pods_are_restarted(name: str) -> None:
     """By the port that fails with the checks of the watchdog; and none while it starts."""
     (container,) = PODS[name]["containers"]
     for probe in ("livenessProbe", "startupProbe"):
@@ -101,7 +106,8 @@ def test_pods_that_make_no_progress_are_started_again(name: str) -> None:
     assert container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"] >= 300
 
 
-def test_nodes_are_drained_one_pod_of_a_role_at_a_time() -> None:
+def test_drain_evicts_one_pod_per_role() -> None:
+    """Disruption budgets let a node drain evict one pod of a role at a time."""
     budgets = [one for one in OBJECTS if one["kind"] == "PodDisruptionBudget"]
     labels = {one["spec"]["selector"]["matchLabels"]["role"]: one["spec"] for one in budgets}
     assert set(labels) == {"gateway", "prefill", "decode"}
@@ -114,7 +120,7 @@ def test_nodes_are_drained_one_pod_of_a_role_at_a_time() -> None:
         assert spec.get("maxUnavailable") == 1 or spec["minAvailable"] < replicas[role], "a drain can end"
 
 
-def test_an_api_key_is_needed() -> None:
+def test_api_key_is_required() -> None:
     """Gateways and the coordinator read a tenants file from a Secret, which is not optional and readable by nobody else."""
     config = next(one["data"] for one in OBJECTS if one["kind"] == "ConfigMap")
     for name in ("crossdock-coordinator", "crossdock-gateway"):

@@ -62,7 +62,8 @@ def ask(
     return asyncio.run(scene())
 
 
-def test_times_are_those_of_the_server() -> None:
+def test_recorded_times_match_the_server() -> None:
+    """Recorded gaps and TTFT agree with the times at which the server wrote its tokens."""
     gaps = [0.4, 0.15, 0.3, 0.15, 0.3]
     script = [(0.0, STREAM), *[(gap, token()) for gap in gaps], (0.0, usage(9, len(gaps))), (0.0, DONE)]
     record, server = ask(script)
@@ -76,7 +77,8 @@ def test_times_are_those_of_the_server() -> None:
     assert server.bodies[0]["max_tokens"] == 3 and server.bodies[0]["ignore_eos"] is True
 
 
-def test_events_cut_anywhere_are_put_together_again() -> None:
+def test_split_events_are_reassembled() -> None:
+    """Events are read the same wherever the chunks of the stream are cut."""
     whole = b": ping\r\n\r\n" + token("ä") + token("") + chat("b") + usage(7, 5, 2) + DONE + b"data: nonsense\n\n"
     for size in (1, 2, 3, 7, 50, 10_000):
         record = RequestRecord(0, "t", 0.0, 9, 3)
@@ -87,7 +89,8 @@ def test_events_cut_anywhere_are_put_together_again() -> None:
         assert (record.tokens, record.prompt_tokens, record.cached_tokens, len(record.gaps_ms)) == (5, 7, 2, 1)
 
 
-def test_several_tokens_of_one_chunk_are_one_wait_and_counted_each() -> None:
+def test_chunk_of_tokens_is_one_gap() -> None:
+    """Several tokens in one chunk count one by one, but as one gap."""
     record = RequestRecord(0, "t", 0.0, 9, 3)
     reader = StreamReader(record, 10.0)
     reader.feed(token(token_ids=[1]), 11.0)
@@ -99,7 +102,8 @@ def test_several_tokens_of_one_chunk_are_one_wait_and_counted_each() -> None:
     assert record.tpot_ms == pytest.approx(100.0)
 
 
-def test_a_last_token_without_text_counts_for_tpot_and_not_as_a_gap() -> None:
+def test_empty_last_token_is_no_gap() -> None:
+    """A last token without text counts for TPOT, but not as a gap."""
     record = RequestRecord(0, "t", 0.0, 9, 3)
     reader = StreamReader(record, 10.0)
     reader.feed(token() + token(), 11.0)
@@ -127,7 +131,8 @@ def test_a_last_token_without_text_counts_for_tpot_and_not_as_a_gap() -> None:
         ([(0.0, STREAM), *TOKENS, *END], "ok"),
     ],
 )
-def test_every_end_has_its_name(script: list[tuple[float, bytes]], outcome: str) -> None:
+def test_every_outcome_has_its_name(script: list[tuple[float, bytes]], outcome: str) -> None:
+    """Each way in which a request can end gets its own outcome."""
     record, _ = ask(script, timeout_s=0.4)
     assert record.outcome == outcome, record.detail
     assert record.ended_s >= record.sent_s
@@ -135,7 +140,9 @@ def test_every_end_has_its_name(script: list[tuple[float, bytes]], outcome: str)
         assert (record.retry_after_s, record.detail) == (7.0, "busy")
 
 
-def test_nobody_listening_is_a_kind_of_its_own() -> None:
+def test_refused_connection_is_outcome_connect() -> None:
+    """A request to a port without a listener has the outcome connect."""
+
     async def scene() -> RequestRecord:
         async with new_session(silence_s=None) as session:
             record, where = RequestRecord(0, "t", 0.0, 9, 3), target("http://127.0.0.1:1")
@@ -145,7 +152,8 @@ def test_nobody_listening_is_a_kind_of_its_own() -> None:
     assert asyncio.run(scene()).outcome == "connect"
 
 
-def test_a_line_without_end_is_not_kept() -> None:
+def test_endless_line_is_refused() -> None:
+    """A line that does not end is refused beyond a bound."""
     reader = StreamReader(RequestRecord(0, "t", 0.0, 9, 3), 0.0)
     for _ in range(16):
         reader.feed(b"x" * (1 << 16), 1.0)
@@ -153,7 +161,8 @@ def test_a_line_without_end_is_not_kept() -> None:
         reader.feed(b"x", 1.0)
 
 
-def test_a_client_that_leaves_is_cancelled_and_closes() -> None:
+def test_cancelled_request_closes_its_connection() -> None:
+    """A client that cancels closes its connection; an answer that was complete before is ok."""
     many = [(0.0, STREAM), *[(0.01, token())] * 500]
     record, server = ask(many, planned(cancel_tokens=4))
     assert record.outcome == "cancelled" and 4 <= record.tokens < 100
@@ -181,7 +190,8 @@ def drive(
     return asyncio.run(scene())
 
 
-def test_requests_leave_on_time_while_none_is_answered() -> None:
+def test_requests_are_sent_on_schedule() -> None:
+    """Requests are sent when they are due, though none has been answered yet."""
     requests = [planned(index, 0.02 * index) for index in range(20)]
     run = drive([(2.0, STREAM), *TOKENS, *END], requests, 100)
     assert [record.outcome for record in run.records] == ["ok"] * 20
@@ -189,12 +199,14 @@ def test_requests_leave_on_time_while_none_is_answered() -> None:
     assert max(record.sent_s for record in run.records) < min(record.ended_s for record in run.records)
 
 
-def test_too_many_at_once_are_not_sent_and_said() -> None:
+def test_excess_requests_are_not_sent() -> None:
+    """Requests over the limit in flight are not sent, and are recorded as not_sent."""
     run = drive([(0.3, STREAM), *TOKENS, *END], [planned(index) for index in range(10)], 4)
     assert sorted(record.outcome for record in run.records) == ["not_sent"] * 6 + ["ok"] * 4
 
 
-def test_a_run_that_is_ended_early_keeps_what_it_has() -> None:
+def test_early_end_keeps_partial_records() -> None:
+    """A run that is ended early keeps its records and marks open requests as interrupted."""
     requests = [planned(0, 0.0), planned(1, 0.01), planned(2, 60.0)]
     run = drive([(0.0, STREAM), *TOKENS, (0.0, HANG)], requests, 10, cancel_s=0.5)
     assert run.interrupted

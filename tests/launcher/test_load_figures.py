@@ -42,7 +42,8 @@ def record(index: int = 0, ttft_s: float = 0.5, gaps_ms: list[float] | None = No
     return RequestRecord(index, **values | more)
 
 
-def test_tails_are_values_that_were_measured() -> None:
+def test_tails_are_measured_values() -> None:
+    """Tails are values that were measured, and None without values."""
     found = tails([float(value) for value in range(1, 101)])
     assert found is not None
     assert (found["p50"], found["p90"], found["p95"], found["p99"], found["max"]) == (50, 90, 95, 99, 100)
@@ -50,14 +51,16 @@ def test_tails_are_values_that_were_measured() -> None:
     assert tails([]) is None
 
 
-def test_goodput_is_told_for_each_priority() -> None:
+def test_goodput_is_given_per_priority() -> None:
+    """Goodput is given for each priority, if requests have priorities."""
     records = [record(0, priority="interactive"), record(1, 9.0, priority="interactive"), record(2, priority="batch")]
     found = figures(records, {"a": 1.0}, LoadSlo(1000, 100, 0))["priorities"]
     assert {name: row["goodput"]["attainment"] for name, row in found.items()} == {"batch": 1.0, "interactive": 0.5}
     assert figures([record()], {"a": 1.0}, LoadSlo(1000, 100, 0))["priorities"] == {}
 
 
-def test_goodput_counts_what_met_every_limit() -> None:
+def test_goodput_needs_every_limit_met() -> None:
+    """A request counts as good only if it met every limit; cancelled and interrupted ones are not judged."""
     records = [
         record(0),
         record(1, ttft_s=1.5),
@@ -75,14 +78,16 @@ def test_goodput_counts_what_met_every_limit() -> None:
     assert strict["missed"] == {"itl": 1}
 
 
-def test_tpot_counts_tokens_and_itl_counts_waits() -> None:
+def test_tpot_counts_tokens_and_itl_gaps() -> None:
+    """TPOT divides by tokens, and ITL has one value per gap."""
     one = record(gaps_ms=[90.0, 90.0], tokens=7)
     assert one.tpot_ms == 30.0
     assert values([one], "itl_ms") == [90.0, 90.0]
     assert record(gaps_ms=[]).tpot_ms is None
 
 
-def test_what_failed_has_no_times_and_what_was_cancelled_has_those_it_had() -> None:
+def test_failed_requests_have_no_times() -> None:
+    """Failed requests give no times, and cancelled ones give those they had."""
     records = [record(0, outcome="cut_short"), record(1, outcome="cancelled"), record(2)]
     assert len(values(records, "ttft_ms")) == 2
     assert len(values(records, "e2e_ms")) == 1
@@ -90,6 +95,7 @@ def test_what_failed_has_no_times_and_what_was_cancelled_has_those_it_had() -> N
 
 
 def test_fairness_is_service_by_weight() -> None:
+    """Fairness is Jain's index of service per weight, over tenants that asked for something."""
     assert jain([1.0, 1.0, 1.0]) == pytest.approx(1.0)
     assert jain([1.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
     assert jain([0.0]) is None
@@ -102,7 +108,8 @@ def test_fairness_is_service_by_weight() -> None:
     assert found["jain_service_per_weight"] == pytest.approx(jain([120.0, 90.0])), "who asked nothing is not counted"
 
 
-def test_figures_leave_the_warm_up_out_and_name_errors() -> None:
+def test_figures_skip_warmup_and_name_errors() -> None:
+    """Figures leave warm-up requests out and name errors with their details."""
     records = [record(0, ttft_s=99.0, counted=False), record(1), record(2, sent_s=2.25)]
     records += [
         record(3, outcome="http_503", detail="no capacity", retry_after_s=4.0, first_s=None, gaps_ms=[], tokens=0)
@@ -120,7 +127,8 @@ def test_figures_leave_the_warm_up_out_and_name_errors() -> None:
     load_show.show(found, Console(file=io.StringIO()))
 
 
-def test_what_was_offered_is_by_arrivals_and_not_by_the_tail_of_answers() -> None:
+def test_offered_rate_follows_arrivals() -> None:
+    """The offered rate is taken from the arrivals and not stretched by slow answers."""
     found = figures([record(index, ttft_s=50.0) for index in range(11)], {"a": 1.0}, SLO)
     assert found["seconds"] > 60
     assert found["throughput"]["offered_requests_per_s"] == pytest.approx(1.0)
@@ -129,7 +137,8 @@ def test_what_was_offered_is_by_arrivals_and_not_by_the_tail_of_answers() -> Non
     assert one["throughput"]["offered_requests_per_s"] > 0, "one arrival spans nothing"
 
 
-def test_figures_of_nothing_are_shown_too() -> None:
+def test_figures_without_answers_are_shown() -> None:
+    """Figures of a run without answers are computed and shown."""
     found = figures([record(0, outcome="connect", first_s=None, gaps_ms=[], tokens=0)], {"a": 1.0, "b": 1.0}, SLO)
     assert found["goodput"]["attainment"] == 0.0
     load_show.show(found, Console(file=io.StringIO()))
@@ -149,7 +158,8 @@ def run_of(seed: int, factor: float, count: int = 300, **settings: Any) -> RunFi
     return RunFile(load_records.FORMAT, shown, about, {"a": 1.0}, figures(records, {"a": 1.0}, SLO), records)
 
 
-def test_the_bootstrap_tells_a_difference_from_noise() -> None:
+def test_bootstrap_separates_change_from_noise() -> None:
+    """The bootstrap marks a real slowdown, and few figures of two equal runs."""
     same = bench_compare.compared(run_of(1, 1.0), run_of(2, 1.0), 0, 300)
     assert sum(row["means_something"] for row in same) <= len(same) // 4
     slower = bench_compare.compared(run_of(1, 1.0), run_of(2, 1.3), 0, 300)
@@ -160,7 +170,8 @@ def test_the_bootstrap_tells_a_difference_from_noise() -> None:
     assert rows["ITL p50, ms"]["ratio"] == pytest.approx(1.3, rel=0.02)
 
 
-def test_compare_reads_two_files_and_marks_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_marks_differing_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The comparison marks differing settings and refuses files that are no runs."""
     first, second = str(tmp_path / "a.json"), str(tmp_path / "b.json")
     Path(first).write_text(load_records.encoded(run_of(1, 1.0, 40)))
     Path(second).write_text(load_records.encoded(run_of(2, 2.0, 40, rate=7.0)))
@@ -178,7 +189,8 @@ def test_compare_reads_two_files_and_marks_settings(tmp_path: Path, capsys: pyte
         load_records.read(second)
 
 
-def test_ratios_are_told_which_limit_fails_and_which_phase_is_short() -> None:
+def test_ratio_names_failing_limit_and_phase() -> None:
+    """A ratio's row names the limits it fails and the phase that is short."""
     slow_prefill = figures([record(index, ttft_s=3.0) for index in range(10)], {"a": 1.0}, SLO)
     slow_decode = figures([record(index, gaps_ms=[300.0] * 9) for index in range(10)], {"a": 1.0}, SLO)
     fine = figures([record(index) for index in range(10)], {"a": 1.0}, SLO)
@@ -191,7 +203,8 @@ def test_ratios_are_told_which_limit_fails_and_which_phase_is_short() -> None:
     bench_ratio.show(rows, Console(file=io.StringIO()))
 
 
-def test_a_picture_is_drawn_or_the_missing_extra_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_is_drawn_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plot is drawn as SVG; a wrong suffix or a missing matplotlib is named."""
     with pytest.raises(SettingsError, match=r"--plot: .* must end with"):
         load_plot.check(str(tmp_path / "x.gif"))
     with monkeypatch.context() as patch:

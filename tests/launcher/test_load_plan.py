@@ -31,7 +31,8 @@ def make(context: int = 0, **values: Any) -> load_plan.LoadPlan:
 @pytest.mark.parametrize(
     ("kind", "cv", "expected"), [("poisson", 3.0, 1.0), ("gamma", 4.0, 4.0), ("constant", 3.0, 0.0)]
 )
-def test_arrivals_have_the_rate_and_the_burstiness_asked_for(kind: str, cv: float, expected: float) -> None:
+def test_arrivals_have_rate_and_burstiness(kind: str, cv: float, expected: float) -> None:
+    """Arrival times have the rate and the burstiness that were asked for."""
     times = arrival_times(kind, 5.0, cv, 20_000.0, 1_000_000, np.random.default_rng(7))
     gaps = [later - earlier for earlier, later in pairwise(times)]
     assert mean(gaps) == pytest.approx(0.2, rel=0.1)
@@ -39,7 +40,8 @@ def test_arrivals_have_the_rate_and_the_burstiness_asked_for(kind: str, cv: floa
     assert all(0 <= at < 20_000.0 for at in times)
 
 
-def test_lengths_have_their_distribution() -> None:
+def test_lengths_follow_their_distribution() -> None:
+    """Drawn lengths follow the fixed, uniform or lognormal distribution."""
     source = np.random.default_rng(1)
     assert {Lengths.parse("17").draw(source) for _ in range(10)} == {17}
     uniform = [Lengths.parse("uniform:10-20").draw(source) for _ in range(2000)]
@@ -55,7 +57,8 @@ def test_bad_lengths_are_refused(text: str) -> None:
         Lengths.parse(text)
 
 
-def test_a_seed_makes_the_load_and_another_another() -> None:
+def test_seed_determines_the_load() -> None:
+    """The same seed gives the same plan and another seed another one."""
     values: dict[str, Any] = {"rate": 20.0, "cancel_share": 0.2, "prefix_share": 0.5, "tenant": ["a:k:1", "b:k:3"]}
     assert make(**values) == make(**values)
     assert make(**values).requests != make(**values, seed=1).requests
@@ -63,7 +66,8 @@ def test_a_seed_makes_the_load_and_another_another() -> None:
     assert [one.due_s for one in without] == [one.due_s for one in make(**values).requests]
 
 
-def test_shares_of_tenants_prefixes_cancellations_and_the_abuser() -> None:
+def test_planned_shares_are_kept() -> None:
+    """Shares of tenants, prefixes, cancellations and the abuser are as asked for."""
     plan = make(
         rate=100.0,
         cancel_share=0.04,
@@ -88,14 +92,16 @@ def test_shares_of_tenants_prefixes_cancellations_and_the_abuser() -> None:
     assert [one.due_s for one in requests] == sorted(one.due_s for one in requests)
 
 
-def test_requests_fit_the_context_and_the_plan_says_how_many_were_cut() -> None:
+def test_requests_are_cut_to_the_context() -> None:
+    """Requests are cut to fit the context, and the plan counts those that were cut."""
     plan = make(context=100, rate=50.0, prompt_tokens="uniform:10-200", output_tokens="uniform:1-300")
     assert 0 < plan.cut < len(plan.requests)
     assert all(one.prompt_tokens + one.output_tokens <= 100 for one in plan.requests)
     assert all(one.prompt_tokens >= 1 and one.output_tokens >= 1 for one in plan.requests)
 
 
-def test_prompts_have_their_length_and_share_what_they_should() -> None:
+def test_prompts_have_length_and_shared_prefix() -> None:
+    """Prompts have their planned length and share a prefix exactly where planned."""
     plan = make(rate=20.0, prefix_share=0.5, prefixes=2, prefix_tokens=16)
     prompts = Prompts(0, tuple(range(100)), plan.block_tokens, 16)
     made = {one.index: prompts.make(one) for one in plan.requests}
@@ -112,7 +118,8 @@ def test_prompts_have_their_length_and_share_what_they_should() -> None:
 # --- traces -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_csv_trace_is_read_scaled_and_cut(tmp_path: Path) -> None:
+def test_csv_trace_is_scaled_and_cut(tmp_path: Path) -> None:
+    """A CSV trace is sorted by time, scaled, and cut to a window."""
     file = tmp_path / "t.csv"
     file.write_text("arrival_s,prompt_tokens,output_tokens,x\n5,100,10,a\n1,10,0,b\n9,100,30,c\n")
     rows = load_traces.read(str(file))
@@ -124,7 +131,8 @@ def test_a_csv_trace_is_read_scaled_and_cut(tmp_path: Path) -> None:
     assert [one.output_tokens for one in plan.requests] == [1, 10, 30]
 
 
-def test_azure_traces_are_read_as_they_are(tmp_path: Path) -> None:
+def test_azure_trace_is_read_unchanged(tmp_path: Path) -> None:
+    """Azure's trace format is read as published, with either form of timestamps."""
     file = tmp_path / "t.csv"
     lines = ("2023-11-16 23:59:59.9000000,374,44", "2023-11-17 00:00:01.4000000,5,0", "2024-05-10 00:00:00.1+00:00,7,9")
     file.write_text("\r\n".join(("TIMESTAMP,ContextTokens,GeneratedTokens", *lines)))
@@ -133,7 +141,8 @@ def test_azure_traces_are_read_as_they_are(tmp_path: Path) -> None:
     assert [row.at_s for row in rows[:2]] == pytest.approx([0.0, 1.5]) and rows[2].at_s > 1e7
 
 
-def test_mooncake_lines_share_blocks_and_are_spread(tmp_path: Path) -> None:
+def test_mooncake_trace_shares_blocks(tmp_path: Path) -> None:
+    """Mooncake lines share the blocks that their hash ids name, and equal times are spread."""
     file = tmp_path / "t.jsonl"
     line = '{"timestamp": %d, "input_length": %d, "output_length": 5, "hash_ids": %s}\n'
     file.write_text(line % (0, 1100, "[1, 2, 3]") + line % (0, 1400, "[1, 2, 4]") + "\n" + line % (3000, 700, "[9, 2]"))
@@ -169,14 +178,16 @@ def test_mooncake_lines_share_blocks_and_are_spread(tmp_path: Path) -> None:
         ("t.jsonl", '{"timestamp": -9, "input_length": 5, "output_length": 2}\n', "line 1: the time"),
     ],
 )
-def test_bad_lines_of_a_trace_are_named(tmp_path: Path, name: str, text: str, complaint: str) -> None:
+def test_bad_trace_lines_are_named(tmp_path: Path, name: str, text: str, complaint: str) -> None:
+    """A bad line of a trace is refused with --trace and the complaint."""
     (tmp_path / name).write_text(text)
     with pytest.raises(SettingsError, match=r"^--trace: .*") as caught:
         load_traces.read(str(tmp_path / name))
     assert complaint in str(caught.value)
 
 
-def test_a_trace_that_is_not_there_or_not_text(tmp_path: Path) -> None:
+def test_missing_or_binary_trace_is_refused(tmp_path: Path) -> None:
+    """A trace that is missing or not UTF-8 is refused, and so is a load without a request."""
     with pytest.raises(SettingsError, match="--trace: cannot read"):
         load_traces.read(str(tmp_path / "none.csv"))
     (tmp_path / "t.csv").write_bytes(b"\xff\xfe\x00\x01")
@@ -189,7 +200,8 @@ def test_a_trace_that_is_not_there_or_not_text(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     not AZURE.is_file(), reason="CROSSDOCK_TEST_AZURE_TRACE names no file; docs/benchmarks.md says where it is from"
 )
-def test_the_azure_trace_has_its_known_size() -> None:
+def test_azure_trace_has_its_known_size() -> None:
+    """The published Azure trace has its known number of rows and token ratio."""
     rows = load_traces.read(str(AZURE))
     assert len(rows) == 19_366
     ratio = sum(row.prompt_tokens for row in rows) / sum(row.output_tokens for row in rows)
@@ -199,7 +211,8 @@ def test_the_azure_trace_has_its_known_size() -> None:
 # --- who, and with how many workers -----------------------------------------------------------------------------------
 
 
-def test_tenants_as_flags_and_as_a_file(tmp_path: Path) -> None:
+def test_tenants_come_from_flags_or_file(tmp_path: Path) -> None:
+    """Tenants of a load are read from flags or from a file, and a bad file is refused."""
     assert parse_tenants(["a:k:1", "b::2:3:batch"]) == [LoadTenant("a", "k", 1), LoadTenant("b", "", 2, 3, "batch")]
     settings = load(LoadSettings, {"tenant": "a:k:1,b:k:2"})
     assert [tenant.name for tenant in load_plan.tenants_of(settings)] == ["a", "b"]
@@ -219,13 +232,15 @@ def test_tenants_as_flags_and_as_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["a", "a:sk-secret", "a:sk-secret:-1", "a:sk-secret:x", ":sk-secret:1", "a:sk-secret:1:1:b:c"]
 )
-def test_a_bad_tenant_is_told_without_its_key(text: str) -> None:
+def test_bad_tenant_error_hides_its_key(text: str) -> None:
+    """A bad --tenant is refused without showing its key."""
     with pytest.raises(SettingsError, match="--tenant: ") as caught:
         load_plan.tenants_of(load(LoadSettings, {"tenant": text}))
     assert "secret" not in str(caught.value)
 
 
-def test_an_option_with_several_values_is_repeated_or_has_commas(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_option_repeats_or_has_commas(capsys: pytest.CaptureFixture[str]) -> None:
+    """A list option may be repeated or have commas."""
     found: list[LoadSettings] = []
 
     def keep(settings: LoadSettings) -> int:
@@ -241,7 +256,8 @@ def test_an_option_with_several_values_is_repeated_or_has_commas(capsys: pytest.
     assert "--warmup-s: 9 leaves nothing" in capsys.readouterr().err
 
 
-def test_ratios() -> None:
+def test_ratios_are_parsed_or_refused() -> None:
+    """Ratios like 2P3D are parsed, and malformed or repeated ones refused."""
     assert [str(Ratio.parse(text)) for text in ("1P1D", "2p3d", "16P8D")] == ["1P1D", "2P3D", "16P8D"]
     for bad in ("", "1P", "0P1D", "1P0D", "1D1P", "99P1D", "1P1D1", "-1P1D"):
         with pytest.raises(ValueError, match="ratio"):

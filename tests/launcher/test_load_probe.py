@@ -60,7 +60,8 @@ def planned(probed: Probed) -> tuple[load_plan.LoadPlan, list[Any]]:
     return plan, [prompts.make(one) for one in plan.requests]
 
 
-def test_token_ids_are_taken_where_the_server_gives_them() -> None:
+def test_token_ids_are_used_if_offered() -> None:
+    """Prompts are token ids if the server returns token ids."""
     probed, _ = learn({"return_token_ids", "ignore_eos"}, token_ids=True)
     assert len(probed.pool) > 20 and 100 not in probed.pool
     assert (probed.target.model, probed.target.context_tokens) == ("m", 700)
@@ -70,7 +71,8 @@ def test_token_ids_are_taken_where_the_server_gives_them() -> None:
     assert {token for prompt in prompts for token in prompt} <= set(probed.pool)
 
 
-def test_words_are_counted_where_it_does_not() -> None:
+def test_words_are_counted_without_token_ids() -> None:
+    """Prompts are sized by words with measured tokens per word if the server gives no token ids."""
     probed, bodies = learn({"ignore_eos"}, token_ids=True)
     assert not probed.pool and not probed.target.token_ids and probed.target.ignore_eos
     assert (probed.tokens_per_word, probed.overhead_tokens) == (2.0, 3.0)
@@ -84,7 +86,8 @@ def test_words_are_counted_where_it_does_not() -> None:
     assert probed.tokens_per_word == 1.0
 
 
-def test_a_server_that_answers_nothing_useful_is_told() -> None:
+def test_unusable_server_is_reported() -> None:
+    """A server that refuses or cannot be reached ends the probe with a message."""
     with pytest.raises(BenchFailed, match=r"completions: HTTP 503: .*no"):
         learn(set(), status=503)
 

@@ -47,7 +47,8 @@ uvloop.run(until_interrupted(scene(), Console()))
 """
 
 
-def test_a_second_ctrl_c_kills_what_does_not_stop(tmp_path: Path) -> None:
+def test_second_ctrl_c_kills_stuck_children(tmp_path: Path) -> None:
+    """A second Ctrl-C kills a child that does not stop."""
     command = [sys.executable, "-c", DEAF_CHILD, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=child_environment(1), text=True) as launcher:
         assert launcher.stdout is not None
@@ -95,7 +96,8 @@ sys.exit(run_until_stopped(begin, Console()))
     [(signal.SIGINT, 130, "foreground"), (signal.SIGTERM, 143, "foreground"), (signal.SIGTERM, 143, "background")],
 )
 @pytest.mark.parametrize("phase", ["fetching", "starting", "serving"])
-def test_a_stopped_start_is_no_success(phase: str, number: int, status: int, where: str) -> None:
+def test_interrupted_start_is_no_success(phase: str, number: int, status: int, where: str) -> None:
+    """A start that is stopped before it was ready ends with the signal's status and says so."""
     command = [sys.executable, "-c", START, phase, where]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=child_environment(1), text=True

@@ -21,13 +21,15 @@ TARGET_LABELS = {"instance", "job", "crossdock_role", "crossdock_name"}
 FAMILIES = metrics_reference.families()
 
 
-def test_the_reference_is_up_to_date() -> None:
+def test_metrics_reference_is_up_to_date() -> None:
+    """docs/metrics.md equals the generated text."""
     assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == metrics_reference.text(), (
         "run: python -m tools.metrics docs/metrics.md"
     )
 
 
-def test_names_are_conventional_and_the_same_in_every_role() -> None:
+def test_metric_names_follow_conventions() -> None:
+    """Metric names follow the conventions and mean the same in every role."""
     seen: dict[str, Family] = {}
     for registry in metrics_reference.registries().values():
         for family in registry.families:
@@ -114,7 +116,8 @@ EXPRESSIONS = list(expressions())
 
 
 @pytest.mark.parametrize(("where", "expression"), EXPRESSIONS, ids=[where for where, _ in EXPRESSIONS])
-def test_what_is_asked_for_is_exported(where: str, expression: str) -> None:
+def test_queried_metrics_are_exported(where: str, expression: str) -> None:
+    """Every expression checked against the registries uses exported metrics correctly."""
     assert faults(expression) == []
 
 
@@ -131,11 +134,13 @@ def test_what_is_asked_for_is_exported(where: str, expression: str) -> None:
         ("histogram_quantile(0.9, sum(rate(crossdock_decode_step_seconds_bucket[5m])))", "without le"),
     ],
 )
-def test_what_is_wrong_is_seen(expression: str, fault: str) -> None:
+def test_wrong_expression_is_detected(expression: str, fault: str) -> None:
+    """An expression with an unknown metric, label or function is reported."""
     assert any(fault in line for line in faults(expression)), faults(expression)
 
 
 def test_panels_and_rules_are_well_formed() -> None:
+    """Dashboard panels do not overlap, and each alert rule has a severity and a summary."""
     dashboard = json.loads((FOLDER / "grafana-dashboard.json").read_text(encoding="utf-8"))
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(set(ids)) == len(ids)

@@ -53,7 +53,8 @@ def engine(blocks: int, context_tokens: int) -> Engine:
     return Engine(SimpleNamespace(), info, torch.zeros(blocks, 1))  # type: ignore[arg-type]
 
 
-def test_prefill_gets_a_quarter_but_a_context_and_at_most_half() -> None:
+def test_prefill_share_of_mixed_pool() -> None:
+    """A mixed worker's prefill half gets a quarter of the blocks, at least a context, at most half."""
     assert prefill_blocks(1000, 100) == 250
     assert prefill_blocks(300, 100) == 100
     assert prefill_blocks(150, 100) == 75
@@ -64,7 +65,8 @@ def test_prefill_gets_a_quarter_but_a_context_and_at_most_half() -> None:
     assert parts[Role.DECODE].tokens_forwarded == 0, "each counts its own"
 
 
-def test_a_pool_without_room_for_a_context_in_each_names_the_option() -> None:
+def test_small_mixed_pool_names_the_option() -> None:
+    """A pool without room for a context in each half is refused with --kv-gib."""
     assert split(engine(200, 1600), WorkerSettings(role="mixed", model="m"))
     with pytest.raises(
         MixedPoolTooSmall, match=r"two contexts of 1600 tokens.* 0\.195 GiB .* there are 0\.194"
@@ -73,7 +75,8 @@ def test_a_pool_without_room_for_a_context_in_each_names_the_option() -> None:
     assert refused.value.option == "--kv-gib"
 
 
-def test_names_of_the_halves_are_names_and_both_listen_where_others_reach_them() -> None:
+def test_mixed_name_and_address_are_checked() -> None:
+    """A mixed worker needs a name short enough for both halves and an address that others reach."""
     assert WorkerSettings(role="mixed", model="m", name="n" * 56)
     for given, why in (
         ({"name": "n" * 57}, "--name: at most 56"),
@@ -83,7 +86,8 @@ def test_names_of_the_halves_are_names_and_both_listen_where_others_reach_them()
             load_settings(WorkerSettings, {"role": "mixed", "model": "m"} | given)
 
 
-def test_a_worker_that_cannot_be_mixed_says_which_option_it_is() -> None:
+def test_unfit_mixed_worker_names_the_option() -> None:
+    """A worker that cannot be mixed is refused with the option that is the cause."""
     roles = Roles(("nccl",), None)
     settings = WorkerSettings(role="decode", model="m", kv_transport="nccl")
     with pytest.raises(WrongTransport, match="nccl does not work within one process") as refused:
@@ -99,19 +103,22 @@ def test_a_worker_that_cannot_be_mixed_says_which_option_it_is() -> None:
     ("text", "ratio"),
     [("2P1D", Ratio(2, 1)), ("3m", Ratio(0, 0, 3)), ("1P2D+4M", Ratio(1, 2, 4))],
 )
-def test_ratios_are_written_as_the_report_of_tune_has_them(text: str, ratio: Ratio) -> None:
+def test_mixed_ratios_parse_and_print(text: str, ratio: Ratio) -> None:
+    """Ratios with mixed workers are parsed and printed in the form that tune reports."""
     assert Ratio.parse(text) == ratio
     assert str(ratio) == str(Workers(ratio.prefill, ratio.decode, ratio.mixed)) == text.upper()
     assert ratio.total == sum((ratio.prefill, ratio.decode, ratio.mixed))
 
 
 @pytest.mark.parametrize("text", ["", "+", "0M", "1P1D+", "+2M", "1P1D2M", "2M+1P1D", "65M", "1P", "2D"])
-def test_what_is_no_ratio_is_refused(text: str) -> None:
+def test_malformed_ratio_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a ratio like 2P1D, 3M or"):
         Ratio.parse(text)
 
 
-def test_serve_starts_what_is_asked_for() -> None:
+def test_serve_counts_follow_the_options() -> None:
+    """Given counts replace the default 1P1D, and a cluster without a prefill or decode side is refused."""
+
     def counts(**given: Any) -> tuple[int, int, int]:
         found = ServeSettings(**given)
         return found.prefill, found.decode, found.mixed
@@ -125,7 +132,8 @@ def test_serve_starts_what_is_asked_for() -> None:
     assert ServeBenchSettings(start=True).ratio == Ratio(1, 1)
 
 
-def test_each_is_a_process_with_options_that_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_worker_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each mixed worker is one process with options that parse, and a core of its own."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: {0, 1})
     built = build(ServeSettings(mixed=2, port=0))
     workers = [spec for spec in built.processes if spec.name.startswith("mixed-")]
@@ -138,7 +146,8 @@ def test_each_is_a_process_with_options_that_parse(monkeypatch: pytest.MonkeyPat
         assert (settings.cpu_cores, settings.nice) == (core, PREFILL_NICE)
 
 
-def test_where_all_are_mixed_each_has_its_share_of_the_cores() -> None:
+def test_mixed_workers_share_the_cores() -> None:
+    """Cores are shared out among mixed workers, and a note says when they are too few."""
     plan = plan_cpu(tuple(range(5)), prefill=0, decode=0, mixed=2, on_gpu=False)
     assert [seat.cores for seat in plan.mixed] == [(0, 1), (2, 3)] and plan.control == (0, 1, 2, 3, 4)
     crowded = plan_cpu((0, 1), prefill=0, decode=0, mixed=3, on_gpu=False, threads=2)
@@ -149,7 +158,8 @@ def test_where_all_are_mixed_each_has_its_share_of_the_cores() -> None:
     assert len(set(taken)) == len(taken) and not set(taken) & set(beside.control)
 
 
-def test_a_cluster_file_places_them_last_with_ports_of_their_own() -> None:
+def test_cluster_file_places_mixed_last() -> None:
+    """A cluster file places mixed workers last, with GPUs and ports of their own."""
     file = parse(FILE.format(workers="1P1D+2M", gpus="[0, 1, 2, 3]"), Path("/"))
     assert not incomplete(file) and check(file)
     found = {process.name: process for process in plan_host(file, "a", "m").processes}
@@ -165,7 +175,8 @@ def test_a_cluster_file_places_them_last_with_ports_of_their_own() -> None:
         parse(FILE.format(workers="2M", gpus="[0]"), Path("/"))
 
 
-def test_a_unit_has_the_keys_of_both_roles() -> None:
+def test_mixed_unit_has_both_roles_keys() -> None:
+    """A mixed worker's unit gets the keys of prefill and decode and no other secret keys."""
     names = ("coordinator", "gateway", "prefill", "decode", "client")
     keys = tuple(name + end for name in names for end in (".key", ".key_secret"))
     plan = plan_host(parse(FILE.format(workers="1M", gpus="[0]"), Path("/")), "a", "/m")
@@ -189,6 +200,7 @@ def test_a_unit_has_the_keys_of_both_roles() -> None:
     ],
 )
 def test_tune_prints_what_applies_it(workers: Workers, command: str, lines: list[str]) -> None:
+    """Tune prints a command and cluster file lines that give the recommended workers."""
     candidate = Candidate(workers, GPU.step_tokens, 32)
     found = tune.apply_lines(SimpleNamespace(candidate=candidate), GPU)  # type: ignore[arg-type]
     assert found["command"] == command and set(lines) <= set(found["cluster_toml"])

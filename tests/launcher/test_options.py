@@ -21,7 +21,8 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_flags_before_environment_before_file_before_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_option_sources_have_an_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags win over the environment, which wins over the file, which wins over defaults."""
     file = tmp_path / "crossdock.toml"
     file.write_text(
         '[gateway]\nmodel = "file"\nport = 1\nhost = "file"\nbody_bytes_max = 4096\n[worker]\nthreads = 3\n'
@@ -51,6 +52,7 @@ def test_flags_before_environment_before_file_before_defaults(tmp_path: Path, mo
 def test_errors_name_option_value_and_source(
     flags: dict[str, str], environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A bad value is refused in one line with its option, value and source."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SettingsError) as caught:
@@ -59,7 +61,8 @@ def test_errors_name_option_value_and_source(
     assert "\n" not in str(caught.value)
 
 
-def test_every_error_gets_a_line_of_its_own() -> None:
+def test_every_error_has_its_own_line() -> None:
+    """Several bad options give one line each."""
     with pytest.raises(SettingsError) as caught:
         load(WorkerSettings, {"role": "both", "kv_gib": "0"})
     lines = str(caught.value).splitlines()
@@ -78,7 +81,8 @@ def test_every_error_gets_a_line_of_its_own() -> None:
         ("[gateway\n", "is not TOML"),
     ],
 )
-def test_unknown_keys_in_the_file_are_errors_whosever_section(tmp_path: Path, content: str, expected: str) -> None:
+def test_unknown_file_keys_are_refused(tmp_path: Path, content: str, expected: str) -> None:
+    """An unknown key in any section of the file is refused."""
     file = tmp_path / "c.toml"
     file.write_text(content)
     with pytest.raises(SettingsError, match=r"^--config: ") as caught:
@@ -86,7 +90,8 @@ def test_unknown_keys_in_the_file_are_errors_whosever_section(tmp_path: Path, co
     assert expected in str(caught.value)
 
 
-def test_a_bad_value_in_the_file_names_the_file(tmp_path: Path) -> None:
+def test_bad_file_value_names_the_file(tmp_path: Path) -> None:
+    """A bad value in the file is refused with the section and the file's path."""
     file = tmp_path / "c.toml"
     file.write_text("[gateway]\nport = 8000.5\n")
     with pytest.raises(SettingsError) as caught:
@@ -96,7 +101,8 @@ def test_a_bad_value_in_the_file_names_the_file(tmp_path: Path) -> None:
         load(GatewaySettings, {}, str(tmp_path / "absent.toml"))
 
 
-def test_keys_are_split_at_commas_whatever_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_keys_are_split_at_commas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """API keys are split at commas in flags and the environment, and may be a list in the file."""
     assert load(GatewaySettings, {"model": "m", "api_keys": "a, b,"}).api_keys == ["a", "b"]
     monkeypatch.setenv("CROSSDOCK_API_KEYS", "c,d")
     assert load(GatewaySettings, {"model": "m"}).api_keys == ["c", "d"]
@@ -106,12 +112,14 @@ def test_keys_are_split_at_commas_whatever_the_source(tmp_path: Path, monkeypatc
     assert load(GatewaySettings, {"model": "m"}, str(file)).api_keys == ["e", "f"]
 
 
-def test_instances_made_directly_read_nothing_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_instances_ignore_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings constructed directly ignore the environment."""
     monkeypatch.setenv("CROSSDOCK_PORT", "1")
     assert GatewaySettings(model="m").port == 8000
 
 
-def test_arguments_make_the_same_settings_again() -> None:
+def test_arguments_restore_the_settings() -> None:
+    """Settings written as arguments parse back to the same settings."""
     worker = WorkerSettings(role="decode", model="m", kv_gib=0.5, cpu_cores="0-1", nice=-3)
     assert parse(WorkerSettings, to_arguments(worker)) == worker
     serve = ServeSettings(once=True, verbose=False, api_keys=["a", "b"])
@@ -120,7 +128,8 @@ def test_arguments_make_the_same_settings_again() -> None:
 
 
 @pytest.mark.parametrize("cls", SECTIONS.values(), ids=lambda cls: cls.__name__)
-def test_help_teaches_every_option(cls: type[CoordinatorSettings], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_option(cls: type[CoordinatorSettings], capsys: pytest.CaptureFixture[str]) -> None:
+    """Every option has a description and is shown in the help."""
     app = new_app()
     add_command(app, "role", cls, lambda settings: 0)
     assert invoke(app, ["--help"], "role") == 0
@@ -132,7 +141,8 @@ def test_help_teaches_every_option(cls: type[CoordinatorSettings], capsys: pytes
     assert "--config" in shown
 
 
-def test_mistakes_on_the_command_line_are_one_line_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_mistakes_exit_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    """A mistake on the command line gives one line and status 2."""
     app = new_app()
     add_command(app, "gateway", GatewaySettings, lambda settings: 0)
     for arguments, expected in (
@@ -147,13 +157,16 @@ def test_mistakes_on_the_command_line_are_one_line_with_status_2(capsys: pytest.
         assert said.count("\n") == 1
 
 
-def test_the_status_of_the_command_is_what_it_returned() -> None:
+def test_command_result_is_the_exit_status() -> None:
+    """The command's exit status is the value that its function returned."""
     app = new_app()
     add_command(app, "gateway", GatewaySettings, lambda settings: settings.port)
     assert invoke(app, ["--model", "m", "--port", "7"], "x") == 7
 
 
-def test_ctrl_c_is_no_traceback() -> None:
+def test_ctrl_c_exits_without_traceback() -> None:
+    """Ctrl-C gives the status for interruption and no traceback."""
+
     def interrupted(_settings: GatewaySettings) -> int:
         raise KeyboardInterrupt
 
@@ -163,17 +176,20 @@ def test_ctrl_c_is_no_traceback() -> None:
 
 
 @pytest.mark.parametrize(("text", "cores"), [("", ()), ("1", (1,)), ("0-2,5", (0, 1, 2, 5)), ("3,1", (1, 3))])
-def test_lists_of_cores(text: str, cores: tuple[int, ...]) -> None:
+def test_core_lists_are_parsed(text: str, cores: tuple[int, ...]) -> None:
+    """Lists of cores with ranges are parsed in rising order."""
     assert parse_cores(text) == cores
 
 
 @pytest.mark.parametrize("text", ["a", "2-1", "1-", ",", "1 2", "-1"])
-def test_bad_lists_of_cores(text: str) -> None:
+def test_bad_core_lists_are_refused(text: str) -> None:
+    """A malformed --cpu-cores is refused."""
     with pytest.raises(SettingsError, match="--cpu-cores"):
         load(WorkerSettings, {"role": "decode", "model": "m", "cpu_cores": text})
 
 
-def test_model_ids(tmp_path: Path) -> None:
+def test_model_id_follows_path_or_option(tmp_path: Path) -> None:
+    """The model id is the folder's or hub's name, unless one is given."""
     folder = tmp_path / "My-Model"
     folder.mkdir()
     assert model_id_of(str(folder), "") == "My-Model"

@@ -42,7 +42,8 @@ def _is_ours(name: str) -> bool:
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_files_that_a_page_names_exist(page: Path) -> None:
+def test_files_named_in_pages_exist(page: Path) -> None:
+    """Every file that a page names exists."""
     assert missing(page.read_text(encoding="utf-8")) == []
 
 
@@ -60,23 +61,27 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
         ("`tests/proto/schema-v*.txt`, `GET /v1/models`, `https://x/y`", ["tests/proto/schema-v*.txt"]),
     ],
 )
-def test_a_missing_file_is_seen(text: str, expected: list[str]) -> None:
+def test_missing_file_is_detected(text: str, expected: list[str]) -> None:
+    """The check reports a page's file names that do not exist, and no others."""
     assert missing(text) == expected
 
 
-def test_the_life_cycle_is_up_to_date() -> None:
+def test_life_cycle_is_up_to_date() -> None:
+    """The life cycle in ARCHITECTURE.md equals the generated one."""
     page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     assert lifecycle.replace(page) == page, "run: python -m tools.lifecycle ARCHITECTURE.md"
 
 
-def test_the_life_cycle_has_every_transition() -> None:
+def test_life_cycle_has_every_transition() -> None:
+    """Every transition of the state machine is in the life cycle's diagram or text."""
     text = lifecycle.text()
     for (state, trigger), following in lifecycle.TRANSITIONS.items():  # type: ignore[attr-defined]
         edge = f"    {state.name} --> {following.name}: {trigger}\n" in text
         assert edge or f"`{trigger}` leads to {following.name}" in text, (state, trigger)
 
 
-def test_a_page_without_markers_is_refused() -> None:
+def test_page_without_markers_is_refused() -> None:
+    """A page without the life cycle's markers is refused."""
     with pytest.raises(ValueError, match="lifecycle: end"):
         lifecycle.replace("# Architecture\n")
 
@@ -86,11 +91,13 @@ def test_a_page_without_markers_is_refused() -> None:
     [("README.md", 120), ("ARCHITECTURE.md", 250), ("CONTRIBUTING.md", 120), ("docs/decisions/[0-9]*.md", 30)],
 )
 def test_pages_stay_short(page: str, lines: int) -> None:
+    """Each page stays within its number of lines."""
     lengths = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob(page)}
     assert lengths and max(lengths.values()) <= lines, lengths
 
 
-def test_the_walk_through_the_code_names_functions_that_are_there() -> None:
+def test_code_walk_names_real_functions() -> None:
+    """The walk through the code names files and functions that exist."""
     page = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \d+ \| `([\w/]+\.py)` \| ([^|]+) \|", page, re.MULTILINE)
     assert len(rows) == 24

@@ -25,7 +25,8 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Models).serve_forever()
 """
 
 
-def test_what_is_not_installed_is_left_out_and_what_is_named_must_be_there(tmp_path: Path) -> None:
+def test_named_peers_must_be_installed(tmp_path: Path) -> None:
+    """Peers that are not installed are left out, but a peer named by an option must exist."""
     assert find_peers(PeersSettings(), "m", 1)[0] == Peer("crossdock 1P1D", ())
     with pytest.raises(SettingsError, match="--vllm"):
         find_peers(PeersSettings(vllm="/no/such/vllm"), "m", 1)
@@ -38,7 +39,8 @@ def test_what_is_not_installed_is_left_out_and_what_is_named_must_be_there(tmp_p
     assert found[-1].name.startswith("llama.cpp") and "8123" in found[-1].command
 
 
-def test_a_server_is_stopped_with_all_its_processes(tmp_path: Path) -> None:
+def test_stopped_server_takes_its_processes(tmp_path: Path) -> None:
+    """A peer server is stopped with all the processes that it started."""
     port, log = free_port("127.0.0.1"), tmp_path / "log"
 
     async def scene() -> int:
@@ -54,7 +56,9 @@ def test_a_server_is_stopped_with_all_its_processes(tmp_path: Path) -> None:
         os.close(child)
 
 
-def test_one_that_ends_at_its_start_says_why(tmp_path: Path) -> None:
+def test_failed_server_start_says_why(tmp_path: Path) -> None:
+    """A peer server that ends at its start is reported with its own words."""
+
     async def scene() -> None:
         peer = Peer("it", (sys.executable, "-c", "raise SystemExit('no such model')"))
         async with started(peer, free_port("127.0.0.1"), tmp_path / "log", Console()):
@@ -64,7 +68,9 @@ def test_one_that_ends_at_its_start_says_why(tmp_path: Path) -> None:
         asyncio.run(scene())
 
 
-def test_the_picture_has_a_row_for_each_server(tmp_path: Path) -> None:
+def test_peers_plot_is_one_svg(tmp_path: Path) -> None:
+    """The plot of several servers is drawn as one SVG."""
+
     def result(alone: float, loaded: float) -> dict[str, object]:
         return {"alone": {"p99_ms": alone}, "loaded": {"p99_ms": loaded}}
 

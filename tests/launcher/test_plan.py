@@ -7,7 +7,8 @@ from launcher.local.core_plan import PREFILL_NICE, plan_cpu
 from runtime.settings.cores import cores_text, parse_cores
 
 
-def test_two_cores_are_one_for_decode_and_one_for_the_rest() -> None:
+def test_decode_gets_one_of_two_cores() -> None:
+    """Decode gets one of two cores; prefill and the control processes share the other."""
     plan = plan_cpu((0, 1), prefill=1, decode=1, on_gpu=False)
     assert [seat.cores for seat in plan.decode] == [(1,)]
     assert [seat.cores for seat in plan.prefill] == [(0,)]
@@ -17,7 +18,8 @@ def test_two_cores_are_one_for_decode_and_one_for_the_rest() -> None:
     assert plan.note == ""
 
 
-def test_all_are_on_the_only_core_and_the_user_is_told() -> None:
+def test_single_core_sharing_is_noted() -> None:
+    """All processes share the only core, and a note says so."""
     plan = plan_cpu((3,), prefill=2, decode=1, on_gpu=False, threads=2)
     assert plan.control == (3,)
     assert {seat.cores for seat in (*plan.prefill, *plan.decode)} == {(3,)}
@@ -26,18 +28,21 @@ def test_all_are_on_the_only_core_and_the_user_is_told() -> None:
     assert plan_cpu((3,), prefill=0, decode=1, on_gpu=False).note == ""
 
 
-def test_on_gpu_nothing_is_pinned_or_niced() -> None:
+def test_gpu_workers_are_not_pinned() -> None:
+    """Workers on a GPU are neither pinned to cores nor niced."""
     plan = plan_cpu((0, 1, 2, 3), prefill=1, decode=1, on_gpu=True)
     assert {(seat.cores, seat.nice) for seat in (*plan.prefill, *plan.decode)} == {((), 0)}
 
 
-def test_too_many_threads_are_cut_and_said() -> None:
+def test_excess_threads_are_cut_and_noted() -> None:
+    """More threads than cores are cut, and a note names --threads."""
     plan = plan_cpu((0, 1), prefill=1, decode=1, on_gpu=False, threads=4)
     assert plan.decode[0].threads == 1
     assert "--threads 4" in plan.note
 
 
-def test_more_decode_workers_than_cores_share_but_leave_one_to_prefill() -> None:
+def test_crowded_decode_leaves_prefill_a_core() -> None:
+    """Decode workers that outnumber the cores share them, and prefill keeps one."""
     plan = plan_cpu((0, 1, 2), prefill=1, decode=4, on_gpu=False)
     assert {seat.cores for seat in plan.decode} == {(1,), (2,)}
     assert plan.prefill[0].cores == (0,)
@@ -50,7 +55,8 @@ def test_more_decode_workers_than_cores_share_but_leave_one_to_prefill() -> None
     decode=st.integers(1, 8),
     threads=st.integers(0, 16),
 )
-def test_decode_cores_are_never_shared_with_others(cores: set[int], prefill: int, decode: int, threads: int) -> None:
+def test_decode_cores_are_never_shared(cores: set[int], prefill: int, decode: int, threads: int) -> None:
+    """Decode workers' cores are never used by prefill or control processes, for any plan on two or more cores."""
     plan = plan_cpu(tuple(cores), prefill=prefill, decode=decode, on_gpu=False, threads=threads)
     assert (len(plan.prefill), len(plan.decode)) == (prefill, decode)
     decode_cores = {core for seat in plan.decode for core in seat.cores}
@@ -66,5 +72,6 @@ def test_decode_cores_are_never_shared_with_others(cores: set[int], prefill: int
 
 
 @given(st.sets(st.integers(0, 500)))
-def test_cores_as_text_and_back(cores: set[int]) -> None:
+def test_core_lists_round_trip(cores: set[int]) -> None:
+    """Cores written as text parse back to the same cores."""
     assert parse_cores(cores_text(tuple(cores))) == tuple(sorted(cores))

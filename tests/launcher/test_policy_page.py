@@ -17,16 +17,18 @@ def streams(name: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_it_is_up_to_date() -> None:
+def test_policy_page_is_up_to_date() -> None:
+    """docs/policy.md equals the generated page."""
     assert policy.replace(PAGE) == PAGE, "run: python -m tools.policy docs/policy.md"
 
 
-def test_a_page_without_parts_is_refused() -> None:
+def test_page_without_parts_is_refused() -> None:
     with pytest.raises(ValueError, match="no part"):
         policy.replace("# A page\n")
 
 
-def test_every_key_has_a_meaning_and_every_figure_is_explained() -> None:
+def test_keys_and_figures_are_explained() -> None:
+    """Every scenario key has a description in the page, and every figure is explained."""
     for table in (scenario.Scenario, scenario.ScenarioWorkers, scenario.ScenarioTraffic, scenario.FailureOf):
         for key, field in table.model_fields.items():
             assert field.description, key
@@ -40,31 +42,36 @@ def test_every_scenario_is_in_the_page() -> None:
     assert named == {path.stem for path in policy.SCENARIOS.glob("*.toml")} and len(named) == 5
 
 
-def test_overload_is_rejected_and_wastes_nothing() -> None:
+def test_overload_rejects_without_waste() -> None:
+    """Requests over capacity are rejected by their deadline, and nearly all computed work is useful."""
     before, after = streams("overload").values()
     assert before["goodput_share"] == 1.0
     assert after["finished"] + after["rejected"]["deadline"] == after["offered"] > after["finished"]
     assert after["useful_share"] > 0.95 and after["finished"] > 0.9 * 7.5 * 40
 
 
-def test_a_slow_worker_costs_little() -> None:
+def test_slow_worker_costs_little() -> None:
+    """A slow worker lowers goodput by less than 2% and keeps the TTFT p99 under a second."""
     before, after = streams("slow-worker").values()
     assert before["goodput_share"] == 1.0 and after["goodput_share"] > 0.98
     assert before["ttft_ms"]["p99"] < after["ttft_ms"]["p99"] < 1000
 
 
-def test_a_failing_worker_fails_no_request() -> None:
+def test_failing_worker_fails_no_request() -> None:
+    """Every request finishes though a worker fails, with few interruptions."""
     before, after = streams("failing-worker").values()
     assert before["finished"] == before["offered"] and after["finished"] == after["offered"]
     assert 0 < after["interruptions"] < 20
 
 
-def test_a_light_tenant_waits_for_some_chunks_only() -> None:
+def test_light_tenant_waits_little() -> None:
+    """A light tenant keeps its goodput and a short TTFT beside a heavy tenant."""
     alone, beside, heavy = streams("heavy-tenant").values()
     assert alone["goodput_share"] == beside["goodput_share"] == 1.0
     assert beside["ttft_ms"]["p99"] < 500 < 10_000 < heavy["ttft_ms"]["p50"]
 
 
-def test_two_decode_workers_carry_the_load_and_one_does_not() -> None:
+def test_two_decode_workers_carry_the_load() -> None:
+    """Two decode workers keep goodput over 90%, and one does not reach 70%."""
     three, two, one = streams("decode-workers").values()
     assert three["goodput_share"] >= two["goodput_share"] > 0.9 and one["goodput_share"] < 0.7

@@ -27,12 +27,14 @@ def listening(port: int = 0) -> Iterator[int]:
         yield other.getsockname()[1]
 
 
-def test_a_taken_port_is_said_with_the_option() -> None:
+def test_taken_port_names_the_option() -> None:
+    """A taken HTTP port is refused with --port."""
     with listening() as port, pytest.raises(SettingsError, match=f"--port: {port} on 127.0.0.1 is taken"):
         build(ServeSettings(port=port))
 
 
-def test_a_taken_metrics_port_is_said_with_the_option_and_the_port() -> None:
+def test_taken_metrics_port_is_named() -> None:
+    """A taken port in the metrics range is refused with --metrics and that port."""
     first = free_port(HOST)
     with (
         listening(first + 2),
@@ -42,14 +44,16 @@ def test_a_taken_metrics_port_is_said_with_the_option_and_the_port() -> None:
 
 
 @pytest.mark.parametrize("host", ["not a host", "192.0.2.1"])
-def test_a_host_that_is_not_ours_is_said_with_the_option(host: str) -> None:
+def test_foreign_host_names_the_option(host: str) -> None:
+    """A host that is not an address of this machine is refused with its option."""
     with pytest.raises(SettingsError, match="--host: "):
         build(ServeSettings(host=host, port=0))
     with pytest.raises(SettingsError, match="--metrics: cannot listen on"):
         build(ServeSettings(port=0, metrics="192.0.2.1:0"))
 
 
-def test_ports_are_not_among_those_the_kernel_gives_to_others() -> None:
+def test_drawn_ports_avoid_ephemeral_range() -> None:
+    """Drawn ports are below the range that the kernel gives to other programs."""
     given_out = [int(bound) for bound in Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()]
     if given_out[0] <= 20_000:
         pytest.skip("this machine gives out nearly all ports")
@@ -59,6 +63,7 @@ def test_ports_are_not_among_those_the_kernel_gives_to_others() -> None:
 
 
 def test_no_port_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two reservations never draw the same port."""
     first = free_port(HOST)
     monkeypatch.setattr(module.secrets, "choice", lambda _ports: first)  # type: ignore[attr-defined]
     with ReservedPorts() as ours, ReservedPorts() as theirs:
@@ -66,7 +71,8 @@ def test_no_port_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         assert drawn[0] == first and len(set(drawn)) == 3
 
 
-def test_a_port_is_kept_from_other_processes_until_the_cluster_has_stopped() -> None:
+def test_port_stays_reserved_until_close() -> None:
+    """A reserved port is refused to other processes until the reservation ends."""
     port = free_port(HOST)
     code = f"from launcher.local.ports import ReservedPorts; ReservedPorts().take({HOST!r}, {port})"
     other = [sys.executable, "-c", code]
@@ -79,7 +85,8 @@ def test_a_port_is_kept_from_other_processes_until_the_cluster_has_stopped() -> 
     assert subprocess.run(other, timeout=60, check=False).returncode == 0
 
 
-def test_the_next_free_ports_are_taken_where_the_default_is_not_free() -> None:
+def test_next_free_ports_replace_the_default() -> None:
+    """The next free row of ports is taken if the default port is not free."""
     first = free_port(HOST)
 
     def left_open(gateways: int) -> ServeSettings:

@@ -14,14 +14,16 @@ DOWN = ProcessState("decode-0", 0, False, 7, (NOW - 60, NOW - 5), NOW + 12.4, "e
 BACK = ProcessState("prefill-0", 6, True, 1, (NOW - 3,), None, "was killed by SIGSEGV", -11)
 
 
-def test_what_is_down_and_what_was_restarted_is_said() -> None:
+def test_down_and_restarted_processes_are_listed() -> None:
+    """Processes that are down or were restarted lately are listed with the reason."""
     assert lines([FINE, DOWN, BACK], NOW) == [
         "decode-0: restarting in 12 s; it ended with status 1; 2 restarts in the last 10 min",
         "prefill-0: 1 restart in the last 10 min, the last after it was killed by SIGSEGV",
     ]
 
 
-def test_the_file_says_what_was_written(tmp_path: Path) -> None:
+def test_state_file_round_trips(tmp_path: Path) -> None:
+    """Written states are read back; a missing, broken or unwritable file is harmless."""
     assert process_states.read(tmp_path) == ProcessStates()
     states = ProcessStates((FINE, DOWN, BACK), "127.0.0.1:9404")
     process_states.write(tmp_path, states)
@@ -31,7 +33,8 @@ def test_the_file_says_what_was_written(tmp_path: Path) -> None:
     process_states.write(tmp_path / "gone", states)  # nothing is raised
 
 
-def test_metrics_say_the_same() -> None:
+def test_supervisor_metrics_match_the_states() -> None:
+    """The supervisor's metrics give the same facts as the process states."""
     soon = ProcessState("decode-0", 0, False, 7, (), clock.unix_time() + 30, "ended with status 1", 1)
     text = generate_latest(supervisor_metrics.registry_of(lambda: [soon, BACK])).decode()
     for line in (

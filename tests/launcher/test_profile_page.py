@@ -16,19 +16,22 @@ PAGE = (ROOT / "docs" / "profile.md").read_text(encoding="utf-8")
 EXAMPLE = json.loads(PAGE.rpartition("```json\n")[2].partition("```")[0])
 
 
-def test_the_schema_is_up_to_date() -> None:
+def test_profile_schema_is_up_to_date() -> None:
+    """docs/profile.schema.json equals the generated schema."""
     file = ROOT / "docs" / "profile.schema.json"
     assert file.read_bytes() == schema(), "run: python -m tools.profile_schema docs/profile.schema.json"
 
 
-def test_schema_and_program_take_the_same_files() -> None:
+def test_schema_and_program_agree() -> None:
+    """The example and a real profile are accepted by both the schema and the program."""
     validator = Draft202012Validator(json.loads(schema()))
     for value in (EXAMPLE, json.loads(encoded(GPU))):
         validator.validate(value)
         assert isinstance(decoded(json.dumps(value).encode(), "it"), Profile)
 
 
-def test_every_field_is_explained() -> None:
+def test_every_profile_field_is_explained() -> None:
+    """Every field of a profile is named in the page."""
     words = set(re.findall(r"`([a-z_.]+)`", PAGE.partition("## The file")[2]))
     words |= {part for word in words for part in word.split(".")}
     assert {field.name for field in msgspec.structs.fields(Profile)} <= words
@@ -49,7 +52,8 @@ def test_every_field_is_explained() -> None:
         ("format", 2, "of format 2; this version reads 1"),
     ],
 )
-def test_what_cannot_be_used_is_named(path: str, value: object, named: str) -> None:
+def test_unusable_profile_field_is_named(path: str, value: object, named: str) -> None:
+    """A profile with an unusable field is refused with the field's path."""
     broken = json.loads(json.dumps(EXAMPLE))
     *outer, last = path.split(".")
     part = broken

@@ -37,7 +37,8 @@ def told(file: str, request: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_a_story_in_plain_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_request_story_is_in_plain_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """explain tells a request's waits, steps and end in plain words."""
     s = Scene.of()
     s.come("busy1", "busy/bob")
     s.come("busy2", "busy/bob", tokens=12, deadline_ms=5000.0)
@@ -69,7 +70,8 @@ def test_a_story_in_plain_words(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert line in text, text
 
 
-def test_waiting_for_room_in_plain_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_waiting_for_room_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """explain says what room a request waited for, and when it was kept for it."""
     s = full_decode(bypasses_max=1)
     s.come("waits", "acme", tokens=10, max_tokens=20)
     s.come("behind", "acme", tokens=10, max_tokens=20)
@@ -88,9 +90,10 @@ def test_waiting_for_room_in_plain_words(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(("bypasses_max", "why"), [(9, "no decode kv"), (1, "worker closed")])
-def test_why_a_step_was_not_full(
+def test_unfilled_step_is_explained(
     bypasses_max: int, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """explain says why a step was not full."""
     s = full_decode(bypasses_max=bypasses_max)
     s.come("waits", "acme", tokens=10, max_tokens=20)
     s.come("small", "other", tokens=4, max_tokens=1)
@@ -98,7 +101,8 @@ def test_why_a_step_was_not_full(
     assert f"step 1 of prefill-10: tokens 0 to 3 of 4; not full: {why}" in text
 
 
-def test_ends_in_plain_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_expiry_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """explain says that a request expired at its deadline and how often it was passed over."""
     s = full_decode()
     s.come("late", "acme", max_tokens=20, deadline_ms=50.0)
     s.come("next", "acme")
@@ -107,7 +111,8 @@ def test_ends_in_plain_words(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "It never ran; it was passed over once: 1 × no room." in text
 
 
-def test_long_runs_of_chunks_are_one_line() -> None:
+def test_long_chunk_runs_are_one_line() -> None:
+    """A long run of chunks is told in one line, and a short one in a line per chunk."""
     run = [ChunkSent(0.1 * n, "prefill-0", n + 7, 256 * n, 256, 8192, 0) for n in range(32)]
     [(when, text)] = lines(run)
     assert when == "+0.000 to 3.100 s"
@@ -115,7 +120,8 @@ def test_long_runs_of_chunks_are_one_line() -> None:
     assert len(lines(run[:12])) == 12
 
 
-def test_the_longest_waits_as_a_table_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_longest_waits_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """explain lists the longest waits as a table and as JSON, and gives a request's timeline as JSON."""
     path = tmp_path / "j"
     path.write_bytes(contended_world(1).tape())
     assert commands.explain(ExplainSettings(file=str(path), top=3, as_json=True)) == 0
@@ -130,7 +136,8 @@ def test_the_longest_waits_as_a_table_and_as_json(tmp_path: Path, capsys: pytest
     assert {entry["reason"]["kind"] for entry in timeline if entry["what"] == "passed_over"}
 
 
-def test_a_request_that_is_not_there_and_a_file_that_is_none(tmp_path: Path) -> None:
+def test_unknown_request_or_file_is_refused(tmp_path: Path) -> None:
+    """An unknown request, a missing file and a file that is no event log are refused."""
     file = saved(Scene.of(), tmp_path / "j")
     with pytest.raises(EventLogError, match="no request 'nobody'"):
         commands.explain(ExplainSettings(file=file, request="nobody"))
@@ -141,9 +148,8 @@ def test_a_request_that_is_not_there_and_a_file_that_is_none(tmp_path: Path) -> 
         commands.explain(ExplainSettings(file=str(tmp_path / "text")))
 
 
-def test_the_beginning_of_an_id_is_enough_where_no_other_begins_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unique_request_id_prefix_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The beginning of a request id is enough if it is unique; otherwise the candidates are listed."""
     s = Scene.of()
     for name in ("cmpl-4a1", "cmpl-4b2", "cmpl-4b2.c0"):
         s.come(name, "acme")
@@ -158,7 +164,8 @@ def test_the_beginning_of_an_id_is_enough_where_no_other_begins_so(
         commands.explain(ExplainSettings(file=file, request="cmpl-4"))
 
 
-def test_replay_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_reports_its_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """replay says whether all actions are the same and whether the recording was cut off."""
     path = tmp_path / "j"
     tape = contended_world(1).tape()
     path.write_bytes(tape)
@@ -177,6 +184,7 @@ def test_replay_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_replay_shows_the_first_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """replay shows the first event at which the actions differ, and ends with status 1."""
     path = tmp_path / "j"
     path.write_bytes(contended_world(2).tape())
     monkeypatch.setattr("coordinator.waiting.projection.JITTER", 0.2)
@@ -191,9 +199,8 @@ def test_replay_shows_the_first_difference(
         commands.explain(ExplainSettings(file=str(path)))
 
 
-def test_changes_of_role_and_advice_are_told_with_their_reasons(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_role_changes_are_told_with_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Role changes and the autopilot's advice are told with their reasons."""
     s = Scene.of(prefill=2)
     s.come("before", "acme")
     s.now += 5.0
@@ -222,9 +229,8 @@ def test_changes_of_role_and_advice_are_told_with_their_reasons(
     assert kinds == ["advice", "advice", *["role_change"] * 4]
 
 
-def test_a_request_is_told_nothing_of_flips_outside_its_life(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flips_outside_its_life_are_omitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A request's story leaves out role changes before it came and after it ended."""
     s = Scene.of(prefill=2)
     s.come("a", "acme")
     s.step(0, Chunk("a", 1, 0, 8))

@@ -45,7 +45,8 @@ def traffic(folder: Path, keys: str) -> Workload:
         (WORKERS + TRAFFIC + "[priority_classes.fast]\nweight = 1\nwait = 1", "priority_classes.fast.wait"),
     ],
 )
-def test_an_unknown_key_is_refused_by_its_path(tmp_path: Path, text: str, path: str) -> None:
+def test_unknown_key_is_refused_by_path(tmp_path: Path, text: str, path: str) -> None:
+    """An unknown key is refused in one line that begins with its path."""
     said = refusal(tmp_path, text)
     assert said.startswith(f"{path}: there is no such ") and "\n" not in said, said
 
@@ -84,7 +85,8 @@ NUMBERS: dict[str, str] = {
 @pytest.mark.parametrize(
     ("path", "value"), [(path, value) for path, text in NUMBERS.items() for value in text.split(" ")]
 )
-def test_a_bad_value_is_refused_before_anything_is_simulated(tmp_path: Path, path: str, value: str) -> None:
+def test_bad_value_is_refused_before_simulation(tmp_path: Path, path: str, value: str) -> None:
+    """A bad value of any key is refused before anything is simulated."""
     table, _, key = path.rpartition(".")
     value = value.replace("'", '"')
     line = f"{key} = {value}\n" if table == "workers" else ""
@@ -146,11 +148,13 @@ def test_a_bad_value_is_refused_before_anything_is_simulated(tmp_path: Path, pat
         ("# " + "x" * (1 << 20), "is larger than 1048576 bytes"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_together_is_named(tmp_path: Path, text: str, said: str) -> None:
+def test_contradictory_keys_are_named(tmp_path: Path, text: str, said: str) -> None:
+    """Keys that do not fit together are refused with a message that names them."""
     assert refusal(tmp_path, text).startswith(said.format(folder=tmp_path))
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_scenario_file_is_refused(tmp_path: Path) -> None:
+    """A scenario file that is missing, a folder or too large is refused."""
     for path, why in ((tmp_path / "none", "No such file or directory"), (tmp_path, "Is a directory")):
         with pytest.raises(SettingsError, match=why):
             read(str(path))
@@ -158,7 +162,8 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         read("/dev/zero")
 
 
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+def test_binary_scenario_file_is_refused(tmp_path: Path) -> None:
+    """A scenario file that is not text is refused."""
     (tmp_path / "scenario.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(SettingsError, match="is not TOML"):
         read(str(tmp_path / "scenario.toml"))
@@ -176,7 +181,8 @@ def variation(values: list[float]) -> float:
     return float((sum((value - mean) ** 2 for value in values) / len(values)) ** 0.5 / mean)
 
 
-def test_arrivals_have_the_rate_and_the_bursts_that_were_asked_for(tmp_path: Path) -> None:
+def test_arrivals_have_rate_and_bursts(tmp_path: Path) -> None:
+    """Arrivals have the rate and the burstiness of their kind: poisson, constant or gamma."""
     poisson = gaps(traffic(tmp_path, "rate_per_s = 20"))
     assert 1800 < len(poisson) < 2200 and 0.9 < variation(poisson) < 1.1
     constant = gaps(traffic(tmp_path, 'arrivals = "constant"\nrate_per_s = 20'))
@@ -185,13 +191,15 @@ def test_arrivals_have_the_rate_and_the_bursts_that_were_asked_for(tmp_path: Pat
     assert 1000 < len(bursts) < 3000 and 3 < variation(bursts) < 5
 
 
-def test_a_part_of_the_time(tmp_path: Path) -> None:
+def test_traffic_keeps_its_time_window(tmp_path: Path) -> None:
+    """Traffic with from_s and until_s arrives within that time only."""
     times = [at_s for at_s, _ in traffic(tmp_path, "rate_per_s = 20\nfrom_s = 10\nuntil_s = 20").arrivals]
     assert 10 <= min(times) < 11 and 19 < max(times) < 20
     assert len(traffic(tmp_path, "from_s = 90\nuntil_s = 5000\nrate_per_s = 20").arrivals) < 300
 
 
-def test_a_trace_has_times_and_lengths(tmp_path: Path) -> None:
+def test_trace_gives_times_and_lengths(tmp_path: Path) -> None:
+    """A trace gives times and lengths, cut and sped up; a bad row is refused with its line."""
     (tmp_path / "t.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,100,5\n10,200,0\n10,300,7\n90,1,1\n")
     found = traffic(tmp_path, 'arrivals = "trace"\ntrace = "t.csv"\nfrom_s = 5\nuntil_s = 45\nspeed = 2').arrivals
     assert [ask.prompt_tokens for _, ask in found] == [100, 200, 300]
@@ -202,7 +210,8 @@ def test_a_trace_has_times_and_lengths(tmp_path: Path) -> None:
     assert said == f"traffic.0.trace: {tmp_path}/t.csv, line 2: -5 and 5 tokens are not in 1 to 1048576"
 
 
-def test_a_closed_loop_has_clients(tmp_path: Path) -> None:
+def test_closed_loop_has_clients(tmp_path: Path) -> None:
+    """A closed loop has one loop per client, with staggered starts."""
     loops = traffic(tmp_path, 'arrivals = "closed"\nclients = 4\nthink_s = 0.5\nfrom_s = 2\nuntil_s = 50').loops
     assert [(loop.from_s, loop.until_s, loop.think_s) for loop in loops] == [
         (2.0, 50.0, 0.5), (2.25, 50.0, 0.5), (2.5, 50.0, 0.5), (2.75, 50.0, 0.5),
@@ -210,7 +219,8 @@ def test_a_closed_loop_has_clients(tmp_path: Path) -> None:
     assert all(loop.asks for loop in loops)
 
 
-def test_lengths_limits_and_goals(tmp_path: Path) -> None:
+def test_lengths_limits_and_goals_are_applied(tmp_path: Path) -> None:
+    """Requests get the lengths, limits, deadlines, retries and goals of their traffic."""
     keys = 'rate_per_s = 10\nprompt_tokens = "uniform:10-20"\noutput_tokens = "lognormal:50,0.5"\n'
     asks = [ask for _, ask in traffic(tmp_path, keys).arrivals]
     assert {ask.prompt_tokens for ask in asks} == set(range(10, 21))
@@ -225,7 +235,8 @@ def test_lengths_limits_and_goals(tmp_path: Path) -> None:
     assert ask.goal == Goal(400.0)
 
 
-def test_goals_come_from_the_class_where_a_stream_has_none(tmp_path: Path) -> None:
+def test_goal_defaults_to_the_priority_class(tmp_path: Path) -> None:
+    """A stream without goals of its own takes those of its priority class."""
     text = f"""{WORKERS}
 [[traffic]]
 name = "both"
@@ -256,7 +267,8 @@ weight = 1
     assert wrong.startswith("priority_classes.standard.tpot_ms: "), wrong
 
 
-def test_workers_of_each_role(tmp_path: Path) -> None:
+def test_workers_are_built_for_each_role(tmp_path: Path) -> None:
+    """Worker tables give workers of each role with their speeds and capacities."""
     text = """
 [[workers]]
 role = "prefill"
@@ -285,7 +297,8 @@ role = "prefill"
     assert (capacity.kv_blocks, capacity.block_size, capacity.max_seqs) == (100, 32, 9)
 
 
-def test_tenants_classes_options_and_failures(tmp_path: Path) -> None:
+def test_tenants_and_failures_are_read(tmp_path: Path) -> None:
+    """Tenants, priority classes, coordinator options and failures are read from the file."""
     text = f"""{WORKERS}
 [[traffic]]
 name = "chat"
@@ -321,7 +334,8 @@ for_s = 7.5
     assert workload.failures == (PlannedFailure(1.0, "prefill-0", "slow", 3.0, 7.5),)
 
 
-def test_a_seed_decides_what_is_drawn(tmp_path: Path) -> None:
+def test_seed_determines_the_arrivals(tmp_path: Path) -> None:
+    """The same seed draws the same arrivals and another seed others."""
     text = f'seed = 7\n{WORKERS}{TRAFFIC}rate_per_s = 5\nprompt_tokens = "uniform:1-1000"\n'
 
     def drawn(seed: int = -1) -> tuple[Any, ...]:

@@ -24,7 +24,8 @@ a,3,30,400,400,5,2
 """
 
 
-def test_a_trace_says_how_much_each_turn_adds(tmp_path: Path) -> None:
+def test_trace_gives_what_each_turn_adds(tmp_path: Path) -> None:
+    """A session trace gives the tokens that each turn adds to the conversation before it."""
     file = tmp_path / "agents.csv"
     file.write_text(CSV)
     first, second = read_sessions(str(file), 1.0, 2.0)
@@ -35,7 +36,8 @@ def test_a_trace_says_how_much_each_turn_adds(tmp_path: Path) -> None:
     assert read_sessions(str(file), 0.1, 0.0)[0].turns[1] == SessionTurn(25, 2)
 
 
-def test_json_lines_with_session_ids_are_read(tmp_path: Path) -> None:
+def test_json_lines_group_by_session_id(tmp_path: Path) -> None:
+    """JSON lines are grouped into sessions by session_id."""
     file = tmp_path / "agents.jsonl"
     line = '{"session_id": "%s", "input_length": %d, "output_length": 7, "delay": 1500, "hash_ids": [1]}\n'
     file.write_text(line % ("x", 10) + "\n" + line % ("y", 5) + line % ("x", 3))
@@ -55,7 +57,8 @@ def test_json_lines_with_session_ids_are_read(tmp_path: Path) -> None:
         ("missing.csv", None, "cannot read"),
     ],
 )
-def test_a_bad_trace_is_named_with_its_line(tmp_path: Path, name: str, text: str | None, expected: str) -> None:
+def test_bad_session_trace_names_its_line(tmp_path: Path, name: str, text: str | None, expected: str) -> None:
+    """A bad session trace is refused with --trace and the line."""
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(SettingsError, match="--trace: ") as raised:
@@ -63,7 +66,8 @@ def test_a_bad_trace_is_named_with_its_line(tmp_path: Path, name: str, text: str
     assert expected in str(raised.value)
 
 
-def test_a_turn_has_the_names_of_the_turn_before_and_of_its_answer() -> None:
+def test_turn_extends_the_hashes_before_it() -> None:
+    """A turn's hashes begin with those of the turn before it and of its answer, unless it restarts."""
     session = LoadSession(
         (SessionTurn(40, 20), SessionTurn(30, 6), SessionTurn(100, 4, restarts=True)), system_tokens=32
     )
@@ -78,7 +82,8 @@ def test_a_turn_has_the_names_of_the_turn_before_and_of_its_answer() -> None:
     assert [turn.prompt_tokens for turn in named(session, "s", 16, 100)] == [72], "up to what fits the context"
 
 
-def test_sessions_are_dealt_to_clients_in_turn() -> None:
+def test_sessions_go_to_clients_in_turn() -> None:
+    """Sessions are dealt to clients in turn."""
     sessions = [LoadSession((SessionTurn(number + 1, 1),)) for number in range(5)]
     assert in_turn(sessions, 2) == [[sessions[0], sessions[2], sessions[4]], [sessions[1], sessions[3]]]
     assert len(in_turn(sessions, 9)) == 5
@@ -86,7 +91,8 @@ def test_sessions_are_dealt_to_clients_in_turn() -> None:
     assert made == [LoadSession((SessionTurn(10, 5), SessionTurn(10, 5, 0.5)), 100)] * 3
 
 
-def test_sessions_are_dealt_to_tenants_by_their_shares() -> None:
+def test_sessions_follow_tenant_shares() -> None:
+    """Sessions are dealt to tenants by their shares."""
     tenants = [LoadTenant("a", share=3.0), LoadTenant("b"), LoadTenant("c", share=2.0)]
     assert Counter(tenant.name for tenant in dealt(tenants, 12)) == {"a": 6, "b": 2, "c": 4}
 
@@ -121,7 +127,8 @@ def played(folder: Path, computes: str) -> Played:
     return play(build(parse(SCENARIO.format(computes=computes).encode()), folder))
 
 
-def test_decode_workers_that_compute_suffixes_let_sessions_get_on_faster(tmp_path: Path) -> None:
+def test_decode_side_suffixes_speed_sessions_up(tmp_path: Path) -> None:
+    """Sessions finish more turns if decode workers compute suffixes, and a seed repeats the run."""
     turns = {computes: len(played(tmp_path, computes).outcomes) for computes in ("true", "false")}
     assert turns["true"] > 1.3 * turns["false"], turns
     again = played(tmp_path, "true")
@@ -136,6 +143,7 @@ def test_decode_workers_that_compute_suffixes_let_sessions_get_on_faster(tmp_pat
         (('role = "prefill"', 'role = "prefill"\ncomputes_suffixes = true'), "computes_suffixes has no effect"),
     ],
 )
-def test_what_has_no_effect_is_refused(change: tuple[str, str], expected: str) -> None:
+def test_session_key_without_effect_is_refused(change: tuple[str, str], expected: str) -> None:
+    """A trace key that is missing or has no effect in a session scenario is refused."""
     with pytest.raises(ValueError, match=expected):
         parse(SCENARIO.format(computes="true").replace(*change, 1).encode())

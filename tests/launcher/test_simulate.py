@@ -10,7 +10,8 @@ def simulate(*arguments: str) -> int:
     return invoke(build_app(), ["simulate", *arguments], "crossdock")
 
 
-def test_one_seed_is_told_twice_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_seed_gives_one_story(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same seed prints the same timeline twice."""
     assert simulate("--seed", "7", "--timeline", "r0") == 0
     told = capsys.readouterr().out
     assert "client asks r0" in told and "All promises held." in told
@@ -18,21 +19,24 @@ def test_one_seed_is_told_twice_the_same(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out == told
 
 
-def test_many_are_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_seeds_are_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run over many seeds sums up the injected faults and the violations."""
     assert simulate("--seeds", "24", "--processes", "2", "--faults", "crash,pause") == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "What was injected into 24 seeds" in told and "crash" in told and "partition" not in told
     assert "seeds/s" in told and "Violations: 0." in told
 
 
-def test_an_unknown_kind_of_fault_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_fault_kind_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """An unknown kind of fault is refused by name."""
     assert simulate("--faults", "meteor") == 2
     assert "--faults: meteor names no kind of fault with meteor; there are crash," in " ".join(
         capsys.readouterr().err.split()
     )
 
 
-def test_a_failure_is_told_with_its_seed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failure_is_reported_with_its_seed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A violated promise ends with status 1 and names the seed that shows it again."""
     from gateway.streams.state import Submission
 
     monkeypatch.setattr(Submission, "backoff_s", lambda self, limits: 0.0)

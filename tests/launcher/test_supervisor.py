@@ -60,7 +60,9 @@ LOUD = 'print(\'{"event": "here", "level": "warning", "pid": %d}\' % __import__(
 WAIT = "__import__('signal').pause()"
 
 
-def test_a_killed_role_is_started_again_and_said_so(tmp_path: Path) -> None:
+def test_killed_role_is_restarted(tmp_path: Path) -> None:
+    """A role that was killed is started again, and a line says so."""
+
     async def scene() -> None:
         heard = _Heard()
         supervisor = Supervisor(log_dir=tmp_path, say=heard)
@@ -83,7 +85,9 @@ def test_a_killed_role_is_started_again_and_said_so(tmp_path: Path) -> None:
     uvloop.run(scene())
 
 
-def test_what_all_say_of_the_tenants_file_is_said_once(tmp_path: Path) -> None:
+def test_tenants_reload_is_shown_once(tmp_path: Path) -> None:
+    """A tenants file that all roles reload is reported once per change."""
+
     def says(modified: int) -> str:
         return f'print(\'{{"event": "tenants file taken", "level": "info", "modified": {modified}}}\', flush=True)'
 
@@ -107,7 +111,9 @@ def test_what_all_say_of_the_tenants_file_is_said_once(tmp_path: Path) -> None:
     uvloop.run(scene())
 
 
-def test_a_role_that_keeps_failing_is_given_up_with_its_last_words(tmp_path: Path) -> None:
+def test_failing_role_is_given_up(tmp_path: Path) -> None:
+    """A role that keeps failing before the cluster is ready is given up with its last words."""
+
     async def scene() -> None:
         supervisor = Supervisor(log_dir=tmp_path, say=lambda level, name, text: None)
         supervisor.start(_spec("raise SystemExit('no such model')"))
@@ -122,9 +128,8 @@ def test_a_role_that_keeps_failing_is_given_up_with_its_last_words(tmp_path: Pat
 
 
 @pytest.mark.parametrize("status", [1, 75, CONFIG_EXIT, USAGE_EXIT])
-def test_after_the_first_readiness_a_role_that_keeps_failing_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
-) -> None:
+def test_failing_role_ends_nothing_once_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    """A role that keeps failing once the cluster was ready ends no other role."""
     monkeypatch.setattr(restart, "FIRST_DELAY_S", 0.001)
     monkeypatch.setattr(restart, "LAST_DELAY_S", 0.002)
 
@@ -154,7 +159,8 @@ def test_after_the_first_readiness_a_role_that_keeps_failing_ends_nothing(
     uvloop.run(scene())
 
 
-def test_a_program_that_is_gone_later_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vanished_program_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that is missing once the cluster was ready is tried again until it exists."""
     monkeypatch.setattr(restart, "FIRST_DELAY_S", 0.01)
 
     async def scene() -> None:
@@ -191,7 +197,9 @@ def _watched(name: str, timeout_s: float = 2.0) -> ProcessSpec:
     return ProcessSpec(name, (sys.executable, "-c", READY), child_environment(1), watchdog_s=timeout_s)
 
 
-def test_a_role_that_is_back_is_said_to_be(tmp_path: Path) -> None:
+def test_recovered_role_is_announced(tmp_path: Path) -> None:
+    """A restarted role that is ready again is announced as back."""
+
     async def scene() -> None:
         heard = _Heard()
         supervisor = Supervisor(log_dir=tmp_path, say=heard)
@@ -209,7 +217,8 @@ def test_a_role_that_is_back_is_said_to_be(tmp_path: Path) -> None:
     uvloop.run(scene())
 
 
-def test_a_role_that_hangs_is_killed_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_role_is_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A role that hangs is killed and started again, and other roles stay."""
     monkeypatch.setattr(supervisors, "ABORT_S", 0.2)
 
     async def scene() -> None:
@@ -235,7 +244,8 @@ def test_a_role_that_hangs_is_killed_and_started_again(tmp_path: Path, monkeypat
     uvloop.run(scene())
 
 
-def test_a_role_whose_loop_is_stuck_says_where(tmp_path: Path) -> None:
+def test_stuck_loop_shows_its_stack(tmp_path: Path) -> None:
+    """A role whose event loop is stuck is aborted and shows where it was."""
     stuck = READY.replace("await stop.wait()", "import time; time.sleep(600)")
 
     async def scene() -> None:
@@ -255,9 +265,8 @@ def test_a_role_whose_loop_is_stuck_says_where(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("status", "error"), [(CONFIG_EXIT, ConfigError), (USAGE_EXIT, SettingsError)], ids=["config", "usage"]
 )
-def test_a_role_that_refuses_its_settings_is_not_tried_again(
-    tmp_path: Path, status: int, error: type[Exception]
-) -> None:
+def test_refused_settings_are_not_retried(tmp_path: Path, status: int, error: type[Exception]) -> None:
+    """A role that refuses its settings is not started again; its message is raised."""
     said = "python -m decode_worker: --kv-gib: 9 GiB is over the memory of this machine, 4.0 GiB"
 
     async def scene() -> int:
@@ -278,7 +287,9 @@ def test_a_role_that_refuses_its_settings_is_not_tried_again(
     assert (tmp_path / "role.log").read_text() == f"noise\n{said}\n", "it was started once"
 
 
-def test_a_program_that_is_not_there_is_a_failure_not_a_hang(tmp_path: Path) -> None:
+def test_missing_program_fails_at_once(tmp_path: Path) -> None:
+    """A program that does not exist makes the start fail instead of hang."""
+
     async def scene() -> None:
         supervisor = Supervisor(log_dir=tmp_path, say=lambda level, name, text: None)
         supervisor.start(ProcessSpec("role", ("/does/not/exist",), {}))
@@ -291,7 +302,8 @@ def test_a_program_that_is_not_there_is_a_failure_not_a_hang(tmp_path: Path) -> 
     uvloop.run(scene())
 
 
-def test_a_role_deaf_to_signals_is_killed_after_the_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deaf_role_is_killed_after_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A role that ignores signals is killed when the grace time is over."""
     monkeypatch.setattr(supervisors, "STOP_GRACE_S", 0.2)
 
     async def scene() -> int:
@@ -308,7 +320,8 @@ def test_a_role_deaf_to_signals_is_killed_after_the_grace(tmp_path: Path, monkey
     assert _gone(uvloop.run(scene()))
 
 
-def test_children_start_on_their_cores_with_their_threads(tmp_path: Path) -> None:
+def test_children_start_on_their_cores(tmp_path: Path) -> None:
+    """A child starts on its cores and with its number of threads."""
     core = max(os.sched_getaffinity(0))
     code = (
         "import json, os; print(json.dumps({'event': 'placed', 'level': 'error',"
@@ -342,7 +355,9 @@ uvloop.run(scene())
 """
 
 
-def test_cores_that_are_not_there_are_left_to_the_role(tmp_path: Path) -> None:
+def test_missing_cores_are_refused_by_role(tmp_path: Path) -> None:
+    """Cores that do not exist are not set by the supervisor; the role refuses them itself."""
+
     async def scene() -> None:
         supervisor = Supervisor(log_dir=tmp_path, say=lambda *_: None)
         code = f"print('--cpu-cores: 4000 cannot be used'); raise SystemExit({CONFIG_EXIT})"
@@ -357,7 +372,8 @@ def test_cores_that_are_not_there_are_left_to_the_role(tmp_path: Path) -> None:
     uvloop.run(scene())
 
 
-def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path) -> None:
+def test_killed_launcher_leaves_no_orphan(tmp_path: Path) -> None:
+    """A child ends when its launcher is killed."""
     with subprocess.Popen(
         [sys.executable, "-c", ORPHAN_SCENE, str(tmp_path)], stdout=subprocess.PIPE, env=child_environment(1), text=True
     ) as launcher:

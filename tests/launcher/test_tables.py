@@ -56,7 +56,8 @@ SHOWN: dict[str, Callable[[Console], Any]] = {
 }
 
 
-def test_no_table_is_made_but_by_the_helper_and_each_is_looked_at_here() -> None:
+def test_all_tables_use_the_helper() -> None:
+    """Every table of the launcher is made by the helper and tested here."""
     makers = set()
     for path in sorted((ROOT / "launcher").rglob("*.py")):
         if path.name == "tables.py":
@@ -87,7 +88,8 @@ def printed(name: str, width: int, *, terminal: bool) -> str:
 
 @pytest.mark.parametrize("width", [80, 40])
 @pytest.mark.parametrize("name", SHOWN)
-def test_a_table_on_a_terminal_fits_and_cuts_nothing(name: str, width: int, made: list[Table]) -> None:
+def test_terminal_table_fits_uncut(name: str, width: int, made: list[Table]) -> None:
+    """A table on a terminal fits its width and cuts nothing."""
     text = re.sub(r"\x1b\[[\d;]*m", "", printed(name, width, terminal=True))
     assert made and "…" not in text
     lines = text.splitlines()
@@ -105,7 +107,8 @@ def test_a_table_on_a_terminal_fits_and_cuts_nothing(name: str, width: int, made
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_a_table_in_a_pipe_is_plain_with_a_line_for_each_row(name: str, made: list[Table]) -> None:
+def test_piped_table_is_plain(name: str, made: list[Table]) -> None:
+    """A table in a pipe is plain text with one line per row."""
     text = printed(name, 80, terminal=False)
     assert "\x1b" not in text and not re.search(r"[─-╿…]", text)
     lines = text.splitlines()
@@ -117,7 +120,8 @@ def test_a_table_in_a_pipe_is_plain_with_a_line_for_each_row(name: str, made: li
             assert any(re.fullmatch(pattern, line) for line in lines), row
 
 
-def test_ids_that_are_wider_than_the_terminal_are_left_whole() -> None:
+def test_wide_ids_are_left_whole() -> None:
+    """Ids wider than the terminal are printed whole."""
     table = Table("", "request", "waited s", tables.words("tenant"))
     table.row("chatcmpl-" + "a" * 60, "1.250", "an organisation")
     out = io.StringIO()
@@ -125,7 +129,8 @@ def test_ids_that_are_wider_than_the_terminal_are_left_whole() -> None:
     assert "chatcmpl-" + "a" * 60 in out.getvalue() and "waited s  1.250" in out.getvalue()
 
 
-def test_the_key_columns_are_in_every_part() -> None:
+def test_key_columns_are_in_every_part() -> None:
+    """Each part of a split table repeats the key columns."""
     table = Table("Sums", "day", "tenant", *(f"figure {n}" for n in range(12)), keys=2)
     table.row("2026-11-21", "acme/ann", *(f"{10**n:,}" for n in range(12)))
     out = io.StringIO()

@@ -68,7 +68,8 @@ def analyze(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 @pytest.mark.parametrize("keys", ["", "/etc/crossdock/keys"])
 @pytest.mark.parametrize("host", ["a", "b"])
-def test_systemd_takes_them_and_they_are_shut_in(tmp_path: Path, host: str, keys: str) -> None:
+def test_units_are_valid_and_confined(tmp_path: Path, host: str, keys: str) -> None:
+    """systemd accepts the units and rates their exposure as low."""
     on = Installed(ON.python, ("/home/me/venv",), ON.root, keys, KEYS if keys else ())
     files = [path for path in write(tmp_path, units.render(plan(host), on)) if path.is_file()]
     assert len(files) == {"a": 6, "b": 3}[host]
@@ -83,7 +84,8 @@ def test_systemd_takes_them_and_they_are_shut_in(tmp_path: Path, host: str, keys
             assert said.returncode == 0 and found and float(found[1]) <= EXPOSURE_MAX, said.stdout
 
 
-def test_a_unit_that_systemd_does_not_take_is_an_error(tmp_path: Path) -> None:
+def test_invalid_unit_is_an_error(tmp_path: Path) -> None:
+    """A unit that systemd does not accept is an error that names the cause."""
     analyze("--version")
     files = units.render(plan("b"), Installed("/nowhere/python", (), "/opt/crossdock"))
     write(tmp_path, files)
@@ -92,7 +94,8 @@ def test_a_unit_that_systemd_does_not_take_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["a", "b"])
-def test_options_are_those_of_the_plan(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unit_options_match_the_plan(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment files of the units load as the plan's settings."""
     for name in [name for name in os.environ if name.startswith("CROSSDOCK_")]:
         monkeypatch.delenv(name)
     files = units.render(plan(host), ON)
@@ -106,7 +109,8 @@ def test_options_are_those_of_the_plan(host: str, monkeypatch: pytest.MonkeyPatc
             assert load(type(process.settings), role) == process.settings
 
 
-def test_what_differs_is_with_the_instance() -> None:
+def test_instance_files_hold_differences() -> None:
+    """Options that differ between workers are in the files of their instances."""
     files = units.render(plan("a"), ON)
     assert 'VISIBLE_DEVICES="0"' in files[f"{OPTIONS}/prefill-0.env"]
     assert 'VISIBLE_DEVICES="GPU-1f"' in files[f"{OPTIONS}/decode-1.env"]
@@ -123,7 +127,8 @@ def test_what_differs_is_with_the_instance() -> None:
     assert "PrivateDevices=yes" in files[f"{UNITS}/crossdock-decode@.service"]
 
 
-def test_a_standby_is_a_unit_of_its_own_that_listens_where_the_first_does() -> None:
+def test_standby_has_its_own_unit() -> None:
+    """A standby coordinator has its own unit and name, and the same options otherwise."""
     files = units.render(plan("a", TEXT.replace("[coordinator]\n", "[coordinator]\nstandby = true\n")), ON)
     pair = [files[f"{OPTIONS}/coordinator{kind}.env"] for kind in ("", "-standby")]
     assert all('CROSSDOCK_STANDBY="true"' in one for one in pair)
@@ -134,7 +139,8 @@ def test_a_standby_is_a_unit_of_its_own_that_listens_where_the_first_does() -> N
     assert "crossdock-coordinator.service crossdock-coordinator-standby.service" in files[f"{UNITS}/crossdock.target"]
 
 
-def test_each_role_gets_its_own_secret_key_and_no_other() -> None:
+def test_unit_gets_only_own_secret_key() -> None:
+    """Each unit gets its own role's secret key and no other."""
     on = Installed(ON.python, (), ON.root, "/etc/crossdock/keys", KEYS)
     for role in ("coordinator", "gateway", "prefill", "decode", "autopilot"):
         text = units.render(plan("a"), on)[f"{UNITS}/{units.template(role)}"]
@@ -147,7 +153,8 @@ def test_each_role_gets_its_own_secret_key_and_no_other() -> None:
         units.render(plan("a"), Installed(ON.python, (), ON.root, "/etc/crossdock/keys", ("decode.key_secret",)))
 
 
-def test_what_a_unit_could_not_do_is_refused() -> None:
+def test_impossible_unit_settings_are_refused() -> None:
+    """Paths that a confined unit could not read or write are refused."""
     with pytest.raises(
         ClusterError, match=re.escape("[coordinator] usage_db: a unit can write to /var/lib/crossdock only")
     ):
@@ -164,7 +171,8 @@ def test_what_a_unit_could_not_do_is_refused() -> None:
         units.render(plan("a", 'model_id = "a\\nb"' + TEXT), ON)
 
 
-def test_installed_again_after_a_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reinstall_keeps_the_users_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A second installation replaces its own files and keeps the administrator's."""
     path, root = tmp_path / "cluster.toml", tmp_path / "root"
 
     def install(text: str, *, dry_run: bool = False) -> str:
@@ -187,7 +195,8 @@ def test_installed_again_after_a_change(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"{OPTIONS}/prefill-1.env" in there and own.exists(), "a drop-in of the operator's own is left alone"
 
 
-def test_units_that_may_not_be_read_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_units_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units that may not be read are reported with their path."""
     path, root = tmp_path / "cluster.toml", tmp_path / "root"
     path.write_text(TEXT.format(security="insecure = true"))
     settings = UnitsSettings(cluster_file=str(path), on_host="b", dest=str(root))
@@ -205,7 +214,8 @@ def test_units_that_may_not_be_read_are_said(tmp_path: Path, monkeypatch: pytest
         install_units.run(settings)
 
 
-def test_only_keys_of_roles_are_credentials(tmp_path: Path) -> None:
+def test_only_role_keys_are_credentials(tmp_path: Path) -> None:
+    """Other key files in the folder do not become credentials."""
     make(tmp_path / "keys", ["coordinator", "gateway", "prefill", "decode"])
     (tmp_path / "keys" / "tls of ours.key").write_text("not for others")
     path, root = tmp_path / "cluster.toml", tmp_path / "root"
@@ -215,7 +225,8 @@ def test_only_keys_of_roles_are_credentials(tmp_path: Path) -> None:
     assert "LoadCredential=prefill.key:" in text and "tls" not in text
 
 
-def test_units_need_a_model_that_they_can_read(tmp_path: Path) -> None:
+def test_units_need_a_model_folder(tmp_path: Path) -> None:
+    """Units without a model folder are refused."""
     (tmp_path / "c.toml").write_text(TEXT.replace("model =", "# model =").format(security="insecure = true"))
     with pytest.raises(SettingsError, match="model: units need a folder"):
         install_units.run(
@@ -223,7 +234,8 @@ def test_units_need_a_model_that_they_can_read(tmp_path: Path) -> None:
         )
 
 
-def test_units_call_the_environment_that_the_file_names(tmp_path: Path) -> None:
+def test_units_use_the_named_environment(tmp_path: Path) -> None:
+    """Units call the environment that the cluster file's command names, and refuse one without crossdock."""
     other = tmp_path / "bin/python"
     other.parent.mkdir()
     other.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
@@ -243,7 +255,8 @@ def test_units_call_the_environment_that_the_file_names(tmp_path: Path) -> None:
     install(str(Path(sys.executable).with_name("crossdock")))
 
 
-def test_each_has_a_watchdog_and_is_started_again_however_often_it_fails() -> None:
+def test_units_restart_without_limit() -> None:
+    """Each unit has a watchdog and is restarted however often it fails."""
     files = {path: text for path, text in units.render(plan("a"), ON).items() if path.endswith(".service")}
     assert len(files) >= 3
     for path, text in files.items():
@@ -253,7 +266,8 @@ def test_each_has_a_watchdog_and_is_started_again_however_often_it_fails() -> No
         assert "\nRestart=on-failure\n" in text
 
 
-def test_a_gateway_with_batches_may_write_its_file() -> None:
+def test_batch_gateway_may_write_its_file() -> None:
+    """A gateway with a batch file gets a state directory, and the file must be in it."""
     text = TEXT.replace("[gateway]\n", '[gateway]\nbatch_db = "/var/lib/crossdock/batches.db"\n')
     with_batches, without = (units.render(plan("a", each), ON) for each in (text, TEXT))
     unit = next(path for path in without if "crossdock-gateway@" in path)

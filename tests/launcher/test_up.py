@@ -54,7 +54,8 @@ def children(folder: Path) -> list[psutil.Process]:
     return psutil.Process(note["pid"]).children()
 
 
-def test_up_detached_restarts_what_dies_and_leaves_nothing(tmp_path: Path) -> None:
+def test_detached_up_restarts_and_cleans_up(tmp_path: Path) -> None:
+    """A detached up restarts a killed process, refuses a second up and leaves nothing when down."""
     coordinator_alone(tmp_path, free_port("127.0.0.1"))
     try:
         done = call(tmp_path, "up", "--detach")
@@ -76,7 +77,8 @@ def test_up_detached_restarts_what_dies_and_leaves_nothing(tmp_path: Path) -> No
     assert "is not up" in call(tmp_path, "down").stdout
 
 
-def test_up_runs_an_autopilot_beside_the_coordinator(tmp_path: Path) -> None:
+def test_up_runs_an_autopilot(tmp_path: Path) -> None:
+    """up starts an autopilot beside the coordinator if the file has one."""
     coordinator_alone(tmp_path, free_port("127.0.0.1"))
     curve = Curve((1.0,), (10.0,))
     profile = Profile(PrefillCost(curve), DecodeCost(curve), ProfileCapacity(4096), ProfileCapacity(4096))
@@ -93,7 +95,7 @@ def test_up_runs_an_autopilot_beside_the_coordinator(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
-def test_an_up_that_came_second_leaves_the_first_ones_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_up_keeps_the_first_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both had looked before either was up, as where a model has to be fetched first."""
     coordinator_alone(tmp_path, 7070)
     monkeypatch.setattr(here, "runs_folder", lambda: tmp_path)
@@ -106,7 +108,8 @@ def test_an_up_that_came_second_leaves_the_first_ones_note(tmp_path: Path, monke
         assert here.running(at.folder)
 
 
-def test_up_detached_says_why_it_failed(tmp_path: Path) -> None:
+def test_detached_up_says_why_it_failed(tmp_path: Path) -> None:
+    """A detached up that fails says why, and its log can be kept."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         coordinator_alone(tmp_path, taken.getsockname()[1])
         done = call(tmp_path, "up", "--detach")
@@ -116,14 +119,16 @@ def test_up_detached_says_why_it_failed(tmp_path: Path) -> None:
     assert "up.log" in kept and "cluster.json" not in kept
 
 
-def test_a_host_that_is_not_in_the_file(tmp_path: Path) -> None:
+def test_unknown_host_is_refused(tmp_path: Path) -> None:
+    """A --host that is not in the file is refused with those that are."""
     coordinator_alone(tmp_path, 7070)
     done = call(tmp_path, "up", "--host", "other")
     assert done.returncode == 2 and "--host:" in done.stderr and "has no host other, but only" in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [("up",), ("up", "--detach")])
-def test_where_no_log_can_be_kept_it_is_said(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_unwritable_log_folder_is_reported(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    """up ends with one message if no log can be kept."""
     coordinator_alone(tmp_path, 7070)
     (tmp_path / "state").write_text("a file")
     done = call(tmp_path, *arguments)
@@ -148,7 +153,8 @@ def site(folder: Path, keys: str) -> HostSite:
     return HostSite(path, parse(path.read_text(), folder), local=False)
 
 
-def test_a_host_gets_its_own_secret_keys_and_no_others(tmp_path: Path) -> None:
+def test_host_gets_only_own_secret_keys(tmp_path: Path) -> None:
+    """A host's parcel holds the secret keys of its own roles and no others."""
     make_keys(NewKeysSettings(folder=str(tmp_path / "keys")))
     at = site(tmp_path, "keys")
     with pytest.raises(SettingsError, match=r"there is no .*tenants.toml"):
@@ -174,7 +180,8 @@ def test_a_host_gets_its_own_secret_keys_and_no_others(tmp_path: Path) -> None:
         parcel(at, "back")
 
 
-def test_what_is_not_beside_the_file_is_not_copied(tmp_path: Path) -> None:
+def test_only_files_beside_it_are_copied(tmp_path: Path) -> None:
+    """Files outside the cluster file's folder are not copied to hosts."""
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "tenants.toml").write_text("")
     with pytest.raises(SettingsError, match="beside or below it"):
@@ -185,7 +192,8 @@ def test_what_is_not_beside_the_file_is_not_copied(tmp_path: Path) -> None:
     assert keys_there(at) == "'/etc/crossdock keys'"
 
 
-def test_commands_for_hosts(tmp_path: Path) -> None:
+def test_host_commands_use_ssh_or_shell(tmp_path: Path) -> None:
+    """Commands for a host go through ssh, or through a local shell if it is this machine."""
     make_keys(NewKeysSettings(folder=str(tmp_path / "keys")))
     at = site(tmp_path, "keys")
     command = at.command("front", "echo it")

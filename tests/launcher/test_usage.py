@@ -62,7 +62,8 @@ def event_log(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_sums_by_day_and_tenant_with_open_requests_at_their_estimate(event_log: str) -> None:
+def test_usage_sums_include_open_requests(event_log: str) -> None:
+    """Sums by day and tenant include open requests at their estimate."""
     first = read(UsageSettings(db=event_log, day="2026-11-21", tenant="acme/ann"))[0]
     assert first["outcomes"] == {"finished": 1, "cancelled": 1, "open": 1}
     assert (first["requests"], first["open"], first["charged_tokens"]) == (3, 1, 2 * 90 + 150)
@@ -74,7 +75,8 @@ def test_sums_by_day_and_tenant_with_open_requests_at_their_estimate(event_log: 
 @pytest.mark.parametrize(
     "column", ["day", "tenant", "outcome", "borrowed", "charged_tokens", "prompt_tokens", "cached_tokens", "queue_ms"]
 )
-def test_odd_rows_do_not_keep_the_others_from_being_shown(event_log: str, column: str, value: object) -> None:
+def test_odd_rows_do_not_hide_others(event_log: str, column: str, value: object) -> None:
+    """A row with an odd value does not keep the other rows from being shown."""
     with closing(sqlite3.connect(event_log)) as db:
         db.execute(f"UPDATE usage SET {column} = ? WHERE request_id IN ('r1', 'r3')", (value,))
         db.commit()
@@ -95,7 +97,8 @@ def test_odd_rows_do_not_keep_the_others_from_being_shown(event_log: str, column
         ({"tenant": "acme/an_"}, []),
     ],
 )
-def test_what_is_asked_for_is_shown(event_log: str, options: dict[str, str], expected: list[str]) -> None:
+def test_usage_filters_by_day_and_tenant(event_log: str, options: dict[str, str], expected: list[str]) -> None:
+    """Only the days and tenants asked for are shown."""
     entries = read(UsageSettings(db=event_log, **options))  # type: ignore[arg-type]
     assert [f"{entry['day'][-2:]} {entry['tenant']}" for entry in entries] == expected
     out = io.StringIO()
@@ -104,7 +107,8 @@ def test_what_is_asked_for_is_shown(event_log: str, options: dict[str, str], exp
     assert ("Nothing was used" in out.getvalue()) == (not expected)
 
 
-def test_no_journal_is_said_with_its_path(tmp_path: Path) -> None:
+def test_missing_ledger_names_its_path(tmp_path: Path) -> None:
+    """A missing or foreign ledger file is refused with its path."""
     with pytest.raises(NoLedger, match=r"no ledger at .*none\.sqlite"):
         read(UsageSettings(db=str(tmp_path / "none.sqlite")))
     other = tmp_path / "other"
@@ -123,12 +127,14 @@ def crossdock(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_usage_for_programs(event_log: str) -> None:
+def test_usage_json_is_for_programs(event_log: str) -> None:
+    """usage --json prints the entries of the day as JSON."""
     done = crossdock("usage", "--db", event_log, "--day", "2026-11-22", "--json")
     assert [entry["tenant"] for entry in json.loads(done.stdout)] == ["acme/ann"], done.stderr
 
 
-def test_a_key_is_printed_once_with_lines_that_make_it_work(tmp_path: Path) -> None:
+def test_new_key_comes_with_file_lines(tmp_path: Path) -> None:
+    """A new key is printed with lines for the tenants file that make it valid."""
     done = crossdock("tenants", "key", "acme.org/ann")
     (key,) = re.findall(r"sk-[0-9a-f]{64}", done.stdout)
     lines = done.stdout.split("For the tenants file:")[1]
@@ -150,7 +156,8 @@ def test_a_key_is_printed_once_with_lines_that_make_it_work(tmp_path: Path) -> N
         (("tenants", "check", "/no/such/file"), "crossdock: /no/such/file: No such file"),
     ],
 )
-def test_mistakes_are_one_line(arguments: tuple[str, ...], expected: str) -> None:
+def test_usage_mistakes_are_one_line(arguments: tuple[str, ...], expected: str) -> None:
+    """A mistake in the arguments gives one line and status 2."""
     done = crossdock(*arguments)
     assert done.returncode == 2
     assert done.stderr.startswith(expected) and done.stderr.count("\n") == 1
@@ -161,7 +168,8 @@ def environments(cluster: clusters.LocalAddresses) -> dict[str, str]:
     return {spec.name: spec.environment.get("CROSSDOCK_API_KEYS", "") for spec in cluster.processes}
 
 
-def test_serve_hands_the_file_on_and_has_a_key_of_its_own(tmp_path: Path) -> None:
+def test_serve_passes_the_tenants_file_on(tmp_path: Path) -> None:
+    """serve passes the tenants file to gateway and coordinator and makes a key of its own."""
     file = tmp_path / "tenants.toml"
     file.write_text(f"[tenants.a]\nkeys = ['{hashlib.sha256(b'k').hexdigest()}']")
     cluster = build(ServeSettings(port=0, tenants=str(file), usage_db=str(tmp_path / "u")))
@@ -174,7 +182,8 @@ def test_serve_hands_the_file_on_and_has_a_key_of_its_own(tmp_path: Path) -> Non
     assert build(ServeSettings(port=0, tenants=str(file))).key == ""
 
 
-def test_serve_names_what_is_wrong_with_the_file(tmp_path: Path) -> None:
+def test_serve_refuses_bad_tenants_file(tmp_path: Path) -> None:
+    """serve refuses a bad tenants file with the key that is wrong."""
     file = tmp_path / "tenants.toml"
     file.write_text("[tenants.a]\nweight = 0")
     with pytest.raises(SettingsError, match=r"--tenants: .*tenants\.a\.weight: must be > 0"):

@@ -20,21 +20,24 @@ def ready(timeout_s: float = 10.0) -> Watchdog:
     return dog
 
 
-def test_a_child_that_says_nothing_is_overdue_after_its_time() -> None:
+def test_silent_child_is_overdue() -> None:
+    """A child that says nothing is overdue when its time is over."""
     dog = ready()
     assert looked(dog, 0.0, 10.0) is None
     silent_s = looked(dog, 10.0, 12.0)
     assert silent_s is not None and 10.0 < silent_s <= 11.0
 
 
-def test_one_that_speaks_is_not() -> None:
+def test_speaking_child_is_not_overdue() -> None:
+    """A child that keeps sending its watchdog message is never overdue."""
     dog = ready()
     for second in range(0, 100, 3):
         dog.heard("WATCHDOG=1", float(second))
         assert looked(dog, float(second), second + 2.0) is None
 
 
-def test_loading_and_ending_take_their_time() -> None:
+def test_loading_and_stopping_are_not_timed() -> None:
+    """A child that is loading or stopping is never overdue."""
     dog = Watchdog(10.0)
     dog.started(0.0)
     dog.heard("WATCHDOG=1", 0.0)
@@ -44,7 +47,8 @@ def test_loading_and_ending_take_their_time() -> None:
     assert looked(dog, 1.0, 1000.0) is None
 
 
-def test_the_next_incarnation_begins_anew() -> None:
+def test_restart_resets_the_watchdog() -> None:
+    """The watchdog begins anew with each incarnation of a child."""
     dog = ready()
     dog.heard("STOPPING=1", 1.0)
     dog.started(5.0)
@@ -55,18 +59,21 @@ def test_the_next_incarnation_begins_anew() -> None:
     assert looked(dog, 103.0, 120.0) is not None
 
 
-def test_what_was_not_heard_while_this_process_stood_still_does_not_count() -> None:
+def test_own_pause_is_not_silence() -> None:
+    """Time for which the watching process itself stood still does not count as silence."""
     dog = ready()
     assert looked(dog, 0.0, 5.0) is None
     assert looked(dog, 100.0, 110.0) is None
     assert looked(dog, 110.0, 112.0) is not None
 
 
-def test_without_a_time_there_is_no_watchdog() -> None:
+def test_zero_time_disables_the_watchdog() -> None:
+    """A watchdog time of zero turns the watchdog off."""
     assert ready(0.0).silent_s(1e9) is None
 
 
 def test_every_role_has_a_watchdog() -> None:
+    """Every role has a watchdog time of at least 10 s."""
     assert set(WATCHDOG_S) == {"coordinator", "gateway", "prefill", "decode", "mixed"}
     # Tests of faults stop processes for up to 4 s, and a heartbeat may be lost for 3.5 of them.
     assert all(timeout_s >= 10.0 for timeout_s in WATCHDOG_S.values())

@@ -130,16 +130,18 @@ def blob_for(message: Message) -> bytes:
     return pack_tokens((1, 2, 3)) if isinstance(message, WITH_BLOB) else b""
 
 
-def test_there_is_a_sample_of_every_message() -> None:
+def test_every_message_has_a_sample() -> None:
     assert {type(sample) for sample in samples()} == set(ALL_MESSAGES)
 
 
 @pytest.mark.parametrize("message", samples(), ids=lambda m: type(m).__name__)
-def test_round_trip(message: Message) -> None:
+def test_message_survives_round_trip(message: Message) -> None:
+    """A message and its blob are decoded as they were encoded."""
     assert decode(to_frames(message, blob_for(message))) == (message, blob_for(message))
 
 
-def test_a_stream_of_all_messages_is_read_by_msgpacks_unpacker() -> None:
+def test_plain_msgpack_reads_all_messages() -> None:
+    """The plain msgpack unpacker reads a stream of all messages."""
     unpacker = msgpack.Unpacker(raw=False)
     unpacker.feed(b"".join(encode(sample) for sample in samples()))
     for sample, record in zip(samples(), unpacker, strict=True):
@@ -148,7 +150,8 @@ def test_a_stream_of_all_messages_is_read_by_msgpacks_unpacker() -> None:
 
 
 @pytest.mark.parametrize("message", samples(), ids=lambda m: type(m).__name__)
-def test_truncation_extra_bytes_and_wrong_frame_counts_are_refused(message: Message) -> None:
+def test_malformed_frames_are_refused(message: Message) -> None:
+    """Truncated frames, extra bytes and a wrong number of frames are refused."""
     frame, blob = encode(message), blob_for(message)
     tail = [blob] if isinstance(message, WITH_BLOB) else []
     bad = [[frame[:-1], *tail], [frame + b"\0", *tail], [frame, *tail, b""], [], [b"", *tail], [*tail, frame][1:]]
@@ -180,6 +183,7 @@ def test_wrong_field_types_are_refused(message: Message, wrong: object) -> None:
 @settings(max_examples=500, deadline=None)
 @given(st.lists(st.binary(max_size=200), max_size=3))
 def test_random_bytes_are_refused(frames: list[bytes]) -> None:
+    """Random bytes are refused with a protocol error unless they form a message."""
     try:
         message, _ = decode(frames)
     except RemoteProtocolError:
@@ -189,7 +193,8 @@ def test_random_bytes_are_refused(frames: list[bytes]) -> None:
 
 @settings(max_examples=500, deadline=None)
 @given(data=st.data())
-def test_flipped_bytes_never_raise_anything_else(data: st.DataObject) -> None:
+def test_flipped_bytes_raise_protocol_errors(data: st.DataObject) -> None:
+    """A message with changed bytes raises nothing but a protocol error."""
     message = data.draw(st.sampled_from(samples()))
     frame = bytearray(encode(message))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -201,7 +206,8 @@ def test_flipped_bytes_never_raise_anything_else(data: st.DataObject) -> None:
         pass
 
 
-def test_deep_nesting_and_oversize_are_refused() -> None:
+def test_deep_or_oversized_frames_are_refused() -> None:
+    """Deeply nested frames and frames above the size limit are refused."""
     for frame in (
         b"\x91" * 1_000_000,
         b"\x92\xa4Ping" + b"\x91" * 100_000 + b"\x01",
@@ -220,11 +226,13 @@ def test_tokens_round_trip(tokens: list[int]) -> None:
     ("blob", "expected"), [(b"\0" * 5, 1), (b"\0" * 4, 2), (b"\xff" * 4, 1), (pack_tokens([limits.MAX_VOCAB]), 1)]
 )
 def test_bad_token_blobs_are_refused(blob: bytes, expected: int) -> None:
+    """A token blob of the wrong length or with a token outside the vocabulary is refused."""
     with pytest.raises(RemoteProtocolError):
         unpack_tokens(blob, expected)
 
 
-def test_joined_hashes_come_apart_in_order_and_never_cut_short() -> None:
+def test_joined_hashes_are_split_in_order() -> None:
+    """Joined hashes are split in order, and a hash cut short is refused."""
     assert split_hashes(HASHES) == [HASHES[:16], HASHES[16:]] and split_hashes(b"") == []
     with pytest.raises(RemoteProtocolError):
         split_hashes(HASHES[:-1])

@@ -6,6 +6,7 @@ FRAMES = 20_000
 SEED = 6
 
 
-def test_frames_that_are_almost_messages_are_refused_and_nothing_else_is_raised() -> None:
+def test_almost_messages_are_refused() -> None:
+    """Mutated frames are decoded or refused with a protocol error, and no other error is raised."""
     counts = through_the_codec(FRAMES, SEED)
     assert counts["refused"] > FRAMES / 2 and counts["taken"] > FRAMES / 20, counts

@@ -9,12 +9,14 @@ from proto.limits import PROTOCOL_VERSION
 from tests.proto.schema import COMMAND, HOW, current, file_of, problems, recorded
 
 
-def test_messages_can_be_read_by_every_version_that_this_one_works_with() -> None:
+def test_recorded_versions_can_follow() -> None:
+    """Processes of every recorded version can follow the present messages."""
     found = [problem for old in recorded() for problem in problems(old, current())]
     assert not found, "\n".join([f"a process of a recorded version cannot follow these changes; {HOW}:", *found])
 
 
-def test_the_messages_of_this_version_are_recorded() -> None:
+def test_present_schema_is_recorded() -> None:
+    """The messages of this version are recorded in a schema file."""
     new = [old for old in recorded() if old == current()]
     assert new, f"{file_of(PROTOCOL_VERSION).name} is not up to date: run `{COMMAND}` and commit the file; {HOW}"
 
@@ -54,13 +56,15 @@ BREAKING = (
 
 
 @pytest.mark.parametrize("change", BREAKING, ids=lambda change: change.__name__)
-def test_a_change_that_breaks_the_previous_version_is_seen(change: Any) -> None:
+def test_breaking_change_is_detected(change: Any) -> None:
+    """A change of messages that breaks the previous version is detected."""
     new = copy.deepcopy(current())
     change(new)
     assert problems(current(), new)
 
 
-def test_what_may_be_added_is_no_problem() -> None:
+def test_allowed_additions_are_no_problem() -> None:
+    """Appended fields with defaults, new messages and new enumeration values are allowed."""
     new = copy.deepcopy(current())
     new["structs"]["Submit"].append("new: int = 0")
     new["structs"]["Novel"] = ["text: str"]

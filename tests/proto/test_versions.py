@@ -41,13 +41,15 @@ def _extended(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("message", samples(), ids=lambda m: type(m).__name__)
-def test_fields_appended_by_the_next_version_are_skipped(message: Message) -> None:
+def test_appended_fields_are_skipped(message: Message) -> None:
+    """Fields that the next version has appended are skipped in each message."""
     frames = of_next_version(message)
     decoded, blob = read(frames, NEXT)
     assert decoded == message and type(decoded) is type(message) and blob == blob_for(message)
 
 
-def test_a_message_of_the_next_version_is_ignored_and_of_this_version_refused() -> None:
+def test_unknown_message_is_ignored() -> None:
+    """An unknown message is ignored from the next version and refused from this one."""
     for frames in ([msgpack.packb(["FromTheFuture", 1, [2]])], [msgpack.packb(["FromTheFuture"]), b"blob"]):
         assert read(frames, NEXT) == (None, b"")
         with pytest.raises(RemoteProtocolError):
@@ -63,7 +65,8 @@ def encode_text(text: str) -> bytes:
     return packed
 
 
-def test_unknown_values_of_the_next_version_are_taken_for_harmless_ones() -> None:
+def test_unknown_values_become_harmless() -> None:
+    """Unknown enumeration values of the next version are read as harmless known ones."""
     rejected, interrupted = Rejected("r", 1, Reject.QUOTA, "because"), Interrupted("r", 1, Interrupt.DRAINED, "x")
     (item,) = next(sample.items for sample in samples() if isinstance(sample, Tokens))
     tokens = Tokens((msgspec.structs.replace(item, finish=FinishReason.LENGTH),))
@@ -85,18 +88,21 @@ def _enums(hint: Any) -> set[type[Enum]]:
     return {found for part in get_args(hint) for found in _enums(part)}
 
 
-def test_every_enumeration_on_the_wire_says_what_an_unknown_value_is_taken_for() -> None:
+def test_enumerations_define_unknown_values() -> None:
+    """Each enumeration on the wire but role and policy action defines how an unknown value is read."""
     assert {found for message in ALL_MESSAGES for found in _enums(message)} == {*UNKNOWN_AS, Role, PolicyAction}
 
 
-def test_an_unknown_role_is_refused_and_named() -> None:
+def test_unknown_role_is_refused() -> None:
+    """An unknown role in a hello is refused and named."""
     hello = Hello(NEXT, Role.GATEWAY, 5, "g")
     with pytest.raises(RemoteProtocolError, match="'xxxxxxx'"):
         read_hello(_renamed(hello, "gateway"))
 
 
 @pytest.mark.parametrize("version", [MIN_PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 2, 1 << 40, -1])
-def test_a_hello_of_another_version_is_read_as_far_as_it_never_changes(version: int) -> None:
+def test_foreign_hello_prefix_is_read(version: int) -> None:
+    """The prefix of a hello of an unsupported version is read, and its refusal names both versions."""
     frames = [msgpack.packb(["Hello", version, "a_new_role", 7, "worker-1", {"all": "else"}, [], None])]
     found = read_hello(frames)
     assert isinstance(found, HelloPrefix) and (found.version, found.name) == (version, "worker-1")
@@ -104,12 +110,13 @@ def test_a_hello_of_another_version_is_read_as_far_as_it_never_changes(version: 
     assert read_hello([msgpack.packb(["Hello", version, "gateway", 7, "g"])]) is not None
 
 
-def test_versions_that_differ_by_one_work_together() -> None:
+def test_adjacent_versions_work_together() -> None:
+    """Protocol versions that differ by one work together."""
     good = [version for version in range(100) if version_refusal(version) is None]
     assert good == [v for v in (PROTOCOL_VERSION - 1, PROTOCOL_VERSION, NEXT) if v >= MIN_PROTOCOL_VERSION]
 
 
-def test_the_frozen_messages_are_what_they_were_in_version_1() -> None:
+def test_frozen_messages_never_change() -> None:
     """Never change these bytes: processes of every version, released long ago or not yet, read and send them."""
     hello = read_hello([bytes.fromhex("95a548656c6c6f01a76761746577617905a167")])
     assert hello == Hello(1, Role.GATEWAY, 5, "g") or PROTOCOL_VERSION > 2
@@ -118,7 +125,8 @@ def test_the_frozen_messages_are_what_they_were_in_version_1() -> None:
     assert decode([bytes.fromhex("94a757656c636f6d6506cd01f47f")])[0] == Welcome(6, 500, 127)
 
 
-def test_answers_of_any_version_are_understood() -> None:
+def test_answers_of_any_version_are_read() -> None:
+    """Answers of any version are read, and malformed or unknown ones are refused."""
     assert decode([msgpack.packb(["Refused", "too new", 1, 2])])[0] == Refused("too new")
     assert decode([msgpack.packb(["Welcome", 6, 500, 77, "more"])])[0] == Welcome(6, 500, 77)
     for bad in (["Welcome", 6, 500], ["Welcome", 6, 5, 1], ["Novel"], []):
@@ -126,14 +134,16 @@ def test_answers_of_any_version_are_understood() -> None:
             decode([msgpack.packb(bad)])
 
 
-def test_a_first_message_that_is_no_hello() -> None:
+def test_first_message_must_be_hello() -> None:
+    """A first message other than a hello is told apart, and malformed ones are refused."""
     assert read_hello([encode(Accepted("r", 1))]) is None
     for bad in ([b""], [b"\xff"], [msgpack.packb(["Novel", 1])], [msgpack.packb(["Hello", 9])], [], [b"\x91"] * 3):
         with pytest.raises(RemoteProtocolError):
             read_hello(bad)
 
 
-def test_frames_that_are_almost_messages_of_the_next_version_raise_nothing_else() -> None:
+def test_mutated_future_frames_are_refused() -> None:
+    """Mutated frames of the next version raise protocol errors only, with short texts."""
     generator, known, counts = random.Random(SEED), corpus(), Counter[str]()
     longest = 0
     known += [of_next_version(message) for message in samples()]
@@ -151,14 +161,16 @@ def test_frames_that_are_almost_messages_of_the_next_version_raise_nothing_else(
 
 
 @pytest.mark.parametrize("reader", [decode, read_hello])
-def test_deep_nesting_in_what_is_skipped_is_refused(reader: Any) -> None:
+def test_deep_nesting_is_refused_when_skipped(reader: Any) -> None:
+    """Deep nesting within skipped fields is refused."""
     for name in (b"\xa5Hello", b"\xa4Ping", b"\xa7Welcome", b"\xa5Novel"):
         for rest in (b"\x91" * 1_000_000, b"\xdd\xff\xff\xff\xff"):
             with pytest.raises(RemoteProtocolError):
                 reader([b"\x95" + name + rest])
 
 
-def test_a_message_with_a_blob_has_one_in_every_version() -> None:
+def test_blob_is_required_in_every_version() -> None:
+    """A message with a blob is refused without it, also from the next version."""
     for message in samples():
         if isinstance(message, WITH_BLOB):
             with pytest.raises(RemoteProtocolError, match="frames"):

@@ -62,7 +62,8 @@ class World:
         return [half.flipped for half in self.halves]
 
 
-def test_all_end_together_when_the_last_of_them_could() -> None:
+def test_halves_flip_together() -> None:
+    """Both halves change role only when the last of them holds nothing, and nothing takes it back."""
     w = World()
     w.halves[1].busy = True
     w.order(Role.PREFILL)
@@ -76,7 +77,8 @@ def test_all_end_together_when_the_last_of_them_could() -> None:
     assert w.changeover.is_decided and not w.dropped, "nothing takes it back"
 
 
-def test_nobody_ends_before_the_new_role_is_ready_and_all_were_told() -> None:
+def test_flip_waits_for_role_and_orders() -> None:
+    """No half changes role before the new role is prepared and both halves have the order."""
     w = World()
     w.order(Role.PREFILL, 0)
     w.changeover.look()
@@ -86,7 +88,8 @@ def test_nobody_ends_before_the_new_role_is_ready_and_all_were_told() -> None:
     assert w.flipped == [True, True], "the order came late on the other connection"
 
 
-def test_if_one_of_them_is_to_stay_all_do_until_they_are_told_again() -> None:
+def test_withdrawn_order_keeps_all_halves() -> None:
+    """Both halves stay if the order is withdrawn from one, until they are told again."""
     w = World()
     w.halves[0].busy = True
     w.order(Role.DECODE)
@@ -103,6 +106,7 @@ def test_if_one_of_them_is_to_stay_all_do_until_they_are_told_again() -> None:
 
 
 def test_another_role_is_prepared_anew() -> None:
+    """A new order for another role drops what was prepared and prepares that role."""
     w = World([Half()])
     w.order(Role.DECODE)
     w.order(Role.MIXED)
@@ -111,7 +115,8 @@ def test_another_role_is_prepared_anew() -> None:
     assert w.flipped == [True]
 
 
-def test_all_say_why_it_cannot_be() -> None:
+def test_all_halves_report_failed_preparation() -> None:
+    """All halves report why the role could not be prepared, and a later order can succeed."""
     w = World()
     w.order(Role.MIXED)
     w.changeover.failed("--kv-gib: too small")

@@ -21,7 +21,8 @@ def thawed() -> Iterator[None]:
     gc.unfreeze()
 
 
-def test_what_is_loaded_is_not_looked_through_again() -> None:
+def test_loaded_objects_are_not_collected() -> None:
+    """Objects made while the collector rests are frozen; later garbage is collected."""
     gc.collect()
     with collector.at_rest():
         assert not gc.isenabled()
@@ -32,13 +33,15 @@ def test_what_is_loaded_is_not_looked_through_again() -> None:
     assert for_good() is not None and later() is None
 
 
-def test_it_works_again_where_loading_fails() -> None:
+def test_collector_resumes_after_failed_load() -> None:
+    """The garbage collector is enabled again if loading fails."""
     with pytest.raises(OSError), collector.at_rest():
         raise OSError("no such model")
     assert gc.isenabled()
 
 
-def test_full_collections_wait_for_a_quiet_moment_or_a_short_backlog() -> None:
+def test_full_collections_wait_for_quiet() -> None:
+    """Full collections wait for a quiet moment, or for a minute and a short backlog."""
     policy = collector.FullCollections(now=0.0, idle_s=0.2, every_s=60.0)
     busy = [policy.due(events, 20_000, events / 10) for events in range(1, 2000)]
     assert not any(busy), "under load, however long ago the last one was"
@@ -48,14 +51,16 @@ def test_full_collections_wait_for_a_quiet_moment_or_a_short_backlog() -> None:
     assert policy.due(2001, 10, 260.3), "busy, but with few requests"
 
 
-def test_full_collections_need_a_reason() -> None:
+def test_full_collections_need_new_events() -> None:
+    """A full collection is due only after new events."""
     policy = collector.FullCollections(now=0.0, idle_s=0.2, every_s=60.0)
     assert policy.due(1, 0, 60.0)
     assert not policy.due(1, 0, 1000.0), "nothing has happened since"
     assert policy.due(2, 0, 1000.4), "a new event may have left garbage"
 
 
-def test_cycles_are_collected_when_a_process_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_process_collects_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle process collects cycles, though full collections by threshold are off."""
     monkeypatch.setattr(collector, "_LOOK_S", 0.0)
     before, seconds = gc.get_threshold(), iter(range(10_000))
 

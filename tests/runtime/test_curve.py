@@ -48,7 +48,9 @@ def hello(role: Role, name: str = "x", incarnation: int = 9) -> Hello:
     return Hello(PROTOCOL_VERSION, role, incarnation, name)
 
 
-def test_with_keys_messages_go_both_ways(folder: Path) -> None:
+def test_keys_allow_messages_both_ways(folder: Path) -> None:
+    """Messages go both ways over a link with keys, and no connection is turned away."""
+
     async def body() -> None:
         a, b = End(), End()
         server = a.server(settings=links(folder, Role.COORDINATOR))
@@ -64,7 +66,7 @@ def test_with_keys_messages_go_both_ways(folder: Path) -> None:
     run(body)
 
 
-def test_servers_with_keys_come_and_go_in_one_process(folder: Path) -> None:
+def test_keyed_servers_come_and_go(folder: Path) -> None:
     """One handler serves all of them, and is there for the next one too."""
 
     async def body() -> None:
@@ -82,7 +84,8 @@ def test_servers_with_keys_come_and_go_in_one_process(folder: Path) -> None:
     run(body)
 
 
-def test_who_is_turned_away_is_counted_and_others_are_served(folder: Path, tmp_path: Path) -> None:
+def test_refused_connections_are_counted(folder: Path, tmp_path: Path) -> None:
+    """Connections with unknown or missing keys are counted as turned away while others are served."""
     make(tmp_path / "foreign", list(ROLES))
     for public in folder.glob("*.key"):  # knows whom to ask, but is not known there
         (tmp_path / "foreign" / public.name).write_bytes(public.read_bytes())
@@ -112,7 +115,7 @@ def test_who_is_turned_away_is_counted_and_others_are_served(folder: Path, tmp_p
     run(body)
 
 
-def test_a_server_without_the_right_key_is_not_believed(folder: Path, tmp_path: Path) -> None:
+def test_server_with_wrong_key_is_refused(folder: Path, tmp_path: Path) -> None:
     """It has a listed key, but of another role; and one that has none hears nothing at all."""
 
     async def body() -> None:
@@ -134,7 +137,7 @@ def test_a_server_without_the_right_key_is_not_believed(folder: Path, tmp_path: 
     run(body)
 
 
-def test_a_routing_id_is_no_identity(folder: Path) -> None:
+def test_routing_id_is_no_identity(folder: Path) -> None:
     """A worker takes the id of another one that has just left: its frames are not taken for the other's."""
 
     async def body() -> None:
@@ -166,7 +169,7 @@ def test_a_routing_id_is_no_identity(folder: Path) -> None:
     run(body)
 
 
-def test_an_incarnation_is_no_identity(folder: Path) -> None:
+def test_incarnation_is_no_identity(folder: Path) -> None:
     """Incarnations are told to others. A peer with another process's does not put that out; the process may come again."""
     make(folder, ["decode-b"])
     other = folder.parent / "other"
@@ -235,7 +238,7 @@ def test_keys_are_rotated_on_sighup(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("to", [Role.DECODE, Role.GATEWAY, Role.COORDINATOR])
-def test_links_with_a_server_end_when_its_key_is_removed(folder: Path, to: Role) -> None:
+def test_removed_server_key_ends_its_links(folder: Path, to: Role) -> None:
     """Whose secret was stolen serves nobody any more, and is not connected to again. Keys that stay end no link."""
     name = next(name for name, role in ROLES.items() if role is to)
     make(folder, [f"{name}-b", "client-b"])
@@ -264,7 +267,7 @@ def test_links_with_a_server_end_when_its_key_is_removed(folder: Path, to: Role)
     run(body)
 
 
-def test_a_server_with_several_keys_is_found_by_trying(folder: Path) -> None:
+def test_server_key_is_found_by_trying(folder: Path) -> None:
     """As with two gateways of one key each: which of them is at an address, nobody was told."""
     make(folder, ["gateway-b"])
     other = folder.parent / "other"
@@ -294,7 +297,8 @@ def test_a_server_with_several_keys_is_found_by_trying(folder: Path) -> None:
 # --- files and options ------------------------------------------------------------------------------------------------
 
 
-def test_files_are_for_their_owner_only_and_never_overwritten(folder: Path) -> None:
+def test_key_files_are_private_and_kept(folder: Path) -> None:
+    """Key files are readable by their owner only and never overwritten."""
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -308,7 +312,8 @@ def test_files_are_for_their_owner_only_and_never_overwritten(folder: Path) -> N
         make(folder, ["decode-b"])
 
 
-def test_only_its_own_secret_is_read(folder: Path) -> None:
+def test_only_own_secret_is_read(folder: Path) -> None:
+    """A process reads only its own secret key, and does not show it."""
     for path in folder.glob("*.key_secret"):
         if path.name != "decode.key_secret":
             path.unlink()
@@ -336,7 +341,8 @@ def test_only_its_own_secret_is_read(folder: Path) -> None:
         ),
     ],
 )
-def test_a_folder_with_a_fault_is_refused_and_the_fault_named(folder: Path, harm, says: str) -> None:  # type: ignore[no-untyped-def]
+def test_faulty_key_folder_is_refused(folder: Path, harm, says: str) -> None:  # type: ignore[no-untyped-def]
+    """A faulty key folder is refused with the fault named, and the error shows no key."""
     harm(folder)
     with pytest.raises(KeysError, match=says) as caught:
         Keys(folder, Role.DECODE)
@@ -361,7 +367,8 @@ def test_a_folder_with_a_fault_is_refused_and_the_fault_named(folder: Path, harm
         ("tcp://127.0.0.1.example.com:1", False),
     ],
 )
-def test_without_keys_only_loopback_is_bound(address: str, expected: bool) -> None:
+def test_keyless_bind_needs_loopback(address: str, expected: bool) -> None:
+    """An address beyond loopback is refused without keys, unless --insecure is given."""
     assert is_loopback(address) is expected
     settings = CoordinatorSettings(bind=address)
     if expected:
@@ -372,7 +379,8 @@ def test_without_keys_only_loopback_is_bound(address: str, expected: bool) -> No
     assert keys_for(CoordinatorSettings(bind=address, insecure=True), Role.COORDINATOR, {"--bind": address}) is None
 
 
-def test_keys_and_insecure_are_one_or_the_other(tmp_path: Path) -> None:
+def test_keys_exclude_insecure(tmp_path: Path) -> None:
+    """The options --keys and --insecure together are refused, and so is an absent key folder."""
     with pytest.raises(ValueError, match="--insecure: says to go without keys"):
         CoordinatorSettings(insecure=True, keys=str(tmp_path))
     with pytest.raises(ConfigError, match=r"^--keys: there is no folder"):
@@ -397,9 +405,7 @@ KEY = z85.encode(bytes(32)).decode()
         (ZAP_REQUEST[:2], b"400", b""),
     ],
 )
-def test_the_handler_lets_in_known_keys_of_its_domains_alone(
-    request_frames: list[bytes], status: bytes, user_id: bytes
-) -> None:
+def test_handler_admits_known_keys_only(request_frames: list[bytes], status: bytes, user_id: bytes) -> None:
     """As ZeroMQ's RFC 27 has it: what it does not understand stays out."""
     context = LoopContext()
     try:
@@ -412,7 +418,7 @@ def test_the_handler_lets_in_known_keys_of_its_domains_alone(
         context.destroy(0)
 
 
-def test_what_is_used_of_pyzmq_beyond_its_reference_is_there_and_its_versions_are_bounded() -> None:
+def test_pyzmq_internals_in_use_exist() -> None:
     """`LoopContext` names its sockets' class as pyzmq's own contexts do; nothing of `zmq.auth`'s handler is used."""
     assert "_socket_class" in vars(zmq.Context) and "_instance" in vars(zmq.Context), "pyzmq has other internals"
     context = LoopContext()

@@ -22,7 +22,8 @@ def start(body: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.parametrize("how", ["watched(boom())", "asyncio.get_running_loop().call_soon(lambda: 1 / 0)"])
-def test_a_bug_in_a_task_or_a_callback_ends_the_process(how: str) -> None:
+def test_uncaught_bug_ends_the_process(how: str) -> None:
+    """A bug in a task or a callback ends the process with its own status and a traceback."""
     process = start(f"""
         async def boom():
             1 / 0
@@ -37,7 +38,8 @@ def test_a_bug_in_a_task_or_a_callback_ends_the_process(how: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_stop_in_order(number: signal.Signals) -> None:
+def test_signals_stop_the_process_orderly(number: signal.Signals) -> None:
+    """A signal stops the process in order and keeps its exit status."""
     process = start("""
         async def main(stop):
             print("up", flush=True)
@@ -62,7 +64,8 @@ class Echo:
         return None
 
 
-def test_events_posted_while_performing_wait_for_their_turn() -> None:
+def test_nested_events_wait_their_turn() -> None:
+    """Events posted while an action is performed wait for their turn."""
     seen: list[int] = []
 
     def perform(action: int) -> None:
@@ -79,7 +82,7 @@ def test_events_posted_while_performing_wait_for_their_turn() -> None:
     assert seen == [2, 1, 0]
 
 
-def test_no_other_process_of_the_user_may_read_a_roles_memory() -> None:
+def test_role_memory_is_private() -> None:
     """PR_GET_DUMPABLE is 0: then /proc/PID/mem, environ and root are for who may trace any process."""
     code = """
 import ctypes
@@ -91,7 +94,8 @@ print(run_process(main), run_process(main, private=True))
     assert done.stdout.split() == ["0", "0"], done.stderr
 
 
-def test_a_role_opens_as_many_files_as_it_may() -> None:
+def test_role_raises_open_file_limit() -> None:
+    """A role raises its soft limit of open files to the hard limit."""
     code = """
 import resource
 from runtime.process.driver import run_process

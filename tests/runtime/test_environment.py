@@ -22,20 +22,23 @@ from runtime.settings.workers import WorkerSettings
         ("CROSSDOCK_XYZZY", ""),
     ],
 )
-def test_an_unknown_name_is_noted_with_the_nearest_known_one(name: str, guess: str) -> None:
+def test_unknown_variable_gets_a_suggestion(name: str, guess: str) -> None:
+    """An unknown variable is noted together with the nearest known name."""
     (line,) = notes({name: "x", "PATH": "/bin"}, known_names() - {"CROSSDOCK_API_KEY"})
     assert line.startswith(f"note: {name} in the environment is no option")
     assert line.endswith(f"did you mean {guess}?" if guess else "is ignored")
 
 
-def test_every_option_of_every_role_is_known_to_each() -> None:
+def test_all_roles_know_all_options() -> None:
+    """Variables for options of any role are noted by none."""
     known = known_names()
     assert {"CROSSDOCK_STEP_TOKENS", "CROSSDOCK_TOKENS_BIND", "CROSSDOCK_KV_GIB", "CROSSDOCK_ONCE"} <= known
     names = [*known, *environment.NO_OPTIONS - {SUPERVISED}, "CROSSDOCK_TEST_MODEL", "crossdock_port"]
     assert notes(dict.fromkeys(names, "8000"), known) == []
 
 
-def test_what_the_launcher_has_said_its_processes_do_not_repeat() -> None:
+def test_launched_processes_repeat_no_notes() -> None:
+    """Processes that a launcher supervises do not repeat its notes on variables."""
     assert notes({"CROSSDOCK_XYZZY": "", SUPERVISED: "1"}, known_names()) == []
 
 
@@ -63,27 +66,31 @@ ROLES: list[tuple[type[Options], dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("cls", "flags"), ROLES)
-def test_what_kubernetes_sets_for_a_service_is_ignored(
+def test_kubernetes_service_variables_are_ignored(
     monkeypatch: pytest.MonkeyPatch, cls: type[Options], flags: dict[str, str]
 ) -> None:
+    """Variables that Kubernetes sets for a service change no option."""
     expected = load(cls, flags)
     for name, value in LINKS.items():
         monkeypatch.setenv(name, value)
     assert load(cls, flags) == expected
 
 
-def test_it_is_said_in_one_line_with_every_name() -> None:
+def test_service_variables_share_one_note() -> None:
+    """One line names all ignored Kubernetes variables and the setting that avoids them."""
     (line,) = notes(LINKS, known_names())
     assert all(name in line for name in LINKS) and "enableServiceLinks: false" in line
 
 
 @pytest.mark.parametrize("value", ["tcp://10.0.0.1", "eighty", "tcp://a:1/x"])
-def test_other_values_of_a_port_are_still_mistakes(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_invalid_port_is_still_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    """A CROSSDOCK_PORT that is neither a number nor a Kubernetes address is refused."""
     monkeypatch.setenv("CROSSDOCK_PORT", value)
     with pytest.raises(SettingsError, match="CROSSDOCK_PORT"):
         load(GatewaySettings, {"model": "m"})
 
 
-def test_addresses_of_options_that_are_addresses_are_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_options_accept_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address in the variable of an option for an address is taken as that option."""
     monkeypatch.setenv("CROSSDOCK_COORDINATOR", "tcp://10.0.0.1:7070")
     assert load(GatewaySettings, {"model": "m"}).coordinator == "tcp://10.0.0.1:7070"

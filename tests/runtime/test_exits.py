@@ -22,7 +22,8 @@ def start(body: str) -> "subprocess.Popen[str]":
     )
 
 
-def test_leaving_keeps_status_output_and_atexit_and_waits_for_no_thread() -> None:
+def test_leave_waits_for_no_thread() -> None:
+    """Leaving keeps status, output and atexit handlers, and waits for no thread."""
     process = start("""
         import atexit, sys, threading
         from runtime.process.exits import leave
@@ -36,7 +37,8 @@ def test_leaving_keeps_status_output_and_atexit_and_waits_for_no_thread() -> Non
     assert (process.returncode, out, errors) == (7, "no line end atexit\n", "said")
 
 
-def test_leaving_with_nobody_to_read_is_quiet() -> None:
+def test_leave_without_reader_is_quiet() -> None:
+    """A process that leaves with its output closed is quiet and keeps its status."""
     process = start("""
         import sys
         from runtime.process.exits import leave
@@ -52,7 +54,8 @@ def test_leaving_with_nobody_to_read_is_quiet() -> None:
     assert process.wait(60) == 3
 
 
-def test_a_signal_while_the_model_loads_ends_a_worker_at_once() -> None:
+def test_signal_during_load_ends_worker() -> None:
+    """A signal while the model loads ends the worker at once."""
     process = start("""
         import threading
         from concurrent.futures import ThreadPoolExecutor

@@ -51,7 +51,8 @@ def words(source: random.Random, stopped_at: float, resumed_at: float) -> list[f
 
 @given(seed=st.integers(0, 1 << 32), stopped_at=st.floats(0.5, 20.0), slow_s=st.floats(0.0, SLOW_S))
 @settings(max_examples=150, deadline=None)
-def test_a_peer_that_is_slow_is_not_lost(seed: int, stopped_at: float, slow_s: float) -> None:
+def test_slow_peer_is_not_lost(seed: int, stopped_at: float, slow_s: float) -> None:
+    """A peer that is silent for a short time and then heard again is not lost."""
     source = random.Random(seed)
     heard = words(source, stopped_at, stopped_at + slow_s)
     assert lost_at([*heard, EVER_S], source, 0.02, []) is None
@@ -59,7 +60,8 @@ def test_a_peer_that_is_slow_is_not_lost(seed: int, stopped_at: float, slow_s: f
 
 @given(seed=st.integers(0, 1 << 32), stopped_at=st.floats(0.5, 20.0))
 @settings(max_examples=150, deadline=None)
-def test_a_peer_that_stops_is_noticed(seed: int, stopped_at: float) -> None:
+def test_stopped_peer_is_noticed(seed: int, stopped_at: float) -> None:
+    """A peer that stops is noticed within the time limit, but not before it may count as slow."""
     source = random.Random(seed)
     at = lost_at(words(source, stopped_at, 2 * EVER_S), source, 0.02, [])
     assert at is not None and stopped_at + SLOW_S < at <= stopped_at + NOTICED_S
@@ -67,13 +69,15 @@ def test_a_peer_that_stops_is_noticed(seed: int, stopped_at: float) -> None:
 
 @given(seed=st.integers(0, 1 << 32), stalls=st.lists(st.tuples(st.floats(0.5, 50.0), st.floats(0.0, 8.0)), max_size=4))
 @settings(max_examples=150, deadline=None)
-def test_our_own_pauses_are_not_held_against_a_peer(seed: int, stalls: list[tuple[float, float]]) -> None:
+def test_own_pauses_do_not_count(seed: int, stalls: list[tuple[float, float]]) -> None:
+    """Pauses of the observing process do not make a peer lost."""
     source = random.Random(seed)
     heard = words(source, 2 * EVER_S, 2 * EVER_S)
     assert lost_at(heard, source, 0.02, [(start, start + length) for start, length in stalls]) is None
 
 
-def test_always_a_little_late_is_no_excuse() -> None:
+def test_constant_lateness_is_no_excuse() -> None:
+    """A stopped peer is noticed in time by a process that is always a little late."""
     source = random.Random(1)
     at = lost_at(words(source, 5.0, 2 * EVER_S), source, 0.1, [])
     assert at is not None and at < 5.0 + 2.5

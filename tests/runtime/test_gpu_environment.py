@@ -34,7 +34,8 @@ def claims(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, tuple[int, soc
         claim.close()
 
 
-def test_a_worker_among_many_gpus_and_hosts():
+def test_worker_gets_nccl_variables():
+    """A worker gets the NCCL variables for many GPUs and hosts, and its interface if one is known."""
     found = gpu_variables({}, **PLAIN)  # type: ignore[arg-type]
     assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0" and found["TORCH_NCCL_ENABLE_MONITORING"] == "0"
     assert found["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "10" and found["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
@@ -43,12 +44,14 @@ def test_a_worker_among_many_gpus_and_hosts():
     assert "NCCL_SOCKET_IFNAME" not in gpu_variables({}, **PLAIN | {"interface": ""})  # type: ignore[arg-type]
 
 
-def test_on_loopback_no_other_network_is_looked_for():
+def test_loopback_disables_other_networks():
+    """NCCL uses the loopback interface alone and no InfiniBand if the worker is on loopback."""
     found = gpu_variables({}, **PLAIN | {"interface": "lo"})  # type: ignore[arg-type]
     assert found["NCCL_SOCKET_IFNAME"] == "=lo" and found["NCCL_IB_DISABLE"] == "1"
 
 
-def test_what_the_user_has_set_stays():
+def test_user_variables_are_kept():
+    """NCCL variables that the user has set are kept."""
     present = {"NCCL_SOCKET_IFNAME": "eth1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "NCCL_HOSTID": "mine"}
     found = gpu_variables(present, **PLAIN | {"host_id": "h-1", "timeout_ms": 100})  # type: ignore[arg-type]
     assert not present.keys() & found.keys() and found["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "1"
@@ -69,11 +72,13 @@ def test_what_the_user_has_set_stays():
         ("MIG-5f", "MIG"),
     ],
 )
-def test_which_gpu_a_process_uses(visible, expected):
+def test_gpu_identity_follows_visible_devices(visible, expected):
+    """The GPU of a process is identified from CUDA_VISIBLE_DEVICES."""
     assert gpu_identity(visible, UUIDS) == expected
 
 
-def test_gpus_are_numbered_by_their_pci_addresses(tmp_path: Path):
+def test_gpus_are_ordered_by_pci_address(tmp_path: Path):
+    """GPUs are listed in the order of their PCI addresses."""
     for bus, uuid in (("0000:81:00.0", "GPU-b"), ("0000:01:00.0", "GPU-a")):
         (tmp_path / bus).mkdir()
         (tmp_path / bus / "information").write_text(f"Model: \t\t H200\nGPU UUID: \t {uuid}\nDevice Minor: 0\n")
@@ -95,21 +100,22 @@ def host_ids(monkeypatch: pytest.MonkeyPatch, visible: list[str]) -> list[str]:
     return found
 
 
-def test_processes_on_different_gpus_are_on_one_host_and_those_on_one_gpu_are_not(monkeypatch):
+def test_gpu_sharers_get_own_host_ids(monkeypatch):
     """With an NCCL that compares host and GPU: two ranks with one host name must never have one GPU."""
     assert host_ids(monkeypatch, ["0", "1", "3"]) == ["", "", ""]
     assert host_ids(monkeypatch, ["3", "3", "GPU-3d00"]) == ["", "host-1", "host-2"]
     assert host_ids(monkeypatch, ["0", "0", "1", "1"]) == ["", "host-1", "", "host-1"]
 
 
-def test_the_workers_of_our_own_deployment_use_nvlink(monkeypatch):
+def test_launched_workers_use_nvlink(monkeypatch):
     """The launcher gives each worker its GPU by CUDA_VISIBLE_DEVICES; the last two share one."""
     processes = plans(HOST + 'workers = "2P2D"\ngpus = [0, 1, 3, 3]\n')["a"].processes
     visible = [one.environment["CUDA_VISIBLE_DEVICES"] for one in processes if one.role in ("prefill", "decode")]
     assert host_ids(monkeypatch, visible) == ["", "", "", "host-1"]
 
 
-def test_a_number_on_a_gpu_is_held_by_one_process_and_goes_with_it(claims):
+def test_gpu_ordinal_belongs_to_one_process(claims):
+    """An ordinal on a GPU is held by one process and is free again when that process ends."""
     child = subprocess.Popen(
         [
             sys.executable,
@@ -131,14 +137,17 @@ def test_a_number_on_a_gpu_is_held_by_one_process_and_goes_with_it(claims):
 @pytest.mark.parametrize(
     ("host", "expected"), [("10.0.0.5", "eth1"), ("fe80::7", "eth1"), ("127.0.0.1", "lo"), ("10.0.0.6", "")]
 )
-def test_the_interface_is_found_by_its_address(host, expected, monkeypatch):
+def test_interface_is_found_by_address(host, expected, monkeypatch):
+    """The network interface is found by the address of the host."""
     there = {"lo": ["127.0.0.1"], "eth10": ["10.0.0.4"], "eth1": ["10.0.0.5", "fe80::7%eth1"]}
     addresses = {name: [SimpleNamespace(address=one) for one in found] for name, found in there.items()}
     monkeypatch.setattr(gpu_environment.psutil, "net_if_addrs", lambda: addresses)  # type: ignore[attr-defined]
     assert interface_of(host) == expected
 
 
-def test_a_host_that_has_no_address_has_no_interface(monkeypatch):
+def test_unknown_host_has_no_interface(monkeypatch):
+    """A host name that cannot be resolved has no interface."""
+
     def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "unknown")
 

@@ -57,7 +57,8 @@ HARMLESS = (
 
 
 @pytest.mark.parametrize("kind", [ACCELERATOR_ERROR, RuntimeError])
-def test_errors_of_torch(kind):
+def test_torch_errors_are_classified(kind):
+    """Errors of torch are told apart by whether they break the CUDA context."""
     for text in BREAKING:
         assert breaks_cuda_context(kind(f"CUDA error: {text}{HINT}")), text
     for text in HARMLESS:
@@ -84,11 +85,13 @@ def test_errors_of_torch(kind):
         (IndexError(""), False),
     ],
 )  # fmt: skip
-def test_errors_of_others(error, breaks):
+def test_other_errors_are_classified(error, breaks):
+    """Other errors are told apart by whether they break the CUDA context."""
     assert breaks_cuda_context(error) is breaks
 
 
-def test_an_error_that_was_caused_by_one():
+def test_cause_of_error_is_considered():
+    """An error counts as breaking the CUDA context if its cause does."""
     error = CrossdockError("the step failed")
     assert not breaks_cuda_context(error)
     error.__cause__ = ACCELERATOR_ERROR(f"CUDA error: misaligned address{HINT}")
@@ -148,7 +151,8 @@ sys.exit(run_process(main))
 
 
 @pytest.mark.parametrize(("role", "kind"), [("decode", "DecodeWorker"), ("prefill", "PrefillWorker")])
-def test_a_worker_whose_context_is_broken_fails_what_it_runs_and_ends(role, kind):
+def test_broken_context_ends_worker(role, kind):
+    """A worker with a broken CUDA context fails what it runs and ends with GPU_EXIT."""
     error = "torch.AcceleratorError('CUDA error: an illegal memory access was encountered')"
     child = subprocess.run(
         [sys.executable, "-c", WORKER.format(role=role, kind=kind, error=error)],
@@ -159,7 +163,8 @@ def test_a_worker_whose_context_is_broken_fails_what_it_runs_and_ends(role, kind
     assert GPU_EXIT not in HOPELESS_EXITS
 
 
-def test_a_worker_without_memory_for_a_step_goes_on():
+def test_out_of_memory_step_keeps_worker():
+    """A worker goes on if there was no GPU memory for a step."""
     script = WORKER.format(role="decode", kind="DecodeWorker", error="torch.OutOfMemoryError('CUDA out of memory')")
     child = subprocess.run(
         [sys.executable, "-c", script],

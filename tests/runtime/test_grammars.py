@@ -34,7 +34,8 @@ def allowed(matcher: Matcher) -> set[int]:
     return set(np.flatnonzero(np.isfinite(matcher.mask(np.zeros(tiny_models.VOCAB, np.float32)))).tolist())
 
 
-def test_masks_and_ends() -> None:
+def test_grammar_masks_follow_the_answer() -> None:
+    """The allowed tokens follow the grammar, and the end token is allowed once the answer is complete."""
     matcher = compiler().matcher(regex("ab?"), ())
     assert allowed(matcher) == set(ids("a"))
     matcher.accept(ids("a")[0])
@@ -43,14 +44,16 @@ def test_masks_and_ends() -> None:
     assert allowed(matcher) == {tiny_models.EOS}
 
 
-def test_the_logits_of_allowed_tokens_stay_as_they_are() -> None:
+def test_allowed_logits_stay_unchanged() -> None:
+    """The mask leaves the logits of allowed tokens as they are."""
     row = np.random.default_rng(1).normal(size=tiny_models.VOCAB).astype(np.float32)
     masked = compiler().matcher(regex("[a-z]"), ()).mask(row)
     kept = np.isfinite(masked)
     assert kept.sum() == 26 and (masked[kept] == row[kept]).all()
 
 
-def test_a_replayed_answer_goes_on_as_the_first_did() -> None:
+def test_replayed_answer_continues_alike() -> None:
+    """A matcher that replays an answer allows the same tokens as the first one."""
     made, text = compiler(), "ab-12 cd-3 "
     grammar = regex("([a-d]{2}-[0-9]{1,3} ){2,4}!")
     first = made.matcher(grammar, ())
@@ -65,13 +68,15 @@ def test_a_replayed_answer_goes_on_as_the_first_did() -> None:
     assert not set(ids("!")) & allowed(made.matcher(grammar, ids("ab-12 ")))
 
 
-def test_a_token_that_does_not_fit_leaves_nothing_allowed() -> None:
+def test_unfitting_token_allows_nothing() -> None:
+    """A token that does not fit the grammar leaves no token allowed."""
     matcher = compiler().matcher(regex("ab"), ids("x"))
     assert allowed(matcher) == set()
 
 
 @pytest.mark.parametrize("grammar", [regex("(a"), regex("(?=a)b"), "start: nothing", "nonsense"])
-def test_what_cannot_be_compiled_is_said(grammar: str) -> None:
+def test_uncompilable_grammar_is_refused(grammar: str) -> None:
+    """A grammar that cannot be compiled is refused with a short reason."""
     with pytest.raises(GrammarError) as caught:
         compiler().matcher(grammar, ())
     assert 5 < len(str(caught.value)) <= 300
@@ -88,7 +93,7 @@ def test_what_cannot_be_compiled_is_said(grammar: str) -> None:
         "start: x x x\nx: y y | \"\"\ny: z* z* z*\nz: \"a\"* | \"aa\"* | x",
     ],
 )  # fmt: skip
-def test_a_hostile_grammar_costs_little_at_each_token(grammar: str) -> None:
+def test_hostile_grammar_costs_little(grammar: str) -> None:
     """It may fail at some token, in which case the stream does. It never takes long."""
     matcher = compiler().matcher(grammar, ())
     times = [time.thread_time()]
@@ -100,7 +105,8 @@ def test_a_hostile_grammar_costs_little_at_each_token(grammar: str) -> None:
     assert max((after - before for before, after in pairwise(times)), default=0.0) < HOSTILE_S
 
 
-def test_compiled_grammars_are_kept_and_bounded() -> None:
+def test_compiled_grammar_cache_is_bounded() -> None:
+    """Compiled grammars are kept up to a fixed number."""
     made = compiler()
     for number in range(300):
         made.compile(regex(f"a{{{number + 1}}}"))

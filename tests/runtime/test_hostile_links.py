@@ -83,9 +83,7 @@ async def is_closed(raw: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("kind", [zmq.ROUTER, zmq.DEALER, zmq.PAIR])
-def test_of_a_message_with_too_many_frames_a_few_are_kept_and_the_loop_gets_turns(
-    context: LoopContext, kind: int
-) -> None:
+def test_excess_frames_are_dropped(context: LoopContext, kind: int) -> None:
     """Whatever kind of socket reads it."""
 
     async def body() -> None:
@@ -106,7 +104,9 @@ def test_of_a_message_with_too_many_frames_a_few_are_kept_and_the_loop_gets_turn
     uvloop.run(body())
 
 
-def test_a_reader_that_leaves_amid_a_long_message_does_not_leave_its_rest_to_the_next(context: LoopContext) -> None:
+def test_cancelled_reader_leaves_no_rest(context: LoopContext) -> None:
+    """A reader cancelled amid a long message does not leave its rest to the next reader."""
+
     async def body() -> None:
         reader, writer = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
         port = reader.bind_to_random_port("tcp://127.0.0.1")
@@ -125,7 +125,9 @@ def test_a_reader_that_leaves_amid_a_long_message_does_not_leave_its_rest_to_the
     uvloop.run(body())
 
 
-def test_the_sender_of_too_many_frames_is_counted_and_cut_off() -> None:
+def test_excessive_sender_is_cut_off() -> None:
+    """A sender of too many frames is counted as a protocol error and cut off."""
+
     async def body() -> None:
         one = a_server()
         raw = await asyncio.to_thread(connect, port_of(await one.start()))
@@ -138,7 +140,8 @@ def test_the_sender_of_too_many_frames_is_counted_and_cut_off() -> None:
     uvloop.run(body())
 
 
-def test_a_message_that_does_not_end_is_cut_off_before_a_link_and_on_one() -> None:
+def test_endless_message_is_cut_off() -> None:
+    """A message that does not end is cut off, before a link and on one."""
     frame = b"\x03" + struct.pack(">Q", 1 << 20) + bytes(1 << 20)
 
     async def body(says_hello: bool) -> None:
@@ -173,7 +176,8 @@ def test_a_message_that_does_not_end_is_cut_off_before_a_link_and_on_one() -> No
         uvloop.run(body(says_hello))
 
 
-def test_many_whole_messages_are_no_message_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_whole_messages_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many whole messages are not taken for one that does not end."""
     monkeypatch.setattr(connections, "UNENDED_BYTES_MAX", 1 << 20)
 
     async def body() -> None:
@@ -197,9 +201,11 @@ def test_many_whole_messages_are_no_message_that_does_not_end(monkeypatch: pytes
     uvloop.run(body())
 
 
-def test_a_connection_without_hello_is_closed_and_counted_and_so_is_one_whose_link_has_ended(
+def test_connection_without_link_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A connection without a Hello, or with an ended link, is closed and counted as silent."""
+
     async def body() -> None:
         one = a_server()
         one._connections._hello_s = 0.5
@@ -215,7 +221,9 @@ def test_a_connection_without_hello_is_closed_and_counted_and_so_is_one_whose_li
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.3])
-def test_a_link_whose_hello_comes_before_the_monitor_tells_of_its_connection_stays(late_s: float) -> None:
+def test_early_hello_keeps_its_link(late_s: float) -> None:
+    """A link stays if its Hello comes before the monitor reports the connection."""
+
     async def body() -> None:
         one = a_server()
         one._connections._hello_s = 0.5
@@ -235,9 +243,8 @@ def test_a_link_whose_hello_comes_before_the_monitor_tells_of_its_connection_sta
     uvloop.run(body())
 
 
-def test_silent_connections_count_by_their_key_and_for_its_bound(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_connections_count_by_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent connections are counted by their key and count towards its limit."""
     folder = tmp_path / "keys"
     keys.make(folder, list(keys.ROLES))
     monkeypatch.setattr(server, "HELLO_S", 1.0)
@@ -266,7 +273,9 @@ def test_silent_connections_count_by_their_key_and_for_its_bound(
 
 
 @pytest.mark.parametrize("where", ["read", "accept", "owner"])
-def test_a_bug_met_before_anything_changed_ends_one_link(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_bug_ends_one_link(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug met before anything changed ends one link only."""
+
     async def body() -> None:
         bad = 11
 
@@ -303,7 +312,8 @@ def test_a_bug_met_before_anything_changed_ends_one_link(where: str, monkeypatch
     uvloop.run(body())
 
 
-def test_connections_whose_messages_do_not_end_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unended_messages_share_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unended messages of all connections share one limit, and the largest are dropped first."""
     received = dict.fromkeys(range(10), 0)
     dropped: list[int] = []
     monkeypatch.setattr(connections, "received_bytes", received.__getitem__)

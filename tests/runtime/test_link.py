@@ -92,7 +92,9 @@ def run(body: Callable[[], Awaitable[None]]) -> None:
     uvloop.run(scene())
 
 
-def test_handshake_messages_and_goodbye() -> None:
+def test_link_carries_messages_and_goodbye() -> None:
+    """A link comes up, carries messages both ways and ends with a goodbye."""
+
     async def body() -> None:
         a, b = End(), End()
         server = a.server()
@@ -113,7 +115,9 @@ def test_handshake_messages_and_goodbye() -> None:
     run(body)
 
 
-def test_trying_in_vain_for_long_leaves_no_descriptor_behind() -> None:
+def test_failed_attempts_leak_no_descriptors() -> None:
+    """A client that tries in vain to connect leaves no file descriptor open."""
+
     async def body() -> None:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))  # and nobody listens
@@ -136,7 +140,7 @@ def test_trying_in_vain_for_long_leaves_no_descriptor_behind() -> None:
     run(body)
 
 
-def test_a_server_that_leaves_in_order_is_not_taken_for_a_loss() -> None:
+def test_orderly_server_exit_is_no_loss() -> None:
     """Its last words and the end of its connection come together, and the words count."""
 
     async def body() -> None:
@@ -156,7 +160,7 @@ def test_a_server_that_leaves_in_order_is_not_taken_for_a_loss() -> None:
 
 
 @pytest.mark.parametrize("turns", range(6))
-def test_a_client_closed_in_the_moment_of_a_loss_is_closed(turns: int) -> None:
+def test_client_closes_during_a_loss(turns: int) -> None:
     """As when a whole cluster stops: the coordinator's goodbye and our own end come together."""
 
     async def body() -> None:
@@ -176,6 +180,8 @@ def test_a_client_closed_in_the_moment_of_a_loss_is_closed(turns: int) -> None:
 
 @pytest.mark.parametrize("cause", ["role", "version"])
 def test_refusal_reaches_both_ends(cause: str) -> None:
+    """A refused client learns the reason, and the server counts the refusal."""
+
     async def body() -> None:
         a, b = End(), End()
         a.refusal = "wrong fingerprint" if cause == "role" else None
@@ -193,7 +199,9 @@ def test_refusal_reaches_both_ends(cause: str) -> None:
     run(body)
 
 
-def test_a_refused_connection_is_noticed_without_waiting_for_an_answer() -> None:
+def test_refused_connection_is_noticed_at_once() -> None:
+    """A refused connection is noticed without waiting for the handshake timeout."""
+
     async def body() -> None:
         client = End().client("tcp://127.0.0.1:1", settings=LinkSettings(handshake_timeout_ms=600_000))
         await client.start()
@@ -204,7 +212,9 @@ def test_a_refused_connection_is_noticed_without_waiting_for_an_answer() -> None
     run(body)
 
 
-def test_protocol_error_ends_one_peer_only_and_it_comes_back() -> None:
+def test_protocol_error_ends_one_link_only() -> None:
+    """A protocol error ends the link of one peer only, and that peer comes back."""
+
     async def body() -> None:
         a, b, c = End(), End(), End()
         server = a.server()
@@ -226,7 +236,9 @@ def test_protocol_error_ends_one_peer_only_and_it_comes_back() -> None:
     run(body)
 
 
-def test_silent_peer_is_lost_and_stale_link_is_told_to_start_over() -> None:
+def test_silent_peer_is_lost() -> None:
+    """A silent peer is lost, and is told to start over if it speaks again."""
+
     async def body() -> None:
         a = End()
         server = a.server()
@@ -248,7 +260,9 @@ def test_silent_peer_is_lost_and_stale_link_is_told_to_start_over() -> None:
     run(body)
 
 
-def test_a_client_with_a_longer_heartbeat_is_heard_often_enough() -> None:
+def test_client_follows_shorter_heartbeat() -> None:
+    """A client with a longer heartbeat than its server's is heard often enough."""
+
     async def body() -> None:
         end, far = End(), End()
         server = far.server()
@@ -264,7 +278,8 @@ def test_a_client_with_a_longer_heartbeat_is_heard_often_enough() -> None:
     run(body)
 
 
-def test_server_gone_and_back(tmp_path: Path) -> None:
+def test_client_reconnects_to_new_server(tmp_path: Path) -> None:
+    """A client notices that its server is gone and connects to the next one at the same address."""
     address = f"ipc://{tmp_path}/port"  # nobody else can take it in between
 
     async def body() -> None:
@@ -285,7 +300,9 @@ def test_server_gone_and_back(tmp_path: Path) -> None:
     run(body)
 
 
-def test_a_flood_of_messages_leaves_the_event_loop_its_turns() -> None:
+def test_message_flood_leaves_loop_turns() -> None:
+    """A flood of messages leaves turns of the event loop to other tasks."""
+
     async def body() -> None:
         a, b = End(), End()
         server = a.server()
@@ -313,7 +330,7 @@ def test_a_flood_of_messages_leaves_the_event_loop_its_turns() -> None:
     run(body)
 
 
-def test_a_full_queue_a_goodbye_and_a_hello_at_once_are_two_peers_each_of_which_ends_once() -> None:
+def test_peers_on_one_connection_end_once() -> None:
     """The second comes over the connection of the first, before the loss of that one could be told."""
 
     async def body() -> None:
@@ -346,7 +363,9 @@ def test_a_full_queue_a_goodbye_and_a_hello_at_once_are_two_peers_each_of_which_
     run(body)
 
 
-def test_a_peer_whose_connection_closes_is_noticed_without_waiting_for_heartbeats() -> None:
+def test_closed_connection_is_noticed_at_once() -> None:
+    """A closed connection is noticed without waiting for a heartbeat."""
+
     async def body() -> None:
         a = End()
         server = a.server(settings=LinkSettings(heartbeat_ms=60_000))
@@ -366,9 +385,7 @@ def test_a_peer_whose_connection_closes_is_noticed_without_waiting_for_heartbeat
 
 
 @pytest.mark.parametrize("opening", [b"", b"\xff" + 8 * b"\0" + b"\x7f\x03"], ids=["silent", "half a greeting"])
-def test_a_connection_that_does_not_get_on_with_its_handshake_is_closed(
-    opening: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stalled_handshake_is_closed(opening: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """libzmq would keep it for 30 s, and with many of them the process would have no descriptor left."""
     monkeypatch.setattr(zmq_sockets, "HANDSHAKE_MS", 200)
 
@@ -386,7 +403,9 @@ def test_a_connection_that_does_not_get_on_with_its_handshake_is_closed(
     run(body)
 
 
-def test_garbage_is_counted_and_nobody_else_notices() -> None:
+def test_garbage_is_counted() -> None:
+    """Garbage on a connection is counted and disturbs no other link."""
+
     async def body() -> None:
         a, b = End(), End()
         server = a.server()

@@ -27,7 +27,9 @@ LONG_CANCEL: bytes = msgpack.packb([*msgpack.unpackb(encode(CANCEL)), "new", ["f
 NOVEL: bytes = msgpack.packb(["Novel", 1, 2])
 
 
-def test_a_server_accepts_a_client_of_the_next_version_and_ignores_what_it_does_not_know() -> None:
+def test_server_accepts_next_version_client() -> None:
+    """A server accepts a client of the next version and ignores messages and fields it does not know."""
+
     async def body() -> None:
         end = End()
         server = end.server()
@@ -49,7 +51,9 @@ def test_a_server_accepts_a_client_of_the_next_version_and_ignores_what_it_does_
     run(body)
 
 
-def test_a_client_of_this_version_is_held_to_it() -> None:
+def test_same_version_client_sends_no_unknowns() -> None:
+    """An unknown message of a client of the same version is a protocol error."""
+
     async def body() -> None:
         end = End()
         server = end.server()
@@ -69,7 +73,9 @@ def test_a_client_of_this_version_is_held_to_it() -> None:
 
 
 @pytest.mark.parametrize("version", [0, TOO_NEW, 99])
-def test_a_server_refuses_a_hello_of_any_other_version_by_name(version: int) -> None:
+def test_other_versions_are_refused(version: int) -> None:
+    """A server refuses a Hello of any other version and names both versions."""
+
     async def body() -> None:
         end = End()
         server = end.server()
@@ -86,7 +92,9 @@ def test_a_server_refuses_a_hello_of_any_other_version_by_name(version: int) -> 
     run(body)
 
 
-def test_a_client_works_with_a_server_of_the_next_version() -> None:
+def test_client_accepts_next_version_server() -> None:
+    """A client works with a server of the next version and ignores what it does not know."""
+
     async def body() -> None:
         end = End()
         with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
@@ -108,7 +116,7 @@ def test_a_client_works_with_a_server_of_the_next_version() -> None:
 
 
 @pytest.mark.parametrize("version", [8, TOO_NEW])
-def test_a_client_that_a_server_of_another_version_lets_in_says_why_it_leaves(version: int) -> None:
+def test_client_leaves_other_version_server(version: int) -> None:
     """A server may work with more versions than its client."""
 
     async def body() -> None:

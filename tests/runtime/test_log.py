@@ -95,7 +95,8 @@ async def in_a_task(prompt):
 
 @pytest.mark.parametrize("fmt", ["console", "json"])
 @pytest.mark.parametrize("way", sorted(WAYS))
-def test_no_traceback_shows_what_variables_held(way: str, fmt: str) -> None:
+def test_tracebacks_hide_variable_values(way: str, fmt: str) -> None:
+    """Tracebacks in the log say where an error happened, but show no values of variables."""
     code = BEGIN.format(fmt=fmt, secret=SECRET[::-1]) + WAYS[way]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=ROOT)
     said = done.stdout + done.stderr

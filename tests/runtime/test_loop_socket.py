@@ -28,7 +28,9 @@ def pair(context: LoopContext) -> tuple[LoopSocket, LoopSocket]:
 
 
 @pytest.mark.parametrize("run", [uvloop.run, asyncio.run])
-def test_a_message_that_arrives_beside_a_send_is_read(run, context):
+def test_message_beside_send_is_read(run, context):
+    """A message that arrives just before a send is read by the waiting reader."""
+
     async def body() -> None:
         one, other = pair(context)
         other.try_send([b"connected"])
@@ -48,7 +50,7 @@ def test_a_message_that_arrives_beside_a_send_is_read(run, context):
 
 
 @pytest.mark.parametrize("run", [uvloop.run, asyncio.run])
-def test_a_message_that_arrives_beside_a_send_that_fails_is_read(run, context):
+def test_message_beside_failed_send_is_read(run, context):
     """To a peer that is gone, as links do to find out."""
 
     async def body() -> None:
@@ -70,7 +72,9 @@ def test_a_message_that_arrives_beside_a_send_that_fails_is_read(run, context):
 
 
 @pytest.mark.parametrize("run", [uvloop.run, asyncio.run])
-def test_all_that_is_there_is_read_without_a_turn_of_the_loop(run, context):
+def test_pending_messages_need_no_loop_turn(run, context):
+    """Messages that are there already are read without a turn of the event loop."""
+
     async def body() -> None:
         one, other = pair(context)
         other.try_send([b"first"])

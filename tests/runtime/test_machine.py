@@ -19,7 +19,8 @@ def _settings(**options: object) -> WorkerSettings:
     return WorkerSettings.model_validate({"role": "decode", "model": "m", "kv_gib": 1.0} | options)
 
 
-def test_transfers_are_encrypted_with_keys_and_never_by_a_key_in_the_clear() -> None:
+def test_transfers_are_encrypted_with_keys() -> None:
+    """Transfers are encrypted if there are keys, unless switched off; encryption without keys is refused."""
     assert not _settings().encrypts_transfers
     assert _settings(keys="/k").encrypts_transfers
     assert not _settings(keys="/k", transfer_encryption="off").encrypts_transfers
@@ -35,7 +36,8 @@ def has_gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     return bool(request.param)
 
 
-def test_cores_that_are_not_there_are_named_and_the_affinity_stays() -> None:
+def test_missing_cores_are_refused() -> None:
+    """Cores that are not there are named, and the affinity stays as it was."""
     before = os.sched_getaffinity(0)
     with pytest.raises(ConfigError, match=r"^--cpu-cores: 8000-8001 cannot be used"):
         machine.check_cores(_settings(cpu_cores=f"{min(before)},8000-8001"))
@@ -58,7 +60,10 @@ def test_cores_that_are_not_there_are_named_and_the_affinity_stays() -> None:
         ("cuda", 6.0, "", "--device: cuda cannot be used here"),
     ],
 )
-def test_device_and_memory(has_gpu: bool, device: str, kv_gib: float, refused_with: str, refused_without: str) -> None:
+def test_device_and_memory_are_checked(
+    has_gpu: bool, device: str, kv_gib: float, refused_with: str, refused_without: str
+) -> None:
+    """A device that is not there, or a KV pool larger than its memory, is refused."""
     settings, expected = _settings(device=device, kv_gib=kv_gib), refused_with if has_gpu else refused_without
     if not expected:
         machine.prepare(settings)
@@ -68,24 +73,28 @@ def test_device_and_memory(has_gpu: bool, device: str, kv_gib: float, refused_wi
     assert str(caught.value).startswith(expected)
 
 
-def test_the_memory_of_this_machine_is_more_than_nothing() -> None:
+def test_host_memory_is_found() -> None:
+    """The memory of this machine is found to be at least 64 MiB."""
     assert machine.host_memory_bytes() >= 1 << 26
 
 
-def test_an_address_in_use_may_become_free_one_of_another_machine_will_not() -> None:
+def test_foreign_address_is_refused() -> None:
+    """An address of another machine is refused for good, but one in use may become free."""
     machine.check_listening("--bind", OSError(errno.EADDRINUSE, "in use"))
     machine.check_listening("--host", socket.gaierror(socket.EAI_AGAIN, "try again"))
     with pytest.raises(ConfigError, match="--bind: cannot assign"):
         machine.check_listening("--bind", OSError(errno.EADDRNOTAVAIL, "cannot assign"))
 
 
-def test_a_refusal_is_one_line() -> None:
+def test_refusal_is_one_line() -> None:
+    """The text of a refusal is joined into one line."""
     assert str(ConfigError("--model: a\n  b")) == "--model: a b"
 
 
-def test_the_interface_for_kv_is_told_to_the_libraries_and_its_address_is_listened_on(
+def test_kv_interface_is_applied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The interface for KV is told to NCCL, and the worker listens for transfers on its address."""
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "before")
     assert machine.prepare(_settings(device="cpu")).transfer_host == "127.0.0.1"
     assert os.environ["NCCL_SOCKET_IFNAME"] == "before", "nothing was asked for"
@@ -108,12 +117,14 @@ def test_the_interface_for_kv_is_told_to_the_libraries_and_its_address_is_listen
         ("tcp://[fd00::5]:88", "tcp://[fd00::5]:88"),
     ],
 )
-def test_what_is_advertised_takes_the_bound_port_where_it_names_none(asked: str, told: str) -> None:
+def test_advertised_address_takes_bound_port(asked: str, told: str) -> None:
+    """An advertised address without a port takes the bound port."""
     settings = _settings(kv_bind="tcp://0.0.0.0:0", advertise=asked or "127.0.0.1:1")
     assert advertised(settings.advertise if asked else "", "tcp://0.0.0.0:77") == told
 
 
 @pytest.mark.parametrize("asked", ["tcp://", "*", "0.0.0.0:5", "10.0.0.5:70000", "a b", "http://x"])
-def test_what_nobody_can_connect_to_is_not_advertised(asked: str) -> None:
+def test_unreachable_address_is_not_advertised(asked: str) -> None:
+    """An address to which no peer can connect is refused as the advertised one."""
     with pytest.raises(ValueError, match="advertise"):
         _settings(advertise=asked)

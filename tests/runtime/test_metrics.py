@@ -25,7 +25,8 @@ def read(registry: MetricsRegistry, prefix: str = "x") -> dict[str, float]:
     }
 
 
-def test_what_is_counted_and_what_is_read_are_exported_without_the_times_of_creation() -> None:
+def test_metrics_omit_creation_times() -> None:
+    """Counted and computed metrics are exported, without times of creation."""
     registry, state = MetricsRegistry("gateway"), {"a": 1.0}
     registry.counter("x_counted", "x").inc(3)
     registry.histogram("x_seconds", "x", (1.0, 2.0)).observe(1.0)
@@ -47,14 +48,16 @@ def test_what_is_counted_and_what_is_read_are_exported_without_the_times_of_crea
     }
 
 
-def test_a_process_says_which_one_it_is() -> None:
+def test_process_info_is_exported() -> None:
+    """A process exports its name, model and role."""
     registry = MetricsRegistry("gateway")
     registry.introduce(name="g", model="m")
     (sample,) = read(registry, "crossdock_process_info")
     assert sample.startswith("crossdock_process_info/m/g/gateway/")
 
 
-def test_a_name_cannot_be_taken_twice() -> None:
+def test_duplicate_metric_name_is_refused() -> None:
+    """A second metric of the same name is refused."""
     registry = MetricsRegistry("gateway")
     registry.histogram("x_seconds", "x", STEP_S)
     with pytest.raises(DuplicateTimeseries):
@@ -62,6 +65,7 @@ def test_a_name_cannot_be_taken_twice() -> None:
 
 
 def test_labels_are_bounded_and_escaped() -> None:
+    """Series of one metric are bounded in number, and odd label values are escaped."""
     registry = MetricsRegistry("gateway")
     registry.by("gauge", "x", "x", "who", lambda: {f"n{number}": 1.0 for number in range(2 * SERIES_MAX)})
     assert len(read(registry)) == SERIES_MAX
@@ -70,14 +74,16 @@ def test_labels_are_bounded_and_escaped() -> None:
     assert read(odd) == {'x_total/a"b\\c\nd': 1.0}
 
 
-def test_an_environment_of_multi_process_mode_changes_nothing(tmp_path: Path) -> None:
+def test_multiprocess_environment_is_ignored(tmp_path: Path) -> None:
+    """The variable for Prometheus multi-process mode has no effect."""
     made = "from runtime.metrics.registry import MetricsRegistry as M; M('gateway').counter('x', 'x').inc()"
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", made], cwd=ROOT, env=environment, timeout=60, check=True)
     assert not list(tmp_path.iterdir())
 
 
-def test_tenants_with_most_service_have_their_own_series() -> None:
+def test_top_tenants_have_own_series() -> None:
+    """Tenants with the most service have series of their own; the others share one."""
     registry = MetricsRegistry("gateway")
     counter = registry.counter("x", "x", "tenant")
     tenants = TenantLabels(counter, most=3)

@@ -51,7 +51,7 @@ async def ask(host: str, port: int, request: bytes = b"GET /metrics HTTP/1.1\r\n
         writer.close()
 
 
-def test_no_web_page_reads_a_port_on_loopback_by_a_name_of_its_own() -> None:
+def test_foreign_host_header_is_refused() -> None:
     """DNS rebinding. A port that other hosts reach is asked for by any name."""
 
     async def test(server: MetricsServer, host: str, port: int) -> None:
@@ -69,7 +69,9 @@ def test_no_web_page_reads_a_port_on_loopback_by_a_name_of_its_own() -> None:
     served(test)
 
 
-def test_two_roles_on_one_page_are_told_apart() -> None:
+def test_roles_on_one_page_are_distinguished() -> None:
+    """Metrics of two roles on one page are told apart, and the page is ready when both roles are."""
+
     async def test(server: MetricsServer, host: str, port: int) -> None:
         page, up = CombinedPage(server, 2), {"decode": False}
         async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=60) as client:
@@ -95,7 +97,9 @@ def test_two_roles_on_one_page_are_told_apart() -> None:
     served(test)
 
 
-def test_what_is_where() -> None:
+def test_paths_answer_with_their_status() -> None:
+    """The paths for health, readiness, metrics and targets answer with their status, others with 404."""
+
     async def test(server: MetricsServer, host: str, port: int) -> None:
         registry, not_ready = MetricsRegistry("gateway"), ["no worker"]
         async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=60) as client:
@@ -117,7 +121,8 @@ def test_what_is_where() -> None:
     served(test)
 
 
-def test_live_fails_with_what_feeds_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_fails_with_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path /live fails if one of the watchdog's checks does, and /health does not."""
     progress = [True, True]
     monkeypatch.setattr(notify, "_checks", [lambda: progress[0], lambda: progress[1]])
 
@@ -131,7 +136,8 @@ def test_live_fails_with_what_feeds_the_watchdog(monkeypatch: pytest.MonkeyPatch
     served(test)
 
 
-def test_slow_and_idle_connections_are_cut_off_and_others_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_connections_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow and idle connections are cut off while others are served."""
     monkeypatch.setattr(metrics_http, "EXCHANGE_S", 1.0)
 
     async def test(server: MetricsServer, host: str, port: int) -> None:
@@ -163,7 +169,7 @@ async def _all(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-def test_one_connection_too_many_takes_the_place_of_the_oldest() -> None:
+def test_excess_connection_replaces_oldest() -> None:
     """So strangers who hold all of them cannot keep a scraper out."""
 
     async def test(server: MetricsServer, host: str, port: int) -> None:
@@ -180,7 +186,9 @@ def test_one_connection_too_many_takes_the_place_of_the_oldest() -> None:
     served(test)
 
 
-def test_a_flood_of_readers_costs_one_page() -> None:
+def test_reader_flood_costs_few_pages() -> None:
+    """Readers that come at the same time share a page."""
+
     async def test(server: MetricsServer, host: str, port: int) -> None:
         registry, made = MetricsRegistry("gateway"), []
         registry.before.append(lambda: made.append(1))
@@ -192,7 +200,8 @@ def test_a_flood_of_readers_costs_one_page() -> None:
     served(test)
 
 
-def test_garbage_is_answered_or_cut_off_and_nobody_notices() -> None:
+def test_garbage_disturbs_no_other_reader() -> None:
+    """Garbage is answered or cut off, and other readers are served."""
     generator = random.Random(7)
     odd = [
         b"",
@@ -228,7 +237,8 @@ def test_garbage_is_answered_or_cut_off_and_nobody_notices() -> None:
     served(test)
 
 
-def test_a_connection_is_for_one_request_of_bounded_size() -> None:
+def test_connection_serves_one_bounded_request() -> None:
+    """A connection gets one answer, and a request that is too large is refused before it is complete."""
     get = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
     async def test(_: MetricsServer, host: str, port: int) -> None:
@@ -240,7 +250,8 @@ def test_a_connection_is_for_one_request_of_bounded_size() -> None:
     served(test)
 
 
-def test_where_it_listens() -> None:
+def test_metrics_address_is_checked() -> None:
+    """Addresses for metrics default to loopback, wrong ones are refused, and a reachable one is advertised."""
     check = TypeAdapter(MetricsAddress).validate_python
     assert check("9400") == "127.0.0.1:9400", "beyond loopback only where that is written out"
     assert check("0.0.0.0:9400") == "0.0.0.0:9400" and check("[::1]:0") == "[::1]:0" and check("off") == "off"
@@ -254,7 +265,9 @@ def test_where_it_listens() -> None:
     assert advertised_metrics("::1", 7, "", "here") == "[::1]:7"
 
 
-def test_off_is_off_and_a_taken_port_is_named() -> None:
+def test_taken_metrics_port_is_named() -> None:
+    """The metrics server does not listen if it is off, and names a port that is taken."""
+
     async def scene() -> None:
         server = MetricsServer("off")
         await server.start()
@@ -270,6 +283,8 @@ def test_off_is_off_and_a_taken_port_is_named() -> None:
 
 
 def test_targets_are_json() -> None:
+    """The path /targets answers with JSON."""
+
     async def test(server: MetricsServer, host: str, port: int) -> None:
         server.show(
             MetricsRegistry("coordinator"), lambda: None, {"/targets": lambda: [{"targets": ["h:1"], "labels": {}}]}
@@ -282,7 +297,9 @@ def test_targets_are_json() -> None:
     served(test)
 
 
-def test_who_connects_before_it_serves_waits_for_it() -> None:
+def test_early_connection_waits_for_server() -> None:
+    """A connection made before the server serves waits and is answered then."""
+
     async def scene() -> None:
         server = MetricsServer("127.0.0.1:0")
         await server.listen()
@@ -301,7 +318,7 @@ def test_who_connects_before_it_serves_waits_for_it() -> None:
     uvloop.run(scene())
 
 
-def test_a_coordinator_is_back_before_its_metrics_are() -> None:
+def test_coordinator_imports_no_http_library() -> None:
     """Peers are not to wait for the import of the HTTP library."""
     found = "import sys, coordinator.serve; sys.exit('uvicorn' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", found], cwd=ROOT, timeout=120, check=False).returncode == 0

@@ -18,7 +18,8 @@ for nice in (7, 0):
 
 @pytest.mark.skipif(not GROUP.exists(), reason="this kernel has no groups of sessions")
 @pytest.mark.parametrize(("leads", "nice"), [(True, ["7", "0"]), (False, ["0", "0"])])
-def test_a_session_is_nice_as_a_whole_if_it_is_ours(leads: bool, nice: list[str]) -> None:
+def test_only_session_leader_nices_its_group(leads: bool, nice: list[str]) -> None:
+    """Niceness is set for the whole session only if the process leads it."""
     run = [sys.executable, "-c", GROUPS]
     command = run if leads else ["sh", "-c", '"$@"; exit $?', "sh", *run]
     done = subprocess.run(command, start_new_session=True, capture_output=True, text=True, timeout=60, check=True)

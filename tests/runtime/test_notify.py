@@ -88,7 +88,8 @@ def started(arguments: list[str], **environment: str) -> Iterator["subprocess.Po
 
 
 @pytest.mark.parametrize("abstract", [True, False])
-def test_ready_and_stopping(tmp_path: Path, abstract: bool) -> None:
+def test_ready_and_stopping_are_notified(tmp_path: Path, abstract: bool) -> None:
+    """A role notifies systemd when it is ready and when it stops."""
     name = f"crossdock-test-{os.getpid()}"
     address, bound = (f"@{name}", f"\0{name}") if abstract else (str(tmp_path / "n"), str(tmp_path / "n"))
     with listening(bound) as listener, started(["-c", ROLE], NOTIFY_SOCKET=address) as process:
@@ -100,7 +101,8 @@ def test_ready_and_stopping(tmp_path: Path, abstract: bool) -> None:
         assert process.wait(WAIT_S) == 0
 
 
-def test_the_watchdog_is_fed_while_there_is_progress(tmp_path: Path) -> None:
+def test_watchdog_is_fed_during_progress(tmp_path: Path) -> None:
+    """The watchdog is fed only while there is progress and the event loop runs."""
     address = str(tmp_path / "n")
     watched = {"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "300000"}
     with listening(address) as listener, started(["-c", ROLE], **watched) as process:
@@ -125,7 +127,8 @@ def test_the_watchdog_is_fed_while_there_is_progress(tmp_path: Path) -> None:
             listener.drain()
 
 
-def test_a_thread_that_gets_to_no_end_has_no_pulse() -> None:
+def test_hung_thread_has_no_pulse() -> None:
+    """A thread that does not get to its tasks within the limit has no pulse."""
     now, hung = [0.0], threading.Event()
     with ThreadPoolExecutor(1) as thread:
         pulse = Pulse(thread, lambda: now[0], lambda: 10.0)
@@ -144,7 +147,8 @@ def test_a_thread_that_gets_to_no_end_has_no_pulse() -> None:
         assert pulse(), "it goes on"
 
 
-def test_a_watchdog_of_another_process_is_not_fed(tmp_path: Path) -> None:
+def test_foreign_watchdog_is_not_fed(tmp_path: Path) -> None:
+    """A watchdog meant for another process is not fed."""
     address = str(tmp_path / "n")
     others = {"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "100000", "WATCHDOG_PID": "1"}
     with listening(address) as listener, started(["-c", ROLE], **others):
@@ -152,7 +156,8 @@ def test_a_watchdog_of_another_process_is_not_fed(tmp_path: Path) -> None:
         assert listener.quiet_for(0.5)
 
 
-def test_a_coordinator_says_when_it_listens(tmp_path: Path) -> None:
+def test_coordinator_notifies_when_listening(tmp_path: Path) -> None:
+    """A coordinator notifies systemd when it listens and when it stops, and feeds the watchdog."""
     address = str(tmp_path / "n")
     arguments = ["-m", "coordinator", "--bind", "tcp://127.0.0.1:0"]
     with listening(address) as listener, started(arguments, NOTIFY_SOCKET=address, WATCHDOG_USEC="500000") as process:

@@ -8,7 +8,8 @@ from runtime.process import clock
 from runtime.process.rate_limited_log import BURST, EVERY_S, RateLimitedLog
 
 
-def test_a_flood_of_lines_becomes_few_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_flood_is_limited_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flood of log lines is cut to a few, and a later line says how many were left out."""
     now = 100.0
     monkeypatch.setattr(clock, "now", lambda: now)
     lines: list[dict[str, Any]] = []

@@ -56,7 +56,9 @@ class Worker:
         self._call("may_flip")
 
 
-def test_what_is_said_between_hello_and_welcome_is_told_after_it() -> None:
+def test_early_messages_follow_the_welcome() -> None:
+    """Messages sent between Hello and Welcome reach the coordinator after the Welcome."""
+
     async def body() -> None:
         told: asyncio.Queue[Message] = asyncio.Queue()
 
@@ -92,7 +94,7 @@ def test_what_is_said_between_hello_and_welcome_is_told_after_it() -> None:
     uvloop.run(body())
 
 
-def test_what_finished_while_the_coordinator_was_away_is_told_to_the_next_one() -> None:
+def test_finished_requests_reach_next_coordinator() -> None:
     """Its bill would be written off at an estimate otherwise."""
 
     def ignore(*_: object) -> None:
@@ -132,7 +134,7 @@ def test_what_finished_while_the_coordinator_was_away_is_told_to_the_next_one() 
     uvloop.run(body())
 
 
-def test_what_finished_is_kept_only_while_it_may_have_to_be_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_requests_are_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of thousands of requests an hour, for as long as a worker lives, would be memory that grows."""
     now = [100.0]
     monkeypatch.setattr(clock, "now", lambda: now[0])
@@ -165,7 +167,7 @@ def test_what_finished_is_kept_only_while_it_may_have_to_be_told_again(monkeypat
     uvloop.run(body())
 
 
-def test_what_a_coordinator_is_to_know_of_a_new_worker_is_told_to_each_one() -> None:
+def test_worker_facts_reach_each_coordinator() -> None:
     """What is said while it is away is dropped, since the next Hello counts it; what no Hello says needs the callback."""
 
     def send(_peer: Peer, frames: list[bytes]) -> bool:
@@ -224,9 +226,8 @@ def coordinator(bind: str) -> LinkServer:
     )
 
 
-def test_waiting_is_said_until_the_coordinator_is_there_and_its_goodbye_is_no_loss(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_waiting_for_coordinator_is_logged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A worker logs that it waits until the coordinator is there, and its goodbye is no loss."""
     monkeypatch.setattr(waiting, "FIRST_S", 0.0)
     monkeypatch.setattr(waiting, "AGAIN_S", 0.01)
     address = f"ipc://{tmp_path}/control"

@@ -7,7 +7,8 @@ from proto.messages import Role
 from runtime.worker.service import FLIP_AFTER_S, Service
 
 
-def test_it_goes_when_it_holds_nothing_and_nothing_can_come() -> None:
+def test_leaving_worker_goes_when_empty() -> None:
+    """A worker that leaves goes once it holds nothing and nothing can come."""
     service = Service()
     assert service.hand_over_ms(0.0) is None
     service.ordered(Drained(), 0.0)
@@ -21,7 +22,8 @@ def test_it_goes_when_it_holds_nothing_and_nothing_can_come() -> None:
     assert service.may_go(up=False, empty=True) and not service.may_go(up=True, empty=True)
 
 
-def test_what_a_person_asked_for_is_repeated_until_it_is_undone() -> None:
+def test_operator_drain_lasts_until_undone() -> None:
+    """A drain that an operator asked for lasts until it is undone."""
     service = Service()
     service.ordered(Draining(3000.0), 10.0)
     assert service.hand_over_ms(11.0) == 2000.0 and service.hand_over_ms(20.0) == 0.0
@@ -30,14 +32,16 @@ def test_what_a_person_asked_for_is_repeated_until_it_is_undone() -> None:
     assert service.hand_over_ms(12.0) is None
 
 
-def test_one_that_is_to_end_stays_so_whatever_a_person_says() -> None:
+def test_leaving_worker_ignores_undone_drain() -> None:
+    """A worker that is to end goes on draining if an operator undoes the drain."""
     service = Service()
     service.leave(1.0, 0.0)
     service.ordered(Draining(None), 0.0)
     assert service.hand_over_ms(0.5) == 500.0
 
 
-def test_a_drain_that_was_undone_dismisses_nobody() -> None:
+def test_undone_drain_permits_no_exit() -> None:
+    """A worker that leaves after an undone drain waits for a new Drained message."""
     service = Service()
     service.ordered(Draining(0.0), 10.0)
     service.ordered(Drained(), 10.0)
@@ -48,7 +52,8 @@ def test_a_drain_that_was_undone_dismisses_nobody() -> None:
     assert service.may_go(up=True, empty=True)
 
 
-def test_it_changes_its_role_when_it_is_ready_holds_nothing_and_may_go() -> None:
+def test_role_change_waits_until_empty() -> None:
+    """A worker changes its role when it is drained, ready for the new role and holds nothing."""
     service = Service()
     service.ordered(Flip(Role.PREFILL, 500.0), 1.0)
     assert service.flips_to is Role.PREFILL and service.hand_over_ms(1.0) == 500.0
@@ -61,7 +66,8 @@ def test_it_changes_its_role_when_it_is_ready_holds_nothing_and_may_go() -> None
 
 
 @pytest.mark.parametrize("what", ["the link is lost", "the order is taken back", "it is to end"])
-def test_an_order_to_change_the_role_can_become_void(what: str) -> None:
+def test_role_change_order_can_lapse(what: str) -> None:
+    """An order to change the role lapses when the link is lost, it is taken back or the worker is to end."""
     service = Service()
     service.ordered(Flip(Role.PREFILL, 500.0), 1.0)
     service.is_ready = True

@@ -29,14 +29,16 @@ class Watched:
         return None
 
 
-def test_a_step_that_does_not_end_is_found_soon_after_its_time() -> None:
+def test_hung_step_is_found_in_time() -> None:
+    """A step that does not end is found soon after its time limit."""
     watched = Watched()
     assert watched.run(8, 1.0) is None
     ran_s = watched.run(8, 100.0, ends=False)
     assert ran_s is not None and 10.0 < ran_s <= 10.0 + 2 * watched.watch.look_every_s
 
 
-def test_a_step_larger_than_any_before_has_longer() -> None:
+def test_larger_step_gets_more_time() -> None:
+    """A step larger than any before gets a longer limit, since it may compile."""
     watched = Watched()
     assert watched.run(8, 9.0 * FIRST_OF_ITS_SIZE) is None, "it may compile"
     watched = Watched()
@@ -45,13 +47,15 @@ def test_a_step_larger_than_any_before_has_longer() -> None:
     assert ran_s is not None and ran_s > 10.0 * FIRST_OF_ITS_SIZE
 
 
-def test_a_slow_machine_is_not_hung() -> None:
+def test_slow_machine_is_not_hung() -> None:
+    """A step several times as long as the longest before is not taken for hung."""
     watched = Watched()
     assert watched.run(256, 50.0) is None
     assert watched.run(256, 49.0 * TIMES_THE_LONGEST) is None
 
 
-def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
+def test_stopped_time_does_not_count() -> None:
+    """Time in which the whole process was stopped does not count."""
     watched = Watched()
     assert watched.run(8, 0.1) is None
     watched.watch.begin(8, watched.now)
@@ -61,7 +65,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
     assert watched.pass_by(9.0) is not None, "and if it goes on hanging, it is found"
 
 
-def test_no_step_is_given_longer_than_the_longest() -> None:
+def test_step_limit_is_capped() -> None:
     """Which is what the watchdog of the process waits for."""
     for earlier_s, longest_s in ((1.0, 100.0), (50.0, 500.0)):
         watched = Watched()
@@ -73,7 +77,8 @@ def test_no_step_is_given_longer_than_the_longest() -> None:
     assert StepWatch(0.0).longest_s == math.inf
 
 
-def test_what_does_not_run_does_not_hang() -> None:
+def test_idle_watch_finds_nothing() -> None:
+    """No hang is found while no step runs."""
     watched = Watched()
     assert watched.run(8, 0.1) is None
     assert watched.pass_by(1000.0) is None

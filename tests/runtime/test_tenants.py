@@ -28,7 +28,8 @@ limits = {{ concurrency = 4 }}
 """
 
 
-def test_users_inherit_all_but_weight_and_limits() -> None:
+def test_users_inherit_except_weight_and_limits() -> None:
+    """Users inherit their organisation's settings, except weight and limits."""
     tenants = parse(FILE)
     acme, bob, cy = (tenants.policies[name] for name in ("acme", "acme/bob", "acme/cy"))
     assert (acme.priority_class, acme.priority_classes, acme.organisation_weight) == (
@@ -50,27 +51,31 @@ def test_users_inherit_all_but_weight_and_limits() -> None:
     assert tenants.policies["solo"].priority_classes == {"standard", "batch"}  # its own and what weighs no more
 
 
-def test_keys_name_their_tenant_and_are_not_shown() -> None:
+def test_keys_identify_tenant_and_stay_hidden() -> None:
+    """Keys identify their tenant by hash and are not shown."""
     tenants = parse(FILE)
     assert tenants.keys.get(hashlib.sha256(b"bob's").digest()) == "acme/bob"
     assert tenants.keys.get(hashlib.sha256(b"eve's").digest()) is None
     assert BOB not in repr(tenants)
 
 
-def test_weights_are_those_of_the_fair_queue() -> None:
+def test_weights_match_the_fair_queue() -> None:
+    """Weights are given for the organisations and users of each class in the fair queue."""
     tenants = parse(FILE)
     weights = tenants.weights()
     assert (weights["batch/acme"], weights["batch/acme/bob"], weights["standard/acme/"]) == (2.0, 0.5, 1.0)
     assert not set(weights) & set(tenants.priority_classes)  # theirs depend on floors as well
 
 
-def test_a_group_never_shares_with_a_tenant_of_its_name() -> None:
+def test_cache_group_differs_from_tenant() -> None:
+    """A cache group is never shared with a tenant that has the same name."""
     tenants = parse('[tenants.a]\n[tenants.b]\ncache_group = "a"\n[tenants.a.users.x]\n[tenants.a.users.y]')
     groups = [tenants.policies[name].cache_group for name in ("a", "b", "a/x", "a/y")]
     assert len(set(groups)) == 4
 
 
-def test_without_a_file_there_is_one_open_tenant() -> None:
+def test_missing_file_means_one_open_tenant() -> None:
+    """One tenant without keys and limits serves everyone if there is no file."""
     tenants = open_tenants()
     (policy,) = tenants.policies.values()
     assert policy.tenant == "default" and policy.priority_classes == set(DEFAULT_PRIORITY_CLASSES)
@@ -80,7 +85,8 @@ def test_without_a_file_there_is_one_open_tenant() -> None:
     assert parse("").policies == tenants.policies
 
 
-def test_bands_of_the_file_are_all_there_are() -> None:
+def test_file_defines_all_priority_classes() -> None:
+    """Priority classes in the file replace the default ones."""
     tenants = parse(
         "[priority_classes.gold]\nweight = 3\nfloor_share = 0.5\n[priority_classes.iron]\nweight = 1\n"
         "[tenants.a]\npriority_class = 'iron'"
@@ -120,13 +126,15 @@ def test_bands_of_the_file_are_all_there_are() -> None:
         (f"[tenants.a]\nkeys = ['{ANN}', '{ANN}']", "tenants.a.keys: "),
     ],
 )
-def test_a_mistake_is_named_by_its_key(text: str, expected: str) -> None:
+def test_mistake_is_named_by_its_key(text: str, expected: str) -> None:
+    """A mistake in the file is reported with the key that it concerns."""
     with pytest.raises(TenantsError) as caught:
         parse(text)
     assert str(caught.value).startswith(expected), str(caught.value)
 
 
-def test_a_key_written_in_plain_is_refused_without_repeating_it() -> None:
+def test_plain_key_is_refused_unrepeated() -> None:
+    """A key in plain text is refused, and the error does not repeat it."""
     with pytest.raises(TenantsError) as caught:
         parse("[tenants.a]\nkeys = ['sk-very-secret']")
     assert "crossdock tenants key" in str(caught.value) and "secret" not in str(caught.value)

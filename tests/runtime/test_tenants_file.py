@@ -40,7 +40,8 @@ async def next_of(changes: "asyncio.Queue[Tenants]") -> Tenants:
     return await asyncio.wait_for(changes.get(), 60)
 
 
-def test_a_change_is_seen_and_a_broken_file_is_not_taken(tmp_path: Path) -> None:
+def test_change_is_seen_unless_broken(tmp_path: Path) -> None:
+    """A changed file is taken; a broken or absent one leaves the earlier one in force."""
     path = tmp_path / "tenants.toml"
     path.write_text("[tenants.a]")
 
@@ -56,7 +57,8 @@ def test_a_change_is_seen_and_a_broken_file_is_not_taken(tmp_path: Path) -> None
     watched(path, 0.01, scene)
 
 
-def test_all_processes_log_the_same_line_of_one_file(tmp_path: Path) -> None:
+def test_processes_log_equal_lines(tmp_path: Path) -> None:
+    """All processes log the same line about one file."""
     path = tmp_path / "tenants.toml"
     path.write_text("[tenants.a]")
     coordinator, gateway = TenantsFile(path), TenantsFile(path)
@@ -69,7 +71,8 @@ def test_all_processes_log_the_same_line_of_one_file(tmp_path: Path) -> None:
         assert "\n" not in first.get("error", "")
 
 
-def test_sighup_reads_it_at_once(tmp_path: Path) -> None:
+def test_sighup_reloads_at_once(tmp_path: Path) -> None:
+    """A SIGHUP makes the process read the file at once."""
     path = tmp_path / "tenants.toml"
     path.write_text("[tenants.a]")
 
@@ -89,7 +92,8 @@ def test_sighup_reads_it_at_once(tmp_path: Path) -> None:
         (b"[tenants.a]\nweight = 0", "tenants.a.weight: must be > 0"),
     ],
 )
-def test_what_cannot_be_read_is_said_with_the_path(tmp_path: Path, content: bytes | None, expected: str) -> None:
+def test_unreadable_file_is_named_by_path(tmp_path: Path, content: bytes | None, expected: str) -> None:
+    """A file that cannot be read is reported with its path and the reason."""
     path = tmp_path / "tenants.toml"
     if content is not None:
         path.write_bytes(content)
@@ -136,7 +140,8 @@ MISPLACED = [
 
 
 @pytest.mark.parametrize("text", [*MISPLACED, *(text.replace(SECRET, OTHER_SECRET) for text in MISPLACED)])
-def test_no_key_in_a_wrong_place_is_repeated(tmp_path: Path, text: str) -> None:
+def test_misplaced_key_is_not_logged(tmp_path: Path, text: str) -> None:
+    """A key in a wrong place of the file is not repeated in the log."""
     path = tmp_path / "tenants.toml"
     path.write_text("[tenants.a]")
     file = TenantsFile(path)
@@ -165,7 +170,7 @@ UNREADABLE: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("case", sorted(UNREADABLE))
-def test_no_file_ends_a_process(tmp_path: Path, case: str) -> None:
+def test_broken_file_ends_no_process(tmp_path: Path, case: str) -> None:
     """At a reload the earlier one stays in force; at the start it is refused with a clear error."""
     path = tmp_path / "tenants.toml"
     path.write_text("[tenants.a]")
@@ -178,7 +183,8 @@ def test_no_file_ends_a_process(tmp_path: Path, case: str) -> None:
         TenantsFile(path)
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_regular_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path that is absent, not a regular file or too large is refused; the earlier file stays in force."""
     path = tmp_path / "tenants.toml"
     path.write_text("[tenants.a]")
     file = TenantsFile(path)
@@ -217,7 +223,8 @@ def test_what_is_no_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "memory" in refused()
 
 
-def test_keys_in_the_wrong_place_of_a_config_file_are_not_repeated(tmp_path: Path) -> None:
+def test_misplaced_config_key_is_not_shown(tmp_path: Path) -> None:
+    """A misplaced key in a config file is not repeated in the error."""
     path = tmp_path / "crossdock.toml"
     for value in (f'{{ a = "{SECRET}" }}', f'[["{SECRET}"]]', "5", f'["{SECRET}", 5]'):
         path.write_text(f"[gateway]\nmodel = 'm'\napi_keys = {value}")

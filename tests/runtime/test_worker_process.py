@@ -19,7 +19,8 @@ from runtime.worker.role import ComputeStep
 from runtime.worker.step_watch import StepWatch
 
 
-def test_it_is_ready_when_it_is_registered_in_both_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readiness_needs_both_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixed worker is ready when it is registered in both roles."""
     said: list[str] = []
     monkeypatch.setattr(notify, "ready", said.append)
     readiness = process._Readiness((Role.PREFILL, Role.DECODE))
@@ -30,7 +31,9 @@ def test_it_is_ready_when_it_is_registered_in_both_roles(monkeypatch: pytest.Mon
     assert said == ["registered as prefill and decode worker"]
 
 
-def test_a_role_that_cannot_start_stops_the_other_one() -> None:
+def test_failed_role_stops_the_other() -> None:
+    """A role that cannot start stops the other one."""
+
     async def scene() -> None:
         async def cannot(stop: Stop) -> None:
             raise CannotBind(errno.EADDRINUSE, "address in use")
@@ -43,7 +46,7 @@ def test_a_role_that_cannot_start_stops_the_other_one() -> None:
     uvloop.run(scene())
 
 
-def test_a_step_that_waits_for_the_other_roles_is_not_watched_yet() -> None:
+def test_waiting_step_is_not_watched_yet() -> None:
     """Else a decode step behind a prefill step that compiles would be taken for hung."""
     watch = StepWatch(1.0)
     driver: Any = SimpleNamespace(_watch=watch)

@@ -66,7 +66,8 @@ KINDS: tuple[FailureKind, ...] = ("slow", "failing", "lost", "drained")
 
 @pytest.mark.parametrize("worker", ["prefill-0", "decode-0"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_requests_outlive_what_happens_to_a_worker(kind: FailureKind, worker: str) -> None:
+def test_requests_outlive_worker_failures(kind: FailureKind, worker: str) -> None:
+    """Every request finishes though one of several workers fails for a time."""
     arrivals = every(0.25, ask(), 20.0)
     healthy = found(Workload(TWO_PAIRS, arrivals, duration_s=20.0))
     hurt = found(
@@ -77,7 +78,8 @@ def test_requests_outlive_what_happens_to_a_worker(kind: FailureKind, worker: st
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_mixed_worker_fails_with_both_roles_and_comes_back(kind: FailureKind) -> None:
+def test_mixed_worker_fails_and_recovers(kind: FailureKind) -> None:
+    """A failed mixed worker loses both roles and comes back with both."""
     arrivals = every(0.5, ask(), 20.0)
     two = workers("mixed-0", "mixed-1")
     hurt = found(Workload(two, arrivals, failures=(PlannedFailure(5.0, "mixed-0", kind, for_s=5.0),), duration_s=20.0))
@@ -88,7 +90,8 @@ def test_a_mixed_worker_fails_with_both_roles_and_comes_back(kind: FailureKind) 
     assert found(alone)["finished"] >= 0.5 * 40
 
 
-def test_a_worker_that_never_comes_back_leaves_its_requests_unserved() -> None:
+def test_lost_worker_leaves_requests_unserved() -> None:
+    """Requests stay unserved if the only prefill worker never comes back."""
     workload = Workload(
         PAIR,
         every(1.0, ask(), 20.0),
@@ -102,7 +105,8 @@ def test_a_worker_that_never_comes_back_leaves_its_requests_unserved() -> None:
     assert figures(played)["all"]["ended_otherwise"] == {"unfinished": 10}
 
 
-def test_a_failure_of_a_lost_worker_does_nothing() -> None:
+def test_lost_worker_ignores_further_failures() -> None:
+    """Further failures of a worker that is lost do nothing."""
     many = [PlannedFailure(1.0 + n, "prefill-0", kind, for_s=for_s) for n, (kind, for_s) in enumerate(  # type: ignore[arg-type]
         [("lost", 0.0), ("lost", 0.0), ("failing", 2.0), ("drained", 0.0), ("slow", 1.0), ("lost", 1.0), ("lost", 3.0)]
     )]  # fmt: skip
@@ -110,7 +114,9 @@ def test_a_failure_of_a_lost_worker_does_nothing() -> None:
     assert one["finished"] == one["offered"]
 
 
-def test_a_slow_worker_takes_longer_by_the_factor() -> None:
+def test_slow_worker_follows_its_factor() -> None:
+    """A slow worker's prefill takes longer by the given factor."""
+
     def ttft_ms(factor: float) -> float:
         failures = (PlannedFailure(0.0, "prefill-0", "slow", factor),)
         one = found(Workload(PAIR, ((1.0, ask(8192)),), failures=failures, duration_s=2.0))
@@ -119,7 +125,8 @@ def test_a_slow_worker_takes_longer_by_the_factor() -> None:
     assert ttft_ms(10.0) == pytest.approx(10 * ttft_ms(1.0), rel=0.05)
 
 
-def test_mixed_workers_share_their_time_and_their_blocks() -> None:
+def test_mixed_worker_shares_time_and_blocks() -> None:
+    """A mixed worker's two roles share its time and its blocks."""
     long, short = ask(prompt_tokens=12_000, output_tokens=4), ask(output_tokens=200)
     arrivals = ((0.0, short), (1.0, long))
     mixed = play(Workload(workers("mixed-0"), arrivals, duration_s=5.0))
@@ -130,20 +137,23 @@ def test_mixed_workers_share_their_time_and_their_blocks() -> None:
     assert too_long.outcomes[0].state is RequestState.REJECTED
 
 
-def test_clients_in_a_closed_loop_wait_for_their_answers() -> None:
+def test_closed_loop_waits_for_answers() -> None:
+    """Clients in a closed loop send their next request when they have an answer."""
     loops = tuple(Loop((ask(),), think_s=1.0, from_s=0.0, until_s=30.0) for _ in range(3))
     one = found(Workload(PAIR, (), loops, duration_s=30.0))
     took_s = 1.0 + one["ttft_ms"]["p50"] / 1000 + 15 * 0.02
     assert one["finished"] == one["offered"] == pytest.approx(3 * 30 / took_s, rel=0.1)
 
 
-def test_a_client_that_is_refused_at_once_does_not_ask_without_end() -> None:
+def test_refused_client_does_not_spin() -> None:
+    """A client that is refused at once waits before it asks again."""
     hopeless = ask(prompt_tokens=CAPACITY.kv_blocks * 16 * 2)
     one = found(Workload(PAIR, (), (Loop((hopeless,), 0.0, 0.0, 20.0),), duration_s=20.0))
     assert one["offered"] == 20 and list(one["rejected"].values()) == [20]
 
 
-def test_clients_come_again_when_they_were_told_to() -> None:
+def test_rejected_clients_retry_when_told() -> None:
+    """Rejected clients with retries come again when they were told to, and more of them finish."""
     load = every(0.02, ask(deadline_ms=1500.0, retries=50, goal=Goal()), 10.0)
     again = found(Workload(PAIR, load, duration_s=10.0, settle_s=300.0))
     once = found(Workload(PAIR, every(0.02, ask(deadline_ms=1500.0), 10.0), duration_s=10.0, settle_s=300.0))
@@ -152,7 +162,7 @@ def test_clients_come_again_when_they_were_told_to() -> None:
     assert sum(again["ended_otherwise"].values()) + again["finished"] == again["offered"]
 
 
-def test_clients_that_wait_to_come_again_are_waited_for() -> None:
+def test_run_waits_for_retrying_clients() -> None:
     """Even where nothing else is left to do."""
     tenants = from_tables({"tenants": {"t": {"limits": {"requests_per_min": 1}}}})
     played = play(Workload(PAIR, every(0.1, ask(retries=5), 0.2), duration_s=0.3, settle_s=600.0, tenants=tenants))
@@ -161,14 +171,16 @@ def test_clients_that_wait_to_come_again_are_waited_for() -> None:
     assert late.ttft_s is not None and late.ttft_s > 30.0
 
 
-def test_more_requests_than_the_bound_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_requests_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More requests than the bound end the run with an error."""
     monkeypatch.setattr(run, "REQUESTS_MAX", 50)
     loops = tuple(Loop((ask(1, 1),), think_s=0.0, from_s=0.0, until_s=100.0) for _ in range(3))
     with pytest.raises(TooManyRequests, match=r"clients have sent 50 requests by second 0\.\d"):
         play(Workload(PAIR, (), loops, duration_s=100.0))
 
 
-def test_figures_are_of_each_tenant_and_class() -> None:
+def test_figures_are_per_tenant_and_class() -> None:
+    """Figures are given for each tenant and priority class, and for each stream of traffic."""
     good, late = Goal(1000.0), Goal(1e-3)
     arrivals = [(0.5 * n, ask(tenant="a", stream="x", goal=good)) for n in range(20)]
     arrivals += [(0.5 * n, ask(1024, 64, tenant="b", stream="y", goal=late)) for n in range(20)]
@@ -230,7 +242,8 @@ def drawn(seed: int) -> Workload:
 
 
 @pytest.mark.parametrize("seed", first(20, range(400)))
-def test_any_workload_ends_with_each_request_counted_once(seed: int) -> None:
+def test_each_request_is_counted_once(seed: int) -> None:
+    """Any drawn workload ends with each request counted once, and repeats with its seed."""
     played = play(drawn(seed))
     everything = figures(played)
     groups = (

@@ -51,7 +51,8 @@ FOUND_BY = {
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", BUGS)
-def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each planted bug makes a seed fail within the searched range."""
     BUGS[name](monkeypatch)
     for seed in (FOUND_BY.get(name, 0), *range(SEEDS)):
         failure = run_seed(seed).failure
@@ -61,6 +62,7 @@ def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     raise AssertionError(f"{name} goes unnoticed in {SEEDS} seeds")
 
 
-def test_there_are_enough_of_them() -> None:
+def test_planted_bugs_are_many_and_described() -> None:
+    """There are at least 20 planted bugs, each with a docstring."""
     assert len(BUGS) >= 20 and all(patch.__doc__ for patch in BUGS.values())
     assert FOUND_BY.keys() <= BUGS.keys()

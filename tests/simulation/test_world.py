@@ -23,7 +23,8 @@ DIGESTS = (
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("start", first(1, range(0, 8 * PART, PART)))
-def test_nothing_is_lost(start: int) -> None:
+def test_no_promise_breaks_for_any_seed(start: int) -> None:
+    """Every seed of the range runs without a violation."""
     for seed in range(start, start + PART):
         result = run_seed(seed)
         if result.failure is not None:
@@ -35,12 +36,14 @@ def test_nothing_is_lost(start: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [1513, 3379, 3899, 4256, 7077, 8509, 14218, 303333, 312694, 411105])
-def test_what_longer_searches_found_stays_mended(seed: int) -> None:
+def test_formerly_failing_seeds_pass(seed: int) -> None:
+    """Seeds that failed in longer searches run without a violation."""
     assert run_seed(seed).failure is None
 
 
 @pytest.mark.timeout(600)
-def test_each_kind_of_fault_comes_up() -> None:
+def test_every_fault_kind_is_injected() -> None:
+    """Each kind of fault is injected by at least one of 30 seeds."""
     injected = {name for seed in range(30) for name in run_seed(seed).injected}
     for kind in (
         "crash",
@@ -59,13 +62,15 @@ def test_each_kind_of_fault_comes_up() -> None:
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_a_run_with_one_kind_of_faults_has_the_same_requests(kind: str) -> None:
+def test_single_fault_run_keeps_the_requests(kind: str) -> None:
+    """A run with one kind of fault has the same requests as the run with all."""
     alone, with_all = draw(3, frozenset({kind})), draw(3)
     assert [(a.prompt, a.at_s) for a in alone.asked] == [(a.prompt, a.at_s) for a in with_all.asked]
     assert run_seed(3, frozenset({kind})).failure is None
 
 
-def test_a_seed_tells_the_same_story_whatever_the_hash_seed() -> None:
+def test_story_is_independent_of_hash_seed() -> None:
+    """A seed gives the same digest under any hash seed."""
     here = [run_seed(seed).digest for seed in range(12)]
     assert len(set(here)) == len(here)
     for hash_seed in ("0", "1234"):
@@ -76,7 +81,8 @@ def test_a_seed_tells_the_same_story_whatever_the_hash_seed() -> None:
         assert done.stdout.split() == here, done.stderr
 
 
-def test_a_story_is_of_its_request_and_of_what_was_done_to_the_cluster() -> None:
+def test_story_covers_request_and_cluster_events() -> None:
+    """A request's timeline has its own events and the faults, but not other requests' events."""
     result = run_seed(7, keep=True)
     assert result.cluster is not None
     told = timeline(result.cluster, "r0", 1000)
@@ -85,7 +91,8 @@ def test_a_story_is_of_its_request_and_of_what_was_done_to_the_cluster() -> None
     assert len(timeline(result.cluster, most=10)) == 10
 
 
-def test_a_child_process_says_what_it_ran() -> None:
+def test_child_process_reports_its_runs() -> None:
+    """A child process of the search reports the seeds and faults that it ran."""
     done = subprocess.run(
         [sys.executable, "-m", "simulation", "0", "40", "2", "crash"],
         cwd=ROOT,

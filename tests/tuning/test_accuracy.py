@@ -29,7 +29,8 @@ def watched(
         accuracy.look(workers, seen, float(now))
 
 
-def test_errors_are_relative_and_the_share_is_in_points() -> None:
+def test_errors_are_relative() -> None:
+    """Errors of TTFT and TPOT are relative, and that of the SLO share is a difference in points."""
     traffic = Traffic(1.0, [3000] * 30, [100] * 30, arrival_cv=0.0)
     guess = predicted(PROFILE, traffic, RATIO, SLO)
     assert guess.ttft_p50_ms and guess.tpot_p90_ms and guess.slo_share == pytest.approx(1.0, abs=0.01)
@@ -43,7 +44,8 @@ def test_errors_are_relative_and_the_share_is_in_points() -> None:
     assert slow.error(62.0).slo_share == pytest.approx(1.0, abs=0.01)
 
 
-def test_the_median_of_an_hour_is_kept_and_no_more() -> None:
+def test_errors_cover_one_hour() -> None:
+    """Comparisons of the past hour are kept and no older ones."""
     accuracy = Accuracy(PROFILE, SLO)
     watched(accuracy, status(300.0, 40.0), 7_200)
     assert 115 <= accuracy.error(7_200.0).comparisons <= 120
@@ -51,7 +53,8 @@ def test_the_median_of_an_hour_is_kept_and_no_more() -> None:
     assert accuracy.error(20_000.0).comparisons == 0 and accuracy.error(20_000.0).ttft_p50 is None
 
 
-def test_nothing_is_compared_across_a_change_of_the_ratio() -> None:
+def test_ratio_change_discards_comparison() -> None:
+    """Nothing is compared across a change of the ratio."""
     accuracy = Accuracy(PROFILE, SLO)
     watched(accuracy, status(300.0, 40.0), 50)
     accuracy.look(None, status(300.0, 40.0), 50.0)
@@ -61,14 +64,16 @@ def test_nothing_is_compared_across_a_change_of_the_ratio() -> None:
     assert accuracy.error(120.0).comparisons == 1
 
 
-def test_too_few_requests_and_an_older_coordinator_say_nothing() -> None:
+def test_small_samples_give_no_error() -> None:
+    """Too few requests, or an older coordinator's report, give no comparison."""
     accuracy = Accuracy(PROFILE, SLO)
     watched(accuracy, TrafficStatus("m", (40_000.0,) * 7, *((1,) * 7,) * 4, 0, (5.0,) * 7, (5.0,) * 7), 100)
     watched(accuracy, TrafficStatus("m", (40_000.0,) * 9, *((1,) * 9,) * 4, 0), 200, RATIO, 100)
     assert accuracy.error(200.0).comparisons == 0
 
 
-def test_what_ended_without_a_token_is_left_out_and_what_waits_is_late() -> None:
+def test_tokenless_requests_are_left_out() -> None:
+    """A request that ended without a token is left out, and one that still waits counts as late."""
     ages = (40_000.0,) * 4
     seen = TrafficStatus("m", ages, *((1,) * 4,) * 4, 0, (0.0, 40_000.0, 100.0, 200.0), (0.0, 0.0, 50.0, 70.0))
     found = measured(seen, range(4), SLO)
@@ -76,7 +81,8 @@ def test_what_ended_without_a_token_is_left_out_and_what_waits_is_late() -> None
     assert found.slo_share == pytest.approx(1 / 3), "one waits, and one has too slow tokens"
 
 
-def test_in_the_virtual_cluster_whose_steps_take_what_the_profile_says_errors_are_small() -> None:
+def test_true_profile_has_small_errors() -> None:
+    """Errors are small in a virtual cluster whose steps take what the profile says."""
     accuracy = Accuracy(PROFILE, SLO)
     drive([Phase(100, 2.0, 4000, 150)], PROFILE, SLO, 2, 2, accuracy=accuracy)
     error = accuracy.error(100.0)
@@ -85,7 +91,7 @@ def test_in_the_virtual_cluster_whose_steps_take_what_the_profile_says_errors_ar
         assert value is not None and value < 0.15, error
 
 
-def test_a_profile_that_is_wrong_is_corrected_by_the_steps_of_the_cluster() -> None:
+def test_learner_corrects_wrong_profile() -> None:
     """Prompts take half as long again as it says, and later tokens a third longer."""
     true, phases = PROFILE.scaled(1.5, 1.33), [Phase(150, 1.0, 4000, 150)]
     as_calibrated, corrected, learner = Accuracy(PROFILE, SLO), Accuracy(PROFILE, SLO), Learner(PROFILE)

@@ -13,7 +13,8 @@ LONG_PROMPTS = Traffic(40.0, [1500, 900, 1200] * 20, [100, 150, 200] * 20)
 LONG_ANSWERS = Traffic(40.0, [200, 300, 100] * 20, [400, 600, 500] * 20)
 
 
-def test_prefill_that_is_short_gets_a_worker_and_decode_that_is_short_gets_it_back() -> None:
+def test_scarce_role_gets_a_worker() -> None:
+    """The advised ratio moves a worker to the role that binds, prefill or decode."""
     found = advise(GPU, LONG_PROMPTS, Workers(3, 5), SLO)
     assert found.present.binds == "prefill compute"
     assert found.best.workers == Workers(4, 4)
@@ -23,20 +24,23 @@ def test_prefill_that_is_short_gets_a_worker_and_decode_that_is_short_gets_it_ba
     assert found.best.workers == Workers(4, 2)
 
 
-def test_no_change_is_advised_where_none_helps() -> None:
+def test_useless_change_is_not_advised() -> None:
+    """The present ratio is advised where no change helps."""
     found = advise(GPU, Traffic(2.0, [500] * 40, [100] * 40), Workers(3, 5), SLO)
     assert found.best is found.present
     assert (found.present.attainment, found.gain, found.wanted) == (pytest.approx(1.0, abs=0.01), 0.0, Workers(1, 1))
 
 
-def test_hits_in_the_prefix_cache_count_as_less_to_compute() -> None:
+def test_cache_hits_lower_prefill_load() -> None:
+    """A higher hit rate lowers the prefill load and raises the attainment."""
     cold = advise(GPU, LONG_PROMPTS, Workers(3, 5), SLO).present
     warm = advise(GPU, replace(LONG_PROMPTS, hit_rate=0.5), Workers(3, 5), SLO).present
     assert warm.prefill_load < 0.7 * cold.prefill_load
     assert warm.attainment > cold.attainment
 
 
-def test_a_queue_that_waits_already_costs_attainment() -> None:
+def test_present_queue_lowers_attainment() -> None:
+    """Prompt tokens that wait already lower the predicted attainment."""
     traffic = replace(LONG_PROMPTS, requests_per_s=20.0)
     before = advise(GPU, traffic, Workers(4, 4), SLO).present.attainment
     after = advise(GPU, replace(traffic, waiting_tokens=1_000_000), Workers(4, 4), SLO).present.attainment
@@ -44,25 +48,29 @@ def test_a_queue_that_waits_already_costs_attainment() -> None:
 
 
 def test_wanted_workers_keep_the_slo() -> None:
+    """The wanted ratio keeps the SLO, and one prefill worker fewer does not."""
     wanted = advise(GPU, LONG_PROMPTS, Workers(3, 5), SLO).wanted
     assert advise(GPU, LONG_PROMPTS, wanted, SLO).present.attainment >= SLO.percentile - 0.02
     fewer = Workers(wanted.prefill - 1, wanted.decode)
     assert advise(GPU, LONG_PROMPTS, fewer, SLO).present.attainment < SLO.percentile
 
 
-def test_silence_is_no_traffic_to_change_workers_for() -> None:
+def test_no_traffic_changes_nothing() -> None:
+    """The present ratio is advised when there is no traffic."""
     found = advise(GPU, Traffic(0.0, [], []), Workers(2, 2), SLO)
     assert found.best is found.present
     assert found.gain == 0.0
 
 
-def test_neighbours_differ_by_one_worker_and_can_serve() -> None:
+def test_neighbours_change_one_role() -> None:
+    """Neighbours of a ratio change the role of one worker and can still serve."""
     assert set(neighbours(Workers(2, 1), False)) == {Workers(1, 2)}
     assert set(neighbours(Workers(1, 1), True)) == {Workers(0, 1, 1), Workers(1, 0, 1)}
     assert set(neighbours(Workers(1, 0, 1), True)) == {Workers(0, 0, 2), Workers(1, 1, 0), Workers(0, 1, 1)}
 
 
-def test_the_first_chunk_on_a_mixed_worker_waits_for_half_a_step() -> None:
+def test_mixed_first_chunk_waits_half_step() -> None:
+    """The first chunk on a mixed worker waits for half a decode step."""
     profile = GPU.replaced(host=HostCost())
     prefill_ms, step_ms = profile.prefill.prompt_ms(256, 0, 256), profile.decode.step_ms(1, 306)
     for share, kept in ((0.4, 0.0), (0.6, 1.0)):
@@ -71,7 +79,7 @@ def test_the_first_chunk_on_a_mixed_worker_waits_for_half_a_step() -> None:
         assert found.ttft_attainment == pytest.approx(kept, abs=0.01)
 
 
-def test_erlang_c_is_as_in_the_tables() -> None:
+def test_erlang_c_matches_known_values() -> None:
     assert erlang_c(1, 0.5) == pytest.approx(0.5)
     assert erlang_c(2, 0.5) == pytest.approx(1 / 3)
     assert erlang_c(10, 0.8) == pytest.approx(0.4092, abs=1e-3)

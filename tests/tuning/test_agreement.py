@@ -78,7 +78,7 @@ def in_the_virtual_cluster(sent: Sequence[Sent], workers: Workers, kv_blocks: in
     [(Workers(1, 1), 8.0), (Workers(1, 1), 25.0), (Workers(2, 2), 60.0), (Workers(3, 1), 80.0), (Workers(4, 4), 120.0)],
     ids=str,
 )
-def test_tokens_come_when_they_come_from_the_whole_core(workers: Workers, per_s: float) -> None:
+def test_tokens_match_the_whole_core(workers: Workers, per_s: float) -> None:
     """First tokens to the microsecond. Between equally full decode workers a report under way may decide otherwise, so with
     several of them later tokens are only as fast."""
     sent = traffic(per_s)
@@ -94,7 +94,7 @@ def test_tokens_come_when_they_come_from_the_whole_core(workers: Workers, per_s:
         )
 
 
-def test_with_several_tenants_first_tokens_come_about_as_from_the_whole_core() -> None:
+def test_tenant_ttft_resembles_whole_core() -> None:
     """What tenants owe is trued up with their requests' ends, and not with every report or while long answers are emitted."""
     sent = traffic(25.0, tenants=("a", "b", "c/x", "c/y"))
     ttft, _ = in_the_virtual_cluster(sent, Workers(1, 1), 10**6)
@@ -105,9 +105,7 @@ def test_with_several_tenants_first_tokens_come_about_as_from_the_whole_core() -
 
 
 @pytest.mark.parametrize(("workers", "per_s", "kv_blocks"), [(Workers(2, 2), 60.0, 500), (Workers(2, 2), 25.0, 300)])
-def test_where_decode_has_too_little_kv_memory_the_same_requests_keep_the_slo(
-    workers: Workers, per_s: float, kv_blocks: int
-) -> None:
+def test_scarce_kv_attainment_agrees(workers: Workers, per_s: float, kv_blocks: int) -> None:
     """Not each request's time: room kept for a request that was bypassed, and the delay of reports, are not modelled."""
     sent = traffic(per_s, 600)
     ttft, tpot = in_the_virtual_cluster(sent, workers, kv_blocks)

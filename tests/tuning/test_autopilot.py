@@ -52,7 +52,8 @@ def looks(pilot: Autopilot, seen: Sequence[Observation], begin: float = 0.0) -> 
     return [pilot.decide(one, begin + 2.0 * at) for at, one in enumerate(seen)]
 
 
-def test_it_takes_the_least_busy_worker_of_the_other_role_once_it_has_looked_twice() -> None:
+def test_least_busy_worker_changes_role() -> None:
+    """The least busy worker of the other role changes, once the need was seen twice."""
     first, second = looks(Autopilot(PROFILE, AutopilotRules(SLO)), [Observation(seats(2, 6), PROMPTS)] * 2)
     assert not first.workers and "to be seen again first" in first.reason
     assert (second.workers, second.role) == (("w7",), Role.PREFILL)
@@ -61,7 +62,8 @@ def test_it_takes_the_least_busy_worker_of_the_other_role_once_it_has_looked_twi
     assert second.needed is not None and second.needed.prefill >= 5 and second.needed.decode == 1
 
 
-def test_mixed_workers_are_counted_and_left_alone() -> None:
+def test_mixed_workers_are_left_alone() -> None:
+    """Mixed workers count in the ratio and never change their role."""
     halves = [AutopilotWorker(f"a-{role}", role, 0, is_mixed=True) for role in (Role.PREFILL, Role.DECODE)]
     _, second = looks(Autopilot(PROFILE, AutopilotRules(SLO)), [Observation([*seats(1, 5), *halves], PROMPTS)] * 2)
     assert second.present == Workers(1, 5, 1) and second.wanted.mixed == 1
@@ -71,7 +73,8 @@ def test_mixed_workers_are_counted_and_left_alone() -> None:
 
 
 @pytest.mark.parametrize(("ratio", "count"), [((16, 48), 8), ((23, 41), 3), ((60, 4), 0)])
-def test_of_many_workers_up_to_an_eighth_change_at_once(ratio: tuple[int, int], count: int) -> None:
+def test_eighth_of_workers_changes_at_once(ratio: tuple[int, int], count: int) -> None:
+    """Up to an eighth of many workers change their role at once."""
     prompts = replace(PROMPTS, requests_per_s=64.0)
     second = looks(Autopilot(PROFILE, AutopilotRules(SLO, gain_min=0.01)), [Observation(seats(*ratio), prompts)] * 2)[1]
     assert len(second.workers) == count, second
@@ -87,12 +90,14 @@ def test_of_many_workers_up_to_an_eighth_change_at_once(ratio: tuple[int, int], 
         (Observation(seats(2, 0), PROMPTS), "lacks a role"),
     ],
 )
-def test_it_stays(seen: Observation, why: str) -> None:
+def test_autopilot_stays_without_need(seen: Observation, why: str) -> None:
+    """The autopilot changes nothing when a change is under way, not needed or not possible."""
     decisions = looks(Autopilot(PROFILE, AutopilotRules(SLO)), [seen] * 5)
     assert not any(one.workers for one in decisions) and why in decisions[-1].reason
 
 
-def test_it_is_calm_after_a_loss() -> None:
+def test_loss_pauses_the_autopilot() -> None:
+    """The autopilot changes nothing for a while after a worker was lost."""
     pilot = Autopilot(PROFILE, AutopilotRules(SLO))
     before, after = Observation(seats(2, 6), PROMPTS, lost=3), Observation(seats(2, 6), PROMPTS, lost=4)
     decisions = looks(pilot, [before, *[after] * 15])
@@ -100,12 +105,14 @@ def test_it_is_calm_after_a_loss() -> None:
     assert looks(pilot, [after], 40.0)[0].workers
 
 
-def test_a_drained_worker_counts_for_nothing_and_stops_nothing() -> None:
+def test_draining_worker_is_not_counted() -> None:
+    """A draining worker does not count in the ratio and stops no change."""
     _, second = looks(Autopilot(PROFILE, AutopilotRules(SLO)), [Observation(seats(2, 6, draining="w7"), PROMPTS)] * 2)
     assert (second.workers, second.present) == (("w6",), Workers(2, 5)), "the least busy one is on its way out"
 
 
-def test_a_loss_now_and_then_stops_nothing_in_a_large_fleet() -> None:
+def test_rare_losses_pause_no_large_fleet() -> None:
+    """A few losses in a large fleet do not pause the autopilot, and many do."""
     prompts = replace(PROMPTS, requests_per_s=500.0)
     seen = [Observation(seats(125, 375), prompts, lost=lost) for lost in (0, 7, 15)]
     first, second, third = looks(Autopilot(PROFILE, AutopilotRules(SLO)), seen)
@@ -113,7 +120,8 @@ def test_a_loss_now_and_then_stops_nothing_in_a_large_fleet() -> None:
     assert not third.workers and "15 workers were lost less than 30 s ago" in third.reason
 
 
-def test_changes_and_losses_of_other_models_stop_nothing() -> None:
+def test_other_models_are_ignored() -> None:
+    """Role changes and losses of other models do not stop the autopilot."""
     h = Harness.make(prefill=2, decode=6)
     other = msgspec.structs.replace(worker_hello(Role.PREFILL, 50), model="other")
     for incarnation in (50, 51):
@@ -127,7 +135,8 @@ def test_changes_and_losses_of_other_models_stop_nothing() -> None:
     assert (seen.is_changing, seen.lost) == (False, 0) and (there.is_changing, there.lost) == (True, 1)
 
 
-def test_it_does_not_turn_back_at_once() -> None:
+def test_reversal_waits_for_the_dwell() -> None:
+    """A change in the other direction waits until the dwell time is over."""
     pilot = Autopilot(PROFILE, AutopilotRules(SLO, dwell_s=60.0))
     assert looks(pilot, [Observation(seats(2, 6), PROMPTS)] * 2)[1].workers
     turned = Observation(seats(5, 3), ANSWERS)
@@ -136,7 +145,7 @@ def test_it_does_not_turn_back_at_once() -> None:
     assert looks(pilot, [turned] * 2, 70.0)[1].role is Role.DECODE
 
 
-def test_a_burst_is_no_change_of_traffic() -> None:
+def test_short_burst_changes_nothing() -> None:
     """A fifth more than the present ratio can serve, in a sample of 48: that may be chance."""
     burst = Traffic(11.0, [6000] * 48, [20] * 48)
     usual = Traffic(8.0, [6000] * 400, [20] * 400)
@@ -144,7 +153,8 @@ def test_a_burst_is_no_change_of_traffic() -> None:
     assert not any(one.workers for one in decisions)
 
 
-def test_samples_are_the_latest_requests_and_those_of_a_minute() -> None:
+def test_samples_are_latest_requests() -> None:
+    """The short sample holds the latest 48 requests, and the long one those of a minute."""
     ages = tuple(float(1000 * age) for age in range(199, -1, -1))
     status = TrafficStatus("m", ages, (3,) * 200, (100,) * 200, (50,) * 200, (10,) * 200, 5)
     short, long = latest(status), of_longer(status)
@@ -157,8 +167,8 @@ def test_samples_are_the_latest_requests_and_those_of_a_minute() -> None:
 TURNS = (Phase(40, 1.0, 6000, 20), Phase(100, 8.0, 6000, 20), Phase(80, 6.0, 300, 400))
 
 
-def test_it_follows_traffic_that_turns() -> None:
-    """In short: `test_it_comes_near_one_that_knows` is the whole."""
+def test_autopilot_follows_turning_traffic() -> None:
+    """In short: `test_autopilot_comes_near_the_oracle` is the whole."""
     found = drive(TURNS, PROFILE, SLO, 2, 6, rules=AutopilotRules(SLO))
     assert found.goodput >= 0.6 * found.asked, found
     assert {way for at, way in found.flips if 40 <= at < 140} == {1}
@@ -166,10 +176,11 @@ def test_it_follows_traffic_that_turns() -> None:
 
 
 def test_steady_traffic_changes_nothing() -> None:
+    """The autopilot changes no role while traffic stays the same."""
     assert not drive([Phase(100, 4.0, 4000, 150)], PROFILE, SLO, 4, 4, rules=AutopilotRules(SLO)).flips
 
 
-def test_with_a_wrong_profile_it_still_finds_the_ratio_once_it_has_seen_steps() -> None:
+def test_wrong_profile_finds_ratio_by_learning() -> None:
     """The profile says that prompts take 0.4 times what they take. Half of the workers have to compute them."""
     wrong, phases = PROFILE.scaled(prefill=0.4), [Phase(150, 4.0, 6000, 20)]
     believes = drive(phases, PROFILE, SLO, 2, 6, rules=AutopilotRules(SLO), believed=wrong)
@@ -180,7 +191,7 @@ def test_with_a_wrong_profile_it_still_finds_the_ratio_once_it_has_seen_steps() 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_it_comes_near_one_that_knows() -> None:
+def test_autopilot_comes_near_the_oracle() -> None:
     """Eight workers. The oracle has the best fixed ratio of each phase from its first request on."""
     phases = [Phase(600, one.per_s, one.prompt_tokens, one.output_tokens) for one in TURNS]
     found = drive(phases, PROFILE, SLO, 2, 6, rules=AutopilotRules(SLO))
@@ -192,7 +203,7 @@ def test_it_comes_near_one_that_knows() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_sixty_four_workers_follow_as_fast_as_eight() -> None:
+def test_large_fleet_follows_as_fast() -> None:
     """No oracle serves more than all requests that come."""
     phases = [Phase(600, 8 * one.per_s, one.prompt_tokens, one.output_tokens) for one in TURNS]
     found = drive(phases, PROFILE, SLO, 16, 48, rules=AutopilotRules(SLO))
@@ -207,5 +218,6 @@ def test_sixty_four_workers_follow_as_fast_as_eight() -> None:
     ("phase", "prefill"),
     [(Phase(3600, 6.0, 300, 400), 2), (Phase(3600, 4.0, 4000, 150), 4), (Phase(3600, 1.0, 3000, 100), 4)],
 )
-def test_an_hour_of_steady_traffic_changes_nothing(phase: Phase, prefill: int) -> None:
+def test_steady_hour_changes_nothing(phase: Phase, prefill: int) -> None:
+    """The autopilot changes no role in an hour of steady traffic."""
     assert not drive([phase], PROFILE, SLO, prefill, 8 - prefill, rules=AutopilotRules(SLO)).flips

@@ -118,11 +118,12 @@ def check_held_back(numbers: tuple[float, ...]) -> None:
     assert max(points) <= 15, points
 
 
-def test_attainment_at_held_back_rates_is_predicted() -> None:
+def test_held_back_rates_are_predicted() -> None:
+    """The fitted profile predicts the attainment at request rates that it was not fitted to."""
     check_held_back(FITTED)
 
 
 @pytest.mark.long
-def test_a_fit_from_a_guess_predicts_them_too() -> None:
+def test_fit_from_guess_predicts_rates() -> None:
     """The guess: time of the shortest prompts, time per token of the longest, KV of an 80 GB card."""
     check_held_back(fit((17.0, 0.062, 26.0, 0.53, 4500.0, 2500.0), 8))

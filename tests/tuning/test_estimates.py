@@ -55,7 +55,8 @@ def published(hardware: str) -> dict[tuple[str, int, int, int, int], list[tuple[
 
 @pytest.mark.skipif(not SPLITWISE.is_file(), reason=f"needs {SPLITWISE}; set CROSSDOCK_DATA")
 @pytest.mark.parametrize("hardware", OURS)
-def test_published_times_are_within_a_quarter_on_average(hardware: str) -> None:
+def test_estimates_match_published_times(hardware: str) -> None:
+    """Estimated times of prompts and tokens are within 15 % of published ones on average."""
     card, first, later = CARDS[OURS[hardware]], [], []
     for (model, cards, prompt, batch, answer), times in published(hardware).items():
         shape, line = KNOWN[model], Roofline(card, KNOWN[model], cards)
@@ -71,7 +72,7 @@ def test_published_times_are_within_a_quarter_on_average(hardware: str) -> None:
 
 
 @pytest.mark.skipif(not distserve.FILE.is_file(), reason=f"needs {distserve.FILE}; set CROSSDOCK_DATA")
-def test_first_tokens_of_a_run_that_nothing_was_fitted_to() -> None:
+def test_unfitted_ttft_is_predicted() -> None:
     """OPT-13B: its engine takes 26 ms for a decode step where memory takes 13, so later tokens are expected too early."""
     both = merged(
         profile("A100-80GB-SXM", "OPT-13B", 2, seqs_max=256), profile("A100-80GB-SXM", "OPT-13B", 1, seqs_max=256)
@@ -99,7 +100,7 @@ def test_first_tokens_of_a_run_that_nothing_was_fitted_to() -> None:
         ("SmolLM2-135M", 0.1345),
     ],
 )
-def test_parameters_are_those_that_are_published(name: str, billions: float) -> None:
+def test_parameter_counts_are_as_published(name: str, billions: float) -> None:
     assert KNOWN[name].parameters / 1e9 == pytest.approx(billions, rel=0.005)
 
 
@@ -116,7 +117,8 @@ LLAMA: dict[str, Any] = {
 }
 
 
-def test_a_config_says_what_the_known_shape_says(tmp_path: Path) -> None:
+def test_config_gives_known_shape(tmp_path: Path) -> None:
+    """A model's config gives the same shape as the table of known models."""
     assert of_config(LLAMA) == KNOWN["Llama-3.1-8B"]
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert shape_of(str(tmp_path)) == shape_of("meta-llama/Llama-3.1-8B-Instruct") == KNOWN["Llama-3.1-8B"]
@@ -139,12 +141,14 @@ def test_a_config_says_what_the_known_shape_says(tmp_path: Path) -> None:
         ({"kv_lora_rank": 512}, "latent attention"),
     ],
 )
-def test_a_config_that_cannot_be_used_names_what_is_wrong(changes: dict[str, Any], why: str) -> None:
+def test_bad_config_names_the_fault(changes: dict[str, Any], why: str) -> None:
+    """A config that cannot be used is refused with what is wrong in it."""
     with pytest.raises(ShapeError, match=why):
         of_config(LLAMA | changes)
 
 
-def test_a_model_that_is_not_known_and_one_that_does_not_fit_are_told() -> None:
+def test_unknown_or_oversized_model_is_refused() -> None:
+    """A model that is unknown or does not fit on its cards is refused with a reason."""
     with pytest.raises(SettingsError, match=r"neither a folder with a config.json nor one of .*Llama-3.1-8B"):
         shape_of("acme/Frob-9B")
     with pytest.raises(EstimateError, match="no room for KV; more cards for each worker: --tensor-parallel"):
@@ -153,7 +157,8 @@ def test_a_model_that_is_not_known_and_one_that_does_not_fit_are_told() -> None:
 
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("model", ["Llama-3.1-8B", "Qwen3-30B-A3B"])
-def test_every_card_gives_a_profile_that_is_read_again_and_rises(card: str, model: str) -> None:
+def test_every_card_gives_valid_profile(card: str, model: str) -> None:
+    """Each card's profile is read as it was written, and its times rise with the size of steps."""
     made = profile(card, model, 4)
     assert decoded(encoded(made), "it") == made
     for curve in (made.prefill.curve, made.decode.curve):
@@ -162,7 +167,8 @@ def test_every_card_gives_a_profile_that_is_read_again_and_rises(card: str, mode
     assert made.origin == "estimated"
 
 
-def test_more_cards_compute_prompts_faster_and_hold_more() -> None:
+def test_more_cards_compute_faster() -> None:
+    """Four cards compute prompts faster than one and hold more than four times the KV blocks."""
     one, four = profile("H100-SXM", "Llama-3.1-8B", 1), profile("H100-SXM", "Llama-3.1-8B", 4)
     assert four.prefill.step_ms(2048, 0) < one.prefill.step_ms(2048, 0) < 4 * four.prefill.step_ms(2048, 0)
     assert four.decode_capacity.kv_blocks > 4 * one.decode_capacity.kv_blocks

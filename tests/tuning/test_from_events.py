@@ -63,7 +63,8 @@ def corrected(folder: Path, *logs: str, out: str = "out.json", profile: str = "p
     return decoded((folder / out).read_bytes(), "out")
 
 
-def test_a_profile_is_corrected_by_an_event_log(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_event_log_corrects_a_profile(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An event log corrects the step costs of a profile and leaves transfer and host costs."""
     found = corrected(folder, "events.log", "short.log")
     for size in (1, 4, 16):
         assert found.decode.curve(size) == pytest.approx(TRUE.decode.curve(size), rel=0.03)
@@ -77,13 +78,15 @@ def test_a_profile_is_corrected_by_an_event_log(folder: Path, capsys: pytest.Cap
     assert found.transfer == PROFILE.transfer and found.host == PROFILE.host, "of these it says nothing"
 
 
-def test_too_few_steps_are_an_error_that_names_the_option(folder: Path) -> None:
+def test_too_few_steps_are_refused(folder: Path) -> None:
+    """A log with too few step times is refused with the option's name, and no file is written."""
     with pytest.raises(SettingsError, match=r"--from-events: too few step times: \d+ of prefill, \d+ of decode; .* 32"):
         corrected(folder, "short.log", out="none.json")
     assert not (folder / "none.json").exists()
 
 
-def test_a_profile_of_another_model_is_refused_unless_it_is_forced(folder: Path) -> None:
+def test_profile_of_other_model_is_refused(folder: Path) -> None:
+    """A profile of another model is refused unless --force is given."""
     (folder / "other.json").write_bytes(encoded(PROFILE.replaced(about={"model": "llama"})))
     log, other, out = str(folder / "events.log"), str(folder / "other.json"), str(folder / "forced.json")
     wanted = "of the model m, but the profile is of llama; --force uses it all the same"
@@ -98,14 +101,16 @@ def test_a_profile_of_another_model_is_refused_unless_it_is_forced(folder: Path)
     assert len(traffic(TuneSettings(trace=log), PROFILE)) > 50
 
 
-def test_what_is_no_event_log_or_no_profile_is_named(folder: Path) -> None:
+def test_wrong_input_files_are_named(folder: Path) -> None:
+    """A file that is no event log or no profile is named with its option."""
     with pytest.raises(SettingsError, match=r"--from-events: .*profile.json: "):
         corrected(folder, "profile.json")
     with pytest.raises(SettingsError, match=r"--profile: .*events.log"):
         corrected(folder, "events.log", profile="events.log")
 
 
-def test_an_event_log_tells_decode_steps_of_workers_that_only_decode(tmp_path: Path) -> None:
+def test_log_gives_pure_decode_steps(tmp_path: Path) -> None:
+    """An event log gives decode step times only of workers that only decode."""
     h = Harness.make(decode=2, core=TapedCore)
     h.post(PeerUp(30, msgspec.structs.replace(worker_hello(Role.DECODE, 30), process="mixed-0")))
     h.now = 2.0
@@ -122,6 +127,7 @@ def test_an_event_log_tells_decode_steps_of_workers_that_only_decode(tmp_path: P
 
 
 def test_several_models_are_refused(folder: Path, tmp_path: Path) -> None:
+    """A log with workers of several models is refused, and the models are named."""
     h = Harness.make(core=TapedCore)
     h.post(PeerUp(30, msgspec.structs.replace(worker_hello(Role.DECODE, 30), model="other")))
     (tmp_path / "log").write_bytes(taped(h.core).tape())
@@ -138,7 +144,8 @@ def side_by_side() -> Logged:
     return logged
 
 
-def test_steps_beside_the_other_role_are_not_taken_for_slow_ones() -> None:
+def test_shared_steps_are_not_slow() -> None:
+    """Steps beside the other role on one host are expected to take longer."""
     profile = PROFILE.replaced(beside_decode=1.25, beside_prefill=1.5)
     found = samples_of(profile, side_by_side())
     assert {one.slow for one in found[Role.PREFILL]} == {1.25}
@@ -148,7 +155,8 @@ def test_steps_beside_the_other_role_are_not_taken_for_slow_ones() -> None:
     assert {one.slow for one in samples_of(profile, several)[Role.DECODE]} == {1.0}
 
 
-def test_where_workers_share_cores_their_role_stays_as_it_is() -> None:
+def test_shared_cores_leave_role_unchanged() -> None:
+    """The costs of a role stay as they are where its workers share cores."""
     profile, logged = PROFILE.replaced(decode_cores=1), side_by_side()
     logged.most_workers[Role.DECODE]["h"], logged.most_workers[Role.PREFILL]["h"] = 2, 2
     found = of_logs(profile, [logged], Console(quiet=True))
@@ -156,6 +164,7 @@ def test_where_workers_share_cores_their_role_stays_as_it_is() -> None:
 
 
 def test_json_is_the_profile(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The --json output is the corrected profile."""
     settings = CalibrateSettings(
         from_events=[str(folder / "events.log")], profile=str(folder / "profile.json"), out=str(folder / "j.json"),
         as_json=True,

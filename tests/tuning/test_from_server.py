@@ -54,7 +54,8 @@ def taken(sent: Sequence[Sent], noise: float = 0.0) -> list[RequestTiming]:
 
 
 @pytest.mark.parametrize("noise", first(1, [0.1, 0.0]))
-def test_a_fit_predicts_loads_that_it_has_not_seen(noise: float) -> None:
+def test_fit_predicts_unseen_loads(noise: float) -> None:
+    """A profile fitted to timings predicts the attainment at loads that it has not seen."""
     seen = traffic(4, 60, 1) + [one._replace(at_s=one.at_s + 60) for one in traffic(9, 60, 2)]
     profile, misfit = fitted(taken(seen, noise), SERVER, {"model": "m"})
     assert profile.origin == "from a server"
@@ -66,7 +67,8 @@ def test_a_fit_predicts_loads_that_it_has_not_seen(noise: float) -> None:
         assert abs(mine - theirs) < 0.08, rate
 
 
-def test_too_little_to_fit_to_is_told() -> None:
+def test_too_few_timings_are_refused() -> None:
+    """Fewer than 60 requests, or answers of one token only, are refused."""
     timings = taken(traffic(4, 60, 1))
     with pytest.raises(TimingsError, match="59 requests are too few"):
         fitted(timings[:59], SERVER, {})
@@ -92,7 +94,8 @@ def readings(intervals: int) -> list[MetricsReading]:
     return found
 
 
-def test_metrics_give_the_times_that_made_them() -> None:
+def test_metrics_give_true_times() -> None:
+    """Server metrics give the step times that made them, if enough intervals had tokens."""
     profile = from_metrics.fitted(readings(60), SERVER, {})
     assert profile.decode.step_ms(1, 0) == pytest.approx(9.15, rel=0.02)
     assert profile.decode.step_ms(64, 0) == pytest.approx(9 + 64 * 0.15, rel=0.02)
@@ -103,6 +106,7 @@ def test_metrics_give_the_times_that_made_them() -> None:
 
 
 def test_no_time_is_negative() -> None:
+    """The fit gives no negative coefficient."""
     rows = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
     assert non_negative(rows, np.array([3.0, 2.0, 1.0])) == pytest.approx([2.0, 0.0])
     assert non_negative(rows, np.array([-1.0, -1.0, -1.0])) == [0.0, 0.0]
@@ -116,7 +120,8 @@ vllm:num_requests_running{engine="1"} 4.0
 """
 
 
-def test_what_a_server_says_of_itself() -> None:
+def test_server_metrics_are_parsed() -> None:
+    """KV room is read from a server's metrics, and missing or unreadable metrics are named."""
     samples = samples_of(METRICS)
     assert kv_tokens_of(samples) == 32768
     assert kv_tokens_of({}) == 0
@@ -126,7 +131,8 @@ def test_what_a_server_says_of_itself() -> None:
         samples_of(b"\xff\xfe{")
 
 
-def test_timings_are_read_from_csv_and_from_a_run(tmp_path: Path) -> None:
+def test_timings_come_from_csv_or_run(tmp_path: Path) -> None:
+    """Timings are read from a CSV file or from the file of a run, without failed requests."""
     file = tmp_path / "t.csv"
     file.write_text("arrival_s,prompt_tokens,output_tokens,ttft_ms,end_s\n1.5,100,20,80,2.5\n")
     assert read_timings(str(file)) == [RequestTiming(1.5, 100, 20, 80.0, 2.5)]
@@ -151,6 +157,7 @@ def test_timings_are_read_from_csv_and_from_a_run(tmp_path: Path) -> None:
     ],
 )
 def test_bad_timings_are_named(tmp_path: Path, text: str, why: str) -> None:
+    """A bad file of timings is refused with what is wrong in it."""
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(SettingsError, match=why):
         read_timings(str(tmp_path / "t.csv"))
@@ -159,7 +166,8 @@ def test_bad_timings_are_named(tmp_path: Path, text: str, why: str) -> None:
         read_timings(str(tmp_path / "t.json"))
 
 
-def test_a_list_of_models_that_cannot_be_read_is_told() -> None:
+def test_unreadable_model_list_is_refused() -> None:
+    """A list of models that cannot be read is refused, and an empty one names no model."""
     known = _first_model(b'{"data": [{"id": "m", "max_model_len": 8192, "object": "model"}]}')
     assert (known.id, known.max_model_len) == ("m", 8192)
     assert _first_model(b'{"data": []}').id == ""
@@ -173,7 +181,8 @@ def test_a_list_of_models_that_cannot_be_read_is_told() -> None:
             _first_model(answer)
 
 
-def test_a_file_without_an_answer_is_no_reason_to_watch_metrics(tmp_path: Path) -> None:
+def test_empty_timings_file_is_refused(tmp_path: Path) -> None:
+    """A file of timings without requests is refused, and no profile is written."""
     (tmp_path / "t.csv").write_text("arrival_s,prompt_tokens,output_tokens,ttft_ms,end_s\n")
     settings = FromVllmSettings(timings=str(tmp_path / "t.csv"), kv_tokens=4096, out=str(tmp_path / "p.json"))
     with pytest.raises(SettingsError, match="--timings: 0 requests are too few"):
@@ -181,7 +190,8 @@ def test_a_file_without_an_answer_is_no_reason_to_watch_metrics(tmp_path: Path) 
     assert not (tmp_path / "p.json").exists()
 
 
-def test_each_of_two_kinds_of_hardware_keeps_its_origin() -> None:
+def test_merged_profile_keeps_both_origins() -> None:
+    """A profile merged from two kinds of hardware keeps the origin of each."""
     fitted_one = profile_of(TRUE, SERVER, {"model": "m"})
     both = merged(fitted_one, GPU)
     assert (both.about["prefill"]["origin"], both.about["decode"]["origin"]) == ("from a server", "calibrated")

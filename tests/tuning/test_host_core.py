@@ -31,14 +31,16 @@ def ttft(*sent: Sent, workers: Workers = ONE_EACH) -> list[float]:
     return [float(ms) for ms in Simulator(TINY, workers, sent).run().ttft_ms]
 
 
-def test_a_request_that_is_alone_takes_what_calibrate_measured() -> None:
+def test_lone_request_takes_measured_time() -> None:
+    """A request alone on the cluster takes the times that calibrate measured."""
     assert ttft(Sent(0.0, 256, 1)) == pytest.approx([10 + 2])
     assert ttft(Sent(0.0, 512, 1)) == pytest.approx([10 + 2 + 3 + 2]), (
         "no gap before the first step, none after the last"
     )
 
 
-def test_requests_and_steps_at_once_share_the_core() -> None:
+def test_requests_and_steps_share_the_core() -> None:
+    """Requests and steps at the same time divide the core between them."""
     # The second one comes when the first has its core for itself; each is timed by what runs when it begins.
     first, second = ttft(Sent(0.0, 256, 1), Sent(0.005, 256, 1))
     assert second == pytest.approx(20 + 2)
@@ -47,7 +49,8 @@ def test_requests_and_steps_at_once_share_the_core() -> None:
     assert ttft(Sent(0.0, 256, 1), Sent(0.02, 256, 1), workers=Workers(2, 1)) == pytest.approx([12, 12])
 
 
-def test_tokens_take_their_part_of_the_core_and_no_more() -> None:
+def test_tokens_take_only_their_share() -> None:
+    """Decode streams slow a request by their share of the core and no more."""
     streams = [Sent(0.0, 16, 1000), Sent(0.0001, 16, 1000)]
     beside_one = ttft(streams[0], Sent(0.1, 256, 1))[1]
     beside_two = ttft(*streams, Sent(0.1, 256, 1), workers=Workers(1, 2))[2]
@@ -63,7 +66,8 @@ def gaps(streams: int, workers: Workers, control_ms: float) -> float:
     return float(np.median(outcome.tpot_ms))
 
 
-def test_each_mixed_worker_has_a_core_but_passing_tokens_on_takes_of_it_where_all_have_one() -> None:
+def test_mixed_workers_own_their_cores() -> None:
+    """Each mixed worker has a core, and passing tokens on slows it only where all have one."""
     one, two = Workers(0, 0, 1), Workers(0, 0, 2)
     assert gaps(2, one, 0.0) == pytest.approx(1.0, rel=0.05)
     assert gaps(2, two, 0.0) == pytest.approx(1.0, rel=0.05), "one core each"
@@ -72,7 +76,8 @@ def test_each_mixed_worker_has_a_core_but_passing_tokens_on_takes_of_it_where_al
     assert gaps(2, two, 0.2) == pytest.approx(1 / (1 - 0.2), rel=0.07)
 
 
-def test_parts_of_a_core_are_equal_where_it_is_too_small() -> None:
+def test_small_core_is_divided_equally() -> None:
+    """A core that is too small is divided equally."""
     assert stretch(1, 1, 0, 0.0) == 1.0
     assert stretch(1, 1, 1, 0.02) == pytest.approx(1 / 0.98)
     assert stretch(1, 1, 1, 0.9) == 2.0
@@ -80,7 +85,8 @@ def test_parts_of_a_core_are_equal_where_it_is_too_small() -> None:
     assert stretch(2, 4, 1, 0.5) == 1.0
 
 
-def test_a_profile_without_these_figures_is_simulated_as_before() -> None:
+def test_missing_core_figures_change_nothing() -> None:
+    """A profile without figures of shared cores is simulated without them."""
     rng = np.random.default_rng(1)
     sent = [Sent(at, int(rng.integers(16, 900)), 40) for at in np.cumsum(rng.exponential(0.02, 200)).tolist()]
     plain = TINY.replaced(control=ControlCost(), host=HostCost(step_gap_ms=3.0))
@@ -95,18 +101,21 @@ def test_a_profile_without_these_figures_is_simulated_as_before() -> None:
     assert (figures[0] == figures[1]).all()
 
 
-def test_waiting_in_the_queue_begins_at_the_coordinator() -> None:
+def test_queue_time_begins_at_coordinator() -> None:
+    """The queue time of a request begins when it reaches the coordinator."""
     outcome = Simulator(TINY, Workers(1, 1), [Sent(0.0, 256, 1)]).run()
     assert outcome.queue_ms[0] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_what_tokens_take_is_a_line_over_the_sequences() -> None:
+def test_control_cost_is_a_line() -> None:
+    """The core time of a step's tokens is fitted as a line over the sequences."""
     found = control_cost([(1, 0.5), (4, 0.8), (1, 0.5), (4, 0.8), (4, 9.0)])
     assert (found.step_ms, found.token_ms) == pytest.approx((0.4, 0.1))
     assert control_cost([]) == ControlCost()
 
 
-def test_the_kernel_says_how_long_threads_ran_on_these_cores() -> None:
+def test_kernel_reports_core_time() -> None:
+    """The kernel reports how long threads ran on the given cores."""
     cores = frozenset(os.sched_getaffinity(0))
     before = shared_core_ms(cores)
     if before is None:

@@ -61,9 +61,7 @@ def replace_model(rows: StepTimes) -> StepTimes:
 @pytest.mark.parametrize("outliers", [0.0, 0.2])
 @pytest.mark.parametrize("factor", [0.6, 1.0, 1.5, 3.0])
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_steps_that_take_so_many_times_as_long_are_found_though_some_were_slow(
-    role: Role, factor: float, outliers: float
-) -> None:
+def test_step_factor_is_found(role: Role, factor: float, outliers: float) -> None:
     """In 29 of 30 samples of 80 to 660 steps; the slow steps of one sample may all be of one size."""
     true, missed = GPU.scaled(factor, factor), 0
     other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
@@ -80,7 +78,8 @@ def test_steps_that_take_so_many_times_as_long_are_found_though_some_were_slow(
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_with_many_samples_it_is_exact_and_says_what_it_did(role: Role) -> None:
+def test_many_samples_give_exact_factor(role: Role) -> None:
+    """Many samples give the step times within 3 %, and the words name the factor."""
     true = GPU.scaled(1.5, 1.5)
     found = correct(GPU, {role: production(true, role, 3_000)})
     assert times(found.profile, role) == pytest.approx(times(true, role), rel=0.03)
@@ -91,14 +90,16 @@ def test_with_many_samples_it_is_exact_and_says_what_it_did(role: Role) -> None:
     assert decoded(encoded(found.profile), "p") == found.profile
 
 
-def test_too_few_samples_change_nothing() -> None:
+def test_few_samples_change_nothing() -> None:
+    """Fewer samples than the minimum leave the profile as it is."""
     few = production(GPU.scaled(1.5, 1.5), Role.DECODE, SAMPLES_MIN - 1)
     assert correct(GPU, {Role.DECODE: few}).profile == GPU
     assert correct(GPU, {Role.DECODE: few}).words == ""
     assert correct(GPU, {Role.DECODE: [*few, few[0]]}).profile != GPU
 
 
-def test_what_cannot_be_is_left_out_and_factors_are_bounded() -> None:
+def test_impossible_samples_are_left_out() -> None:
+    """Impossible samples are left out, and correction factors are bounded."""
     never = [StepTime(0.0, 1.0, 5.0), StepTime(4.0, 1.0, 0.0)] * SAMPLES_MIN
     assert correct(GPU, {Role.DECODE: never}).profile == GPU
     found = correct(GPU, {Role.DECODE: [StepTime(1.0, 0.0, 1e12)] * SAMPLES_MIN}).profile
@@ -106,7 +107,7 @@ def test_what_cannot_be_is_left_out_and_factors_are_bounded() -> None:
     assert decoded(encoded(found), "p") == found
 
 
-def test_large_batches_that_are_slower_than_their_curve_are_told_from_small_ones() -> None:
+def test_large_batches_are_corrected_apart() -> None:
     """Also beyond the sizes that were calibrated; and what lies between and beyond follows."""
     base = GPU.replaced(decode=DecodeCost(Curve((1.0, 8.0), (12.0, 13.0)), 2e-5))
     true = GPU.replaced(decode=DecodeCost(Curve((1.0, 8.0, 64.0), (12.0, 13.0, 42.0)), 2e-5))
@@ -118,7 +119,8 @@ def test_large_batches_that_are_slower_than_their_curve_are_told_from_small_ones
     assert "(1.00 at 1, 1.69 at 44 sequences; 4,000 steps)" in found.words
 
 
-def test_a_context_term_that_was_not_measured_is_learned() -> None:
+def test_missing_context_term_is_learned() -> None:
+    """A cost per KV token that calibration did not measure is learned from steps."""
     base = GPU.replaced(decode=replace_kv(GPU.decode, 0.0))
     true = GPU.replaced(decode=replace_kv(GPU.decode, 1e-4))
     found = correct(base, {Role.DECODE: production(true, Role.DECODE, 1_000)}).profile
@@ -130,13 +132,15 @@ def replace_kv(cost: DecodeCost, kv_token_ms: float) -> DecodeCost:
     return DecodeCost(cost.curve, kv_token_ms, cost.residuals)
 
 
-def test_steps_of_like_context_only_scale_it() -> None:
+def test_similar_contexts_scale_the_term() -> None:
+    """Steps of similar context only scale the cost per KV token."""
     samples = [StepTime(32.0, 64_000.0, 1.5 * GPU.decode.step_ms(32, 64_000.0))] * 100
     found = correct(GPU, {Role.DECODE: samples}).profile
     assert found.decode.kv_token_ms == pytest.approx(1.5 * GPU.decode.kv_token_ms)
 
 
-def test_a_corrected_profile_stays_as_it_is() -> None:
+def test_repeated_correction_changes_nothing() -> None:
+    """A second correction with the same samples changes nothing and adds no points."""
     samples = {role: production(GPU.scaled(1.4, 0.8), role, 2_000) for role in (Role.PREFILL, Role.DECODE)}
     once = correct(GPU, samples).profile
     twice = correct(once, samples)
@@ -146,19 +150,22 @@ def test_a_corrected_profile_stays_as_it_is() -> None:
     assert len(correct(twice.profile, samples).profile.decode.curve.at) == len(once.decode.curve.at), "no new points"
 
 
-def test_times_that_drift_widen_the_bands() -> None:
+def test_drifting_times_widen_bands() -> None:
+    """Step times that drift make the bands of predictions wider."""
     steady = production(GPU, Role.DECODE, 500)
     assert correct(GPU, {Role.DECODE: steady}).profile.run_sigma == GPU.run_sigma
     drifting = [one._replace(ms=one.ms * (1 + one.at_s / 500)) for one in steady]
     assert correct(GPU, {Role.DECODE: drifting}).profile.run_sigma > 0.15
 
 
-def test_work_beside_the_other_role_is_expected_to_take_longer() -> None:
+def test_shared_time_is_expected_slower() -> None:
+    """Steps beside the other role are expected to take longer, so the factor stays 1."""
     samples = [one._replace(ms=1.3 * one.ms, slow=1.3) for one in production(GPU, Role.DECODE, 500)]
     assert correct(GPU, {Role.DECODE: samples}).corrections[Role.DECODE].factor == pytest.approx(1.0, abs=0.01)
 
 
-def test_the_share_of_a_time_in_which_others_were_busy() -> None:
+def test_busy_share_is_computed() -> None:
+    """The share of a span in which others were busy counts overlapping times once."""
     busy = BusyTimes([(4.0, 6.0), (0.0, 1.0), (0.5, 2.0), (1.0, 1.5)])
     spans = [
         ((0.0, 2.0), 1.0),
@@ -173,7 +180,8 @@ def test_the_share_of_a_time_in_which_others_were_busy() -> None:
     assert BusyTimes([]).share(0.0, 1.0) == 0.0
 
 
-def test_a_learner_reads_a_report_and_keeps_what_it_knew() -> None:
+def test_learner_keeps_past_reports() -> None:
+    """A learner reads step times from reports and keeps them when the coordinator is restarted."""
     learner, true = Learner(GPU), GPU.scaled(1.0, 1.5)
     samples = production(true, Role.DECODE, 400)
     assert learner.look(StatusReport((), (), 0, {}, {}, {}), "m") == GPU, "an older coordinator tells no times"
@@ -184,7 +192,8 @@ def test_a_learner_reads_a_report_and_keeps_what_it_knew() -> None:
     assert Learner(GPU).look(report_of(samples, age_ms=4e6), "m") == GPU, "too old"
 
 
-def test_workers_that_share_cores_do_not_make_the_profile_slower() -> None:
+def test_shared_cores_slow_no_profile() -> None:
+    """Workers that share cores do not make the learned profile slower."""
     base, look = GPU.replaced(decode_cores=2), partial(report_of, production(GPU.scaled(1.0, 1.5), Role.DECODE, 400))
     assert Learner(base).look(look(host_workers=3), "m") == base
     assert Learner(base).look(look(host_workers=2), "m") != base

@@ -18,7 +18,9 @@ from tuning.advise import Slo
 PHASES = (Phase(10, 1.0, 900, 20), Phase(20, 4.0, 100, 300))
 
 
-def test_a_request_counts_for_the_phase_in_which_it_was_due() -> None:
+def test_request_counts_for_its_phase() -> None:
+    """A request counts for the phase in which it was due."""
+
     def record(due_s: float, ttft_ms: float, gap_ms: float, outcome: str = OK) -> RequestRecord:
         first_s = due_s + ttft_ms / 1000
         return RequestRecord(
@@ -30,7 +32,8 @@ def test_a_request_counts_for_the_phase_in_which_it_was_due() -> None:
     assert (found.asked, found.good, found.errors, found.goodput) == ([1, 4], [1, 1], 1, 2)
 
 
-def test_the_trace_is_that_of_the_phases(tmp_path: Path) -> None:
+def test_trace_follows_the_phases(tmp_path: Path) -> None:
+    """The written trace has the rates and lengths of its phases."""
     write_trace(tmp_path / "trace.csv", PHASES, 1)
     rows = traces.read(str(tmp_path / "trace.csv"))
     early = [row for row in rows if row.at_s < 10]
@@ -38,7 +41,8 @@ def test_the_trace_is_that_of_the_phases(tmp_path: Path) -> None:
     assert all(150 <= row.output_tokens <= 450 for row in rows[len(early) :]) and len(rows) - len(early) > 40
 
 
-def test_changes_are_those_that_the_autopilot_logged() -> None:
+def test_changes_come_from_the_log() -> None:
+    """Role changes are read from the autopilot's log lines."""
     said = {
         "event": "changes a role",
         "timestamp": "1970-01-01T00:01:40Z",
@@ -54,13 +58,15 @@ def test_changes_are_those_that_the_autopilot_logged() -> None:
 def test_bad_options_are_named(
     option: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A bad option is refused by its name."""
     monkeypatch.setattr(sys, "argv", ["autopilot_gain", *option])
     with pytest.raises(SystemExit):
         main()
     assert f"{option[0]}" in capsys.readouterr().err
 
 
-def test_a_process_gets_its_share_and_leaves_it() -> None:
+def test_process_gets_its_core_share() -> None:
+    """A process is limited to its share of a core and is released at the end."""
     try:
         core_shares.check()
     except core_shares.NoShares as error:

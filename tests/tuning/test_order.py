@@ -11,7 +11,8 @@ from tuning.simulator.order import ManyTenants, OneTenant
 STEP_TOKENS = 256
 
 
-def test_one_tenants_chunks_go_in_the_order_of_the_fair_queue() -> None:
+def test_one_tenant_follows_fair_order() -> None:
+    """The quick order of one tenant's chunks equals that of the coordinator's fair queue."""
     limits = replace(Limits(), overtaken_max=3)
     for seed in range(20):
         rng = np.random.default_rng(seed)

@@ -22,7 +22,7 @@ def traffic(count: int, seed: int) -> list[Sent]:
     return [Sent(at, int(rng.integers(50, 1500)), int(rng.integers(5, 80))) for at in times]
 
 
-def test_nine_in_ten_bands_cover_runs_though_the_machine_differs_from_run_to_run() -> None:
+def test_bands_cover_measured_runs() -> None:
     """Machines calibrated in five rounds, each as far from the truth as the run that is predicted."""
     rng, sigma, inside, asked = np.random.default_rng(4), 0.1, 0, 0
     for number in range(16):
@@ -43,7 +43,8 @@ def test_nine_in_ten_bands_cover_runs_though_the_machine_differs_from_run_to_run
     assert inside / asked >= 0.8, (inside, asked)
 
 
-def test_fewer_rounds_make_wider_bands() -> None:
+def test_fewer_rounds_widen_bands() -> None:
+    """Fewer calibration rounds make wider bands."""
     rng = np.random.default_rng(1)
 
     def width(dof: int) -> float:
@@ -54,7 +55,8 @@ def test_fewer_rounds_make_wider_bands() -> None:
     assert run_factors(GPU, 0, rng) == []
 
 
-def test_the_spread_is_that_of_rounds_and_not_of_single_steps() -> None:
+def test_spread_is_between_rounds() -> None:
+    """The spread is that between rounds, not between single steps."""
     rng = np.random.default_rng(2)
     quiet = [[(n, float(np.exp(rng.normal(0.0, 0.3)))) for n in range(5) for _ in range(2000)]]
     assert fit.run_spread(quiet) == (pytest.approx(0.01, abs=0.012), 4)
@@ -65,7 +67,8 @@ def test_the_spread_is_that_of_rounds_and_not_of_single_steps() -> None:
     assert fit.run_spread([[(0, 1.0), (0, 1.1)]]) == (0.03, 0), "one round says nothing of others"
 
 
-def test_gaps_are_as_uneven_as_they_were_measured() -> None:
+def test_gaps_stay_uneven() -> None:
+    """Predicted gaps are as uneven as the measured ones."""
     sent = traffic(60, 1)
     even = predict(GPU, Workers(1, 1), sent, SLO, runs=2).latency["itl_ms"]
     ratios = fit.gap_spread([0.9, 0.95, 1.0, 1.05, 1.6] * 100)
@@ -75,7 +78,8 @@ def test_gaps_are_as_uneven_as_they_were_measured() -> None:
     assert fit.gap_spread([1.0] * 20) == ()
 
 
-def test_scatter_keeps_the_middle_and_what_got_no_answer() -> None:
+def test_scatter_keeps_the_median() -> None:
+    """Scatter keeps the median and the requests without an answer."""
     outcome = Simulator(MACHINE, Workers(1, 1), traffic(400, 3)).run()
     outcome.ttft_ms[7] = np.nan
     found = scattered(outcome, MACHINE, np.random.default_rng(1))

@@ -44,7 +44,8 @@ def results(draw: st.DrawFn) -> list[Scored]:
 
 
 @given(results())
-def test_nothing_beats_what_is_recommended_by_more_than_the_error(found: list[Scored]) -> None:
+def test_recommendation_is_not_dominated(found: list[Scored]) -> None:
+    """No candidate beats the recommended one by more than the error, and no smaller one equals it."""
     chosen = recommended(found)
     best = max(found, key=lambda one: one.attainment)
     assert best.attainment - chosen.attainment <= error(best, chosen)
@@ -69,7 +70,8 @@ def searched(profile: Profile, sent: list[Sent], workers: int) -> Found:
 
 
 @pytest.mark.parametrize(("profile", "sent", "workers"), CASES, ids=range(len(CASES)))
-def test_what_a_search_recommends_and_says_holds(profile: Profile, sent: list[Sent], workers: int) -> None:
+def test_search_results_are_consistent(profile: Profile, sent: list[Sent], workers: int) -> None:
+    """A search's recommendation, probabilities and limits agree with what the simulator gives."""
     found = searched(profile, sent, workers)
     best = found.best
     assert found.ranked[0] is best and all(one.full for one in found.ranked)
@@ -92,7 +94,8 @@ def test_what_a_search_recommends_and_says_holds(profile: Profile, sent: list[Se
             assert kept[1] - kept[0] == pytest.approx(one.limit_gain) and one.limit_gain > 0
 
 
-def test_workers_that_share_cores_are_not_asked_for_more_than_help() -> None:
+def test_shared_cores_limit_worker_count() -> None:
+    """No more workers than help are recommended where they share cores."""
     found = searched(*CASES[3])
     assert found.best.candidate.workers.total <= 2, "there are two cores"
 
@@ -113,13 +116,15 @@ CROWDED = GPU.replaced(prefill_cores=1, decode_cores=1)
         ("shared cores", CROWDED, Workers(4, 4), RunOptions(), traffic(3.0, 300, 100, 600), Slo(1500, 18)),
     ],
 )
-def test_what_limits_is_named(
+def test_limiting_resource_is_named(
     name: str, profile: Profile, workers: Workers, options: RunOptions, sent: list[Sent], slo: Slo
 ) -> None:
+    """The resource that limits a ratio is named."""
     assert limit_of(profile, workers, sent, Goals(slo), options).name == name
 
 
-def test_where_no_resource_helps_it_is_the_target() -> None:
+def test_target_limits_without_resource() -> None:
+    """The SLO target is named as the limit where no resource would help."""
     sent = [one._replace(at_s=100.0 * number) for number, one in enumerate(traffic(1.0, 300, 30, 100))]
     slow_host = GPU.replaced(host=HostCost(500.0))
     limit = limit_of(slow_host, Workers(1, 1), sent, Goals(Slo(400, 100)), RunOptions())
@@ -129,19 +134,22 @@ def test_where_no_resource_helps_it_is_the_target() -> None:
 
 @settings(max_examples=30)
 @given(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3))
-def test_one_worker_more_or_less_leaves_each_phase_somewhere(prefill: int, decode: int, mixed: int) -> None:
+def test_one_worker_change_keeps_phases(prefill: int, decode: int, mixed: int) -> None:
+    """Ratios with one worker more or less keep workers for each phase."""
     workers = Workers(prefill, decode, mixed)
     for other in one_more_or_less(workers):
         assert abs(other.total - workers.total) == 1 and (other.mixed or (other.prefill and other.decode))
 
 
-def test_no_mixed_worker_is_asked_for_that_has_no_core() -> None:
+def test_mixed_workers_need_a_core() -> None:
+    """No more mixed workers are considered than there are cores."""
     space = Space(4, mixed_max=2)
     assert [str(one) for one in space.layouts(2)] == ["1P1D", "2M"] and Workers(0, 0, 3) not in space.layouts(3)
     assert space.has_cores_for(Workers(0, 0, 2)) and not space.has_cores_for(Workers(0, 0, 3))
 
 
-def test_the_headroom_is_the_load_that_is_just_kept() -> None:
+def test_headroom_is_the_kept_load() -> None:
+    """The headroom is the load up to which the SLO is kept."""
     profile, sent, workers = CASES[0]
     found = searched(profile, sent, workers)
     rows, headroom = what_if(profile, sent, found.goals, Space(workers), found, RunOptions(), lambda *_: None)

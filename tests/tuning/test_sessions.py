@@ -34,7 +34,8 @@ def agents(sessions: int, turns: int, think_s: float = 1.0) -> list[Sent]:
 
 @pytest.mark.parametrize("workers", LAYOUTS)
 @pytest.mark.parametrize("stall_share", [0.0, 0.5])
-def test_a_turn_comes_after_the_end_of_the_one_before_and_its_think_time(workers: Workers, stall_share: float) -> None:
+def test_turn_waits_for_the_answer(workers: Workers, stall_share: float) -> None:
+    """A turn comes after the end of the turn before it and its think time."""
     sent = agents(6, 8)
     simulator = Simulator(GPU, workers, sent, RunOptions(stall_share=stall_share))
     outcome = simulator.run()
@@ -48,7 +49,8 @@ def test_a_turn_comes_after_the_end_of_the_one_before_and_its_think_time(workers
 
 @pytest.mark.parametrize("workers", LAYOUTS)
 @pytest.mark.parametrize("stall_share", [0.0, 0.5])
-def test_what_a_turn_begins_with_is_computed_once_if_there_is_room(workers: Workers, stall_share: float) -> None:
+def test_reused_prefix_is_computed_once(workers: Workers, stall_share: float) -> None:
+    """The reused part of a turn's prompt is computed once if there is room."""
     sent = agents(4, 8)
     outcome = Simulator(GPU, workers, sent, RunOptions(stall_share=stall_share)).run()
     reused = np.array([one.reused_tokens for one in sent])
@@ -60,7 +62,8 @@ def test_what_a_turn_begins_with_is_computed_once_if_there_is_room(workers: Work
     assert np.median(outcome.ttft_ms[later]) < np.median(without.ttft_ms[later])
 
 
-def test_without_room_what_was_kept_is_computed_again() -> None:
+def test_evicted_prefix_is_recomputed() -> None:
+    """Prefixes are computed again where there is no room to keep them."""
     small = GPU.replaced(**{
         name: type(GPU.decode_capacity)(600, 16, 64, 8192) for name in ("prefill_capacity", "decode_capacity")
     })  # fmt: skip
@@ -73,7 +76,8 @@ def test_without_room_what_was_kept_is_computed_again() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 900)), max_size=40), st.integers(0, 1500))
-def test_kept_sessions_never_take_more_than_there_is(kept: list[tuple[int, int]], room: int) -> None:
+def test_kept_sessions_fit_the_room(kept: list[tuple[int, int]], room: int) -> None:
+    """Kept sessions never take more tokens than there is room for."""
     found, last = KeptAnswers(), dict[int, int]()
     for session, tokens in kept:
         found.keep(session, tokens, room)
@@ -85,7 +89,8 @@ def test_kept_sessions_never_take_more_than_there_is(kept: list[tuple[int, int]]
             assert sizes[session - 1] == tokens
 
 
-def test_a_new_conversation_reuses_nothing_and_what_does_not_fit_is_counted() -> None:
+def test_new_conversation_reuses_nothing() -> None:
+    """A restarted conversation reuses nothing, and turns that do not fit the context are counted."""
     turns = [
         SessionTurn(1000, 100),
         SessionTurn(50, 100),
@@ -103,7 +108,8 @@ def test_a_new_conversation_reuses_nothing_and_what_does_not_fit_is_counted() ->
 
 
 @pytest.mark.parametrize("factor", [0.25, 0.5, 1.5, 2.0, 3.0])
-def test_load_is_the_number_of_clients(factor: float) -> None:
+def test_load_scales_the_clients(factor: float) -> None:
+    """The load factor scales the number of clients."""
     sent = agents(8, 5)
     more = Change(load=factor).applied(sent)
     assert len(set(clients_of(more))) == round(8 * factor)
@@ -112,7 +118,8 @@ def test_load_is_the_number_of_clients(factor: float) -> None:
     assert more == more_clients(sent, factor)
 
 
-def test_an_excerpt_has_the_first_turns_of_each_client() -> None:
+def test_excerpt_has_first_turns() -> None:
+    """An excerpt has the first turns of each client."""
     sent = agents(8, 10)
     part = excerpt(sent, 24)
     assert part == first_turns(sent, 24)
@@ -120,7 +127,8 @@ def test_an_excerpt_has_the_first_turns_of_each_client() -> None:
     assert len(set(clients_of(part))) == 8
 
 
-def test_the_search_takes_sessions_and_counts_turns_per_second() -> None:
+def test_search_counts_turns_per_second() -> None:
+    """A search over sessions reports the turns per second of its simulated run."""
     sent = agents(24, 12, 0.2)
     found = search(GPU, sent, Goals(Slo(300.0, 30.0)), Space(3, stall_shares=(0.0, 0.5)))
     assert found.best.full
@@ -134,7 +142,8 @@ def settings(file: Path, **options: object) -> TuneSettings:
     return TuneSettings(trace=str(file), **options)  # type: ignore[arg-type]
 
 
-def test_a_file_of_sessions_is_known_by_its_columns(tmp_path: Path) -> None:
+def test_session_file_is_recognised(tmp_path: Path) -> None:
+    """A file of sessions is recognised by its columns, and a speed is refused for it."""
     file = tmp_path / "agents.csv"
     file.write_text(
         "session,turn,t_s,prompt_tokens,reused_tokens,output_tokens,think_s\n"
@@ -151,12 +160,14 @@ def test_a_file_of_sessions_is_known_by_its_columns(tmp_path: Path) -> None:
     assert len(fitted_traffic(settings(lines), GPU).sent) == 2
 
 
-def test_decode_workers_compute_what_turns_add_only_where_workers_do() -> None:
+def test_stall_share_follows_the_device() -> None:
+    """The usual stall share is above zero only where workers run on CPUs."""
     assert usual_stall_share(GPU) == 0
     assert usual_stall_share(GPU.replaced(about={"device": "cpu"})) == 0.5
 
 
-def test_where_no_request_can_keep_the_limits_there_is_an_answer_all_the_same() -> None:
+def test_impossible_limits_get_an_answer() -> None:
+    """A search recommends one worker and names a limit where no request can keep the SLO."""
     found = search(GPU, agents(4, 4), Goals(Slo(0.1, 0.1)), Space(3))
     assert found.best.attainment == 0
     assert found.best.candidate.workers.total == 1, "more workers serve no more"

@@ -32,7 +32,8 @@ def traffic(per_s: float, count: int, prompt: float = 6.5, output: float = 4.5, 
     return [Sent(*one) for one in zip(times, prompts, outputs, strict=True)]
 
 
-def test_a_batch_in_closed_form_is_its_steps_one_by_one() -> None:
+def test_closed_form_matches_single_steps() -> None:
+    """A batch in closed form ends its requests when single steps would."""
     cost, rng = DecodeCost(Curve((1.0, 4.0, 16.0), (10.0, 11.0, 20.0)), 3e-3), np.random.default_rng(7)
     for _ in range(20):
         jobs = [
@@ -71,7 +72,8 @@ def _stepwise(cost: DecodeCost, jobs: list[SimulatedRequest], comes: list[float]
 
 
 @pytest.mark.parametrize("kv_token_ms", [0.0, 1e-12, 1e-9, 1e-3])
-def test_a_boundary_is_found_again_by_its_time_at_the_end_of_a_day(kv_token_ms: float) -> None:
+def test_step_boundary_is_found_again(kv_token_ms: float) -> None:
+    """The step of a boundary is found again from its time, also at the end of a day."""
     cost, rng = DecodeCost(Curve((1.0, 64.0), (0.5, 2.0)), kv_token_ms), np.random.default_rng(4)
     for _ in range(300):
         batch = SimulatedBatch(0, cost, DecodeRoom(10**9, 16), 100, Gaps())
@@ -81,7 +83,8 @@ def test_a_boundary_is_found_again_by_its_time_at_the_end_of_a_day(kv_token_ms: 
         assert batch.steps_until(batch.boundary_s(steps)) == steps
 
 
-def test_the_step_in_which_a_worker_is_lost_gives_no_token() -> None:
+def test_lost_step_gives_no_token() -> None:
+    """The step in which a worker is lost gives no token."""
     batch = SimulatedBatch(0, DecodeCost(Curve((1.0, 8.0), (10.0, 10.0))), DecodeRoom(1000, 16), 100, Gaps())
     job = SimulatedRequest(0, Sent(0.0, 10, 4), 256)
     batch.room.place(0, 10, 4, 0)
@@ -90,7 +93,7 @@ def test_the_step_in_which_a_worker_is_lost_gives_no_token() -> None:
     assert batch.lose_all(0.025) == [(job, 2)]
 
 
-def test_a_sequence_ends_on_time_though_another_is_about_to_join() -> None:
+def test_pending_join_delays_no_ending() -> None:
     """Between the arrival of KV and the join."""
     profile = GPU.replaced(decode=DecodeCost(Curve((1.0, 8.0), (10.0, 12.0))), host=HostCost(join_ms=50.0))
     alone = [Sent(0.0, 100, 10)]
@@ -101,7 +104,8 @@ def test_a_sequence_ends_on_time_though_another_is_about_to_join() -> None:
         assert 50 <= outcome.hand_over_ms[1] <= 66
 
 
-def test_room_is_that_of_the_production_admission() -> None:
+def test_room_matches_kv_admission() -> None:
+    """The simulator's decode room decides as the coordinator's KV admission does."""
     rng = np.random.default_rng(2)
     room, whole, there, steps = DecodeRoom(300, 16), KvAdmission(300, 16), [], 0
     for number in range(400):
@@ -123,7 +127,8 @@ def test_room_is_that_of_the_production_admission() -> None:
             whole.release((str(gone), 1))
 
 
-def test_every_request_ends_though_workers_are_lost_and_slow() -> None:
+def test_requests_end_despite_lost_workers() -> None:
+    """Each request ends although workers are lost or slow, and attainment falls."""
     sent = traffic(8.0, 600)
     failures = tuple(WorkerFailure(5.0 + 9 * n, n % 5, 4.0) for n in range(7))
     for workers in (Workers(2, 3), Workers(0, 0, 5)):
@@ -135,7 +140,8 @@ def test_every_request_ends_though_workers_are_lost_and_slow() -> None:
         assert bad.attainment(SLO) < calm.attainment(SLO)
 
 
-def test_cached_prompts_are_neither_computed_nor_waited_for() -> None:
+def test_cached_prompts_are_not_computed() -> None:
+    """Cached prompt tokens take no prefill time, and first tokens come sooner."""
     sent = traffic(20.0, 800)
     cold, warm = (Simulator(GPU, Workers(2, 2), sent, RunOptions(hit_rate=rate)).run() for rate in (0.0, 0.6))
     assert warm.prefill_busy < 0.6 * cold.prefill_busy
@@ -145,13 +151,14 @@ def test_cached_prompts_are_neither_computed_nor_waited_for() -> None:
     assert hits.cached_tokens[100:].mean() > 900
 
 
-def test_mixed_workers_slow_streams_and_separate_ones_do_not() -> None:
+def test_mixed_workers_slow_streams() -> None:
+    """Mixed workers have slower later tokens than separate workers."""
     sent = traffic(8.0, 800, prompt=7.2)
     apart, mixed = (Simulator(GPU, workers, sent).run() for workers in (Workers(2, 2), Workers(0, 0, 4)))
     assert np.nanquantile(mixed.tpot_ms, 0.9) > 1.2 * np.nanquantile(apart.tpot_ms, 0.9)
 
 
-def test_a_mixed_workers_steps_take_turns() -> None:
+def test_mixed_steps_take_turns() -> None:
     """A prompt of four chunks beside a stream waits for the decode step under way, and for one between its chunks each."""
     sent = [Sent(0.0, 16, 400), Sent(1.0, 1024, 2)]
     apart, mixed = (Simulator(GPU, workers, sent).run() for workers in (Workers(1, 1), Workers(0, 0, 1)))
@@ -163,14 +170,15 @@ def test_a_mixed_workers_steps_take_turns() -> None:
     assert 399 * float(mixed.tpot_ms[0] - apart.tpot_ms[0]) == pytest.approx(chunks_ms, rel=0.1)
 
 
-def test_a_mixed_worker_has_one_pool_for_both() -> None:
+def test_mixed_worker_has_one_pool() -> None:
+    """A mixed worker has one KV pool for prefill and decode."""
     simulator = Simulator(GPU, Workers(1, 1, 1), traffic(1.0, 10))
     separate, own = simulator.batches
     assert separate.room.kv_blocks == simulator.prefill[0].free_blocks == 8192
     assert own.room.kv_blocks + simulator.prefill[1].free_blocks == 8192
 
 
-def test_the_crossover_is_found() -> None:
+def test_search_finds_the_crossover() -> None:
     """Short prompts and long answers on two workers: two mixed ones decode with both. Long prompts and a strict limit on
     gaps: separate ones."""
     goals = Goals(Slo(2000.0, 22.0))
@@ -180,21 +188,24 @@ def test_the_crossover_is_found() -> None:
     assert long.best.candidate.workers == Workers(1, 1), long.best
 
 
-def test_no_run_beats_its_bound() -> None:
+def test_run_never_beats_its_bound() -> None:
+    """No simulated run attains more than its bound."""
     sent, goals = traffic(30.0, 1000), Goals(SLO)
     for workers in (Workers(1, 1), Workers(1, 3), Workers(4, 1), Workers(0, 0, 2)):
         bound = attainable(GPU, workers, sent, goals, RunOptions())
         assert Simulator(GPU, workers, sent).run().attainment(SLO) <= bound
 
 
-def test_what_cannot_serve_enough_by_its_bound_is_not_simulated() -> None:
+def test_hopeless_candidates_are_skipped() -> None:
+    """Candidates whose bound is too low are not simulated."""
     found = search(GPU, traffic(12.0, 1000, prompt=7.2), Goals(Slo(1000.0, 40.0)), Space(4))
     skipped = [one for one in found.results.values() if not one.requests]
     assert skipped
     assert found.best.attainment > max(one.bound for one in skipped)
 
 
-def test_clients_that_leave_free_the_room_of_their_answers() -> None:
+def test_leaving_clients_free_room() -> None:
+    """Clients that leave early free the room of their answers."""
     sent = traffic(4.0, 600, output=6.0)
     all_leave = with_cancels(sent, 1.0, 1)
     assert sum(one.forwarded_tokens < one.output_tokens for one in all_leave) > 0.95 * len(sent)
@@ -210,14 +221,16 @@ def test_clients_that_leave_free_the_room_of_their_answers() -> None:
     assert not np.isnan(Simulator(GPU, Workers(2, 1), some, failing).run().ttft_ms).any()
 
 
-def test_longer_requests_than_the_context_are_cut_and_counted() -> None:
+def test_too_long_requests_are_cut() -> None:
+    """Requests longer than the context are cut and counted."""
     sent = [Sent(0.0, 900, 100), Sent(1.0, 900, 200), Sent(2.0, 5000, 5000)]
     found, cut = fitted(sent, 1000)
     assert cut == 2
     assert [(one.prompt_tokens, one.output_tokens) for one in found] == [(900, 100), (800, 200), (500, 500)]
 
 
-def test_the_map_shows_the_recommended_ratio_however_many_workers_there_are() -> None:
+def test_map_shows_recommended_ratio() -> None:
+    """The map shows the recommended ratio even with many workers, and its size is bounded."""
     goals, sent = Goals(SLO), traffic(5.0, 30)
     found = search(GPU, sent, goals, Space(18, mixed=False))
     found.best.candidate = Candidate(Workers(15, 3), 256)
@@ -227,7 +240,7 @@ def test_the_map_shows_the_recommended_ratio_however_many_workers_there_are() ->
     assert (1, 1) in {(cell.prefill, cell.decode) for cell in cells}
 
 
-def test_more_mixed_workers_than_there_are_cores_are_left_out() -> None:
+def test_excess_mixed_workers_are_left_out() -> None:
     """In the model each has a core of its own, so that they would seem to serve more than they can."""
     for most, expected in ((0, [1, 2, 3, 4]), (2, [1, 2]), (4, [1, 2, 3, 4])):
         candidates = Space(4, mixed_max=most).candidates()
@@ -235,14 +248,16 @@ def test_more_mixed_workers_than_there_are_cores_are_left_out() -> None:
         assert len([one for one in candidates if not one.workers.mixed]) == 1 + 2 + 3
 
 
-def test_a_hit_rate_that_is_tried_takes_the_place_of_block_ids() -> None:
+def test_hit_rate_replaces_block_ids() -> None:
+    """A tried hit rate takes the place of block ids, and a changed load keeps them."""
     [changed] = Change(hit_rate=0.4).applied([Sent(0.0, 1000, 10, (1, 2))])
     assert not changed.blocks
     [changed] = Change(load=2.0).applied([Sent(1.0, 1000, 10, (1, 2))])
     assert changed.blocks and changed.at_s == 0.5
 
 
-def test_limits_of_a_class_are_its_own() -> None:
+def test_priority_class_has_own_limits() -> None:
+    """A priority class is judged by its own limits, and interactive requests go first."""
     sent = [one._replace(priority="batch" if n % 2 else "interactive") for n, one in enumerate(traffic(10.0, 400))]
     outcome = Simulator(GPU, Workers(1, 2), sent).run()
     goals = Goals(SLO, {"batch": Slo(1e6, 1e6)})
@@ -252,7 +267,8 @@ def test_limits_of_a_class_are_its_own() -> None:
     assert first[0] < first[1], "interactive requests go first"
 
 
-def test_an_excerpt_has_windows_of_the_whole_trace() -> None:
+def test_excerpt_spans_the_trace() -> None:
+    """An excerpt has windows of the whole trace, in order, and no more requests than asked for."""
     sent = traffic(10.0, 6000)
     part = excerpt(sent, 1200)
     assert 1100 <= len(part) <= 1200
@@ -260,7 +276,8 @@ def test_an_excerpt_has_windows_of_the_whole_trace() -> None:
     assert excerpt(sent, 10_000) == sent
 
 
-def test_requests_that_wait_for_a_worker_with_their_prefix_are_no_class_of_demand() -> None:
+def test_prefix_waiters_are_no_demand_class() -> None:
+    """Requests that wait for a worker with their prefix do not count as a class of demand."""
     rng = np.random.default_rng(1)
     small = GPU.replaced(decode_capacity=msgspec.structs.replace(GPU.decode_capacity, kv_blocks=700))
     sent, at_s = list[Sent](), 0.0

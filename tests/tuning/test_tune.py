@@ -55,7 +55,8 @@ def crossdock(folder: Path, *words: str) -> Done:
     return Done(status, out.getvalue(), err.getvalue())
 
 
-def test_the_guides_command_gives_a_recommendation_and_a_page_without_network(here: Path) -> None:
+def test_guide_command_works_offline(here: Path) -> None:
+    """The guide's command gives a recommendation, and a page that loads nothing from the network."""
     guide = (ROOT / "docs" / "ratio-lab.md").read_text(encoding="utf-8")
     words, *_ = [
         line.split()[1:]
@@ -80,7 +81,8 @@ def test_the_guides_command_gives_a_recommendation_and_a_page_without_network(he
     assert "default-src 'none'" in page
 
 
-def test_a_mix_for_one_worker_is_not_disaggregated(here: Path) -> None:
+def test_single_worker_stays_mixed(here: Path) -> None:
+    """A mix for one worker gets one mixed worker and the advice not to disaggregate."""
     done = crossdock(
         here, "tune", "--rate", "0.5", "--duration", "120", "--workers", "1", "--slo-tpot-ms", "80", "--json"
     )
@@ -93,6 +95,7 @@ def test_a_mix_for_one_worker_is_not_disaggregated(here: Path) -> None:
 
 
 def test_mistakes_name_the_option(here: Path) -> None:
+    """A bad option or file is refused with its name."""
     for words, named in (
         (("--profile", "none.json"), "--profile"),
         (("--trace", "none.csv"), "--trace"),
@@ -124,6 +127,7 @@ def test_mistakes_name_the_option(here: Path) -> None:
 
 
 def test_aiperf_records_are_a_trace(tmp_path: Path) -> None:
+    """A file of AIPerf records is read as a trace, without failed requests."""
     record = (
         '{"metadata": {"request_start_ns": %d, "session_num": 1}, "metrics": {"input_sequence_length": '
         '{"value": 550, "unit": "tokens"}, "output_sequence_length": {"value": 101, "unit": "tokens"}}}'
@@ -140,14 +144,16 @@ def test_aiperf_records_are_a_trace(tmp_path: Path) -> None:
         traces.read(str(file))
 
 
-def test_settings_of_a_recommendation_can_be_read_again() -> None:
+def test_settings_can_be_read_again() -> None:
+    """The settings saved with a recommendation are read again unchanged."""
     settings = TuneSettings(workers=3, slo=["interactive:500:50"], step_tokens=[256, 512])
     again = TuneSettings(**json.loads(json.dumps(settings.model_dump(exclude={"as_json"}))))
     assert again == settings
     assert TuneCheckSettings(recommendation="x").duration_s == 60
 
 
-def test_changes_of_traffic_that_turn_nothing_are_told_as_ranges() -> None:
+def test_harmless_changes_become_ranges() -> None:
+    """Changes of traffic that keep the best ratio are told as ranges."""
     quiet = [("prompt length", 3.0), ("prompt length", 0.3), ("load", 1.5), ("output length", 0.5), ("hit rate", 0.8)]
     turns = [{"what": what, "factor": factor, "candidate": ""} for what, factor in quiet]
     (line,) = turn_lines(turns)
@@ -159,14 +165,16 @@ def test_changes_of_traffic_that_turn_nothing_are_told_as_ranges() -> None:
     assert turn_lines([turned, *turns])[0] == "At 2 times the load 3P1D would be better."
 
 
-def test_an_output_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path: Path) -> None:
+def test_unwritable_output_is_refused_first(tmp_path: Path) -> None:
+    """An output that cannot be written is refused with the reason."""
     for path, why in ((tmp_path, "is a folder"), (tmp_path / "none" / "a.json", "there is no folder")):
         with pytest.raises(SettingsError, match=f"^--out: .*{why}"):
             check_writable(str(path), "--out")
     check_writable(str(tmp_path / "a.json"), "--out")
 
 
-def test_where_no_ratio_keeps_the_limits_the_target_is_named_and_no_more_workers_than_help(here: Path) -> None:
+def test_unreachable_limits_name_a_cause(here: Path) -> None:
+    """No more workers than help are recommended, with what limits them, where no ratio keeps the SLO."""
     mix = ("--rate", "0.5", "--duration", "200", "--workers", "4", "--slo-ttft-ms", "30", "--json")
     done = crossdock(here, "tune", *mix)
     assert done.returncode == 0, done.stderr
@@ -177,7 +185,8 @@ def test_where_no_ratio_keeps_the_limits_the_target_is_named_and_no_more_workers
     assert "prefill compute limits it: with twice as much," in " ".join(done.stderr.split())
 
 
-def test_results_are_written_though_nobody_reads_what_is_printed(here: Path) -> None:
+def test_results_survive_a_closed_pipe(here: Path) -> None:
+    """Result files are written although the reader of the output has left."""
     command = (
         f"{sys.executable} -m launcher.cli tune --rate 1 --duration 60 --workers 2 --out w.json --html w.html | true"
     )
@@ -186,7 +195,8 @@ def test_results_are_written_though_nobody_reads_what_is_printed(here: Path) -> 
     assert json.loads((here / "w.json").read_text())["recommendation"] and "</html>" in (here / "w.html").read_text()
 
 
-def test_two_kinds_of_hardware_with_prices_are_one_question(here: Path) -> None:
+def test_two_hardware_kinds_have_costs(here: Path) -> None:
+    """Two kinds of hardware with prices are compared by cost, and no worker is mixed."""
     for name, factor, cost in (("fast", 0.5, 3.0), ("cheap", 1.5, 1.0)):
         priced = msgspec.structs.replace(GPU.decode_capacity, cost_per_hour=cost)
         made = GPU.scaled(factor, 1.0).replaced(
@@ -210,7 +220,8 @@ def test_two_kinds_of_hardware_with_prices_are_one_question(here: Path) -> None:
     assert done.returncode != 0 and "--decode-profile: of the model another" in done.stderr
 
 
-def test_sessions_are_played_and_told(here: Path) -> None:
+def test_sessions_are_played_back(here: Path) -> None:
+    """A file of sessions is played in the simulator, and tune check refers to bench agents."""
     rows = ["session,turn,prompt_tokens,reused_tokens,output_tokens,think_s"]
     for session in range(6):
         tokens = 1500
@@ -228,7 +239,8 @@ def test_sessions_are_played_and_told(here: Path) -> None:
     assert done.returncode != 0 and "bench agents plays them" in " ".join(done.stderr.split())
 
 
-def test_what_turns_the_answer_stands_beside_it(here: Path) -> None:
+def test_caveats_stand_beside_the_answer(here: Path) -> None:
+    """Caveats of a recommendation are in the report, on the page and in the output."""
     about = {"model": "m", "machine": {"cpu": "X"}, "when": "2020-01-01T00:00:00+00:00"}
     small = msgspec.structs.replace(GPU.prefill_capacity, context_tokens=600)
     profile = GPU.replaced(prefill_cores=1, decode_cores=1, prefill_capacity=small, about=about)

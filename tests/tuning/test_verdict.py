@@ -46,28 +46,30 @@ def row(
         ([row("2M", None)], False, "No request was judged"),
     ],
 )
-def test_the_best_ratio_is_named_and_whether_the_recommendation_held(
-    rows: list[dict[str, Any]], held: bool, words: str
-) -> None:
+def test_verdict_names_the_best_ratio(rows: list[dict[str, Any]], held: bool, words: str) -> None:
+    """The verdict names the best measured ratio or the lack of one, and says if the recommendation held."""
     found = verdict(rows, "2M")
     assert found.held is held and words in found.words
 
 
-def test_where_other_traffic_was_sent_the_prediction_for_that_counts_too() -> None:
+def test_sent_traffic_prediction_counts() -> None:
+    """The verdict says if the prediction for the traffic that was sent had the best measured ratio first."""
     rows = [row("1P1D", 0.6, predicted=0.84), row("2M", 0.95, predicted=0.9)]
     found = verdict(rows, "1P1D")
     assert not found.held and "for it, the prediction had that ratio first, too" in found.words
     assert "prediction had" not in verdict([row("1P1D", 0.6, 0.9), row("2M", 0.95, 0.84)], "1P1D").words
 
 
-def test_how_far_predictions_were_off_is_said_with_its_direction() -> None:
+def test_prediction_error_has_a_direction() -> None:
+    """The verdict says whether predicted shares were too high or too low, and by how much."""
     found = verdict([row("2M", 0.5, 0.9), row("1P1D", 0.8, 0.7)], "2M")
     assert found.words.endswith("Predicted shares were 15.0 points too high on average, most for 2M (+40.0).")
     assert verdict([row("2M", 0.9, 0.8)], "2M").words.endswith("Predicted shares were 10.0 points too low on average.")
     assert (found.covered, found.figures) == coverage([row("2M", 0.5), row("1P1D", 0.8)]) == (2, 4)
 
 
-def test_coverage_is_counted_over_all_checks_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coverage_spans_all_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Coverage is counted over all checks of a user, and an unusable file is no error."""
     monkeypatch.setattr(check.platformdirs, "user_state_dir", lambda _: str(tmp_path / "state"))  # type: ignore[attr-defined]
     monkeypatch.setattr(check, "CHECKS_MAX", 3)
     for count in (1, 2, 3, 3):
@@ -79,7 +81,8 @@ def test_coverage_is_counted_over_all_checks_of_a_user(tmp_path: Path, monkeypat
     assert check.kept_coverage([row("2M", 0.9)]) == (1, 2), "a file where the folder should be"
 
 
-def test_no_band_is_without_width() -> None:
+def test_every_band_has_width() -> None:
+    """Each band has a width, also where runs do not differ."""
     quiet = GPU.replaced(run_sigma=0.0)
     found = predict(quiet, Workers(1, 1), [Sent(float(n), 100, 10) for n in range(40)], Slo(1e6, 1e6), runs=2)
     assert found.attainment.value == 1.0 and 0.9 < found.attainment.low < 0.97

@@ -78,7 +78,8 @@ class World:
         return {(i.request_id, i.choice): (i.index, i.finish) for i in items}
 
 
-def test_sequences_join_and_leave_between_steps_and_positions_go_on_from_the_prompt() -> None:
+def test_sequences_join_and_leave_between_steps() -> None:
+    """Sequences join and leave between steps, and their positions continue from the prompt."""
     w = World()
     w.run(reserve("a", 6, max_tokens=4))
     plan = w.batch.plan(w.stuck.append)
@@ -105,7 +106,8 @@ def test_joins_and_leaves_are_counted() -> None:
     assert counted("step_tokens", phase="decode") == 3 and counted("decode_padding_rows") == 3
 
 
-def test_choices_share_the_prompt_and_copy_only_what_they_write() -> None:
+def test_choices_copy_only_written_blocks() -> None:
+    """Choices of one prompt share its blocks, and each copies only the block that it writes to."""
     w = World()
     w.run(reserve("a", 6, choices=3))
     assert w.table.allocator.held_count == 2
@@ -119,7 +121,7 @@ def test_choices_share_the_prompt_and_copy_only_what_they_write() -> None:
     assert w.told == [Finished("a", 1, 15, 0)] and w.table.allocator.free_count == POOL
 
 
-def test_a_choice_that_ended_with_its_first_token_counts_as_output_too() -> None:
+def test_choice_ended_in_prefill_is_counted() -> None:
     """It ended in prefill, and only the others came here."""
     w = World()
     order = reserve("a", 6, choices=3, max_tokens=4)
@@ -136,14 +138,16 @@ def test_a_choice_that_ended_with_its_first_token_counts_as_output_too() -> None
     assert w.told == [Finished("a", 1, 4 + 1 + 4, 0)]
 
 
-def test_resumed_tokens_count_towards_the_limit_but_not_as_this_attempts_output() -> None:
+def test_resumed_tokens_count_only_to_limit() -> None:
+    """Resumed tokens count towards the token limit, but not as output of the attempt that resumes."""
     w = World()
     w.run(reserve("a", 10, max_tokens=5, resumed=3))
     assert w.step() == {("a", 0): (4, FinishReason.LENGTH)}
     assert w.told == [Finished("a", 1, 2, 0, resumed_tokens=3)]
 
 
-def test_what_came_and_was_verified_is_not_received_again() -> None:
+def test_received_prefix_is_not_sent_again() -> None:
+    """Prompt blocks that were received and committed are reused by later attempts with the same beginning."""
     w = World()
     w.run(reserve("a", 10, text=1))
     known = w.batch.running[0].blocks.table[:2]
@@ -158,7 +162,8 @@ def test_what_came_and_was_verified_is_not_received_again() -> None:
     assert w.accept(reserve("f", 15, text=2)).cached_blocks == 0
 
 
-def test_a_transfer_that_fails_gives_back_what_it_shared_and_makes_nothing_known() -> None:
+def test_failed_transfer_releases_shared_blocks() -> None:
+    """A failed transfer gives back the blocks that it shared and adds none to the cache."""
     w = World()
     w.run(reserve("a", 8, text=1))
     blocks = w.receive(reserve("b", 16, text=1))
@@ -168,7 +173,8 @@ def test_a_transfer_that_fails_gives_back_what_it_shared_and_makes_nothing_known
     assert w.accept(reserve("c", 16, text=1)).cached_blocks == 2
 
 
-def test_blocks_that_a_sender_may_still_write_to_are_nobodys_until_it_cannot() -> None:
+def test_quarantined_blocks_are_not_reused() -> None:
+    """Blocks that a sender may still write to are given to no other attempt until that has ended."""
     w = World(pool=8)
     w.run(reserve("a", 8, text=1))
     blocks = w.receive(reserve("b", 16, text=1))
@@ -184,7 +190,8 @@ def test_blocks_that_a_sender_may_still_write_to_are_nobodys_until_it_cannot() -
     assert allocator.quarantined_count == 0 and set(w.receive(reserve("d", 8))) == set(blocks[2:])
 
 
-def test_choices_and_new_tokens_never_write_to_what_is_shared() -> None:
+def test_shared_blocks_are_never_written() -> None:
+    """Choices and new tokens go to blocks of their own, never to blocks that attempts share."""
     w = World()
     w.run(reserve("a", 8, text=1, max_tokens=9))
     w.run(reserve("b", 8, text=1, max_tokens=9, choices=3))
@@ -199,7 +206,7 @@ def test_choices_and_new_tokens_never_write_to_what_is_shared() -> None:
         w.step()
 
 
-def test_release_in_every_phase() -> None:
+def test_release_works_in_every_phase() -> None:
     for phase in Phase:
         w = World()
         order = reserve("a", 6)
@@ -217,7 +224,8 @@ def test_release_in_every_phase() -> None:
         assert said == [Released("a", 1)] and w.table.allocator.room == POOL and not w.table.attempts
 
 
-def test_release_with_a_step_in_flight_waits_for_it_and_its_token_is_not_sent() -> None:
+def test_release_waits_for_step_in_flight() -> None:
+    """A release during a step is reported after that step, and the step's token is not sent."""
     w = World()
     w.run(reserve("a", 6))
     w.run(reserve("b", 6))
@@ -228,7 +236,8 @@ def test_release_with_a_step_in_flight_waits_for_it_and_its_token_is_not_sent() 
     assert w.told == [Released("a", 1)]
 
 
-def test_offers_that_do_not_fit_the_reservation_are_refused() -> None:
+def test_offer_must_fit_the_reservation() -> None:
+    """Offers from another prefill worker, of other sizes or made twice are refused."""
     w = World()
     assert w.table.target_blocks(("a", 1), 9, 2) is None
     w.table.reserve(reserve("a", 6))
@@ -239,7 +248,8 @@ def test_offers_that_do_not_fit_the_reservation_are_refused() -> None:
     assert "receiving" in str(w.table.target_blocks(("a", 1), 9, 2))
 
 
-def test_a_sequence_without_a_block_fails_alone() -> None:
+def test_sequence_without_block_fails_alone() -> None:
+    """A sequence for which no block is free is stuck by itself, and the other one goes on."""
     w = World(pool=4)
     w.run(reserve("a", 8, max_tokens=50))
     w.run(reserve("b", 6, max_tokens=50))
@@ -249,7 +259,8 @@ def test_a_sequence_without_a_block_fails_alone() -> None:
     assert ("b", 0) in w.step()
 
 
-def test_an_attempt_that_is_stuck_leaves_whole_and_the_others_go_on_with_its_blocks() -> None:
+def test_stuck_attempt_leaves_as_a_whole() -> None:
+    """A stuck attempt leaves with all its choices, and the others go on with its blocks."""
     w = World(pool=6)
 
     def stuck(sequences: list[DecodeRequest[str]]) -> None:
@@ -275,7 +286,8 @@ def test_an_attempt_that_is_stuck_leaves_whole_and_the_others_go_on_with_its_blo
     assert w.table.allocator.held_count == sum(-(-s.blocks.length // BLOCK) for s in w.batch.running)
 
 
-def test_what_was_emitted_is_said_with_a_release_and_first_tokens_count_in_prefill() -> None:
+def test_release_reports_emitted_tokens() -> None:
+    """A release reports the tokens sent so far; first tokens and those of a step in flight are not included."""
     w = World()
     w.run(reserve("a", 6, choices=2, resumed=2, max_tokens=9))
     w.step()
@@ -288,14 +300,15 @@ def test_what_was_emitted_is_said_with_a_release_and_first_tokens_count_in_prefi
     assert w.table.close(w.table.attempts[("b", 1)], Released("b", 1)) == [Released("b", 1, 0)]
 
 
-def test_a_failed_step_ends_what_was_in_it() -> None:
+def test_failed_step_ends_its_sequences() -> None:
     w = World()
     w.run(reserve("a", 6, choices=2))
     w.batch.plan(w.stuck.append)
     assert len(w.batch.abandon()) == 2 and not w.batch.running
 
 
-def test_a_sequence_for_which_nothing_can_be_drawn_ends_alone() -> None:
+def test_undrawable_sequence_ends_alone() -> None:
+    """A sequence without a token that can be drawn ends, and the others in its step go on."""
     w = World()
     w.run(reserve("a", 6))
     w.run(reserve("b", 6))
@@ -309,7 +322,8 @@ def test_a_sequence_for_which_nothing_can_be_drawn_ends_alone() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_every_attempt_is_told_of_once_and_every_block_comes_back(data: st.DataObject) -> None:
+def test_attempts_report_once_and_free_blocks(data: st.DataObject) -> None:
+    """Each attempt gets one final report and all blocks come back, for random sequences of events."""
     w = World(pool=400)
     receiving: dict[str, tuple[Reserve, list[int]]] = {}
     made = 0

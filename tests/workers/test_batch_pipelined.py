@@ -81,7 +81,8 @@ class PipelinedWorld(World):
         self.told += self.table.ended(sequences)
 
 
-def test_a_step_is_planned_before_the_last_one_is_known() -> None:
+def test_next_step_is_planned_early() -> None:
+    """A second step is planned before the result of the first is known."""
     w = PipelinedWorld(2)
     w.run(reserve("a", 6, max_tokens=5))
     w.start_next()
@@ -91,7 +92,8 @@ def test_a_step_is_planned_before_the_last_one_is_known() -> None:
     assert not w.batch.may_plan
 
 
-def test_what_ends_by_its_length_is_in_no_step_too_many() -> None:
+def test_length_end_takes_no_extra_step() -> None:
+    """A sequence that ends by its length is in no step beyond its last token."""
     w = PipelinedWorld(2)
     w.run(reserve("a", 6, max_tokens=3))
     for _ in range(4):
@@ -104,7 +106,8 @@ def test_what_ends_by_its_length_is_in_no_step_too_many() -> None:
     assert steps <= 2 and w.table.allocator.free_count == POOL
 
 
-def test_a_stop_token_is_seen_one_step_late_and_nothing_is_sent_after_it() -> None:
+def test_nothing_is_sent_after_stop_token() -> None:
+    """A stop token is seen one step late; the token of that step is not sent."""
     name = next(n for n in map(str, range(99)) if drawn_by(n, 0, 1) == STOP_TOKEN)
     w = PipelinedWorld(2)
     w.run(reserve(name, 8, max_tokens=9))
@@ -120,7 +123,8 @@ def test_a_stop_token_is_seen_one_step_late_and_nothing_is_sent_after_it() -> No
     assert len(w.streams[(name, 0)]) == 1
 
 
-def test_where_blocks_run_short_the_step_in_flight_is_waited_for() -> None:
+def test_block_shortage_waits_for_running_step() -> None:
+    """Planning waits for the step in flight if blocks run short; then one stream is preempted, the other ends."""
     lasting = [n for n in map(str, range(999)) if STOP_TOKEN not in [drawn_by(n, 0, index) for index in range(1, 20)]]
     w = PipelinedWorld(2, pool=6)
     w.run(reserve(lasting[0], 8, max_tokens=18))
@@ -138,7 +142,7 @@ def test_where_blocks_run_short_the_step_in_flight_is_waited_for() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), depth=st.sampled_from([1, 2]))
-def test_streams_are_whole_and_blocks_come_back(data: st.DataObject, depth: int) -> None:
+def test_streams_stay_whole_at_any_depth(data: st.DataObject, depth: int) -> None:
     """Whatever joins, leaves, fails and is abandoned. A stream that nothing disturbs is the same at any depth."""
     w = PipelinedWorld(depth, pool=data.draw(st.sampled_from([12, 400])))
     orders: dict[str, int] = {}

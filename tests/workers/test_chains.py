@@ -21,7 +21,8 @@ def tables(w: World, *names: str) -> list[list[int]]:
     return [w.table.attempts[(name, 1)].sequences[0].blocks.table for name in names]
 
 
-def test_what_an_attempt_finds_is_said_at_once_and_what_it_brings_when_it_runs() -> None:
+def test_shared_prefixes_are_reported_in_time() -> None:
+    """Prefix parts that an attempt finds are reported at once, and those that it brings as soon as it runs."""
     w = World()
     w.run(reserve("a", 3 * BLOCK + 1, text=1))
     assert said(w) == {"a": [(1, 3)]}
@@ -37,7 +38,8 @@ def test_what_an_attempt_finds_is_said_at_once_and_what_it_brings_when_it_runs()
     assert said(w) == {"d": [(3, 4)]}, "without names, nothing is shared"
 
 
-def test_of_prompts_that_came_at_the_same_time_one_copy_stays() -> None:
+def test_equal_prompts_keep_one_copy() -> None:
+    """Equal prompts that are received at the same time end up with one copy of their full blocks."""
     w = World()
     orders = [reserve(name, 4 * BLOCK + 2, text=1) for name in ("a", "b", "c")]
     received = [w.receive(order) for order in orders]
@@ -54,7 +56,7 @@ def test_of_prompts_that_came_at_the_same_time_one_copy_stays() -> None:
     assert w.table.allocator.held_count == 0
 
 
-def test_a_prefix_that_became_suspect_is_not_taken_for_another_one() -> None:
+def test_suspect_prefix_keeps_its_own_name() -> None:
     """Blocks of one name are the same blocks, also where others have come to stand for the same hashes since."""
     w = World()
     w.run(reserve("a", 3 * BLOCK, text=1))
@@ -69,7 +71,8 @@ def test_a_prefix_that_became_suspect_is_not_taken_for_another_one() -> None:
     assert said(w) == {"d": [(2, 3), (3, 1)]}
 
 
-def test_a_registration_tells_what_is_left_of_each_stream() -> None:
+def test_registration_lists_held_attempts() -> None:
+    """A registration lists each attempt with its tokens, choices and prefix parts."""
     w = World()
     w.run(reserve("a", 2 * BLOCK, max_tokens=9, text=1, resumed=3))
     w.step()
@@ -80,7 +83,8 @@ def test_a_registration_tells_what_is_left_of_each_stream() -> None:
     )
 
 
-def test_progress_says_each_thing_once() -> None:
+def test_progress_reports_prefixes_once() -> None:
+    """A progress report names a shared prefix once, and the next one does not repeat it."""
     w = World()
     report = ProgressReport(w.table)
     w.run(reserve("a", 2 * BLOCK, max_tokens=50, text=1))
@@ -91,7 +95,7 @@ def test_progress_says_each_thing_once() -> None:
     assert again is not None and again.prefixes == ()
 
 
-def test_nothing_is_said_where_the_cache_is_off() -> None:
+def test_disabled_cache_reports_no_prefixes() -> None:
     w = World()
     w.table = AttemptTable(BlockAllocator(60), BLOCK, RunningBatch[str](), prefix_cache=False)
     w.batch = w.table.batch
@@ -100,7 +104,8 @@ def test_nothing_is_said_where_the_cache_is_off() -> None:
     assert said(w) == {} and w.table.allocator.held_count == 4
 
 
-def test_what_the_other_role_of_a_mixed_worker_has_computed_is_shared_by_name() -> None:
+def test_mixed_roles_share_prefix_names() -> None:
+    """Blocks that the prefill role of a mixed worker has computed are shared by its decode role under a name."""
     pool = BlockPool(60)
     prefill, w = BlockAllocator(20, pool), World()
     w.table = AttemptTable(BlockAllocator(40, pool), BLOCK, RunningBatch[str]())
@@ -115,7 +120,7 @@ def test_what_the_other_role_of_a_mixed_worker_has_computed_is_shared_by_name() 
     assert said(w) == {"b": [(1, 2), (2, 1)]}
 
 
-def test_a_name_ends_with_what_the_block_held() -> None:
+def test_prefix_name_ends_with_block_content() -> None:
     """The other role has put something else into a block that had a name."""
     chains = BlockChains()
     chains.name([b"a", b"b", b"c"], [1, 2, 3], [1, 2, 3])

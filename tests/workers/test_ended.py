@@ -65,7 +65,7 @@ def found(core: DecodeCore[str], tokens: int, choice: int = 0, cache_group: str 
 
 @pytest.mark.parametrize("tokens", [2, 3, 7, 11, 15])
 @pytest.mark.parametrize("named_first", [False, True])
-def test_the_next_turn_finds_all_full_blocks_of_the_answer(tokens: int, named_first: bool) -> None:
+def test_next_turn_finds_answer_blocks(tokens: int, named_first: bool) -> None:
     """A stop string, or a client that leaves, ends a stream at the gateway before its worker hears of it."""
     core, _ = streamed(tokens)
     assert found(core, tokens) <= len(PROMPT) // BLOCK
@@ -80,14 +80,15 @@ def test_the_next_turn_finds_all_full_blocks_of_the_answer(tokens: int, named_fi
     core.answer_named(GATEWAY, said(tokens))  # repeated
 
 
-def test_the_same_conversation_of_another_tenant_is_not_found() -> None:
+def test_other_tenant_finds_no_answer() -> None:
+    """An answer that is cached for one tenant is not found by the same conversation of another."""
     core, _ = streamed(11)
     core.order(Release("a", 1))
     core.answer_named(GATEWAY, said(11))
     assert found(core, 11) and not found(core, 11, cache_group="tenant:b")
 
 
-def test_each_choice_has_its_own() -> None:
+def test_each_choice_caches_its_answer() -> None:
     core, _ = streamed(8, choices=2)
     core.order(Release("a", 1))
     for choice in (1, 0):
@@ -97,7 +98,8 @@ def test_each_choice_has_its_own() -> None:
 
 
 @pytest.mark.parametrize("why", ["another gateway", "no cache", "evicted", "another block size", "a gap"])
-def test_what_may_not_be_named_is_not(why: str) -> None:
+def test_untrusted_answer_names_are_ignored(why: str) -> None:
+    """Names from another gateway, without a cache, for evicted blocks or with wrong block numbers add nothing."""
     core, _ = streamed(11, names=None if why == "no cache" else NAMES)
     core.order(Release("a", 1))
     if why == "evicted":
@@ -112,7 +114,7 @@ def test_what_may_not_be_named_is_not(why: str) -> None:
     core.table.allocator.check_invariants()
 
 
-def test_names_of_smaller_blocks_are_joined() -> None:
+def test_smaller_block_names_are_joined() -> None:
     """Gateways hash in the smallest block size of the cluster; a worker with larger blocks knows each by its last hash."""
     small = BlockNames.of(pack_tokens(PROMPT), BLOCK // 2, "tenant:a", b"key")
     core, _ = streamed(11, names=replace(NAMES, hashes=b"".join(split_hashes(small.hashes)[1::2])))
@@ -122,7 +124,8 @@ def test_names_of_smaller_blocks_are_joined() -> None:
     assert len(core.table.allocator.match_prefix(split_hashes(names)[1::2])) == (len(PROMPT) + 10) // BLOCK
 
 
-def test_an_answer_is_kept_as_long_as_its_tenant_comes_back() -> None:
+def test_expected_return_keeps_the_answer() -> None:
+    """An answer whose tenant is likely to return outlives newer blocks that were used once."""
     core, _ = make_core()
     allocator = core.table.allocator
     core.order(msgspec.structs.replace(order(), returns=Returns(0.9, 60.0)))
@@ -143,7 +146,8 @@ def test_an_answer_is_kept_as_long_as_its_tenant_comes_back() -> None:
     assert found(core, 9) == 3, "it is older, and what came once goes first"
 
 
-def test_the_end_of_a_session_gives_up_its_answer_too() -> None:
+def test_session_end_drops_its_answer() -> None:
+    """The end of a session removes its prompt and its answer from the cache once it no longer runs."""
     core, _ = streamed(9)
     core.order(EndPrefix(NAMES.hashes))
     core.order(Release("a", 1))

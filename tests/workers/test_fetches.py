@@ -80,7 +80,8 @@ def prefill_core(here: int) -> tuple[PrefillCore, Ports]:
     return core, ports
 
 
-def test_a_step_waits_for_what_is_fetched_and_starts_behind_it() -> None:
+def test_step_starts_after_its_fetch() -> None:
+    """A step waits until the blocks of its prompt are fetched, and computes only the tokens after them."""
     core, ports = prefill_core(here=1)
     assert ports.said == [Fetch(*KEY, 1, 2)]
     assert core.begin_step() is None
@@ -94,7 +95,8 @@ def test_a_step_waits_for_what_is_fetched_and_starts_behind_it() -> None:
     assert len(again) == 3, "it is there for other prompts too"
 
 
-def test_another_steps_prompts_go_first_meanwhile() -> None:
+def test_other_prompts_run_during_fetch() -> None:
+    """A step of another prompt runs while the first one waits for its fetch."""
     core, _ = prefill_core(here=0)
     other = Prefill(
         "b", 1, BLOCK, Sampling(max_tokens=5), 1, 0, 0, Destination("g", GATEWAY), Destination("d", DECODE), BLOCK
@@ -106,7 +108,8 @@ def test_another_steps_prompts_go_first_meanwhile() -> None:
     assert [step.step_id for step in core.steps] == [1]
 
 
-def test_the_chunks_of_a_prompt_keep_their_order_where_a_step_waits() -> None:
+def test_waiting_step_keeps_chunk_order() -> None:
+    """No later chunk of a prompt runs while a step with an earlier chunk of it waits for a fetch."""
     core, _ = prefill_core(here=0)
     to = Destination("g", GATEWAY), Destination("d", DECODE)
     other = Prefill("b", 1, 2 * BLOCK, Sampling(max_tokens=5), 1, 0, 0, *to, BLOCK)
@@ -133,7 +136,8 @@ EVENTS = (
 
 @settings(max_examples=400, deadline=None)
 @given(here=st.integers(0, 3), events=st.lists(st.sampled_from(EVENTS), max_size=8))
-def test_in_any_order_nothing_is_computed_or_freed_too_early(here: int, events: list[str]) -> None:
+def test_fetch_is_safe_in_any_order(here: int, events: list[str]) -> None:
+    """Fetch events in any order never let a prompt be computed, or a block be freed, too early."""
     core, ports = prefill_core(here)
     receiving: list[int] = []
     for event in events:
@@ -189,7 +193,8 @@ def lender() -> tuple[DecodeCore[str], Ports]:
     return core, ports
 
 
-def test_an_attempt_is_not_over_before_what_it_lends_has_been_sent() -> None:
+def test_lent_blocks_are_held_until_sent() -> None:
+    """An attempt that lends blocks ends only after they have been sent or have failed."""
     core, ports = lender()
     core.lending.asked(PREFILL, Fetch(*KEY, 1, 3))
     assert len(ports.lent) == 2, "it has no more"
@@ -201,7 +206,8 @@ def test_an_attempt_is_not_over_before_what_it_lends_has_been_sent() -> None:
     assert core.table.allocator.held_count == 0
 
 
-def test_nothing_is_lent_without_a_reservation_or_to_another_worker_or_twice() -> None:
+def test_only_its_own_worker_may_fetch() -> None:
+    """Fetches by another worker, without a reservation, beyond the end or made twice are refused."""
     core, ports = lender()
     core.lending.asked(7, Fetch(*KEY, 0, 3))
     core.lending.asked(PREFILL, Fetch("b", 1, 0, 3))

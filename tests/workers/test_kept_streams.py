@@ -27,7 +27,8 @@ def release(w: World, name: str = "a") -> None:
 
 @pytest.mark.parametrize("tokens", [3, 8, 10])
 @pytest.mark.parametrize("in_step", [False, True])
-def test_the_next_attempt_finds_all_full_blocks(tokens: int, in_step: bool) -> None:
+def test_next_attempt_finds_full_blocks(tokens: int, in_step: bool) -> None:
+    """All full blocks of a released stream are found by its next attempt."""
     w = world()
     order = reserve("a", tokens, max_tokens=50, text=1)
     w.run(order)
@@ -46,7 +47,7 @@ def test_the_next_attempt_finds_all_full_blocks(tokens: int, in_step: bool) -> N
     w.table.allocator.check_invariants()
 
 
-def test_names_go_on_from_those_that_the_attempt_came_with() -> None:
+def test_resumed_attempt_extends_its_names() -> None:
     """It was resumed itself: some of its blocks have names that no text stands for."""
     w = world()
     order = reserve("a", 10, max_tokens=50, text=1, resumed=4)
@@ -58,7 +59,8 @@ def test_names_go_on_from_those_that_the_attempt_came_with() -> None:
 
 
 @pytest.mark.parametrize("why", ["no cache", "choices", "suspect", "broken step"])
-def test_what_nobody_will_ask_for_or_cannot_be_trusted_has_no_name(why: str) -> None:
+def test_unusable_blocks_get_no_name(why: str) -> None:
+    """Output gets no name if the cache is off, there are several choices, or its KV cannot be trusted."""
     w = world()
     w.table.prefix_cache = why != "no cache"
     order = reserve("a", 2 * BLOCK + 1, max_tokens=50, text=1, choices=2 if why == "choices" else 1)
@@ -80,7 +82,8 @@ def test_what_nobody_will_ask_for_or_cannot_be_trusted_has_no_name(why: str) -> 
     assert w.table.allocator.room == POOL - known
 
 
-def test_a_step_that_fails_while_its_stream_is_taken_from_the_worker_leaves_no_name() -> None:
+def test_failed_step_names_no_blocks() -> None:
+    """A step that fails while its stream is being released adds no block to the cache."""
     core, ports = make_core()
     order = reserve("a", 2 * BLOCK - 1, max_tokens=8, text=1)
     core.order(order)

@@ -84,7 +84,8 @@ class World:
         self.core.drawn(prompts, draw_late(prompts))
 
 
-def test_the_first_token_waits_for_the_grammar_and_nothing_else_does() -> None:
+def test_first_token_waits_for_grammar() -> None:
+    """The first token is drawn only once the grammar is ready; the prompt is computed before."""
     world = World()
     world.compute()
     assert not world.sent and not world.core.begin_draw()
@@ -95,7 +96,8 @@ def test_the_first_token_waits_for_the_grammar_and_nothing_else_does() -> None:
     assert not world.core.begin_draw()
 
 
-def test_a_grammar_that_is_ready_while_the_step_runs() -> None:
+def test_grammar_may_arrive_during_step() -> None:
+    """A grammar that becomes ready while the step runs constrains the first token."""
     world = World()
     original = world.core.begin_step
 
@@ -110,7 +112,8 @@ def test_a_grammar_that_is_ready_while_the_step_runs() -> None:
     assert world.sent[0].items[0].tokens == (ONLY,)
 
 
-def test_a_request_that_is_released_meanwhile_draws_nothing() -> None:
+def test_released_request_draws_nothing() -> None:
+    """A request that is released while its grammar is compiled draws no token."""
     world = World()
     world.compute()
     world.core.order(Release("r", 1), b"")
@@ -118,7 +121,7 @@ def test_a_request_that_is_released_meanwhile_draws_nothing() -> None:
     assert not world.core.begin_draw() and not world.sent
 
 
-def test_a_grammar_that_cannot_be_compiled_fails_its_request() -> None:
+def test_broken_grammar_fails_its_request() -> None:
     world = World()
     world.compute()
     world.core.grammar_ready(world.waiting[0], None, "broken")
@@ -137,5 +140,6 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_request() -> None:
         (Sampling(max_tokens=1, repetition_penalty=1.1), 0, True),
     ],
 )
-def test_who_decodes_gets_the_output_that_its_sampler_needs(sampling: Sampling, resumed: int, needed: bool) -> None:
+def test_decode_gets_tokens_its_sampler_needs(sampling: Sampling, resumed: int, needed: bool) -> None:
+    """A decode worker gets earlier output tokens only if its sampler needs them."""
     assert needs_tokens(sampling, resumed) is needed

@@ -155,7 +155,8 @@ class LeaseWorld:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_block_has_its_holder_after_every_step(seed: int) -> None:
+def test_every_block_always_has_a_holder(seed: int) -> None:
+    """Each block has its holder after every step of a random run, and all blocks are free at the end."""
     world = LeaseWorld(seed)
     for _ in range(300):
         world.step()
@@ -166,7 +167,8 @@ def test_every_block_has_its_holder_after_every_step(seed: int) -> None:
     assert leases(world.table, world.receiving()) == []
 
 
-def test_a_block_in_doubt_is_nobody_elses_and_its_holder_is_named() -> None:
+def test_quarantined_block_names_its_holder() -> None:
+    """A block of a lost pair stays quarantined, is given to no other attempt and is listed with its holder."""
     world = LeaseWorld(0)
     order = reserve("a", 4 * BLOCK)
     answer = world.world.accept(order)

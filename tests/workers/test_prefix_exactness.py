@@ -52,7 +52,8 @@ def first_token(
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mistral"])
-def test_first_tokens_and_their_probabilities_are_the_same(kind: str, tmp_path: Path) -> None:
+def test_cached_prefix_keeps_first_tokens_exact(kind: str, tmp_path: Path) -> None:
+    """First tokens and their probabilities are the same with and without a cached prefix."""
     engine = load(tiny_models.make(kind, tmp_path / kind))
     table = PromptTable(BlockAllocator(engine.blocks), BLOCK)
     plain = PromptTable(table.allocator, BLOCK, prefix_cache=False)
@@ -75,7 +76,7 @@ def test_first_tokens_and_their_probabilities_are_the_same(kind: str, tmp_path: 
     assert engine.pool[shared[: len(BEGIN) // BLOCK]].equal(before), "what is shared was written to"
 
 
-def test_every_block_is_digested_once_it_is_final_whoever_computed_it(tmp_path: Path) -> None:
+def test_final_blocks_are_digested_once(tmp_path: Path) -> None:
     """With chunks that end within blocks, and blocks that others have computed."""
     engine = load(tiny_models.make("llama", tmp_path / "llama"))
     info, table = engine.info, PromptTable(BlockAllocator(engine.blocks), BLOCK)

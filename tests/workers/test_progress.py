@@ -12,7 +12,8 @@ from tests.workers.test_batch import World, reserve
 HORIZON = 8
 
 
-def test_every_attempt_is_named_once_with_the_step_after_which_it_joined() -> None:
+def test_progress_names_each_join_once() -> None:
+    """Each attempt is reported once, with the step after which it joined, and not with every step."""
     w = World()
     report = ProgressReport(w.table)
     w.run(reserve("a", 6, max_tokens=50))
@@ -34,7 +35,8 @@ def test_every_attempt_is_named_once_with_the_step_after_which_it_joined() -> No
     assert said is not None and said.joined == () and said.free_blocks == w.table.allocator.free_count
 
 
-def test_it_tells_how_long_steps_took_that_followed_each_other() -> None:
+def test_progress_times_consecutive_steps() -> None:
+    """Progress reports time only steps that follow each other directly, not those after a pause."""
     w = World()
     report = ProgressReport(w.table)
     w.run(reserve("a", 6, max_tokens=50))
@@ -57,7 +59,7 @@ def test_it_tells_how_long_steps_took_that_followed_each_other() -> None:
     assert said is not None and said.timed_steps == 1 and 99 < said.timed_ms < 101
 
 
-def test_a_step_tells_its_sequences_and_the_kv_that_it_reads() -> None:
+def test_step_reports_sequences_and_kv_read() -> None:
     w = World()
     w.run(reserve("a", 6, max_tokens=50))
     w.run(reserve("b", 3, max_tokens=50))
@@ -67,7 +69,8 @@ def test_a_step_tells_its_sequences_and_the_kv_that_it_reads() -> None:
     assert (outcome.sequences, outcome.kv_tokens) == (2, 7 + 4)
 
 
-def test_a_prompt_that_is_expected_wants_its_blocks_at_once() -> None:
+def test_expected_prompt_counts_its_blocks() -> None:
+    """A reservation counts with all blocks of its prompt in the shortage."""
     w = World(pool=5)
     w.run(reserve("a", 4, max_tokens=2))
     w.batch.plan(w.stuck.append)
@@ -82,9 +85,8 @@ def test_a_prompt_that_is_expected_wants_its_blocks_at_once() -> None:
     st.integers(4, 40),
     st.lists(st.tuples(st.integers(1, 12), st.integers(2, 20), st.sampled_from([1, 1, 1, 2])), min_size=1, max_size=8),
 )
-def test_a_shortage_is_seen_when_and_only_when_a_sequence_would_find_no_block(
-    pool: int, attempts: list[tuple[int, int, int]]
-) -> None:
+def test_shortage_is_predicted_exactly(pool: int, attempts: list[tuple[int, int, int]]) -> None:
+    """A shortage is predicted if and only if a sequence would find no block within the horizon."""
     w = World(pool=pool)
     try:
         for number, (tokens, max_tokens, choices) in enumerate(attempts):

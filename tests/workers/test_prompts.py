@@ -43,7 +43,8 @@ def take(t: PromptTable, name: str, tokens: int, text: int | None = None, cached
     return prompt
 
 
-def test_blocks_are_passed_on_once_each_as_they_become_final() -> None:
+def test_final_blocks_are_passed_on_once() -> None:
+    """Each block is passed on once, as soon as it is final."""
     t = table()
     prompt = take(t, "a", 10)
     seen: list[tuple[int, int]] = []
@@ -56,7 +57,8 @@ def test_blocks_are_passed_on_once_each_as_they_become_final() -> None:
     assert seen == [(0, 1), (1, 1), (2, 1)] and prompt.done
 
 
-def test_chunks_out_of_order_beyond_the_prompt_or_of_another_attempt_are_skipped() -> None:
+def test_wrong_chunks_are_skipped() -> None:
+    """Chunks out of order, beyond the prompt or of another attempt are not run."""
     t = table()
     take(t, "a", 10)
     for chunk in (Chunk("a", 1, 4, 4), Chunk("a", 1, 0, 11), Chunk("a", 2, 0, 4), Chunk("b", 1, 0, 4)):
@@ -65,7 +67,8 @@ def test_chunks_out_of_order_beyond_the_prompt_or_of_another_attempt_are_skipped
     assert len(t.runnable((Chunk("a", 1, 0, 4), Chunk("a", 1, 0, 10)))) == 1, "its blocks would be freed twice"
 
 
-def test_a_repeated_order_changes_nothing_and_no_room_is_a_failure() -> None:
+def test_repeated_prompt_order_changes_nothing() -> None:
+    """A repeated order changes nothing, and an order without room fails."""
     t = table(3)
     take(t, "a", 10)
     assert t.take_in(order("a", 10), list(range(10))) is None
@@ -81,7 +84,8 @@ def compute(t: PromptTable, prompt: PrefillRequest, tokens: int) -> None:
     t.end_step(work)
 
 
-def test_a_known_beginning_is_shared_and_not_computed_again() -> None:
+def test_known_prefix_is_not_recomputed() -> None:
+    """A known prefix is shared, can be sent at once and is not computed again."""
     t = table()
     one = take(t, "a", 10, text=1)
     compute(t, one, 8)
@@ -100,7 +104,8 @@ def test_a_known_beginning_is_shared_and_not_computed_again() -> None:
     assert take(t, "c", 16, text=1, cached=12).blocks[:3] == other.blocks[:3]
 
 
-def test_no_more_is_used_than_the_coordinator_believes_and_less_where_less_is_here() -> None:
+def test_cached_tokens_follow_the_coordinator() -> None:
+    """A prompt uses at most the cached tokens that the coordinator believes, and fewer if fewer are here."""
     t = table()
     compute(t, take(t, "a", 8, text=1), 8)
     assert take(t, "b", 12, text=1, cached=4).cached_tokens == 4
@@ -108,14 +113,15 @@ def test_no_more_is_used_than_the_coordinator_believes_and_less_where_less_is_he
     assert take(t, "d", 12, text=2, cached=8).cached_tokens == 0
 
 
-def test_the_last_token_is_always_computed() -> None:
+def test_last_token_is_always_computed() -> None:
     t = table()
     compute(t, take(t, "a", 8, text=1), 8)
     again = take(t, "b", 8, text=1, cached=8)
     assert again.cached_tokens == 4 and not again.done
 
 
-def test_a_prompt_in_the_making_is_known_as_far_as_it_is_computed() -> None:
+def test_partial_prompt_shares_computed_part() -> None:
+    """A prompt that is not complete shares the blocks that are computed, not those that a step still writes."""
     t = table()
     prompt = take(t, "a", 12, text=1)
     compute(t, prompt, 4)
@@ -124,7 +130,8 @@ def test_a_prompt_in_the_making_is_known_as_far_as_it_is_computed() -> None:
     assert take(t, "b", 12, text=1, cached=8).cached_tokens == 4, "a block that a step still writes is not known"
 
 
-def test_what_is_broken_is_not_found_by_others() -> None:
+def test_broken_prompt_is_not_shared() -> None:
+    """A prompt with a broken step is not found in the cache by other prompts."""
     t = table()
     prompt = take(t, "a", 12, text=1)
     compute(t, prompt, 8)
@@ -134,7 +141,7 @@ def test_what_is_broken_is_not_found_by_others() -> None:
     assert take(t, "b", 12, text=1, cached=8).cached_tokens == 0
 
 
-def test_without_a_prefix_cache_nothing_is_kept() -> None:
+def test_disabled_prefix_cache_keeps_nothing() -> None:
     t = PromptTable(BlockAllocator(20), BLOCK, prefix_cache=False)
     prompt = take(t, "a", 8, text=1)
     compute(t, prompt, 8)
@@ -143,7 +150,8 @@ def test_without_a_prefix_cache_nothing_is_kept() -> None:
     assert t.allocator.cached_count == 0
 
 
-def test_cached_blocks_make_way_and_a_prompt_without_room_takes_nothing() -> None:
+def test_cached_blocks_make_room_for_prompts() -> None:
+    """Cached blocks are given up for a prompt that fits; a prompt that does not fit takes none."""
     t = table(4)
     prompt = take(t, "a", 12, text=1)
     compute(t, prompt, 12)
@@ -153,7 +161,8 @@ def test_cached_blocks_make_way_and_a_prompt_without_room_takes_nothing() -> Non
     assert len(take(t, "c", 16, text=2).blocks) == 4 and t.allocator.cached_count == 0
 
 
-def test_release_during_a_step_and_a_transfer_waits_for_both() -> None:
+def test_release_waits_for_step_and_transfer() -> None:
+    """A release is reported once, after the step in flight and the transfer have both ended."""
     t = table()
     prompt = take(t, "a", 10)
     work = t.runnable((Chunk("a", 1, 0, 8),))
@@ -166,7 +175,8 @@ def test_release_during_a_step_and_a_transfer_waits_for_both() -> None:
     assert t.close(prompt, Finished("a", 1, 1, 0)) == [], "told once"
 
 
-def test_what_failed_after_its_first_token_says_that_it_was_emitted() -> None:
+def test_failure_reports_emitted_first_token() -> None:
+    """A transfer that fails after the first token reports the tokens that were sent."""
     t = table()
     prompt = take(t, "a", 10)
     compute(t, prompt, 10)
@@ -177,7 +187,8 @@ def test_what_failed_after_its_first_token_says_that_it_was_emitted() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_every_prompt_is_told_of_once_and_every_block_comes_back(data: st.DataObject) -> None:
+def test_prompts_report_once_and_free_blocks(data: st.DataObject) -> None:
+    """Each prompt gets one final report and all blocks come back, for random sequences of events."""
     t = table()
     told: list[FinalReport] = []
     made = 0

@@ -49,7 +49,7 @@ def offer(core: DecodeCore[str], name: str, blocks: int = 2) -> OfferAccepted | 
     return core.offered(PREFILL_INCARNATION, Offer(name, 1, 1, blocks))
 
 
-def test_kv_offered_after_the_coordinator_went_is_taken_and_runs() -> None:
+def test_kv_is_taken_without_coordinator() -> None:
     """The first token is out: whoever reads the stream is not to notice."""
     core, _ = make_core()
     core.order(reserve("a", 2 * BLOCK))
@@ -62,7 +62,7 @@ def test_kv_offered_after_the_coordinator_went_is_taken_and_runs() -> None:
     assert core.table.attempts["a", 1].phase is Phase.RUNNING
 
 
-def test_a_reservation_for_which_nothing_came_is_given_up_in_the_end() -> None:
+def test_unused_reservation_expires() -> None:
     """Of its stream nobody may be left to tell."""
     core, ports = make_core()
     core.order(reserve("a", 2 * BLOCK))
@@ -77,7 +77,8 @@ def test_a_reservation_for_which_nothing_came_is_given_up_in_the_end() -> None:
     assert [key for key, _ in core.table.attempts] == ["c"]
 
 
-def test_the_next_coordinator_may_end_a_reservation_that_it_does_not_want() -> None:
+def test_next_coordinator_may_end_reservation() -> None:
+    """A new coordinator can release a reservation that its predecessor made."""
     core, ports = make_core()
     core.order(reserve("a", 2 * BLOCK))
     core.coordinator_lost(LOST_AT)
@@ -86,7 +87,7 @@ def test_the_next_coordinator_may_end_a_reservation_that_it_does_not_want() -> N
     assert ports.said == [Released("a", 1)] and not core.table.attempts
 
 
-def test_a_commit_behind_the_last_token_fails_its_attempt_and_runs_nothing() -> None:
+def test_commit_past_last_token_fails() -> None:
     """A prefill worker ends such an attempt itself."""
     core, ports = make_core()
     order = reserve("a", 2 * BLOCK)

@@ -3,14 +3,16 @@
 from decode_worker.senders import Senders
 
 
-def test_a_visitor_that_says_nothing_changes_nothing() -> None:
+def test_silent_visitor_changes_nothing() -> None:
+    """A connection that never sent a message does not affect the known sender when it is lost."""
     senders: Senders[str] = Senders()
     senders.heard(7, "good")
     assert not senders.lost(7, "visitor")
     assert senders.link(7) == "good"
 
 
-def test_answers_go_where_the_last_message_came_from() -> None:
+def test_answers_go_to_latest_link() -> None:
+    """Answers go over the link from which the last message of a sender came."""
     senders: Senders[str] = Senders()
     senders.heard(7, "old")
     senders.heard(7, "new")

@@ -13,7 +13,8 @@ def step_ms(sequences: int, tokens: int, *, token_ms: float) -> float:
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
 @pytest.mark.parametrize("token_ms", [0.02, 0.4, 3.5])
-def test_a_slice_lengthens_a_step_by_no_more_than_its_share(share: float, token_ms: float) -> None:
+def test_slice_keeps_to_its_share(share: float, token_ms: float) -> None:
+    """A slice lengthens a step by about its share at most, and it uses that share."""
     source, sizes = random.Random(1), SliceSizes(share)
     for number in range(400):
         sequences = source.randint(1, 12)
@@ -26,7 +27,8 @@ def test_a_slice_lengthens_a_step_by_no_more_than_its_share(share: float, token_
     assert sizes.tokens(4) >= 0.6 * share * step_ms(4, 0, token_ms=token_ms) / token_ms, "and it is used"
 
 
-def test_a_target_takes_the_place_of_the_share() -> None:
+def test_target_replaces_the_share() -> None:
+    """A TPOT target sets the size of slices in place of the share; at least one token is computed."""
     sizes = SliceSizes(0.5)
     for _ in range(50):
         sizes.measured(4, 0, 32.0)
@@ -36,7 +38,8 @@ def test_a_target_takes_the_place_of_the_share() -> None:
     assert sizes.tokens(4, tpot_ms=30.0) == 1, "even then the prompt gets on"
 
 
-def test_what_was_never_measured_is_tried_with_little() -> None:
+def test_unmeasured_sizes_start_small() -> None:
+    """Slices beside a number of streams that was never measured begin with very few tokens."""
     sizes = SliceSizes(0.5)
     assert sizes.tokens(3) == 1
     sizes.measured(3, 0, 30.0)
@@ -45,7 +48,8 @@ def test_what_was_never_measured_is_tried_with_little() -> None:
     assert sizes.tokens(3) == 2, "what ran alone says nothing of streams"
 
 
-def test_one_slow_step_does_not_make_slices_small_for_long() -> None:
+def test_one_slow_step_is_soon_forgotten() -> None:
+    """One slow step does not make the slices much smaller."""
     sizes = SliceSizes(0.5)
     for _ in range(50):
         sizes.measured(4, 0, 32.0)

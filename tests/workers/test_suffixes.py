@@ -65,7 +65,8 @@ def keep(core: DecodeCore[str], tokens: int = TOKENS, name: str = "z") -> None:
     core.slice_computed(next_slice(core), first(name, finish=FinishReason.STOP), 0.0)
 
 
-def test_it_is_computed_in_slices_and_joins_the_batch_with_the_last() -> None:
+def test_suffix_joins_batch_after_last_slice() -> None:
+    """A suffix is computed in slices once a step says so, and joins the batch with the last of them."""
     core, ports = make_core()
     begin(core)
     assert core.next_slice(100, 0.0) is None, "not before a step says so"
@@ -87,7 +88,8 @@ def test_it_is_computed_in_slices_and_joins_the_batch_with_the_last() -> None:
     assert plan is not None and [(row.token, row.position) for row in plan.rows] == [(5, TOKENS)]
 
 
-def test_what_is_cached_is_not_computed_again_and_what_is_not_is_told() -> None:
+def test_suffix_reports_cache_misses() -> None:
+    """A suffix starts after its cached tokens; a shorter cache than expected is reported as a miss."""
     core, ports = make_core()
     keep(core)
     begin(core, "b", cached=3 * BLOCK)
@@ -105,7 +107,7 @@ def iter_slices(core: DecodeCore[str], name: str):  # type: ignore[no-untyped-de
     yield Slice(attempt, attempt.suffix, (1,), attempt.suffix.computed_tokens)
 
 
-def test_a_prompt_that_is_cached_whole_is_computed_from_its_last_block_on() -> None:
+def test_fully_cached_prompt_redoes_last_block() -> None:
     """The first token is drawn from the logits of its last one."""
     core, _ = make_core()
     keep(core, 2 * BLOCK)
@@ -116,7 +118,8 @@ def test_a_prompt_that_is_cached_whole_is_computed_from_its_last_block_on() -> N
     assert len(set(part.suffix.blocks)) == 2
 
 
-def test_an_answer_of_one_token_never_joins() -> None:
+def test_one_token_answer_never_joins() -> None:
+    """An answer that ends with its first token finishes without joining the batch."""
     core, ports = make_core()
     begin(core)
     step(core, 0, 0)
@@ -126,7 +129,8 @@ def test_an_answer_of_one_token_never_joins() -> None:
 
 
 @pytest.mark.parametrize("in_slice", [False, True])
-def test_a_release_ends_it_once_no_step_writes_to_its_blocks(in_slice: bool) -> None:
+def test_release_waits_for_running_slice(in_slice: bool) -> None:
+    """A released suffix frees its blocks once no slice writes to them, and its step is answered."""
     core, ports = make_core()
     begin(core)
     step(core, 3, 0)
@@ -140,7 +144,8 @@ def test_a_release_ends_it_once_no_step_writes_to_its_blocks(in_slice: bool) -> 
     assert StepDone(3, (), 0.0, 0) in ports.said, "its step is answered, with nothing computed"
 
 
-def test_a_failed_step_and_logits_of_which_nothing_can_be_drawn_fail_it() -> None:
+def test_failed_slice_fails_its_attempt() -> None:
+    """A failed step, or logits from which no token can be drawn, fails the attempt with an engine error."""
     core, ports = make_core()
     for name, number in (("a", 0), ("b", 1)):
         begin(core, name, text=number)
@@ -158,19 +163,21 @@ def test_a_failed_step_and_logits_of_which_nothing_can_be_drawn_fail_it() -> Non
 
 
 @pytest.mark.parametrize("ids", [b"", pack_tokens([99] * TOKENS), pack_tokens(range(TOKENS - 1))])
-def test_ids_that_cannot_be_right_fail_the_attempt_and_nothing_else(ids: bytes) -> None:
+def test_invalid_ids_fail_only_their_attempt(ids: bytes) -> None:
     core, ports = make_core()
     begin(core, ids=ids)
     assert isinstance(ports.said[-1], WorkFailed) and not core.table.attempts
 
 
-def test_without_room_it_fails_and_takes_nothing() -> None:
+def test_suffix_without_room_takes_nothing() -> None:
+    """A suffix that finds no room fails and holds no block."""
     core, ports = make_core()
     begin(core, tokens=9 * BLOCK)
     assert isinstance(ports.said[-1], WorkFailed) and core.table.allocator.held_count == 0
 
 
-def test_one_whose_grammar_is_being_compiled_lets_others_go_first() -> None:
+def test_pending_grammar_lets_others_pass() -> None:
+    """A suffix that waits for its grammar lets others go first, and those are finished before it begins."""
     core, _ = make_core()
     begin(core, "a")
     suffix = core.table.attempts["a", 1].suffix
@@ -186,7 +193,8 @@ def test_one_whose_grammar_is_being_compiled_lets_others_go_first() -> None:
     assert next_slice(core, 5).attempt.key == ("b", 1), "what is begun is finished first"
 
 
-def test_without_a_coordinator_it_is_not_computed_on() -> None:
+def test_lost_coordinator_releases_suffix() -> None:
+    """A suffix is released, and no slice of it runs, once the coordinator is lost."""
     core, ports = make_core()
     begin(core)
     step(core, 0, 0)
@@ -194,7 +202,8 @@ def test_without_a_coordinator_it_is_not_computed_on() -> None:
     assert core.next_slice(5, 1.0) is None and Released("a", 1) in ports.said and not core.table.attempts
 
 
-def test_orders_that_a_coordinator_never_sends_end_its_link() -> None:
+def test_impossible_orders_end_the_link() -> None:
+    """A step of two chunks, or more queued steps than allowed, is a protocol error."""
     core, _ = make_core()
     chunk = Chunk("a", 1, 0, 4)
     with pytest.raises(RemoteProtocolError):
@@ -205,7 +214,7 @@ def test_orders_that_a_coordinator_never_sends_end_its_link() -> None:
         core.order(Step(99, (chunk,)))
 
 
-def test_repeated_orders_do_no_harm() -> None:
+def test_repeated_suffix_order_is_ignored() -> None:
     core, ports = make_core()
     prefill = begin(core)
     held = core.table.allocator.held_count

@@ -36,7 +36,8 @@ def pool() -> torch.Tensor:
     return torch.rand(LAYOUT.shape(POOL_BLOCKS))
 
 
-def test_blocks_come_back_as_they_were_and_damage_ends_what_comes_back(tmp_path: Path) -> None:
+def test_tier_file_returns_blocks_unchanged(tmp_path: Path) -> None:
+    """Blocks come back from the tier file as they were, up to the first one that is damaged."""
     memory = pool()
     file = TierFile(PoolRows(memory, LAYOUT), 4, str(tmp_path))
     before, digests = memory.clone(), file.write([0, 1, 2], [3, 0, 2])
@@ -48,7 +49,8 @@ def test_blocks_come_back_as_they_were_and_damage_ends_what_comes_back(tmp_path:
     file.close()
 
 
-def test_a_tier_that_has_no_room_or_no_folder_names_its_option(tmp_path: Path) -> None:
+def test_bad_tier_settings_name_their_option(tmp_path: Path) -> None:
+    """A tier without room, or whose folder does not exist, is refused with the name of the option."""
     rows, warn = PoolRows(pool(), LAYOUT), RateLimitedLog(lambda event, **values: None)
 
     async def made(**options: object) -> None:
@@ -160,7 +162,8 @@ def filled(prompts: int) -> World:
     return world
 
 
-def test_a_prompt_that_the_pool_has_given_up_comes_back_from_the_second_tier() -> None:
+def test_evicted_prompt_returns_from_tier() -> None:
+    """A prompt that the pool has evicted is loaded from the tier and is not computed again."""
     world = filled(4)
     assert len(world.known) == 12 > POOL_BLOCKS, "all is cached, for the coordinator"
     key = world.ask(0, 3)
@@ -172,7 +175,8 @@ def test_a_prompt_that_the_pool_has_given_up_comes_back_from_the_second_tier() -
     assert world.tier.counts() == (12, 3 * BLOCK, 0)
 
 
-def test_what_cannot_be_read_is_computed() -> None:
+def test_unreadable_blocks_are_computed() -> None:
+    """Blocks that cannot be read from the tier are reported as a cache miss and computed."""
     world = filled(3)
     key = world.ask(0, 3)
     world.copy(fails=True)
@@ -181,7 +185,8 @@ def test_what_cannot_be_read_is_computed() -> None:
     assert world.tier.counts()[2] == 1
 
 
-def test_what_takes_longer_than_computing_is_computed() -> None:
+def test_slow_tier_is_not_used() -> None:
+    """A prompt is computed if loading it from the tier would take longer."""
     world = filled(3)
     key = world.ask(0, 3)
     world.copies.loads.clear()
@@ -200,9 +205,8 @@ EVENTS = ("ask", "ask", "compute", "compute", "copy", "copy", "copy", "fail", "r
     slots=st.integers(1, 9),
     events=st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 3)), max_size=60),
 )
-def test_in_any_order_no_block_is_lost_or_given_away_and_none_holds_what_it_should_not(
-    slots: int, events: list[tuple[str, int]]
-) -> None:
+def test_tier_never_loses_a_block(slots: int, events: list[tuple[str, int]]) -> None:
+    """No block is lost, given away or filled with wrong content, for random sequences of events."""
     world, keys = World(slots), list[Key]()
     for event, number in events:
         match event:
@@ -238,7 +242,8 @@ def test_in_any_order_no_block_is_lost_or_given_away_and_none_holds_what_it_shou
     assert world.known == there, "what is in neither tier is not believed to be"
 
 
-def test_the_copies_on_threads_end_before_the_pool_is_given_away(tmp_path: Path) -> None:
+def test_copies_end_before_pool_is_freed(tmp_path: Path) -> None:
+    """Copies that run on threads end before the memory of the pool is given away."""
     memory = pool()
 
     async def run() -> None:

@@ -51,3 +51,19 @@ def test_class_names_are_unique() -> None:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert len(found) > 800 and [name for name, count in found.items() if count > 1] == ["Tick"]
+
+
+def long_test_names(path: str, source: str) -> list[str]:
+    """Names of tests of over 45 characters, or with a relative clause for their subject."""
+    return [
+        f"{path}:{node.lineno}: {node.name}"
+        for node in ast.walk(parsed(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
+        if len(node.name) > 45 or node.name.split("_")[1] in ("who", "what", "which", "whose")
+    ]
+
+
+def test_names_of_tests_are_short() -> None:
+    assert not [one for path, source in sources(["tests"]) for one in long_test_names(path, source)]
+    source = "def test_what_comes():\n  pass\ndef test_this_name_is_a_sentence_of_so_many_words_that():\n  pass\n"
+    assert len(long_test_names("a.py", source)) == 2

@@ -29,7 +29,7 @@ _PROMPT_TOKENS, _STEP_TOKENS, _BLOCK_SIZE = 512, 256, 16
 _MAX_TOKENS, _STREAM_S = 128, 2.0
 _PREFIXES, _PREFIX_BLOCKS = 500, 16
 _CACHED_BLOCKS = 2_000
-"""Of a prefill worker."""
+"""Blocks in the cache of a prefill worker."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class TimedCore(Core):
     def reset(self) -> None:
         self.cpu_ns = self.events = 0
         self.slowest_ns: Counter[str] = Counter()
-        """By kind of event."""
+        """The CPU time of the slowest event of each kind."""
 
     def handle(self, event: Event, now: float) -> list[Action]:
         began_ns = time.thread_time_ns()

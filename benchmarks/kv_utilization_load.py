@@ -28,9 +28,8 @@ class Job:
     outputs: tuple[int, ...]
     """Tokens of each choice."""
     text: str = ""
-    """Prompts with the same text begin with the same tokens ..."""
+    """Prompts with the same text begin with the same `shared_tokens` tokens."""
     shared_tokens: int = 0
-    """... namely this many."""
 
     def token_steps(self) -> float:
         """Returns the slots times steps that its KV takes in decode."""

@@ -64,7 +64,7 @@ TENANCY, SLOW, REACH = (
 )
 METRICS, TENANTS = "tests/runtime/test_metrics_server.py::", "tests/runtime/test_tenants_file.py::"
 RESPONSES, REPLAY = "tests/gateway/test_responses.py::", "tests/coordinator/test_replay.py::"
-BATCHES = "tests/gateway/test_batches.py::"
+BATCHES = "tests/gateway/test_batch_bounds.py::"
 HASHES, NOTIFY = "tests/coordinator/test_hash_key.py::", "tests/launcher/test_notify_listener.py::"
 CLEAR, CALLS = "tests/kvtransfer/test_encryption_options.py::", "tests/test_dangerous_calls.py::"
 

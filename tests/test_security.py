@@ -65,7 +65,7 @@ WITHOUT_BREAK = {
     "tests/runtime/test_grammars.py::test_hostile_grammar_costs_little": "the measure is llguidance's",
     "tests/coordinator/test_victim.py": "takes minutes; tests/simulation/ breaks the fair queue",
     "tests/engine/test_refusals.py::test_remote_code_is_never_run": "without the option transformers asks, and gets no answer",
-    "tests/gateway/test_batches.py::test_large_file_never_blocks_the_loop": "no single line",
+    "tests/gateway/test_batch_bounds.py::test_large_file_never_blocks_the_loop": "no single line",
     "tests/kvtransfer/test_rendezvous.py::test_nccl_store_hides_line_secret": "NCCL is faked",
 }
 """Tests that the page names and no break is planted for, and why."""

@@ -40,7 +40,7 @@ TRANSPORTS = ("gloo", "shm", "tcp", "tcp-plain")
 
 KILL_NOTICED_S = 2.0
 STOP_NOTICED_S = 2.0
-"""By missed heartbeats alone."""
+"""Seconds in which missed heartbeats alone show a stopped peer."""
 STOPPED_S = 5.0
 WAIT_S = 60.0
 INNOCENT_TRANSFERS = 3
@@ -129,7 +129,7 @@ class Handle:
 
 @dataclass
 class FaultCounts:
-    """Of one fault."""
+    """The counts of one fault."""
 
     rounds: int = 0
     first_attempts_arrived: int = 0

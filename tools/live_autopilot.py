@@ -40,16 +40,16 @@ CONTEXT_TOKENS = 4096
 
 @dataclass
 class Outcome:
-    """Of one run."""
+    """The result of one run."""
 
     name: str
     asked: list[int]
-    """By phase."""
+    """Requests sent in each phase."""
     good: list[int]
     """Those of them that kept both limits."""
     errors: int = 0
     changes: list[str] = field(default_factory=list)
-    """Of roles, in words."""
+    """Role changes, in words."""
 
     @property
     def goodput(self) -> int:

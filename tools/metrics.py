@@ -110,12 +110,12 @@ def registries() -> dict[str, MetricsRegistry]:
 
 
 def families() -> dict[str, Family]:
-    """By exported name."""
+    """Returns the families by exported name."""
     return {family.exported: family for registry in registries().values() for family in registry.families}
 
 
 def text() -> str:
-    """In Markdown."""
+    """Returns the page in Markdown."""
     roles: dict[Family, list[str]] = {}
     for role, registry in registries().items():
         for family in registry.families:

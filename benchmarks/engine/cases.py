@@ -31,15 +31,15 @@ class Case:
     tokens: int
     """Tokens of a decode step, or of the prompt."""
     work: Work
-    """Of the same."""
+    """The bytes and operations of one measurement."""
     measure: Callable[[], float]
-    """Seconds of the same."""
+    """Returns the seconds of one measurement."""
     is_transformers: bool = False
     """True for a case of transformers; the engine has a case of the same name."""
 
 
 def size_of(model: Any) -> ModelSize:
-    """Of a causal language model of transformers. Experts of which a token uses a few are not counted."""
+    """Returns the size of a causal language model of transformers. Experts of which a token uses a few are not counted."""
     config = model.config.get_text_config()
     weights = [
         getattr(module, "weight", None) for module in model.modules() if not isinstance(module, torch.nn.Embedding)

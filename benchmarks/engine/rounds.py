@@ -86,7 +86,7 @@ def _measure(measured: Sequence[Measured], machine: Machine, rounds: int, consol
 
 
 def _medians(rates: dict[str, list[float]]) -> dict[str, float]:
-    """In billions."""
+    """Returns medians in billions per second."""
     return {name: statistics.median(values) / 1e9 for name, values in rates.items()}
 
 

@@ -403,7 +403,7 @@ def _check_retry(denial: Denial, twin: Twin, name: str, ask: Ask, now: float, of
     assert not twin.fits(level, ask, Fraction(now) + Fraction(wait_s) - Fraction(1, 10_000), day)[index]
 
 
-# --- the promise ----------------------------------------------------------------------------------------------
+# --- a thousand clients -----------------------------------------------------------------------------------------------
 
 
 REST_MAX = 7 * 499

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import sqlite3
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -134,3 +135,17 @@ def request(custom_id: str, url: str = "/v1/completions", **body: Any) -> dict[s
 
 def jsonl(requests: Iterable[dict[str, Any]]) -> bytes:
     return b"".join(json.dumps(one).encode() + b"\n" for one in requests)
+
+
+def requests(count: int) -> list[dict[str, Any]]:
+    return [request(f"r{number}") for number in range(count)]
+
+
+async def left(desk: Desk) -> dict[str, int]:
+    """Rows in the store, by table."""
+    tables = ("files", "lines", "batches", "results")
+
+    def count(db: sqlite3.Connection) -> dict[str, int]:
+        return {name: db.execute(f"SELECT COUNT(*) FROM {name}").fetchone()[0] for name in tables}
+
+    return await desk.service.store.read(count)

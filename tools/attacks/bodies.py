@@ -82,25 +82,24 @@ def _shapes() -> dict[str, Shape]:
     add("/tokenize", "messages to tokenize", '"messages":[{"role":"user","content":[', "1", "]}]")
     add("/detokenize", "bad tokens", '"tokens":[', '""', "]")
     add("/detokenize", "tokens", '"tokens":[', "1", "]")
-    raw: dict[str, Callable[[int], bytes]] = {
-        "a deep list": lambda size: b'{"model":"M","prompt":' + b"[" * (size // 2) + b"]" * (size // 2) + b"}",
-        "deep objects": lambda size: (
-            b'{"model":"M","prompt":' + b'{"a":' * (size // 6) + b"1" + b"}" * (size // 6) + b"}"
-        ),
-        "a long number": lambda size: b'{"model":"M","prompt":"x","seed":' + b"1" * (size - 40) + b"}",
-        "a long fraction": lambda size: b'{"model":"M","prompt":"x","top_p":0.' + b"1" * (size - 40) + b"}",
-        "a long text": lambda size: b'{"model":"M","prompt":"' + b"ab " * (size // 3 - 20) + b'"}',
-        "escapes": lambda size: b'{"model":"M","prompt":"' + rb"\u00e9" * (size // 6 - 10) + b'"}',
-        "one long word": lambda size: b'{"model":"M","prompt":"' + b"a" * (size - 40) + b'"}',
-        "a long key": lambda size: b'{"model":"M","prompt":"x","' + b"k" * (size - 40) + b'":1}',
-        "a long model": lambda size: b'{"prompt":"x","model":"' + b"k" * (size - 40) + b'"}',
-        "white space": lambda size: b" " * size,
-        "no UTF-8": lambda size: b'{"model":"M","prompt":"' + b"\xff" * (size - 40) + b'"}',
-        "only keys": lambda size: b"{" + fill('"k%d":1', size - 2) + b"}",
-    }
-    return found | {name: (COMPLETIONS, make) for name, make in raw.items()}
+    return found | {name: (COMPLETIONS, make) for name, make in _RAW.items()}
 
 
+_RAW: Final[dict[str, Callable[[int], bytes]]] = {
+    "a deep list": lambda size: b'{"model":"M","prompt":' + b"[" * (size // 2) + b"]" * (size // 2) + b"}",
+    "deep objects": lambda size: b'{"model":"M","prompt":' + b'{"a":' * (size // 6) + b"1" + b"}" * (size // 6) + b"}",
+    "a long number": lambda size: b'{"model":"M","prompt":"x","seed":' + b"1" * (size - 40) + b"}",
+    "a long fraction": lambda size: b'{"model":"M","prompt":"x","top_p":0.' + b"1" * (size - 40) + b"}",
+    "a long text": lambda size: b'{"model":"M","prompt":"' + b"ab " * (size // 3 - 20) + b'"}',
+    "escapes": lambda size: b'{"model":"M","prompt":"' + rb"\u00e9" * (size // 6 - 10) + b'"}',
+    "one long word": lambda size: b'{"model":"M","prompt":"' + b"a" * (size - 40) + b'"}',
+    "a long key": lambda size: b'{"model":"M","prompt":"x","' + b"k" * (size - 40) + b'":1}',
+    "a long model": lambda size: b'{"prompt":"x","model":"' + b"k" * (size - 40) + b'"}',
+    "white space": lambda size: b" " * size,
+    "no UTF-8": lambda size: b'{"model":"M","prompt":"' + b"\xff" * (size - 40) + b'"}',
+    "only keys": lambda size: b"{" + fill('"k%d":1', size - 2) + b"}",
+}
+"""Bodies that are no list of one unit."""
 _MODEL: Final = '{"model":"M",'
 _START: Final = {
     path: _MODEL + ('"max_tokens":1,' if path in (CHAT, COMPLETIONS, MESSAGES) else "")

@@ -44,11 +44,11 @@ class Target:
 @dataclass
 class Measured:
     stall_ms: dict[str, float] = field(default_factory=dict)
-    """By process: the longest stall of its event loop in CPU time, as `probe.Record` counts it."""
+    """The longest stall of each process's event loop in CPU time, as `probe.Record` counts it."""
     late_ms: float = 0.0
     """How late a process was that does nothing else: the noise of this machine."""
     rss_grown_mib: dict[str, int] = field(default_factory=dict)
-    """At most, by process."""
+    """The largest growth of each process."""
     ended: list[str] = field(default_factory=list)
 
 

@@ -33,7 +33,7 @@ Outcome = Counter[str]
 class Attack:
     run: Callable[[Target], Outcome]
     line: str
-    """Of the review or of the API's table."""
+    """The row of the table of attacks, such as R13."""
     bound_s: float
 
 

@@ -44,7 +44,7 @@ class Verdict:
 class Result:
     verdicts: list[Verdict] = field(default_factory=list)
     memory_mib: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    """By process: (seconds, MiB) after each case."""
+    """(seconds, MiB) of each process after each case."""
     grown: list[str] = field(default_factory=list)
 
 

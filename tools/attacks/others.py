@@ -23,7 +23,7 @@ class Noticed:
     failed: list[str] = field(default_factory=list)
     answers: int = 0
     slowest_s: float = 0.0
-    """Of the small requests."""
+    """The time of the slowest small request."""
 
     def gap_ms(self, share: float) -> float:
         gaps = sorted(self.gaps_ms)

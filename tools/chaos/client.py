@@ -45,7 +45,7 @@ class _Choice(msgspec.Struct):
     index: int
     text: str = ""
     delta: _Delta | None = None
-    """Of a chat, whose calls count as text."""
+    """The part of a chat's message; calls count as text."""
     token_ids: list[int] = []
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
@@ -63,7 +63,7 @@ class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     prompt_token_ids: list[int] | None = None
-    """With the first event of a chat."""
+    """Comes with the first event of a chat."""
     error: dict[str, object] | None = None
 
 

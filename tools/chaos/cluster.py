@@ -46,7 +46,7 @@ class Violation(AssertionError):
 
 
 def _become(module: str, arguments: list[str], log: str) -> None:
-    """In a forked process: become that role, until it ends."""
+    """Runs a role in a forked process, until the role ends."""
     os.setpgid(0, 0)  # Ctrl-C is for the process that started us
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -96,7 +96,7 @@ class Member:
     slot: str
     options: list[str]
     base_url: str = ""
-    """Of a gateway."""
+    """The URL of a gateway; empty for other roles."""
     incarnation: int = 0
     process: Process | None = None
     hurt: bool = False

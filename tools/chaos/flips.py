@@ -68,7 +68,7 @@ class Result:
 
 
 Processes = dict[str, list[WorkerStatus]]
-"""By name, what each registers as."""
+"""The name of each process → the workers that it registers as."""
 
 
 class FlipRun(Run):

@@ -128,7 +128,7 @@ class FarCluster(Cluster):
         self.weather = Weather()
         self.control: dict[str, Proxy] = {}
         self.ports: dict[str, Proxy] = {}
-        """Of a gateway's token port, or a decode worker's KV port, by slot."""
+        """The proxy of each gateway's token port and each decode worker's KV port, by slot."""
         for member in self.members:
             if member.role != "coordinator":
                 self._put_far(member, seed)

@@ -355,7 +355,7 @@ class Run:
                 fault.detected_s = time.monotonic() - fault.at
 
     async def _back(self, member: Member, fault: Fault, since: float | None = None) -> None:
-        """Until all have found each other again; for the coordinator, from the fault until it lets requests in."""
+        """Waits until all have found each other again; for the coordinator, from the fault until it admits requests."""
         await self.cluster.until(f"{member.name} is back", self.cluster.is_whole)
         fault.back_s = time.monotonic() - (fault.at if since is None else since)
         await self.cluster.until(f"{member.name} stands by", lambda: self.cluster.stands_by(member))

@@ -17,7 +17,7 @@ def synchronize() -> None:
 
 
 def seconds_of(work: Callable[[], object], rounds: int = 20) -> float:
-    """Of one call, from the device's clock; the median."""
+    """Returns the median time of one call, from the device's clock."""
     found = []
     for _ in range(rounds if ON_GPU else 3):
         synchronize()

@@ -200,7 +200,7 @@ def products(runner: GpuRunner) -> list[list[Product]]:
 
 
 def prefill_step(runner: GpuRunner, tokens: int) -> Callable[[], object]:
-    """In chunks, as a prefill worker has them."""
+    """Returns a function that computes a prompt in chunks, as a prefill worker has them."""
     blocks = range(-(-tokens // BLOCK_SIZE))
 
     def step() -> None:
@@ -255,7 +255,7 @@ def kernels_of(work: Callable[[], object]) -> dict[str, Any]:
 
 
 def isolation(runner: GpuRunner) -> dict[str, float]:
-    """Of 32 greedy streams, alone and beside a process that computes prompts without end."""
+    """Measures 32 greedy streams, alone and beside a process that computes prompts without end."""
     rows, greedy = min(32, max(BATCHES)), SAMPLINGS["greedy"]
     alone = [seconds for _ in range(5) for seconds in decode_steps(runner, rows, greedy)]
     command = [sys.executable, "-m", "tools.gpu.engine_bench", "prefill"]

@@ -1,5 +1,5 @@
-"""In 25 seconds: what is on this machine, and whether each Triton kernel compiles, fits and computes what plain torch does, at
-the shapes of real models: `python -m tools.gpu.smoke`."""
+"""Shows in 25 seconds what is on this machine, and whether each Triton kernel compiles, fits and computes what plain torch
+does, at the shapes of real models: `python -m tools.gpu.smoke`."""
 
 import os
 import platform

@@ -199,15 +199,15 @@ TABLE: Final[Table] = {
         "launcher.admin.event_log_settings:ReplaySettings",
         "launcher.admin.replay:replay",
     ),
-    "simulate": Command(
-        "Run the cluster's own code in a simulation that injects faults",
-        "launcher.admin.simulate_settings:SimulateSettings",
-        "launcher.admin.simulate:run",
-    ),
-    "simulate-load": Command(
-        "Play a load against the coordinator's own scheduler in virtual time",
-        "launcher.simulate.load:SimulateLoadSettings",
-        "launcher.simulate.load:run",
+    "simulate": CommandGroup(
+        "Play loads against the coordinator's own scheduler in virtual time.",
+        {
+            "load": Command(
+                "Play a load against the coordinator's own scheduler in virtual time",
+                "launcher.simulate.load:SimulateLoadSettings",
+                "launcher.simulate.load:run",
+            )
+        },
     ),
     "calibrate": Command(
         "Measure how long prefill, decode and KV transfer take on this installation.",
@@ -259,6 +259,5 @@ def only_groups(arguments: list[str]) -> bool:
 
 
 def as_listed(arguments: list[str]) -> list[str]:
-    """`tune check` and `simulate load` are commands beside `tune` and `simulate`, which have options of their own."""
-    pair = tuple(arguments[:2])
-    return ["-".join(pair), *arguments[2:]] if pair in (("tune", "check"), ("simulate", "load")) else arguments
+    """`tune check` is a command beside `tune`, which has options of its own."""
+    return ["tune-check", *arguments[2:]] if arguments[:2] == ["tune", "check"] else arguments

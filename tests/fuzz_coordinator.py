@@ -5,7 +5,6 @@ from collections import deque
 
 from coordinator.core import HANDLERS, Core
 from coordinator.events import Configured, Event, Limits, PeerDown, PeerUp, ProtocolViolation, Received, Send, Tick
-from coordinator.invariants import check
 from proto import limits
 from proto.codec import decode, to_frames
 from proto.errors import RemoteProtocolError
@@ -30,6 +29,7 @@ from proto.parts import Capacity, Held
 from proto.progress import Hung
 from runtime.tenancy.tenants import open_tenants
 from tests.random_messages import FLOATS, RandomMessages
+from tests.world.invariants import check
 
 ROLES = {
     11: Role.GATEWAY, 12: Role.GATEWAY, 21: Role.PREFILL, 22: Role.PREFILL, 23: Role.DECODE, 31: Role.DECODE, 32: Role.DECODE,

@@ -115,6 +115,8 @@ BANNED_CALLS = re.compile(
     r"^(torch\.(load|save)|.*\.(send_pyobj|recv_pyobj|\w+_object_list)|time\.sleep|asyncio\.wait_for|eval|exec)$"
 )
 """`asyncio.wait_for` of Python 3.11 drops a cancellation that comes with its result; `asyncio.timeout` does not."""
+WORLD_TOOLS = ("__main__", "batch", "test_", "planted")
+"""Files of the fault world that run it, where the others are part of it."""
 FIRST_OF_A_DICT = re.compile(r"del (.*)\[next\(iter\(\1\)\)\]$")
 
 Check = Callable[[str, str], list[str]]
@@ -171,8 +173,8 @@ def check_pure(path: str, source: str) -> list[str]:
 def check_only_pure(path: str, source: str) -> list[str]:
     """The simulation runs what decides, and nothing that does: no socket, thread or tensor comes in with an import. The ratio
     lab may import the simulation, too."""
-    package = PurePosixPath(path).parts[0]
-    if package not in ("simulation", "tuning"):
+    package = "simulation" if path.startswith("tests/world/") else PurePosixPath(path).parts[0]
+    if package not in ("simulation", "tuning") or PurePosixPath(path).name.startswith(WORLD_TOOLS):
         return []
     found = []
     for line, name in _imports(parsed(source)):
@@ -230,6 +232,14 @@ def test_source_keeps_the_rules(check: Check) -> None:
     assert not problems, "\n" + "\n".join(problems)
 
 
+def test_fault_world_imports_pure_modules() -> None:
+    """The fault world runs what decides, as the simulation does."""
+    sources = {path: path.read_text("utf-8") for path in sorted((ROOT / "tests/world").rglob("*.py"))}
+    assert not [
+        one for path, text in sources.items() for one in check_only_pure(path.relative_to(ROOT).as_posix(), text)
+    ]
+
+
 PLANTED = [
     (check_import_table, "proto/x.py", "import runtime.link.server", "proto may not import runtime"),
     (
@@ -250,6 +260,7 @@ PLANTED = [
     (check_only_pure, "simulation/x.py", "from kvtransfer.sender import KvSender", "pure modules only"),
     (check_only_pure, "simulation/x.py", "from coordinator.main import run", "pure modules only"),
     (check_only_pure, "simulation/x.py", "import time", "may not import time"),
+    (check_only_pure, "tests/world/faults/x.py", "import socket", "may not import socket"),
     (check_bans, "engine/x.py", "import pickle", "pickle is banned"),
     (check_bans, "engine/x.py", "import torch\ntorch.load('x')", "torch.load is banned"),
     (check_bans, "engine/x.py", "from torch import load", "torch.load is banned"),

@@ -11,7 +11,7 @@
 | `DecodeCore`, `AttemptTable`, `Batch`, allocator (`batched`) | what it draws; or the whole worker (`PacedDecode`) |
 |                                                              | KV hand-overs, the one gateway and its clients     |
 
-Workers can be slow, failing or lost here (`start`, `lose`); `simulation.faults` is for the rest.
+Workers can be slow, failing or lost here (`start`, `lose`); `tests.world.faults` is for the rest.
 """
 
 from collections.abc import Callable

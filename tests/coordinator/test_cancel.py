@@ -5,13 +5,13 @@ from collections import Counter
 
 import pytest
 
-from coordinator import invariants
 from coordinator.events import Limits
 from coordinator.fairness.fair_node import Path
 from simulation.cluster.cluster import MODEL, VirtualCluster
 from simulation.cluster.surroundings import Timing
 from tests.coordinator.billed import Billed
 from tests.helpers import first
+from tests.world import invariants
 
 STEP_TOKENS = 128
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from coordinator import invariants
 from coordinator.core import Core
 from coordinator.events import (
     Action,
@@ -48,6 +47,7 @@ from proto.messages import (
 )
 from proto.parts import Capacity
 from proto.sampling import Sampling
+from tests.world import invariants
 
 MODEL = "m"
 

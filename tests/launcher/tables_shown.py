@@ -14,7 +14,6 @@ from proto.policy import ArmStatus, PolicyAnswer, PolicyVersion
 from proto.status import PairStatus, StatusReport, WorkerStatus
 from runtime.settings.roles import GatewaySettings
 from runtime.tenancy.tenants import parse
-from simulation.batch import Sum
 
 REQUEST = "chatcmpl-5da27501d5a2f5cf04e182c7d37908d3"
 TENANT = "research-department/recommendations"
@@ -116,7 +115,6 @@ HANDOVER = {
     "exposed_share_of_ttft_p50": 0.1234, "exposed_share_of_ttft_max": 0.5678, "second_gap_p50_ms": 1.0,
     "second_over_steady_p50": 1.25, "second_over_steady_max": 123.45,
 }  # fmt: skip
-SIMULATED = Sum(20_000, 1_234_567, 98_765, 111_000.0, {"a worker is killed": 7_700, "pause": 12}, {"finished": 12_345})
 _GROUP = {
     "offered": 1_234_567, "finished": 1_234_567, "ended_otherwise": {"rejected": 99_999, "expired": 99_999},
     "rejected": {"tenant_queue": 99_999}, "goodput_per_s": 12_345.67, "goodput_share": 1.0,

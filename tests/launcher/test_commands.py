@@ -142,11 +142,11 @@ def test_model_is_an_argument_or_option(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_json_output_has_stdout_alone() -> None:
     """stdout holds nothing but JSON with --json; the report goes to stderr."""
-    code = "import sys; sys.argv = 'crossdock simulate --seeds 2 --processes 1 --json'.split()\n"
+    code = "import sys; sys.argv = 'crossdock simulate load docs/scenarios/overload.toml --json'.split()\n"
     done = in_python(code + "from launcher import cli; cli.main()")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["seeds"] == 2
-    assert "What was injected" in done.stderr
+    assert json.loads(done.stdout)["seed"] == 1
+    assert "TTFT" in done.stderr
 
 
 @pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])

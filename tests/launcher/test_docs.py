@@ -90,7 +90,7 @@ def _check_script(script: Path, words: tuple[str, ...], monkeypatch: pytest.Monk
         tier = next((tier for tier in (("unit",), ("lint",), ("-m", "long")) if words[: len(tier)] == tier), ())
         assert all(_is_test(word) for word in words[len(tier) :])
     else:
-        found = re.search(r"-m ((?:tools|launcher|benchmarks)\.[\w.]+) ", last)
+        found = re.search(r"-m ((?:tools|launcher|benchmarks|tests)\.[\w.]+) ", last)
         assert found is not None, "what does it run?"
         name = f"{found[1]}.__main__" if (ROOT / found[1].replace(".", "/")).is_dir() else found[1]
         monkeypatch.setattr(sys, "argv", [script.name, *words])
@@ -169,6 +169,7 @@ def test_options_in_prose_exist() -> None:
             "--max-model-len",  # of vLLM, as are the next two
             "--max-num-batched-tokens",
             "--max-num-seqs",
+            "--faults",  # of scripts/chaos
             "--constrained-share",
             "--answers",
             "--flips",

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from launcher import tables
-from launcher.admin import explain_words, policy, simulate, status, tenants, usage
+from launcher.admin import explain_words, policy, status, tenants, usage
 from launcher.bench import agents as bench_agents
 from launcher.bench import compare as bench_compare
 from launcher.bench import handover as bench_handover
@@ -41,7 +41,6 @@ SHOWN: dict[str, Callable[[Console], Any]] = {
     ),
     "load.show": lambda c: load_show.show(shown.FIGURES, c),
     "admin.policy": lambda c: (policy.listed(shown.POLICIES).show(c), policy.compared(shown.POLICIES, None).show(c)),
-    "admin.simulate": lambda c: simulate._show(shown.SIMULATED, 12.0, c),
     "simulate.load": lambda c: simulate_load.show(shown.LOADED, c),
     "admin.status": lambda c: (status.show(shown.REPORT, c), status.show(shown.REPORT, c, wide=True)),
     "admin.tenants": lambda c: tenants.show(shown.TENANTS, c),

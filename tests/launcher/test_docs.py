@@ -169,7 +169,8 @@ def test_options_in_prose_exist() -> None:
             "--max-model-len",  # of vLLM, as are the next two
             "--max-num-batched-tokens",
             "--max-num-seqs",
-            "--faults",  # of scripts/chaos
+            "--faults",  # of scripts/chaos and scripts/simulate, as is the next
+            "--seeds",
             "--constrained-share",
             "--answers",
             "--flips",

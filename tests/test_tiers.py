@@ -55,5 +55,5 @@ def test_other_arguments_go_to_pytest(tmp_path: Path, arguments: tuple[str, ...]
 
 def test_ci_runs_the_same_script() -> None:
     workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text(encoding="utf-8"))
-    assert workflow["jobs"]["test"]["steps"][-1] == {"run": "./.ci/run"}
+    assert workflow["jobs"]["test"]["steps"][-1] == {"run": "./.ci/run --torch cpu"}
     assert (ROOT / ".ci/run").read_text(encoding="utf-8").splitlines()[-1] == 'exec ./scripts/test "$@"'

@@ -55,7 +55,7 @@ class PeersSettings(JsonOption):
     )
     gguf: str = Field("", description="The model for llama.cpp, in float32.")
     seconds: float = Field(30.0, ge=1.0, le=3600.0, description="Seconds of each of the two measurements of a server.")
-    plot: str = Field("", description="File for a picture (.svg, .png or .pdf); needs the extra crossdock[plot].")
+    plot: str = Field("", description="File for a picture (.svg, .png or .pdf); needs matplotlib.")
 
 
 class PeerFailed(CrossdockError):

@@ -1,8 +1,30 @@
 # Sourced by the scripts here. `prepare EXTRA` makes .venv in the repository's root and installs crossdock into it with the
 # files whose hashes are in requirements*.lock, and torch of the version in constraints.txt; when nothing has changed since, it does
-# nothing. It leaves the shell in the root.
+# nothing. It leaves the shell in the root. `--torch cpu`, anywhere among a script's arguments, is taken out of them: torch then
+# comes from its own index of builds for CPUs, and otherwise from where pip looks.
 
 say() { printf '%s\n' "$*" >&2; }
+
+TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+torch=
+left=$#
+while [ "$left" -gt 0 ]; do
+    argument=$1
+    shift
+    left=$((left - 1))
+    case $argument in
+    --torch=*) torch=${argument#*=} ;;
+    --torch)
+        torch=${1-nothing}
+        [ "$left" -eq 0 ] || { shift && left=$((left - 1)); }
+        ;;
+    *)
+        set -- "$@" "$argument"
+        continue
+        ;;
+    esac
+    [ "$torch" = cpu ] || { say "--torch: $torch is not cpu, which is its only value; leave it out for a GPU" && exit 2; }
+done
 
 find_python() {
     for candidate in "${CROSSDOCK_PYTHON:-}" python3 python3.14 python3.13 python3.12 python3.11; do
@@ -21,10 +43,21 @@ wanted_stamp() { printf '%s %s\n' "$PWD" "$(cat pyproject.toml constraints.txt r
 
 is_ready() { # EXTRA; an environment with the tests' tools serves as well
     [ -x .venv/bin/python ] || return 1
+    [ -z "$torch" ] || has_torch '*+cpu' || return 1
     for name in "$1" test; do
         [ -f ".venv/ready-$name" ] && [ "$(cat ".venv/ready-$name")" = "$(wanted_stamp)" ] && return 0
     done
     return 1
+}
+
+has_torch() { # VERSION, a pattern
+    [ -n "$(find .venv/lib -maxdepth 3 -name "torch-$1.dist-info" 2>/dev/null)" ]
+}
+
+tell_of_cpu_build() {
+    [ -n "$torch" ] || has_torch '*' || [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi >/dev/null && return
+    say "No NVIDIA GPU was found. torch from PyPI is built for GPUs and downloads 2.9 GB. For its CPU build, 0.4 GB, press Ctrl-C"
+    say "and add --torch cpu"
 }
 
 install() { # EXTRA
@@ -36,11 +69,14 @@ install() { # EXTRA
     fi
     rm -f .venv/ready-*
     say "Installing crossdock and what it needs into .venv (once; a minute or more)"
+    tell_of_cpu_build
     : > .venv/install.log
     phase=
     extra=$1 target='.[cpu]'
     set -- -r requirements.lock
     [ "$extra" = serve ] || { target=".[cpu,$extra]"; set -- "$@" -r requirements-test.lock; }
+    [ -z "$torch" ] || has_torch '*+cpu' ||
+        pip_install --no-deps --retries 1 --timeout 15 --index-url "$TORCH_CPU_INDEX" "$(grep '^torch==' constraints.txt)+cpu"
     # First everything that has hashes, then the rest: torch, what its build brings, and crossdock itself.
     pip_install --require-hashes --no-deps "$@"
     pip_install --no-build-isolation -c constraints.txt -e "$target"
@@ -68,9 +104,24 @@ logged() { # LOG COMMAND...: pip, with its words in the file, and how far it is 
     trap - INT TERM
     [ ! -t 2 ] || printf '\r\033[K' >&2
     [ "$status" -ne 0 ] || return 0
-    say "Installing failed; pip's log is in $PWD/$log. Its last lines:"
-    tail -n 5 "$log" | sed 's/^/    /' >&2
+    say "Installing failed; pip's log is in $PWD/$log. The reason:"
+    reason "$log" | sed 's/^/    /' >&2
     exit 1
+}
+
+reason() { # LOG: why pip failed
+    broken=$(sed -nE "s/.*connection broken by '(.*)': [^ ]*$/\1/p; /^pip\..*(Timeout|Connection|Protocol|SSL)Error: /p" "$1" |
+        tail -n 1 | sed 's/<[^>]*>[:,] *//')
+    if grep -q '^The conflict is caused by:' "$1"; then
+        echo "pip found versions that exclude each other:"
+        sed -n '/^The conflict is caused by:/,/^$/p' "$1" | sed '1d; /^$/d; s/^ */  /'
+    elif grep -q '^ERROR: .*No space left on device' "$1"; then
+        echo "The disk is full: No space left on device"
+    elif [ -n "$broken" ] && grep -Eq 'from versions: none|Max retries exceeded|^pip\..*Error: ' "$1"; then
+        echo "The package index cannot be reached: $broken"
+    else
+        grep -A 3 '^ERROR: ' "$1" | tail -n 8 | grep . || tail -n 5 "$1"
+    fi
 }
 
 stopped() { # STATUS

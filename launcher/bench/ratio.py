@@ -27,8 +27,8 @@ SERVED_SHARE: Final = 0.9
 
 
 def run(settings: RatioSettings) -> int:
-    plan.make_plan(settings, plan.tenants_of(settings), 0)  # a bad trace is told before minutes are spent
     check_files(settings)
+    plan.make_plan(settings, plan.tenants_of(settings), 0)  # a bad trace is told before minutes are spent
     console = reports.console_for(settings)
     return uvloop.run(until_interrupted(_run(settings, console), console))
 

@@ -87,7 +87,7 @@ class IsolationSettings(JsonOption):
         True, description="Also measure 1, 8 and 16 streams together, and prefill alone; takes about as long again."
     )
     seed: int = Field(0, ge=0, le=1 << 31, description="Seed of the words of the prompts.")
-    plot: str = Field("", description="File for a picture (.svg, .png or .pdf); needs the extra crossdock[plot].")
+    plot: str = Field("", description="File for a picture (.svg, .png or .pdf); needs matplotlib.")
 
 
 class HandoverSettings(KeyOptions, JsonOption):

@@ -133,7 +133,7 @@ class LoadSettings(TargetSettings):
     tokenizer: str = Field(
         "", description="tokenizer.json or its folder, for servers that take only text: prompts of a known length."
     )
-    plot: str = Field("", description="File for a picture (.svg, .png or .pdf); needs the extra crossdock[plot].")
+    plot: str = Field("", description="File for a picture (.svg, .png or .pdf); needs matplotlib.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -202,6 +202,4 @@ class CompareSettings(JsonOption):
     second: str = Field(min_length=1, description="File of the other run.", json_schema_extra={"argument": "B.json"})
     seed: int = Field(0, ge=0, le=1 << 31, description="Seed of the bootstrap.")
     resamples: int = Field(1000, ge=100, le=100_000, description="Draws of the bootstrap.")
-    plot: str = Field(
-        "", description="File for a picture of both (.svg, .png or .pdf); needs the extra crossdock[plot]."
-    )
+    plot: str = Field("", description="File for a picture of both (.svg, .png or .pdf); needs matplotlib.")

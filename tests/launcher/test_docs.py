@@ -58,6 +58,8 @@ def _understands(app: typer.Typer, words: tuple[str, ...]) -> None:
 def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """Raises where something in it does not exist, or no rule covers it."""
     program, words = command.words[0].removeprefix("./"), command.words[1:]
+    if program.startswith("scripts/") and words[-2:] == ("--torch", "cpu"):  # scripts/_env.sh takes it
+        words = words[:-2]
     for word in words:
         if word.startswith("scripts/") or word == "constraints.txt":
             assert (ROOT / word).is_file(), word
@@ -126,6 +128,7 @@ def test_documented_commands_have_real_options(command: Command, understanding: 
         "crossdock serv",
         "crossdock serve --prefill 0",
         "./scripts/serve --fast",
+        "./scripts/serve --torch cuda",
         "./scripts/none",
         "./scripts/test tests/none.py",
         "./scripts/test tests/test_tiers.py::test_none",
@@ -161,7 +164,7 @@ def test_options_in_prose_exist() -> None:
         for key, field in command.settings_class().model_fields.items()  # type: ignore[union-attr]
     }
     known |= {"--config", "--help", "--install-completion", "--no-standby", "--aiperf", "--aiperf-tokenizer"}
-    known |= {"--index", "--extra-index-url"}  # of uv and pip
+    known |= {"--torch-backend", "--extra-index-url", "--upgrade-package", "--torch"}  # of uv, pip and scripts/
     for path in PAGES:
         prose = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", prose)) - {

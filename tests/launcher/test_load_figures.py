@@ -2,6 +2,7 @@
 
 import io
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -203,14 +204,28 @@ def test_ratio_names_failing_limit_and_phase() -> None:
     bench_ratio.show(rows, Console(file=io.StringIO()))
 
 
+INSTALLS = {
+    "made-in": r"an env/bin/pip' install -c '?/.+/constraints\.txt'? matplotlib",
+    "uv-receipt.toml": "uv tool install --with matplotlib",
+    "pipx_metadata.json": "pipx inject crossdock matplotlib",
+    "other": "-m pip install matplotlib",
+}
+"""The file that tells a kind of environment, and the command that adds matplotlib to it."""
+
+
 def test_plot_is_drawn_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plot is drawn as SVG; a wrong suffix or a missing matplotlib is named."""
+    """A plot is drawn as SVG; a wrong suffix is refused, and a missing matplotlib with the command that adds it."""
     with pytest.raises(SettingsError, match=r"--plot: .* must end with"):
         load_plot.check(str(tmp_path / "x.gif"))
     with monkeypatch.context() as patch:
         patch.setattr(load_plot, "find_spec", lambda name: None)
-        with pytest.raises(SettingsError, match="matplotlib is not installed"):
-            load_plot.check(str(tmp_path / "x.svg"))
+        patch.setattr(sys, "prefix", str(tmp_path / "an env"))
+        for mark, command in INSTALLS.items():
+            (file := tmp_path / "an env" / mark).parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+            with pytest.raises(SettingsError, match=f"matplotlib is not installed; install it with: .*{command}"):
+                load_plot.check(str(tmp_path / "x.svg"))
+            file.unlink()
     pytest.importorskip("matplotlib")
     load_plot.draw(str(tmp_path / "x.svg"), [("A", run_of(1, 1.0, 20)), ("B", run_of(2, 1.5, 20))])
     assert "<svg" in (tmp_path / "x.svg").read_text()

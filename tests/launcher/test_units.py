@@ -42,9 +42,17 @@ prefix_cache = false
 mode = "on"
 profile = "/srv/profile.json"
 """
-ON = Installed(python=sys.executable, prefixes=("/opt/venv",), root="/opt/crossdock")
+ON = Installed(
+    python="/bin/sh", prefixes=("/opt/venv",), root="/opt/crossdock"
+)  # units call what exists; any program will do
 NAMES = ("coordinator", "gateway", "prefill", "decode", "client")
 KEYS = tuple(name + end for name in NAMES for end in (".key", ".key_secret"))
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The installation is where a unit can see it; this clone may lie in /tmp, or have a blank in its path."""
+    monkeypatch.setattr(install_units, "_environment", lambda command: (ON.python, ON.prefixes, ON.root))
 
 
 def plan(host: str, text: str = TEXT) -> HostPlan:
@@ -171,6 +179,7 @@ def test_impossible_unit_settings_are_refused() -> None:
         units.render(plan("a", 'model_id = "a\\nb"' + TEXT), ON)
 
 
+@pytest.mark.usefixtures("elsewhere")
 def test_reinstall_keeps_the_users_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A second installation replaces its own files and keeps the administrator's."""
     path, root = tmp_path / "cluster.toml", tmp_path / "root"
@@ -195,6 +204,7 @@ def test_reinstall_keeps_the_users_files(tmp_path: Path, capsys: pytest.CaptureF
     assert f"{OPTIONS}/prefill-1.env" in there and own.exists(), "a drop-in of the operator's own is left alone"
 
 
+@pytest.mark.usefixtures("elsewhere")
 def test_unreadable_units_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Units that may not be read are reported with their path."""
     path, root = tmp_path / "cluster.toml", tmp_path / "root"
@@ -214,6 +224,7 @@ def test_unreadable_units_are_reported(tmp_path: Path, monkeypatch: pytest.Monke
         install_units.run(settings)
 
 
+@pytest.mark.usefixtures("elsewhere")
 def test_only_role_keys_are_credentials(tmp_path: Path) -> None:
     """Other key files in the folder do not become credentials."""
     make(tmp_path / "keys", ["coordinator", "gateway", "prefill", "decode"])
@@ -238,7 +249,7 @@ def test_units_use_the_named_environment(tmp_path: Path) -> None:
     """Units call the environment that the cluster file's command names, and refuse one without crossdock."""
     other = tmp_path / "bin/python"
     other.parent.mkdir()
-    other.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    other.write_text("#!/bin/sh\nprintf '%s\\n' /opt/venv /usr /opt/crossdock\n")
     other.chmod(0o755)
     path, root = tmp_path / "cluster.toml", tmp_path / "root"
 
@@ -250,9 +261,10 @@ def test_units_use_the_named_environment(tmp_path: Path) -> None:
         install("/nowhere/bin/crossdock")
     with pytest.raises(SettingsError, match=f"{other}: a unit has a /tmp of its own"):
         install(str(other.with_name("crossdock")))
+    there = (str(other), ("/opt/venv", "/usr"), "/opt/crossdock")
+    assert install_units._environment(str(other.with_name("crossdock"))) == there
     here = install_units._environment("crossdock")
-    assert install_units._environment(str(other.with_name("crossdock"))) == (str(other), *here[1:])
-    install(str(Path(sys.executable).with_name("crossdock")))
+    assert install_units._environment(str(Path(sys.executable).with_name("crossdock"))) == here
 
 
 def test_units_restart_without_limit() -> None:

@@ -175,8 +175,8 @@ def _examine(loaded: Any, model: str, text_config: Any) -> tuple[list[AttentionC
     if "chunked_attention" in (getattr(text_config, "layer_types", None) or ()):
         raise ModelUnsupported(f"{model}: chunked attention is not supported")
     before = loaded.config._attn_implementation
-    loaded.set_attn_implementation(paged.NAME)
-    if loaded.config._attn_implementation != paged.NAME:
+    loaded.set_attn_implementation(paged.EXAMINED)
+    if loaded.config._attn_implementation != paged.EXAMINED:
         raise ModelUnsupported(f"{model}: {text_config.model_type} does not use transformers' attention interface")
     recorder = Recorder()
     reset = forward_context.set(recorder)

@@ -22,12 +22,16 @@ from engine.model.backend import BackendCandidate, make_engine
 from engine.model.errors import ModelUnsupported, PoolTooSmall, WeightsUnsupported
 from engine.model.fingerprint import model_fingerprint
 from engine.model.work import attention_tokens
+from proto.context import context_tokens
 
 MIN_BLOCKS = 8
 _ALIGNMENT = 64
 """Bytes; of a cache line, and of the widest vector load."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WHOLE_GPU = GpuShare()
+_LFS_POINTER = b"version https://git-lfs"
+_PACKED = (".qweight", ".weight_packed", ".absmax", ".qzeros")
+"""Endings of the names of quantized weights."""
 _DOWNLOAD = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
@@ -121,6 +125,13 @@ def _resolve(model: str, progress: Callable[[str], None]) -> Path:
         raise ModelUnsupported(f"{model}: {folder} has no config.json")
     if not any(folder.glob("*.safetensors")):
         raise ModelUnsupported(f"{model}: {folder} has no safetensors weights; other formats are not loaded")
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            if opened.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise ModelUnsupported(
+                    f"{model}: {file.name} is a pointer of Git LFS, and the weights themselves were not fetched; "
+                    f"run git lfs install && git lfs pull in {folder}, or pass ORG/NAME to fetch the model from the hub"
+                )
     return folder
 
 
@@ -136,6 +147,7 @@ def _load_weights(
         raise ModelUnsupported(f"{model}: {config.model_type} is an encoder-decoder; crossdock serves causal models")
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelUnsupported(f"{model}: transformers has no causal language model for {config.model_type}")
+    quantized = getattr(config, "quantization_config", None)
     progress("loading weights")
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -154,7 +166,11 @@ def _load_weights(
         )
         loaded, report = pair[0].to(device), pair[1]
     except (ValueError, KeyError, OSError, ImportError, RuntimeError, SafetensorError) as error:
+        if quantized is not None:
+            raise ModelUnsupported(f"{model}: {_quantized(quantized)}") from error
         raise ModelUnsupported(f"{model}: its weights cannot be loaded: {_first_line(error)}") from error
+    if any(str(name).endswith(_PACKED) for name in report["unexpected_keys"]):
+        raise ModelUnsupported(f"{model}: {_quantized(quantized or {})}")
     absent = sorted({str(name) for name in [*report["missing_keys"], *report["mismatched_keys"]]})
     if absent:
         raise ModelUnsupported(
@@ -164,6 +180,17 @@ def _load_weights(
         raise ModelUnsupported(f"{model}: weights of {loaded.dtype} are not supported")
     loaded.requires_grad_(False)
     return loaded.eval(), config
+
+
+def _quantized(settings: Any) -> str:
+    """A sentence about a checkpoint whose weights are quantized."""
+    given = settings if isinstance(settings, dict) else settings.to_dict()
+    method, bits = given.get("quant_method") or "a method that its configuration does not name", given.get("bits")
+    method = f"{getattr(method, 'value', method)}{f' to {bits} bits' if bits else ''}"
+    return (
+        f"its weights are quantized by {method}, which crossdock does not load; use the model's checkpoint in float32, bfloat16"
+        " or float16 (--weights int8 makes that smaller on a CPU)"
+    )
 
 
 @torch.inference_mode()
@@ -206,22 +233,12 @@ def _examine(loaded: Any, model: str, text_config: Any) -> tuple[list[AttentionC
 
 
 def _context_tokens(text_config: Any, model: str) -> int:
-    """The longest context that is the same for every batch.
-
-    `longrope` and `dynamic` rotary embeddings change their frequencies with the longest sequence of a forward, so beyond the
-    original context one stream would change another: the original context is the limit for them.
-    """
-    limit = getattr(text_config, "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit < 1:
+    found = context_tokens(
+        {"max_position_embeddings": getattr(text_config, "max_position_embeddings", None), **text_config.to_dict()}
+    )
+    if found is None:
         raise ModelUnsupported(f"{model}: its configuration does not say how long a context may be")
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    for parameters in (rope, *rope.values()):
-        if isinstance(parameters, dict) and parameters.get("rope_type") in ("longrope", "dynamic"):
-            original = parameters.get("original_max_position_embeddings")
-            if original is None:
-                original = getattr(text_config, "original_max_position_embeddings", None) or limit
-            limit = min(limit, int(original))
-    return limit
+    return found
 
 
 def _eos_token_ids(folder: Path, text_config: Any) -> tuple[int, ...]:

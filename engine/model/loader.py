@@ -24,7 +24,8 @@ from engine.model.fingerprint import model_fingerprint
 from engine.model.work import attention_tokens
 from proto.context import context_tokens
 
-MIN_BLOCKS = 8
+MIN_BLOCKS, MIN_TOKENS = 8, 256
+"""A smaller pool would refuse nearly every request."""
 _ALIGNMENT = 64
 """Bytes; of a cache line, and of the widest vector load."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -72,8 +73,6 @@ def load_engine(
     layers, weights_dtype = len(calls), loaded.dtype
     kv_dtype = str(weights_dtype).removeprefix("torch.")
     block_bytes = layers * 2 * block_size * kv_heads * head_dim * weights_dtype.itemsize
-    if kv_bytes is not None:
-        _pool_blocks(kv_bytes, block_bytes)
     info = ModelInfo(
         model_path=str(folder),
         model_type=str(config.model_type),
@@ -90,18 +89,24 @@ def load_engine(
         fingerprint=model_fingerprint(folder, config.to_dict(), kv_dtype, (layers, kv_heads, head_dim), weights),
     )
 
+    if kv_bytes is not None:
+        _pool_blocks(kv_bytes, info)
+
     def make_pool(pool_bytes: int) -> torch.Tensor:
-        shape = (_pool_blocks(pool_bytes, block_bytes), layers, 2, block_size, kv_heads, head_dim)
+        shape = (_pool_blocks(pool_bytes, info), layers, 2, block_size, kv_heads, head_dim)
         return _make_pool(shape, weights_dtype, loaded.device, allocate)
 
     return make_engine(BackendCandidate(loaded, text_config, info, calls, weights, kv_bytes, gpu), make_pool, progress)
 
 
-def _pool_blocks(kv_bytes: int, block_bytes: int) -> int:
-    blocks = kv_bytes // block_bytes
-    if blocks < MIN_BLOCKS:
+def _pool_blocks(kv_bytes: int, info: ModelInfo) -> int:
+    blocks, context = kv_bytes // info.block_bytes, -(-info.context_tokens // info.block_size)
+    least = max(MIN_BLOCKS, min(context, -(-MIN_TOKENS // info.block_size)))
+    if blocks < least:
+        gib = [math.ceil(count * info.block_bytes / (1 << 30) * 1e4) / 1e4 for count in (least, max(context, least))]
         raise PoolTooSmall(
-            f"{kv_bytes} bytes of KV pool hold {blocks} blocks of {block_bytes} bytes; at least {MIN_BLOCKS} are needed"
+            f"a KV cache of {kv_bytes} bytes holds {blocks * info.block_size} tokens of this model; give it at least {gib[0]} GiB"
+            f" ({gib[1]} GiB hold one context of {info.context_tokens} tokens)"
         )
     return blocks
 

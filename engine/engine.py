@@ -53,8 +53,9 @@ class Runner(Protocol):
 
     def forward(self, chunks: Sequence[SeqChunk]) -> torch.Tensor: ...
 
-    def short_windows(self, window: int) -> AbstractContextManager[None]:
-        """Shorten sliding windows to `window` tokens within the context, for the check after load."""
+    def checked(self, window: int | None, offset: int) -> AbstractContextManager[None]:
+        """For the check after load: within the context, sliding windows are `window` tokens if that is given, and the first
+        token of a sequence has the position `offset`."""
 
 
 class Engine:

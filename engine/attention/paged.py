@@ -3,22 +3,34 @@
 Models call it as `fn(module, query [1, heads, tokens, dim], key [1, kv_heads, tokens, dim], value, attention_mask, ...)` for
 packed inputs. The forward in progress passes its arguments through a context variable, `forward_context`, which holds a
 `Recorder` while a freshly loaded model is examined and a `PagedForward` while tokens are forwarded; each thread sees its own.
-No mask function is registered under the name, so that the models build none.
+No mask function is registered under `NAME`, so that the models build none. The one under `EXAMINED` keeps the rules of the masks.
 """
+
+from collections.abc import Callable
 
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from engine.attention.interface import AttentionBackend, AttentionCall, AttentionMetadata
+from engine.model.forward_code import names_read
 from proto.errors import CrossdockError
 
-__all__ = ["NAME", "AttentionCall", "PagedForward", "Recorder", "UnsupportedAttention", "forward_context", "register"]
+__all__ = ["EXAMINED", "NAME", "AttentionCall", "PagedForward", "Recorder", "UnsupportedAttention", "forward_context", "register"]
 
 NAME = "crossdock_paged"
+EXAMINED = "crossdock_examined"
+"""The name of the same function while a model is examined."""
+_OWN_POSITIONS = frozenset({"arange", "cache_position", "get_seq_length"})
+"""Names in the code of attention that count tokens, which are those of many sequences in a packed forward."""
+_QUERIES = (0, 1, 7, 63, 1000, 100_000, 10_000_019)
+_DISTANCES = (-5, -1, 0, *(one for power in range(24) for one in ((1 << power) - 1, 1 << power)))
+"""Positions of queries, and of keys before them, at which masks are compared."""
+MaskRule = Callable[..., torch.Tensor]
+"""(batch, head, positions of queries, positions of keys) → whether a query sees a key."""
 
 _HARMLESS = frozenset({
     "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "max_length_k", "max_length_q", "output_attentions",
@@ -41,8 +53,12 @@ class Recorder:
         self.dtypes: set[torch.dtype] = set()
         self.calls: dict[int, AttentionCall] = {}
         """Layer → what it is called with."""
+        self.masks: dict[int, tuple[torch.Tensor, MaskRule]] = {}
+        """Address of a mask that the model was given → the mask and its rule."""
 
-    def record(self, module: Any, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> None:
+    def record(
+        self, module: Any, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, mask: torch.Tensor | None
+    ) -> None:
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int):
             raise UnsupportedAttention(f"{type(module).__name__} does not say which layer it is")
@@ -50,9 +66,26 @@ class Recorder:
             raise UnsupportedAttention(f"layer {layer} has more than one attention")
         if key.shape != value.shape:
             raise UnsupportedAttention(f"keys {tuple(key.shape)} and values {tuple(value.shape)} differ in shape")
+        if names_read(module) & _OWN_POSITIONS:
+            raise UnsupportedAttention(f"{type(module).__name__} counts positions by itself")
+        if mask is not None:
+            self._check_mask(mask, layer, call.window)
         self.calls[layer] = call
         self.dtypes |= {key.dtype, value.dtype}
         self.shapes[layer] = (key.shape[1], key.shape[3])
+
+    def _check_mask(self, mask: torch.Tensor, layer: int, window: int | None) -> None:
+        _, rule = self.masks.get(mask.untyped_storage().data_ptr(), (None, None))
+        if rule is None:
+            raise UnsupportedAttention("the model builds an attention mask of its own")
+        near = () if window is None else (window - 1, window, window + 1)
+        pairs = [(query, query - one) for query in _QUERIES for one in (*_DISTANCES, *near) if query >= one]
+        queries, keys = torch.tensor(pairs).T
+        wanted = (keys <= queries) & (window is None or keys > queries - window)
+        none = torch.zeros_like(keys)
+        if not torch.equal(rule(none, none, queries, keys).broadcast_to(wanted.shape), wanted):
+            limits = "causal" if window is None else f"a sliding window of {window} tokens"
+            raise UnsupportedAttention(f"the attention mask of layer {layer} is not {limits}")
 
 
 @dataclass(frozen=True)
@@ -81,8 +114,8 @@ def paged_attention(
     """Returns ([1, tokens, heads, dim], None). Raises UnsupportedAttention while a model is being examined."""
     current, call = forward_context.get(), AttentionCall(sliding_window, scaling, softcap)
     if isinstance(current, Recorder):
-        _refuse_unknown(attention_mask, dropout, others)
-        current.record(module, key, value, call)
+        _refuse_unknown(dropout, others)
+        current.record(module, key, value, call, attention_mask)
         return torch.zeros_like(query).transpose(1, 2), None
     layer = module.layer_idx
     assert isinstance(layer, int)
@@ -90,9 +123,15 @@ def paged_attention(
     return current.backend.attend(layer, call, q, k, v, current.metadata)[None], None
 
 
-def _refuse_unknown(attention_mask: torch.Tensor | None, dropout: float, others: dict[str, Any]) -> None:
-    if attention_mask is not None:
-        raise UnsupportedAttention("the model builds an attention mask of its own")
+def _examined_mask(q_length: int, kv_length: int, mask_function: MaskRule, **_: Any) -> torch.Tensor:
+    """A mask that hides nothing, whose rule the `Recorder` keeps."""
+    current, mask = forward_context.get(), torch.zeros(1, 1, q_length, kv_length)
+    assert isinstance(current, Recorder)
+    current.masks[mask.untyped_storage().data_ptr()] = mask, mask_function
+    return mask
+
+
+def _refuse_unknown(dropout: float, others: dict[str, Any]) -> None:
     if dropout:
         raise UnsupportedAttention("attention dropout is on")
     for name, value in others.items():
@@ -104,5 +143,7 @@ def _refuse_unknown(attention_mask: torch.Tensor | None, dropout: float, others:
 
 
 def register() -> None:
-    """Makes `attn_implementation=NAME` known to transformers; idempotent."""
+    """Makes `attn_implementation=NAME` and `EXAMINED` known to transformers; idempotent."""
     AttentionInterface.register(NAME, paged_attention)
+    AttentionInterface.register(EXAMINED, paged_attention)
+    AttentionMaskInterface.register(EXAMINED, _examined_mask)

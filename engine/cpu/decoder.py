@@ -15,6 +15,7 @@ from engine.cpu import library
 from engine.cpu.huge_pages import HugePages
 from engine.cpu.recognise import LayerParts, ModelParts
 from engine.cpu.weights import PackedWeights
+from engine.triton_launch import KernelFailed
 
 _POSITIONS: Final = 1024
 """Rotary embeddings are computed for this many positions at once, always in the same groups, so that their bits are
@@ -39,6 +40,8 @@ class CpuDecoder:
         self._pool = pool
         self._block_size = pool.shape[3]
         self._context_tokens = context_tokens
+        self._offset = 0
+        """The position of the first token of a sequence."""
         self._rotary = _RotaryTables(parts.rotary, parts.rotary_types, context_tokens)
         self._memory = HugePages()
         self._head = PackedWeights([parts.head], format, self._memory)
@@ -108,7 +111,7 @@ class CpuDecoder:
         rows = len(arrays.positions)
         self._make_room(rows)
         self._embed(arrays.tokens)
-        cosine, sine = self._rotary.rows(arrays.positions)
+        cosine, sine = self._rotary.rows(arrays.positions + self._offset)
         logits = np.empty((len(arrays.wanted), self._head.outputs), dtype=np.float32)
         items = np.empty(len(chunks) + 1, dtype=np.int64)
         buffers = [self._buffers[name].ctypes.data for name in self._widths]
@@ -135,14 +138,15 @@ class CpuDecoder:
             on_logits(start, torch.from_numpy(room)[:rows, : self._vocab_size])
 
     @contextmanager
-    def short_windows(self, window: int) -> Iterator[None]:
-        """Set `window` for all layers with a sliding window, within the context."""
-        saved = [layer.window for layer in self._layers]
+    def checked(self, window: int | None, offset: int) -> Iterator[None]:
+        """`Runner.checked`."""
+        saved, self._offset = [layer.window for layer in self._layers], offset
         for layer in self._layers:
-            layer.window = window if layer.window else 0
+            layer.window = window if window and layer.window else layer.window
         try:
             yield
         finally:
+            self._offset = 0
             for layer, before in zip(self._layers, saved, strict=True):
                 layer.window = before
 
@@ -186,30 +190,36 @@ class _Arrays:
 
 
 class _RotaryTables:
-    """Cosines and sines by position, as the model's own module computes them, for each type of layers."""
+    """Cosines and sines by position, as the model's own module computes them, for each type of layers. They are computed when
+    they are first read, and the kernel gives memory only to those."""
 
     def __init__(self, rotary: torch.nn.Module, types: Sequence[str | None], context_tokens: int) -> None:
+        """Raises KernelFailed."""
         self._rotary = rotary
         self._types = types
         self._context_tokens = context_tokens
-        self._tables: tuple[Floats, Floats] | None = None
+        widths = {pair[0].shape[-1] for pair in self._pairs(0, 1)}
+        if len(widths) > 1:
+            raise KernelFailed(f"its rotary embeddings are of different sizes: {sorted(widths)}")
+        self._tables: Floats = np.zeros((2, len(types), context_tokens, widths.pop()), np.float32)
+        self._is_computed = np.zeros(-(-context_tokens // _POSITIONS), bool)
 
     def rows(self, positions: Ints) -> tuple[Floats, Floats]:
         """[tables, positions, rotary] each."""
-        end = int(positions.max()) + 1
-        while self._tables is None or self._tables[0].shape[1] < end:
-            self._grow()
-        return np.ascontiguousarray(self._tables[0][:, positions]), np.ascontiguousarray(self._tables[1][:, positions])
+        groups = positions // _POSITIONS
+        for group in np.unique(groups[~self._is_computed[groups]]):
+            start, end = group * _POSITIONS, min((group + 1) * _POSITIONS, self._context_tokens)
+            for table, pair in enumerate(self._pairs(start, end)):
+                for part in range(2):
+                    self._tables[part, table, start:end] = pair[part][0].float().numpy()
+            self._is_computed[group] = True
+        cosine, sine = self._tables
+        return np.ascontiguousarray(cosine[:, positions]), np.ascontiguousarray(sine[:, positions])
 
-    def _grow(self) -> None:
-        start = 0 if self._tables is None else self._tables[0].shape[1]
-        places = torch.arange(start, min(start + _POSITIONS, self._context_tokens))[None]
-        x = torch.zeros(1, 1, 1)
-        pairs = [self._rotary(x, places) if kind is None else self._rotary(x, places, kind) for kind in self._types]
-        cosine, sine = (np.stack([pair[part][0].float().numpy() for pair in pairs]) for part in range(2))
-        if self._tables is not None:
-            cosine, sine = (np.concatenate(both, axis=1) for both in zip(self._tables, (cosine, sine), strict=True))
-        self._tables = np.ascontiguousarray(cosine), np.ascontiguousarray(sine)
+    def _pairs(self, start: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Cosines and sines [1, positions, rotary] of each type."""
+        x, places = torch.zeros(1, 1, 1), torch.arange(start, end)[None]
+        return [self._rotary(x, places) if kind is None else self._rotary(x, places, kind) for kind in self._types]
 
 
 def _aligned(count: int) -> Floats:

@@ -3,8 +3,8 @@
 The shape is that of Llama (Touvron et al. 2023, arXiv:2302.13971): RMSNorm, attention with rotary embedding, RMSNorm, gated
 MLP; with or without biases, norms of queries and keys, norms of what a part adds (Gemma 2, OLMo 2), sliding windows, several
 rotary embeddings or none in some layers (Gemma 3, SmolLM 3), multipliers (Granite), mixtures of MLPs (Mixtral, Qwen 3), joined
-projections. Modules that look alike may compute different functions. So norms, activations and routers are tested here with
-inputs, and the whole model is compared after load (`model.selfcheck`).
+projections. Modules that look alike may compute different functions. So their code may name only what `cpu.known_code` lists;
+norms, activations and routers are tested here with inputs, and the whole model is compared after load (`model.selfcheck`).
 """
 
 import inspect
@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine.attention.paged import AttentionCall
+from engine.cpu.known_code import unknown_code
 from engine.cpu.library import HEAD_DIM_MAX, LANES, QUERIES_MAX
+from engine.model.forward_code import names_read
 
 ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (F.silu, lambda x: F.gelu(x, approximate="tanh"))
 """Activations by their numbers in the kernels."""
@@ -153,6 +155,9 @@ def recognise(model: Any, kv_heads: int, head_dim: int, calls: list[AttentionCal
         _layer(layer, call, (heads, kv_heads, head_dim), types.index(_layer_type(types, config, index)), seen)
         for index, (layer, call) in enumerate(zip(children["layers"], calls, strict=True))
     )
+    unknown = unknown_code(model, body, config)
+    if unknown is not None:
+        raise NotRecognised(unknown)
     norm = seen.norm(children["norm"])
     scalings = {head_dim**-0.5 if call.scaling is None else call.scaling for call in calls}
     softcaps = {call.softcap or 0.0 for call in calls}
@@ -220,8 +225,15 @@ def _layer(layer: nn.Module, call: AttentionCall, sizes: tuple[int, int, int], r
     )
     return LayerParts(
         qkv, attention.o_proj, mlps, router, read, added, mlp_read, mlp_added, query_norm, key_norm, call.window or 0,
-        rotary if getattr(attention, "use_rope", True) else -1,
+        rotary if _rotates(attention) else -1,
     )  # fmt: skip
+
+
+def _rotates(attention: Any) -> bool:
+    """Returns whether a layer has a rotary embedding: SmolLM 3 says so, EXAONE 4 has none in its layers without a window."""
+    if "is_sliding" in names_read(attention) and attention.sliding_window is not None and not attention.is_sliding:
+        return False
+    return bool(getattr(attention, "use_rope", True))
 
 
 def _projections(

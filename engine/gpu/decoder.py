@@ -43,14 +43,15 @@ class Decoder:
         return _times(hidden, self.weights.head).float()
 
     @contextmanager
-    def short_windows(self, window: int) -> Iterator[None]:
-        """Layers with a sliding window have this one for a while."""
-        saved = self._calls
-        self._calls = [replace(call, window=window) if call.window else call for call in saved]
+    def checked(self, window: int | None, offset: int) -> Iterator[None]:
+        """`Runner.checked`."""
+        saved, weights = self._calls, self.weights
+        self._calls = [replace(call, window=window) if window and call.window else call for call in saved]
+        self.weights = replace(weights, cosine=weights.cosine[offset:], sine=weights.sine[offset:])
         try:
             yield
         finally:
-            self._calls = saved
+            self._calls, self.weights = saved, weights
 
 
 def _times(x: torch.Tensor, product: Product) -> torch.Tensor:

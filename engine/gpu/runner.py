@@ -42,8 +42,8 @@ class GpuRunner:
             on_logits(start, self._decoder.logits(hidden[row : row + count]))
         return self._decoder.logits(hidden[batch.wanted])
 
-    def short_windows(self, window: int) -> AbstractContextManager[None]:
-        return self._decoder.short_windows(window)
+    def checked(self, window: int | None, offset: int) -> AbstractContextManager[None]:
+        return self._decoder.checked(window, offset)
 
     def capture(self) -> None:
         """Capture the CUDA graphs. Called after the check of the model, because a graph keeps the windows that it was captured

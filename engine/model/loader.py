@@ -22,12 +22,17 @@ from engine.model.backend import BackendCandidate, make_engine
 from engine.model.errors import ModelUnsupported, PoolTooSmall, WeightsUnsupported
 from engine.model.fingerprint import model_fingerprint
 from engine.model.work import attention_tokens
+from proto.context import context_tokens
 
-MIN_BLOCKS = 8
+MIN_BLOCKS, MIN_TOKENS = 8, 256
+"""A smaller pool would refuse nearly every request."""
 _ALIGNMENT = 64
 """Bytes; of a cache line, and of the widest vector load."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WHOLE_GPU = GpuShare()
+_LFS_POINTER = b"version https://git-lfs"
+_PACKED = (".qweight", ".weight_packed", ".absmax", ".qzeros")
+"""Endings of the names of quantized weights."""
 _DOWNLOAD = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
@@ -68,8 +73,6 @@ def load_engine(
     layers, weights_dtype = len(calls), loaded.dtype
     kv_dtype = str(weights_dtype).removeprefix("torch.")
     block_bytes = layers * 2 * block_size * kv_heads * head_dim * weights_dtype.itemsize
-    if kv_bytes is not None:
-        _pool_blocks(kv_bytes, block_bytes)
     info = ModelInfo(
         model_path=str(folder),
         model_type=str(config.model_type),
@@ -86,18 +89,24 @@ def load_engine(
         fingerprint=model_fingerprint(folder, config.to_dict(), kv_dtype, (layers, kv_heads, head_dim), weights),
     )
 
+    if kv_bytes is not None:
+        _pool_blocks(kv_bytes, info)
+
     def make_pool(pool_bytes: int) -> torch.Tensor:
-        shape = (_pool_blocks(pool_bytes, block_bytes), layers, 2, block_size, kv_heads, head_dim)
+        shape = (_pool_blocks(pool_bytes, info), layers, 2, block_size, kv_heads, head_dim)
         return _make_pool(shape, weights_dtype, loaded.device, allocate)
 
     return make_engine(BackendCandidate(loaded, text_config, info, calls, weights, kv_bytes, gpu), make_pool, progress)
 
 
-def _pool_blocks(kv_bytes: int, block_bytes: int) -> int:
-    blocks = kv_bytes // block_bytes
-    if blocks < MIN_BLOCKS:
+def _pool_blocks(kv_bytes: int, info: ModelInfo) -> int:
+    blocks, context = kv_bytes // info.block_bytes, -(-info.context_tokens // info.block_size)
+    least = max(MIN_BLOCKS, min(context, -(-MIN_TOKENS // info.block_size)))
+    if blocks < least:
+        gib = [math.ceil(count * info.block_bytes / (1 << 30) * 1e4) / 1e4 for count in (least, max(context, least))]
         raise PoolTooSmall(
-            f"{kv_bytes} bytes of KV pool hold {blocks} blocks of {block_bytes} bytes; at least {MIN_BLOCKS} are needed"
+            f"a KV cache of {kv_bytes} bytes holds {blocks * info.block_size} tokens of this model; give it at least {gib[0]} GiB"
+            f" ({gib[1]} GiB hold one context of {info.context_tokens} tokens)"
         )
     return blocks
 
@@ -121,6 +130,13 @@ def _resolve(model: str, progress: Callable[[str], None]) -> Path:
         raise ModelUnsupported(f"{model}: {folder} has no config.json")
     if not any(folder.glob("*.safetensors")):
         raise ModelUnsupported(f"{model}: {folder} has no safetensors weights; other formats are not loaded")
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            if opened.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise ModelUnsupported(
+                    f"{model}: {file.name} is a pointer of Git LFS, and the weights themselves were not fetched; "
+                    f"run git lfs install && git lfs pull in {folder}, or pass ORG/NAME to fetch the model from the hub"
+                )
     return folder
 
 
@@ -136,6 +152,7 @@ def _load_weights(
         raise ModelUnsupported(f"{model}: {config.model_type} is an encoder-decoder; crossdock serves causal models")
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelUnsupported(f"{model}: transformers has no causal language model for {config.model_type}")
+    quantized = getattr(config, "quantization_config", None)
     progress("loading weights")
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -154,7 +171,11 @@ def _load_weights(
         )
         loaded, report = pair[0].to(device), pair[1]
     except (ValueError, KeyError, OSError, ImportError, RuntimeError, SafetensorError) as error:
+        if quantized is not None:
+            raise ModelUnsupported(f"{model}: {_quantized(quantized)}") from error
         raise ModelUnsupported(f"{model}: its weights cannot be loaded: {_first_line(error)}") from error
+    if any(str(name).endswith(_PACKED) for name in report["unexpected_keys"]):
+        raise ModelUnsupported(f"{model}: {_quantized(quantized or {})}")
     absent = sorted({str(name) for name in [*report["missing_keys"], *report["mismatched_keys"]]})
     if absent:
         raise ModelUnsupported(
@@ -166,6 +187,17 @@ def _load_weights(
     return loaded.eval(), config
 
 
+def _quantized(settings: Any) -> str:
+    """A sentence about a checkpoint whose weights are quantized."""
+    given = settings if isinstance(settings, dict) else settings.to_dict()
+    method, bits = given.get("quant_method") or "a method that its configuration does not name", given.get("bits")
+    method = f"{getattr(method, 'value', method)}{f' to {bits} bits' if bits else ''}"
+    return (
+        f"its weights are quantized by {method}, which crossdock does not load; use the model's checkpoint in float32, bfloat16"
+        " or float16 (--weights int8 makes that smaller on a CPU)"
+    )
+
+
 @torch.inference_mode()
 def _examine(loaded: Any, model: str, text_config: Any) -> tuple[list[AttentionCall], int, int]:
     """(how each layer calls its attention, kv_heads, head_dim) as a first forward shows them."""
@@ -175,8 +207,8 @@ def _examine(loaded: Any, model: str, text_config: Any) -> tuple[list[AttentionC
     if "chunked_attention" in (getattr(text_config, "layer_types", None) or ()):
         raise ModelUnsupported(f"{model}: chunked attention is not supported")
     before = loaded.config._attn_implementation
-    loaded.set_attn_implementation(paged.NAME)
-    if loaded.config._attn_implementation != paged.NAME:
+    loaded.set_attn_implementation(paged.EXAMINED)
+    if loaded.config._attn_implementation != paged.EXAMINED:
         raise ModelUnsupported(f"{model}: {text_config.model_type} does not use transformers' attention interface")
     recorder = Recorder()
     reset = forward_context.set(recorder)
@@ -206,22 +238,12 @@ def _examine(loaded: Any, model: str, text_config: Any) -> tuple[list[AttentionC
 
 
 def _context_tokens(text_config: Any, model: str) -> int:
-    """The longest context that is the same for every batch.
-
-    `longrope` and `dynamic` rotary embeddings change their frequencies with the longest sequence of a forward, so beyond the
-    original context one stream would change another: the original context is the limit for them.
-    """
-    limit = getattr(text_config, "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit < 1:
+    found = context_tokens(
+        {"max_position_embeddings": getattr(text_config, "max_position_embeddings", None), **text_config.to_dict()}
+    )
+    if found is None:
         raise ModelUnsupported(f"{model}: its configuration does not say how long a context may be")
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    for parameters in (rope, *rope.values()):
-        if isinstance(parameters, dict) and parameters.get("rope_type") in ("longrope", "dynamic"):
-            original = parameters.get("original_max_position_embeddings")
-            if original is None:
-                original = getattr(text_config, "original_max_position_embeddings", None) or limit
-            limit = min(limit, int(original))
-    return limit
+    return found
 
 
 def _eos_token_ids(folder: Path, text_config: Any) -> tuple[int, ...]:

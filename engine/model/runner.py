@@ -20,6 +20,8 @@ class TransformersRunner:
         self._config = text_config
         self._pool = pool
         self._attention = attention
+        self._offset = 0
+        """The position of the first token of a sequence."""
         self.backend = f"transformers ({attention.name} attention)"
         device = torch.cuda.get_device_name(pool.device) if pool.is_cuda else torch.backends.cpu.get_cpu_capability()
         self.numerics = f"torch {torch.__version__}, {attention.name} attention, {device}"
@@ -48,7 +50,7 @@ class TransformersRunner:
         reset = forward_context.set(PagedForward(self._attention, self._attention.plan(batch)))
         try:
             keep = {"logits_to_keep": rows} if self._keeps_rows else {}
-            inputs = {"input_ids": batch.token_ids[None], "position_ids": batch.positions[None]}
+            inputs = {"input_ids": batch.token_ids[None], "position_ids": batch.positions[None] + self._offset}
             output = self._model(**inputs, use_cache=False, **keep)
         finally:
             forward_context.reset(reset)
@@ -56,9 +58,13 @@ class TransformersRunner:
         return logits.float()
 
     @contextmanager
-    def short_windows(self, window: int) -> Iterator[None]:
-        with short_windows(self._model, self._config, window):
-            yield
+    def checked(self, window: int | None, offset: int) -> Iterator[None]:
+        self._offset = offset
+        try:
+            with short_windows(self._model, self._config, window):
+                yield
+        finally:
+            self._offset = 0
 
 
 class _Body:
@@ -88,9 +94,9 @@ class _Body:
 
 
 @contextmanager
-def short_windows(model: Any, text_config: Any, window: int) -> Iterator[None]:
-    """Sets every sliding window of the model to `window` for a while."""
-    owners = [text_config, *model.modules()]
+def short_windows(model: Any, text_config: Any, window: int | None) -> Iterator[None]:
+    """Sets every sliding window of the model to `window` for a while; None leaves them."""
+    owners = [] if window is None else [text_config, *model.modules()]
     saved = [
         (owner, owner.sliding_window) for owner in owners if isinstance(getattr(owner, "sliding_window", None), int)
     ]

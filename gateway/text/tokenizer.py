@@ -17,11 +17,11 @@ from gateway.text.regions import NO_REGIONS, Regions
 from gateway.text.template_facts import template_facts
 from gateway.text.token_texts import Pieces, TokenTexts
 from proto import limits
+from proto.context import context_tokens
 from proto.errors import CrossdockError
 
 _GENERIC_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast"}
 _DOWNLOAD = ["*.json", "*.jinja", "*.model", "*.txt"]
-_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 _OF_TEMPLATES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """Errors that the expressions of a template may raise."""
 _TEMPLATE_CHARS_MAX = 32 << 20
@@ -277,15 +277,15 @@ def _sampling(model: str, generation: dict[str, Any]) -> SamplingDefaults:
 
 def _facts(source: str, config: dict[str, Any], generation: dict[str, Any], tokenizer: Any) -> ModelFacts:
     text = {**config, **config.get("text_config", {})}
-    context = next((text[key] for key in _CONTEXT_KEYS if isinstance(text.get(key), int)), None)
+    context = context_tokens(config)
     vocab = text.get("vocab_size")
     if context is None or not isinstance(vocab, int):
         # Left at the default of the model's class, which only the class knows.
         from transformers import AutoConfig
 
         full = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
-        context, vocab = int(full.max_position_embeddings), int(full.vocab_size)
+        context, vocab = context_tokens(full.to_dict()) or limits.MAX_CONTEXT_TOKENS, int(full.vocab_size)
     eos: set[int] = set()
     for value in (generation.get("eos_token_id"), text.get("eos_token_id"), tokenizer.eos_token_id):
         eos.update(value if isinstance(value, list) else [] if value is None else [value])
-    return ModelFacts(min(context, limits.MAX_CONTEXT_TOKENS), vocab, frozenset(eos))
+    return ModelFacts(context, vocab, frozenset(eos))

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, T5Config, T5ForConditionalGeneration
 
 from engine.attention import torch_backend
 from engine.model import backend
 from engine.model.loader import ModelUnsupported, load_engine  # type: ignore[attr-defined]
+from proto.context import context_tokens
 from tests import tiny_models
 from tests.engine import support
 
@@ -73,6 +75,30 @@ def test_missing_or_broken_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(ModelUnsupported, match="cannot be loaded"):
         support.load(tmp_path)
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ModelUnsupported, match=r"model\.safetensors is a pointer of Git LFS.*git lfs pull"):
+        support.load(tmp_path)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors"])
+def test_quantized_checkpoint_is_refused(method: str, tmp_path: Path) -> None:
+    """A checkpoint of four bits is refused with the name of its method, and the message says what to use."""
+    tiny_models.make("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    settings = {"quant_method": method, "bits": 4, "group_size": 128, "load_in_4bit": True, "format": "pack-quantized"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    with pytest.raises(ModelUnsupported, match=f"quantized by {method}.*checkpoint in float32"):
+        support.load(tmp_path)
+
+
+def test_packed_weights_are_named(tmp_path: Path) -> None:
+    """Quantized weights whose configuration does not say so are refused as such."""
+    [file] = tiny_models.make("llama", tmp_path).glob("*.safetensors")
+    weights = load_file(file)
+    weights["model.layers.0.self_attn.q_proj.qweight"] = weights.pop("model.layers.0.self_attn.q_proj.weight")
+    save_file(weights, file)
+    with pytest.raises(ModelUnsupported, match="quantized by a method that its configuration does not name"):
+        support.load(tmp_path)
 
 
 def test_missing_weights_are_refused(tmp_path: Path) -> None:
@@ -88,8 +114,8 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
 def test_bad_settings_are_refused(tmp_path: Path) -> None:
     """A pool that is too small and an unknown dtype are refused."""
     path = str(tiny_models.make("llama", tmp_path))
-    with pytest.raises(ModelUnsupported, match="blocks"):
-        load_engine(path, kv_bytes=1000)
+    with pytest.raises(ModelUnsupported, match=r"holds 128 tokens.*at least 0\.0002 GiB .0\.0004 GiB hold one context of 512 tokens"):
+        load_engine(path, kv_bytes=int(0.0001 * 2**30))
     with pytest.raises(ModelUnsupported, match="dtype"):
         load_engine(path, dtype="int3", kv_bytes=1 << 20)
 
@@ -98,7 +124,8 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
 def test_smallest_pool_passes_the_check(block_size: int, tmp_path: Path) -> None:
     """The check after load passes with the smallest pool."""
     path = tiny_models.make("llama", tmp_path)
-    assert support.load(path, block_size, kv_bytes=8 * 3 * 2 * block_size * 2 * 16 * 4).blocks == 8
+    blocks = -(-256 // block_size)
+    assert support.load(path, block_size, kv_bytes=blocks * 3 * 2 * block_size * 2 * 16 * 4).blocks == blocks
 
 
 def test_wrong_paged_forward_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +154,18 @@ def test_fingerprint_depends_on_model_only(tmp_path: Path) -> None:
     }
     assert len(others | {info.fingerprint}) == 3
     assert "layers=3;kv_heads=2;head_dim=16;tensor_parallel=1;rope={" in info.fingerprint
+
+
+def test_yarn_extends_the_context(tmp_path: Path) -> None:
+    """YaRN's factor extends the original context in the older and in the newer form of the configuration."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    path = tiny_models.make("qwen3", tmp_path, rope_parameters=rope | {"rope_theta": 10000.0})
+    assert support.load(path).info.context_tokens == 1024
+    config = json.loads((path / "config.json").read_text())
+    del config["rope_parameters"]
+    (path / "config.json").write_text(json.dumps(config | {"rope_scaling": rope}))
+    assert support.load(path).info.context_tokens == 1024
+    assert context_tokens(json.loads((path / "config.json").read_text())) == 1024
 
 
 def test_dynamic_rope_caps_the_context(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ class ChildLog:
     def _keep(self, data: bytes) -> None:
         """Runs on a thread: if the disk is full or stands still, lines are still shown, the last ones are kept in memory, and
         the process serves on. Raises `OSError`."""
-        if self._file.tell() + len(data) > FILE_BYTES_MAX:
+        if os.fstat(self._file.fileno()).st_size + len(data) > FILE_BYTES_MAX:
             # The file was removed, or the last attempt failed just after this line.
             with contextlib.suppress(FileNotFoundError):
                 os.replace(self.path, self.path.with_suffix(".log.1"))

@@ -41,7 +41,9 @@ class BackgroundWriter(Generic[T]):
             self._waiting.append((piece, lines))
             self._waiting_bytes += self._size(piece)
             while self._waiting_bytes > WAITING_BYTES_MAX:
-                self._left_out += self._take()[1]
+                dropped = self._take()[1]
+                self._left_out += dropped
+                BackgroundWriter.dropped_lines += dropped
             self._changed.notify_all()
 
     def _take(self) -> tuple[T, int]:
@@ -80,5 +82,4 @@ class BackgroundWriter(Generic[T]):
                 return None
             self._busy = True
             left_out, self._left_out = self._left_out, 0
-            BackgroundWriter.dropped_lines += left_out
             return self._note(left_out) if left_out and self._note is not None else self._take()[0]

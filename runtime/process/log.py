@@ -75,7 +75,12 @@ class _Handler(logging.Handler):
 
     def _note(self, count: int) -> bytes:
         text = "log lines were dropped, since they could not be written"
-        fields = {"name": "crossdock.log", "levelno": logging.WARNING, "levelname": "WARNING", "msg": f"{text}: {count}"}
+        fields = {
+            "name": "crossdock.log",
+            "levelno": logging.WARNING,
+            "levelname": "WARNING",
+            "msg": f"{text}: {count}",
+        }
         return self.format(logging.makeLogRecord(fields)).encode() + b"\n"
 
 

@@ -144,7 +144,8 @@ class Ledger:
         self.path = Path(path).expanduser()
         self.keep_days = keep_days
         self._prune_at = 0.0
-        """When old rows are deleted next, by the one clock: at the start, and then once a day."""
+        """When old rows are deleted next, by the one clock: soon after the start, and then once a day."""
+        self._time = clock.SettledTime()
         self._on_committed, self._on_failed = on_committed, on_failed
         self._entries: queue.Queue[Entry | None] = queue.Queue(QUEUE_MAX)
         self._thread: threading.Thread | None = None
@@ -234,7 +235,11 @@ class Ledger:
 
     def _prune_if_due(self, db: sqlite3.Connection) -> None:
         if self.keep_days and clock.now() >= self._prune_at:
-            before_s = clock.unix_time() - self.keep_days * DAY_S
+            settled_s = self._time.at(clock.unix_time(), clock.now())
+            if settled_s is None:
+                self._prune_at = clock.now() + clock.SETTLE_S
+                return
+            before_s = settled_s - self.keep_days * DAY_S
             db.execute(_MEND, (before_s, PRUNE_MAX))
             if db.execute(_PRUNE, (before_s, PRUNE_MAX)).rowcount < PRUNE_MAX:
                 self._prune_at = clock.now() + DAY_S

@@ -56,7 +56,8 @@ async def _entered(call: Call) -> BatchService:
 async def upload_file(call: CallDep) -> dict[str, Any]:
     service = await _entered(call)
     try:
-        file = await upload(call.request, service, call.gateway.intake, call.tenant, call.owner)
+        gateway = call.gateway
+        file = await upload(call.request, service, gateway.intake, gateway.threads, call.tenant, call.owner)
     except ClientLeft:
         raise ApiError(408, "The client left.", code="request_timeout") from None
     return file.shown()

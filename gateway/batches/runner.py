@@ -92,6 +92,7 @@ class BatchRunner:
         """Checks and lines under way, each with its batch."""
         self._tries: Counter[tuple[str, int]] = Counter()
         self._prune_at = 0.0
+        self._time = clock.SettledTime()
         self._woken = asyncio.Event()
         service.wake = self._woken.set
         metrics.running = lambda: self._queue.running
@@ -120,11 +121,11 @@ class BatchRunner:
             for batch_id in list(self._batches):  # the lock was lost, as by removing its file
                 await self._drop(batch_id)
             return
-        now_s = int(clock.unix_time())
+        settled_s = self._time.at(clock.unix_time(), clock.now())
         for batch in await self._store.read(batches.open_batches):
             if batch.status == "cancelling":
                 await self._end(batch, "cancelled")
-            elif now_s >= batch.expires_s:
+            elif settled_s is not None and settled_s >= batch.expires_s:
                 await self._end(batch, "expired")
             elif batch.status == "validating":
                 if batch.id not in self._tasks.values():
@@ -136,7 +137,8 @@ class BatchRunner:
             if batch.id in self._batches and self._queue.is_done(batch.id):
                 await self._end(batch, "completed")
         self._start_lines()
-        await self._prune_if_due(now_s)
+        if settled_s is not None:
+            await self._prune_if_due(int(settled_s))
 
     def _begin(self, batch_id: str, work: Coroutine[Any, Any, None]) -> None:
         task = watched(work)

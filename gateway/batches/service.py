@@ -27,9 +27,9 @@ class BatchService:
     """Told when there is something new for the runner."""
 
     async def write(self, work: Callable[Concatenate[Any, P], T], *args: P.args, **kw: P.kwargs) -> T:
-        """As `Store.write`, for clients. Raises `ApiError`."""
+        """As `Store.write_soon`, for clients. Raises `ApiError`."""
         try:
-            return await self.store.write(work, *args, **kw)
+            return await self.store.write_soon(work, *args, **kw)
         except StoreError as error:
             raise _failed(error) from None
 

@@ -1,4 +1,4 @@
-"""The SQLite file of uploaded files, batches and results, and the one thread that uses it.
+"""The SQLite file of uploaded files, batches and results, and the two threads that use it: one writes, one reads.
 
 A commit is on disk when it returns (`synchronous=FULL`). So everything confirmed to a client survives kill -9 and a loss of
 power. Several gateways of one host may use the same file; SQLite's own locks keep their transactions apart.
@@ -25,6 +25,8 @@ from runtime.storage.private_file import make_private
 P = ParamSpec("P")
 T = TypeVar("T")
 _BUSY_TIMEOUT_S: Final = 10.0
+SOON_S: Final = 2.0
+"""A client's request waits so long for its turn at the file."""
 _TRY_AGAIN_S: Final = 0.02
 _VERSION: Final = 1
 _SCHEMA: Final = """
@@ -91,31 +93,49 @@ class Store:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
         self._db: sqlite3.Connection | None = None
+        self._reading_db: sqlite3.Connection | None = None
         self._thread = ThreadPoolExecutor(1, "batches")
+        self._reading_thread = ThreadPoolExecutor(1, "batches-read")
 
     async def open(self) -> None:
         """Raises `StoreError`."""
-        await self._call(self._open)
+        await self._call(self._thread, self._open)
 
     async def close(self) -> None:
         """Transactions that have begun are finished first."""
-        await self._call(self._close)
+        await self._call(self._reading_thread, self._close_reading)
+        await self._call(self._thread, self._close)
 
     async def write(self, work: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kw: P.kwargs) -> T:
         """The result of `work`, in a transaction that is undone if it raises. Raises `StoreError`."""
-        return await self._call(partial(self._in_transaction, "BEGIN IMMEDIATE", lambda db: work(db, *args, **kw)))
+        return await self._call(self._thread, partial(self._write, lambda db: work(db, *args, **kw), None))
+
+    async def write_soon(
+        self, work: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kw: P.kwargs
+    ) -> T:
+        """As `write`. Raises `StoreError` also if the transaction has not begun after `SOON_S`: the file is locked, or an
+        earlier transaction waits for the disk."""
+        writing = partial(self._write, lambda db: work(db, *args, **kw), clock.now() + SOON_S)
+        return await self._call(self._thread, writing, SOON_S)
 
     async def read(self, work: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kw: P.kwargs) -> T:
-        """As `write`, for what changes nothing: it does not wait for other gateways' transactions."""
-        return await self._call(partial(self._in_transaction, "BEGIN", lambda db: work(db, *args, **kw)))
+        """The result of `work`, which changes nothing. It waits for no transaction that writes. Raises `StoreError`."""
+        return await self._call(self._reading_thread, partial(self._read, lambda db: work(db, *args, **kw)))
 
-    async def _call(self, work: Callable[[], T]) -> T:
+    async def _call(self, thread: ThreadPoolExecutor, work: Callable[[], T], begin_s: float | None = None) -> T:
+        job = thread.submit(work)
+        waiting = asyncio.wrap_future(job)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            await asyncio.wait({waiting}, timeout=begin_s)
+            if job.cancel():  # it has not begun
+                raise StoreError(f"{self.path}: earlier transactions take longer than {SOON_S:.0f} s")
+            return await waiting
         except (sqlite3.Error, OSError) as error:
             raise StoreError(f"{self.path}: {error}") from None
+        finally:
+            waiting.cancel()
 
-    # --- on the thread ------------------------------------------------------------------------------------------------
+    # --- on the threads -----------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
         make_private(self.path)
@@ -123,6 +143,10 @@ class Store:
             raise StoreError(f"{self.path} is on {kind}, a network file system, whose locks may be lost")
         with _alone(Path(f"{self.path}.opening")):
             self._db = self._prepared()
+        # Made here, and used on the other thread only.
+        self._reading_db = sqlite3.connect(self.path, timeout=SOON_S, isolation_level=None, check_same_thread=False)
+        self._reading_db.row_factory = sqlite3.Row
+        self._reading_db.execute("PRAGMA query_only = 1")
 
     def _prepared(self) -> sqlite3.Connection:
         db = sqlite3.connect(self.path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
@@ -144,19 +168,36 @@ class Store:
             self._db.close()
             self._db = None
 
-    def _in_transaction(self, begin: str, work: Callable[[sqlite3.Connection], T]) -> T:
-        db = self._db
+    def _close_reading(self) -> None:
+        if self._reading_db is not None:
+            self._reading_db.close()
+            self._reading_db = None
+
+    def _write(self, work: Callable[[sqlite3.Connection], T], begin_by: float | None) -> T:
+        db = self._open_one(self._db)
+        patience_s = _BUSY_TIMEOUT_S if begin_by is None else max(begin_by - clock.now(), 0.0)
+        db.execute(f"PRAGMA busy_timeout = {round(1000 * patience_s)}")
+        return _in_transaction(db, "BEGIN IMMEDIATE", work)
+
+    def _read(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        return _in_transaction(self._open_one(self._reading_db), "BEGIN", work)
+
+    def _open_one(self, db: sqlite3.Connection | None) -> sqlite3.Connection:
         if db is None:
             raise StoreError(f"{self.path}: it is closed")
-        db.execute(begin)
-        try:
-            result = work(db)
-            db.execute("COMMIT")
-        except BaseException:
-            if db.in_transaction:  # an error like a full disk has undone it already
-                db.execute("ROLLBACK")
-            raise
-        return result
+        return db
+
+
+def _in_transaction(db: sqlite3.Connection, begin: str, work: Callable[[sqlite3.Connection], T]) -> T:
+    db.execute(begin)
+    try:
+        result = work(db)
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:  # an error like a full disk has undone it already
+            db.execute("ROLLBACK")
+        raise
+    return result
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Reads an uploaded file into the store while it arrives: at most about a mebibyte of it is in memory."""
 
 import asyncio
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Final
 
@@ -14,38 +15,35 @@ from gateway.batches.lines import LineCutter
 from gateway.batches.service import BatchService
 from gateway.batches.types import UploadRequest
 from gateway.http.body import Intake
-from gateway.http.errors import ApiError, bad_value
+from gateway.http.errors import ApiError, bad_value, bare_errors
 from gateway.http.multipart import MultipartReader, Part, boundary_of
 from gateway.openai.request_types import validate
+from gateway.text.tokenizer_threads import TokenizerThreads
 from runtime.process import clock
 
 PIECE_BYTES: Final = 1 << 20
 """Bytes that are written in one transaction."""
 LINE_SLACK_BYTES: Final = 4 << 10
 """Bytes that a line may have beside the body of its request."""
-_SLICE_BYTES: Final = 16 << 10
-"""Bytes that are cut into lines in one turn. Cutting short lines takes milliseconds and blocks the event loop."""
 _FIELD_BYTES_MAX: Final = 1 << 10
-_PARTS_MAX: Final = 16
 
 
-async def upload(request: Request, service: BatchService, intake: Intake, tenant: str, owner: str) -> File:
+async def upload(
+    request: Request, service: BatchService, intake: Intake, threads: TokenizerThreads, tenant: str, owner: str
+) -> File:
     """Raises `ApiError` and `ClientLeft`."""
     boundary = boundary_of(request.headers.get("content-type", ""))
     if boundary is None:
         raise ApiError(415, "The Content-Type must be multipart/form-data.", code="unsupported_media_type")
-    one = _Upload(service, tenant, intake.body_bytes_max + LINE_SLACK_BYTES)
-    reader = MultipartReader(boundary)
+    form = _Form(boundary, intake.body_bytes_max + LINE_SLACK_BYTES, service.file_bytes_max)
+    one = _Upload(form, service, tenant)
     with intake.bytes_held(owner, 2 * PIECE_BYTES):
         try:
             async with asyncio.timeout(intake.client_timeout_s):
                 async for data in request.stream():
-                    for at in range(0, len(data), _SLICE_BYTES):
-                        for found in reader.feed(data[at : at + _SLICE_BYTES]):
-                            await one.take(found)
-                        await asyncio.sleep(0)
-            if not reader.is_complete:
-                raise bad_value(None, "The body ends before its last boundary.", "invalid_multipart")
+                    # Not on the event loop: heads and short lines cost up to a microsecond for each byte.
+                    await threads.run(owner, len(data), partial(form.feed, data))
+                    await one.store()
             return await one.end()
         except TimeoutError:
             raise ApiError(408, "The body took too long to arrive.", code="request_timeout") from None
@@ -55,79 +53,72 @@ async def upload(request: Request, service: BatchService, intake: Intake, tenant
             await one.close()
 
 
-class _Upload:
-    def __init__(self, service: BatchService, tenant: str, line_bytes_max: int) -> None:
-        self._service = service
-        self._tenant = tenant
+class _Form:
+    """Reads the form. Used by one thread at a time."""
+
+    def __init__(self, boundary: bytes, line_bytes_max: int, file_bytes_max: int) -> None:
+        self._reader = MultipartReader(boundary)
         self._cutter = LineCutter(line_bytes_max)
-        self._lines: list[Line] = []
-        self._lines_bytes = 0
-        self._file_id = ""
+        self._file_bytes_max = file_bytes_max
         self._file_bytes = 0
-        self._parts = 0
         self._field: str | None = None
         """The form's field whose value is arriving; None: the file is."""
         self._fields: dict[str, bytes] = {}
+        self.file_name: str | None = None
+        """None: the file has not begun."""
+        self.lines: list[Line] = []
+        """Lines that are not stored yet."""
+        self.lines_bytes = 0
 
-    async def take(self, found: Part | bytes) -> None:
+    @bare_errors
+    def feed(self, data: bytes) -> None:
         """Raises `ApiError`."""
-        if isinstance(found, Part):
-            await self._begin(found)
-        elif self._field is not None:
-            value = self._fields[self._field] + found
-            if len(value) > _FIELD_BYTES_MAX:
-                raise bad_value(self._field, f"The field has more than {_FIELD_BYTES_MAX} bytes.")
-            self._fields[self._field] = value
-        else:
-            self._file_bytes += len(found)
-            if self._file_bytes > self._service.file_bytes_max:
-                message = f"The file is larger than the {self._service.file_bytes_max} bytes allowed."
-                raise ApiError(413, message, code="request_too_large", param="file")
-            self._add(self._cutter.feed(found))
-            if self._lines_bytes >= PIECE_BYTES:
-                await self._flush()
+        for found in self._reader.feed(data):
+            if isinstance(found, Part):
+                self._begin(found)
+            elif self._field is not None:
+                value = self._fields[self._field] + found
+                if len(value) > _FIELD_BYTES_MAX:
+                    raise bad_value(self._field, f"The field has more than {_FIELD_BYTES_MAX} bytes.")
+                self._fields[self._field] = value
+            else:
+                self._file_bytes += len(found)
+                if self._file_bytes > self._file_bytes_max:
+                    message = f"The file is larger than the {self._file_bytes_max} bytes allowed."
+                    raise ApiError(413, message, code="request_too_large", param="file")
+                self._add(self._cutter.feed(found))
 
-    async def _begin(self, part: Part) -> None:
-        self._parts += 1
-        if self._parts > _PARTS_MAX:
-            raise bad_value(None, f"The form has more than {_PARTS_MAX} parts.", "invalid_multipart")
+    def _begin(self, part: Part) -> None:
         if part.name != "file":
             self._field = part.name
             self._fields[part.name] = b""
             return
-        if self._file_id:
+        if self.file_name is not None:
             raise bad_value("file", "Send one file.")
-        self._field = None
-        work = partial(files.begin, now=clock.unix_time(), most=self._service.tenant_bytes_max)
-        self._file_id = await self._service.write(work, self._tenant, part.filename or "file")
+        self._field, self.file_name = None, part.filename or "file"
 
-    def _add(self, lines: Any) -> None:
+    def _add(self, lines: Iterable[Line]) -> None:
         for line in lines:
-            self._lines.append(line)
-            self._lines_bytes += len(line[2])
+            self.lines.append(line)
+            self.lines_bytes += len(line[2])
 
-    async def _flush(self) -> None:
-        lines, self._lines, self._lines_bytes = self._lines, [], 0
-        most = self._service.tenant_bytes_max
-        await self._service.write(files.append, self._tenant, self._file_id, lines, most)
+    def take_lines(self) -> list[Line]:
+        lines, self.lines, self.lines_bytes = self.lines, [], 0
+        return lines
 
-    async def end(self) -> File:
-        """Raises `ApiError`."""
-        request = validate(UploadRequest, self._form(), {})
+    def end(self) -> UploadRequest:
+        """The other fields. Raises `ApiError`."""
+        if not self._reader.is_complete:
+            raise bad_value(None, "The body ends before its last boundary.", "invalid_multipart")
+        request = validate(UploadRequest, self._as_object(), {})
         self._add(self._cutter.end())
         if not self._cutter.requests:
             raise bad_value("file", "The file has no lines.", "empty_file")
-        await self._flush()
-        keep_s = self._service.keep_s
-        if request.expires_after is not None:
-            keep_s = min(keep_s, request.expires_after.seconds)
-        file = await self._service.write(files.end, self._tenant, self._file_id, int(clock.unix_time()) + keep_s)
-        self._file_id = ""
-        return file
+        return request
 
-    def _form(self) -> dict[str, Any]:
+    def _as_object(self) -> dict[str, Any]:
         """The form as an object. Fields of an object are named `object[field]`."""
-        form: dict[str, Any] = {"file": ""} if self._file_id else {}
+        form: dict[str, Any] = {"file": ""} if self.file_name is not None else {}
         for name, value in self._fields.items():
             text = value.decode("utf-8", "replace")
             outer, inner, rest = name.partition("[")
@@ -138,6 +129,39 @@ class _Upload:
             else:
                 form[name] = text
         return form
+
+
+class _Upload:
+    """Writes what the form has into the store."""
+
+    def __init__(self, form: _Form, service: BatchService, tenant: str) -> None:
+        self._form = form
+        self._service = service
+        self._tenant = tenant
+        self._file_id = ""
+
+    async def store(self) -> None:
+        """Raises `ApiError`."""
+        if self._form.file_name is not None and not self._file_id:
+            work = partial(files.begin, now=clock.unix_time(), most=self._service.tenant_bytes_max)
+            self._file_id = await self._service.write(work, self._tenant, self._form.file_name)
+        if self._form.lines_bytes >= PIECE_BYTES:
+            await self._flush()
+
+    async def _flush(self) -> None:
+        most = self._service.tenant_bytes_max
+        await self._service.write(files.append, self._tenant, self._file_id, self._form.take_lines(), most)
+
+    async def end(self) -> File:
+        """Raises `ApiError`."""
+        request = self._form.end()
+        await self._flush()
+        keep_s = self._service.keep_s
+        if request.expires_after is not None:
+            keep_s = min(keep_s, request.expires_after.seconds)
+        file = await self._service.write(files.end, self._tenant, self._file_id, int(clock.unix_time()) + keep_s)
+        self._file_id = ""
+        return file
 
     async def close(self) -> None:
         """Delete everything that a failed upload has stored."""

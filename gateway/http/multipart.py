@@ -1,18 +1,27 @@
-"""Reads multipart/form-data (RFC 7578) as it arrives, in bounded memory. Pure."""
+"""Reads multipart/form-data (RFC 7578) as it arrives, in bounded memory, with the parser that Starlette uses. Pure."""
 
-from collections.abc import Iterator
+import logging
 from dataclasses import dataclass
-from email import message_from_string
-from email.message import Message
 from typing import Final
+from urllib.parse import unquote_to_bytes
+
+from python_multipart import MultipartParser
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import parse_options_header
 
 from gateway.http.errors import bad_value
 
-_HEAD_BYTES_MAX: Final = 4 << 10
+_HEADERS_MAX: Final = 8
+_HEADER_BYTES_MAX: Final = 4 << 10
+_PARTS_MAX: Final = 16
+_PARAMETERS_MAX: Final = 32
+"""Of a Content-Disposition. Thousands of them would take milliseconds to parse."""
 _BOUNDARY_CHARS_MAX: Final = 70
 _NAME_CHARS_MAX: Final = 255
-_PADDING_BYTES_MAX: Final = 64
-"""Blanks behind a boundary."""
+_CODINGS: Final = {"utf-8": "utf-8", "iso-8859-1": "latin-1"}
+"""Charsets of `filename*=` that RFC 5987 requires. Others are read as UTF-8: a name could name any codec of Python."""
+
+logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it logs bytes of clients, one line for each bad form
 
 
 @dataclass(frozen=True)
@@ -25,88 +34,92 @@ class Part:
 
 def boundary_of(content_type: str) -> bytes | None:
     """None: the body is not multipart/form-data."""
-    head = Message()
-    head["content-type"] = content_type[:1000].replace("\r", " ").replace("\n", " ")
-    boundary = _text(head.get_param("boundary", ""))
-    if head.get_content_type() != "multipart/form-data" or not 0 < len(boundary) <= _BOUNDARY_CHARS_MAX:
-        return None
-    return boundary.encode("latin-1", "replace")
+    kind, options = parse_options_header(content_type[:1000].encode("latin-1", "replace"))
+    boundary = options.get(b"boundary", b"")
+    return boundary if kind == b"multipart/form-data" and 0 < len(boundary) <= _BOUNDARY_CHARS_MAX else None
 
 
 class MultipartReader:
     def __init__(self, boundary: bytes) -> None:
-        self._delimiter = b"\r\n--" + boundary
-        self._rest = b"\r\n"  # the first boundary may be the first bytes
-        self._step = self._skip
+        self._found: list[Part | bytes] = []
+        self._parts = 0
+        self._header = b""
+        self._value = b""
+        self._disposition = b""
         self.is_complete = False
         """The last boundary has come."""
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._part_begins,
+                "on_header_begin": self._header_begins,
+                "on_header_field": self._header_name,
+                "on_header_value": self._header_value,
+                "on_header_end": self._header_ends,
+                "on_headers_finished": self._head_ends,
+                "on_part_data": self._content,
+                "on_end": self._form_ends,
+            },
+            max_header_count=_HEADERS_MAX,
+            max_header_size=_HEADER_BYTES_MAX,
+        )
 
-    def feed(self, data: bytes) -> Iterator[Part | bytes]:
+    def feed(self, data: bytes) -> list[Part | bytes]:
         """Parts, and pieces of the content of the last one. Raises `ApiError` (400)."""
-        self._rest += data
-        while not self.is_complete:
-            found = self._step()
-            if found is None:
-                return
-            if found:
-                yield found
+        try:
+            self._parser.write(data)
+        except FormParserError as error:
+            message = f"The body is not valid multipart/form-data: {str(error)[:200]}."
+            raise bad_value(None, message, "invalid_multipart") from None
+        found, self._found = self._found, []
+        return found
 
-    # Each step consumes data from `_rest`. It returns None if it needs more data, and empty bytes if it has nothing to yield.
+    # --- called by the parser; those that it calls several times get data in pieces ----------------------------------------
 
-    def _skip(self) -> Part | bytes | None:
-        """Skip the text before the first boundary."""
-        at = self._rest.find(self._delimiter)
-        if at < 0:
-            self._rest = self._rest[-len(self._delimiter) :]
-            return None
-        self._rest = self._rest[at + len(self._delimiter) :]
-        self._step = self._boundary
-        return b""
+    def _part_begins(self) -> None:
+        self._parts += 1
+        if self._parts > _PARTS_MAX:
+            raise bad_value(None, f"The form has more than {_PARTS_MAX} parts.", "invalid_multipart")
+        self._disposition = b""
 
-    def _boundary(self) -> Part | bytes | None:
-        """Read the rest of a boundary: the end of its line, or of the whole body."""
-        if self._rest.startswith(b"--"):
-            self.is_complete = True
-            return b""
-        line, found, rest = self._rest.partition(b"\r\n")
-        if not found and len(self._rest) <= _PADDING_BYTES_MAX:
-            return None
-        if line.strip(b" \t") or not found:
-            raise bad_value(None, "The body is not valid multipart/form-data.", "invalid_multipart")
-        self._rest, self._step = b"\r\n" + rest, self._head  # so that a part without any header ends as others do
-        return b""
+    def _header_begins(self) -> None:
+        self._header = self._value = b""
 
-    def _head(self) -> Part | bytes | None:
-        head, found, rest = self._rest.partition(b"\r\n\r\n")
-        if len(head) > _HEAD_BYTES_MAX:
-            raise bad_value(None, "A part of the body has headers that are too large.", "invalid_multipart")
-        if not found:
-            return None
-        self._rest, self._step = rest, self._content
-        return _part(head[2:])
+    def _header_name(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
 
-    def _content(self) -> Part | bytes | None:
-        at = self._rest.find(self._delimiter)
-        if at < 0:  # the end of what is there may be the beginning of a boundary
-            at = max(len(self._rest) - len(self._delimiter) + 1, 0)
-            piece, self._rest = self._rest[:at], self._rest[at:]
-            return piece or None
-        piece, self._rest = self._rest[:at], self._rest[at + len(self._delimiter) :]
-        self._step = self._boundary
-        return piece
+    def _header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _header_ends(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            self._disposition = self._value
+
+    def _head_ends(self) -> None:
+        self._found.append(_part(self._disposition))
+
+    def _content(self, data: bytes, start: int, end: int) -> None:
+        self._found.append(data[start:end])
+
+    def _form_ends(self) -> None:
+        self.is_complete = True
 
 
-def _part(head: bytes) -> Part:
+def _part(disposition: bytes) -> Part:
     """Raises `ApiError`."""
-    headers = message_from_string(head.decode("utf-8", "replace"))
-    name = headers.get_param("name", header="content-disposition")
-    if headers.get_content_disposition() != "form-data" or name is None:
+    if disposition.count(b";") > _PARAMETERS_MAX:
+        raise bad_value(None, f"A part of the body has more than {_PARAMETERS_MAX} parameters.", "invalid_multipart")
+    # RFC 7578 forbids `filename*=`, and the parser skips it. Clients with urllib3 1 write names so that are not ASCII.
+    kind, options = parse_options_header(disposition.replace(b"filename*=", b"encoded-filename="))
+    name, filename = options.get(b"name"), options.get(b"filename")
+    if kind != b"form-data" or name is None:
         raise bad_value(None, "A part of the body has no name.", "invalid_multipart")
-    filename = headers.get_param("filename", header="content-disposition")
+    if (encoded := options.get(b"encoded-filename")) is not None:
+        charset, _, rest = encoded.decode("latin-1").partition("'")
+        text = unquote_to_bytes(rest.partition("'")[2]).decode(_CODINGS.get(charset.lower(), "utf-8"), "replace")
+        return Part(_text(name), text[:_NAME_CHARS_MAX])
     return Part(_text(name), None if filename is None else _text(filename))
 
 
-def _text(value: str | tuple[str | None, str | None, str]) -> str:
-    """Returns a header parameter as text. Forms may not give a parameter its own charset. If one does, the charset is ignored,
-    since it could name any codec of Python."""
-    return (value if isinstance(value, str) else value[2]).encode("utf-8", "replace").decode()[:_NAME_CHARS_MAX]
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", "replace")[:_NAME_CHARS_MAX]

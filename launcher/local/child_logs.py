@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from runtime.storage.background_writer import BackgroundWriter
+
 FILE_BYTES_MAX = 16 << 20
 LINE_BYTES_MAX = 64 << 10
 TAIL_LINES = 40
@@ -30,6 +32,7 @@ class ChildLog:
         self._show = show
         self._carry = b""
         self._file = self._open()
+        self._writer = BackgroundWriter(self._keep, note=self._note)
 
     def feed(self, data: bytes) -> None:
         """Bytes as they came from the pipe, cut anywhere."""
@@ -37,17 +40,22 @@ class ChildLog:
         if len(self._carry) > LINE_BYTES_MAX:
             lines.append(self._carry)
             self._carry = b""
-        for line in lines:
-            self._line(line)
+        self._take(lines)
 
     def close(self) -> None:
         if self._carry:
-            self._line(self._carry)
+            self._take([self._carry])
             self._carry = b""
-        self._file.close()
+        if self._writer.close():
+            self._file.close()
+
+    def _take(self, lines: list[bytes]) -> None:
+        if lines:
+            self._writer.put(b"".join(line + b"\n" for line in lines), len(lines))
+        for line in lines:
+            self._line(line)
 
     def _line(self, raw: bytes) -> None:
-        self._keep(raw)
         level, text = readable(raw.decode("utf-8", "replace").rstrip())
         if not text:
             return
@@ -57,17 +65,20 @@ class ChildLog:
         if self._verbose or level in _LOUD or text.startswith(NEWS):
             self._show(level, text)
 
-    def _keep(self, raw: bytes) -> None:
-        try:
-            if self._file.tell() + len(raw) > FILE_BYTES_MAX:
-                # The file was removed, or the last attempt failed just after this line.
-                with contextlib.suppress(FileNotFoundError):
-                    os.replace(self.path, self.path.with_suffix(".log.1"))
-                full, self._file = self._file, self._open()
-                full.close()
-            self._file.write(raw + b"\n")
-        except OSError:
-            pass  # the disk is full: lines are still shown, the last ones are kept in memory, and the process serves on
+    def _keep(self, data: bytes) -> None:
+        """Runs on a thread: if the disk is full or stands still, lines are still shown, the last ones are kept in memory, and
+        the process serves on. Raises `OSError`."""
+        if os.fstat(self._file.fileno()).st_size + len(data) > FILE_BYTES_MAX:
+            # The file was removed, or the last attempt failed just after this line.
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(self.path, self.path.with_suffix(".log.1"))
+            full, self._file = self._file, self._open()
+            full.close()
+        self._file.write(data)
+
+    def _note(self, count: int) -> bytes:
+        record = {"event": "log lines were dropped, since the disk took none", "level": "warning", "lines": count}
+        return json.dumps({**record, "process": self.name}).encode() + b"\n"
 
     def _open(self) -> IO[bytes]:
         return self.path.open("ab", buffering=0)

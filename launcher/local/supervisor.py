@@ -28,6 +28,7 @@ from runtime.metrics.server import MetricsServer
 from runtime.process import clock
 from runtime.process.exits import CONFIG_EXIT, HOPELESS_EXITS, ConfigError
 from runtime.settings.options import SettingsError, complaints
+from runtime.storage.background_writer import BackgroundWriter
 
 STOP_GRACE_S = 5.0
 ABORT_S = 1.0
@@ -84,7 +85,7 @@ class Child:
 
 
 class Supervisor:
-    """Keeps children running until `close`. `say(level, name, text)` is told of every death and restart."""
+    """Keeps children running until `close`. `say(level, name, text)` is told of every death and restart, on a thread."""
 
     def __init__(self, *, log_dir: Path, say: Callable[[str, str, str], None], verbose: bool = False) -> None:
         self.children: dict[str, Child] = {}
@@ -93,7 +94,11 @@ class Supervisor:
         self._metrics: MetricsServer | None = None
         self._observing: asyncio.Task[None] | None = None
         self._log_dir = log_dir
-        self._say = say
+        # On threads: the disk and the terminal may stand still.
+        self._states = BackgroundWriter(partial(process_states.write, log_dir), size=lambda states: 1)
+        self._terminal: BackgroundWriter[tuple[str, str, str]] = BackgroundWriter(
+            lambda said: say(*said), size=lambda said: len(said[2])
+        )
         self._verbose = verbose
         self._closing = False
         self._news = ""
@@ -113,6 +118,9 @@ class Supervisor:
         task = asyncio.get_running_loop().create_task(self._keep_running(child))
         task.add_done_callback(self._on_task_done)
         self._tasks[task] = spec.stop_stage
+
+    def _say(self, level: str, name: str, text: str) -> None:
+        self._terminal.put((level, name, text))
 
     def _said_already(self, text: str) -> bool:
         """Whether another child has told the same news: each of them reads the file."""
@@ -162,6 +170,8 @@ class Supervisor:
         for child in self.children.values():
             child.log.close()
             child.heard.close()
+        self._states.close()
+        self._terminal.close()
 
     async def _keep_running(self, child: Child) -> None:
         while True:
@@ -194,7 +204,7 @@ class Supervisor:
         """Write the states for `crossdock status`."""
         if not self._closing:
             address = self._metrics.address if self._metrics is not None else ""
-            process_states.write(self._log_dir, ProcessStates(tuple(self.states()), address))
+            self._states.put(ProcessStates(tuple(self.states()), address))
 
     def _heard(self, child: Child, line: str) -> None:
         was_ready = child.is_ready

@@ -283,7 +283,13 @@ class LinkServer:
         while True:
             await asyncio.sleep(failure_detector.pause_s((peer.heard_at for peer in self.peers.values()), clock.now()))
             now = clock.now()
-            if failure_detector.look(now):
+            counts = failure_detector.look(now)
+            if self._socket.is_draining:
+                # The messages of all peers wait, and are no silence. They must hear that this end is there.
+                for peer in self.peers.values():
+                    peer.heard_at = now
+                self._probe_all()
+            elif counts:
                 for peer in list(self.peers.values()):
                     if failure_detector.is_lost(peer.heard_at, now):
                         self.drop(peer, f"no heartbeat for {now - peer.heard_at:.1f} s")

@@ -23,6 +23,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from runtime.process.version import version_of
+from runtime.storage.background_writer import BackgroundWriter
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 values.ValueClass = values.MutexValue
@@ -169,6 +170,11 @@ class MetricsRegistry(CollectorRegistry):
         self.families.append(family)
         info = Gauge(family.name, family.help, family.labels, registry=self)
         info.labels(self.role, name, model, version_of()).set(1)
+        self.total(
+            "crossdock_log_dropped_lines",
+            "Lines of logs that were dropped, since the file, pipe or terminal for them took none.",
+            lambda: BackgroundWriter.dropped_lines,
+        )
 
     def collect(self) -> Iterator[Metric]:
         for prepare in self.before:

@@ -1,10 +1,13 @@
 """Logs: structlog, for people on a terminal and as JSON lines elsewhere. No prompt, no key and no token ids in them."""
 
 import logging
+import os
 import sys
 from typing import Any
 
 import structlog
+
+from runtime.storage.background_writer import BackgroundWriter
 
 Log = structlog.stdlib.BoundLogger
 
@@ -34,7 +37,7 @@ def configure(*, level: str, fmt: str, process: str) -> Log:
     )
     renderer: Any = structlog.processors.JSONRenderer() if as_json else console
     last = [structlog.processors.format_exc_info, renderer] if as_json else [renderer]
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Handler()
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last]
@@ -51,6 +54,40 @@ def configure(*, level: str, fmt: str, process: str) -> Log:
         cache_logger_on_first_use=True,
     )
     return get("crossdock")
+
+
+class _Handler(logging.Handler):
+    """Writes to standard error. It never waits for what reads it: a pipe, a terminal or the journal's socket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._writer = BackgroundWriter(_write, note=self._note)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._writer.put(self.format(record).encode("utf-8", "backslashreplace") + b"\n")
+        except Exception:
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Wait at most `FLUSH_S`. `logging.shutdown` calls it."""
+        self._writer.flush()
+
+    def _note(self, count: int) -> bytes:
+        text = "log lines were dropped, since they could not be written"
+        fields = {
+            "name": "crossdock.log",
+            "levelno": logging.WARNING,
+            "levelname": "WARNING",
+            "msg": f"{text}: {count}",
+        }
+        return self.format(logging.makeLogRecord(fields)).encode() + b"\n"
+
+
+def _write(data: bytes) -> None:
+    """Not by `sys.stderr`, whose lock would then be held while the reader stands still."""
+    while data:
+        data = data[os.write(2, data) :]
 
 
 def get(name: str) -> Log:

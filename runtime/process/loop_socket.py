@@ -49,6 +49,11 @@ class LoopSocket(zmq.Socket[bytes]):
                     raise
             await asyncio.sleep(_BIND_AGAIN_S)
 
+    @property
+    def is_draining(self) -> bool:
+        """A message that is too long is being read and dropped. Until its end no other peer's message can be read."""
+        return self._amid
+
     async def receive(self, copy: bool = True) -> list[Any]:
         """The frames of the next message, the first `frames_max` of them. Waits only where none is there."""
         while True:

@@ -6,6 +6,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
@@ -20,7 +21,9 @@ from coordinator.accounting.usage import Closed, Opened, Past
 from coordinator.events import Send
 from coordinator.outbox import Outbox
 from proto.messages import Accepted, Release, StatusRequest
+from runtime.process import clock
 from tests.coordinator.ledger_words import closed, opened
+from tests.helpers import until
 
 ROOT = Path(__file__).parents[2]
 
@@ -203,6 +206,7 @@ def test_messages_wait_for_ledger_row() -> None:
 def test_closed_rows_expire_open_rows_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_days: int) -> None:
     """Closed rows are deleted after their days are over, open rows never."""
     monkeypatch.setattr("coordinator.accounting.ledger.PRUNE_MAX", 7)
+    monkeypatch.setattr(clock, "SETTLE_S", 0.0)
     path = tmp_path / "usage.sqlite"
     names = [f"r{n}" for n in range(30)]
     write(path, *map(opened, names), *map(closed, names), opened("open"), opened("new"), closed("new"))
@@ -408,8 +412,23 @@ def test_special_file_is_refused(tmp_path: Path) -> None:
         past_of(path)
 
 
-def test_old_odd_row_is_deleted(tmp_path: Path) -> None:
+def test_wrong_clock_deletes_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wall clock that is years ahead when the process starts deletes no rows of the ledger."""
+    path = tmp_path / "usage.sqlite"
+    write(path, opened("old"), closed("old"))
+    monkeypatch.setattr(clock, "unix_time", lambda: time.time() + 1e9)
+
+    async def work(ledger: Ledger, _past: Past, committed: list[str]) -> None:
+        ledger.write(opened("new"))
+        await until(lambda: "new" in committed)
+
+    with_ledger(path, work, keep_days=30)
+    assert set(rows(path)) == {"old", "new"}
+
+
+def test_old_odd_row_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An old row whose amount cannot be summed is deleted like other old rows."""
+    monkeypatch.setattr(clock, "SETTLE_S", 0.0)
     path = tmp_path / "usage.sqlite"
     write(path, opened("odd"), closed("odd"), opened("old"), closed("old"))
     with closing(sqlite3.connect(path)) as db:

@@ -5,6 +5,7 @@ import fcntl
 import gc
 import os
 import sqlite3
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 from gateway.batches import batches, files, runner
+from gateway.batches import store as stores
 from gateway.batches.lines import LINES_MAX
 from gateway.batches.store import Store
 from runtime.storage.lock_file import open_lock
@@ -231,6 +233,49 @@ def test_failing_store_is_a_503(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     on_desk(body, tmp_path / DB)
 
 
+def test_locked_store_refuses_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While another process locks the file, writes of clients get 503 with Retry-After soon, and reads are answered."""
+    monkeypatch.setattr(stores, "SOON_S", 0.3)
+
+    async def body(desk: Desk) -> None:
+        await desk.file(b"{}\n")
+        other = sqlite3.connect(tmp_path / DB, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        began = time.monotonic()
+        writing = asyncio.gather(*(desk.upload(b"{}\n") for _ in range(20)), desk.create("file-x"))
+        assert (await desk.ask("GET", "/v1/files")).status_code == 200
+        assert not writing.done(), "a read overtakes the writes that wait"
+        answers = await writing
+        assert {(answer.status_code, "retry-after" in answer.headers) for answer in answers} == {(503, True)}
+        assert time.monotonic() - began < 5, "20 times 0.3 s if they wait for each other"
+        other.execute("ROLLBACK")
+        other.close()
+        await desk.file(b"{}\n")
+        assert (await left(desk))["files"] == 2
+
+    on_desk(body, tmp_path / DB)
+
+
+def test_slow_write_holds_up_no_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a transaction waits for the disk, later writes get 503 soon, and reads are answered."""
+    monkeypatch.setattr(stores, "SOON_S", 0.3)
+    disk, began = threading.Event(), threading.Event()
+
+    def slow(_: sqlite3.Connection) -> bool:
+        began.set()
+        return disk.wait(30)
+
+    async def body(desk: Desk) -> None:
+        writing = asyncio.create_task(desk.service.store.write_soon(slow))
+        await asyncio.to_thread(began.wait, 30)
+        assert (await desk.upload(b"{}\n")).status_code == 503
+        assert (await desk.ask("GET", "/v1/files")).status_code == 200
+        disk.set()
+        assert await writing, "what has begun is waited for"
+
+    on_desk(body, tmp_path / DB)
+
+
 def test_store_files_are_private(tmp_path: Path) -> None:
     """The store's files have mode 0600."""
 
@@ -255,8 +300,8 @@ def test_large_file_never_blocks_the_loop(tmp_path: Path, content: bytes, monkey
 
     async def body(desk: Desk) -> None:
         desk.start()
-        monkeypatch.setattr(asyncio.Handle, "_run", timed)
         async with served(desk.site) as url, httpx.AsyncClient(timeout=60, trust_env=False) as client:
+            monkeypatch.setattr(asyncio.Handle, "_run", timed)  # a new client reads certificates, for tens of ms
             answer = await client.post(f"{url}/v1/files", files={"file": content}, data={"purpose": "batch"})
             assert answer.status_code == 200, answer.text
             made = await desk.create(answer.json()["id"])
@@ -273,6 +318,23 @@ def test_large_file_never_blocks_the_loop(tmp_path: Path, content: bytes, monkey
         on_desk(on_app, tmp_path / DB, body_bytes_max=1 << 20)
     finally:
         gc.enable()
+
+
+def test_odd_forms_leave_the_loop_free(tmp_path: Path) -> None:
+    """Heads of 4 KiB that take long to parse, in many forms at once, cost the loop's thread little."""
+    odd = b'Content-Disposition: form-data; name="x";";' + b";" * 3_900 + b"\r\n\r\n"
+    form = b"".join(b"--b\r\n" + odd + b"x\r\n" for _ in range(14)) + b"--b--"
+
+    async def body(desk: Desk) -> None:
+        desk.site.app = desk.app  # type: ignore[assignment]
+        began = time.thread_time()
+        async with served(desk.site) as url, httpx.AsyncClient(timeout=60, trust_env=False) as client:
+            headers = {"Content-Type": "multipart/form-data; boundary=b"}
+            sent = [client.post(f"{url}/v1/files", content=form, headers=headers) for _ in range(12)]
+            assert {answer.status_code for answer in await asyncio.gather(*sent)} == {400}
+        assert time.thread_time() - began < 1.0, "0.1 to 0.3 s with the client; parsing takes 1.5 s"
+
+    on_desk(body, tmp_path / DB)
 
 
 def test_store_opening_waits_for_its_lock(tmp_path: Path) -> None:

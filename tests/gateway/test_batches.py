@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from gateway.batches.lines import ERRORS_MAX
 from gateway.batches.service import BatchService
 from gateway.batches.store import Store
 from proto.errors import Reject
+from runtime.process import clock
 from tests.gateway.batch_words import KEYS, TENANTS, Desk, jsonl, left, on_desk, request, requests
 from tests.gateway.fakes import ANSWER, rejecting, served
 from tests.helpers import until
@@ -271,8 +273,9 @@ def test_cancelled_batch_keeps_its_results(tmp_path: Path) -> None:
     on_desk(body, tmp_path / DB)
 
 
-def test_unfinished_lines_expire_with_the_batch(tmp_path: Path) -> None:
+def test_unfinished_lines_expire_with_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines without a result when the window ends are in the error file as batch_expired."""
+    monkeypatch.setattr(clock, "SETTLE_S", 0.0)
 
     async def body(desk: Desk) -> None:
         desk.site.cluster.hold = True
@@ -286,6 +289,23 @@ def test_unfinished_lines_expire_with_the_batch(tmp_path: Path) -> None:
         assert ids(errors) == [f"r{number}" for number in range(12)]
         assert {(one["error"]["code"], one["response"]) for one in errors} == {("batch_expired", None)}
 
+    on_desk(body, tmp_path / DB)
+
+
+def test_clock_jump_deletes_and_expires_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wall clock that jumps by years while a batch runs neither ends the batch nor deletes a file."""
+
+    async def body(desk: Desk) -> None:
+        desk.site.cluster.hold = True
+        desk.start()
+        kept, batch_id = await desk.file(b"{}\n"), await desk.batch(jsonl(requests(3)))
+        await until(lambda: len(desk.site.cluster.submits) == 3)
+        monkeypatch.setattr(clock, "unix_time", lambda: time.time() + 1e9)
+        await asyncio.sleep(3 * runner.POLL_S)
+        assert (await desk.get(batch_id))["status"] == "in_progress"
+        assert (await desk.ask("GET", f"/v1/files/{kept}")).status_code == 200
+
+    monkeypatch.setattr(runner, "POLL_S", 0.05)
     on_desk(body, tmp_path / DB)
 
 

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import os
+import select
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,26 @@ def test_full_disk_only_loses_the_file(tmp_path: Path) -> None:
     log.close()
     assert len(shown) == 2
     assert log.tail[-1] == "a line of a library"
+
+
+def test_hanging_disk_only_delays_the_file(tmp_path: Path) -> None:
+    """While the disk of the log folder takes nothing, output is taken and shown all the same, and memory is bounded."""
+    path = tmp_path / "decode-0.log"
+    os.mkfifo(path)
+    disk = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # takes 64 KiB, and then nothing
+    log, shown = _log(path)
+    for _ in range(200):
+        log.feed(TEXT + b"x" * 60_000 + b"\n")
+    assert len(shown) == 400
+    written = b""
+    for _ in range(100_000):
+        if select.select([disk], [], [], 0.5)[0]:
+            written += os.read(disk, 1 << 16)
+        elif b"were dropped" in written:
+            break
+    os.close(disk)
+    log.close()
+    assert 4 << 20 < len(written) < 5 << 20 and b"were dropped" in written and written.endswith(b"x\n")
 
 
 def test_verbose_shows_every_line(tmp_path: Path) -> None:

@@ -43,10 +43,12 @@ class _Heard:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._news = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
 
     def __call__(self, level: str, name: str, text: str) -> None:
+        """Called on the supervisor's thread for the terminal."""
         self.lines.append(f"{level} {name} {text}")
-        self._news.set()
+        self._loop.call_soon_threadsafe(self._news.set)
 
     async def wait_for(self, part: str) -> str:
         async with asyncio.timeout(30):

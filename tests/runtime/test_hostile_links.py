@@ -18,6 +18,7 @@ from proto.messages import Bye, Hello, Message, Ping, Role, StatusRequest, Submi
 from proto.sampling import Sampling
 from runtime.link import connections, keys, server
 from runtime.link import peer as peer_module
+from runtime.link.client import LinkClient
 from runtime.link.keys import Keys
 from runtime.link.server import LinkServer, LinkSettings, Peer
 from runtime.process import loop_socket
@@ -134,6 +135,41 @@ def test_excessive_sender_is_cut_off() -> None:
         raw.sendall(b"\x01\x01x" * 1_000 + b"\x00\x01x")
         await is_closed(raw)
         assert one.counters.protocol_errors == 1
+        await one.close()
+        close_sockets()
+
+    uvloop.run(body())
+
+
+def test_long_message_loses_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a message of very many frames is dropped, which takes many heartbeats, the links of other peers stay up."""
+    monkeypatch.setattr(loop_socket, "TURN_FRAMES", 1)
+    settings = LinkSettings(heartbeat_ms=50)
+
+    async def body() -> None:
+        ups: list[str] = []
+        downs: list[str] = []
+        one = a_server(settings, on_down=lambda peer, reason: downs.append(reason))
+        address = await one.start()
+        other = LinkClient(
+            address=address,
+            hello=Hello(PROTOCOL_VERSION, Role.OBSERVER, 9, "other"),
+            on_up=lambda peer, welcome: ups.append(""),
+            on_message=lambda *_: None,
+            on_down=lambda peer, reason: downs.append(reason),
+            settings=settings,
+        )
+        await other.start()
+        await until(lambda: bool(ups and one.peers))
+        raw = await asyncio.to_thread(connect, port_of(address))
+        await asyncio.to_thread(raw.sendall, b"\x01\x01x" * FRAMES + b"\x00\x01x")
+        await until(lambda: one._socket.is_draining)
+        began = asyncio.get_running_loop().time()
+        await until(lambda: not one._socket.is_draining)
+        assert asyncio.get_running_loop().time() - began > 0.4, "shorter than a silence that counts"
+        await is_closed(raw)
+        assert not downs and len(ups) == 1
+        await other.close()
         await one.close()
         close_sockets()
 

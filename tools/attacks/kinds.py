@@ -114,6 +114,24 @@ def _(target: Target) -> Outcome:
         )
 
 
+@attack("forms with odd heads, 40 at once", "R13", 30.0)
+def _(target: Target) -> Outcome:
+    part = b'--b\r\nContent-Disposition: form-data; name="x";";' + b";" * 3_900 + b"\r\n\r\nx\r\n"
+    false = b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\n' + b"\r\n--bX" * 10_000
+    few = b'--b\r\nContent-Disposition: form-data; name="x"' + b";a" * 31 + b"\r\nA:" + b";" * 4_000 + b"\r\n\r\n\r\n"
+    headers = {"Authorization": f"Bearer {api_key('evil0')}", "Content-Type": "multipart/form-data; boundary=b"}
+
+    def one(number: int) -> str:
+        form = (part * 14, false, few * 16)[number % 3] + b"--b--"
+        try:
+            url = f"{target.base_url}/v1/files"
+            return str(httpx.post(url, content=form, headers=headers, timeout=CLIENT_S, trust_env=False).status_code)
+        except httpx.HTTPError as error:
+            return type(error).__name__
+
+    return for_seconds(8, 40, one)
+
+
 # --- grammars -------------------------------------------------------------------------------------------------------------
 
 SPACES: Final[dict[str, Callable[[int], str]]] = {

@@ -96,10 +96,10 @@ def _suspects(state: State) -> list[Request]:
 
 
 def _forgive(state: State, request: Request) -> None:
-    if request.losses > 1:
-        request.suspicion = msgspec.structs.replace(request.suspicion, losses=request.losses - 1)
-    else:
+    if request.suspicion is None or request.losses == 1:
         _clear(state, request)
+    else:
+        request.suspicion = msgspec.structs.replace(request.suspicion, losses=request.losses - 1)
 
 
 def _in_step(state: State, worker: Worker, before: list[LostProcess]) -> list[tuple[Request, Suspicion]]:

@@ -56,9 +56,9 @@ def plan_of(arguments: argparse.Namespace, made: argparse.ArgumentParser) -> Pla
     faults = arguments.faults if arguments.faults is not None or arguments.seconds is not None else 20
     return Plan(
         seed=arguments.seed, hosts=arguments.hosts, faults=faults, seconds=arguments.seconds, roles=roles,
-        stop_share=arguments.stop_share,
-        overlap=arguments.overlap, clients=arguments.clients, leave_share=arguments.leave_share,
-        constrained_share=arguments.constrained_share, session_share=arguments.session_share,
+        stop_share=arguments.stop_share, overlap=arguments.overlap, clients=arguments.clients,
+        leave_share=arguments.leave_share, constrained_share=arguments.constrained_share,
+        session_share=arguments.session_share,
     )  # fmt: skip
 
 

@@ -140,15 +140,8 @@ class Cluster:
         self.members: list[Member] = []
         self.watcher = Watcher(self.coordinator)
         common = ["--heartbeat-ms", str(heartbeat_ms), "--log-format", "json"]
-        core = [
-            "--bind",
-            self.coordinator,
-            *(["--insecure"] if network is not None else []),
-            "--usage-db",
-            str(self.usage_db),
-            "--step-tokens",
-            "64",
-        ]
+        far = ["--insecure"] if network is not None else []
+        core = ["--bind", self.coordinator, *far, "--usage-db", str(self.usage_db), "--step-tokens", "64"]
         self._add("coordinator", "coordinator", [*common, *core, *(["--standby"] if standby else [])])
         if standby:
             self._add("coordinator", "coordinator-1", self.members[0].options)

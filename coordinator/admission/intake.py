@@ -224,7 +224,15 @@ _WORTH_ANOTHER_TRY = frozenset(
 
 
 _NOT_OFFERED = frozenset(
-    {Reject.UNKNOWN_MODEL, Reject.TOO_LONG, Reject.TOO_LARGE, Reject.DUPLICATE, Reject.QUOTA, Reject.PRIORITY_CLASS}
+    {
+        Reject.UNKNOWN_MODEL,
+        Reject.TOO_LONG,
+        Reject.TOO_LARGE,
+        Reject.DUPLICATE,
+        Reject.QUOTA,
+        Reject.UNKNOWN_TENANT,
+        Reject.PRIORITY_CLASS,
+    }
 )
 """Reasons that lie with the client or its tenant's limits: no capacity could have served these."""
 

@@ -65,7 +65,7 @@ def reserve(state: State, request: Request, now: float) -> Refusal:
             request.bill = billing.open_promised(submit, ask, held, now)
         return None, "", None
     if policy is None:
-        return Reject.QUOTA, f"tenant {submit.tenant} is not known here", RELOAD_S
+        return Reject.UNKNOWN_TENANT, f"the coordinator does not know tenant {submit.tenant}", RELOAD_S
     if submit.priority_class and submit.priority_class not in policy.priority_classes:
         return (
             Reject.PRIORITY_CLASS,

@@ -139,8 +139,10 @@ _OF_REJECT: dict[Reject, tuple[int, str]] = {
     Reject.UNKNOWN_MODEL: (503, "no_capacity"),  # this gateway serves the model, but no worker has come up for it
     Reject.RETRY_BUDGET: (503, "recovering"),
     Reject.EXPIRED: (503, "queue_timeout"),
+    Reject.STORAGE: (503, "storage_unavailable"),
     Reject.SHUTTING_DOWN: (503, "shutting_down"),
     Reject.QUOTA: (429, "rate_limit_exceeded"),
+    Reject.UNKNOWN_TENANT: (503, "unknown_tenant"),  # as while only the gateway has read a new tenants file
     Reject.DEADLINE: (429, "deadline_infeasible"),
     Reject.SHED: (429, "overloaded"),
     Reject.PRIORITY_CLASS: (403, "priority_class_not_allowed"),

@@ -152,7 +152,7 @@ def test_foreign_class_and_tenant_are_refused() -> None:
     assert rejected(w).reason is Reject.PRIORITY_CLASS
     w.receive(1, by("b", "r2"))
     refusal = rejected(w)
-    assert refusal.reason is Reject.QUOTA and refusal.retry_after_s > 0
+    assert refusal.reason is Reject.UNKNOWN_TENANT and refusal.retry_after_s > 0
     w.receive(1, by("a/x", "r3", priority_class="batch"))
     assert w.core.requests["r3"].path == ("batch", "a", "x")
     w.receive(1, by("a/x", "r4"))

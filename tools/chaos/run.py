@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from signal import SIGCONT, SIGKILL, SIGSTOP
+from signal import SIGCONT, SIGSTOP
 from typing import Any
 
 import aiohttp
@@ -336,9 +336,7 @@ class Run:
             member.hurt = True
         detecting = [asyncio.create_task(self._detected(member, member.name, fault)) for member in members]
         if fault.kind == "kill":
-            for member in self.random.sample(members, len(members)):
-                cluster.signal(member, SIGKILL)
-            await asyncio.gather(*map(cluster.kill, members))
+            await asyncio.gather(*map(cluster.kill, self.random.sample(members, len(members))))
             await asyncio.sleep(self.random.uniform(*DOWN_S))
             for member in members:
                 cluster.start(member)

@@ -110,4 +110,4 @@ def _ask(state: State, request: Request) -> Ask:
     output_tokens_max = submit.choices * max(submit.sampling.max_tokens - submit.resumed_tokens, 1)
     decode = next(iter(state.pools[submit.model].decode.values()), None)
     kv_blocks = decode.whole_blocks(submit) if decode is not None else 0
-    return Ask(submit.prompt_tokens, output_tokens, kv_blocks, output_tokens_max)
+    return Ask(submit.prompt_tokens, output_tokens, kv_blocks, output_tokens_max, submit.choices)

@@ -254,7 +254,9 @@ def test_refusals_pass_what_waits() -> None:
     assert outbox.committed(["a", "b"]) == [a, b, again]
     outbox.opened("a")
     step, order = Send(2, Release("a", 1)), Send(2, Release("z", 1))
-    assert [outbox.pass_or_hold(send) for send in (step, order)] == [False, False], "a worker's messages keep their order"
+    assert [outbox.pass_or_hold(send) for send in (step, order)] == [False, False], (
+        "a worker's messages keep their order"
+    )
 
 
 @pytest.mark.parametrize("keep_days", [0, 30])

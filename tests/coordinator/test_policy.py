@@ -247,7 +247,7 @@ def test_impossible_request_changes_nothing(tmp_path: Path, request_: PolicyRequ
     run(body)
 
 
-@pytest.mark.parametrize("text", ["{}", content('[tenants.stranger]\n')])
+@pytest.mark.parametrize("text", ["{}", content("[tenants.stranger]\n")])
 def test_policy_without_tenants_is_refused(tmp_path: Path, text: str) -> None:
     """No request makes every tenant unknown, whether it promotes, promotes what is on trial, or rolls back."""
 

@@ -34,8 +34,8 @@ from coordinator.recovery.stall_detector import StallDetector, StallGuard
 from coordinator.reporting import report
 from coordinator.reporting.metrics import CoordinatorMetrics
 from proto import limits
-from proto.errors import Reject, RemoteProtocolError
-from proto.messages import ClusterState, Hello, Message, Rejected, Role, Submit
+from proto.errors import CancelReason, Reject, RemoteProtocolError
+from proto.messages import Cancel, ClusterState, Hello, Message, Rejected, Role, Submit
 from proto.policy import PolicyRequest
 from proto.status import StatusReport
 from runtime.link.failure_detector import FailureDetector
@@ -173,6 +173,8 @@ class Coordinator:
             if self.stall_detector.look(clock.now()):
                 return
             self._look_at_wall_clock()
+            if self.outbox.uncommitted:
+                self._refuse_uncommitted()
             await asyncio.sleep(self.stall_detector.limit_s / 8)
 
     async def _configure(self) -> PolicyKeeper:
@@ -260,23 +262,37 @@ class Coordinator:
     def _message(self, peer: Peer, message: Message, blob: bytes) -> None:
         if self.peers.get(peer.incarnation) is not peer:
             raise RemoteProtocolError("this link was replaced by a newer one")
-        if isinstance(message, Submit) and self._is_too_much(message):
-            why = "usage cannot be recorded as fast as requests come"
-            self.metrics.refused_behind += 1
-            peer.send(Rejected(message.request_id, message.attempt, Reject.NO_CAPACITY, why, _BEHIND_RETRY_S))
+        if isinstance(message, Submit) and not self._is_known(message) and (why := self._storage_trouble(message)):
+            self._refuse(peer, message, why)
             return
         if isinstance(message, PolicyRequest) and peer.hello.role is Role.OBSERVER and self.policies is not None:
             self.policies.ask(message, peer.send)
             return
         self.driver.post(Received(peer.incarnation, message, blob))
 
-    def _is_too_much(self, submit: Submit) -> bool:
-        """Whether a submit is refused because the ledger is behind. Only new submits are; the core answers repeated ones."""
-        if self.ledger is None or not self.ledger.behind:
-            return False
-        return submit.request_id not in self.core.requests and submit.attempt > self.core.last_attempt(
-            submit.request_id
-        )
+    def _is_known(self, submit: Submit) -> bool:
+        return submit.request_id in self.core.requests or submit.attempt <= self.core.last_attempt(submit.request_id)
+
+    def _storage_trouble(self, submit: Submit) -> str:
+        """Returns why a first submit is refused while the ledger is behind; empty where it is not."""
+        if self.ledger is None or submit.attempt > 1:
+            return ""
+        return self.ledger.trouble(clock.now())
+
+    def _refuse(self, peer: Peer, submit: Submit, why: str) -> None:
+        """Refuse a submit past the outbox, which waits for the ledger."""
+        self.metrics.refused_behind += 1
+        peer.send(Rejected(submit.request_id, submit.attempt, Reject.STORAGE, why, _BEHIND_RETRY_S))
+
+    def _refuse_uncommitted(self) -> None:
+        """Refuse the requests that came just before storage failed: nobody has been told that they are accepted."""
+        for request_id in list(self.outbox.uncommitted):
+            request = self.core.requests.get(request_id)
+            peer = self.peers.get(request.gateway_incarnation) if request is not None else None
+            if request is not None and peer is not None and (why := self._storage_trouble(request.submit)):
+                self._refuse(peer, request.submit, why)
+                withdrawn = Cancel(request_id, request.attempt, CancelReason.ABANDONED)
+                self.driver.post(Received(peer.incarnation, withdrawn))
 
     def _send(self, send: Send) -> None:
         peer, message = self.peers.get(send.incarnation), send.message

@@ -5,12 +5,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from coordinator.events import Send
+from proto.messages import Accepted, ClusterState, Interrupted, Rejected
+from proto.status import StatusReport
+
+_APART = Accepted | ClusterState | Interrupted | Rejected | StatusReport
+"""Messages that do not depend on those about other requests."""
 
 
 @dataclass
 class Outbox:
-    """Holds back messages about a request until the ledger has committed it. Later messages to the same peer wait too, so that
-    the link's order is kept. Other peers are not delayed."""
+    """Holds back messages about a request until the ledger has committed it. Later messages to the same worker wait too, so that
+    the link's order is kept. Other peers, and what gateways hear of other requests, are not delayed."""
 
     uncommitted: set[str] = field(default_factory=set)
     held: dict[int, deque[Send]] = field(default_factory=dict)
@@ -24,7 +29,7 @@ class Outbox:
         if not self.uncommitted:
             return True
         waiting = self.held.get(send.incarnation)
-        if waiting is None and not self._names_uncommitted(send):
+        if not self._names_uncommitted(send) and (waiting is None or _may_overtake(send, waiting)):
             return True
         self.held.setdefault(send.incarnation, deque()).append(send)
         return False
@@ -45,4 +50,15 @@ class Outbox:
         return free
 
     def _names_uncommitted(self, send: Send) -> bool:
-        return getattr(send.message, "request_id", None) in self.uncommitted
+        return _request_id(send) in self.uncommitted
+
+
+def _may_overtake(send: Send, waiting: Iterable[Send]) -> bool:
+    request_id = _request_id(send)
+    if not isinstance(send.message, _APART):
+        return False
+    return request_id is None or all(_request_id(other) != request_id for other in waiting)
+
+
+def _request_id(send: Send) -> str | None:
+    return getattr(send.message, "request_id", None)

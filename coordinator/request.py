@@ -17,6 +17,8 @@ PROGRESS_TOKENS = 4
 """A worker reports after this many tokens of an answer. If it dies, fewer tokens than this were on their way to a gateway, and
 are computed again."""
 LOSSES_MAX = 3
+LOST_PROCESSES_MAX = 1024
+"""How many losses are remembered."""
 
 
 class Suspicion(msgspec.Struct, frozen=True, gc=False):
@@ -37,6 +39,19 @@ class Suspicion(msgspec.Struct, frozen=True, gc=False):
     def own_worker(self) -> bool:
         """It decodes on a worker with no other request. Emptying a worker takes long, so this needs more than one loss."""
         return self.losses >= LOSSES_MAX - 1
+
+
+class LostProcess(NamedTuple):
+    """A worker's process that was lost: see `recovery.suspects`."""
+
+    incarnations: frozenset[int]
+    host: str
+    at: float
+    request_ids: frozenset[str]
+    """The requests that were in its running steps, if its process was seen to end."""
+
+    def ran(self, request: "Request") -> bool:
+        return request.id in self.request_ids or request.whole_id in self.request_ids
 
 
 class RetainedAllocation(NamedTuple):
@@ -93,6 +108,8 @@ class Request(msgspec.Struct, eq=False):
     arrived: float
     path: tuple[str, str, str]
     """(priority class, organisation, user): the tenant that has the turn and pays."""
+    whole_id: str = ""
+    """The id of the request of which this one is a resumed choice; empty: it is none."""
     state: RequestState = RequestState.QUEUED
     uncomputed_tokens: int = 0
     """Prompt tokens to be computed, as its model's queue counts them as work ahead of others."""
@@ -160,6 +177,10 @@ class Request(msgspec.Struct, eq=False):
         """Whether an earlier attempt was interrupted. If several choices had begun, each comes back as a request of its
         own."""
         return self.submit.attempt > 1 or self.submit.resumed_tokens > 0
+
+    @property
+    def losses(self) -> int:
+        return self.suspicion.losses if self.suspicion is not None else 0
 
     @property
     def own_step(self) -> bool:

@@ -13,7 +13,7 @@ from coordinator.events import Action, Limits, Send, StateChanged
 from coordinator.fairness.fair_node import Path
 from coordinator.lifecycle import TERMINAL, RequestState, Trigger
 from coordinator.observer import Watch
-from coordinator.request import RETAINED, Request, RetainedAllocation, Suspicion
+from coordinator.request import LOST_PROCESSES_MAX, RETAINED, LostProcess, Request, RetainedAllocation, Suspicion
 from coordinator.waiting.queue import WaitQueue
 from coordinator.workers.flip import RunningFlip
 from coordinator.workers.pool import Pool
@@ -48,6 +48,7 @@ class State:
         """The workers that hold something for each attempt."""
         self.fenced: OrderedDict[int, Hello] = OrderedDict()
         """Incarnations of the last workers that hung, oldest first."""
+        self.lost_processes: deque[LostProcess] = deque(maxlen=LOST_PROCESSES_MAX)
         self.pools: dict[str, Pool] = {}
         """Pools by model id. A pool stays for a while when its workers go, so that its model stays known."""
         self.empty_pools: OrderedDict[str, float] = OrderedDict()
@@ -79,9 +80,8 @@ class State:
         """The last role changes, including those in `flipping`."""
         self.autopilots: dict[str, tuple[AutopilotStatus, float]] = {}
         """The last status of each model's autopilot, and its time."""
-        self.unproven: dict[
-            int, RunningFlip
-        ] = {}  # role changes that are done, by the new incarnation, until its first step in the new role
+        self.unproven: dict[int, RunningFlip] = {}
+        """Role changes that are done, by the new incarnation, until its first step in the new role."""
         self.keeping: dict[RunningFlip, None] = {}
         """Role changes whose streams wait to be resumed from the KV that the process has kept."""
         self.counters: Counter[str] = Counter()

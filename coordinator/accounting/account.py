@@ -53,7 +53,7 @@ class Account:
         self.requests: TokenBucket | None = None
         self.tokens: TokenBucket | None = None
         self.open = FreeingRate()
-        """Requests from acceptance to the end."""
+        """Sequences of requests, from acceptance to the end."""
         self.coming: ComingBack[None] = ComingBack()
         self.tokens_in_flight = self.kv_blocks = 0
         self.day = 0
@@ -117,3 +117,4 @@ class Grant(msgspec.Struct, eq=False, gc=False):
     borrowed: bool
     at: float
     """When it was taken."""
+    sequences: int

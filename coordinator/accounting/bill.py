@@ -56,7 +56,7 @@ class Bill(Grant, eq=False, gc=False):
         counters = self.counters
         prompt_tokens = counters.prompt_tokens if counters.prompt_done else self.prompt_tokens_max
         before = counters.charged_tokens - prompt_tokens
-        return Ask(prompt_tokens, before + self.tokens, self.kv_blocks, before + self.tokens_max)
+        return Ask(prompt_tokens, before + self.tokens, self.kv_blocks, before + self.tokens_max, self.sequences)
 
     def spend(self, state: RequestState, seconds: float) -> None:
         """Time passed in a state of the request."""

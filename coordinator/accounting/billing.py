@@ -112,6 +112,7 @@ class Billing:
             grant.rated,
             grant.borrowed,
             grant.at,
+            grant.sequences,
             request_id,
             prompt_tokens_max,
             choices,

@@ -33,6 +33,9 @@ batch, which the first message about each request would wait for; the streams th
 
 **The event loop never waits.** Entries go into a bounded queue; the thread takes all that is there, commits them as one
 transaction and tells the loop which requests are on disk. More load makes larger batches, not more commits.
+
+**Locked, full or hanging storage is waited for.** The thread tries to commit its batch until it succeeds. Meanwhile `trouble`
+says why new requests are refused.
 """
 
 import asyncio
@@ -42,6 +45,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing
+from math import inf
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -53,6 +57,7 @@ from coordinator.accounting.quota import DAY_S, Ask
 from coordinator.accounting.usage import Closed, Entry, Opened, Past
 from proto.errors import CrossdockError
 from runtime.process import clock, log
+from runtime.process.exits import is_passing
 from runtime.storage.private_file import make_private
 
 T = TypeVar("T")
@@ -60,7 +65,15 @@ QUEUE_MAX: Final = 1 << 16
 BATCH_MAX: Final = 4096
 PRUNE_MAX: Final = 2000
 """Rows deleted in one transaction: some ten milliseconds."""
+PRUNE_AGAIN_S: Final = 60.0
+"""When rows are deleted after storage failed."""
 _BUSY_TIMEOUT_S: Final = 10.0
+"""How long a start waits for a locked file."""
+RETRY_S: Final = 0.25
+LATE_S: Final = 2.0
+"""New requests are refused while an entry has waited for so long."""
+CLOSE_S: Final = 15.0
+"""How long a process that ends waits for its storage."""
 _VERSION: Final = 1
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS usage (
@@ -147,7 +160,12 @@ class Ledger:
         """When old rows are deleted next, by the one clock: soon after the start, and then once a day."""
         self._time = clock.SettledTime()
         self._on_committed, self._on_failed = on_committed, on_failed
-        self._entries: queue.Queue[Entry | None] = queue.Queue(QUEUE_MAX)
+        self._entries: queue.Queue[tuple[float, Entry] | None] = queue.Queue(QUEUE_MAX)
+        self._oldest_at = inf
+        """When the first entry of the batch in hand was written; infinite while there is none."""
+        self._failure = ""
+        """Why the last try to commit that batch failed."""
+        self._ends = threading.Event()
         self._thread: threading.Thread | None = None
 
     async def start(self, today: int) -> Past:
@@ -163,10 +181,19 @@ class Ledger:
         """Whether so much waits to be written that no further request should be admitted."""
         return self._entries.qsize() > QUEUE_MAX // 2
 
+    def trouble(self, now: float) -> str:
+        """Returns why no further request should be admitted; empty where there is no reason."""
+        if self.behind:
+            return "usage cannot be recorded as fast as requests come"
+        late_s = now - self._oldest_at
+        if late_s < LATE_S:
+            return ""
+        return f"storage: the usage ledger could not be written for {late_s:.0f} s ({self._failure or 'no answer yet'})"
+
     def write(self, entry: Entry) -> None:
         """Raises `LedgerError` where the queue is full, which refusing requests while `behind` prevents."""
         try:
-            self._entries.put_nowait(entry)
+            self._entries.put_nowait((clock.now(), entry))
         except queue.Full:
             raise LedgerError(f"{self.path}: {QUEUE_MAX} entries wait to be written") from None
 
@@ -178,14 +205,16 @@ class Ledger:
         self._thread = None
 
     def _stop(self, thread: threading.Thread) -> None:
+        self._ends.set()
         # The queue may be full and the thread dead: then there is nothing to wait for.
         while thread.is_alive():
             try:
                 self._entries.put(None, timeout=0.1)
                 break
             except queue.Full:
-                continue
-        thread.join()
+                if clock.now() - self._oldest_at > CLOSE_S:
+                    break
+        thread.join(CLOSE_S)
 
     # --- on the thread ------------------------------------------------------------------------------------------------
 
@@ -195,6 +224,7 @@ class Ledger:
             with closing(sqlite3.connect(self.path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)) as db:
                 _prepare(db)
                 past.set_result(self._read(db, today))
+                db.execute(f"PRAGMA busy_timeout = {RETRY_S * 1000:.0f}")
                 while self._write_batch(db, loop):
                     self._prune_if_due(db)
         except BaseException as error:  # noqa: BLE001 - a thread that ends in silence holds back every message for ever
@@ -222,27 +252,60 @@ class Ledger:
                 batch.append(self._entries.get_nowait())
             except queue.Empty:
                 break
-        entries = [entry for entry in batch if entry is not None]
-        if entries:
-            db.execute("BEGIN IMMEDIATE")
-            for entry in entries:
-                _write(db, entry)
-            db.execute("COMMIT")
+        written = [item for item in batch if item is not None]
+        if written:
+            self._oldest_at, entries = written[0][0], [entry for _, entry in written]
+            while not self._commit(db, entries):
+                if self._ends.wait(RETRY_S) and clock.now() - self._oldest_at > CLOSE_S:
+                    raise LedgerError(self._failure)
+            self._oldest_at = inf
             opened = [entry.request_id for entry in entries if isinstance(entry, Opened)]
             if opened:
                 _tell(loop, self._on_committed, opened)
         return batch[-1] is not None
 
+    def _commit(self, db: sqlite3.Connection, entries: list[Entry]) -> bool:
+        """Whether the entries are on disk; False: another try may succeed."""
+        try:
+            db.execute("BEGIN IMMEDIATE")
+            for entry in entries:
+                _write(db, entry)
+            db.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            if not _may_pass(error):
+                raise
+            self._failed(db, error)
+            return False
+        self._failure = ""
+        return True
+
+    def _failed(self, db: sqlite3.Connection, error: sqlite3.OperationalError) -> None:
+        if not self._failure:
+            log.get("crossdock.ledger").error(
+                "usage cannot be written; new requests are refused until it can be",
+                usage_db=str(self.path),
+                error=str(error),
+            )
+        self._failure = str(error)
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+
     def _prune_if_due(self, db: sqlite3.Connection) -> None:
-        if self.keep_days and clock.now() >= self._prune_at:
-            settled_s = self._time.at(clock.unix_time(), clock.now())
-            if settled_s is None:
-                self._prune_at = clock.now() + clock.SETTLE_S
-                return
-            before_s = settled_s - self.keep_days * DAY_S
+        if not self.keep_days or clock.now() < self._prune_at:
+            return
+        settled_s = self._time.at(clock.unix_time(), clock.now())
+        if settled_s is None:
+            self._prune_at = clock.now() + clock.SETTLE_S
+            return
+        before_s, self._prune_at = settled_s - self.keep_days * DAY_S, clock.now() + DAY_S
+        try:
             db.execute(_MEND, (before_s, PRUNE_MAX))
-            if db.execute(_PRUNE, (before_s, PRUNE_MAX)).rowcount < PRUNE_MAX:
-                self._prune_at = clock.now() + DAY_S
+            if db.execute(_PRUNE, (before_s, PRUNE_MAX)).rowcount == PRUNE_MAX:
+                self._prune_at = 0.0
+        except sqlite3.OperationalError as error:
+            if not _may_pass(error):
+                raise
+            self._prune_at = clock.now() + PRUNE_AGAIN_S
 
 
 def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[T], None], value: T) -> None:
@@ -250,6 +313,11 @@ def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[T], None], value:
         loop.call_soon_threadsafe(callback, value)
     except RuntimeError:
         pass  # the loop has closed, and nobody is left to hear it
+
+
+def _may_pass(error: sqlite3.OperationalError) -> bool:
+    """Whether another try may succeed. Some failures of a disk look like a file that may not be opened or written."""
+    return is_passing(error) or error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 
 
 def _why(error: BaseException) -> str:

@@ -48,6 +48,8 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     kv_blocks: int
     output_tokens_max: int = 0
     """The most that its output may come to; no less than the estimate."""
+    sequences: int = 1
+    """How many answers it asks for with `n`. Each counts for `concurrency`."""
 
     @property
     def tokens(self) -> int:
@@ -119,13 +121,13 @@ class Quotas:
         estimate in the daily budget."""
         accounts = self._accounts(tenant, now)
         for account in accounts:
-            account.open.take(1, now)
+            account.open.take(ask.sequences, now)
             account.tokens_in_flight += ask.tokens_max
             account.kv_blocks += ask.kv_blocks
             if account.day == day:
                 account.day_tokens += ask.tokens_max - (ask.tokens if counted else 0)
                 account.day_spare_tokens += ask.tokens_max - ask.tokens
-        return Grant(accounts, ask.tokens, ask.tokens_max, ask.kv_blocks, day, 0, False, now)
+        return Grant(accounts, ask.tokens, ask.tokens_max, ask.kv_blocks, day, 0, False, now, ask.sequences)
 
     def settle(self, grant: Grant, used_tokens: int, now: float) -> None:
         """The request has ended: give back what was held, and charge what was used instead of the estimate. Once only."""
@@ -254,7 +256,7 @@ class Quotas:
             else:
                 yield Denial(account.name, limit, BORROW_RETRY_S if account.borrow else 0.0)
         for limit, amount, most, held in (
-            ("concurrency", 1, limits.concurrency, account.concurrency),
+            ("concurrency", ask.sequences, limits.concurrency, account.concurrency),
             ("tokens_in_flight", ask.tokens, limits.tokens_in_flight, account.tokens_in_flight),
             ("kv_blocks", ask.kv_blocks, limits.kv_blocks, account.kv_blocks),
         ):
@@ -287,12 +289,13 @@ class Quotas:
                 else:
                     assert idle and account.borrow
                     borrowed = True
-            account.open.take(1, now)
+            account.open.take(ask.sequences, now)
             account.tokens_in_flight += ask.tokens_max
             account.kv_blocks += ask.kv_blocks
             account.day_tokens += ask.tokens_max
             account.day_spare_tokens += ask.tokens_max - asked_tokens
-        return Grant(accounts, asked_tokens, ask.tokens_max, ask.kv_blocks, accounts[0].day, rated, borrowed, now)
+        day = accounts[0].day
+        return Grant(accounts, asked_tokens, ask.tokens_max, ask.kv_blocks, day, rated, borrowed, now, ask.sequences)
 
     def _close(self, grant: Grant, used_tokens: int, now: float, undo: bool) -> None:
         assert grant.accounts, "a grant is settled once"
@@ -300,9 +303,9 @@ class Quotas:
         for index, account in enumerate(grant.accounts):
             account.refresh(now_ns, day)
             if undo:
-                account.open.undo(1)
+                account.open.undo(grant.sequences)
             else:
-                account.open.give_back(1, now - grant.at, now)
+                account.open.give_back(grant.sequences, now - grant.at, now)
             account.tokens_in_flight -= grant.tokens_max
             account.kv_blocks -= grant.kv_blocks
             assert account.tokens_in_flight >= 0 and account.kv_blocks >= 0

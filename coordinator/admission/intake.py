@@ -83,7 +83,8 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
     if reason is None and request is None:
         request = Request(submit.request_id, incarnation, submit, event.blob, now, now, state.path(submit))
         request.counted = submit.attempt == 1
-        request.suspicion = state.last_suspicion(request.id) or state.last_suspicion(whole_of(submit))
+        request.whole_id = whole_of(submit)
+        request.suspicion = state.last_suspicion(request.id) or state.last_suspicion(request.whole_id)
         state.set_targets(request)
         reason, why, retry_after_s = tenancy.reserve(state, request, now)
         if reason is None:
@@ -223,7 +224,15 @@ _WORTH_ANOTHER_TRY = frozenset(
 
 
 _NOT_OFFERED = frozenset(
-    {Reject.UNKNOWN_MODEL, Reject.TOO_LONG, Reject.TOO_LARGE, Reject.DUPLICATE, Reject.QUOTA, Reject.PRIORITY_CLASS}
+    {
+        Reject.UNKNOWN_MODEL,
+        Reject.TOO_LONG,
+        Reject.TOO_LARGE,
+        Reject.DUPLICATE,
+        Reject.QUOTA,
+        Reject.UNKNOWN_TENANT,
+        Reject.PRIORITY_CLASS,
+    }
 )
 """Reasons that lie with the client or its tenant's limits: no capacity could have served these."""
 

@@ -65,7 +65,7 @@ def reserve(state: State, request: Request, now: float) -> Refusal:
             request.bill = billing.open_promised(submit, ask, held, now)
         return None, "", None
     if policy is None:
-        return Reject.QUOTA, f"tenant {submit.tenant} is not known here", RELOAD_S
+        return Reject.UNKNOWN_TENANT, f"the coordinator does not know tenant {submit.tenant}", RELOAD_S
     if submit.priority_class and submit.priority_class not in policy.priority_classes:
         return (
             Reject.PRIORITY_CLASS,
@@ -110,4 +110,4 @@ def _ask(state: State, request: Request) -> Ask:
     output_tokens_max = submit.choices * max(submit.sampling.max_tokens - submit.resumed_tokens, 1)
     decode = next(iter(state.pools[submit.model].decode.values()), None)
     kv_blocks = decode.whole_blocks(submit) if decode is not None else 0
-    return Ask(submit.prompt_tokens, output_tokens, kv_blocks, output_tokens_max)
+    return Ask(submit.prompt_tokens, output_tokens, kv_blocks, output_tokens_max, submit.choices)

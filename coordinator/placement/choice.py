@@ -56,19 +56,25 @@ class Better(NamedTuple):
     """How much longer the request waits for `worker`."""
 
 
-def better_prefill(submit: Submit, own: Worker, pool: Pool, waiting: float, now: float) -> Better | None:
+def better_prefill(
+    submit: Submit, own: Worker, pool: Pool, waiting: float, now: float, *, resumed: bool
+) -> Better | None:
     """The prefill worker to which a request should be bound instead of running on the one that asks; None if there is none.
 
     A worker is considered if it has more of the prompt cached, or else if it is clearly faster; our own has the least work.
     Requests bound to a worker count as its work, so no more of them wait there than its cache is worth. If requests have
     waited long for the same prefix lately, computing it once more becomes better: see `bindings`.
 
-    `waiting`: how many requests wait longer if our own computes longer.
+    `waiting`: how many requests wait longer if our own computes longer; `resumed`: an earlier attempt was interrupted.
     """
     if len(pool.prefill) == 1:
         return None
+    if resumed and pool.breakers.host_fails(own.hello.host, now):
+        return _safer_prefill(submit, own, pool, now)
     holders = pool.candidates.holders(Role.PREFILL, submit) if submit.block_hashes else ()
     there = [worker for worker in holders if worker is not own and not worker.draining]
+    if resumed:
+        there = [worker for worker in there if not pool.breakers.host_fails(worker.hello.host, now)]
     if not there:
         return _faster_prefill(submit, own, pool, now)
     weights, here = pool.weights, cached_tokens(submit, own, pool)
@@ -87,6 +93,14 @@ def better_prefill(submit: Submit, own: Worker, pool: Pool, waiting: float, now:
     if here_s - pool.waits.of(prefix, own.kv_tokens, now) <= best_s:
         return Better(own, prefix, best_cached, 0.0)
     return Better(best, prefix, best_cached, max(best.tokens_before - own.tokens_before, 0) / pool.rate(best))
+
+
+def _safer_prefill(submit: Submit, own: Worker, pool: Pool, now: float) -> Better | None:
+    """Returns the prefill worker that is done first, of those whose host has not just lost a worker; None if there is none."""
+    for worker in pool.candidates.first_to_finish():
+        if not pool.breakers.host_fails(worker.hello.host, now) and worker.fits(submit) and pool.has_pair(worker, now):
+            return Better(worker, b"", 0, 0.0)
+    return None
 
 
 def _faster_prefill(submit: Submit, own: Worker, pool: Pool, now: float) -> Better | None:
@@ -128,15 +142,16 @@ def last_block(submit: Submit, cached_tokens: int) -> bytes:
     return submit.block_hashes[max(end - HASH_BYTES, 0) : end]
 
 
-def best_prefill_first(submit: Submit, pool: Pool) -> list[Worker]:
+def best_prefill_first(submit: Submit, pool: Pool, now: float) -> list[Worker]:
     """Returns prefill workers, best first: those that have the prompt cached and those with the least to do, or all if there
-    are few."""
+    are few. Those whose host has just lost a worker come last."""
     found = {worker.incarnation: worker for worker in pool.candidates.holders(Role.PREFILL, submit)}
     found.update((incarnation, pool.prefill[incarnation]) for incarnation in islice(pool.wakeups.idle, EXAMINED_MAX))
 
-    def order(worker: Worker) -> tuple[float, int]:
+    def order(worker: Worker) -> tuple[bool, float, int]:
         side = _prefill_side(worker, cached_tokens(submit, worker, pool), pool)
-        return prefill_s(submit.prompt_tokens, side, pool.weights), worker.incarnation
+        fails = pool.breakers.host_fails(worker.hello.host, now)
+        return fails, prefill_s(submit.prompt_tokens, side, pool.weights), worker.incarnation
 
     return sorted(found.values(), key=order)
 
@@ -170,7 +185,9 @@ def _decode_side(worker: Worker, request: Request, prefill: Worker, pool: Pool, 
         missing_blocks=blocks - known_blocks(pool.locality, worker.incarnation, submit, size),
         fullness=1 - min(worker.free_blocks / capacity.kv_blocks, worker.free_seqs / capacity.max_seqs),
         failure_rate=max(
-            pool.failure_rate(worker), pool.breakers.failure_rate((prefill.incarnation, worker.incarnation), now)
+            pool.failure_rate(worker),
+            pool.breakers.failure_rate((prefill.incarnation, worker.incarnation), now),
+            request.resumed and pool.breakers.host_fails(worker.hello.host, now),
         ),
         host=worker.hello.host,
         is_same_process=worker.is_same_process(prefill),

@@ -74,7 +74,7 @@ def place_lone(state: State, pool: Pool, now: float) -> bool:
 
 def _prefill_for(request: Request, decode: Worker, pool: Pool, now: float) -> Worker | None:
     """The best prefill worker with room for a request that has room on this decode worker."""
-    for prefill in best_prefill_first(request.submit, pool):
+    for prefill in best_prefill_first(request.submit, pool, now):
         if not prefill.draining and prefill.fits(request.submit) and pool.may_pair(prefill, decode, now):
             return prefill
     return None

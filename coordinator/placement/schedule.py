@@ -79,6 +79,8 @@ def _steal(worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> bool:
         return False
     pool.bindings.hosts[host.incarnation] = pool.bindings.hosts.pop(host.incarnation)  # the others are looked at too
     request = next(reversed(host.bound.values()))
+    if request.resumed and pool.breakers.host_fails(worker.hello.host, now):
+        return False
     if request.attempt_progress.moves >= STEALS_MAX or not worker.fits(request.submit):
         return False
     if queue.class_key(request) in pool.wakeups.closed:

@@ -80,6 +80,8 @@ def takes(worker: Worker, request: Request, pool: Pool, now: float) -> bool:
     """Whether this decode worker may compute and decode the request now."""
     if not worker.capacity.computes_suffixes or worker.draining or worker.incarnation in pool.kept_for_one:
         return False
+    if request.resumed and pool.breakers.host_fails(worker.hello.host, now):
+        return False
     cached = cached_tokens(request.submit, worker, pool)
     if cached < request.submit.prompt_tokens - cached:
         return False

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from coordinator.policy.trial import tenants_of
+from coordinator.policy.trial import check_tenants, tenants_of
 from coordinator.policy.versions import PolicyError, PolicyInForce, Tables, Trial, Versions
 from proto.errors import CrossdockError
 from proto.policy import ArmStatus, PolicyAction, PolicyAnswer, PolicyRequest, PolicyVersion
@@ -106,6 +106,7 @@ class PolicyKeeper:
             except (msgspec.MsgspecError, RecursionError) as error:
                 raise PolicyError(f"not tables in JSON: {error}") from None
             from_tables(tables)
+        before = versions.get(versions.active).tables
         match request.action:
             case PolicyAction.TRY:
                 if not request.share and not request.organisations:
@@ -117,6 +118,7 @@ class PolicyKeeper:
                 versions.promote(tables, options, now_s)
             case PolicyAction.ROLLBACK:
                 versions.roll_back(request.number, options, now_s)
+        check_tenants(before, versions.get(versions.active).tables)
 
     async def _change(self, change: Callable[[Versions], None]) -> tuple[Tenants, PolicyInForce]:
         """Change, check and store a copy of the versions. Keep it only if all of this succeeds."""
@@ -125,7 +127,8 @@ class PolicyKeeper:
         def changed() -> tuple[Tenants, PolicyInForce]:
             change(versions)
             tenants = replace(tenants_of(versions), open=self._file is None)
-            self._write(versions)
+            if versions != self._versions:  # a start with the same options needs no room on the disk
+                self._write(versions)
             return tenants, versions.in_force
 
         in_force = await asyncio.to_thread(changed)

@@ -2,8 +2,18 @@
 
 from dataclasses import replace
 
-from coordinator.policy.versions import PolicyError, Trial, Versions
-from runtime.tenancy.tenants import Tenants, from_tables
+from coordinator.policy.versions import PolicyError, Tables, Trial, Versions
+from runtime.tenancy.tenants import DEFAULT_TENANT, Tenants, from_tables
+
+
+def check_tenants(before: Tables, after: Tables) -> None:
+    """Raises `PolicyError` if not one tenant would stay: everybody would be unknown. A tenants file may say that, a request may
+    not."""
+    old, new = (from_tables(tables).policies.keys() - {DEFAULT_TENANT} for tables in (before, after))
+    if old and not old & new:
+        raise PolicyError(
+            f"it has none of the {len(old)} tenants that are in force; change the coordinator's tenants file instead"
+        )
 
 
 def tenants_of(versions: Versions) -> Tenants:

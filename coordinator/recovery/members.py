@@ -3,6 +3,7 @@
 from coordinator.events import ProtocolViolation, Received
 from coordinator.lifecycle import RequestState, Trigger
 from coordinator.recovery import draining, flips, suspects
+from coordinator.request import Request
 from coordinator.state import State
 from coordinator.waiting.queue import WaitQueue
 from coordinator.workers.pool import Pool
@@ -10,6 +11,7 @@ from coordinator.workers.worker import WORKERS, Worker
 from proto.errors import CancelReason, Interrupt
 from proto.messages import Hello, Release, Role
 from proto.progress import Hung
+from runtime.link.failure_detector import STILL_OPEN
 
 REMEMBERED_MAX = 1024
 EMPTY_POOL_S_MAX = 3600.0
@@ -20,6 +22,7 @@ _LOST = {Role.PREFILL: Interrupt.PREFILL_LOST, Role.DECODE: Interrupt.DECODE_LOS
 def up(state: State, incarnation: int, hello: Hello, now: float) -> None:
     if incarnation in state.peers:
         down(state, incarnation, "connected again", now, lives=True)
+    suspects.lives(state, incarnation)
     state.peers[incarnation] = hello
     _count_restart(state, incarnation, hello)
     if hello.role in WORKERS:
@@ -87,10 +90,11 @@ def down(state: State, incarnation: int, reason: str, now: float, *, lives: bool
             state.record_usage(state.billing.lost(key[0], now))
         state.drop_retained_on(worker)
         if not drained and not lives:
-            suspects.count_loss(state, worker)
+            count = suspects.count_silence if reason.startswith(STILL_OPEN) else suspects.count_loss
+            count(state, worker)
         for request in draining.dependents(state, worker):
             state.interrupt(request, why, f"{hello.name}: {reason}"[:500], now)
-            if hello.role is Role.PREFILL:
+            if hello.role is Role.PREFILL and not _has_better(pool, request, hello.host):
                 state.retain_allocation(request)
         state.refresh_eligibility(hello.model)
         flips.worker_lost(state, worker, reason)
@@ -99,6 +103,14 @@ def down(state: State, incarnation: int, reason: str, now: float, *, lives: bool
         for request in [r for r in state.requests.values() if r.gateway_incarnation == incarnation]:
             state.billing.doubt(request.id, now)
             state.end(request, Trigger.CANCEL, CancelReason.GATEWAY_LOST, now)
+
+
+def _has_better(pool: Pool, request: Request, host: str) -> bool:
+    """Whether its decode worker is on a host that has just lost a worker, and there are others."""
+    decode = pool.decode.get(request.decode_incarnation)
+    if not host or decode is None or decode.hello.host != host:
+        return False
+    return any(worker.hello.host != host and not worker.draining for worker in pool.decode.values())
 
 
 def forget_models(state: State, now: float) -> None:

@@ -1,42 +1,108 @@
 """Requests that may have ended the workers they ran on: a prompt that meets a bug of the engine ends each process that
 computes it.
 
-A request that was in a running step of a lost worker is suspected until it has made progress. After one loss in prefill it has
-steps of its own; after two losses it also has a decode worker of its own. It fails if two workers in a row were lost and no
-other request was in a running step of both, or with the third loss. A request that is lost with others is not at fault for
-that alone.
+A request that was in a running step of a worker whose process ended is suspected until it has made progress. After one loss in
+prefill it has steps of its own; after two losses it also has a decode worker of its own. It fails if two workers in a row were
+lost, no other request was in a running step of both, and its answer had not begun; or with the third loss. A request that is
+lost with others is not at fault for that alone.
+
+What happens to a host is not evidence against a request:
+
+- The silence of a process does not show that it ended, and counts for nothing.
+- The second loss on one host within `HOST_LOSS_S` is not counted.
+- A loss does not count if the host soon loses all its workers, and some of them did not run the request.
+- A loss does not count if the process joins again, because it has only lost its link.
 
 The halves of a mixed worker are one process, so the requests of both are judged together when the first half goes.
 """
 
+import msgspec
+
 from coordinator.lifecycle import RequestState, Trigger
-from coordinator.request import LOSSES_MAX, PROGRESS_TOKENS, Request, Suspicion
+from coordinator.request import LOSSES_MAX, PROGRESS_TOKENS, LostProcess, Request, Suspicion
 from coordinator.state import State
+from coordinator.workers.circuit_breakers import HOST_LOSS_S
 from coordinator.workers.worker import Worker
 from proto.errors import Reject
 from proto.messages import Rejected
 
 
 def count_loss(state: State, worker: Worker) -> None:
-    """A worker's process is gone: suspect what ran there, and fail what has ended too many."""
+    """A worker's process has ended: suspect what ran there, and fail what has ended too many."""
     if worker.loss_counted:
         return
+    before, losses, ran = _lost_on(state, worker.hello.host), {}, {}
+    for half in _halves(state, worker):
+        for request, suspicion in _in_step(state, half, before):
+            losses[request.id], ran[request.id] = request.losses, request
+            request.suspicion = suspicion
+            state.pools[worker.hello.model].suspects[request.id] = request
+    _lost(state, worker, before, frozenset(ran))
+    again = [request for request in ran.values() if request.losses > max(losses[request.id], 1)]
+    for request in again:
+        begun = request.submit.resumed_tokens >= PROGRESS_TOKENS
+        if request.losses >= LOSSES_MAX or (len(again) == 1 and not begun):
+            _fail(state, request, request.losses)
+
+
+def count_silence(state: State, worker: Worker) -> None:
+    """A worker is out of reach, which is not evidence against what ran there."""
+    if not worker.loss_counted:
+        _lost(state, worker, _lost_on(state, worker.hello.host), frozenset())
+
+
+def _halves(state: State, worker: Worker) -> list[Worker]:
     pool = state.pools[worker.hello.model]
-    halves = [worker, *(w for w in (*pool.prefill.values(), *pool.decode.values()) if w.is_same_process(worker))]
-    running = {request.id: found for half in halves for request, found in _in_step(state, half)}
+    return [worker, *(w for w in (*pool.prefill.values(), *pool.decode.values()) if w.is_same_process(worker))]
+
+
+def _lost(state: State, worker: Worker, before: list[LostProcess], ran: frozenset[str]) -> None:
+    halves, host = _halves(state, worker), worker.hello.host
     for half in halves:
         half.loss_counted = True
-    for request_id, suspicion in running.items():
-        state.requests[request_id].suspicion = suspicion
-        pool.suspects[request_id] = state.requests[request_id]
-    again = [request_id for request_id, suspicion in running.items() if suspicion.losses > 1]
-    for request_id in again:
-        losses = running[request_id].losses
-        if losses >= LOSSES_MAX or len(again) == 1:
-            _fail(state, state.requests[request_id], losses)
+    lost = LostProcess(frozenset(half.incarnation for half in halves), host, state.now, ran)
+    state.lost_processes.append(lost)
+    if before and all(w.hello.host != host or w in halves for w in state.workers.values()):
+        _forgive_host(state, [*before, lost])
+    for pool in state.pools.values():
+        pool.breakers.lost_on(host, state.now)
 
 
-def _in_step(state: State, worker: Worker) -> list[tuple[Request, Suspicion]]:
+def lives(state: State, incarnation: int) -> None:
+    """Take back what was counted when a process lost its link, since it has joined again."""
+    for lost in [lost for lost in state.lost_processes if incarnation in lost.incarnations]:
+        state.lost_processes.remove(lost)
+        for request in _suspects(state):
+            if lost.ran(request):
+                _forgive(state, request)
+
+
+def _lost_on(state: State, host: str) -> list[LostProcess]:
+    """The losses on a host within `HOST_LOSS_S`."""
+    while state.lost_processes and state.lost_processes[0].at + HOST_LOSS_S < state.now:
+        state.lost_processes.popleft()
+    return [lost for lost in state.lost_processes if host and lost.host == host]
+
+
+def _forgive_host(state: State, lost: list[LostProcess]) -> None:
+    """A host has lost all its workers: take back one loss of each request that ran on some of them, and not on all."""
+    for request in _suspects(state):
+        if 0 < sum(one.ran(request) for one in lost) < len(lost):
+            _forgive(state, request)
+
+
+def _suspects(state: State) -> list[Request]:
+    return [request for pool in state.pools.values() for request in pool.suspects.values()]
+
+
+def _forgive(state: State, request: Request) -> None:
+    if request.suspicion is None or request.losses == 1:
+        _clear(state, request)
+    else:
+        request.suspicion = msgspec.structs.replace(request.suspicion, losses=request.losses - 1)
+
+
+def _in_step(state: State, worker: Worker, before: list[LostProcess]) -> list[tuple[Request, Suspicion]]:
     """Returns the requests in the steps that the worker was given, with their new suspicions. Its last word may be lost, so it
     is not certain which of two steps it was in. A request that decodes has had all its chunks computed."""
     found = []
@@ -47,7 +113,7 @@ def _in_step(state: State, worker: Worker) -> list[tuple[Request, Suspicion]]:
                 and request.prefill_incarnation == worker.incarnation
                 and request.state is not RequestState.DECODING
             ):
-                found.append((request, _one_more(request, chunk.start + chunk.length)))
+                found.append((request, _one_more(request, chunk.start + chunk.length, before)))
     for key in worker.allocations:
         decoding = state.current(*key)
         if (
@@ -56,7 +122,7 @@ def _in_step(state: State, worker: Worker) -> list[tuple[Request, Suspicion]]:
             and decoding.decode_incarnation == worker.incarnation
         ):
             progressed = worker.forwarded(key) >= PROGRESS_TOKENS
-            found.append((decoding, Suspicion(1) if progressed else _one_more(decoding, 0)))
+            found.append((decoding, Suspicion(1) if progressed else _one_more(decoding, 0, before)))
     return found
 
 
@@ -64,11 +130,13 @@ def _decodes_on(request: Request, worker: Worker) -> bool:
     return request.state is RequestState.DECODING and request.decode_incarnation == worker.incarnation
 
 
-def _one_more(request: Request, prompt_tokens: int) -> Suspicion:
+def _one_more(request: Request, prompt_tokens: int, lost_there: list[LostProcess]) -> Suspicion:
+    """`lost_there`: what its host has lost lately."""
     before = request.suspicion
     if before is None:
         return Suspicion(1, prompt_tokens)
-    return Suspicion(before.losses + 1, max(prompt_tokens, before.prompt_tokens) if prompt_tokens else 0)
+    counts = sum(lost.ran(request) for lost in lost_there) != 1
+    return Suspicion(before.losses + counts, max(prompt_tokens, before.prompt_tokens) if prompt_tokens else 0)
 
 
 def _fail(state: State, request: Request, losses: int) -> None:

@@ -28,6 +28,9 @@ NOBODY = 0
 TRIP_AFTER = 3
 OPEN_S, OPEN_S_MAX = 2.0, 30.0
 _TROUBLE = 0.2
+HOST_LOSS_S = 5.0
+"""How long the loss of a worker makes it likely that its host loses its other workers, too."""
+HOSTS_MAX = 1024
 
 
 @dataclass
@@ -49,6 +52,18 @@ class Breakers:
         self.pairs: dict[Pair, _State] = {}
         """Those that failed since something last went well between them."""
         self._wake_at = inf
+        self._hosts: dict[str, float] = {}
+        """Hosts that have lost a worker, and when."""
+
+    def lost_on(self, host: str, now: float) -> None:
+        self._hosts.pop(host, None)
+        self._hosts[host] = now
+        if len(self._hosts) > HOSTS_MAX:
+            del self._hosts[next(iter(self._hosts))]
+
+    def host_fails(self, host: str, now: float) -> bool:
+        """Whether a host has just lost a worker: interrupted requests are not resumed there as long as there are others."""
+        return bool(self._hosts) and host != "" and now <= self._hosts.get(host, -inf) + HOST_LOSS_S
 
     def failed(self, pair: Pair, placed_at: float, now: float) -> bool:
         """Record a failed transfer of an attempt that was placed at `placed_at`. Returns whether the pair is left out now."""

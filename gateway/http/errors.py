@@ -62,8 +62,8 @@ class ApiError(Exception):
             headers["WWW-Authenticate"] = "Bearer"
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
-        elif 400 <= self.status < 500 and self.status != 408:
-            # OpenAI's clients know this header. Without it they retry after every 429.
+        elif (400 <= self.status < 500 and self.status != 408) or self.code == Reject.LOSES_WORKERS:
+            # OpenAI's and Anthropic's clients know this header. Without it they retry after every 429 and 5xx.
             headers["x-should-retry"] = "false"
         return headers
 
@@ -139,12 +139,14 @@ _OF_REJECT: dict[Reject, tuple[int, str]] = {
     Reject.UNKNOWN_MODEL: (503, "no_capacity"),  # this gateway serves the model, but no worker has come up for it
     Reject.RETRY_BUDGET: (503, "recovering"),
     Reject.EXPIRED: (503, "queue_timeout"),
+    Reject.STORAGE: (503, "storage_unavailable"),
     Reject.SHUTTING_DOWN: (503, "shutting_down"),
     Reject.QUOTA: (429, "rate_limit_exceeded"),
+    Reject.UNKNOWN_TENANT: (503, "unknown_tenant"),  # as while only the gateway has read a new tenants file
     Reject.DEADLINE: (429, "deadline_infeasible"),
     Reject.SHED: (429, "overloaded"),
     Reject.PRIORITY_CLASS: (403, "priority_class_not_allowed"),
-    Reject.LOSES_WORKERS: (422, "loses_workers"),  # clients try again after a 5xx, and that would end more workers
+    Reject.LOSES_WORKERS: (500, "loses_workers"),
 }
 _OF_KIND: dict[FailKind, int] = {
     FailKind.UNREACHABLE: 503,

@@ -170,7 +170,7 @@ class StreamKeeper:
         """Submit the unfinished choices again, at once after a drain, else after a delay. `reason` None: the link was lost."""
         uncounted = reason in UNCOUNTED_REASONS and submission.uncounted < self.limits.uncounted_max
         submission.uncounted += uncounted
-        submission.reset_tries(self.limits.progress_tokens)
+        submission.reset_tries(now, self.limits)
         if not uncounted and submission.tries >= self.limits.attempts_max:
             message = f"interrupted {submission.tries} times, at last by {why}"
             self._fail(submission.stream, Failure(FailKind.INTERRUPTED, message))

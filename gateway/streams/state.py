@@ -176,9 +176,11 @@ class Submission:
         self.resuming |= self.phase is StreamPhase.RUNNING
         self.phase, self.not_before = StreamPhase.PENDING, not_before
 
-    def reset_tries(self, progress_tokens: int) -> None:
-        """Restart the count of tries if the attempt has brought at least `progress_tokens` tokens."""
-        if sum(len(choice.tokens) - choice.first for choice in self.choices) >= progress_tokens:
+    def reset_tries(self, now: float, limits: StreamLimits) -> None:
+        """Restart the count of tries if the attempt has brought `progress_tokens`, or has gone well for `steady_s`."""
+        brought = sum(len(choice.tokens) - choice.first for choice in self.choices)
+        steady = self.interrupted_at > 0.0 and now - self.interrupted_at >= limits.steady_s
+        if brought >= limits.progress_tokens or steady:
             self.tries_before += self.tries
 
     def interrupted(self, now: float, backoff_s: float) -> None:

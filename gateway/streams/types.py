@@ -25,6 +25,9 @@ class StreamLimits:
     attempts_max: int = 5
     """Attempts at one choice in a row that fail before they have brought `progress_tokens`."""
     progress_tokens: int = 16
+    steady_s: float = 5.0
+    """Time from one interruption to the next after which the tries are counted anew. A request that fails by itself fails
+    sooner; hosts that are lost one after the other must not end a stream."""
     uncounted_max: int = 100
     """The most attempts that do not count as tries because a drain, a preemption or a lost link to the coordinator ended
     them."""

@@ -117,7 +117,7 @@ class Host(_Table):
     """The address to listen on, if others connect to a different one."""
     interface: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@-]*\z", max_length=64)] = ""
     """The network interface for KV, as in --kv-interface."""
-    ssh: Text = ""
+    ssh: Annotated[str, Field(pattern=r"^([^\s-]\S*)?\z", max_length=253)] = ""
     """Where `crossdock cluster launch` connects to, like user@host; empty: the address."""
     netns: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]*\z", max_length=64)] = ""
     """A network namespace of the machine that `crossdock cluster launch` runs on, instead of ssh."""

@@ -8,6 +8,9 @@ interval would delay the detection of each loss by up to a beat.
 from collections.abc import Iterable
 
 HEARTBEATS_MISSED_MAX = 3
+SILENT = "no heartbeat"
+STILL_OPEN = (SILENT, "send failed: Resource temporarily unavailable")
+"""The reasons for a link's end that do not show that the other process has ended. It was silent, or did not read."""
 
 
 class FailureDetector:

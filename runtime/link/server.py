@@ -28,7 +28,7 @@ from proto.messages import Bye, Hello, Message, Ping, Pong, Refused, Welcome
 from proto.versions import HelloPrefix, read_hello
 from runtime.link.connections import HELLO_S, LOOK_S, Connections, shut_down
 from runtime.link.curve import ZapAuthenticator
-from runtime.link.failure_detector import FailureDetector
+from runtime.link.failure_detector import SILENT, FailureDetector
 from runtime.link.monitor import ConnectionMonitor
 from runtime.link.peer import (
     GOODBYE,
@@ -292,7 +292,7 @@ class LinkServer:
             elif counts:
                 for peer in list(self.peers.values()):
                     if failure_detector.is_lost(peer.heard_at, now):
-                        self.drop(peer, f"no heartbeat for {now - peer.heard_at:.1f} s")
+                        self.drop(peer, f"{SILENT} for {now - peer.heard_at:.1f} s")
 
 
 def _descriptor(frame: zmq.Frame) -> int:

@@ -1,7 +1,9 @@
 """Exit statuses of processes, and the error for settings that cannot work here."""
 
 import atexit
+import errno
 import os
+import sqlite3
 import sys
 from typing import Final, NoReturn
 
@@ -38,8 +40,31 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
+_PASSING: Final = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EBUSY}
+)
+_PASSING_OF_SQLITE: Final = frozenset(
+    {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL}
+)
+
+
 class ConfigError(CrossdockError):
     """A setting cannot work here; `str()` is one line that begins with the option."""
 
     def __init__(self, text: str) -> None:
         super().__init__(" ".join(text.split()))
+
+    @property
+    def exit_status(self) -> int:
+        """`CONFIG_EXIT`, or 1 if its cause is a state of this machine that passes, such as a full disk."""
+        cause: BaseException | None = self
+        while (cause := cause.__cause__ or cause.__context__) is not None:
+            if (isinstance(cause, OSError) and cause.errno in _PASSING) or is_passing(cause):
+                return 1
+        return CONFIG_EXIT
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether SQLite failed for a reason that may pass: its file is locked, or its disk is full or fails."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the other bits have details
+    return code in _PASSING_OF_SQLITE

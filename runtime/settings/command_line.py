@@ -21,7 +21,7 @@ from typer.main import get_command
 
 from proto.errors import CrossdockError
 from runtime.process import interrupts
-from runtime.process.exits import CONFIG_EXIT, INTERRUPTED_EXIT, USAGE_EXIT, ConfigError
+from runtime.process.exits import INTERRUPTED_EXIT, USAGE_EXIT, ConfigError
 from runtime.settings import environment
 from runtime.settings.option_help import (
     ARGUMENTS_PANEL,
@@ -273,7 +273,7 @@ def invoke(app: typer.Typer, arguments: Sequence[str], prog: str) -> int:
     except (SettingsError, ConfigError) as error:
         for line in str(error).splitlines():
             print(f"{prog}: {line}", file=sys.stderr)  # noqa: T201
-        return CONFIG_EXIT if isinstance(error, ConfigError) else USAGE_EXIT
+        return error.exit_status if isinstance(error, ConfigError) else USAGE_EXIT
     except CrossdockError as error:
         print(f"{prog}: {error}", file=sys.stderr)  # noqa: T201
         return 1

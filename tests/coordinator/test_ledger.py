@@ -15,12 +15,14 @@ from unittest.mock import MagicMock
 import msgspec
 import pytest
 
-from coordinator.accounting.ledger import Ledger, LedgerError, day_text  # type: ignore[attr-defined]
+from coordinator.accounting import ledger as ledger_module
+from coordinator.accounting.ledger import LATE_S, Ledger, LedgerError, day_text  # type: ignore[attr-defined]
 from coordinator.accounting.quota import Ask
-from coordinator.accounting.usage import Closed, Opened, Past
+from coordinator.accounting.usage import Closed, Entry, Opened, Past
 from coordinator.events import Send
 from coordinator.outbox import Outbox
-from proto.messages import Accepted, Release, StatusRequest
+from proto.errors import Interrupt, Reject
+from proto.messages import Accepted, Interrupted, Rejected, Release, StatusRequest
 from runtime.process import clock
 from tests.coordinator.ledger_words import closed, opened
 from tests.helpers import until
@@ -145,6 +147,43 @@ def test_disk_failure_is_reported(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
+def test_locked_ledger_is_waited_for(tmp_path: Path) -> None:
+    """While another process holds the file's lock, the ledger says so and goes on trying; then it commits what waited."""
+    path = tmp_path / "usage.sqlite"
+
+    async def work(ledger: Ledger, _past: Past, committed: list[str]) -> None:
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            ledger.write(opened("r"))
+            await until(lambda: "locked" in ledger.trouble(clock.now() + LATE_S))
+            assert not committed and not ledger.trouble(clock.now() - 60.0), "a moment is no trouble"
+            ledger.write(closed("r"))
+            other.execute("ROLLBACK")
+        await until(lambda: committed == ["r"] and not ledger.trouble(clock.now() + LATE_S))
+
+    with_ledger(path, work)
+    assert rows(path) == {"r": ("finished", closed("r").charged_tokens)}
+
+
+@pytest.mark.parametrize("code", [sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR | 3 << 8, sqlite3.SQLITE_CANTOPEN])
+def test_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """A disk that is full or fails is tried again until it works, and nothing is lost or written twice."""
+    path, tries, real = tmp_path / "usage.sqlite", iter(range(4)), ledger_module._write
+
+    def fails_thrice(db: sqlite3.Connection, entry: Entry) -> None:
+        real(db, entry)
+        if isinstance(entry, Closed) and entry.request_id and next(tries) < 3:
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = code
+            raise error
+
+    monkeypatch.setattr(ledger_module, "_write", fails_thrice)
+    monkeypatch.setattr(ledger_module, "RETRY_S", 0.01)
+    write(path, opened("r"), closed("r"))
+    assert next(tries, None) is None
+    assert rows(path) == {"r": ("finished", closed("r").charged_tokens)}
+
+
 def test_kill_loses_and_doubles_no_charge(tmp_path: Path) -> None:
     """Acknowledged requests stay charged exactly once though the process is killed while it writes."""
     path = tmp_path / "usage.sqlite"
@@ -200,6 +239,25 @@ def test_messages_wait_for_ledger_row() -> None:
     assert not outbox.pass_or_hold(status)
     assert outbox.committed(["later"]) == [last, status]
     assert not outbox.held and outbox.pass_or_hold(one)
+
+
+def test_refusals_pass_what_waits() -> None:
+    """A gateway hears of other requests while some wait for their rows, but never of one request out of order."""
+    outbox = Outbox()
+    outbox.opened("a")
+    outbox.opened("b")
+    a, b = Send(1, Accepted("a", 1)), Send(1, Accepted("b", 1))
+    refused = Send(1, Rejected("c", 1, Reject.QUOTA, "too much"))
+    again = Send(1, Interrupted("b", 1, Interrupt.DECODE_LOST, "killed"))
+    assert [outbox.pass_or_hold(send) for send in (a, b, refused)] == [False, False, True]
+    outbox.uncommitted.discard("b")
+    assert not outbox.pass_or_hold(again) and outbox.pass_or_hold(refused)
+    assert outbox.committed(["a", "b"]) == [a, b, again]
+    outbox.opened("a")
+    step, order = Send(2, Release("a", 1)), Send(2, Release("z", 1))
+    assert [outbox.pass_or_hold(send) for send in (step, order)] == [False, False], (
+        "a worker's messages keep their order"
+    )
 
 
 @pytest.mark.parametrize("keep_days", [0, 30])

@@ -247,6 +247,38 @@ def test_impossible_request_changes_nothing(tmp_path: Path, request_: PolicyRequ
     run(body)
 
 
+@pytest.mark.parametrize("text", ["{}", content("[tenants.stranger]\n")])
+def test_policy_without_tenants_is_refused(tmp_path: Path, text: str) -> None:
+    """No request makes every tenant unknown, whether it promotes, promotes what is on trial, or rolls back."""
+
+    async def body() -> None:
+        (tmp_path / "t.toml").write_text("")
+        await Kept(tmp_path).start()
+        (tmp_path / "t.toml").write_text(FILE)
+        kept = Kept(tmp_path)
+        keeper = await kept.start()
+        share = PolicyRequest(PolicyAction.TRY, content=text, share=1.0)
+        end = PolicyRequest(PolicyAction.PROMOTE)
+        answers = await ask(keeper, PolicyRequest(PolicyAction.PROMOTE, content=text), share, end)
+        back, listed = await ask(keeper, PolicyRequest(PolicyAction.ROLLBACK), PolicyRequest(PolicyAction.LIST))
+        for answer in (answers[0], answers[2], back):
+            assert "tenants that are in force" in answer.refusal or "no version is on trial" in answer.refusal
+        assert listed.active == 2 and "acme" in kept.put[-1][0].policies
+
+    run(body)
+
+
+def test_unchanged_policies_are_not_written(tmp_path: Path) -> None:
+    """A start with the same file and options needs no room on the disk."""
+
+    async def body() -> None:
+        await Kept(tmp_path).start()
+        (tmp_path / "policies.json.new").mkdir()
+        assert (await Kept(tmp_path).start()) is not None
+
+    run(body)
+
+
 def test_unstored_policy_is_not_in_force(tmp_path: Path) -> None:
     """A policy that cannot be stored is refused, and a damaged store stops the start."""
 

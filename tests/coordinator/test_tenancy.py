@@ -120,6 +120,27 @@ def test_quota_refusal_names_limit_and_wait() -> None:
     assert rejected(w).message.startswith("concurrency of a/x")
 
 
+def test_each_answer_counts_for_concurrency() -> None:
+    """A request for n answers takes n of its tenant's concurrency, and gives them back at its end or when it is refused."""
+    w = world("[tenants.a]\nlimits = { concurrency = 4 }")
+    w.receive(1, by("a", "r1", choices=3))
+    assert w.held("a")[0] == 3
+    w.receive(1, by("a", "r2", choices=2))
+    refusal = rejected(w)
+    assert refusal.message.startswith("concurrency of a") and refusal.retry_after_s > 0
+    w.receive(1, by("a", "r3"))
+    w.receive(1, by("a", "r4", choices=5))
+    assert rejected(w).retry_after_s == 0.0, "it never fits"
+    for name in ("r1", "r3"):
+        w.receive(1, Cancel(name, 1, CancelReason.DISCONNECTED))
+        for worker in (10, 20):
+            w.receive(worker, Released(name, 1))
+    for step in w.take(Step):
+        assert isinstance(step, Step)
+        w.receive(10, StepDone(step.step_id, step.chunks, 10.0, 0))
+    assert w.held("a")[0] == 0
+
+
 def test_daily_refusal_points_to_midnight() -> None:
     """Requests over a daily limit are told to come back within seconds after midnight."""
     w = world("[tenants.a]\nlimits = { tokens_per_day = 20 }")
@@ -152,7 +173,7 @@ def test_foreign_class_and_tenant_are_refused() -> None:
     assert rejected(w).reason is Reject.PRIORITY_CLASS
     w.receive(1, by("b", "r2"))
     refusal = rejected(w)
-    assert refusal.reason is Reject.QUOTA and refusal.retry_after_s > 0
+    assert refusal.reason is Reject.UNKNOWN_TENANT and refusal.retry_after_s > 0
     w.receive(1, by("a/x", "r3", priority_class="batch"))
     assert w.core.requests["r3"].path == ("batch", "a", "x")
     w.receive(1, by("a/x", "r4"))

@@ -20,7 +20,7 @@ class Network:
         """Skips the test where that is not permitted."""
         try:
             _ip("link", "add", self._bridge, "type", "bridge")
-            _ip("addr", "add", f"{self._subnet}.254/24", "dev", self._bridge)
+            _ip("addr", "add", f"{self.address}/24", "dev", self._bridge)
             _ip("link", "set", self._bridge, "up")
         except (subprocess.CalledProcessError, FileNotFoundError) as error:
             self.close()
@@ -45,9 +45,21 @@ class Network:
         """What to put before a command that is to run there."""
         return ["ip", "netns", "exec", self._space(name)]
 
+    def namespace(self, name: str) -> str:
+        return f"/run/netns/{self._space(name)}"
+
+    @property
+    def address(self) -> str:
+        """The test's own."""
+        return f"{self._subnet}.254"
+
     def cut(self, name: str) -> None:
         """Nothing reaches it and nothing leaves it, and nobody is told."""
         _ip("link", "set", self._outside(name), "nomaster")
+
+    def set_interface(self, name: str, state: str) -> None:
+        """Sets a host's own interface "up" or "down"."""
+        _ip("-n", self._space(name), "link", "set", "eth0", state)
 
     def heal(self, name: str) -> None:
         _ip("link", "set", self._outside(name), "master", self._bridge)

@@ -27,7 +27,8 @@ from tests.helpers import until
         (Reject.RETRY_BUDGET, 503, "recovering"),
         (Reject.TOO_LONG, 400, "context_length_exceeded"),
         (Reject.TOO_LARGE, 400, "context_length_exceeded"),
-        (Reject.LOSES_WORKERS, 422, "loses_workers"),
+        (Reject.LOSES_WORKERS, 500, "loses_workers"),
+        (Reject.UNKNOWN_TENANT, 503, "unknown_tenant"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

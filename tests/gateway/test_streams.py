@@ -165,6 +165,20 @@ def test_attempts_with_progress_are_no_tries() -> None:
     assert failures(bench.interrupt(attempt=4 * LIMITS.attempts_max - 1)) == [FailKind.INTERRUPTED]
 
 
+def test_lost_hosts_never_use_up_attempts() -> None:
+    """A stream is interrupted any number of times, seconds apart, though each attempt brings few tokens or none."""
+    bench = Bench()
+    bench.open()
+    for attempt in range(1, 4 * LIMITS.attempts_max):
+        assert failures(bench.interrupt(attempt=attempt)) == []
+        assert len(submits(bench.wait())) == 1
+        bench.now += 6.0
+    for attempt in range(4 * LIMITS.attempts_max, 5 * LIMITS.attempts_max - 1):
+        assert failures(bench.interrupt(attempt=attempt)) == []
+        bench.wait()
+    assert failures(bench.interrupt(attempt=5 * LIMITS.attempts_max - 1)) == [FailKind.INTERRUPTED]
+
+
 def test_begun_choices_resume_one_by_one() -> None:
     """Choices of a request that has begun resume in submissions of their own."""
     bench = Bench()

@@ -192,6 +192,14 @@ def test_only_files_beside_it_are_copied(tmp_path: Path) -> None:
     assert keys_there(at) == "'/etc/crossdock keys'"
 
 
+@pytest.mark.parametrize("ssh", ["-oProxyCommand=touch x", "-oProxyCommand=x", " -v", "me@front -oX"])
+def test_ssh_destination_is_no_option(tmp_path: Path, ssh: str) -> None:
+    """A host's `ssh` that ssh would read as an option, or that has a blank, is refused."""
+    text = site(tmp_path, "keys").path.read_text().replace("me@front", ssh)
+    with pytest.raises(SettingsError, match="ssh"):
+        parse(text, tmp_path)
+
+
 def test_host_commands_use_ssh_or_shell(tmp_path: Path) -> None:
     """Commands for a host go through ssh, or through a local shell if it is this machine."""
     make_keys(NewKeysSettings(folder=str(tmp_path / "keys")))

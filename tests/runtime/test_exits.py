@@ -1,11 +1,18 @@
 """The end of a process: prompt whatever its threads do, with nothing lost that was said."""
 
+import errno
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+
+import pytest
+
+from proto.errors import CrossdockError
+from runtime.process.exits import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,3 +82,32 @@ def test_signal_during_load_ends_worker() -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert "stopped" in errors.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(errno.ENOSPC, 1), (errno.EROFS, 1), (errno.EMFILE, 1), (errno.EIO, 1), (errno.EACCES, 78), (errno.ENOENT, 78)],
+)
+def test_passing_faults_are_no_configuration(number: int, status: int) -> None:
+    """A full disk or table of files at the start has status 1, so that a unit is started again; a missing file has 78."""
+    with pytest.raises(ConfigError) as raised:
+        try:
+            try:
+                raise OSError(number, os.strerror(number))
+            except OSError as error:
+                raise CrossdockError("a file") from None if status == 1 else error
+        except CrossdockError as error:
+            raise ConfigError(f"--option: {error}") from error
+    assert raised.value.exit_status == status
+
+
+def test_full_database_is_no_configuration(tmp_path: Path) -> None:
+    """A database that is full has status 1."""
+    db = sqlite3.connect(tmp_path / "db", isolation_level=None)
+    db.execute("PRAGMA max_page_count = 1")
+    with pytest.raises(ConfigError) as raised:
+        try:
+            db.execute("CREATE TABLE t (a)")
+        except sqlite3.Error as error:
+            raise ConfigError(f"--batch-db: {error}") from error
+    assert raised.value.exit_status == 1

@@ -85,7 +85,7 @@ def _check_bills(core: Core, honest: bool) -> None:
             if request
             else billing.is_open_to(request_id) or (bill.counters.outcome and bill.counters.held)
         )
-        concurrency.update(account.name for account in bill.accounts)
+        concurrency.update(dict.fromkeys((account.name for account in bill.accounts), bill.sequences))
     assert set(core.requests) <= set(billing.bills)
     assert all(account.concurrency == concurrency[name] for name, account in billing.quotas.accounts.items())
 

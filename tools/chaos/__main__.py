@@ -22,7 +22,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--faults", type=int, default=None, metavar="N", help="number of faults (20 without --seconds)")
     made.add_argument("--seconds", type=float, default=None, metavar="S", help="or for so long")
     made.add_argument("--roles", default=",".join(ROLES), help="who may be hurt, separated by commas (default: all)")
-    made.add_argument("--stop-share", type=float, default=0.2, help="of faults that stop, not kill (default 0.2)")
+    made.add_argument(
+        "--hosts", action="store_true",
+        help="kill and cut off hosts, network namespaces with a prefill and a decode worker each; needs root",
+    )  # fmt: skip
+    made.add_argument(
+        "--stop-share", type=float, default=0.2, help="of faults that stop or cut, not kill (default 0.2)"
+    )
     made.add_argument("--overlap", type=float, default=0.2, help="of faults amid another's recovery (default 0.2)")
     made.add_argument("--clients", type=int, default=6, help="streams at once (default 6)")
     made.add_argument("--leave-share", type=float, default=0.05, help="of clients that leave early (default 0.05)")
@@ -49,9 +55,10 @@ def plan_of(arguments: argparse.Namespace, made: argparse.ArgumentParser) -> Pla
             made.error(f"--{name.replace('_', '-')}: between 0 and 1")
     faults = arguments.faults if arguments.faults is not None or arguments.seconds is not None else 20
     return Plan(
-        seed=arguments.seed, faults=faults, seconds=arguments.seconds, roles=roles, stop_share=arguments.stop_share,
-        overlap=arguments.overlap, clients=arguments.clients, leave_share=arguments.leave_share,
-        constrained_share=arguments.constrained_share, session_share=arguments.session_share,
+        seed=arguments.seed, hosts=arguments.hosts, faults=faults, seconds=arguments.seconds, roles=roles,
+        stop_share=arguments.stop_share, overlap=arguments.overlap, clients=arguments.clients,
+        leave_share=arguments.leave_share, constrained_share=arguments.constrained_share,
+        session_share=arguments.session_share,
     )  # fmt: skip
 
 

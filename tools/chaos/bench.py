@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from launcher.local.lifetime import until_interrupted
 from tests import tiny_models
+from tests.e2e.netns import network
 from tools.chaos.cluster import Cluster, Violation
 from tools.chaos.orders import CONTEXT_TOKENS
 
@@ -40,6 +41,7 @@ def add_common(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--no-standby", dest="standby", action="store_false", help="one coordinator instead of two in turn"
     )
+    made.set_defaults(hosts=False)
     made.add_argument("--json", dest="json_out", default="", metavar="FILE", help="write what was found there")
 
 
@@ -105,7 +107,10 @@ async def _on_cluster(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     options = ("--kv-transport", arguments.kv_transport, "--kv-tier-gib", arguments.kv_tier_gib)
     options += ("--stall-share", arguments.stall_share) if arguments.stall_share else ()  # type: ignore[assignment]
-    with Progress(*columns, console=console, transient=True) as progress:
+    with (
+        network() if arguments.hosts else nullcontext() as hosts,
+        Progress(*columns, console=console, transient=True) as progress,
+    ):
         bar = progress.add_task("starting", total=total)
         async with Cluster(
             model,
@@ -114,6 +119,7 @@ async def _on_cluster(
             worker_options=options,
             standby=arguments.standby,
             kv_gib=arguments.kv_gib,
+            network=hosts,
         ) as cluster:
             found = await work(cluster, lambda done: progress.update(bar, completed=done, description="running"))
             ended = await cluster.close()

@@ -30,6 +30,7 @@ from proto.status import StatusReport
 from runtime.link.client import LinkClient
 from runtime.link.server import LinkSettings, Peer
 from runtime.process import clock
+from tests.e2e.netns import Network
 
 ROLES = ("coordinator", "gateway", "prefill", "decode")
 MODULES = {"prefill": "prefill_worker", "decode": "decode_worker"}
@@ -38,17 +39,24 @@ STOP_S = 30.0
 ASK_EVERY_S = 0.05
 _PRELOAD = ["launcher.worker_roles", "gateway.main", "transformers.models.llama.modeling_llama"]
 _FORK = multiprocessing.get_context("forkserver")
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _CLONE_NEWUTS, _CLONE_NEWNET = 1, 0x04000000, 0x40000000
 
 
 class Violation(AssertionError):
     """A promise was broken."""
 
 
-def _become(module: str, arguments: list[str], log: str) -> None:
-    """Runs a role in a forked process, until the role ends."""
+def _become(module: str, arguments: list[str], log: str, host: str = "", namespace: str = "") -> None:
+    """Runs a role in a forked process, until the role ends. `host`: its name for the host on which it is; `namespace`: the path
+    of that host's network."""
     os.setpgid(0, 0)  # Ctrl-C is for the process that started us
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if host:
+        with open(namespace) as network:
+            if libc.setns(network.fileno(), _CLONE_NEWNET) or libc.unshare(_CLONE_NEWUTS):
+                raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+        socket.sethostname(host)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -64,8 +72,8 @@ class Process(Protocol):
 
 
 class _Forked:
-    def __init__(self, module: str, arguments: list[str], log: Path) -> None:
-        self.process = _FORK.Process(target=_become, args=(module, arguments, str(log)), daemon=True)
+    def __init__(self, module: str, arguments: list[str], log: Path, *host: str) -> None:
+        self.process = _FORK.Process(target=_become, args=(module, arguments, str(log), *host), daemon=True)
         self.process.start()
         assert self.process.pid is not None
         self.pid = self.process.pid
@@ -99,6 +107,8 @@ class Member:
     """The URL of a gateway; empty for other roles."""
     incarnation: int = 0
     process: Process | None = None
+    host: tuple[str, ...] = ()
+    """The name of the host that it is on, and its network namespace; empty: this machine."""
     hurt: bool = False
     """True from a fault until the process is in its place again."""
     killed_at: list[float] = field(default_factory=list)
@@ -120,26 +130,43 @@ class Cluster:
     def __init__(
         self, model: Path, home: Path, *, count: int = 2, fresh: bool = False, kv_gib: float = 0.008,
         heartbeat_ms: int = 500, worker_options: tuple[str, ...] = (), standby: bool = False,
+        network: Network | None = None,
     ) -> None:  # fmt: skip
-        self.model, self.home, self.fresh = model, home, fresh
-        self.coordinator = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
+        """`network`: each prefill worker is on a host of its own there, with a decode worker."""
+        self.model, self.home, self.fresh, self.network = model, home, fresh, network
+        address = network.address if network is not None else "127.0.0.1"
+        self.coordinator = f"tcp://{address}:{free_port(address)}"
         self.usage_db = home / "usage.sqlite"
         self.members: list[Member] = []
         self.watcher = Watcher(self.coordinator)
         common = ["--heartbeat-ms", str(heartbeat_ms), "--log-format", "json"]
-        core = ["--bind", self.coordinator, "--usage-db", str(self.usage_db), "--step-tokens", "64"]
+        far = ["--insecure"] if network is not None else []
+        core = ["--bind", self.coordinator, *far, "--usage-db", str(self.usage_db), "--step-tokens", "64"]
         self._add("coordinator", "coordinator", [*common, *core, *(["--standby"] if standby else [])])
         if standby:
             self._add("coordinator", "coordinator-1", self.members[0].options)
         common += ["--coordinator", self.coordinator, "--model", str(model)]
         for number in range(count):
             port = free_port("127.0.0.1")
-            self._add("gateway", f"gateway-{number}", [*common, "--port", str(port)], f"http://127.0.0.1:{port}")
+            gateway = [*common, "--port", str(port), *far]
+            gateway += ["--tokens-bind", f"tcp://{address}:0"] if network is not None else []
+            self._add("gateway", f"gateway-{number}", gateway, f"http://127.0.0.1:{port}")
+            host = self._host(f"host-{number}")
             for role in MODULES:
-                self._add(role, f"{role}-{number}", [*common, "--kv-gib", str(kv_gib), *worker_options])
+                options = [*common, "--kv-gib", str(kv_gib), *worker_options]
+                options += ["--kv-bind", f"tcp://{host[2]}:0", *far] if role == "decode" and network is not None else []
+                self._add(role, f"{role}-{number}", options).host = host[:2]
 
-    def _add(self, role: str, slot: str, options: list[str], base_url: str = "") -> None:
-        self.members.append(Member(role, slot, options, base_url))
+    def _host(self, name: str) -> tuple[str, ...]:
+        """Makes a host; returns its name, its network namespace and its address. They are empty without a network."""
+        if self.network is None:
+            return ()
+        address = self.network.host(name)
+        return name, self.network.namespace(name), address
+
+    def _add(self, role: str, slot: str, options: list[str], base_url: str = "") -> Member:
+        self.members.append(member := Member(role, slot, options, base_url))
+        return member
 
     def of(self, role: str) -> list[Member]:
         return [member for member in self.members if member.role == role]
@@ -178,8 +205,10 @@ class Cluster:
         member.incarnation += 1
         module, log = MODULES.get(member.role, member.role), self.home / f"{member.slot}.log"
         arguments = ["--name", member.name, *member.options]
-        anew = self.fresh or member.role == "coordinator"
-        member.process = (_new_program if anew else _Forked)(module, arguments, log)
+        if (self.fresh and not member.host) or member.role == "coordinator":
+            member.process = _new_program(module, arguments, log)
+        else:
+            member.process = _Forked(module, arguments, log, *member.host)
 
     async def kill(self, member: Member) -> None:
         """Kills the process; returns when it is dead."""

@@ -44,6 +44,8 @@ class Plan:
     seconds: float | None = None
     roles: tuple[str, ...] = ("coordinator", "gateway", "prefill", "decode")
     stop_share: float = 0.2
+    hosts: bool = False
+    """Whole hosts are lost, each with a prefill and a decode worker, instead of single processes."""
     overlap: float = 0.2
     """Share of faults that strike while an earlier one, of another role, is not healed yet."""
     pause_s: float = 0.8
@@ -259,12 +261,15 @@ class Run:
             return None
         if self.random.random() < CONTROL_SHARE and not any(m.hurt for m in self.cluster.members):
             return None, Fault("–", "none", "nobody", time.monotonic())
-        unhurt = [r for r in self.plan.roles if not any(m.hurt for m in self.cluster.of(r))]
+        roles = ("prefill",) if self.plan.hosts else self.plan.roles  # there is one on each host
+        unhurt = [r for r in roles if not any(m.hurt for m in self.cluster.of(r))]
         if not unhurt:
             return None
         role = self.random.choice(unhurt)
         member = self.cluster.serving() if role == "coordinator" else self.random.choice(self.cluster.of(role))
         kind = "stop" if self.random.random() < self.plan.stop_share else "kill"
+        if self.plan.hosts:
+            return member, Fault("host", "cut" if kind == "stop" else kind, member.host[0], time.monotonic())
         return member, Fault(member.role, kind, member.name, time.monotonic())
 
     async def _strike(self, member: Member | None, fault: Fault) -> None:
@@ -280,6 +285,8 @@ class Run:
                 fault.at = time.monotonic()
                 self.result.faults.append(fault)
                 await asyncio.sleep(QUIET_S)
+            elif fault.role == "host":
+                await self._lose_host(member.host[0], fault)
             elif fault.kind == "kill":
                 await self._kill(member, fault)
             else:
@@ -317,6 +324,31 @@ class Run:
         fault.stopped_s = time.monotonic() - fault.at
         await detecting
         await self._back(member, fault, fault.at + fault.stopped_s)
+
+    async def _lose_host(self, host: str, fault: Fault) -> None:
+        """Kill all processes of a host, or take its network away for a while."""
+        cluster, network = self.cluster, self.cluster.network
+        assert network is not None
+        members = [member for member in cluster.members if member.host[:1] == (host,)]
+        fault.at = time.monotonic()
+        self.result.faults.append(fault)
+        for member in members:
+            member.hurt = True
+        detecting = [asyncio.create_task(self._detected(member, member.name, fault)) for member in members]
+        if fault.kind == "kill":
+            await asyncio.gather(*map(cluster.kill, self.random.sample(members, len(members))))
+            await asyncio.sleep(self.random.uniform(*DOWN_S))
+            for member in members:
+                cluster.start(member)
+        else:
+            network.set_interface(host, "down")
+            await asyncio.sleep(self.random.uniform(*STOPPED_S))
+            network.set_interface(host, "up")
+            fault.stopped_s = time.monotonic() - fault.at
+        await asyncio.gather(*detecting)
+        for member in members:
+            await self._back(member, fault, fault.at + (fault.stopped_s or 0.0))
+            member.hurt = False
 
     async def _probe(self, fault: Fault) -> None:
         gateway = next(member for member in self.cluster.of("gateway") if not member.hurt)

@@ -14,8 +14,8 @@ _APART = Accepted | ClusterState | Interrupted | Rejected | StatusReport
 
 @dataclass
 class Outbox:
-    """Holds back messages about a request until the ledger has committed it. Later messages to the same worker wait too, so that
-    the link's order is kept. Other peers, and what gateways hear of other requests, are not delayed."""
+    """Holds back messages about a request until the ledger has committed it. Later messages to the same worker wait too, so
+    that the link's order is kept. Other peers, and what gateways hear of other requests, are not delayed."""
 
     uncommitted: set[str] = field(default_factory=set)
     held: dict[int, deque[Send]] = field(default_factory=dict)

@@ -19,7 +19,16 @@ from engine.attention.interface import AttentionBackend, AttentionCall, Attentio
 from engine.model.forward_code import names_read
 from proto.errors import CrossdockError
 
-__all__ = ["EXAMINED", "NAME", "AttentionCall", "PagedForward", "Recorder", "UnsupportedAttention", "forward_context", "register"]
+__all__ = [
+    "EXAMINED",
+    "NAME",
+    "AttentionCall",
+    "PagedForward",
+    "Recorder",
+    "UnsupportedAttention",
+    "forward_context",
+    "register",
+]
 
 NAME = "crossdock_paged"
 EXAMINED = "crossdock_examined"

@@ -13,7 +13,9 @@ from engine.model.forward_code import names_read
 
 _TENSORS: Final = """F cat config contiguous device dict dtype enumerate expand float float32 functional getattr int isinstance nn
  reshape self set shape slice str to torch training transpose type unsqueeze view x"""
-_INPUTS: Final = """attention_mask hidden_states input input_ids inputs_embeds past_key_values position_embeddings use_cache"""
+_INPUTS: Final = (
+    """attention_mask hidden_states input input_ids inputs_embeds past_key_values position_embeddings use_cache"""
+)
 _KNOWN: Final = {
     "model": """CausalLMOutputWithPast MoeCausalLMOutputWithPast attentions final_logit_softcapping labels last_hidden_state
  lm_head load_balancing_loss_func logits_scaling logits_to_keep loss_function model num_experts num_experts_per_tok

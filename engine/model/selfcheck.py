@@ -73,7 +73,9 @@ class SelfCheck:
     def _plain(self, prompt: list[int], offset: int) -> torch.Tensor:
         ids = torch.tensor([prompt], device=self._model.device)
         positions = torch.arange(offset, offset + len(prompt), device=ids.device)[None] if offset else None
-        logits: torch.Tensor = self._model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, -2:].float()
+        logits: torch.Tensor = (
+            self._model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, -2:].float()
+        )
         return logits
 
     def _paged(self, engine: Engine) -> list[torch.Tensor]:

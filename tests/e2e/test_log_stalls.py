@@ -40,7 +40,13 @@ async def _load(up: Live) -> tuple[float, int]:
     until, gaps, answered = time.monotonic() + STOPPED_S, [0.0], 0
 
     async def stream(session: aiohttp.ClientSession) -> None:
-        body = {"model": up.model_id, "prompt": [20, 21], "max_tokens": STREAM_TOKENS, "ignore_eos": True, "stream": True}
+        body = {
+            "model": up.model_id,
+            "prompt": [20, 21],
+            "max_tokens": STREAM_TOKENS,
+            "ignore_eos": True,
+            "stream": True,
+        }
         while time.monotonic() < until:
             last = time.monotonic()
             async with session.post(f"{up.base_url}/v1/completions", json=body) as answer:

@@ -114,7 +114,9 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
 def test_bad_settings_are_refused(tmp_path: Path) -> None:
     """A pool that is too small and an unknown dtype are refused."""
     path = str(tiny_models.make("llama", tmp_path))
-    with pytest.raises(ModelUnsupported, match=r"holds 128 tokens.*at least 0\.0002 GiB .0\.0004 GiB hold one context of 512 tokens"):
+    with pytest.raises(
+        ModelUnsupported, match=r"holds 128 tokens.*at least 0\.0002 GiB .0\.0004 GiB hold one context of 512 tokens"
+    ):
         load_engine(path, kv_bytes=int(0.0001 * 2**30))
     with pytest.raises(ModelUnsupported, match="dtype"):
         load_engine(path, dtype="int3", kv_bytes=1 << 20)

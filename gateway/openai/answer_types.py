@@ -44,6 +44,7 @@ class EndedSession(AnswerType):
 
 class Status(AnswerType):
     status: Literal["ok", "ready"]
+    warnings: list[str] | None = Field(None, description="What a model served here cannot do, and why.")
 
 
 class Version(AnswerType):

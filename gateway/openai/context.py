@@ -34,6 +34,12 @@ class ServedModel:
         hello = CompilerSetup(self.tokenizer.serialized(), facts.vocab_size, sorted(facts.eos_ids))
         self.grammars = GrammarChecker(msgspec.json.encode(hello))
 
+    @property
+    def warning(self) -> str:
+        """The part of the API that the model cannot serve, and why; empty: none is known."""
+        fault = self.grammars.fault
+        return f"{self.rules.model_id} cannot have tools, structured output or grammars: {fault}" if fault else ""
+
 
 @dataclass
 class Gateway:

@@ -60,6 +60,14 @@ class Prepared:
     """Special tokens are part of the text."""
     keeps_stop: bool = False
     cache_salt: str = ""
+    continues: bool = False
+    """The answer's text continues the prompt's. A chat answer is a text of its own."""
+
+    def behind(self, number: int, tokenizer: ModelTokenizer) -> list[int]:
+        """Returns the tokens behind which the answers of one prompt are decoded. The decoders of some tokenizers drop a space
+        at the start of a text, which a grammar may have asked for."""
+        found = tokenizer.end_of(self.prompts[number], keeps_special=self.keeps_special) if self.continues else []
+        return found or (tokenizer.anchor if self.form.grammar and self.form.param != "tools" else [])
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,7 @@ def prepare_completion(request: CompletionRequest, tokenizer: ModelTokenizer, ru
         param="prompt",
     )
     shown = bool(request.echo) and request.logprobs is not None
-    prepared = replace(prepared, choices=drawn, echoes_logprobs=shown, hides_logprobs=logprobs < 0)
+    prepared = replace(prepared, choices=drawn, echoes_logprobs=shown, hides_logprobs=logprobs < 0, continues=True)
     return in_form(prepared, form)
 
 

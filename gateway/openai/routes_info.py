@@ -64,17 +64,22 @@ async def version() -> dict[str, str]:
     return {"version": version_of()}
 
 
-@router.get("/", summary="As /health, for probes that ask for nothing else.", response_model=Status)
-@router.get("/health", summary="200 while this process answers.", response_model=Status)
+@router.get("/", summary="As /health, for probes that ask for nothing else.", response_model=Status, response_model_exclude_none=True)
+@router.get("/health", summary="200 while this process answers.", response_model=Status, response_model_exclude_none=True)
 async def health() -> dict[str, str]:
     return {"status": "ok"}
 
 
 @router.get(
-    "/ready", summary="200 only while a request would be served.", response_model=Status, responses=refusals(503)
+    "/ready",
+    summary="200 only while a request would be served.",
+    response_model=Status,
+    response_model_exclude_none=True,
+    responses=refusals(503),
 )
-async def ready(gateway: GatewayDep) -> dict[str, str]:
+async def ready(gateway: GatewayDep) -> dict[str, Any]:
     reason = gateway.backend.not_ready
     if reason is not None:
         raise ApiError(503, f"Not ready: {reason}.", code="not_ready", retry_after_s=1.0)
-    return {"status": "ready"}
+    warnings = [served.warning for served in gateway.models if served.warning]
+    return {"status": "ready", **({"warnings": warnings} if warnings else {})}

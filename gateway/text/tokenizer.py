@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gateway.text.detokenize import Assembler, Detokenizer
+from gateway.text.detokenize import BROKEN, CONTEXT_TOKENS, Assembler, Detokenizer
 from gateway.text.generation_config import SamplingDefaults, sampling_defaults
 from gateway.text.regions import NO_REGIONS, Regions
 from gateway.text.template_facts import template_facts
@@ -26,6 +26,7 @@ _OF_TEMPLATES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticE
 """Errors that the expressions of a template may raise."""
 _TEMPLATE_CHARS_MAX = 32 << 20
 _SLICE_CHARS = 1 << 18
+_END_TOKENS_MAX = 64
 _LONG_TOKENS = 4096
 """Longer lists are decoded without holding the interpreter's lock. Shorter ones are not, since getting the lock again takes a
 moment."""
@@ -66,9 +67,16 @@ class ModelTokenizer:
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._marks = {
-            token.content: token_id for token_id, token in added.items() if token.special or _is_mark(token.content)
+            token.content: token_id
+            for token_id, token in added.items()
+            if token_id < facts.vocab_size and (token.special or _is_mark(token.content))
         }
-        self._pieces = Pieces(self._backend, byte_level=_kind(self._backend.decoder, "ByteLevel"))
+        byte_level = _kind(self._backend.decoder, "ByteLevel")
+        self._pieces = Pieces(self._backend, byte_level=byte_level)
+        self.suits_grammars = byte_level or _kind(self._backend.decoder, "ByteFallback")
+        """Whether each byte certainly has a token. If not, llguidance may refuse the tokenizer."""
+        self.ids_end = max(facts.vocab_size, *(token + 1 for token in self._backend.get_vocab().values()))
+        """Token ids of the model and of its tokenizer are below it."""
         self.bytes_per_token_max = _bytes_per_token_max(self._backend)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -127,12 +135,32 @@ class ModelTokenizer:
         assert isinstance(text, str)
         return text
 
-    def token_texts(self, *, keeps_special: bool = False) -> TokenTexts:
+    def token_texts(self, *, keeps_special: bool = False, behind: Sequence[int] = ()) -> TokenTexts:
         """Returns the texts of tokens for the log probabilities of one choice. `keeps_special`: whether the choice's text
-        contains special tokens."""
+        contains special tokens. `behind`: as of `Detokenizer`."""
         if keeps_special:
-            return TokenTexts(self._pieces, self.decode_all, frozenset())
-        return TokenTexts(self._pieces, self.decode, self.special_ids)
+            return TokenTexts(self._pieces, self.decode_all, frozenset(), behind)
+        return TokenTexts(self._pieces, self.decode, self.special_ids, behind)
+
+    def end_of(self, prompt: Sequence[int], *, keeps_special: bool) -> list[int]:
+        """Returns the prompt's last tokens, as many as decide how the text behind them is decoded. `keeps_special`: whether the
+        text shows special tokens."""
+        skipped = frozenset[int]() if keeps_special else self.special_ids
+        shown = [token for token in prompt[-_END_TOKENS_MAX:] if token not in skipped]
+        for start in range(max(len(shown) - CONTEXT_TOKENS, 0), -1, -1):
+            first = self.decode_all(shown[start : start + 1])
+            if first and BROKEN not in first:  # a decoder may strip the first token, or show half a character
+                return shown[start:]
+        return shown[-CONTEXT_TOKENS:]
+
+    @property
+    def anchor(self) -> list[int]:
+        """Returns a token. Behind it, texts keep a space at their start."""
+        return self._pieces.anchor
+
+    def token_text(self, token: int) -> str:
+        """Returns the text of a token that is behind other tokens. A special token has its name as text."""
+        return self._pieces.text(token, at_start=False)
 
     def token_name(self, token: int) -> str:
         """Returns the token as the vocabulary writes it, or an empty string if the tokenizer does not know the id."""
@@ -148,13 +176,15 @@ class ModelTokenizer:
         keeps_special: bool = False,
         keep: frozenset[int] = frozenset(),
         regions: Regions = NO_REGIONS,
+        behind: Sequence[int] = (),
     ) -> Callable[[], Assembler]:
         """Returns a function that makes an assembler for each choice. `keeps_special`: all special tokens are part of the
-        text; otherwise only those in `keep` are. `regions`: parts of the text that are not searched for stop strings."""
+        text; otherwise only those in `keep` are. `regions`: parts of the text that are not searched for stop strings.
+        `behind`: as of `Detokenizer`."""
         skipped = frozenset[int]() if keeps_special else self.special_ids - keep
         decode = self.decode if skipped == self.special_ids else self.decode_all
         return lambda: Assembler(
-            Detokenizer(decode, skipped), stops, keeps_stop=keeps_stop, min_tokens=min_tokens, regions=regions
+            Detokenizer(decode, skipped, behind), stops, keeps_stop=keeps_stop, min_tokens=min_tokens, regions=regions
         )
 
     def split_special(self, text: str, *, shown: bool = False) -> list[str | int]:
@@ -288,4 +318,5 @@ def _facts(source: str, config: dict[str, Any], generation: dict[str, Any], toke
     eos: set[int] = set()
     for value in (generation.get("eos_token_id"), text.get("eos_token_id"), tokenizer.eos_token_id):
         eos.update(value if isinstance(value, list) else [] if value is None else [value])
-    return ModelFacts(context, vocab, frozenset(eos))
+    known = frozenset(token for token in eos if token < vocab)  # the tokenizer may have more tokens than the model
+    return ModelFacts(context, vocab, known)

@@ -162,7 +162,7 @@ class GatewayProcess:
         link_counters(self.metrics.registry, ends, lambda: self.backend.coordinator_is_up)
         self.observed.show(self.metrics.registry, lambda: self.backend.not_ready)
         watching = [watched(garbage_collector.collect_seldom(self.backend.load, clock.now))]
-        watching.append(watched(self._examine_grammars(models)))
+        watching.append(watched(_say_warnings(models, self.log)))
         if tenants:
             watching.append(watched(tenants.watch(keys.replace)))
         if batches:
@@ -177,14 +177,6 @@ class GatewayProcess:
             await coordinator.close()
             waiting.end()
             await gateway.close()
-
-    async def _examine_grammars(self, models: list[ServedModel]) -> None:
-        """Log for which models no grammar can be compiled."""
-        for served in models:
-            if not served.tokenizer.suits_grammars:
-                await served.grammars.begin()
-            if served.warning:
-                self.log.warning("grammars unavailable", model=served.rules.model_id, because=served.warning)
 
     async def _open_batches(self) -> BatchService | None:
         """Raises `ConfigError`."""
@@ -273,6 +265,15 @@ def _load_models(settings: GatewaySettings) -> list[ServedModel]:
         aliases = () if found else tuple(settings.served_model_name)
         found.append(ServedModel(tokenizer, ModelRules(name, settings.default_max_tokens, aliases)))
     return found
+
+
+async def _say_warnings(models: Sequence[ServedModel], logger: log.Log) -> None:
+    """Log what models cannot do."""
+    for served in models:
+        if not served.tokenizer.suits_grammars:
+            await served.grammars.begin()
+        if served.warning:
+            logger.warning("serving with limits", warning=served.warning)
 
 
 def _own_names(settings: GatewaySettings) -> set[str]:

@@ -60,6 +60,21 @@ def test_arbitrary_token_texts_add_up(kind: str, data: st.DataObject) -> None:
         assert b"".join(own).decode() == text == tokenizer.decode(ids)
 
 
+@settings(deadline=None)
+@given(st.sampled_from(sorted(KINDS)), st.data())
+def test_any_tokens_continue_any_others(kind: str, data: st.DataObject) -> None:
+    """Tokens add to a prompt what decoding both together adds to it."""
+    tokenizer = KINDS[kind]
+    size = 262 if kind == "byte_level" else tokenizer.facts.vocab_size
+    ids = st.lists(st.integers(0, size - 1), max_size=40)
+    prompt, said = data.draw(ids), data.draw(ids)
+    before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *said])
+    answer = tokenizer.text_sink([], behind=tokenizer.end_of(prompt, keeps_special=False))()
+    text = "".join([*(answer.push(token).text for token in said), answer.finish().text])
+    if "�" not in whole:
+        assert before.rstrip("�") + text == whole
+
+
 def use(site: Site, kind: str, text: str, *, end: bool = True) -> list[int]:
     """Have the cluster answer with this text; returns its tokens."""
     tokenizer = site.gateway.models[0].tokenizer = KINDS[kind]

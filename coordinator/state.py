@@ -341,7 +341,9 @@ class State:
 
     def cluster_state(self) -> ClusterState:
         servable = sorted(model for model, pool in self.pools.items() if pool.servable())
-        return ClusterState(tuple(servable), tuple(self.pools[model].hash_block_size() for model in servable))
+        pools = [self.pools[model] for model in servable]
+        rooms = tuple(pool.room() for pool in pools)
+        return ClusterState(tuple(servable), tuple(pool.hash_block_size() for pool in pools), rooms=rooms)
 
     def tell_gateways(self) -> None:
         state = self.cluster_state()

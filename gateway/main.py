@@ -138,8 +138,6 @@ class GatewayProcess:
         keys = KeyRing(tenants.tenants if tenants else open_tenants(), self.settings.api_keys)
         batches = await self._open_batches()
         coordinator, waiting = self._coordinator(address)
-        waiting.begin()
-        await coordinator.start()
         gateway = Gateway(
             models=models,
             backend=self.backend,
@@ -157,6 +155,8 @@ class GatewayProcess:
             trusted_proxies=self.settings.trusted_proxies,
             responses=ResponseStore(keep_s=self.settings.responses_keep_s),
         )
+        waiting.begin()
+        await coordinator.start()
         self.metrics.slo_of = keys.slo_of
         ends = {"tokens": self.tokens.counters, "coordinator": coordinator.counters}
         link_counters(self.metrics.registry, ends, lambda: self.backend.coordinator_is_up)

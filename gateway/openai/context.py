@@ -17,6 +17,7 @@ from gateway.structured.hello import CompilerSetup
 from gateway.tenancy import KeyRing
 from gateway.text.tokenizer import ModelTokenizer
 from gateway.text.tokenizer_threads import TokenizerThreads
+from proto.parts import Room
 from runtime.process import clock
 from runtime.tenancy.tenants import open_tenants
 
@@ -70,6 +71,14 @@ class Gateway:
             if name in served.rules.names:
                 return served
         raise model_not_found(name, [served.rules.model_id for served in self.models])
+
+    def __post_init__(self) -> None:
+        self.backend.on_room = self._learn
+
+    def _learn(self, model: str, room: Room) -> None:
+        for served in self.models:
+            if served.rules.model_id == model:
+                served.tokenizer.facts = served.tokenizer.facts.within(room)
 
     async def close(self) -> None:
         self.threads.shutdown()

@@ -259,12 +259,18 @@ def _finish(
         # model.
         raise bad_value(param, f"'{param}' has a special token that the tokenizer knows and the model does not.")
     longest = max(len(prompt) for prompt in prompts)
-    left = tokenizer.facts.context_tokens - longest
+    facts = tokenizer.facts
+    left = facts.answer_tokens_max(longest, request.n or 1)
     wanted = max(min(default or left, left), 1) if asked is None else asked
-    if wanted > left:
+    if wanted > facts.context_tokens - longest:
         raise _over_context(longest, wanted, tokenizer, param)
+    if facts.room is not None and longest > facts.room.prompt_tokens:
+        message = (
+            f"The KV cache here holds prompts of up to {facts.room.prompt_tokens} tokens; '{param}' has {longest}."
+        )
+        raise too_long(message, param)
     max_tokens = max(wanted, 1)
-    defaults, options = tokenizer.facts.sampling, request.stream_options or StreamOptions()
+    defaults, options = facts.sampling, request.stream_options or StreamOptions()
     sampling = Sampling(
         max_tokens=max_tokens,
         seed=secrets.randbelow(SEED_MAX) if request.seed is None else request.seed & SEED_MAX,

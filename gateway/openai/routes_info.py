@@ -25,6 +25,7 @@ def _model(gateway: Gateway, served: ServedModel, name: str) -> dict[str, Any]:
         "root": served.rules.model_id,
         "max_model_len": served.tokenizer.facts.context_tokens,
         # Anthropic's clients read these.
+        "max_input_tokens": served.tokenizer.facts.prompt_tokens_max,
         "type": "model",
         "display_name": name,
         "created_at": datetime.fromtimestamp(gateway.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -64,8 +65,15 @@ async def version() -> dict[str, str]:
     return {"version": version_of()}
 
 
-@router.get("/", summary="As /health, for probes that ask for nothing else.", response_model=Status, response_model_exclude_none=True)
-@router.get("/health", summary="200 while this process answers.", response_model=Status, response_model_exclude_none=True)
+@router.get(
+    "/",
+    summary="As /health, for probes that ask for nothing else.",
+    response_model=Status,
+    response_model_exclude_none=True,
+)
+@router.get(
+    "/health", summary="200 while this process answers.", response_model=Status, response_model_exclude_none=True
+)
 async def health() -> dict[str, str]:
     return {"status": "ok"}
 

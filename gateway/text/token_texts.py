@@ -52,9 +52,7 @@ class Pieces:
 class TokenTexts:
     """Gives each token of one text its own text, in order. These texts, joined, are the decoding of the whole."""
 
-    def __init__(
-        self, pieces: Pieces, decode: Decode, special_ids: frozenset[int], behind: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, pieces: Pieces, decode: Decode, special_ids: frozenset[int], behind: Sequence[int] = ()) -> None:
         """`behind`: as of `Detokenizer`."""
         self._pieces = pieces
         self._detokenizer = Detokenizer(decode, special_ids, behind)

@@ -19,6 +19,7 @@ from gateway.text.token_texts import Pieces, TokenTexts
 from proto import limits
 from proto.context import context_tokens
 from proto.errors import CrossdockError
+from proto.parts import Room
 
 _GENERIC_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast"}
 _DOWNLOAD = ["*.json", "*.jinja", "*.model", "*.txt"]
@@ -47,10 +48,33 @@ class TextTooLong(Exception):
 @dataclass(frozen=True)
 class ModelFacts:
     context_tokens: int
+    """Most tokens of prompt and answer together: by the configuration, until workers of the model are known."""
     vocab_size: int
     """Token ids below it are the model's, whether or not the tokenizer knows them."""
     eos_ids: frozenset[int]
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    room: Room | None = None
+    """The largest request that the workers can hold, as the coordinator last said; None: not known yet."""
+
+    def within(self, room: Room) -> "ModelFacts":
+        """Returns the facts for workers with this room."""
+        return replace(self, context_tokens=min(room.context_tokens, room.kv_blocks * room.block_size), room=room)
+
+    @property
+    def prompt_tokens_max(self) -> int:
+        """The longest prompt that leaves room for one token."""
+        longest = self.context_tokens - 1
+        return longest if self.room is None else min(longest, self.room.prompt_tokens)
+
+    def answer_tokens_max(self, prompt_tokens: int, choices: int) -> int:
+        """Returns the most tokens that each of so many answers to one prompt can have. They share the prompt's full blocks."""
+        left = self.context_tokens - prompt_tokens
+        if self.room is None:
+            return left
+        size = self.room.block_size
+        shared = prompt_tokens // size
+        own = (self.room.kv_blocks - shared) // choices
+        return min(left, (shared + own) * size - prompt_tokens)
 
 
 class ModelTokenizer:

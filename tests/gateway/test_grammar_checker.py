@@ -167,7 +167,11 @@ def test_unsuited_tokenizers_are_said(capsys: pytest.CaptureFixture[str]) -> Non
         async with site.client() as client:
             ready = await client.get("/ready")
             assert ready.status_code == 200 and "does not suit" in ready.json()["warnings"][0]
-            body = {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}}
+            body = {
+                "model": MODEL,
+                "messages": [{"role": "user", "content": "a"}],
+                "response_format": {"type": "json_object"},
+            }
             answer = await client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 400 and "retry-after" not in answer.headers
         assert answer.json()["error"]["param"] == "response_format" and "WordPiece" in answer.json()["error"]["message"]

@@ -33,6 +33,7 @@ from gateway.streams.types import (
 from gateway.streams.worker_links import WorkerLinks
 from proto.errors import RemoteProtocolError
 from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, Rejected, Role, Tokens
+from proto.parts import Room
 from proto.progress import EndSession, PromptLogprobs
 from runtime.link.peer import Peer
 from runtime.process import clock, log

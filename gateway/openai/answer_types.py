@@ -43,7 +43,11 @@ class EndedSession(AnswerType):
 
 
 class Status(AnswerType):
-    status: Literal["ok", "ready"]
+    status: Literal["ok"]
+
+
+class Ready(AnswerType):
+    status: Literal["ready"]
     warnings: list[str] | None = Field(None, description="What a model served here cannot do, and why.")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from gateway.http.errors import ApiError
-from gateway.openai.answer_types import EndedSession, Model, ModelList, Status, Version
+from gateway.openai.answer_types import EndedSession, Model, ModelList, Ready, Status, Version
 from gateway.openai.context import Gateway, ServedModel
 from gateway.openai.dependencies import GatewayDep, TenantDep
 from gateway.openai.openapi import refusals
@@ -68,7 +68,7 @@ async def version() -> dict[str, str]:
 @router.get(
     "/",
     summary="As /health, for probes that ask for nothing else.",
-    response_model=Status,
+    response_model=Ready,
     response_model_exclude_none=True,
 )
 @router.get(
@@ -81,7 +81,7 @@ async def health() -> dict[str, str]:
 @router.get(
     "/ready",
     summary="200 only while a request would be served.",
-    response_model=Status,
+    response_model=Ready,
     response_model_exclude_none=True,
     responses=refusals(503),
 )

@@ -24,7 +24,7 @@ from gateway.openai.prepare import ModelRules
 from gateway.response_store import ResponseStore
 from gateway.streams.types import StreamLimits
 from gateway.tenancy import KeyRing
-from gateway.text.tokenizer import ModelFilesError, load
+from gateway.text.model_files import ModelFilesError, load
 from proto import limits
 from proto.messages import Hello, Role, Welcome
 from runtime.link.client import LinkClient
@@ -272,8 +272,8 @@ async def _say_warnings(models: Sequence[ServedModel], logger: log.Log) -> None:
     for served in models:
         if not served.tokenizer.suits_grammars:
             await served.grammars.begin()
-        if served.warning:
-            logger.warning("serving with limits", warning=served.warning)
+        for warning in served.warnings:
+            logger.warning("serving with limits", because=warning)
 
 
 def _own_names(settings: GatewaySettings) -> set[str]:

@@ -204,10 +204,8 @@ class ClusterState(Message, frozen=True):
     """Models with at least one prefill and one decode worker that take new work: neither is draining."""
     hash_block_sizes: Annotated[tuple[BlockSize, ...], Meta(max_length=limits.MAX_MODELS)] = ()
     """Tokens that each hash of a prompt is to cover: for each of them, its workers' smallest block size."""
-    hash_key: HashKey = b""
-    """The key with which all gateways hash the blocks of prompts."""
+    hash_key: HashKey = b""  # the key with which all gateways hash the blocks of prompts
     rooms: Annotated[tuple[Room, ...], Meta(max_length=limits.MAX_MODELS)] = ()
-    """For each of `servable_models`, the largest request that it can have."""
 
 
 # --- coordinator → prefill worker, and a decode worker that computes a suffix -----------------------------------------

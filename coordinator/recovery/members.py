@@ -7,6 +7,7 @@ from coordinator.request import Request
 from coordinator.state import State
 from coordinator.waiting.queue import WaitQueue
 from coordinator.workers.pool import Pool
+from coordinator.workers.room import cluster_state
 from coordinator.workers.worker import WORKERS, Worker
 from proto.errors import CancelReason, Interrupt
 from proto.messages import Hello, Release, Role
@@ -45,7 +46,7 @@ def up(state: State, incarnation: int, hello: Hello, now: float) -> None:
         state.refresh_eligibility(hello.model)
         state.tell_gateways()
     elif hello.role is Role.GATEWAY:
-        state.send(incarnation, state.cluster_state())
+        state.send(incarnation, cluster_state(state.pools))
 
 
 def _count_restart(state: State, incarnation: int, hello: Hello) -> None:

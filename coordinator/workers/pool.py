@@ -27,7 +27,7 @@ from coordinator.workers.traffic import RecentTraffic
 from coordinator.workers.wakeups import Wakeups
 from coordinator.workers.worker import Worker
 from proto.messages import Role, Submit
-from proto.parts import STALL_SHARE, Capacity, Room
+from proto.parts import STALL_SHARE, Capacity
 
 TOKENS_PER_S = 1000.0
 """The rate that a prefill worker is taken to have, while none of its pool has been measured."""
@@ -333,13 +333,6 @@ class Pool:
             if not any(worker.could_ever_take(submit) for worker in workers):
                 return False
         return True
-
-    def room(self) -> Room:
-        """Returns the largest request that workers which are up can hold; each role has one."""
-        prompt_tokens = max(worker.kv_tokens for worker in self.prefill.values())
-        decode = max(self.decode.values(), key=lambda worker: worker.kv_tokens).capacity
-        most = min(self.context_tokens, prompt_tokens)
-        return Room(self.context_tokens, most, decode.kv_blocks, decode.block_size)
 
     def _measure(self) -> None:
         both = (*self.prefill.values(), *self.decode.values())

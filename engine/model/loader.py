@@ -54,9 +54,8 @@ def load_engine(
     """Loads `model` (a folder, or ORG/NAME from the hub) and makes a KV pool of at most `kv_bytes`, or, if that is None,
     of what its share `gpu` of a GPU leaves. `allocate(bytes)` may provide its memory, as a tensor of zero bytes on the device.
     `dtype` is `auto` (float32 on the CPU, as stored on a GPU), `float32`, `bfloat16` or `float16`. `weights` says how the CPU
-    kernels keep the weights: `float32`, `bfloat16` or `int8`. `block_size` is in tokens. `context_tokens`: the longest
-    context, if it is to be shorter than the model's own; 0: it is not. `host_bytes` is what the host has
-    free, if that is known. Raises ModelUnsupported."""
+    kernels keep the weights: `float32`, `bfloat16` or `int8`. `context_tokens` bounds the context if it is not 0.
+    `block_size` is in tokens. `host_bytes` is what the host has free, if that is known. Raises ModelUnsupported."""
     progress = on_progress or (lambda _: None)
     if dtype != "auto" and dtype not in _DTYPES:
         raise ModelUnsupported(f"dtype {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
@@ -73,8 +72,7 @@ def load_engine(
     paged.register()
     progress("checking the model")
     calls, kv_heads, head_dim = _examine(loaded, model, text_config)
-    layers, weights_dtype = len(calls), loaded.dtype
-    kv_dtype = str(weights_dtype).removeprefix("torch.")
+    layers, weights_dtype, kv_dtype = len(calls), loaded.dtype, str(loaded.dtype).removeprefix("torch.")
     block_bytes = layers * 2 * block_size * kv_heads * head_dim * weights_dtype.itemsize
     info = ModelInfo(
         model_path=str(folder),

@@ -53,8 +53,7 @@ class _Shown(NamedTuple):
     """One token of a choice, for its log probabilities."""
 
     text: str
-    name: str
-    """As of `TokenTexts.name`."""
+    name: str  # as of `TokenTexts.name`
     own_bytes: bytes
     offset: int
     """Where `text` begins in the choice's text, in characters."""
@@ -145,9 +144,9 @@ class _Base:
     def _shown(
         self, choice: ChoiceState, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: Finish | None
     ) -> Iterator[_Shown]:
-        texts = choice.token_texts = choice.token_texts or self.tokenizer.token_texts(
-            keeps_special=self.prepared.keeps_special, behind=self.prepared.behind(choice.prompt, self.tokenizer)
-        )
+        if choice.token_texts is None:
+            choice.token_texts = self.prepared.token_texts(choice.prompt, self.tokenizer)
+        texts = choice.token_texts
         stop_ids = self.prepared.sampling.stop_token_ids
         for number, (token, entry) in enumerate(zip(tokens, logprobs, strict=True), 1):
             top = [(*texts.candidate(other), finite(logprob)) for other, logprob in entry.top]

@@ -36,10 +36,14 @@ class ServedModel:
         self.grammars = GrammarChecker(msgspec.json.encode(hello))
 
     @property
-    def warning(self) -> str:
-        """The part of the API that the model cannot serve, and why; empty: none is known."""
-        fault = self.grammars.fault
-        return f"{self.rules.model_id} cannot have tools, structured output or grammars: {fault}" if fault else ""
+    def warnings(self) -> list[str]:
+        """The parts of the API that the model cannot serve, and why, as far as is known."""
+        model, found = self.rules.model_id, []
+        if not self.tokenizer.has_chat_template:
+            found.append(f"{model} has no chat template, so it serves completions only: add its chat_template.jinja")
+        if self.grammars.fault:
+            found.append(f"{model} cannot have tools, structured output or grammars: {self.grammars.fault}")
+        return found
 
 
 @dataclass

@@ -89,5 +89,5 @@ async def ready(gateway: GatewayDep) -> dict[str, Any]:
     reason = gateway.backend.not_ready
     if reason is not None:
         raise ApiError(503, f"Not ready: {reason}.", code="not_ready", retry_after_s=1.0)
-    warnings = [served.warning for served in gateway.models if served.warning]
+    warnings = [warning for served in gateway.models for warning in served.warnings]
     return {"status": "ready", **({"warnings": warnings} if warnings else {})}

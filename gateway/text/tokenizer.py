@@ -1,28 +1,20 @@
-"""A model's tokenizer and chat template, and the few values of its configuration that the gateway needs.
-
-Importing this module costs little: transformers is imported on loading, and torch not at all for tokenizers of the generic
-class, which `AutoTokenizer` would pull in (measured: 1.1 s instead of 5 s until the tokenizer is there).
-"""
+"""A model's tokenizer and chat template, and the few values of its configuration that the gateway needs. `model_files` loads
+them."""
 
 import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from gateway.text.detokenize import BROKEN, CONTEXT_TOKENS, Assembler, Detokenizer
-from gateway.text.generation_config import SamplingDefaults, sampling_defaults
+from gateway.text.generation_config import SamplingDefaults
 from gateway.text.regions import NO_REGIONS, Regions
 from gateway.text.template_facts import template_facts
 from gateway.text.token_texts import Pieces, TokenTexts
 from proto import limits
-from proto.context import context_tokens
-from proto.errors import CrossdockError
 from proto.parts import Room
 
-_GENERIC_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast"}
-_DOWNLOAD = ["*.json", "*.jinja", "*.model", "*.txt"]
 _OF_TEMPLATES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """Errors that the expressions of a template may raise."""
 _TEMPLATE_CHARS_MAX = 32 << 20
@@ -31,10 +23,6 @@ _END_TOKENS_MAX = 64
 _LONG_TOKENS = 4096
 """Longer lists are decoded without holding the interpreter's lock. Shorter ones are not, since getting the lock again takes a
 moment."""
-
-
-class ModelFilesError(CrossdockError):
-    """The model's tokenizer or configuration cannot be used; `str()` says why and which model."""
 
 
 class TemplateError(Exception):
@@ -271,76 +259,3 @@ def _bytes_per_token_max(backend: Any) -> int | None:
     # In the byte-level alphabet a character is a byte; an added token is written as it is.
     longest = max(len(piece.encode()) for piece in backend.get_vocab())
     return longest * (4 if normalizers else 1)
-
-
-# --- loading ----------------------------------------------------------------------------------------------------------
-
-
-def load(model: str, *, model_sampling: bool = True) -> ModelTokenizer:
-    """Load tokenizer and facts of a folder, ORG/NAME or ORG/NAME@REVISION; `model_sampling`: with the sampling defaults of its
-    generation_config.json. Raises `ModelFilesError`."""
-    import transformers
-
-    path = Path(model).expanduser()
-    source = str(path) if path.is_dir() else model
-    name, _, revision = model.partition("@")
-    if not path.is_dir() and (model.startswith(("/", ".", "~")) or name.count("/") > 1):
-        raise ModelFilesError(f"{model}: there is no such folder")
-    try:
-        if not path.is_dir() and revision:
-            from huggingface_hub import snapshot_download
-
-            source = snapshot_download(name, revision=revision, allow_patterns=_DOWNLOAD)
-        config = _read_json(source, "config.json")
-        if config is None:
-            raise ModelFilesError(f"{model}: has no config.json")
-        tokenizer_config = _read_json(source, "tokenizer_config.json") or {}
-        generic = tokenizer_config.get("tokenizer_class") in _GENERIC_CLASSES
-        loader = transformers.PreTrainedTokenizerFast if generic else transformers.AutoTokenizer
-        tokenizer = loader.from_pretrained(source, trust_remote_code=False)
-        generation = _read_json(source, "generation_config.json") or {}
-        facts = _facts(source, config, generation, tokenizer)
-        if model_sampling:
-            facts = replace(facts, sampling=_sampling(model, generation))
-    except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:  # of odd files, too
-        raise ModelFilesError(f"{model}: its tokenizer cannot be loaded: {str(error)[:500]}") from error
-    if not getattr(tokenizer, "is_fast", False):
-        raise ModelFilesError(f"{model}: its tokenizer has no fast version (tokenizer.json), which crossdock needs")
-    return ModelTokenizer(tokenizer, facts)
-
-
-def _read_json(source: str, name: str) -> dict[str, Any] | None:
-    """A JSON file of the model, from its folder or from the hub; None where the model has none."""
-    from transformers.utils.hub import cached_file
-
-    path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-    if path is None:
-        return None
-    content = json.loads(Path(path).read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise ModelFilesError(f"{source}: {name} is not a JSON object")
-    return content
-
-
-def _sampling(model: str, generation: dict[str, Any]) -> SamplingDefaults:
-    try:
-        return sampling_defaults(generation)
-    except ValueError as error:
-        raise ModelFilesError(f"{model}: {error}; mend it, or pass --generation-config none") from None
-
-
-def _facts(source: str, config: dict[str, Any], generation: dict[str, Any], tokenizer: Any) -> ModelFacts:
-    text = {**config, **config.get("text_config", {})}
-    context = context_tokens(config)
-    vocab = text.get("vocab_size")
-    if context is None or not isinstance(vocab, int):
-        # Left at the default of the model's class, which only the class knows.
-        from transformers import AutoConfig
-
-        full = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
-        context, vocab = context_tokens(full.to_dict()) or limits.MAX_CONTEXT_TOKENS, int(full.vocab_size)
-    eos: set[int] = set()
-    for value in (generation.get("eos_token_id"), text.get("eos_token_id"), tokenizer.eos_token_id):
-        eos.update(value if isinstance(value, list) else [] if value is None else [value])
-    known = frozenset(token for token in eos if token < vocab)  # the tokenizer may have more tokens than the model
-    return ModelFacts(context, vocab, known)

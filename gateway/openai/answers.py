@@ -144,9 +144,7 @@ class _Base:
     def _shown(
         self, choice: ChoiceState, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: Finish | None
     ) -> Iterator[_Shown]:
-        if choice.token_texts is None:
-            choice.token_texts = self.prepared.token_texts(choice.prompt, self.tokenizer)
-        texts = choice.token_texts
+        texts = choice.token_texts = choice.token_texts or self.prepared.token_texts(choice.prompt, self.tokenizer)
         stop_ids = self.prepared.sampling.stop_token_ids
         for number, (token, entry) in enumerate(zip(tokens, logprobs, strict=True), 1):
             top = [(*texts.candidate(other), finite(logprob)) for other, logprob in entry.top]

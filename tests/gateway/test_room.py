@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from coordinator.admission.checks import judge
 from coordinator.events import Limits
 from coordinator.workers.pool import Pool
+from coordinator.workers.room import cluster_state
 from coordinator.workers.worker import Worker
 from gateway.text.tokenizer import ModelFacts, ModelTokenizer
 from proto.messages import ClusterState, Role
@@ -109,7 +110,7 @@ def test_defaults_are_always_admitted(data: st.DataObject) -> None:
         blocks, context = draw(st.integers(1, 60)), draw(st.integers(20, 200))
         hello = worker_hello(role, number + 1, kv_blocks=blocks, block_size=draw(sizes), context_tokens=context)
         pool.add(Worker.from_hello(hello))
-    facts = ModelFacts(512, 320, frozenset({2})).within(pool.room())
+    facts = ModelFacts(512, 320, frozenset({2})).within(cluster_state({"m": pool}).rooms[0])
     prompt, choices = draw(st.integers(1, 200)), draw(st.integers(1, 4))
     most = facts.answer_tokens_max(prompt, choices)
     if most < 1 or prompt > facts.prompt_tokens_max:

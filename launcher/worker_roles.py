@@ -117,7 +117,7 @@ def run(settings: WorkerSettings) -> int:
             dtype=settings.dtype,
             weights=settings.weights,
             block_size=settings.block_size,
-            context_tokens=settings.max_model_len,
+            context_tokens_max=settings.max_model_len,
             kv_bytes=settings.kv_bytes_on(device),
             gpu=GpuShare(settings.gpu_memory_share, settings.step_tokens_max, settings.max_seqs),
             # Set for a prefill worker too, because it may become a worker that receives.

@@ -44,7 +44,7 @@ def load_engine(
     dtype: str = "auto",
     weights: str = "float32",
     block_size: int = 16,
-    context_tokens: int = 0,
+    context_tokens_max: int = 0,
     kv_bytes: int | None,
     gpu: GpuShare = _WHOLE_GPU,
     allocate: Callable[[int], torch.Tensor] | None = None,
@@ -54,7 +54,7 @@ def load_engine(
     """Loads `model` (a folder, or ORG/NAME from the hub) and makes a KV pool of at most `kv_bytes`, or, if that is None,
     of what its share `gpu` of a GPU leaves. `allocate(bytes)` may provide its memory, as a tensor of zero bytes on the device.
     `dtype` is `auto` (float32 on the CPU, as stored on a GPU), `float32`, `bfloat16` or `float16`. `weights` says how the CPU
-    kernels keep the weights: `float32`, `bfloat16` or `int8`. `context_tokens` bounds the context if it is not 0.
+    kernels keep the weights: `float32`, `bfloat16` or `int8`. `context_tokens_max` bounds the context if it is not 0.
     `block_size` is in tokens. `host_bytes` is what the host has free, if that is known. Raises ModelUnsupported."""
     progress = on_progress or (lambda _: None)
     if dtype != "auto" and dtype not in _DTYPES:
@@ -77,7 +77,7 @@ def load_engine(
     info = ModelInfo(
         model_path=str(folder),
         model_type=str(config.model_type),
-        context_tokens=_at_most(context_tokens, _context_tokens(text_config, model)),
+        context_tokens=_at_most(context_tokens_max, _context_tokens(text_config, model)),
         vocab_size=loaded.get_output_embeddings().weight.shape[0],
         layers=layers,
         kv_heads=kv_heads,

@@ -13,11 +13,11 @@ from coordinator.events import Action, Limits, Send, StateChanged
 from coordinator.fairness.fair_node import Path
 from coordinator.lifecycle import TERMINAL, RequestState, Trigger
 from coordinator.observer import Watch
+from coordinator.reporting.room import cluster_state
 from coordinator.request import LOST_PROCESSES_MAX, RETAINED, LostProcess, Request, RetainedAllocation, Suspicion
 from coordinator.waiting.queue import WaitQueue
 from coordinator.workers.flip import RunningFlip
 from coordinator.workers.pool import Pool
-from coordinator.workers.room import cluster_state
 from coordinator.workers.worker import Allocation, Where, Worker
 from proto.errors import Interrupt
 from proto.messages import Hello, Interrupted, Message, Release, Role, Submit

@@ -3,11 +3,11 @@
 from coordinator.events import ProtocolViolation, Received
 from coordinator.lifecycle import RequestState, Trigger
 from coordinator.recovery import draining, flips, suspects
+from coordinator.reporting.room import cluster_state
 from coordinator.request import Request
 from coordinator.state import State
 from coordinator.waiting.queue import WaitQueue
 from coordinator.workers.pool import Pool
-from coordinator.workers.room import cluster_state
 from coordinator.workers.worker import WORKERS, Worker
 from proto.errors import CancelReason, Interrupt
 from proto.messages import Hello, Release, Role

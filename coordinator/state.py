@@ -13,13 +13,14 @@ from coordinator.events import Action, Limits, Send, StateChanged
 from coordinator.fairness.fair_node import Path
 from coordinator.lifecycle import TERMINAL, RequestState, Trigger
 from coordinator.observer import Watch
+from coordinator.reporting.room import cluster_state
 from coordinator.request import LOST_PROCESSES_MAX, RETAINED, LostProcess, Request, RetainedAllocation, Suspicion
 from coordinator.waiting.queue import WaitQueue
 from coordinator.workers.flip import RunningFlip
 from coordinator.workers.pool import Pool
 from coordinator.workers.worker import Allocation, Where, Worker
 from proto.errors import Interrupt
-from proto.messages import ClusterState, Hello, Interrupted, Message, Release, Role, Submit
+from proto.messages import Hello, Interrupted, Message, Release, Role, Submit
 from proto.status import AutopilotStatus
 from runtime.tenancy.tenants import open_tenants
 
@@ -339,12 +340,8 @@ class State:
         if incarnation in self.peers:
             self.out.append(Send(incarnation, message, blob))
 
-    def cluster_state(self) -> ClusterState:
-        servable = sorted(model for model, pool in self.pools.items() if pool.servable())
-        return ClusterState(tuple(servable), tuple(self.pools[model].hash_block_size() for model in servable))
-
     def tell_gateways(self) -> None:
-        state = self.cluster_state()
+        state = cluster_state(self.pools)
         for incarnation, hello in self.peers.items():
             if hello.role is Role.GATEWAY:
                 self.send(incarnation, state)

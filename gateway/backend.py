@@ -1,7 +1,7 @@
 """Drives the stream keeper: links on one side, HTTP requests on the other. Runs on the event loop's thread only."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Final, Protocol
 
@@ -33,6 +33,7 @@ from gateway.streams.types import (
 from gateway.streams.worker_links import WorkerLinks
 from proto.errors import RemoteProtocolError
 from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, Rejected, Role, Tokens
+from proto.parts import Room
 from proto.progress import EndSession, PromptLogprobs
 from runtime.link.peer import Peer
 from runtime.process import clock, log
@@ -81,6 +82,8 @@ class Backend:
         """Tokens that each hash of a prompt is to cover, by model, as the coordinator last said."""
         self.hash_key = b""
         """The cluster's key for the hashes of prompts, as the coordinator says it."""
+        self.on_room: Callable[[str, Room], None] = lambda _model, _room: None
+        """Is told the largest request that a model's workers can hold."""
         self._receivers: dict[str, EventReceiver] = {}
         self._times: dict[str, StreamTimes] = {}
         self._draining = False
@@ -172,8 +175,10 @@ class Backend:
         match message:
             case Accepted() | Rejected() | Interrupted():
                 self._driver.post(message)
-            case ClusterState(servable, sizes, hash_key):
+            case ClusterState(servable, sizes, hash_key, rooms):
                 self.hash_key = hash_key or self.hash_key
+                for model, room in zip(servable, rooms, strict=False):
+                    self.on_room(model, room)
                 self._servable = frozenset(servable)
                 self._hash_block_sizes |= zip(servable, sizes, strict=False)
             case _:

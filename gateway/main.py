@@ -24,7 +24,7 @@ from gateway.openai.prepare import ModelRules
 from gateway.response_store import ResponseStore
 from gateway.streams.types import StreamLimits
 from gateway.tenancy import KeyRing
-from gateway.text.tokenizer import ModelFilesError, load
+from gateway.text.model_files import ModelFilesError, load
 from proto import limits
 from proto.messages import Hello, Role, Welcome
 from runtime.link.client import LinkClient
@@ -138,8 +138,6 @@ class GatewayProcess:
         keys = KeyRing(tenants.tenants if tenants else open_tenants(), self.settings.api_keys)
         batches = await self._open_batches()
         coordinator, waiting = self._coordinator(address)
-        waiting.begin()
-        await coordinator.start()
         gateway = Gateway(
             models=models,
             backend=self.backend,
@@ -157,11 +155,14 @@ class GatewayProcess:
             trusted_proxies=self.settings.trusted_proxies,
             responses=ResponseStore(keep_s=self.settings.responses_keep_s),
         )
+        waiting.begin()
+        await coordinator.start()
         self.metrics.slo_of = keys.slo_of
         ends = {"tokens": self.tokens.counters, "coordinator": coordinator.counters}
         link_counters(self.metrics.registry, ends, lambda: self.backend.coordinator_is_up)
         self.observed.show(self.metrics.registry, lambda: self.backend.not_ready)
         watching = [watched(garbage_collector.collect_seldom(self.backend.load, clock.now))]
+        watching.append(watched(_say_warnings(models, self.log)))
         if tenants:
             watching.append(watched(tenants.watch(keys.replace)))
         if batches:
@@ -264,6 +265,15 @@ def _load_models(settings: GatewaySettings) -> list[ServedModel]:
         aliases = () if found else tuple(settings.served_model_name)
         found.append(ServedModel(tokenizer, ModelRules(name, settings.default_max_tokens, aliases)))
     return found
+
+
+async def _say_warnings(models: Sequence[ServedModel], logger: log.Log) -> None:
+    """Log what models cannot do."""
+    for served in models:
+        if not served.tokenizer.suits_grammars:
+            await served.grammars.begin()
+        for warning in served.warnings:
+            logger.warning("serving with limits", because=warning)
 
 
 def _own_names(settings: GatewaySettings) -> set[str]:

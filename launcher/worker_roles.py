@@ -90,7 +90,7 @@ def split(engine: Engine, settings: WorkerSettings) -> dict[Role, Engine]:
         needed, there = (count * info.block_bytes / (1 << 30) for count in (2 * context, blocks))
         error = MixedPoolTooSmall(
             f"a mixed worker needs room for two contexts of {info.context_tokens} tokens, one in each role: {needed:.3g} GiB of"
-            f" KV cache; there are {there:.3g}"
+            f" KV cache; there are {there:.3g}. --max-model-len makes a context shorter"
         )
         error.option = "--gpu-memory-share" if settings.kv_bytes_on(engine.pool.device.type) is None else "--kv-gib"
         raise error
@@ -117,6 +117,7 @@ def run(settings: WorkerSettings) -> int:
             dtype=settings.dtype,
             weights=settings.weights,
             block_size=settings.block_size,
+            context_tokens_max=settings.max_model_len,
             kv_bytes=settings.kv_bytes_on(device),
             gpu=GpuShare(settings.gpu_memory_share, settings.step_tokens_max, settings.max_seqs),
             # Set for a prefill worker too, because it may become a worker that receives.

@@ -43,7 +43,7 @@ from proto.fields import (
     Text,
     Tokens_,
 )
-from proto.parts import Capacity, Held, Returns
+from proto.parts import Capacity, Held, Returns, Room
 from proto.parts import Chunk as Chunk
 from proto.parts import Destination as Destination
 from proto.parts import RateState as RateState
@@ -204,8 +204,8 @@ class ClusterState(Message, frozen=True):
     """Models with at least one prefill and one decode worker that take new work: neither is draining."""
     hash_block_sizes: Annotated[tuple[BlockSize, ...], Meta(max_length=limits.MAX_MODELS)] = ()
     """Tokens that each hash of a prompt is to cover: for each of them, its workers' smallest block size."""
-    hash_key: HashKey = b""
-    """The key with which all gateways hash the blocks of prompts."""
+    hash_key: HashKey = b""  # the key with which all gateways hash the blocks of prompts
+    rooms: Annotated[tuple[Room, ...], Meta(max_length=limits.MAX_MODELS)] = ()
 
 
 # --- coordinator → prefill worker, and a decode worker that computes a suffix -----------------------------------------

@@ -114,6 +114,18 @@ class Capacity(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """So many more blocks may be cached, in its second tier."""
 
 
+class Room(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """The largest request that the workers of one model can hold."""
+
+    context_tokens: Tokens_
+    """Most tokens of prompt and answer together that the model takes."""
+    prompt_tokens: Tokens_
+    """Most tokens of a prompt, by the KV cache of prefill workers."""
+    kv_blocks: Count
+    """The KV cache of the decode worker that has the most."""
+    block_size: BlockSize
+
+
 class Held(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """An allocation that a worker still holds for an attempt when it registers (again); `resumed_tokens` as in the order it
     has."""

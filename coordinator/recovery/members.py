@@ -3,6 +3,7 @@
 from coordinator.events import ProtocolViolation, Received
 from coordinator.lifecycle import RequestState, Trigger
 from coordinator.recovery import draining, flips, suspects
+from coordinator.reporting.room import cluster_state
 from coordinator.request import Request
 from coordinator.state import State
 from coordinator.waiting.queue import WaitQueue
@@ -45,7 +46,7 @@ def up(state: State, incarnation: int, hello: Hello, now: float) -> None:
         state.refresh_eligibility(hello.model)
         state.tell_gateways()
     elif hello.role is Role.GATEWAY:
-        state.send(incarnation, state.cluster_state())
+        state.send(incarnation, cluster_state(state.pools))
 
 
 def _count_restart(state: State, incarnation: int, hello: Hello) -> None:

@@ -25,6 +25,12 @@ class NoMemory(ModelUnsupported):
     """The weights alone are more than the device has room for."""
 
 
+class ContextUnsupported(ModelUnsupported):
+    """The context asked for is longer than the model's, or next to nothing."""
+
+    option = "--max-model-len"
+
+
 class PoolTooSmall(ModelUnsupported):
     """The KV pool asked for holds next to nothing of this model."""
 

@@ -19,13 +19,14 @@ from engine.engine import Engine, ModelInfo
 from engine.gpu.memory import GpuShare
 from engine.model import room
 from engine.model.backend import BackendCandidate, make_engine
-from engine.model.errors import ModelUnsupported, PoolTooSmall, WeightsUnsupported
+from engine.model.errors import ContextUnsupported, ModelUnsupported, PoolTooSmall, WeightsUnsupported
 from engine.model.fingerprint import model_fingerprint
 from engine.model.work import attention_tokens
 from proto.context import context_tokens
 
 MIN_BLOCKS, MIN_TOKENS = 8, 256
 """A smaller pool would refuse nearly every request."""
+_CONTEXT_TOKENS_MIN = 16
 _ALIGNMENT = 64
 """Bytes; of a cache line, and of the widest vector load."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -43,6 +44,7 @@ def load_engine(
     dtype: str = "auto",
     weights: str = "float32",
     block_size: int = 16,
+    context_tokens_max: int = 0,
     kv_bytes: int | None,
     gpu: GpuShare = _WHOLE_GPU,
     allocate: Callable[[int], torch.Tensor] | None = None,
@@ -52,8 +54,8 @@ def load_engine(
     """Loads `model` (a folder, or ORG/NAME from the hub) and makes a KV pool of at most `kv_bytes`, or, if that is None,
     of what its share `gpu` of a GPU leaves. `allocate(bytes)` may provide its memory, as a tensor of zero bytes on the device.
     `dtype` is `auto` (float32 on the CPU, as stored on a GPU), `float32`, `bfloat16` or `float16`. `weights` says how the CPU
-    kernels keep the weights: `float32`, `bfloat16` or `int8`. `block_size` is in tokens. `host_bytes` is what the host has
-    free, if that is known. Raises ModelUnsupported."""
+    kernels keep the weights: `float32`, `bfloat16` or `int8`. `context_tokens_max` bounds the context if it is not 0.
+    `block_size` is in tokens. `host_bytes` is what the host has free, if that is known. Raises ModelUnsupported."""
     progress = on_progress or (lambda _: None)
     if dtype != "auto" and dtype not in _DTYPES:
         raise ModelUnsupported(f"dtype {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
@@ -70,13 +72,12 @@ def load_engine(
     paged.register()
     progress("checking the model")
     calls, kv_heads, head_dim = _examine(loaded, model, text_config)
-    layers, weights_dtype = len(calls), loaded.dtype
-    kv_dtype = str(weights_dtype).removeprefix("torch.")
+    layers, weights_dtype, kv_dtype = len(calls), loaded.dtype, str(loaded.dtype).removeprefix("torch.")
     block_bytes = layers * 2 * block_size * kv_heads * head_dim * weights_dtype.itemsize
     info = ModelInfo(
         model_path=str(folder),
         model_type=str(config.model_type),
-        context_tokens=_context_tokens(text_config, model),
+        context_tokens=_at_most(context_tokens_max, _context_tokens(text_config, model)),
         vocab_size=loaded.get_output_embeddings().weight.shape[0],
         layers=layers,
         kv_heads=kv_heads,
@@ -244,6 +245,12 @@ def _context_tokens(text_config: Any, model: str) -> int:
     if found is None:
         raise ModelUnsupported(f"{model}: its configuration does not say how long a context may be")
     return found
+
+
+def _at_most(asked: int, limit: int) -> int:
+    if asked > limit or 0 < asked < _CONTEXT_TOKENS_MIN:
+        raise ContextUnsupported(f"{asked} tokens; the model takes {_CONTEXT_TOKENS_MIN} to {limit}")
+    return asked or limit
 
 
 def _eos_token_ids(folder: Path, text_config: Any) -> tuple[int, ...]:

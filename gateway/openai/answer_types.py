@@ -43,7 +43,12 @@ class EndedSession(AnswerType):
 
 
 class Status(AnswerType):
-    status: Literal["ok", "ready"]
+    status: Literal["ok"]
+
+
+class Ready(AnswerType):
+    status: Literal["ready"]
+    warnings: list[str] | None = Field(None, description="What a model served here cannot do, and why.")
 
 
 class Version(AnswerType):
@@ -57,7 +62,8 @@ class Model(AnswerType):
     owned_by: str
     root: str = Field(description="The model's own id, where `id` is another name for it.")
     max_model_len: int = Field(description="Tokens of prompt and answer together.")
-    type: Literal["model"] = Field(description="Anthropic's, as what follows.")
+    max_input_tokens: int = Field(description="The longest prompt. Anthropic's, as what follows.")
+    type: Literal["model"]
     display_name: str
     created_at: str
 

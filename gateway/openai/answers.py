@@ -53,6 +53,7 @@ class _Shown(NamedTuple):
     """One token of a choice, for its log probabilities."""
 
     text: str
+    name: str  # as of `TokenTexts.name`
     own_bytes: bytes
     offset: int
     """Where `text` begins in the choice's text, in characters."""
@@ -143,9 +144,7 @@ class _Base:
     def _shown(
         self, choice: ChoiceState, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: Finish | None
     ) -> Iterator[_Shown]:
-        texts = choice.token_texts = choice.token_texts or self.tokenizer.token_texts(
-            keeps_special=self.prepared.keeps_special
-        )
+        texts = choice.token_texts = choice.token_texts or self.prepared.token_texts(choice.prompt, self.tokenizer)
         stop_ids = self.prepared.sampling.stop_token_ids
         for number, (token, entry) in enumerate(zip(tokens, logprobs, strict=True), 1):
             top = [(*texts.candidate(other), finite(logprob)) for other, logprob in entry.top]
@@ -153,7 +152,7 @@ class _Base:
             is_last = finish is not None and number == len(tokens)
             is_text = not (is_last and finish in _ENDS and token in stop_ids)
             text, own_bytes = texts.push(token, is_last=is_last, is_text=is_text)
-            yield _Shown(text, own_bytes, offset, finite(entry.logprob), top)
+            yield _Shown(text, texts.name(token, text, is_text=is_text), own_bytes, offset, finite(entry.logprob), top)
 
     def _prompt_logprobs(self, prompt: int) -> Json:
         """vLLM's field, where it is asked for."""
@@ -246,8 +245,8 @@ class CompletionAnswer(_Base):
             top: dict[str, float] = {}
             for text, _, logprob in shown.top:
                 top.setdefault(text, logprob)
-            top.setdefault(shown.text, shown.logprob)
-            texts.append(shown.text)
+            top.setdefault(shown.name, shown.logprob)
+            texts.append(shown.name)
             drawn.append(shown.logprob)
             tops.append(top)
             offsets.append(shown.offset)

@@ -17,6 +17,7 @@ from gateway.structured.hello import CompilerSetup
 from gateway.tenancy import KeyRing
 from gateway.text.tokenizer import ModelTokenizer
 from gateway.text.tokenizer_threads import TokenizerThreads
+from proto.parts import Room
 from runtime.process import clock
 from runtime.tenancy.tenants import open_tenants
 
@@ -33,6 +34,16 @@ class ServedModel:
         facts = self.tokenizer.facts
         hello = CompilerSetup(self.tokenizer.serialized(), facts.vocab_size, sorted(facts.eos_ids))
         self.grammars = GrammarChecker(msgspec.json.encode(hello))
+
+    @property
+    def warnings(self) -> list[str]:
+        """The parts of the API that the model cannot serve, and why, as far as is known."""
+        model, found = self.rules.model_id, []
+        if not self.tokenizer.has_chat_template:
+            found.append(f"{model} has no chat template, so it serves completions only: add its chat_template.jinja")
+        if self.grammars.fault:
+            found.append(f"{model} cannot have tools, structured output or grammars: {self.grammars.fault}")
+        return found
 
 
 @dataclass
@@ -64,6 +75,14 @@ class Gateway:
             if name in served.rules.names:
                 return served
         raise model_not_found(name, [served.rules.model_id for served in self.models])
+
+    def __post_init__(self) -> None:
+        self.backend.on_room = self._learn
+
+    def _learn(self, model: str, room: Room) -> None:
+        for served in self.models:
+            if served.rules.model_id == model:
+                served.tokenizer.facts = served.tokenizer.facts.within(room)
 
     async def close(self) -> None:
         self.threads.shutdown()

@@ -74,7 +74,7 @@ def prompt_logprobs(
         for rank, (other, logprob) in enumerate(score.top[:top], 1):
             entry.setdefault(other, (logprob, rank))
         shown = {
-            str(other): {"logprob": finite(logprob), "rank": rank, "decoded_token": tokenizer.decode_all([other])}
+            str(other): {"logprob": finite(logprob), "rank": rank, "decoded_token": tokenizer.token_text(other)}
             for other, (logprob, rank) in entry.items()
         }
         found.append(msgspec.Raw(msgspec.json.encode(shown)))
@@ -99,5 +99,5 @@ def echoed_logprobs(
             own.append(finite(score.logprob))
             tops.append(likeliest)
         offsets.append(texts.chars)
-        names.append(texts.push(token, is_last=number == len(prompt))[0])
+        names.append(texts.name(token, texts.push(token, is_last=number == len(prompt))[0]))
     return {"tokens": names, "token_logprobs": own, "top_logprobs": tops, "text_offset": offsets}

@@ -266,6 +266,7 @@ def _submit(
                 keeps_special=prepared.keeps_special,
                 keep=prepared.form.kept_tokens,
                 regions=prepared.form.regions,
+                behind=prepared.behind(number, served.tokenizer),
             ),
             names=named,
             tenant=identity.tenant,

@@ -20,6 +20,7 @@ from gateway.openai.request_types import (
     StreamOptions,
     stop_strings,
 )
+from gateway.text.token_texts import TokenTexts
 from gateway.text.tokenizer import ModelTokenizer, TextTooLong
 from proto import limits
 from proto.sampling import Sampling
@@ -60,6 +61,18 @@ class Prepared:
     """Special tokens are part of the text."""
     keeps_stop: bool = False
     cache_salt: str = ""
+    continues: bool = False
+    """The answer's text continues the prompt's. A chat answer is a text of its own."""
+
+    def behind(self, number: int, tokenizer: ModelTokenizer) -> list[int]:
+        """Returns the tokens behind which the answers of one prompt are decoded. The decoders of some tokenizers drop a space
+        at the start of a text, which a grammar may have asked for."""
+        found = tokenizer.end_of(self.prompts[number], keeps_special=self.keeps_special) if self.continues else []
+        return found or (tokenizer.anchor if self.form.grammar and self.form.param != "tools" else [])
+
+    def token_texts(self, number: int, tokenizer: ModelTokenizer) -> TokenTexts:
+        """Returns the texts of tokens of one answer to one prompt."""
+        return tokenizer.token_texts(keeps_special=self.keeps_special, behind=self.behind(number, tokenizer))
 
 
 @dataclass(frozen=True)
@@ -108,7 +121,7 @@ def prepare_completion(request: CompletionRequest, tokenizer: ModelTokenizer, ru
         param="prompt",
     )
     shown = bool(request.echo) and request.logprobs is not None
-    prepared = replace(prepared, choices=drawn, echoes_logprobs=shown, hides_logprobs=logprobs < 0)
+    prepared = replace(prepared, choices=drawn, echoes_logprobs=shown, hides_logprobs=logprobs < 0, continues=True)
     return in_form(prepared, form)
 
 
@@ -251,11 +264,7 @@ def _finish(
         # model.
         raise bad_value(param, f"'{param}' has a special token that the tokenizer knows and the model does not.")
     longest = max(len(prompt) for prompt in prompts)
-    left = tokenizer.facts.context_tokens - longest
-    wanted = max(min(default or left, left), 1) if asked is None else asked
-    if wanted > left:
-        raise _over_context(longest, wanted, tokenizer, param)
-    max_tokens = max(wanted, 1)
+    max_tokens = max(_answer_tokens(tokenizer, longest, asked, default, request.n or 1, param), 1)
     defaults, options = tokenizer.facts.sampling, request.stream_options or StreamOptions()
     sampling = Sampling(
         max_tokens=max_tokens,
@@ -290,6 +299,22 @@ def _finish(
         keeps_stop=bool(request.include_stop_str_in_output),
         cache_salt=request.cache_salt or "",
     )
+
+
+def _answer_tokens(
+    tokenizer: ModelTokenizer, prompt_tokens: int, asked: int | None, default: int, choices: int, param: str
+) -> int:
+    """Returns the most tokens of each answer: those asked for, or as many of `default` as there is room for. Raises
+    `ApiError`."""
+    facts = tokenizer.facts
+    left = facts.answer_tokens_max(prompt_tokens, choices)
+    wanted = max(min(default or left, left), 1) if asked is None else asked
+    if wanted > facts.context_tokens - prompt_tokens:
+        raise _over_context(prompt_tokens, wanted, tokenizer, param)
+    if facts.room is not None and prompt_tokens > facts.room.prompt_tokens:
+        most = facts.room.prompt_tokens
+        raise too_long(f"The KV cache here holds prompts of up to {most} tokens; '{param}' has {prompt_tokens}.", param)
+    return wanted
 
 
 def _over_context(prompt_tokens: int, max_tokens: int, tokenizer: ModelTokenizer, param: str) -> Exception:

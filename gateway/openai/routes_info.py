@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from gateway.http.errors import ApiError
-from gateway.openai.answer_types import EndedSession, Model, ModelList, Status, Version
+from gateway.openai.answer_types import EndedSession, Model, ModelList, Ready, Status, Version
 from gateway.openai.context import Gateway, ServedModel
 from gateway.openai.dependencies import GatewayDep, TenantDep
 from gateway.openai.openapi import refusals
@@ -25,6 +25,7 @@ def _model(gateway: Gateway, served: ServedModel, name: str) -> dict[str, Any]:
         "root": served.rules.model_id,
         "max_model_len": served.tokenizer.facts.context_tokens,
         # Anthropic's clients read these.
+        "max_input_tokens": served.tokenizer.facts.prompt_tokens_max,
         "type": "model",
         "display_name": name,
         "created_at": datetime.fromtimestamp(gateway.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -64,17 +65,29 @@ async def version() -> dict[str, str]:
     return {"version": version_of()}
 
 
-@router.get("/", summary="As /health, for probes that ask for nothing else.", response_model=Status)
-@router.get("/health", summary="200 while this process answers.", response_model=Status)
+@router.get(
+    "/",
+    summary="As /health, for probes that ask for nothing else.",
+    response_model=Ready,
+    response_model_exclude_none=True,
+)
+@router.get(
+    "/health", summary="200 while this process answers.", response_model=Status, response_model_exclude_none=True
+)
 async def health() -> dict[str, str]:
     return {"status": "ok"}
 
 
 @router.get(
-    "/ready", summary="200 only while a request would be served.", response_model=Status, responses=refusals(503)
+    "/ready",
+    summary="200 only while a request would be served.",
+    response_model=Ready,
+    response_model_exclude_none=True,
+    responses=refusals(503),
 )
-async def ready(gateway: GatewayDep) -> dict[str, str]:
+async def ready(gateway: GatewayDep) -> dict[str, Any]:
     reason = gateway.backend.not_ready
     if reason is not None:
         raise ApiError(503, f"Not ready: {reason}.", code="not_ready", retry_after_s=1.0)
-    return {"status": "ready"}
+    warnings = [warning for served in gateway.models for warning in served.warnings]
+    return {"status": "ready", **({"warnings": warnings} if warnings else {})}

@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from gateway.fair_share import organisation_of
-from gateway.http.errors import ApiError
+from gateway.http.errors import ApiError, bad_value
 from gateway.structured.hello import COMPILE_CPU_S, CompileJob
 from gateway.text.fair_queue import QUANTUM_BYTES, TokenizerQueue
 from runtime.process import clock
@@ -45,6 +45,10 @@ _LINE_BYTES_MAX: Final = 1 << 20
 _COMMAND: Final = (sys.executable, "-m", "gateway.structured.compile_process")
 
 
+class _Unsuited(Exception):
+    """No process can compile grammars for this tokenizer; `str()` says why."""
+
+
 class _Process:
     """One process, started when it is first needed, and anew when it was killed."""
 
@@ -57,7 +61,7 @@ class _Process:
         return self._running is not None and self._running.returncode is None
 
     async def start(self) -> None:
-        """Raises `TimeoutError` and `OSError`."""
+        """Raises `TimeoutError`, `OSError` and `_Unsuited`."""
         try:
             await self._start()
         except BaseException:
@@ -85,8 +89,10 @@ class _Process:
         self._running = running
         async with asyncio.timeout(START_S):
             fault = await _asked(running, self._hello)
-        if fault != "":
-            raise OSError(fault or "the process ended")
+        if fault is None:
+            raise OSError("the process ended")
+        if fault:
+            raise _Unsuited(fault)
         return running
 
     async def end(self) -> None:
@@ -132,6 +138,13 @@ class GrammarChecker:
         self._verdicts: OrderedDict[tuple[str, bytes], str] = OrderedDict()
         self._timer: asyncio.TimerHandle | None = None
         self._starts: set[asyncio.Task[None]] = set()
+        self.fault = ""
+        """Why the model cannot have grammars; empty: it can, as far as is known."""
+
+    async def begin(self) -> None:
+        """Start a process before the first grammar comes, so that a tokenizer that does not suit is known at the start."""
+        if self._free:
+            await self._start(self._free.pop())
 
     async def verdict(self, owner: str, cache_group: str, grammar: str, param: str) -> str:
         """Why the grammar is refused; empty: it is good. Verdicts are kept for each cache group: whether another tenant has
@@ -157,6 +170,8 @@ class GrammarChecker:
 
     async def _done(self, owner: str, job: CompileJob, param: str) -> str:
         organisation = organisation_of(owner)
+        if self.fault:
+            raise self._refused(param)
         process = await self._turn(owner, param)
         try:
             verdict = await process.verdict(msgspec.json.encode(job))
@@ -166,12 +181,18 @@ class GrammarChecker:
         except TimeoutError:
             message = f"'{param}' could not be compiled in {ANSWER_S:.0f} s: this machine is too busy."
             raise ApiError(503, message, code="gateway_overloaded", retry_after_s=1.0) from None
+        except _Unsuited as error:
+            self.fault = str(error)
+            raise self._refused(param) from None
         except OSError as error:
             message = f"'{param}' cannot be served here: {str(error)[:300]}."
             raise ApiError(503, message, code="grammars_unavailable", retry_after_s=5.0) from None
         finally:
             self._busy.discard(organisation)
             self._give_back(process)
+
+    def _refused(self, param: str) -> ApiError:
+        return bad_value(param, f"'{param}' is not supported with this model: {self.fault}.", "unsupported_value")
 
     async def _turn(self, owner: str, param: str) -> _Process:
         """Raises `ApiError`."""
@@ -221,8 +242,8 @@ class GrammarChecker:
             self._slow.popitem(last=False)
 
     def _give_back(self, process: _Process) -> None:
-        """Return a process to the free ones. If it has ended, start it again first."""
-        if process.is_ready:
+        """Return a process to the free ones. If it has ended, start it again first, unless that is of no use."""
+        if process.is_ready or self.fault:
             self._free.append(process)
             self._grant()
             return
@@ -231,8 +252,12 @@ class GrammarChecker:
         start.add_done_callback(self._starts.discard)
 
     async def _start(self, process: _Process) -> None:
-        with contextlib.suppress(OSError, TimeoutError):  # the next job tries again, and says why
+        try:
             await process.start()
+        except _Unsuited as error:
+            self.fault = str(error)
+        except (OSError, TimeoutError):  # the next job tries again, and says why
+            pass
         self._free.append(process)
         self._grant()
 

@@ -43,16 +43,16 @@ def main() -> int:
     for line in lines:
         signal.setitimer(signal.ITIMER_PROF, COMPILE_CPU_S)
         job = msgspec.json.decode(line, type=CompileJob)
-        _say(compiled(job.grammar, tokenizer) if job.grammar else checked(job.text, job.schema))
+        _say(compiled(job.grammar, tokenizer, hello.vocab_size) if job.grammar else checked(job.text, job.schema))
         signal.setitimer(signal.ITIMER_PROF, 0)
     return 0
 
 
-def compiled(grammar: str, tokenizer: Any) -> str:
-    """Why the grammar is refused; empty: it is good."""
+def compiled(grammar: str, tokenizer: Any, vocab_size: int = 0) -> str:
+    """Why the grammar is refused; empty: it is good. `vocab_size` is the model's; 0: the tokenizer's."""
     try:
         matcher = make_matcher(grammar, tokenizer)
-        if not has_finite_answer(grammar) or not can_begin(matcher, tokenizer):
+        if not has_finite_answer(grammar) or not can_begin(matcher, tokenizer, vocab_size or tokenizer.vocab_size):
             return NO_ANSWER
     except GrammarError as error:
         return str(error) or "it cannot be compiled"

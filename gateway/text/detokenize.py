@@ -14,9 +14,9 @@ Decode = Callable[[Sequence[int]], str]
 
 _WINDOW_TOKENS_MAX = 24
 """Decoding the window anew with each token stays cheap, and no character or word piece spans this many tokens."""
-_CONTEXT_TOKENS = 6
+CONTEXT_TOKENS = 6
 """Kept in front of new tokens, for decoders that treat the first token of a text in their own way."""
-_BROKEN = "�"
+BROKEN = "�"
 _HELD_MAX = 3
 """The most tokens that can wait for the rest of their character, and the most replacement characters that they decode to.
 A byte-fallback decoder shows a whole run of bytes as broken until its last character is complete."""
@@ -24,14 +24,18 @@ A byte-fallback decoder shows a whole run of bytes as broken until its last char
 
 class Detokenizer:
     """Decodes one text token by token. The results of all `push` calls and of `finish`, joined, are the decoding of the whole
-    text."""
+    text, behind the text that it continues."""
 
-    def __init__(self, decode: Decode, special_ids: frozenset[int]) -> None:
+    def __init__(self, decode: Decode, special_ids: frozenset[int], behind: Sequence[int] = ()) -> None:
+        """`behind`: the last tokens of the text that this one continues, without special tokens."""
         self._decode = decode
         self._special_ids = special_ids
-        self._window: list[int] = []
-        self._given = 0
+        self._window = list(behind)
+        text = decode(self._window) if behind else ""
+        self._given = len(text.rstrip(BROKEN))
         """Characters of the window's text already given out."""
+        self._undecided = text if self._given < len(text) else ""
+        """The text of `behind` if its last character is broken, until it is known whether new tokens complete it."""
         self._broken_tokens = 0
         """Tokens since the text last ended in a whole character."""
 
@@ -41,10 +45,12 @@ class Detokenizer:
             return ""
         self._window.append(token)
         text = self._decode(self._window)
-        certain = len(text.rstrip(_BROKEN))
+        certain = len(text.rstrip(BROKEN))
         self._broken_tokens = self._broken_tokens + 1 if certain < len(text) else 0
         if self._broken_tokens > _HELD_MAX:
             certain = max(certain, len(text) - _HELD_MAX)
+        if self._undecided and certain > self._given:
+            self._decide(text)
         new = text[self._given : certain]
         self._given = max(self._given, certain)
         if len(self._window) >= _WINDOW_TOKENS_MAX and not 1 <= self._broken_tokens <= _HELD_MAX:
@@ -53,13 +59,21 @@ class Detokenizer:
 
     def finish(self) -> str:
         """The rest of the text, broken characters included."""
-        return self._decode(self._window)[self._given :]
+        text = self._decode(self._window)
+        self._decide(text)
+        return text[self._given :]
+
+    def _decide(self, text: str) -> None:
+        """A broken character that new tokens did not complete belongs to the text before."""
+        if text.startswith(self._undecided):
+            self._given = max(self._given, len(self._undecided))
+        self._undecided = ""
 
     def _shrink(self, text: str) -> None:
         """Remove the window's oldest tokens at a place where the rest still decodes to the same text, so not inside a
         character."""
         whole = self._given == len(text)
-        for cut in range(len(self._window) - _CONTEXT_TOKENS, len(self._window)):
+        for cut in range(len(self._window) - CONTEXT_TOKENS, len(self._window)):
             right = self._decode(self._window[cut:])
             if whole:
                 # Some decoders strip the first space, so the context may decode to a shorter text than before. Only its length

@@ -4,6 +4,7 @@ A token's text depends on what comes before it: decoders of the SentencePiece ki
 and a character may take several tokens. The last token of such a character has its text, and each token has its own bytes.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final
 
@@ -19,8 +20,9 @@ class Pieces:
         """`backend`: a `tokenizers.Tokenizer`."""
         self._backend = backend
         self._byte_level = byte_level
-        anchor = backend.encode("a", add_special_tokens=False).ids[-1:]
-        self._anchor, self._anchor_text = anchor, self._decode(anchor)
+        self.anchor: list[int] = backend.encode("a", add_special_tokens=False).ids[-1:]
+        """A token in front of others: they are decoded as behind text."""
+        self._anchor_text = self._decode(self.anchor)
         self.text = lru_cache(_CACHE_TOKENS)(self._text)
         self.bytes = lru_cache(_CACHE_TOKENS)(self._bytes)
 
@@ -31,7 +33,7 @@ class Pieces:
     def _text(self, token: int, at_start: bool) -> str:
         """Returns the token's text. A special token has its name as text, and a token that is only a part of a character has a
         broken character."""
-        behind = self._decode([*self._anchor, token])
+        behind = self._decode([*self.anchor, token])
         if at_start or not behind.startswith(self._anchor_text):
             return self._decode([token])
         return behind.removeprefix(self._anchor_text)
@@ -50,11 +52,12 @@ class Pieces:
 class TokenTexts:
     """Gives each token of one text its own text, in order. These texts, joined, are the decoding of the whole."""
 
-    def __init__(self, pieces: Pieces, decode: Decode, special_ids: frozenset[int]) -> None:
+    def __init__(self, pieces: Pieces, decode: Decode, special_ids: frozenset[int], behind: Sequence[int] = ()) -> None:
+        """`behind`: as of `Detokenizer`."""
         self._pieces = pieces
-        self._detokenizer = Detokenizer(decode, special_ids)
+        self._detokenizer = Detokenizer(decode, special_ids, behind)
         self._special_ids = special_ids
-        self.at_start = True
+        self.at_start = not behind
         self.chars = 0
         """Characters of the text so far."""
 
@@ -70,6 +73,13 @@ class TokenTexts:
             text += self._detokenizer.finish()
         self.chars += len(text)
         return text, own
+
+    def name(self, token: int, text: str, *, is_text: bool = True) -> str:
+        """Returns what lists of tokens show for a token for which `push` returned this text. As in vLLM, a token that is no
+        part of the text has its name."""
+        if text or (is_text and token not in self._special_ids):
+            return text
+        return self._pieces.text(token, at_start=False)
 
     def candidate(self, token: int) -> tuple[str, bytes]:
         """Returns the text and bytes that `token` would have if it came next."""

@@ -1,38 +1,28 @@
-"""A model's tokenizer and chat template, and the few values of its configuration that the gateway needs.
-
-Importing this module costs little: transformers is imported on loading, and torch not at all for tokenizers of the generic
-class, which `AutoTokenizer` would pull in (measured: 1.1 s instead of 5 s until the tokenizer is there).
-"""
+"""A model's tokenizer and chat template, and the few values of its configuration that the gateway needs. `model_files` loads
+them."""
 
 import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from gateway.text.detokenize import Assembler, Detokenizer
-from gateway.text.generation_config import SamplingDefaults, sampling_defaults
+from gateway.text.detokenize import BROKEN, CONTEXT_TOKENS, Assembler, Detokenizer
+from gateway.text.generation_config import SamplingDefaults
 from gateway.text.regions import NO_REGIONS, Regions
 from gateway.text.template_facts import template_facts
 from gateway.text.token_texts import Pieces, TokenTexts
 from proto import limits
-from proto.context import context_tokens
-from proto.errors import CrossdockError
+from proto.parts import Room
 
-_GENERIC_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast"}
-_DOWNLOAD = ["*.json", "*.jinja", "*.model", "*.txt"]
 _OF_TEMPLATES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """Errors that the expressions of a template may raise."""
 _TEMPLATE_CHARS_MAX = 32 << 20
 _SLICE_CHARS = 1 << 18
+_END_TOKENS_MAX = 64
 _LONG_TOKENS = 4096
 """Longer lists are decoded without holding the interpreter's lock. Shorter ones are not, since getting the lock again takes a
 moment."""
-
-
-class ModelFilesError(CrossdockError):
-    """The model's tokenizer or configuration cannot be used; `str()` says why and which model."""
 
 
 class TemplateError(Exception):
@@ -46,10 +36,33 @@ class TextTooLong(Exception):
 @dataclass(frozen=True)
 class ModelFacts:
     context_tokens: int
+    """Most tokens of prompt and answer together: by the configuration, until workers of the model are known."""
     vocab_size: int
     """Token ids below it are the model's, whether or not the tokenizer knows them."""
     eos_ids: frozenset[int]
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    room: Room | None = None
+    """The largest request that the workers can hold, as the coordinator last said; None: not known yet."""
+
+    def within(self, room: Room) -> "ModelFacts":
+        """Returns the facts for workers with this room."""
+        return replace(self, context_tokens=min(room.context_tokens, room.kv_blocks * room.block_size), room=room)
+
+    @property
+    def prompt_tokens_max(self) -> int:
+        """The longest prompt that leaves room for one token."""
+        longest = self.context_tokens - 1
+        return longest if self.room is None else min(longest, self.room.prompt_tokens)
+
+    def answer_tokens_max(self, prompt_tokens: int, choices: int) -> int:
+        """Returns the most tokens that each of so many answers to one prompt can have. They share the prompt's full blocks."""
+        left = self.context_tokens - prompt_tokens
+        if self.room is None:
+            return left
+        size = self.room.block_size
+        shared = prompt_tokens // size
+        own = (self.room.kv_blocks - shared) // choices
+        return min(left, (shared + own) * size - prompt_tokens)
 
 
 class ModelTokenizer:
@@ -66,9 +79,16 @@ class ModelTokenizer:
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._marks = {
-            token.content: token_id for token_id, token in added.items() if token.special or _is_mark(token.content)
+            token.content: token_id
+            for token_id, token in added.items()
+            if token_id < facts.vocab_size and (token.special or _is_mark(token.content))
         }
-        self._pieces = Pieces(self._backend, byte_level=_kind(self._backend.decoder, "ByteLevel"))
+        byte_level = _kind(self._backend.decoder, "ByteLevel")
+        self._pieces = Pieces(self._backend, byte_level=byte_level)
+        self.suits_grammars = byte_level or _kind(self._backend.decoder, "ByteFallback")
+        """Whether each byte certainly has a token. If not, llguidance may refuse the tokenizer."""
+        self.ids_end = max(facts.vocab_size, *(token + 1 for token in self._backend.get_vocab().values()))
+        """Token ids of the model and of its tokenizer are below it."""
         self.bytes_per_token_max = _bytes_per_token_max(self._backend)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -127,12 +147,32 @@ class ModelTokenizer:
         assert isinstance(text, str)
         return text
 
-    def token_texts(self, *, keeps_special: bool = False) -> TokenTexts:
+    def token_texts(self, *, keeps_special: bool = False, behind: Sequence[int] = ()) -> TokenTexts:
         """Returns the texts of tokens for the log probabilities of one choice. `keeps_special`: whether the choice's text
-        contains special tokens."""
+        contains special tokens. `behind`: as of `Detokenizer`."""
         if keeps_special:
-            return TokenTexts(self._pieces, self.decode_all, frozenset())
-        return TokenTexts(self._pieces, self.decode, self.special_ids)
+            return TokenTexts(self._pieces, self.decode_all, frozenset(), behind)
+        return TokenTexts(self._pieces, self.decode, self.special_ids, behind)
+
+    def end_of(self, prompt: Sequence[int], *, keeps_special: bool) -> list[int]:
+        """Returns the prompt's last tokens, as many as decide how the text behind them is decoded. `keeps_special`: whether the
+        text shows special tokens."""
+        skipped = frozenset[int]() if keeps_special else self.special_ids
+        shown = [token for token in prompt[-_END_TOKENS_MAX:] if token not in skipped]
+        for start in range(max(len(shown) - CONTEXT_TOKENS, 0), -1, -1):
+            first = self.decode_all(shown[start : start + 1])
+            if first and BROKEN not in first:  # a decoder may strip the first token, or show half a character
+                return shown[start:]
+        return shown[-CONTEXT_TOKENS:]
+
+    @property
+    def anchor(self) -> list[int]:
+        """Returns a token. Behind it, texts keep a space at their start."""
+        return self._pieces.anchor
+
+    def token_text(self, token: int) -> str:
+        """Returns the text of a token that is behind other tokens. A special token has its name as text."""
+        return self._pieces.text(token, at_start=False)
 
     def token_name(self, token: int) -> str:
         """Returns the token as the vocabulary writes it, or an empty string if the tokenizer does not know the id."""
@@ -148,13 +188,15 @@ class ModelTokenizer:
         keeps_special: bool = False,
         keep: frozenset[int] = frozenset(),
         regions: Regions = NO_REGIONS,
+        behind: Sequence[int] = (),
     ) -> Callable[[], Assembler]:
         """Returns a function that makes an assembler for each choice. `keeps_special`: all special tokens are part of the
-        text; otherwise only those in `keep` are. `regions`: parts of the text that are not searched for stop strings."""
+        text; otherwise only those in `keep` are. `regions`: parts of the text that are not searched for stop strings.
+        `behind`: as of `Detokenizer`."""
         skipped = frozenset[int]() if keeps_special else self.special_ids - keep
         decode = self.decode if skipped == self.special_ids else self.decode_all
         return lambda: Assembler(
-            Detokenizer(decode, skipped), stops, keeps_stop=keeps_stop, min_tokens=min_tokens, regions=regions
+            Detokenizer(decode, skipped, behind), stops, keeps_stop=keeps_stop, min_tokens=min_tokens, regions=regions
         )
 
     def split_special(self, text: str, *, shown: bool = False) -> list[str | int]:
@@ -217,75 +259,3 @@ def _bytes_per_token_max(backend: Any) -> int | None:
     # In the byte-level alphabet a character is a byte; an added token is written as it is.
     longest = max(len(piece.encode()) for piece in backend.get_vocab())
     return longest * (4 if normalizers else 1)
-
-
-# --- loading ----------------------------------------------------------------------------------------------------------
-
-
-def load(model: str, *, model_sampling: bool = True) -> ModelTokenizer:
-    """Load tokenizer and facts of a folder, ORG/NAME or ORG/NAME@REVISION; `model_sampling`: with the sampling defaults of its
-    generation_config.json. Raises `ModelFilesError`."""
-    import transformers
-
-    path = Path(model).expanduser()
-    source = str(path) if path.is_dir() else model
-    name, _, revision = model.partition("@")
-    if not path.is_dir() and (model.startswith(("/", ".", "~")) or name.count("/") > 1):
-        raise ModelFilesError(f"{model}: there is no such folder")
-    try:
-        if not path.is_dir() and revision:
-            from huggingface_hub import snapshot_download
-
-            source = snapshot_download(name, revision=revision, allow_patterns=_DOWNLOAD)
-        config = _read_json(source, "config.json")
-        if config is None:
-            raise ModelFilesError(f"{model}: has no config.json")
-        tokenizer_config = _read_json(source, "tokenizer_config.json") or {}
-        generic = tokenizer_config.get("tokenizer_class") in _GENERIC_CLASSES
-        loader = transformers.PreTrainedTokenizerFast if generic else transformers.AutoTokenizer
-        tokenizer = loader.from_pretrained(source, trust_remote_code=False)
-        generation = _read_json(source, "generation_config.json") or {}
-        facts = _facts(source, config, generation, tokenizer)
-        if model_sampling:
-            facts = replace(facts, sampling=_sampling(model, generation))
-    except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:  # of odd files, too
-        raise ModelFilesError(f"{model}: its tokenizer cannot be loaded: {str(error)[:500]}") from error
-    if not getattr(tokenizer, "is_fast", False):
-        raise ModelFilesError(f"{model}: its tokenizer has no fast version (tokenizer.json), which crossdock needs")
-    return ModelTokenizer(tokenizer, facts)
-
-
-def _read_json(source: str, name: str) -> dict[str, Any] | None:
-    """A JSON file of the model, from its folder or from the hub; None where the model has none."""
-    from transformers.utils.hub import cached_file
-
-    path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-    if path is None:
-        return None
-    content = json.loads(Path(path).read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise ModelFilesError(f"{source}: {name} is not a JSON object")
-    return content
-
-
-def _sampling(model: str, generation: dict[str, Any]) -> SamplingDefaults:
-    try:
-        return sampling_defaults(generation)
-    except ValueError as error:
-        raise ModelFilesError(f"{model}: {error}; mend it, or pass --generation-config none") from None
-
-
-def _facts(source: str, config: dict[str, Any], generation: dict[str, Any], tokenizer: Any) -> ModelFacts:
-    text = {**config, **config.get("text_config", {})}
-    context = context_tokens(config)
-    vocab = text.get("vocab_size")
-    if context is None or not isinstance(vocab, int):
-        # Left at the default of the model's class, which only the class knows.
-        from transformers import AutoConfig
-
-        full = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
-        context, vocab = context_tokens(full.to_dict()) or limits.MAX_CONTEXT_TOKENS, int(full.vocab_size)
-    eos: set[int] = set()
-    for value in (generation.get("eos_token_id"), text.get("eos_token_id"), tokenizer.eos_token_id):
-        eos.update(value if isinstance(value, list) else [] if value is None else [value])
-    return ModelFacts(context, vocab, frozenset(eos))

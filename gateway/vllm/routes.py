@@ -58,7 +58,7 @@ def _tokenize(asked: TokenizeRequest, tokenizer: ModelTokenizer) -> TokenizeAnsw
 
 
 def _detokenize(asked: DetokenizeRequest, tokenizer: ModelTokenizer) -> DetokenizeAnswer:
-    if asked.tokens and max(asked.tokens) >= tokenizer.facts.vocab_size:
-        message = f"A token id is out of range: ids go from 0 to {tokenizer.facts.vocab_size - 1}."
+    if asked.tokens and max(asked.tokens) >= tokenizer.ids_end:
+        message = f"A token id is out of range: ids go from 0 to {tokenizer.ids_end - 1}."
         raise bad_value("tokens", message)
     return DetokenizeAnswer(prompt=tokenizer.decode_all(asked.tokens))

@@ -40,10 +40,13 @@ class GrammarError(Exception):
 def make_tokenizer(tokenizer_json: str, vocab_size: int, eos_ids: Iterable[int]) -> llguidance.LLTokenizer:
     """`tokenizer_json` as of Hugging Face tokenizers; `vocab_size` is the model's. Raises `GrammarError`."""
     eos = sorted(token for token in eos_ids if token < vocab_size)
-    try:
-        return llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos)
-    except (ValueError, RuntimeError, TypeError) as error:
-        raise GrammarError(f"the model's tokenizer does not suit grammars: {str(error)[:200]}") from None
+    why = ""
+    for size in (vocab_size, None):  # None: the tokenizer's own, since it may have more tokens than the model
+        try:
+            return llguidance.LLTokenizer(tokenizer_json, n_vocab=size, eos_token=eos)
+        except (ValueError, RuntimeError, TypeError) as error:
+            why = str(error)[:200]
+    raise GrammarError(f"the model's tokenizer does not suit grammars: {why}")
 
 
 def make_matcher(grammar: str, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
@@ -60,7 +63,6 @@ class Compiler:
     def __init__(self, tokenizer: llguidance.LLTokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._eos_ids: list[int] = list(tokenizer.eos_tokens)
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
         self._chars = 0
 
@@ -78,7 +80,7 @@ class Compiler:
     def matcher(self, grammar: str, output_tokens: Iterable[int]) -> "Matcher":
         """Returns a matcher that has accepted the tokens of an answer so far. Raises `GrammarError`."""
         self.compile(grammar)
-        found = Matcher(self._compiled[grammar].deep_copy(), self._vocab_size, self._eos_ids)
+        found = Matcher(self._compiled[grammar].deep_copy(), self._tokenizer, self._vocab_size)
         for token in output_tokens:
             found.accept(token)
         return found
@@ -87,11 +89,12 @@ class Compiler:
 class Matcher:
     """Where one choice stands in its grammar: an `engine.sampling.sampler.Constraint`."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, eos_ids: list[int]) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer, vocab_size: int) -> None:
+        """`vocab_size` is the model's. The tokenizer's is at least as large."""
         self._matcher = matcher
         self._vocab_size = vocab_size
-        self._eos_ids = eos_ids
-        self._bits = np.zeros((vocab_size + 31) // 32 * 4, dtype=np.uint8)
+        self._eos_ids: list[int] = list(tokenizer.eos_tokens)
+        self._bits = np.zeros((tokenizer.vocab_size + 31) // 32 * 4, dtype=np.uint8)
 
     def mask(self, row: Logits) -> Logits:
         """A copy of the logits [vocab] with minus infinity where a token does not continue the grammar. All are minus infinity
@@ -114,11 +117,11 @@ class Matcher:
         return self._matcher.is_accepting()
 
 
-def can_begin(matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer) -> bool:
+def can_begin(matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer, vocab_size: int) -> bool:
     """Returns whether an answer can begin: from the start, tokens are allowed until there is a choice of tokens. This check is
     needed because a regular expression that matches nothing still compiles."""
-    start = Matcher(matcher.deep_copy(), tokenizer.vocab_size, list(tokenizer.eos_tokens))
-    logits = np.zeros(tokenizer.vocab_size, np.float32)
+    start = Matcher(matcher.deep_copy(), tokenizer, vocab_size)
+    logits = np.zeros(vocab_size, np.float32)
     for _ in range(_START_TOKENS_MAX):
         allowed = np.flatnonzero(np.isfinite(start.mask(logits)))
         if len(allowed) != 1 or start.is_complete:

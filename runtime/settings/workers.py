@@ -4,7 +4,7 @@ from typing import ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from proto.limits import MAX_ID_CHARS
+from proto.limits import MAX_CONTEXT_TOKENS, MAX_ID_CHARS
 from proto.messages import Role
 from proto.parts import STALL_SHARE, STEP_TOKENS
 from runtime.settings.addresses import EVERY_INTERFACE, Address
@@ -28,7 +28,7 @@ class WorkerSettings(ClientSettings):
 
     section = "worker"
     panels: ClassVar[Panels] = {
-        "Model": "role model model_id device dtype weights",
+        "Model": "role model model_id max_model_len device dtype weights",
         "Compute": "threads cpu_cores max_seqs step_tokens_max stall_share",
         "KV cache": "kv_gib gpu_memory_share prefix_cache kv_tier_gib kv_tier_folder",
         "KV transfer": "kv_bind transfer_host kv_transport transfer_encryption",
@@ -38,6 +38,13 @@ class WorkerSettings(ClientSettings):
         description="The half of the work that this process does. mixed: both, in turn, over one copy of the weights. It"
         " registers as two workers, NAME-prefill and NAME-decode, that share its KV cache. crossdock flip changes the role of a"
         " running process."
+    )
+    max_model_len: int = Field(
+        0,
+        ge=0,
+        le=MAX_CONTEXT_TOKENS,
+        description="Most tokens of prompt and answer together; fewer than the model's own context need a smaller KV cache."
+        " 0: the model's own. Gateways learn it from the workers, of which the smallest counts.",
     )
     device: Device = Field("auto", description="Where to compute; auto: the GPU if torch sees one, else the CPU.")
     dtype: Dtype = Field(

@@ -31,7 +31,7 @@ from proto.messages import (
     StepDone,
     WorkFailed,
 )
-from proto.parts import Held
+from proto.parts import Held, Room
 from proto.status import KvHeld, KvPair, KvPairs, StatusReport
 from tests.coordinator.world import Harness, RandomWorld, gateway_hello, submit, worker_hello
 from tests.helpers import first
@@ -391,7 +391,7 @@ def test_registration_updates_cluster_state() -> None:
     h.post(PeerDown(20, "gone"))
     assert h.take(ClusterState, 1) == [ClusterState(())]
     h.post(PeerUp(21, worker_hello(Role.DECODE, 21)))
-    assert h.take(ClusterState, 1) == [ClusterState(("m",), (4,))]
+    assert h.take(ClusterState, 1) == [ClusterState(("m",), (4,), rooms=(Room(4096, 4000, 1000, 4),))]
 
 
 def test_returning_worker_keeps_held_blocks() -> None:

@@ -29,6 +29,7 @@ from proto.messages import (
     CacheEvents,
     CacheMiss,
     Cancel,
+    ClusterState,
     Finished,
     HandedOver,
     Hello,
@@ -132,6 +133,11 @@ class Harness:
     def receive(self, incarnation: int, message: Message) -> list[Action]:
         blob = pack_tokens(range(message.prompt_tokens)) if isinstance(message, Submit) else b""
         return self.post(Received(incarnation, message, blob))
+
+    def cluster_states(self) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
+        """Takes what the gateway was told: (models, tokens of each hash)."""
+        told = self.take(ClusterState, 1)
+        return [(one.servable_models, one.hash_block_sizes) for one in told if isinstance(one, ClusterState)]
 
     def take(self, kind: type[Message], incarnation: int | None = None) -> list[Message]:
         """Remove and return what was sent of one type (to one process)."""

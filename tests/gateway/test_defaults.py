@@ -17,7 +17,8 @@ from gateway.openai.openapi import schemas
 from gateway.openai.prepare import ModelRules
 from gateway.openai.request_types import ChatRequest, CompletionRequest, validate
 from gateway.text.generation_config import SamplingDefaults, sampling_defaults
-from gateway.text.tokenizer import ModelFilesError, ModelTokenizer, load
+from gateway.text.model_files import ModelFilesError, load
+from gateway.text.tokenizer import ModelTokenizer
 from runtime.settings.roles import GatewaySettings
 from tests import tiny_models
 from tests.gateway.fakes import CONTEXT_TOKENS, MODEL, Site

@@ -7,12 +7,19 @@ import msgspec
 import pytest
 
 from gateway.http.errors import ApiError
+from gateway.main import _say_warnings
+from gateway.openai.context import ServedModel
+from gateway.openai.prepare import ModelRules
 from gateway.structured import checker as module
 from gateway.structured.checker import GrammarChecker
 from gateway.structured.hello import COMPILE_CPU_S, CompileJob
-from gateway.text.tokenizer import ModelTokenizer
-from tests.gateway.fakes import make_site
+from gateway.text.tokenizer import ModelFacts, ModelTokenizer
+from runtime.process import log
+from tests import tiny_models
+from tests.gateway import tokenizers
+from tests.gateway.fakes import MODEL, make_site
 
+TOKENS = tiny_models.tokenizer().backend_tokenizer.get_vocab_size()
 GOOD = 'start: "a"'
 SPIN = """
 import time
@@ -127,6 +134,50 @@ def test_missing_process_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (caught.value.status, caught.value.code) == (503, "grammars_unavailable")
 
     with_checker(test)
+
+
+@pytest.mark.parametrize("vocab_size", [tiny_models.VOCAB, TOKENS - 1, 100])
+def test_any_vocabulary_has_verdicts(vocab_size: int) -> None:
+    """A tokenizer may have more tokens than its model. What needs one of those is refused."""
+
+    async def test() -> None:
+        raw = tiny_models.tokenizer()
+        facts = ModelFacts(512, vocab_size, frozenset({tiny_models.EOS}))
+        checker = ServedModel(ModelTokenizer(raw, facts), ModelRules("m", 1)).grammars
+        last = TOKENS - 1 if vocab_size >= TOKENS else vocab_size
+        try:
+            assert await refusal(checker, "a", f"start: <[{tiny_models.EOS + 1}]>") == ""
+            fits = await refusal(checker, "a", f"start: <[{last}]>") == ""
+            assert fits is (vocab_size >= TOKENS)
+        finally:
+            await checker.close()
+
+    asyncio.run(test())
+
+
+def test_unsuited_tokenizers_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """If no grammar can be compiled for a tokenizer, the start and /ready say so, and requests are refused for good."""
+
+    async def test() -> None:
+        site = make_site()
+        served = ServedModel(tokenizers.wrapped(tokenizers.word_piece()), ModelRules(MODEL, 1))
+        site.gateway.models = [served]
+        await _say_warnings([served], log.get("crossdock.gateway"))
+        assert "does not suit" in capsys.readouterr().out
+        async with site.client() as client:
+            ready = await client.get("/ready")
+            assert ready.status_code == 200 and "does not suit" in ready.json()["warnings"][0]
+            body = {
+                "model": MODEL,
+                "messages": [{"role": "user", "content": "a"}],
+                "response_format": {"type": "json_object"},
+            }
+            answer = await client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 400 and "retry-after" not in answer.headers
+        assert answer.json()["error"]["param"] == "response_format" and "WordPiece" in answer.json()["error"]["message"]
+        await served.grammars.close()
+
+    asyncio.run(test())
 
 
 # --- who is next ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from prometheus_client import generate_latest
 from gateway.main import GatewayProcess, _listen
 from gateway.openai.context import ServedModel
 from gateway.openai.prepare import ModelRules
-from gateway.text.tokenizer import ModelFilesError, load
+from gateway.text.model_files import ModelFilesError, load
 from proto import limits
 from proto.codec import pack_tokens
 from proto.errors import CancelReason, FinishReason, Reject

@@ -60,6 +60,21 @@ def test_arbitrary_token_texts_add_up(kind: str, data: st.DataObject) -> None:
         assert b"".join(own).decode() == text == tokenizer.decode(ids)
 
 
+@settings(deadline=None)
+@given(st.sampled_from(sorted(KINDS)), st.data())
+def test_any_tokens_continue_any_others(kind: str, data: st.DataObject) -> None:
+    """Tokens add to a prompt what decoding both together adds to it."""
+    tokenizer = KINDS[kind]
+    size = 262 if kind == "byte_level" else tokenizer.facts.vocab_size
+    ids = st.lists(st.integers(0, size - 1), max_size=40)
+    prompt, said = data.draw(ids), data.draw(ids)
+    before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *said])
+    answer = tokenizer.text_sink([], behind=tokenizer.end_of(prompt, keeps_special=False))()
+    text = "".join([*(answer.push(token).text for token in said), answer.finish().text])
+    if "�" not in whole:
+        assert before.rstrip("�") + text == whole
+
+
 def use(site: Site, kind: str, text: str, *, end: bool = True) -> list[int]:
     """Have the cluster answer with this text; returns its tokens."""
     tokenizer = site.gateway.models[0].tokenizer = KINDS[kind]
@@ -82,7 +97,8 @@ def test_logprob_tokens_add_up(kind: str, text: str) -> None:
         site.cluster.batch = 1
         (choice,) = (await completion(site, prompt=[5], logprobs=1))["choices"]
         logprobs = choice["logprobs"]
-        assert "".join(logprobs["tokens"]) == choice["text"] != ""
+        assert "".join(logprobs["tokens"]) == choice["text"] + logprobs["tokens"][-1] != ""
+        assert logprobs["tokens"][-1] == next(iter(logprobs["top_logprobs"][-1])) in ("<end>", "<eos>")
         at = 0
         for token, offset, top in zip(
             logprobs["tokens"], logprobs["text_offset"], logprobs["top_logprobs"], strict=True
@@ -99,13 +115,40 @@ def test_logprob_tokens_add_up(kind: str, text: str) -> None:
 
 @pytest.mark.parametrize("kind", SENTENCEPIECE)
 def test_only_the_first_space_is_dropped(kind: str) -> None:
-    """The first space belongs to no token, and later spaces belong to their tokens."""
+    """The first space of a chat answer belongs to no token, and later spaces belong to their tokens."""
 
     async def test(site: Site) -> None:
         use(site, kind, "Hello world!")
-        (choice,) = (await completion(site, prompt=[5], logprobs=0))["choices"]
-        assert choice["text"] == "Hello world!"
-        assert any(token.startswith(" w") for token in choice["logprobs"]["tokens"])
+        (choice,) = (await chat(site, logprobs=True))["choices"]
+        assert choice["message"]["content"] == "Hello world!"
+        assert any(entry["token"].startswith(" w") for entry in choice["logprobs"]["content"])
+
+    on_site(test)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("prompt", ["hello", "a b", "a 日本"])
+@pytest.mark.parametrize("answer", ["world!", "a 日本 b", " a", "\n\n"])
+def test_completion_continues_its_prompt(kind: str, prompt: str, answer: str) -> None:
+    """Prompt and answer together are the text of their tokens, streamed and whole, with log-probabilities and an echo."""
+
+    async def test(site: Site) -> None:
+        said = use(site, kind, answer)[:-1]
+        tokenizer = site.gateway.models[0].tokenizer
+        ids = tokenizer.encode(prompt, add_special_tokens=False)
+        before, whole = tokenizer.decode(ids), tokenizer.decode([*ids, *said])
+        for asked in (prompt, ids):
+            answered = await completion(site, prompt=[asked, asked], echo=True, logprobs=1, n=2)
+            assert len(answered["choices"]) == 4
+            for choice in answered["choices"]:
+                echoed = prompt if asked == prompt else before
+                assert choice["text"] == echoed + whole.removeprefix(before)
+                logprobs = choice["logprobs"]
+                tokens, offsets = logprobs["tokens"], logprobs["text_offset"]
+                assert "".join(tokens[:-1]) == whole
+                assert offsets[len(ids)] == len(echoed)
+        chunks, _ = await events(site, "/v1/completions", prompt=ids)
+        assert before + "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole
 
     on_site(test)
 
@@ -143,12 +186,12 @@ def test_chat_token_bytes_add_up(kind: str) -> None:
 
 
 def test_text_stop_token_adds_no_text() -> None:
-    """A stop token that is text adds none to the answer or to the texts of its tokens."""
+    """A stop token that is text adds none to the answer, and lists of tokens show it, as in vLLM."""
 
     async def test(site: Site) -> None:
         ids = use(site, "byte_level", "Paris.", end=False)
         (choice,) = (await completion(site, stop_token_ids=[ids[-1]], logprobs=0))["choices"]
-        assert choice["text"] == "".join(choice["logprobs"]["tokens"]) == "Paris"
+        assert choice["text"] == "Paris" and "".join(choice["logprobs"]["tokens"]) == "Paris."
         assert len(choice["logprobs"]["tokens"]) == len(ids)
 
     on_site(test)

@@ -13,7 +13,7 @@ from huggingface_hub.errors import RevisionNotFoundError
 from rich.console import Console
 
 from engine.model import loader
-from gateway.text import tokenizer
+from gateway.text import model_files
 from launcher.models import convert as models_convert
 from launcher.models import resolve as models
 from launcher.models.hub import ModelError
@@ -183,9 +183,9 @@ def test_gateway_uses_the_same_revision(hub: list[tuple[str, str | None]], monke
     def read_json(source: str, name: str) -> None:
         read.append(source)
 
-    monkeypatch.setattr(tokenizer, "_read_json", read_json)
-    with pytest.raises(tokenizer.ModelFilesError, match=r"org/tiny@v1: has no config\.json"):
-        tokenizer.load("org/tiny@v1")
+    monkeypatch.setattr(model_files, "_read_json", read_json)
+    with pytest.raises(model_files.ModelFilesError, match=r"org/tiny@v1: has no config\.json"):
+        model_files.load("org/tiny@v1")
     assert hub == [("org/tiny", "v1")] and Path(read[0]).name == "v1"
 
 

@@ -112,3 +112,16 @@ def test_compiled_grammar_cache_is_bounded() -> None:
         made.compile(regex(f"a{{{number + 1}}}"))
     assert len(made._compiled) == 128
     assert allowed(made.matcher(regex("a{300}"), ())) == set(ids("a"))
+
+
+@pytest.mark.parametrize("beyond", [-58, 1, 40])
+def test_any_vocabulary_has_grammars(beyond: int) -> None:
+    """A model may have more or fewer tokens than its tokenizer: masks are as long as its logits."""
+    tokens = TOKENIZER.backend_tokenizer.get_vocab_size()
+    vocab = tokens - beyond
+    made = Compiler(make_tokenizer(TOKENIZER.backend_tokenizer.to_str(), vocab, [tiny_models.EOS, tokens - 1]), vocab)
+    matcher = made.matcher(regex("[a-c]"), ())
+    kept = np.isfinite(matcher.mask(np.zeros(vocab, np.float32)))
+    assert set(np.flatnonzero(kept).tolist()) == {token for letter in "abc" for token in ids(letter)}
+    matcher.accept(ids("a")[0])
+    assert np.isfinite(matcher.mask(np.zeros(vocab, np.float32)))[tiny_models.EOS]

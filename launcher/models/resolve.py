@@ -72,7 +72,12 @@ def _is_path(model: str) -> bool:
 
 
 def cache_folder() -> Path:
-    return Path(platformdirs.user_cache_dir("crossdock")) / "models"
+    """The folder for models that crossdock makes: the user's cache, or the environment's own if only that can be written to."""
+    cache, environment = Path(platformdirs.user_cache_dir("crossdock")), Path(sys.prefix)
+    there = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    if not os.access(there, os.W_OK) and os.access(environment, os.W_OK):
+        cache = environment / "cache"
+    return cache / "models"
 
 
 def embedded(console: Console) -> Path:
@@ -89,7 +94,8 @@ def embedded(console: Console) -> Path:
     except TimeoutError as error:
         raise ModelError(f"the default model could not be made ready: {error}") from None
     except OSError as error:
-        raise ModelError(f"cannot keep the model in {cache}: {error.strerror or error}") from None
+        said = error.strerror or error
+        raise ModelError(f"cannot keep the model in {cache}: {said}; point XDG_CACHE_HOME elsewhere") from None
     return finished
 
 

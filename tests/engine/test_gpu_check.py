@@ -151,8 +151,8 @@ def test_wheels_are_carried_without_pip(tmp_path: Path) -> None:
         wheel.writestr("carried.py", "HERE = True\n")
     python = tmp_path / "python"
     python.write_text(
-        f'#!/bin/sh\ncase "$*" in\n"-m zipfile "*) exec {sys.executable} "$@" ;;\n'
-        f'"-m tools.gpu.check smoke") exec {sys.executable} -c "import carried, tools.gpu.record; print(carried.HERE)" ;;\n'
+        f'#!/bin/sh\ncase "$*" in\n"-m zipfile "*) exec "{sys.executable}" "$@" ;;\n'
+        f'"-m tools.gpu.check smoke") exec "{sys.executable}" -c "import carried, tools.gpu.record; print(carried.HERE)" ;;\n'
         'esac\necho "asked for $*" >&2\nexit 9\n'
     )
     python.chmod(0o755)

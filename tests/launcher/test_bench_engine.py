@@ -2,6 +2,7 @@
 
 import io
 import json
+import shlex
 import stat
 import sys
 from collections.abc import Iterator
@@ -168,7 +169,10 @@ def _stand_in(folder: Path, body: str) -> EngineBenchSettings:
     """A program that notes its arguments in `asked` beside it, then does what `body` says."""
     program, gguf = folder / "llama-bench", folder / "model.gguf"
     note = f"import json, sys\nopen({str(folder / 'asked')!r}, 'w').write(json.dumps(sys.argv[1:]))\n"
-    program.write_text(f"#!{sys.executable}\n{note}{body}\n")
+    program.with_suffix(".py").write_text(f"{note}{body}\n")
+    program.write_text(
+        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$0.py" "$@"\n'
+    )  # its path may be long, or have a blank
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     gguf.write_bytes(b"GGUF")
     return EngineBenchSettings(threads=2, llama_bench=str(program), gguf=str(gguf))

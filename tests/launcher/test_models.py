@@ -65,6 +65,16 @@ def test_default_model_is_made_once(cache: Path, monkeypatch: pytest.MonkeyPatch
     assert _finished(cache) == [models.FINISHED_NAME]
 
 
+def test_read_only_home_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the user's cache cannot be written to, the model is kept in the environment, if that can be written to."""
+    monkeypatch.setattr(models.sys, "prefix", str(tmp_path / "environment"))  # type: ignore[attr-defined]
+    may_write = {tmp_path / "environment"}
+    monkeypatch.setattr(models.os, "access", lambda path, mode: path in may_write)  # type: ignore[attr-defined]
+    assert models.cache_folder() == tmp_path / "environment/cache/models"
+    may_write.clear()
+    assert models.cache_folder() == tmp_path / "crossdock/models", "which the error then names"
+
+
 def test_failed_conversion_is_retried(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversion that fails leaves nothing behind and is tried again."""
 

@@ -188,7 +188,7 @@ def test_unreachable_limits_name_a_cause(here: Path) -> None:
 def test_results_survive_a_closed_pipe(here: Path) -> None:
     """Result files are written although the reader of the output has left."""
     command = (
-        f"{sys.executable} -m launcher.cli tune --rate 1 --duration 60 --workers 2 --out w.json --html w.html | true"
+        f"'{sys.executable}' -m launcher.cli tune --rate 1 --duration 60 --workers 2 --out w.json --html w.html | true"
     )
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(here)}
     subprocess.run(["/bin/sh", "-c", command], cwd=here, env=environment, timeout=100, check=False, capture_output=True)

@@ -115,9 +115,8 @@ class Chat:
         """Raises `ApiError`."""
         fields = _given(request)
         tools, asked = tools_of(fields), wanted(fields)
-        if asked is not None and tools is not None and tools.must_call:
-            message = "'tool_choice' asks for a call, so the answer cannot have another form as well."
-            raise bad_value(asked.param.partition(".")[0], message)
+        if tools is not None and tools.must_call:
+            asked = None  # the form is of text, and a call that must be has none
         options = template_options(facts, request.chat_template_kwargs, request.reasoning_effort)
         return cls(request, facts, tools, asked, template_messages(request.messages, tools, facts), options)
 

@@ -121,7 +121,7 @@ def prepare_chat(
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     if request.max_tokens is not None and request.max_tokens != asked:
         raise bad_value("max_tokens", "'max_tokens' and 'max_completion_tokens' differ; send one of them.")
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise bad_value("top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
     chat = Chat.of(request, tokenizer.template)
     _refuse_if_surely_too_long(chat.text_bytes, tokenizer, "messages")
@@ -147,7 +147,8 @@ def encoded(text: str, tokenizer: ModelTokenizer, param: str, *, special: bool) 
     try:
         return tokenizer.encode(text, add_special_tokens=special)
     except TextTooLong:
-        raise too_long(f"'{param}' has more than {limits.MAX_CONTEXT_TOKENS} tokens.", param) from None
+        tokens = limits.MAX_CONTEXT_TOKENS + 1
+        raise too_long(param, tokenizer.facts.context_tokens, tokens, at_least=True) from None
 
 
 def in_form(prepared: Prepared, form: Form) -> Prepared:
@@ -180,7 +181,7 @@ def _prompts(prompt: object, tokenizer: ModelTokenizer) -> list[str | list[int]]
             checked.append(item)
         elif isinstance(item, list) and item and _is_ids(item):
             if len(item) > tokenizer.facts.context_tokens:
-                raise _over_context(len(item), 1, tokenizer, "prompt")
+                raise too_long("prompt", tokenizer.facts.context_tokens, len(item), 1)
             if min(item) < 0 or max(item) >= tokenizer.facts.vocab_size:
                 raise bad_value(
                     "prompt", f"A token id is out of range: ids go from 0 to {tokenizer.facts.vocab_size - 1}."
@@ -200,9 +201,8 @@ def _is_ids(value: list[object]) -> bool:
 
 def _refuse_if_surely_too_long(text_bytes: int, tokenizer: ModelTokenizer, param: str) -> None:
     if tokenizer.surely_too_long(text_bytes, tokenizer.facts.context_tokens):
-        context = tokenizer.facts.context_tokens
-        message = f"The model's context is {context} tokens; {text_bytes} bytes of text cannot fit."
-        raise too_long(message, param)
+        tokens = -(-text_bytes // (tokenizer.bytes_per_token_max or 1))
+        raise too_long(param, tokenizer.facts.context_tokens, tokens, at_least=True)
 
 
 def _logit_bias(request: GenerationRequest, tokenizer: ModelTokenizer) -> tuple[tuple[int, float], ...]:
@@ -254,7 +254,7 @@ def _finish(
     left = tokenizer.facts.context_tokens - longest
     wanted = max(min(default or left, left), 1) if asked is None else asked
     if wanted > left:
-        raise _over_context(longest, wanted, tokenizer, param)
+        raise too_long(param, tokenizer.facts.context_tokens, longest, wanted)
     max_tokens = max(wanted, 1)
     defaults, options = tokenizer.facts.sampling, request.stream_options or StreamOptions()
     sampling = Sampling(
@@ -290,11 +290,3 @@ def _finish(
         keeps_stop=bool(request.include_stop_str_in_output),
         cache_salt=request.cache_salt or "",
     )
-
-
-def _over_context(prompt_tokens: int, max_tokens: int, tokenizer: ModelTokenizer, param: str) -> Exception:
-    message = (
-        f"The model's context is {tokenizer.facts.context_tokens} tokens; the prompt has {prompt_tokens} and"
-        f" {max_tokens} more are asked for."
-    )
-    return too_long(message, param)

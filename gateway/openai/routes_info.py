@@ -31,6 +31,7 @@ def _model(gateway: Gateway, served: ServedModel, name: str) -> dict[str, Any]:
     }
 
 
+@router.get("/v1/models/", include_in_schema=False)
 @router.get("/v1/models", summary="The models served here.", response_model=ModelList, responses=refusals(401))
 async def models(gateway: GatewayDep, _tenant: TenantDep) -> dict[str, Any]:
     found = [_model(gateway, served, name) for served in gateway.models for name in served.rules.names]

@@ -180,8 +180,8 @@ def _bounds(schema: dict[str, Any]) -> _Fault | None:
 
 
 def _parts(value: dict[str, Any] | list[Any], kind: _Kind) -> Iterator[tuple[Any, _Kind]]:
-    """The objects and lists in a part of a schema. What stands under an unknown keyword counts as schemas, since `$ref` may
-    point there."""
+    """The objects and lists in a part of a schema. Parts under an unknown keyword count as schemas, since `$ref` may point
+    there."""
     for key, part in value.items() if isinstance(value, dict) else (("", part) for part in value):
         if isinstance(part, dict | list):
             yield part, _kind_below(kind, key)

@@ -16,6 +16,8 @@ KWARGS_BYTES_MAX: Final = 16_384
 ARGUMENTS_BYTES_MAX: Final = 16 << 20
 """Bytes that the arguments of all calls may take in memory, beside the characters of their strings."""
 _OURS: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template"})
+_SWITCHES: Final = ("enable_thinking", "thinking")
+"""Names of the variable that turns thoughts on or off. Templates know one of them at most, and clients send either or both."""
 _CALLS_IN_WORDS: Final = (
     "You can call functions. Each line here describes one, as JSON:\n{tools}\n"
     "To call one, answer with its name and its arguments in this form, and nothing else:\n"
@@ -36,24 +38,33 @@ def call_format(facts: TemplateFacts) -> CallFormat | None:
 
 
 def template_options(facts: TemplateFacts, kwargs: dict[str, Any] | None, effort: str | None) -> dict[str, Any]:
-    """`chat_template_kwargs` and `reasoning_effort` as the template takes them. Raises `ApiError`."""
+    """`chat_template_kwargs` and `reasoning_effort` as the template takes them. An option that the template does not know is
+    refused, unless it turns off what the model does not do. Raises `ApiError`."""
     name = "chat_template_kwargs"
     options = dict(kwargs or {})
     if len(options) > KWARGS_MAX or len(msgspec.json.encode(options)) > KWARGS_BYTES_MAX:
         raise bad_value(name, f"'{name}' may have at most {KWARGS_MAX} fields and {KWARGS_BYTES_MAX} bytes.")
-    for key in options:
+    switch = next((one for one in _SWITCHES if one in facts.variables), None)
+    for key in list(options):
         param = f"{name}.{key[:100]}"
         if key in _OURS:
             raise bad_value(param, f"'{param}' is not allowed: the request itself says it.")
-        if key not in facts.variables:
+        if key in facts.variables:
+            continue
+        value = options.pop(key)
+        if key in _SWITCHES and switch is not None:
+            options.setdefault(switch, value)
+        elif key == "reasoning_effort":
+            effort = effort or value
+        elif value or facts.thinks:
             message = f"'{param}' has no effect: the model's chat template does not use {key[:100]!r}."
             raise bad_value(param, message, "unsupported_parameter")
     if effort is None:
         return options
     if "reasoning_effort" in facts.variables:
         options.setdefault("reasoning_effort", effort)
-    elif "enable_thinking" in facts.variables:
-        options.setdefault("enable_thinking", effort != "none")
+    elif switch is not None:
+        options.setdefault(switch, effort != "none")
     return options
 
 

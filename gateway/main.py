@@ -137,6 +137,9 @@ class GatewayProcess:
             raise ConfigError(f"--tenants: {error}") from error
         keys = KeyRing(tenants.tenants if tenants else open_tenants(), self.settings.api_keys)
         batches = await self._open_batches()
+        for served in models:
+            if fault := served.tokenizer.template.fault:
+                self.log.warning("chat is refused; completions are served", model=served.rules.model_id, why=fault)
         coordinator, waiting = self._coordinator(address)
         waiting.begin()
         await coordinator.start()
@@ -155,6 +158,7 @@ class GatewayProcess:
             cors_origins=self.settings.cors_origins,
             allowed_hosts=_own_names(self.settings),
             trusted_proxies=self.settings.trusted_proxies,
+            metrics_page=self.observed.page if self.settings.api_metrics else None,
             responses=ResponseStore(keep_s=self.settings.responses_keep_s),
         )
         self.metrics.slo_of = keys.slo_of

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 from gateway.http.encoding import encode
 from gateway.streams.types import FailKind, Failure
@@ -22,6 +22,9 @@ RATE_HEADERS = tuple(
     f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset")
 )
 """All of those that `rate_headers` makes."""
+
+
+UNSUPPORTED_ENCODING: Final = "unsupported_content_encoding"
 
 
 class ApiError(Exception):
@@ -62,6 +65,8 @@ class ApiError(Exception):
         headers = rate_headers(self.rates)
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
+        if self.code == UNSUPPORTED_ENCODING:
+            headers["Accept-Encoding"] = "identity"
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
         elif (400 <= self.status < 500 and self.status != 408) or self.code == Reject.LOSES_WORKERS:

@@ -255,10 +255,22 @@ class _Rewriter:
         unions = any(key in schema for key in _UNIONS)
         if self.closes and names and not unions and not in_union and not _OBJECT_KEYS & set(schema):
             found["additionalProperties"] = False
+        if found.get("additionalProperties") is False and not in_union and "allOf" not in schema:
+            self._mend_required(found, closed="additionalProperties" in schema)
         return found
 
+    def _mend_required(self, schema: dict[str, Any], *, closed: bool) -> None:
+        """Makes an object possible that requires a property which it does not name. Tools have such schemas by mistake."""
+        required = schema["required"] if isinstance(schema.get("required"), list) else []
+        named = schema["properties"] if isinstance(schema.get("properties"), dict) else {}
+        missing = [name for name in required if isinstance(name, str) and name not in named]
+        if missing and not closed:
+            schema["properties"] = {**named, **{name: {} for name in missing}}
+        elif missing and not self.strict and "patternProperties" not in schema:
+            schema["required"] = [name for name in required if name not in missing]
+
     def _keeps(self, key: str, value: Any, path: Path) -> bool:
-        if key in _NAMES_ONLY:
+        if key in _NAMES_ONLY or (value is None and key != "const"):
             return False
         fault = self._fault(key, value)
         if self.strict and fault:

@@ -14,7 +14,7 @@ from typing import Any
 from gateway.text.detokenize import Assembler, Detokenizer
 from gateway.text.generation_config import SamplingDefaults, sampling_defaults
 from gateway.text.regions import NO_REGIONS, Regions
-from gateway.text.template_facts import template_facts
+from gateway.text.template_facts import TemplateError, as_parts, template_facts, with_content_forms
 from gateway.text.token_texts import Pieces, TokenTexts
 from proto import limits
 from proto.context import context_tokens
@@ -33,10 +33,6 @@ moment."""
 
 class ModelFilesError(CrossdockError):
     """The model's tokenizer or configuration cannot be used; `str()` says why and which model."""
-
-
-class TemplateError(Exception):
-    """The chat template does not take these messages; `str()` is for the user."""
 
 
 class TextTooLong(Exception):
@@ -63,6 +59,8 @@ class ModelTokenizer:
         self.facts = facts
         self.has_chat_template = bool(hf_tokenizer.chat_template)
         self.template = template_facts(hf_tokenizer)
+        if self.has_chat_template:
+            self.template = with_content_forms(self.template, self.apply_template)
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._marks = {
@@ -100,7 +98,11 @@ class ModelTokenizer:
 
         try:
             text = self._hf.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **options
+                as_parts(messages, self.template.roles_in_parts),
+                tools=tools or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **options,
             )
         except (JinjaError, *_OF_TEMPLATES) as error:
             raise TemplateError(f"the model's chat template does not take these messages: {str(error)[:300]}") from None
@@ -173,6 +175,11 @@ class ModelTokenizer:
         """As tokenizer.json."""
         text: str = self._backend.to_str()
         return text
+
+    def info(self) -> dict[str, Any]:
+        """What a client needs to make the model's prompts itself."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
+        return {"tokenizer_class": type(self._hf).__name__} | {name: getattr(self._hf, name, None) for name in names}
 
     def surely_too_long(self, text_bytes: int, context_tokens: int) -> bool:
         """Returns whether a text of `text_bytes` bytes certainly has more than `context_tokens` tokens. The text is not
@@ -262,7 +269,7 @@ def _read_json(source: str, name: str) -> dict[str, Any] | None:
     path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
     if path is None:
         return None
-    content = json.loads(Path(path).read_text(encoding="utf-8"))
+    content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     if not isinstance(content, dict):
         raise ModelFilesError(f"{source}: {name} is not a JSON object")
     return content

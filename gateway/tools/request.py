@@ -97,7 +97,8 @@ def _tool(value: Any, param: str) -> Tool:
         raise bad_value(f"{param}.description", f"'{param}.description' must be a string.", "invalid_type")
     if parameters is not None and not isinstance(parameters, dict):
         raise bad_value(f"{param}.parameters", f"'{param}.parameters' must be a JSON schema.", "invalid_type")
-    if parameters and parameters.get("type", "object") != "object":
+    types = parameters.get("type", "object") if parameters else "object"
+    if "object" not in (types if isinstance(types, list) else [types]):
         raise bad_value(f"{param}.parameters", f"'{param}.parameters' must be the schema of an object.")
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):

@@ -167,9 +167,6 @@ def _conversations(t: Rows) -> None:
     t.message("calls of a user", "messages[0].tool_calls", "invalid_value", {**user, "tool_calls": [CALL]})
     t.message("call without a function", "messages[0].tool_calls[0].function", "missing_required_parameter",
               {"role": "assistant", "tool_calls": [{"id": "c", "type": "function"}]})  # fmt: skip
-    broken = {**CALL, "function": {"name": "f", "arguments": "{"}}
-    t.message("call with broken arguments", "messages[0].tool_calls[0].function.arguments", "invalid_value",
-              {"role": "assistant", "tool_calls": [broken]})  # fmt: skip
     t.message(
         "thoughts of a user", "messages[0].reasoning_content", "invalid_value", {**user, "reasoning_content": "x"}
     )

@@ -153,7 +153,6 @@ class GenerationRequest(SharedFields):
     verbosity: Literal["low", "medium", "high"] | None = None
     prediction: Hint | None = None
     store: bool | None = None
-    """This has no effect: only /v1/responses keeps answers."""
 
 
 class CompletionRequest(GenerationRequest):

@@ -303,8 +303,8 @@ class GatewaySettings(BatchOptions, ClientSettings):
     )
     api_metrics: bool = Field(
         True,
-        description="Serve this gateway's metrics at /metrics of --port, too, where benchmarks look for them. Not with"
-        " --tenants, since they name the tenants.",
+        description="Serve this gateway's metrics at /metrics of --port, too, where benchmarks look for them. Never if"
+        " --tenants names tenants, since the metrics name them, too.",
     )
 
     @property

@@ -1,14 +1,21 @@
 """What published clients send, found by running them: it is served as OpenAI's, Anthropic's or vLLM's servers do."""
 
+import asyncio
+import codecs
+import gzip
 from dataclasses import replace
 from typing import Any
 
 import anthropic
+import msgspec
 import pytest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from gateway.text.template_facts import TemplateFacts
 from gateway.tools.conversation import template_options
-from tests.gateway.fakes import CONTEXT_TOKENS, MODEL, Site, served, tokenizer
+from runtime.metrics.server import Reply
+from tests import tiny_models
+from tests.gateway.fakes import CONTEXT_TOKENS, MODEL, Site, make_site, served, tokenizer
 from tests.gateway.http_words import chat, on_site, post
 
 HI: Any = [{"role": "user", "content": "Hi"}]
@@ -140,6 +147,66 @@ def test_small_habits_are_served() -> None:
         for path in ("input_tokens", "compact"):
             assert await status(site, f"/v1/responses/{path}", input="Hi") == 404
         async with site.client() as client:
+            info = (await client.get("/tokenizer_info")).json()
+            assert (info["eos_token"], info["chat_template"]) == ("<eos>", tiny_models.CHAT_TEMPLATE)
             assert (await client.get("/v1/models/")).json() == (await client.get("/v1/models")).json()
+
+    on_site(test)
+
+
+def test_metrics_are_on_the_apis_port() -> None:
+    """Benchmarks find the metrics under the API's address, for those who may use it; with several tenants nobody does."""
+    page = Reply(200, b"up 1\n", CONTENT_TYPE_LATEST)
+
+    async def found(key: str = "", **options: Any) -> tuple[int, str]:
+        async with make_site(**options).client() as client:
+            answer = await client.get("/metrics", headers={"x-api-key": key} if key else {})
+            return answer.status_code, answer.text
+
+    async def body() -> None:
+        assert await found(metrics_page=lambda: page) == (200, "up 1\n")
+        assert (await found())[0] == 404, "--no-api-metrics"
+        keyed: Any = {"api_keys": ("secret",), "metrics_page": lambda: page}
+        assert ((await found(**keyed))[0], (await found("secret", **keyed))[0]) == (401, 200)
+        assert (await found("secret", tenants="[tenants.acme]", **keyed))[0] == 404
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "GZIP", "br", "identity, gzip", "zstd", "nonsense"])
+def test_compressed_body_is_refused_by_name(encoding: str) -> None:
+    """A body with a Content-Encoding is a 415 that says what is accepted, on every path that reads a body."""
+
+    async def test(site: Site) -> None:
+        headers = {"content-type": "application/json", "content-encoding": encoding}
+        plain = msgspec.json.encode({"model": MODEL, "messages": HI})
+        async with site.client() as client:
+            for path in ("chat/completions", "completions", "responses", "messages", "messages/count_tokens"):
+                answer = await client.post(f"/v1/{path}", content=gzip.compress(plain), headers=headers)
+                assert (answer.status_code, answer.headers["accept-encoding"]) == (415, "identity")
+                assert encoding in answer.json()["error"]["message"]
+            headers["content-encoding"] = "identity"
+            for sent in (plain, codecs.BOM_UTF8 + plain):
+                assert (await client.post("/v1/chat/completions", content=sent, headers=headers)).status_code == 200
+
+    on_site(test)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": ["object", "null"], "properties": {"a": {"type": "string"}}},
+        {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["b"]},
+        {"type": "object", "properties": {}, "required": ["b"], "additionalProperties": False},
+        {"type": "object", "required": ["b"], "additionalProperties": False},
+        {"type": "object", "properties": None, "required": None, "additionalProperties": None},
+    ],
+    ids=str,
+)
+def test_sloppy_functions_are_taken(parameters: Any) -> None:
+    """Functions whose schema has a common mistake can be called."""
+
+    async def test(site: Site) -> None:
+        await chat(site, tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}])
 
     on_site(test)

@@ -57,7 +57,7 @@ _OPTIONS: Final = "x-guidance"
 
 Path = tuple[str, ...]
 _Kind = Literal["schema", "names", "value"]
-"""What a part of a schema is: one or several schemas, a mapping of names to schemas, or a value of an instance."""
+"""The kinds of parts in a schema: one or several schemas, a mapping of names to schemas, or a value of an instance."""
 
 
 class SchemaError(Exception):

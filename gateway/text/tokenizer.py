@@ -177,7 +177,7 @@ class ModelTokenizer:
         return text
 
     def info(self) -> dict[str, Any]:
-        """What a client needs to make the model's prompts itself."""
+        """Returns the special tokens and the chat template, with which a client can make prompts itself."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
         return {"tokenizer_class": type(self._hf).__name__} | {name: getattr(self._hf, name, None) for name in names}
 

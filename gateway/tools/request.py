@@ -10,7 +10,7 @@ import msgspec
 from gateway.http.errors import bad_value
 from gateway.http.json_text import values_bytes
 
-TOOLS_MAX: Final = 1024
+TOOLS_MAX: Final = 512
 """OpenAI takes 128. Anthropic's clients send more, as soon as some MCP servers are configured."""
 TOOLS_BYTES_MAX: Final = 16 << 20
 """Bytes that the schemas of all tools may take in memory. Chat templates write all of them in one step, which blocks all other

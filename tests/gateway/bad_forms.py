@@ -139,7 +139,7 @@ def _tools(t: Rows) -> None:
     tool("strict with an unknown keyword", "tools", "invalid_value", strict=True, parameters={"uniqueItems": True})
     t.chat("tools twice the same", "tools", "invalid_value", tools=[TOOL, TOOL])
     t.chat("tools too many", "tools", "invalid_value",
-           tools=[{"type": "function", "function": {"name": f"f{n}"}} for n in range(1025)])  # fmt: skip
+           tools=[{"type": "function", "function": {"name": f"f{n}"}} for n in range(513)])  # fmt: skip
     t.completion("tools in a completion", "tools", "unknown_parameter", tools=[TOOL])
 
 

@@ -19,12 +19,15 @@ from tests.gateway.fakes import CONTEXT_TOKENS, MODEL, Site, make_site, served, 
 from tests.gateway.http_words import chat, on_site, post
 
 HI: Any = [{"role": "user", "content": "Hi"}]
-SCHEMA = {"type": "object", "properties": {"type": {"type": "string"}}}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"type": {"type": "string"}}}
 LONG: Any = [{"role": "user", "content": "x" * CONTEXT_TOKENS}]
 
 
-def tool(name: str, description: str = "") -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": SCHEMA}}
+def tool(name: str, description: str = "", *, size: int = 0) -> dict[str, Any]:
+    """`size`: properties of its schema."""
+    properties = {f"property_{number}": {"type": "string"} for number in range(size)}
+    schema = {"type": "object", "properties": {**SCHEMA["properties"], **properties}}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
 
 
 async def status(site: Site, path: str, **fields: Any) -> Any:
@@ -38,7 +41,7 @@ def test_agents_own_tools_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def test(site: Site) -> None:
         await chat(site, tools=[tool("workflow", "x" * 19_000), tool("mcp__" + "n" * 123)])
-        await chat(site, tools=[tool(f"f{number}") for number in range(200)], tool_choice="none")
+        await chat(site, tools=[tool(f"mcp__{number}", size=40) for number in range(60)])
         called = {"id": "c", "type": "function", "function": {"name": "n" * 128, "arguments": "{}"}}
         await chat(site, messages=[*HI, {"role": "assistant", "tool_calls": [called]}])
         named = {"name": "n" * 128, "input_schema": SCHEMA, "description": "x" * 19_000}

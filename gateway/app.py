@@ -53,6 +53,8 @@ BODIES: Final = (
     MessageEvent,
 )
 """Types to add to the OpenAPI description because the routes do not name them."""
+_NO_IDS: Final = frozenset({"/v1/responses/input_tokens", "/v1/responses/compact"})
+"""Paths of OpenAI's API that have no route here, and have the form of another route's ids."""
 _ROUTES: Final = [route for router in ROUTERS for route in router.routes if isinstance(route, Route)]
 
 
@@ -130,14 +132,14 @@ async def _http_error(request: Request, error: Exception) -> Response:
     of_server = request.method == "OPTIONS" and request.url.path == "/*"
     if of_server or (error.status_code == 405 and request.method == "OPTIONS"):
         return Response(status_code=204, headers={"Allow": _allowed(request.scope)})
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+    status = 404 if request.url.path in _NO_IDS else error.status_code
+    code = {404: "not_found", 405: "method_not_allowed"}.get(status, "http_error")
     message = {
-        404: f"There is nothing at {request.url.path[:200]}. The API is below /v1; /metrics has a port of its own.",
+        404: f"There is nothing at {request.url.path[:200]}. The API is below /v1.",
         405: f"{request.method[:20]} is not allowed at {request.url.path[:200]}.",
-    }.get(error.status_code, str(error.detail)[:300])
-    response = _response(ApiError(error.status_code, message, code=code), request)
-    response.headers.update(error.headers or {})
-    if error.status_code == 405:
+    }.get(status, str(error.detail)[:300])
+    response = _response(ApiError(status, message, code=code), request)
+    if status == 405:
         response.headers["Allow"] = _allowed(request.scope)
     return response
 

@@ -153,6 +153,7 @@ class GatewayProcess:
             cors_origins=self.settings.cors_origins,
             allowed_hosts=_own_names(self.settings),
             trusted_proxies=self.settings.trusted_proxies,
+            metrics_page=self.observed.page if self.settings.api_metrics else None,
             responses=ResponseStore(keep_s=self.settings.responses_keep_s),
         )
         waiting.begin()

@@ -30,11 +30,13 @@ A field that would change an answer is never silently ignored. Each field is one
 - **refused**: any value is answered with 400 and a message that names the field. The table lists the values that are accepted
   because they request nothing. Fields that are not in the tables are refused as unknown.
 
-Beside these, `/v1/models`, `/v1/models/{id}`, `/version` and `/health` are GET requests without fields, and so are
+Beside these, `/v1/models`, `/v1/models/{id}`, `/version`, `/health`, `/metrics` (see [metrics](metrics.md)) and
+`/tokenizer_info` (special tokens and chat template, `?model=` names one) are GET requests without fields, and so are
 `/v1/responses/{id}` with GET and DELETE, and `/v1/sessions/{id}` with DELETE, which ends a session: what only it has in caches
 is given up. A session is a conversation: its name is `session_id`, or the header `X-Session-Id` with any of these APIs, or
 `prompt_cache_key`. Without a name, its next turn is found by its prompt. `/v1/files` and `/v1/batches` have
-[a page of their own](batches.md). Images, audio and files are refused wherever messages may have parts.
+[a page of their own](batches.md). Images, audio and files are refused wherever messages may have parts. A compressed body
+(`Content-Encoding`) is answered with 415.
 
 `system_fingerprint` in an answer identifies the model's files, the compute backend and its versions. With a seed, two answers
 to the same request can be equal only if it is equal. While workers differ, it stands for all of them together.
@@ -53,6 +55,7 @@ _WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "truncation": "Nothing is left out of a conversation: one that is too long is refused.",
     "context_management": "Nothing is left out of a conversation: one that is too long is refused.",
     "image": "This server reads text.",
+    "store": "Only /v1/responses keeps answers.",
     "betas": "The same forms are accepted with and without.",
     "cache_control": "The prefix cache finds prompts by their tokens.",
     "diagnostics": "`usage` says how many tokens were cached.",

@@ -61,10 +61,11 @@ With this page you find the metric for a question, and what it is called in vLLM
 `python -m tools.metrics docs/metrics.md` from what the processes export; a test fails when it is stale.
 
 Each process has a metrics port (`--metrics`). It is on loopback unless you give another address, because everyone who
-reaches it can read it. It serves `/metrics`, `/health`, `/live` (200 only while the process makes progress) and `/ready`
-(200 only while it can serve). `crossdock status` shows the addresses. The coordinator also serves `/targets`, which lists
-all processes for Prometheus. `crossdock serve` and `crossdock up` have metrics of their own, on the port after those of
-their processes:
+reaches it can read it. It serves `/metrics`, `/health`, `/live` (200 only while the process makes progress) and
+`/ready` (200 only while it can serve). `crossdock status` shows the addresses. A gateway's metrics are at `/metrics` of
+its API, too, for those who may use the API, unless there are several tenants or `--no-api-metrics` is given. The
+coordinator also serves `/targets`, which lists all processes for Prometheus. `crossdock serve` and `crossdock up` have
+metrics of their own, on the port after those of their processes:
 
 ```yaml
 scrape_configs:

@@ -9,6 +9,7 @@ A mixed worker does prefill steps and decode steps in turn.
 Curves are piecewise linear through the measured medians. The residuals of the fit are kept: they make the error bands.
 """
 
+import codecs
 from bisect import bisect_right
 from collections.abc import Sequence
 from math import log
@@ -230,7 +231,7 @@ class Profile(msgspec.Struct, frozen=True):
 def decoded(data: bytes, name: str) -> Profile:
     """Raises `ProfileError` naming the file."""
     try:
-        profile = msgspec.json.decode(data, type=Profile)
+        profile = msgspec.json.decode(data.removeprefix(codecs.BOM_UTF8), type=Profile)
     except msgspec.DecodeError as error:
         raise ProfileError(f"{name}: not a profile, as docs/profile.md describes it: {error}") from None
     if profile.format != FORMAT:

@@ -86,7 +86,7 @@ def weights_of(folder: Path, dtype: torch.dtype | None) -> tuple[int, torch.dtyp
 
 def _stated_type(folder: Path) -> torch.dtype | None:
     """The type that transformers uses for `auto`; None: as stored."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8-sig"))
     for one in (config, config.get("text_config") or {}):
         name = one.get("dtype") or one.get("torch_dtype")
         if name in ("float32", "float16", "bfloat16"):
@@ -101,7 +101,7 @@ def _files(folder: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"].values())
         return [folder / Path(name).name for name in names]
     return list(folder.glob("*.safetensors"))
 

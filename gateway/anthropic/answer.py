@@ -27,7 +27,13 @@ _REASONS = {Finish.STOP: "end_turn", Finish.LENGTH: "max_tokens", Finish.TOOL_CA
 
 def error_body(error: ApiError, request_id: str) -> Json:
     kind = _ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    found: Json = {"type": kind, "message": error.message}
+    if error.param == "thread" and error.code == "unsupported_parameter":
+        # Anthropic's tool runners then send the whole conversation with each request.
+        found["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    elif error.code == "context_length_exceeded":
+        found["message"] = f"prompt is too long: {error.overflow or error.message}"
+    return {"type": "error", "error": found, "request_id": request_id}
 
 
 class MessagesAnswer(ChatAnswer):

@@ -14,7 +14,7 @@ from gateway.batches.files import File, Line
 from gateway.batches.lines import LineCutter
 from gateway.batches.service import BatchService
 from gateway.batches.types import UploadRequest
-from gateway.http.body import Intake
+from gateway.http.body import Intake, check_encoding
 from gateway.http.errors import ApiError, bad_value, bare_errors
 from gateway.http.multipart import MultipartReader, Part, boundary_of
 from gateway.openai.request_types import validate
@@ -35,6 +35,7 @@ async def upload(
     boundary = boundary_of(request.headers.get("content-type", ""))
     if boundary is None:
         raise ApiError(415, "The Content-Type must be multipart/form-data.", code="unsupported_media_type")
+    check_encoding(request)
     form = _Form(boundary, intake.body_bytes_max + LINE_SLACK_BYTES, service.file_bytes_max)
     one = _Upload(form, service, tenant)
     with intake.bytes_held(owner, 2 * PIECE_BYTES):

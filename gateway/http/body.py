@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 
 from gateway.backend import ClientLeft
 from gateway.fair_share import FairShare
-from gateway.http.errors import ApiError
+from gateway.http.errors import UNSUPPORTED_ENCODING, ApiError
 
 OPEN_PROMPTS_MAX: Final = 4096
 """Prompts of generation requests that are being read or answered at once. A request counts as one until it is read."""
@@ -78,6 +78,7 @@ class Intake:
         if media_type != "application/json":
             message = "The Content-Type must be application/json."
             raise ApiError(415, message, code="unsupported_media_type")
+        check_encoding(request)
         announced = request.headers.get("content-length", "")
         if announced.isdigit() and int(announced[:18]) > self.body_bytes_max:
             raise self._too_large()
@@ -122,6 +123,14 @@ def _no_room(share: FairShare, amount: int) -> ApiError:
         return ApiError(503, "Too many requests are open.", code="gateway_overloaded", retry_after_s=1.0)
     message = "Too many of your requests are open: a tenant may not hold more of this gateway than it leaves free."
     return ApiError(429, message, code="too_many_open_requests", retry_after_s=1.0)
+
+
+def check_encoding(request: Request) -> None:
+    """Raises `ApiError` (415) if the body is compressed. No client that we know compresses it."""
+    encoding = ",".join(request.headers.getlist("content-encoding"))
+    if encoding.strip().lower() not in ("", "identity"):
+        message = f"The Content-Encoding {encoding[:100]!r} is not supported: send the body as it is."
+        raise ApiError(415, message, code=UNSUPPORTED_ENCODING)
 
 
 def owner_of(tenant: str, client_host: str | None) -> str:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 from gateway.http.encoding import encode
 from gateway.streams.types import FailKind, Failure
@@ -22,6 +22,9 @@ RATE_HEADERS = tuple(
     f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset")
 )
 """All of those that `rate_headers` makes."""
+
+
+UNSUPPORTED_ENCODING: Final = "unsupported_content_encoding"
 
 
 class ApiError(Exception):
@@ -44,6 +47,8 @@ class ApiError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
         self.rates = rates
+        self.overflow = ""
+        """The tokens of a prompt that is too long, and the model's context, in Anthropic's words."""
 
     @property
     def type(self) -> str:
@@ -60,6 +65,8 @@ class ApiError(Exception):
         headers = rate_headers(self.rates)
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
+        if self.code == UNSUPPORTED_ENCODING:
+            headers["Accept-Encoding"] = "identity"
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
         elif (400 <= self.status < 500 and self.status != 408) or self.code == Reject.LOSES_WORKERS:
@@ -121,8 +128,18 @@ def bad_value(param: str | None, message: str, code: str = "invalid_value") -> A
     return ApiError(400, message, code=code, param=param)
 
 
-def too_long(message: str, param: str | None = None) -> ApiError:
-    return ApiError(400, message, code="context_length_exceeded", param=param)
+def too_long(param: str, context: int, prompt: int, completion: int = 0, *, at_least: bool = False) -> ApiError:
+    """The error for a prompt of `prompt` tokens, or more if `at_least`. Its words are OpenAI's: LiteLLM and agents look for
+    them, not for the code."""
+    more = "at least " if at_least else ""
+    message = (
+        f"This model's maximum context length is {context} tokens. However, you requested {more}{prompt + completion} tokens"
+        f" ({more}{prompt} in the {param}, {completion} in the completion). Please reduce the length of the {param} or"
+        " completion."
+    )
+    error = ApiError(400, message, code="context_length_exceeded", param=param)
+    error.overflow = f"{prompt} tokens > {context} maximum"
+    return error
 
 
 def model_not_found(model: str, served: Sequence[str]) -> ApiError:
@@ -168,8 +185,9 @@ def of_failure(failure: Failure) -> ApiError:
         retry = max(failure.reject.retry_after_s, 1.0) if failure.reject.retry_after_s or status == 503 else None
     else:
         status, code = _OF_KIND[failure.kind], failure.kind.value
-    message = (
-        f"The request failed: {failure.message}." if status >= 500 else f"The request was refused: {failure.message}."
-    )
+    words = "The request failed" if status >= 500 else "The request was refused"
+    if code == "context_length_exceeded":
+        words = "The request exceeds the model's maximum context limit"  # LiteLLM looks for these words
+    message = f"{words}: {failure.message}."
     rates = failure.reject.rates if failure.reject is not None else None
     return ApiError(status, message, code=code, retry_after_s=retry if status in (429, 503) else None, rates=rates)

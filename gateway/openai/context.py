@@ -1,6 +1,6 @@
 """The parts of one gateway that the routes share, kept in the application's state."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -18,6 +18,7 @@ from gateway.tenancy import KeyRing
 from gateway.text.tokenizer import ModelTokenizer
 from gateway.text.tokenizer_threads import TokenizerThreads
 from proto.parts import Room
+from runtime.metrics.server import Reply
 from runtime.process import clock
 from runtime.tenancy.tenants import open_tenants
 
@@ -41,6 +42,8 @@ class ServedModel:
         model, found = self.rules.model_id, []
         if not self.tokenizer.has_chat_template:
             found.append(f"{model} has no chat template, so it serves completions only: add its chat_template.jinja")
+        elif fault := self.tokenizer.template.fault:
+            found.append(f"{model} serves completions only: {fault}")
         if self.grammars.fault:
             found.append(f"{model} cannot have tools, structured output or grammars: {self.grammars.fault}")
         return found
@@ -64,6 +67,8 @@ class Gateway:
     """Names in the Host header that are answered where no key is needed, besides addresses and localhost; `*`: all."""
     trusted_proxies: Sequence[str] = ()
     """Addresses and networks whose X-Forwarded-For counts."""
+    metrics_page: Callable[[], Reply] | None = None
+    """The answer to /metrics on the API's port."""
     responses: ResponseStore = field(default_factory=lambda: ResponseStore(keep_s=3600.0))
     created: int = field(default_factory=lambda: int(clock.unix_time()))
 

@@ -11,9 +11,15 @@ from gateway.structured.lark import Grammar, Relaxed, Schema, TooLarge, next_rel
 from gateway.structured.request import WantedForm, wanted
 from gateway.structured.schema import SchemaError
 from gateway.text.regions import NO_REGIONS, Regions
-from gateway.text.template_facts import TemplateFacts
-from gateway.text.tokenizer import ModelTokenizer, TemplateError
-from gateway.tools.conversation import call_format, tells_in_words, template_messages, template_options
+from gateway.text.template_facts import TemplateError, TemplateFacts
+from gateway.text.tokenizer import ModelTokenizer
+from gateway.tools.conversation import (
+    call_format,
+    tells_in_words,
+    template_messages,
+    template_options,
+    with_whole_calls,
+)
 from gateway.tools.formats import END_OF_THOUGHT, MISTRAL, MISTRAL_ARGS, THINK, CallFormat, regions_of, thought
 from gateway.tools.reader import Reading, regions_of_template
 from gateway.tools.request import Tools, tools_of
@@ -115,9 +121,8 @@ class Chat:
         """Raises `ApiError`."""
         fields = _given(request)
         tools, asked = tools_of(fields), wanted(fields)
-        if asked is not None and tools is not None and tools.must_call:
-            message = "'tool_choice' asks for a call, so the answer cannot have another form as well."
-            raise bad_value(asked.param.partition(".")[0], message)
+        if tools is not None and tools.must_call:
+            asked = None  # the form is of text, and a call that must be has none
         options = template_options(facts, request.chat_template_kwargs, request.reasoning_effort)
         return cls(request, facts, tools, asked, template_messages(request.messages, tools, facts), options)
 
@@ -132,10 +137,15 @@ class Chat:
         """The prompt's text. Raises `ApiError`."""
         if not tokenizer.has_chat_template:
             raise bad_value("messages", "The model has no chat template: use /v1/completions.")
-        try:
-            return tokenizer.apply_template(self.messages, self.described_tools, **self.options)
-        except TemplateError as error:
-            raise bad_value("messages", f"{error}.") from None
+        if self.facts.fault:
+            raise bad_value("messages", f"The model cannot chat, use /v1/completions: {self.facts.fault}.")
+        whole = with_whole_calls(self.messages)
+        for messages in (self.messages, *([whole] if whole != self.messages else [])):
+            try:
+                return tokenizer.apply_template(messages, self.described_tools, **self.options)
+            except TemplateError as error:
+                refused = error
+        raise bad_value("messages", f"{refused}.") from None
 
     @property
     def text_bytes(self) -> int:

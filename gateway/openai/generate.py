@@ -17,7 +17,7 @@ from gateway.http.body import Slots
 from gateway.http.errors import ApiError, bad_value, bare_errors, rate_headers
 from gateway.http.json_text import parse_json
 from gateway.http.renamed import Names, renamed
-from gateway.http.request_log import RequestInfo, info_of
+from gateway.http.request_log import RequestInfo, client_request_id, info_of
 from gateway.openai.answering import AnswerChecker, Answering, EventStream
 from gateway.openai.answers import Answer, Head
 from gateway.openai.context import Gateway, ServedModel
@@ -187,6 +187,7 @@ def _read(gateway: Gateway, tenant: str, api: Api[R], body: bytes, info: Request
     works on it. A waiting body is kept only as bytes. Raises `ApiError`."""
     generation = api.parse(parse_json(body))
     info.end_user = generation.end_user
+    info.client_id = info.client_id or client_request_id(generation.request_id or "")
     served = gateway.model(generation.model)
     identity = _identity(gateway, tenant, generation, info.session_id)
     with renamed(api.field_names):

@@ -134,7 +134,7 @@ def prepare_chat(
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     if request.max_tokens is not None and request.max_tokens != asked:
         raise bad_value("max_tokens", "'max_tokens' and 'max_completion_tokens' differ; send one of them.")
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise bad_value("top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
     chat = Chat.of(request, tokenizer.template)
     _refuse_if_surely_too_long(chat.text_bytes, tokenizer, "messages")
@@ -160,7 +160,8 @@ def encoded(text: str, tokenizer: ModelTokenizer, param: str, *, special: bool) 
     try:
         return tokenizer.encode(text, add_special_tokens=special)
     except TextTooLong:
-        raise too_long(f"'{param}' has more than {limits.MAX_CONTEXT_TOKENS} tokens.", param) from None
+        tokens = limits.MAX_CONTEXT_TOKENS + 1
+        raise too_long(param, tokenizer.facts.context_tokens, tokens, at_least=True) from None
 
 
 def in_form(prepared: Prepared, form: Form) -> Prepared:
@@ -193,7 +194,7 @@ def _prompts(prompt: object, tokenizer: ModelTokenizer) -> list[str | list[int]]
             checked.append(item)
         elif isinstance(item, list) and item and _is_ids(item):
             if len(item) > tokenizer.facts.context_tokens:
-                raise _over_context(len(item), 1, tokenizer, "prompt")
+                raise too_long("prompt", tokenizer.facts.context_tokens, len(item), 1)
             if min(item) < 0 or max(item) >= tokenizer.facts.vocab_size:
                 raise bad_value(
                     "prompt", f"A token id is out of range: ids go from 0 to {tokenizer.facts.vocab_size - 1}."
@@ -213,9 +214,8 @@ def _is_ids(value: list[object]) -> bool:
 
 def _refuse_if_surely_too_long(text_bytes: int, tokenizer: ModelTokenizer, param: str) -> None:
     if tokenizer.surely_too_long(text_bytes, tokenizer.facts.context_tokens):
-        context = tokenizer.facts.context_tokens
-        message = f"The model's context is {context} tokens; {text_bytes} bytes of text cannot fit."
-        raise too_long(message, param)
+        tokens = -(-text_bytes // (tokenizer.bytes_per_token_max or 1))
+        raise too_long(param, tokenizer.facts.context_tokens, tokens, at_least=True)
 
 
 def _logit_bias(request: GenerationRequest, tokenizer: ModelTokenizer) -> tuple[tuple[int, float], ...]:
@@ -310,16 +310,7 @@ def _answer_tokens(
     left = facts.answer_tokens_max(prompt_tokens, choices)
     wanted = max(min(default or left, left), 1) if asked is None else asked
     if wanted > facts.context_tokens - prompt_tokens:
-        raise _over_context(prompt_tokens, wanted, tokenizer, param)
+        raise too_long(param, facts.context_tokens, prompt_tokens, wanted)
     if facts.room is not None and prompt_tokens > facts.room.prompt_tokens:
-        most = facts.room.prompt_tokens
-        raise too_long(f"The KV cache here holds prompts of up to {most} tokens; '{param}' has {prompt_tokens}.", param)
+        raise too_long(param, facts.room.prompt_tokens, prompt_tokens)
     return wanted
-
-
-def _over_context(prompt_tokens: int, max_tokens: int, tokenizer: ModelTokenizer, param: str) -> Exception:
-    message = (
-        f"The model's context is {tokenizer.facts.context_tokens} tokens; the prompt has {prompt_tokens} and"
-        f" {max_tokens} more are asked for."
-    )
-    return too_long(message, param)

@@ -14,7 +14,8 @@ from pydantic_core import ErrorDetails
 from gateway.http.bounds import FIELDS_MAX, AnyObject, BoundedModel, MaxItems, MaxKeys, Text
 from gateway.http.errors import ApiError, bad_value
 from gateway.openai.not_served import INSTEAD, NEUTRAL_ONLY, Neutral
-from gateway.tools.conversation import KWARGS_MAX
+from gateway.tools.conversation import KWARGS_MAX as KWARGS_MAX
+from gateway.tools.request import NAME_CHARS_MAX as NAME_CHARS_MAX
 from gateway.tools.request import TOOLS_MAX as TOOLS_MAX
 from proto import limits
 
@@ -49,24 +50,11 @@ Labels = Annotated[
 ]
 
 
-class StreamOptions(RequestType):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    """vLLM's: every chunk says how many tokens there are so far. Without effect unless `include_usage` is on."""
-    include_obfuscation: Literal[False] | None = None
-    """No padding is added."""
-
-
-class GenerationRequest(RequestType):
-    """The fields that both endpoints share. None is the default."""
+class SharedFields(RequestType):
+    """The fields that OpenAI's endpoints share, vLLM's included. None is the default."""
 
     model: Annotated[str, Field(min_length=1, max_length=limits.MAX_TEXT_CHARS)]
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=0, le=limits.MAX_CONTEXT_TOKENS)] | None = None
-    """0: nothing is answered; for the log-probabilities of a prompt, which may fill the context. One token is drawn and
-    charged all the same."""
-    n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES)] | None = None
     stop: Any = None
     """A string or several."""
     # Checked by `stop_strings`, which names the fault better than a union can.
@@ -93,19 +81,8 @@ class GenerationRequest(RequestType):
     service_tier: Literal["auto", "default", "flex", "priority", "scale", "fast", "ultrafast"] | None = None
     deadline_ms: Annotated[float, Field(gt=0.0, le=86_400_000.0)] | None = None
     """How soon the first token is wanted, from now."""
-    return_token_ids: bool | None = None
-    response_format: Any = None
-    """The form of the answer: `text`, `json_object`, `json_schema` or `structural_tag`."""
-    # Checked by `gateway.structured.request`, as are the next five.
     structured_outputs: Any = None
     """vLLM's, with one of `json`, `regex`, `choice`, `grammar`, `json_object` and `structural_tag`."""
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
-    """vLLM's: log-probabilities of the prompt's tokens, and of so many of the likeliest at each place. The prompt is computed
-    anew for them, cached or not. Not with `stream`."""
     min_tokens: Annotated[int, Field(ge=0, le=limits.MAX_CONTEXT_TOKENS)] | None = None
     """No stop token is drawn, and stop strings are not looked for, until there are so many. A complete answer of a grammar
     ends all the same."""
@@ -135,15 +112,47 @@ class GenerationRequest(RequestType):
     the prefix cache finds prompts by their tokens."""
     prompt_cache_options: Hint | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    metadata: Labels | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
-    prediction: Hint | None = None
+    request_id: Annotated[str, Field(max_length=IDENTIFIER_CHARS_MAX)] | None = None
+    """vLLM's: as the header `X-Request-Id`."""
 
     @property
     def end_user(self) -> str:
         """The name of the end user for the log, bounded and printable."""
         name = self.safety_identifier or self.user or ""
         return "".join(char if char.isprintable() else "?" for char in name[:128])
+
+
+class StreamOptions(RequestType):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's: every chunk says how many tokens there are so far. Without effect unless `include_usage` is on."""
+    include_obfuscation: Literal[False] | None = None
+    """No padding is added."""
+
+
+class GenerationRequest(SharedFields):
+    """The fields that completions and chat share."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=limits.MAX_CONTEXT_TOKENS)] | None = None
+    """0: nothing is answered; for the log-probabilities of a prompt, which may fill the context. One token is drawn and
+    charged all the same."""
+    n: Annotated[int, Field(ge=1, le=limits.MAX_CHOICES)] | None = None
+    return_token_ids: bool | None = None
+    response_format: Any = None
+    """The form of the answer: `text`, `json_object`, `json_schema` or `structural_tag`."""
+    # Checked by `gateway.structured.request`, as are the next four and `structured_outputs`.
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=limits.MAX_TOP_LOGPROBS)] | None = None
+    """vLLM's: log-probabilities of the prompt's tokens, and of so many of the likeliest at each place. The prompt is computed
+    anew for them, cached or not. Not with `stream`."""
+    metadata: Labels | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    prediction: Hint | None = None
+    store: bool | None = None
 
 
 class CompletionRequest(GenerationRequest):
@@ -170,7 +179,7 @@ class _Foreign(RequestType):
 
 
 class CalledFunction(_Foreign):
-    name: Annotated[str, Field(min_length=1, max_length=64)]
+    name: Annotated[str, Field(min_length=1, max_length=NAME_CHARS_MAX)]
     arguments: Text
 
 

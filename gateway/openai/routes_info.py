@@ -1,9 +1,10 @@
-"""Routes without a body: models, version, health, readiness. Metrics have a port of their own."""
+"""Routes without a body: models, version, health, readiness, metrics."""
 
 from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter
+from starlette.responses import PlainTextResponse, Response
 
 from gateway.http.errors import ApiError
 from gateway.openai.answer_types import EndedSession, Model, ModelList, Ready, Status, Version
@@ -32,6 +33,7 @@ def _model(gateway: Gateway, served: ServedModel, name: str) -> dict[str, Any]:
     }
 
 
+@router.get("/v1/models/", include_in_schema=False)
 @router.get("/v1/models", summary="The models served here.", response_model=ModelList, responses=refusals(401))
 async def models(gateway: GatewayDep, _tenant: TenantDep) -> dict[str, Any]:
     found = [_model(gateway, served, name) for served in gateway.models for name in served.rules.names]
@@ -58,6 +60,21 @@ async def end_session(gateway: GatewayDep, tenant: TenantDep, session_id: str) -
             503, "The coordinator cannot be reached: nothing was ended.", code="not_ready", retry_after_s=1.0
         )
     return {"id": session_id, "object": "session", "deleted": True}
+
+
+@router.get(
+    "/metrics",
+    summary="This gateway's metrics, for Prometheus; the other processes have ports of their own.",
+    response_class=PlainTextResponse,
+    responses=refusals(401, 404),
+)
+async def metrics(gateway: GatewayDep, _tenant: TenantDep) -> Response:
+    """Not where there are several tenants: any tenant's key would show the names and traffic of all."""
+    if gateway.metrics_page is None or len(gateway.keys.tenants.policies) > 1:
+        message = "There are no metrics here: they have a port of their own, which `crossdock status` shows."
+        raise ApiError(404, message, code="not_found")
+    status, body, content_type = gateway.metrics_page()
+    return Response(body, status, media_type=content_type)
 
 
 @router.get("/version", summary="The version of this server.", response_model=Version)

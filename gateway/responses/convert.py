@@ -6,7 +6,7 @@ import msgspec
 
 from gateway.http.errors import bad_value
 from gateway.http.renamed import renamed
-from gateway.openai.request_types import PARTS_MAX, TOOLS_MAX, ChatRequest, validate
+from gateway.openai.request_types import PARTS_MAX, TOOLS_MAX, ChatRequest, SharedFields, validate
 from gateway.responses.tools import chat_tools, name_of
 from gateway.responses.types import ResponsesRequest
 
@@ -18,10 +18,7 @@ NAMES: Final = {
     "max_completion_tokens": "max_output_tokens",
 }
 """Fields of chat, and what they are made of here."""
-_SAME: Final = (
-    "model", "stream", "temperature", "top_p", "top_k", "seed", "parallel_tool_calls", "priority", "service_tier",
-    "deadline_ms", "cache_salt", "user", "safety_identifier", "prompt_cache_key", "session_id",
-)  # fmt: skip
+_SAME: Final = (*SharedFields.model_fields, "parallel_tool_calls", "chat_template_kwargs")
 _TEXTS: Final = ("input_text", "output_text", "text")
 _CALLS: Final = {
     "local_shell_call": ("local_shell", "action"),

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from gateway.http.errors import bad_value
-from gateway.openai.request_types import TOOLS_MAX
+from gateway.openai.request_types import NAME_CHARS_MAX, TOOLS_MAX
 
 Item = dict[str, Any]
-NAME_CHARS_MAX: Final = 64
 _HINTS: Final = {"type", "defer_loading", "output_schema", "allowed_callers", "async"}
 
 

@@ -8,10 +8,12 @@ from gateway.http.bounds import FIELDS_MAX, AnyObject, MaxItems, MaxKeys, Text
 from gateway.openai.not_served import Neutral
 from gateway.openai.request_types import (
     IDENTIFIER_CHARS_MAX,
+    KWARGS_MAX,
     MESSAGES_MAX,
     TOOLS_MAX,
     Hint,
     RequestType,
+    SharedFields,
 )
 from proto import limits
 
@@ -21,6 +23,7 @@ NEUTRAL_ONLY: Final[Neutral] = {
     "moderation": (None,),
     "prompt": (None,),
     "top_logprobs": (None, 0),
+    "include_reasoning": (None, True),
     "access_programs": (None, {"cyber": "standard"}),
 }
 _Included = Literal[
@@ -51,8 +54,7 @@ class ReasoningOptions(RequestType):
     mode: Literal["standard"] | None = None
 
 
-class ResponsesRequest(RequestType):
-    model: Annotated[str, Field(min_length=1, max_length=limits.MAX_TEXT_CHARS)]
+class ResponsesRequest(SharedFields):
     input: Text | Annotated[list[AnyObject], Field(min_length=1), MaxItems(MESSAGES_MAX)]
     instructions: Text | None = None
     """Not kept for the next response."""
@@ -61,13 +63,8 @@ class ResponsesRequest(RequestType):
     several, send a client to the same one each time, or send the items as `input`."""
     store: bool | None = None
     """Null is true: the response is kept for a while, for `previous_response_id`. Bounds may end that early."""
-    stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=limits.MAX_CONTEXT_TOKENS)] | None = None
-    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=limits.MAX_VOCAB)] | None = None
-    seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: Annotated[list[AnyObject], MaxItems(TOOLS_MAX)] | None = None
@@ -80,20 +77,11 @@ class ResponsesRequest(RequestType):
         | None
     ) = None
     """Given back with the response."""
-    priority: Any = None
-    service_tier: Literal["auto", "default", "flex", "priority", "scale", "fast", "ultrafast"] | None = None
-    deadline_ms: Annotated[float, Field(gt=0.0, le=86_400_000.0)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=IDENTIFIER_CHARS_MAX)] | None = None
-    user: Annotated[str, Field(max_length=IDENTIFIER_CHARS_MAX)] | None = None
-    safety_identifier: Annotated[str, Field(max_length=IDENTIFIER_CHARS_MAX)] | None = None
-    session_id: Annotated[str, Field(min_length=1, max_length=IDENTIFIER_CHARS_MAX)] | None = None
-    """The name of the conversation; without one, the last turn is found by its prompt, as with `previous_response_id`."""
-    prompt_cache_key: Annotated[str, Field(max_length=IDENTIFIER_CHARS_MAX)] | None = None
-    prompt_cache_options: Hint | None = None
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     client_metadata: Hint | None = None
     include: Annotated[list[_Included], MaxItems(FIELDS_MAX)] | None = None
     max_tool_calls: Annotated[int, Field(ge=1, le=limits.MAX_CONTEXT_TOKENS)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     context_management: Annotated[list[Hint], MaxItems(FIELDS_MAX)] | None = None
     image: Hint | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], MaxKeys(KWARGS_MAX)] | None = None
+    """vLLM's: variables of the model's chat template."""

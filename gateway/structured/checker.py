@@ -18,9 +18,9 @@ import msgspec
 
 from gateway.fair_share import organisation_of
 from gateway.http.errors import ApiError, bad_value
-from gateway.structured.hello import COMPILE_CPU_S, CompileJob
+from gateway.structured.hello import COMPILE_CPU_S, OUT_OF_MEMORY, CompileJob
 from gateway.text.fair_queue import QUANTUM_BYTES, TokenizerQueue
-from runtime.process import clock
+from runtime.process import clock, log
 from runtime.process.driver import cancelled
 
 PROCESSES: Final = 2
@@ -39,14 +39,23 @@ FORGIVEN_S: Final = 600.0
 """Seconds for which an organisation has fewer processes to choose from, after a job of it took too long."""
 SLOW_MAX: Final = 1024
 """The most organisations with a job that took too long to remember."""
+_AT_A_LIMIT: Final = (-signal.SIGPROF, -signal.SIGABRT, OUT_OF_MEMORY)
+"""Exit codes of a process whose grammar takes too much CPU time or memory. Rust aborts where it gets no memory."""
 _BY_OTHERS: Final = (-signal.SIGKILL, -signal.SIGTERM)
-"""Exit codes of a process that do not mean that its grammar is at fault."""
+"""Exit codes of a process that something else has ended."""
 _LINE_BYTES_MAX: Final = 1 << 20
 _COMMAND: Final = (sys.executable, "-m", "gateway.structured.compile_process")
 
 
+_log = log.get("crossdock.gateway.grammars")
+
+
 class _Unsuited(Exception):
     """No process can compile grammars for this tokenizer; `str()` says why."""
+
+
+class _Crash(Exception):
+    """The process ended by a fault of its own; `str()` says how."""
 
 
 class _Process:
@@ -69,16 +78,20 @@ class _Process:
             raise
 
     async def verdict(self, job: bytes) -> str:
-        """The answer to a `CompileJob`. Raises `TimeoutError`, and `OSError` if the process cannot start or was ended."""
+        """The answer to a `CompileJob`. Raises `TimeoutError`, `OSError` if the process cannot start or was ended, and
+        `_Crash`."""
         try:
             running = self._running
             if running is None or running.returncode is not None:
                 running = await self._start()
             async with asyncio.timeout(ANSWER_S):
                 answer = await _asked(running, job)
-                if answer is None and await running.wait() in _BY_OTHERS:
-                    raise OSError("the process was ended")
-                return TOO_LARGE if answer is None else answer
+                if answer is not None:
+                    return answer
+                status = await running.wait()
+            if status in _AT_A_LIMIT:
+                return TOO_LARGE
+            raise OSError("the process was ended") if status in _BY_OTHERS else _Crash(f"exit status {status}")
         except BaseException:  # whatever it is doing now, its next answer would be to this question
             await self.end()
             raise
@@ -184,6 +197,11 @@ class GrammarChecker:
         except _Unsuited as error:
             self.fault = str(error)
             raise self._refused(param) from None
+        except _Crash as error:
+            # Neither the client's fault nor its organisation's: the cause is in what the process wrote to stderr.
+            _log.error("the process that compiles grammars crashed", field=param, error=str(error))
+            message = f"The gateway failed to compile '{param}'."
+            raise ApiError(500, message, code="internal_error") from None
         except OSError as error:
             message = f"'{param}' cannot be served here: {str(error)[:300]}."
             raise ApiError(503, message, code="grammars_unavailable", retry_after_s=5.0) from None

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from gateway.structured.finite import has_finite_answer
-from gateway.structured.hello import COMPILE_CPU_S, CompileJob, CompilerSetup
+from gateway.structured.hello import COMPILE_CPU_S, OUT_OF_MEMORY, CompileJob, CompilerSetup
 from runtime.grammar.compiler import GrammarError, can_begin, make_matcher, make_tokenizer
 
 MEMORY_BYTES_MAX: Final = 2 << 30
@@ -43,7 +43,13 @@ def main() -> int:
     for line in lines:
         signal.setitimer(signal.ITIMER_PROF, COMPILE_CPU_S)
         job = msgspec.json.decode(line, type=CompileJob)
-        _say(compiled(job.grammar, tokenizer, hello.vocab_size) if job.grammar else checked(job.text, job.schema))
+        try:
+            answer = (
+                compiled(job.grammar, tokenizer, hello.vocab_size) if job.grammar else checked(job.text, job.schema)
+            )
+        except MemoryError:
+            return OUT_OF_MEMORY
+        _say(answer)
         signal.setitimer(signal.ITIMER_PROF, 0)
     return 0
 

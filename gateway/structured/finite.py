@@ -146,8 +146,9 @@ class _Schema:
                 return False
         if "const" in node or "enum" in node:
             return True
-        types = node.get("type", "string")
-        types = set(types) if isinstance(types, list) else {types}
+        # The mapping under `properties` comes here as well. Its values are schemas, so its `type` may be one.
+        asked = node.get("type", "string")
+        types = {name for name in (asked if isinstance(asked, list) else [asked]) if isinstance(name, str)}
         return not types <= {"object", "array"} or any(self._has_instance(node, kind) for kind in types)
 
     def _has_instance(self, node: dict[str, Any], kind: str) -> bool:

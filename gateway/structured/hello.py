@@ -9,6 +9,8 @@ COMPILE_CPU_S: Final = 0.8
 """CPU time for one grammar. It is CPU time, so that a busy machine does not refuse a grammar that an idle machine would
 accept.
 """
+OUT_OF_MEMORY: Final = 3
+"""Exit code of the process where a grammar needs too much memory."""
 
 
 class CompilerSetup(msgspec.Struct):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from gateway.structured.schema import Path, mentioned, prepared, where
+from gateway.structured.schema import Path, SchemaError, mentioned, prepared, where
 from proto import limits
 
 SplitSpecial = Callable[[str], list[str | int]]
@@ -15,6 +15,9 @@ _OPTIONS: Final = '%llguidance {"no_forcing": true}'
 """If this option is off, llguidance writes text that has no alternative with any tokens of the tokenizer, including special
 ones. Text that spells a special token would then end the answer, or would not match."""
 _TOO_LARGE: Final = f"it makes a grammar of more than {limits.MAX_GRAMMAR_CHARS} characters"
+_CALLS_CHARS_MAX: Final = limits.MAX_GRAMMAR_CHARS // 2
+"""Characters after which schemas of functions are left out, so that there is room for the names of many functions."""
+_OBJECT: Final = {"type": "object"}
 _FOR_GOOD: Final = ("Unsatisfiable", "no finite answer", "it takes more than")
 """Words of refusals that leaving out parts of the schema would not cure, or should not cure."""
 _PATHS_MAX: Final = 8
@@ -81,6 +84,8 @@ class Grammar:
         self._relaxed = relaxed
         self._chars = 0
         self.schemas: list[Schema] = []
+        self._any_object = ""
+        """The rule for it, once there is one."""
         self._rules: list[str] = []
         self._others: list[dict[str, str]] = []
 
@@ -114,12 +119,25 @@ class Grammar:
         return (self._split_own if own else self._split)(text)
 
     def json(self, schema: Any, *, strict: bool, call: str = "") -> str:
-        """`call`: of the arguments of calls to this function. Raises `SchemaError` and `TooLarge`."""
+        """`call`: of the arguments of calls to this function. They are any object if the schema is not strict and there is no
+        room for it. Raises `SchemaError` and `TooLarge`."""
         number = len(self.schemas)
         relaxed = self._relaxed[number] if number < len(self._relaxed) else Relaxed()
-        found = prepared(schema, strict=strict, left_out=relaxed.paths, structure_only=relaxed.structure_only)
+        try:
+            found = prepared(schema, strict=strict, left_out=relaxed.paths, structure_only=relaxed.structure_only)
+            body = "%json " + json.dumps(found.schema, ensure_ascii=False)
+            if call and not strict and self._chars + len(body) > _CALLS_CHARS_MAX:
+                raise SchemaError(_TOO_LARGE)
+        except SchemaError:
+            if strict or not call:
+                raise
+            self.schemas.append(Schema(schema, strict, is_whole=True, call=call))
+            self._any_object = self._any_object or self.rule(
+                "%json " + json.dumps(prepared(_OBJECT, strict=True).schema)
+            )
+            return self._any_object
         self.schemas.append(Schema(schema, strict, found.is_whole, call))
-        return self.rule("%json " + json.dumps(found.schema, ensure_ascii=False))
+        return self.rule(body)
 
     def regex(self, pattern: str) -> str:
         """Matches as a whole, with or without anchors. Raises `TooLarge`."""

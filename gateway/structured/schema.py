@@ -8,7 +8,8 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any, Final
+from typing import Any, Final, Literal
+from urllib.parse import unquote
 
 DEPTH_MAX: Final = 32
 NODES_MAX: Final = 4000
@@ -26,7 +27,12 @@ WHITESPACE: Final = r"[ \n\t]{1,20}"
 """White space between the parts of a JSON text. It is bounded: a model that writes nothing else must not go on until its
 limit."""
 _UNIONS: Final = ("anyOf", "oneOf")
-_MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_MAPS: Final = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
+)
+"""Keywords whose values map names to schemas. A name may be that of any keyword."""
+_VALUES: Final = frozenset({"const", "enum", "default", "examples"})
+"""Keywords whose values are no schemas, whatever they look like."""
 _SINGLES: Final = frozenset({"items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains",
                              "propertyNames", "unevaluatedItems", "unevaluatedProperties"})  # fmt: skip
 _LISTS: Final = frozenset({*_UNIONS, "allOf", "prefixItems", "items"})
@@ -50,6 +56,8 @@ _OPTIONS: Final = "x-guidance"
 """llguidance's own, for which clients have no use."""
 
 Path = tuple[str, ...]
+_Kind = Literal["schema", "names", "value"]
+"""The kinds of parts in a schema: one or several schemas, a mapping of names to schemas, or a value of an instance."""
 
 
 class SchemaError(Exception):
@@ -131,9 +139,9 @@ def _bounds(schema: dict[str, Any]) -> _Fault | None:
     nodes, enums, patterns, intersected, refers, joined_refs = 0, 0, 0, 0, False, 0
     intersects = False
     multiples: list[int] = []
-    waiting: list[tuple[Any, int, bool]] = [(schema, 1, False)]
+    waiting: list[tuple[Any, int, bool, _Kind]] = [(schema, 1, False, "schema")]
     while waiting:
-        value, depth, in_all_of = waiting.pop()
+        value, depth, in_all_of, kind = waiting.pop()
         if not isinstance(value, dict | list):
             continue
         nodes += 1
@@ -141,19 +149,22 @@ def _bounds(schema: dict[str, Any]) -> _Fault | None:
             raise SchemaError(f"the JSON schema is nested deeper than {DEPTH_MAX} levels")
         if nodes + len(waiting) > 20 * NODES_MAX or nodes > NODES_MAX:
             raise SchemaError(f"the JSON schema has more than {NODES_MAX} objects and lists")
-        if isinstance(value, dict):
+        if isinstance(value, dict) and kind == "schema":
             enums += len(value["enum"]) if isinstance(value.get("enum"), list) else 0
             in_all_of |= "allOf" in value
             has_pattern = isinstance(value.get("pattern"), str) or isinstance(value.get("format"), str)
             patterns += has_pattern
             intersected += in_all_of and has_pattern
+            if _is_in_value(value.get("$ref")):
+                raise SchemaError(
+                    "a '$ref' points into 'const', 'enum', 'default' or 'examples', which hold no schemas"
+                )
             refers |= in_all_of and "$ref" in value
             joined_refs += "$ref" in value
             intersects |= in_all_of or (("$ref" in value or any(key in value for key in _UNIONS)) and len(value) > 1)
             if states := _states(value.get("multipleOf")):
                 multiples.append(states)
-        parts = value.values() if isinstance(value, dict) else value
-        waiting += ((part, depth + 1, in_all_of) for part in parts if isinstance(part, dict | list))
+        waiting += ((part, depth + 1, in_all_of, inner) for part, inner in _parts(value, kind))
     if enums > ENUM_MAX:
         raise SchemaError(f"the JSON schema has more than {ENUM_MAX} values in 'enum'")
     if (patterns if refers else intersected) > PATTERNS_IN_ALL_OF_MAX:
@@ -166,6 +177,28 @@ def _bounds(schema: dict[str, Any]) -> _Fault | None:
         what = "together, " if states <= MULTIPLE_OF_MAX or len(multiples) > 1 else ""
         return _Fault(f"{what}'multipleOf' over {MULTIPLE_OF_MAX} is not supported", frozenset({"multipleOf"}))
     return None
+
+
+def _parts(value: dict[str, Any] | list[Any], kind: _Kind) -> Iterator[tuple[Any, _Kind]]:
+    """The objects and lists in a part of a schema. Parts under an unknown keyword count as schemas, since `$ref` may point
+    there."""
+    for key, part in value.items() if isinstance(value, dict) else (("", part) for part in value):
+        if isinstance(part, dict | list):
+            yield part, _kind_below(kind, key)
+
+
+def _kind_below(kind: _Kind, key: str) -> _Kind:
+    if kind == "schema":
+        return "names" if key in _MAPS else "value" if key in _VALUES else "schema"
+    return "schema" if kind == "names" else kind
+
+
+def _is_in_value(ref: Any) -> bool:
+    """Whether the reference points to a part of a value. It would otherwise be compiled without having been counted."""
+    kind: _Kind = "schema"
+    for part in unquote(ref).split("/")[1:] if isinstance(ref, str) else ():
+        kind = _kind_below(kind, part.replace("~1", "/").replace("~0", "~"))
+    return kind == "value"
 
 
 def _states(divisor: Any) -> int:
@@ -222,10 +255,22 @@ class _Rewriter:
         unions = any(key in schema for key in _UNIONS)
         if self.closes and names and not unions and not in_union and not _OBJECT_KEYS & set(schema):
             found["additionalProperties"] = False
+        if found.get("additionalProperties") is False and not in_union and "allOf" not in schema:
+            self._mend_required(found, closed="additionalProperties" in schema)
         return found
 
+    def _mend_required(self, schema: dict[str, Any], *, closed: bool) -> None:
+        """Makes an object possible that requires a property which it does not name. Tools have such schemas by mistake."""
+        required = schema["required"] if isinstance(schema.get("required"), list) else []
+        named = schema["properties"] if isinstance(schema.get("properties"), dict) else {}
+        missing = [name for name in required if isinstance(name, str) and name not in named]
+        if missing and not closed:
+            schema["properties"] = {**named, **{name: {} for name in missing}}
+        elif missing and not self.strict and "patternProperties" not in schema:
+            schema["required"] = [name for name in required if name not in missing]
+
     def _keeps(self, key: str, value: Any, path: Path) -> bool:
-        if key in _NAMES_ONLY:
+        if key in _NAMES_ONLY or (value is None and key != "const"):
             return False
         fault = self._fault(key, value)
         if self.strict and fault:

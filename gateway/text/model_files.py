@@ -82,7 +82,7 @@ def _read(source: str, name: str) -> str | None:
     if path is None:
         return None
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ModelFilesError(f"{source}: {name} is not UTF-8 text: copy or download it again") from None
     if text.startswith(_POINTER):

@@ -10,7 +10,7 @@ from typing import Any
 from gateway.text.detokenize import BROKEN, CONTEXT_TOKENS, Assembler, Detokenizer
 from gateway.text.generation_config import SamplingDefaults
 from gateway.text.regions import NO_REGIONS, Regions
-from gateway.text.template_facts import template_facts
+from gateway.text.template_facts import TemplateError, as_parts, template_facts, with_content_forms
 from gateway.text.token_texts import Pieces, TokenTexts
 from proto import limits
 from proto.parts import Room
@@ -23,10 +23,6 @@ _END_TOKENS_MAX = 64
 _LONG_TOKENS = 4096
 """Longer lists are decoded without holding the interpreter's lock. Shorter ones are not, since getting the lock again takes a
 moment."""
-
-
-class TemplateError(Exception):
-    """The chat template does not take these messages; `str()` is for the user."""
 
 
 class TextTooLong(Exception):
@@ -76,6 +72,8 @@ class ModelTokenizer:
         self.facts = facts
         self.has_chat_template = bool(hf_tokenizer.chat_template)
         self.template = template_facts(hf_tokenizer)
+        if self.has_chat_template:
+            self.template = with_content_forms(self.template, self.apply_template)
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._marks = {
@@ -120,7 +118,11 @@ class ModelTokenizer:
 
         try:
             text = self._hf.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **options
+                as_parts(messages, self.template.roles_in_parts),
+                tools=tools or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **options,
             )
         except (JinjaError, *_OF_TEMPLATES) as error:
             raise TemplateError(f"the model's chat template does not take these messages: {str(error)[:300]}") from None
@@ -215,6 +217,11 @@ class ModelTokenizer:
         """As tokenizer.json."""
         text: str = self._backend.to_str()
         return text
+
+    def info(self) -> dict[str, Any]:
+        """Returns the special tokens and the chat template, with which a client can make prompts itself."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
+        return {"tokenizer_class": type(self._hf).__name__} | {name: getattr(self._hf, name, None) for name in names}
 
     def surely_too_long(self, text_bytes: int, context_tokens: int) -> bool:
         """Returns whether a text of `text_bytes` bytes certainly has more than `context_tokens` tokens. The text is not

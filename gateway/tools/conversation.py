@@ -16,6 +16,8 @@ KWARGS_BYTES_MAX: Final = 16_384
 ARGUMENTS_BYTES_MAX: Final = 16 << 20
 """Bytes that the arguments of all calls may take in memory, beside the characters of their strings."""
 _OURS: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template"})
+_SWITCHES: Final = ("enable_thinking", "thinking")
+"""Names of the variable that turns thoughts on or off. Templates know one of them at most, and clients send either or both."""
 _CALLS_IN_WORDS: Final = (
     "You can call functions. Each line here describes one, as JSON:\n{tools}\n"
     "To call one, answer with its name and its arguments in this form, and nothing else:\n"
@@ -36,31 +38,42 @@ def call_format(facts: TemplateFacts) -> CallFormat | None:
 
 
 def template_options(facts: TemplateFacts, kwargs: dict[str, Any] | None, effort: str | None) -> dict[str, Any]:
-    """`chat_template_kwargs` and `reasoning_effort` as the template takes them. Raises `ApiError`."""
+    """`chat_template_kwargs` and `reasoning_effort` as the template takes them. An option that the template does not know is
+    refused, unless it turns off what the model does not do. Raises `ApiError`."""
     name = "chat_template_kwargs"
     options = dict(kwargs or {})
     if len(options) > KWARGS_MAX or len(msgspec.json.encode(options)) > KWARGS_BYTES_MAX:
         raise bad_value(name, f"'{name}' may have at most {KWARGS_MAX} fields and {KWARGS_BYTES_MAX} bytes.")
-    for key in options:
+    switch = next((one for one in _SWITCHES if one in facts.variables), None)
+    for key in list(options):
         param = f"{name}.{key[:100]}"
         if key in _OURS:
             raise bad_value(param, f"'{param}' is not allowed: the request itself says it.")
-        if key not in facts.variables:
+        if key in facts.variables:
+            continue
+        value = options.pop(key)
+        if key in _SWITCHES and switch is not None:
+            options.setdefault(switch, value)
+        elif key == "reasoning_effort":
+            effort = effort or value
+        elif value or facts.thinks:
             message = f"'{param}' has no effect: the model's chat template does not use {key[:100]!r}."
             raise bad_value(param, message, "unsupported_parameter")
     if effort is None:
         return options
     if "reasoning_effort" in facts.variables:
         options.setdefault("reasoning_effort", effort)
-    elif "enable_thinking" in facts.variables:
-        options.setdefault("enable_thinking", effort != "none")
+    elif switch is not None:
+        options.setdefault(switch, effort != "none")
     return options
 
 
 def template_messages(messages: Sequence[Any], tools: Tools | None, facts: TemplateFacts) -> list[dict[str, Any]]:
     """`messages` are `gateway.openai.request_types.ChatMessage`. Raises `ApiError`."""
     in_words = tells_in_words(facts)
-    found, called, arguments_bytes = [], set[str](), 0
+    found, called, arguments_bytes = list[dict[str, Any]](), set[str](), 0
+    before_is_own = False
+    """The last message is of the user's role, and its text is made here. Many templates want roles to alternate."""
     for number, message in enumerate(messages):
         param = f"messages[{number}]"
         _check(message, param)
@@ -73,9 +86,15 @@ def template_messages(messages: Sequence[Any], tools: Tools | None, facts: Templ
                 raise bad_value(f"{param}.tool_call_id", text)
         else:
             called |= {call.id for call in message.calls()}
-        found.append(_in_words(message, param) if in_words else _as_it_is(message, param))
+        is_own = in_words and message.role == "tool"
+        shown = _in_words(message) if in_words else _as_it_is(message)
+        if found and shown["role"] == found[-1]["role"] == "user" and (is_own or before_is_own):
+            found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n{shown['content']}"}
+        else:
+            found.append(shown)
+        before_is_own = is_own
     if tools is not None and tools.allowed and in_words:
-        _describe(found, tools.offered)
+        _describe(found, tools.offered, facts)
     return found
 
 
@@ -95,30 +114,40 @@ def _check(message: Any, param: str) -> None:
         raise bad_value(f"{param}.tool_call_id", f"'{param}.tool_call_id' goes with the role 'tool'.")
 
 
-def _arguments(call: Any, param: str) -> dict[str, Any]:
-    """Parse a call's arguments: templates expect an object, but OpenAI's API sends its JSON text."""
+def _arguments(call: Any) -> Any:
+    """A call's arguments as an object, which templates expect. Arguments that are none stay the text that they are: the model
+    was cut off in the middle of them."""
     try:
         arguments = parse_inner(call.function.arguments or "{}")
     except ValueError:
         arguments = None
-    if not isinstance(arguments, dict):
-        raise bad_value(param, f"'{param}' must be the text of a JSON object.")
-    return arguments
+    return arguments if isinstance(arguments, dict) else call.function.arguments
 
 
-def _as_it_is(message: Any, param: str) -> dict[str, Any]:
+def with_whole_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages for a template that takes arguments as objects only: cut arguments become an object's one value."""
+
+    def whole(call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        text = function["arguments"]
+        return {**call, "function": {**function, "arguments": {"arguments": text}}} if isinstance(text, str) else call
+
+    return [
+        {**message, "tool_calls": list(map(whole, message["tool_calls"]))} if "tool_calls" in message else message
+        for message in messages
+    ]
+
+
+def _as_it_is(message: Any) -> dict[str, Any]:
     found = _plain(message)
     if calls := message.calls():
         found["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": _arguments(call, f"{param}.tool_calls[{number}].function.arguments"),
-                },
+                "function": {"name": call.function.name, "arguments": _arguments(call)},
             }
-            for number, call in enumerate(calls)
+            for call in calls
         ]
     if message.role == "tool":
         found["tool_call_id"] = message.tool_call_id
@@ -132,24 +161,28 @@ def _plain(message: Any) -> dict[str, Any]:
     return {"role": role, "content": message.text(), **({"name": message.name} if message.name else {})}
 
 
-def _in_words(message: Any, param: str) -> dict[str, Any]:
+def _in_words(message: Any) -> dict[str, Any]:
     """The message for a template that knows no tools: calls and results as text of the roles that it knows."""
     if message.role == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message.text()}\n</tool_response>"}
     found = _plain(message)
     texts = [found["content"]]
-    for number, call in enumerate(message.calls()):
-        arguments = _arguments(call, f"{param}.tool_calls[{number}].function.arguments")
-        text = msgspec.json.encode({"name": call.function.name, "arguments": arguments}).decode()
-        texts.append(f"<tool_call>\n{text}\n</tool_call>")
+    for call in message.calls():
+        arguments = _arguments(call)
+        shown = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+        name = msgspec.json.encode(call.function.name).decode()
+        texts.append(f'<tool_call>\n{{"name":{name},"arguments":{shown}}}\n</tool_call>')
     return found | {"content": "\n".join(texts).lstrip("\n") if len(texts) > 1 else texts[0]}
 
 
-def _describe(messages: list[dict[str, Any]], tools: Sequence[Tool]) -> None:
-    """Put the tools into the system's message."""
+def _describe(messages: list[dict[str, Any]], tools: Sequence[Tool], facts: TemplateFacts) -> None:
+    """Put the tools into the system's message, or into the user's first if the template has no system."""
     lines = "\n".join(msgspec.json.encode(tool.described()["function"]).decode() for tool in tools)
     text = _CALLS_IN_WORDS.format(tools=lines)
-    if messages[0]["role"] == "system":
+    first = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
+    if not facts.shows_system and first is not None:
+        messages[first] = {**messages[first], "content": f"{text}\n\n{messages[first]['content']}"}
+    elif messages[0]["role"] == "system":
         messages[0] = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
     else:
-        messages.insert(0, {"role": "system", "content": text})
+        messages.insert(0, {"role": "system" if facts.shows_system else "user", "content": text})

@@ -38,7 +38,7 @@ class CallFormat:
     def call(self, tool: Tool, grammar: Grammar) -> str:
         """Raises `SchemaError` and `TooLarge`."""
         schema = tool.parameters if tool.parameters is not None else {"type": "object"}
-        arguments = grammar.json({"type": "object", **schema}, strict=tool.strict, call=tool.name)
+        arguments = grammar.json({**schema, "type": "object"}, strict=tool.strict, call=tool.name)
         if not self.arguments:
             return f"{grammar.literal(tool.name + '[ARGS]', own=True)} {arguments}"
         head = f'{{"name": "{tool.name}", "{self.arguments}": '

@@ -1,6 +1,7 @@
 """`tools`, `tool_choice` and `parallel_tool_calls` of a request. Pure."""
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -9,12 +10,14 @@ import msgspec
 from gateway.http.errors import bad_value
 from gateway.http.json_text import values_bytes
 
-TOOLS_MAX: Final = 128
+TOOLS_MAX: Final = 512
+"""OpenAI takes 128. Anthropic's clients send more, as soon as some MCP servers are configured."""
 TOOLS_BYTES_MAX: Final = 16 << 20
 """Bytes that the schemas of all tools may take in memory. Chat templates write all of them in one step, which blocks all other
 work."""
-DESCRIPTION_CHARS_MAX: Final = 16_384
-_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+NAME_CHARS_MAX: Final = 128
+"""Anthropic's bound; OpenAI's is 64. The names of MCP tools are long."""
+_NAME: Final = re.compile(rf"[A-Za-z0-9_-]{{1,{NAME_CHARS_MAX}}}")
 _FUNCTION_FIELDS: Final = {"name", "description", "parameters", "strict"}
 
 
@@ -63,9 +66,8 @@ def tools_of(fields: dict[str, Any]) -> Tools | None:
     if values_bytes(msgspec.json.encode(value)) > TOOLS_BYTES_MAX:
         raise bad_value("tools", f"'tools' has too many values: they would take more than {TOOLS_BYTES_MAX} bytes.")
     offered = tuple(_tool(one, f"tools[{number}]") for number, one in enumerate(value))
-    names = [tool.name for tool in offered]
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(tool.name for tool in offered).items():
+        if count > 1:
             raise bad_value("tools", f"'tools' has two functions of the name {name!r}.")
     allowed, must_call = _chosen(choice, offered)
     # A function that is named is called once, as OpenAI does.
@@ -87,14 +89,16 @@ def _tool(value: Any, param: str) -> Tool:
     _only(function, _FUNCTION_FIELDS, param)
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise bad_value(f"{param}.name", f"'{param}.name' must be 1 to 64 letters, digits, underscores and dashes.")
+        raise bad_value(
+            f"{param}.name", f"'{param}.name' must be 1 to {NAME_CHARS_MAX} letters, digits, underscores, dashes."
+        )
     description = function.get("description") or ""
-    if not isinstance(description, str) or len(description) > DESCRIPTION_CHARS_MAX:
-        message = f"'{param}.description' must be a string of at most {DESCRIPTION_CHARS_MAX} characters."
-        raise bad_value(f"{param}.description", message)
+    if not isinstance(description, str):
+        raise bad_value(f"{param}.description", f"'{param}.description' must be a string.", "invalid_type")
     if parameters is not None and not isinstance(parameters, dict):
         raise bad_value(f"{param}.parameters", f"'{param}.parameters' must be a JSON schema.", "invalid_type")
-    if parameters and parameters.get("type", "object") != "object":
+    types = parameters.get("type", "object") if parameters else "object"
+    if "object" not in (types if isinstance(types, list) else [types]):
         raise bad_value(f"{param}.parameters", f"'{param}.parameters' must be the schema of an object.")
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):

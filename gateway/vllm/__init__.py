@@ -1,4 +1,4 @@
-"""vLLM's endpoints beside OpenAI's: /tokenize and /detokenize.
+"""vLLM's endpoints beside OpenAI's: /tokenize, /detokenize and /tokenizer_info.
 
 Start with `routes`.
 """

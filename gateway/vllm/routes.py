@@ -1,18 +1,20 @@
-"""POST /tokenize and /detokenize. Both count as open requests of the gateway, and wait for a turn on its tokenizer threads."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info. The first two count as open requests of the gateway, and wait for a turn
+on its tokenizer threads."""
 
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import Response
 
 from gateway.http.errors import bad_value
-from gateway.openai.dependencies import CallDep
+from gateway.openai.dependencies import CallDep, GatewayDep, TenantDep
 from gateway.openai.forms import Chat
 from gateway.openai.openapi import TOKENIZED, body_of, refusals
 from gateway.openai.prepare import encoded
 from gateway.openai.request_types import ChatRequest, validate
 from gateway.text.tokenizer import ModelTokenizer
-from gateway.vllm.types import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
+from gateway.vllm.types import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest, TokenizerInfo
 
 router = APIRouter(tags=["Tokens"])
 
@@ -37,6 +39,17 @@ async def tokenize(call: CallDep) -> Response:
 )
 async def detokenize(call: CallDep) -> Response:
     return await call.tokenized(partial(validate, DetokenizeRequest, neutral={}), _detokenize)
+
+
+@router.get(
+    "/tokenizer_info",
+    summary="The special tokens and the chat template.",
+    response_model=TokenizerInfo,
+    responses=refusals(401, 404),
+)
+async def tokenizer_info(gateway: GatewayDep, _tenant: TenantDep, model: str | None = None) -> dict[str, Any]:
+    """lm-eval's remote tokenizer asks for them."""
+    return gateway.model(model).tokenizer.info()
 
 
 def _tokenize(asked: TokenizeRequest, tokenizer: ModelTokenizer) -> TokenizeAnswer:

@@ -1,4 +1,4 @@
-"""Requests and answers of /tokenize and /detokenize."""
+"""Requests and answers of /tokenize, /detokenize and /tokenizer_info."""
 
 from typing import Annotated
 
@@ -35,3 +35,12 @@ class DetokenizeRequest(RequestType):
 
 class DetokenizeAnswer(AnswerType):
     prompt: str
+
+
+class TokenizerInfo(AnswerType):
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | dict[str, str] | None

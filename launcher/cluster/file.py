@@ -178,7 +178,7 @@ class ClusterFile(_Table):
 def parse(text: str, folder: PurePath) -> ClusterFile:
     """Returns the checked content of a file in `folder`, where its relative paths begin. Raises `ClusterError`."""
     try:
-        content = tomllib.loads(text)
+        content = tomllib.loads(text.removeprefix("\ufeff"))
     except tomllib.TOMLDecodeError as error:
         raise ClusterError(f"not TOML: {error}") from None
     try:
@@ -192,7 +192,7 @@ def parse(text: str, folder: PurePath) -> ClusterFile:
 
 def travels(text: str) -> list[str]:
     """Returns the relative paths in a text that `parse` accepts: `crossdock cluster launch` copies them with the file."""
-    content = tomllib.loads(text)
+    content = tomllib.loads(text.removeprefix("\ufeff"))
     found = [content.get("keys", "")]
     tables = [content.get(role, {}) for role in ("coordinator", "gateway")]
     tables += [host.get("gateway", {}) for host in content["hosts"].values()]

@@ -110,7 +110,7 @@ def parse_priorities(texts: Sequence[str]) -> dict[str, float]:
 def read_mix(path: str) -> list[LoadTenant]:
     """Raises `SettingsError`."""
     try:
-        content = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        content = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise SettingsError(f"--tenants-mix: cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -75,7 +75,7 @@ def read(path: str) -> list[TraceRow]:
     file = Path(path).expanduser()
     rows: list[TraceRow] = []
     try:
-        with file.open(encoding="utf-8", newline="") as stream:
+        with file.open(encoding="utf-8-sig", newline="") as stream:
             source = _json_lines(stream) if file.suffix in (".jsonl", ".json") else _csv(stream)
             for row in source:
                 if len(rows) >= ROWS_MAX:
@@ -205,7 +205,7 @@ def has_sessions(path: str) -> bool:
     """Whether the file has sessions, by its first line. Raises `SettingsError`."""
     file = Path(path).expanduser()
     try:
-        with file.open(encoding="utf-8", errors="replace") as stream:
+        with file.open(encoding="utf-8-sig", errors="replace") as stream:
             line = stream.readline(LINE_CHARS_MAX)
     except OSError as error:
         raise SettingsError(f"--trace: cannot read {path}: {error.strerror}") from None
@@ -216,7 +216,7 @@ def read_sessions(path: str, scale_tokens: float, think_scale: float) -> list[Lo
     """The sessions, in the order in which they begin in the file. Raises `SettingsError` naming file and line."""
     file, found, count = Path(path).expanduser(), dict[str, list[SessionTurn]](), 0
     try:
-        with file.open(encoding="utf-8", newline="") as stream:
+        with file.open(encoding="utf-8-sig", newline="") as stream:
             rows = _json_turns(stream) if file.suffix in (".jsonl", ".json") else _csv_turns(stream)
             for number, name, turn in rows:
                 if not 0 <= turn.think_s < 1e9 or not max(turn.new_tokens, turn.output_tokens) <= TOKENS_MAX:

@@ -216,7 +216,7 @@ def parse(data: bytes) -> Scenario:
     if len(data) > FILE_BYTES_MAX:
         raise ValueError(f"is larger than {FILE_BYTES_MAX} bytes")
     try:
-        content = tomllib.loads(data.decode())
+        content = tomllib.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not TOML: {str(error)[:200]}") from None
     try:

@@ -121,8 +121,8 @@ class MetricsServer:
     def _answer(self, method: str, path: str) -> Reply:
         if method not in ("GET", "HEAD"):
             return Reply(405)
-        if path == "/metrics" and self._registry is not None:
-            return Reply(200, self._text(self._registry), CONTENT_TYPE_LATEST)
+        if path == "/metrics":
+            return self.page()
         if path == "/health":
             return Reply(200, b'{"status": "ok"}', _JSON)
         if path == "/live":
@@ -135,15 +135,17 @@ class MetricsServer:
             return Reply(503 if why else 200, msgspec.json.encode({"status": why or "ready"}), _JSON)
         if path in self._more:
             return Reply(200, msgspec.json.encode(self._more[path]()), _JSON)
-        return Reply(503 if path == "/metrics" else 404)
+        return Reply(404)
 
-    def _text(self, registry: CollectorRegistry) -> bytes:
+    def page(self) -> Reply:
+        """The answer to `/metrics`, whether or not the port is open."""
+        if self._registry is None:
+            return Reply(503)
         made_at, text = self._made
-        now = clock.now()
-        if now - made_at >= FRESH_S:
-            text = generate_latest(registry)
+        if clock.now() - made_at >= FRESH_S:
+            text = generate_latest(self._registry)
             self._made = (clock.now(), text)
-        return text
+        return Reply(200, text, CONTENT_TYPE_LATEST)
 
 
 def _asks_for_this_host(scope: Scope) -> bool:

@@ -54,7 +54,7 @@ def _option(cls: type[Options], field_name: str) -> str:
 def _read_section(cls: type[Options], path: str) -> dict[str, Any]:
     """This class's section of the file. Every section and key of the file must be known. Raises `SettingsError`."""
     try:
-        content = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        content = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise SettingsError(f"--config: cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

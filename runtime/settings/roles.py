@@ -192,7 +192,7 @@ class GatewaySettings(BatchOptions, ClientSettings):
 
     section = "gateway"
     panels: ClassVar[Panels] = {
-        "HTTP": "host port cors_origins allowed_hosts trusted_proxies access_log",
+        "HTTP": "host port cors_origins allowed_hosts trusted_proxies access_log api_metrics",
         "Tenants": "api_keys tenants",
         "Model": "model model_id more_models served_model_name generation_config default_max_tokens",
         "Cluster": "coordinator tokens_bind advertise drain_timeout_s",
@@ -300,6 +300,11 @@ class GatewaySettings(BatchOptions, ClientSettings):
         True,
         description="Log one line for each HTTP request, at the level info (probes: debug): method, path, status, tenant,"
         " request id, tokens and times. Never prompts or keys.",
+    )
+    api_metrics: bool = Field(
+        True,
+        description="Serve this gateway's metrics at /metrics of --port, too, where benchmarks look for them. Never if"
+        " --tenants names tenants, since the metrics name them, too.",
     )
 
     @property

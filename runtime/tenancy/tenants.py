@@ -199,7 +199,7 @@ def parse(text: str) -> Tenants:
 def tables_of(text: str) -> dict[str, object]:
     """The file's tables, not checked. Raises `TenantsError` if it is no TOML."""
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(text.removeprefix("\ufeff"))
     except (ValueError, RecursionError) as error:
         raise TenantsError(not_toml(error)) from None
 

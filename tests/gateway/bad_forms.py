@@ -130,8 +130,8 @@ def _tools(t: Rows) -> None:
     t.chat("tool of the server", "tools[0].type", "unsupported_value", tools=[{"type": "web_search"}])
     t.chat("tool without a function", where, "invalid_type", tools=[{"type": "function"}])
     tool("with a bad name", f"{where}.name", "invalid_value", name="a b")
-    tool("with a long name", f"{where}.name", "invalid_value", name="a" * 65)
-    tool("with a long description", f"{where}.description", "invalid_value", description="x" * 20_000)
+    tool("with a long name", f"{where}.name", "invalid_value", name="a" * 129)
+    tool("with a description of numbers", f"{where}.description", "invalid_type", description=[1])
     tool("with parameters as text", f"{where}.parameters", "invalid_type", parameters="{}")
     tool("with parameters as a list", f"{where}.parameters", "invalid_value", parameters={"type": "array"})
     tool("strict a number", f"{where}.strict", "invalid_type", strict=1)
@@ -139,7 +139,7 @@ def _tools(t: Rows) -> None:
     tool("strict with an unknown keyword", "tools", "invalid_value", strict=True, parameters={"uniqueItems": True})
     t.chat("tools twice the same", "tools", "invalid_value", tools=[TOOL, TOOL])
     t.chat("tools too many", "tools", "invalid_value",
-           tools=[{"type": "function", "function": {"name": f"f{n}"}} for n in range(129)])  # fmt: skip
+           tools=[{"type": "function", "function": {"name": f"f{n}"}} for n in range(513)])  # fmt: skip
     t.completion("tools in a completion", "tools", "unknown_parameter", tools=[TOOL])
 
 
@@ -154,8 +154,6 @@ def _choices(t: Rows) -> None:
     t.chat(
         "parallel_tool_calls a string", "parallel_tool_calls", "invalid_type", tools=[TOOL], parallel_tool_calls="yes"
     )
-    t.chat("a call and another form", "response_format", "invalid_value", tools=[TOOL], tool_choice="required",
-           response_format={"type": "json_object"})  # fmt: skip
 
 
 def _conversations(t: Rows) -> None:
@@ -169,9 +167,6 @@ def _conversations(t: Rows) -> None:
     t.message("calls of a user", "messages[0].tool_calls", "invalid_value", {**user, "tool_calls": [CALL]})
     t.message("call without a function", "messages[0].tool_calls[0].function", "missing_required_parameter",
               {"role": "assistant", "tool_calls": [{"id": "c", "type": "function"}]})  # fmt: skip
-    broken = {**CALL, "function": {"name": "f", "arguments": "{"}}
-    t.message("call with broken arguments", "messages[0].tool_calls[0].function.arguments", "invalid_value",
-              {"role": "assistant", "tool_calls": [broken]})  # fmt: skip
     t.message(
         "thoughts of a user", "messages[0].reasoning_content", "invalid_value", {**user, "reasoning_content": "x"}
     )

@@ -215,7 +215,7 @@ def _unknown(t: Rows) -> None:
     t.completion("unknown parameter", "temprature", "unknown_parameter", temprature=1)
     t.completion("messages in a completion", "messages", "unknown_parameter", messages=[])
     t.completion("suffix", "suffix", "unsupported_parameter", suffix="end")
-    t.completion("store as a number", "store", "unsupported_parameter", store=0)
+    t.completion("store as a number", "store", "invalid_type", store=0)
     t.chat("metadata", "metadata.a", "invalid_type", metadata={"a": 1})
     t.chat("cache retention", "prompt_cache_retention", "unsupported_value", prompt_cache_retention="1y")
     t.chat("cache options", "prompt_cache_options", "invalid_type", prompt_cache_options="30m")
@@ -257,7 +257,6 @@ def _evaluation(t: Rows) -> None:
     t.completion("skip_special_tokens a number", "skip_special_tokens", "invalid_type", skip_special_tokens=1)
     t.completion("cache_salt empty", "cache_salt", "invalid_value", cache_salt="")
     t.completion("cache_salt too long", "cache_salt", "invalid_value", cache_salt="x" * 513)
-    t.completion("store true", "store", "unsupported_parameter", store=True)
 
 
 def _responses(t: Rows) -> None:

@@ -28,13 +28,17 @@ from runtime.grammar import compiler
 def make(grammar, tokenizer):
     while "spin" in grammar:
         pass
+    if "crash" in grammar:
+        raise TypeError
+    if "fill" in grammar:
+        bytes(process.MEMORY_BYTES_MAX)
     time.sleep(60 if "wait" in grammar else 0)
     return compiler.make_matcher(grammar, tokenizer)
 process.make_matcher = make
 process.COMPILE_CPU_S = 0.5
-process.main()
+raise SystemExit(process.main())
 """
-"""The compiler, which never ends where the grammar says so."""
+"""The compiler, which never ends, or fails, where the grammar says so."""
 
 
 def with_checker(test: Callable[[GrammarChecker], Awaitable[None]]) -> None:
@@ -96,6 +100,22 @@ def test_busy_machine_verdict_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(module, "ANSWER_S", 0.2)
         assert await refusal(checker, "a", "wait") == "503 None"
         assert not any("wait" in verdict for verdict in checker._verdicts.values()) and len(checker._verdicts) == 1
+
+    with_checker(test)
+
+
+def test_crash_is_not_the_clients_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash of the process is a 500: nothing is kept, and nobody has to wait. Too much memory is the grammar's fault."""
+    monkeypatch.setattr(module, "_COMMAND", (module.sys.executable, "-c", SPIN))  # type: ignore[attr-defined]
+    monkeypatch.setattr(module, "ANSWER_S", 60.0)
+
+    async def test(checker: GrammarChecker) -> None:
+        for _ in range(2):
+            with pytest.raises(ApiError) as caught:
+                await checker.verdict("a", "group", "crash", "field")
+            assert (caught.value.status, caught.value.code) == (500, "internal_error")
+        assert not checker._verdicts and not checker._slow
+        assert await refusal(checker, "a", "fill") == module.TOO_LARGE and "a" in checker._slow
 
     with_checker(test)
 

@@ -122,7 +122,7 @@ def test_too_long_conversation_is_still_counted() -> None:
     async def test(site: Site, client: Client) -> None:
         long: Any = [{"role": "user", "content": "x " * 2 * CONTEXT_TOKENS}]
         assert (await client.messages.count_tokens(model=MODEL, messages=long)).input_tokens > CONTEXT_TOKENS
-        with pytest.raises(anthropic.BadRequestError, match="context is"):
+        with pytest.raises(anthropic.BadRequestError, match="prompt is too long: "):
             await client.messages.create(model=MODEL, max_tokens=9, messages=long)
 
     with_client(test)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from gateway.structured import schema as module
 from gateway.structured.compile_process import NO_ANSWER, checked, compiled
 from gateway.structured.finite import has_finite_answer
 from gateway.structured.lark import Grammar, Relaxed, TooLarge, next_relaxed
@@ -66,6 +67,41 @@ def test_odd_schema_compiles_when_relaxed(schema: Any) -> None:
             return
         relaxed = next_relaxed(grammar.schemas, relaxed, verdict)
     pytest.fail(verdict)
+
+
+KEYWORDS = sorted(
+    module._ENFORCED | module._MAPS | module._SINGLES | module._LISTS | module._VALUES | module._IDENTIFIERS
+)
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_property_may_be_named_as_a_keyword(keyword: str, strict: bool) -> None:
+    """Names under `properties` and `$defs` are no keywords, and what `const` and `enum` hold is no schema."""
+    odd = {
+        "multipleOf": 123_457,
+        "allOf": [{"pattern": letter} for letter in "abc"],
+        "type": {"type": 1},
+        "$ref": "a:b",
+    }
+    parts = [{"type": "string"}, {"type": ["object", "null"], "properties": {keyword: {"type": "array"}}}, {"const": odd},
+             {"enum": [odd, "a"]}, {"$ref": f"#/$defs/{keyword}"}, {"pattern": "a+"}]  # fmt: skip
+    for part in parts:
+        names = {keyword: part, "a": {"pattern": "b"}, "b": {"pattern": "c"}, "c": {"pattern": "d"}}
+        schema = {"type": "object", "properties": names, "required": [keyword], "$defs": {keyword: {"type": "object"}}}
+        grammar = Grammar(lambda text: [text])
+        assert compiled(grammar.text(grammar.json(schema, strict=strict)), TOKENIZER) == ""
+
+
+def test_reference_into_a_value_is_refused() -> None:
+    """The bounds do not count what stands in a value, so that nothing may refer to it."""
+    schema = {
+        "$defs": {"const": {}, "a": {"const": {"multipleOf": 123_457}}},
+        "properties": {"b": {"$ref": "#/$defs/const"}},
+    }
+    prepared(schema, strict=True)
+    with pytest.raises(SchemaError):
+        prepared({**schema, "additionalItems": {"$ref": "#/$defs/a/%63onst"}}, strict=False)
 
 
 @pytest.mark.parametrize("schema", ODD[:6], ids=lambda schema: schema["properties"]["e"].get("pattern", "")[:20])

@@ -1,5 +1,6 @@
 """`crossdock profile estimate`: a profile from published figures of a card and the shape of a model."""
 
+import codecs
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def _read(file: Path) -> Shape:
     try:
         if file.stat().st_size > CONFIG_BYTES_MAX:
             raise SettingsError(f"--model: {file} is larger than {CONFIG_BYTES_MAX} bytes")
-        return of_config(msgspec.json.decode(file.read_bytes(), type=dict))
+        return of_config(msgspec.json.decode(file.read_bytes().removeprefix(codecs.BOM_UTF8), type=dict))
     except OSError as error:
         raise SettingsError(f"--model: {file}: {error.strerror}") from None
     except (msgspec.DecodeError, ShapeError) as error:

@@ -16,7 +16,7 @@ from proto.messages import Cancel, Submit, TokenItem
 
 _RETRY_S = (0.25, 2.0)
 _PASSING = (Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.RETRY_BUDGET)
-_PASSING_RESUME = (*_PASSING, Reject.QUEUE_FULL, Reject.SHED)
+_PASSING_RESUME = (*_PASSING, Reject.QUEUE_FULL, Reject.SHED, Reject.STORAGE)
 
 
 class StreamPhase(Enum):

@@ -262,36 +262,38 @@ class Coordinator:
     def _message(self, peer: Peer, message: Message, blob: bytes) -> None:
         if self.peers.get(peer.incarnation) is not peer:
             raise RemoteProtocolError("this link was replaced by a newer one")
-        if isinstance(message, Submit) and not self._is_known(message) and (why := self._storage_trouble(message)):
-            self._refuse(peer, message, why)
+        if isinstance(message, Submit) and self._is_too_much(message):
+            self._refuse(peer, message)
             return
         if isinstance(message, PolicyRequest) and peer.hello.role is Role.OBSERVER and self.policies is not None:
             self.policies.ask(message, peer.send)
             return
         self.driver.post(Received(peer.incarnation, message, blob))
 
-    def _is_known(self, submit: Submit) -> bool:
-        return submit.request_id in self.core.requests or submit.attempt <= self.core.last_attempt(submit.request_id)
+    def _is_too_much(self, submit: Submit) -> bool:
+        """Whether a submit is refused because the ledger is behind. Only new submits are; the core answers repeated ones."""
+        if self.ledger is None or not self.ledger.behind:
+            return False
+        return submit.request_id not in self.core.requests and submit.attempt > self.core.last_attempt(
+            submit.request_id
+        )
 
-    def _storage_trouble(self, submit: Submit) -> str:
-        """Returns why a first submit is refused while the ledger is behind; empty where it is not."""
-        if self.ledger is None or submit.attempt > 1:
-            return ""
-        return self.ledger.trouble(clock.now())
-
-    def _refuse(self, peer: Peer, submit: Submit, why: str) -> None:
+    def _refuse(self, peer: Peer, submit: Submit) -> None:
         """Refuse a submit past the outbox, which waits for the ledger."""
         self.metrics.refused_behind += 1
+        why = self.ledger.trouble(clock.now()) if self.ledger is not None else ""
         peer.send(Rejected(submit.request_id, submit.attempt, Reject.STORAGE, why, _BEHIND_RETRY_S))
 
     def _refuse_uncommitted(self) -> None:
-        """Refuse the requests that came just before storage failed: nobody has been told that they are accepted."""
-        for request_id in list(self.outbox.uncommitted):
-            request = self.core.requests.get(request_id)
-            peer = self.peers.get(request.gateway_incarnation) if request is not None else None
-            if request is not None and peer is not None and (why := self._storage_trouble(request.submit)):
-                self._refuse(peer, request.submit, why)
-                withdrawn = Cancel(request_id, request.attempt, CancelReason.ABANDONED)
+        """Refuse requests that came just before the ledger was behind: no other process has heard of them."""
+        if self.ledger is None or not self.ledger.behind:
+            return
+        waiting = [self.core.requests[name] for name in self.outbox.uncommitted if name in self.core.requests]
+        for request in waiting:
+            peer = self.peers.get(request.gateway_incarnation)
+            if peer is not None and request.attempt == 1:
+                self._refuse(peer, request.submit)
+                withdrawn = Cancel(request.id, request.attempt, CancelReason.ABANDONED)
                 self.driver.post(Received(peer.incarnation, withdrawn))
 
     def _send(self, send: Send) -> None:

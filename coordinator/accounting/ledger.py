@@ -178,12 +178,12 @@ class Ledger:
 
     @property
     def behind(self) -> bool:
-        """Whether so much waits to be written that no further request should be admitted."""
-        return self._entries.qsize() > QUEUE_MAX // 2
+        """Whether no further request should be admitted: so much waits to be written, or it has waited for so long."""
+        return bool(self.trouble(clock.now()))
 
     def trouble(self, now: float) -> str:
         """Returns why no further request should be admitted; empty where there is no reason."""
-        if self.behind:
+        if self._entries.qsize() > QUEUE_MAX // 2:
             return "usage cannot be recorded as fast as requests come"
         late_s = now - self._oldest_at
         if late_s < LATE_S:

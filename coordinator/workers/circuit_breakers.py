@@ -16,6 +16,7 @@ Below this, a sender skips a broken transport for a while (`kvtransfer.transport
 every transport between its ends fails.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
@@ -52,14 +53,14 @@ class Breakers:
         self.pairs: dict[Pair, _State] = {}
         """Those that failed since something last went well between them."""
         self._wake_at = inf
-        self._hosts: dict[str, float] = {}
+        self._hosts: OrderedDict[str, float] = OrderedDict()
         """Hosts that have lost a worker, and when."""
 
     def lost_on(self, host: str, now: float) -> None:
         self._hosts.pop(host, None)
         self._hosts[host] = now
         if len(self._hosts) > HOSTS_MAX:
-            del self._hosts[next(iter(self._hosts))]
+            self._hosts.popitem(last=False)
 
     def host_fails(self, host: str, now: float) -> bool:
         """Whether a host has just lost a worker: interrupted requests are not resumed there as long as there are others."""

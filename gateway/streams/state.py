@@ -16,7 +16,7 @@ from proto.messages import Cancel, Submit, TokenItem
 
 _RETRY_S = (0.25, 2.0)
 _PASSING = (Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.RETRY_BUDGET)
-_PASSING_RESUME = (*_PASSING, Reject.QUEUE_FULL, Reject.SHED)
+_PASSING_RESUME = (*_PASSING, Reject.QUEUE_FULL, Reject.SHED, Reject.STORAGE)
 
 
 class StreamPhase(Enum):
@@ -120,8 +120,7 @@ class Submission:
 
     @property
     def retried(self) -> tuple[Reject, ...]:
-        """Rejections after which a retry may succeed. The gateway has checked the model's name, so an unknown model means that
-        no worker was up yet."""
+        """Rejections after which a retry may succeed. An unknown model means that no worker was up yet."""
         return _PASSING if self.is_new else _PASSING_RESUME
 
     @property
@@ -179,8 +178,7 @@ class Submission:
     def reset_tries(self, now: float, limits: StreamLimits) -> None:
         """Restart the count of tries if the attempt has brought `progress_tokens`, or has gone well for `steady_s`."""
         brought = sum(len(choice.tokens) - choice.first for choice in self.choices)
-        steady = self.interrupted_at > 0.0 and now - self.interrupted_at >= limits.steady_s
-        if brought >= limits.progress_tokens or steady:
+        if brought >= limits.progress_tokens or 0.0 < self.interrupted_at <= now - limits.steady_s:
             self.tries_before += self.tries
 
     def interrupted(self, now: float, backoff_s: float) -> None:

@@ -57,10 +57,11 @@ class ConfigError(CrossdockError):
     @property
     def exit_status(self) -> int:
         """`CONFIG_EXIT`, or 1 if its cause is a state of this machine that passes, such as a full disk."""
-        cause: BaseException | None = self
-        while (cause := cause.__cause__ or cause.__context__) is not None:
+        cause = self.__cause__ or self.__context__
+        while cause is not None:
             if (isinstance(cause, OSError) and cause.errno in _PASSING) or is_passing(cause):
                 return 1
+            cause = cause.__cause__ or cause.__context__
         return CONFIG_EXIT
 
 

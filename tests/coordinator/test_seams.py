@@ -9,6 +9,7 @@ import pytest
 from coordinator.accounting.tombstones import Remembered
 from coordinator.events import Configured, Limits, PeerDown, PeerUp
 from coordinator.main import Coordinator
+from coordinator.outbox import Outbox
 from coordinator.request import Request
 from coordinator.waiting.queue import WaitQueue
 from proto.codec import decode, to_frames
@@ -60,6 +61,29 @@ def test_lagging_ledger_refuses_only_new_requests(name: str, attempt: int, refus
     world.receive(1, Cancel("b", 1, CancelReason.DISCONNECTED))
     process = SimpleNamespace(ledger=SimpleNamespace(behind=True), core=world.core)
     assert Coordinator._is_too_much(process, submit(name, attempt=attempt)) is refused  # type: ignore[arg-type]
+
+
+def test_uncommitted_requests_are_refused():
+    """Requests whose rows the ledger could not write are refused, past the outbox, and withdrawn; later attempts wait."""
+    world, outbox, told = Harness.make(), Outbox(), []
+    for name, attempt in (("new", 1), ("resumed", 2)):
+        world.receive(1, submit(name, attempt=attempt))
+        outbox.opened(name)
+    process = SimpleNamespace(
+        ledger=SimpleNamespace(behind=True, trouble=lambda now: "storage: the disk is full"),
+        core=world.core,
+        outbox=outbox,
+        peers={1: SimpleNamespace(incarnation=1, send=told.append)},
+        metrics=SimpleNamespace(refused_behind=0),
+        driver=SimpleNamespace(post=world.post),
+    )
+    process._refuse = lambda peer, submit: Coordinator._refuse(process, peer, submit)  # type: ignore[arg-type]
+    for _ in range(2):
+        Coordinator._refuse_uncommitted(process)  # type: ignore[arg-type]
+    [refused] = told
+    assert (refused.request_id, refused.reason) == ("new", Reject.STORAGE)
+    assert "storage" in refused.message and refused.retry_after_s > 0
+    assert world.ended == {"new": ["cancelled"]} and "resumed" in world.core.requests
 
 
 def release_all(world: Harness, name: str, emitted: int = 0) -> None:

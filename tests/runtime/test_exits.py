@@ -7,6 +7,8 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -84,30 +86,40 @@ def test_signal_during_load_ends_worker() -> None:
     assert "stopped" in errors.splitlines()[-1]
 
 
+def fail_to_read(number: int) -> None:
+    """Raises as a reader of a file does."""
+    try:
+        raise OSError(number, os.strerror(number))
+    except OSError as error:
+        raise CrossdockError(f"a file: {error.strerror}") from None
+
+
+def fail_to_write(path: Path) -> None:
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("PRAGMA max_page_count = 1")
+        db.execute("CREATE TABLE t (a)")
+
+
+def status_of(work: Callable[[], None]) -> int:
+    try:
+        try:
+            work()
+        except (CrossdockError, sqlite3.Error) as error:
+            raise ConfigError(f"--option: {error}") from error
+    except ConfigError as failure:
+        return failure.exit_status
+    return 0
+
+
 @pytest.mark.parametrize(
     ("number", "status"),
     [(errno.ENOSPC, 1), (errno.EROFS, 1), (errno.EMFILE, 1), (errno.EIO, 1), (errno.EACCES, 78), (errno.ENOENT, 78)],
 )
 def test_passing_faults_are_no_configuration(number: int, status: int) -> None:
     """A full disk or table of files at the start has status 1, so that a unit is started again; a missing file has 78."""
-    with pytest.raises(ConfigError) as raised:
-        try:
-            try:
-                raise OSError(number, os.strerror(number))
-            except OSError as error:
-                raise CrossdockError("a file") from None if status == 1 else error
-        except CrossdockError as error:
-            raise ConfigError(f"--option: {error}") from error
-    assert raised.value.exit_status == status
+    assert status_of(lambda: fail_to_read(number)) == status
 
 
 def test_full_database_is_no_configuration(tmp_path: Path) -> None:
     """A database that is full has status 1."""
-    db = sqlite3.connect(tmp_path / "db", isolation_level=None)
-    db.execute("PRAGMA max_page_count = 1")
-    with pytest.raises(ConfigError) as raised:
-        try:
-            db.execute("CREATE TABLE t (a)")
-        except sqlite3.Error as error:
-            raise ConfigError(f"--batch-db: {error}") from error
-    assert raised.value.exit_status == 1
+    assert status_of(lambda: fail_to_write(tmp_path / "db")) == 1

@@ -13,8 +13,8 @@ from coordinator.events import Action, Limits, Send, StateChanged
 from coordinator.fairness.fair_node import Path
 from coordinator.lifecycle import TERMINAL, RequestState, Trigger
 from coordinator.observer import Watch
-from coordinator.reporting.room import cluster_state
 from coordinator.request import LOST_PROCESSES_MAX, RETAINED, LostProcess, Request, RetainedAllocation, Suspicion
+from coordinator.room import cluster_state
 from coordinator.waiting.queue import WaitQueue
 from coordinator.workers.flip import RunningFlip
 from coordinator.workers.pool import Pool

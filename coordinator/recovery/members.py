@@ -3,8 +3,8 @@
 from coordinator.events import ProtocolViolation, Received
 from coordinator.lifecycle import RequestState, Trigger
 from coordinator.recovery import draining, flips, suspects
-from coordinator.reporting.room import cluster_state
 from coordinator.request import Request
+from coordinator.room import cluster_state
 from coordinator.state import State
 from coordinator.waiting.queue import WaitQueue
 from coordinator.workers.pool import Pool

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from coordinator.admission.checks import judge
 from coordinator.events import Limits
-from coordinator.reporting.room import cluster_state
+from coordinator.room import cluster_state
 from coordinator.workers.pool import Pool
 from coordinator.workers.worker import Worker
 from gateway.text.tokenizer import ModelFacts, ModelTokenizer

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +25,8 @@ from proto.status import StatusReport
 from runtime.link.keys import Keys
 
 READY_S = 180.0
+START_S = 700.0
+"""`serve` itself gives up after `--ready-timeout-s`, which is 180 s unless a test asks for more."""
 ROLES = ("coordinator", "gateway", "prefill_worker", "decode_worker")
 
 
@@ -117,8 +119,11 @@ class Served:
 class Live(Served):
     """`crossdock serve`; ready once made, on ports of its own choice."""
 
-    def __init__(self, model: Path, home: Path, *arguments: str, port: int | None = 0, **settings: str) -> None:
-        """`port`: None leaves `--port` open. `settings` go by the environment."""
+    def __init__(
+        self, model: Path, home: Path, *arguments: str, port: int | None = 0,
+        command: Sequence[str] = (sys.executable, "-m", "launcher.cli"), **settings: str,
+    ) -> None:  # fmt: skip
+        """`port`: None leaves `--port` open. `command` is what runs `crossdock`. `settings` go by the environment."""
         super().__init__()
         self.model = model
         self.home = home
@@ -131,10 +136,8 @@ class Live(Served):
             "COLUMNS": "200",
             **{f"CROSSDOCK_{name}": value for name, value in settings.items()},
         }
-        command = [
-            sys.executable,
-            "-m",
-            "launcher.cli",
+        serve = [
+            *command,
             "serve",
             "--model",
             str(model),
@@ -142,7 +145,7 @@ class Live(Served):
             *arguments,
         ]
         self.process = subprocess.Popen(
-            command,
+            serve,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -152,7 +155,7 @@ class Live(Served):
         self._serving = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        if not self._serving.wait(READY_S) or self.process.poll() is not None:
+        if not self._serving.wait(START_S) or self.process.poll() is not None:
             self.stop()
             raise AssertionError("the cluster did not come up:\n" + "".join(self.output))
 
@@ -230,8 +233,8 @@ def at_once(work: Any, items: Any, threads: int = 16) -> list[Any]:
 
 
 @contextmanager
-def live(model: Path, home: Path, *arguments: str, **settings: str) -> Iterator[Live]:
-    cluster = Live(model, home, *arguments, **settings)  # type: ignore[arg-type]
+def live(model: Path, home: Path, *arguments: str, **settings: Any) -> Iterator[Live]:
+    cluster = Live(model, home, *arguments, **settings)
     try:
         yield cluster
     finally:

@@ -107,3 +107,19 @@ def network() -> Iterator[Network]:
         yield made
     finally:
         made.close()
+
+
+@contextmanager
+def loopback_only() -> Iterator[list[str]]:
+    """What to put before commands that are to run in a namespace with a loopback interface, and nothing else. Skips the test
+    where that is not permitted."""
+    name = f"cd{os.getpid() % 100_000}-lo"
+    try:
+        _ip("netns", "add", name)
+    except (subprocess.CalledProcessError, FileNotFoundError):
+        pytest.skip("network namespaces cannot be made here")
+    try:
+        _ip("-n", name, "link", "set", "lo", "up")
+        yield ["ip", "netns", "exec", name]
+    finally:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False, timeout=20)

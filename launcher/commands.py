@@ -69,7 +69,10 @@ _BENCH: Final[Table] = {
 
 TABLE: Final[Table] = {
     "serve": Command(
-        "Bring up a whole cluster on this machine", "runtime.settings.serve:ServeSettings", "launcher.local.serve:run"
+        "Bring up a whole cluster on this machine",
+        "runtime.settings.serve:ServeSettings",
+        "launcher.local.serve:run",
+        takes="runtime.settings.serve:EveryServeOption",
     ),
     "up": Command("Start what belongs on this host", "launcher.cluster.settings:UpSettings", "launcher.cluster.up:up"),
     "down": Command(

@@ -20,7 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from proto.errors import CrossdockError
-from runtime.process import interrupts
+from runtime.process import interrupts, output
 from runtime.process.exits import INTERRUPTED_EXIT, USAGE_EXIT, ConfigError
 from runtime.settings import environment
 from runtime.settings.option_help import (
@@ -320,6 +320,7 @@ def parse(cls: type[S], arguments: Sequence[str]) -> S:
 
 def run_role(prog: str, cls: type[S], run: Callable[[S], int], fixed: Mapping[str, str] | None = None) -> int:
     """`python -m <role>`: parse the process's arguments and run. `fixed` are options which the role itself decides."""
+    output.secure()
     app = new_app()
     add_command(app, prog, cls, run, fixed)
     return invoke(app, sys.argv[1:], f"python -m {prog}")

@@ -51,16 +51,14 @@ message names the option and the source of the value.
 def commands() -> Iterator[tuple[str, type[Options]]]:
     """Every command that people call, with its settings."""
     for name, command in commands_in(TABLE):
-        before = name.partition("-")[0]
-        typed = name.replace("-", " ", 1) if before in TABLE else name  # `tune-check` is typed as `tune check`
-        yield f"crossdock {typed}", command.settings_class()
+        yield f"crossdock {name}", command.settings_class()
 
 
 def pages() -> dict[str, str]:
     """File name → text of the page."""
     grouped: dict[str, list[tuple[str, type[Options]]]] = {}
     for name, cls in commands():
-        grouped.setdefault(name.split()[1].partition("-")[0], []).append((name, cls))
+        grouped.setdefault(name.split()[1], []).append((name, cls))
     rows = [
         f"| [{page}]({page}.md) | {', '.join(f'`{name}`' for name, _ in ours)} |\n" for page, ours in grouped.items()
     ]

@@ -6,7 +6,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from launcher.load.lengths import Lengths
 from launcher.load.tenants import Ratio, parse_priorities
-from runtime.settings.types import CommaList, Device, JsonOption, Panels
+from runtime.settings.types import SLO_TPOT_MS, SLO_TTFT_MS, CommaList, Device, JsonOption, Panels
 
 
 def _check_lengths(value: str) -> str:
@@ -42,8 +42,8 @@ class TargetSettings(JsonOption):
         description="NAME:KEY:SHARE[:WEIGHT[:PRIORITY]], repeated: who sends, with which key ($NAME is read from the"
         " environment; a cluster started here makes its own keys: leave it empty), how much of the load, with which weight.",
     )
-    slo_ttft_ms: float = Field(2000.0, gt=0.0, le=1e9, description="Limit for goodput: time to first token.")
-    slo_tpot_ms: float = Field(200.0, gt=0.0, le=1e9, description="Limit for goodput: mean time per later token.")
+    slo_ttft_ms: float = Field(SLO_TTFT_MS, gt=0.0, le=1e9, description="Limit for goodput: time to first token.")
+    slo_tpot_ms: float = Field(SLO_TPOT_MS, gt=0.0, le=1e9, description="Limit for goodput: mean time per later token.")
     slo_itl_ms: float = Field(
         0.0, ge=0.0, le=1e9, description="Limit for goodput: 99 of 100 gaps; 0: no limit on gaps."
     )

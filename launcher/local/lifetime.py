@@ -100,15 +100,15 @@ def run_until_stopped(begin: Callable[[], Coroutine[Any, Any, int]], console: Co
 async def until_interrupted(work: Coroutine[Any, Any, int], console: Console) -> int:
     """Returns the result of `work`, the exit status. If SIGINT, SIGTERM or SIGHUP comes first, `work` is cancelled and has
     cleaned up when this returns. The status is then 128 and the signal's number, unless `work` returned one of its own. A
-    second signal ends this process at once; the kernel then kills what the supervisor has started."""
+    SIGINT after any of them ends this process at once; the kernel then kills what the supervisor has started."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     status = 0
 
     def interrupted(number: int) -> None:
         nonlocal status
-        if stop.is_set() and number == signal.SIGHUP:
-            return  # both the terminal and its shell send it
+        if stop.is_set() and number != signal.SIGINT:
+            return  # a terminal and its shell both send SIGHUP, Slurm and a job's script both SIGTERM
         if stop.is_set():
             console.show_cursor()
             console.print("Killed.")

@@ -113,7 +113,7 @@ async def _run(
             load = _load(settings, tuned, Path(folder) / "traffic.csv")
         except SettingsError as error:
             raise SettingsError(f"{settings.recommendation}: its traffic cannot be made again: {error}") from None
-        slo = Slo(tuned.slo_ttft_ms, tuned.slo_tpot_ms, tuned.percentile / 100)
+        slo = Slo(tuned.slo_ttft_ms, tuned.slo_tpot_ms, tuned.slo_percentile)
         for ratio in ratios:
             console.print(f"[bold]{ratio}[/bold]", highlight=False)
             tenants = [LoadTenant("default")]

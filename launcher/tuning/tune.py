@@ -57,7 +57,7 @@ def run(settings: TuneSettings) -> int:
 
 
 def goals_of(settings: TuneSettings) -> Goals:
-    return parse_slos(settings.slo, Slo(settings.slo_ttft_ms, settings.slo_tpot_ms, settings.percentile / 100))
+    return parse_slos(settings.slo, Slo(settings.slo_ttft_ms, settings.slo_tpot_ms, settings.slo_percentile))
 
 
 def check_classes(goals: Goals, sent: Sequence[Sent]) -> None:

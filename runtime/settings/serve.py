@@ -7,7 +7,19 @@ from pydantic import Field, create_model, model_validator
 from runtime.settings.addresses import MetricsAddress
 from runtime.settings.autopilot import PROFILE_HELP, TPOT_HELP, TTFT_HELP, AutopilotSettings
 from runtime.settings.roles import CoordinatorSettings, GatewaySettings
-from runtime.settings.types import WEIGHTS_HELP, CommaList, Device, Dtype, KeyOptions, Options, Panels, Port, Weights
+from runtime.settings.types import (
+    SLO_TPOT_MS,
+    SLO_TTFT_MS,
+    WEIGHTS_HELP,
+    CommaList,
+    Device,
+    Dtype,
+    KeyOptions,
+    Options,
+    Panels,
+    Port,
+    Weights,
+)
 from runtime.settings.workers import WorkerSettings
 
 
@@ -55,10 +67,10 @@ class ServeSettings(KeyOptions):
     )
     profile: str = Field("", description=f"For --autopilot: {PROFILE_HELP[0].lower()}{PROFILE_HELP[1:]}")
     slo_ttft_ms: float = Field(
-        2_000.0, gt=0.0, le=3.6e6, description=f"For --autopilot: {TTFT_HELP[0].lower()}{TTFT_HELP[1:]}"
+        SLO_TTFT_MS, gt=0.0, le=3.6e6, description=f"For --autopilot: {TTFT_HELP[0].lower()}{TTFT_HELP[1:]}"
     )
     slo_tpot_ms: float = Field(
-        100.0, gt=0.0, le=3.6e6, description=f"For --autopilot: {TPOT_HELP[0].lower()}{TPOT_HELP[1:]}"
+        SLO_TPOT_MS, gt=0.0, le=3.6e6, description=f"For --autopilot: {TPOT_HELP[0].lower()}{TPOT_HELP[1:]}"
     )
     host: str = Field(
         "127.0.0.1", min_length=1, description="Address the HTTP server listens on; 0.0.0.0 is every interface."

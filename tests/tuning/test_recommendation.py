@@ -39,18 +39,24 @@ def results(draw: st.DrawFn) -> list[Scored]:
         one = Scored(Candidate(Workers(1 + number % 3, draw(st.integers(1, 5))), 256), 1.0)
         one.attainment, one.strain = kept, draw(st.floats(0.1, 3.0))
         one.drawn = kept + common + rng.normal(0, draw(st.sampled_from([0.0, 0.01])), 100)
+        one.load_kept = draw(st.sampled_from([0.0, 0.25, 0.5]))
         found.append(one)
     return found
 
 
 @given(results())
 def test_recommendation_is_not_dominated(found: list[Scored]) -> None:
-    """No candidate beats the recommended one by more than the error, and no smaller one equals it."""
-    chosen = recommended(found)
+    """No candidate beats the recommended one by more than the error, and no smaller one that keeps the SLO equals it."""
+    chosen = recommended(found, 0.9)
     best = max(found, key=lambda one: one.attainment)
     assert best.attainment - chosen.attainment <= error(best, chosen)
+    assert (chosen.attainment >= 0.9) == (best.attainment >= 0.9), "another one keeps the SLO"
     for one in found:
         enough = best.attainment - one.attainment <= error(best, one)
+        if best.attainment < 0.9:
+            assert not (enough and one.load_kept > chosen.load_kept), "it keeps the SLO up to a lower load"
+            continue
+        enough &= one.attainment >= 0.9
         fewer = one.candidate.workers.total < chosen.candidate.workers.total
         equal = one.candidate.workers.total == chosen.candidate.workers.total
         assert not (enough and (fewer or (equal and one.strain < chosen.strain))), "it is dominated"

@@ -89,7 +89,7 @@ def _row(key: str, field: FieldInfo) -> str:
     meaning = (field.description or "") + (f" ({limits})" if (limits := bounds(field)) else "")
     extra, option = field.json_schema_extra, f"`{option_name(key, field)}`"
     if field.default is True:
-        option = f"`--{key.replace('_', '-')}` / {option}"
+        option = f"`--{key.replace('_', '-')} / {option[1:]}"
     if isinstance(extra, dict) and "also_argument" in extra:
         option = f"`{extra['also_argument']}`, {option}"
     return "| " + " | ".join(text.replace("|", "\\|") for text in (option, _default(field), meaning)) + " |\n"

@@ -34,6 +34,11 @@ RatioList = Annotated[CommaList, AfterValidator(_check_ratios)]
 _LENGTHS_HELP = "like 128, uniform:64-512 or lognormal:MEDIAN,SIGMA"
 
 
+READY_TIMEOUT = Field(
+    180.0, gt=0.0, le=86_400.0, description="Seconds that a cluster started here may take to be ready."
+)
+
+
 class TargetSettings(JsonOption):
     """The options of every load generator: to whom it sends, as whom, and the limits of a good answer."""
 
@@ -55,9 +60,7 @@ class TargetSettings(JsonOption):
     )
     model: str = Field("", description="Folder or ORG/NAME for a cluster started here; empty: the embedded default.")
     device: Device = Field("auto", description="Where a cluster started here computes.")
-    ready_timeout_s: float = Field(
-        180.0, gt=0.0, le=86_400.0, description="Seconds that a cluster started here may take to be ready."
-    )
+    ready_timeout_s: float = READY_TIMEOUT
     seed: int = Field(0, ge=0, le=1 << 31, description="Seed of times, lengths, words, tenants and cancellations.")
 
 

@@ -24,10 +24,8 @@ from runtime.settings.workers import WorkerSettings
 
 
 class ServeSettings(KeyOptions):
-    """Bring up a whole cluster on this machine, answer one question to show it works, and serve until Ctrl-C.
-
-    It takes the options of crossdock coordinator, gateway, worker and autopilot, too, and hands them to these processes; they
-    are listed in the --help of each.
+    """Bring up a whole cluster on this machine, answer one question to show it works, and serve until Ctrl-C. It takes the
+    options of crossdock coordinator, gateway, worker and autopilot, too, and hands them to these processes.
     """
 
     section = "serve"

@@ -38,10 +38,10 @@ Lists are written with commas. `--once` turns an option on, `--no-access-log` tu
 environment and the file, write `true` or `false`. If a value is unknown, malformed or out of bounds, the command ends and its
 message names the option and the source of the value.
 
-`crossdock serve` takes the options of `crossdock coordinator`, `gateway`, `worker` and `autopilot`, too. `crossdock up FILE` and
-`crossdock cluster` read them from `cluster.toml`: `--allowed-hosts` is `allowed_hosts` in `[gateway]`. See
-[multi-node](../multi-node.md) and `scripts/cluster.toml`, which explains every key. Other commands that start a cluster, such as
-`crossdock bench`, leave options that they do not have to the environment.
+`crossdock serve` takes the options of `crossdock coordinator`, `gateway`, `worker` and `autopilot`, too. `crossdock up FILE`
+and `crossdock cluster` read them from `cluster.toml`: `--allowed-hosts` is `allowed_hosts` in `[gateway]`. See
+[multi-node](../multi-node.md) and `scripts/cluster.toml`, which explains every key. Other commands that start a cluster, such
+as `crossdock bench`, leave options that they do not have to the environment.
 
 | page | commands |
 |---|---|

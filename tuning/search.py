@@ -223,9 +223,7 @@ def options_for(options: RunOptions, one: Candidate) -> RunOptions:
     return replace(options, step_tokens=one.step_tokens, seqs_max=one.seqs_max, stall_share=one.stall_share)
 
 
-def _load_kept(
-    profile: Profile, sent: Sequence[Sent], one: Candidate, goals: Goals, options: RunOptions
-) -> float:
+def _load_kept(profile: Profile, sent: Sequence[Sent], one: Candidate, goals: Goals, options: RunOptions) -> float:
     """Returns the multiple of the load up to which a candidate keeps the SLO that it does not keep at this load."""
     low, high = 0.0, 1.0
     for _ in range(LOAD_STEPS):

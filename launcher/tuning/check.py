@@ -22,8 +22,8 @@ from launcher.load.tenants import LoadTenant, Ratio
 from launcher.local.lifetime import until_interrupted
 from launcher.models import resolve
 from launcher.tuning.settings import TrafficSettings, TuneCheckSettings, TuneSettings
-from launcher.tuning.tune import FORMAT
 from launcher.tuning.traffic import load_profile, profile_of, traffic
+from launcher.tuning.tune import FORMAT
 from launcher.tuning.verdict import METRICS, coverage, verdict
 from runtime.process.exits import INTERRUPTED_EXIT
 from runtime.settings.options import SettingsError

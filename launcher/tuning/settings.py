@@ -6,7 +6,16 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import NoDecode
 
 from launcher.load.settings import LengthText
-from runtime.settings.types import SLO_PERCENTILE, SLO_TPOT_MS, SLO_TTFT_MS, CommaList, Device, JsonOption, Panels, split_commas
+from runtime.settings.types import (
+    SLO_PERCENTILE,
+    SLO_TPOT_MS,
+    SLO_TTFT_MS,
+    CommaList,
+    Device,
+    JsonOption,
+    Panels,
+    split_commas,
+)
 from tuning.advise import Slo
 from tuning.goals import Goals
 

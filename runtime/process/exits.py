@@ -38,7 +38,10 @@ def leave(status: int) -> NoReturn:
         print(f"crossdock: {why}", file=sys.stderr)  # noqa: T201
         status = 1
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass  # nobody reads it any more, or it is closed
     os._exit(status)
 
 

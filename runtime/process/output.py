@@ -58,8 +58,8 @@ def secure() -> None:
 
 def failure() -> str:
     """Flush standard output. Returns what is wrong if some of it is lost although somebody reads it, such as a full disk."""
-    sys.stdout.flush()
-    if not Output.matters:
+    if not Output.matters or not isinstance(sys.stdout, Output):
         return ""
-    lost = sys.stdout.lost if isinstance(sys.stdout, Output) and not sys.stdout.is_gone else None
+    sys.stdout.flush()
+    lost = None if sys.stdout.is_gone else sys.stdout.lost
     return "" if lost is None else f"cannot write to standard output: {lost.strerror}"

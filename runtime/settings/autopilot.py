@@ -38,7 +38,9 @@ class AutopilotSettings(CommonSettings):
     )
     slo_ttft_ms: float = Field(SLO_TTFT_MS, gt=0.0, le=3.6e6, description=TTFT_HELP)
     slo_tpot_ms: float = Field(SLO_TPOT_MS, gt=0.0, le=3.6e6, description=TPOT_HELP)
-    slo_percentile: float = Field(SLO_PERCENTILE, gt=0.0, lt=1.0, description="Share of requests that should keep both.")
+    slo_percentile: float = Field(
+        SLO_PERCENTILE, gt=0.0, lt=1.0, description="Share of requests that should keep both."
+    )
     model_id: str = Field(
         "", max_length=512, description="Model whose workers it looks after; empty: the only one of the cluster."
     )

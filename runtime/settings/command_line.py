@@ -166,7 +166,9 @@ def add_command(
         for line in environment.notes(os.environ, environment.known_names()):
             print(f"crossdock: {line}", file=sys.stderr)  # noqa: T201
         if config := values.pop("config", None) or "":
-            os.environ[CONFIG_ENV] = os.path.abspath(os.path.expanduser(config))  # processes that it starts read it, too
+            os.environ[CONFIG_ENV] = os.path.abspath(
+                os.path.expanduser(config)
+            )  # processes that it starts read it, too
         settings = load(cls, {**_flags(cls, values), **fixed}, config)
         interrupts.release()
         return run(settings)

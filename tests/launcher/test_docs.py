@@ -166,6 +166,7 @@ def test_options_in_prose_exist() -> None:
     }
     known |= {"--config", "--help", "--install-completion", "--no-standby", "--aiperf", "--aiperf-tokenizer"}
     known |= {"--torch-backend", "--extra-index-url", "--upgrade-package", "--torch"}  # of uv, pip and scripts/
+    known |= {"--" + one.removeprefix("--no-") for one in known if one.startswith("--no-")}
     for path in PAGES:
         prose = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", prose)) - {
@@ -207,7 +208,11 @@ def _named_in_messages(path: Path) -> set[str]:
 def test_serve_has_options_of_messages() -> None:
     """Every option that a message of a role names is one of `crossdock serve`, or one that it decides."""
     taken = {options.option_name(key, field) for key, field in EveryServeOption.model_fields.items()}
-    taken |= {"--" + key.replace("_", "-") for key in DECIDED} | {"--config", "--help", "--version", "--no", "--json"} | ABOUT_FLIP
+    taken |= (
+        {"--" + key.replace("_", "-") for key in DECIDED}
+        | {"--config", "--help", "--version", "--no", "--json"}
+        | ABOUT_FLIP
+    )
     for path in [path for name, path in sources().items() if name.startswith(MESSAGES_OF_ROLES)]:
         assert not _named_in_messages(path) - taken, path
 

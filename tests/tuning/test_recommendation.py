@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tuning.profiles import GPU
+from tuning import search as search_module
 from tuning.advise import Slo, Workers
 from tuning.goals import Goals
 from tuning.limits import RESOURCES, eased, limit_of
@@ -152,6 +153,24 @@ def test_mixed_workers_need_a_core() -> None:
     space = Space(4, mixed_max=2)
     assert [str(one) for one in space.layouts(2)] == ["1P1D", "2M"] and Workers(0, 0, 3) not in space.layouts(3)
     assert space.has_cores_for(Workers(0, 0, 2)) and not space.has_cores_for(Workers(0, 0, 3))
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 40))])
+def test_overload_recommends_the_strongest_ratio(seed: int) -> None:
+    """Under overload no ratio of its own table beats the recommended one beyond the error, in goodput or, of those that are
+    as good, in the load that it keeps."""
+    rng = np.random.default_rng(seed)
+    prompt, output, workers = float(rng.uniform(100, 2000)), float(rng.uniform(30, 400)), int(rng.integers(2, 4))
+    sent = traffic(float(rng.uniform(20, 60)), prompt, output, 300, seed)
+    found = searched(GPU, sent, workers)
+    best, options = found.best, RunOptions()
+    assert best.attainment < found.goals.percentile, "it is no overload"
+    kept = {}
+    for one in found.ranked:
+        assert one.attainment - best.attainment <= error(one, best), f"{one.candidate} has more goodput"
+        if one.attainment >= best.attainment:
+            kept[one.candidate] = search_module._load_kept(GPU, sent, one.candidate, found.goals, options)
+    assert kept[best.candidate] >= max(kept.values())
 
 
 def test_headroom_is_the_kept_load() -> None:

@@ -155,16 +155,18 @@ def test_mixed_workers_need_a_core() -> None:
     assert space.has_cores_for(Workers(0, 0, 2)) and not space.has_cores_for(Workers(0, 0, 3))
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 40))])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 40))])
 def test_overload_recommends_the_strongest_ratio(seed: int) -> None:
     """Under overload no ratio of its own table beats the recommended one beyond the error, in goodput or, of those that are
     as good, in the load that it keeps."""
     rng = np.random.default_rng(seed)
     prompt, output, workers = float(rng.uniform(100, 2000)), float(rng.uniform(30, 400)), int(rng.integers(2, 4))
-    sent = traffic(float(rng.uniform(20, 60)), prompt, output, 300, seed)
+    sent = traffic(float(rng.uniform(40, 120)), prompt, output, 200, seed)
     found = searched(GPU, sent, workers)
     best, options = found.best, RunOptions()
-    assert best.attainment < found.goals.percentile, "it is no overload"
+    if max(one.attainment for one in found.ranked) >= found.goals.percentile:
+        assert best.attainment >= found.goals.percentile, "another ratio keeps the SLO"
+        return  # it is no overload
     kept = {}
     for one in found.ranked:
         assert one.attainment - best.attainment <= error(one, best), f"{one.candidate} has more goodput"

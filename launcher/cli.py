@@ -5,8 +5,9 @@ import sys
 
 def main() -> None:
     try:
-        from runtime.process import interrupts
+        from runtime.process import interrupts, output
 
+        output.secure()
         interrupts.guard()
         from launcher.commands import as_listed, build_app, only_groups
         from runtime.process.exits import leave

@@ -69,7 +69,10 @@ _BENCH: Final[Table] = {
 
 TABLE: Final[Table] = {
     "serve": Command(
-        "Bring up a whole cluster on this machine", "runtime.settings.serve:ServeSettings", "launcher.local.serve:run"
+        "Bring up a whole cluster on this machine",
+        "runtime.settings.serve:ServeSettings",
+        "launcher.local.serve:run",
+        takes="runtime.settings.serve:EveryServeOption",
     ),
     "up": Command("Start what belongs on this host", "launcher.cluster.settings:UpSettings", "launcher.cluster.up:up"),
     "down": Command(
@@ -234,7 +237,7 @@ TABLE: Final[Table] = {
         "launcher.tuning.settings:TuneSettings",
         "launcher.tuning.tune:run",
     ),
-    "tune-check": Command(
+    "tune check": Command(
         "Run the recommended ratio and the next best ones live, and print what was predicted beside what is measured.",
         "launcher.tuning.settings:TuneCheckSettings",
         "launcher.tuning.check:run",
@@ -260,4 +263,4 @@ def only_groups(arguments: list[str]) -> bool:
 
 def as_listed(arguments: list[str]) -> list[str]:
     """`tune check` is a command beside `tune`, which has options of its own."""
-    return ["tune-check", *arguments[2:]] if arguments[:2] == ["tune", "check"] else arguments
+    return ["tune check", *arguments[2:]] if arguments[:2] == ["tune", "check"] else arguments

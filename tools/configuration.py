@@ -34,12 +34,14 @@ port = 8080
 kv_gib = 4.0
 ```
 
-Lists are written with commas. A flag has one form, the one that changes its default: `--once` turns an option on,
-`--no-access-log` turns one off. In the environment and the file, write `true` or `false`. If a value is unknown, malformed or
-out of bounds, the command ends and its message names the option and the source of the value.
+Lists are written with commas. `--once` turns an option on, `--no-access-log` turns one off that is on by default. In the
+environment and the file, write `true` or `false`. If a value is unknown, malformed or out of bounds, the command ends and its
+message names the option and the source of the value.
 
-`cluster.toml`, which `crossdock up FILE` and `crossdock cluster` read, is another file. See
-[multi-node](../multi-node.md) and `scripts/cluster.toml`, which explains every key.
+`crossdock serve` takes the options of `crossdock coordinator`, `gateway`, `worker` and `autopilot`, too. `crossdock up FILE`
+and `crossdock cluster` read them from `cluster.toml`: `--allowed-hosts` is `allowed_hosts` in `[gateway]`. See
+[multi-node](../multi-node.md) and `scripts/cluster.toml`, which explains every key. Other commands that start a cluster, such
+as `crossdock bench`, leave options that they do not have to the environment.
 
 | page | commands |
 |---|---|
@@ -49,16 +51,14 @@ out of bounds, the command ends and its message names the option and the source 
 def commands() -> Iterator[tuple[str, type[Options]]]:
     """Every command that people call, with its settings."""
     for name, command in commands_in(TABLE):
-        before = name.partition("-")[0]
-        typed = name.replace("-", " ", 1) if before in TABLE else name  # `tune-check` is typed as `tune check`
-        yield f"crossdock {typed}", command.settings_class()
+        yield f"crossdock {name}", command.settings_class()
 
 
 def pages() -> dict[str, str]:
     """File name → text of the page."""
     grouped: dict[str, list[tuple[str, type[Options]]]] = {}
     for name, cls in commands():
-        grouped.setdefault(name.split()[1].partition("-")[0], []).append((name, cls))
+        grouped.setdefault(name.split()[1], []).append((name, cls))
     rows = [
         f"| [{page}]({page}.md) | {', '.join(f'`{name}`' for name, _ in ours)} |\n" for page, ours in grouped.items()
     ]
@@ -88,6 +88,8 @@ def _page(page: str, ours: list[tuple[str, type[Options]]]) -> str:
 def _row(key: str, field: FieldInfo) -> str:
     meaning = (field.description or "") + (f" ({limits})" if (limits := bounds(field)) else "")
     extra, option = field.json_schema_extra, f"`{option_name(key, field)}`"
+    if field.default is True:
+        option = f"`--{key.replace('_', '-')} / {option[1:]}"
     if isinstance(extra, dict) and "also_argument" in extra:
         option = f"`{extra['also_argument']}`, {option}"
     return "| " + " | ".join(text.replace("|", "\\|") for text in (option, _default(field), meaning)) + " |\n"

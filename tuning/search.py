@@ -5,7 +5,8 @@
    an excerpt (the low end of its band).
 2. Excerpts of the trace (windows from all over it) rank the others; half of them go on to an excerpt twice as long.
 3. The best few run the whole trace, and so do candidates with fewer workers that may serve as much. The recommended one is the
-   cheapest of those that are not worse than the best by more than the error; without costs, the one with the fewest workers.
+   cheapest of those that keep the SLO and are not worse than the best by more than the error; without costs, the one with the
+   fewest workers. If none keeps the SLO, it is the one of those that keeps it up to the highest load.
    Probabilities and errors come from drawing windows of the trace with replacement, the same windows for all candidates, and
    from the profile's run-to-run spread.
 """
@@ -27,7 +28,7 @@ from tuning.simulator.cluster import Simulator
 from tuning.simulator.job import Sent
 from tuning.simulator.options import RunOptions
 from tuning.simulator.outcome import Floats, SimulatedOutcome
-from tuning.traffic import excerpt, windows
+from tuning.traffic import Change, excerpt, windows
 
 FULL_MAX: Final = 6
 """Candidates that run the whole trace."""
@@ -44,6 +45,8 @@ LIMIT_REQUESTS: Final = 1200
 ERROR_MIN: Final = 0.002
 RUNG_SHARES: Final = (1 / 16, 1 / 6)
 REQUESTS_MIN: Final = 400
+LOAD_STEPS: Final = 5
+"""Bisections of the load up to which a candidate keeps the SLO."""
 DRAWS: Final = 400
 WINDOWS: Final = 36
 
@@ -82,6 +85,8 @@ class Scored:
     limit_gain: float = 0.0
     """Share of the requests that would keep the SLO in addition, with twice as much of what limits it."""
     link_busy: float = 0.0
+    load_kept: float = 0.0
+    """Where no candidate keeps the SLO: the multiple of the load up to which this one keeps it, if it is near the best."""
     probability: float = 0.0
     """Probability that this candidate would be recommended."""
     cost_per_hour: float = 0.0
@@ -192,8 +197,13 @@ def search(
 
     shares = {one: results[one].attainment for one in left}
     _run_the_best(sorted(left, key=lambda one: results[one].rank()), run_whole, shares.__getitem__, goals)
+    full = [results[one] for one in outcomes]
+    if max(one.attainment for one in full) < goals.percentile:
+        for one in near_best(full):
+            tell("the load that is kept", 0, 1)
+            one.load_kept = _load_kept(profile, sent, one.candidate, goals, options)
     _probabilities(outcomes, results, profile, sent, goals, options, seed)
-    best = recommended([results[one] for one in outcomes])
+    best = recommended(full, goals.percentile)
     others = sorted((results[one] for one in outcomes if one != best.candidate), key=Scored.rank)
     ranked = [best, *others]
     _find_limits(ranked, profile, sent, goals, options, tell)
@@ -211,6 +221,16 @@ def _run(profile: Profile, sent: Sequence[Sent], one: Candidate, options: RunOpt
 
 def options_for(options: RunOptions, one: Candidate) -> RunOptions:
     return replace(options, step_tokens=one.step_tokens, seqs_max=one.seqs_max, stall_share=one.stall_share)
+
+
+def _load_kept(profile: Profile, sent: Sequence[Sent], one: Candidate, goals: Goals, options: RunOptions) -> float:
+    """Returns the multiple of the load up to which a candidate keeps the SLO that it does not keep at this load."""
+    low, high = 0.0, 1.0
+    for _ in range(LOAD_STEPS):
+        middle = (low + high) / 2
+        keeps = _run(profile, Change(load=middle).applied(sent), one, options).attainment(goals) >= goals.percentile
+        low, high = (middle, high) if keeps else (low, middle)
+    return low
 
 
 def _take(result: Scored, outcome: SimulatedOutcome, goals: Goals, requests: int, seed: int) -> None:
@@ -301,12 +321,21 @@ def _fewest(
             low = middle + 1
 
 
-def recommended(full: Sequence[Scored]) -> Scored:
-    """Returns the cheapest of the candidates that are not worse than the best by more than the error, by cost or number of
-    workers; of equal ones, the one that stays furthest below its limits."""
+def near_best(full: Sequence[Scored]) -> list[Scored]:
+    """Returns the candidates that are not worse than the best by more than the error."""
     best = max(full, key=lambda one: one.attainment)
-    near = [one for one in full if best.attainment - one.attainment <= error(best, one)]
-    return min(near, key=lambda one: (one.price, one.strain, -one.attainment))
+    return [one for one in full if best.attainment - one.attainment <= error(best, one)]
+
+
+def recommended(full: Sequence[Scored], percentile: float) -> Scored:
+    """Returns the cheapest of the candidates near the best that keep the SLO, by cost or number of workers; of equal ones, the
+    one that stays furthest below its limits. If none keeps the SLO, fewer workers are no gain: returns the one near the best
+    that keeps it up to the highest load."""
+    near = near_best(full)
+    keeping = [one for one in near if one.attainment >= percentile]
+    if keeping:
+        return min(keeping, key=lambda one: (one.price, one.strain, -one.attainment))
+    return max(near, key=lambda one: (one.load_kept, one.attainment))
 
 
 def error(one: Scored, other: Scored) -> float:
@@ -328,7 +357,7 @@ def _probabilities(
     seed: int,
 ) -> None:
     """Computes how often each candidate would be recommended, over drawn windows and scaled step times."""
-    best = recommended([results[one] for one in outcomes]).candidate
+    best = recommended([results[one] for one in outcomes], goals.percentile).candidate
     close = [best, *sorted(outcomes.keys() - {best}, key=lambda one: results[one].rank())[:1]]
     rng = np.random.default_rng([seed, 3])
     for _ in range(FULL_RUNS - 1):
@@ -342,9 +371,11 @@ def _probabilities(
         near = np.array([_draws(o, np.minimum(o.strain(goals), 10.0), seed + run) for o in having.values()])
         least = np.array([[max(_half_width(a - b), ERROR_MIN) for b in draws] for a in draws])
         prices = np.array([results[one].price for one in having])
+        kept = np.array([[results[one].load_kept] for one in having])
         top = np.argmax(draws, axis=0)
         ties = draws.max(axis=0) - draws <= least[top].T
-        worth = np.where(ties, -1e3 * prices[:, None] / prices.min() - near, -np.inf)
+        values = 1e3 * kept + draws if kept.any() else -1e3 * prices[:, None] / prices.min() - near
+        worth = np.where(ties, values, -np.inf)
         chosen = np.argmax(worth, axis=0)
         for place, one in enumerate(having):
             results[one].probability += float((chosen == place).mean()) / FULL_RUNS

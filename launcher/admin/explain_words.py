@@ -55,6 +55,9 @@ def without_blob(what: Action | Event) -> str:
 
 
 def show_longest(rows: Sequence[Waited], requests: int, console: Console) -> None:
+    if not requests:
+        console.print("No request came while this was recorded: the cluster was idle.")
+        return
     title = f"Waited longest, of {requests:,} requests"
     texts = (tables.words(heading) for heading in ("tenant", "priority_class", "outcome"))
     table = tables.Table(title, "request", "waited s", "came at s", "prompt tokens", *texts)

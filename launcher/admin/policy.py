@@ -155,7 +155,11 @@ def compare(settings: PolicyCompareSettings) -> int:
         after = _ask(settings, question)
         if (after.active, after.trial) != (before.active, before.trial):
             raise PeerRefused("the policy changed meanwhile; compare again")
-    compared(after, before if settings.for_s else None).show(tables.console())
+    console, table = tables.console(), compared(after, before if settings.for_s else None)
+    table.show(console)
+    for arm in [texts[0] for texts, _ in table.rows if "–" in texts]:
+        since = f"in these {settings.for_s:g} s" if settings.for_s else "since the trial began"
+        console.print(f"–: no request of arm {arm} has come and finished {since}.", highlight=False, soft_wrap=True)
     return 0
 
 

@@ -85,8 +85,9 @@ async def _server(settings: IsolationSettings, console: Console) -> AsyncIterato
         return
     model = resolve.ready(settings.model, "", console)
     serve = ServeSettings(
-        port=0, prefill=settings.prefill, decode=settings.decode, device=settings.device, threads=settings.threads
-    )
+        port=0, prefill=settings.prefill, decode=settings.decode, device=settings.device, threads=settings.threads,
+        ready_timeout_s=settings.ready_timeout_s,
+    )  # fmt: skip
     async with running(serve, model, console) as up:
         if up.cluster.plan.control:
             # The client must not take time from the streams it measures.

@@ -77,7 +77,7 @@ def failing(goodput: Mapping[str, Any]) -> list[str]:
 
 
 def bottleneck(figures: Mapping[str, Any]) -> str:
-    """Returns the phase with the larger ratio of p90 to its limit.
+    """Returns the phase with the larger ratio of p90 to its limit, or "nothing" if both are within their limits.
 
     First tokens wait for prefill, later ones for decode.
     """
@@ -88,7 +88,8 @@ def bottleneck(figures: Mapping[str, Any]) -> str:
             strain[phase] = latency[metric]["p90"] / limits[limit]
     if not strain:
         return "unknown"
-    return max(strain, key=lambda phase: strain[phase])
+    worst = max(strain, key=lambda phase: strain[phase])
+    return worst if strain[worst] > 1 else "nothing"
 
 
 def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode
 
-from launcher.load.settings import ServerSettings
+from launcher.load.settings import READY_TIMEOUT, ServerSettings
 from runtime.settings.types import Device, JsonOption, KeyOptions, Panels, split_commas
 
 Sizes = Annotated[list[int], NoDecode, BeforeValidator(split_commas)]
@@ -56,7 +56,7 @@ class IsolationSettings(JsonOption):
     """
 
     panels: ClassVar[Panels] = {
-        "Server": "url api_key model prefill decode device threads",
+        "Server": "url api_key model prefill decode device threads ready_timeout_s",
         "Load": "streams stream_tokens prompt_words_min prompt_words_max prompts_at_once seed",
         "Measurement": "seconds warmup_s throughput",
         "Output": "as_json plot",
@@ -72,6 +72,7 @@ class IsolationSettings(JsonOption):
     decode: int = Field(1, ge=1, le=64, description="Decode workers of the cluster started here.")
     device: Device = Field("auto", description="Where the cluster started here computes.")
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of each of its workers; 0: as the cores allow.")
+    ready_timeout_s: float = READY_TIMEOUT
     streams: int = Field(4, ge=1, le=256, description="Steady streams.")
     seconds: float = Field(30.0, ge=1.0, le=3600.0, description="Seconds of each of the two measurements.")
     warmup_s: float = Field(3.0, ge=0.0, le=600.0, description="Seconds before each, not counted.")
@@ -98,7 +99,7 @@ class HandoverSettings(KeyOptions, JsonOption):
     """
 
     panels: ClassVar[Panels] = {
-        "Server": "model device threads keys",
+        "Server": "model device threads keys ready_timeout_s",
         "Load": "prompts prompt_words output_tokens seed",
         "Output": "as_json",
     }
@@ -109,6 +110,7 @@ class HandoverSettings(KeyOptions, JsonOption):
     )
     device: Device = Field("auto", description="Where to compute.")
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of each worker; 0: as the cores allow.")
+    ready_timeout_s: float = READY_TIMEOUT
     prompts: int = Field(10, ge=1, le=10_000, description="Prompts measured; one more comes first and is not counted.")
     prompt_words: int = Field(1400, ge=1, le=100_000, description="Words of each, about one token each.")
     output_tokens: int = Field(32, ge=4, le=100_000, description="Tokens of each answer.")

@@ -99,7 +99,8 @@ def _environment(command: str) -> tuple[str, tuple[str, ...], str]:
     environment that `command` names by its path, or else to this one. Raises `SettingsError`."""
     if not os.path.isabs(command) or Path(command).parent == Path(sys.executable).parent:
         return sys.executable, tuple(sorted({sys.prefix, sys.base_prefix})), ROOT
-    python = Path(command).with_name("python")
+    script = Path(command)
+    python = (script.resolve() if script.is_symlink() else script).with_name("python")  # uv and pipx make a link
     ask = (
         "import launcher, os, sys; print(sys.prefix, sys.base_prefix, os.path.dirname(launcher.__path__[0]), sep='\\n')"
     )

@@ -20,6 +20,7 @@ from launcher.cluster.settings import (
 )
 from launcher.cluster.up import DOWN_S, read_file
 from launcher.local.child_logs import readable
+from runtime.process.output import Output
 from runtime.settings.options import SettingsError
 
 _SHORT_S = 60.0
@@ -179,3 +180,5 @@ def _show(name: str, process: "subprocess.Popen[bytes]") -> None:
         level, text = readable(line.decode("utf-8", "replace").rstrip())
         sys.stdout.write(f"{name} | {level + ' ' if level else ''}{text}\n")
         sys.stdout.flush()
+        if isinstance(sys.stdout, Output) and sys.stdout.is_gone:
+            process.terminate()  # nobody reads on

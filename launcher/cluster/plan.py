@@ -1,6 +1,7 @@
 """The plan of one host of a `cluster.toml`: every process, with its options, environment and cores. Pure."""
 
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -239,9 +240,14 @@ def _settings(
         ) from None
 
 
+def as_keys(text: str) -> str:
+    """Returns an error text with keys of cluster.toml in place of options."""
+    return re.sub(r"--(?:no-)?([a-z][a-z0-9-]*)", lambda found: found[1].replace("-", "_"), text)
+
+
 def _explain(details: Any, sources: Mapping[str, str], other: str) -> str:
     """Returns one line about an error; `other` is the table of a key that is not in `sources`."""
-    message = details["msg"].removeprefix("Value error, ")
+    message = as_keys(details["msg"].removeprefix("Value error, "))
     if not details["loc"]:
         return f"[{other}] {message}"
     key = str(details["loc"][0])

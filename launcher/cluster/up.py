@@ -8,7 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from launcher.cluster.file import ClusterError, ClusterFile, parse
-from launcher.cluster.plan import HostPlan, PlannedProcess, coordinator_address, plan_host, watchdog_s_of
+from launcher.cluster.plan import HostPlan, PlannedProcess, as_keys, coordinator_address, plan_host, watchdog_s_of
 from launcher.cluster.settings import DownSettings, UpSettings
 from launcher.http.client import answers_ready, new_session
 from launcher.local import registry
@@ -25,9 +26,11 @@ from launcher.local.lifetime import run_until_stopped, sayer, wait_ready
 from launcher.local.notify_listener import NotifySocket
 from launcher.local.supervisor import ProcessSpec, Supervisor
 from launcher.models import resolve
+from launcher.models.hub import ModelError
 from launcher.process import child_environment, python_command
 from proto.errors import CrossdockError
 from runtime.process import interrupts, notify
+from runtime.process.exits import ConfigError
 from runtime.settings.environment import SUPERVISED
 from runtime.settings.options import SettingsError
 from runtime.settings.types import ENV_PREFIX
@@ -114,10 +117,20 @@ def _plan(at: ClusterHost, console: Console) -> tuple[HostPlan, str]:
         plan_host(file, at.host, "not looked for yet")  # report a mistake before a model is fetched
         if not (host.gateways or host.workers.total):
             return plan_host(file, at.host, "none"), ""
-        model = resolve.ready(file.model, file.model_id, console)
+        with _naming_keys():
+            model = resolve.ready(file.model, file.model_id, console)
         return plan_host(file, at.host, str(model.path), model.model_id), model.model_id
     except ClusterError as error:
         raise SettingsError("\n".join(f"FILE: {line}" for line in str(error).splitlines())) from None
+
+
+@contextmanager
+def _naming_keys() -> Iterator[None]:
+    """Errors of roles and models name the keys of cluster.toml here, since `up` has no such options."""
+    try:
+        yield
+    except (SettingsError, ConfigError, ModelError) as error:
+        raise type(error)(as_keys(str(error))) from None
 
 
 async def _up(settings: UpSettings, at: ClusterHost, plan: HostPlan, model_id: str, console: Console) -> int:
@@ -139,7 +152,8 @@ async def _up(settings: UpSettings, at: ClusterHost, plan: HostPlan, model_id: s
         try:
             for process in plan.processes:
                 supervisor.start(spec_of(process))
-            await _wait(settings, plan, supervisor, console)
+            with _naming_keys():
+                await _wait(settings, plan, supervisor, console)
             supervisor.started_up = True
             supervisor.observe(plan.metrics)
             names = ", ".join(process.name for process in plan.processes)

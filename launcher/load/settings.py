@@ -6,7 +6,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from launcher.load.lengths import Lengths
 from launcher.load.tenants import Ratio, parse_priorities
-from runtime.settings.types import CommaList, Device, JsonOption, Panels
+from runtime.settings.types import SLO_TPOT_MS, SLO_TTFT_MS, CommaList, Device, JsonOption, Panels
 
 
 def _check_lengths(value: str) -> str:
@@ -34,6 +34,11 @@ RatioList = Annotated[CommaList, AfterValidator(_check_ratios)]
 _LENGTHS_HELP = "like 128, uniform:64-512 or lognormal:MEDIAN,SIGMA"
 
 
+READY_TIMEOUT = Field(
+    180.0, gt=0.0, le=86_400.0, description="Seconds that a cluster started here may take to be ready."
+)
+
+
 class TargetSettings(JsonOption):
     """The options of every load generator: to whom it sends, as whom, and the limits of a good answer."""
 
@@ -42,8 +47,8 @@ class TargetSettings(JsonOption):
         description="NAME:KEY:SHARE[:WEIGHT[:PRIORITY]], repeated: who sends, with which key ($NAME is read from the"
         " environment; a cluster started here makes its own keys: leave it empty), how much of the load, with which weight.",
     )
-    slo_ttft_ms: float = Field(2000.0, gt=0.0, le=1e9, description="Limit for goodput: time to first token.")
-    slo_tpot_ms: float = Field(200.0, gt=0.0, le=1e9, description="Limit for goodput: mean time per later token.")
+    slo_ttft_ms: float = Field(SLO_TTFT_MS, gt=0.0, le=1e9, description="Limit for goodput: time to first token.")
+    slo_tpot_ms: float = Field(SLO_TPOT_MS, gt=0.0, le=1e9, description="Limit for goodput: mean time per later token.")
     slo_itl_ms: float = Field(
         0.0, ge=0.0, le=1e9, description="Limit for goodput: 99 of 100 gaps; 0: no limit on gaps."
     )
@@ -55,9 +60,7 @@ class TargetSettings(JsonOption):
     )
     model: str = Field("", description="Folder or ORG/NAME for a cluster started here; empty: the embedded default.")
     device: Device = Field("auto", description="Where a cluster started here computes.")
-    ready_timeout_s: float = Field(
-        180.0, gt=0.0, le=86_400.0, description="Seconds that a cluster started here may take to be ready."
-    )
+    ready_timeout_s: float = READY_TIMEOUT
     seed: int = Field(0, ge=0, le=1 << 31, description="Seed of times, lengths, words, tenants and cancellations.")
 
 

@@ -17,9 +17,9 @@ from runtime.settings.addresses import METRICS_OFF
 from runtime.settings.autopilot import AutopilotSettings
 from runtime.settings.cores import cores_text
 from runtime.settings.environment import SUPERVISED
-from runtime.settings.options import SettingsError, load, to_arguments
+from runtime.settings.options import SettingsError, checked, load, to_arguments
 from runtime.settings.roles import BATCHES_OFF, CoordinatorSettings, GatewaySettings
-from runtime.settings.serve import ServeSettings
+from runtime.settings.serve import ServeSettings, options_for
 from runtime.settings.types import ENV_PREFIX
 from runtime.settings.workers import WorkerSettings, gpu_share_of
 from runtime.tenancy.file import read
@@ -78,11 +78,13 @@ def build(settings: ServeSettings, model: ReadyModel, ports: ReservedPorts) -> L
     common = {"log_format": "json"} | ({"keys": keys_folder(settings)} if settings.keys else {})
     shared = common | {"coordinator": coordinator, "model": str(model.path), "model_id": model.model_id}
     fronts = [
-        GatewaySettings.model_validate(
-            shared
+        checked(
+            GatewaySettings,
+            options_for(settings, GatewaySettings)
+            | shared
             | {"name": f"gateway-{index}", "host": settings.host, "port": port, "metrics": metrics[1 + index]}
             | tenants
-            | batches
+            | batches,
         )
         for index, port in enumerate(http)
     ]
@@ -90,7 +92,8 @@ def build(settings: ServeSettings, model: ReadyModel, ports: ReservedPorts) -> L
     api_keys = {ENV_PREFIX + "API_KEYS": ",".join(settings.api_keys or [key])} if key else {}
     control = child_environment(1)
     own = {"name": "coordinator", "bind": coordinator, "metrics": metrics[0]}
-    core = CoordinatorSettings.model_validate(common | own | tenants | event_log | _decisions(settings))
+    asked = options_for(settings, CoordinatorSettings)
+    core = checked(CoordinatorSettings, asked | common | own | tenants | event_log | _decisions(settings))
     processes = [
         _spec("coordinator", "coordinator", core, control, plan.control),
         *(_spec("gateway", "gateway", front, control | api_keys, plan.control) for front in fronts),
@@ -114,21 +117,26 @@ def build(settings: ServeSettings, model: ReadyModel, ports: ReservedPorts) -> L
 def _gpu_share(settings: ServeSettings, shared: dict[str, str]) -> dict[str, str]:
     """Returns each worker's share of the GPU. All workers are on one GPU and share its memory equally, unless the environment
     or the file says otherwise. Raises `SettingsError`."""
-    if "gpu_memory_share" in load(WorkerSettings, shared | {"role": "decode"}).model_fields_set:
+    given = options_for(settings, WorkerSettings) | shared | {"role": "decode"}
+    if "gpu_memory_share" in load(WorkerSettings, given).model_fields_set:
         return {}
     return {"gpu_memory_share": str(gpu_share_of(settings.prefill + settings.decode + settings.mixed))}
 
 
 def _autopilot_spec(settings: ServeSettings, shared: dict[str, str]) -> ProcessSpec:
-    autopilot = AutopilotSettings.model_validate(
-        shared
+    asked = options_for(settings, AutopilotSettings)
+    asked.pop("drain_timeout_s", None)  # another time than that of gateways and workers
+    autopilot = checked(
+        AutopilotSettings,
+        asked
+        | shared
         | {
             "name": "autopilot",
             "mode": settings.autopilot,
             "profile": str(Path(settings.profile).expanduser().absolute()),
             "slo_ttft_ms": settings.slo_ttft_ms,
             "slo_tpot_ms": settings.slo_tpot_ms,
-        }
+        },
     )
     arguments = python_command("launcher.cli", "autopilot", *to_arguments(autopilot, fixed=set()))
     return ProcessSpec(
@@ -188,7 +196,7 @@ def worker_spec(
     # The [worker] section or the environment may still set options that the user left open here.
     open_keys = ("device", "dtype", "weights", "kv_gib")
     asked = {key: getattr(settings, key) for key in open_keys if key in settings.model_fields_set}
-    worker = WorkerSettings.model_validate(options | asked | shared)
+    worker = checked(WorkerSettings, options_for(settings, WorkerSettings) | options | asked | shared)
     return _spec(
         role,
         WORKER_MODULES[role],

@@ -25,6 +25,7 @@ from launcher.local.ports import ReservedPorts
 from launcher.local.supervisor import Child, RoleFailed, Supervisor
 from launcher.models.resolve import ReadyModel
 from runtime.process import interrupts
+from runtime.process.output import Output
 from runtime.settings.serve import ServeSettings
 
 RUNS_KEPT = 5
@@ -85,6 +86,7 @@ async def _started(
 def run_until_stopped(begin: Callable[[], Coroutine[Any, Any, int]], console: Console) -> int:
     """Runs the work that `begin` returns, which may take long to get ready, for instance to fetch a model. If a signal comes
     before that, this is printed, and the status is that of the signal. Serving that is cancelled returns 0."""
+    Output.matters = False
     try:
         with interrupts.raised():
             status = uvloop.run(until_interrupted(begin(), console))
@@ -96,15 +98,17 @@ def run_until_stopped(begin: Callable[[], Coroutine[Any, Any, int]], console: Co
 
 
 async def until_interrupted(work: Coroutine[Any, Any, int], console: Console) -> int:
-    """Returns the result of `work`, the exit status. If SIGINT or SIGTERM comes first, `work` is cancelled and has cleaned up
-    when this returns. The status is then 130 or 143, unless `work` returned one of its own. A second SIGINT or SIGTERM ends
-    this process at once; the kernel then kills what the supervisor has started."""
+    """Returns the result of `work`, the exit status. If SIGINT, SIGTERM or SIGHUP comes first, `work` is cancelled and has
+    cleaned up when this returns. The status is then 128 and the signal's number, unless `work` returned one of its own. A
+    SIGINT after any of them ends this process at once; the kernel then kills what the supervisor has started."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     status = 0
 
     def interrupted(number: int) -> None:
         nonlocal status
+        if stop.is_set() and number != signal.SIGINT:
+            return  # a terminal and its shell both send SIGHUP, Slurm and a job's script both SIGTERM
         if stop.is_set():
             console.show_cursor()
             console.print("Killed.")
@@ -112,7 +116,7 @@ async def until_interrupted(work: Coroutine[Any, Any, int], console: Console) ->
         status = interrupts.status_of(number)
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in interrupts.heeded():
         loop.add_signal_handler(number, interrupted, number)
     task = loop.create_task(work)
     stopped = loop.create_task(stop.wait())

@@ -23,6 +23,7 @@ from launcher.local.lifetime import until_interrupted
 from launcher.models import resolve
 from launcher.tuning.settings import TrafficSettings, TuneCheckSettings, TuneSettings
 from launcher.tuning.traffic import load_profile, profile_of, traffic
+from launcher.tuning.tune import FORMAT
 from launcher.tuning.verdict import METRICS, coverage, verdict
 from runtime.process.exits import INTERRUPTED_EXIT
 from runtime.settings.options import SettingsError
@@ -62,8 +63,8 @@ def _read(path: str) -> dict[str, Any]:
         raise SettingsError(f"{path}: {error.strerror}; crossdock tune --out makes one") from None
     except msgspec.DecodeError as error:
         raise SettingsError(f"{path}: not a file of crossdock tune --out: {error}") from None
-    if report.get("format") != 1 or not isinstance(report.get("settings"), dict) or "ranked" not in report:
-        raise SettingsError(f"{path}: not a file of crossdock tune --out")
+    if report.get("format") != FORMAT or not isinstance(report.get("settings"), dict) or "ranked" not in report:
+        raise SettingsError(f"{path}: not a file of this version's crossdock tune --out")
     return report
 
 
@@ -113,7 +114,7 @@ async def _run(
             load = _load(settings, tuned, Path(folder) / "traffic.csv")
         except SettingsError as error:
             raise SettingsError(f"{settings.recommendation}: its traffic cannot be made again: {error}") from None
-        slo = Slo(tuned.slo_ttft_ms, tuned.slo_tpot_ms, tuned.percentile / 100)
+        slo = Slo(tuned.slo_ttft_ms, tuned.slo_tpot_ms, tuned.slo_percentile)
         for ratio in ratios:
             console.print(f"[bold]{ratio}[/bold]", highlight=False)
             tenants = [LoadTenant("default")]

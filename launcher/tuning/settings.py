@@ -6,7 +6,16 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import NoDecode
 
 from launcher.load.settings import LengthText
-from runtime.settings.types import CommaList, Device, JsonOption, Panels, split_commas
+from runtime.settings.types import (
+    SLO_PERCENTILE,
+    SLO_TPOT_MS,
+    SLO_TTFT_MS,
+    CommaList,
+    Device,
+    JsonOption,
+    Panels,
+    split_commas,
+)
 from tuning.advise import Slo
 from tuning.goals import Goals
 
@@ -101,7 +110,7 @@ class TrafficSettings(JsonOption):
         "Traffic": "trace speed scale_tokens from_s duration_s rate arrivals cv prompt_tokens output_tokens hit_rate"
         " cancel_share seed",
         "Sessions": "sessions think_scale",
-        "What counts as good": "slo_ttft_ms slo_tpot_ms percentile slo",
+        "What counts as good": "slo_ttft_ms slo_tpot_ms slo_percentile slo",
     }
     profile: str = Field(
         "profile.json", min_length=1, description="Profile of the installation, from crossdock calibrate."
@@ -149,10 +158,10 @@ class TrafficSettings(JsonOption):
         description="Share of the requests whose client leaves while the answer comes, after a token drawn at random.",
     )
     seed: int = Field(0, ge=0, le=1 << 31, description="Seed of the mix and of all draws.")
-    slo_ttft_ms: float = Field(2000.0, gt=0.0, le=1e9, description="Limit of the time to first token.")
-    slo_tpot_ms: float = Field(200.0, gt=0.0, le=1e9, description="Limit of the mean time per later token.")
-    percentile: float = Field(
-        90.0, gt=0.0, lt=100.0, description="Percent of the requests that should keep both limits."
+    slo_ttft_ms: float = Field(SLO_TTFT_MS, gt=0.0, le=1e9, description="Limit of the time to first token.")
+    slo_tpot_ms: float = Field(SLO_TPOT_MS, gt=0.0, le=1e9, description="Limit of the mean time per later token.")
+    slo_percentile: float = Field(
+        SLO_PERCENTILE, gt=0.0, lt=1.0, description="Share of requests that should keep both limits."
     )
     slo: SloList = Field(
         default_factory=list, description="CLASS:TTFT_MS:TPOT_MS, repeated: other limits for a priority class."

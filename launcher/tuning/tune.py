@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from launcher import reports
 from launcher.tuning import page, show
+from launcher.tuning.profiles.show import error_words
 from launcher.tuning.settings import TuneSettings, parse_slos
 from launcher.tuning.traffic import TuneTraffic, block_tokens, context_tokens, fitted_traffic, profile_of
 from proto.parts import STALL_SHARE
@@ -28,10 +29,10 @@ from tuning.simulator.options import RunOptions
 from tuning.simulator.outcome import SimulatedOutcome
 from tuning.traffic import per_minute, summary, with_cancels
 
-FORMAT = 1
+FORMAT = 2
 ORIGINS = {
     "calibrated": "The profile was measured {}; runs differ by {}.",
-    "estimated": "The profile is an estimate {}, from published figures: times may be off by a quarter.",
+    "estimated": "The profile is an estimate {}, from published figures: {}.",
     "from a server": "The profile was fitted to requests of another server {}; times differ by {}.",
 }
 PROFILE_DAYS = 30
@@ -57,7 +58,7 @@ def run(settings: TuneSettings) -> int:
 
 
 def goals_of(settings: TuneSettings) -> Goals:
-    return parse_slos(settings.slo, Slo(settings.slo_ttft_ms, settings.slo_tpot_ms, settings.percentile / 100))
+    return parse_slos(settings.slo, Slo(settings.slo_ttft_ms, settings.slo_tpot_ms, settings.slo_percentile))
 
 
 def check_classes(goals: Goals, sent: Sequence[Sent]) -> None:
@@ -127,7 +128,7 @@ def source(about: Mapping[str, Any], profile: Profile) -> str:
     if not made:
         return ""
     origin = about.get("origin", profile.origin)
-    return ORIGINS[origin].format(", ".join(made), f"{profile.run_sigma:.0%}")
+    return ORIGINS[origin].format(", ".join(made), error_words(about, profile))
 
 
 def _age_days(when: str) -> int:

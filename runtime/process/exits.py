@@ -8,6 +8,7 @@ import sys
 from typing import Final, NoReturn
 
 from proto.errors import CrossdockError
+from runtime.process import output
 
 USAGE_EXIT: Final = 2
 """A setting is missing, malformed or out of bounds: see `runtime.settings.options.SettingsError`."""
@@ -26,12 +27,16 @@ HOPELESS_EXITS: Final = frozenset({USAGE_EXIT, CONFIG_EXIT})
 
 
 def leave(status: int) -> NoReturn:
-    """End this process now. The `atexit` functions run and the output is flushed, but the interpreter is not shut down.
+    """End this process now. The `atexit` functions run and the output is flushed, but the interpreter is not shut down. A
+    status of 0 becomes 1 if some of the output could not be written.
 
     A shutdown with torch and transformers loaded takes more than a second of CPU, and waits for threads that cannot be
     interrupted. All our resources are closed before, or the kernel releases them.
     """
     atexit._run_exitfuncs()
+    if status == 0 and (why := output.failure()):
+        print(f"crossdock: {why}", file=sys.stderr)  # noqa: T201
+        status = 1
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

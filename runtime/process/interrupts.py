@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a command is still being imported: one line, and the status that shells give them.
+"""Ctrl-C, SIGTERM and SIGHUP while a command is still being imported: one line, and the status that shells give them.
 
 Without this, Python prints a traceback of whatever it was importing, and an import that catches everything goes on.
 """
@@ -11,28 +11,36 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-_GUARDED = (signal.SIGINT, signal.SIGTERM)
-STATUSES = frozenset(128 + number for number in _GUARDED)
-_DEFAULTS: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+_DEFAULTS: dict[signal.Signals, Any] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+STATUSES = frozenset(128 + number for number in _DEFAULTS)
 
 
 def guard() -> None:
-    """Let SIGINT and SIGTERM end this process at once, until `release`. A signal that is ignored stays ignored, as under
+    """Let these signals end this process at once, until `release`. A signal that is ignored stays ignored, as under
     nohup."""
-    for number in _GUARDED:
-        if signal.getsignal(number) == _DEFAULTS[number]:
+    for number, default in _DEFAULTS.items():
+        if signal.getsignal(number) == default:
             signal.signal(number, _end)
 
 
 def release() -> None:
     """Restore the default handlers, since the code that runs next cleans up itself or sets its own handlers."""
-    for number in _GUARDED:
+    for number, default in _DEFAULTS.items():
         if signal.getsignal(number) is _end:
-            signal.signal(number, _DEFAULTS[number])
+            signal.signal(number, default)
+
+
+def heeded() -> list[signal.Signals]:
+    """Returns the signals that should stop a command: nohup and some shells have a process ignore SIGHUP or SIGINT."""
+    return [number for number in _DEFAULTS if signal.getsignal(number) != signal.SIG_IGN]
 
 
 class SignalReceived(KeyboardInterrupt):
-    """SIGINT or SIGTERM came inside `raised`."""
+    """A signal that should stop the command came inside `raised`."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -41,12 +49,12 @@ class SignalReceived(KeyboardInterrupt):
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """SIGTERM unwinds what runs in this context just as Ctrl-C does. Raises `SignalReceived`, from wherever it is."""
+    """SIGTERM and SIGHUP unwind what runs in this context just as Ctrl-C does. Raises `SignalReceived`, from wherever it is."""
 
     def stop(number: int, _frame: FrameType | None) -> None:
         raise SignalReceived(number)
 
-    before = {number: signal.signal(number, stop) for number in _GUARDED if signal.getsignal(number) != signal.SIG_IGN}
+    before = {number: signal.signal(number, stop) for number in heeded()}
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ from pydantic import Field
 from runtime.settings.addresses import Address
 from runtime.settings.common import CommonSettings
 from runtime.settings.roles import CoordinatorSettings
-from runtime.settings.types import Panels
+from runtime.settings.types import SLO_PERCENTILE, SLO_TPOT_MS, SLO_TTFT_MS, Panels
 
 COORDINATOR: str = CoordinatorSettings.model_fields["bind"].default
 PROFILE_HELP = "Profile of this installation, as crossdock calibrate writes it."
@@ -36,9 +36,11 @@ class AutopilotSettings(CommonSettings):
     learn: bool = Field(
         True, description="Correct the profile by what the cluster's prefill and decode steps of the last hour took."
     )
-    slo_ttft_ms: float = Field(2_000.0, gt=0.0, le=3.6e6, description=TTFT_HELP)
-    slo_tpot_ms: float = Field(100.0, gt=0.0, le=3.6e6, description=TPOT_HELP)
-    slo_percentile: float = Field(0.9, gt=0.0, lt=1.0, description="Share of requests that should keep both.")
+    slo_ttft_ms: float = Field(SLO_TTFT_MS, gt=0.0, le=3.6e6, description=TTFT_HELP)
+    slo_tpot_ms: float = Field(SLO_TPOT_MS, gt=0.0, le=3.6e6, description=TPOT_HELP)
+    slo_percentile: float = Field(
+        SLO_PERCENTILE, gt=0.0, lt=1.0, description="Share of requests that should keep both."
+    )
     model_id: str = Field(
         "", max_length=512, description="Model whose workers it looks after; empty: the only one of the cluster."
     )

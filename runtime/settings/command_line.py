@@ -20,7 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from proto.errors import CrossdockError
-from runtime.process import interrupts
+from runtime.process import interrupts, output
 from runtime.process.exits import INTERRUPTED_EXIT, USAGE_EXIT, ConfigError
 from runtime.settings import environment
 from runtime.settings.option_help import (
@@ -32,7 +32,7 @@ from runtime.settings.option_help import (
     panels_of,
     value_name,
 )
-from runtime.settings.options import CONFIG_ENV, SettingsError, load, option_name
+from runtime.settings.options import CONFIG_ENV, SettingsError, load, option_name, where_given
 from runtime.settings.types import ENV_PREFIX, Options
 
 S = TypeVar("S", bound=Options)
@@ -59,9 +59,15 @@ class Command:
     """`module:Class`"""
     run: str
     """`module:function`, which takes the settings and returns the exit status."""
+    takes: str = ""
+    """A subclass of `settings` with options that `--help` does not list; empty: there are none."""
 
     def settings_class(self) -> type[Options]:
         return _named(self.settings)  # type: ignore[no-any-return]
+
+    def add_to(self, app: typer.Typer, name: str, load_all: Callable[[], object]) -> None:
+        listed = self.settings_class()
+        add_command(app, name, _named(self.takes or self.settings), _named(self.run), load_all=load_all, listed=listed)
 
 
 @dataclass(frozen=True)
@@ -89,21 +95,22 @@ def _named(name: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
-def _parameters(key: str, field: FieldInfo, panel: str) -> Iterator[inspect.Parameter]:
+def _parameters(key: str, field: FieldInfo, panel: str, *, hidden: bool) -> Iterator[inspect.Parameter]:
     """The option of a field, and before it the argument that says the same, where there is one."""
 
     def parameter(name: str, annotation: Any) -> inspect.Parameter:
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
     option, text = option_name(key, field), help_text(field)
-    shown: dict[str, Any] = {"help": text, "show_default": False, "rich_help_panel": panel}
+    shown: dict[str, Any] = {"help": text, "show_default": False, "rich_help_panel": panel, "hidden": hidden}
     extra = field.json_schema_extra
     if isinstance(extra, dict) and "also_argument" in extra:
         argument = typer.Argument(metavar=str(extra["also_argument"]), **shown | {"rich_help_panel": ARGUMENTS_PANEL})
         yield parameter(_argument_name(key), Annotated[str | None, argument])
         shown["help"] = f"The same as {extra['also_argument']}."
     if field.annotation is bool:
-        yield parameter(key, Annotated[bool | None, typer.Option(option, **shown)])
+        forms = f"--{key.replace('_', '-')}/{option}" if field.default else option
+        yield parameter(key, Annotated[bool | None, typer.Option(forms, **shown)])
     elif not option.startswith("-"):
         shown["rich_help_panel"] = ARGUMENTS_PANEL
         yield parameter(key, Annotated[str | None, typer.Argument(metavar=option, **shown)])
@@ -123,8 +130,6 @@ def _flags(cls: type[Options], values: Mapping[str, Any]) -> dict[str, Any]:
     texts = {key: ",".join(value) if isinstance(value, list) and value else value for key, value in values.items()}
     flags = {key: value for key, value in texts.items() if value is not None and value != []}
     for key, field in cls.model_fields.items():
-        if field.annotation is bool and key in flags:
-            flags[key] = not field.default
         given = flags.pop(_argument_name(key), None)
         if given is None:
             continue
@@ -148,24 +153,33 @@ def add_command(
     run: Callable[[S], int],
     fixed: Mapping[str, str] | None = None,
     load_all: Callable[[], object] | None = None,
+    listed: type[Options] | None = None,
 ) -> None:
     """A command whose options, help and checks are the fields of `cls`, without those that are `fixed`; `run` returns the
-    exit status. `load_all` imports every settings class whose options the environment may hold."""
-    fixed = fixed or {}
+    exit status. `load_all` imports every settings class whose options the environment may hold. If `listed` is given, the
+    help shows its fields alone."""
+    fixed, shown = fixed or {}, (listed or cls).model_fields
 
     def command(**values: Any) -> int:
         if load_all is not None and environment.notes(os.environ, environment.known_names()):
             load_all()
         for line in environment.notes(os.environ, environment.known_names()):
             print(f"crossdock: {line}", file=sys.stderr)  # noqa: T201
-        config = values.pop("config", None) or ""
+        if config := values.pop("config", None) or "":
+            os.environ[CONFIG_ENV] = os.path.abspath(
+                os.path.expanduser(config)
+            )  # processes that it starts read it, too
         settings = load(cls, {**_flags(cls, values), **fixed}, config)
         interrupts.release()
         return run(settings)
 
     panels = panels_of(cls)
     fields = in_panel_order(cls, [(key, field) for key, field in cls.model_fields.items() if key not in fixed])
-    parameters = [one for key, field in fields for one in _parameters(key, field, panels.get(key, OTHER_PANEL))]
+    parameters = [
+        one
+        for key, field in fields
+        for one in _parameters(key, field, panels.get(key, OTHER_PANEL), hidden=key not in shown)
+    ]
     if cls.section:
         option = typer.Option("--config", help=_CONFIG_HELP, metavar="FILE", rich_help_panel=OTHER_PANEL)
         keyword = inspect.Parameter.KEYWORD_ONLY
@@ -207,7 +221,7 @@ class _LazyGroup(TyperGroup):
         row = self.table.get(name or "")
         if isinstance(row, Command):
             app = typer.Typer(**_HABITS)
-            add_command(app, name or "", row.settings_class(), _named(row.run), load_all=type(self).load_all)
+            row.add_to(app, name or "", type(self).load_all)
             command = get_command(app)
         return name, command, rest
 
@@ -281,7 +295,8 @@ def invoke(app: typer.Typer, arguments: Sequence[str], prog: str) -> int:
         return INTERRUPTED_EXIT
     except _ClickError as error:
         text = " ".join(error.format_message().split())  # type: ignore[attr-defined]
-        print(f"{prog}: {text} See --help.", file=sys.stderr)  # noqa: T201
+        more = where_given(getattr(error, "option_name", "")) or "See --help."
+        print(f"{prog}: {text}{'' if text[-1:] in '.?)' else '.'} {more}", file=sys.stderr)  # noqa: T201
         return USAGE_EXIT
     return status if isinstance(status, int) else 0
 
@@ -307,6 +322,7 @@ def parse(cls: type[S], arguments: Sequence[str]) -> S:
 
 def run_role(prog: str, cls: type[S], run: Callable[[S], int], fixed: Mapping[str, str] | None = None) -> int:
     """`python -m <role>`: parse the process's arguments and run. `fixed` are options which the role itself decides."""
+    output.secure()
     app = new_app()
     add_command(app, prog, cls, run, fixed)
     return invoke(app, sys.argv[1:], f"python -m {prog}")

@@ -72,11 +72,9 @@ def help_text(field: FieldInfo) -> str:
         value = field.get_default(call_default_factory=True)
         if isinstance(value, list):
             value = ", ".join(map(str, value))
-        default = f"default {value}" if value not in ("", True, False) else ""
+        default = "" if value in ("", False) else "default on" if value is True else f"default {value}"
     facts = "; ".join(text for text in (default, bounds(field)) if text)
     text = field.description or ""
-    if field.annotation is bool and field.default:
-        text = f"Turn off: {text[0].lower()}{text[1:]}"
     return literal(text + (f" ({facts})" if facts else ""))
 
 

@@ -19,14 +19,14 @@ from pydantic_settings import EnvSettingsSource
 from proto.errors import CrossdockError
 from runtime.settings import environment
 from runtime.settings.roles import CoordinatorSettings, GatewaySettings
-from runtime.settings.serve import ServeSettings
+from runtime.settings.serve import DECIDED, EveryServeOption
 from runtime.settings.types import ENV_PREFIX, Options
 from runtime.settings.workers import WorkerSettings
 
 S = TypeVar("S", bound=Options)
 
 SECTIONS: Final[dict[str, type[Options]]] = {
-    cls.section: cls for cls in (CoordinatorSettings, GatewaySettings, WorkerSettings, ServeSettings)
+    cls.section: cls for cls in (CoordinatorSettings, GatewaySettings, WorkerSettings, EveryServeOption)
 }
 CONFIG_ENV: Final = ENV_PREFIX + "CONFIG"
 _COMPLAINT: Final = re.compile(r"^[\w .-]+: (--[a-z].*)\Z")
@@ -45,6 +45,19 @@ def option_name(field_name: str, field: FieldInfo) -> str:
     if isinstance(extra, dict) and ("option" in extra or "argument" in extra):
         return str(extra.get("option") or extra["argument"])
     return ("--no-" if field.default is True else "--") + field_name.replace("_", "-")
+
+
+def where_given(option: str) -> str:
+    """Returns where an option that a command does not have can be given; empty: nowhere."""
+    for section, cls in SECTIONS.items():
+        for key, field in cls.model_fields.items():
+            if option == option_name(key, field):
+                has = f"It is an option of crossdock {section}"
+                if key in DECIDED:
+                    return f"{has}; crossdock serve and up choose it themselves."
+                table = f"; in cluster.toml, {key} in [{section}]" if cls is not EveryServeOption else ""
+                return f"{has}{table}; in the environment, {ENV_PREFIX}{key.upper()}."
+    return ""
 
 
 def _option(cls: type[Options], field_name: str) -> str:
@@ -90,10 +103,15 @@ def load(cls: type[S], flags: Mapping[str, Any], config: str = "") -> S:
     for key, value in flags.items():
         merged[key] = value
         sources.pop(key, None)
+    return checked(cls, merged, sources)
+
+
+def checked(cls: type[S], values: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> S:
+    """Returns settings of these values; `sources` says where some came from. Raises `SettingsError`."""
     try:
-        return cls(**merged)
+        return cls(**values)
     except ValidationError as error:
-        lines = [_explain(cls, details, sources) for details in error.errors(include_url=False)]
+        lines = [_explain(cls, details, sources or {}) for details in error.errors(include_url=False)]
         raise SettingsError("\n".join(lines)) from None
 
 

@@ -1,16 +1,32 @@
-"""Settings of `crossdock serve`."""
+"""Settings of `crossdock serve`, and those of its processes that it takes, too."""
 
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
 from runtime.settings.addresses import MetricsAddress
-from runtime.settings.autopilot import PROFILE_HELP, TPOT_HELP, TTFT_HELP
-from runtime.settings.types import WEIGHTS_HELP, CommaList, Device, Dtype, KeyOptions, Panels, Port, Weights
+from runtime.settings.autopilot import PROFILE_HELP, TPOT_HELP, TTFT_HELP, AutopilotSettings
+from runtime.settings.roles import CoordinatorSettings, GatewaySettings
+from runtime.settings.types import (
+    SLO_TPOT_MS,
+    SLO_TTFT_MS,
+    WEIGHTS_HELP,
+    CommaList,
+    Device,
+    Dtype,
+    KeyOptions,
+    Options,
+    Panels,
+    Port,
+    Weights,
+)
+from runtime.settings.workers import WorkerSettings
 
 
 class ServeSettings(KeyOptions):
-    """Bring up a whole cluster on this machine, answer one question to show it works, and serve until Ctrl-C."""
+    """Bring up a whole cluster on this machine, answer one question to show it works, and serve until Ctrl-C. It takes the
+    options of crossdock coordinator, gateway, worker and autopilot, too, and hands them to these processes.
+    """
 
     section = "serve"
     panels: ClassVar[Panels] = {
@@ -49,10 +65,10 @@ class ServeSettings(KeyOptions):
     )
     profile: str = Field("", description=f"For --autopilot: {PROFILE_HELP[0].lower()}{PROFILE_HELP[1:]}")
     slo_ttft_ms: float = Field(
-        2_000.0, gt=0.0, le=3.6e6, description=f"For --autopilot: {TTFT_HELP[0].lower()}{TTFT_HELP[1:]}"
+        SLO_TTFT_MS, gt=0.0, le=3.6e6, description=f"For --autopilot: {TTFT_HELP[0].lower()}{TTFT_HELP[1:]}"
     )
     slo_tpot_ms: float = Field(
-        100.0, gt=0.0, le=3.6e6, description=f"For --autopilot: {TPOT_HELP[0].lower()}{TPOT_HELP[1:]}"
+        SLO_TPOT_MS, gt=0.0, le=3.6e6, description=f"For --autopilot: {TPOT_HELP[0].lower()}{TPOT_HELP[1:]}"
     )
     host: str = Field(
         "127.0.0.1", min_length=1, description="Address the HTTP server listens on; 0.0.0.0 is every interface."
@@ -126,3 +142,30 @@ class ServeSettings(KeyOptions):
         if self.autopilot != "off" and not self.profile:
             raise ValueError("--autopilot: needs --profile, which crossdock calibrate writes")
         return self
+
+
+DECIDED: Final = frozenset(
+    "name role mode bind coordinator advertise insecure log_format tokens_bind kv_bind transfer_host kv_interface standby"
+    " cpu_cores nice".split()
+)
+"""Options of its processes that `crossdock serve` decides itself."""
+
+
+def options_for(settings: ServeSettings, cls: type[Options]) -> dict[str, Any]:
+    """Returns the given options that `crossdock serve` does not have itself, for a process with these settings."""
+    given = settings.model_fields_set & cls.model_fields.keys() - ServeSettings.model_fields.keys()
+    return {key: getattr(settings, key) for key in given}
+
+
+EveryServeOption: Final = create_model(
+    "EveryServeOption",
+    __base__=ServeSettings,
+    __doc__=ServeSettings.__doc__,
+    **{
+        key: (field.annotation, field)
+        for cls in (AutopilotSettings, WorkerSettings, GatewaySettings, CoordinatorSettings)
+        for key, field in cls.model_fields.items()
+        if key not in DECIDED and key not in ServeSettings.model_fields
+    },
+)  # type: ignore[call-overload]
+"""What the command line takes: `ServeSettings`, and the options of its processes, which `--help` does not list."""

@@ -49,6 +49,11 @@ Panels = Mapping[str, str]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Weights = Literal["float32", "bfloat16", "int8"]
+SLO_TTFT_MS: Final = 2_000.0
+SLO_TPOT_MS: Final = 100.0
+SLO_PERCENTILE: Final = 0.9
+"""Limits of a good answer and the share of requests that should keep them, unless an option or a priority class says
+otherwise."""
 WEIGHTS_HELP: Final = (
     "How the CPU kernels keep the weights. bfloat16 and int8 read less memory for each token, and change what the model says"
     " a little."

@@ -1,10 +1,17 @@
 """`crossdock serve` where it does not simply run: what a user is told, and with which status it ends."""
 
+import fcntl
+import os
+import pty
+import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
+import psutil
 import pytest
 import uvloop
 
@@ -47,6 +54,48 @@ def test_missing_keys_end_the_service(tiny: Path, tmp_path: Path, how: str) -> N
         _, errors = process.communicate(timeout=100)
     assert process.returncode == CONFIG_EXIT
     assert errors.count("\n") == 1 and f"--keys: there is no folder {tmp_path / 'none'}" in errors
+
+
+def test_hang_up_stops_the_cluster_in_order(tiny: Path, tmp_path: Path) -> None:
+    """On a narrow terminal without the characters of the question a cluster serves; when the terminal hangs up, it ends in
+    order."""
+    terminal, inside = pty.openpty()
+    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 10, 20, 0, 0))
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "launcher.cli",
+        "serve",
+        "--port",
+        "0",
+        "--model",
+        str(tiny),
+        "--device",
+        "cpu",
+    ]
+    command += ["--question", "é 😀", "--max-seqs", "4"]
+    environment = child_environment(1) | {"XDG_STATE_HOME": str(tmp_path), "PYTHONIOENCODING": "latin-1"}
+    take_terminal = (
+        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", take_terminal, *command], env=environment,
+        stdin=inside, stdout=inside, stderr=inside, start_new_session=True,
+    )  # fmt: skip
+    os.close(inside)
+    try:
+        shown = b""
+        while b"Ctrl-C." not in shown:
+            assert select.select([terminal], [], [], 180.0)[0], shown
+            shown += os.read(terminal, 1 << 16)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) >= 4
+    finally:
+        os.close(terminal)
+        status = process.wait(60)
+    assert status == 0 and not psutil.wait_procs(children, 10)[1]
+    assert not list(tmp_path.rglob("cluster.json")), "it took its note away"
 
 
 def test_environment_keys_reach_every_process(tiny: Path, tmp_path: Path) -> None:

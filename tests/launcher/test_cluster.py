@@ -8,9 +8,9 @@ from launcher.local.core_plan import plan_cpu
 from launcher.local.ports import free_port
 from launcher.process import STREAMED_COPIES
 from runtime.settings.command_line import parse
-from runtime.settings.options import SettingsError
+from runtime.settings.options import SettingsError, load
 from runtime.settings.roles import CoordinatorSettings, GatewaySettings
-from runtime.settings.serve import ServeSettings
+from runtime.settings.serve import EveryServeOption, ServeSettings
 from runtime.settings.workers import WorkerSettings
 from tests.launcher.built import build
 
@@ -114,6 +114,19 @@ def test_wildcard_host_gives_a_loopback_url() -> None:
     """The base URL names loopback if the gateway is bound to all interfaces."""
     cluster = build(ServeSettings(host="0.0.0.0", port=0))
     assert cluster.base_url.startswith("http://127.0.0.1:")
+
+
+def test_options_reach_the_processes() -> None:
+    """Options of a process that `crossdock serve` is given reach every process that has them, and are checked first."""
+    given = {"allowed_hosts": "a.example", "max_seqs": "3", "step_ms": "100", "heartbeat_ms": "900", "kv_gib": "1"}
+    cluster = build(load(EveryServeOption, given | {"port": "0", "access_log": False}))
+    shown = {spec.name: " ".join(spec.arguments) for spec in cluster.processes}
+    assert "--allowed-hosts a.example" in shown["gateway-0"] and "--no-access-log" in shown["gateway-0"]
+    assert "--step-ms 100" in shown["coordinator"] and "--max-seqs" not in shown["coordinator"]
+    assert all("--max-seqs 3" in shown[name] and "--kv-gib 1" in shown[name] for name in ("prefill-0", "decode-0"))
+    assert all("--heartbeat-ms 900" in one for one in shown.values())
+    with pytest.raises(SettingsError, match="--served-model-name"):
+        build(load(EveryServeOption, {"port": "0", "served_model_name": "tiny"}))
 
 
 def test_event_log_goes_to_the_coordinator(tmp_path: Path) -> None:

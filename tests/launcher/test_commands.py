@@ -9,7 +9,7 @@ import typing
 
 import pytest
 
-from launcher.commands import TABLE, build_app, only_groups
+from launcher.commands import TABLE, as_listed, build_app, only_groups
 from runtime.settings.command_line import Command, CommandGroup, Table, _named, commands_in, invoke
 from runtime.settings.option_help import panels_of
 from runtime.settings.options import option_name
@@ -28,7 +28,7 @@ def groups_in(table: Table, prefix: str = "") -> list[str]:
 
 def help_of(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("COLUMNS", "80")
-    assert invoke(build_app(), [*name.split(), "-h"], "crossdock") == 0
+    assert invoke(build_app(), [*as_listed(name.split()), "-h"], "crossdock") == 0
     return capsys.readouterr().out
 
 

@@ -22,6 +22,7 @@ from proto.codec import ALL_MESSAGES, WITH_BLOB
 from proto.limits import PROTOCOL_VERSION
 from runtime.settings import command_line, options
 from runtime.settings.command_line import commands_in, new_app
+from runtime.settings.serve import DECIDED, EveryServeOption
 from runtime.tenancy.file import read as read_tenants
 from tests.documents import PAGES, ROOT, Command, blocks, commands
 from tests.test_layout import sources
@@ -165,6 +166,7 @@ def test_options_in_prose_exist() -> None:
     }
     known |= {"--config", "--help", "--install-completion", "--no-standby", "--aiperf", "--aiperf-tokenizer"}
     known |= {"--torch-backend", "--extra-index-url", "--upgrade-package", "--torch"}  # of uv, pip and scripts/
+    known |= {"--" + one.removeprefix("--no-") for one in known if one.startswith("--no-")}
     for path in PAGES:
         prose = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", prose)) - {
@@ -183,6 +185,36 @@ def test_options_in_prose_exist() -> None:
             "--decode-heavy",
         }
         assert not {one for one in named if one not in known}, path
+
+
+MESSAGES_OF_ROLES = ("coordinator", "gateway", "prefill_worker", "decode_worker", "engine", "kvtransfer", "runtime")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
+ABOUT_FLIP = {"--force", "--undo"}
+"""Options of `crossdock flip` in answers that the coordinator gives to it."""
+
+
+def _named_in_messages(path: Path) -> set[str]:
+    """Options in the texts of a module, docstrings apart."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    texts = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation
+    ]
+    return {option for text in texts for option in OPTION.findall(text)}
+
+
+def test_serve_has_options_of_messages() -> None:
+    """Every option that a message of a role names is one of `crossdock serve`, or one that it decides."""
+    taken = {options.option_name(key, field) for key, field in EveryServeOption.model_fields.items()}
+    taken |= (
+        {"--" + key.replace("_", "-") for key in DECIDED}
+        | {"--config", "--help", "--version", "--no", "--json"}
+        | ABOUT_FLIP
+    )
+    for path in [path for name, path in sources().items() if name.startswith(MESSAGES_OF_ROLES)]:
+        assert not _named_in_messages(path) - taken, path
 
 
 def test_toml_blocks_in_pages_parse(tmp_path: Path) -> None:

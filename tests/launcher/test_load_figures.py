@@ -197,7 +197,7 @@ def test_ratio_names_failing_limit_and_phase() -> None:
     fine = figures([record(index) for index in range(10)], {"a": 1.0}, SLO)
     assert (bench_ratio.failing(slow_prefill["goodput"]), bench_ratio.bottleneck(slow_prefill)) == (["ttft"], "prefill")
     assert (bench_ratio.failing(slow_decode["goodput"]), bench_ratio.bottleneck(slow_decode)) == (["tpot"], "decode")
-    assert bench_ratio.failing(fine["goodput"]) == []
+    assert (bench_ratio.failing(fine["goodput"]), bench_ratio.bottleneck(fine)) == ([], "nothing")
     nothing = figures([record(0, outcome="connect", first_s=None, gaps_ms=[])], {"a": 1.0}, SLO)
     assert bench_ratio.bottleneck(nothing) == "unknown"
     rows = [bench_ratio.row("1P1D", slow_prefill), bench_ratio.row("2P1D", fine), bench_ratio.row("1P2D", nothing)]

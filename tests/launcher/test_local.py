@@ -93,7 +93,12 @@ sys.exit(run_until_stopped(begin, Console()))
 
 @pytest.mark.parametrize(
     ("number", "status", "where"),
-    [(signal.SIGINT, 130, "foreground"), (signal.SIGTERM, 143, "foreground"), (signal.SIGTERM, 143, "background")],
+    [
+        (signal.SIGINT, 130, "foreground"),
+        (signal.SIGTERM, 143, "foreground"),
+        (signal.SIGTERM, 143, "background"),
+        (signal.SIGHUP, 129, "foreground"),
+    ],
 )
 @pytest.mark.parametrize("phase", ["fetching", "starting", "serving"])
 def test_interrupted_start_is_no_success(phase: str, number: int, status: int, where: str) -> None:

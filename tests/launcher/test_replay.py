@@ -136,6 +136,12 @@ def test_longest_waits_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert {entry["reason"]["kind"] for entry in timeline if entry["what"] == "passed_over"}
 
 
+def test_idle_cluster_is_said_to_be_idle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """explain says that no request came, in place of an empty table."""
+    assert commands.explain(ExplainSettings(file=saved(Scene.of(), tmp_path / "j"))) == 0
+    assert capsys.readouterr().out == "No request came while this was recorded: the cluster was idle.\n"
+
+
 def test_unknown_request_or_file_is_refused(tmp_path: Path) -> None:
     """An unknown request, a missing file and a file that is no event log are refused."""
     file = saved(Scene.of(), tmp_path / "j")

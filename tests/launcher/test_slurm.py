@@ -37,8 +37,10 @@ if [ "$1" = up ]; then
     cp "$2" "$LOG.$4.toml"
     sleep 120 > /dev/null 2>&1 &
     nap=$!
-    trap 'kill $nap; exit 0' TERM
+    trap 'echo "ends $4" >> "$LOG"; kill $nap' TERM
     wait $nap
+    sleep 0.3 # a second TERM would be written down, too
+    wait
 fi
 """
 WAIT_S = 60.0
@@ -101,6 +103,8 @@ def test_rank_decides_the_role(tmp_path: Path) -> None:
     assert found["task-1"].hosts["task-1"].interface == "ib0"
     assert f"keys new {tmp_path}/crossdock-77/keys" in (tmp_path / "log").read_text(), said
     assert not list((tmp_path / "crossdock-77").glob("*.toml")), "the job leaves its files behind"
+    ends = [line.split()[1] for line in (tmp_path / "log").read_text().splitlines() if line.startswith("ends")]
+    assert ends[0] == "head" and sorted(ends) == sorted(names), "each gets one TERM, the gateway's host first"
 
 
 @pytest.mark.parametrize(

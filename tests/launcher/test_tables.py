@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -24,6 +25,7 @@ from launcher.tables import Table
 from launcher.tuning import check as tune_check
 from launcher.tuning import show as tune_show
 from launcher.tuning.profiles.show import show as show_profile
+from proto.policy import ArmStatus
 from tests.launcher import tables_shown as shown
 from tests.tuning.profiles import GPU
 
@@ -67,6 +69,18 @@ def test_all_tables_use_the_helper() -> None:
         if {"tables.Table", "Table"} & set(calls):
             makers.add(".".join(path.relative_to(ROOT / "launcher").with_suffix("").parts))
     assert makers == set(SHOWN)
+
+
+def test_dashes_of_a_comparison_are_explained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """policy compare says why it shows dashes: no request of that arm has finished."""
+    arms = (ArmStatus("active", 4, 4, 4, 40.0, 40.0), ArmStatus("candidate", 1))
+    monkeypatch.setattr(policy, "_ask", lambda *_: msgspec.structs.replace(shown.POLICIES, arms=arms))
+    assert policy.compare(policy.PolicyCompareSettings(for_s=0)) == 0
+    said = capsys.readouterr().out
+    assert said.endswith("–: no request of arm candidate has come and finished since the trial began.\n")
+    assert said.count("no request") == 1
 
 
 @pytest.fixture

@@ -265,6 +265,10 @@ def test_units_use_the_named_environment(tmp_path: Path) -> None:
     assert install_units._environment(str(other.with_name("crossdock"))) == there
     here = install_units._environment("crossdock")
     assert install_units._environment(str(Path(sys.executable).with_name("crossdock"))) == here
+    other.with_name("crossdock").touch()
+    link = tmp_path / "crossdock"  # as uv and pipx make one in ~/.local/bin
+    link.symlink_to(other.with_name("crossdock"))
+    assert install_units._environment(str(link)) == there
 
 
 def test_units_restart_without_limit() -> None:

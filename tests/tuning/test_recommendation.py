@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tuning.profiles import GPU
+from tuning import search as search_module
 from tuning.advise import Slo, Workers
 from tuning.goals import Goals
 from tuning.limits import RESOURCES, eased, limit_of
@@ -39,18 +40,24 @@ def results(draw: st.DrawFn) -> list[Scored]:
         one = Scored(Candidate(Workers(1 + number % 3, draw(st.integers(1, 5))), 256), 1.0)
         one.attainment, one.strain = kept, draw(st.floats(0.1, 3.0))
         one.drawn = kept + common + rng.normal(0, draw(st.sampled_from([0.0, 0.01])), 100)
+        one.load_kept = draw(st.sampled_from([0.0, 0.25, 0.5]))
         found.append(one)
     return found
 
 
 @given(results())
 def test_recommendation_is_not_dominated(found: list[Scored]) -> None:
-    """No candidate beats the recommended one by more than the error, and no smaller one equals it."""
-    chosen = recommended(found)
+    """No candidate beats the recommended one by more than the error, and no smaller one that keeps the SLO equals it."""
+    chosen = recommended(found, 0.9)
     best = max(found, key=lambda one: one.attainment)
     assert best.attainment - chosen.attainment <= error(best, chosen)
+    assert (chosen.attainment >= 0.9) == (best.attainment >= 0.9), "another one keeps the SLO"
     for one in found:
         enough = best.attainment - one.attainment <= error(best, one)
+        if best.attainment < 0.9:
+            assert not (enough and one.load_kept > chosen.load_kept), "it keeps the SLO up to a lower load"
+            continue
+        enough &= one.attainment >= 0.9
         fewer = one.candidate.workers.total < chosen.candidate.workers.total
         equal = one.candidate.workers.total == chosen.candidate.workers.total
         assert not (enough and (fewer or (equal and one.strain < chosen.strain))), "it is dominated"
@@ -146,6 +153,26 @@ def test_mixed_workers_need_a_core() -> None:
     space = Space(4, mixed_max=2)
     assert [str(one) for one in space.layouts(2)] == ["1P1D", "2M"] and Workers(0, 0, 3) not in space.layouts(3)
     assert space.has_cores_for(Workers(0, 0, 2)) and not space.has_cores_for(Workers(0, 0, 3))
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 40))])
+def test_overload_recommends_the_strongest_ratio(seed: int) -> None:
+    """Under overload no ratio of its own table beats the recommended one beyond the error, in goodput or, of those that are
+    as good, in the load that it keeps."""
+    rng = np.random.default_rng(seed)
+    prompt, output, workers = float(rng.uniform(100, 2000)), float(rng.uniform(30, 400)), int(rng.integers(2, 4))
+    sent = traffic(float(rng.uniform(40, 120)), prompt, output, 200, seed)
+    found = searched(GPU, sent, workers)
+    best, options = found.best, RunOptions()
+    if max(one.attainment for one in found.ranked) >= found.goals.percentile:
+        assert best.attainment >= found.goals.percentile, "another ratio keeps the SLO"
+        return  # it is no overload
+    kept = {}
+    for one in found.ranked:
+        assert one.attainment - best.attainment <= error(one, best), f"{one.candidate} has more goodput"
+        if one.attainment >= best.attainment:
+            kept[one.candidate] = search_module._load_kept(GPU, sent, one.candidate, found.goals, options)
+    assert kept[best.candidate] >= max(kept.values())
 
 
 def test_headroom_is_the_kept_load() -> None:

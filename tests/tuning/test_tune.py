@@ -110,7 +110,7 @@ def test_mistakes_name_the_option(here: Path) -> None:
         (("--trace", "traffic.csv", "--from", "9000"), "--from: no request comes in the part"),
         (("--prefill-profile", "profile.json"), "--prefill-profile and --decode-profile are only of use together"),
         (("--prefill-profile", "profile.json", "--decode-profile", "none.json"), "--decode-profile"),
-        (("--percentile", "100"), "--percentile: 100 is not under 100"),
+        (("--slo-percentile", "1"), "--slo-percentile: 1 is not under 1.0"),
     ):
         done = crossdock(here, "tune", *words)
         assert done.returncode != 0
@@ -120,7 +120,7 @@ def test_mistakes_name_the_option(here: Path) -> None:
     assert done.returncode != 0
     assert "not a file of crossdock tune --out" in done.stderr + done.stdout
     for settings, named in (({"rate": -1}, "settings.rate"), ({"trace": "gone.csv"}, "gone.csv")):
-        (here / "bad.json").write_text(json.dumps({"format": 1, "settings": settings, "ranked": [{"workers": "1P1D"}]}))
+        (here / "bad.json").write_text(json.dumps({"format": 2, "settings": settings, "ranked": [{"workers": "1P1D"}]}))
         done = crossdock(here, "tune", "check", "bad.json")
         assert done.returncode != 0
         assert re.search(f"bad.json: .*{named}", done.stderr + done.stdout), done.stderr

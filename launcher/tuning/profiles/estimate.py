@@ -26,6 +26,7 @@ def run(settings: EstimateSettings) -> int:
     about = {
         "model": settings.model,
         "device": "cuda",
+        "cards": settings.tensor_parallel,
         "machine": {"cpu": f"{settings.tensor_parallel} x {settings.gpu}"},
         "parameters": shape.parameters,
         "versions": {"crossdock": version_of("crossdock")},

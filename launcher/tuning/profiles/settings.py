@@ -19,8 +19,8 @@ class EstimateSettings(JsonOption):
     """Estimate a profile of hardware that you do not have at hand.
 
     The times come from the maker's figures of the card and the shape of the model, with how far hardware stayed below such
-    figures in published measurements. They may be off by a quarter. Where you can, measure: crossdock calibrate, or crossdock
-    profile from-vllm.
+    figures in published measurements. They may be off by a quarter, and decode steps over several cards may be two to three
+    times too slow. Where you can, measure: crossdock calibrate, or crossdock profile from-vllm.
     """
 
     panels: ClassVar[Panels] = {

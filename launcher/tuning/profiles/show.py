@@ -1,6 +1,7 @@
 """A profile on the terminal."""
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from rich.console import Console
 
@@ -13,9 +14,17 @@ NO_LIMIT: Final = TransferCost().bytes_per_ms
 """The bandwidth if long transfers took no longer than short ones: most of the KV is sent while the prompt is computed."""
 RUNS: Final = {
     "calibrated": "From one start of the workers to the next, times differ by {}",
-    "estimated": "Nothing of this was measured: times may be off by a quarter",
+    "estimated": "Nothing of this was measured: {}",
     "from a server": "From one run to the next, times may differ by {}",
 }
+
+
+def error_words(about: Mapping[str, Any], profile: Profile) -> str:
+    """Returns how far the times of one of the profile's sources may be off."""
+    if about.get("origin", profile.origin) != "estimated":
+        return f"{profile.run_sigma:.0%}"
+    cards = ", and decode over several cards may be two to three times too slow" if about.get("cards", 1) > 1 else ""
+    return f"times may be off by a quarter{cards}"
 
 
 def show(profile: Profile, console: Console) -> None:
@@ -49,7 +58,7 @@ def show(profile: Profile, console: Console) -> None:
             f"Tokens on the cores of gateway and client: {profile.control.step_ms:.2f} ms a decode step"
             f" + {1000 * profile.control.token_ms:.0f} µs a token"
         )
-    lines.append(RUNS[profile.origin].format(f"{profile.run_sigma:.0%}"))
+    lines.append(RUNS[profile.origin].format(error_words(profile.about, profile)))
     if max(profile.beside_decode, profile.beside_prefill) > 1.01:
         lines.append(
             f"Both roles on this host: prefill takes {profile.beside_decode:.2f} times as long beside decode,"

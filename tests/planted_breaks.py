@@ -133,9 +133,6 @@ BREAKS: Final[dict[str, Break]] = {
     "tests/runtime/test_hostile_links.py::test_long_message_loses_no_peer": Break(
         "runtime/link/server.py", "if self._socket.is_draining:", "if False:"
     ),
-    "tests/gateway/test_batch_bounds.py::test_odd_forms_leave_the_loop_free": Break(
-        "gateway/batches/upload.py", "await threads.run(owner, len(data), partial(form.feed, data))", "form.feed(data)"
-    ),
     "tests/gateway/test_slow_clients.py::test_hostile_cookies_cost_nothing": Break(
         "gateway/http/server.py", 'if one[0] != b"cookie"', "if one[0]"
     ),

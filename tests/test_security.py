@@ -67,6 +67,7 @@ WITHOUT_BREAK = {
     "tests/coordinator/test_victim.py": "takes minutes; tests/simulation/ breaks the fair queue",
     "tests/engine/test_refusals.py::test_remote_code_is_never_run": "without the option transformers asks, and gets no answer",
     "tests/gateway/test_batch_bounds.py::test_large_file_never_blocks_the_loop": "no single line",
+    "tests/gateway/test_batch_bounds.py::test_odd_forms_leave_the_loop_free": "two measures, either suffices",
     "tests/kvtransfer/test_rendezvous.py::test_nccl_store_hides_line_secret": "NCCL is faked",
 }
 """Tests that the page names and no break is planted for, and why."""

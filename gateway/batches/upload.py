@@ -1,6 +1,7 @@
 """Reads an uploaded file into the store while it arrives: at most about a mebibyte of it is in memory."""
 
 import asyncio
+import logging
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, Final
@@ -26,6 +27,8 @@ PIECE_BYTES: Final = 1 << 20
 LINE_SLACK_BYTES: Final = 4 << 10
 """Bytes that a line may have beside the body of its request."""
 _FIELD_BYTES_MAX: Final = 1 << 10
+
+logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it logs bytes of clients, one line for each bad form
 
 
 async def upload(

@@ -1,6 +1,5 @@
 """Reads multipart/form-data (RFC 7578) as it arrives, in bounded memory, with the parser that Starlette uses. Pure."""
 
-import logging
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import unquote_to_bytes
@@ -20,8 +19,6 @@ _BOUNDARY_CHARS_MAX: Final = 70
 _NAME_CHARS_MAX: Final = 255
 _CODINGS: Final = {"utf-8": "utf-8", "iso-8859-1": "latin-1"}
 """Charsets of `filename*=` that RFC 5987 requires. Others are read as UTF-8: a name could name any codec of Python."""
-
-logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it logs bytes of clients, one line for each bad form
 
 
 @dataclass(frozen=True)

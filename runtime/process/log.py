@@ -66,7 +66,7 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._writer.put(self.format(record).encode("utf-8", "backslashreplace") + b"\n")
-        except Exception:
+        except Exception:  # noqa: BLE001 - as every handler of the standard library: a bad line ends nothing
             self.handleError(record)
 
     def flush(self) -> None:

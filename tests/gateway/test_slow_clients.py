@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 from collections.abc import Awaitable, Callable
 
 import httpx
@@ -166,6 +167,7 @@ def test_unread_answer_cancels_its_request(stream: bool, monkeypatch: pytest.Mon
     ("request_head", "status"),
     [
         (b"GET / HTTP/1.1\r\nX: " + b"y" * http_server.HEADER_BYTES_MAX, 431),
+        (b"GET /?" + b"a&" * http_server.QUERY_BYTES_MAX + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414),
         (b"GET /" + b"y" * http_server.HEADER_BYTES_MAX, 431),
         (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * (http_server.HEADERS_MAX + 1) + b"\r\n", 431),
         (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * (http_server.HEADERS_MAX - 2) + b"\r\n", 200),
@@ -186,6 +188,22 @@ def test_oversized_or_invalid_head_is_refused(request_head: bytes, status: int) 
         writer.close()
         async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             assert (await client.get("/health")).status_code == 200
+
+    on_port(test, client_timeout_s=300.0)
+
+
+def test_hostile_cookies_cost_nothing() -> None:
+    """Cookies that Python's own parser takes seconds for are not parsed on any route."""
+    cookie = b'Cookie: a="' + b"\\1" * 30_000 + b'"'
+
+    async def test(_site: Site, _url: str, port: int) -> None:
+        for path in (b"/health", b"/v1/models"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            began = time.thread_time()
+            writer.write(b"GET " + path + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n" + cookie + b"\r\n\r\n")
+            line = await asyncio.wait_for(reader.readline(), 60)
+            assert line.split()[1] == b"200" and time.thread_time() - began < 1, "10 s if it is parsed"
+            writer.close()
 
     on_port(test, client_timeout_s=300.0)
 

@@ -18,24 +18,23 @@ def context_tokens(config: Mapping[str, Any]) -> int | None:
     Models with `longrope` and `dynamic` rotary embeddings keep their original context.
     """
     text = {**config, **(config.get("text_config") or {})}
-    limit = next((text[key] for key in _KEYS if _is_length(text.get(key))), None)
+    limit = next((length for key in _KEYS if (length := _length(text.get(key)))), None)
     if limit is None:
         return None
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    extended, limits = [], [limit]
+    extended: list[int] = []
+    bounds = [MAX_CONTEXT_TOKENS]
     for one in (rope, *rope.values()):
         kind = one.get("rope_type", one.get("type")) if isinstance(one, Mapping) else None
-        if kind not in (*_BY_LENGTH, "yarn"):
-            continue
-        original = one.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
-        original = original if _is_length(original) else limit
-        factor = one.get("factor")
-        if kind in _BY_LENGTH:
-            limits.append(original)
-        elif isinstance(factor, int | float) and factor > 0:
-            extended.append(max(1, int(original * factor)))
-    return min([*(extended or limits), *limits[1:], MAX_CONTEXT_TOKENS])
+        if kind in (*_BY_LENGTH, "yarn"):
+            name = "original_max_position_embeddings"
+            original, factor = _length(one.get(name)) or _length(text.get(name)) or limit, one.get("factor")
+            if kind in _BY_LENGTH:
+                bounds.append(original)
+            elif isinstance(factor, int | float) and factor > 0:
+                extended.append(max(1, int(original * factor)))
+    return min(*(extended or [limit]), *bounds)
 
 
-def _is_length(value: object) -> bool:
-    return type(value) is int and value > 0
+def _length(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -105,8 +105,8 @@ def _pool_blocks(kv_bytes: int, info: ModelInfo) -> int:
     if blocks < least:
         gib = [math.ceil(count * info.block_bytes / (1 << 30) * 1e4) / 1e4 for count in (least, max(context, least))]
         raise PoolTooSmall(
-            f"a KV cache of {kv_bytes} bytes holds {blocks * info.block_size} tokens of this model; give it at least {gib[0]} GiB"
-            f" ({gib[1]} GiB hold one context of {info.context_tokens} tokens)"
+            f"a KV cache of {kv_bytes} bytes holds {blocks * info.block_size} tokens of this model; give it at least {gib[0]}"
+            f" GiB ({gib[1]} GiB hold one context of {info.context_tokens} tokens)"
         )
     return blocks
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from engine.attention.forward_code import names_read
 from engine.attention.interface import AttentionBackend, AttentionCall, AttentionMetadata
-from engine.model.forward_code import names_read
 from proto.errors import CrossdockError
 
 __all__ = [

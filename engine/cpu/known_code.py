@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from engine.model.forward_code import names_read
+from engine.attention.forward_code import names_read
 
 _TENSORS: Final = """F cat config contiguous device dict dtype enumerate expand float float32 functional getattr int isinstance
  nn reshape self set shape slice str to torch training transpose type unsqueeze view x"""

@@ -22,7 +22,7 @@ from engine.model.backend import BackendCandidate, make_engine
 from engine.model.errors import ModelUnsupported, PoolTooSmall, WeightsUnsupported
 from engine.model.fingerprint import model_fingerprint
 from engine.model.work import attention_tokens
-from proto.context import context_tokens
+from proto.limits import context_tokens
 
 MIN_BLOCKS, MIN_TOKENS = 8, 256
 """A smaller pool would refuse nearly every request."""
@@ -55,7 +55,7 @@ def load_engine(
     kernels keep the weights: `float32`, `bfloat16` or `int8`. `block_size` is in tokens. `host_bytes` is what the host has
     free, if that is known. Raises ModelUnsupported."""
     progress = on_progress or (lambda _: None)
-    if dtype != "auto" and dtype not in _DTYPES:
+    if dtype not in ("auto", *_DTYPES):
         raise ModelUnsupported(f"dtype {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
     if weights != "float32" and (device != "cpu" or dtype not in ("auto", "float32")):
         raise WeightsUnsupported(f"{weights} weights are for the CPU, with a dtype of float32")
@@ -70,8 +70,7 @@ def load_engine(
     paged.register()
     progress("checking the model")
     calls, kv_heads, head_dim = _examine(loaded, model, text_config)
-    layers, weights_dtype = len(calls), loaded.dtype
-    kv_dtype = str(weights_dtype).removeprefix("torch.")
+    layers, weights_dtype, kv_dtype = len(calls), loaded.dtype, str(loaded.dtype).removeprefix("torch.")
     block_bytes = layers * 2 * block_size * kv_heads * head_dim * weights_dtype.itemsize
     info = ModelInfo(
         model_path=str(folder),
@@ -86,7 +85,9 @@ def load_engine(
         block_bytes=block_bytes,
         eos_token_ids=_eos_token_ids(folder, text_config),
         attention_tokens=attention_tokens(loaded, text_config, layers, head_dim),
-        fingerprint=model_fingerprint(folder, config.to_dict(), kv_dtype, (layers, kv_heads, head_dim), weights),
+        fingerprint=model_fingerprint(
+            folder, config.to_dict(), str(weights_dtype).removeprefix("torch."), (layers, kv_heads, head_dim), weights
+        ),
     )
 
     if kv_bytes is not None:

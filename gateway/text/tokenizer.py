@@ -17,8 +17,8 @@ from gateway.text.regions import NO_REGIONS, Regions
 from gateway.text.template_facts import template_facts
 from gateway.text.token_texts import Pieces, TokenTexts
 from proto import limits
-from proto.context import context_tokens
 from proto.errors import CrossdockError
+from proto.limits import context_tokens
 
 _GENERIC_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast"}
 _DOWNLOAD = ["*.json", "*.jinja", "*.model", "*.txt"]

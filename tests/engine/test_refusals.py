@@ -13,7 +13,7 @@ from transformers import AutoConfig, T5Config, T5ForConditionalGeneration
 from engine.attention import torch_backend
 from engine.model import backend
 from engine.model.loader import ModelUnsupported, load_engine  # type: ignore[attr-defined]
-from proto.context import context_tokens
+from proto.limits import context_tokens
 from tests import tiny_models
 from tests.engine import support
 

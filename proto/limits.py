@@ -1,5 +1,8 @@
 """Every bound on what a peer may put on the wire. Receivers enforce them before anything is allocated."""
 
+from collections.abc import Mapping
+from typing import Any, Final
+
 PROTOCOL_VERSION = 1
 """Grows by one with every release that changes a message. Processes whose versions differ by one work together
 (`proto.versions`). `docs/protocol.md` says how to change a message."""
@@ -57,3 +60,38 @@ MAX_VOCAB = 1 << 24
 def flips_at_once(workers: int) -> int:
     """How many of so many workers of one model may change their role at once."""
     return min(max(8, workers // 8), MAX_FLIPS_AT_ONCE)
+
+
+_KEYS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+_BY_LENGTH: Final = ("longrope", "su", "dynamic")
+"""Rotary embeddings whose frequencies change with the longest sequence of a forward. Beyond the original context, KV that was
+computed before would have other frequencies, and one stream would change another."""
+
+
+def context_tokens(config: Mapping[str, Any]) -> int | None:
+    """Returns the longest context that computes the same for every batch; None if the configuration does not say.
+
+    `config` is that of config.json or of transformers' class. YaRN extends its original context by its factor, as vLLM has it.
+    Models with `longrope` and `dynamic` rotary embeddings keep their original context.
+    """
+    text = {**config, **(config.get("text_config") or {})}
+    limit = next((length for key in _KEYS if (length := _length(text.get(key)))), None)
+    if limit is None:
+        return None
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    extended: list[int] = []
+    bounds = [MAX_CONTEXT_TOKENS]
+    for one in (rope, *rope.values()):
+        kind = one.get("rope_type", one.get("type")) if isinstance(one, Mapping) else None
+        if kind in (*_BY_LENGTH, "yarn"):
+            name = "original_max_position_embeddings"
+            original, factor = _length(one.get(name)) or _length(text.get(name)) or limit, one.get("factor")
+            if kind in _BY_LENGTH:
+                bounds.append(original)
+            elif isinstance(factor, int | float) and factor > 0:
+                extended.append(max(1, int(original * factor)))
+    return min(*(extended or [limit]), *bounds)
+
+
+def _length(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

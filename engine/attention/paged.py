@@ -3,11 +3,10 @@
 Models call it as `fn(module, query [1, heads, tokens, dim], key [1, kv_heads, tokens, dim], value, attention_mask, ...)` for
 packed inputs. The forward in progress passes its arguments through a context variable, `forward_context`, which holds a
 `Recorder` while a freshly loaded model is examined and a `PagedForward` while tokens are forwarded; each thread sees its own.
-No mask function is registered under `NAME`, so that the models build none. The one under `EXAMINED` keeps the rules of the masks.
+No mask function is registered under `NAME`, so that the models build none. The one under `EXAMINED` keeps the masks' rules.
 """
 
 from collections.abc import Callable
-
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -15,20 +14,13 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from engine.attention.forward_code import names_read
 from engine.attention.interface import AttentionBackend, AttentionCall, AttentionMetadata
-from engine.model.forward_code import names_read
 from proto.errors import CrossdockError
 
 __all__ = [
-    "EXAMINED",
-    "NAME",
-    "AttentionCall",
-    "PagedForward",
-    "Recorder",
-    "UnsupportedAttention",
-    "forward_context",
-    "register",
-]
+    "EXAMINED", "NAME", "AttentionCall", "PagedForward", "Recorder", "UnsupportedAttention", "forward_context", "register",
+]  # fmt: skip
 
 NAME = "crossdock_paged"
 EXAMINED = "crossdock_examined"

@@ -1,5 +1,7 @@
-"""The closed list of what the forward of a model may name, so that the kernels can run it. A model whose code names anything else
-runs in transformers: it may apply a factor, a limit or a position that the kernels do not know.
+"""The closed list of what the forward of a model may name, so that the kernels can run it.
+
+A model whose code names anything else runs in transformers: it may apply a factor, a limit or a position that the kernels do
+not know.
 
 The names are those that versions 5.17 to 5.23 of transformers have in the models of `cpu.recognise`.
 """
@@ -9,12 +11,12 @@ from typing import Any, Final
 
 from torch import nn
 
-from engine.model.forward_code import names_read
+from engine.attention.forward_code import names_read
 
-_TENSORS: Final = """F cat config contiguous device dict dtype enumerate expand float float32 functional getattr int isinstance nn
- reshape self set shape slice str to torch training transpose type unsqueeze view x"""
+_TENSORS: Final = """F cat config contiguous device dict dtype enumerate expand float float32 functional getattr int isinstance
+ nn reshape self set shape slice str to torch training transpose type unsqueeze view x"""
 _INPUTS: Final = (
-    """attention_mask hidden_states input input_ids inputs_embeds past_key_values position_embeddings use_cache"""
+    "attention_mask hidden_states input input_ids inputs_embeds past_key_values position_embeddings use_cache"
 )
 _KNOWN: Final = {
     "model": """CausalLMOutputWithPast MoeCausalLMOutputWithPast attentions final_logit_softcapping labels last_hidden_state

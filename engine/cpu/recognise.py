@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engine.attention.forward_code import names_read
 from engine.attention.paged import AttentionCall
 from engine.cpu.known_code import unknown_code
 from engine.cpu.library import HEAD_DIM_MAX, LANES, QUERIES_MAX
-from engine.model.forward_code import names_read
 
 ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (F.silu, lambda x: F.gelu(x, approximate="tanh"))
 """Activations by their numbers in the kernels."""

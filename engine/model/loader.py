@@ -22,7 +22,7 @@ from engine.model.backend import BackendCandidate, make_engine
 from engine.model.errors import ContextUnsupported, ModelUnsupported, PoolTooSmall, WeightsUnsupported
 from engine.model.fingerprint import model_fingerprint
 from engine.model.work import attention_tokens
-from proto.context import context_tokens
+from proto.limits import context_tokens
 
 MIN_BLOCKS, MIN_TOKENS = 8, 256
 """A smaller pool would refuse nearly every request."""
@@ -57,7 +57,7 @@ def load_engine(
     kernels keep the weights: `float32`, `bfloat16` or `int8`. `context_tokens_max` bounds the context if it is not 0.
     `block_size` is in tokens. `host_bytes` is what the host has free, if that is known. Raises ModelUnsupported."""
     progress = on_progress or (lambda _: None)
-    if dtype != "auto" and dtype not in _DTYPES:
+    if dtype not in ("auto", *_DTYPES):
         raise ModelUnsupported(f"dtype {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
     if weights != "float32" and (device != "cpu" or dtype not in ("auto", "float32")):
         raise WeightsUnsupported(f"{weights} weights are for the CPU, with a dtype of float32")
@@ -87,7 +87,9 @@ def load_engine(
         block_bytes=block_bytes,
         eos_token_ids=_eos_token_ids(folder, text_config),
         attention_tokens=attention_tokens(loaded, text_config, layers, head_dim),
-        fingerprint=model_fingerprint(folder, config.to_dict(), kv_dtype, (layers, kv_heads, head_dim), weights),
+        fingerprint=model_fingerprint(
+            folder, config.to_dict(), str(weights_dtype).removeprefix("torch."), (layers, kv_heads, head_dim), weights
+        ),
     )
 
     if kv_bytes is not None:
@@ -106,8 +108,8 @@ def _pool_blocks(kv_bytes: int, info: ModelInfo) -> int:
     if blocks < least:
         gib = [math.ceil(count * info.block_bytes / (1 << 30) * 1e4) / 1e4 for count in (least, max(context, least))]
         raise PoolTooSmall(
-            f"a KV cache of {kv_bytes} bytes holds {blocks * info.block_size} tokens of this model; give it at least {gib[0]} GiB"
-            f" ({gib[1]} GiB hold one context of {info.context_tokens} tokens)"
+            f"a KV cache of {kv_bytes} bytes holds {blocks * info.block_size} tokens of this model; give it at least {gib[0]}"
+            f" GiB ({gib[1]} GiB hold one context of {info.context_tokens} tokens)"
         )
     return blocks
 

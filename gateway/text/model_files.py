@@ -12,8 +12,8 @@ from typing import Any, Final
 from gateway.text.generation_config import SamplingDefaults, sampling_defaults
 from gateway.text.tokenizer import ModelFacts, ModelTokenizer
 from proto import limits
-from proto.context import context_tokens
 from proto.errors import CrossdockError
+from proto.limits import context_tokens
 
 _GENERIC_CLASSES: Final = {"TokenizersBackend", "PreTrainedTokenizerFast"}
 _DOWNLOAD: Final = ["*.json", "*.jinja", "*.model", "*.txt"]

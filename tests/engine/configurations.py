@@ -79,7 +79,9 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
     "smollm3-window": ("smollm3", {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 12}),
     "exaone4": ("exaone4", {"sliding_window": 12, "layer_types": _WINDOWS}),
-    "exaone4-no-window": ("exaone4", {"sliding_window": None}),
+    "exaone4-no-window": (
+        "exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3, "sliding_window_pattern": 4},
+    ),
     "cwm": ("cwm", {"sliding_window": 12, "layer_types": _WINDOWS}),
     "phi3-partial": ("phi3", {"rope_parameters": {"rope_theta": 1e4, **ROPES["partial"]}}),
     "phi3-longrope": ("phi3", {"rope_parameters": {"rope_theta": 1e4, **ROPES["longrope"]}}),
@@ -138,6 +140,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "diffllama": ("diffllama", {}),
     "mamba": ("mamba", {"state_size": 8, "head_dim": None}),
     "gptj": ("gptj", {"rotary_dim": 8}),
-    "bert": ("bert", {"is_decoder": True}),
+    "bert": ("bert", {}),
 }  # fmt: skip
 """Configurations that the loader must refuse by name: they are not plain causal attention, or count positions by themselves."""

@@ -1,5 +1,6 @@
 """What the engine serves equals transformers at all positions: on the kernels, in transformers, and in the GPU's runner."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_configuration_equals_transformers(name: str, tmp_path: Path, monkeypatc
     except NotRecognised:
         pass
     found = {kind: difference(engine, path) for kind, engine in engines.items()}
-    print(f"{name}: {engines['served'].backend}, {found}")
+    sys.stdout.write(f"{name}: {engines['served'].backend}, {found}\n")
     assert all(one < TOLERANCE for one in found.values()), found
 
 
@@ -81,7 +82,7 @@ def test_configuration_is_refused(name: str, tmp_path: Path) -> None:
     """A model whose attention the engine does not know is refused."""
     with pytest.raises(ModelUnsupported) as refused:
         support.load(make(name, tmp_path))
-    print(f"{name}: {refused.value}")
+    sys.stdout.write(f"{name}: {refused.value}\n")
 
 
 def test_queries_scaled_by_position(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_agents_own_tools_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def test(site: Site) -> None:
         await chat(site, tools=[tool("workflow", "x" * 19_000), tool("mcp__" + "n" * 123)])
-        await chat(site, tools=[tool(f"mcp__{number}", size=40) for number in range(60)])
+        await chat(site, tools=[tool(f"mcp__{number}", size=24) for number in range(48)])
         called = {"id": "c", "type": "function", "function": {"name": "n" * 128, "arguments": "{}"}}
         await chat(site, messages=[*HI, {"role": "assistant", "tool_calls": [called]}])
         named = {"name": "n" * 128, "input_schema": SCHEMA, "description": "x" * 19_000}

@@ -57,12 +57,7 @@ def load_engine(
     kernels keep the weights: `float32`, `bfloat16` or `int8`. `context_tokens_max` bounds the context if it is not 0.
     `block_size` is in tokens. `host_bytes` is what the host has free, if that is known. Raises ModelUnsupported."""
     progress = on_progress or (lambda _: None)
-    if dtype not in ("auto", *_DTYPES):
-        raise ModelUnsupported(f"dtype {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
-    if weights != "float32" and (device != "cpu" or dtype not in ("auto", "float32")):
-        raise WeightsUnsupported(f"{weights} weights are for the CPU, with a dtype of float32")
-    if block_size < 1:
-        raise ModelUnsupported(f"block_size {block_size} must be at least 1")
+    _check_options(device, dtype, weights, block_size)
     asked = _DTYPES.get(dtype, None if device != "cpu" else torch.float32)
     room.check_gpu(torch.device(device))
     folder = _resolve(model, progress)
@@ -100,6 +95,15 @@ def load_engine(
         return _make_pool(shape, weights_dtype, loaded.device, allocate)
 
     return make_engine(BackendCandidate(loaded, text_config, info, calls, weights, kv_bytes, gpu), make_pool, progress)
+
+
+def _check_options(device: str, dtype: str, weights: str, block_size: int) -> None:
+    if dtype not in ("auto", *_DTYPES):
+        raise ModelUnsupported(f"dtype {dtype!r} is not one of auto, {', '.join(_DTYPES)}")
+    if weights != "float32" and (device != "cpu" or dtype not in ("auto", "float32")):
+        raise WeightsUnsupported(f"{weights} weights are for the CPU, with a dtype of float32")
+    if block_size < 1:
+        raise ModelUnsupported(f"block_size {block_size} must be at least 1")
 
 
 def _pool_blocks(kv_bytes: int, info: ModelInfo) -> int:

@@ -112,7 +112,14 @@ def test_cuda_build_fits_the_pins(python: str, platform: str, cache: Path) -> No
 @pytest.mark.parametrize("python", PYTHONS)
 def test_cpu_build_fits_the_locks(python: str, cache: Path, tmp_path: Path) -> None:
     """With torch's CPU build, what `./scripts/serve` installs is in the lock files, except for torch itself."""
-    source = ["--extra", "cpu", "--find-links", cpu_build(tmp_path), "--python-platform", f"x86_64-{GLIBC}"]
+    source: list[str | Path] = [
+        "--extra",
+        "cpu",
+        "--find-links",
+        cpu_build(tmp_path),
+        "--python-platform",
+        f"x86_64-{GLIBC}",
+    ]
     found = resolved(*source, "--python-version", python, cache=cache)
     assert found - written("requirements.lock") == {f"torch=={TORCH}+cpu"}, "run scripts/lock"
 

@@ -99,7 +99,7 @@ def run_client(command: Sequence[str | Path], home: Path, more: Mapping[str, str
     """What it prints; its exit status must be 0. It works in `home`, which is its HOME,
     and has nothing else of our environment."""
     done = subprocess.run(
-        [str(part) for part in command], cwd=home, env=_environment(home) | more, input=stdin, capture_output=True,
+        [str(part) for part in command], cwd=home, env={**_environment(home), **more}, input=stdin, capture_output=True,
         text=True, timeout=RUN_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"

@@ -102,14 +102,14 @@ def _answer(prompt: bytes) -> list[int]:
 
 
 def run(settings: WorkerSettings) -> int:
-    load = worker_roles.load_engine
+    load = worker_roles.load_engine  # type: ignore[attr-defined]
 
     def load_scripted(*arguments: Any, **options: Any) -> Engine:
         engine = load(*arguments, **options)
         engine.runner = ScriptedRunner(engine.pool, engine.info.vocab_size)  # type: ignore[assignment]
         return engine
 
-    worker_roles.load_engine = load_scripted
+    worker_roles.load_engine = load_scripted  # type: ignore[attr-defined]
     return worker_roles.run(settings)
 
 

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from launcher.models import resolve
+from launcher.models.hub import ModelError
 from tests.documents import ROOT, blocks
 from tests.e2e import installed, scripted_worker
 from tests.e2e.live import Live, live
@@ -46,7 +47,7 @@ def small(inside: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """The default model, with the ports and options that the pages give."""
     try:
         model = resolve.ready("", "", Console(quiet=True)).path
-    except resolve.ModelError as error:
+    except ModelError as error:
         pytest.skip(f"the default model cannot be had here: {error}")
     command = (*inside, sys.executable, "-m", "launcher.cli")
     asked: dict[str, Any] = {"ALLOWED_HOSTS": NAME, "TRUSTED_PROXIES": "127.0.0.1", "port": API_PORT}

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from engine.attention import paged
 from engine.cpu import recognise
 from engine.cpu.recognise import NotRecognised
 from engine.engine import Engine, SeqChunk
@@ -108,9 +109,9 @@ def test_attention_that_counts_is_refused(tmp_path: Path) -> None:
 def test_hidden_windows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model whose mask has another window than its attention says is refused."""
     path = make("mistral-window", tmp_path)
-    real = backend.paged.Recorder.record
+    real = paged.Recorder.record
     monkeypatch.setattr(
-        backend.paged.Recorder,
+        paged.Recorder,
         "record",
         lambda self, module, key, value, call, mask: real(self, module, key, value, type(call)(None, None, None), mask),
     )

@@ -5,7 +5,7 @@ import random
 import httpx
 import pytest
 
-from gateway.batches import upload
+import gateway.batches.upload  # noqa: F401 -- silences the parser's log
 from gateway.http.errors import ApiError
 from gateway.http.multipart import MultipartReader, Part, boundary_of
 
@@ -117,7 +117,6 @@ def test_form_has_few_parts() -> None:
 
 def test_bad_forms_write_no_log(caplog: pytest.LogCaptureFixture) -> None:
     """Bytes of a form are not written to the log by the parser."""
-    assert upload.upload, "its module silences the parser"
     with pytest.raises(ApiError):
         read(b"--secret", b"b", [1000])
     assert not caplog.records

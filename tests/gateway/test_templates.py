@@ -106,7 +106,12 @@ def test_tools_need_no_system_role() -> None:
     assert rendered(GEMMA, MESSAGES, tools=[TOOL]).endswith("\n\nHi")
     calls = [{**CUT, "id": name} for name in "ab"]
     results = [{"role": "tool", "tool_call_id": name, "content": f"is {name}"} for name in "ab"]
-    history = [*MESSAGES, {"role": "assistant", "tool_calls": calls}, *results, {"role": "user", "content": "So?"}]
+    history: list[dict[str, Any]] = [
+        *MESSAGES,
+        {"role": "assistant", "tool_calls": calls},
+        *results,
+        {"role": "user", "content": "So?"},
+    ]
     text = rendered(GEMMA, history, tools=[TOOL])
     assert [text.count(f"<{role}>") for role in ("user", "assistant")] == [2, 1]
     assert text.endswith("is b\n</tool_response>\nSo?") and '"arguments":{"city": "Par}' in text
@@ -117,7 +122,7 @@ def test_tools_need_no_system_role() -> None:
 @pytest.mark.parametrize(("template", "shown"), [(TEXTS, '{"city": "Par'), (OBJECTS, 'arguments={"city": "Par')])
 def test_cut_arguments_are_shown(template: str, shown: str) -> None:
     """A call that the model was cut off in stays in the history as it is."""
-    history = [
+    history: list[dict[str, Any]] = [
         *MESSAGES,
         {"role": "assistant", "tool_calls": [CUT]},
         {"role": "tool", "tool_call_id": "c1", "content": "R"},

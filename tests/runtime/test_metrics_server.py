@@ -144,8 +144,8 @@ def test_slow_connections_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
         registry = MetricsRegistry("gateway")
         registry.counter("crossdock_x", "x" * BIG)
         monkeypatch.setattr(metrics_server, "FRESH_S", 1e9)
-        server._text(registry)
         server.show(registry, lambda: None)
+        server.page()
         idle = [await asyncio.open_connection(host, port) for _ in range(3)]
         for _, writer in idle[:2]:
             writer.write(b"GET /metrics HTTP/1.1\r\nX: ")  # a head that never ends

@@ -176,9 +176,12 @@ class Submission:
         self.phase, self.not_before = StreamPhase.PENDING, not_before
 
     def reset_tries(self, now: float, limits: StreamLimits) -> None:
-        """Restart the count of tries if the attempt has brought `progress_tokens`, or has gone well for `steady_s`."""
+        """Restart the count of tries if the attempt has brought `progress_tokens`, or has gone well for `steady_s`. The second
+        is so only `uncounted_max` times."""
         brought = sum(len(choice.tokens) - choice.first for choice in self.choices)
-        if brought >= limits.progress_tokens or 0.0 < self.interrupted_at <= now - limits.steady_s:
+        steady = 0.0 < self.interrupted_at <= now - limits.steady_s and self.uncounted < limits.uncounted_max
+        if brought >= limits.progress_tokens or steady:
+            self.uncounted += brought < limits.progress_tokens
             self.tries_before += self.tries
 
     def interrupted(self, now: float, backoff_s: float) -> None:

@@ -47,6 +47,8 @@ def secure() -> None:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
     for number, name in ((1, "stdout"), (2, "stderr")):
         old = getattr(sys, name)
+        if old is not getattr(sys, f"__{name}__"):
+            continue  # whoever put another stream there closes it
         buffer = io.BufferedWriter(io.FileIO(number, "w", closefd=False)) if old is None else old.buffer
         encoding = "utf-8" if old is None else old.encoding
         through = old is not None and old.write_through

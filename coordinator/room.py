@@ -1,4 +1,4 @@
-"""What gateways learn of the workers: which models can be served, and the largest request that each can have."""
+"""The summary of the workers that gateways get: which models can be served, and the largest request that each can have."""
 
 from collections.abc import Mapping
 

@@ -54,8 +54,8 @@ class Runner(Protocol):
     def forward(self, chunks: Sequence[SeqChunk]) -> torch.Tensor: ...
 
     def checked(self, window: int | None, offset: int) -> AbstractContextManager[None]:
-        """For the check after load: within the context, sliding windows are `window` tokens if that is given, and the first
-        token of a sequence has the position `offset`."""
+        """Sets the conditions of the check after load: within the context, sliding windows are `window` tokens if that is
+        given, and the first token of a sequence has the position `offset`."""
 
 
 class Engine:

@@ -70,6 +70,17 @@ HASHES, NOTIFY = "tests/coordinator/test_hash_key.py::", "tests/launcher/test_no
 CLEAR, CALLS = "tests/kvtransfer/test_encryption_options.py::", "tests/test_dangerous_calls.py::"
 
 BREAKS: Final[dict[str, Break]] = {
+    "tests/coordinator/test_ledger.py::test_locked_ledger_is_waited_for": Break(
+        "coordinator/accounting/ledger.py",
+        "            if not _may_pass(error):\n                raise\n            self._failed(db, error)",
+        "            raise",
+    ),
+    "tests/coordinator/test_policy.py::test_policy_without_tenants_is_refused": Break(
+        "coordinator/policy/trial.py", "if old and not old & new:", "if False:"
+    ),
+    "tests/coordinator/test_ledger.py::test_refusals_pass_what_waits": Break(
+        "coordinator/outbox.py", "if not isinstance(send.message, _APART):", "if True:"
+    ),
     "tests/coordinator/test_sessions.py::test_session_end_reaches_its_workers": Break(
         "coordinator/kv_admission/sessions.py",
         "session = self._by_name.get((tenant, name))",

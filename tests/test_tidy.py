@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LINES_MAX = 400
+LINES_MAX = 500
 FUNCTION_LINES_MAX = 60
 
 EVERYTHING = frozenset(
@@ -270,7 +270,7 @@ PLANTED = [
     (check_bans, "gateway/x.py", "async def f(t): await asyncio.wait_for(t, 1)", "asyncio.wait_for is banned"),
     (check_bans, "gateway/x.py", "try: pass\nexcept: pass", "bare except"),
     (check_bans, "gateway/x.py", "del self.a[next(iter(self.a))]", "use an OrderedDict"),
-    (check_sizes, "gateway/x.py", "\n" * (LINES_MAX + 1), "401 lines"),
+    (check_sizes, "gateway/x.py", "\n" * (LINES_MAX + 1), "501 lines"),
     (check_sizes, "gateway/x.py", "def f():\n" + "    x = 1\n" * FUNCTION_LINES_MAX, "f has 61 lines"),
 ]
 

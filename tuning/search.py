@@ -173,17 +173,7 @@ def search(
     left = sorted(results, key=lambda one: -results[one].bound)
     for share in RUNG_SHARES:
         part = excerpt(sent, max(round(share * len(sent)), REQUESTS_MIN))
-        shown: dict[int, float] = {}
-        """The best low end by number of workers."""
-        kept = []
-        for done, candidate in enumerate(left):
-            tell(f"{len(part):,} requests", done, len(left))
-            result, total = results[candidate], candidate.workers.total
-            if result.bound < shown.get(total, 0.0):
-                continue
-            kept.append(candidate)
-            _take(result, _run(profile, part, candidate, options), goals, len(part), seed)
-            shown[total] = max(shown.get(total, 0.0), result.low)
+        kept = _run_promising(left, results, profile, part, goals, options, tell, seed)
         left = _best_half(kept, results, space.budget)
     outcomes: dict[Candidate, list[SimulatedOutcome]] = {}
 
@@ -213,6 +203,30 @@ def search(
     classes = {str(name): float(good[names == name].mean()) for name in np.unique(names)}
     per_s = best.requests_per_s or len(sent) / max(sent[-1].at_s - sent[0].at_s, 1e-9)
     return Found(goals, space.budget, results, best, ranked, len(sent), per_s, outcome, classes)
+
+
+def _run_promising(
+    left: Sequence[Candidate],
+    results: dict[Candidate, Scored],
+    profile: Profile,
+    part: Sequence[Sent],
+    goals: Goals,
+    options: RunOptions,
+    tell: Tell,
+    seed: int,
+) -> list[Candidate]:
+    """Runs a part of the trace with the candidates that may still be the best of their number of workers; returns these."""
+    kept: list[Candidate] = []
+    shown: dict[int, float] = {}
+    """The best low end by number of workers."""
+    for done, candidate in enumerate(left):
+        tell(f"{len(part):,} requests", done, len(left))
+        result, total = results[candidate], candidate.workers.total
+        if result.bound >= shown.get(total, 0.0):
+            kept.append(candidate)
+            _take(result, _run(profile, part, candidate, options), goals, len(part), seed)
+            shown[total] = max(shown.get(total, 0.0), result.low)
+    return kept
 
 
 def _run(profile: Profile, sent: Sequence[Sent], one: Candidate, options: RunOptions) -> SimulatedOutcome:
@@ -330,12 +344,12 @@ def near_best(full: Sequence[Scored]) -> list[Scored]:
 def recommended(full: Sequence[Scored], percentile: float) -> Scored:
     """Returns the cheapest of the candidates near the best that keep the SLO, by cost or number of workers; of equal ones, the
     one that stays furthest below its limits. If none keeps the SLO, fewer workers are no gain: returns the one near the best
-    that keeps it up to the highest load."""
+    that keeps it up to the highest load, and of equal ones the cheapest."""
     near = near_best(full)
     keeping = [one for one in near if one.attainment >= percentile]
     if keeping:
         return min(keeping, key=lambda one: (one.price, one.strain, -one.attainment))
-    return max(near, key=lambda one: (one.load_kept, one.attainment))
+    return max(near, key=lambda one: (one.load_kept, -one.price, one.attainment))
 
 
 def error(one: Scored, other: Scored) -> float:

@@ -6,7 +6,7 @@ prefill it has steps of its own; after two losses it also has a decode worker of
 lost, no other request was in a running step of both, and its answer had not begun; or with the third loss. A request that is
 lost with others is not at fault for that alone.
 
-What happens to a host is not evidence against a request:
+The loss of a host is not evidence against a request:
 
 - The silence of a process does not show that it ended, and counts for nothing.
 - The second loss on one host within `HOST_LOSS_S` is not counted.
@@ -63,7 +63,7 @@ def _lost(state: State, worker: Worker, before: list[LostProcess], ran: frozense
     lost = LostProcess(frozenset(half.incarnation for half in halves), host, state.now, ran)
     state.lost_processes.append(lost)
     if before and all(w.hello.host != host or w in halves for w in state.workers.values()):
-        _forgive_host(state, [*before, lost])
+        _clear_host(state, [*before, lost])
     for pool in state.pools.values():
         pool.breakers.lost_on(host, state.now)
 
@@ -74,7 +74,7 @@ def lives(state: State, incarnation: int) -> None:
         state.lost_processes.remove(lost)
         for request in _suspects(state):
             if lost.ran(request):
-                _forgive(state, request)
+                _clear(state, request)
 
 
 def _lost_on(state: State, host: str) -> list[LostProcess]:
@@ -84,18 +84,18 @@ def _lost_on(state: State, host: str) -> list[LostProcess]:
     return [lost for lost in state.lost_processes if host and lost.host == host]
 
 
-def _forgive_host(state: State, lost: list[LostProcess]) -> None:
+def _clear_host(state: State, lost: list[LostProcess]) -> None:
     """A host has lost all its workers: take back one loss of each request that ran on some of them, and not on all."""
     for request in _suspects(state):
         if 0 < sum(one.ran(request) for one in lost) < len(lost):
-            _forgive(state, request)
+            _clear(state, request)
 
 
 def _suspects(state: State) -> list[Request]:
     return [request for pool in state.pools.values() for request in pool.suspects.values()]
 
 
-def _forgive(state: State, request: Request) -> None:
+def _clear(state: State, request: Request) -> None:
     if request.suspicion is None or request.losses == 1:
         _clear(state, request)
     else:

@@ -14,7 +14,7 @@ _HEADERS_MAX: Final = 8
 _HEADER_BYTES_MAX: Final = 4 << 10
 _PARTS_MAX: Final = 16
 _PARAMETERS_MAX: Final = 32
-"""Of a Content-Disposition. Thousands of them would take milliseconds to parse."""
+"""The most parameters of a Content-Disposition. Thousands of them would take milliseconds to parse."""
 _BOUNDARY_CHARS_MAX: Final = 70
 _NAME_CHARS_MAX: Final = 255
 _CODINGS: Final = {"utf-8": "utf-8", "iso-8859-1": "latin-1"}

@@ -82,6 +82,8 @@ class Submission:
     attempt: int = 1
     uncounted: int = 0
     """Attempts that a drain, a lost coordinator or another tenant's share cut short: they do not count as tries."""
+    steadied: int = 0
+    """How often the count of tries was restarted because an attempt had gone well for long."""
     tries_before: int = 0
     """Tries up to the last attempt that brought enough tokens."""
     phase: StreamPhase = StreamPhase.PENDING
@@ -156,6 +158,7 @@ class Submission:
             [choice],
             attempt=self.attempt,
             uncounted=self.uncounted,
+            steadied=self.steadied,
             tries_before=self.tries_before,
             sent=True,
             resuming=True,
@@ -176,12 +179,12 @@ class Submission:
         self.phase, self.not_before = StreamPhase.PENDING, not_before
 
     def reset_tries(self, now: float, limits: StreamLimits) -> None:
-        """Restart the count of tries if the attempt has brought `progress_tokens`, or has gone well for `steady_s`. The second
-        is so only `uncounted_max` times."""
+        """Restart the count of tries if the attempt has brought `progress_tokens`, or, `uncounted_max` times at most, has gone
+        well for `steady_s`."""
         brought = sum(len(choice.tokens) - choice.first for choice in self.choices)
-        steady = 0.0 < self.interrupted_at <= now - limits.steady_s and self.uncounted < limits.uncounted_max
+        steady = 0.0 < self.interrupted_at <= now - limits.steady_s and self.steadied < limits.uncounted_max
         if brought >= limits.progress_tokens or steady:
-            self.uncounted += brought < limits.progress_tokens
+            self.steadied += brought < limits.progress_tokens
             self.tries_before += self.tries
 
     def interrupted(self, now: float, backoff_s: float) -> None:

@@ -30,7 +30,7 @@ class StreamLimits:
     sooner; hosts that are lost one after the other must not end a stream."""
     uncounted_max: int = 100
     """The most attempts that do not count as tries because a drain, a preemption or a lost link to the coordinator ended
-    them, or because they had gone well for `steady_s`."""
+    them; and how often `steady_s` restarts the count."""
     resume_delay_s: float = 0.05
     """Delay before the first resume. It doubles with each resume. Jitter prevents all streams of a lost worker from coming
     back at once."""

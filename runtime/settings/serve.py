@@ -168,4 +168,4 @@ EveryServeOption: Final = create_model(
         if key not in DECIDED and key not in ServeSettings.model_fields
     },
 )  # type: ignore[call-overload]
-"""What the command line takes: `ServeSettings`, and the options of its processes, which `--help` does not list."""
+"""The options of the command line: those of `ServeSettings`, and those of its processes, which `--help` does not list."""

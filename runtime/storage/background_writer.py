@@ -26,7 +26,7 @@ class BackgroundWriter(Generic[T]):
         self._note = note
         self._size = size
         self._waiting: deque[tuple[T, int]] = deque()
-        """With how many lines each piece has."""
+        """Pieces, each with its number of lines."""
         self._waiting_bytes = 0
         self._left_out = 0
         """Lines dropped since the last note."""

@@ -118,7 +118,7 @@ def test_mistakes_name_the_option(here: Path) -> None:
     (here / "bad.json").write_text('{"format": 1}')
     done = crossdock(here, "tune", "check", "bad.json")
     assert done.returncode != 0
-    assert "not a file of crossdock tune --out" in done.stderr + done.stdout
+    assert "not a file of this version's crossdock tune --out" in done.stderr + done.stdout
     for settings, named in (({"rate": -1}, "settings.rate"), ({"trace": "gone.csv"}, "gone.csv")):
         (here / "bad.json").write_text(json.dumps({"format": 2, "settings": settings, "ranked": [{"workers": "1P1D"}]}))
         done = crossdock(here, "tune", "check", "bad.json")

@@ -94,4 +94,4 @@ def test_search_adds_up_its_processes() -> None:
     counts: list[int] = []
     total = search(range(5, 45), frozenset({"crash"}), 2, lambda so_far: counts.append(so_far.seeds))
     assert total.seeds == counts[-1] == 40 and len(counts) == 3 and not total.failed
-    assert set(total.injected) <= {"crash"}
+    assert set(total.injected) <= {"crash", "tier damaged"}

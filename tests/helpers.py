@@ -1,6 +1,7 @@
 """What tests of all packages share."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +17,14 @@ async def until(condition: Callable[[], bool]) -> None:
             return
         await asyncio.sleep(_PAUSE_S)
     raise AssertionError(f"not in {_LOOKS * _PAUSE_S:.0f} s")
+
+
+def printed(capfd: pytest.CaptureFixture[str]) -> str:
+    """What this process has written to standard output and standard error since the last look. A thread writes its log lines,
+    straight to the descriptor: hence the flush, and no `capsys`."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+    return "".join(capfd.readouterr())
 
 
 def p99(values: list[float]) -> float:

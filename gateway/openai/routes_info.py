@@ -82,15 +82,8 @@ async def version() -> dict[str, str]:
     return {"version": version_of()}
 
 
-@router.get(
-    "/",
-    summary="As /health, for probes that ask for nothing else.",
-    response_model=Ready,
-    response_model_exclude_none=True,
-)
-@router.get(
-    "/health", summary="200 while this process answers.", response_model=Status, response_model_exclude_none=True
-)
+@router.get("/", summary="As /health, for probes that ask for nothing else.", response_model=Status)
+@router.get("/health", summary="200 while this process answers.", response_model=Status)
 async def health() -> dict[str, str]:
     return {"status": "ok"}
 

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from gateway.text.generation_config import SamplingDefaults, sampling_defaults
 from gateway.text.tokenizer import ModelFacts, ModelTokenizer
-from proto import limits
 from proto.errors import CrossdockError
 from proto.limits import context_tokens
 
@@ -122,7 +121,10 @@ def _facts(source: str, config: dict[str, Any], generation: dict[str, Any], toke
         from transformers import AutoConfig
 
         full = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
-        context, vocab = context_tokens(full.to_dict()) or limits.MAX_CONTEXT_TOKENS, int(full.vocab_size)
+        length = getattr(full, "max_position_embeddings", None)  # some classes have it by another name
+        context, vocab = context_tokens({"max_position_embeddings": length, **full.to_dict()}), int(full.vocab_size)
+        if context is None:  # no worker serves it either
+            raise ModelFilesError(f"{source}: its configuration does not say how long a context may be")
     eos: set[int] = set()
     for value in (generation.get("eos_token_id"), text.get("eos_token_id"), tokenizer.eos_token_id):
         eos.update(value if isinstance(value, list) else [] if value is None else [value])

@@ -14,6 +14,7 @@ from runtime.process.driver import Stop
 from runtime.process.exits import ConfigError
 from runtime.settings.roles import CoordinatorSettings
 from runtime.storage.lock_file import network_file_system
+from tests.helpers import printed
 
 SOON_S = 60.0
 
@@ -74,7 +75,7 @@ def test_second_coordinator_names_usage_db_option(
         return status
 
     assert asyncio.run(work()) == 1
-    said = "".join(capfd.readouterr())
+    said = printed(capfd)
     assert "--usage-db: " in said and "another coordinator writes this ledger" in said
     assert not Path(path).exists(), "it has not touched the ledger"
 
@@ -163,7 +164,7 @@ def test_stalled_coordinator_needs_its_lock(
     monkeypatch.setattr(serve.Coordinator, "run", run)  # type: ignore[attr-defined]
     status = asyncio.run(asyncio.wait_for(serve.serve(settings, Stop()), 60))
     assert (status, served) == ((1, [0]) if replaced else (0, [0, 1]))
-    assert ("--usage-db: " in "".join(capfd.readouterr())) == replaced
+    assert ("--usage-db: " in printed(capfd)) == replaced
 
 
 def test_lock_of_removed_file_is_refused(tmp_path: Path) -> None:
@@ -199,7 +200,7 @@ def test_unreadable_ledger_names_usage_db_option(tmp_path: Path, capfd: pytest.C
     path.write_bytes(b"garbage" * 1000)
     settings = CoordinatorSettings(usage_db=str(path), bind="tcp://127.0.0.1:0", metrics="off", log_format="json")
     assert asyncio.run(asyncio.wait_for(serve.serve(settings, Stop()), 60)) == 1
-    assert f"--usage-db: {path}: file is not a database" in "".join(capfd.readouterr())
+    assert f"--usage-db: {path}: file is not a database" in printed(capfd)
 
 
 def test_wall_clock_step_reaches_quotas(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from runtime.process import log
 from tests import tiny_models
 from tests.gateway import tokenizers
 from tests.gateway.fakes import MODEL, make_site
+from tests.helpers import printed
 
 TOKENS = tiny_models.tokenizer().backend_tokenizer.get_vocab_size()
 GOOD = 'start: "a"'
@@ -175,15 +176,15 @@ def test_any_vocabulary_has_verdicts(vocab_size: int) -> None:
     asyncio.run(test())
 
 
-def test_unsuited_tokenizers_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsuited_tokenizers_are_said(capfd: pytest.CaptureFixture[str]) -> None:
     """If no grammar can be compiled for a tokenizer, the start and /ready say so, and requests are refused for good."""
 
     async def test() -> None:
         site = make_site()
         served = ServedModel(tokenizers.wrapped(tokenizers.word_piece()), ModelRules(MODEL, 1))
         site.gateway.models = [served]
-        await _say_warnings([served], log.get("crossdock.gateway"))
-        assert "does not suit" in capsys.readouterr().out
+        await _say_warnings([served], log.configure(level="warning", fmt="json", process="g"))
+        assert "does not suit" in printed(capfd)
         async with site.client() as client:
             ready = await client.get("/ready")
             assert ready.status_code == 200 and "does not suit" in ready.json()["warnings"][0]

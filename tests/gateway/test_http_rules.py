@@ -57,7 +57,8 @@ def get(target: str, *headers: str, method: str = "GET", version: str = "1.1") -
 def test_get_routes_answer_head_without_body() -> None:
     """Every GET route answers HEAD with the same status and length, and no body."""
 
-    async def test(_site: Site, port: int) -> None:
+    async def test(site: Site, port: int) -> None:
+        site.gateway.metrics_page = lambda: (200, b"crossdock_up 1\n", "text/plain")
         assert len(GETS) >= 5
         for path in [*GETS, "/openapi.json"]:
             whole, body = await said(port, get(path))

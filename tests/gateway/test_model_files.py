@@ -14,6 +14,7 @@ from gateway.openai.prepare import ModelRules
 from gateway.text.model_files import ModelFilesError, load
 from runtime.process import log
 from tests import tiny_models
+from tests.helpers import printed
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 
@@ -64,9 +65,9 @@ def test_faulty_model_file_is_named(model: Path, tmp_path: Path, files: dict[str
 
 @pytest.mark.parametrize("template", ["", None])
 def test_missing_template_is_said(
-    model: Path, tmp_path: Path, template: str | None, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, template: str | None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Without a chat template, the start says that only completions are served."""
     served = ServedModel(load(with_files(model, tmp_path, {"chat_template.jinja": template})), ModelRules("m", 1))
-    asyncio.run(_say_warnings([served], log.get("crossdock.gateway")))
-    assert "no chat template" in served.warnings[0] and "no chat template" in capsys.readouterr().out
+    asyncio.run(_say_warnings([served], log.configure(level="warning", fmt="json", process="g")))
+    assert "no chat template" in served.warnings[0] and "no chat template" in printed(capfd)

@@ -32,7 +32,7 @@ from runtime.process.driver import Stop
 from runtime.settings.roles import GatewaySettings
 from tests import tiny_models
 from tests.gateway.fakes import ANSWER, BODY_BYTES_MAX, MODEL, Site, make_site, rejecting, served, tokenizer
-from tests.helpers import until
+from tests.helpers import printed, until
 
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 
@@ -206,9 +206,12 @@ def test_model_files_are_loaded_or_refused(model_folder: Path, tmp_path: Path) -
         load(str(tmp_path))
     odd = tmp_path / "odd"
     shutil.copytree(model_folder, odd)
-    for config in ({"model_type": "bloom"}, {"model_type": "llama", "text_config": None}):
+    for config, said in (
+        ({"model_type": "bloom"}, "odd: its configuration does not say how long a context may be"),
+        ({"model_type": "llama", "text_config": None}, "odd: its tokenizer or configuration cannot be used"),
+    ):
         (odd / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ModelFilesError, match="odd: its tokenizer cannot be loaded"):
+        with pytest.raises(ModelFilesError, match=said):
             load(str(odd))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelFilesError, match="tokenizer"):
@@ -318,7 +321,7 @@ def test_process_serves_until_sigterm(model_folder: Path) -> None:
     asyncio.run(body())
 
 
-def test_port_taken_meanwhile_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_port_taken_meanwhile_is_reported(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Two gateways that start at once can both bind one port; the second to listen is told."""
     with _listen("127.0.0.1", 0) as other:
 
@@ -334,4 +337,4 @@ def test_port_taken_meanwhile_is_reported(monkeypatch: pytest.MonkeyPatch, capsy
             return await asyncio.wait_for(process.run(Stop()), 30)
 
         assert asyncio.run(body()) == 1
-    assert f"--port: {port} on 127.0.0.1: " in capsys.readouterr().err
+    assert f"--port: {port} on 127.0.0.1: " in printed(capfd)

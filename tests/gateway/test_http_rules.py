@@ -10,6 +10,7 @@ import uvloop
 
 from gateway.app import ROUTERS
 from proto.errors import CancelReason
+from runtime.metrics.server import Reply
 from tests.gateway.fakes import ANSWER, MODEL, Site, make_site, served
 from tests.helpers import until
 
@@ -58,7 +59,7 @@ def test_get_routes_answer_head_without_body() -> None:
     """Every GET route answers HEAD with the same status and length, and no body."""
 
     async def test(site: Site, port: int) -> None:
-        site.gateway.metrics_page = lambda: (200, b"crossdock_up 1\n", "text/plain")
+        site.gateway.metrics_page = lambda: Reply(200, b"up 1\n", "text/plain")
         assert len(GETS) >= 5
         for path in [*GETS, "/openapi.json"]:
             whole, body = await said(port, get(path))

@@ -74,7 +74,7 @@ def lives(state: State, incarnation: int) -> None:
         state.lost_processes.remove(lost)
         for request in _suspects(state):
             if lost.ran(request):
-                _clear(state, request)
+                _drop_suspicion(state, request)
 
 
 def _lost_on(state: State, host: str) -> list[LostProcess]:
@@ -88,14 +88,14 @@ def _clear_host(state: State, lost: list[LostProcess]) -> None:
     """A host has lost all its workers: take back one loss of each request that ran on some of them, and not on all."""
     for request in _suspects(state):
         if 0 < sum(one.ran(request) for one in lost) < len(lost):
-            _clear(state, request)
+            _drop_suspicion(state, request)
 
 
 def _suspects(state: State) -> list[Request]:
     return [request for pool in state.pools.values() for request in pool.suspects.values()]
 
 
-def _clear(state: State, request: Request) -> None:
+def _drop_suspicion(state: State, request: Request) -> None:
     if request.suspicion is None or request.losses == 1:
         _clear(state, request)
     else:

@@ -13,7 +13,7 @@ import msgspec
 from gateway.http.errors import ApiError, bad_value
 
 VALUES_BYTES_MAX: Final = 48 << 20
-"""Memory for the values of a body: 1.5 million token ids, 700,000 other numbers, 600,000 strings or 100,000 fields of objects."""
+"""Memory for the values of a body: 1.5 million token ids, 700,000 fractions, 600,000 strings or 100,000 fields of objects."""
 _SLICE_BYTES: Final = 64 << 10
 _VALUE_BYTES: Final = 32
 _QUOTE_BYTES: Final = 24

@@ -18,10 +18,10 @@ from runtime.process import clock, garbage_collector, log, notify
 from runtime.process.driver import Stop, keep_memory_private, run_process, unless_stopped
 from runtime.process.exits import ConfigError
 from runtime.process.log import Log
-from runtime.worker.niceness import be_nice_as_group
 from runtime.settings.workers import MIXED_NAME_CHARS, WorkerSettings
 from runtime.worker.changeover import Changeover
 from runtime.worker.driver import EngineT, WorkerDriver
+from runtime.worker.niceness import be_nice_as_group
 from runtime.worker.role import LoadedEngine, WorkerRole
 from runtime.worker.role_change import RoleDrivers, run_roles
 from runtime.worker.step_watch import StepWatch

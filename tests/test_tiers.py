@@ -21,6 +21,7 @@ case "$*" in
 esac
 """
 LINTERS = ["-m ruff check", "-m ruff format --check", "-m mypy"]
+PATHS = "-m pytest -q -m not cluster and not long tests/test_tiers.py"
 UNIT, CLUSTER = "-m pytest -q -m not cluster and not long -n logical", "-m pytest -q -m cluster and not long"
 
 
@@ -41,12 +42,12 @@ def is_each(called: list[str], expected: list[str]) -> bool:
 
 
 def test_full_run_takes_all_tiers(tmp_path: Path) -> None:
-    """A run without arguments takes linters, type checks, unit tests in a copy elsewhere and then cluster tests."""
+    """A run without arguments takes linters, type checks, unit tests, those of paths again elsewhere, then cluster tests."""
     status, called = steps(tmp_path)
-    assert status == 0 and is_each(called, [*LINTERS, f"elsewhere: {UNIT}", CLUSTER]), called
+    assert status == 0 and is_each(called, [*LINTERS, UNIT, f"elsewhere: {PATHS}", CLUSTER]), called
 
 
-@pytest.mark.parametrize(("fails", "taken"), [("ruff check", 1), ("mypy", 3), ("not cluster", 4), ("-m cluster", 5)])
+@pytest.mark.parametrize(("fails", "taken"), [("ruff check", 1), ("mypy", 3), ("not cluster", 4), ("-m cluster", 6)])
 def test_first_failing_step_ends_run(tmp_path: Path, fails: str, taken: int) -> None:
     status, called = steps(tmp_path, fails=fails)
     assert status == 3 and len(called) == taken, called

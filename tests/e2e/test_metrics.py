@@ -74,7 +74,7 @@ def test_metrics_match_the_reference(up: Live) -> None:
         text = httpx.get(f"http://{where[name]}/metrics", trust_env=False).text
         exported = {(f.name, f.type) for f in text_string_to_metric_families(text) if f.name.startswith("crossdock_")}
         assert exported == {(family.name, family.kind) for family in registries[role].families}, name
-    assert httpx.get(f"{up.base_url}/metrics", trust_env=False).status_code == 404, "not on the port of the API"
+    assert httpx.get(f"{up.base_url}/metrics", trust_env=False).status_code == 401, "on the API's port it needs a key"
     targets = httpx.get(f"http://{where['coordinator']}/targets", trust_env=False).json()
     assert {(one["labels"]["crossdock_name"], *one["targets"]) for one in targets} == set(where.items())
 

@@ -17,7 +17,7 @@ from runtime.settings.options import SettingsError
 from runtime.settings.roles import CoordinatorSettings
 from runtime.tenancy.tenants import Tenants, from_tables
 from simulation.load.run import REQUESTS_MAX
-from simulation.load.sessions import in_turn, named
+from simulation.load.sessions import LoadSession, NamedSession, SessionTurn, in_turn, named
 from simulation.load.workload import Goal, LoadRequest, LoadStepTimes, Loop, PlannedFailure, WorkerSpec, Workload
 
 WORKERS_MAX: Final = 4096
@@ -39,20 +39,21 @@ def build(scenario: Scenario, folder: Path) -> Workload:
         if failure.worker not in names:
             known = ", ".join([worker.name for worker in workers][:8])
             raise ValueError(f"failures.{number}.worker: there is no {failure.worker!r}; there are {known}")
+    block_size = min(worker.capacity.block_size for worker in workers)
     streams = [_with_class(number, traffic, tenants) for number, traffic in enumerate(scenario.traffic)]
     _check_size(scenario)
     arrivals: list[tuple[float, LoadRequest]] = []
     loops: list[Loop] = []
     for number, traffic in enumerate(streams):
         stream = _Stream(traffic, scenario.duration_s, np.random.default_rng([scenario.seed, number]))
-        if traffic.arrivals == "closed":
-            loops += stream.loops()
+        if traffic.arrivals == "closed" or traffic.turns > 1 or traffic.shared_prefix_tokens:
+            loops += stream.loops(block_size)
         elif traffic.arrivals in ("trace", "sessions"):
             try:
                 if traffic.arrivals == "trace":
                     arrivals += stream.traced(folder)
                 else:
-                    loops += stream.sessions(folder, min(worker.capacity.block_size for worker in workers))
+                    loops += stream.sessions(folder, block_size)
             except SettingsError as error:
                 raise ValueError(f"traffic.{number}.{str(error).removeprefix('--')}") from None
         else:
@@ -176,10 +177,14 @@ class _Stream:
         self._prompts, self._outputs = (Lengths.parse(text) for text in (traffic.prompt_tokens, traffic.output_tokens))
 
     def arrivals(self) -> Iterator[tuple[float, LoadRequest]]:
+        for at_s in self._times():
+            yield at_s, self._drawn()
+
+    def _times(self) -> Iterator[float]:
         traffic = self._traffic
         length_s, most = self._until_s - traffic.from_s, REQUESTS_MAX + 1
         for at_s in arrival_times(traffic.arrivals, traffic.rate_per_s, traffic.cv, length_s, most, self._source):
-            yield traffic.from_s + at_s, self._drawn()
+            yield traffic.from_s + at_s
 
     def traced(self, folder: Path) -> Iterator[tuple[float, LoadRequest]]:
         """Raises `SettingsError`."""
@@ -195,13 +200,41 @@ class _Stream:
         for row in rows:
             yield traffic.from_s + row.at_s, self._ask(row.prompt_tokens, row.output_tokens)
 
-    def loops(self) -> Iterator[Loop]:
-        """Yields the clients of closed loops. They begin one after the other within a second, so that they do not act as one
-        client."""
+    def loops(self, block_size: int) -> Iterator[Loop]:
+        """Yields the clients of closed loops, and sessions that come by themselves. Clients begin one after the other within a
+        second, so that they do not act as one client."""
         traffic = self._traffic
-        for number in range(traffic.clients):
-            asks = tuple(self._drawn() for _ in range(LOOP_REQUESTS))
-            yield Loop(asks, traffic.think_s, traffic.from_s + number / traffic.clients, self._until_s)
+        if traffic.arrivals == "closed":
+            begins, sessions = (traffic.from_s + n / traffic.clients for n in range(traffic.clients)), LOOP_REQUESTS
+        else:
+            begins, sessions = self._times(), 1
+        for client, begins_s in enumerate(begins):
+            if traffic.turns == 1 and not traffic.shared_prefix_tokens:
+                asks = tuple(self._drawn() for _ in range(LOOP_REQUESTS))
+                yield Loop(asks, traffic.think_s, begins_s, self._until_s)
+            else:
+                asks = tuple(
+                    one for number in range(sessions) for one in self._session(f"{client} {number}", block_size)
+                )
+                yield Loop(asks, 0.0, begins_s, self._until_s, once=True)
+
+    def _session(self, name: str, block_size: int) -> Iterator[LoadRequest]:
+        traffic, source = self._traffic, self._source
+        turns = tuple(
+            SessionTurn(self._prompts.draw(source), self._outputs.draw(source), traffic.think_s)
+            for _ in range(traffic.turns)
+        )
+        session = LoadSession(turns, traffic.shared_prefix_tokens)
+        for turn in named(session, f"{traffic.name} {name}", block_size, CONTEXT_TOKENS):
+            yield self._turn(turn)
+
+    def _turn(self, turn: NamedSession) -> LoadRequest:
+        return replace(
+            self._ask(turn.prompt_tokens, turn.turn.output_tokens),
+            block_hashes=turn.prompt_hashes,
+            answer_hashes=turn.answer_hashes,
+            think_s=turn.turn.think_s,
+        )
 
     def sessions(self, folder: Path, block_size: int) -> Iterator[Loop]:
         """Raises `SettingsError`."""
@@ -212,15 +245,8 @@ class _Stream:
         for client, own in enumerate(in_turn(read, traffic.clients)):
             asks: list[LoadRequest] = []
             for number, session in enumerate(own):
-                for turn in named(session, f"{traffic.name} {client} {number}", block_size, CONTEXT_TOKENS):
-                    asks.append(
-                        replace(
-                            self._ask(turn.prompt_tokens, turn.turn.output_tokens),
-                            block_hashes=turn.prompt_hashes,
-                            answer_hashes=turn.answer_hashes,
-                            think_s=turn.turn.think_s,
-                        )
-                    )
+                turns = named(session, f"{traffic.name} {client} {number}", block_size, CONTEXT_TOKENS)
+                asks += [self._turn(turn) for turn in turns]
             yield Loop(tuple(asks), 0.0, traffic.from_s + client / traffic.clients, self._until_s, once=True)
 
     def _drawn(self) -> LoadRequest:
@@ -238,4 +264,6 @@ class _Stream:
             deadline_ms=traffic.deadline_ms,
             goal=Goal(traffic.ttft_ms, traffic.tpot_ms),
             retries=traffic.retries,
+            retry_s=traffic.retry_s,
+            deadly_at=traffic.ends_worker_at_token,
         )

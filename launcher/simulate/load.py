@@ -1,6 +1,8 @@
 """`crossdock simulate load`: the production coordinator under a load that a file describes, in virtual time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,13 +13,16 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from launcher import tables
 from launcher.reports import console_for, write_json
 from launcher.simulate.build import build
-from launcher.simulate.scenario import FILE_BYTES_MAX, parse
+from launcher.simulate.requirements import Checked, check
+from launcher.simulate.scenario import FILE_BYTES_MAX, Scenario, parse
 from runtime.settings.options import SettingsError
 from runtime.settings.types import JsonOption
 from runtime.tenancy.tenants import TenantsError
 from simulation.load.figures import figures
 from simulation.load.run import play
 from simulation.load.workload import Workload
+
+MISSED_EXIT: Final = 3
 
 
 class SimulateLoadSettings(JsonOption):
@@ -27,6 +32,8 @@ class SimulateLoadSettings(JsonOption):
     and an empty [[traffic]]. More keys say how fast workers are, when which requests come and by when they are wanted;
     [[failures]], [tenants.NAME] and [priority_classes.NAME] can be added. No model is needed. Change one thing in the file and
     compare. docs/policy.md explains every key and answers five questions with scenarios that are in docs/scenarios.
+
+    Status 0: the run reached all that the file's [[require]] tables ask for. 3: it missed something.
     """
 
     file: str = Field(min_length=1, description="TOML file.", json_schema_extra={"argument": "SCENARIO"})
@@ -34,6 +41,7 @@ class SimulateLoadSettings(JsonOption):
 
 
 def run(settings: SimulateLoadSettings) -> int:
+    scenario = read_scenario(settings.file, settings.seed)
     workload = read(settings.file, settings.seed)
     console = console_for(settings, highlight=False)
     columns = TextColumn("virtual time"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
@@ -41,24 +49,47 @@ def run(settings: SimulateLoadSettings) -> int:
         task = progress.add_task("", total=workload.duration_s)
         played = play(workload, lambda now_s: progress.update(task, completed=now_s))
     found = figures(played)
+    with _naming(settings.file):
+        checked = list(check(scenario.require, found))
     show(found, console)
-    write_json(settings, found)
-    return 0
+    if checked:
+        show_requirements(checked, console)
+    write_json(settings, found | {"require": [asdict(one) for one in checked]})
+    return 0 if all(one.holds for one in checked) else MISSED_EXIT
 
 
 def read(path: str, seed: int = -1) -> Workload:
     """Raises `SettingsError`, which names the file and the key at fault."""
-    file = Path(path).expanduser()
+    with _naming(path):
+        return build(read_scenario(path, seed), Path(path).expanduser().parent)
+
+
+def read_scenario(path: str, seed: int = -1) -> Scenario:
+    """Raises `SettingsError`, which names the file and the key at fault."""
+    with _naming(path), Path(path).expanduser().open("rb") as opened:
+        scenario = parse(opened.read(FILE_BYTES_MAX + 1))
+    return scenario if seed < 0 else scenario.model_copy(update={"seed": seed})
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Adds the file to what is wrong with it."""
     try:
-        with file.open("rb") as opened:
-            scenario = parse(opened.read(FILE_BYTES_MAX + 1))
-        if seed >= 0:
-            scenario = scenario.model_copy(update={"seed": seed})
-        return build(scenario, file.parent)
+        yield
     except OSError as error:
         raise SettingsError(f"SCENARIO: cannot read {path}: {error.strerror}") from None
+    except SettingsError:
+        raise
     except (TenantsError, ValueError) as error:
         raise SettingsError("\n".join(f"SCENARIO: {path}: {line}" for line in str(error).splitlines())) from None
+
+
+def show_requirements(checked: Sequence[Checked], console: Console) -> None:
+    table = tables.Table("Required", "figure", tables.words("limit"), "value", tables.words(""))
+    for one in checked:
+        value = "-" if one.value is None else f"{one.value:,.4g}"
+        table.row(one.name, one.limit, value, "" if one.holds else "missed")
+    table.show(console)
 
 
 def show(found: dict[str, Any], console: Console) -> None:

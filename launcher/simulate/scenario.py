@@ -127,8 +127,13 @@ class ScenarioTraffic(_Part):
     clients: Annotated[int, Field(ge=1, le=100_000)] = 1
     """How many clients there are, for `closed`. They begin one after the other within the first second."""
     think_s: _Seconds = 0.0
-    """How long a client of `closed` waits after an answer. After a failed request it waits a second at least, and longer
-    where Retry-After says so."""
+    """How long a client of `closed`, or of a session, waits after an answer. After a failed request it waits a second at
+    least, and longer where Retry-After says so."""
+    turns: Annotated[int, Field(ge=1, le=1000)] = 1
+    """The turns of a session, which each arrival is if they are more than 1; each client of `closed` plays 16. A turn's
+    prompt is all that was said before and `prompt_tokens` more."""
+    shared_prefix_tokens: Annotated[int, Field(ge=0, le=CONTEXT_TOKENS)] = 0
+    """Each prompt begins with so many tokens that all streams with such a prefix have in common."""
     from_s: _Seconds = 0.0
     """When the stream begins."""
     until_s: _Duration | None = None
@@ -149,6 +154,11 @@ class ScenarioTraffic(_Part):
     if there is one."""
     retries: Annotated[int, Field(ge=0, le=1000)] = 0
     """How often a client comes again when Retry-After told it to."""
+    retry_s: _Seconds = 0.0
+    """A client comes again after so long, whatever Retry-After says; 0: it obeys."""
+    ends_worker_at_token: Annotated[int, Field(ge=0, le=CONTEXT_TOKENS)] | None = None
+    """Each request ends the worker that computes this token of its answer; 0: the worker that computes its prompt. The
+    worker is started again after 5 s."""
 
     @model_validator(mode="after")
     def _is_one(self) -> "ScenarioTraffic":
@@ -156,8 +166,11 @@ class ScenarioTraffic(_Part):
         self._refuse("arrivals", {
             "rate_per_s": "poisson constant gamma", "cv": "gamma", "trace": "trace sessions", "speed": "trace",
             "scale_tokens": "sessions", "think_scale": "sessions", "clients": "closed sessions",
-            "think_s": "closed", "prompt_tokens": drawn, "output_tokens": drawn,
+            "think_s": drawn, "prompt_tokens": drawn, "output_tokens": drawn, "turns": drawn,
+            "shared_prefix_tokens": drawn,
         })  # fmt: skip
+        if "think_s" in self.model_fields_set and self.arrivals != "closed" and self.turns == 1:
+            raise ValueError(f"think_s has no effect with arrivals = {self.arrivals!r} and one turn")
         if self.arrivals in ("trace", "sessions") and not self.trace:
             raise ValueError(f"arrivals = {self.arrivals!r} needs a file in trace")
         if self.until_s is not None and self.until_s <= self.from_s:
@@ -173,16 +186,41 @@ class FailureOf(_Part):
     worker: Annotated[_Name, Field(min_length=1)]
     """The worker's name, like `prefill-0`."""
     kind: FailureKind
-    """`slow`: its steps take longer. `failing`: it answers, but its steps fail at once. `lost`: it is gone with all that it
+    """`slow`: its steps take longer. `failing`: it answers, but steps fail at once. `lost`: it is gone with all that it
     holds. `drained`: it gets no new work, and its streams move."""
     factor: Annotated[float, Field(gt=0.0, le=1e6)] = 10.0
     """How many times as long each step takes, for `slow`."""
+    every: Annotated[int, Field(ge=1, le=1_000_000)] = 1
+    """Every n-th step fails, for `failing`."""
     for_s: _Seconds = 0.0
     """After that it is over, or the worker is started again; 0: never."""
 
     @model_validator(mode="after")
     def _is_one(self) -> "FailureOf":
-        self._refuse("kind", {"factor": "slow"})
+        self._refuse("kind", {"factor": "slow", "every": "failing"})
+        return self
+
+
+class Requirement(_Part):
+    """A limit on a figure. `crossdock simulate load` ends with status 3 where one is missed."""
+
+    of: Annotated[_Name, Field(min_length=1)] = "all"
+    """`all`, `run`, or the name of a stream of traffic, a tenant, a class or a worker."""
+    figure: Annotated[str, Field(pattern=r"^[a-z_0-9]+(\.[a-z_0-9]+)?$")]
+    """The figure's name in JSON, like `goodput_share` or `ttft_ms.p90`. Of a figure by window, each window must do."""
+    at_least: float | None = None
+    """Its least value."""
+    at_most: float | None = None
+    """Its greatest value."""
+    from_s: _Seconds = 0.0
+    """Windows before it do not count."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> "Requirement":
+        if self.at_least is None and self.at_most is None:
+            raise ValueError("needs at_least or at_most")
+        if self.from_s and not self.figure.endswith("_by_window"):
+            raise ValueError(f"from_s has no effect with figure = {self.figure!r}")
         return self
 
 
@@ -209,6 +247,8 @@ class Scenario(_Part):
     """A table for each stream of requests."""
     failures: Annotated[list[FailureOf], Field(max_length=4096)] = []
     """A table for each thing that happens to a worker."""
+    require: Annotated[list[Requirement], Field(max_length=256)] = []
+    """A table for each figure that the run must reach."""
 
 
 def parse(data: bytes) -> Scenario:

@@ -71,6 +71,7 @@ class VirtualCluster(ClusterSurroundings):
         self.block_size = block_size
         self.on_end: Callable[[ClientRequest], None] = lambda request: None
         """Called at the time when a request ends."""
+        self.on_death = self.lose
         self.rejected: list[Rejected] = []
         self.transfers = Transfers(self)
         self.fetches = Transfers(self)
@@ -156,6 +157,7 @@ class VirtualCluster(ClusterSurroundings):
         answer_hashes: bytes = b"",
         deadline_ms: float = 0.0,
         priority_class: str = "",
+        deadly_at: int | None = None,
     ) -> None:
         """Submits a request now. `output_tokens`: where each choice stops; if empty, one choice that goes on to max_tokens.
         `prompt`: packed token ids; zeros if empty. `answer_hashes`: of the full blocks behind the prompt's."""
@@ -175,7 +177,7 @@ class VirtualCluster(ClusterSurroundings):
         )
         prompt = prompt or bytes(4 * prompt_tokens)
         self.requests[name] = ClientRequest(
-            submit, prompt, output_tokens, self.now, [0] * len(output_tokens), answer_hashes
+            submit, prompt, output_tokens, self.now, [0] * len(output_tokens), answer_hashes, deadly_at=deadly_at
         )
         self.receive(GATEWAY, submit, prompt)
 

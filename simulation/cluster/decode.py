@@ -62,8 +62,6 @@ class BatchedDecode:
         self._step_tokens = capacity.step_tokens
         self._cluster = cluster
         self.engine = engine
-        self.fails = False
-        """True: each step ends at once, with an error."""
         self._stepping = False
 
     def refuse_fetch(self, incarnation: int, message: FetchRefused) -> None:
@@ -100,18 +98,27 @@ class BatchedDecode:
         rows, tokens = len(plan.rows) if plan is not None else 0, len(part.tokens) if part is not None else 0
         took_s = timing.decode_s(rows) if plan is not None else 0.0
         took_s += (timing.slice_s(tokens, rows) if rows else timing.prefill_s(tokens)) if part is not None else 0.0
-        took_s = FAILED_STEP_S if self.fails else took_s
+        fails = self.engine.fails_now()
+        took_s = FAILED_STEP_S if fails else took_s
         self.slices.measured(rows, tokens, 1000 * took_s)
         self.held_block_s += self.allocator.held_count * took_s
-        self.engine.run(took_s, self._step_ended, plan, part)
+        self.engine.run(took_s, self._step_ended, plan, part, fails)
 
-    def _step_ended(self, plan: StepPlan[None] | None, part: Slice[None] | None) -> None:
+    def _step_ended(self, plan: StepPlan[None] | None, part: Slice[None] | None, fails: bool) -> None:
+        if not self.registration.up:
+            return
         self._stepping = False
-        if self.fails:
+        rows = [(row.running.key[0], row.running.index + 1) for row in plan.rows] if plan is not None else []
+        if part is not None:
+            rows.append((part.suffix.order.request_id, 0))
+        if any(self._cluster.ends_worker(*row) for row in rows):
+            self._cluster.on_death(self._incarnation)
+            return
+        if fails:
             if part is not None:
-                self.core.suffixes.failed(part, "it fails each step")
+                self.core.suffixes.failed(part, "the step fails")
             if plan is not None:
-                self.core.step_failed("it fails each step")
+                self.core.step_failed("the step fails")
             self._start_step()
             return
         applied = None

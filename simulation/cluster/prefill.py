@@ -51,8 +51,6 @@ class ClusterPrefillWorker:
             copies.tier = self.core.use_tier(copies, capacity.tier_blocks)
         self.computing = False
         self.busy_s = 0.0
-        self.fails = False
-        """Each step ends at once, with an error."""
         self.engine = engine
         self._cluster = cluster
 
@@ -90,14 +88,20 @@ class ClusterPrefillWorker:
         if begun is not None:
             self.computing = True
             took_s = self.engine.timing.prefill_s(sum(chunk.length for _, chunk in begun.work))
-            took_s = FAILED_STEP_S if self.fails else took_s
+            fails = self.engine.fails_now()
+            took_s = FAILED_STEP_S if fails else took_s
             self.busy_s += took_s
-            self.engine.run(took_s, self._step_ended, begun, took_s)
+            self.engine.run(took_s, self._step_ended, begun, took_s, fails)
 
-    def _step_ended(self, begun: Begun, took_s: float) -> None:
+    def _step_ended(self, begun: Begun, took_s: float, fails: bool) -> None:
+        if not self.registration.up:
+            return
         self.computing = False
-        if self.fails:
-            self.core.step_failed(begun, "it fails each step")
+        if any(self._cluster.ends_worker(prompt.key[0], 0) for prompt, _ in begun.work):
+            self._cluster.on_death(self.incarnation)
+            return
+        if fails:
+            self.core.step_failed(begun, "the step fails")
             self._start_step()
             return
         first: dict[Key, list[TokenItem]] = {}

@@ -76,6 +76,8 @@ class ClientRequest:
     recomputed_tokens: int = 0
     """Prompt tokens of attempts after the first."""
     interruptions: int = 0
+    deadly_at: int | None = None
+    """The token of its answer whose computation ends the worker; 0: its prompt does. None: it is harmless."""
 
 
 class ClusterSurroundings(ABC):
@@ -88,6 +90,8 @@ class ClusterSurroundings(ABC):
         """Times to first token, in the order in which the first tokens came."""
         self._due: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._asked = 0
+        self.on_death: Callable[[int], object] = lambda incarnation: None
+        """Called with the incarnation of a worker that a request ends."""
 
     @abstractmethod
     def receive(self, incarnation: int, message: Message, blob: bytes = b"") -> None:
@@ -100,6 +104,11 @@ class ClusterSurroundings(ABC):
     @abstractmethod
     def refuse_fetch(self, decode_incarnation: int, prefill_incarnation: int, message: FetchRefused) -> None:
         """It has none."""
+
+    def ends_worker(self, request_id: str, tokens: int) -> bool:
+        """Whether a worker dies by computing so many tokens of a request's answer; 0: its prompt."""
+        deadly_at = self.requests[request_id].deadly_at
+        return deadly_at is not None and (tokens >= deadly_at if deadly_at else not tokens)
 
     # --- time -----------------------------------------------------------------------------------------------------------
 
@@ -144,10 +153,18 @@ class ClusterEngine:
         self._cluster = cluster
         self._steps: deque[tuple[float, Callable[..., None], tuple[Any, ...]]] = deque()
         """The first one runs."""
+        self.fails_every = 0
+        """Every n-th step ends at once with an error; 0: none."""
+        self._begun = 0
 
     @property
     def busy(self) -> bool:
         return bool(self._steps)
+
+    def fails_now(self) -> bool:
+        """Whether the step that begins fails. Counts the steps."""
+        self._begun += 1
+        return bool(self.fails_every) and self._begun % self.fails_every == 0
 
     def run(self, took_s: float, ended: Callable[..., None], *arguments: Any) -> None:
         """Runs a step after all steps that were asked for before; calls `ended` when it has run."""

@@ -1,14 +1,14 @@
 """The figures of a run: how many requests came, ended and met their goal, and how long they waited. Pure."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from coordinator.lifecycle import RequestState
-from simulation.load.run import LoadOutcome, Played
+from simulation.load.run import WINDOW_S, LoadOutcome, Played
 
-RANKS: Final = (50, 90, 99)
+RANKS: Final = (50, 90, 95, 99)
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
@@ -25,7 +25,8 @@ class _Sums:
 
     duration_s: float
     prompt_tokens: int
-    sequence_s: float
+    sequence_s: Counter[int]
+    """Seconds of all sequences in decode, by window."""
 
 
 def _of_group(outcomes: Sequence[LoadOutcome], sums: _Sums) -> dict[str, Any]:
@@ -35,6 +36,10 @@ def _of_group(outcomes: Sequence[LoadOutcome], sums: _Sums) -> dict[str, Any]:
     good = sum(one.is_good for one in outcomes)
     computed = sum(one.computed_tokens for one in outcomes)
     useful = sum(min(one.ask.prompt_tokens, one.computed_tokens) for one in outcomes if one.is_good)
+    sequence_s = _sequence_s(outcomes)
+    whole = range(int(sums.duration_s / WINDOW_S))
+    accepted = len(outcomes) - ended.get(RequestState.REJECTED.value, 0)
+    prompt_tokens = max(sum(one.ask.prompt_tokens for one in outcomes), 1)
     return {
         "offered": len(outcomes),
         "finished": ended.pop(RequestState.FINISHED.value, 0),
@@ -42,20 +47,40 @@ def _of_group(outcomes: Sequence[LoadOutcome], sums: _Sums) -> dict[str, Any]:
         "rejected": dict(sorted(rejected.items())),
         "goodput_per_s": good / sums.duration_s,
         "goodput_share": good / max(len(outcomes), 1),
+        "in_time_share": good / max(accepted, 1),
         "ttft_ms": percentiles([1000 * one.ttft_s for one in outcomes if one.ttft_s is not None]),
         "tpot_ms": percentiles([1000 * one.tpot_s for one in outcomes if one.tpot_s]),
         "prefill_share": computed / max(sums.prompt_tokens, 1),
-        "decode_share": sum(one.sequence_s for one in outcomes) / max(sums.sequence_s, 1e-9),
+        "decode_share": sequence_s.total() / max(sums.sequence_s.total(), 1e-9),
+        "decode_share_by_window": [sequence_s[one] / max(sums.sequence_s[one], 1e-9) for one in whole],
         "useful_share": useful / max(computed, 1),
         "rejections_per_request": sum(one.rejections for one in outcomes) / max(len(outcomes), 1),
         "interruptions": sum(one.interruptions for one in outcomes),
+        "recomputed_share": sum(one.recomputed_tokens for one in outcomes) / prompt_tokens,
+        "cached_share": sum(one.cached_tokens for one in outcomes) / prompt_tokens,
     }
+
+
+def _parts(seconds: Counter[int], all_workers: Mapping[str, Counter[int]], duration_s: float) -> list[float]:
+    """Returns what a decode worker had of all streams, by window; 1 is an equal part."""
+    totals: Counter[int] = Counter()
+    for one in all_workers.values():
+        totals.update(one)
+    whole = range(int(duration_s / WINDOW_S))
+    return [len(all_workers) * seconds[window] / max(totals[window], 1e-9) for window in whole]
+
+
+def _sequence_s(outcomes: Sequence[LoadOutcome]) -> Counter[int]:
+    total: Counter[int] = Counter()
+    for one in outcomes:
+        total.update(one.sequence_s)
+    return total
 
 
 def figures(played: Played) -> dict[str, Any]:
     """Figures of the whole run, of each tenant and priority class, of each class, and of each stream of traffic."""
     outcomes, workload = played.outcomes, played.workload
-    sums = _Sums(workload.duration_s, played.computed_tokens, sum(one.sequence_s for one in outcomes))
+    sums = _Sums(workload.duration_s, played.computed_tokens, _sequence_s(outcomes))
     groups: dict[tuple[str, str], list[LoadOutcome]] = {}
     classes: dict[str, list[LoadOutcome]] = {}
     streams: dict[str, list[LoadOutcome]] = {name: [] for name in workload.streams}
@@ -66,6 +91,14 @@ def figures(played: Played) -> dict[str, Any]:
     return {
         "seed": workload.seed,
         "duration_s": workload.duration_s,
+        "kv_in_use_by_window": [sum(some) / len(some) for _, some in sorted(played.kv_in_use.items())][
+            : int(workload.duration_s / WINDOW_S)
+        ],
+        "workers": {
+            name: {"part_of_streams_by_window": _parts(seconds, played.streams_s, workload.duration_s)}
+            for name, seconds in played.streams_s.items()
+        },
+        "workers_ended": played.deaths,
         "all": _of_group(outcomes, sums),
         "tenants": [
             {"tenant": tenant, "priority_class": name} | _of_group(some, sums)

@@ -1,5 +1,6 @@
 """Plays a workload on the virtual cluster and keeps a record of every request. Pure: virtual time only."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +22,10 @@ from simulation.load.workload import LoadRequest, Loop, PlannedFailure, WorkerSp
 RETRY_JITTER = 0.1
 """Clients come again later than they were told, by up to this share."""
 LOOK_EVERY_S = 0.25
+WINDOW_S = 20.0
+"""Figures by window are about so many seconds each."""
+RESTART_S = 5.0
+"""A worker that a request has ended is started again after so long."""
 UNSERVED_WAIT_S = 1.0
 """A client in a closed loop waits at least this long after a request that did not finish, as `Loop` says. Otherwise it would
 send requests without end at one virtual moment."""
@@ -49,8 +54,12 @@ class LoadOutcome:
     interruptions: int = 0
     computed_tokens: int = 0
     """Prompt tokens computed for it, over all tries and attempts."""
-    sequence_s: float = 0.0
-    """Seconds in which it was a sequence in decode, up to the last arrival."""
+    cached_tokens: int = 0
+    """Prompt tokens that were found in a cache, in the last attempt."""
+    recomputed_tokens: int = 0
+    """Prompt tokens of attempts after the first."""
+    sequence_s: Counter[int] = field(default_factory=Counter)
+    """Seconds in which it was a sequence in decode, up to the last arrival, by window of `WINDOW_S`."""
 
     @property
     def is_good(self) -> bool:
@@ -67,6 +76,12 @@ class Played:
     outcomes: list[LoadOutcome] = field(default_factory=list)
     computed_tokens: int = 0
     """Tokens that all prefill workers computed, also for requests that did not finish."""
+    kv_in_use: dict[int, list[float]] = field(default_factory=dict)
+    """Shares of all decode workers' KV blocks that were held, by window of `WINDOW_S`."""
+    streams_s: dict[str, Counter[int]] = field(default_factory=dict)
+    """Seconds of sequences on each decode worker, by window."""
+    deaths: int = 0
+    """Workers that a request has ended."""
 
 
 def play(workload: Workload, progress: Callable[[float], None] = lambda now_s: None) -> Played:
@@ -82,6 +97,7 @@ class _Player:
         self._cluster = VirtualCluster(workload.limits, timing, prefill=0, decode=0, batched=True, seed=workload.seed)
         self._cluster.resume_delay_s = 0.05
         self._cluster.on_end = self._ended
+        self._cluster.on_death = self._died
         self._cluster.post(Configured(workload.tenants, 0.0))
         self._played = Played(workload)
         self._outcomes: dict[str, LoadOutcome] = {}
@@ -92,6 +108,8 @@ class _Player:
         """The client that sent the request, and the number of its next request, by the id of the present try."""
         self._running: dict[str, tuple[list[int], ClusterEngine]] = {}
         """Incarnations of each worker, and its engine."""
+        self._names: dict[int, str] = {}
+        """Names of workers by incarnation."""
         self._all_prefill: list[ClusterPrefillWorker] = []
         self._numbers = iter(range(1 << 62))
         self._awaited = 0
@@ -119,10 +137,16 @@ class _Player:
         progress(min(cluster.now, self._workload.duration_s))
         if cluster.now > self._workload.duration_s:
             return
-        for decode in cluster.decode.values():
+        window, held, blocks = int(cluster.now / WINDOW_S), 0, 0
+        for incarnation, decode in cluster.decode.items():
             assert isinstance(decode, BatchedDecode)
+            streams_s = self._played.streams_s.setdefault(self._names[incarnation], Counter())
+            streams_s[window] += LOOK_EVERY_S * len(decode.table.batch.running)
             for running in decode.table.batch.running:
-                self._tries[running.key[0]].sequence_s += LOOK_EVERY_S
+                self._tries[running.key[0]].sequence_s[window] += LOOK_EVERY_S
+            held += decode.allocator.held_count
+            blocks += decode.allocator.total
+        self._played.kv_in_use.setdefault(window, []).append(held / max(blocks, 1))
         cluster.at(cluster.now + LOOK_EVERY_S, self._look, progress)
 
     # --- requests -------------------------------------------------------------------------------------------------------
@@ -153,6 +177,7 @@ class _Player:
             priority_class=ask.priority_class,
             block_hashes=ask.block_hashes,
             answer_hashes=ask.answer_hashes,
+            deadly_at=ask.deadly_at,
         )
         return name
 
@@ -161,11 +186,14 @@ class _Player:
         outcome = self._outcomes.pop(name)
         loop = self._loops.pop(name, None)
         outcome.interruptions += request.interruptions
+        outcome.recomputed_tokens += request.recomputed_tokens
+        outcome.cached_tokens = request.cached_tokens
         rejected, cluster = request.rejected, self._cluster
         if rejected is not None:
             outcome.rejections, outcome.reason = outcome.rejections + 1, rejected.reason.value
             if rejected.retry_after_s and outcome.rejections <= outcome.ask.retries:
-                wait_s = rejected.retry_after_s * (1 + RETRY_JITTER * cluster.random.random())
+                told_s = outcome.ask.retry_s or rejected.retry_after_s
+                wait_s = told_s * (1 + RETRY_JITTER * cluster.random.random())
                 cluster.at(cluster.now + wait_s, self._retry, outcome, loop)
                 return
         outcome.state = request.state
@@ -200,6 +228,7 @@ class _Player:
             named = msgspec.structs.replace(own, name=spec.name, process=process)
             cluster.start(named, engine)
             started.append(incarnation)
+            self._names[incarnation] = spec.name
             if role is Role.PREFILL:
                 self._all_prefill.append(cluster.prefill[incarnation])
         self._running[spec.name] = started, engine
@@ -214,14 +243,23 @@ class _Player:
         for incarnation in self._running[name][0] if self._up(name) else ():
             self._cluster.lose(incarnation)
 
+    def _died(self, incarnation: int) -> None:
+        name = self._names[incarnation]
+        self._lose(name)
+        self._played.deaths += 1
+        self._cluster.at(self._cluster.now + RESTART_S, self._start_again, name)
+
+    def _start_again(self, name: str) -> None:
+        if not self._up(name):
+            self._start(self._workload.by_name()[name])
+
     def _fail(self, failure: PlannedFailure) -> None:
         cluster, engine = self._cluster, self._running[failure.worker][1]
         match failure.kind:
             case "slow":
                 engine.timing = replace(self._workload.by_name()[failure.worker].times, factor=failure.factor)
             case "failing":
-                for worker in self._up(failure.worker):
-                    worker.fails = True
+                engine.fails_every = failure.every
             case "lost":
                 self._lose(failure.worker)
             case "drained":
@@ -232,17 +270,15 @@ class _Player:
             cluster.at(cluster.now + failure.for_s, self._heal, failure)
 
     def _heal(self, failure: PlannedFailure) -> None:
-        spec = self._workload.by_name()[failure.worker]
         match failure.kind:
             case "slow":
-                self._running[failure.worker][1].timing = spec.times
+                self._running[failure.worker][1].timing = self._workload.by_name()[failure.worker].times
             case "failing":
-                for worker in self._up(failure.worker):
-                    worker.fails = False
+                self._running[failure.worker][1].fails_every = 0
             case "drained":
                 self._lose(failure.worker)
-        if not self._up(failure.worker) and failure.kind in ("lost", "drained"):
-            self._start(spec)
+        if failure.kind in ("lost", "drained"):
+            self._start_again(failure.worker)
 
     # --- the end --------------------------------------------------------------------------------------------------------
 

@@ -62,12 +62,16 @@ class LoadRequest:
     goal: Goal
     retries: int
     """How often the client comes again after a rejection that names a time."""
+    retry_s: float = 0.0
+    """When it comes again; 0: when it was told to."""
     block_hashes: bytes = b""
     """They name the prompt's blocks; empty: nothing is looked up or kept."""
     answer_hashes: bytes = b""
     """They name the full blocks behind the prompt's."""
     think_s: float = 0.0
     """Time between the end of a session's last turn and this one."""
+    deadly_at: int | None = None
+    """The token of its answer whose computation ends the worker; 0: its prompt does. None: it is harmless."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,8 @@ class PlannedFailure:
     kind: FailureKind
     factor: float = 10.0
     """How many times as long each step takes, for `slow`."""
+    every: int = 1
+    """Every n-th step fails, for `failing`."""
     for_s: float = 0.0
     """After that a slow or failing worker is as before, and a lost or drained one is started again; 0: never."""
 

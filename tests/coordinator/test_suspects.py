@@ -30,7 +30,7 @@ class Deadly(VirtualCluster):
     def _arm(self, worker: ClusterPrefillWorker, incarnation: int) -> None:
         ended = worker._step_ended
 
-        def step_ended(begun, took_s):  # type: ignore[no-untyped-def]
+        def step_ended(begun, *rest):  # type: ignore[no-untyped-def]
             if incarnation not in self.prefill:
                 return
             if any(prompt.order.request_id.startswith("deadly") for prompt, _ in begun.work):
@@ -38,7 +38,7 @@ class Deadly(VirtualCluster):
                 self.lose(incarnation)
                 self.at(self.now + 5.0, self._again, FIRST_PREFILL + 500 + len(self.killed))
             else:
-                ended(begun, took_s)
+                ended(begun, *rest)
 
         worker._step_ended = step_ended  # type: ignore[method-assign]
 

@@ -29,7 +29,13 @@ def test_page_without_parts_is_refused() -> None:
 
 def test_keys_and_figures_are_explained() -> None:
     """Every scenario key has a description in the page, and every figure is explained."""
-    for table in (scenario.Scenario, scenario.ScenarioWorkers, scenario.ScenarioTraffic, scenario.FailureOf):
+    for table in (
+        scenario.Scenario,
+        scenario.ScenarioWorkers,
+        scenario.ScenarioTraffic,
+        scenario.FailureOf,
+        scenario.Requirement,
+    ):
         for key, field in table.model_fields.items():
             assert field.description, key
             assert f"\n| `{key}` | " in PAGE, key

@@ -331,7 +331,7 @@ for_s = 7.5
     policy = workload.tenants.policy("acme/ann")
     assert policy is not None and policy.levels[0].limits.concurrency == 4 and policy.organisation_weight == 2
     assert workload.limits.kv_overcommit == 2 and workload.limits.bypasses_max == 5
-    assert workload.failures == (PlannedFailure(1.0, "prefill-0", "slow", 3.0, 7.5),)
+    assert workload.failures == (PlannedFailure(1.0, "prefill-0", "slow", 3.0, for_s=7.5),)
 
 
 def test_seed_determines_the_arrivals(tmp_path: Path) -> None:

@@ -103,6 +103,41 @@ def test_json_has_every_printed_figure(scenario: str, capsys: pytest.CaptureFixt
     assert (found["seed"], found["duration_s"]) == (1, 20.0)
 
 
+def require(scenario: str, text: str) -> None:
+    Path(scenario).write_text(f"{SCENARIO}[[require]]\n{text}\n")
+
+
+def test_missed_requirement_is_status_3(scenario: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run ends with status 3 where a required figure is missed, and names it."""
+    require(scenario, 'of = "chat"\nfigure = "ttft_ms.p95"\nat_most = 1')
+    assert simulate(scenario) == 3
+    assert re.search(r"^chat: ttft_ms.p95 +at most 1 .*missed$", capsys.readouterr().out, re.MULTILINE)
+    require(scenario, 'figure = "decode_share_by_window"\nat_least = 1')
+    assert simulate(scenario, "--json") == 0
+    [checked] = json.loads(capsys.readouterr().out)["require"]
+    assert checked["holds"] and checked["value"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ('figure = "goodput_share"', "require.0: needs at_least or at_most"),
+        (
+            'of = "chats"\nfigure = "goodput_share"\nat_least = 1',
+            "require.0.of: there is no 'chats'; there are all, run,",
+        ),
+        ('figure = "ttft_ms.p42"\nat_least = 1', "require.0.figure: 'all' has no figure 'ttft_ms.p42'"),
+        ('figure = "rejected"\nat_least = 1', "require.0.figure: 'rejected' is not a number"),
+        ('figure = "offered"\nat_least = 1\nfrom_s = 3', "from_s has no effect with figure = 'offered'"),
+    ],
+)
+def test_bad_requirement_is_named(scenario: str, text: str, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A requirement that makes no sense is an error with its key."""
+    require(scenario, text)
+    assert simulate(scenario) == 2
+    assert wrong in " ".join(capsys.readouterr().err.split())
+
+
 EVERYTHING = """
 duration_s = 12.0
 [[workers]]

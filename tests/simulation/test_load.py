@@ -196,13 +196,32 @@ def test_figures_are_per_tenant_and_class() -> None:
     assert sum(one["decode_share"] for one in (a, batch, b)) == pytest.approx(1.0)
     assert (a["useful_share"], b["useful_share"], everything["all"]["useful_share"]) == (1.0, 0.0, 0.5)
     assert (a["goodput_per_s"], a["goodput_share"], b["goodput_share"]) == (2.0, 1.0, 0.0)
-    assert percentiles([]) is None and percentiles([3.0, 1.0, 2.0]) == {"p50": 2.0, "p90": 3.0, "p99": 3.0}
+    assert percentiles([]) is None and percentiles([3.0, 1.0, 2.0]) == {
+        "p50": 2.0, "p90": 3.0, "p95": 3.0, "p99": 3.0,
+    }  # fmt: skip
 
 
 def outcomes(played: Played) -> list[tuple[Any, ...]]:
     return [
         (one.came_s, one.state, one.ttft_s, one.tpot_s, one.rejections, one.interruptions) for one in played.outcomes
     ]
+
+
+def test_every_nth_step_fails() -> None:
+    """Prompts of several steps lose some of them, and all finish in the end."""
+    failures = (PlannedFailure(0.0, "prefill-0", "failing", every=5),)
+    one = found(Workload(TWO_PAIRS, every(0.2, ask(2048), 10), failures=failures))
+    assert one["finished"] == one["offered"] and 0 < one["interruptions"] < one["offered"]
+
+
+@pytest.mark.parametrize("deadly_at", [0, 8])
+def test_deadly_request_ends_its_workers(deadly_at: int) -> None:
+    """A deadly request ends at most two workers, or three if its answer had begun. They come back, and only it fails."""
+    deadly = ((5.0, ask(stream="deadly", deadly_at=deadly_at)),)
+    arrivals = sorted((*every(0.5, ask(), 20), *deadly), key=lambda entry: entry[0])
+    everything = figures(play(Workload(TWO_PAIRS, tuple(arrivals), duration_s=30.0)))
+    assert 1 <= everything["workers_ended"] <= (3 if deadly_at else 2)
+    assert everything["traffic"]["s"]["finished"] == 40 and everything["traffic"]["deadly"]["finished"] == 0
 
 
 def drawn(seed: int) -> Workload:

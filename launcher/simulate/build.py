@@ -204,11 +204,10 @@ class _Stream:
         """Yields the clients of closed loops, and sessions that come by themselves. Clients begin one after the other within a
         second, so that they do not act as one client."""
         traffic = self._traffic
-        if traffic.arrivals == "closed":
-            begins, sessions = (traffic.from_s + n / traffic.clients for n in range(traffic.clients)), LOOP_REQUESTS
-        else:
-            begins, sessions = self._times(), 1
-        for client, begins_s in enumerate(begins):
+        is_closed = traffic.arrivals == "closed"
+        clients = (traffic.from_s + n / traffic.clients for n in range(traffic.clients))
+        sessions = LOOP_REQUESTS if is_closed else 1
+        for client, begins_s in enumerate(clients if is_closed else self._times()):
             if traffic.turns == 1 and not traffic.shared_prefix_tokens:
                 asks = tuple(self._drawn() for _ in range(LOOP_REQUESTS))
                 yield Loop(asks, traffic.think_s, begins_s, self._until_s)

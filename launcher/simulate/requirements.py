@@ -47,7 +47,7 @@ def holds(one: Requirement, value: float | None) -> bool:
 
 def _groups(found: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     tenants = {one["tenant"]: one for one in found["tenants"]}
-    return {"all": found["all"], "run": found} | found["workers"] | found["classes"] | tenants | found["traffic"]
+    return {"all": found["all"], "run": found, **found["workers"], **found["classes"], **tenants, **found["traffic"]}
 
 
 def _worst(one: Requirement, values: Sequence[float]) -> float | None:

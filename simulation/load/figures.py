@@ -25,8 +25,8 @@ class _Sums:
 
     duration_s: float
     prompt_tokens: int
-    sequence_s: Counter[int]
-    """Seconds of all sequences in decode, by window."""
+    seen: Counter[int]
+    """All sequences in decode, summed over all looks, by window."""
 
 
 def _of_group(outcomes: Sequence[LoadOutcome], sums: _Sums) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def _of_group(outcomes: Sequence[LoadOutcome], sums: _Sums) -> dict[str, Any]:
     good = sum(one.is_good for one in outcomes)
     computed = sum(one.computed_tokens for one in outcomes)
     useful = sum(min(one.ask.prompt_tokens, one.computed_tokens) for one in outcomes if one.is_good)
-    sequence_s = _sequence_s(outcomes)
+    seen = _seen(outcomes)
     whole = range(int(sums.duration_s / WINDOW_S))
     accepted = len(outcomes) - ended.get(RequestState.REJECTED.value, 0)
     prompt_tokens = max(sum(one.ask.prompt_tokens for one in outcomes), 1)
@@ -51,8 +51,8 @@ def _of_group(outcomes: Sequence[LoadOutcome], sums: _Sums) -> dict[str, Any]:
         "ttft_ms": percentiles([1000 * one.ttft_s for one in outcomes if one.ttft_s is not None]),
         "tpot_ms": percentiles([1000 * one.tpot_s for one in outcomes if one.tpot_s]),
         "prefill_share": computed / max(sums.prompt_tokens, 1),
-        "decode_share": sequence_s.total() / max(sums.sequence_s.total(), 1e-9),
-        "decode_share_by_window": [sequence_s[one] / max(sums.sequence_s[one], 1e-9) for one in whole],
+        "decode_share": seen.total() / max(sums.seen.total(), 1e-9),
+        "decode_share_by_window": [seen[one] / max(sums.seen[one], 1e-9) for one in whole],
         "useful_share": useful / max(computed, 1),
         "rejections_per_request": sum(one.rejections for one in outcomes) / max(len(outcomes), 1),
         "interruptions": sum(one.interruptions for one in outcomes),
@@ -61,26 +61,26 @@ def _of_group(outcomes: Sequence[LoadOutcome], sums: _Sums) -> dict[str, Any]:
     }
 
 
-def _parts(seconds: Counter[int], all_workers: Mapping[str, Counter[int]], duration_s: float) -> list[float]:
+def _parts(own: Counter[int], all_workers: Mapping[str, Counter[int]], duration_s: float) -> list[float]:
     """Returns what a decode worker had of all streams, by window; 1 is an equal part."""
     totals: Counter[int] = Counter()
     for one in all_workers.values():
         totals.update(one)
     whole = range(int(duration_s / WINDOW_S))
-    return [len(all_workers) * seconds[window] / max(totals[window], 1e-9) for window in whole]
+    return [len(all_workers) * own[window] / max(totals[window], 1e-9) for window in whole]
 
 
-def _sequence_s(outcomes: Sequence[LoadOutcome]) -> Counter[int]:
+def _seen(outcomes: Sequence[LoadOutcome]) -> Counter[int]:
     total: Counter[int] = Counter()
     for one in outcomes:
-        total.update(one.sequence_s)
+        total.update(one.seen)
     return total
 
 
 def figures(played: Played) -> dict[str, Any]:
     """Figures of the whole run, of each tenant and priority class, of each class, and of each stream of traffic."""
     outcomes, workload = played.outcomes, played.workload
-    sums = _Sums(workload.duration_s, played.computed_tokens, _sequence_s(outcomes))
+    sums = _Sums(workload.duration_s, played.computed_tokens, _seen(outcomes))
     groups: dict[tuple[str, str], list[LoadOutcome]] = {}
     classes: dict[str, list[LoadOutcome]] = {}
     streams: dict[str, list[LoadOutcome]] = {name: [] for name in workload.streams}
@@ -95,8 +95,8 @@ def figures(played: Played) -> dict[str, Any]:
             : int(workload.duration_s / WINDOW_S)
         ],
         "workers": {
-            name: {"part_of_streams_by_window": _parts(seconds, played.streams_s, workload.duration_s)}
-            for name, seconds in played.streams_s.items()
+            name: {"part_of_streams_by_window": _parts(own, played.streams_seen, workload.duration_s)}
+            for name, own in played.streams_seen.items()
         },
         "workers_ended": played.deaths,
         "all": _of_group(outcomes, sums),

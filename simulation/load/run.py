@@ -58,8 +58,8 @@ class LoadOutcome:
     """Prompt tokens that were found in a cache, in the last attempt."""
     recomputed_tokens: int = 0
     """Prompt tokens of attempts after the first."""
-    sequence_s: Counter[int] = field(default_factory=Counter)
-    """Seconds in which it was a sequence in decode, up to the last arrival, by window of `WINDOW_S`."""
+    seen: Counter[int] = field(default_factory=Counter)
+    """How many looks found it as a sequence in decode, up to the last arrival, by window of `WINDOW_S`."""
 
     @property
     def is_good(self) -> bool:
@@ -78,8 +78,8 @@ class Played:
     """Tokens that all prefill workers computed, also for requests that did not finish."""
     kv_in_use: dict[int, list[float]] = field(default_factory=dict)
     """Shares of all decode workers' KV blocks that were held, by window of `WINDOW_S`."""
-    streams_s: dict[str, Counter[int]] = field(default_factory=dict)
-    """Seconds of sequences on each decode worker, by window."""
+    streams_seen: dict[str, Counter[int]] = field(default_factory=dict)
+    """Sequences on each decode worker, summed over all looks, by window of `WINDOW_S`."""
     deaths: int = 0
     """Workers that a request has ended."""
 
@@ -140,10 +140,10 @@ class _Player:
         window, held, blocks = int(cluster.now / WINDOW_S), 0, 0
         for incarnation, decode in cluster.decode.items():
             assert isinstance(decode, BatchedDecode)
-            streams_s = self._played.streams_s.setdefault(self._names[incarnation], Counter())
-            streams_s[window] += LOOK_EVERY_S * len(decode.table.batch.running)
+            seen = self._played.streams_seen.setdefault(self._names[incarnation], Counter())
+            seen[window] += len(decode.table.batch.running)
             for running in decode.table.batch.running:
-                self._tries[running.key[0]].sequence_s[window] += LOOK_EVERY_S
+                self._tries[running.key[0]].seen[window] += 1
             held += decode.allocator.held_count
             blocks += decode.allocator.total
         self._played.kv_in_use.setdefault(window, []).append(held / max(blocks, 1))

@@ -240,7 +240,7 @@ def drawn(seed: int) -> Workload:
             source.choice(names),
             kind,
             source.choice([0.1, 3.0, 100.0]),
-            source.choice([0.0, 1.0]),
+            for_s=source.choice([0.0, 1.0]),
         )
         for kind in kinds
     )

@@ -19,7 +19,7 @@ from rich.console import Console
 from launcher.admin.keys import NewKeysSettings
 from launcher.admin.keys import run as make_keys
 from launcher.cluster import up
-from launcher.cluster.file import parse
+from launcher.cluster.file import ClusterError, parse
 from launcher.cluster.hosts import HostSite, keys_there, parcel
 from launcher.cluster.plan import HostPlan
 from launcher.cluster.settings import UpSettings
@@ -196,7 +196,7 @@ def test_only_files_beside_it_are_copied(tmp_path: Path) -> None:
 def test_ssh_destination_is_no_option(tmp_path: Path, ssh: str) -> None:
     """A host's `ssh` that ssh would read as an option, or that has a blank, is refused."""
     text = site(tmp_path, "keys").path.read_text().replace("me@front", ssh)
-    with pytest.raises(SettingsError, match="ssh"):
+    with pytest.raises(ClusterError, match="ssh"):
         parse(text, tmp_path)
 
 

@@ -206,7 +206,7 @@ class Requirement(_Part):
 
     of: Annotated[_Name, Field(min_length=1)] = "all"
     """`all`, `run`, or the name of a stream of traffic, a tenant, a class or a worker."""
-    figure: Annotated[str, Field(pattern=r"^[a-z_0-9]+(\.[a-z_0-9]+)?$")]
+    figure: Annotated[str, Field(pattern=r"^[a-z_0-9]+(\.[a-z_0-9]+)?\z")]
     """The figure's name in JSON, like `goodput_share` or `ttft_ms.p90`. Of a figure by window, each window must do."""
     at_least: float | None = None
     """Its least value."""

@@ -29,13 +29,13 @@ from typing import Any
 from benchmarks.coordinator_scale import LIMITS, TimedCore, clock_ns, measure, scale_table
 from benchmarks.settings import CoordinatorBenchSettings
 from coordinator.events import Limits, PeerUp, Received, Send
-from coordinator.fairness.fair_queue import FairQueue, Terms
 from launcher import tables
 from launcher.reports import console_for, write_json
 from proto.codec import decode, encode
 from proto.messages import Chunk, Finished, HandedOver, Role, Step, StepDone, Submit
 from proto.parts import Capacity
 from proto.sampling import Sampling
+from scheduler.fairness.fair_queue import FairQueue, Terms
 from simulation.cluster.cluster import hello
 
 _TENANTS = (100, 1_000, 10_000)

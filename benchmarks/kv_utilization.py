@@ -22,10 +22,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.kv_utilization_load import Figures, Job, OverloadedCluster
 from benchmarks.settings import RoomBenchSettings
-from coordinator.kv_admission.admission import KvAdmission
-from coordinator.kv_admission.demand import KvDemand
 from launcher import tables
 from launcher.reports import console_for, write_json
+from scheduler.kv_admission.admission import KvAdmission
+from scheduler.kv_admission.demand import KvDemand
 
 Draw = Callable[[Random], Job]
 UNIFORM = {"uniform, prompt L/4": 0.25, "uniform, prompt L/2": 0.5, "uniform, prompt L": 1.0, "uniform, prompt 2L": 2.0}

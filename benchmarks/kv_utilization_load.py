@@ -11,9 +11,9 @@ from math import inf
 from random import Random
 
 from coordinator.events import Limits
-from coordinator.lifecycle import RequestState
 from proto.errors import Interrupt
 from proto.limits import HASH_BYTES
+from scheduler.lifecycle import RequestState
 from simulation.cluster.cluster import FIRST_DECODE, VirtualCluster
 from simulation.cluster.decode import BatchedDecode
 from simulation.cluster.surroundings import ClientRequest, Timing

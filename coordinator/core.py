@@ -23,11 +23,9 @@ from typing import NamedTuple
 from coordinator import progress
 from coordinator.admission import checks, intake, tenancy
 from coordinator.events import Action, Configured, Event, PeerDown, PeerUp, ProtocolViolation, Received, Tick
-from coordinator.placement.schedule import schedule
 from coordinator.recovery import draining, flips, members
 from coordinator.reporting import report
 from coordinator.state import State
-from coordinator.workers.worker import WORKERS
 from proto.drain import Draining, DrainRequest, FlipFailed, FlipRequest
 from proto.messages import (
     CacheEvents,
@@ -46,6 +44,8 @@ from proto.messages import (
 )
 from proto.progress import DecodeProgress, EndSession, Hung
 from proto.status import AutopilotReport, KvHeld, KvPairs
+from scheduler.placement.schedule import schedule
+from scheduler.workers.worker import WORKERS
 
 
 def _status(state: State, incarnation: int, event: Received, now: float) -> None:

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import msgspec
 
 from coordinator.accounting.usage import Closed, Opened, Past
-from coordinator.fairness.cost import START_LONG_TOKENS, Prices
-from coordinator.lifecycle import RequestState
 from coordinator.policy.versions import PolicyInForce
-from coordinator.score import Weights
-from coordinator.step_pace import StepLimits
 from proto.messages import Hello, Message
 from runtime.tenancy.priority_classes import DEFAULT_PRIORITY_CLASSES, PriorityClass
 from runtime.tenancy.tenants import Tenants
+from scheduler.fairness.cost import START_LONG_TOKENS, Prices
+from scheduler.lifecycle import RequestState
+from scheduler.score import Weights
+from scheduler.step_pace import StepLimits
 
 
 class PeerUp(msgspec.Struct, frozen=True, gc=False):

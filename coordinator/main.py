@@ -26,7 +26,6 @@ from coordinator.events import (
     StateChanged,
     Tick,
 )
-from coordinator.lifecycle import TERMINAL
 from coordinator.outbox import Outbox
 from coordinator.policy.keeper import PolicyKeeper, PolicyStoreError
 from coordinator.policy.versions import PolicyInForce
@@ -50,6 +49,7 @@ from runtime.settings import machine
 from runtime.settings.roles import CoordinatorSettings
 from runtime.tenancy.file import TenantsFile
 from runtime.tenancy.tenants import Tenants, TenantsError
+from scheduler.lifecycle import TERMINAL
 
 _BEHIND_RETRY_S = 1.0
 _CLOCK_STEP_S = 1.0  # the core is told when the wall clock and the monotonic one have drifted apart by more

@@ -1,16 +1,8 @@
 """Handlers for the reports of workers: steps computed, prompts handed over, attempts ended."""
 
 from coordinator.events import Received
-from coordinator.kv_admission.shared_blocks import chains
-from coordinator.lifecycle import ON_WORKERS, RequestState, Trigger
-from coordinator.placement import fetch
-from coordinator.placement.preemption import charge_decode, relieve
 from coordinator.recovery import flips, suspects
-from coordinator.request import Request
 from coordinator.state import State
-from coordinator.workers.circuit_breakers import NOBODY
-from coordinator.workers.prefix_index import usable_hashes
-from coordinator.workers.worker import Worker
 from proto.errors import Interrupt
 from proto.messages import (
     CacheEvents,
@@ -25,6 +17,14 @@ from proto.messages import (
 )
 from proto.progress import DecodeProgress
 from proto.status import KvHeld, KvPairs
+from scheduler.kv_admission.shared_blocks import chains
+from scheduler.lifecycle import ON_WORKERS, RequestState, Trigger
+from scheduler.placement import fetch
+from scheduler.placement.preemption import charge_decode, relieve
+from scheduler.request import Request
+from scheduler.workers.circuit_breakers import NOBODY
+from scheduler.workers.prefix_index import usable_hashes
+from scheduler.workers.worker import Worker
 
 
 def fault_of_step(state: State, incarnation: int, event: Received) -> str:

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from coordinator.workers.pool import Pool
 from proto.messages import ClusterState
 from proto.parts import Room
+from scheduler.workers.pool import Pool
 
 
 def cluster_state(pools: Mapping[str, Pool]) -> ClusterState:

@@ -10,19 +10,19 @@ from coordinator.accounting.goodput import Goodput, Times
 from coordinator.accounting.tombstones import Remembered
 from coordinator.accounting.usage import Closed, Opened
 from coordinator.events import Action, Limits, Send, StateChanged
-from coordinator.fairness.fair_node import Path
-from coordinator.lifecycle import TERMINAL, RequestState, Trigger
-from coordinator.observer import Watch
-from coordinator.request import LOST_PROCESSES_MAX, RETAINED, LostProcess, Request, RetainedAllocation, Suspicion
 from coordinator.room import cluster_state
-from coordinator.waiting.queue import WaitQueue
-from coordinator.workers.flip import RunningFlip
-from coordinator.workers.pool import Pool
-from coordinator.workers.worker import Allocation, Where, Worker
 from proto.errors import Interrupt
 from proto.messages import Hello, Interrupted, Message, Release, Role, Submit
 from proto.status import AutopilotStatus
 from runtime.tenancy.tenants import open_tenants
+from scheduler.fairness.fair_node import Path
+from scheduler.lifecycle import TERMINAL, RequestState, Trigger
+from scheduler.observer import Watch
+from scheduler.request import LOST_PROCESSES_MAX, RETAINED, LostProcess, Request, RetainedAllocation, Suspicion
+from scheduler.waiting.queue import WaitQueue
+from scheduler.workers.flip import RunningFlip
+from scheduler.workers.pool import Pool
+from scheduler.workers.worker import Allocation, Where, Worker
 
 FLIPS_SHOWN = 64
 

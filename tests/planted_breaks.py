@@ -82,7 +82,7 @@ BREAKS: Final[dict[str, Break]] = {
         "coordinator/outbox.py", "if not isinstance(send.message, _APART):", "if True:"
     ),
     "tests/coordinator/test_sessions.py::test_session_end_reaches_its_workers": Break(
-        "coordinator/kv_admission/sessions.py",
+        "scheduler/kv_admission/sessions.py",
         "session = self._by_name.get((tenant, name))",
         "session = next((one for (_, other), one in self._by_name.items() if other == name), None)",
     ),

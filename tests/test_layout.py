@@ -17,15 +17,17 @@ LINES_MAX = 500
 FOLDERS_MAY_IMPORT = {
     "coordinator": {
         "accounting": "policy",
-        "admission": "accounting placement reporting waiting workers",
-        "event_log": "fairness placement waiting workers",
+        "admission": "accounting reporting",
+        "event_log": "",
+        "policy": "",
+        "recovery": "reporting",
+        "reporting": "accounting policy",
+    },
+    "scheduler": {
         "fairness": "",
         "kv_admission": "",
         "placement": "fairness kv_admission waiting workers",
-        "policy": "",
-        "recovery": "reporting waiting workers",
-        "reporting": "accounting placement policy waiting workers",
-        "waiting": "accounting fairness kv_admission",
+        "waiting": "fairness kv_admission",
         "workers": "fairness kv_admission waiting",
     },
     "gateway": {

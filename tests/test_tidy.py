@@ -18,14 +18,15 @@ LINES_MAX = 500
 FUNCTION_LINES_MAX = 60
 
 EVERYTHING = frozenset(
-    "proto runtime kvtransfer engine coordinator gateway prefill_worker decode_worker simulation tuning launcher".split()
+    "proto runtime kvtransfer engine scheduler coordinator gateway prefill_worker decode_worker simulation tuning launcher".split()
 )
 MAY_IMPORT = {
     "proto": frozenset[str](),
     "kvtransfer": frozenset({"proto"}),
     "engine": frozenset({"proto"}),
     "runtime": frozenset({"proto"}),
-    "coordinator": frozenset({"proto", "runtime"}),
+    "scheduler": frozenset({"proto", "runtime"}),
+    "coordinator": frozenset({"proto", "runtime", "scheduler"}),
     "gateway": frozenset({"proto", "runtime"}),
     "prefill_worker": frozenset({"proto", "runtime", "engine", "kvtransfer"}),
     "decode_worker": frozenset({"proto", "runtime", "engine", "kvtransfer"}),
@@ -39,6 +40,8 @@ PURE = (
     "prefill_worker/tier.py",
     "decode_worker/lending.py",
     "proto/*.py",
+    "scheduler/*.py",
+    "scheduler/*/*.py",
     "coordinator/*.py",
     "coordinator/*/*.py",
     "kvtransfer/transport_choice.py",

@@ -1,4 +1,4 @@
-"""`python -m tools.lifecycle [PAGE]`: the diagram of a request's life cycle, made from `coordinator.lifecycle`.
+"""`python -m tools.lifecycle [PAGE]`: the diagram of a request's life cycle, made from `scheduler.lifecycle`.
 
 With PAGE, the part of that page between the two markers is replaced.
 """
@@ -6,7 +6,7 @@ With PAGE, the part of that page between the two markers is replaced.
 import sys
 from pathlib import Path
 
-from coordinator.lifecycle import TERMINAL, TRANSITIONS, RequestState, Trigger
+from scheduler.lifecycle import TERMINAL, TRANSITIONS, RequestState, Trigger
 
 BEGIN = "<!-- lifecycle: made by `python -m tools.lifecycle ARCHITECTURE.md`; a test fails when it is stale -->\n"
 END = "<!-- lifecycle: end -->\n"

@@ -2,8 +2,8 @@
 
 import msgspec
 
-from coordinator.accounting.drain import ComingBack, FreeingRate
 from runtime.tenancy.tenants import Level, QuotaLimits
+from scheduler.waiting.freeing import ComingBack, FreeingRate
 
 NS = 1_000_000_000
 

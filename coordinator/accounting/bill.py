@@ -4,7 +4,7 @@ import msgspec
 
 from coordinator.accounting.account import Grant
 from coordinator.accounting.quota import Ask
-from coordinator.lifecycle import RequestState
+from scheduler.lifecycle import RequestState
 
 
 class UsageCounters(msgspec.Struct, eq=False, gc=False):

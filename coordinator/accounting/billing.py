@@ -29,10 +29,10 @@ from coordinator.accounting.bill import Bill
 from coordinator.accounting.quota import NO_RATES, Ask, Denial, Quotas
 from coordinator.accounting.tombstones import Remembered
 from coordinator.accounting.usage import Closed, Past, Settled
-from coordinator.lifecycle import RequestState
 from proto.messages import RateState, Submit
 from proto.parts import Held
 from runtime.tenancy.tenants import Tenants
+from scheduler.lifecycle import RequestState
 
 LOST = "lost"
 """The outcome of an orphan about which no report came."""

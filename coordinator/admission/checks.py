@@ -4,16 +4,16 @@ nothing."""
 from collections.abc import Mapping
 
 from coordinator.events import Limits
-from coordinator.placement.choice import uncached_tokens
-from coordinator.request import Request
-from coordinator.waiting.projection import spread
-from coordinator.waiting.queue import WaitQueue
-from coordinator.workers.pool import Pool
-from coordinator.workers.worker import WORKERS
 from proto.compatible import mismatch
 from proto.errors import Reject
 from proto.limits import MAX_MODELS
 from proto.messages import Hello, Role, Submit
+from scheduler.placement.choice import uncached_tokens
+from scheduler.request import Request
+from scheduler.waiting.projection import spread
+from scheduler.waiting.queue import WaitQueue
+from scheduler.workers.pool import Pool
+from scheduler.workers.worker import WORKERS
 
 Refusal = tuple[Reject | None, str]
 

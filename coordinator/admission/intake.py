@@ -5,18 +5,18 @@ import msgspec
 from coordinator.accounting.billing import whole_of
 from coordinator.admission import checks, tenancy
 from coordinator.events import Received, StateChanged
-from coordinator.lifecycle import ON_WORKERS, RequestState, Trigger
-from coordinator.placement import suffix, turns
-from coordinator.placement.choice import uncached_tokens
-from coordinator.placement.preemption import expected_left
 from coordinator.reporting import report
-from coordinator.request import Request
 from coordinator.state import State
 from proto.codec import split_hashes
 from proto.errors import CancelReason, Interrupt, Reject
 from proto.limits import HASH_BYTES
 from proto.messages import Accepted, Cancel, Interrupted, Rejected, Submit
 from proto.progress import EndPrefix, EndSession
+from scheduler.lifecycle import ON_WORKERS, RequestState, Trigger
+from scheduler.placement import suffix, turns
+from scheduler.placement.choice import uncached_tokens
+from scheduler.placement.preemption import expected_left
+from scheduler.request import Request
 
 
 def fault_of_submit(state: State, incarnation: int, event: Received) -> str:

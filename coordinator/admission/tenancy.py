@@ -7,11 +7,11 @@ from zlib import crc32
 from coordinator.accounting.quota import Ask, Denial
 from coordinator.accounting.usage import Opened, Past
 from coordinator.events import Configured
-from coordinator.request import Request
 from coordinator.state import State
-from coordinator.waiting.projection import JITTER
 from proto.errors import Reject
 from proto.messages import Submit
+from scheduler.request import Request
+from scheduler.waiting.projection import JITTER
 
 RELOAD_S = 5.0
 """Retry time for a tenant that only the gateway knows. The coordinator will have read the same file by then."""

@@ -9,8 +9,8 @@ import msgspec
 from coordinator.core import Core
 from coordinator.event_log.reasons import by
 from coordinator.events import Action, Event, StateChanged
-from coordinator.lifecycle import TERMINAL, RequestState
-from coordinator.request import Request
+from scheduler.lifecycle import TERMINAL, RequestState
+from scheduler.request import Request
 
 
 class RequestsNamed:

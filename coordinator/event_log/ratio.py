@@ -7,8 +7,8 @@ import msgspec
 
 from coordinator.core import Core
 from coordinator.events import Action, Event, Received
-from coordinator.workers.flip import RunningFlip
 from proto.status import AutopilotReport
+from scheduler.workers.flip import RunningFlip
 
 
 class RoleChange(msgspec.Struct, frozen=True, tag_field="what", tag="role_change"):

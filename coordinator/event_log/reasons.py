@@ -10,15 +10,15 @@ from typing import Any
 
 import msgspec
 
-from coordinator.fairness.fair_node import FairNode
-from coordinator.fairness.fair_queue import where_they_part
-from coordinator.fairness.tenant_queue import AGED, Entry
-from coordinator.observer import Looked, Outcome
-from coordinator.placement.choice import cached_tokens
-from coordinator.request import Request
-from coordinator.waiting.queue_keys import LONE_KEY, bound_key, is_class
-from coordinator.workers.pool import Pool
-from coordinator.workers.worker import Worker
+from scheduler.fairness.fair_node import FairNode
+from scheduler.fairness.fair_queue import where_they_part
+from scheduler.fairness.tenant_queue import AGED, Entry
+from scheduler.observer import Looked, Outcome
+from scheduler.placement.choice import cached_tokens
+from scheduler.request import Request
+from scheduler.waiting.queue_keys import LONE_KEY, bound_key, is_class
+from scheduler.workers.pool import Pool
+from scheduler.workers.worker import Worker
 
 
 class By(msgspec.Struct, frozen=True):

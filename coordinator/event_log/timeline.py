@@ -22,9 +22,9 @@ from coordinator.event_log.reasons import (
     why_not,
 )
 from coordinator.events import Action, Event, Received, Send, StateChanged
-from coordinator.lifecycle import TERMINAL, RequestState
-from coordinator.observer import Composed, Decision, Looked, Outcome, StepEnd
 from proto.messages import HandedOver, Rejected, Reserve, Step, Submit
+from scheduler.lifecycle import TERMINAL, RequestState
+from scheduler.observer import Composed, Decision, Looked, Outcome, StepEnd
 
 NAMED_MAX: Final = 3
 """Requests named in one `Passed`."""

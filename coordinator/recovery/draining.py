@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from math import inf
 
 from coordinator.events import Received
-from coordinator.lifecycle import ON_WORKERS, RequestState
 from coordinator.reporting import report
-from coordinator.request import Request
 from coordinator.state import State
-from coordinator.workers.flip import FlipState
-from coordinator.workers.worker import Worker
 from proto.drain import DrainAnswer, Drained, Draining, DrainRequest
 from proto.errors import Interrupt
 from proto.messages import Interrupted, Release, Role
+from scheduler.lifecycle import ON_WORKERS, RequestState
+from scheduler.request import Request
+from scheduler.workers.flip import FlipState
+from scheduler.workers.worker import Worker
 
 ORDERS_MAX = 1024
 KEPT_S_MAX = 0.5

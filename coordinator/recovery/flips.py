@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from math import inf
 
 from coordinator.events import Received
-from coordinator.lifecycle import RequestState
 from coordinator.recovery import draining
 from coordinator.reporting import report
 from coordinator.state import State
-from coordinator.workers.flip import FlipState, RunningFlip
-from coordinator.workers.worker import WORKERS, Worker
 from proto import drain
 from proto.drain import Draining, FlipAnswer, FlipFailed, FlipRequest
 from proto.errors import Interrupt
 from proto.limits import flips_at_once
 from proto.messages import Hello, Interrupted, Role
+from scheduler.lifecycle import RequestState
+from scheduler.workers.flip import FlipState, RunningFlip
+from scheduler.workers.worker import WORKERS, Worker
 
 REGISTER_S_MAX = 15.0
 """How long a process that holds nothing may take to register in its new role, in seconds; after that it gets its old role

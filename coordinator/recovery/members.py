@@ -1,18 +1,18 @@
 """Handlers for processes that come and go, and for the requests that they hold."""
 
 from coordinator.events import ProtocolViolation, Received
-from coordinator.lifecycle import RequestState, Trigger
 from coordinator.recovery import draining, flips, suspects
-from coordinator.request import Request
 from coordinator.room import cluster_state
 from coordinator.state import State
-from coordinator.waiting.queue import WaitQueue
-from coordinator.workers.pool import Pool
-from coordinator.workers.worker import WORKERS, Worker
 from proto.errors import CancelReason, Interrupt
 from proto.messages import Hello, Release, Role
 from proto.progress import Hung
 from runtime.link.failure_detector import STILL_OPEN
+from scheduler.lifecycle import RequestState, Trigger
+from scheduler.request import Request
+from scheduler.waiting.queue import WaitQueue
+from scheduler.workers.pool import Pool
+from scheduler.workers.worker import WORKERS, Worker
 
 REMEMBERED_MAX = 1024
 EMPTY_POOL_S_MAX = 3600.0

@@ -18,13 +18,13 @@ The halves of a mixed worker are one process, so the requests of both are judged
 
 import msgspec
 
-from coordinator.lifecycle import RequestState, Trigger
-from coordinator.request import LOSSES_MAX, PROGRESS_TOKENS, LostProcess, Request, Suspicion
 from coordinator.state import State
-from coordinator.workers.circuit_breakers import HOST_LOSS_S
-from coordinator.workers.worker import Worker
 from proto.errors import Reject
 from proto.messages import Rejected
+from scheduler.lifecycle import RequestState, Trigger
+from scheduler.request import LOSSES_MAX, PROGRESS_TOKENS, LostProcess, Request, Suspicion
+from scheduler.workers.circuit_breakers import HOST_LOSS_S
+from scheduler.workers.worker import Worker
 
 
 def count_loss(state: State, worker: Worker) -> None:

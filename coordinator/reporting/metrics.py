@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from coordinator.accounting.usage import Closed, Opened
 from coordinator.events import StateChanged
-from coordinator.lifecycle import RequestState
 from coordinator.reporting.goodput_metrics import goodput_metrics
 from coordinator.reporting.recent import RecentTimes
 from coordinator.reporting.schedule_metrics import PREFIX, estimate_metrics, schedule_metrics
@@ -20,6 +19,7 @@ from proto.messages import Role
 from proto.status import StatusReport
 from runtime.metrics.registry import LATENCY_S, Labels, MetricsRegistry
 from runtime.metrics.tenant_labels import OTHER, TenantLabels
+from scheduler.lifecycle import RequestState
 
 _BY_REASON = {
     "rejected": ("requests_rejected", "reason", "Requests rejected, at once or after waiting, by reason."),

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from coordinator.accounting.usage import Closed
-from coordinator.lifecycle import RequestState
+from scheduler.lifecycle import RequestState
 
 REQUESTS_MAX = 256
 

@@ -9,9 +9,6 @@ from coordinator.accounting.goodput import GoodputCounts
 from coordinator.policy.versions import PolicyInForce
 from coordinator.reporting.served import services
 from coordinator.state import State
-from coordinator.waiting.projection import Speed
-from coordinator.workers.circuit_breakers import NOBODY
-from coordinator.workers.pool import Pool
 from proto.limits import MAX_CLASSES_SHOWN
 from proto.messages import Hello, Role, Submit
 from proto.policy import ArmStatus
@@ -25,6 +22,9 @@ from proto.status import (
     TenantStatus,
     WorkerStatus,
 )
+from scheduler.waiting.projection import Speed
+from scheduler.workers.circuit_breakers import NOBODY
+from scheduler.workers.pool import Pool
 
 NO_CAPACITY_S = 5.0
 """About the time in which a supervised worker comes back, in seconds."""

@@ -5,11 +5,11 @@ All are read from the core's state when metrics are requested. No cost grows wit
 
 from collections.abc import Callable, Iterator, Mapping
 
-from coordinator.accounting.ratios import Ratios
-from coordinator.placement.step_end import decode_limits
 from coordinator.state import State
-from coordinator.waiting.queue import WaitQueue
 from runtime.metrics.registry import Labels, MetricsRegistry
+from scheduler.placement.step_end import decode_limits
+from scheduler.waiting.queue import WaitQueue
+from scheduler.waiting.ratios import Ratios
 
 PREFIX = "crossdock_coordinator_"
 RESUMED = "(resumed)"

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from coordinator.waiting.queue import WaitQueue
+from scheduler.waiting.queue import WaitQueue
 
 
 class ServedTenant(NamedTuple):

@@ -24,8 +24,8 @@ from coordinator.event_log.reasons import (
 )
 from coordinator.event_log.timeline import Changed, ChunkSent, Entry, KeptFor, Passed, Placed, RequestEnded, Submitted
 from coordinator.events import Action, Event, Received, Send
-from coordinator.observer import StepEnd
 from launcher import tables
+from scheduler.observer import StepEnd
 
 CHUNKS_MAX = 12
 """A longer run of chunks is shown as one entry."""

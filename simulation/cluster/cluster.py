@@ -21,7 +21,6 @@ import msgspec
 
 from coordinator.core import Core
 from coordinator.events import Event, Limits, PeerDown, PeerUp, Received, Send, StateChanged, Tick
-from coordinator.lifecycle import TERMINAL, RequestState
 from proto.drain import Drained, Draining, Flip, FlipRequest
 from proto.errors import CancelReason, Interrupt, Reject
 from proto.kv import Fetch, FetchRefused
@@ -29,6 +28,7 @@ from proto.limits import PROTOCOL_VERSION
 from proto.messages import Cancel, Hello, Interrupted, Message, Rejected, Reserve, Role, Submit
 from proto.parts import Capacity
 from proto.sampling import Sampling
+from scheduler.lifecycle import TERMINAL, RequestState
 from simulation.cluster.decode import BatchedDecode, PacedDecode
 from simulation.cluster.prefill import ClusterPrefillWorker
 from simulation.cluster.surroundings import STOP, ClientRequest, ClusterEngine, ClusterSurroundings, Timing

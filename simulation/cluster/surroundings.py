@@ -10,13 +10,13 @@ from math import inf
 from random import Random
 from typing import Any
 
-from coordinator.lifecycle import RequestState
 from engine.sampling.finish import finish_reason
 from proto.kv import Fetch, FetchRefused
 from proto.limits import MAX_CACHE_CHANGES
 from proto.messages import CacheEvents, Destination, Message, Prefill, Rejected, Submit, TokenItem, Tokens
 from proto.progress import DecodeProgress
 from runtime.worker.ports import TakeChanges
+from scheduler.lifecycle import RequestState
 
 STOP, OTHER = 1, 2
 """`STOP` ends an answer before its max_tokens; `OTHER` stands for all other tokens."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from coordinator.lifecycle import RequestState
+from scheduler.lifecycle import RequestState
 from simulation.load.run import WINDOW_S, LoadOutcome, Played
 
 RANKS: Final = (50, 90, 95, 99)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from coordinator.events import Configured, PeerDown, PeerUp
-from coordinator.lifecycle import RequestState
 from engine.kv.split import prefill_blocks
 from proto.drain import DrainRequest
 from proto.errors import CrossdockError
 from proto.messages import Role
 from proto.parts import Capacity
+from scheduler.lifecycle import RequestState
 from simulation.cluster.cluster import FIRST_FLIPPED, OBSERVER, VirtualCluster, hello
 from simulation.cluster.decode import BatchedDecode
 from simulation.cluster.prefill import ClusterPrefillWorker

@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from coordinator.fairness.fair_node import Path
-from coordinator.fairness.fair_queue import FairQueue, Terms
-from coordinator.fairness.tenant_queue import Entry
-from coordinator.request import Request
+from scheduler.fairness.fair_node import Path
+from scheduler.fairness.fair_queue import FairQueue, Terms
+from scheduler.fairness.tenant_queue import Entry
+from scheduler.request import Request
 
 
 class Billed(FairQueue[Request]):

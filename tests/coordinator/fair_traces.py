@@ -4,8 +4,8 @@ import random
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from coordinator.fairness.fair_queue import FairQueue, Terms
-from coordinator.fairness.tenant_queue import Entry
+from scheduler.fairness.fair_queue import FairQueue, Terms
+from scheduler.fairness.tenant_queue import Entry
 from tests.coordinator.turns import Answer, MoveTo, pop
 
 Path = tuple[str, ...]

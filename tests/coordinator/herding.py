@@ -11,10 +11,10 @@ from functools import partial
 from statistics import fmean, median, quantiles
 
 from coordinator.events import Limits
-from coordinator.fairness.cost import Prices
-from coordinator.score import Weights
 from gateway.text.block_hashes import block_hashes
 from proto.codec import pack_tokens
+from scheduler.fairness.cost import Prices
+from scheduler.score import Weights
 from simulation.cluster.cluster import MODEL, VirtualCluster
 from simulation.cluster.surroundings import Timing
 from tests.coordinator.billed import Billed

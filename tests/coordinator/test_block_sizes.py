@@ -3,7 +3,6 @@
 import msgspec
 
 from coordinator.events import Limits, PeerDown, PeerUp
-from coordinator.workers.prefix_index import Locality, known_blocks, usable_hashes
 from proto.errors import Reject
 from proto.messages import (
     CacheEvents,
@@ -17,6 +16,7 @@ from proto.messages import (
     Step,
     StepDone,
 )
+from scheduler.workers.prefix_index import Locality, known_blocks, usable_hashes
 from tests.coordinator.world import Harness, named, submit, worker_hello
 
 WIDE = 12

@@ -6,7 +6,6 @@ import pytest
 
 from coordinator.core import Core
 from coordinator.events import Limits, PeerDown, PeerUp, Received
-from coordinator.score import Weights
 from gateway.text.block_hashes import block_hashes
 from proto.codec import pack_tokens
 from proto.drain import Draining
@@ -26,6 +25,7 @@ from proto.messages import (
     Submit,
     WorkFailed,
 )
+from scheduler.score import Weights
 from tests.coordinator.herding import BLOCK_SIZE, LONGEST_PREFIX_FIRST, Arrival, cluster, hot_traffic, serve
 from tests.coordinator.world import Harness, RandomWorld, named, submit, worker_hello
 from tests.helpers import first

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from coordinator.events import Limits
-from coordinator.fairness.fair_node import Path
+from scheduler.fairness.fair_node import Path
 from simulation.cluster.cluster import MODEL, VirtualCluster
 from simulation.cluster.surroundings import Timing
 from tests.coordinator.billed import Billed

@@ -7,7 +7,6 @@ import pytest
 
 from coordinator.core import HANDLERS, Core
 from coordinator.events import Configured, PeerDown, PeerUp, ProtocolViolation, Received, Send, Tick
-from coordinator.lifecycle import RequestState
 from coordinator.recovery.members import EMPTY_POOL_S_MAX
 from coordinator.reporting.report import COUNTER_MAX
 from proto.codec import decode, to_frames
@@ -29,6 +28,7 @@ from proto.messages import (
 from proto.progress import DecodeProgress
 from proto.sampling import Sampling
 from runtime.tenancy.tenants import open_tenants
+from scheduler.lifecycle import RequestState
 from tests.coordinator.world import Harness, submit, worker_hello
 
 

@@ -4,7 +4,6 @@ import msgspec
 import pytest
 
 from coordinator.events import Limits, PeerDown, PeerUp, Received, Tick
-from coordinator.lifecycle import TERMINAL, TRANSITIONS, IllegalTransition, RequestState, Trigger, advance
 from coordinator.reporting.report import status
 from proto.codec import encode
 from proto.drain import Draining
@@ -33,6 +32,7 @@ from proto.messages import (
 )
 from proto.parts import Held, Room
 from proto.status import KvHeld, KvPair, KvPairs, StatusReport
+from scheduler.lifecycle import TERMINAL, TRANSITIONS, IllegalTransition, RequestState, Trigger, advance
 from tests.coordinator.world import Harness, RandomWorld, gateway_hello, submit, worker_hello
 from tests.helpers import first
 

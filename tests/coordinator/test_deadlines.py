@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from coordinator.events import Limits
-from coordinator.request import Request
-from coordinator.waiting.latest_starts import STEPS_MAX, LatestStarts
-from coordinator.workers.pool import Pool
-from coordinator.workers.worker import Worker
 from proto.errors import Reject
 from proto.messages import Role, Submit
+from scheduler.request import Request
+from scheduler.waiting.latest_starts import STEPS_MAX, LatestStarts
+from scheduler.workers.pool import Pool
+from scheduler.workers.worker import Worker
 from simulation.cluster.cluster import VirtualCluster
 from simulation.cluster.surroundings import Timing
 from tests.coordinator.world import MODEL, submit, worker_hello

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.fairness.held_shares import HeldShares
 from proto.parts import Capacity
 from runtime.tenancy.tenants import from_tables
+from scheduler.fairness.held_shares import HeldShares
 from simulation.load.figures import figures
 from simulation.load.run import play
 from simulation.load.workload import Goal, LoadRequest, LoadStepTimes, WorkerSpec, Workload

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from coordinator.waiting.queue_keys import (
+from scheduler.waiting.queue_keys import (
     Demand,
     bound_key,
     class_key,

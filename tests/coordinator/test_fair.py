@@ -6,12 +6,12 @@ from itertools import pairwise
 
 import pytest
 
-from coordinator.fairness.fair_node import Ring
-from coordinator.fairness.fair_queue import FairQueue, Terms
-from coordinator.fairness.priority_classes import ring_weights
-from coordinator.fairness.sorted_row import SortedRow
-from coordinator.fairness.tenant_queue import Entry, TenantQueue
 from runtime.tenancy.priority_classes import DEFAULT_PRIORITY_CLASSES, PriorityClass
+from scheduler.fairness.fair_node import Ring
+from scheduler.fairness.fair_queue import FairQueue, Terms
+from scheduler.fairness.priority_classes import ring_weights
+from scheduler.fairness.sorted_row import SortedRow
+from scheduler.fairness.tenant_queue import Entry, TenantQueue
 from tests.coordinator.fair_traces import Job, Trace
 from tests.coordinator.turns import Answer, MoveTo, pop
 from tests.helpers import first

@@ -12,7 +12,7 @@ the longest wait, and one chunk more, for each request of i that waited.
 
 import random
 
-from coordinator.fairness.fair_queue import Terms
+from scheduler.fairness.fair_queue import Terms
 from tests.coordinator.fair_traces import Job, Path, Trace
 from tests.coordinator.turns import Answer, MoveTo, pop
 

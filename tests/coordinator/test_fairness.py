@@ -6,7 +6,7 @@ from coordinator.accounting.usage import Closed
 from coordinator.events import Limits
 from coordinator.reporting.recent import REQUESTS_MAX, RecentTimes
 from coordinator.reporting.served import ServedTenant, evenness, jain
-from coordinator.waiting.queue import WaitQueue
+from scheduler.waiting.queue import WaitQueue
 
 
 def test_jain_of_equal_shares_is_one() -> None:

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from coordinator.event_log.timeline import Placed, Timeline
-from coordinator.placement.fetch import PAUSE_S
 from prefill_worker.fetches import Fetches
 from proto.kv import Fetch
+from scheduler.placement.fetch import PAUSE_S
 from simulation.cluster.cluster import FIRST_PREFILL, VirtualCluster
 from tests.coordinator.tape import TapedCore, replay, taped
 from tests.coordinator.test_suffixes import BLOCK, World

@@ -4,10 +4,10 @@ import msgspec
 import pytest
 
 from coordinator.events import PeerDown, PeerUp
-from coordinator.request import Suspicion
 from proto.errors import Reject
 from proto.messages import HandedOver, Rejected, Role, Step, StepDone
 from proto.progress import DecodeProgress, Joined
+from scheduler.request import Suspicion
 from tests.coordinator.test_suspects import let_go
 from tests.coordinator.world import Harness, submit, worker_hello
 

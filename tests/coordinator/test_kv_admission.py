@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.kv_admission.admission import KvAdmission
-from coordinator.kv_admission.demand import NEVER, KvDemand
-from coordinator.placement.preemption import PreemptionCandidate, choose
+from scheduler.kv_admission.admission import KvAdmission
+from scheduler.kv_admission.demand import NEVER, KvDemand
+from scheduler.placement.preemption import PreemptionCandidate, choose
 from tests.coordinator.world import submit
 from tests.helpers import first
 

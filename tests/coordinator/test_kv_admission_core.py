@@ -9,11 +9,11 @@ import pytest
 from benchmarks.kv_utilization import most_use, workloads
 from benchmarks.kv_utilization_load import Job, OverloadedCluster
 from coordinator.events import Limits, PeerUp
-from coordinator.waiting.queue import WaitQueue
 from proto.errors import Interrupt
 from proto.messages import HandedOver, Interrupted, Message, Release, Released, Reserve, Role, Step, StepDone
 from proto.parts import Held
 from proto.progress import DecodeProgress, Joined
+from scheduler.waiting.queue import WaitQueue
 from tests.coordinator.world import Harness, submit, worker_hello
 from tests.helpers import first
 

@@ -5,9 +5,9 @@ from itertools import takewhile
 
 import pytest
 
-from coordinator.fairness.fair_node import FairNode
-from coordinator.fairness.sorted_row import SPARE
-from coordinator.fairness.tenant_queue import Entry, TenantQueue
+from scheduler.fairness.fair_node import FairNode
+from scheduler.fairness.sorted_row import SPARE
+from scheduler.fairness.tenant_queue import Entry, TenantQueue
 
 
 class Naive:

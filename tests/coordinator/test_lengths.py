@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 
 from coordinator.events import Configured, Limits
-from coordinator.lifecycle import RequestState
 from runtime.tenancy.tenants import parse
+from scheduler.lifecycle import RequestState
 from simulation.cluster.cluster import VirtualCluster
 from simulation.cluster.decode import BatchedDecode
 from simulation.cluster.surroundings import Timing

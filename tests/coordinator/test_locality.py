@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.score import DecodeSide, PrefillSide, Weights, best_decode, decode_s, prefill_s
-from coordinator.workers import prefix_index as locality
-from coordinator.workers.prefix_index import Locality, usable_hashes, usable_tokens
 from engine.kv.allocator import BlockAllocator
 from proto.messages import Submit
 from proto.sampling import Sampling
+from scheduler.score import DecodeSide, PrefillSide, Weights, best_decode, decode_s, prefill_s
+from scheduler.workers import prefix_index as locality
+from scheduler.workers.prefix_index import Locality, usable_hashes, usable_tokens
 
 WEIGHTS = Weights()
 HERE = PrefillSide(tokens_before=0, tokens_per_s=1000.0, cached_tokens=0, fullness=0.0, failure_rate=0.0, host="a")

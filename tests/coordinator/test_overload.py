@@ -9,12 +9,12 @@ from math import inf
 import pytest
 
 from coordinator.events import Limits
-from coordinator.fairness.fair_queue import FairQueue
-from coordinator.fairness.tenant_queue import Entry, TenantQueue
-from coordinator.request import Request
-from coordinator.waiting.overload import Rate
 from proto.errors import Reject
 from proto.messages import Rejected, Submit
+from scheduler.fairness.fair_queue import FairQueue
+from scheduler.fairness.tenant_queue import Entry, TenantQueue
+from scheduler.request import Request
+from scheduler.waiting.overload import Rate
 from simulation.cluster.cluster import VirtualCluster
 from simulation.cluster.surroundings import ClientRequest, Timing
 from tests.coordinator.world import MODEL, Harness, submit

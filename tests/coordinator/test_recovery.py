@@ -7,10 +7,7 @@ import msgspec
 import pytest
 
 from coordinator.events import Limits, PeerDown, PeerUp, Tick
-from coordinator.lifecycle import RequestState
 from coordinator.reporting import report
-from coordinator.waiting.retries import WINDOW_S, RetryBudget
-from coordinator.workers.circuit_breakers import OPEN_S, OPEN_S_MAX, TRIP_AFTER, Breakers
 from proto.errors import CancelReason, Interrupt, Reject
 from proto.messages import (
     Accepted,
@@ -31,6 +28,9 @@ from proto.messages import (
     WorkFailed,
 )
 from proto.progress import Hung
+from scheduler.lifecycle import RequestState
+from scheduler.waiting.retries import WINDOW_S, RetryBudget
+from scheduler.workers.circuit_breakers import OPEN_S, OPEN_S_MAX, TRIP_AFTER, Breakers
 from tests.coordinator.world import Harness, submit, worker_hello
 
 # --- a stream that is resumed ---------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from coordinator.events import Limits
-from coordinator.waiting.queue import WaitQueue
+from scheduler.waiting.queue import WaitQueue
 from simulation.cluster.cluster import MODEL, VirtualCluster
 from simulation.cluster.surroundings import Timing
 from tests.helpers import first, p99

@@ -9,13 +9,13 @@ import pytest
 
 from benchmarks.coordinator_scale import LIMITS, ScaledCluster
 from coordinator.events import Action, Event, PeerDown, PeerUp, Received
-from coordinator.placement import choice
-from coordinator.workers.candidates import EXAMINED_MAX
-from coordinator.workers.worker import Worker
 from proto.messages import CacheEvents, Role, StepDone
 from proto.parts import Capacity
 from proto.progress import DecodeProgress
 from proto.status import KvHeld
+from scheduler.placement import choice
+from scheduler.workers.candidates import EXAMINED_MAX
+from scheduler.workers.worker import Worker
 
 SERVED = 200
 
@@ -119,7 +119,7 @@ def test_stream_progress_schedules_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         scaled.submit()
     asked: list[int] = []
     monkeypatch.setattr(
-        "coordinator.placement.schedule._fill", lambda state, worker, *_: asked.append(worker.incarnation)
+        "scheduler.placement.schedule._fill", lambda state, worker, *_: asked.append(worker.incarnation)
     )
     cluster = scaled.cluster
     for decode in cluster.decode:

@@ -10,8 +10,6 @@ from coordinator.accounting.tombstones import Remembered
 from coordinator.events import Configured, Limits, PeerDown, PeerUp
 from coordinator.main import Coordinator
 from coordinator.outbox import Outbox
-from coordinator.request import Request
-from coordinator.waiting.queue import WaitQueue
 from proto.codec import decode, to_frames
 from proto.errors import CancelReason, Reject
 from proto.messages import (
@@ -34,6 +32,8 @@ from proto.parts import Held
 from proto.progress import DecodeProgress, Joined
 from proto.status import StatusReport
 from runtime.tenancy.tenants import parse
+from scheduler.request import Request
+from scheduler.waiting.queue import WaitQueue
 from tests.coordinator.world import MODEL, Harness, gateway_hello, submit, worker_hello
 
 

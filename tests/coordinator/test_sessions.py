@@ -6,13 +6,13 @@ from hashlib import blake2b
 
 import pytest
 
-from coordinator.kv_admission import sessions as module
-from coordinator.kv_admission.sessions import OpenTurn, Sessions
 from proto.codec import pack_tokens
 from proto.limits import HASH_BYTES
 from proto.messages import Submit
 from proto.progress import EndPrefix, EndSession
 from proto.sampling import Sampling
+from scheduler.kv_admission import sessions as module
+from scheduler.kv_admission.sessions import OpenTurn, Sessions
 from tests.coordinator.test_suffixes import World
 
 BLOCK = 4

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from benchmarks.kv_utilization_load import Figures, Job, OverloadedCluster
 from coordinator.events import PeerDown
-from coordinator.kv_admission.admission import KvAdmission
-from coordinator.kv_admission.demand import NEVER, KvDemand
-from coordinator.kv_admission.shared_blocks import SharedBlocks
 from proto.messages import Released
 from proto.parts import PrefixPart
 from proto.progress import DecodeProgress, SharedPrefix
+from scheduler.kv_admission.admission import KvAdmission
+from scheduler.kv_admission.demand import NEVER, KvDemand
+from scheduler.kv_admission.shared_blocks import SharedBlocks
 from simulation.cluster.cluster import FIRST_DECODE
 from tests.coordinator.test_kv_admission import key
 from tests.coordinator.world import MODEL, Harness, submit

@@ -6,16 +6,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.accounting.ratios import Ratios
 from coordinator.core import Core
 from coordinator.events import Limits, PeerUp
-from coordinator.observer import StepEnd
-from coordinator.placement.step_end import decode_limits
 from coordinator.reporting.metrics import CoordinatorMetrics
-from coordinator.request import Suspicion
 from proto.limits import MAX_CHUNKS_PER_STEP
 from proto.messages import CacheEvents, Finished, HandedOver, Role, Step, StepDone
 from runtime.tenancy.priority_classes import DEFAULT_PRIORITY_CLASSES, PriorityClass
+from scheduler.observer import StepEnd
+from scheduler.placement.step_end import decode_limits
+from scheduler.request import Suspicion
+from scheduler.waiting.ratios import Ratios
 from tests.coordinator.test_cache import hashes
 from tests.coordinator.world import MODEL, Harness, gateway_hello, named, submit, worker_hello
 
@@ -127,7 +127,7 @@ def test_draining_worker_step_ends_closed() -> None:
 @pytest.mark.parametrize(("moves_max", "end"), [(3, StepEnd.BOUND_ELSEWHERE), (2, StepEnd.GAVE_UP)])
 def test_step_ends_if_requests_wait_elsewhere(moves_max: int, end: StepEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step ends because requests are bound to another worker that has their KV cached, or after too many moves."""
-    monkeypatch.setattr("coordinator.placement.steps.MOVES_PER_TURN_MAX", moves_max)
+    monkeypatch.setattr("scheduler.placement.steps.MOVES_PER_TURN_MAX", moves_max)
     s = Harness.make(2, limits=SMALL, **LARGE)  # type: ignore[arg-type]
     s.receive(10, CacheEvents(hashes(200), b""))
     s.receive(1, named(submit("busy", 816), 1))

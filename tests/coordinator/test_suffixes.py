@@ -8,8 +8,8 @@ import pytest
 from coordinator.core import Core
 from coordinator.event_log.timeline import Placed, Timeline
 from coordinator.events import Limits
-from coordinator.fairness.cost import Prices
 from proto.limits import HASH_BYTES
+from scheduler.fairness.cost import Prices
 from simulation.cluster.cluster import VirtualCluster
 from simulation.cluster.decode import BatchedDecode
 from simulation.cluster.surroundings import Timing

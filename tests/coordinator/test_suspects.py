@@ -6,11 +6,11 @@ import pytest
 from coordinator.event_log.reasons import RunsAlone, why_not
 from coordinator.events import Limits, PeerDown, PeerUp, Tick
 from coordinator.recovery import suspects
-from coordinator.request import Suspicion
 from launcher.admin.explain_words import _reason
 from proto.errors import CancelReason, Reject
 from proto.messages import Cancel, HandedOver, Interrupted, Rejected, Release, Released, Role, Step, StepDone, Submit
 from proto.progress import DecodeProgress, Joined
+from scheduler.request import Suspicion
 from simulation.cluster.cluster import FIRST_PREFILL, VirtualCluster, hello
 from simulation.cluster.prefill import ClusterPrefillWorker
 from simulation.cluster.surroundings import Timing

@@ -30,10 +30,10 @@ from coordinator.event_log.timeline import (
     Timeline,
 )
 from coordinator.events import Limits, PeerDown, Tick
-from coordinator.observer import StepEnd
 from proto.errors import Interrupt
 from proto.messages import CacheEvents, Chunk, Finished, HandedOver, Released, StepDone, WorkFailed
 from runtime.tenancy.priority_classes import PriorityClass
+from scheduler.observer import StepEnd
 from tests.coordinator.tape import TapedCore, replay, taped
 from tests.coordinator.test_cache import hashes
 from tests.coordinator.test_replay import contended_world, random_world

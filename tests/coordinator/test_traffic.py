@@ -4,12 +4,12 @@ import pytest
 
 from coordinator.events import PeerUp
 from coordinator.reporting.report import status
-from coordinator.workers import traffic
-from coordinator.workers.traffic import RecentTraffic, expected_lengths
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Finished, Hello, Role, StatusRequest, StepDone
 from proto.progress import DecodeProgress, Joined
 from proto.status import AutopilotReport, AutopilotStatus, StatusReport
+from scheduler.workers import traffic
+from scheduler.workers.traffic import RecentTraffic, expected_lengths
 from tests.coordinator.test_draining import decoding
 from tests.coordinator.world import Harness, submit
 

@@ -4,13 +4,13 @@ import pytest
 
 from coordinator.core import Core
 from coordinator.events import Action, Event, Limits, Tick
-from coordinator.placement import schedule, steps
-from coordinator.placement.decide import Decision, NoRoom, Run, Wait, decide
-from coordinator.request import Request
-from coordinator.waiting.queue import WaitQueue
-from coordinator.workers.pool import Pool
-from coordinator.workers.worker import Worker
 from proto.messages import Step
+from scheduler.placement import schedule, steps
+from scheduler.placement.decide import Decision, NoRoom, Run, Wait, decide
+from scheduler.request import Request
+from scheduler.waiting.queue import WaitQueue
+from scheduler.workers.pool import Pool
+from scheduler.workers.worker import Worker
 from tests.coordinator.tape import replay
 from tests.coordinator.test_replay import contended_world, random_world
 from tests.coordinator.world import MODEL, Harness, submit
@@ -59,11 +59,11 @@ def test_moves_per_turn_are_bounded(
         return Wait(pool.prefill[11], b"", 0, 0.0) if worker.incarnation == 10 else NoRoom(in_decode=False)
 
     with monkeypatch.context() as nobody_is_asked:
-        nobody_is_asked.setattr("coordinator.placement.schedule.compose", lambda *_: None)
+        nobody_is_asked.setattr("scheduler.placement.schedule.compose", lambda *_: None)
         for number in range(steps.MOVES_PER_TURN_MAX + 10):
             h.receive(1, submit(f"r{number}"))
     monkeypatch.setattr(steps, "decide", wait)
-    monkeypatch.setattr("coordinator.placement.schedule._steal", lambda *_: False)
+    monkeypatch.setattr("scheduler.placement.schedule._steal", lambda *_: False)
     pool = h.core.pools[MODEL]
     pool.wakeups.request_came()
     h.post(Tick())
@@ -78,7 +78,7 @@ def test_steps_per_event_are_bounded(
     """One event gives a bounded number of steps, and a tick that is due at once goes on."""
     h = Harness.make(prefill=9, decode=2, limits=Limits(step_tokens=16))
     with monkeypatch.context() as nobody_is_asked:
-        nobody_is_asked.setattr("coordinator.placement.schedule.compose", lambda *_: None)
+        nobody_is_asked.setattr("scheduler.placement.schedule.compose", lambda *_: None)
         for number in range(9):
             h.receive(1, submit(f"r{number}", 16))
     monkeypatch.setattr(schedule, "STEPS_PER_EVENT_MAX", 4)

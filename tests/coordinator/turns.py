@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
-from coordinator.fairness.fair_queue import FairQueue, Terms
-from coordinator.fairness.tenant_queue import Entry
+from scheduler.fairness.fair_queue import FairQueue, Terms
+from scheduler.fairness.tenant_queue import Entry
 
 T = TypeVar("T")
 

@@ -20,7 +20,6 @@ from coordinator.events import (
     StateChanged,
     Tick,
 )
-from coordinator.lifecycle import TERMINAL
 from proto.codec import pack_tokens
 from proto.errors import CancelReason, Interrupt
 from proto.limits import PROTOCOL_VERSION
@@ -48,6 +47,7 @@ from proto.messages import (
 )
 from proto.parts import Capacity
 from proto.sampling import Sampling
+from scheduler.lifecycle import TERMINAL
 from tests.world import invariants
 
 MODEL = "m"

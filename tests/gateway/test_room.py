@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from coordinator.admission.checks import judge
 from coordinator.events import Limits
 from coordinator.room import cluster_state
-from coordinator.workers.pool import Pool
-from coordinator.workers.worker import Worker
 from gateway.text.tokenizer import ModelFacts, ModelTokenizer
 from proto.messages import ClusterState, Role
 from proto.parts import Room
+from scheduler.workers.pool import Pool
+from scheduler.workers.worker import Worker
 from tests import tiny_models
 from tests.coordinator.world import submit, worker_hello
 from tests.gateway.fakes import BLOCK_SIZE, CONTEXT_TOKENS, MODEL, Site

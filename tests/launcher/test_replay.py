@@ -193,7 +193,7 @@ def test_replay_shows_the_first_difference(
     """replay shows the first event at which the actions differ, and ends with status 1."""
     path = tmp_path / "j"
     path.write_bytes(contended_world(2).tape())
-    monkeypatch.setattr("coordinator.waiting.projection.JITTER", 0.2)
+    monkeypatch.setattr("scheduler.waiting.projection.JITTER", 0.2)
     assert commands.replay(ReplaySettings(file=str(path))) == 1
     said = capsys.readouterr().out
     assert "the actions differ" in said and "  event     Received(" in said and " bytes of ids)" in said

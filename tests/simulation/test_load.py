@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 import pytest
 
-from coordinator.lifecycle import RequestState
 from proto.parts import Capacity
 from runtime.tenancy.tenants import from_tables
+from scheduler.lifecycle import RequestState
 from simulation.load import run
 from simulation.load.figures import figures, percentiles
 from simulation.load.run import Played, TooManyRequests, play

@@ -9,9 +9,9 @@ from functools import partial
 from itertools import pairwise
 
 from coordinator.events import Limits
-from coordinator.lifecycle import RequestState
 from coordinator.reporting import report
 from proto.messages import Role
+from scheduler.lifecycle import RequestState
 from simulation.cluster.cluster import VirtualCluster
 from simulation.cluster.surroundings import ClientRequest, Timing
 from tuning.accuracy import Accuracy

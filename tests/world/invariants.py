@@ -3,9 +3,9 @@
 from collections import Counter
 
 from coordinator.core import Core
-from coordinator.lifecycle import ON_WORKERS, TERMINAL, RequestState
-from coordinator.request import RETAINED
-from coordinator.waiting.queue_keys import bound_key
+from scheduler.lifecycle import ON_WORKERS, TERMINAL, RequestState
+from scheduler.request import RETAINED
+from scheduler.waiting.queue_keys import bound_key
 
 
 def check(core: Core, *, honest: bool = True) -> None:

@@ -4,12 +4,12 @@ import pytest
 
 from coordinator.recovery import draining, flips
 from coordinator.state import State
-from coordinator.workers.worker import Worker
 from engine.kv.allocator import BlockAllocator
 from proto.drain import Drained
 from proto.messages import Role
 from runtime.worker.changeover import Changeover
 from runtime.worker.service import Service
+from scheduler.workers.worker import Worker
 from tests.world.planted import Planted
 
 BUGS = Planted()

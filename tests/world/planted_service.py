@@ -10,22 +10,22 @@ from coordinator import core, outbox, state
 from coordinator.accounting import billing
 from coordinator.accounting.usage import Closed, Past
 from coordinator.admission import intake
-from coordinator.fairness.held_shares import HeldShares
-from coordinator.lifecycle import RequestState
-from coordinator.placement import decide
 from coordinator.recovery import draining, members
-from coordinator.request import Request
-from coordinator.waiting.projection import Projection
-from coordinator.waiting.retries import RetryBudget
-from coordinator.workers.circuit_breakers import Breakers
-from coordinator.workers.pool import Pool
-from coordinator.workers.worker import Worker
 from gateway.streams.keeper import StreamKeeper
 from gateway.streams.state import StreamPhase, Submission
 from gateway.streams.types import StreamLimits
 from proto.errors import Interrupt
 from proto.messages import Release, TokenItem
 from runtime.worker.service import Service
+from scheduler.fairness.held_shares import HeldShares
+from scheduler.lifecycle import RequestState
+from scheduler.placement import decide
+from scheduler.request import Request
+from scheduler.waiting.projection import Projection
+from scheduler.waiting.retries import RetryBudget
+from scheduler.workers.circuit_breakers import Breakers
+from scheduler.workers.pool import Pool
+from scheduler.workers.worker import Worker
 from tests.world.faults.ledger import CheckedLedger
 from tests.world.planted import Planted
 

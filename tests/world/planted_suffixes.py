@@ -6,10 +6,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.kv_admission.sessions import Sessions
-from coordinator.request import Request
-from coordinator.workers.wakeups import Wakeups
-from coordinator.workers.worker import Worker
 from decode_worker.ended import EndedStreams
 from decode_worker.requests import AttemptTable
 from decode_worker.suffixes import Slice, Suffixes
@@ -19,6 +15,10 @@ from gateway.streams import keeper
 from gateway.streams.types import SendNames
 from prefill_worker.prompts import FetchPhase, PrefillRequest, PromptTable
 from proto.messages import Reserve, TokenItem, Tokens
+from scheduler.kv_admission.sessions import Sessions
+from scheduler.request import Request
+from scheduler.workers.wakeups import Wakeups
+from scheduler.workers.worker import Worker
 from tests.world.planted import Planted
 
 BUGS = Planted()

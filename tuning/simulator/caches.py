@@ -1,12 +1,12 @@
 """The prompts that prefill workers have cached, by the block ids of a trace, and whether a prompt runs better elsewhere.
 
 A simplified prefix cache: blocks of one worker in the order of use, as many as its KV pool holds. The choice is the score of
-`coordinator.score`; computing a hot prefix once more on another worker is not modelled.
+`scheduler.score`; computing a hot prefix once more on another worker is not modelled.
 """
 
 from collections.abc import Sequence
 
-from coordinator.score import PrefillSide, Weights, prefill_s
+from scheduler.score import PrefillSide, Weights, prefill_s
 from tuning.simulator.job import SimulatedRequest
 from tuning.simulator.prefill import SimulatedPrefillWorker
 

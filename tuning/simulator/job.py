@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from coordinator.waiting.queue_keys import Demand, class_key
 from runtime.tenancy.priority_classes import DEFAULT_PRIORITY_CLASS, DEFAULT_PRIORITY_CLASSES, PriorityClass
+from scheduler.waiting.queue_keys import Demand, class_key
 
 NOT_YET = -1.0
 

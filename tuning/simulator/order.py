@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from coordinator.events import Limits
-from coordinator.fairness.cost import OutputLength
-from coordinator.fairness.fair_node import FairNode, Path
-from coordinator.fairness.fair_queue import FairQueue, Terms
-from coordinator.fairness.priority_classes import ring_weights
-from coordinator.fairness.tenant_queue import Entry, TenantQueue
+from scheduler.fairness.cost import OutputLength
+from scheduler.fairness.fair_node import FairNode, Path
+from scheduler.fairness.fair_queue import FairQueue, Terms
+from scheduler.fairness.priority_classes import ring_weights
+from scheduler.fairness.tenant_queue import Entry, TenantQueue
 from tuning.simulator.job import SimulatedRequest
 
 

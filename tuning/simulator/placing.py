@@ -7,10 +7,10 @@ from math import inf
 
 import msgspec
 
-from coordinator.placement.decide import MOVES_MAX
-from coordinator.placement.fetch import ROUND_TRIP_S
-from coordinator.waiting.queue_keys import class_key, classes_without_room, is_class
 from engine.kv.split import prefill_blocks
+from scheduler.placement.decide import MOVES_MAX
+from scheduler.placement.fetch import ROUND_TRIP_S
+from scheduler.waiting.queue_keys import class_key, classes_without_room, is_class
 from tuning.advise import Workers
 from tuning.profile import Profile
 from tuning.simulator.batch import SimulatedBatch
@@ -112,7 +112,7 @@ class Placing(ABC):
             del self.classes[key]
 
     def schedule(self) -> None:
-        """As `coordinator.placement.schedule`: workers with a free step are asked, the one with the least to do first."""
+        """As `scheduler.placement.schedule`: workers with a free step are asked, the one with the least to do first."""
         self.news = False
         asked: set[int] = set()
         while True:
@@ -186,7 +186,7 @@ class Placing(ABC):
         decode.kept.take(job.sent.session)
 
     def _runs_on_decode(self, job: SimulatedRequest, waiting: int) -> bool:
-        """Decides as `coordinator.placement.suffix`: the decode worker that has most of a prompt computes the rest, if it
+        """Decides as `scheduler.placement.suffix`: the decode worker that has most of a prompt computes the rest, if it
         would finish before any prefill worker. `waiting`: requests ahead of this one at the prefill workers."""
         share, best, best_s = self.options.stall_share, None, inf
         if not share or not job.sent.session:
@@ -267,7 +267,7 @@ class Placing(ABC):
         self.order.move(job, key)
 
     def _decode_for(self, job: SimulatedRequest, worker: SimulatedPrefillWorker) -> SimulatedBatch | None:
-        """Returns the least full decode worker with room, by the rules of `coordinator.score`: the own half of a mixed worker
+        """Returns the least full decode worker with room, by the rules of `scheduler.score`: the own half of a mixed worker
         needs no transfer."""
         own = worker.batch
         best, best_rank = None, (0.0, 0, 0)

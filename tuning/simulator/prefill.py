@@ -4,10 +4,10 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from coordinator.placement.steps import BEGUN_MAX
-from coordinator.step_pace import StepLimits, StepPace
-from coordinator.waiting.queue_keys import bound_key, is_class
 from proto.limits import MAX_CHUNKS_PER_STEP
+from scheduler.placement.steps import BEGUN_MAX
+from scheduler.step_pace import StepLimits, StepPace
+from scheduler.waiting.queue_keys import bound_key, is_class
 from tuning.profile import PrefillCost, ProfileCapacity
 from tuning.simulator.batch import SimulatedBatch
 from tuning.simulator.job import SimulatedRequest
@@ -118,7 +118,7 @@ class StepRoom(Protocol):
 def compose(
     worker: SimulatedPrefillWorker, order: FairOrder, cluster: StepRoom, cost: PrefillCost
 ) -> SimulatedStep | None:
-    """As `coordinator.placement.steps.compose`; None if there is nothing that the worker can do."""
+    """As `scheduler.placement.steps.compose`; None if there is nothing that the worker can do."""
     chunks: list[tuple[SimulatedRequest, int, int]] = []
     size = worker.block_size
     left, pairs = max(worker.pace.budget, size), 0.0

@@ -5,7 +5,7 @@ from collections import Counter
 
 from coordinator.accounting.billing import LOST
 from coordinator.core import Core
-from coordinator.lifecycle import RequestState
+from scheduler.lifecycle import RequestState
 from tests.world.faults.cluster import FaultCluster
 from tests.world.faults.ledger import DAY
 from tests.world.faults.oracles import stream_of

@@ -18,7 +18,6 @@ from coordinator.events import (
     StateChanged,
     Tick,
 )
-from coordinator.lifecycle import TERMINAL, RequestState
 from coordinator.outbox import Outbox
 from coordinator.policy.trial import tenants_of
 from coordinator.recovery.stall_detector import StallDetector, StallGuard
@@ -28,6 +27,7 @@ from proto.fields import HandOverMs
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Interrupted, Message, Prefill, Reserve, Role, WorkFailed
 from runtime.link.failure_detector import FailureDetector
+from scheduler.lifecycle import TERMINAL, RequestState
 from tests.world.faults.ledger import UNIX_S
 from tests.world.faults.oracles import stream_of
 from tests.world.faults.surroundings import FaultSurroundings

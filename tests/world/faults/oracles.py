@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 
 from coordinator.core import Core
 from coordinator.events import StateChanged
-from coordinator.lifecycle import RequestState
-from coordinator.waiting.retries import WINDOW_S
 from engine.kv.allocator import BlockAllocator
 from gateway.streams.keeper import StreamKeeper
 from gateway.streams.types import Action, Deliver, Ended, FailKind, Finish, LinkDown
 from proto.errors import FinishReason, Interrupt, Reject
 from proto.messages import Accepted, Interrupted, Message, Prefill, Reserve, Submit, TokenItem, Tokens, WorkFailed
 from proto.parts import Held
+from scheduler.lifecycle import RequestState
+from scheduler.waiting.retries import WINDOW_S
 from tests.world.faults.ledger import CheckedLedger
 from tests.world.faults.plan import LIMITED, Asked, FaultPlan
 from tests.world.toy_model import ToyAnswer, expected

@@ -8,9 +8,9 @@ from typing import Final
 import msgspec
 
 from coordinator.events import Limits
-from coordinator.fairness.cost import START_LONG_TOKENS
 from gateway.streams.types import StreamLimits
 from proto.sampling import Sampling
+from scheduler.fairness.cost import START_LONG_TOKENS
 from tests.world.network import Hostility
 from tests.world.toy_model import EOS, VOCAB, expected
 

@@ -1,0 +1,77 @@
+"""The decisions that a `Watch` callback sees while the core makes them: which requests it considered for a step, and the
+outcome for each. Pure.
+
+`State.watch` is unset while serving. The callback may read the whole state as it was at the decision, before any tenant is
+charged. It must change nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from scheduler.request import Request
+from scheduler.workers.worker import Worker
+
+
+class Outcome(StrEnum):
+    TAKEN = "taken"
+    """Its next chunk goes into the step, or it is placed on an idle worker with more of its prompt cached. The turn is over."""
+    NO_ROOM = "no_room"
+    """This prefill worker or all decode workers have no room for it."""
+    WAITS = "waits"
+    """It skips this worker's turn, and waits for a worker that has more of its prompt cached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """The core considered `request` for a chunk on `worker`, in the fair order."""
+
+    worker: Worker
+    request: Request
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class NothingRuns:
+    """The turn is over, and nothing that waits can have a chunk on `worker` now."""
+
+    worker: Worker
+
+
+class StepEnd(StrEnum):
+    """Why a prefill step has no more tokens, or a decode batch no more sequences. The words of metrics and `explain`."""
+
+    FULL = "full"
+    """It has its budget of tokens."""
+    MAX_CHUNKS = "max_chunks"
+    """It has as many chunks as one message may have."""
+    NOTHING_WAITS = "nothing_waits"
+    NO_DECODE_SEQUENCES = "no_decode_sequences"
+    """The waiting requests find no sequence free on a decode worker."""
+    NO_DECODE_KV = "no_decode_kv"
+    """A sequence is free there, but not the KV blocks that a request needs until its end."""
+    TPOT_TARGET = "tpot_target"
+    """Both are free there, and another sequence would break a target for the time per output token."""
+    NO_ROOM_IN_PREFILL = "no_room_in_prefill"
+    """This prefill worker has no room for the waiting requests, or may not send to any decode worker with room."""
+    WORKER_CLOSED = "worker_closed"
+    """The worker drains, is left out after failures, or is kept for one request."""
+    OWN_STEP = "own_step"
+    """A request that is suspected of having ended workers runs, or is about to run, without others."""
+    BOUND_ELSEWHERE = "bound_elsewhere"
+    """The waiting requests are bound to other workers, or fit none."""
+    GAVE_UP = "gave_up"
+    """Too many requests were passed over at one turn. The next event goes on with the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """A step is made up, and is about to be sent."""
+
+    worker: Worker
+    step_id: int
+    end: StepEnd
+
+
+Decision = Looked | NothingRuns | Composed
+Watch = Callable[[Decision], None]

@@ -1,0 +1,112 @@
+"""Places waiting requests and keeps prefill workers busy, after every event that may have made a placement or step possible.
+Each pool's `Wakeups` note such events. Other events, like the progress of running streams, cause no work here.
+"""
+
+from itertools import islice
+
+from coordinator.state import State
+from scheduler.lifecycle import RequestState, Trigger
+from scheduler.observer import NothingRuns
+from scheduler.placement.choice import better_than_bound, expect_cached, last_block
+from scheduler.placement.out_of_turn import place_kept, place_lone, place_retained
+from scheduler.placement.preemption import give_shares
+from scheduler.placement.steps import compose
+from scheduler.waiting.queue import WaitQueue
+from scheduler.waiting.queue_keys import bound_key
+from scheduler.workers.candidates import EXAMINED_MAX
+from scheduler.workers.pool import Pool
+from scheduler.workers.worker import Worker
+
+STEALS_MAX = 8
+"""A request that was bound to a worker so often stays where it is."""
+STEPS_PER_EVENT_MAX = 16
+"""Composing a step takes 0.3 ms or more. If one event makes room for more steps than this, as in a large cluster, other events
+are handled between them."""
+
+
+def schedule(state: State, now: float) -> None:
+    for model, queue in state.queues.items():
+        pool = state.pools[model]
+        if pool.breakers.wake(now):
+            pool.wakeups.look_anew()
+        if not pool.wakeups.due:
+            continue
+        if not queue.fair.size:
+            pool.wakeups.nothing_waits()
+            continue
+        if pool.wakeups.for_all and pool.retained:
+            place_retained(state, pool, now)
+        place_kept(state, pool, now)
+        place_lone(state, pool, now)
+        _ask_workers(state, pool, queue, now)
+        if not pool.wakeups.go_on_at_once:
+            give_shares(state, pool, queue, now)
+            if state.watch is not None and not pool.wakeups.asked_in_vain and len(pool.wakeups.idle):
+                idle = pool.prefill[next(iter(pool.wakeups.idle))]
+                state.watch(NothingRuns(idle))  # no class has room, so none is asked
+        pool.wakeups.event_done()
+
+
+def _ask_workers(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
+    """Ask the prefill workers that may find something, one after another, until none does or enough was done."""
+    steps, pool.wakeups.go_on_at_once = 0, False
+    while (worker := pool.wakeups.next_to_ask(queue)) is not None or place_lone(state, pool, now):
+        if worker is None:
+            continue
+        if steps == STEPS_PER_EVENT_MAX:
+            pool.wakeups.steps_max_reached()
+            return
+        if _fill(state, worker, pool, queue, now):
+            steps += 1
+            if worker.undispatched:
+                pool.wakeups.has_own_work(worker)
+        elif not _steal(worker, pool, queue, now):
+            pool.wakeups.found_nothing(worker)
+
+
+def _steal(worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> bool:
+    """Let a worker with nothing to do take the last request bound to another worker, if it starts earlier here. Returns
+    whether it did."""
+    if worker.is_decode or not pool.wakeups.may_place_on(worker) or not pool.has_pair(worker, now):
+        return False
+    hosts = [
+        pool.workers[incarnation]
+        for incarnation in islice(pool.bindings.hosts, EXAMINED_MAX)
+        if incarnation != worker.incarnation
+    ]
+    host = max(hosts, key=lambda w: (w.tokens_before, w.incarnation), default=None)
+    if host is None:
+        return False
+    pool.bindings.hosts[host.incarnation] = pool.bindings.hosts.pop(host.incarnation)  # the others are looked at too
+    request = next(reversed(host.bound.values()))
+    if request.resumed and pool.breakers.host_fails(worker.hello.host, now):
+        return False
+    if request.attempt_progress.moves >= STEALS_MAX or not worker.fits(request.submit):
+        return False
+    if queue.class_key(request) in pool.wakeups.closed:
+        return False
+    if not better_than_bound(request, worker, host, pool, pool.bindings.kept_waiting(worker, len(queue)), now):
+        return False
+    cached_there = request.cached_tokens
+    pool.bindings.unbind(request)
+    expect_cached(request, worker, pool)
+    if request.cached_tokens < cached_there:
+        pool.waits.computed(last_block(request.submit, cached_there))
+    pool.bindings.bind(request, worker)
+    queue.settle_on(request, bound_key(worker.incarnation))
+    return True
+
+
+def _fill(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> bool:
+    """Give a prefill worker one step more; False if there is nothing for it."""
+    if pool.suspects and any(request.own_step for _, requests in worker.steps.values() for request in requests):
+        return False  # nothing beside that one
+    step = compose(state, worker, pool, queue, now)
+    if step is None:
+        return False
+    state.send(worker.incarnation, step)
+    for request in worker.steps[step.step_id][1]:
+        state.billing.hold(request.id)
+        if request.state is RequestState.PLACED:
+            state.move(request, Trigger.DISPATCH, now)
+    return True

@@ -1,0 +1,122 @@
+"""Chooses where to compute a prompt whose beginning a decode worker has: on that worker, or on a prefill worker. Pure.
+
+    there       (prompt tokens before it + tokens not cached there) / rate of prompts beside the streams there
+    elsewhere   wait for its turn + (tokens before it + tokens not cached) / rate, of the best prefill worker, + hand-over;
+                and what it takes to fetch what is cached there, where that is better
+
+The wait assumes that all requests that wait for a turn are like this one, but it is at most the wait projected from its
+tenant's share.
+
+The smaller one wins. The rates are measured; a decode worker's rate is that of slices between the steps of its streams. A
+decode worker computes a suffix only if it has at least half of the prompt. A request that is bound to a decode worker takes
+its turns in the fair order like all others. If others wait for room in decode, it waits with them.
+"""
+
+from collections.abc import Iterable
+from math import inf
+from typing import NamedTuple
+
+from proto.messages import Role, Submit
+from scheduler.placement.choice import cached_tokens
+from scheduler.placement.fetch import beginning
+from scheduler.request import Request
+from scheduler.waiting.queue import WaitQueue
+from scheduler.waiting.queue_keys import bound_key
+from scheduler.workers.pool import Pool
+from scheduler.workers.worker import Worker
+
+
+class OnDecode(NamedTuple):
+    decode: Worker
+    """It computes the suffix."""
+    cached_tokens: int
+    there_s: float
+    elsewhere_s: float
+
+
+def best_on_decode(
+    request: Request, pool: Pool, queue: WaitQueue, now: float, own: Worker | None = None
+) -> OnDecode | None:
+    """Returns the decode worker that would finish the prompt before any prefill worker; None if there is none. `own`: the
+    prefill worker that asks; None: the request has just come."""
+    submit = request.submit
+    if not submit.block_hashes or not _may_run_on_decode(request, pool):
+        return None
+    best, best_s, best_cached = None, inf, 0
+    for worker in pool.candidates.holders(Role.DECODE, submit):
+        if not takes(worker, request, pool, now):
+            continue
+        cached = cached_tokens(submit, worker, pool)
+        done_s = done_in_s(worker, submit, cached, pool)
+        if done_s < best_s:
+            best, best_s, best_cached = worker, done_s, cached
+    if best is None:
+        return None
+    prefill = pool.candidates.holders(Role.PREFILL, submit) + pool.candidates.first_to_finish()
+    hand_over_s = pool.weights.transfer_s * ((submit.prompt_tokens - best_cached) // submit.hash_block_size)
+    if own is not None:
+        elsewhere_s = _prefill_s(submit, [*prefill, own], best, pool, 0, now)
+    else:
+        elsewhere_s = _prefill_s(submit, prefill, best, pool, len(queue) - 1, now)
+        if not request.resumed:
+            elsewhere_s = min(elsewhere_s, request.projected_s + _prefill_s(submit, prefill, best, pool, 0, now))
+    elsewhere_s += hand_over_s
+    return OnDecode(best, best_cached, best_s, elsewhere_s) if best_s <= elsewhere_s else None
+
+
+def came(request: Request, pool: Pool, queue: WaitQueue, now: float) -> None:
+    """Let a new request wait for a decode worker, if that would finish its prompt first, or else in its demand class."""
+    found = best_on_decode(request, pool, queue, now) if request.entry is not None and not pool.wakeups.closed else None
+    if found is None:
+        pool.wakeups.request_came()
+        return
+    request.cached_tokens = request.dispatched_tokens = found.cached_tokens
+    pool.bindings.bind(request, found.decode)
+    request.attempt_progress.there_s, request.attempt_progress.elsewhere_s = found.there_s, found.elsewhere_s
+    queue.settle_on(request, bound_key(found.decode.incarnation))
+
+
+def takes(worker: Worker, request: Request, pool: Pool, now: float) -> bool:
+    """Whether this decode worker may compute and decode the request now."""
+    if not worker.capacity.computes_suffixes or worker.draining or worker.incarnation in pool.kept_for_one:
+        return False
+    if request.resumed and pool.breakers.host_fails(worker.hello.host, now):
+        return False
+    cached = cached_tokens(request.submit, worker, pool)
+    if cached < request.submit.prompt_tokens - cached:
+        return False
+    return pool.may_pair(worker, worker, now) and pool.decode_fits(worker, request, pool.waiting_target())
+
+
+def waits_behind(request: Request, pool: Pool, queue: WaitQueue) -> bool:
+    """Whether another request that waits for room in decode comes before this one."""
+    first = queue.first(list(pool.wakeups.closed)) if pool.wakeups.closed else None
+    return first is not None and queue.goes_before(first, request)
+
+
+def done_in_s(worker: Worker, submit: Submit, cached: int, pool: Pool) -> float:
+    """How long the worker takes for the prompt, behind what it has to compute already."""
+    return (worker.tokens_before + submit.prompt_tokens - cached) / pool.rate(worker)
+
+
+def _prefill_s(
+    submit: Submit, prefill: Iterable[Worker], decode: Worker, pool: Pool, waiting: int, now: float
+) -> float:
+    """Returns how many seconds the best of these prefill workers takes, if `decode` computes the answer. `waiting`: requests
+    that wait for a turn, all taken to be like this one."""
+    least_s = inf
+    for worker in prefill:
+        if not worker.draining and worker.could_ever_take(submit):
+            begins = beginning(submit, worker, decode, pool, now)
+            cached = begins.tokens
+            done_s = done_in_s(worker, submit, cached, pool) + begins.fetch_s
+            waits = pool.bindings.kept_waiting(worker, waiting) if waiting else 0.0
+            least_s = min(least_s, done_s + waits * (submit.prompt_tokens - cached) / pool.rate(worker))
+    return least_s
+
+
+def _may_run_on_decode(request: Request, pool: Pool) -> bool:
+    """Whether the request needs no prompt log-probabilities, has no room kept elsewhere, and is not suspected of ending
+    workers."""
+    is_usual = request.submit.sampling.prompt_logprobs < 0 and request.suspicion is None
+    return is_usual and request.id not in pool.retained and pool.room_for_large.request is not request

@@ -1,0 +1,150 @@
+"""Projects when a tenant's request would get its place, for admission, Retry-After and people. Pure.
+
+It divides the work that goes first in the fair order (`work_ahead`) by the rate at which work is placed. If decode has no
+room, or the queue has not been empty for longer than placed requests stay, that is the rate at which placed work comes free
+(`drain`). Else it is the measured speed of prefill.
+
+Clients that were rejected and told to come back keep their place in the order until then. So each gets a time of its own, even
+if all are of different tenants.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+from zlib import crc32
+
+from scheduler.fairness.fair_node import Path
+from scheduler.request import Request
+from scheduler.waiting.freeing import ComingBack, FreeingRate
+from scheduler.waiting.ratios import Ratios
+from scheduler.waiting.work_ahead import WorkAhead
+
+RETRY_AFTER_S = (1.0, 600.0)
+SHORT_S = 0.1
+"""Below this, the error of a projection does not matter."""
+JITTER = 0.1
+"""A wait is lengthened by up to this part of it, never shortened."""
+
+
+def spread(wait_s: float, request_id: str) -> float:
+    """A wait as clients are told it: within bounds, and a little longer for some, so that they do not come back together."""
+    low, high = RETRY_AFTER_S
+    return min(max(wait_s, low), high) * (1 + JITTER * crc32(request_id.encode()) / (1 << 32))
+
+
+class Speed(NamedTuple):
+    """The speed of a pool's workers."""
+
+    prompt_tokens_per_s: float
+    """0: not measured."""
+    decode_is_full: bool
+    """Some request found no room there."""
+
+
+class ProjectionAccuracy(NamedTuple):
+    """Sums over requests that were placed, in seconds."""
+
+    projected_s: float = 0.0
+    waited_s: float = 0.0
+    error_s: float = 0.0
+    """The sum of the absolute errors of the waits projected on arrival, in seconds."""
+
+
+class Projection:
+    """How long requests of one model's queue will wait."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self.waiting = WorkAhead(weights)
+        """Work of the requests that wait for a place, in weighted tokens, as in `Prices`."""
+        self._line = WorkAhead(weights)
+        """Work as in `waiting`, with that of requests that were told to come back."""
+        self._coming: ComingBack[tuple[Path, int]] = ComingBack()
+        self.placed = FreeingRate()
+        self._prompt_tokens = 0
+        """Prompt tokens of the requests that wait."""
+        self._waits_since: float | None = None
+        """The time since which something has always been waiting; None: nothing waits."""
+        self.accuracy: dict[str, ProjectionAccuracy] = {}
+        """How far projections were off, by priority class."""
+        self.ratios: dict[str, Ratios] = {}
+        """Waits divided by the projected waits, by priority class, unless both are short."""
+
+    def reweigh(self, weights: Mapping[str, float]) -> None:
+        self.waiting.reweigh(weights)
+        self._line.reweigh(weights)
+
+    # --- what happens ---------------------------------------------------------------------------------------------------
+
+    def wait(self, request: Request, work: int) -> None:
+        """Count a request that begins to wait for a place."""
+        request.work = work
+        if self._waits_since is None:
+            self._waits_since = request.since
+        self._count(request, 1)
+
+    def wait_no_more(self, request: Request) -> None:
+        self._count(request, -1)
+        if not self.waiting.work:
+            self._waits_since = None
+
+    def _count(self, request: Request, sign: int) -> None:
+        urgent = request.first_token_ms > 0
+        self.waiting.add(request.path, sign * request.work, urgent=urgent)
+        self._line.add(request.path, sign * request.work, urgent=urgent)
+        self._prompt_tokens += sign * request.submit.prompt_tokens
+
+    def place(self, request: Request, now: float) -> None:
+        """Count a request that has got a place. It has waited since `request.since`."""
+        request.placed_work = request.work
+        self.placed.take(request.work, now)
+        if request.attempt > 1:
+            return
+        sums, waited_s = self.accuracy.get(request.path[0], ProjectionAccuracy()), now - request.since
+        error_s = abs(waited_s - request.projected_s)
+        self.accuracy[request.path[0]] = ProjectionAccuracy(
+            sums.projected_s + request.projected_s, sums.waited_s + waited_s, sums.error_s + error_s
+        )
+        if waited_s > SHORT_S or request.projected_s > SHORT_S:
+            found = self.ratios.get(request.path[0]) or self.ratios.setdefault(request.path[0], Ratios())
+            found.add(max(waited_s, SHORT_S) / max(request.projected_s, SHORT_S))
+
+    def leave(self, request: Request, now: float) -> None:
+        """Give back the work of an attempt that had a place and is over."""
+        if request.placed_work:
+            self.placed.give_back(request.placed_work, now - request.attempt_progress.placed_at, now)
+            request.placed_work = 0
+
+    # --- when -----------------------------------------------------------------------------------------------------------
+
+    def wait_s(self, path: Path, speed: Speed, now: float, *, urgent: bool = False) -> float:
+        """How long a new request of this tenant would wait for a place."""
+        if not self.waiting.work:
+            return 0.0
+        return self._seconds(self.waiting.before(path, 0, urgent=urgent), speed, now)
+
+    def retry_after_s(
+        self, path: Path, work: int, request_id: str, speed: Speed, now: float, computed_s: float = 0.0
+    ) -> float:
+        """Returns the wait that a client is told: until its turn, behind all requests that wait and all that come back before
+        it. Its place is kept for it. `computed_s`: seconds until prefill has computed the admitted work before it, placed work
+        included."""
+        for before, amount in self._coming.take_due(now):
+            self._line.add(before, -amount, urgent=False)
+        line = self._line.before(path, work, urgent=False)
+        coming = line - self.waiting.before(path, work, urgent=False)
+        wait_s = max(self._seconds(line - work, speed, now), computed_s + self._seconds(coming, speed, now))
+        told_s = spread(wait_s, request_id)
+        if self._coming.tell(now + told_s, (path, work)):
+            self._line.add(path, work, urgent=False)
+        return told_s
+
+    def _seconds(self, work: float, speed: Speed, now: float) -> float:
+        """Seconds in which so much work gets a place."""
+        placed, since = self.placed, self._waits_since
+        steady = since is not None and placed.is_learnt and now - since >= placed.mean_s
+        prefill_s = 0.0
+        if speed.prompt_tokens_per_s:
+            prompt_share = self._prompt_tokens / self.waiting.work if self.waiting.work else 1.0
+            prefill_s = work * prompt_share / speed.prompt_tokens_per_s
+        if placed.held and (speed.decode_is_full or steady):
+            return max(placed.wait_s(work, now), prefill_s)
+        return prefill_s

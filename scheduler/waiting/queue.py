@@ -1,0 +1,348 @@
+"""The requests of one model with chunks left to dispatch, queued and placed alike, and what their tenants are charged."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from math import ceil, inf
+from typing import cast
+
+from coordinator.events import Limits
+from proto.messages import Chunk, Submit
+from proto.parts import STEP_TOKENS
+from scheduler.fairness.cost import OutputLength
+from scheduler.fairness.fair_node import Path
+from scheduler.fairness.fair_queue import FairQueue, Terms
+from scheduler.fairness.priority_classes import ring_weights
+from scheduler.fairness.sorted_row import SPARE
+from scheduler.request import Request
+from scheduler.waiting.latest_starts import LatestStarts
+from scheduler.waiting.overload import Backlog, Rate
+from scheduler.waiting.projection import Projection
+from scheduler.waiting.queue_keys import Demand, class_key
+from scheduler.waiting.ratios import Ratios
+from scheduler.waiting.retries import RetryBudget
+from scheduler.waiting.waits import Waits
+from scheduler.waiting.work_ahead import WorkAhead
+
+_PRIORITY_S = 1e6
+"""Seconds that one step of a request's own priority counts: more than any deadline."""
+_HEAD_START_S = 1e13
+"""A request that a drain cut short goes before the other waiting requests of its tenant."""
+
+
+class WaitQueue:
+    """`len` and iteration cover the requests in the state QUEUED, oldest first. The owner checks its bounds first."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._waiting = 0
+        self._lengths: dict[Path, OutputLength] = {}
+        self._length_of_all = OutputLength(limits.long_output_tokens)
+        """The answer length that is assumed for a tenant until one of its answers has been seen."""
+        self.output_ratios: dict[str, Ratios] = {}
+        """Tokens of answers as parts of what was expected when they were admitted, by priority class."""
+        self._waits = Waits(limits.queue_wait_s_max, limits.resumed_wait_s_max)
+        self._waits.priority_classes = limits.priority_classes
+        self._latest_starts = LatestStarts()
+        self._deadlines: list[tuple[float, int, Request, int]] = []
+        self._deadlines_set = 0
+        self.nothing_due_before = 0.0
+        """A lower bound of `next_timer`. Requests that leave only make `next_timer` later."""
+        self.fair: FairQueue[Request] = FairQueue(
+            limits.quantum_tokens, {**ring_weights(limits.priority_classes), **limits.weights}, limits.overtaken_max
+        )
+        self.backlog = Backlog(limits.queue_tokens_max / limits.queue_requests_max)
+        self.work_ahead = WorkAhead(self.fair.weights)
+        """Prompt tokens that are not computed yet, of waiting and placed requests."""
+        self.projection = Projection(self.fair.weights)
+        self.retries = RetryBudget(limits.retry_floor, limits.retry_share)
+        self._served = Rate(0.0)
+        """Cost of all tenants."""
+        self.step_tokens = STEP_TOKENS
+        """Step budget of workers that are not told another one."""
+        self.attention_tokens = 0
+        """The model's figure, as in `Prices.chunk`."""
+        self._classes: dict[int, None] = {}
+        """Keys of all classes of KV demand that have come up. There are some tens at the most."""
+        self._priority_classes: set[str] = set(limits.priority_classes)
+        """All that there have been."""
+
+    def __len__(self) -> int:
+        return self._waiting
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._waits)
+
+    def replace_limits(self, limits: Limits) -> None:
+        """Other priority classes and weights, from the next turn on."""
+        self._limits = limits
+        self._priority_classes.update(limits.priority_classes)
+        self._waits.priority_classes = limits.priority_classes
+        self.nothing_due_before = 0.0
+        self.fair.reweigh({**ring_weights(limits.priority_classes), **limits.weights})
+        self.work_ahead.reweigh(self.fair.weights)
+        self.projection.reweigh(self.fair.weights)
+
+    def forget(self, tenant: str) -> None:
+        """Forget a tenant that has nothing waiting or running."""
+        organisation, _, user = tenant.partition("/")
+        for priority_class in self._priority_classes:
+            path = (priority_class, organisation, user)
+            self.fair.forget(path)
+            self.backlog.forget(path)
+            self._lengths.pop(path, None)
+
+    # --- in and out -----------------------------------------------------------------------------------------------------
+
+    def push(self, request: Request, now: float, can_run: bool = True) -> None:
+        """`can_run`: as in `refresh_eligibility`."""
+        assert not request.waits and request.entry is None
+        request.waits = True
+        self._waiting += 1
+        self.count_uncomputed(request, request.submit.prompt_tokens)
+        self.backlog.add(request, now)
+        submit, expected = request.submit, self.output_estimate(request)
+        if submit.attempt == 1:
+            request.expected_tokens = submit.resumed_tokens + expected
+        self.projection.wait(request, self._work(submit, expected))
+        if can_run:
+            self._enter(request, self.class_key(request))
+        self._set_deadline(request)
+        self._waits.add(request, self._waiting)
+        self._latest_starts.add(request, self._waiting)
+        self.nothing_due_before = min(self.nothing_due_before, request.since + self._waits.limit_s(request))
+
+    def work(self, submit: Submit, path: Path) -> int:
+        """The expected cost of a request, as `Projection` counts it."""
+        return self._work(submit, self._length(path).estimate(submit))
+
+    def _work(self, submit: Submit, output_tokens: float) -> int:
+        prices = self._limits.prices
+        return ceil(prices.chunk(submit.prompt_tokens) + prices.output(output_tokens))
+
+    def wait_limit_s(self, request: Request) -> float:
+        return self._waits.limit_s(request)
+
+    def count_uncomputed(self, request: Request, tokens: int) -> None:
+        """Set how many tokens of its prompt are still to be computed."""
+        urgent = request.first_token_ms > 0
+        self.work_ahead.add(request.path, tokens - request.uncomputed_tokens, urgent=urgent)
+        request.uncomputed_tokens = tokens
+
+    def put_back(self, request: Request, dispatched_tokens: int) -> None:
+        """Dispatch the tokens after `dispatched_tokens` again, since its worker will skip those in flight. The steps that skip
+        them refund their cost."""
+        request.dispatched_tokens = dispatched_tokens
+        if request.entry is None:
+            self.refund_output(request)
+            self._enter(request, request.prefill_incarnation)
+            self._set_deadline(request)
+
+    def _enter(self, request: Request, key: int) -> None:
+        chunks = -(-request.submit.prompt_tokens // (self._limits.step_tokens or self.step_tokens))
+        asked = (request.submit.deadline_ms or request.ttft_ms) / 1000
+        priority_class = self._limits.priority_classes[request.path[0]]
+        due = request.arrived + (asked or priority_class.ttft_s + chunks * priority_class.ttft_s_per_chunk)
+        if request.submit.drained_attempts:
+            due -= _HEAD_START_S
+        due += _PRIORITY_S * request.submit.priority
+        request.entry = self.fair.push(request, request.path, key, due, chunks)
+        request.path = cast(tuple[str, str, str], request.entry.leaf.path)  # one for all of its tenant's
+
+    def class_key(self, request: Request) -> int:
+        key = class_key(Demand.of(request.submit, request.expected_left, request.tpot_ms))
+        self._classes[key] = None
+        return key
+
+    def _set_deadline(self, request: Request) -> None:
+        """Register its deadline, once for as long as it waits, with a turn or without."""
+        if request.deadline is not None:
+            self._deadlines_set += 1
+            self.nothing_due_before = min(self.nothing_due_before, request.deadline)
+            heappush(self._deadlines, (request.deadline, self._deadlines_set, request, request.attempt))
+            if len(self._deadlines) > 2 * (len(self.fair) + self._waiting) + SPARE:
+                self._deadlines = [due for due in self._deadlines if self._is_due(due[2], due[3])]
+                heapify(self._deadlines)
+
+    def _is_due(self, request: Request, attempt: int) -> bool:
+        """Whether this attempt still waits or has something to dispatch."""
+        return request.attempt == attempt and (request.entry is not None or request.waits)
+
+    def refresh_eligibility(self, can_run: Callable[[Request], bool]) -> None:
+        """Update turns after workers came or left: a request that no worker can hold waits without a turn."""
+        for request in self:
+            if can_run(request) != (request.entry is not None):
+                if request.entry is None:
+                    self._enter(request, self.class_key(request))
+                else:
+                    self.fair.remove(request.entry)
+                    request.entry = None
+
+    def placed(self, request: Request) -> None:
+        """Note that a request waits no longer. Its chunks still compete for turns."""
+        request.waits = False
+        self._waiting -= 1
+        self.backlog.remove(request)
+        self.projection.wait_no_more(request)
+
+    def remove(self, request: Request) -> None:
+        """Remove a request, so that no more of its chunks are dispatched. Idempotent."""
+        if request.waits:
+            self.placed(request)
+        if request.entry is not None:
+            self.fair.remove(request.entry)
+            request.entry = None
+
+    def oldest_since(self) -> dict[str, float]:
+        """When the oldest request came, for each priority class in which something waits."""
+        return self._waits.oldest_since()
+
+    # --- time -----------------------------------------------------------------------------------------------------------
+
+    def next_timer(self) -> float | None:
+        deadlines = self._deadlines
+        while deadlines and not self._is_due(deadlines[0][2], deadlines[0][3]):
+            heappop(deadlines)
+        waited = self._waits.next_end()
+        if not deadlines:
+            return waited
+        return deadlines[0][0] if waited is None else min(waited, deadlines[0][0])
+
+    def overdue(self, now: float) -> Iterator[Request]:
+        """Yields requests that waited too long, or that missed their deadline with chunks left. The caller ends each."""
+        while (due := self.next_timer()) is not None and due <= now:
+            if self._deadlines and self._deadlines[0][0] <= now:
+                yield heappop(self._deadlines)[2]
+            else:
+                yield from self._waits.overdue(now)
+        self.nothing_due_before = inf if due is None else due
+
+    def too_late(self, now: float, tokens_per_s: float, uncached: Callable[[Submit], int]) -> Request | None:
+        """Returns a waiting request that can no longer have its first token by its deadline at this rate, or None."""
+        return self._latest_starts.first_too_late(now, tokens_per_s, uncached)
+
+    # --- service --------------------------------------------------------------------------------------------------------
+
+    def classes(self) -> list[int]:
+        """Queue keys of the classes of KV demand in which something waits."""
+        return [key for key in self._classes if self.fair.has(key)]
+
+    def first(self, keys: Iterable[int]) -> Request | None:
+        """The first in the fair order that waits under these queue keys."""
+        entry = self.fair.first(keys)
+        return None if entry is None else entry.item
+
+    def take(self, request: Request, length: int, incarnation: int, keys: Sequence[int], now: float) -> None:
+        """Charge the next chunk of the request that is first under these keys, for this prefill worker."""
+        assert request.entry is not None
+        terms = self._terms(request, length, incarnation)
+        self.fair.take(request.entry, terms, keys)
+        self._dispatched(request, length, terms.cost, now)
+
+    def go_on(self, request: Request, length: int, incarnation: int, now: float) -> None:
+        """Charge one more chunk of a prompt, right after the chunk that this prefill worker has had."""
+        assert request.entry is not None
+        terms = self._terms(request, length, incarnation)
+        self.fair.go_on(request.entry, terms)
+        self._dispatched(request, length, terms.cost, now)
+
+    def _terms(self, request: Request, length: int, incarnation: int) -> Terms:
+        prices = self._limits.prices
+        cost = self._chunk_cost(request, request.dispatched_tokens, length)
+        if request.dispatched_tokens + length < request.submit.prompt_tokens:
+            return Terms(cost, False, incarnation)
+        return Terms(cost + prices.output(self.output_estimate(request)), True, incarnation)
+
+    def _chunk_cost(self, request: Request, start: int, length: int) -> float:
+        unpaid = request.unpaid_tokens(start, length)
+        return self._limits.prices.chunk(unpaid, start + length - unpaid, self.attention_tokens) if unpaid else 0.0
+
+    def _dispatched(self, request: Request, length: int, cost: float, now: float) -> None:
+        self._served.add(cost, now)
+        request.dispatched_tokens += length
+        self.backlog.dispatched(request.path, cost, now)
+        if request.dispatched_tokens == request.submit.prompt_tokens:
+            request.attempt_progress.output_charged = self._limits.prices.output(self.output_estimate(request))
+            request.entry = None
+
+    def goes_before(self, one: Request, other: Request) -> bool:
+        """Whether the turn of `one` comes first in the fair order; both have one."""
+        assert one.entry is not None and other.entry is not None
+        return self.fair.goes_before(one.entry, other.entry)
+
+    def settle_on(self, request: Request, key: int) -> None:
+        """Let a request wait under this key: its prefill worker's incarnation if placed, else a class key or `bound_key`."""
+        entry = request.entry
+        assert entry is not None
+        if entry.key != key:
+            self.fair.move(entry, key)
+
+    def unsettle(self, request: Request) -> None:
+        """Let a request that is not placed wait in its demand class again."""
+        self.settle_on(request, self.class_key(request))
+
+    def served_per_s(self, now: float) -> float:
+        """Cost per second of what was dispatched lately, answers as estimated."""
+        return self._served.per_s(now)
+
+    def weight(self, path: Path) -> float:
+        """The weight of its organisation in its priority class."""
+        return self.fair.weights.get("/".join(path[:2]), 1.0)
+
+    def charge(self, path: Path, cost: float) -> None:
+        """Charge for room that others could not have."""
+        if cost > 0:
+            self.fair.charge(path, cost)
+
+    def charge_kept(self, path: Path, prompt_tokens: float) -> None:
+        """Charge for KV that was kept between two turns as for computing `prompt_tokens`, if other tenants' requests wait."""
+        if len(self) > self.backlog.waiting(path):
+            self.charge(path, self._limits.prices.prompt_token * prompt_tokens)
+
+    # --- true-up --------------------------------------------------------------------------------------------------------
+
+    def skipped(self, request: Request, chunk: Chunk) -> None:
+        """Refund the cost of a chunk that was not computed."""
+        cost = self._chunk_cost(request, chunk.start, chunk.length)
+        if cost:
+            self.fair.adjust(request.path, -cost)
+
+    def emitted(self, path: Path, tokens: int) -> None:
+        if tokens:
+            self.fair.adjust(path, self._limits.prices.output(tokens))
+
+    def is_emitting(self, request: Request, tokens: int) -> None:
+        """Charge for output beyond the estimate. `tokens`: emitted so far by each choice in this attempt."""
+        charged = request.attempt_progress.output_charged
+        more = self._limits.prices.output(tokens * request.submit.choices) - charged
+        if charged and more > 0:
+            self.fair.adjust(request.path, more)
+            request.attempt_progress.output_charged = charged + more
+
+    def refund_output(self, request: Request) -> None:
+        """Refund the estimated output, since reported tokens are charged instead."""
+        if request.attempt_progress.output_charged:
+            self.fair.adjust(request.path, -request.attempt_progress.output_charged)
+            request.attempt_progress.output_charged = 0.0
+
+    def learn(self, request: Request, emitted_tokens: int) -> None:
+        """Learn the length of this tenant's answers from one that has ended."""
+        if request.expected_tokens:
+            name = request.path[0]
+            found = self.output_ratios.get(name) or self.output_ratios.setdefault(name, Ratios())
+            found.add(emitted_tokens / request.expected_tokens)
+        each = -(-emitted_tokens // request.submit.choices)
+        self._length(request.path).learn(each)
+        self._length_of_all.learn(each)
+
+    def output_estimate(self, request: Request) -> float:
+        return self._length(request.path).estimate(request.submit)
+
+    def long_output(self, request: Request) -> float:
+        """Tokens of one choice that few of its tenant's answers exceed."""
+        return self._length(request.path).long_tokens
+
+    def _length(self, path: Path) -> OutputLength:
+        found = self._lengths.get(path)
+        if found is None:
+            found = self._lengths[path] = OutputLength(self._length_of_all.long_tokens)
+        return found

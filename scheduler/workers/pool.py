@@ -1,0 +1,350 @@
+"""The workers that serve one model, and what is reserved on them.
+
+Memory on workers is reserved in three ways. An *allocation* (`Worker.allocations`) is what an attempt has on a worker; it
+lasts until the worker says that it has let go. A *retained allocation* (`Pool.retained`) passes from an attempt on a decode
+worker to its request when the prefill worker is lost, so that no other request takes the room before the next attempt. It
+lasts until the request is placed or ends. A *drain for a large request* (`RoomForLargeRequest`) has no blocks: it closes one
+worker to all requests but one that was bypassed too often, until that one fits there. The first two are counted in blocks, the
+third is not.
+"""
+
+from collections import ChainMap, Counter
+
+from proto.messages import Role, Submit
+from proto.parts import STALL_SHARE, Capacity
+from scheduler.fairness.held_shares import HeldShares
+from scheduler.kv_admission.sessions import Sessions
+from scheduler.request import Request
+from scheduler.score import Weights
+from scheduler.step_pace import StepLimits, StepPace
+from scheduler.waiting.overload import Rate
+from scheduler.workers.bindings import Bindings, PrefixWaits
+from scheduler.workers.candidates import Candidates
+from scheduler.workers.circuit_breakers import NOBODY, Breakers
+from scheduler.workers.prefix_index import Locality
+from scheduler.workers.reserved_workers import LoneRequests, RoomForLargeRequest
+from scheduler.workers.step_times import StepTimeSample
+from scheduler.workers.token_targets import TokenTargets
+from scheduler.workers.traffic import RecentTraffic
+from scheduler.workers.wakeups import Wakeups
+from scheduler.workers.worker import Worker
+
+TOKENS_PER_S = 1000.0
+"""The rate that a prefill worker is taken to have, while none of its pool has been measured."""
+
+SLICE_SHARE = 0.5
+"""The part of a target per token that a mixed worker's prompts may take. Its decode step takes the rest."""
+
+BESIDE_STREAMS = STALL_SHARE / (1 + STALL_SHARE)
+"""Part of its time that a decode worker with streams has for prompts, while its rate is not measured."""
+
+
+class Pool:
+    """`admission` accepts only workers between which KV can cross. Callers report a changed worker: `changed`, `freed`."""
+
+    def __init__(self, model: str, weights: Weights | None = None, steps: StepLimits | None = None) -> None:
+        self.model = model
+        self.weights = weights or Weights()
+        self._step_limits = steps or StepLimits()
+        self.prefill: dict[int, Worker] = {}
+        self.decode: dict[int, Worker] = {}
+        self.locality, self.targets = Locality(), TokenTargets()
+        self.workers = ChainMap(self.prefill, self.decode)
+        self.candidates = Candidates(self.prefill, self.decode, self.locality, self.targets)
+        self.room_for_large = RoomForLargeRequest(self.decode)
+        self.lone = LoneRequests(self.decode)
+        self.wakeups = Wakeups(self.workers, self.room_for_large)
+        self.bindings = Bindings(self.prefill, self.workers, self.wakeups)
+        self.breakers = Breakers()
+        self.shares = HeldShares()
+        self.waits = PrefixWaits()
+        self.suspects: dict[str, Request] = {}
+        """Those with a suspicion, by id."""
+        self.retained: dict[str, Request] = {}
+        """Those that lost their prefill worker and keep their room in decode, by id."""
+        self.gives_way = ("", 0)
+        """The attempt that was interrupted last so that another tenant gets its share."""
+        self.traffic, self.sessions = RecentTraffic(), Sessions()
+        self.step_times = {Role.PREFILL: StepTimeSample(), Role.DECODE: StepTimeSample()}
+        self.context_tokens = 0
+        """The longest prompt + output every worker takes, or took before all were lost."""
+        self._lost: dict[Role, tuple[Worker, float]] = {}
+        """The last worker of each role that has none now, and when it was lost. A drained worker is not lost."""
+        self._freed: Rate | None = None
+        """Millionths of a decode worker that come free by themselves."""
+        self._tokens_per_s, self._measured = 0.0, 0
+        """The sum of the measured rates of prefill workers, and their number."""
+        self._mean_tokens_per_s = 0.0
+        """Mean rate of the prefill workers that were measured; 0: to be counted anew."""
+        self.no_room = self.cache_waits = 0
+        """How many turns passed a request over, without room for it or because another worker has more of it cached."""
+        self._mixed: dict[tuple[str, int, str], Worker] = {}
+        """Prefill halves of mixed workers."""
+        self.step_ends: Counter[str] = Counter()
+        """Prefill steps by `StepEnd`."""
+        self.finished = 0
+        """Requests."""
+        self.eligible_for: tuple[frozenset[Capacity], ...] | None = None
+        """The `capacities` with which the waiting requests were last checked."""
+
+    def add(self, worker: Worker) -> None:
+        self._side(worker)[worker.incarnation] = worker
+        self._lost.pop(worker.hello.role, None)
+        blocks = worker.capacity.kv_blocks + worker.capacity.tier_blocks
+        self.locality.join(worker.incarnation, blocks, worker.hello.role)
+        self.sessions.kv_tokens += blocks * worker.capacity.block_size
+        worker.on_change = self.changed
+        if worker.hello.role is Role.DECODE:
+            worker.shares = self.shares
+        limits = self._step_limits
+        worker.pace = StepPace(limits._replace(tokens=limits.tokens or worker.capacity.step_tokens))
+        if worker.hello.process and worker.hello.role is Role.PREFILL:
+            self._mixed[_process(worker)] = worker
+        self.changed(worker)
+        self.wakeups.look_anew()
+        self._measure()
+
+    def remove(self, worker: Worker, now: float) -> None:
+        side = self._side(worker)
+        del side[worker.incarnation]
+        if self._mixed.get(_process(worker)) is worker:
+            del self._mixed[_process(worker)]
+        if not side and not worker.draining:
+            self._lost[worker.hello.role] = worker, now
+        self.locality.leave(worker.incarnation)
+        capacity = worker.capacity
+        self.sessions.kv_tokens -= (capacity.kv_blocks + capacity.tier_blocks) * capacity.block_size
+        self.breakers.leave(worker.incarnation)
+        self.wakeups.left(worker)
+        self.bindings.hosts.pop(worker.incarnation, None)
+        self.candidates.left(worker)
+        self.targets.leave(worker)
+        if worker.shares is not None:
+            for key, allocation in worker.allocations.items():
+                if allocation.path:
+                    self.shares.remove(allocation.path, worker.incarnation, key)
+            worker.shares = None
+        self.wakeups.look_anew()
+        self._measure()
+
+    def freed_per_s(self, now: float) -> float:
+        """Millionths of a decode worker that came free lately, not counting streams that gave way."""
+        if self._freed is None:
+            self._freed = Rate(now)
+        self._freed.add(self.shares.freed, now)
+        self.shares.freed = 0
+        return self._freed.per_s(now)
+
+    def changed(self, worker: Worker) -> None:
+        """Update all orders after a worker's allocations, its work, or whether it takes work have changed."""
+        if worker.admission is None:
+            self.candidates.prefill_changed(worker, self.rate(worker))
+            self.wakeups.steps_changed(worker)
+        else:
+            self.targets.changed(worker)
+            self.candidates.decode_changed(worker)
+            if worker.capacity.computes_suffixes:
+                self.wakeups.steps_changed(worker)
+            if worker.hello.process:
+                self._bound_slices(worker)
+
+    def _bound_slices(self, decode: Worker) -> None:
+        """Set how long a mixed worker's decode half gives way to its prefill half."""
+        prefill = self._mixed.get(_process(decode))
+        if prefill is not None:
+            prefill.pace.slice_ms = SLICE_SHARE * min(filter(None, decode.seqs_by_target), default=0.0)
+
+    def freed(self, worker: Worker) -> None:
+        """Wake waiting requests, since a worker has released something or is certain to need less."""
+        wakeups, drain, lone = self.wakeups, self.room_for_large, self.lone
+        if worker.admission is None:
+            wakeups.prefill_room_freed(worker)
+            if self.retained or lone.waiting or drain.request is not None:
+                wakeups.may_go_out_of_turn()
+            return
+        is_kept = worker.incarnation in (drain.decode, lone.decode)
+        if self.retained or is_kept:
+            wakeups.may_go_out_of_turn()
+        if self.breakers.pairs:
+            wakeups.pairs_changed()
+        if wakeups.closed and not worker.draining and not is_kept:
+            waiting_ms = self.waiting_target()
+            wakeups.decode_room_freed(lambda request: self.decode_fits(worker, request, waiting_ms))
+
+    # --- what may run where -------------------------------------------------------------------------------------------
+
+    def may_pair(self, prefill: Worker, decode: Worker, now: float) -> bool:
+        breakers, one, other = self.breakers, prefill.incarnation, decode.incarnation
+        if not breakers.pairs:
+            return True
+        return (
+            breakers.allows((one, other), now, lambda key: key in decode.allocations)
+            and breakers.allows_worker((one, NOBODY), now, lambda key: key in prefill.allocations, len(self.prefill))
+            and breakers.allows_worker((NOBODY, other), now, lambda key: key in decode.allocations, len(self.decode))
+        )
+
+    def has_pair(self, prefill: Worker, now: float) -> bool:
+        """Whether the prefill worker has a decode worker to which it may send KV."""
+        if prefill.is_decode:
+            return not prefill.draining and self.may_pair(prefill, prefill, now)
+        return any(not decode.draining and self.may_pair(prefill, decode, now) for decode in self.decode.values())
+
+    def decode_candidates(self, request: Request, prefill: Worker, now: float) -> list[Worker]:
+        """Decode workers to which this prefill worker may send. Not those that are closed to all but one request."""
+        closed = self.kept_for_one
+
+        def takes(decode: Worker) -> bool:
+            return not decode.draining and decode.incarnation not in closed and self.may_pair(prefill, decode, now)
+
+        return self.candidates.decode(request, takes)
+
+    @property
+    def kept_for_one(self) -> tuple[int, int]:
+        """Decode workers that take one request and no other."""
+        return self.room_for_large.decode, self.lone.decode
+
+    def end_lone(self, request: Request) -> None:
+        """End a request's claim to a decode worker of its own."""
+        if self.lone.end(request):
+            self.wakeups.look_anew()
+
+    def decode_fits(self, decode: Worker, request: Request, waiting_ms: float = 0.0) -> bool:
+        """Whether a decode worker has room for a request now, and no target is missed there for it. `waiting_ms`: the result of
+        `waiting_target`."""
+        if not decode.fits(request.submit, request.expected_left):
+            return False
+        return not self.targets.used or request.submit.choices <= self.targets.free_seqs(decode, request, waiting_ms)
+
+    def waiting_target(self) -> float:
+        """The strictest target for the time per token of those that wait without room; 0: none."""
+        if not self.targets.used:
+            return 0.0
+        firsts = self.wakeups.closed.values()
+        return min((first.tpot_ms for first in firsts if first.tpot_ms and first.waits), default=0.0)
+
+    # --- trouble --------------------------------------------------------------------------------------------------------
+
+    def record_failure(self, worker: Worker) -> None:
+        """Raise a worker's failure rate."""
+        failure_rate = self.failure_rate(worker)
+        worker.failure_rate, worker.trouble_at = failure_rate + 0.2 * (1.0 - failure_rate), self.finished
+
+    def record_success(self) -> None:
+        """Count a finished request, so that old failures of all workers count less and they are tried again."""
+        self.finished += 1
+
+    def failure_rate(self, worker: Worker) -> float:
+        if not worker.failure_rate:
+            return 0.0
+        failure_rate = worker.failure_rate * 0.95 ** (self.finished - worker.trouble_at)
+        return failure_rate if failure_rate > 0.01 else 0.0
+
+    def hash_block_size(self) -> int:
+        """Tokens that one hash of a prompt covers: the smallest block size, of which all others are multiples."""
+        return min(worker.capacity.block_size for worker in (*self.prefill.values(), *self.decode.values()))
+
+    def servable(self) -> bool:
+        """Whether workers of both roles take new work."""
+        return not self.lacks()
+
+    def lacks(self) -> str:
+        """The reason why it takes no new work; empty where there is none."""
+        for role, side in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode)):
+            if not side:
+                return f"no {role} worker is up"
+            if all(worker.draining for worker in side.values()):
+                return f"every {role} worker is draining"
+        return ""
+
+    def awaits_restart(self, now: float, within_s: float) -> bool:
+        """Whether each role has workers that take new work, or lost its last one at most `within_s` ago. The supervisor
+        of that process is about to start it again."""
+        for role, side in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode)):
+            if any(not worker.draining for worker in side.values()):
+                continue
+            if side or role not in self._lost or now >= self._lost[role][1] + within_s:
+                return False
+        return True
+
+    def measure(self, worker: Worker, tokens: int, step_ms: float) -> None:
+        """A prefill step of so many tokens has been computed."""
+        if worker.is_decode:
+            worker.measure_suffix(tokens, step_ms)
+            self.changed(worker)
+            return
+        before = worker.tokens_per_s
+        worker.measure(tokens, step_ms)
+        self.changed(worker)
+        self._measured += not before
+        self._tokens_per_s += worker.tokens_per_s - before
+
+    def rate(self, prefill: Worker) -> float:
+        """Returns prompt tokens per second. An unmeasured worker counts as the mean prefill worker, and an unmeasured decode
+        worker with streams as `BESIDE_STREAMS` of it."""
+        if prefill.tokens_per_s:
+            return prefill.tokens_per_s
+        if prefill.is_decode and prefill.allocations:
+            return self._mean_rate() * BESIDE_STREAMS
+        return self._mean_rate()
+
+    def _mean_rate(self) -> float:
+        """The mean of the prefill workers that are measured."""
+        if not self._mean_tokens_per_s:
+            rates = [worker.tokens_per_s for worker in self.prefill.values() if worker.tokens_per_s]
+            if not rates:
+                return TOKENS_PER_S
+            self._mean_tokens_per_s = sum(rates) / len(rates)
+        return self._mean_tokens_per_s
+
+    def tokens_per_s(self) -> float:
+        """Prefill rate of all workers together; 0 until something was measured. Those that were not measured count as the
+        mean of the others."""
+        return self._tokens_per_s * len(self.prefill) / self._measured if self._measured else 0.0
+
+    def fastest_tokens_per_s(self) -> float:
+        """The highest rate that was measured with full steps, of workers that take prompts; 0 where there is none."""
+        rates = (w.tokens_per_s for w in self.prefill.values() if w.has_run_full and not w.draining)
+        return max(rates, default=0.0)
+
+    def least_prefill_s(self, tokens: int) -> float:
+        """Returns the least time in which a worker computes `tokens` of one prompt after its steps in flight. An unmeasured
+        worker counts as the fastest; 0 if none is measured."""
+        fastest = self.fastest_tokens_per_s()
+        if not fastest:
+            return 0.0
+        takers = (worker for worker in self.prefill.values() if not worker.draining)
+        return min((w.tokens_in_flight + tokens) / (w.tokens_per_s if w.has_run_full else fastest) for w in takers)
+
+    def capacities(self) -> tuple[frozenset[Capacity], ...]:
+        """Returns the capacities of prefill and decode workers that take work. They alone decide what can run at all."""
+        sides = (self.prefill, self.decode)
+        return tuple(frozenset(w.capacity for w in side.values() if not w.draining) for side in sides)
+
+    def could_place(self, submit: Submit) -> bool:
+        """Whether it could run on workers that take work, if nothing else was there."""
+        sides = (self.prefill, self.decode)
+        return all(any(not w.draining and w.could_ever_take(submit) for w in side.values()) for side in sides)
+
+    def could_ever_fit(self, submit: Submit) -> bool:
+        """Whether it fits workers that are up. If a role has none, its last lost worker stands for the worker that will be
+        started again."""
+        for role, side in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode)):
+            workers = side.values() or (self._lost[role][0],)
+            if not any(worker.could_ever_take(submit) for worker in workers):
+                return False
+        return True
+
+    def _measure(self) -> None:
+        both = (*self.prefill.values(), *self.decode.values())
+        self.context_tokens = min((worker.capacity.context_tokens for worker in both), default=self.context_tokens)
+        self.candidates.block_sizes = sorted({worker.capacity.block_size for worker in both})
+        self._mean_tokens_per_s = 0.0
+        rates = [worker.tokens_per_s for worker in self.prefill.values() if worker.tokens_per_s]
+        self._tokens_per_s, self._measured = sum(rates), len(rates)
+
+    def _side(self, worker: Worker) -> dict[int, Worker]:
+        return self.prefill if worker.hello.role is Role.PREFILL else self.decode
+
+
+def _process(worker: Worker) -> tuple[str, int, str]:
+    return worker.hello.host, worker.hello.pid, worker.hello.process

@@ -52,7 +52,7 @@ def _status(state: State, incarnation: int, event: Received, now: float) -> None
     """Answer with what workers last reported about themselves. Then ask them for new reports, which the next answer will
     contain."""
     state.send(incarnation, report.status(state))
-    for worker in state.workers:
+    for worker in state.cluster.workers:
         state.send(worker, StatusRequest())
 
 
@@ -60,7 +60,7 @@ def _autopilot(state: State, incarnation: int, event: Received, now: float) -> N
     """Store an autopilot's status for status reports, and answer with the present status."""
     assert isinstance(event.message, AutopilotReport)
     said = event.message.status
-    if said.model in state.pools:
+    if said.model in state.cluster.pools:
         state.autopilots[said.model] = said, now
     _status(state, incarnation, event, now)
 
@@ -104,7 +104,7 @@ class Core(State):
         """Returns why a process may not join, or None. The link server calls it before the process's `PeerUp`."""
         if hello.incarnation in self.fenced:
             return "this incarnation hung, and was given up"
-        return checks.refusal(hello, self.pools)
+        return checks.refusal(hello, self.cluster.pools)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         self.out, self.now = [], now
@@ -131,18 +131,19 @@ class Core(State):
             flips.resume_due(self, now)
         if self.flipping:
             flips.look(self, now)  # a worker whose change is given up takes work again
-        schedule(self, now)
+        schedule(self.cluster, now)
+        self.carry_out()
         if self.draining:
             draining.dismiss(self)
         return self.out
 
     def next_deadline(self) -> float | None:
-        if any(pool.wakeups.go_on_at_once for pool in self.pools.values()):
+        if any(pool.wakeups.go_on_at_once for pool in self.cluster.pools.values()):
             return self.now
-        waiting = [timer for queue in self.queues.values() if (timer := queue.next_timer()) is not None]
+        waiting = [timer for queue in self.cluster.queues.values() if (timer := queue.next_timer()) is not None]
         if self.interrupted:
             waiting.append(next(iter(self.interrupted.values())).since + self.limits.resubmit_s_max)
-        waiting += [at for pool in self.pools.values() if (at := pool.breakers.next_wake()) is not None]
+        waiting += [at for pool in self.cluster.pools.values() if (at := pool.breakers.next_wake()) is not None]
         if (write_off := self.billing.next_write_off()) is not None:
             waiting.append(write_off)
         if (hand_over := draining.next_hand_over(self)) < inf:

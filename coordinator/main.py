@@ -116,7 +116,7 @@ class Coordinator:
             self.metrics.begin_anew(self.core, before.complete(report.status(before.core)))
             self.links["control"] = self.server.counters
 
-        self.load = lambda: (self.driver.events, len(self.core.requests))
+        self.load = lambda: (self.driver.events, len(self.core.cluster.requests))
 
     async def run(self, stop: asyncio.Event, bind_within_s: float = 0.0) -> int:
         """Serve until `stop`, a failure, or an absence. `bind_within_s`: how long a predecessor may take to let the port go."""
@@ -156,7 +156,7 @@ class Coordinator:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if self.stall_detector.away_s:
             self.log.warning("was away, and begins anew", away_s=round(self.stall_detector.away_s, 2))
-        self.log.info("stopping", running=len(self.core.requests))
+        self.log.info("stopping", running=len(self.core.cluster.requests))
         # Close the ledger first, so that rows of streams that go on without this process stay open for the next coordinator.
         await self._close_ledger(watching)
         await self.server.close()
@@ -274,7 +274,7 @@ class Coordinator:
         """Whether a submit is refused because the ledger is behind. Only new submits are; the core answers repeated ones."""
         if self.ledger is None or not self.ledger.behind:
             return False
-        return submit.request_id not in self.core.requests and submit.attempt > self.core.last_attempt(
+        return submit.request_id not in self.core.cluster.requests and submit.attempt > self.core.last_attempt(
             submit.request_id
         )
 
@@ -288,7 +288,9 @@ class Coordinator:
         """Refuse requests that came just before the ledger was behind: no other process has heard of them."""
         if self.ledger is None or not self.ledger.behind:
             return
-        waiting = [self.core.requests[name] for name in self.outbox.uncommitted if name in self.core.requests]
+        waiting = [
+            self.core.cluster.requests[name] for name in self.outbox.uncommitted if name in self.core.cluster.requests
+        ]
         for request in waiting:
             peer = self.peers.get(request.gateway_incarnation)
             if peer is not None and request.attempt == 1:

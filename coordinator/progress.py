@@ -30,7 +30,7 @@ from scheduler.workers.worker import Worker
 def fault_of_step(state: State, incarnation: int, event: Received) -> str:
     done = event.message
     assert isinstance(done, StepDone)
-    step, _ = state.workers[incarnation].steps.get(done.step_id, (None, None))
+    step, _ = state.cluster.workers[incarnation].steps.get(done.step_id, (None, None))
     if step is None or done.computed == step.chunks or _is_part(done.computed, step.chunks):
         return ""
     return f"step {done.step_id} computed what it was not asked for"
@@ -39,7 +39,7 @@ def fault_of_step(state: State, incarnation: int, event: Received) -> str:
 def step_done(state: State, incarnation: int, event: Received, now: float) -> None:
     done = event.message
     assert isinstance(done, StepDone)
-    worker = state.workers[incarnation]
+    worker = state.cluster.workers[incarnation]
     asked, requests = worker.end_step(done.step_id)
     if not asked:
         return
@@ -49,7 +49,7 @@ def step_done(state: State, incarnation: int, event: Received, now: float) -> No
     if done.computed:
         worker.steps_done += 1
         state.stepped(incarnation)
-    pool, queue = state.pools[worker.hello.model], state.queues[worker.hello.model]
+    pool, queue = state.cluster.pools[worker.hello.model], state.cluster.queues[worker.hello.model]
     pool.changed(worker)
     pool.wakeups.has_own_work(worker)
     tokens, pairs = 0, 0.0
@@ -57,7 +57,7 @@ def step_done(state: State, incarnation: int, event: Received, now: float) -> No
         tokens += chunk.length
         pairs += chunk.length * (chunk.start + chunk.length / 2)
         state.billing.computed(chunk.request_id, chunk.attempt, chunk.length)
-        request = state.current(chunk.request_id, chunk.attempt)
+        request = state.cluster.current(chunk.request_id, chunk.attempt)
         if request is None or (attempt_progress := request.attempt_progress).prefill_incarnation != incarnation:
             continue
         attempt_progress.computed_tokens += chunk.length
@@ -86,7 +86,7 @@ def _decodes_here(state: State, request: Request, worker: Worker, now: float) ->
     """Let a request decode on the decode worker that has computed its prompt, without a hand-over."""
     model, path = request.submit.model, worker.allocations[request.key].path
     state.emitted(model, path, request.id, request.submit.resumed_tokens, 0, first=True)
-    state.pools[model].breakers.worked((worker.incarnation, worker.incarnation))
+    state.cluster.pools[model].breakers.worked((worker.incarnation, worker.incarnation))
     state.move(request, Trigger.HANDED_OVER, now)
 
 
@@ -102,13 +102,13 @@ def _refund_skipped(
     done = {(chunk.request_id, chunk.attempt) for chunk in computed}
     for chunk, request in zip(asked, requests, strict=True):
         if (chunk.request_id, chunk.attempt) not in done:
-            state.queues[worker.hello.model].skipped(request, chunk)
+            state.cluster.queues[worker.hello.model].skipped(request, chunk)
 
 
 def fault_of_miss(state: State, incarnation: int, event: Received) -> str:
     miss = event.message
     assert isinstance(miss, CacheMiss)
-    if miss.cached_tokens % state.workers[incarnation].capacity.block_size:
+    if miss.cached_tokens % state.cluster.workers[incarnation].capacity.block_size:
         return f"{miss.cached_tokens} cached tokens are no whole number of blocks"
     return ""
 
@@ -118,9 +118,9 @@ def cache_miss(state: State, incarnation: int, event: Received, now: float) -> N
     after all."""
     miss = event.message
     assert isinstance(miss, CacheMiss)
-    worker = state.workers[incarnation]
+    worker = state.cluster.workers[incarnation]
     size = worker.capacity.block_size
-    request = state.current(miss.request_id, miss.attempt)
+    request = state.cluster.current(miss.request_id, miss.attempt)
     if (
         request is None
         or request.prefill_incarnation != incarnation
@@ -134,21 +134,23 @@ def cache_miss(state: State, incarnation: int, event: Received, now: float) -> N
         state.counters["fetches_failed"] += 1
         fetch.failed(worker, request.decode_incarnation, now)
     submit = request.submit
-    state.pools[submit.model].locality.forget(incarnation, usable_hashes(submit, size), miss.cached_tokens // size)
+    state.cluster.pools[submit.model].locality.forget(
+        incarnation, usable_hashes(submit, size), miss.cached_tokens // size
+    )
     request.cached_tokens = request.attempt_progress.computed_tokens = miss.cached_tokens
-    queue = state.queues[submit.model]
+    queue = state.cluster.queues[submit.model]
     queue.put_back(request, miss.cached_tokens)
     queue.count_uncomputed(request, submit.prompt_tokens - miss.cached_tokens)
     worker.placed[request.id] = request
     worker.expect(request)
-    state.pools[submit.model].wakeups.has_own_work(worker)
+    state.cluster.pools[submit.model].wakeups.has_own_work(worker)
 
 
 def cache_events(state: State, incarnation: int, event: Received, now: float) -> None:
     report = event.message
     assert isinstance(report, CacheEvents)
-    model = state.workers[incarnation].hello.model
-    state.pools[model].locality.learn(incarnation, report.inserted, report.evicted)
+    model = state.cluster.workers[incarnation].hello.model
+    state.cluster.pools[model].locality.learn(incarnation, report.inserted, report.evicted)
     if state.keeping:
         flips.cache_told(state, incarnation)
 
@@ -156,7 +158,7 @@ def cache_events(state: State, incarnation: int, event: Received, now: float) ->
 def fault_of_hand_over(state: State, incarnation: int, event: Received) -> str:
     done = event.message
     assert isinstance(done, HandedOver)
-    request = state.current(done.request_id, done.attempt)
+    request = state.cluster.current(done.request_id, done.attempt)
     if request is not None and request.prefill_incarnation == incarnation and request.entry is not None:
         return f"{done.request_id} is handed over before it is computed"
     return ""
@@ -165,10 +167,10 @@ def fault_of_hand_over(state: State, incarnation: int, event: Received) -> str:
 def handed_over(state: State, incarnation: int, event: Received, now: float) -> None:
     done = event.message
     assert isinstance(done, HandedOver)
-    request = state.current(done.request_id, done.attempt)
+    request = state.cluster.current(done.request_id, done.attempt)
     state.counters["kv_bytes_moved"] += done.kv_bytes
     if done.fetched_tokens and done.fetch_ms:
-        fetch.measured(state.workers[incarnation], done.fetched_tokens, done.fetch_ms)
+        fetch.measured(state.cluster.workers[incarnation], done.fetched_tokens, done.fetch_ms)
     state.counters["kv_exposed_us"] += round(1000 * done.transfer_ms)  # what prefill did not hide
     state.release(incarnation, (done.request_id, done.attempt), 0, first=True)
     if (
@@ -176,10 +178,10 @@ def handed_over(state: State, incarnation: int, event: Received, now: float) -> 
         and request.prefill_incarnation == incarnation
         and request.state in (RequestState.PREFILLING, RequestState.HANDING_OVER)
     ):
-        if request.key not in state.workers[request.decode_incarnation].allocations:
+        if request.key not in state.cluster.workers[request.decode_incarnation].allocations:
             state.interrupt(request, Interrupt.TRANSFER_FAILED, "its decode worker had let go of it", now)
             return
-        breakers = state.pools[request.submit.model].breakers
+        breakers = state.cluster.pools[request.submit.model].breakers
         breakers.worked((incarnation, request.decode_incarnation))
         breakers.worked((incarnation, NOBODY))
         state.move(request, Trigger.HANDED_OVER, now)
@@ -187,16 +189,16 @@ def handed_over(state: State, incarnation: int, event: Received, now: float) -> 
 
 def kv_pairs(state: State, incarnation: int, event: Received, now: float) -> None:
     assert isinstance(event.message, KvPairs)
-    state.workers[incarnation].kv_pairs = event.message.pairs
+    state.cluster.workers[incarnation].kv_pairs = event.message.pairs
 
 
 def kv_held(state: State, incarnation: int, event: Received, now: float) -> None:
     assert isinstance(event.message, KvHeld)
-    state.workers[incarnation].kv_held = event.message
+    state.cluster.workers[incarnation].kv_held = event.message
 
 
 def fault_of_progress(state: State, incarnation: int, event: Received) -> str:
-    done, admission = event.message, state.workers[incarnation].admission
+    done, admission = event.message, state.cluster.workers[incarnation].admission
     assert isinstance(done, DecodeProgress) and admission is not None
     for shared in done.prefixes:
         if not admission.may_share((shared.request_id, shared.attempt), chains(shared.parts)):
@@ -207,7 +209,7 @@ def fault_of_progress(state: State, incarnation: int, event: Received) -> str:
 def decode_progress(state: State, incarnation: int, event: Received, now: float) -> None:
     done = event.message
     assert isinstance(done, DecodeProgress)
-    worker = state.workers[incarnation]
+    worker = state.cluster.workers[incarnation]
     admission = worker.admission
     assert admission is not None
     for joined in done.joined:
@@ -220,13 +222,14 @@ def decode_progress(state: State, incarnation: int, event: Received, now: float)
     suspects.emitted(state, worker)
     for shared in done.prefixes:
         admission.shares((shared.request_id, shared.attempt), chains(shared.parts))
-    charge_decode(state, worker, now)
+    charge_decode(state.cluster, worker, now)
     was_short, admission.short = admission.short, done.short_blocks > 0 and state.limits.kv_overcommit > 1
     if admission.short:
-        relieve(state, worker, done.short_blocks, now)
+        relieve(state.cluster, worker, done.short_blocks, now)
+        state.carry_out()
     elif done.joined or done.prefixes or was_short:
         # A running attempt has a known end, so it counts for less than a pending one, which may join at any time.
-        state.pools[worker.hello.model].freed(worker)
+        state.cluster.pools[worker.hello.model].freed(worker)
 
 
 def _time_steps(state: State, worker: Worker, done: DecodeProgress, now: float) -> None:
@@ -236,7 +239,7 @@ def _time_steps(state: State, worker: Worker, done: DecodeProgress, now: float) 
     if not steps <= sequences <= steps * worker.capacity.max_seqs or worker.hello.process or not steps * done.timed_ms:
         return
     pool, means = (
-        state.pools[worker.hello.model],
+        state.cluster.pools[worker.hello.model],
         (sequences / steps, done.timed_kv_tokens / steps, done.timed_ms / steps),
     )
     pool.step_times[Role.DECODE].add(steps, *means, now)
@@ -249,7 +252,7 @@ def fault_of_end(state: State, incarnation: int, event: Received) -> str:
     """Returns a fault if a worker releases a running attempt without being asked to."""
     done = event.message
     assert isinstance(done, Finished | Released)
-    request = state.current(done.request_id, done.attempt)
+    request = state.cluster.current(done.request_id, done.attempt)
     if request is None or request.state not in ON_WORKERS:
         return ""
     is_over = isinstance(done, Finished) and request.state is not RequestState.PLACED
@@ -263,7 +266,7 @@ def fault_of_end(state: State, incarnation: int, event: Received) -> str:
 def finished(state: State, incarnation: int, event: Received, now: float) -> None:
     done = event.message
     assert isinstance(done, Finished)
-    worker = state.workers[incarnation]
+    worker = state.cluster.workers[incarnation]
     state.release(incarnation, (done.request_id, done.attempt), done.output_tokens)
     worker.tokens_forwarded = done.tokens_forwarded
     state.counters["output_tokens"] += done.output_tokens
@@ -271,15 +274,15 @@ def finished(state: State, incarnation: int, event: Received, now: float) -> Non
         # It finished while no coordinator was there to be told, so it was in no registration.
         state.billing.emitted(done.request_id, done.resumed_tokens, done.output_tokens)
     state.record_usage(state.billing.end_orphan(done.request_id, RequestState.FINISHED, now))
-    request = state.current(done.request_id, done.attempt)
+    request = state.cluster.current(done.request_id, done.attempt)
     if request is None or incarnation not in (request.prefill_incarnation, request.decode_incarnation):
         return
     if request.state in (RequestState.PREFILLING, RequestState.HANDING_OVER, RequestState.DECODING):
         output_tokens = done.output_tokens + request.submit.resumed_tokens
-        state.queues[request.submit.model].learn(request, output_tokens)
+        state.cluster.queues[request.submit.model].learn(request, output_tokens)
         state.count_finished(request, output_tokens)
-        state.pools[request.submit.model].traffic.finished(request.id, output_tokens, now)
-        pool = state.pools[request.submit.model]
+        state.cluster.pools[request.submit.model].traffic.finished(request.id, output_tokens, now)
+        pool = state.cluster.pools[request.submit.model]
         pool.record_success()
         pool.breakers.worked((incarnation, NOBODY) if not worker.is_decode else (NOBODY, incarnation))
         state.end(request, Trigger.FINISH, "done", now)
@@ -294,17 +297,17 @@ def released(state: State, incarnation: int, event: Received, now: float) -> Non
 
 def _cut_short(state: State, incarnation: int, done: Released | WorkFailed) -> None:
     # A decode worker does not count the first tokens, which were emitted before its own.
-    first = done.output_tokens > 0 and state.workers[incarnation].is_decode
+    first = done.output_tokens > 0 and state.cluster.workers[incarnation].is_decode
     state.release(incarnation, (done.request_id, done.attempt), done.output_tokens, first=first)
 
 
 def work_failed(state: State, incarnation: int, event: Received, now: float) -> None:
     failed = event.message
     assert isinstance(failed, WorkFailed)
-    worker = state.workers[incarnation]
+    worker = state.cluster.workers[incarnation]
     _cut_short(state, incarnation, failed)
     state.counters[f"work_failed_{failed.reason}"] += 1
-    request = state.current(failed.request_id, failed.attempt)
+    request = state.cluster.current(failed.request_id, failed.attempt)
     if (
         request is None
         or request.state not in ON_WORKERS
@@ -319,15 +322,15 @@ def work_failed(state: State, incarnation: int, event: Received, now: float) -> 
 
 
 def _record_failure(state: State, request: Request, worker: Worker, reason: Interrupt, now: float) -> None:
-    pool = state.pools[request.submit.model]
+    pool = state.cluster.pools[request.submit.model]
     if reason is Interrupt.ENGINE_ERROR:
         pool.record_failure(worker)
         alone = (worker.incarnation, NOBODY) if not worker.is_decode else (NOBODY, worker.incarnation)
         if pool.breakers.failed(alone, request.attempt_progress.placed_at, now):
             state.counters["workers_left_out"] += 1
-            state.unbind_without_pair(pool)
+            state.cluster.unbind_without_pair(pool, now)
     elif reason is Interrupt.TRANSFER_FAILED:
         pair = request.prefill_incarnation, request.decode_incarnation
         if pool.breakers.failed(pair, request.attempt_progress.placed_at, now):
             state.counters["pairs_left_out"] += 1
-            state.unbind_without_pair(pool)
+            state.cluster.unbind_without_pair(pool, now)

@@ -10,19 +10,19 @@ from coordinator.accounting.goodput import Goodput, Times
 from coordinator.accounting.tombstones import Remembered
 from coordinator.accounting.usage import Closed, Opened
 from coordinator.events import Action, Limits, Send, StateChanged
+from coordinator.placement_messages import placement_messages
 from coordinator.room import cluster_state
 from proto.errors import Interrupt
 from proto.messages import Hello, Interrupted, Message, Release, Role, Submit
 from proto.status import AutopilotStatus
 from runtime.tenancy.tenants import open_tenants
+from scheduler.cluster import Cluster
+from scheduler.decisions import Dispatched, Interruption, Placement, Withdrawn
 from scheduler.fairness.fair_node import Path
 from scheduler.lifecycle import TERMINAL, RequestState, Trigger
-from scheduler.observer import Watch
-from scheduler.request import LOST_PROCESSES_MAX, RETAINED, LostProcess, Request, RetainedAllocation, Suspicion
-from scheduler.waiting.queue import WaitQueue
+from scheduler.request import LOST_PROCESSES_MAX, LostProcess, Request, Suspicion
 from scheduler.workers.flip import RunningFlip
-from scheduler.workers.pool import Pool
-from scheduler.workers.worker import Allocation, Where, Worker
+from scheduler.workers.worker import Allocation, Worker
 
 FLIPS_SHOWN = 64
 
@@ -44,19 +44,12 @@ class State:
         self.now = 0.0
         """The time of the present event."""
         self.peers: dict[int, Hello] = {}
-        self.workers: dict[int, Worker] = {}
-        self.where: Where = {}
-        """The workers that hold something for each attempt."""
+        self.cluster = Cluster(self.limits)
         self.fenced: OrderedDict[int, Hello] = OrderedDict()
         """Incarnations of the last workers that hung, oldest first."""
         self.lost_processes: deque[LostProcess] = deque(maxlen=LOST_PROCESSES_MAX)
-        self.pools: dict[str, Pool] = {}
-        """Pools by model id. A pool stays for a while when its workers go, so that its model stays known."""
         self.empty_pools: OrderedDict[str, float] = OrderedDict()
         """Models without a worker, and since when; longest first."""
-        self.queues: dict[str, WaitQueue] = {}
-        self.requests: dict[str, Request] = {}
-        """All requests that have not ended."""
         self.alive: Counter[str] = Counter()
         """How many live requests each model has."""
         self.interrupted: OrderedDict[str, Request] = OrderedDict()
@@ -89,8 +82,6 @@ class State:
         self.goodput = Goodput()
         self.out: list[Action] = []
         """The actions of the event in hand so far."""
-        self.watch: Watch | None = None
-        """A callback that is told of the core's decisions in a replay."""
 
     def path(self, submit: Submit) -> tuple[str, str, str]:
         """Returns a request's path in the fair queue. Its priority class is the one that it asks for, or else its tenant's."""
@@ -104,14 +95,6 @@ class State:
                 else self.priority_classes_lowest_first[0]
             )
         return priority_class, organisation, user
-
-    def set_targets(self, request: Request) -> None:
-        """Set a request's targets from its priority class, as the tenants file is now."""
-        priority_class = self.limits.priority_classes[request.path[0]]
-        request.ttft_ms, request.tpot_ms = priority_class.ttft_ms or 0.0, priority_class.tpot_ms or 0.0
-        pool = self.pools[request.submit.model]
-        if request.tpot_ms and not pool.targets.used:
-            pool.targets.begin(pool.decode.values())
 
     def count_finished(self, request: Request, output_tokens: int) -> None:
         """Count a finished request in goodput. `output_tokens`: over all choices."""
@@ -128,31 +111,58 @@ class State:
         if flip is not None and not flip.first_step_at:
             flip.first_step_at = self.now
 
-    def current(self, request_id: str, attempt: int) -> Request | None:
-        request = self.requests.get(request_id)
-        return request if request is not None and request.submit.attempt == attempt else None
-
     def move(self, request: Request, trigger: Trigger, now: float, why: str = "") -> None:
-        if trigger is Trigger.PLACE:
-            self.queues[request.submit.model].projection.place(request, now)
         request.fire(trigger, now)
         self.out.append(StateChanged(request.id, request.submit.attempt, request.state, why or trigger))
 
     def end(self, request: Request, trigger: Trigger, why: str, now: float) -> None:
-        self.withdraw(request)
-        self.drop_retained(request)
+        bill = self.billing.bills.get(request.id)
+        output_tokens = bill.counters.output_tokens if bill is not None else request.submit.resumed_tokens
+        self.cluster.end(request, trigger, output_tokens, now)
         self.interrupted.pop(request.id, None)
-        self.move(request, trigger, now, why)
         assert request.state in TERMINAL
-        request.blob = b""  # rows and lists may know it for a while yet
-        pool, queue = self.pools[request.submit.model], self.queues[request.submit.model]
-        request.end_turn(pool.sessions, queue.weight(request.path), now)
+        self.out.append(StateChanged(request.id, request.submit.attempt, request.state, why))
         self.outcomes[request.state] += 1
-        del self.requests[request.id]
         self.alive[request.submit.model] -= 1
         self.remember(*request.key, request.submit.drained_attempts, request.suspicion)
-        pool.suspects.pop(request.id, None)
+        self.carry_out()
         self.record_usage(self.billing.end(request.id, request.state, now))
+
+    def carry_out(self) -> None:
+        """Carry out what the scheduler has decided."""
+        decisions, self.cluster.decisions = self.cluster.decisions, []
+        for decision in decisions:
+            match decision:
+                case Placement():
+                    self._tell_of_placement(decision)
+                case Dispatched(worker, step, requests, begun):
+                    self.send(worker.incarnation, step)
+                    for request in requests:
+                        self.billing.hold(request.id)
+                    for request in begun:
+                        changed = StateChanged(request.id, request.attempt, RequestState.PREFILLING, Trigger.DISPATCH)
+                        self.out.append(changed)
+                case Withdrawn(key):
+                    self.release_everywhere(key)
+                case Interruption(request, attempt, reason, why, tell):
+                    self.counters[f"interrupted_{reason}"] += 1
+                    changed = StateChanged(request.id, attempt, RequestState.INTERRUPTED, f"{reason}: {why}")
+                    self.out.append(changed)
+                    self.interrupted[request.id] = request
+                    if tell:
+                        self.send(request.gateway_incarnation, Interrupted(request.id, attempt, reason, why))
+
+    def _tell_of_placement(self, placed: Placement) -> None:
+        request, prefill, decode = placed.request, placed.prefill, placed.decode
+        self.billing.hold(request.id, 1 if prefill is decode else 2)
+        self.counters["suffixes_on_decode"] += prefill is decode
+        self.counters["prefixes_fetched"] += request.attempt_progress.fetched_tokens > 0
+        reserve, take_in = placement_messages(placed, self.peers[request.gateway_incarnation])
+        self.send(decode.incarnation, reserve)
+        self.send(prefill.incarnation, take_in, request.blob)
+        request.blob = b""
+        names = dict.fromkeys((prefill.hello.name, decode.hello.name))
+        self.out.append(StateChanged(request.id, request.attempt, RequestState.PLACED, " + ".join(names)))
 
     def record_usage(self, entry: Opened | Closed | None) -> None:
         if entry is None:
@@ -166,7 +176,7 @@ class State:
         for tenant in tenants:
             if tenant in self.leaving and self.billing.quotas.forget(tenant, self.now):
                 del self.leaving[tenant]
-                for queue in self.queues.values():
+                for queue in self.cluster.queues.values():
                     queue.forget(tenant)
 
     def remember(self, request_id: str, attempt: int, drained: int = -1, suspicion: Suspicion | None = None) -> None:
@@ -189,98 +199,26 @@ class State:
         return last.drained if last is not None else -1
 
     def interrupt(self, request: Request, reason: Interrupt, why: str, now: float, *, tell: bool = True) -> None:
-        """Interrupt a request's attempt. `tell`: tell its gateway now, so that it resubmits the request at once."""
-        self.counters[f"interrupted_{reason}"] += 1
-        request.preempted += reason is Interrupt.PREEMPTED
-        if reason is Interrupt.DRAINED:
-            attempt_progress = request.attempt_progress
-            attempt_progress.paid_tokens = max(attempt_progress.paid_tokens, request.dispatched_tokens)
-        self.withdraw(request)
-        self.move(request, Trigger.INTERRUPT, now, f"{reason}: {why}")
-        self.interrupted[request.id] = request
-        if tell:
-            self.send(request.gateway_incarnation, Interrupted(*request.key, reason, why))
-
-    def retain_allocation(self, request: Request) -> None:
-        """Keep the blocks on the decode worker for a request that was interrupted through no fault of that worker. When the
-        worker releases the attempt, they pass to the request, so that no other takes them before the next attempt."""
-        decode = self.workers.get(request.decode_incarnation)
-        allocation = decode.allocations.get(request.key) if decode is not None else None
-        if decode is not None and not decode.draining and allocation is not None and allocation.demand is not None:
-            request.attempt_progress.retained = RetainedAllocation(request.decode_incarnation, request.attempt)
-            self.pools[request.submit.model].retained[request.id] = request
-
-    def drop_retained(self, request: Request) -> None:
-        pool = self.pools[request.submit.model]
-        if pool.retained.pop(request.id, None) is None:
-            return
-        retained, request.attempt_progress.retained = request.attempt_progress.retained, None
-        worker = self.workers.get(retained.decode_incarnation) if retained is not None else None
-        if worker is not None and worker.release((request.id, RETAINED)) is not None:
-            pool.freed(worker)
-            self.record_usage(self.billing.release(request.id, self.now))
-
-    def _keep_retained(self, request: Request, worker: Worker, allocation: Allocation) -> None:
-        """Pass the attempt's allocation to its request, unless it does not fit in full: the attempt may have shared blocks."""
-        assert worker.admission is not None and allocation.demand is not None
-        if worker.admission.fits(allocation.demand):
-            worker.hold((request.id, RETAINED), allocation)
-            self.billing.hold(request.id)
-        else:
-            self.drop_retained(request)
-
-    def drop_retained_on(self, worker: Worker) -> None:
-        for request in list(self.pools[worker.hello.model].retained.values()):
-            retained = request.attempt_progress.retained
-            if retained is not None and retained.decode_incarnation == worker.incarnation:
-                self.drop_retained(request)
-
-    def withdraw(self, request: Request) -> None:
-        """Take the attempt out of the queue or off its workers, and refund the estimate of its output to its tenant."""
-        queue = self.queues[request.submit.model]
-        self.pools[request.submit.model].end_lone(request)
-        queue.count_uncomputed(request, 0)
-        queue.projection.leave(request, self.now)
-        queue.remove(request)
-        queue.refund_output(request)
-        if request.state is RequestState.QUEUED:
-            pool = self.pools[request.submit.model]
-            pool.bindings.unbind(request)
-            pool.wakeups.waits_no_more(request)
-            if pool.room_for_large.request is request:
-                self.end_room_for_large(request)
-            return
-        prefill = self.workers.get(request.prefill_incarnation)
-        if prefill is not None:
-            prefill.expect_no_more(request)
-        self.release_everywhere(request.key)
+        """Interrupt a request's attempt: see `Cluster.interrupt`."""
+        self.cluster.interrupt(request, reason, why, now, tell=tell)
+        self.carry_out()
 
     def release(self, incarnation: int, key: tuple[str, int], emitted_tokens: int, *, first: bool = False) -> None:
         """Release a worker's allocation for an attempt that has emitted `emitted_tokens` there. `first`: the first token of
         each choice was emitted before them."""
-        worker = self.workers[incarnation]
-        allocation = worker.release(key)
+        worker = self.cluster.workers[incarnation]
+        allocation = self.cluster.release(worker, key)
         if allocation is None:
             return
-        self.pools[worker.hello.model].freed(worker)
         self.charge_room_for_large(worker, key, allocation)
         self.emitted(
             worker.hello.model, allocation.path, key[0], allocation.resumed_tokens, emitted_tokens, first=first
         )
-        request = self.requests.get(key[0])
-        if request is not None and request.attempt_progress.retained == (incarnation, key[1]):
-            self._keep_retained(request, worker, allocation)
         self.record_usage(self.billing.release(key[0], self.now))
-
-    def end_room_for_large(self, request: Request) -> None:
-        """Stop keeping room for a large request. Charge its tenant for the work that could not run there."""
-        pool = self.pools[request.submit.model]
-        self.queues[request.submit.model].charge(request.path, pool.room_for_large.end(self.now))
-        pool.wakeups.look_anew()
 
     def charge_room_for_large(self, worker: Worker, key: tuple[str, int], allocation: Allocation) -> None:
         """Charge an attempt for which room had been kept: see `reserved_workers`."""
-        kept = self.pools[worker.hello.model].room_for_large
+        kept = self.cluster.pools[worker.hello.model].room_for_large
         if worker.admission is None or key not in kept.charges:
             return
         due, bill, prices = (
@@ -290,21 +228,7 @@ class State:
         )
         if bill is not None:
             paid = prices.prompt_token * bill.counters.prompt_tokens + prices.output(bill.counters.output_tokens)
-            self.queues[worker.hello.model].charge(allocation.path, due - paid)
-
-    def unbind_all(self, prefill: Worker) -> None:
-        """Let requests that wait for this worker and its cached prefixes run anywhere again."""
-        pool, queue = self.pools[prefill.hello.model], self.queues[prefill.hello.model]
-        for request in list(prefill.bound.values()):
-            pool.bindings.unbind(request)
-            queue.unsettle(request)
-
-    def unbind_without_pair(self, pool: Pool) -> None:
-        """Let requests run anywhere again if their prefill worker may not send KV to any decode worker now."""
-        for prefill in [pool.workers[incarnation] for incarnation in pool.bindings.hosts]:
-            if not pool.has_pair(prefill, self.now):
-                self.unbind_all(prefill)
-                pool.wakeups.request_came()
+            self.cluster.queues[worker.hello.model].charge(allocation.path, due - paid)
 
     def emitted(
         self, model: str, path: Path, request_id: str, resumed_tokens: int, tokens: int, *, first: bool = False
@@ -312,36 +236,18 @@ class State:
         """Count the `tokens` that an attempt emitted after `resumed_tokens`, and charge those that were not known before."""
         new = self.billing.emitted(request_id, resumed_tokens, tokens, first=first)
         if new and path:
-            self.queues[model].emitted(path, new)
+            self.cluster.queues[model].emitted(path, new)
 
     def release_everywhere(self, key: tuple[str, int]) -> None:
-        for incarnation in self.where.get(key, ()):
+        for incarnation in self.cluster.where.get(key, ()):
             self.send(incarnation, Release(*key))
-
-    def refresh_eligibility(self, model: str) -> None:
-        """Find anew which requests can have a turn, after workers came, left, or began or stopped taking work."""
-        pool = self.pools[model]
-        pool.wakeups.look_anew()
-        self.unbind_without_pair(pool)
-        capacities = pool.capacities()
-        if capacities != pool.eligible_for:  # one of many equal workers makes no difference to what waits
-            pool.eligible_for = capacities
-            self.queues[model].refresh_eligibility(self.can_run)
-
-    def can_run(self, request: Request) -> bool:
-        """Whether a worker that takes work could hold the request. True also while none takes work: one may come back."""
-        pool = self.pools[request.submit.model]
-        able = not pool.servable() or pool.could_place(request.submit)
-        if not able:
-            pool.bindings.unbind(request)
-        return able
 
     def send(self, incarnation: int, message: Message, blob: bytes = b"") -> None:
         if incarnation in self.peers:
             self.out.append(Send(incarnation, message, blob))
 
     def tell_gateways(self) -> None:
-        state = cluster_state(self.pools)
+        state = cluster_state(self.cluster.pools)
         for incarnation, hello in self.peers.items():
             if hello.role is Role.GATEWAY:
                 self.send(incarnation, state)

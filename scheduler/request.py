@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from coordinator.accounting.bill import Bill
 from proto.messages import Submit
 from scheduler.fairness.tenant_queue import Entry
 from scheduler.kv_admission.demand import NEVER
@@ -95,6 +94,26 @@ class AttemptProgress(msgspec.Struct, eq=False, gc=False):
     """Tokens of this attempt's prompt that its tenant was already charged for in an earlier attempt that a drain cut short."""
 
 
+class StateTimes(msgspec.Struct, eq=False, gc=False):
+    """The seconds that a request spent in its states, over all its attempts."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    decode_s: float = 0.0
+
+    def spend(self, state: RequestState, seconds: float) -> None:
+        match state:
+            case RequestState.PREFILLING:
+                self.prefill_s += seconds
+            case RequestState.HANDING_OVER:
+                self.transfer_s += seconds
+            case RequestState.DECODING:
+                self.decode_s += seconds
+            case _:
+                self.queue_s += seconds
+
+
 class Request(msgspec.Struct, eq=False):
     """One request over all its attempts; the fields from `submit` on belong to the current one."""
 
@@ -141,7 +160,7 @@ class Request(msgspec.Struct, eq=False):
     """How often it was interrupted to make room for others."""
     borrowed: bool = False
     """It was admitted beyond its tenant's rates while capacity was idle. Such requests are shed first in an overload."""
-    bill: Bill | None = None
+    times: StateTimes = msgspec.field(default_factory=StateTimes)
     expected_left: int = NEVER
     """Tokens after the first that each choice is counted with on a decode worker, if fewer than it may have."""
     numerics: str = ""
@@ -213,21 +232,20 @@ class Request(msgspec.Struct, eq=False):
         elif self.attempt_progress.paid_tokens:
             self.attempt_progress.paid_tokens = 0
 
-    def end_turn(self, sessions: Sessions, weight: float, now: float) -> None:
-        """End its turn in its session, which keeps its KV if its prompt was computed. `weight`: of its organisation."""
+    def end_turn(self, sessions: Sessions, weight: float, output_tokens: int, now: float) -> None:
+        """End its turn in its session, which keeps its KV if its prompt was computed. `weight`: of its organisation;
+        `output_tokens`: of its answer so far."""
         turn, self.turn = self.turn, None
         if turn is None:
             return
         if not self.first_token_at:
             sessions.over(turn.session, now)
             return
-        submit, bill = self.submit, self.bill
-        output_tokens = bill.counters.output_tokens if bill is not None else submit.resumed_tokens
-        sessions.answered(turn, submit.prompt_tokens - submit.resumed_tokens + output_tokens, weight, now)
+        prompt_tokens = self.submit.prompt_tokens - self.submit.resumed_tokens
+        sessions.answered(turn, prompt_tokens + output_tokens, weight, now)
 
     def fire(self, trigger: Trigger, now: float) -> None:
-        if self.bill is not None:
-            self.bill.spend(self.state, now - self.since)
+        self.times.spend(self.state, now - self.since)
         self.state = advance(self.state, trigger)
         self.since = now
 

@@ -74,7 +74,7 @@ class CoordinatorWorld:
         self.feed(Configured(open_tenants(), 0.0))
         for incarnation in ROLES:
             self.join(incarnation)
-        for queue in self.core.queues.values():
+        for queue in self.core.cluster.queues.values():
             queue._length_of_all.long_tokens = 4.0  # so that answers outlive what they are counted with
 
     def step(self) -> None:
@@ -102,7 +102,7 @@ class CoordinatorWorld:
             self.feed(PeerDown(incarnation, "the end"))
         self.now += 10_000
         self.feed(Tick())
-        assert not self.core.requests and not self.core.workers
+        assert not self.core.cluster.requests and not self.core.cluster.workers
 
     def feed(self, event: Event) -> None:
         self.trail.append(event)

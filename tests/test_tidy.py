@@ -18,7 +18,8 @@ LINES_MAX = 500
 FUNCTION_LINES_MAX = 60
 
 EVERYTHING = frozenset(
-    "proto runtime kvtransfer engine scheduler coordinator gateway prefill_worker decode_worker simulation tuning launcher".split()
+    "proto runtime kvtransfer engine scheduler coordinator gateway prefill_worker decode_worker simulation tuning "
+    "launcher".split()
 )
 MAY_IMPORT = {
     "proto": frozenset[str](),

@@ -4,7 +4,7 @@ import msgspec
 
 from coordinator.accounting.account import Grant
 from coordinator.accounting.quota import Ask
-from scheduler.lifecycle import RequestState
+from scheduler.request import StateTimes
 
 
 class UsageCounters(msgspec.Struct, eq=False, gc=False):
@@ -34,10 +34,6 @@ class UsageCounters(msgspec.Struct, eq=False, gc=False):
     outcome: str = ""
     ended: str = ""
     """Its outcome before it was reopened."""
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    transfer_s: float = 0.0
-    decode_s: float = 0.0
 
     @property
     def used_tokens(self) -> int:
@@ -49,6 +45,7 @@ class Bill(Grant, eq=False, gc=False):
     prompt_tokens_max: int
     choices: int = 1
     counters: UsageCounters = msgspec.field(default_factory=UsageCounters)
+    times: StateTimes = msgspec.field(default_factory=StateTimes)
 
     @property
     def estimate(self) -> Ask:
@@ -57,16 +54,3 @@ class Bill(Grant, eq=False, gc=False):
         prompt_tokens = counters.prompt_tokens if counters.prompt_done else self.prompt_tokens_max
         before = counters.charged_tokens - prompt_tokens
         return Ask(prompt_tokens, before + self.tokens, self.kv_blocks, before + self.tokens_max, self.sequences)
-
-    def spend(self, state: RequestState, seconds: float) -> None:
-        """Time passed in a state of the request."""
-        counters = self.counters
-        match state:
-            case RequestState.PREFILLING:
-                counters.prefill_s += seconds
-            case RequestState.HANDING_OVER:
-                counters.transfer_s += seconds
-            case RequestState.DECODING:
-                counters.decode_s += seconds
-            case _:
-                counters.queue_s += seconds

@@ -327,9 +327,9 @@ class Billing:
             counters.prompt_tokens,
             cached_tokens,
             counters.output_tokens - counters.from_token,
-            1000 * counters.queue_s,
-            1000 * counters.prefill_s,
-            1000 * counters.transfer_s,
-            1000 * counters.decode_s,
+            1000 * bill.times.queue_s,
+            1000 * bill.times.prefill_s,
+            1000 * bill.times.transfer_s,
+            1000 * bill.times.decode_s,
             counters.from_token,
         )

@@ -30,7 +30,7 @@ def fault_of_submit(state: State, incarnation: int, event: Received) -> str:
         return f"{len(submit.block_hashes)} bytes are no whole number of block hashes"
     if submit.resumed_tokens >= submit.prompt_tokens:
         return f"{submit.resumed_tokens} resumed tokens of {submit.prompt_tokens} leave no prompt"
-    known = state.requests.get(submit.request_id)
+    known = state.cluster.requests.get(submit.request_id)
     if known is None or known.gateway_incarnation != incarnation or submit.attempt <= known.attempt:
         return ""
     changed = _changed(known.submit, submit)
@@ -65,7 +65,7 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
             why = "this attempt has ended; its tokens were lost on their way if they have not come"
             state.send(incarnation, Interrupted(submit.request_id, submit.attempt, Interrupt.GATEWAY_LINK_LOST, why))
         return
-    known = state.requests.get(submit.request_id)
+    known = state.cluster.requests.get(submit.request_id)
     if known is not None and known.gateway_incarnation != incarnation:
         _reject(state, incarnation, submit, Reject.DUPLICATE, "another gateway has a request of this id", now)
         return
@@ -73,11 +73,11 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
         if submit.attempt == known.attempt:
             state.send(incarnation, Accepted(*known.key, state.billing.rates(submit.tenant, now)))
         return
-    again = submit.model in state.queues and _comes_back(state, submit)
+    again = submit.model in state.cluster.queues and _comes_back(state, submit)
     if again and _put_off(state, incarnation, submit, now):
         return
-    if submit.attempt == 1 and known is None and submit.model in state.pools:
-        state.pools[submit.model].traffic.arrived(submit, now)
+    if submit.attempt == 1 and known is None and submit.model in state.cluster.pools:
+        state.cluster.pools[submit.model].traffic.arrived(submit, now)
     reason, why = _judge(state, submit, now)
     request, retry_after_s = known, None
     if reason is None and request is None:
@@ -85,12 +85,12 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
         request.counted = submit.attempt == 1
         request.whole_id = whole_of(submit)
         request.suspicion = state.last_suspicion(request.id) or state.last_suspicion(request.whole_id)
-        state.set_targets(request)
+        state.cluster.set_targets(request)
         reason, why, retry_after_s = tenancy.reserve(state, request, now)
         if reason is None:
             reason, why, retry_after_s = _admit(state, request, now)
-            if reason is not None and request.bill is not None:
-                state.billing.undo(request.bill, now, now + state.limits.orphan_s_max)
+            if reason is not None:
+                state.billing.undo(state.billing.bills[request.id], now, now + state.limits.orphan_s_max)
     if submit.attempt == 1 and known is None and reason not in _NOT_OFFERED:
         state.goodput.offered(state.path(submit))
     if reason is not None:
@@ -105,11 +105,11 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
         _renew(state, request, submit, event.blob, now)
     if again:
         state.counters["retries"] += 1
-        state.queues[submit.model].retries.spend(now)
-    queue = state.queues[submit.model]
+        state.cluster.queues[submit.model].retries.spend(now)
+    queue = state.cluster.queues[submit.model]
     request.expected_left = expected_left(request, queue.long_output(request), state.limits.kv_overcommit)
-    queue.push(request, now, not state.draining or state.can_run(request))
-    suffix.came(request, state.pools[submit.model], queue, now)
+    queue.push(request, now, not state.draining or state.cluster.can_run(request))
+    suffix.came(request, state.cluster.pools[submit.model], queue, now)
     state.send(incarnation, Accepted(*request.key, state.billing.rates(submit.tenant, now)))
     state.out.append(StateChanged(request.id, request.attempt, request.state, "submitted"))
 
@@ -117,19 +117,19 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
 def _let_in(state: State, request: Request, now: float) -> None:
     """Admit a new request."""
     model = request.submit.model
-    state.requests[request.id] = request
+    state.cluster.requests[request.id] = request
     state.alive[model] += 1
     if request.suspicion is not None:
-        state.pools[model].suspects[request.id] = request
+        state.cluster.pools[model].suspects[request.id] = request
     request.pay_for_drained(0)
-    turns.begin(request, state.pools[model], state.queues[model], state.counters, now)
-    state.record_usage(tenancy.opened(state, request))
+    turns.begin(request, state.cluster.pools[model], state.cluster.queues[model], state.counters, now)
+    state.record_usage(tenancy.ledger_row(state, request))
 
 
 def _comes_back(state: State, submit: Submit) -> bool:
     """Whether an earlier attempt at it, or at all of its choices, was cut short here, and not by a drain. Nothing is known of
     requests that an earlier coordinator had accepted."""
-    known = state.requests.get(submit.request_id)
+    known = state.cluster.requests.get(submit.request_id)
     if known is not None:
         drained = submit.drained_attempts > known.submit.drained_attempts
         return known.state is RequestState.INTERRUPTED and not drained
@@ -143,7 +143,7 @@ def _comes_back(state: State, submit: Submit) -> bool:
 def _put_off(state: State, incarnation: int, submit: Submit, now: float) -> bool:
     """Tell the gateway to try again later if too many requests come back at once. Returns whether it was told; nothing else
     changes."""
-    retries = state.queues[submit.model].retries
+    retries = state.cluster.queues[submit.model].retries
     if retries.allows(state.alive[submit.model], now):
         return False
     state.counters["retries_put_off"] += 1
@@ -155,7 +155,8 @@ def _put_off(state: State, incarnation: int, submit: Submit, now: float) -> bool
 
 def _renew(state: State, request: Request, submit: Submit, blob: bytes, now: float) -> None:
     """Begin the next attempt at a request, in any state of the one before."""
-    state.withdraw(request)
+    state.cluster.withdraw(request, now)
+    state.carry_out()
     if request.state in ON_WORKERS:
         request.fire(Trigger.INTERRUPT, now)
     state.interrupted.pop(request.id, None)
@@ -166,18 +167,18 @@ def _renew(state: State, request: Request, submit: Submit, blob: bytes, now: flo
 
 def _judge(state: State, submit: Submit, now: float) -> checks.Refusal:
     key = submit.request_id, submit.attempt
-    if key in state.where:
+    if key in state.cluster.where:
         return Reject.DUPLICATE, "a worker is still busy with this very attempt"
     if submit.attempt == 1 and submit.request_id in state.billing.bills:
         return Reject.DUPLICATE, "an earlier request of this id is not settled yet"
-    return checks.judge(submit, state.pools.get(submit.model), state.limits, now)
+    return checks.judge(submit, state.cluster.pools.get(submit.model), state.limits, now)
 
 
 def _admit(state: State, request: Request, now: float) -> tuple[Reject | None, str, float | None]:
     """Returns whether a new request is admitted beside the waiting ones, and after how many seconds another try may succeed;
     None: as long as the work before it takes. A resumed request is not checked again."""
     submit, limits = request.submit, state.limits
-    pool, queue = state.pools[submit.model], state.queues[submit.model]
+    pool, queue = state.cluster.pools[submit.model], state.cluster.queues[submit.model]
     urgent = request.first_token_ms > 0
     wait_s = request.projected_s = report.wait_s(state, submit.model, request.path, now, urgent=urgent)
     reason, why, retry_after_s = checks.feasible(request, pool, queue, wait_s)
@@ -262,11 +263,11 @@ _WHOLE_ANSWER = frozenset({CancelReason.STOP_STRING, CancelReason.ANSWERED})
 def cancel(state: State, incarnation: int, event: Received, now: float) -> None:
     cancel = event.message
     assert isinstance(cancel, Cancel)
-    request = state.requests.get(cancel.request_id)
+    request = state.cluster.requests.get(cancel.request_id)
     if request is not None and request.gateway_incarnation == incarnation and cancel.attempt >= request.attempt:
         state.emitted(request.submit.model, request.path, request.id, cancel.output_tokens, 0)
         if cancel.reason in _WHOLE_ANSWER and cancel.output_tokens:
-            state.queues[request.submit.model].learn(request, cancel.output_tokens)
+            state.cluster.queues[request.submit.model].learn(request, cancel.output_tokens)
             state.count_finished(request, cancel.output_tokens)
         whole = cancel.reason is CancelReason.ANSWERED and request.state is RequestState.INTERRUPTED
         state.end(request, Trigger.FINISH if whole else Trigger.CANCEL, cancel.reason, now)
@@ -287,14 +288,14 @@ def end_session(state: State, _: int, event: Received, __: float) -> None:
     """A client has said that a conversation is over: workers give up what they keep of it."""
     ended = event.message
     assert isinstance(ended, EndSession)
-    for pool in state.pools.values():
+    for pool in state.cluster.pools.values():
         tail = pool.sessions.end(ended.tenant, ended.session)
         for incarnation in pool.locality.having(split_hashes(tail)):
             state.send(incarnation, EndPrefix(tail))
 
 
 def expire(state: State, now: float) -> None:
-    for queue in state.queues.values():
+    for queue in state.cluster.queues.values():
         if now < queue.nothing_due_before:
             continue
         for request in queue.overdue(now):

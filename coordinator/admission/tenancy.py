@@ -25,7 +25,7 @@ def configure(state: State, event: Configured, now: float) -> None:
     """Put a tenants file in force. Live requests stay in the priority class they came in, even if the file no longer has it.
     Such a class has no floor, or all floors might leave nothing to share."""
     tenants = event.tenants
-    still = {request.path[0] for request in state.requests.values()}
+    still = {request.path[0] for request in state.cluster.requests.values()}
     kept = {
         name: replace(priority_class, floor_share=0.0)
         for name, priority_class in state.limits.priority_classes.items()
@@ -34,14 +34,15 @@ def configure(state: State, event: Configured, now: float) -> None:
     state.limits = replace(
         state.limits, priority_classes=kept | dict(tenants.priority_classes), weights=tenants.weights()
     )
+    state.cluster.limits = state.limits
     state.priority_classes_lowest_first = sorted(
         state.limits.priority_classes, key=lambda name: state.limits.priority_classes[name].weight
     )
     state.goodput.forget_others(state.limits.priority_classes)
     state.goodput.put_in_force(event.policy, now)
-    for model, queue in state.queues.items():
+    for model, queue in state.cluster.queues.items():
         queue.replace_limits(state.limits)
-        state.pools[model].shares.reweigh(queue.fair.weights)
+        state.cluster.pools[model].shares.reweigh(queue.fair.weights)
     quotas = state.billing.quotas
     known = dict.fromkeys([*quotas.accounts, *state.leaving])
     state.billing.configure(tenants, event.utc_offset_s, event.past or Past(), now + state.limits.orphan_s_max, now)
@@ -57,12 +58,13 @@ def reserve(state: State, request: Request, now: float) -> Refusal:
     if submit.attempt > 1:
         if policy is None:
             state.leaving[submit.tenant] = None
-        request.bill = billing.adopt(request.id, submit.resumed_tokens)
-        if request.bill is None:
+        bill = billing.adopt(request.id, submit.resumed_tokens)
+        if bill is None:
             ask, held = _ask(state, request), 0
-            for worker in state.workers.values():
+            for worker in state.cluster.workers.values():
                 held += sum(key[0] == request.id for key in worker.allocations)
-            request.bill = billing.open_promised(submit, ask, held, now)
+            bill = billing.open_promised(submit, ask, held, now)
+        request.times = bill.times
         return None, "", None
     if policy is None:
         return Reject.UNKNOWN_TENANT, f"the coordinator does not know tenant {submit.tenant}", RELOAD_S
@@ -72,19 +74,18 @@ def reserve(state: State, request: Request, now: float) -> Refusal:
             f"tenant {submit.tenant} may not use the priority class {submit.priority_class}",
             0.0,
         )
-    idle = not state.queues[submit.model].fair.size
-    usual_s = state.queues[submit.model].projection.placed.mean_s
+    idle = not state.cluster.queues[submit.model].fair.size
+    usual_s = state.cluster.queues[submit.model].projection.placed.mean_s
     ask = _ask(state, request)
-    bill = billing.open(request.id, submit.tenant, ask, now, idle=idle, choices=submit.choices, usual_s=usual_s)
-    if isinstance(bill, Denial):
-        return Reject.QUOTA, str(bill), _retry_after_s(bill, submit)
-    request.bill, request.borrowed = bill, bill.borrowed
+    opened = billing.open(request.id, submit.tenant, ask, now, idle=idle, choices=submit.choices, usual_s=usual_s)
+    if isinstance(opened, Denial):
+        return Reject.QUOTA, str(opened), _retry_after_s(opened, submit)
+    request.times, request.borrowed = opened.times, opened.borrowed
     return None, "", None
 
 
-def opened(state: State, request: Request) -> Opened:
-    bill, submit = request.bill, request.submit
-    assert bill is not None
+def ledger_row(state: State, request: Request) -> Opened:
+    bill, submit = state.billing.bills[request.id], request.submit
     return Opened(
         request.id,
         bill.day,
@@ -106,8 +107,8 @@ def _retry_after_s(denial: Denial, submit: Submit) -> float:
 
 def _ask(state: State, request: Request) -> Ask:
     submit = request.submit
-    output_tokens = ceil(state.queues[submit.model].output_estimate(request))
+    output_tokens = ceil(state.cluster.queues[submit.model].output_estimate(request))
     output_tokens_max = submit.choices * max(submit.sampling.max_tokens - submit.resumed_tokens, 1)
-    decode = next(iter(state.pools[submit.model].decode.values()), None)
+    decode = next(iter(state.cluster.pools[submit.model].decode.values()), None)
     kv_blocks = decode.whole_blocks(submit) if decode is not None else 0
     return Ask(submit.prompt_tokens, output_tokens, kv_blocks, output_tokens_max, submit.choices)

@@ -71,7 +71,7 @@ class Longest:
     def _moved(self, core: Core, moved: StateChanged, now: float) -> None:
         request_id = moved.request_id
         if moved.state is RequestState.QUEUED:
-            request = core.requests.get(request_id)
+            request = core.cluster.requests.get(request_id)
             if request is not None and request_id not in self._live:
                 self._live[request_id] = (request, 0.0)
                 self.requests += 1

@@ -1,7 +1,7 @@
 """An event log, executed again by the production core: the same events must lead to the same actions. Pure.
 
 `Replay(stream).run(observer)` stops at the first difference. An observer sees each event before and after the core has handled
-it, and may set `core.watch` for what lies between.
+it, and may set `core.cluster.watch` for what lies between.
 """
 
 from collections.abc import Iterator

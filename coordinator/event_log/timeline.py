@@ -189,7 +189,7 @@ class Timeline:
 
     def before(self, core: Core, event: Event, now: float) -> None:
         self._core, self._event, self._seen = core, event, 0
-        core.watch = self._watch
+        core.cluster.watch = self._watch
         self._ends.clear()
         message = event.message if isinstance(event, Received) else None
         if isinstance(message, Submit) and message.request_id == self.request_id:
@@ -199,11 +199,11 @@ class Timeline:
 
     def after(self, core: Core, event: Event, now: float, actions: list[Action]) -> None:
         self._take(actions)
-        target = core.requests.get(self.request_id)
+        target = core.cluster.requests.get(self.request_id)
         news = self._ratio.news(core, event, self._at_s)
         if self._began is not None and not self._has_ended:
             self.entries += news
-        kept = target is not None and any(pool.room_for_large.request is target for pool in core.pools.values())
+        kept = target is not None and any(pool.room_for_large.request is target for pool in core.cluster.pools.values())
         if kept and not self._kept and target is not None:
             self._add(KeptFor(self._at_s, target.attempt_progress.bypassed))
         self._kept, self._came = kept, None
@@ -220,11 +220,11 @@ class Timeline:
                 return
         looked, self._looked = self._looked, []
         winner = looked[-1].request if isinstance(decision, Looked) else None
-        target = self._core.requests.get(self.request_id)
+        target = self._core.cluster.requests.get(self.request_id)
         if target is None:
             return
         if not self._in_step:
-            pool = self._core.pools[target.submit.model]
+            pool = self._core.cluster.pools[target.submit.model]
             if decision.worker.incarnation in pool.prefill:
                 reason = why_not(target, winner, looked, decision.worker, pool)
                 if reason is not None:
@@ -234,7 +234,7 @@ class Timeline:
     # --- what happens to it ---------------------------------------------------------------------------------------------
 
     def _submitted(self, core: Core, submit: Submit, at_s: float) -> Submitted:
-        queue = core.queues.get(submit.model)
+        queue = core.cluster.queues.get(submit.model)
         waiting = list(queue) if queue is not None else []
         priority_class, *_ = path = core.path(submit)
         own = sum(request.path == path for request in waiting)
@@ -263,7 +263,7 @@ class Timeline:
             self._add(RequestEnded(self._at_s, state.value, why, retry_after_s, self._made_room_for(why)))
         elif state is RequestState.PLACED:
             assert self._core is not None
-            request = self._core.requests[self.request_id]
+            request = self._core.cluster.requests[self.request_id]
             projected_s = request.projected_s if request.submit.attempt == 1 else 0.0
             placed = Placed(self._at_s, why, self._blocks, request.cached_tokens, self._kept, projected_s)
             progress = request.attempt_progress
@@ -291,8 +291,8 @@ class Timeline:
         for chunk in step.chunks:
             if chunk.request_id == self.request_id:
                 self._in_step = False
-                name = self._core.workers[incarnation].hello.name
-                total = self._core.requests[self.request_id].submit.prompt_tokens
+                name = self._core.cluster.workers[incarnation].hello.name
+                total = self._core.cluster.requests[self.request_id].submit.prompt_tokens
                 beside = len(step.chunks) - 1
                 # This is no change of state, so turns that pass it by are still counted together.
                 end = self._ends.get((incarnation, step.step_id), "")

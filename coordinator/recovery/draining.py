@@ -41,9 +41,9 @@ def dependents(state: State, worker: Worker) -> list[Request]:
     decode worker, on a prefill worker that is to hand its prompt over. So waiting requests need not be looked at."""
     keys = dict.fromkeys(worker.allocations)
     if worker.hello.role is Role.DECODE:
-        for prefill in state.pools[worker.hello.model].prefill.values():
+        for prefill in state.cluster.pools[worker.hello.model].prefill.values():
             keys.update(dict.fromkeys(prefill.allocations))
-    found = (state.current(*key) for key in keys)
+    found = (state.cluster.current(*key) for key in keys)
     return [request for request in found if request is not None and needs(request, worker)]
 
 
@@ -51,8 +51,8 @@ def begin(state: State, worker: Worker, hand_over_ms: float, now: float) -> None
     worker.draining, worker.dismissed = True, False
     worker.hand_over_at = now + hand_over_ms / 1000
     state.draining[worker.incarnation] = worker
-    state.drop_retained_on(worker)
-    state.unbind_all(worker)
+    state.cluster.drop_retained_on(worker)
+    state.cluster.unbind_all(worker)
     _refresh_eligibility(state, worker)
 
 
@@ -77,14 +77,14 @@ def end(state: State, worker: Worker) -> None:
 
 def _refresh_eligibility(state: State, worker: Worker) -> None:
     model = worker.hello.model
-    state.pools[model].changed(worker)
-    state.refresh_eligibility(model)
+    state.cluster.pools[model].changed(worker)
+    state.cluster.refresh_eligibility(model, state.now)
     state.tell_gateways()
 
 
 def said(state: State, incarnation: int, event: Received, now: float) -> None:
     """Drain a worker that reports that it is to end, or take that back."""
-    message, worker = event.message, state.workers[incarnation]
+    message, worker = event.message, state.cluster.workers[incarnation]
     assert isinstance(message, Draining)
     worker.leaving = message.hand_over_ms is not None
     state.drain_orders.pop(incarnation, None)
@@ -115,14 +115,14 @@ def asked(state: State, incarnation: int, event: Received, now: float) -> None:
 
 def named(state: State, name: str) -> list[Worker]:
     """Those that people mean by a name: one, or both roles of a mixed worker; more if several processes have it."""
-    own = [worker for worker in state.workers.values() if worker.hello.name == name]
-    return own or [worker for worker in state.workers.values() if worker.hello.process == name]
+    own = [worker for worker in state.cluster.workers.values() if worker.hello.name == name]
+    return own or [worker for worker in state.cluster.workers.values() if worker.hello.process == name]
 
 
 def unnamed(state: State, name: str, found: Sequence[Worker]) -> str:
     """Returns why a name does not mean one worker, if `found` have it; empty if it does."""
     if not found:
-        names = sorted({worker.process_name for worker in state.workers.values()})
+        names = sorted({worker.process_name for worker in state.cluster.workers.values()})
         return f"no worker is called {name!r}; there are {', '.join(names) or 'none'}"
     is_process = found[0].hello.name != name
     processes = {(worker.hello.host, worker.hello.pid) if is_process else worker.incarnation for worker in found}
@@ -156,7 +156,7 @@ def hand_over(state: State, now: float) -> None:
                 flip.kept_until = now + KEPT_S_MAX
                 state.keeping[flip] = None
             if worker.hello.role is Role.PREFILL:
-                state.retain_allocation(request)
+                state.cluster.retain_allocation(request)
         if worker.hello.role is Role.DECODE:
             _hand_over_adopted(state, worker)
 
@@ -171,7 +171,7 @@ def _hand_over_adopted(state: State, worker: Worker) -> None:
     """Hand over streams of an earlier coordinator. All gateways are told, and each knows its own."""
     gateways = [incarnation for incarnation, hello in state.peers.items() if hello.role is Role.GATEWAY]
     for request_id, attempt in worker.allocations:
-        if request_id in state.requests or request_id in state.ended:
+        if request_id in state.cluster.requests or request_id in state.ended:
             continue
         state.counters[f"interrupted_{Interrupt.DRAINED}"] += 1
         state.send(worker.incarnation, Release(request_id, attempt))

@@ -62,7 +62,7 @@ def _refusal(state: State, request: FlipRequest, workers: Sequence[Worker]) -> s
         return f"{name} is a mixed worker, and registered in one of its roles alone; try again"
     model = workers[0].hello.model
     others = sum(flip.hellos[0].model == model for flip in _running(state))
-    pool = state.pools[model]
+    pool = state.cluster.pools[model]
     processes = {worker.process_name for side in (pool.prefill, pool.decode) for worker in side.values()}
     if others >= flips_at_once(len(processes)):
         return f"{others} workers of {model} are changing their roles, and no more than that may at once"
@@ -90,7 +90,7 @@ def _running(state: State) -> list[RunningFlip]:
 
 def _is_last(state: State, worker: Worker) -> bool:
     """Whether no other worker of its model and role takes work."""
-    pool = state.pools[worker.hello.model]
+    pool = state.cluster.pools[worker.hello.model]
     side = pool.prefill if worker.hello.role is Role.PREFILL else pool.decode
     return all(other is worker or other.draining for other in side.values())
 
@@ -102,7 +102,7 @@ def look(state: State, now: float) -> None:
 
 
 def _look_at(state: State, flip: RunningFlip, now: float) -> None:
-    workers = [state.workers[one] for one in flip.incarnations if one in state.workers]
+    workers = [state.cluster.workers[one] for one in flip.incarnations if one in state.cluster.workers]
     if flip.state is FlipState.REGISTERING:
         if now >= flip.drained_at + REGISTER_S_MAX:
             _give_up(state, flip, f"it did not register as a {flip.role} worker within {REGISTER_S_MAX:.0f} s")
@@ -124,7 +124,7 @@ def worker_lost(state: State, worker: Worker, reason: str) -> None:
         if worker.incarnation in flip.incarnations:
             _give_up(state, flip, f"the connection to it was lost: {reason}")
             continue
-        left = [state.workers[one] for one in flip.incarnations]
+        left = [state.cluster.workers[one] for one in flip.incarnations]
         if not flip.force and (last := [one for one in left if _is_last(state, one)]):
             role = last[0].hello.role
             _give_up(state, flip, f"it has become the only {role} worker, as {worker.hello.name} is gone")
@@ -160,7 +160,7 @@ def _give_up(state: State, flip: RunningFlip, why: str) -> None:
     state.counters["flips_failed"] += 1
     _resume(state, flip)
     for incarnation in flip.incarnations:
-        worker = state.workers.get(incarnation)
+        worker = state.cluster.workers.get(incarnation)
         if worker is not None and not worker.leaving:
             draining.end(state, worker)
             state.send(worker.incarnation, Draining(None))
@@ -188,7 +188,7 @@ def _resume(state: State, flip: RunningFlip) -> None:
     state.keeping.pop(flip, None)
     kept, flip.kept = flip.kept, []
     for key in kept:
-        request = state.current(*key)
+        request = state.cluster.current(*key)
         if request is not None and request.state is RequestState.INTERRUPTED:
             why = f"{flip.name} is drained"
             state.send(request.gateway_incarnation, Interrupted(*key, Interrupt.DRAINED, why))

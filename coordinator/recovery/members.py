@@ -28,25 +28,25 @@ def up(state: State, incarnation: int, hello: Hello, now: float) -> None:
     _count_restart(state, incarnation, hello)
     if hello.role in WORKERS:
         worker = Worker.from_hello(hello)
-        worker.where = state.where
-        pool = state.pools.get(hello.model)
+        worker.where = state.cluster.where
+        pool = state.cluster.pools.get(hello.model)
         if pool is None:
-            pool = state.pools[hello.model] = Pool(hello.model, state.limits.placement, state.limits.steps)
+            pool = state.cluster.pools[hello.model] = Pool(hello.model, state.limits.placement, state.limits.steps)
         pool.add(worker)
         state.empty_pools.pop(hello.model, None)
-        queue = state.queues.setdefault(hello.model, WaitQueue(state.limits))
+        queue = state.cluster.queues.setdefault(hello.model, WaitQueue(state.limits))
         pool.shares.reweigh(queue.fair.weights)
         queue.attention_tokens = queue.attention_tokens or hello.attention_tokens
         if hello.role is Role.PREFILL:
             queue.step_tokens = worker.capacity.step_tokens
-        state.workers[incarnation] = worker
+        state.cluster.workers[incarnation] = worker
         _adopt(state, worker, hello)
         draining.join(state, worker, hello.hand_over_ms, now)
         flips.worker_joined(state, hello, now)
-        state.refresh_eligibility(hello.model)
+        state.cluster.refresh_eligibility(hello.model, now)
         state.tell_gateways()
     elif hello.role is Role.GATEWAY:
-        state.send(incarnation, cluster_state(state.pools))
+        state.send(incarnation, cluster_state(state.cluster.pools))
 
 
 def _count_restart(state: State, incarnation: int, hello: Hello) -> None:
@@ -65,7 +65,7 @@ def down(state: State, incarnation: int, reason: str, now: float, *, lives: bool
     hello = state.peers.pop(incarnation, None)
     if hello is None:
         return
-    worker = state.workers.pop(incarnation, None)
+    worker = state.cluster.workers.pop(incarnation, None)
     if worker is not None:
         hung = incarnation in state.fenced
         drained = worker.draining and not hung
@@ -73,8 +73,8 @@ def down(state: State, incarnation: int, reason: str, now: float, *, lives: bool
         state.counters[f"{hello.role}_{'drained' if drained else 'lost'}"] += 1
         state.draining.pop(incarnation, None)
         state.unproven.pop(incarnation, None)
-        state.unbind_all(worker)
-        pool = state.pools[hello.model]
+        state.cluster.unbind_all(worker)
+        pool = state.cluster.pools[hello.model]
         pool.remove(worker, now)
         pool.traffic.lost += not drained
         if not pool.prefill and not pool.decode:
@@ -82,26 +82,26 @@ def down(state: State, incarnation: int, reason: str, now: float, *, lives: bool
         worker.leave()
         for step, requests in worker.steps.values():
             for chunk, request in zip(step.chunks, requests, strict=True):
-                state.queues[hello.model].skipped(request, chunk)
+                state.cluster.queues[hello.model].skipped(request, chunk)
                 state.record_usage(state.billing.lost(request.id, now))
         for key, allocation in worker.allocations.items():
             state.charge_room_for_large(worker, key, allocation)
             emitted = worker.forwarded(key)
             state.emitted(hello.model, allocation.path, key[0], allocation.resumed_tokens, emitted, first=emitted > 0)
             state.record_usage(state.billing.lost(key[0], now))
-        state.drop_retained_on(worker)
+        state.cluster.drop_retained_on(worker)
         if not drained and not lives:
             count = suspects.count_silence if reason.startswith(STILL_OPEN) else suspects.count_loss
             count(state, worker)
         for request in draining.dependents(state, worker):
             state.interrupt(request, why, f"{hello.name}: {reason}"[:500], now)
             if hello.role is Role.PREFILL and not _has_better(pool, request, hello.host):
-                state.retain_allocation(request)
-        state.refresh_eligibility(hello.model)
+                state.cluster.retain_allocation(request)
+        state.cluster.refresh_eligibility(hello.model, now)
         flips.worker_lost(state, worker, reason)
         state.tell_gateways()
     elif hello.role is Role.GATEWAY:
-        for request in [r for r in state.requests.values() if r.gateway_incarnation == incarnation]:
+        for request in [r for r in state.cluster.requests.values() if r.gateway_incarnation == incarnation]:
             state.billing.doubt(request.id, now)
             state.end(request, Trigger.CANCEL, CancelReason.GATEWAY_LOST, now)
 
@@ -121,10 +121,10 @@ def forget_models(state: State, now: float) -> None:
         if since + EMPTY_POOL_S_MAX > now:
             break
         del state.empty_pools[model]
-        if any(request.submit.model == model for request in state.requests.values()):
+        if any(request.submit.model == model for request in state.cluster.requests.values()):
             state.empty_pools[model] = now
             continue
-        del state.pools[model], state.queues[model]
+        del state.cluster.pools[model], state.cluster.queues[model]
         state.autopilots.pop(model, None)
 
 
@@ -143,7 +143,7 @@ def _adopt(state: State, worker: Worker, hello: Hello) -> None:
     """Count what the worker held through a loss of the link; streams we have given up meanwhile are to end."""
     for held in hello.held:
         key = (held.request_id, held.attempt)
-        request = state.current(*key)
+        request = state.cluster.current(*key)
         if request is not None and request.state is RequestState.QUEUED:
             state.out.append(ProtocolViolation(worker.incarnation, "holds an attempt that was not placed yet"))
             return
@@ -151,5 +151,5 @@ def _adopt(state: State, worker: Worker, hello: Hello) -> None:
             state.out.append(ProtocolViolation(worker.incarnation, "holds more than its capacity"))
             return
         state.billing.found(held, of_answer=worker.is_decode)
-        if held.request_id in state.requests or held.request_id in state.ended:
+        if held.request_id in state.cluster.requests or held.request_id in state.ended:
             state.send(worker.incarnation, Release(*key))

@@ -36,7 +36,7 @@ def count_loss(state: State, worker: Worker) -> None:
         for request, suspicion in _in_step(state, half, before):
             losses[request.id], ran[request.id] = request.losses, request
             request.suspicion = suspicion
-            state.pools[worker.hello.model].suspects[request.id] = request
+            state.cluster.pools[worker.hello.model].suspects[request.id] = request
     _lost(state, worker, before, frozenset(ran))
     again = [request for request in ran.values() if request.losses > max(losses[request.id], 1)]
     for request in again:
@@ -52,7 +52,7 @@ def count_silence(state: State, worker: Worker) -> None:
 
 
 def _halves(state: State, worker: Worker) -> list[Worker]:
-    pool = state.pools[worker.hello.model]
+    pool = state.cluster.pools[worker.hello.model]
     return [worker, *(w for w in (*pool.prefill.values(), *pool.decode.values()) if w.is_same_process(worker))]
 
 
@@ -62,9 +62,9 @@ def _lost(state: State, worker: Worker, before: list[LostProcess], ran: frozense
         half.loss_counted = True
     lost = LostProcess(frozenset(half.incarnation for half in halves), host, state.now, ran)
     state.lost_processes.append(lost)
-    if before and all(w.hello.host != host or w in halves for w in state.workers.values()):
+    if before and all(w.hello.host != host or w in halves for w in state.cluster.workers.values()):
         _clear_host(state, [*before, lost])
-    for pool in state.pools.values():
+    for pool in state.cluster.pools.values():
         pool.breakers.lost_on(host, state.now)
 
 
@@ -92,7 +92,7 @@ def _clear_host(state: State, lost: list[LostProcess]) -> None:
 
 
 def _suspects(state: State) -> list[Request]:
-    return [request for pool in state.pools.values() for request in pool.suspects.values()]
+    return [request for pool in state.cluster.pools.values() for request in pool.suspects.values()]
 
 
 def _drop_suspicion(state: State, request: Request) -> None:
@@ -109,13 +109,13 @@ def _in_step(state: State, worker: Worker, before: list[LostProcess]) -> list[tu
     for step, requests in worker.steps.values():
         for chunk, request in zip(step.chunks, requests, strict=True):
             if (
-                state.current(chunk.request_id, chunk.attempt) is request
+                state.cluster.current(chunk.request_id, chunk.attempt) is request
                 and request.prefill_incarnation == worker.incarnation
                 and request.state is not RequestState.DECODING
             ):
                 found.append((request, _one_more(request, chunk.start + chunk.length, before)))
     for key in worker.allocations:
-        decoding = state.current(*key)
+        decoding = state.cluster.current(*key)
         if (
             decoding is not None
             and decoding.state is RequestState.DECODING
@@ -156,13 +156,13 @@ def computed(state: State, request: Request) -> None:
 
 def emitted(state: State, worker: Worker) -> None:
     """Clear the suspects that have made progress in a decode worker's steps."""
-    for request in list(state.pools[worker.hello.model].suspects.values()):
+    for request in list(state.cluster.pools[worker.hello.model].suspects.values()):
         if _decodes_on(request, worker) and worker.forwarded(request.key) >= PROGRESS_TOKENS:
             _clear(state, request)
 
 
 def _clear(state: State, request: Request) -> None:
     request.suspicion = None
-    pool = state.pools[request.submit.model]
+    pool = state.cluster.pools[request.submit.model]
     pool.suspects.pop(request.id, None)
     pool.end_lone(request)

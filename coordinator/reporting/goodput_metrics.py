@@ -55,7 +55,7 @@ def goodput_metrics(registry: MetricsRegistry, core: Callable[[], State]) -> Non
     )
 
     def waits() -> Iterator[tuple[Labels, float]]:
-        for model, queue in core().queues.items():
+        for model, queue in core().cluster.queues.items():
             for name, sums in queue.projection.accuracy.items():
                 yield (model, name, "projected"), sums.projected_s
                 yield (model, name, "waited"), sums.waited_s

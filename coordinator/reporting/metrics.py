@@ -157,19 +157,21 @@ class CoordinatorMetrics:
         self._tenants.rank(now)
         if len(self._kinds) > 4096:
             self._kinds = {kind: kind for kind in self._accepted.values()}
-        self._services = [(model, one) for model, queue in self._core.queues.items() for one in services(queue, now)]
+        self._services = [
+            (model, one) for model, queue in self._core.cluster.queues.items() for one in services(queue, now)
+        ]
 
     def _read_requests(self, registry: MetricsRegistry) -> None:
         def live() -> Iterator[tuple[Labels, float]]:
-            for model, queue in self._core.queues.items():
+            for model, queue in self._core.cluster.queues.items():
                 yield (model, RequestState.QUEUED), len(queue)
             states: Counter[Labels] = Counter()
             for request in self._core.interrupted.values():
                 states[request.submit.model, request.state] += 1
-            for worker in self._core.workers.values():
+            for worker in self._core.cluster.workers.values():
                 if worker.hello.role is Role.DECODE:
                     for key in worker.allocations:
-                        request_ = self._core.current(*key)
+                        request_ = self._core.cluster.current(*key)
                         if request_ is not None:
                             states[request_.submit.model, request_.state] += 1
             yield from states.items()
@@ -181,7 +183,7 @@ class CoordinatorMetrics:
             yield ("shed",), self._core.counters["rejected_shed"]
 
         def deferred() -> Iterator[tuple[Labels, float]]:
-            for model, pool in self._core.pools.items():
+            for model, pool in self._core.cluster.pools.items():
                 yield (model, "no_room"), pool.no_room
                 yield (model, "waits_for_cache"), pool.cache_waits
 
@@ -199,7 +201,7 @@ class CoordinatorMetrics:
             PREFIX + "queue_tokens",
             "Prompt tokens that wait.",
             ("model",),
-            lambda: [((model,), queue.backlog.tokens) for model, queue in self._core.queues.items()],
+            lambda: [((model,), queue.backlog.tokens) for model, queue in self._core.cluster.queues.items()],
         )
         registry.total(
             PREFIX + "requests_refused_behind",
@@ -216,7 +218,7 @@ class CoordinatorMetrics:
             return total
 
         def index() -> Iterator[tuple[Labels, float]]:
-            for model, queue in self._core.queues.items():
+            for model, queue in self._core.cluster.queues.items():
                 own = [one for other, one in self._services if other == model]
                 for priority_class, value in evenness(queue, own).items():
                     yield (model, priority_class), value
@@ -245,14 +247,14 @@ class CoordinatorMetrics:
 
     def _read_workers(self, registry: MetricsRegistry) -> None:
         def workers() -> Iterator[tuple[Labels, float]]:
-            for model, pool in self._core.pools.items():
+            for model, pool in self._core.cluster.pools.items():
                 yield (model, Role.PREFILL), len(pool.prefill)
                 yield (model, Role.DECODE), len(pool.decode)
 
         def pairs() -> Iterator[tuple[Labels, float]]:
-            for worker in self._core.workers.values():
+            for worker in self._core.cluster.workers.values():
                 for pair in worker.kv_pairs:
-                    if (decode := self._core.workers.get(pair.decode_incarnation)) is not None:
+                    if (decode := self._core.cluster.workers.get(pair.decode_incarnation)) is not None:
                         name = f"{worker.hello.name}/{decode.hello.name}"
                         yield (name, pair.transport, pair.why[:120]), 1.0
 
@@ -262,7 +264,9 @@ class CoordinatorMetrics:
             PREFIX + "kv_free_ratio",
             "Share of a worker's KV blocks that the requests placed there will not need.",
             ("worker",),
-            lambda: [((w.hello.name,), w.free_blocks / w.capacity.kv_blocks) for w in self._core.workers.values()],
+            lambda: [
+                ((w.hello.name,), w.free_blocks / w.capacity.kv_blocks) for w in self._core.cluster.workers.values()
+            ],
         )
         registry.read(
             "gauge",

@@ -39,7 +39,7 @@ COUNTER_MAX = (1 << 63) - 1
 
 def retry_after_s(state: State, submit: Submit, now: float) -> float:
     """Returns seconds after which a rejected request should come again: see `Projection.retry_after_s`."""
-    pool, queue = state.pools.get(submit.model), state.queues.get(submit.model)
+    pool, queue = state.cluster.pools.get(submit.model), state.cluster.queues.get(submit.model)
     if pool is None or queue is None or not pool.servable():
         return NO_CAPACITY_S
     path = state.path(submit)
@@ -51,7 +51,7 @@ def retry_after_s(state: State, submit: Submit, now: float) -> float:
 
 def wait_s(state: State, model: str, path: tuple[str, str, str], now: float, *, urgent: bool = False) -> float:
     """How long a new request would wait for a place: see `Projection.wait_s`."""
-    return state.queues[model].projection.wait_s(path, speed(state.pools[model]), now, urgent=urgent)
+    return state.cluster.queues[model].projection.wait_s(path, speed(state.cluster.pools[model]), now, urgent=urgent)
 
 
 def speed(pool: Pool) -> Speed:
@@ -79,7 +79,7 @@ def workers(state: State) -> tuple[WorkerStatus, ...]:
             steps=worker.steps_done,
             process=worker.process_name,
         )
-        for worker in state.workers.values()
+        for worker in state.cluster.workers.values()
     ]
     return tuple(sorted(found, key=lambda w: (w.role, w.name))[:WORKERS_SHOWN])
 
@@ -88,8 +88,8 @@ def status(state: State) -> StatusReport:
     return StatusReport(
         workers=workers(state),
         gateways=tuple(sorted(hello.name for hello in state.peers.values() if hello.role is Role.GATEWAY)),
-        queued=sum(len(queue) for queue in state.queues.values()),
-        running=dict(Counter(request.state.value for request in state.requests.values())),
+        queued=sum(len(queue) for queue in state.cluster.queues.values()),
+        running=dict(Counter(request.state.value for request in state.cluster.requests.values())),
         finished=dict(state.outcomes),
         counters={name: min(count, COUNTER_MAX) for name, count in state.counters.items()},
         kv_pairs=tuple(sorted(_pairs(state), key=lambda pair: (pair.prefill, pair.decode))[:PAIRS_SHOWN]),
@@ -100,19 +100,19 @@ def status(state: State) -> StatusReport:
         flips=tuple(flip.status() for flip in state.flips),
         traffic=tuple(
             pool.traffic.report(
-                model, lambda name: _emitted(state, name), max(state.queues[model].backlog.tokens, 0), state.now
+                model, lambda name: _emitted(state, name), max(state.cluster.queues[model].backlog.tokens, 0), state.now
             )
-            for model, pool in state.pools.items()
+            for model, pool in state.cluster.pools.items()
         ),
         step_times=tuple(
             sample.report(model, role, state.now)
-            for model, pool in state.pools.items()
+            for model, pool in state.cluster.pools.items()
             for role, sample in pool.step_times.items()
         ),
         classes=classes(state),
         sessions=tuple(
             SessionStatus(model, len(one), one.leases, one.leased_tokens)
-            for model, one in ((model, pool.sessions) for model, pool in state.pools.items())
+            for model, one in ((model, pool.sessions) for model, pool in state.cluster.pools.items())
         ),
         policy=_policy(state.goodput.policy),
         autopilots=tuple(
@@ -147,10 +147,10 @@ def classes(state: State) -> tuple[ClassStatus, ...]:
 
 def _emitted(state: State, request_id: str) -> int | None:
     """Returns the tokens of a running answer that its worker is known to have emitted; None if it has ended."""
-    request = state.requests.get(request_id)
+    request = state.cluster.requests.get(request_id)
     if request is None:
         return None
-    worker = state.workers.get(request.decode_incarnation)
+    worker = state.cluster.workers.get(request.decode_incarnation)
     if worker is None:
         return 0
     return request.submit.resumed_tokens + worker.forwarded(request.key)
@@ -160,7 +160,7 @@ def _tenants(state: State) -> tuple[TenantStatus, ...]:
     """Returns the tenants that were served most lately, or that wait."""
     costs: dict[str, float] = {}
     waiting: Counter[str] = Counter()
-    for queue in state.queues.values():
+    for queue in state.cluster.queues.values():
         for one in services(queue, state.now):
             costs[one.tenant] = costs.get(one.tenant, 0.0) + one.cost_per_s
             waiting[one.tenant] += one.waiting
@@ -173,18 +173,20 @@ def _tenants(state: State) -> tuple[TenantStatus, ...]:
 
 def _pairs(state: State) -> list[PairStatus]:
     return [
-        PairStatus(worker.hello.name, state.workers[pair.decode_incarnation].hello.name, pair.transport, pair.why)
-        for worker in state.workers.values()
+        PairStatus(
+            worker.hello.name, state.cluster.workers[pair.decode_incarnation].hello.name, pair.transport, pair.why
+        )
+        for worker in state.cluster.workers.values()
         for pair in {pair.decode_incarnation: pair for pair in worker.kv_pairs}.values()
-        if pair.decode_incarnation in state.workers
+        if pair.decode_incarnation in state.cluster.workers
     ]
 
 
 def _left_out(state: State) -> list[str]:
     found = []
-    for pool in state.pools.values():
+    for pool in state.cluster.pools.values():
         for pair, breaker in pool.breakers.pairs.items():
-            names = " → ".join(state.workers[one].hello.name for one in pair if one != NOBODY)
+            names = " → ".join(state.cluster.workers[one].hello.name for one in pair if one != NOBODY)
             what = "attempts" if NOBODY in pair else "transfers"
             again_s = max(breaker.open_until - state.now, 0.0)
             if breaker.tripped:

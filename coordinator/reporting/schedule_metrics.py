@@ -18,18 +18,18 @@ RESUMED = "(resumed)"
 
 def schedule_metrics(registry: MetricsRegistry, core: Callable[[], State], clock: Callable[[], float]) -> None:
     def steps() -> Iterator[tuple[Labels, float]]:
-        for model, pool in core().pools.items():
+        for model, pool in core().cluster.pools.items():
             for end, count in pool.step_ends.items():
                 yield (model, end), count
 
     def batches() -> Iterator[tuple[Labels, float]]:
-        for model, pool in core().pools.items():
-            for end, count in decode_limits(pool, core().queues[model]).items():
+        for model, pool in core().cluster.pools.items():
+            for end, count in decode_limits(pool, core().cluster.queues[model]).items():
                 yield (model, end), count
 
     def oldest() -> Iterator[tuple[Labels, float]]:
         now = clock()
-        for model, queue in core().queues.items():
+        for model, queue in core().cluster.queues.items():
             since = queue.oldest_since()
             for name in {**core().limits.priority_classes, **since}:
                 yield (model, name or RESUMED), max(now - since.get(name, now), 0.0)
@@ -53,7 +53,7 @@ def schedule_metrics(registry: MetricsRegistry, core: Callable[[], State], clock
         PREFIX + "leased_tokens",
         "Tokens whose KV is kept for the next turns of sessions, until their room is needed.",
         ("model",),
-        lambda: [((model,), pool.sessions.leased_tokens) for model, pool in core().pools.items()],
+        lambda: [((model,), pool.sessions.leased_tokens) for model, pool in core().cluster.pools.items()],
     )
     registry.read(
         "gauge",
@@ -67,7 +67,7 @@ def schedule_metrics(registry: MetricsRegistry, core: Callable[[], State], clock
 def estimate_metrics(registry: MetricsRegistry, core: Callable[[], State]) -> None:
     def ratios(of: Callable[[WaitQueue], Mapping[str, Ratios]]) -> Callable[[], Iterator[tuple[Labels, float]]]:
         def read() -> Iterator[tuple[Labels, float]]:
-            for model, queue in core().queues.items():
+            for model, queue in core().cluster.queues.items():
                 for name, found in of(queue).items():
                     yield (model, name, "sum"), found.sum
                     for bound, count in found.buckets():

@@ -2,7 +2,7 @@
 decode, one for which room is kept, and those that are to have a decode worker of their own.
 """
 
-from coordinator.state import State
+from scheduler.cluster import Cluster
 from scheduler.lifecycle import RequestState
 from scheduler.placement.choice import best_prefill_first
 from scheduler.placement.place import place_at_once
@@ -11,14 +11,14 @@ from scheduler.workers.pool import Pool
 from scheduler.workers.worker import Worker
 
 
-def place_retained(state: State, pool: Pool, now: float) -> None:
+def place_retained(cluster: Cluster, pool: Pool, now: float) -> None:
     """Place requests whose prefill worker was lost as soon as another prefill worker has room. They have had their turn and
     kept their room in decode. (Until the decode worker has released the last attempt, such a request may be placed in its
     turn.)"""
     for request in list(pool.retained.values()):
         retained = request.attempt_progress.retained
         assert retained is not None
-        decode = state.workers[retained.decode_incarnation]
+        decode = cluster.workers[retained.decode_incarnation]
         if (
             request.entry is None
             or request.state is not RequestState.QUEUED
@@ -28,12 +28,12 @@ def place_retained(state: State, pool: Pool, now: float) -> None:
         prefill = _prefill_for(request, decode, pool, now)
         if prefill is None:
             continue
-        state.drop_retained(request)
+        cluster.drop_retained(request)
         if decode.fits(request.submit, request.expected_left):
-            place_at_once(state, request, prefill, decode, now)
+            place_at_once(cluster, request, prefill, decode, now)
 
 
-def place_kept(state: State, pool: Pool, now: float) -> None:
+def place_kept(cluster: Cluster, pool: Pool, now: float) -> None:
     """Place a request that was bypassed too often as soon as the decode worker kept for it has room, even if it is not its
     turn. Its tenant pays for the time in which that worker took no other request."""
     kept = pool.room_for_large
@@ -48,14 +48,14 @@ def place_kept(state: State, pool: Pool, now: float) -> None:
         return
     prefill = _prefill_for(request, decode, pool, now)
     if prefill is not None:
-        place_at_once(state, request, prefill, decode, now)
+        place_at_once(cluster, request, prefill, decode, now)
     elif not kept.prefill:
         able = [w for w in pool.prefill.values() if not w.draining and w.could_ever_take(request.submit)]
         able = [w for w in able if pool.may_pair(w, decode, now)]
         kept.prefill = max(able, key=lambda w: (w.free_blocks, w.free_seqs, w.incarnation)).incarnation if able else 0
 
 
-def place_lone(state: State, pool: Pool, now: float) -> bool:
+def place_lone(cluster: Cluster, pool: Pool, now: float) -> bool:
     """Place a request that is to run alone, once a decode worker has become empty for it. Returns whether it did."""
     request = next((one for one in pool.lone.waiting.values() if one.entry is not None), None)
     if request is None or pool.lone.runs is not None:
@@ -68,7 +68,7 @@ def place_lone(state: State, pool: Pool, now: float) -> bool:
         return False
     del pool.lone.waiting[request.id]
     pool.lone.runs = request
-    place_at_once(state, request, prefill, decode, now)
+    place_at_once(cluster, request, prefill, decode, now)
     return True
 
 

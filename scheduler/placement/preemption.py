@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from math import ceil
 from typing import NamedTuple
 
-from coordinator.state import State
 from proto.errors import Interrupt
+from scheduler.cluster import Cluster
 from scheduler.fairness.fair_node import Path
 from scheduler.kv_admission.admission import Key
 from scheduler.kv_admission.demand import NEVER, KvDemand
@@ -69,19 +69,19 @@ def expected_left(request: Request, long_tokens: float, factor: float) -> int:
     return max(ceil(max(long_tokens, least)) - 1, 0)
 
 
-def relieve(state: State, worker: Worker, short_blocks: int, now: float) -> None:
+def relieve(cluster: Cluster, worker: Worker, short_blocks: int, now: float) -> None:
     """Interrupt as many requests as needed. Blocks of attempts that are already leaving are counted first."""
     room = worker.admission
     assert room is not None
     candidates: list[PreemptionCandidate] = []
     for key, allocation in list(worker.allocations.items()):
         if key[1] == RETAINED:
-            state.drop_retained(state.requests[key[0]])  # none of this room is in use
+            cluster.drop_retained(cluster.requests[key[0]])  # none of this room is in use
             continue
-        request = state.current(*key)
+        request = cluster.current(*key)
         if request is not None and request.decode_incarnation == worker.incarnation and request.state in ON_WORKERS:
-            debt = state.queues[worker.hello.model].fair.debt(request.path)
-            weight = state.limits.priority_classes[request.path[0]].weight
+            debt = cluster.queues[worker.hello.model].fair.debt(request.path)
+            weight = cluster.limits.priority_classes[request.path[0]].weight
             candidates.append(
                 PreemptionCandidate(
                     key, request.resumed, weight, debt, request.attempt_progress.placed_at, room.held_now(key)
@@ -90,17 +90,17 @@ def relieve(state: State, worker: Worker, short_blocks: int, now: float) -> None
         elif not allocation.adopted:
             short_blocks -= room.held_now(key)
     for request_id, _ in choose(candidates, short_blocks):
-        state.interrupt(
-            state.requests[request_id], Interrupt.PREEMPTED, f"{worker.hello.name} runs short of KV blocks", now
+        cluster.interrupt(
+            cluster.requests[request_id], Interrupt.PREEMPTED, f"{worker.hello.name} runs short of KV blocks", now
         )
 
 
-def give_shares(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
+def give_shares(cluster: Cluster, pool: Pool, queue: WaitQueue, now: float) -> None:
     """If the first request in the fair order has no room in decode, interrupt one stream of the tenant that holds most for its
     weight. This happens only if `held_shares` allows it and too little comes free by itself. The next interruption waits until
     the worker has released this stream."""
     freed_per_s = pool.freed_per_s(now)
-    if not pool.wakeups.closed or pool.gives_way in state.where:
+    if not pool.wakeups.closed or pool.gives_way in cluster.where:
         return
     request = queue.first(pool.wakeups.closed)
     if request is None or pool.room_for_large.request is not None:
@@ -114,26 +114,26 @@ def give_shares(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
         return worker.share_of(choices, demand.whole(worker.capacity.block_size))
 
     for incarnation, key, held in pool.shares.who_gives_way(request.path, wanted, soon):
-        other, worker = state.current(*key), pool.decode[incarnation]
+        other, worker = cluster.current(*key), pool.decode[incarnation]
         if other is None or other.state not in ON_WORKERS or other.preempted >= PREEMPTED_MAX or worker.draining:
             continue
         if makes_room(worker, key, demand, choices):
             pool.gives_way = key
             pool.shares.freed -= held
-            state.interrupt(other, Interrupt.PREEMPTED, f"{'/'.join(request.path)} has less than its share", now)
+            cluster.interrupt(other, Interrupt.PREEMPTED, f"{'/'.join(request.path)} has less than its share", now)
             return
 
 
-def charge_decode(state: State, worker: Worker, now: float) -> None:
+def charge_decode(cluster: Cluster, worker: Worker, now: float) -> None:
     """Charge for answers beyond their estimates, as they are emitted. While requests wait for room in decode, also charge
     tenants for the room that they hold and for how long, so that the fair order leads to their shares."""
-    pool, admission, since = state.pools[worker.hello.model], worker.admission, worker.held_charged_at
+    pool, admission, since = cluster.pools[worker.hello.model], worker.admission, worker.held_charged_at
     if now - since < CHARGE_EVERY_S or admission is None:
         return
     worker.held_charged_at = now
-    queue = state.queues[worker.hello.model]
+    queue = cluster.queues[worker.hello.model]
     for key in worker.allocations:
-        request = state.current(*key)
+        request = cluster.current(*key)
         if request is not None and request.decode_incarnation == worker.incarnation:
             queue.is_emitting(request, admission.forwarded(key))
     if not pool.wakeups.closed:

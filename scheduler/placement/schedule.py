@@ -4,7 +4,8 @@ Each pool's `Wakeups` note such events. Other events, like the progress of runni
 
 from itertools import islice
 
-from coordinator.state import State
+from scheduler.cluster import Cluster
+from scheduler.decisions import Dispatched
 from scheduler.lifecycle import RequestState, Trigger
 from scheduler.observer import NothingRuns
 from scheduler.placement.choice import better_than_bound, expect_cached, last_block
@@ -24,9 +25,9 @@ STEPS_PER_EVENT_MAX = 16
 are handled between them."""
 
 
-def schedule(state: State, now: float) -> None:
-    for model, queue in state.queues.items():
-        pool = state.pools[model]
+def schedule(cluster: Cluster, now: float) -> None:
+    for model, queue in cluster.queues.items():
+        pool = cluster.pools[model]
         if pool.breakers.wake(now):
             pool.wakeups.look_anew()
         if not pool.wakeups.due:
@@ -35,28 +36,28 @@ def schedule(state: State, now: float) -> None:
             pool.wakeups.nothing_waits()
             continue
         if pool.wakeups.for_all and pool.retained:
-            place_retained(state, pool, now)
-        place_kept(state, pool, now)
-        place_lone(state, pool, now)
-        _ask_workers(state, pool, queue, now)
+            place_retained(cluster, pool, now)
+        place_kept(cluster, pool, now)
+        place_lone(cluster, pool, now)
+        _ask_workers(cluster, pool, queue, now)
         if not pool.wakeups.go_on_at_once:
-            give_shares(state, pool, queue, now)
-            if state.watch is not None and not pool.wakeups.asked_in_vain and len(pool.wakeups.idle):
+            give_shares(cluster, pool, queue, now)
+            if cluster.watch is not None and not pool.wakeups.asked_in_vain and len(pool.wakeups.idle):
                 idle = pool.prefill[next(iter(pool.wakeups.idle))]
-                state.watch(NothingRuns(idle))  # no class has room, so none is asked
+                cluster.watch(NothingRuns(idle))  # no class has room, so none is asked
         pool.wakeups.event_done()
 
 
-def _ask_workers(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
+def _ask_workers(cluster: Cluster, pool: Pool, queue: WaitQueue, now: float) -> None:
     """Ask the prefill workers that may find something, one after another, until none does or enough was done."""
     steps, pool.wakeups.go_on_at_once = 0, False
-    while (worker := pool.wakeups.next_to_ask(queue)) is not None or place_lone(state, pool, now):
+    while (worker := pool.wakeups.next_to_ask(queue)) is not None or place_lone(cluster, pool, now):
         if worker is None:
             continue
         if steps == STEPS_PER_EVENT_MAX:
             pool.wakeups.steps_max_reached()
             return
-        if _fill(state, worker, pool, queue, now):
+        if _fill(cluster, worker, pool, queue, now):
             steps += 1
             if worker.undispatched:
                 pool.wakeups.has_own_work(worker)
@@ -97,16 +98,16 @@ def _steal(worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> bool:
     return True
 
 
-def _fill(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> bool:
+def _fill(cluster: Cluster, worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> bool:
     """Give a prefill worker one step more; False if there is nothing for it."""
     if pool.suspects and any(request.own_step for _, requests in worker.steps.values() for request in requests):
         return False  # nothing beside that one
-    step = compose(state, worker, pool, queue, now)
+    step = compose(cluster, worker, pool, queue, now)
     if step is None:
         return False
-    state.send(worker.incarnation, step)
-    for request in worker.steps[step.step_id][1]:
-        state.billing.hold(request.id)
-        if request.state is RequestState.PLACED:
-            state.move(request, Trigger.DISPATCH, now)
+    requests = tuple(worker.steps[step.step_id][1])
+    begun = tuple(r for r in dict.fromkeys(requests) if r.state is RequestState.PLACED)
+    for request in begun:
+        request.fire(Trigger.DISPATCH, now)
+    cluster.decisions.append(Dispatched(worker, step, requests, begun))
     return True

@@ -3,9 +3,9 @@
 from itertools import islice
 from math import inf
 
-from coordinator.state import State
 from proto.limits import MAX_CHUNKS_PER_STEP
 from proto.messages import Chunk, Step
+from scheduler.cluster import Cluster
 from scheduler.lifecycle import RequestState
 from scheduler.observer import Composed, Looked, NothingRuns, Outcome, StepEnd
 from scheduler.placement.choice import expect_cached
@@ -66,7 +66,7 @@ class _Plan:
             self._worker.begun = request if len(self._worker.placed) > BEGUN_MAX else None
 
 
-def compose(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> Step | None:
+def compose(cluster: Cluster, worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> Step | None:
     """The next step of a prefill worker, up to its token budget; None if there is nothing it can do. Prompts still queued
     compete with those already placed there."""
     plan = _Plan(worker)
@@ -85,7 +85,7 @@ def compose(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: flo
         is_first = not plan.chunks and not worker.steps
         decision = decide(request, worker, pool, queue, plan.left, is_first=is_first, now=now)
         if isinstance(decision, Run):
-            _run(state, decision, request, worker, pool, queue, keys, now)
+            _run(cluster, decision, request, worker, pool, queue, keys, now)
             plan.add(request, decision.length)
             moves = 0
             continue
@@ -93,7 +93,7 @@ def compose(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: flo
             end = StepEnd.OWN_STEP
             break
         if isinstance(decision, PlaceElsewhere):
-            _run_there(state, decision, request, worker, pool, queue, now)
+            _run_there(cluster, decision, request, worker, pool, queue, now)
             continue
         key = _key_after(decision, request, queue)
         if key is not None and moves == MOVES_PER_TURN_MAX:
@@ -101,25 +101,25 @@ def compose(state: State, worker: Worker, pool: Pool, queue: WaitQueue, now: flo
             end = StepEnd.GAVE_UP
             break
         _pass_over(decision, request, worker, pool, now)
-        if state.watch is not None and decision is not Apart.OWN_WORKER:
-            state.watch(Looked(worker, request, Outcome.NO_ROOM if key is None else Outcome.WAITS))
+        if cluster.watch is not None and decision is not Apart.OWN_WORKER:
+            cluster.watch(Looked(worker, request, Outcome.NO_ROOM if key is None else Outcome.WAITS))
         if key is not None:
             moves += 1
             queue.settle_on(request, key)
-    if plan.has_space and state.watch is not None:
-        state.watch(NothingRuns(worker))
+    if plan.has_space and cluster.watch is not None:
+        cluster.watch(NothingRuns(worker))
     if not plan.chunks:
         return None
     end = end or plan.end
     pool.step_ends[end] += not worker.is_decode
     step = worker.begin_step(plan.chunks, plan.requests)
-    if state.watch is not None:
-        state.watch(Composed(worker, step.step_id, end))
+    if cluster.watch is not None:
+        cluster.watch(Composed(worker, step.step_id, end))
     return step
 
 
 def _run(
-    state: State,
+    cluster: Cluster,
     decision: Run,
     request: Request,
     worker: Worker,
@@ -132,22 +132,22 @@ def _run(
     if decision.decode is not None:
         pool.waits.computed(decision.copied)
         request.cached_tokens = request.dispatched_tokens = decision.start
-        _count_bypass(request, worker, pool, queue, state.limits.bypasses_max, now)
-    if state.watch is not None:
-        state.watch(Looked(worker, request, Outcome.TAKEN))
+        _count_bypass(request, worker, pool, queue, cluster.limits.bypasses_max, now)
+    if cluster.watch is not None:
+        cluster.watch(Looked(worker, request, Outcome.TAKEN))
     queue.take(request, decision.length, worker.incarnation, keys, now)
     if decision.decode is not None:
-        place(state, request, worker, decision.decode, now, decision.begins)
+        place(cluster, request, worker, decision.decode, now, decision.begins)
 
 
 def _run_there(
-    state: State, decision: PlaceElsewhere, request: Request, own: Worker, pool: Pool, queue: WaitQueue, now: float
+    cluster: Cluster, decision: PlaceElsewhere, request: Request, own: Worker, pool: Pool, queue: WaitQueue, now: float
 ) -> None:
     """Place the request on the other, idle prefill worker that `decision` names."""
-    _count_bypass(request, own, pool, queue, state.limits.bypasses_max, now)
-    if state.watch is not None:
-        state.watch(Looked(own, request, Outcome.TAKEN))
-    place_at_once(state, request, decision.prefill, decision.decode, now)
+    _count_bypass(request, own, pool, queue, cluster.limits.bypasses_max, now)
+    if cluster.watch is not None:
+        cluster.watch(Looked(own, request, Outcome.TAKEN))
+    place_at_once(cluster, request, decision.prefill, decision.decode, now)
 
 
 def _key_after(decision: Decision, request: Request, queue: WaitQueue) -> int | None:

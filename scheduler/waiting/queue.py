@@ -5,7 +5,6 @@ from heapq import heapify, heappop, heappush
 from math import ceil, inf
 from typing import cast
 
-from coordinator.events import Limits
 from proto.messages import Chunk, Submit
 from proto.parts import STEP_TOKENS
 from scheduler.fairness.cost import OutputLength
@@ -13,6 +12,7 @@ from scheduler.fairness.fair_node import Path
 from scheduler.fairness.fair_queue import FairQueue, Terms
 from scheduler.fairness.priority_classes import ring_weights
 from scheduler.fairness.sorted_row import SPARE
+from scheduler.limits import SchedulerLimits
 from scheduler.request import Request
 from scheduler.waiting.latest_starts import LatestStarts
 from scheduler.waiting.overload import Backlog, Rate
@@ -32,7 +32,7 @@ _HEAD_START_S = 1e13
 class WaitQueue:
     """`len` and iteration cover the requests in the state QUEUED, oldest first. The owner checks its bounds first."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
         self._waiting = 0
         self._lengths: dict[Path, OutputLength] = {}
@@ -72,7 +72,7 @@ class WaitQueue:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._waits)
 
-    def replace_limits(self, limits: Limits) -> None:
+    def replace_limits(self, limits: SchedulerLimits) -> None:
         """Other priority classes and weights, from the next turn on."""
         self._limits = limits
         self._priority_classes.update(limits.priority_classes)

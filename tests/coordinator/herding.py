@@ -102,7 +102,7 @@ def cluster(workers: int, weights: Weights | None = None, blocks: int = 2000) ->
     )
     timing = Timing(prefill_tokens_per_s=TOKENS_PER_S, decode_step_s=0.001)
     made = VirtualCluster(limits, timing, prefill=workers, prefill_blocks=blocks, block_size=BLOCK_SIZE)
-    bill = made.core.queues[MODEL].fair = Billed()
+    bill = made.core.cluster.queues[MODEL].fair = Billed()
     return made, bill
 
 
@@ -122,7 +122,7 @@ def serve(made: VirtualCluster, traffic: list[Arrival]) -> None:
                 block_hashes=block_hashes(prompt, BLOCK_SIZE, f"tenant:{arrival.tenant}"),
             ),
         )
-    while made.core.requests or len(made.requests) < len(traffic):
+    while made.core.cluster.requests or len(made.requests) < len(traffic):
         made.step()
     made.run(made.now + 1.0)
     for worker in made.prefill.values():

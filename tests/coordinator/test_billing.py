@@ -44,7 +44,7 @@ def restart(path: Path, before: World | None = None, *held: Held) -> World:
 def go_on(w: World, attempt: int, resumed: int, name: str = "r") -> None:
     prompt = PROMPT + resumed if ".c" not in name else 20
     w.receive(1, by("a/x", name, prompt, attempt=attempt, max_tokens=50, resumed=resumed))
-    assert w.core.requests[name].attempt == attempt
+    assert w.core.cluster.requests[name].attempt == attempt
 
 
 @pytest.mark.parametrize("order", ["submit first", "released first", "restart after release", "restart after submit"])
@@ -192,7 +192,7 @@ def test_removed_tenants_are_forgotten() -> None:
     assert known(w) == {"a", "c"} and not w.core.leaving, "what it used of its day counts if it comes back"
     w.post(Configured(parse("[tenants.c]\n[tenants.a]\nlimits = { tokens_per_day = 20 }\n"), 0.0))
     w.receive(1, by("a", "more", 10))
-    assert not w.core.requests.keys() & {"more"}
+    assert not w.core.cluster.requests.keys() & {"more"}
     w.post(Configured(parse("[tenants.c]\n"), 0.0))
     w.now = 86_400.0
     w.run_prompt("c")
@@ -203,7 +203,7 @@ def test_removed_tenants_are_forgotten() -> None:
 def known(w: World) -> set[str]:
     """Tenants of which anything is in memory."""
     found = set(w.core.billing.quotas.accounts)
-    for queue in w.core.queues.values():
+    for queue in w.core.cluster.queues.values():
         paths = [*queue.fair.tenants(), *queue._lengths, *queue.backlog.tenants()]
         found |= {"/".join(filter(None, path[1:])) for path in paths}
         rings = [
@@ -313,7 +313,7 @@ def test_whole_answer_is_charged_as_finished() -> None:
     w.post(PeerDown(20, "killed"))
     w.receive(1, Cancel("r", 1, CancelReason.ANSWERED, 20))
     assert (w.closed("r").outcome, w.closed("r").charged_tokens) == ("finished", 30)
-    assert not w.core.requests and w.held("a") == (0, 0, 0)
+    assert not w.core.cluster.requests and w.held("a") == (0, 0, 0)
 
 
 @pytest.mark.parametrize("last", ["lets go", "is lost"])

@@ -48,7 +48,7 @@ def test_each_worker_counts_its_own_blocks() -> None:
         assert prefill.block_hashes == names[prefill_size] and reserve.block_hashes == names[decode_size]
         assert prefill.decode_block_size == decode_size
         assert reserve.kv_blocks == -(-56 // decode_size), "the last token drawn is never written"
-        assert h.core.workers[10].kv_blocks_taken == -(-50 // prefill_size)
+        assert h.core.cluster.workers[10].kv_blocks_taken == -(-50 // prefill_size)
         while steps := h.take(Step):
             for step in steps:
                 assert isinstance(step, Step)
@@ -57,7 +57,7 @@ def test_each_worker_counts_its_own_blocks() -> None:
         h.receive(10, HandedOver("a", 1, 9, 1.0))
         h.receive(20, Finished("a", 1, 7, 0))
         assert h.ended["a"] == ["finished"]
-        assert all(worker.free_blocks == 1000 for worker in h.core.workers.values())
+        assert all(worker.free_blocks == 1000 for worker in h.core.cluster.workers.values())
 
 
 def test_larger_cached_blocks_are_found() -> None:
@@ -72,7 +72,7 @@ def test_larger_cached_blocks_are_found() -> None:
     assert [(c.start, c.length) for s in steps for c in s.chunks] == [(48, 12)]  # type: ignore[attr-defined]
     h.receive(10, CacheMiss("a", 1, 24))
     assert not h.protocol_violation
-    pool = h.core.pools["m"]
+    pool = h.core.cluster.pools["m"]
     assert known_blocks(pool.locality, 10, asked, WIDE) == 2, "what was not there is not believed again"
     assert known_blocks(pool.locality, 20, asked, 4) == 7
 

@@ -91,7 +91,7 @@ def test_cache_miss_redispatches_missing_tokens() -> None:
     h.receive(10, CacheEvents(hashes(10), b""))
     first = ask(h, "a", 60)
     assert chunks(first) == [(40, 16), (56, 4)], "all of it is dispatched"
-    assert h.core.requests["a"].entry is None
+    assert h.core.cluster.requests["a"].entry is None
     h.receive(10, CacheMiss("a", 1, 8))
     assert h.take(Step) == [], "two steps are in flight"
     for step in first:
@@ -104,7 +104,7 @@ def test_cache_miss_redispatches_missing_tokens() -> None:
             h.receive(10, StepDone(step.step_id, step.chunks, 1.0, 0))
     assert again == [(8, 16), (24, 16), (40, 16), (56, 4)]
     assert h.core.counters["prompt_tokens_cached"] == 8
-    assert h.core.pools["m"].locality.longest(10, hashes(10)) == 2, "and it is not believed again"
+    assert h.core.cluster.pools["m"].locality.longest(10, hashes(10)) == 2, "and it is not believed again"
 
 
 def test_stray_cache_miss_changes_nothing() -> None:
@@ -112,14 +112,14 @@ def test_stray_cache_miss_changes_nothing() -> None:
     h = make(prefill=2)
     h.receive(10, CacheEvents(hashes(10), b""))
     [step] = ask(h, "a", 42)
-    before = h.core.requests["a"].dispatched_tokens
+    before = h.core.cluster.requests["a"].dispatched_tokens
     for incarnation, miss in ((11, CacheMiss("a", 1, 4)), (10, CacheMiss("a", 2, 4)), (10, CacheMiss("b", 1, 4)),
                         (10, CacheMiss("a", 1, 40))):  # fmt: skip
         h.receive(incarnation, miss)
-    assert h.core.requests["a"].dispatched_tokens == before and not h.protocol_violation
+    assert h.core.cluster.requests["a"].dispatched_tokens == before and not h.protocol_violation
     h.receive(10, StepDone(step.step_id, step.chunks, 1.0, 0))
     h.receive(10, CacheMiss("a", 1, 4))
-    assert h.core.requests["a"].attempt_progress.computed_tokens == 42
+    assert h.core.cluster.requests["a"].attempt_progress.computed_tokens == 42
     h.receive(10, CacheMiss("a", 1, 3))
     assert len(h.protocol_violation) == 1, "no whole number of blocks"
 
@@ -131,7 +131,7 @@ def test_miss_and_cancel_leave_nothing() -> None:
     ask(h, "a", 60)
     h.receive(10, CacheMiss("a", 1, 0))
     h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
-    assert h.take(Release, 10) and not h.core.workers[10].placed and not len(h.core.queues["m"].fair)
+    assert h.take(Release, 10) and not h.core.cluster.workers[10].placed and not len(h.core.cluster.queues["m"].fair)
 
 
 def test_cache_belief_ends_with_worker() -> None:
@@ -149,13 +149,18 @@ def test_prompt_goes_where_it_is_cached() -> None:
     h.receive(11, CacheEvents(hashes(10), b""))
     h.receive(21, CacheEvents(hashes(10), b""))
     ask(h, "a", 60)
-    assert (h.core.requests["a"].prefill_incarnation, h.core.requests["a"].decode_incarnation) == (11, 21)
+    assert (h.core.cluster.requests["a"].prefill_incarnation, h.core.cluster.requests["a"].decode_incarnation) == (
+        11,
+        21,
+    )
     ask(h, "b", 60, text=2)
-    assert h.core.requests["b"].prefill_incarnation != 11 and h.core.requests["b"].decode_incarnation != 21
+    assert (
+        h.core.cluster.requests["b"].prefill_incarnation != 11 and h.core.cluster.requests["b"].decode_incarnation != 21
+    )
 
 
 def bound(h: Harness, incarnation: int) -> list[str]:
-    return list(h.core.workers[incarnation].bound)
+    return list(h.core.cluster.workers[incarnation].bound)
 
 
 def test_prompt_waits_for_cached_worker() -> None:
@@ -163,30 +168,32 @@ def test_prompt_waits_for_cached_worker() -> None:
     h = make(prefill=2, steps_in_flight=1)
     h.receive(10, CacheEvents(hashes(200), b""))
     [busy] = ask(h, "busy", 816)
-    assert h.core.requests["busy"].prefill_incarnation == 10 and chunks([busy]) == [(800, 16)]
+    assert h.core.cluster.requests["busy"].prefill_incarnation == 10 and chunks([busy]) == [(800, 16)]
     assert ask(h, "a", 816) == [], "worker 11 is idle, and has nothing of it"
     [other] = ask(h, "other", 10, text=None)
-    assert h.core.requests["other"].prefill_incarnation == 11, "but is there for others"
+    assert h.core.cluster.requests["other"].prefill_incarnation == 11, "but is there for others"
     h.now += 0.5
     h.receive(10, StepDone(busy.step_id, busy.chunks, 16.0, 0))
-    assert h.core.requests["a"].prefill_incarnation == 10 and chunks(h.take(Step)) == [(800, 16)]  # type: ignore[arg-type]
+    assert h.core.cluster.requests["a"].prefill_incarnation == 10 and chunks(h.take(Step)) == [(800, 16)]  # type: ignore[arg-type]
     ask(h, "b", 816)
     h.receive(11, StepDone(other.step_id, other.chunks, 10.0, 0))
-    assert bound(h, 10) == ["b"] and h.core.workers[10].tokens_before == 32, "what is bound counts as waiting there"
+    assert bound(h, 10) == ["b"] and h.core.cluster.workers[10].tokens_before == 32, (
+        "what is bound counts as waiting there"
+    )
 
 
 def test_cached_prompt_keeps_decode_room() -> None:
     """A prompt cached on an idle worker does not lose the room in decode to the next request."""
     h = Harness.make(2, 1, Limits(steps_in_flight=1), max_seqs=1)
     [running] = ask(h, "running", 32, text=None)
-    assert h.core.requests["running"].prefill_incarnation == 10, "the one that is asked first"
+    assert h.core.cluster.requests["running"].prefill_incarnation == 10, "the one that is asked first"
     h.receive(10, StepDone(running.step_id, running.chunks, 1.0, 0))
     h.receive(10, HandedOver("running", 1, 9, 1.0))
     h.receive(11, CacheEvents(hashes(200), b""))
     assert ask(h, "cached", 816) == [] and ask(h, "next", 816, text=None) == [], "neither has room"
     h.receive(20, Finished("running", 1, 1, 0))
-    assert h.core.requests["cached"].prefill_incarnation == 11 and not bound(h, 11)
-    assert chunks(h.take(Step, 11)) == [(800, 16)] and h.core.requests["next"].state == "queued"  # type: ignore[arg-type]
+    assert h.core.cluster.requests["cached"].prefill_incarnation == 11 and not bound(h, 11)
+    assert chunks(h.take(Step, 11)) == [(800, 16)] and h.core.cluster.requests["next"].state == "queued"  # type: ignore[arg-type]
 
 
 def test_shared_prefix_requests_are_spread() -> None:
@@ -195,7 +202,7 @@ def test_shared_prefix_requests_are_spread() -> None:
     h.receive(10, CacheEvents(hashes(200), b""))
     for number in range(400):
         ask(h, f"r{number}", 816)
-    on_other = [r for r in h.core.requests.values() if r.prefill_incarnation == 11]
+    on_other = [r for r in h.core.cluster.requests.values() if r.prefill_incarnation == 11]
     assert on_other, "one of them computes the prefix once more"
     assert len(bound(h, 10)) * 16 < 4 * 3 * 816
 
@@ -209,7 +216,7 @@ def test_lost_worker_frees_bound_requests() -> None:
             ask(h, name, 816)
         assert bound(h, 10) == ["a"]
         h.post(how)
-        assert h.core.requests["a"].prefill_incarnation == 11
+        assert h.core.cluster.requests["a"].prefill_incarnation == 11
 
 
 def test_idle_worker_takes_over_bound_request() -> None:
@@ -222,7 +229,7 @@ def test_idle_worker_takes_over_bound_request() -> None:
     [other] = ask(h, "other", 10, text=None)
     h.receive(11, CacheEvents(hashes(200), b""))
     h.receive(11, StepDone(other.step_id, other.chunks, 10.0, 0))
-    assert h.core.requests["a"].prefill_incarnation == 11 and chunks(h.take(Step)) == [(800, 16)]  # type: ignore[arg-type]
+    assert h.core.cluster.requests["a"].prefill_incarnation == 11 and chunks(h.take(Step)) == [(800, 16)]  # type: ignore[arg-type]
     assert busy.chunks
 
 
@@ -231,10 +238,10 @@ def test_prompt_skips_blocked_worker() -> None:
     h = make(prefill=2, decode=2, steps_in_flight=1)
     h.receive(10, CacheEvents(hashes(200), b""))
     for failure in range(3):
-        h.core.pools["m"].breakers.failed((10, 20), float(failure), float(failure))
+        h.core.cluster.pools["m"].breakers.failed((10, 20), float(failure), float(failure))
     h.receive(21, Draining(10_000))
     ask(h, "a", 816)
-    assert h.core.requests["a"].prefill_incarnation == 11
+    assert h.core.cluster.requests["a"].prefill_incarnation == 11
 
 
 def test_blocked_worker_takes_nothing_over() -> None:
@@ -242,13 +249,13 @@ def test_blocked_worker_takes_nothing_over() -> None:
     h = make(prefill=2, steps_in_flight=1)
     h.receive(10, CacheEvents(hashes(200), b""))
     for failure in range(3):
-        h.core.pools["m"].breakers.failed((11, 20), float(failure), float(failure))
+        h.core.cluster.pools["m"].breakers.failed((11, 20), float(failure), float(failure))
     [busy] = ask(h, "busy", 816)
     ask(h, "a", 816)
     h.receive(11, CacheEvents(hashes(200), b""))
-    assert h.core.requests["a"].prefill_incarnation != 11 and not bound(h, 11)
+    assert h.core.cluster.requests["a"].prefill_incarnation != 11 and not bound(h, 11)
     h.receive(10, StepDone(busy.step_id, busy.chunks, 16.0, 0))
-    assert h.core.requests["a"].prefill_incarnation == 10
+    assert h.core.cluster.requests["a"].prefill_incarnation == 10
 
 
 def test_blocked_worker_frees_bound_requests() -> None:
@@ -257,12 +264,12 @@ def test_blocked_worker_frees_bound_requests() -> None:
     h.receive(10, CacheEvents(hashes(200), b""))
     for decode, failures in ((20, 2), (21, 3)):
         for _ in range(failures):
-            h.core.pools["m"].breakers.failed((10, decode), h.now, h.now)
+            h.core.cluster.pools["m"].breakers.failed((10, decode), h.now, h.now)
     ask(h, "busy", 816)
     ask(h, "a", 816)
-    assert h.core.requests["busy"].decode_incarnation == 20 and bound(h, 10) == ["a"]
+    assert h.core.cluster.requests["busy"].decode_incarnation == 20 and bound(h, 10) == ["a"]
     h.receive(10, WorkFailed("busy", 1, Interrupt.TRANSFER_FAILED, "planted"))
-    assert h.core.requests["a"].prefill_incarnation == 11
+    assert h.core.cluster.requests["a"].prefill_incarnation == 11
 
 
 def test_failing_worker_is_avoided_then_retried() -> None:
@@ -271,7 +278,7 @@ def test_failing_worker_is_avoided_then_retried() -> None:
 
     def one(name: str) -> int:
         [step] = ask(h, name, 8, text=None)
-        request = h.core.requests[name]
+        request = h.core.cluster.requests[name]
         h.receive(10, StepDone(step.step_id, step.chunks, 1.0, 0))
         return request.decode_incarnation
 

@@ -27,13 +27,13 @@ def spam(seed: int, requests: int) -> None:
         max_seqs=24,
         progress=False,
     )
-    queue = world.core.queues[MODEL].fair = Billed()
+    queue = world.core.cluster.queues[MODEL].fair = Billed()
     rnd, now = random.Random(seed), 0.0
     states: Counter[str] = Counter()
     further: list[int] = []
 
     def cancel(name: str) -> None:
-        request = world.core.requests.get(name)
+        request = world.core.cluster.requests.get(name)
         if request is None:
             return
         states[request.state] += 1
@@ -54,8 +54,10 @@ def spam(seed: int, requests: int) -> None:
     world.run(now + 1000.0)
 
     invariants.check(world.core)
-    assert not world.core.requests and not queue.size and not world.core.queues[MODEL].backlog.tokens, seed
-    assert not any(worker.allocations or worker.steps for worker in world.core.workers.values()), seed
+    assert not world.core.cluster.requests and not queue.size and not world.core.cluster.queues[MODEL].backlog.tokens, (
+        seed
+    )
+    assert not any(worker.allocations or worker.steps for worker in world.core.cluster.workers.values()), seed
     assert {"queued", "prefilling", "decoding"} <= set(states), (seed, states)
     assert max(further) <= STEP_TOKENS, (seed, "one further chunk at the most", max(further))
     done: Counter[Path] = Counter()

@@ -74,8 +74,8 @@ def test_retry_may_not_change_request(field: str) -> None:
     h = two_models()
     again = claimed(h)
     (why,) = violations(h, 1, msgspec.structs.replace(again, **CHANGES[field]))  # type: ignore[arg-type]
-    assert field in why and h.core.requests["a"].attempt == 1
-    assert violations(h, 1, again) == [] and h.core.requests["a"].attempt == 2
+    assert field in why and h.core.cluster.requests["a"].attempt == 1
+    assert violations(h, 1, again) == [] and h.core.cluster.requests["a"].attempt == 2
 
 
 def test_resume_changes_are_allowed() -> None:
@@ -111,22 +111,22 @@ def test_early_release_drops_worker() -> None:
     h = Harness.make(1, 1)
     h.receive(1, submit("a", 8))
     assert violations(h, 10, Released("a", 1))
-    (step,) = h.core.workers[10].steps.values()
+    (step,) = h.core.cluster.workers[10].steps.values()
     h.receive(10, StepDone(0, step[0].chunks, 1.0, 8))
     h.receive(10, HandedOver("a", 1, 9, 1.0))
-    assert h.core.requests["a"].state is RequestState.DECODING
-    assert violations(h, 20, Released("a", 1)) and h.core.requests["a"].state is RequestState.DECODING
+    assert h.core.cluster.requests["a"].state is RequestState.DECODING
+    assert violations(h, 20, Released("a", 1)) and h.core.cluster.requests["a"].state is RequestState.DECODING
 
 
 def test_hand_over_after_release_interrupts() -> None:
     """A request handed over to a decode worker that has let go of it is interrupted."""
     h = Harness.make(1, 1)
     h.receive(1, submit("a", 8))
-    (step,) = h.core.workers[10].steps.values()
+    (step,) = h.core.cluster.workers[10].steps.values()
     h.receive(10, StepDone(0, step[0].chunks, 1.0, 8))
     h.receive(20, Released("a", 1))
     h.receive(10, HandedOver("a", 1, 9, 1.0))
-    assert h.core.requests["a"].state is RequestState.INTERRUPTED
+    assert h.core.cluster.requests["a"].state is RequestState.INTERRUPTED
 
 
 def test_bug_in_check_ends_link(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,13 +137,13 @@ def test_bug_in_check_ends_link(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ZeroDivisionError("planted")
 
     monkeypatch.setitem(HANDLERS, Submit, HANDLERS[Submit]._replace(check=fails))
-    before = dict(h.core.requests), list(h.core.workers[10].steps)
+    before = dict(h.core.cluster.requests), list(h.core.cluster.workers[10].steps)
     (action,) = h.core.handle(Received(1, submit("a"), bytes(40)), h.now)
     assert isinstance(action, ProtocolViolation) and action.incarnation == 1
     assert "planted" in action.traceback and "fails" in action.traceback
-    assert (dict(h.core.requests), list(h.core.workers[10].steps)) == before
+    assert (dict(h.core.cluster.requests), list(h.core.cluster.workers[10].steps)) == before
     monkeypatch.undo()
-    assert violations(h, 1, submit("a")) == [] and "a" in h.core.requests
+    assert violations(h, 1, submit("a")) == [] and "a" in h.core.cluster.requests
 
 
 def test_bug_after_check_is_not_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,11 +191,11 @@ def test_empty_model_is_forgotten() -> None:
             h.post(PeerUp(hello.incarnation, hello))
             h.post(PeerDown(hello.incarnation, "gone"))
             names.append(hello.model)
-    assert len(names) == MAX_MODELS - 1 and len(h.core.pools) == MAX_MODELS
+    assert len(names) == MAX_MODELS - 1 and len(h.core.cluster.pools) == MAX_MODELS
     assert h.core.next_deadline() == h.now + EMPTY_POOL_S_MAX
     h.now += EMPTY_POOL_S_MAX
     h.post(Tick())
-    assert len(h.core.pools) == len(h.core.queues) == 1, "the one with workers stays"
+    assert len(h.core.cluster.pools) == len(h.core.cluster.queues) == 1, "the one with workers stays"
     assert not h.core.empty_pools
 
 
@@ -208,7 +208,7 @@ def test_awaited_model_is_kept() -> None:
     (model,) = h.core.empty_pools
     h.core.empty_pools[model] = h.now - EMPTY_POOL_S_MAX
     h.post(Tick())
-    assert list(h.core.pools) == [model] and h.core.empty_pools == {model: h.now}
+    assert list(h.core.cluster.pools) == [model] and h.core.empty_pools == {model: h.now}
 
 
 # --- counts -----------------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_lying_worker_leaves_readable_report() -> None:
     """Extreme figures from a worker leave a status report that can be decoded."""
     h = Harness.make(1, 1)
     h.receive(1, submit("a", 8))
-    (step,) = h.core.workers[10].steps.values()
+    (step,) = h.core.cluster.workers[10].steps.values()
     most = (1 << 40) - 1
     h.receive(10, StepDone(0, step[0].chunks, 1e12, most))
     h.receive(10, HandedOver("a", 1, most, 1e12))

@@ -67,13 +67,13 @@ def test_life_from_submit_to_finish() -> None:
     assert prefill.decode.incarnation == 20 and prefill.gateway.incarnation == 1
     assert step.chunks == (Chunk("a", 1, 0, 10),)
     h.receive(10, StepDone(0, step.chunks, 5.0, 0))
-    assert h.core.requests["a"].state is RequestState.HANDING_OVER
+    assert h.core.cluster.requests["a"].state is RequestState.HANDING_OVER
     h.receive(10, HandedOver("a", 1, 1234, 1.0))
-    assert h.core.requests["a"].state is RequestState.DECODING
-    assert h.core.workers[10].free_blocks == 1000
+    assert h.core.cluster.requests["a"].state is RequestState.DECODING
+    assert h.core.cluster.workers[10].free_blocks == 1000
     h.receive(20, Finished("a", 1, 4, 0))
-    assert h.ended == {"a": [RequestState.FINISHED]} and not h.core.requests
-    assert h.core.workers[20].free_blocks == 1000 and not h.take(Release)
+    assert h.ended == {"a": [RequestState.FINISHED]} and not h.core.cluster.requests
+    assert h.core.cluster.workers[20].free_blocks == 1000 and not h.take(Release)
 
 
 def test_long_prompts_are_chunked() -> None:
@@ -107,7 +107,7 @@ def test_placement_needs_room_for_whole_life() -> None:
     h.receive(1, submit("big", 8, max_tokens=25))  # 32 tokens: 8 blocks in decode
     h.receive(1, submit("second", 8, max_tokens=9))  # 16 tokens: 4 blocks
     h.receive(1, submit("small", 1, max_tokens=1))
-    assert [r.id for r in h.core.queues["m"]] == ["second"]
+    assert [r.id for r in h.core.cluster.queues["m"]] == ["second"]
     assert [m.request_id for m in h.take(Reserve) if isinstance(m, Reserve)] == ["big", "small"]
     h.receive(10, StepDone(0, (Chunk("big", 1, 0, 8),), 1.0, 0))
     h.receive(20, Finished("big", 1, 25, 0))
@@ -127,7 +127,7 @@ def test_oversized_request_is_rejected(message: Message, reason: Reject) -> None
     h.receive(1, message)
     [answer] = h.take(Rejected)
     assert isinstance(answer, Rejected) and answer.reason is reason and answer.message
-    assert not h.core.requests and h.core.workers[20].free_blocks == 500
+    assert not h.core.cluster.requests and h.core.cluster.workers[20].free_blocks == 500
 
 
 def test_rejections_name_their_reason() -> None:
@@ -196,7 +196,7 @@ def states_of_a_life() -> list[tuple[RequestState, Harness]]:
             h.receive(10, HandedOver("a", 1, 1, 1.0))
         if state is RequestState.INTERRUPTED:
             h.receive(20, WorkFailed("a", 1, Interrupt.TRANSFER_FAILED, "planted"))
-        assert h.core.requests["a"].state is state
+        assert h.core.cluster.requests["a"].state is state
         found.append((state, h))
     return found  # type: ignore[return-value]
 
@@ -208,11 +208,11 @@ def test_cancel_frees_everything(state: RequestState, h: Harness) -> None:
     """A cancel in any state gives all blocks back once the workers have released them."""
     h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
     h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
-    assert h.ended["a"] == [RequestState.CANCELLED] and "a" not in h.core.requests
+    assert h.ended["a"] == [RequestState.CANCELLED] and "a" not in h.core.cluster.requests
     for incarnation in {s.incarnation for s in h.sent if isinstance(s.message, Release)}:
-        assert ("a", 1) in h.core.workers[incarnation].allocations, "blocks are held until the worker lets go"
+        assert ("a", 1) in h.core.cluster.workers[incarnation].allocations, "blocks are held until the worker lets go"
         h.receive(incarnation, Released("a", 1))
-    assert all(("a", 1) not in w.allocations for w in h.core.workers.values())
+    assert all(("a", 1) not in w.allocations for w in h.core.cluster.workers.values())
 
 
 def test_foreign_or_old_cancel_is_ignored() -> None:
@@ -223,7 +223,7 @@ def test_foreign_or_old_cancel_is_ignored() -> None:
     h.receive(2, Cancel("a", 1, CancelReason.DISCONNECTED))
     h.receive(1, submit("a", attempt=2))
     h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
-    assert "a" in h.core.requests
+    assert "a" in h.core.cluster.requests
     h.receive(2, submit("a"))
     assert [m.reason for m in h.take(Rejected, 2) if isinstance(m, Rejected)] == [Reject.DUPLICATE]
 
@@ -233,7 +233,7 @@ def test_lost_worker_moves_next_attempt(lost: int) -> None:
     """A lost worker interrupts its request, and the next attempt runs elsewhere."""
     h = Harness.make(2, 2)
     h.receive(1, submit("a"))
-    request = h.core.requests["a"]
+    request = h.core.cluster.requests["a"]
     lost = request.prefill_incarnation if lost == 10 else request.decode_incarnation
     other = request.decode_incarnation if lost == request.prefill_incarnation else request.prefill_incarnation
     h.post(PeerDown(lost, "killed"))
@@ -241,19 +241,19 @@ def test_lost_worker_moves_next_attempt(lost: int) -> None:
     assert isinstance(told, Interrupted) and told.attempt == 1
     assert h.take(Release, other) == [Release("a", 1)]
     h.receive(1, submit("a", attempt=2))
-    assert h.core.requests["a"].state is RequestState.PREFILLING
+    assert h.core.cluster.requests["a"].state is RequestState.PREFILLING
     assert lost not in (request.prefill_incarnation, request.decode_incarnation)
     # What the first attempt still says is dropped.
     h.receive(other, WorkFailed("a", 1, Interrupt.TRANSFER_FAILED, "late"))
     h.receive(other, Finished("a", 1, 3, 0))
-    assert h.core.requests["a"].state is RequestState.PREFILLING
+    assert h.core.cluster.requests["a"].state is RequestState.PREFILLING
 
 
 def test_prefill_loss_spares_decoding_stream() -> None:
     """The loss of the prefill worker after hand-over does not touch the stream."""
     h = dict(states_of_a_life())[RequestState.DECODING]
     h.post(PeerDown(10, "killed"))
-    assert h.core.requests["a"].state is RequestState.DECODING and not h.take(Interrupted)
+    assert h.core.cluster.requests["a"].state is RequestState.DECODING and not h.take(Interrupted)
 
 
 def test_silent_gateway_request_fails() -> None:
@@ -282,7 +282,7 @@ def test_lost_gateway_cancels_its_requests() -> None:
     h.receive(1, submit("a"))
     h.receive(2, submit("b"))
     h.post(PeerDown(1, "killed"))
-    assert h.ended == {"a": [RequestState.CANCELLED]} and list(h.core.requests) == ["b"]
+    assert h.ended == {"a": [RequestState.CANCELLED]} and list(h.core.cluster.requests) == ["b"]
 
 
 def test_repeated_submit_is_accepted_once() -> None:
@@ -301,7 +301,7 @@ def test_ended_attempt_submit_is_interrupted() -> None:
     h.receive(1, submit("a"))
     assert [(m.request_id, m.attempt) for m in h.take(Interrupted)] == [("a", 1)]  # type: ignore[attr-defined]
     h.receive(1, submit("a", attempt=2))
-    assert h.core.requests["a"].attempt == 2
+    assert h.core.cluster.requests["a"].attempt == 2
 
 
 def test_cancelled_prompts_are_freed() -> None:
@@ -309,7 +309,7 @@ def test_cancelled_prompts_are_freed() -> None:
     h = Harness.make(kv_blocks=3)
     for number in range(20):
         h.receive(1, submit(f"r{number}", 9, max_tokens=3))
-    left = [h.core.requests[f"r{number}"] for number in range(2, 20)]
+    left = [h.core.cluster.requests[f"r{number}"] for number in range(2, 20)]
     assert all(request.blob for request in left)
     for request in left:
         h.receive(1, Cancel(request.id, 1, CancelReason.DISCONNECTED))
@@ -324,7 +324,7 @@ def test_finish_may_overtake_hand_over() -> None:
     assert h.take(Release, 10) == [Release("a", 1)]
     h.receive(10, HandedOver("a", 1, 1, 1.0))
     h.receive(10, Released("a", 1))
-    assert h.core.workers[10].free_blocks == 1000
+    assert h.core.cluster.workers[10].free_blocks == 1000
 
 
 def test_one_token_answer_ends_in_prefill() -> None:
@@ -340,7 +340,7 @@ def test_early_decode_release_is_no_verdict() -> None:
     h = Harness.make()
     h.receive(1, submit("a", max_tokens=1))
     h.receive(20, Released("a", 1))
-    assert h.core.requests["a"].state is RequestState.PREFILLING and not h.take(Interrupted)
+    assert h.core.cluster.requests["a"].state is RequestState.PREFILLING and not h.take(Interrupted)
     h.receive(10, Finished("a", 1, 1, 0))
     assert h.ended["a"] == [RequestState.FINISHED] and not h.take(Release)
 
@@ -349,7 +349,7 @@ def test_newer_attempt_replaces_waiting_one() -> None:
     """A newer attempt takes the place of the one that waits."""
     h = dict(states_of_a_life())[RequestState.QUEUED]
     h.receive(1, submit("a", attempt=2))
-    assert h.core.requests["a"].attempt == 2 and [r.id for r in h.core.queues["m"]] == ["a"]
+    assert h.core.cluster.requests["a"].attempt == 2 and [r.id for r in h.core.cluster.queues["m"]] == ["a"]
 
 
 def test_cancel_reaches_absent_worker() -> None:
@@ -368,15 +368,15 @@ def test_unplaceable_request_lets_others_pass() -> None:
     big = worker_hello(Role.DECODE, 21, kv_blocks=2000, max_seqs=1)
     h.post(PeerUp(21, msgspec.structs.replace(big, name="big")))
     h.receive(1, submit("big", 3000, max_tokens=1090))
-    small_incarnations = [w for w in (20, 21) if h.core.workers[w].capacity.kv_blocks == 1000]
+    small_incarnations = [w for w in (20, 21) if h.core.cluster.workers[w].capacity.kv_blocks == 1000]
     h.post(PeerDown(21, "killed"))
     h.receive(1, submit("big", 3000, attempt=2, max_tokens=1090))
     h.receive(1, submit("small"))
     h.receive(10, StepDone(0, (Chunk("running", 1, 0, 10),), 1.0, 0))
     h.receive(10, HandedOver("running", 1, 1, 1.0))
     h.receive(20, Finished("running", 1, 4, 0))
-    assert small_incarnations == [20] and h.core.requests["small"].state is RequestState.PREFILLING
-    assert "big" not in h.core.requests or h.core.requests["big"].state in (
+    assert small_incarnations == [20] and h.core.cluster.requests["small"].state is RequestState.PREFILLING
+    assert "big" not in h.core.cluster.requests or h.core.cluster.requests["big"].state in (
         RequestState.QUEUED,
         RequestState.INTERRUPTED,
     )
@@ -399,11 +399,11 @@ def test_returning_worker_keeps_held_blocks() -> None:
     h = Harness.make(1, 0)
     hello = worker_hello(Role.DECODE, 22, kv_blocks=10)
     h.post(PeerUp(22, msgspec.structs.replace(hello, held=(Held("old", 1, 7, 1),))))
-    assert h.core.workers[22].free_blocks == 3
+    assert h.core.cluster.workers[22].free_blocks == 3
     h.receive(1, Cancel("old", 1, CancelReason.DISCONNECTED))
     assert h.take(Release, 22) == [Release("old", 1)]
     h.receive(22, Finished("old", 1, 5, 0))
-    assert h.core.workers[22].free_blocks == 10
+    assert h.core.cluster.workers[22].free_blocks == 10
 
 
 @pytest.mark.parametrize("incarnation", [1, 10, 20])
@@ -413,14 +413,14 @@ def test_wrong_role_message_is_misbehaviour(incarnation: int) -> None:
     wrong: Message = submit("a") if incarnation != 1 else StepDone(0, (), 0.0, 0)
     h.receive(incarnation, wrong)
     h.receive(incarnation, Ping())
-    assert len(h.protocol_violation) == 2 and not h.core.requests
+    assert len(h.protocol_violation) == 2 and not h.core.cluster.requests
 
 
 def test_wrong_blob_length_is_misbehaviour() -> None:
     """A blob whose length does not match the prompt is a protocol violation."""
     h = Harness.make()
     h.post(Received(1, submit("a", 10), b"\0" * 39))
-    assert len(h.protocol_violation) == 1 and not h.core.requests
+    assert len(h.protocol_violation) == 1 and not h.core.cluster.requests
 
 
 def test_status_reports_workers() -> None:
@@ -449,7 +449,7 @@ def test_chaos_ends_each_request_once(seed: int) -> None:
     world.heal()
     for request_id in world.accepted:
         assert len(world.ended[request_id]) == 1, (seed, request_id, world.ended[request_id])
-    for worker in world.core.workers.values():
+    for worker in world.core.cluster.workers.values():
         assert not worker.allocations and worker.free_blocks == 40, seed
     assert not world.protocol_violation
 
@@ -471,4 +471,4 @@ def test_choices_find_worker_with_sequences() -> None:
         size = {"kv_blocks": 4000, "max_seqs": 1} if large else {"kv_blocks": 100, "max_seqs": 8}
         h.post(PeerUp(20 + number, worker_hello(Role.DECODE, 20 + number, **size)))  # type: ignore[arg-type]
     h.receive(1, submit("r", choices=2))
-    assert h.core.requests["r"].decode_incarnation >= 26
+    assert h.core.cluster.requests["r"].decode_incarnation >= 26

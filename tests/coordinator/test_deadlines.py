@@ -43,11 +43,11 @@ def test_short_steps_keep_measured_rate() -> None:
     world = VirtualCluster(timing=TIMING)
     world.submit("long", "o", 4096)
     world.run(5.0)
-    measured = world.core.pools[MODEL].fastest_tokens_per_s()
+    measured = world.core.cluster.pools[MODEL].fastest_tokens_per_s()
     for number in range(40):
         world.submit(f"short{number}", "o", 8)
         world.run(world.now + 1.0)
-    assert world.core.pools[MODEL].fastest_tokens_per_s() == measured > 5000
+    assert world.core.cluster.pools[MODEL].fastest_tokens_per_s() == measured > 5000
 
 
 def test_new_worker_refuses_no_deadline() -> None:

@@ -52,7 +52,7 @@ def decoding(h: Harness, request: Submit, prefill: int = 10) -> None:
     h.receive(1, request)
     compute(h, prefill)
     h.receive(prefill, HandedOver(request.request_id, request.attempt, 100, 1.0))
-    assert h.core.requests[request.request_id].state == "decoding"
+    assert h.core.cluster.requests[request.request_id].state == "decoding"
 
 
 def again(request: Submit, resumed: int) -> Submit:
@@ -74,7 +74,7 @@ def test_draining_worker_finishes_its_streams() -> None:
     """A draining worker gets nothing new, and its streams end where they are."""
     h = Harness.make(decode=2)
     decoding(h, submit("a"))
-    (there,) = (incarnation for incarnation in (20, 21) if h.core.workers[incarnation].allocations)
+    (there,) = (incarnation for incarnation in (20, 21) if h.core.cluster.workers[incarnation].allocations)
     h.receive(there, Draining(30_000.0))
     for number in range(8):
         h.receive(1, submit(f"r{number}"))
@@ -93,7 +93,7 @@ def test_placed_prompt_chunks_go_on() -> None:
     """Chunks of a prompt placed on a draining worker go on."""
     h = Harness.make(prefill=2, limits=Limits(step_tokens=8))
     h.receive(1, submit("long", 100))
-    (there,) = (incarnation for incarnation in (10, 11) if h.core.workers[incarnation].allocations)
+    (there,) = (incarnation for incarnation in (10, 11) if h.core.cluster.workers[incarnation].allocations)
     h.receive(there, Draining(30_000.0))
     h.receive(1, submit("new", 8))
     assert sum(chunk.length for chunk in compute(h, there)) == 100
@@ -111,10 +111,10 @@ def test_failure_after_drain_is_charged() -> None:
     h.post(PeerUp(22, worker_hello(Role.DECODE, 22)))
     second = again(submit("a", 10, max_tokens=50), 21)
     decoding(h, second)
-    assert h.core.requests["a"].attempt_progress.paid_tokens == 31
+    assert h.core.cluster.requests["a"].attempt_progress.paid_tokens == 31
     h.post(PeerDown(22, "killed"))
     h.receive(1, msgspec.structs.replace(second, attempt=3))
-    assert h.core.requests["a"].attempt_progress.paid_tokens == 0
+    assert h.core.cluster.requests["a"].attempt_progress.paid_tokens == 0
 
 
 def test_adopted_streams_are_drained_too() -> None:
@@ -131,7 +131,7 @@ def test_adopted_streams_are_drained_too() -> None:
     expected = Interrupted("a", 1, Interrupt.DRAINED, "decode-22 is drained")
     assert told == [(1, expected), (2, expected)] and h.take(Release, 22) == [Release("a", 1)]
     decoding(h, again(submit("a", 10, max_tokens=50), 21))
-    assert h.core.requests["a"].decode_incarnation != 22 and not h.core.counters["retries"]
+    assert h.core.cluster.requests["a"].decode_incarnation != 22 and not h.core.counters["retries"]
     for name in ("a", "gone"):
         h.receive(22, Released(name, 1, 20))
     assert h.take(Drained, 22)
@@ -144,7 +144,7 @@ def test_drained_stream_resumes_first_and_free() -> None:
     h.post(PeerUp(21, worker_hello(Role.DECODE, 21, kv_blocks=4)))  # too small for either
     h.receive(20, Draining(1000.0))
     h.receive(1, submit("waits", 16))
-    charged = h.core.queues["m"].fair.debt(PATH)
+    charged = h.core.cluster.queues["m"].fair.debt(PATH)
     h.now = h.core.next_deadline() or 0.0
     assert h.now == 1.0
     h.post(Tick())
@@ -169,7 +169,7 @@ def test_drained_stream_resumes_first_and_free() -> None:
 
 def _served(h: Harness) -> float:
     """What the fair queue has charged the only tenant, corrections included."""
-    leaf = h.core.queues["m"].fair._leaves[PATH]
+    leaf = h.core.cluster.queues["m"].fair._leaves[PATH]
     return leaf.round + leaf.owed
 
 

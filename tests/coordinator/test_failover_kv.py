@@ -42,16 +42,16 @@ def successor(world: OverloadedCluster, held: tuple[Held, ...]) -> Core:
 def test_failover_keeps_pool_room(text: str) -> None:
     """A busy pool has about as much room after a failover as before."""
     world = busy(text)
-    before = world.cluster.core.workers[FIRST_DECODE]
+    before = world.cluster.core.cluster.workers[FIRST_DECODE]
     held = world.decode.table.held()
     assert len(held) > 5 and before.free_blocks < 0.1 * KV_BLOCKS
-    after = successor(world, held).workers[FIRST_DECODE]
+    after = successor(world, held).cluster.workers[FIRST_DECODE]
     assert after.admission is not None and before.admission is not None
     after.admission.check_invariants()
     assert before.free_blocks <= after.free_blocks < 0.2 * KV_BLOCKS
     assert after.admission.shared >= before.admission.shared and bool(text) == (after.admission.shared > 0)
     only_blocks = tuple(Held(one.request_id, one.attempt, one.kv_blocks, one.seqs) for one in held)
-    assert successor(world, only_blocks).workers[FIRST_DECODE].free_blocks == 0
+    assert successor(world, only_blocks).cluster.workers[FIRST_DECODE].free_blocks == 0
 
 
 def test_adopted_streams_count_their_rest() -> None:
@@ -63,12 +63,12 @@ def test_adopted_streams_count_their_rest() -> None:
         Held("b", 1, 6, 1, 0, 8, 16, 112),
     )
     h.post(PeerUp(22, msgspec.structs.replace(hello, held=held)))
-    room = h.core.workers[22].admission
+    room = h.core.cluster.workers[22].admission
     assert room is not None and room.steps == 112
     h.receive(1, submit("c", 8, max_tokens=17))
     assert [m.request_id for m in h.take(Reserve) if isinstance(m, Reserve)] == ["c"], "6 + 3 + 3 blocks, not 6 + 6 + 6"
     h.receive(22, DecodeProgress(115, 2, 0, (Joined("b", 1, 112),)))
-    assert h.core.workers[22].forwarded(("b", 1)) == 2, "it is known to run"
+    assert h.core.cluster.workers[22].forwarded(("b", 1)) == 2, "it is known to run"
 
 
 def test_oversized_stream_keeps_reservation() -> None:
@@ -76,7 +76,7 @@ def test_oversized_stream_keeps_reservation() -> None:
     h = Harness.make(1, 0)
     hello = worker_hello(Role.DECODE, 22, kv_blocks=13)
     h.post(PeerUp(22, msgspec.structs.replace(hello, held=(Held("a", 1, 6, 1, 0, 400, 16, 112, 100),))))
-    assert not h.protocol_violation and h.core.workers[22].free_blocks == 7
+    assert not h.protocol_violation and h.core.cluster.workers[22].free_blocks == 7
     h.post(
         PeerUp(
             23,
@@ -91,11 +91,11 @@ def test_oversized_stream_keeps_reservation() -> None:
 def test_adopted_streams_under_overcommit() -> None:
     """Adopted streams count as expected under overcommit, and are no victims if they leave already."""
     h = Harness.make(limits=Limits(kv_overcommit=4.0), decode=0, kv_blocks=78)
-    h.core.queues["m"]._length_of_all.long_tokens = 128.0
+    h.core.cluster.queues["m"]._length_of_all.long_tokens = 128.0
     hello = worker_hello(Role.DECODE, 20, kv_blocks=1600)
     held = tuple(Held(name, 1, 1002, 1, 0, 8, 4000, 5, 0) for name in ("x",))
     h.post(PeerUp(20, msgspec.structs.replace(hello, held=held)))
-    assert h.core.workers[20].free_blocks == 1600 - (8 + 1024 - 1 + 3) // 4
+    assert h.core.cluster.workers[20].free_blocks == 1600 - (8 + 1024 - 1 + 3) // 4
     h.receive(1, submit("a", 8, max_tokens=300))
     assert h.take(Reserve)
     h.receive(20, DecodeProgress(6, 1, 2))

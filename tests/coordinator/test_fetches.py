@@ -33,7 +33,7 @@ def test_answer_is_fetched_not_recomputed() -> None:
     had = (800 + 160 - 1) // BLOCK * BLOCK
     assert cluster.requests["t1"].cached_tokens == had, "the last token of an answer is never computed"
     assert cluster.computed()["t1"] == 1000 - had
-    assert cluster.core.workers[FIRST_PREFILL].fetch_token_s > 0, "it is measured"
+    assert cluster.core.cluster.workers[FIRST_PREFILL].fetch_token_s > 0, "it is measured"
     story = Timeline("t1")
     assert replay(taped(cluster.core).tape()).run(story) is None
     [placed] = [entry for entry in story.finish() if isinstance(entry, Placed)]

@@ -42,7 +42,7 @@ def ask(h: Harness, worker: str, role: Role, *, hand_over_ms: float = 0.0, force
 
 def come_back(h: Harness, before: int, now: int, role: Role) -> None:
     """The worker goes as `before`, and registers in its new role."""
-    name = h.core.workers[before].hello.name
+    name = h.core.cluster.workers[before].hello.name
     h.post(PeerDown(before, "said goodbye"))
     h.post(PeerUp(now, msgspec.structs.replace(worker_hello(role, now), name=name, flipped_from=before)))
 
@@ -55,8 +55,8 @@ def test_flip_waits_until_worker_is_empty() -> None:
     """A worker changes its role once it holds nothing, and its first step proves the change."""
     h = Harness.make(decode=2)
     decoding(h, submit("a"))
-    name = next(w.hello.name for w in h.core.workers.values() if w.allocations)
-    own = next(w.incarnation for w in h.core.workers.values() if w.allocations)
+    name = next(w.hello.name for w in h.core.cluster.workers.values() if w.allocations)
+    own = next(w.incarnation for w in h.core.cluster.workers.values() if w.allocations)
     assert not ask(h, name, Role.PREFILL, why="more prompts")
     assert h.take(Flip, own) == [Flip(Role.PREFILL, 0.0)]
     assert h.take(Release, own) == [Release("a", 1)] and not h.take(Drained) and last(h).state == "draining"
@@ -79,7 +79,7 @@ def test_flip_waits_until_worker_is_empty() -> None:
 def moving(h: Harness, role: Role = Role.PREFILL) -> int:
     """A worker with a stream is about to change its role; returns its incarnation."""
     decoding(h, named(submit("a"), 1))
-    own = next(w.incarnation for w in h.core.workers.values() if w.admission is not None and w.allocations)
+    own = next(w.incarnation for w in h.core.cluster.workers.values() if w.admission is not None and w.allocations)
     assert not ask(h, f"decode-{own}", role)
     return own
 
@@ -106,7 +106,7 @@ def test_unfindable_stream_resumes_at_once(request_: Submit) -> None:
     """A stream whose KV cannot be found again is resumed at once."""
     h = Harness.make(decode=2)
     decoding(h, request_)
-    own = next(w.incarnation for w in h.core.workers.values() if w.admission is not None and w.allocations)
+    own = next(w.incarnation for w in h.core.cluster.workers.values() if w.admission is not None and w.allocations)
     assert not ask(h, f"decode-{own}", Role.PREFILL)
     assert interrupted(h) == [("a", Interrupt.DRAINED)] and not h.core.keeping
 
@@ -139,7 +139,7 @@ def test_cancelled_stream_is_not_resumed() -> None:
     h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
     h.now = KEPT_S_MAX
     h.post(Tick())
-    assert not h.take(Interrupted) and not h.core.keeping and own in h.core.workers
+    assert not h.take(Interrupted) and not h.core.keeping and own in h.core.cluster.workers
 
 
 def test_prefill_worker_becomes_decode() -> None:
@@ -156,7 +156,7 @@ def test_flip_gives_requests_time() -> None:
     """Streams have their hand-over time to finish before a role change."""
     h = Harness.make(decode=2)
     decoding(h, submit("a"))
-    own = next(w.incarnation for w in h.core.workers.values() if w.allocations)
+    own = next(w.incarnation for w in h.core.cluster.workers.values() if w.allocations)
     assert not ask(h, f"decode-{own}", Role.PREFILL, hand_over_ms=2000.0)
     assert not h.take(Interrupted)
     h.take(Reserve)
@@ -195,12 +195,12 @@ def test_flipping_worker_is_not_drained() -> None:
     """A worker that changes its role is not drained meanwhile, nor changed if it drains or is about to end."""
     h = Harness.make(prefill=3, decode=2)
     decoding(h, submit("a"))
-    own = next(w.incarnation for w in h.core.workers.values() if w.admission is not None and w.allocations)
+    own = next(w.incarnation for w in h.core.cluster.workers.values() if w.admission is not None and w.allocations)
     assert not ask(h, f"decode-{own}", Role.PREFILL, hand_over_ms=1e6)
     assert ask(h, f"decode-{own}", Role.PREFILL).startswith(f"decode-{own} is changing its role to prefill")
     h.post(PeerUp(5, Hello(PROTOCOL_VERSION, Role.OBSERVER, 5, "drain-1")))
     h.receive(5, DrainRequest(f"decode-{own}", True, 0.0))
-    assert "is changing its role" in str(h.sent[-1].message) and h.core.workers[own].draining
+    assert "is changing its role" in str(h.sent[-1].message) and h.core.cluster.workers[own].draining
     h.receive(11, Draining(1e6))
     h.receive(own, Finished("a", 1, 4, 4))
     come_back(h, own, 40, Role.PREFILL)
@@ -233,7 +233,7 @@ def test_one_concurrent_flip_is_given_up() -> None:
     h = Harness.make(prefill=1, decode=3)
     for name in "abc":
         decoding(h, submit(name))
-    busy = [w.incarnation for w in h.core.workers.values() if w.admission is not None and w.allocations]
+    busy = [w.incarnation for w in h.core.cluster.workers.values() if w.admission is not None and w.allocations]
     assert len(busy) == 3, "a stream on each"
     first, second, third = busy
     assert not ask(h, f"decode-{first}", Role.PREFILL, hand_over_ms=1e6)
@@ -248,7 +248,7 @@ def test_peer_loss_cancels_flip() -> None:
     """A role change is given up when the other worker of the role is lost."""
     h = Harness.make(decode=2)
     decoding(h, submit("a"))
-    own = next(w.incarnation for w in h.core.workers.values() if w.allocations)
+    own = next(w.incarnation for w in h.core.cluster.workers.values() if w.allocations)
     ask(h, f"decode-{own}", Role.PREFILL, hand_over_ms=1e6)
     h.post(PeerDown(41 - own, "no heartbeat"))
     assert h.take(Draining, own) == [Draining(None)] and not h.core.draining
@@ -264,7 +264,7 @@ def test_peer_drain_cancels_flip() -> None:
     """A role change is given up when the other worker of the role drains first."""
     h = Harness.make(prefill=2, decode=2, max_seqs=1)
     decoding(h, submit("a"))
-    own = next(w.incarnation for w in h.core.workers.values() if w.allocations)
+    own = next(w.incarnation for w in h.core.cluster.workers.values() if w.allocations)
     ask(h, f"decode-{own}", Role.PREFILL, hand_over_ms=1e6)
     h.receive(1, submit("b", 64))
     h.receive(1, submit("c", 64))
@@ -272,14 +272,14 @@ def test_peer_drain_cancels_flip() -> None:
     h.receive(own, Finished("a", 1, 4, 4))
     assert h.take(Draining, own) == [Draining(None)] and not h.take(Drained, own)
     assert "has become the only decode worker" in last(h).failure
-    assert h.core.requests["c"].decode_incarnation == own, "it is placed at once, without another event"
+    assert h.core.cluster.requests["c"].decode_incarnation == own, "it is placed at once, without another event"
 
 
 def test_lost_link_or_failure_cancels_flip() -> None:
     """A role change is given up if the worker's connection is lost or it cannot change."""
     h = Harness.make(decode=2)
     decoding(h, submit("a"))
-    own = next(w.incarnation for w in h.core.workers.values() if w.allocations)
+    own = next(w.incarnation for w in h.core.cluster.workers.values() if w.allocations)
     ask(h, f"decode-{own}", Role.PREFILL, hand_over_ms=1e6)
     h.post(PeerDown(own, "no heartbeat"))
     assert "the connection to it was lost: no heartbeat" in last(h).failure and not h.core.flipping

@@ -41,7 +41,7 @@ def run(users: int, bypasses_max: int) -> Found:
         progress=False,
     )
     rnd, now, victims, attacks = random.Random(1), 0.0, 0, 0
-    pool = world.core.pools[MODEL]
+    pool = world.core.cluster.pools[MODEL]
     shares: list[float] = []
 
     def attack(user: int) -> None:
@@ -50,7 +50,7 @@ def run(users: int, bypasses_max: int) -> Found:
         world.submit(f"a{user}-{attacks}", f"attacker/user{user}", 64, 5000, output_tokens=(100,))
 
     def again() -> None:
-        alive = {request.path[2] for request in world.core.requests.values() if request.path[1] == "attacker"}
+        alive = {request.path[2] for request in world.core.cluster.requests.values() if request.path[1] == "attacker"}
         if len(alive) < users:
             for user in range(users):
                 if f"user{user}" not in alive:

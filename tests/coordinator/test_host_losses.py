@@ -44,7 +44,7 @@ class Hosts:
     def decode(self, tokens: int) -> None:
         """Computes the prompt, hands it over, and emits `tokens`."""
         prefill = self.at_prefill
-        while self.h.core.requests["a"].state == "prefilling":
+        while self.h.core.cluster.requests["a"].state == "prefilling":
             for step in self.h.take(Step, prefill):
                 assert isinstance(step, Step)
                 self.h.receive(prefill, StepDone(step.step_id, step.chunks, 10.0, 0))
@@ -55,11 +55,11 @@ class Hosts:
 
     @property
     def at_prefill(self) -> int:
-        return self.h.core.requests["a"].prefill_incarnation
+        return self.h.core.cluster.requests["a"].prefill_incarnation
 
     @property
     def at_decode(self) -> int:
-        return self.h.core.requests["a"].decode_incarnation
+        return self.h.core.cluster.requests["a"].decode_incarnation
 
     def of_host(self, host: str) -> list[int]:
         return [incarnation for incarnation, its in self.hosts.items() if its == host]
@@ -78,8 +78,8 @@ def test_lost_host_ends_no_stream(reason: str) -> None:
     hosts.resume(900)
     hosts.h.now += 0.05
     hosts.lose(hosts.at_prefill, reason)
-    assert hosts.lives and hosts.h.core.requests["a"].state == "interrupted"
-    assert hosts.h.core.requests["a"].losses == (0 if reason == SILENT else 1)
+    assert hosts.lives and hosts.h.core.cluster.requests["a"].state == "interrupted"
+    assert hosts.h.core.cluster.requests["a"].losses == (0 if reason == SILENT else 1)
 
 
 @pytest.mark.parametrize("reason", [SILENT, "send failed: Host unreachable"])
@@ -89,18 +89,18 @@ def test_stream_survives_losses_of_all_hosts(reason: str, first: str) -> None:
     hosts = Hosts("abcdef")
     hosts.decode(900)
     for host in "abcde":
-        state = hosts.h.core.requests["a"].state
+        state = hosts.h.core.cluster.requests["a"].state
         on = hosts.at_decode if state == "decoding" else hosts.at_prefill
         of_host = sorted(hosts.of_host(hosts.hosts[on]), reverse=first == "decode")
         for incarnation in of_host:
             hosts.lose(incarnation, reason)
             hosts.h.now += 0.02
-            if hosts.h.core.requests["a"].state == "interrupted":
+            if hosts.h.core.cluster.requests["a"].state == "interrupted":
                 hosts.resume(900)
                 assert hosts.hosts[hosts.at_prefill] != hosts.hosts[on] or host == "e"
-        assert hosts.lives and hosts.h.core.requests["a"].suspicion is None, host
+        assert hosts.lives and hosts.h.core.cluster.requests["a"].suspicion is None, host
     hosts.decode(10)
-    assert hosts.h.core.requests["a"].state == "decoding"
+    assert hosts.h.core.cluster.requests["a"].state == "decoding"
 
 
 def test_other_hosts_get_resumed_streams() -> None:
@@ -122,7 +122,7 @@ def test_lost_prefill_host_keeps_no_room() -> None:
             hosts.lose(hosts.at_prefill, SILENT)
             hosts.resume()
         hosts.lose(hosts.at_prefill)
-        assert bool(hosts.h.core.pools["m"].retained) == (names == "a")
+        assert bool(hosts.h.core.cluster.pools["m"].retained) == (names == "a")
 
 
 def test_host_with_two_lost_decode_workers() -> None:
@@ -131,7 +131,7 @@ def test_host_with_two_lost_decode_workers() -> None:
     for losses in (1, 1, 2):
         hosts.decode(0)
         hosts.lose(hosts.at_decode)
-        assert hosts.h.core.requests["a"].suspicion == Suspicion(losses) if losses == 1 else not hosts.lives
+        assert hosts.h.core.cluster.requests["a"].suspicion == Suspicion(losses) if losses == 1 else not hosts.lives
         if losses == 1:
             hosts.resume()
     assert hosts.h.ended == {"a": ["failed"]}
@@ -142,7 +142,7 @@ def test_deadly_prompt_on_many_hosts_fails() -> None:
     hosts = Hosts("abc")
     for _ in range(2):
         hosts.lose(hosts.at_prefill)
-        if hosts.h.core.requests:
+        if hosts.h.core.cluster.requests:
             hosts.resume()
     assert [said.reason for said in hosts.h.take(Rejected) if isinstance(said, Rejected)] == [Reject.LOSES_WORKERS]
 
@@ -152,9 +152,9 @@ def test_reconnected_process_counts_for_nothing() -> None:
     hosts = Hosts("ab")
     lost = hosts.at_prefill
     hosts.lose(lost)
-    assert hosts.h.core.requests["a"].suspicion is not None
+    assert hosts.h.core.cluster.requests["a"].suspicion is not None
     hosts.start(Role.PREFILL, lost, hosts.hosts[lost])
-    assert hosts.h.core.requests["a"].suspicion is None and not hosts.h.core.pools["m"].suspects
+    assert hosts.h.core.cluster.requests["a"].suspicion is None and not hosts.h.core.cluster.pools["m"].suspects
 
 
 def test_restarted_workers_count_again_later() -> None:
@@ -175,7 +175,7 @@ def test_begun_answer_fails_with_third_loss() -> None:
     hosts.lose(hosts.at_decode)
     hosts.resume(900)
     hosts.lose(hosts.at_prefill)
-    assert hosts.lives and hosts.h.core.requests["a"].losses == 2
+    assert hosts.lives and hosts.h.core.cluster.requests["a"].losses == 2
     hosts.resume(900)
     hosts.lose(hosts.at_prefill)
     assert hosts.h.ended == {"a": ["failed"]}

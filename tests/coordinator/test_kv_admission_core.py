@@ -44,7 +44,7 @@ def test_placement_awaits_known_ends() -> None:
     h.receive(20, DecodeProgress(12, 4, 0, (Joined("a", 1, 0), Joined("b", 1, 8))))
     # At step 16, a's last, a holds 6, b 4 and c at the most 3; at step 24, b's last, b holds 6 and c 5.
     assert names(h.take(Reserve)) == ["c"]
-    assert h.core.workers[20].free_blocks == 0
+    assert h.core.cluster.workers[20].free_blocks == 0
 
 
 def test_returning_worker_may_exceed_pool() -> None:
@@ -63,7 +63,7 @@ def test_returning_worker_may_exceed_pool() -> None:
 
 def overcommitted() -> Harness:
     h = Harness.make(limits=Limits(kv_overcommit=4.0), kv_blocks=78)
-    h.core.queues["m"]._length_of_all.long_tokens = 128.0
+    h.core.cluster.queues["m"]._length_of_all.long_tokens = 128.0
     for name in ("a", "b"):
         h.now += 1
         h.receive(1, submit(name, 8, max_tokens=300))  # 77 blocks in the end; 34 for 128 tokens
@@ -87,7 +87,7 @@ def test_newest_is_preempted_and_counts_whole() -> None:
     assert not h.take(Reserve)
     h.receive(20, DecodeProgress(7, 5, 0))
     assert names(h.take(Reserve)) == ["b"]
-    assert h.core.workers[20].free_blocks == 1, "not 10: it is counted with all of its 77"
+    assert h.core.cluster.workers[20].free_blocks == 1, "not 10: it is counted with all of its 77"
 
 
 def test_short_blocks_stop_placement() -> None:
@@ -152,8 +152,8 @@ def test_preempted_streams_all_finish(monkeypatch: pytest.MonkeyPatch) -> None:
     world.arriving = False
     for _ in range(40):
         world.run(0, 100)
-        if not world.cluster.core.requests:
+        if not world.cluster.core.cluster.requests:
             break
     core = world.cluster.core
-    assert not core.requests and world.decode.allocator.held_count == 0
+    assert not core.cluster.requests and world.decode.allocator.held_count == 0
     assert not core.counters["work_failed_engine_error"]

@@ -117,7 +117,7 @@ def test_overlong_answer_is_charged_as_emitted() -> None:
         cluster.at(0.1 * number, partial(cluster.submit, output_tokens=(10,)), f"r{number}", "o", 200, CHAT_MAX_TOKENS)
     cluster.at(10.0, partial(cluster.submit, output_tokens=(2000,)), "long", "o", 200, CHAT_MAX_TOKENS)
     cluster.run(11.0)
-    request = cluster.core.requests["long"]
+    request = cluster.core.cluster.requests["long"]
     charged = []
     for second in (11.0, 21.0, 31.0):
         cluster.run(second)

@@ -36,7 +36,7 @@ class Watched(VirtualCluster):
     idle_with_work_s = 0.0
 
     def advance(self, to_s: float) -> None:
-        if to_s > self.now and any(len(queue) for queue in self.core.queues.values()):
+        if to_s > self.now and any(len(queue) for queue in self.core.cluster.queues.values()):
             self.idle_with_work_s += (to_s - self.now) * sum(not worker.computing for worker in self.prefill.values())
         super().advance(to_s)
 
@@ -46,7 +46,7 @@ def work(seed: int, first_come: bool) -> Watched:
     timing = Timing(prefill_step_s=0.002, decode_step_s=0.01)
     world = Watched(timing=timing, prefill=2, decode=2, progress=False)
     if first_come:
-        world.core.queues[MODEL].fair = FirstCome()
+        world.core.cluster.queues[MODEL].fair = FirstCome()
     rnd, now, n = random.Random(seed), 0.0, 0
     while (now := now + rnd.expovariate(18.0)) < 20.0:
         n += 1
@@ -80,7 +80,7 @@ def goodput(times: float, seed: int) -> tuple[float, int]:
         world.at(now, world.submit, f"r{n}", f"o{n % 10}", 1024)
     while world.next_s < inf:
         world.step()
-        most = max(most, len(world.core.requests))
+        most = max(most, len(world.core.cluster.requests))
     return sum(ttft_s <= 4.0 for ttft_s in world.ttft_s.values()) / 60.0, most
 
 
@@ -138,7 +138,7 @@ def test_largest_backlog_is_shed_first() -> None:
     h.receive(1, with_tenant("small", "small/b"))
     [shed] = h.take(Rejected)
     assert isinstance(shed, Rejected) and (shed.request_id, shed.reason) == ("big10", Reject.SHED)
-    assert shed.retry_after_s >= 1.0 and "small" in h.core.requests and h.ended["big10"] == ["rejected"]
+    assert shed.retry_after_s >= 1.0 and "small" in h.core.cluster.requests and h.ended["big10"] == ["rejected"]
     h.receive(1, with_tenant("big11", "big/a"))
     [refused] = h.take(Rejected)
     assert isinstance(refused, Rejected) and (refused.request_id, refused.reason) == ("big11", Reject.QUEUE_FULL)

@@ -149,7 +149,7 @@ def test_requests_count_under_their_version() -> None:
     for name, tenant in (("a", "acme"), ("b", "acme/ann"), ("c", "lab")):
         decoding(h, of(name, tenant))
     for name in ("before", "a", "b", "c"):
-        h.receive(h.core.requests[name].decode_incarnation, Finished(name, 1, 4, 0))
+        h.receive(h.core.cluster.requests[name].decode_incarnation, Finished(name, 1, 4, 0))
     arms = h.core.goodput.by_arm
     assert (arms["candidate"].offered, arms["candidate"].finished) == (2, 2)
     assert (arms["active"].offered, arms["active"].finished) == (1, 1), "what came before the trial is not counted"

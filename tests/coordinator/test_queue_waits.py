@@ -65,7 +65,7 @@ def test_reload_changes_wait_of_queued_requests() -> None:
     """A reload applies the new longest wait to requests that wait already."""
     h = full(Limits(priority_classes=BANDS, queue_wait_s_max=20.0))
     h.receive(1, msgspec.structs.replace(submit("a"), priority_class="batch"))
-    queue = h.core.queues[MODEL]
+    queue = h.core.cluster.queues[MODEL]
     queue.replace_limits(Limits(priority_classes={**BANDS, "batch": PriorityClass(1.0, queue_wait_s=2.0)}))
     assert expire_at(h, 2.0) == [("a", Reject.EXPIRED)]
 
@@ -89,7 +89,7 @@ def decoding(h: Harness, name: str, max_tokens: int = 400) -> None:
 
 
 def learnt(h: Harness) -> float:
-    return h.core.queues[MODEL].output_estimate(h.core.requests["probe"])
+    return h.core.cluster.queues[MODEL].output_estimate(h.core.cluster.requests["probe"])
 
 
 def probed() -> Harness:

@@ -41,12 +41,12 @@ def place_again(numerics: dict[int, str]) -> int:
     h = Harness.make(1, 0)
     h.post(PeerUp(20, msgspec.structs.replace(worker_hello(Role.DECODE, 20), numerics="kernels 1")))
     h.receive(1, submit("a"))
-    assert h.core.requests["a"].decode_incarnation == 20
+    assert h.core.cluster.requests["a"].decode_incarnation == 20
     for incarnation, kind in numerics.items():
         h.post(PeerUp(incarnation, msgspec.structs.replace(worker_hello(Role.DECODE, incarnation), numerics=kind)))
     h.post(PeerDown(20, "killed"))
     h.receive(1, submit("a", 11, attempt=2, resumed=1))
-    return h.core.requests["a"].decode_incarnation
+    return h.core.cluster.requests["a"].decode_incarnation
 
 
 @pytest.mark.parametrize("same", [21, 22, 23])
@@ -69,12 +69,12 @@ def test_hung_worker_is_fenced_at_once(role: Role) -> None:
     """A worker that reports a hang is fenced before its link ends, and its later messages are ignored."""
     h = Harness.make(2, 2)
     h.receive(1, submit("a"))
-    request = h.core.requests["a"]
+    request = h.core.cluster.requests["a"]
     hung = request.prefill_incarnation if role is Role.PREFILL else request.decode_incarnation
     hello = h.core.peers[hung]
     h.receive(hung, Hung(31_000.0))
     assert [m.attempt for m in h.take(Interrupted, 1) if isinstance(m, Interrupted)] == [1]
-    assert hung not in h.core.workers and h.core.counters[f"{role}_hung"] == 1
+    assert hung not in h.core.cluster.workers and h.core.counters[f"{role}_hung"] == 1
     state, ends = request.state, dict(h.ended)
     for late in (Finished("a", 1, 3, 0), WorkFailed("a", 1, Interrupt.ENGINE_ERROR, "late"), Hung(1.0)):
         assert h.receive(hung, late) == []
@@ -130,7 +130,7 @@ def test_retries_over_budget_wait_and_return() -> None:
     [refused] = h.take(Rejected)
     assert isinstance(refused, Rejected) and refused.reason is Reject.RETRY_BUDGET
     assert 0 < refused.retry_after_s <= WINDOW_S
-    assert h.core.requests["c"].state is RequestState.INTERRUPTED and not h.ended, "it is not lost"
+    assert h.core.cluster.requests["c"].state is RequestState.INTERRUPTED and not h.ended, "it is not lost"
     for _ in range(20):
         h.now += 0.1
         h.receive(1, submit("c", attempt=2))
@@ -249,16 +249,18 @@ class Cluster(Harness):
         return self.go_on(name, works, lasts_s)
 
     def go_on(self, name: str, works: bool, lasts_s: float = 0.1) -> tuple[int, int] | None:
-        request = self.core.requests[name]
+        request = self.core.cluster.requests[name]
         if request.state is RequestState.QUEUED:
             return None
         prefill, decode = request.prefill_incarnation, request.decode_incarnation
         [step] = [m for m in self.take(Step, prefill) if isinstance(m, Step)]
-        self.receive(prefill, StepDone(step.step_id, step.chunks, 1.0, self.core.workers[prefill].tokens_forwarded + 8))
+        self.receive(
+            prefill, StepDone(step.step_id, step.chunks, 1.0, self.core.cluster.workers[prefill].tokens_forwarded + 8)
+        )
         self.now += lasts_s
         if works:
             self.receive(prefill, HandedOver(name, 1, 9, 1.0))
-            self.receive(decode, Finished(name, 1, 4, self.core.workers[decode].tokens_forwarded + 3))
+            self.receive(decode, Finished(name, 1, 4, self.core.cluster.workers[decode].tokens_forwarded + 3))
         else:
             self.receive(prefill, WorkFailed(name, 1, Interrupt.TRANSFER_FAILED, "planted"))
             self.receive(decode, Released(name, 1))
@@ -276,7 +278,7 @@ def test_failing_pair_ends_serve_others() -> None:
     h, broken = cluster(2, 2), (10, 20)
     pairs: list[tuple[int, int] | None] = []
     for number in range(200):
-        request = h.core.requests
+        request = h.core.cluster.requests
         h.receive(1, submit(f"r{number}", 8))
         found = request[f"r{number}"]
         pair = found.prefill_incarnation, found.decode_incarnation
@@ -297,22 +299,25 @@ def test_only_pair_gets_single_probes() -> None:
     assert h.core.next_deadline() is not None
     h.now = h.core.next_deadline() or 0.0
     h.post(Tick())
-    states = [h.core.requests[name].state for name in ("a", "b")]
+    states = [h.core.cluster.requests[name].state for name in ("a", "b")]
     assert states == [RequestState.PREFILLING, RequestState.QUEUED], "one probe"
     h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
-    assert h.core.requests["b"].state is RequestState.QUEUED, "its blocks are not back yet"
+    assert h.core.cluster.requests["b"].state is RequestState.QUEUED, "its blocks are not back yet"
     h.receive(10, Released("a", 1))
     h.receive(20, Released("a", 1))
-    assert h.core.requests["b"].state is not RequestState.QUEUED, (
+    assert h.core.cluster.requests["b"].state is not RequestState.QUEUED, (
         "a probe that ends without a verdict makes room for the next"
     )
     h.receive(1, submit("c", 8))
     h.take(Step)
-    for step_id, (step, _) in list(h.core.workers[10].steps.items()):
+    for step_id, (step, _) in list(h.core.cluster.workers[10].steps.items()):
         h.receive(10, StepDone(step_id, tuple(c for c in step.chunks if c == Chunk("b", 1, 0, 8)), 1.0, 0))
-    assert [h.core.requests[name].state for name in ("b", "c")] == [RequestState.HANDING_OVER, RequestState.QUEUED]
+    assert [h.core.cluster.requests[name].state for name in ("b", "c")] == [
+        RequestState.HANDING_OVER,
+        RequestState.QUEUED,
+    ]
     h.receive(10, HandedOver("b", 1, 9, 1.0))
-    assert h.core.requests["c"].state is RequestState.PREFILLING, "it works again"
+    assert h.core.cluster.requests["c"].state is RequestState.PREFILLING, "it works again"
 
 
 # --- room that is kept ---------------------------------------------------------------------------------------------------
@@ -323,9 +328,9 @@ def full() -> Harness:
     h = Harness.make(2, 1, kv_blocks=3)
     h.receive(1, submit("a", 9, max_tokens=3))
     h.receive(1, submit("b", 9, max_tokens=3))
-    assert h.core.requests["b"].state is RequestState.QUEUED
+    assert h.core.cluster.requests["b"].state is RequestState.QUEUED
     h.sent.clear()
-    h.post(PeerDown(h.core.requests["a"].prefill_incarnation, "killed"))
+    h.post(PeerDown(h.core.cluster.requests["a"].prefill_incarnation, "killed"))
     assert h.take(Release, 20) == [Release("a", 1)]
     return h
 
@@ -335,20 +340,23 @@ def test_lost_prefill_keeps_decode_room() -> None:
     h = full()
     h.receive(20, Released("a", 1))
     h.receive(20, Released("a", 1))
-    assert h.core.requests["b"].state is RequestState.QUEUED, "the room is not free"
+    assert h.core.cluster.requests["b"].state is RequestState.QUEUED, "the room is not free"
     h.receive(1, submit("a", 9, attempt=2, max_tokens=3))
-    assert h.core.requests["a"].state is RequestState.PREFILLING, "at once, though it is not its turn"
+    assert h.core.cluster.requests["a"].state is RequestState.PREFILLING, "at once, though it is not its turn"
     assert [m.request_id for m in sent(h, Prefill)] == [m.request_id for m in sent(h, Reserve)] == ["a"]  # type: ignore[attr-defined]
-    assert list(h.core.workers[20].allocations) == [("a", 2)]
+    assert list(h.core.cluster.workers[20].allocations) == [("a", 2)]
 
 
 def test_retained_room_is_not_counted_twice() -> None:
     """A next attempt waits until the worker has released the last one, and its room is counted once."""
     h = full()
     h.receive(1, submit("a", 9, attempt=2, max_tokens=3))
-    assert h.core.requests["a"].state is RequestState.QUEUED, "blocks are held until the worker lets go"
+    assert h.core.cluster.requests["a"].state is RequestState.QUEUED, "blocks are held until the worker lets go"
     h.receive(20, Released("a", 1))
-    assert h.core.requests["a"].state is RequestState.PREFILLING and h.core.requests["b"].state is RequestState.QUEUED
+    assert (
+        h.core.cluster.requests["a"].state is RequestState.PREFILLING
+        and h.core.cluster.requests["b"].state is RequestState.QUEUED
+    )
 
 
 @pytest.mark.parametrize("released_first", [True, False])
@@ -368,7 +376,7 @@ def test_unclaimed_room_is_given_back(how: str, released_first: bool) -> None:
         h.post(PeerUp(21, worker_hello(Role.DECODE, 21, kv_blocks=3)))
     if not released_first:
         h.receive(20, Released("a", 1))
-    assert h.core.requests["b"].state is RequestState.PREFILLING and not h.core.pools["m"].retained
+    assert h.core.cluster.requests["b"].state is RequestState.PREFILLING and not h.core.cluster.pools["m"].retained
 
 
 def sent(h: Harness, kind: type[Message]) -> list[Message]:
@@ -379,13 +387,13 @@ def test_room_kept_twice_is_used_once() -> None:
     """As its own, from before its prefill worker was lost, and since others were let by."""
     h = Harness.make(2, 1, Limits(bypasses_max=1), kv_blocks=5)
     h.receive(1, submit("a", 9, max_tokens=3))
-    h.post(PeerDown(h.core.requests["a"].prefill_incarnation, "killed"))
+    h.post(PeerDown(h.core.cluster.requests["a"].prefill_incarnation, "killed"))
     h.receive(1, submit("a", 9, attempt=2, max_tokens=3))
     for name in ("small", "smaller"):
         h.receive(1, msgspec.structs.replace(submit(name, 2, max_tokens=2), tenant=name))
-    pool = h.core.pools["m"]
-    assert pool.room_for_large.request is h.core.requests["a"] and pool.retained
+    pool = h.core.cluster.pools["m"]
+    assert pool.room_for_large.request is h.core.cluster.requests["a"] and pool.retained
     h.receive(20, Released("a", 1))
-    assert h.core.requests["a"].state is RequestState.PLACED and pool.room_for_large.request is None, (
+    assert h.core.cluster.requests["a"].state is RequestState.PLACED and pool.room_for_large.request is None, (
         "its own step follows"
     )

@@ -31,11 +31,11 @@ def run(seed: int, attack: str = "") -> Found:
     timing = Timing(prefill_step_s=0.002, decode_step_s=0.01)
     world = VirtualCluster(Limits(bypasses_max=16, kv_overcommit=1.0), timing, decode_blocks=320, progress=False)
     rnd, now, sent, held = random.Random(seed), 0.0, 0, []
-    pool = world.core.pools[MODEL]
+    pool = world.core.cluster.pools[MODEL]
 
     def attacker() -> None:
         nonlocal sent
-        alive = [r for r in world.core.requests.values() if r.path[1] == "attacker"]
+        alive = [r for r in world.core.cluster.requests.values() if r.path[1] == "attacker"]
         for _ in range(3 - len(alive)):
             sent += 1
             world.submit(f"a{sent}", "attacker", 64, 5000, output_tokens=(100,))

@@ -18,7 +18,7 @@ def run(large: int) -> tuple[VirtualCluster, int]:
         Limits(bypasses_max=16, kv_overcommit=1.0), timing, prefill=2, decode=6, decode_blocks=200, progress=False
     )
     rnd, now, number, kept = random.Random(3), 0.0, 0, 0
-    pool = world.core.pools[MODEL]
+    pool = world.core.cluster.pools[MODEL]
     while (now := now + rnd.expovariate(SMALL_PER_S)) < SECONDS:
         number += 1
         world.at(now, world.submit, f"s{number}", f"t{number % 20}", 64, 100)

@@ -50,8 +50,8 @@ def work(monkeypatch: pytest.MonkeyPatch, pairs: int, limited_by: str) -> Counte
     counts: Counter[str] = Counter()
     fits, looked_up = Worker.fits, choice.cached_tokens
     core = cluster.cluster.core
-    pool = core.pools["m"]
-    for owner, name in ((pool, "prefill"), (pool, "decode"), (core, "workers")):
+    pool = core.cluster.pools["m"]
+    for owner, name in ((pool, "prefill"), (pool, "decode"), (core.cluster, "workers")):
         watched = Watched(getattr(owner, name))
         watched.counts = counts
         setattr(owner, name, watched)
@@ -137,10 +137,11 @@ def test_equal_worker_change_skips_queue(monkeypatch: pytest.MonkeyPatch) -> Non
         scaled.submit()
     core, now = scaled.cluster.core, scaled.cluster.now
     examined: list[str] = []
-    can_run = core.can_run
-    monkeypatch.setattr(core, "can_run", lambda request: examined.append(request.id) or can_run(request))
+    can_run = core.cluster.can_run
+    monkeypatch.setattr(core.cluster, "can_run", lambda request: examined.append(request.id) or can_run(request))
     hellos = {
-        incarnation: core.peers[incarnation] for incarnation in (*list(core.workers)[:1], *list(core.workers)[-1:])
+        incarnation: core.peers[incarnation]
+        for incarnation in (*list(core.cluster.workers)[:1], *list(core.cluster.workers)[-1:])
     }
     assert {hello.role for hello in hellos.values()} == {Role.PREFILL, Role.DECODE}
     for incarnation, hello in hellos.items():

@@ -83,7 +83,7 @@ def test_uncommitted_requests_are_refused():
     [refused] = told
     assert (refused.request_id, refused.reason) == ("new", Reject.STORAGE)
     assert "storage" in refused.message and refused.retry_after_s > 0
-    assert world.ended == {"new": ["cancelled"]} and "resumed" in world.core.requests
+    assert world.ended == {"new": ["cancelled"]} and "resumed" in world.core.cluster.requests
 
 
 def release_all(world: Harness, name: str, emitted: int = 0) -> None:
@@ -156,7 +156,7 @@ def test_full_worker_blocks_no_idle_worker():
     world.receive(10, StepDone(step.step_id, step.chunks, 1.0, 0))  # type: ignore[attr-defined]
     world.post(PeerUp(21, worker_hello(Role.DECODE, 21)))
     world.post(PeerUp(11, worker_hello(Role.PREFILL, 11)))
-    world.core.workers[11].tokens_forwarded = 1  # the full one is asked first
+    world.core.cluster.workers[11].tokens_forwarded = 1  # the full one is asked first
     world.receive(1, submit("b"))
     assert world.take(Prefill, 11)
 
@@ -210,7 +210,7 @@ def test_wrong_chunk_report_is_violation():
     world.receive(10, StepDone(step.step_id, (Chunk("a", 1, 0, 100),), 1.0, 0))  # type: ignore[attr-defined]
     world.receive(10, HandedOver("a", 1, 1, 1.0))
     assert len(world.protocol_violation) == 2
-    assert world.core.requests["a"].state == "prefilling"
+    assert world.core.cluster.requests["a"].state == "prefilling"
 
 
 def test_cut_off_hashes_are_a_violation():
@@ -241,7 +241,7 @@ def test_cancelled_queued_requests_are_freed(tenant):
         world.receive(1, Cancel(name, 1, CancelReason.DISCONNECTED))
     gc.collect()
     assert sum(isinstance(thing, Request) and thing.id[0] == "r" for thing in gc.get_objects()) < 300
-    queue = world.core.queues[MODEL]
+    queue = world.core.cluster.queues[MODEL]
     assert sum(row.size for node in queue.fair._leaves.values() for row in node.rows.values()) == len(queue.fair) == 1
 
 
@@ -256,7 +256,7 @@ def test_bypasses_are_bounded_per_request() -> None:
     for number in range(16):
         world.receive(1, one_of(f"small{number}", f"s{number}", 4, 13))
         run_prefill(world)
-        for request in list(world.core.requests.values()):
+        for request in list(world.core.cluster.requests.values()):
             most = max(most, request.attempt_progress.bypassed)
             if request.id.startswith("small") and request.state == "decoding":
                 world.receive(20, Finished(request.id, 1, 13, 0))

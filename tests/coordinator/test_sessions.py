@@ -180,7 +180,7 @@ def test_found_kv_charged_if_others_wait(others: int) -> None:
     world.turn("t0", "s", 800, 8)
     world.run(5.0)
     charged: list[tuple[str, float]] = []
-    world.core.queues["m"].fair.charge = lambda path, cost: charged.append((path[1], cost))  # type: ignore[method-assign]
+    world.core.cluster.queues["m"].fair.charge = lambda path, cost: charged.append((path[1], cost))  # type: ignore[method-assign]
     for number in range(others):
         world.at(14.5, world.submit, f"long-{number}", "b", 4000)
     world.at(15.0, world.turn, "t1", "s", 960, 8)
@@ -195,7 +195,7 @@ def test_session_end_reaches_its_workers() -> None:
     world = World()
     world.turn("t0", "s", 800, 8)
     world.run(5.0)
-    pool = world.core.pools["m"]
+    pool = world.core.cluster.pools["m"]
     tail = next(iter(pool.sessions._idle)).tail
     session = next(iter(pool.sessions._idle))
     session.name = b"name"
@@ -225,7 +225,7 @@ def test_leases_delay_no_request() -> None:
         for number in range(conversations):
             world.turn(f"t{number}", f"s{number}", 560, 40)
         world.run(60.0)
-        assert world.core.pools["m"].sessions.leases == conversations
+        assert world.core.cluster.pools["m"].sessions.leases == conversations
         world.submit("long", "b", 2000, 200)
         world.run(90.0)
         ttft_s[conversations] = world.ttft_s["long"]

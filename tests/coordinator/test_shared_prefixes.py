@@ -104,14 +104,14 @@ def test_retained_room_must_fit_in_full() -> None:
     prefixes = tuple(SharedPrefix(name, 1, (PrefixPart(1, 4),)) for name in ("a", "b"))
     h.receive(20, DecodeProgress(1, 5, 0, (), prefixes))
     h.receive(1, submit("c", 16, max_tokens=1))
-    decode = h.core.workers[20]
+    decode = h.core.cluster.workers[20]
     assert len(decode.allocations) == 3 and decode.free_blocks == 0
-    h.post(PeerDown(h.core.requests["b"].prefill_incarnation, "killed"))
+    h.post(PeerDown(h.core.cluster.requests["b"].prefill_incarnation, "killed"))
     h.receive(20, Released("b", 1))
     assert decode.admission is not None and decode.admission.peak <= 10, (
         "b's blocks were those of a, which counts them still"
     )
-    assert "b" not in h.core.pools[MODEL].retained
+    assert "b" not in h.core.cluster.pools[MODEL].retained
 
 
 class Sharing(OverloadedCluster):
@@ -123,7 +123,7 @@ class Sharing(OverloadedCluster):
         cluster, rnd = self.cluster, Random(1)
         for step in range(steps):
             figures = self.run(0, 1)
-            room = cluster.core.workers[FIRST_DECODE].admission
+            room = cluster.core.cluster.workers[FIRST_DECODE].admission
             assert room is not None
             held = self.decode.allocator.held_count
             assert held <= room.taken <= self.kv_blocks, "more is held than counted"
@@ -131,8 +131,8 @@ class Sharing(OverloadedCluster):
             self.most_shared = max(self.most_shared, room.shared)
             if step % 20 == 0:
                 room.check_invariants()
-            if rnd.random() < leaving and cluster.core.requests:
-                cluster.cancel(rnd.choice(sorted(cluster.core.requests)))
+            if rnd.random() < leaving and cluster.core.cluster.requests:
+                cluster.cancel(rnd.choice(sorted(cluster.core.cluster.requests)))
         return figures
 
 

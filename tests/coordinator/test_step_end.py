@@ -30,19 +30,19 @@ def scene(limits: Limits = SMALL, prefill: Mapping[str, int] = LARGE, decode: Ma
     s.post(PeerUp(10, worker_hello(Role.PREFILL, 10, **prefill)))  # type: ignore[arg-type]
     s.post(PeerUp(20, worker_hello(Role.DECODE, 20, **decode)))  # type: ignore[arg-type]
     s.receive(1, submit("busy", s.core.limits.step_tokens, max_tokens=1))
-    s.core.pools[MODEL].step_ends.clear()
+    s.core.cluster.pools[MODEL].step_ends.clear()
     return s
 
 
 def done(s: Harness, number: int = 0) -> None:
     """Its step `number` is computed."""
     s.now += 0.1
-    step, _ = s.core.workers[10].steps[number]
+    step, _ = s.core.cluster.workers[10].steps[number]
     s.receive(10, StepDone(number, step.chunks, 1.0, 0))
 
 
 def ends(s: Harness) -> dict[str, int]:
-    return dict(s.core.pools[MODEL].step_ends)
+    return dict(s.core.cluster.pools[MODEL].step_ends)
 
 
 def test_step_ends_full_or_nothing_waits() -> None:
@@ -85,7 +85,7 @@ def test_step_ends_at_tpot_target() -> None:
         s.receive(1, submit(f"r{number}", 4))
     done(s)
     assert ends(s) == {StepEnd.TPOT_TARGET: 1}
-    assert decode_limits(s.core.pools[MODEL], s.core.queues[MODEL]) == {StepEnd.TPOT_TARGET: 1}
+    assert decode_limits(s.core.cluster.pools[MODEL], s.core.cluster.queues[MODEL]) == {StepEnd.TPOT_TARGET: 1}
 
 
 def test_step_ends_at_chunk_limit() -> None:
@@ -102,9 +102,9 @@ def test_suspect_step_is_counted_as_own() -> None:
     s = scene()
     s.receive(1, submit("a", 4))
     s.receive(1, submit("suspect", 4))
-    suspect = s.core.requests["suspect"]
+    suspect = s.core.cluster.requests["suspect"]
     suspect.suspicion = Suspicion(1, 4)
-    s.core.pools[MODEL].suspects["suspect"] = suspect
+    s.core.cluster.pools[MODEL].suspects["suspect"] = suspect
     done(s)
     assert ends(s) == {StepEnd.OWN_STEP: 1}, "nothing is put before it meanwhile"
     done(s, 1)
@@ -117,9 +117,9 @@ def test_draining_worker_step_ends_closed() -> None:
     s.receive(1, submit("long", 20))
     done(s)
     s.receive(1, submit("waits", 4))
-    s.core.workers[10].draining = True
-    s.core.draining[10] = s.core.workers[10]
-    s.core.pools[MODEL].step_ends.clear()
+    s.core.cluster.workers[10].draining = True
+    s.core.draining[10] = s.core.cluster.workers[10]
+    s.core.cluster.pools[MODEL].step_ends.clear()
     done(s, 1)
     assert ends(s) == {StepEnd.WORKER_CLOSED: 1}
 
@@ -134,10 +134,10 @@ def test_step_ends_if_requests_wait_elsewhere(moves_max: int, end: StepEnd, monk
     s.receive(1, submit("other", 16))
     for number in range(3):
         s.receive(1, named(submit(f"r{number}", 816), 1))
-    s.core.pools[MODEL].step_ends.clear()
+    s.core.cluster.pools[MODEL].step_ends.clear()
     s.receive(1, msgspec.structs.replace(submit("own", 4), deadline_ms=500.0))
     s.now += 0.1
-    step, _ = s.core.workers[11].steps[0]
+    step, _ = s.core.cluster.workers[11].steps[0]
     s.receive(11, StepDone(0, step.chunks, 1.0, 0))
     assert ends(s) == {end: 1}
 
@@ -145,7 +145,7 @@ def test_step_ends_if_requests_wait_elsewhere(moves_max: int, end: StepEnd, monk
 def test_decode_limits_name_their_reason() -> None:
     """The decode limit is no waiting request, no free sequence, or a full batch."""
     s = scene(decode={**LARGE, "max_seqs": 2})
-    pool, queue = s.core.pools[MODEL], s.core.queues[MODEL]
+    pool, queue = s.core.cluster.pools[MODEL], s.core.cluster.queues[MODEL]
     assert decode_limits(pool, queue) == {StepEnd.NOTHING_WAITS: 1}
     s.receive(1, submit("two", 4, choices=2))
     done(s)
@@ -189,7 +189,7 @@ def test_wait_ratio_compares_with_projection() -> None:
     """A wait is recorded as its ratio to the projected wait, and a short wait is not."""
     s = scene(decode={**LARGE, "max_seqs": 1})
     s.receive(1, submit("a", 4))
-    s.core.requests["a"].projected_s = 0.5
+    s.core.cluster.requests["a"].projected_s = 0.5
     done(s)
     s.receive(10, HandedOver("busy", 1, 100, 3.0))
     s.now = 2.0
@@ -200,14 +200,14 @@ def test_wait_ratio_compares_with_projection() -> None:
 
 def test_ratios_continue_after_absence() -> None:
     s = scene()
-    ratios = s.core.queues[MODEL].output_ratios["standard"] = Ratios()
+    ratios = s.core.cluster.queues[MODEL].output_ratios["standard"] = Ratios()
     ratios.add(0.2)
     metrics = CoordinatorMetrics(s.core, lambda: 0.0)
     other = scene()
     metrics.registry.carry_over()
     metrics._core = other.core
-    other.core.queues[MODEL].output_ratios["standard"] = Ratios()
-    other.core.queues[MODEL].output_ratios["standard"].add(20.0)
+    other.core.cluster.queues[MODEL].output_ratios["standard"] = Ratios()
+    other.core.cluster.queues[MODEL].output_ratios["standard"].add(20.0)
     name, labels = "crossdock_coordinator_output_estimate_ratio", {"model": MODEL, "priority_class": "standard"}
     assert metrics.registry.get_sample_value(f"{name}_bucket", {**labels, "le": "10.0"}) == 1
     assert metrics.registry.get_sample_value(f"{name}_count", labels) == 2
@@ -226,5 +226,5 @@ def test_oldest_wait_is_current_longest() -> None:
     done(s)
     s.receive(10, HandedOver("busy", 1, 100, 3.0))
     s.receive(20, Finished("busy", 1, 1, 0))
-    assert not s.core.requests["first"].waits
+    assert not s.core.cluster.requests["first"].waits
     assert value(s, "oldest_wait_seconds", priority_class="standard") == pytest.approx(s.now - 2.0)

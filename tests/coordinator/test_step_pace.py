@@ -73,13 +73,13 @@ def test_new_tenant_waits_one_short_step(step_ms: float, least_s: float, most_s:
 def share_of_time(attention_tokens: int) -> float:
     """What "short" has of a prefill worker's time beside "long", both with more than it can do."""
     world = VirtualCluster(Limits(step_tokens=128, steps_in_flight=1), Timing(prefill_tokens_per_s=4096.0))
-    world.core.queues[MODEL].attention_tokens = attention_tokens
+    world.core.cluster.queues[MODEL].attention_tokens = attention_tokens
     for number in range(40):
         world.submit(f"long-{number}", "long", 8192)
     for number in range(2000):
         world.submit(f"short-{number}", "short", 128)
     spent: Counter[str] = Counter()
-    worker = next(iter(world.core.workers[one] for one in world.prefill))
+    worker = next(iter(world.core.cluster.workers[one] for one in world.prefill))
     seen = -1
     while sum(spent.values()) < 60_000:
         world.step()

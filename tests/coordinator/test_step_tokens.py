@@ -19,7 +19,7 @@ def test_worker_sets_its_step_size(asked: int, steps: list[int]) -> None:
         PeerUp(10, msgspec.structs.replace(hello, capacity=msgspec.structs.replace(hello.capacity, step_tokens=64)))
     )
     world.receive(1, submit("a", 100))
-    assert world.core.queues[MODEL].step_tokens == 64, "what deadlines count the chunks of a prompt by"
+    assert world.core.cluster.queues[MODEL].step_tokens == 64, "what deadlines count the chunks of a prompt by"
     taken = [message for message in world.take(Step, 10) if isinstance(message, Step)]
     assert [sum(chunk.length for chunk in step.chunks) for step in taken] == steps
 

@@ -164,7 +164,7 @@ def test_local_suffixes_keep_fair_shares(sessions: int) -> None:
         decode = next(iter(world.decode.values()))
         assert isinstance(decode, BatchedDecode)
         served["a"] += decode.suffix_tokens
-        if not any(r.tenant == "b" for r in (one.submit for one in world.core.requests.values())):
+        if not any(r.tenant == "b" for r in (one.submit for one in world.core.cluster.requests.values())):
             break
         assert served["b"] >= served["a"] - bound, (world.now, served)
     assert world.on_decode > 2
@@ -179,7 +179,7 @@ def test_turn_waits_behind_earlier_for_room() -> None:
     world.run(6.5)
     world.submit("large", "c", 1600, 400)
     world.run(7.0)
-    assert world.core.requests["large"].state.value == "queued", "it has no room"
+    assert world.core.cluster.requests["large"].state.value == "queued", "it has no room"
     world.turn("t1", "s", 900, 400)
     world.run(60.0)
     assert 6.5 + world.ttft_s["large"] < 7.0 + world.ttft_s["t1"]

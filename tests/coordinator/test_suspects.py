@@ -60,7 +60,7 @@ def test_deadly_prompt_loses_two_workers_only(workers: int, deadly: int) -> None
     states = {name: request.state for name, request in cluster.requests.items()}
     assert {states.pop(f"deadly{at}") for at in range(deadly)} == {"failed"} and set(states.values()) == {"finished"}
     assert [one.reason for one in cluster.rejected] == [Reject.LOSES_WORKERS] * deadly
-    assert not cluster.core.pools["m"].suspects, "those that ran beside it are cleared"
+    assert not cluster.core.cluster.pools["m"].suspects, "those that ran beside it are cleared"
 
 
 def test_uncounted_losses_let_prompt_kill_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def computed(h: Harness, incarnation: int) -> None:
 
 def decoding(h: Harness, name: str, attempt: int = 1) -> int:
     """Through prefill, and on to its decode worker."""
-    request = h.core.requests[name]
+    request = h.core.cluster.requests[name]
     computed(h, request.prefill_incarnation)
     h.receive(request.prefill_incarnation, HandedOver(name, attempt, 100, 1.0))
     return request.decode_incarnation
@@ -111,18 +111,18 @@ def test_suspects_are_cleared_by_progress() -> None:
     for incarnation in (10, 11, 12):
         for step in h.take(Step, incarnation):
             assert isinstance(step, Step)
-    lost = h.core.requests["a"].prefill_incarnation
-    with_it = [name for name in ("a", "b") if h.core.requests[name].prefill_incarnation == lost]
+    lost = h.core.cluster.requests["a"].prefill_incarnation
+    with_it = [name for name in ("a", "b") if h.core.cluster.requests[name].prefill_incarnation == lost]
     h.post(PeerDown(lost, "killed"))
     let_go(h)
-    assert [h.core.requests[name].suspicion for name in with_it] == [Suspicion(1, 30)] * len(with_it)
+    assert [h.core.cluster.requests[name].suspicion for name in with_it] == [Suspicion(1, 30)] * len(with_it)
     for name in with_it:
         h.receive(1, submit(name, 30, attempt=2))
-    for worker in h.core.pools["m"].prefill.values():
+    for worker in h.core.cluster.pools["m"].prefill.values():
         for step, requests in worker.steps.values():
             assert len(requests) == 1 or not any(request.own_step for request in requests), step
-    while any(h.core.requests[name].suspicion for name in with_it):
-        for worker in list(h.core.pools["m"].prefill.values()):
+    while any(h.core.cluster.requests[name].suspicion for name in with_it):
+        for worker in list(h.core.cluster.pools["m"].prefill.values()):
             for step, _ in list(worker.steps.values()):
                 h.receive(worker.incarnation, StepDone(step.step_id, step.chunks, 10.0, 0))
 
@@ -130,7 +130,7 @@ def test_suspects_are_cleared_by_progress() -> None:
 def killed_twice(h: Harness, name: str = "a") -> None:
     for attempt in (1, 2):
         h.receive(1, submit(name, attempt=attempt))
-        h.post(PeerDown(h.core.requests[name].prefill_incarnation, "killed"))
+        h.post(PeerDown(h.core.cluster.requests[name].prefill_incarnation, "killed"))
         let_go(h)
 
 
@@ -140,20 +140,20 @@ def test_second_loss_alone_fails_request() -> None:
     killed_twice(h)
     [said] = h.take(Rejected, 1)
     assert isinstance(said, Rejected) and said.reason is Reject.LOSES_WORKERS and said.retry_after_s == 0.0
-    assert h.ended == {"a": ["failed"]} and not h.core.requests and len(h.take(Interrupted)) == 1
+    assert h.ended == {"a": ["failed"]} and not h.core.cluster.requests and len(h.take(Interrupted)) == 1
     h.receive(1, submit("innocent"))
-    assert h.core.requests["innocent"].state == "prefilling"
+    assert h.core.cluster.requests["innocent"].state == "prefilling"
 
 
 def test_suspicion_survives_resubmission() -> None:
     """As after the loss of its link, or where several choices go on one by one."""
     h = Harness.make(prefill=3)
     h.receive(1, submit("a", choices=2))
-    h.post(PeerDown(h.core.requests["a"].prefill_incarnation, "killed"))
+    h.post(PeerDown(h.core.cluster.requests["a"].prefill_incarnation, "killed"))
     let_go(h)
     h.receive(1, Cancel("a", 1, CancelReason.ABANDONED))
     h.receive(1, msgspec.structs.replace(submit("a.c1", 11, attempt=2, resumed=1), first_choice=1))
-    h.post(PeerDown(h.core.requests["a.c1"].prefill_incarnation, "killed"))
+    h.post(PeerDown(h.core.cluster.requests["a.c1"].prefill_incarnation, "killed"))
     assert h.ended["a.c1"] == ["failed"]
 
 
@@ -163,17 +163,17 @@ def test_only_running_requests_are_suspected(how: str) -> None:
     h = Harness.make(prefill=1, limits=Limits(steps_in_flight=1))
     h.receive(1, submit("a"))
     if how == "drained":
-        h.core.workers[10].draining = True
+        h.core.cluster.workers[10].draining = True
     if how == "connected again":
         h.post(PeerUp(10, worker_hello(Role.PREFILL, 10)))
     elif how == "waits":
         h.receive(1, submit("b"))
         h.post(PeerDown(10, "killed"))
-        assert h.core.requests["b"].suspicion is None
+        assert h.core.cluster.requests["b"].suspicion is None
         return
     else:
         h.post(PeerDown(10, "killed"))
-    assert h.core.requests["a"].suspicion is None
+    assert h.core.cluster.requests["a"].suspicion is None
 
 
 def test_handed_over_prompt_is_not_suspected() -> None:
@@ -185,7 +185,7 @@ def test_handed_over_prompt_is_not_suspected() -> None:
     h.receive(10, StepDone(last.step_id, last.chunks, 10.0, 0))
     h.receive(10, HandedOver("a", 1, 100, 1.0))
     h.post(PeerDown(10, "silent"))
-    assert h.core.requests["a"].suspicion is None and h.core.requests["a"].state == "decoding"
+    assert h.core.cluster.requests["a"].suspicion is None and h.core.cluster.requests["a"].state == "decoding"
 
 
 # --- in decode -----------------------------------------------------------------------------------------------------------
@@ -198,9 +198,9 @@ def test_progress_resets_stream_suspicion() -> None:
         h.receive(1, submit("a", attempt=attempt, max_tokens=50))
         on = decoding(h, "a", attempt)
         h.receive(on, DecodeProgress(10, 0, 0, joined=(Joined("a", attempt, 0),)))
-        assert h.core.requests["a"].suspicion is None
+        assert h.core.cluster.requests["a"].suspicion is None
         h.post(PeerDown(on, "killed"))
-        assert h.core.requests["a"].suspicion == Suspicion(1)
+        assert h.core.cluster.requests["a"].suspicion == Suspicion(1)
         h.post(PeerUp(on + 10, worker_hello(Role.DECODE, on + 10)))
         let_go(h)
 
@@ -220,24 +220,24 @@ def test_twice_lost_streams_run_alone() -> None:
     other = decoding(h, "beside")
     for name in ("a", "b"):
         h.receive(1, submit(name, attempt=3, max_tokens=50))
-    assert {h.core.requests[name].state for name in "ab"} == {"queued"}
-    why = why_not(h.core.requests["a"], None, [], h.core.workers[10], h.core.pools["m"])
+    assert {h.core.cluster.requests[name].state for name in "ab"} == {"queued"}
+    why = why_not(h.core.cluster.requests["a"], None, [], h.core.cluster.workers[10], h.core.cluster.pools["m"])
     assert why == RunsAlone(2) and "waits for a decode worker of its own" in _reason(why, "")
     h.receive(1, submit("later", max_tokens=50))
-    assert h.core.requests["later"].state == "queued", "the only worker is being emptied"
+    assert h.core.cluster.requests["later"].state == "queued", "the only worker is being emptied"
     h.receive(1, Cancel("beside", 1, CancelReason.DISCONNECTED))
     let_go(h)
-    assert h.core.requests["a"].decode_incarnation == other and h.core.requests["b"].state == "queued"
+    assert h.core.cluster.requests["a"].decode_incarnation == other and h.core.cluster.requests["b"].state == "queued"
     decoding(h, "a", 3)
     h.post(PeerDown(other, "killed"))
     let_go(h)
     assert h.ended == {"beside": ["cancelled"], "a": ["failed"]}
     h.post(PeerUp(30, worker_hello(Role.DECODE, 30)))
     decoding(h, "b", 3)
-    assert h.core.requests["later"].state == "queued"
+    assert h.core.cluster.requests["later"].state == "queued"
     h.receive(30, DecodeProgress(5, 0, 0, joined=(Joined("b", 3, 0),)))
     h.post(Tick())
-    assert h.core.requests["b"].suspicion is None and h.core.requests["later"].state == "prefilling"
+    assert h.core.cluster.requests["b"].suspicion is None and h.core.cluster.requests["later"].state == "prefilling"
 
 
 def test_mixed_worker_loss_counts_once() -> None:
@@ -251,8 +251,8 @@ def test_mixed_worker_loss_counts_once() -> None:
     h.receive(1, submit("prompt"))
     h.post(PeerDown(10, "killed"))
     h.post(PeerDown(20, "killed"))
-    assert h.core.requests["stream"].suspicion == Suspicion(1)
-    assert h.core.requests["prompt"].suspicion == Suspicion(1, 10)
+    assert h.core.cluster.requests["stream"].suspicion == Suspicion(1)
+    assert h.core.cluster.requests["prompt"].suspicion == Suspicion(1, 10)
 
 
 def test_retry_budgets_are_per_model() -> None:

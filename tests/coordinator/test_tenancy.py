@@ -175,9 +175,9 @@ def test_foreign_class_and_tenant_are_refused() -> None:
     refusal = rejected(w)
     assert refusal.reason is Reject.UNKNOWN_TENANT and refusal.retry_after_s > 0
     w.receive(1, by("a/x", "r3", priority_class="batch"))
-    assert w.core.requests["r3"].path == ("batch", "a", "x")
+    assert w.core.cluster.requests["r3"].path == ("batch", "a", "x")
     w.receive(1, by("a/x", "r4"))
-    assert w.core.requests["r4"].path == ("standard", "a", "x")
+    assert w.core.cluster.requests["r4"].path == ("standard", "a", "x")
 
 
 def test_finished_request_pays_actual_tokens() -> None:
@@ -228,7 +228,7 @@ def test_resume_pays_prompt_once() -> None:
     w.post(PeerUp(21, worker_hello(Role.DECODE, 21)))
     w.receive(1, by("a/x", "r", 10, max_tokens=21))
     w.run_prompt("r")
-    decode = w.core.requests["r"].decode_incarnation
+    decode = w.core.cluster.requests["r"].decode_incarnation
     w.post(PeerDown(decode, "killed"))
     assert w.take(Interrupted)
     w.receive(1, by("a/x", "r", 16, attempt=2, max_tokens=21, resumed=6))
@@ -275,14 +275,14 @@ def test_full_queue_returns_the_quota() -> None:
     for number in range(9):
         w.receive(1, by("a", f"r{number}", 2000, max_tokens=90))
     assert {m.reason for m in w.take(Rejected)} == {Reject.QUEUE_FULL}  # type: ignore[attr-defined]
-    assert w.core.billing.quotas.rates("a", 0.0).remaining_requests == 60 - len(w.core.requests)
+    assert w.core.billing.quotas.rates("a", 0.0).remaining_requests == 60 - len(w.core.cluster.requests)
 
 
 def test_borrowing_ends_when_others_wait() -> None:
     w = world("[tenants.a]\nborrow = true\nlimits = { requests_per_min = 1 }\n[tenants.b]", steps_in_flight=1)
     w.receive(1, by("a", "r1", 4))
     w.receive(1, by("a", "r2", 4))
-    assert w.core.requests["r2"].borrowed
+    assert w.core.cluster.requests["r2"].borrowed
     assert [row.borrowed for row in w.journal] == [False, True]
     w.receive(1, by("b", "r3", 4))
     w.receive(1, by("a", "r4", 4))
@@ -296,7 +296,7 @@ def test_new_tenants_file_applies_at_once() -> None:
     assert rejected(w)
     w.post(Configured(parse("[priority_classes.gold]\nweight = 2\n[tenants.a.users.x]\n"), 0.0))
     w.receive(1, by("a/x", "r2", 2000, max_tokens=90))
-    assert w.take(Accepted) and w.core.requests["r2"].path == ("gold", "a", "x")
+    assert w.take(Accepted) and w.core.cluster.requests["r2"].path == ("gold", "a", "x")
     w.post(Configured(parse(FILE), 0.0))
     w.receive(1, Cancel("r2", 1, CancelReason.DISCONNECTED))
     assert "gold" in w.core.limits.priority_classes  # for those that came in it

@@ -25,7 +25,7 @@ def world(organisations: int, **capacity: int) -> Harness:
     """One in which each tenant is known everywhere, and none has anything waiting."""
     h = Harness.make(**capacity)  # type: ignore[arg-type]
     h.post(Configured(tenants_file(organisations), 0.0))
-    queue = h.core.queues[MODEL]
+    queue = h.core.cluster.queues[MODEL]
     for number in range(organisations):
         path = ("standard", f"o{number}", "u")
         queue.emitted(path, 1)
@@ -57,7 +57,7 @@ def removal_cost(organisations: int) -> int:
     h = world(organisations)
     event = Configured(tenants_file(organisations // 2), 0.0)
     cost = opcodes(lambda: h.core.handle(event, 0.0))
-    queue = h.core.queues[MODEL]
+    queue = h.core.cluster.queues[MODEL]
     known = [f"o{number}" for number in range(organisations // 2)]
     assert [path[1] for path in queue.fair.tenants()] == known
     assert [path[1] for path in queue.backlog.tenants()] == known
@@ -83,7 +83,7 @@ def test_removed_tenant_ends_with_last_request() -> None:
         event = Received(1, Cancel("r3", 1, CancelReason.DISCONNECTED))
         costs.append(opcodes(lambda event=event, h=h: h.core.handle(event, h.now)))  # type: ignore[misc]
         assert "o3/u" not in h.core.leaving and "o3/u" not in h.core.billing.quotas.accounts
-        assert ("standard", "o3", "u") not in h.core.queues[MODEL].fair.tenants()
+        assert ("standard", "o3", "u") not in h.core.cluster.queues[MODEL].fair.tenants()
         assert len([tenant for tenant in h.core.leaving if "/" in tenant]) == organisations - 2
     assert costs[1] <= 1.5 * costs[0], costs
 
@@ -94,7 +94,7 @@ def test_tenant_with_waiting_request_is_kept() -> None:
     h.receive(1, msgspec.structs.replace(submit("r"), tenant="o1/u"))
     h.receive(1, Cancel("r", 1, CancelReason.DISCONNECTED))
     h.receive(1, msgspec.structs.replace(submit("r", attempt=2), tenant="o3/u"))
-    assert h.core.requests["r"].waits, "its worker has not let go of the first attempt"
+    assert h.core.cluster.requests["r"].waits, "its worker has not let go of the first attempt"
     h.post(Configured(tenants_file(1), 0.0))
     h.receive(1, Cancel("r", 2, CancelReason.DISCONNECTED))
-    assert "r" not in h.core.requests
+    assert "r" not in h.core.cluster.requests

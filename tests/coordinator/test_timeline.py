@@ -341,7 +341,7 @@ def check(core: TapedCore, name: str) -> None:
             assert entry.at_s <= entry.until_s and entry.times >= 1
             check_reason(entry.reason, name)
     ended = [entry for entry in entries if isinstance(entry, RequestEnded)]
-    assert len(ended) == (name not in again.core.requests), name
+    assert len(ended) == (name not in again.core.cluster.requests), name
     if ended and ended[0].outcome == "finished":
         assert entries[-1] is ended[0] and done == prompt_tokens(entries)
 

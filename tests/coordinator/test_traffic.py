@@ -49,7 +49,7 @@ def test_status_reports_prompt_and_answer_lengths() -> None:
     """The status tells prompt and answer lengths as far as they are known, once for all attempts."""
     h = Harness.make()
     decoding(h, submit("a", 30, max_tokens=100))
-    own = h.core.requests["a"].decode_incarnation
+    own = h.core.cluster.requests["a"].decode_incarnation
     h.receive(own, DecodeProgress(0, 10, 0, (Joined("a", 1, 0),)))
     h.receive(own, DecodeProgress(12, 10, 0))
     (seen,) = status(h.core).traffic
@@ -67,7 +67,7 @@ def test_status_reports_time_per_token() -> None:
     h = Harness.make()
     h.now = 10.0
     decoding(h, submit("a", 30, max_tokens=100))
-    own = h.core.requests["a"].decode_incarnation
+    own = h.core.cluster.requests["a"].decode_incarnation
     h.receive(own, DecodeProgress(0, 10, 0, (Joined("a", 1, 0),)))
     h.now = 10.5
     h.receive(own, DecodeProgress(12, 10, 0))

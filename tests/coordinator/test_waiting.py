@@ -21,7 +21,7 @@ def test_unplaceable_requests_take_no_turns() -> None:
         deadline_ms = 5000.0 if number == 0 else 0.0
         large = msgspec.structs.replace(one_of(f"big{number}", f"b{number}", 4, 97), deadline_ms=deadline_ms)
         world.receive(1, large)
-    assert world.core.requests["fills"].decode_incarnation == 21
+    assert world.core.cluster.requests["fills"].decode_incarnation == 21
     world.post(PeerDown(21, "killed"))
     world.take(Prefill)
     world.receive(1, one_of("small", "s", 4, 3))
@@ -29,7 +29,7 @@ def test_unplaceable_requests_take_no_turns() -> None:
     run_prefill(world)
     world.now = 6.0
     world.post(Tick())
-    assert world.ended["big0"] == ["expired"] and len(world.core.queues[MODEL]) == 8
+    assert world.ended["big0"] == ["expired"] and len(world.core.cluster.queues[MODEL]) == 8
     world.post(PeerUp(22, worker_hello(Role.DECODE, 22, kv_blocks=400)))
     assert len(world.take(Prefill)) == 8, "all are placed once a worker comes that can hold them"
 
@@ -52,10 +52,10 @@ def test_deadline_check_ignores_cached_tokens() -> None:
         world = VirtualCluster(timing=Timing(prefill_tokens_per_s=1000.0))
         world.submit("measured", "o", 1000)
         world.run(5.0)
-        size = next(iter(world.core.workers.values())).capacity.block_size
+        size = next(iter(world.core.cluster.workers.values())).capacity.block_size
         names = b"".join(bytes([n]) * 16 for n in range(1000 // size))
         if cached:
-            world.core.pools[MODEL].locality.learn(FIRST_PREFILL, names, b"")
+            world.core.cluster.pools[MODEL].locality.learn(FIRST_PREFILL, names, b"")
         wanted = msgspec.structs.replace(submit("r", 1000), deadline_ms=500.0, block_hashes=names, hash_block_size=size)
         harness = Harness(world.core, world.now)
         harness.receive(1, wanted)
@@ -72,6 +72,6 @@ def test_tenant_requests_follow_priority() -> None:
         deadline_ms = 60_000.0 if name == "soon" else 80_000.0
         wanted = one_of(name, "a", 10, 4)
         world.receive(1, msgspec.structs.replace(wanted, priority=priority, deadline_ms=deadline_ms))
-    entries = {name: world.core.requests[name].entry for name in asked}
+    entries = {name: world.core.cluster.requests[name].entry for name in asked}
     order = sorted(asked, key=lambda name: entries[name].due)
     assert order == ["first", "soon", "plain", "late"]

@@ -26,10 +26,10 @@ class AsksAgain:
         pass
 
     def after(self, core: Core, event: Event, now: float, actions: list[Action]) -> None:
-        for model, pool in core.pools.items():
+        for model, pool in core.cluster.pools.items():
             assert pool.wakeups.for_all or not pool.wakeups.due
             for incarnation in () if pool.wakeups.go_on_at_once else pool.wakeups.idle:
-                self.ask(pool, core.queues[model], pool.prefill[incarnation], now)
+                self.ask(pool, core.cluster.queues[model], pool.prefill[incarnation], now)
 
     def ask(self, pool: Pool, queue: WaitQueue, worker: Worker, now: float) -> None:
         for key in pool.wakeups.open_keys(worker, queue):
@@ -64,7 +64,7 @@ def test_moves_per_turn_are_bounded(
             h.receive(1, submit(f"r{number}"))
     monkeypatch.setattr(steps, "decide", wait)
     monkeypatch.setattr("scheduler.placement.schedule._steal", lambda *_: False)
-    pool = h.core.pools[MODEL]
+    pool = h.core.cluster.pools[MODEL]
     pool.wakeups.request_came()
     h.post(Tick())
     assert len(pool.prefill[11].bound) == steps.MOVES_PER_TURN_MAX and pool.wakeups.for_all
@@ -82,7 +82,7 @@ def test_steps_per_event_are_bounded(
         for number in range(9):
             h.receive(1, submit(f"r{number}", 16))
     monkeypatch.setattr(schedule, "STEPS_PER_EVENT_MAX", 4)
-    h.core.pools[MODEL].wakeups.request_came()
+    h.core.cluster.pools[MODEL].wakeups.request_came()
     given = []
     for at_once in (True, True, False):
         h.post(Tick())

@@ -314,9 +314,9 @@ class RandomWorld(Harness):
         """No more faults: everything accepted must end."""
         for _ in range(100_000):
             self.obey()
-            if not self.core.requests and not any(self.replies.values()):
+            if not self.core.cluster.requests and not any(self.replies.values()):
                 return
             self.now += 0.01
             self.post(Tick())
             self.deliver_one()
-        raise AssertionError(f"stuck: {[(r.id, r.state) for r in self.core.requests.values()]}")
+        raise AssertionError(f"stuck: {[(r.id, r.state) for r in self.core.cluster.requests.values()]}")

@@ -11,36 +11,37 @@ from scheduler.waiting.queue_keys import bound_key
 def check(core: Core, *, honest: bool = True) -> None:
     """Assert that reservations are conserved and that every request is in exactly one place. Not `honest`: workers may have
     registered with attempts at requests that came later."""
-    for worker in core.workers.values():
+    for worker in core.cluster.workers.values():
         worker.check_invariants()
         assert len(worker.steps) <= core.limits.steps_in_flight
         assert worker.draining == (worker.incarnation in core.draining)
         assert all(
-            core.requests.get(r.id) is r and r.prefill_incarnation == worker.incarnation for r in worker.placed.values()
+            core.cluster.requests.get(r.id) is r and r.prefill_incarnation == worker.incarnation
+            for r in worker.placed.values()
         )
         assert all(r.entry is not None for r in worker.placed.values())
         for request_id, attempt in worker.allocations:
             if attempt == RETAINED:
-                request = core.requests[request_id]
+                request = core.cluster.requests[request_id]
                 assert (
                     request.attempt_progress.retained is not None
                     and request.attempt_progress.retained.decode_incarnation == worker.incarnation
-                    and core.pools[worker.hello.model].retained[request_id] is request
+                    and core.cluster.pools[worker.hello.model].retained[request_id] is request
                 )
                 assert request.state in (RequestState.QUEUED, RequestState.INTERRUPTED)
         assert worker.tokens_in_flight == sum(c.length for step, _ in worker.steps.values() for c in step.chunks)
-    queued = [request.id for queue in core.queues.values() for request in queue]
+    queued = [request.id for queue in core.cluster.queues.values() for request in queue]
     assert len(queued) == len(set(queued))
-    for queue in core.queues.values():
-        requests = [r for r in core.requests.values() if core.queues[r.submit.model] is queue]
+    for queue in core.cluster.queues.values():
+        requests = [r for r in core.cluster.requests.values() if core.cluster.queues[r.submit.model] is queue]
         assert queue.work_ahead.work == sum(request.uncomputed_tokens for request in requests)
         assert queue.projection.waiting.work == sum(request.work for request in queue)
         assert queue.projection.placed.held == sum(request.placed_work for request in requests)
         assert all(bool(request.placed_work) == (request.state in ON_WORKERS) for request in requests)
         assert queue.backlog.tokens == sum(request.submit.prompt_tokens for request in queue)
         for request in queue:
-            assert request.entry is not None or not core.pools[request.submit.model].could_place(request.submit)
-    for pool in core.pools.values():
+            assert request.entry is not None or not core.cluster.pools[request.submit.model].could_place(request.submit)
+    for pool in core.cluster.pools.values():
         assert pool.room_for_large.request is None or pool.room_for_large.request.state is RequestState.QUEUED
         assert set(pool.bindings.hosts) == {worker.incarnation for worker in pool.workers.values() if worker.bound}
         for worker in pool.workers.values():
@@ -54,18 +55,18 @@ def check(core: Core, *, honest: bool = True) -> None:
             if allocation.path
         }
     _check_pools(core)
-    assert sum(len(queue.fair) for queue in core.queues.values()) == sum(
-        request.entry is not None for request in core.requests.values()
+    assert sum(len(queue.fair) for queue in core.cluster.queues.values()) == sum(
+        request.entry is not None for request in core.cluster.requests.values()
     )
-    for request in core.requests.values():
+    for request in core.cluster.requests.values():
         assert request.state not in TERMINAL
         assert (request.id in queued) == (request.state is RequestState.QUEUED)
         assert (request.id in core.interrupted) == (request.state is RequestState.INTERRUPTED)
         if request.state in ON_WORKERS and request.state is not RequestState.DECODING:
-            assert request.key in core.workers[request.prefill_incarnation].allocations
+            assert request.key in core.cluster.workers[request.prefill_incarnation].allocations
         if request.state is RequestState.DECODING:
-            assert request.key in core.workers[request.decode_incarnation].allocations
-    assert all(request_id in core.requests for request_id in (*queued, *core.interrupted))
+            assert request.key in core.cluster.workers[request.decode_incarnation].allocations
+    assert all(request_id in core.cluster.requests for request_id in (*queued, *core.interrupted))
     _check_bills(core, honest)
 
 
@@ -73,26 +74,26 @@ def _check_bills(core: Core, honest: bool) -> None:
     """Assert that each request has a bill, that each bill waits for something, and that each quota level holds the sum of its
     bills."""
     billing, out = core.billing, Counter[str]()
-    for worker in core.workers.values():
-        out.update(request_id for request_id, _ in worker.allocations)
+    for worker in core.cluster.workers.values():
+        out.update(request_id for request_id, attempt in worker.allocations if attempt != RETAINED)
         out.update(chunk.request_id for step, _ in worker.steps.values() for chunk in step.chunks)
     concurrency: Counter[str] = Counter()
     for request_id, bill in billing.bills.items():
         assert bill.counters.held == out[request_id] or (not honest and bill.counters.held < out[request_id])
-        request = core.requests.get(request_id)
+        request = core.cluster.requests.get(request_id)
         assert (
-            request.bill is bill
+            request.times is bill.times
             if request
             else billing.is_open_to(request_id) or (bill.counters.outcome and bill.counters.held)
         )
         concurrency.update(dict.fromkeys((account.name for account in bill.accounts), bill.sequences))
-    assert set(core.requests) <= set(billing.bills)
+    assert set(core.cluster.requests) <= set(billing.bills)
     assert all(account.concurrency == concurrency[name] for name, account in billing.quotas.accounts.items())
 
 
 def _check_pools(core: Core) -> None:
-    for model, pool in core.pools.items():
-        turns = (r.turn for r in core.requests.values() if r.turn is not None and r.submit.model == model)
+    for model, pool in core.cluster.pools.items():
+        turns = (r.turn for r in core.cluster.requests.values() if r.turn is not None and r.submit.model == model)
         contexts = [worker.capacity.context_tokens for worker in (*pool.prefill.values(), *pool.decode.values())]
         assert pool.context_tokens == min(contexts, default=pool.context_tokens)
         pool.sessions.check_invariants(Counter(turn.session for turn in turns))

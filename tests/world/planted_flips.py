@@ -53,7 +53,7 @@ def two_leave_a_role_at_once(m: pytest.MonkeyPatch) -> None:
     """Each counts on the other, which is drained as well."""
 
     def is_last(state: State, worker: Worker) -> bool:
-        pool = state.pools[worker.hello.model]
+        pool = state.cluster.pools[worker.hello.model]
         side = pool.prefill if worker.hello.role is Role.PREFILL else pool.decode
         return all(other is worker for other in side.values())
 

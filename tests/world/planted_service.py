@@ -17,6 +17,7 @@ from gateway.streams.types import StreamLimits
 from proto.errors import Interrupt
 from proto.messages import Release, TokenItem
 from runtime.worker.service import Service
+from scheduler.cluster import Cluster
 from scheduler.fairness.held_shares import HeldShares
 from scheduler.lifecycle import RequestState
 from scheduler.placement import decide
@@ -158,7 +159,7 @@ def a_cancel_forgets_the_decode_side(m: pytest.MonkeyPatch) -> None:
     """A decode worker streams to nobody until max_tokens."""
 
     def release(self: state.State, key: tuple[str, int]) -> None:
-        for worker in self.workers.values():
+        for worker in self.cluster.workers.values():
             if key in worker.allocations and worker.admission is None:
                 self.send(worker.incarnation, Release(*key))
 
@@ -171,7 +172,7 @@ def a_lost_worker_keeps_its_reservations(m: pytest.MonkeyPatch) -> None:
     original = members.down
 
     def down(self: state.State, incarnation: int, reason: str, now: float) -> None:
-        worker = self.workers.get(incarnation)
+        worker = self.cluster.workers.get(incarnation)
         if worker is not None:
             worker.allocations.clear()
         original(self, incarnation, reason, now)
@@ -186,7 +187,7 @@ def blocks_count_as_free_when_a_release_is_sent(m: pytest.MonkeyPatch) -> None:
 
     def release(self: state.State, key: tuple[str, int]) -> None:
         original(self, key)
-        for incarnation, worker in list(self.workers.items()):
+        for incarnation, worker in list(self.cluster.workers.items()):
             if key in worker.allocations:
                 self.release(incarnation, key, 0)
 
@@ -364,13 +365,13 @@ def nobody_looks_when_a_pair_may_be_tried_again(m: pytest.MonkeyPatch) -> None:
 @bug
 def room_kept_for_a_request_outlives_it(m: pytest.MonkeyPatch) -> None:
     """A decode worker fills up with room for nobody."""
-    original = state.State.drop_retained
+    original = Cluster.drop_retained
 
-    def drop(self: state.State, request: Any) -> None:
+    def drop(self: Cluster, request: Any) -> None:
         if request.state is not RequestState.INTERRUPTED:
             original(self, request)
 
-    m.setattr(state.State, "drop_retained", drop)
+    m.setattr(Cluster, "drop_retained", drop)
 
 
 @bug

@@ -21,11 +21,11 @@ def unsettled(cluster: FaultCluster) -> str:
         if not stream.outcome:
             return f"stream {stream_id} has {stream.got} of {[len(a.tokens) for a in stream.answers]} tokens"
     core = cluster.coordinator.core
-    if core.requests:
-        return f"requests {[(r.id, r.attempt, r.state.value) for r in core.requests.values()]}"
+    if core.cluster.requests:
+        return f"requests {[(r.id, r.attempt, r.state.value) for r in core.cluster.requests.values()]}"
     if core.billing.bills:
         return f"open bills {list(core.billing.bills)}"
-    missing = [worker.name for worker in cluster.workers if worker.incarnation not in core.workers]
+    missing = [worker.name for worker in cluster.workers if worker.incarnation not in core.cluster.workers]
     if missing:
         return f"not registered: {missing}"
     if core.draining:
@@ -67,7 +67,7 @@ def audit(cluster: FaultCluster) -> None:
     check(core)
     check_blocks(cluster)
     for worker in cluster.workers:
-        counted = core.workers[worker.incarnation]
+        counted = core.cluster.workers[worker.incarnation]
         if counted.allocations or counted.steps or counted.free_blocks != worker.kv_blocks:
             raise SimulationViolation(
                 "block conservation", f"the coordinator counts {counted.allocations} on {worker.name}, idle"

@@ -175,7 +175,7 @@ class FaultCluster(FaultSurroundings):
         """Puts a drained worker back, as a person would, and tries again until that is done."""
         put_back = True
         for worker in self._all_of(self.processes[name]):
-            known = self.coordinator.core.workers.get(worker.incarnation)
+            known = self.coordinator.core.cluster.workers.get(worker.incarnation)
             drained = worker.registration.service.hand_over_ms(0.0)
             put_back &= known is not None and not known.draining and drained is None
         if name in self._leaving or (put_back and not self.coordinator.paused):

@@ -115,7 +115,7 @@ class CoordinatorProcess(SimulatedProcess):
             case Opened() | Closed():
                 self._record_usage(action)
             case StateChanged(request_id, state=RequestState.QUEUED):
-                alive = self.core.requests
+                alive = self.core.cluster.requests
                 self.cluster.oracles.taken(self.incarnation, alive[request_id].submit, len(alive), self.now())
             case StateChanged(request_id, attempt, state, why):
                 if state in TERMINAL:

@@ -272,10 +272,10 @@ class Oracles:
     def lets_flip(self, core: Core, incarnation: int) -> None:
         """Checks, when a worker is told that it holds nothing any more, that another worker keeps its role. A forced change
         and a worker that is leaving are exempt."""
-        if core.workers[incarnation].leaving:
+        if core.cluster.workers[incarnation].leaving:
             return
-        one = core.workers[incarnation].hello
-        others = [w for w in core.workers.values() if w.hello.role is one.role and w.incarnation != incarnation]
+        one = core.cluster.workers[incarnation].hello
+        others = [w for w in core.cluster.workers.values() if w.hello.role is one.role and w.incarnation != incarnation]
         if not core.flipping[incarnation].force and all(other.draining for other in others):
             raise SimulationViolation("flipping", f"{one.name} leaves no {one.role} worker behind")
 
@@ -286,16 +286,16 @@ class Oracles:
                 raise SimulationViolation(
                     "quotas", f"{account.name} has {account.concurrency} requests of {limits.concurrency}"
                 )
-        for model, queue in core.queues.items():
-            if queue.fair.size and not any(w.steps or w.allocations for w in core.workers.values()):
-                pool = core.pools[model]
+        for model, queue in core.cluster.queues.items():
+            if queue.fair.size and not any(w.steps or w.allocations for w in core.cluster.workers.values()):
+                pool = core.cluster.pools[model]
                 pairs = [
                     (p, d)
                     for p in pool.prefill.values()
                     for d in pool.decode.values()
                     if not (p.draining or d.draining) and pool.may_pair(p, d, core.now)
                 ]
-                for waiting in core.requests.values():
+                for waiting in core.cluster.requests.values():
                     fits = [p.could_ever_take(waiting.submit) and d.could_ever_take(waiting.submit) for p, d in pairs]
                     if waiting.entry is not None and any(fits):
                         why = f"{queue.fair.size} wait while every worker lies idle"

@@ -1,0 +1,58 @@
+"""The options of the scheduler."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from runtime.tenancy.priority_classes import DEFAULT_PRIORITY_CLASSES, PriorityClass
+from scheduler.fairness.cost import START_LONG_TOKENS, Prices
+from scheduler.score import Weights
+from scheduler.step_pace import StepLimits
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """The scheduler's options; `CoordinatorSettings` explains them to users."""
+
+    queue_requests_max: int = 1024
+    """Most requests that may wait. More make the largest backlog shed one, or are rejected with 429."""
+    queue_tokens_max: int = 4_000_000
+    """Most prompt tokens that may wait, with the same effect."""
+    tenant_queue_max: int = 1024
+    """Most requests of one tenant that may wait."""
+    queue_wait_s_max: float = 120.0
+    """Longest wait for a place, in seconds, in priority classes that have none of their own."""
+    resumed_wait_s_max: float = 600.0
+    """Longest wait of a later attempt, in seconds: its client may have had tokens already."""
+    step_tokens: int = 0
+    """Token budget of one prefill step. Scheduling can change course only between steps. 0: as the worker says."""
+    step_ms: float = 250.0
+    """About the longest time, in milliseconds, of the steps that a prefill worker gets in advance, so that the next prompt
+    waits no longer; 0: no limit."""
+    steps_in_flight: int = 2
+    """Per prefill worker; two hide the round trip, more only delay cancellation."""
+    retry_floor: int = 100
+    """Interrupted requests that may come back within ten seconds in any case."""
+    retry_share: float = 1.0
+    """How many more may come back for each live request."""
+    priority_classes: Mapping[str, PriorityClass] = field(default_factory=lambda: DEFAULT_PRIORITY_CLASSES)
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Weights of organisations ("priority class/organisation") and users ("priority class/organisation/user"); 1 where none
+    is given."""
+    quantum_tokens: float = 1024.0
+    """Credit, in cost, that an idle tenant of weight 1 saves up. It is served that much before others when it comes back."""
+    prices: Prices = field(default_factory=Prices)
+    placement: Weights = field(default_factory=Weights)
+    """Weights of the score that chooses workers."""
+    overtaken_max: int = 16
+    """After so many chunks of its tenant's later requests, the request that waited longest goes next."""
+    bypasses_max: int = 64
+    """After this many requests got room before a request that waits for room, freed room is kept for that request."""
+    kv_overcommit: float = 64.0
+    """An answer is counted on a decode worker with the length that few of its tenant's answers exceed, but with at least its
+    max_tokens divided by this. 1: with max_tokens, so a decode worker never runs out of blocks."""
+    long_output_tokens: float = START_LONG_TOKENS
+    """The length that few answers are assumed to exceed, until some have been seen."""
+
+    @property
+    def steps(self) -> StepLimits:
+        return StepLimits(self.step_tokens, self.step_ms, self.steps_in_flight)

@@ -44,7 +44,6 @@ from proto.messages import (
 )
 from proto.progress import DecodeProgress, EndSession, Hung
 from proto.status import AutopilotReport, KvHeld, KvPairs
-from scheduler.placement.schedule import schedule
 from scheduler.workers.worker import WORKERS
 
 
@@ -125,25 +124,21 @@ class Core(State):
                 tenancy.configure(self, event, now)
             case Tick():
                 pass
-        if self.draining:
+        if self.cluster.draining:
             draining.hand_over(self, now)
         if self.keeping:
             flips.resume_due(self, now)
         if self.flipping:
             flips.look(self, now)  # a worker whose change is given up takes work again
-        schedule(self.cluster, now)
-        self.carry_out()
-        if self.draining:
+        self.carry_out(self.scheduler.decide(now))
+        if self.cluster.draining:
             draining.dismiss(self)
         return self.out
 
     def next_deadline(self) -> float | None:
-        if any(pool.wakeups.go_on_at_once for pool in self.cluster.pools.values()):
-            return self.now
-        waiting = [timer for queue in self.cluster.queues.values() if (timer := queue.next_timer()) is not None]
+        waiting = [at] if (at := self.scheduler.next_deadline(self.now)) is not None else []
         if self.interrupted:
             waiting.append(next(iter(self.interrupted.values())).since + self.limits.resubmit_s_max)
-        waiting += [at for pool in self.cluster.pools.values() if (at := pool.breakers.next_wake()) is not None]
         if (write_off := self.billing.next_write_off()) is not None:
             waiting.append(write_off)
         if (hand_over := draining.next_hand_over(self)) < inf:

@@ -1,6 +1,6 @@
 """Handlers for the reports of workers: steps computed, prompts handed over, attempts ended."""
 
-from coordinator.events import Received
+from coordinator.events import Received, StateChanged
 from coordinator.recovery import flips, suspects
 from coordinator.state import State
 from proto.errors import Interrupt
@@ -11,7 +11,6 @@ from proto.messages import (
     Finished,
     HandedOver,
     Released,
-    Role,
     StepDone,
     WorkFailed,
 )
@@ -20,11 +19,6 @@ from proto.status import KvHeld, KvPairs
 from scheduler.kv_admission.shared_blocks import chains
 from scheduler.lifecycle import ON_WORKERS, RequestState, Trigger
 from scheduler.placement import fetch
-from scheduler.placement.preemption import charge_decode, relieve
-from scheduler.request import Request
-from scheduler.workers.circuit_breakers import NOBODY
-from scheduler.workers.prefix_index import usable_hashes
-from scheduler.workers.worker import Worker
 
 
 def fault_of_step(state: State, incarnation: int, event: Received) -> str:
@@ -40,69 +34,34 @@ def step_done(state: State, incarnation: int, event: Received, now: float) -> No
     done = event.message
     assert isinstance(done, StepDone)
     worker = state.cluster.workers[incarnation]
-    asked, requests = worker.end_step(done.step_id)
-    if not asked:
+    ended = state.scheduler.step_done(worker, done, now)
+    if ended is None:
         return
-    if done.computed != asked:
-        _refund_skipped(state, worker, asked, requests, done.computed)
     worker.tokens_forwarded = done.tokens_forwarded
     if done.computed:
         worker.steps_done += 1
         state.stepped(incarnation)
-    pool, queue = state.cluster.pools[worker.hello.model], state.cluster.queues[worker.hello.model]
-    pool.changed(worker)
-    pool.wakeups.has_own_work(worker)
-    tokens, pairs = 0, 0.0
     for chunk in done.computed:
-        tokens += chunk.length
-        pairs += chunk.length * (chunk.start + chunk.length / 2)
         state.billing.computed(chunk.request_id, chunk.attempt, chunk.length)
         request = state.cluster.current(chunk.request_id, chunk.attempt)
-        if request is None or (attempt_progress := request.attempt_progress).prefill_incarnation != incarnation:
-            continue
-        attempt_progress.computed_tokens += chunk.length
-        suspects.computed(state, request)
-        queue.count_uncomputed(request, max(request.submit.prompt_tokens - attempt_progress.computed_tokens, 0))
-        if (
-            request.state is RequestState.PREFILLING
-            and attempt_progress.computed_tokens >= request.submit.prompt_tokens
-        ):
-            state.counters["prompt_tokens_cached"] += request.cached_tokens
-            pool.traffic.computed(request.id, request.cached_tokens, now)
-            request.first_token_at = request.first_token_at or now
-            state.billing.prompt_done(request.id)
-            state.move(request, Trigger.PROMPT_DONE, now)
-            if request.decode_incarnation == incarnation:
-                _decodes_here(state, request, worker, now)
-    if tokens and done.step_ms > 0:
-        pool.measure(worker, tokens, done.step_ms)
-        if worker.admission is None:
-            pool.step_times[Role.PREFILL].add(1, tokens, pairs, done.step_ms, now)
-    for chunk in asked:
+        if request is not None and request.prefill_incarnation == incarnation:
+            suspects.computed(state, request)
+    for request in ended.prompts_done:
+        state.counters["prompt_tokens_cached"] += request.cached_tokens
+        state.billing.prompt_done(request.id)
+        state.out.append(StateChanged(*request.key, RequestState.HANDING_OVER, Trigger.PROMPT_DONE))
+        if request.state is RequestState.DECODING:
+            state.tell_state(request, Trigger.HANDED_OVER)
+            path = worker.allocations[request.key].path
+            state.emitted(request.submit.model, path, request.id, request.submit.resumed_tokens, 0, first=True)
+    for chunk in ended.asked:
         state.record_usage(state.billing.release(chunk.request_id, now))
-
-
-def _decodes_here(state: State, request: Request, worker: Worker, now: float) -> None:
-    """Let a request decode on the decode worker that has computed its prompt, without a hand-over."""
-    model, path = request.submit.model, worker.allocations[request.key].path
-    state.emitted(model, path, request.id, request.submit.resumed_tokens, 0, first=True)
-    state.cluster.pools[model].breakers.worked((worker.incarnation, worker.incarnation))
-    state.move(request, Trigger.HANDED_OVER, now)
 
 
 def _is_part(computed: tuple[Chunk, ...], asked: tuple[Chunk, ...]) -> bool:
     """Whether the computed chunks are some of those asked for, in the same order."""
     rest = iter(asked)
     return all(any(chunk == other for other in rest) for chunk in computed)
-
-
-def _refund_skipped(
-    state: State, worker: Worker, asked: tuple[Chunk, ...], requests: list[Request], computed: tuple[Chunk, ...]
-) -> None:
-    done = {(chunk.request_id, chunk.attempt) for chunk in computed}
-    for chunk, request in zip(asked, requests, strict=True):
-        if (chunk.request_id, chunk.attempt) not in done:
-            state.cluster.queues[worker.hello.model].skipped(request, chunk)
 
 
 def fault_of_miss(state: State, incarnation: int, event: Received) -> str:
@@ -119,7 +78,6 @@ def cache_miss(state: State, incarnation: int, event: Received, now: float) -> N
     miss = event.message
     assert isinstance(miss, CacheMiss)
     worker = state.cluster.workers[incarnation]
-    size = worker.capacity.block_size
     request = state.cluster.current(miss.request_id, miss.attempt)
     if (
         request is None
@@ -130,20 +88,8 @@ def cache_miss(state: State, incarnation: int, event: Received, now: float) -> N
     if miss.cached_tokens >= request.cached_tokens:
         return
     state.counters["cache_misses"] += 1
-    if miss.fetch_failed:
-        state.counters["fetches_failed"] += 1
-        fetch.failed(worker, request.decode_incarnation, now)
-    submit = request.submit
-    state.cluster.pools[submit.model].locality.forget(
-        incarnation, usable_hashes(submit, size), miss.cached_tokens // size
-    )
-    request.cached_tokens = request.attempt_progress.computed_tokens = miss.cached_tokens
-    queue = state.cluster.queues[submit.model]
-    queue.put_back(request, miss.cached_tokens)
-    queue.count_uncomputed(request, submit.prompt_tokens - miss.cached_tokens)
-    worker.placed[request.id] = request
-    worker.expect(request)
-    state.cluster.pools[submit.model].wakeups.has_own_work(worker)
+    state.counters["fetches_failed"] += miss.fetch_failed
+    state.scheduler.cache_miss(worker, request, miss, now)
 
 
 def cache_events(state: State, incarnation: int, event: Received, now: float) -> None:
@@ -181,10 +127,8 @@ def handed_over(state: State, incarnation: int, event: Received, now: float) -> 
         if request.key not in state.cluster.workers[request.decode_incarnation].allocations:
             state.interrupt(request, Interrupt.TRANSFER_FAILED, "its decode worker had let go of it", now)
             return
-        breakers = state.cluster.pools[request.submit.model].breakers
-        breakers.worked((incarnation, request.decode_incarnation))
-        breakers.worked((incarnation, NOBODY))
-        state.move(request, Trigger.HANDED_OVER, now)
+        state.scheduler.handed_over(request, now)
+        state.tell_state(request, Trigger.HANDED_OVER)
 
 
 def kv_pairs(state: State, incarnation: int, event: Received, now: float) -> None:
@@ -210,42 +154,11 @@ def decode_progress(state: State, incarnation: int, event: Received, now: float)
     done = event.message
     assert isinstance(done, DecodeProgress)
     worker = state.cluster.workers[incarnation]
-    admission = worker.admission
-    assert admission is not None
-    for joined in done.joined:
-        admission.joined((joined.request_id, joined.attempt), joined.step)
-    admission.reached(done.steps)
-    worker.steps_done = done.steps
-    _time_steps(state, worker, done, now)
     if done.steps:
         state.stepped(incarnation)
+    state.scheduler.progress(worker, done, now)
     suspects.emitted(state, worker)
-    for shared in done.prefixes:
-        admission.shares((shared.request_id, shared.attempt), chains(shared.parts))
-    charge_decode(state.cluster, worker, now)
-    was_short, admission.short = admission.short, done.short_blocks > 0 and state.limits.kv_overcommit > 1
-    if admission.short:
-        relieve(state.cluster, worker, done.short_blocks, now)
-        state.carry_out()
-    elif done.joined or done.prefixes or was_short:
-        # A running attempt has a known end, so it counts for less than a pending one, which may join at any time.
-        state.cluster.pools[worker.hello.model].freed(worker)
-
-
-def _time_steps(state: State, worker: Worker, done: DecodeProgress, now: float) -> None:
-    """Record how long a decode worker's steps took. Steps of a mixed worker are left out, since prompts were computed between
-    them."""
-    steps, sequences = done.timed_steps, done.timed_sequences
-    if not steps <= sequences <= steps * worker.capacity.max_seqs or worker.hello.process or not steps * done.timed_ms:
-        return
-    pool, means = (
-        state.cluster.pools[worker.hello.model],
-        (sequences / steps, done.timed_kv_tokens / steps, done.timed_ms / steps),
-    )
-    pool.step_times[Role.DECODE].add(steps, *means, now)
-    pool.targets.measured(worker, *means)
-    if pool.targets.used and pool.wakeups.closed:
-        pool.freed(worker)  # its batch may be larger now
+    state.carry_out(state.scheduler.take_decisions())
 
 
 def fault_of_end(state: State, incarnation: int, event: Received) -> str:
@@ -279,12 +192,8 @@ def finished(state: State, incarnation: int, event: Received, now: float) -> Non
         return
     if request.state in (RequestState.PREFILLING, RequestState.HANDING_OVER, RequestState.DECODING):
         output_tokens = done.output_tokens + request.submit.resumed_tokens
-        state.cluster.queues[request.submit.model].learn(request, output_tokens)
+        state.scheduler.finished(request, worker, output_tokens, now)
         state.count_finished(request, output_tokens)
-        state.cluster.pools[request.submit.model].traffic.finished(request.id, output_tokens, now)
-        pool = state.cluster.pools[request.submit.model]
-        pool.record_success()
-        pool.breakers.worked((incarnation, NOBODY) if not worker.is_decode else (NOBODY, incarnation))
         state.end(request, Trigger.FINISH, "done", now)
 
 
@@ -317,20 +226,7 @@ def work_failed(state: State, incarnation: int, event: Received, now: float) -> 
     decodes_here = incarnation == request.decode_incarnation
     if incarnation == request.prefill_incarnation and request.state is RequestState.DECODING and not decodes_here:
         return
-    _record_failure(state, request, worker, failed.reason, now)
+    left_out = state.scheduler.failed(request, worker, failed.reason, now)
+    if left_out:
+        state.counters[f"{left_out}_left_out"] += 1
     state.interrupt(request, failed.reason, f"{worker.hello.name}: {failed.message}"[:500], now)
-
-
-def _record_failure(state: State, request: Request, worker: Worker, reason: Interrupt, now: float) -> None:
-    pool = state.cluster.pools[request.submit.model]
-    if reason is Interrupt.ENGINE_ERROR:
-        pool.record_failure(worker)
-        alone = (worker.incarnation, NOBODY) if not worker.is_decode else (NOBODY, worker.incarnation)
-        if pool.breakers.failed(alone, request.attempt_progress.placed_at, now):
-            state.counters["workers_left_out"] += 1
-            state.cluster.unbind_without_pair(pool, now)
-    elif reason is Interrupt.TRANSFER_FAILED:
-        pair = request.prefill_incarnation, request.decode_incarnation
-        if pool.breakers.failed(pair, request.attempt_progress.placed_at, now):
-            state.counters["pairs_left_out"] += 1
-            state.cluster.unbind_without_pair(pool, now)

@@ -16,11 +16,11 @@ from proto.errors import Interrupt
 from proto.messages import Hello, Interrupted, Message, Release, Role, Submit
 from proto.status import AutopilotStatus
 from runtime.tenancy.tenants import open_tenants
-from scheduler.cluster import Cluster
-from scheduler.decisions import Dispatched, Interruption, Placement, Withdrawn
+from scheduler.decisions import Decision, Dispatched, Interruption, Placement, Withdrawn
 from scheduler.fairness.fair_node import Path
 from scheduler.lifecycle import TERMINAL, RequestState, Trigger
 from scheduler.request import LOST_PROCESSES_MAX, LostProcess, Request, Suspicion
+from scheduler.scheduler import Scheduler
 from scheduler.workers.flip import RunningFlip
 from scheduler.workers.worker import Allocation, Worker
 
@@ -44,7 +44,8 @@ class State:
         self.now = 0.0
         """The time of the present event."""
         self.peers: dict[int, Hello] = {}
-        self.cluster = Cluster(self.limits)
+        self.scheduler = Scheduler(self.limits)
+        self.cluster = self.scheduler.cluster
         self.fenced: OrderedDict[int, Hello] = OrderedDict()
         """Incarnations of the last workers that hung, oldest first."""
         self.lost_processes: deque[LostProcess] = deque(maxlen=LOST_PROCESSES_MAX)
@@ -62,8 +63,6 @@ class State:
         self.names: OrderedDict[str, int] = OrderedDict()
         """Names of the last processes that joined, and their incarnations."""
         self.outcomes: Counter[str] = Counter()
-        self.draining: dict[int, Worker] = {}
-        """Workers on which nothing new is placed."""
         self.drain_orders: OrderedDict[int, float | None] = OrderedDict()
         """The last drain orders from people, by the worker's incarnation: the time after which running requests are handed
         over; None: the drain was undone."""
@@ -78,7 +77,7 @@ class State:
         """Role changes that are done, by the new incarnation, until its first step in the new role."""
         self.keeping: dict[RunningFlip, None] = {}
         """Role changes whose streams wait to be resumed from the KV that the process has kept."""
-        self.counters: Counter[str] = Counter()
+        self.counters = self.cluster.counters
         self.goodput = Goodput()
         self.out: list[Action] = []
         """The actions of the event in hand so far."""
@@ -111,26 +110,24 @@ class State:
         if flip is not None and not flip.first_step_at:
             flip.first_step_at = self.now
 
-    def move(self, request: Request, trigger: Trigger, now: float, why: str = "") -> None:
-        request.fire(trigger, now)
-        self.out.append(StateChanged(request.id, request.submit.attempt, request.state, why or trigger))
+    def tell_state(self, request: Request, why: str) -> None:
+        """Note for the log and metrics that a request has changed its state."""
+        self.out.append(StateChanged(request.id, request.submit.attempt, request.state, why))
 
     def end(self, request: Request, trigger: Trigger, why: str, now: float) -> None:
         bill = self.billing.bills.get(request.id)
         output_tokens = bill.counters.output_tokens if bill is not None else request.submit.resumed_tokens
-        self.cluster.end(request, trigger, output_tokens, now)
+        self.scheduler.end(request, trigger, output_tokens, now)
         self.interrupted.pop(request.id, None)
         assert request.state in TERMINAL
-        self.out.append(StateChanged(request.id, request.submit.attempt, request.state, why))
+        self.tell_state(request, why)
         self.outcomes[request.state] += 1
         self.alive[request.submit.model] -= 1
         self.remember(*request.key, request.submit.drained_attempts, request.suspicion)
-        self.carry_out()
+        self.carry_out(self.scheduler.take_decisions())
         self.record_usage(self.billing.end(request.id, request.state, now))
 
-    def carry_out(self) -> None:
-        """Carry out what the scheduler has decided."""
-        decisions, self.cluster.decisions = self.cluster.decisions, []
+    def carry_out(self, decisions: Iterable[Decision]) -> None:
         for decision in decisions:
             match decision:
                 case Placement():
@@ -201,7 +198,7 @@ class State:
     def interrupt(self, request: Request, reason: Interrupt, why: str, now: float, *, tell: bool = True) -> None:
         """Interrupt a request's attempt: see `Cluster.interrupt`."""
         self.cluster.interrupt(request, reason, why, now, tell=tell)
-        self.carry_out()
+        self.carry_out(self.scheduler.take_decisions())
 
     def release(self, incarnation: int, key: tuple[str, int], emitted_tokens: int, *, first: bool = False) -> None:
         """Release a worker's allocation for an attempt that has emitted `emitted_tokens` there. `first`: the first token of

@@ -27,6 +27,8 @@ class Cluster:
         self.queues: dict[str, WaitQueue] = {}
         self.requests: dict[str, Request] = {}
         """All requests that have not ended."""
+        self.draining: dict[int, Worker] = {}
+        """Workers on which nothing new is placed."""
         self.decisions: list[Decision] = []
         """Decisions that the owner has not carried out yet."""
         self.counters: Counter[str] = Counter()

@@ -13,9 +13,7 @@ from proto.limits import HASH_BYTES
 from proto.messages import Accepted, Cancel, Interrupted, Rejected, Submit
 from proto.progress import EndPrefix, EndSession
 from scheduler.lifecycle import ON_WORKERS, RequestState, Trigger
-from scheduler.placement import suffix, turns
 from scheduler.placement.choice import uncached_tokens
-from scheduler.placement.preemption import expected_left
 from scheduler.request import Request
 
 
@@ -106,23 +104,15 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
     if again:
         state.counters["retries"] += 1
         state.cluster.queues[submit.model].retries.spend(now)
-    queue = state.cluster.queues[submit.model]
-    request.expected_left = expected_left(request, queue.long_output(request), state.limits.kv_overcommit)
-    queue.push(request, now, not state.draining or state.cluster.can_run(request))
-    suffix.came(request, state.cluster.pools[submit.model], queue, now)
+    state.scheduler.submit(request, now)
     state.send(incarnation, Accepted(*request.key, state.billing.rates(submit.tenant, now)))
     state.out.append(StateChanged(request.id, request.attempt, request.state, "submitted"))
 
 
 def _let_in(state: State, request: Request, now: float) -> None:
     """Admit a new request."""
-    model = request.submit.model
-    state.cluster.requests[request.id] = request
-    state.alive[model] += 1
-    if request.suspicion is not None:
-        state.cluster.pools[model].suspects[request.id] = request
-    request.pay_for_drained(0)
-    turns.begin(request, state.cluster.pools[model], state.cluster.queues[model], state.counters, now)
+    state.alive[request.submit.model] += 1
+    state.scheduler.admit(request, now)
     state.record_usage(tenancy.ledger_row(state, request))
 
 
@@ -156,7 +146,7 @@ def _put_off(state: State, incarnation: int, submit: Submit, now: float) -> bool
 def _renew(state: State, request: Request, submit: Submit, blob: bytes, now: float) -> None:
     """Begin the next attempt at a request, in any state of the one before."""
     state.cluster.withdraw(request, now)
-    state.carry_out()
+    state.carry_out(state.scheduler.take_decisions())
     if request.state in ON_WORKERS:
         request.fire(Trigger.INTERRUPT, now)
     state.interrupted.pop(request.id, None)

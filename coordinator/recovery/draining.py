@@ -50,7 +50,7 @@ def dependents(state: State, worker: Worker) -> list[Request]:
 def begin(state: State, worker: Worker, hand_over_ms: float, now: float) -> None:
     worker.draining, worker.dismissed = True, False
     worker.hand_over_at = now + hand_over_ms / 1000
-    state.draining[worker.incarnation] = worker
+    state.cluster.draining[worker.incarnation] = worker
     state.cluster.drop_retained_on(worker)
     state.cluster.unbind_all(worker)
     _refresh_eligibility(state, worker)
@@ -71,7 +71,7 @@ def join(state: State, worker: Worker, hand_over_ms: float | None, now: float) -
 
 def end(state: State, worker: Worker) -> None:
     worker.draining, worker.hand_over_at = False, inf
-    state.draining.pop(worker.incarnation, None)
+    state.cluster.draining.pop(worker.incarnation, None)
     _refresh_eligibility(state, worker)
 
 
@@ -143,7 +143,7 @@ def _refusal(state: State, request: DrainRequest, workers: Sequence[Worker]) -> 
 
 def hand_over(state: State, now: float) -> None:
     """Hand over the requests of draining workers whose time is up."""
-    for worker in state.draining.values():
+    for worker in state.cluster.draining.values():
         if now < worker.hand_over_at:
             continue
         worker.hand_over_at = inf
@@ -182,7 +182,7 @@ def _hand_over_adopted(state: State, worker: Worker) -> None:
 
 def dismiss(state: State) -> None:
     """Tell draining workers that hold nothing any more that they may go."""
-    for worker in state.draining.values():
+    for worker in state.cluster.draining.values():
         if worker.dismissed or worker.allocations or worker.steps:
             continue
         flip = state.flipping.get(worker.incarnation)
@@ -193,4 +193,4 @@ def dismiss(state: State) -> None:
 
 
 def next_hand_over(state: State) -> float:
-    return min((worker.hand_over_at for worker in state.draining.values()), default=inf)
+    return min((worker.hand_over_at for worker in state.cluster.draining.values()), default=inf)

@@ -10,7 +10,6 @@ from proto.progress import Hung
 from runtime.link.failure_detector import STILL_OPEN
 from scheduler.lifecycle import RequestState, Trigger
 from scheduler.request import Request
-from scheduler.waiting.queue import WaitQueue
 from scheduler.workers.pool import Pool
 from scheduler.workers.worker import WORKERS, Worker
 
@@ -28,18 +27,8 @@ def up(state: State, incarnation: int, hello: Hello, now: float) -> None:
     _count_restart(state, incarnation, hello)
     if hello.role in WORKERS:
         worker = Worker.from_hello(hello)
-        worker.where = state.cluster.where
-        pool = state.cluster.pools.get(hello.model)
-        if pool is None:
-            pool = state.cluster.pools[hello.model] = Pool(hello.model, state.limits.placement, state.limits.steps)
-        pool.add(worker)
+        state.scheduler.worker_up(worker)
         state.empty_pools.pop(hello.model, None)
-        queue = state.cluster.queues.setdefault(hello.model, WaitQueue(state.limits))
-        pool.shares.reweigh(queue.fair.weights)
-        queue.attention_tokens = queue.attention_tokens or hello.attention_tokens
-        if hello.role is Role.PREFILL:
-            queue.step_tokens = worker.capacity.step_tokens
-        state.cluster.workers[incarnation] = worker
         _adopt(state, worker, hello)
         draining.join(state, worker, hello.hand_over_ms, now)
         flips.worker_joined(state, hello, now)
@@ -65,25 +54,21 @@ def down(state: State, incarnation: int, reason: str, now: float, *, lives: bool
     hello = state.peers.pop(incarnation, None)
     if hello is None:
         return
-    worker = state.cluster.workers.pop(incarnation, None)
+    worker = state.cluster.workers.get(incarnation)
     if worker is not None:
         hung = incarnation in state.fenced
         drained = worker.draining and not hung
         why = Interrupt.DRAINED if drained else _LOST[hello.role]
         state.counters[f"{hello.role}_{'drained' if drained else 'lost'}"] += 1
-        state.draining.pop(incarnation, None)
         state.unproven.pop(incarnation, None)
-        state.cluster.unbind_all(worker)
         pool = state.cluster.pools[hello.model]
-        pool.remove(worker, now)
+        state.scheduler.worker_down(worker, now)
         pool.traffic.lost += not drained
         if not pool.prefill and not pool.decode:
             state.empty_pools[hello.model] = now
-        worker.leave()
-        for step, requests in worker.steps.values():
-            for chunk, request in zip(step.chunks, requests, strict=True):
-                state.cluster.queues[hello.model].skipped(request, chunk)
-                state.record_usage(state.billing.lost(request.id, now))
+        for step, _ in worker.steps.values():
+            for chunk in step.chunks:
+                state.record_usage(state.billing.lost(chunk.request_id, now))
         for key, allocation in worker.allocations.items():
             state.charge_room_for_large(worker, key, allocation)
             emitted = worker.forwarded(key)

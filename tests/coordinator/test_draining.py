@@ -291,7 +291,7 @@ def test_operator_drains_by_name() -> None:
     assert not answer.refusal and [w.name for w in answer.workers if w.draining] == ["decode-20"]
     assert h.take(Draining, 20) == [Draining(2000.0)] and [w.draining for w in status(h.core).workers].count(True) == 1
     assert not ask(h, "decode-20", undo=True).refusal
-    assert h.take(Draining, 20) == [Draining(None)] and not h.core.draining
+    assert h.take(Draining, 20) == [Draining(None)] and not h.core.cluster.draining
 
 
 def back(h: Harness, knows_ms: float | None) -> None:
@@ -307,15 +307,15 @@ def test_drain_order_outlives_reconnect() -> None:
     h.take(Draining)
     h.now += 0.5
     back(h, None)
-    assert h.take(Draining, 20) == [Draining(1500.0)] and list(h.core.draining) == [20]
+    assert h.take(Draining, 20) == [Draining(1500.0)] and list(h.core.cluster.draining) == [20]
     back(h, 1500.0)
-    assert not h.take(Draining, 20) and list(h.core.draining) == [20]
+    assert not h.take(Draining, 20) and list(h.core.cluster.draining) == [20]
     ask(h, "decode-20", undo=True)
     h.take(Draining)
     back(h, 1500.0)
-    assert h.take(Draining, 20) == [Draining(None)] and not h.core.draining
+    assert h.take(Draining, 20) == [Draining(None)] and not h.core.cluster.draining
     back(h, None)
-    assert not h.take(Draining, 20) and not h.core.draining
+    assert not h.take(Draining, 20) and not h.core.cluster.draining
 
 
 def test_ending_worker_drains_regardless() -> None:
@@ -325,7 +325,7 @@ def test_ending_worker_drains_regardless() -> None:
     ask(h, "decode-20", undo=True)
     h.receive(20, Draining(900.0))
     back(h, 900.0)
-    assert list(h.core.draining) == [20]
+    assert list(h.core.cluster.draining) == [20]
 
 
 def test_drain_orders_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,4 +351,4 @@ def test_drain_needs_operator_tool() -> None:
     """A drain request from a gateway is a protocol violation."""
     h = Harness.make()
     h.receive(1, DrainRequest("decode-20", False, 0.0))
-    assert h.protocol_violation and not h.core.draining
+    assert h.protocol_violation and not h.core.cluster.draining

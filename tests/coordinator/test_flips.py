@@ -180,7 +180,7 @@ def test_impossible_flip_is_refused(worker: str, role: Role, why: str) -> None:
     """An impossible role change is refused with a reason, and nothing is ordered."""
     h = Harness.make(prefill=2)
     assert why in ask(h, worker, role)
-    assert not h.core.draining and not h.take(Flip) and not h.core.flips
+    assert not h.core.cluster.draining and not h.take(Flip) and not h.core.flips
 
 
 def test_last_worker_flips_only_by_force() -> None:
@@ -225,7 +225,7 @@ def test_concurrent_flips_are_limited() -> None:
     assert len(h.core.flipping) == 6 and not ask(h, "prefill-18", Role.DECODE)
     h.now = REGISTER_S_MAX
     h.post(Tick())
-    assert not h.core.flipping and not h.core.draining, "nothing came of them, and they serve again"
+    assert not h.core.flipping and not h.core.cluster.draining, "nothing came of them, and they serve again"
 
 
 def test_one_concurrent_flip_is_given_up() -> None:
@@ -251,7 +251,7 @@ def test_peer_loss_cancels_flip() -> None:
     own = next(w.incarnation for w in h.core.cluster.workers.values() if w.allocations)
     ask(h, f"decode-{own}", Role.PREFILL, hand_over_ms=1e6)
     h.post(PeerDown(41 - own, "no heartbeat"))
-    assert h.take(Draining, own) == [Draining(None)] and not h.core.draining
+    assert h.take(Draining, own) == [Draining(None)] and not h.core.cluster.draining
     assert last(h).state == "failed" and f"as decode-{41 - own} is gone" in last(h).failure
     h.receive(own, Finished("a", 1, 4, 4))
     assert not h.take(Drained, own)
@@ -284,11 +284,11 @@ def test_lost_link_or_failure_cancels_flip() -> None:
     h.post(PeerDown(own, "no heartbeat"))
     assert "the connection to it was lost: no heartbeat" in last(h).failure and not h.core.flipping
     h.post(PeerUp(own, worker_hello(Role.DECODE, own)))
-    assert not h.core.draining
+    assert not h.core.cluster.draining
     other = 41 - own
     ask(h, f"decode-{other}", Role.PREFILL)
     h.receive(other, FlipFailed("--keys: there is no prefill.key_secret"))
-    assert last(h).failure == "--keys: there is no prefill.key_secret" and not h.core.draining
+    assert last(h).failure == "--keys: there is no prefill.key_secret" and not h.core.cluster.draining
     assert h.core.counters["flips_failed"] == 2
 
 
@@ -301,7 +301,7 @@ def test_late_flip_is_given_up() -> None:
     h.now = REGISTER_S_MAX
     h.post(Tick())
     assert "did not register as a prefill worker" in last(h).failure
-    assert h.take(Draining, 20) == [Draining(None)] and not h.core.draining, "it is still there, and serves"
+    assert h.take(Draining, 20) == [Draining(None)] and not h.core.cluster.draining, "it is still there, and serves"
 
 
 def test_restarted_worker_keeps_old_role() -> None:
@@ -311,7 +311,7 @@ def test_restarted_worker_keeps_old_role() -> None:
     h.post(PeerDown(20, "no heartbeat"))
     h.post(PeerUp(30, msgspec.structs.replace(worker_hello(Role.DECODE, 30), name="decode-20")))
     assert last(h).failure == "it was started again" and not h.core.flipping
-    assert not h.core.draining and h.core.counters["decode_restarted"] == 1
+    assert not h.core.cluster.draining and h.core.counters["decode_restarted"] == 1
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_flips_and_policy_need_operator_tool(request_: Message) -> None:
     """A role change or policy request from a gateway is a protocol violation."""
     h = Harness.make(decode=2)
     h.receive(1, request_)
-    assert h.protocol_violation and not h.core.draining and not h.core.flips
+    assert h.protocol_violation and not h.core.cluster.draining and not h.core.flips
 
 
 def test_foreign_steps_prove_nothing() -> None:
@@ -366,7 +366,7 @@ def test_mixed_worker_flips_when_empty() -> None:
     h.post(PeerUp(60, msgspec.structs.replace(worker_hello(Role.PREFILL, 60), name="m-0", flipped_from=decode)))
     flip = last(h)
     assert (flip.worker, flip.before, flip.role, flip.state) == ("m-0", "mixed", "prefill", "done")
-    assert not h.core.flipping and not h.core.draining
+    assert not h.core.flipping and not h.core.cluster.draining
     assert not h.core.counters["prefill_restarted"] and not h.core.counters["decode_restarted"]
 
 
@@ -402,7 +402,7 @@ def test_lost_link_keeps_mixed_worker() -> None:
     )
     h.post(PeerUp(prefill, own))
     assert last(h).failure == "the connection to it was lost" and h.take(Draining, decode) == [Draining(None)]
-    assert not h.core.draining and not h.core.flipping
+    assert not h.core.cluster.draining and not h.core.flipping
 
 
 def test_mixed_roles_flip_together() -> None:

@@ -118,7 +118,7 @@ def test_draining_worker_step_ends_closed() -> None:
     done(s)
     s.receive(1, submit("waits", 4))
     s.core.cluster.workers[10].draining = True
-    s.core.draining[10] = s.core.cluster.workers[10]
+    s.core.cluster.draining[10] = s.core.cluster.workers[10]
     s.core.cluster.pools[MODEL].step_ends.clear()
     done(s, 1)
     assert ends(s) == {StepEnd.WORKER_CLOSED: 1}

@@ -14,7 +14,7 @@ def check(core: Core, *, honest: bool = True) -> None:
     for worker in core.cluster.workers.values():
         worker.check_invariants()
         assert len(worker.steps) <= core.limits.steps_in_flight
-        assert worker.draining == (worker.incarnation in core.draining)
+        assert worker.draining == (worker.incarnation in core.cluster.draining)
         assert all(
             core.cluster.requests.get(r.id) is r and r.prefill_incarnation == worker.incarnation
             for r in worker.placed.values()

@@ -33,7 +33,7 @@ def one_role_of_a_mixed_worker_goes_before_the_other(m: pytest.MonkeyPatch) -> N
                 half.flip()
 
     def dismiss(state: State) -> None:
-        for worker in state.draining.values():
+        for worker in state.cluster.draining.values():
             if not (worker.dismissed or worker.allocations or worker.steps):
                 worker.dismissed = True
                 state.send(worker.incarnation, Drained())

@@ -28,8 +28,8 @@ def unsettled(cluster: FaultCluster) -> str:
     missing = [worker.name for worker in cluster.workers if worker.incarnation not in core.cluster.workers]
     if missing:
         return f"not registered: {missing}"
-    if core.draining:
-        return f"drained still: {[worker.hello.name for worker in core.draining.values()]}"
+    if core.cluster.draining:
+        return f"drained still: {[worker.hello.name for worker in core.cluster.draining.values()]}"
     if core.flipping:
         return f"changing their roles still: {[flip.name for flip in core.flipping.values()]}"
     changed = [worker.name for worker in cluster.workers if worker.lineup.role is not role_of(worker.name)]

@@ -1,0 +1,237 @@
+"""The scheduler, as its owner calls it: requests and workers come and go, workers report, and `decide` says what to do. Pure.
+
+The owner is the coordinator, or a simulation with virtual workers. It calls one method for each thing that happens, and then
+`decide`, which returns decisions for it to carry out. It calls `decide` again at `next_deadline`.
+"""
+
+from typing import NamedTuple
+
+from proto.errors import Interrupt
+from proto.messages import CacheMiss, Chunk, Role, StepDone
+from proto.progress import DecodeProgress
+from scheduler.cluster import Cluster
+from scheduler.decisions import Decision
+from scheduler.kv_admission.shared_blocks import chains
+from scheduler.lifecycle import RequestState, Trigger
+from scheduler.limits import SchedulerLimits
+from scheduler.placement import fetch, suffix, turns
+from scheduler.placement.preemption import charge_decode, expected_left, relieve
+from scheduler.placement.schedule import schedule
+from scheduler.request import Request
+from scheduler.waiting.queue import WaitQueue
+from scheduler.workers.circuit_breakers import NOBODY
+from scheduler.workers.pool import Pool
+from scheduler.workers.prefix_index import usable_hashes
+from scheduler.workers.worker import Worker
+
+
+class EndedStep(NamedTuple):
+    asked: tuple[Chunk, ...]
+    prompts_done: list[Request]
+    """Requests whose prompts are computed now. Their state is DECODING where the same worker decodes them."""
+
+
+class Scheduler:
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.cluster = Cluster(limits)
+
+    # --- decisions ------------------------------------------------------------------------------------------------------
+
+    def decide(self, now: float) -> list[Decision]:
+        """Place what can be placed, compose steps, and return all decisions since the last call."""
+        schedule(self.cluster, now)
+        return self.take_decisions()
+
+    def take_decisions(self) -> list[Decision]:
+        """Return the decisions that the last calls brought with them, such as attempts that were withdrawn."""
+        decisions, self.cluster.decisions = self.cluster.decisions, []
+        return decisions
+
+    def next_deadline(self, now: float) -> float | None:
+        """When to call `decide` though nothing happens; None: never."""
+        pools, queues = self.cluster.pools.values(), self.cluster.queues.values()
+        if any(pool.wakeups.go_on_at_once for pool in pools):
+            return now
+        due = [timer for queue in queues if (timer := queue.next_timer()) is not None]
+        due += [at for pool in pools if (at := pool.breakers.next_wake()) is not None]
+        return min(due, default=None)
+
+    # --- requests -------------------------------------------------------------------------------------------------------
+
+    def admit(self, request: Request, now: float) -> None:
+        """Take on a new request. `submit` lets it wait."""
+        pool, queue = self.cluster.pools[request.submit.model], self.cluster.queues[request.submit.model]
+        self.cluster.requests[request.id] = request
+        if request.suspicion is not None:
+            pool.suspects[request.id] = request
+        request.pay_for_drained(0)
+        turns.begin(request, pool, queue, self.cluster.counters, now)
+
+    def submit(self, request: Request, now: float) -> None:
+        """Let a request wait for a turn: its first attempt, or a later one."""
+        cluster, queue = self.cluster, self.cluster.queues[request.submit.model]
+        request.expected_left = expected_left(request, queue.long_output(request), cluster.limits.kv_overcommit)
+        queue.push(request, now, not cluster.draining or cluster.can_run(request))
+        suffix.came(request, cluster.pools[request.submit.model], queue, now)
+
+    def end(self, request: Request, trigger: Trigger, output_tokens: int, now: float) -> None:
+        """End a request in any state: see `Cluster.end`."""
+        self.cluster.end(request, trigger, output_tokens, now)
+
+    def finished(self, request: Request, worker: Worker, output_tokens: int, now: float) -> None:
+        """Learn from a finished request. `end` is to follow. `output_tokens`: over all choices."""
+        pool, queue = self.cluster.pools[request.submit.model], self.cluster.queues[request.submit.model]
+        queue.learn(request, output_tokens)
+        pool.traffic.finished(request.id, output_tokens, now)
+        pool.record_success()
+        pool.breakers.worked((NOBODY, worker.incarnation) if worker.is_decode else (worker.incarnation, NOBODY))
+
+    def failed(self, request: Request, worker: Worker, reason: Interrupt, now: float) -> str:
+        """Count a failed attempt against its worker or pair of workers. Returns which of them gets no work for a while:
+        "workers", "pairs", or an empty string."""
+        pool, placed_at = self.cluster.pools[request.submit.model], request.attempt_progress.placed_at
+        if reason is Interrupt.ENGINE_ERROR:
+            pool.record_failure(worker)
+            key = (NOBODY, worker.incarnation) if worker.is_decode else (worker.incarnation, NOBODY)
+            kind = "workers"
+        elif reason is Interrupt.TRANSFER_FAILED:
+            key, kind = (request.prefill_incarnation, request.decode_incarnation), "pairs"
+        else:
+            return ""
+        if not pool.breakers.failed(key, placed_at, now):
+            return ""
+        self.cluster.unbind_without_pair(pool, now)
+        return kind
+
+    # --- workers --------------------------------------------------------------------------------------------------------
+
+    def worker_up(self, worker: Worker) -> None:
+        """Add a worker, also one of a model that was not known. `Cluster.refresh_eligibility` is to follow, once what it brings
+        along is counted."""
+        cluster, hello = self.cluster, worker.hello
+        worker.where = cluster.where
+        pool = cluster.pools.get(hello.model)
+        if pool is None:
+            pool = cluster.pools[hello.model] = Pool(hello.model, cluster.limits.placement, cluster.limits.steps)
+        pool.add(worker)
+        queue = cluster.queues.setdefault(hello.model, WaitQueue(cluster.limits))
+        pool.shares.reweigh(queue.fair.weights)
+        queue.attention_tokens = queue.attention_tokens or hello.attention_tokens
+        if hello.role is Role.PREFILL:
+            queue.step_tokens = worker.capacity.step_tokens
+        cluster.workers[worker.incarnation] = worker
+
+    def worker_down(self, worker: Worker, now: float) -> None:
+        """Remove a worker. `Cluster.interrupt` is to follow for each request that cannot go on without it, and then
+        `Cluster.refresh_eligibility`."""
+        cluster, model = self.cluster, worker.hello.model
+        del cluster.workers[worker.incarnation]
+        cluster.draining.pop(worker.incarnation, None)
+        cluster.unbind_all(worker)
+        cluster.pools[model].remove(worker, now)
+        worker.leave()
+        for step, requests in worker.steps.values():
+            for chunk, request in zip(step.chunks, requests, strict=True):
+                cluster.queues[model].skipped(request, chunk)
+
+    def step_done(self, worker: Worker, done: StepDone, now: float) -> EndedStep | None:
+        """A worker has computed a step, or the part of it that still was of use. None: the step is not known."""
+        asked, requests = worker.end_step(done.step_id)
+        if not asked:
+            return None
+        cluster, model = self.cluster, worker.hello.model
+        pool, queue = cluster.pools[model], cluster.queues[model]
+        if done.computed != asked:
+            computed = {(chunk.request_id, chunk.attempt) for chunk in done.computed}
+            for chunk, request in zip(asked, requests, strict=True):
+                if (chunk.request_id, chunk.attempt) not in computed:
+                    queue.skipped(request, chunk)
+        pool.changed(worker)
+        pool.wakeups.has_own_work(worker)
+        prompts_done = []
+        tokens, pairs = 0, 0.0
+        for chunk in done.computed:
+            tokens += chunk.length
+            pairs += chunk.length * (chunk.start + chunk.length / 2)
+            if (done_request := self._computed(worker, chunk, now)) is not None:
+                prompts_done.append(done_request)
+        if tokens and done.step_ms > 0:
+            pool.measure(worker, tokens, done.step_ms)
+            if not worker.is_decode:
+                pool.step_times[Role.PREFILL].add(1, tokens, pairs, done.step_ms, now)
+        return EndedStep(asked, prompts_done)
+
+    def _computed(self, worker: Worker, chunk: Chunk, now: float) -> Request | None:
+        """Count a computed chunk. Returns its request if that was the last one of its prompt."""
+        request = self.cluster.current(chunk.request_id, chunk.attempt)
+        if request is None or (progress := request.attempt_progress).prefill_incarnation != worker.incarnation:
+            return None
+        pool, queue = self.cluster.pools[request.submit.model], self.cluster.queues[request.submit.model]
+        progress.computed_tokens += chunk.length
+        left = request.submit.prompt_tokens - progress.computed_tokens
+        queue.count_uncomputed(request, max(left, 0))
+        if request.state is not RequestState.PREFILLING or left > 0:
+            return None
+        pool.traffic.computed(request.id, request.cached_tokens, now)
+        request.first_token_at = request.first_token_at or now
+        request.fire(Trigger.PROMPT_DONE, now)
+        if request.decode_incarnation == worker.incarnation:
+            pool.breakers.worked((worker.incarnation, worker.incarnation))
+            request.fire(Trigger.HANDED_OVER, now)
+        return request
+
+    def cache_miss(self, worker: Worker, request: Request, miss: CacheMiss, now: float) -> None:
+        """Put back the part of a prompt that was believed cached, but that the worker does not have. It is computed and charged
+        after all."""
+        submit, size = request.submit, worker.capacity.block_size
+        pool, queue = self.cluster.pools[submit.model], self.cluster.queues[submit.model]
+        if miss.fetch_failed:
+            fetch.failed(worker, request.decode_incarnation, now)
+        hashes = usable_hashes(submit, size)
+        pool.locality.forget(worker.incarnation, hashes, miss.cached_tokens // size)
+        request.cached_tokens = request.attempt_progress.computed_tokens = miss.cached_tokens
+        queue.put_back(request, miss.cached_tokens)
+        queue.count_uncomputed(request, submit.prompt_tokens - miss.cached_tokens)
+        worker.placed[request.id] = request
+        worker.expect(request)
+        pool.wakeups.has_own_work(worker)
+
+    def handed_over(self, request: Request, now: float) -> None:
+        """A request's KV is on its decode worker."""
+        breakers = self.cluster.pools[request.submit.model].breakers
+        breakers.worked((request.prefill_incarnation, request.decode_incarnation))
+        breakers.worked((request.prefill_incarnation, NOBODY))
+        request.fire(Trigger.HANDED_OVER, now)
+
+    def progress(self, worker: Worker, done: DecodeProgress, now: float) -> None:
+        """A decode worker has run steps."""
+        cluster, admission = self.cluster, worker.admission
+        assert admission is not None
+        for joined in done.joined:
+            admission.joined((joined.request_id, joined.attempt), joined.step)
+        admission.reached(done.steps)
+        worker.steps_done = done.steps
+        self._time_steps(worker, done, now)
+        for shared in done.prefixes:
+            admission.shares((shared.request_id, shared.attempt), chains(shared.parts))
+        charge_decode(cluster, worker, now)
+        was_short, admission.short = admission.short, done.short_blocks > 0 and cluster.limits.kv_overcommit > 1
+        if admission.short:
+            relieve(cluster, worker, done.short_blocks, now)
+        elif done.joined or done.prefixes or was_short:
+            # A running attempt has a known end, so it counts for less than a pending one, which may join at any time.
+            cluster.pools[worker.hello.model].freed(worker)
+
+    def _time_steps(self, worker: Worker, done: DecodeProgress, now: float) -> None:
+        """Record how long a decode worker's steps took. Steps of a mixed worker are left out, since prompts were computed
+        between them."""
+        steps, sequences = done.timed_steps, done.timed_sequences
+        in_bounds = steps <= sequences <= steps * worker.capacity.max_seqs
+        if not in_bounds or worker.hello.process or not steps * done.timed_ms:
+            return
+        pool = self.cluster.pools[worker.hello.model]
+        means = sequences / steps, done.timed_kv_tokens / steps, done.timed_ms / steps
+        pool.step_times[Role.DECODE].add(steps, *means, now)
+        pool.targets.measured(worker, *means)
+        if pool.targets.used and pool.wakeups.closed:
+            pool.freed(worker)  # its batch may be larger now

@@ -22,19 +22,26 @@ LOOKED_AT_MAX = 16
 """Streams of one tenant, at one event."""
 
 
-class _Node:
+class HeldNode:
+    """A tenant at some level that holds something."""
+
     __slots__ = ("children", "held", "order", "streams", "weight")
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
         self.held = 0
         """Millionths of a decode worker."""
-        self.children: dict[str, _Node] = {}
+        self.children: dict[str, HeldNode] = {}
         """Those that hold something."""
         self.order: list[tuple[float, str]] = []
         """Their names, by what they hold for their weight."""
         self.streams: dict[tuple[int, Key], int] = {}
         """Millionths of its decode worker that each stream of a tenant holds; oldest first."""
+
+    @property
+    def share(self) -> float:
+        """What it holds for its weight."""
+        return self.held / self.weight
 
 
 class HeldShares:
@@ -42,7 +49,7 @@ class HeldShares:
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = weights or {}
-        self._root = _Node(1.0)
+        self.root = HeldNode(1.0)
         self.freed = 0
         """Millionths of a worker that came free since `Pool.freed_per_s` was last called, without streams that gave way."""
 
@@ -51,16 +58,23 @@ class HeldShares:
         self._count(path, held).streams[worker, key] = held
 
     def remove(self, path: Path, worker: int, key: Key) -> None:
-        tenant = self._root
+        tenant = self.root
         for name in path:
             tenant = tenant.children[name]
         held = tenant.streams.pop((worker, key))
         self.freed += held
         self._count(path, -held)
 
+    def of(self, path: Path) -> float:
+        """What a tenant at some level holds for its weight."""
+        node: HeldNode | None = self.root
+        for name in path:
+            node = node.children.get(name) if node is not None else None
+        return node.share if node is not None else 0.0
+
     def streams(self) -> dict[tuple[int, Key], int]:
         """Returns what each stream holds, in millionths of its worker; for checks."""
-        nodes, found = [self._root], dict[tuple[int, Key], int]()
+        nodes, found = [self.root], dict[tuple[int, Key], int]()
         for node in nodes:
             nodes += node.children.values()
             found |= node.streams
@@ -76,8 +90,8 @@ class HeldShares:
         """Yields streams of the tenant that holds most for its weight, with their workers and what they hold, newest first.
         Leaves out streams whose end would leave that tenant with less than `path` would then hold. Yields none if what `path`
         lacks is at most `soon`, which comes free by itself. `wanted(worker)` is what the request would hold there."""
-        most, depth = self._root, 0
-        own: _Node | None = most
+        most, depth = self.root, 0
+        own: HeldNode | None = most
         while most is own and most.order:  # the one with most is the tenant's own: look further down
             above = most
             most, own = above.children[above.order[-1][1]], above.children.get(path[depth])
@@ -98,21 +112,21 @@ class HeldShares:
 
     def reweigh(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
-        self._weigh_below(self._root, ())
+        self._weigh_below(self.root, ())
 
-    def _weigh_below(self, node: _Node, path: Path) -> None:
+    def _weigh_below(self, node: HeldNode, path: Path) -> None:
         for name, child in node.children.items():
             child.weight = self._weight((*path, name))
             self._weigh_below(child, (*path, name))
         node.order = sorted((child.held / child.weight, name) for name, child in node.children.items())
 
-    def _count(self, path: Path, held: int) -> _Node:
-        above = self._root
+    def _count(self, path: Path, held: int) -> HeldNode:
+        above = self.root
         above.held += held
         for depth, name in enumerate(path, 1):
             node = above.children.get(name)
             if node is None:
-                node = above.children[name] = _Node(self._weight(path[:depth]))
+                node = above.children[name] = HeldNode(self._weight(path[:depth]))
             else:
                 del above.order[bisect_left(above.order, (node.held / node.weight, name))]
             node.held += held

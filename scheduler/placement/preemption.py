@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from coordinator.state import State
 from proto.errors import Interrupt
-from scheduler.fairness.fair_node import Path
 from scheduler.kv_admission.admission import Key
 from scheduler.kv_admission.demand import NEVER, KvDemand
 from scheduler.lifecycle import ON_WORKERS
@@ -28,9 +27,6 @@ SOON_S = 3.0
 SOON_SHARE = 0.25
 """The same bound, as a part of the waiting request's target for its first token."""
 CHARGE_EVERY_S = 0.5
-HELD_COST = 4.0
-"""The cost of all room in decode, while it is short, relative to all tokens that prefill workers compute meanwhile. It is over
-1, so that the order of tenants follows from the room they hold, and their prompts' lengths matter little."""
 
 
 class PreemptionCandidate(NamedTuple):
@@ -99,7 +95,7 @@ def give_shares(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
     """If the first request in the fair order has no room in decode, interrupt one stream of the tenant that holds most for its
     weight. This happens only if `held_shares` allows it and too little comes free by itself. The next interruption waits until
     the worker has released this stream."""
-    freed_per_s = pool.freed_per_s(now)
+    freed_per_s, pool.looked_at = pool.freed_per_s(now), now
     if not pool.wakeups.closed or pool.gives_way in state.where:
         return
     request = queue.first(pool.wakeups.closed)
@@ -125,26 +121,15 @@ def give_shares(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
 
 
 def charge_decode(state: State, worker: Worker, now: float) -> None:
-    """Charge for answers beyond their estimates, as they are emitted. While requests wait for room in decode, also charge
-    tenants for the room that they hold and for how long, so that the fair order leads to their shares."""
-    pool, admission, since = state.pools[worker.hello.model], worker.admission, worker.held_charged_at
-    if now - since < CHARGE_EVERY_S or admission is None:
+    """Charge for answers beyond their estimates, as they are emitted."""
+    if now - worker.charged_at < CHARGE_EVERY_S or worker.admission is None:
         return
-    worker.held_charged_at = now
+    worker.charged_at = now
     queue = state.queues[worker.hello.model]
     for key in worker.allocations:
         request = state.current(*key)
         if request is not None and request.decode_incarnation == worker.incarnation:
-            queue.is_emitting(request, admission.forwarded(key))
-    if not pool.wakeups.closed:
-        return
-    cost = HELD_COST * pool.tokens_per_s() * min(now - since, 2 * CHARGE_EVERY_S) / len(pool.decode) / 1_000_000
-    held: dict[Path, int] = {}
-    for allocation in worker.allocations.values():
-        held[allocation.path] = held.get(allocation.path, 0) + worker.share_of(allocation.seqs, allocation.kv_blocks)
-    for path, share in held.items():
-        if path:
-            queue.charge(path, cost * share)
+            queue.is_emitting(request, worker.admission.forwarded(key))
 
 
 def makes_room(worker: Worker, key: Key, demand: KvDemand, choices: int) -> bool:

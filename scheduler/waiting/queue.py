@@ -11,6 +11,7 @@ from proto.parts import STEP_TOKENS
 from scheduler.fairness.cost import OutputLength
 from scheduler.fairness.fair_node import Path
 from scheduler.fairness.fair_queue import FairQueue, Terms
+from scheduler.fairness.held_shares import HeldShares
 from scheduler.fairness.priority_classes import ring_weights
 from scheduler.fairness.sorted_row import SPARE
 from scheduler.request import Request
@@ -50,6 +51,8 @@ class WaitQueue:
         self.fair: FairQueue[Request] = FairQueue(
             limits.quantum_tokens, {**ring_weights(limits.priority_classes), **limits.weights}, limits.overtaken_max
         )
+        self.shares: HeldShares | None = None
+        """The shares by which requests without a place take turns, while decode is short of room."""
         self.backlog = Backlog(limits.queue_tokens_max / limits.queue_requests_max)
         self.work_ahead = WorkAhead(self.fair.weights)
         """Prompt tokens that are not computed yet, of waiting and placed requests."""
@@ -227,8 +230,16 @@ class WaitQueue:
         return [key for key in self._classes if self.fair.has(key)]
 
     def first(self, keys: Iterable[int]) -> Request | None:
-        """The first in the fair order that waits under these queue keys."""
-        entry = self.fair.first(keys)
+        """The first that waits under these queue keys: in the fair order, or while decode is short of room, of the tenant that
+        holds least there for its weight. Between a placed prompt and a request without a place the fair order decides."""
+        if self.shares is None:
+            entry = self.fair.first(keys)
+            return None if entry is None else entry.item
+        keys = list(keys)
+        placed = self.fair.first([key for key in keys if key > 0])
+        entry = self.fair.first([key for key in keys if key < 0], self.shares)
+        if entry is None or (placed is not None and self.fair.goes_before(placed, entry)):
+            entry = placed
         return None if entry is None else entry.item
 
     def take(self, request: Request, length: int, incarnation: int, keys: Sequence[int], now: float) -> None:
@@ -265,9 +276,9 @@ class WaitQueue:
             request.entry = None
 
     def goes_before(self, one: Request, other: Request) -> bool:
-        """Whether the turn of `one` comes first in the fair order; both have one."""
+        """Whether the turn of `one` comes before that of `other`; neither is placed."""
         assert one.entry is not None and other.entry is not None
-        return self.fair.goes_before(one.entry, other.entry)
+        return self.fair.goes_before(one.entry, other.entry, self.shares)
 
     def settle_on(self, request: Request, key: int) -> None:
         """Let a request wait under this key: its prefill worker's incarnation if placed, else a class key or `bound_key`."""

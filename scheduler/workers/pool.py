@@ -9,6 +9,7 @@ third is not.
 """
 
 from collections import ChainMap, Counter
+from math import inf
 
 from proto.messages import Role, Submit
 from proto.parts import STALL_SHARE, Capacity
@@ -31,6 +32,9 @@ from scheduler.workers.worker import Worker
 
 TOKENS_PER_S = 1000.0
 """The rate that a prefill worker is taken to have, while none of its pool has been measured."""
+
+SHORT_S = 1.0
+"""Decode counts as short of room for so long after a request found none."""
 
 SLICE_SHARE = 0.5
 """The part of a target per token that a mixed worker's prompts may take. Its decode step takes the rest."""
@@ -62,6 +66,8 @@ class Pool:
         """Those with a suspicion, by id."""
         self.retained: dict[str, Request] = {}
         """Those that lost their prefill worker and keep their room in decode, by id."""
+        self.looked_at = self._short_at = -inf
+        """When streams that could give way were last looked for, and when decode was last short of room."""
         self.gives_way = ("", 0)
         """The attempt that was interrupted last so that another tenant gets its share."""
         self.traffic, self.sessions = RecentTraffic(), Sessions()
@@ -126,6 +132,12 @@ class Pool:
             worker.shares = None
         self.wakeups.look_anew()
         self._measure()
+
+    def is_short(self, now: float) -> bool:
+        """Whether a request has lately found no room in decode."""
+        if self.wakeups.closed:
+            self._short_at = now
+        return now - self._short_at <= SHORT_S
 
     def freed_per_s(self, now: float) -> float:
         """Millionths of a decode worker that came free lately, not counting streams that gave way."""

@@ -52,8 +52,8 @@ class Worker:
     """Decode only. Allocations on a prefill worker do not grow: `kv_blocks_taken` is enough."""
     seqs_by_target: dict[float, int] = field(default_factory=dict)
     """Decode only: sequences held, by `Allocation.tpot_ms`."""
-    held_charged_at: float = 0.0
-    """Decode only: the time up to which tenants have paid for what they hold here."""
+    charged_at: float = 0.0
+    """Decode only: when answers beyond their estimates were last charged."""
     step_fit: StepFit = field(default_factory=StepFit)
     """Decode only: how long its steps take, learnt while targets are in use."""
     kv_blocks_taken: int = 0

@@ -20,7 +20,7 @@ from proto.status import KvHeld, KvPairs
 from scheduler.kv_admission.shared_blocks import chains
 from scheduler.lifecycle import ON_WORKERS, RequestState, Trigger
 from scheduler.placement import fetch
-from scheduler.placement.preemption import charge_decode, relieve
+from scheduler.placement.preemption import charge_decode, give_back, outlived, relieve
 from scheduler.request import Request
 from scheduler.workers.circuit_breakers import NOBODY
 from scheduler.workers.prefix_index import usable_hashes
@@ -212,7 +212,7 @@ def decode_progress(state: State, incarnation: int, event: Received, now: float)
     assert admission is not None
     for joined in done.joined:
         admission.joined((joined.request_id, joined.attempt), joined.step)
-    admission.reached(done.steps)
+    outlived(state, worker, admission.reached(done.steps))
     worker.steps_done = done.steps
     _time_steps(state, worker, done, now)
     if done.steps:
@@ -224,7 +224,9 @@ def decode_progress(state: State, incarnation: int, event: Received, now: float)
     was_short, admission.short = admission.short, done.short_blocks > 0 and state.limits.kv_overcommit > 1
     if admission.short:
         relieve(state, worker, done.short_blocks, now)
-    elif done.joined or done.prefixes or was_short:
+        return
+    give_back(state, worker, now)
+    if done.joined or done.prefixes or was_short:
         # A running attempt has a known end, so it counts for less than a pending one, which may join at any time.
         state.pools[worker.hello.model].freed(worker)
 

@@ -15,7 +15,6 @@ from proto.progress import EndPrefix, EndSession
 from scheduler.lifecycle import ON_WORKERS, RequestState, Trigger
 from scheduler.placement import suffix, turns
 from scheduler.placement.choice import uncached_tokens
-from scheduler.placement.preemption import expected_left
 from scheduler.request import Request
 
 
@@ -106,10 +105,10 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
     if again:
         state.counters["retries"] += 1
         state.queues[submit.model].retries.spend(now)
-    queue = state.queues[submit.model]
-    request.expected_left = expected_left(request, queue.long_output(request), state.limits.kv_overcommit)
+    queue, pool = state.queues[submit.model], state.pools[submit.model]
+    pool.lengths.expect(request, pool.shares)
     queue.push(request, now, not state.draining or state.can_run(request))
-    suffix.came(request, state.pools[submit.model], queue, now)
+    suffix.came(request, pool, queue, now)
     state.send(incarnation, Accepted(*request.key, state.billing.rates(submit.tenant, now)))
     state.out.append(StateChanged(request.id, request.attempt, request.state, "submitted"))
 

@@ -36,6 +36,7 @@ def up(state: State, incarnation: int, hello: Hello, now: float) -> None:
         state.empty_pools.pop(hello.model, None)
         queue = state.queues.setdefault(hello.model, WaitQueue(state.limits))
         pool.shares.reweigh(queue.fair.weights)
+        pool.lengths = queue.lengths
         queue.attention_tokens = queue.attention_tokens or hello.attention_tokens
         if hello.role is Role.PREFILL:
             queue.step_tokens = worker.capacity.step_tokens

@@ -37,7 +37,6 @@ from scheduler.fairness.held_shares import HeldNode, HeldShares
 from scheduler.fairness.sorted_row import SortedRow
 from scheduler.fairness.tenant_queue import Entry, T, TenantQueue
 
-
 COMPARED_MAX = 64
 """Children whose shares of decode are compared at each level."""
 

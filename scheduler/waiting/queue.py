@@ -8,12 +8,12 @@ from typing import cast
 from coordinator.events import Limits
 from proto.messages import Chunk, Submit
 from proto.parts import STEP_TOKENS
-from scheduler.fairness.cost import OutputLength
 from scheduler.fairness.fair_node import Path
 from scheduler.fairness.fair_queue import FairQueue, Terms
 from scheduler.fairness.held_shares import HeldShares
 from scheduler.fairness.priority_classes import ring_weights
 from scheduler.fairness.sorted_row import SPARE
+from scheduler.kv_admission.answer_lengths import AnswerLengths
 from scheduler.request import Request
 from scheduler.waiting.latest_starts import LatestStarts
 from scheduler.waiting.overload import Backlog, Rate
@@ -36,9 +36,7 @@ class WaitQueue:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._waiting = 0
-        self._lengths: dict[Path, OutputLength] = {}
-        self._length_of_all = OutputLength(limits.long_output_tokens)
-        """The answer length that is assumed for a tenant until one of its answers has been seen."""
+        self.lengths = AnswerLengths(limits.long_output_tokens, limits.kv_overcommit)
         self.output_ratios: dict[str, Ratios] = {}
         """Tokens of answers as parts of what was expected when they were admitted, by priority class."""
         self._waits = Waits(limits.queue_wait_s_max, limits.resumed_wait_s_max)
@@ -92,7 +90,7 @@ class WaitQueue:
             path = (priority_class, organisation, user)
             self.fair.forget(path)
             self.backlog.forget(path)
-            self._lengths.pop(path, None)
+            self.lengths.forget(path)
 
     # --- in and out -----------------------------------------------------------------------------------------------------
 
@@ -116,7 +114,7 @@ class WaitQueue:
 
     def work(self, submit: Submit, path: Path) -> int:
         """The expected cost of a request, as `Projection` counts it."""
-        return self._work(submit, self._length(path).estimate(submit))
+        return self._work(submit, self.lengths.of(path).estimate(submit))
 
     def _work(self, submit: Submit, output_tokens: float) -> int:
         prices = self._limits.prices
@@ -342,18 +340,7 @@ class WaitQueue:
             found = self.output_ratios.get(name) or self.output_ratios.setdefault(name, Ratios())
             found.add(emitted_tokens / request.expected_tokens)
         each = -(-emitted_tokens // request.submit.choices)
-        self._length(request.path).learn(each)
-        self._length_of_all.learn(each)
+        self.lengths.learn(request.path, each)
 
     def output_estimate(self, request: Request) -> float:
-        return self._length(request.path).estimate(request.submit)
-
-    def long_output(self, request: Request) -> float:
-        """Tokens of one choice that few of its tenant's answers exceed."""
-        return self._length(request.path).long_tokens
-
-    def _length(self, path: Path) -> OutputLength:
-        found = self._lengths.get(path)
-        if found is None:
-            found = self._lengths[path] = OutputLength(self._length_of_all.long_tokens)
-        return found
+        return self.lengths.of(request.path).estimate(request.submit)

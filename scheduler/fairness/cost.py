@@ -39,8 +39,8 @@ START_TOKENS, START_LONG_TOKENS = 128.0, 1024.0
 
 
 class OutputLength:
-    """Two quantiles of one tenant's answers, learnt online by stochastic approximation (Robbins & Monro 1951). The longest of the
-    first few answers stands for the higher one."""
+    """Two quantiles of one tenant's answers, learnt online by stochastic approximation (Robbins & Monro 1951). The longest of
+    the first few answers stands for the higher one."""
 
     __slots__ = ("long_tokens", "seen", "tokens")
 

@@ -10,7 +10,6 @@ tenant that is alone may have everything.
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping
-from enum import Enum, auto
 from itertools import islice
 from typing import NamedTuple
 
@@ -22,12 +21,6 @@ NEAR_ENOUGH = 0.85
 """No stream is interrupted if the waiting tenant holds more than this part of what the other holds, each for its weight."""
 LOOKED_AT_MAX = 16
 """Streams of one tenant, at one event."""
-
-
-class Standing(Enum):
-    LESS = auto()
-    EVEN = auto()
-    MORE = auto()
 
 
 class Stream(NamedTuple):
@@ -107,17 +100,17 @@ class HeldShares:
         """Sequences of a tenant at some level that are counted with fewer tokens than they may come to have."""
         return self.node(path).estimated
 
-    def compared(self, path: Path) -> Standing:
-        """Whether a tenant holds less or more than its part of what is held, at the first level where others hold something."""
+    def holds_more(self, path: Path) -> bool:
+        """Whether a tenant holds more than its part of what is held, at the first level where it differs."""
         above = self.root
         for name in path:
             own, weights = above.children.get(name), above.weights
-            if own is None:
-                return Standing.LESS if above.held else Standing.EVEN
-            if len(above.children) > 1 and own.held * weights != above.held * own.weight:
-                return Standing.LESS if own.held * weights < above.held * own.weight else Standing.MORE
+            if own is None or own.held * weights < above.held * own.weight:
+                return False
+            if len(above.children) > 1 and own.held * weights > above.held * own.weight:
+                return True
             above = own
-        return Standing.EVEN
+        return False
 
     def streams(self) -> dict[tuple[int, Key], Stream]:
         """Returns all streams, for checks."""

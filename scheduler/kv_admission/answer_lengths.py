@@ -41,7 +41,10 @@ class AnswerLengths:
     def learn(self, path: Path, emitted: int) -> None:
         """An answer has ended with so many tokens."""
         for depth in _LEVELS:
-            self.of(path[:depth]).learn(emitted)
+            length = self.of(path[:depth])
+            if length.seen == PROVEN_ANSWERS - 1:
+                length.long_tokens = self.long_tokens(path[:depth])  # the first answers to end are the short ones
+            length.learn(emitted)
 
     def outlived(self, path: Path, tokens: int) -> None:
         """A running answer has more tokens than it was counted with."""
@@ -53,10 +56,10 @@ class AnswerLengths:
         least = 0.0
         for depth in _LEVELS:
             length = self.of(path[:depth])
-            if length.seen >= PROVEN_ANSWERS or not depth:
-                return max(length.long_tokens, least)
-            least = max(length.long_tokens, least) if length.seen else least
-        raise AssertionError
+            least = max(length.long_tokens, least)
+            if length.seen >= PROVEN_ANSWERS:
+                break
+        return least
 
     def expect(self, request: Request, shares: HeldShares) -> None:
         """Set with how many tokens a request that is not placed would be counted now."""

@@ -27,8 +27,8 @@ SOON_S = 3.0
 SOON_SHARE = 0.25
 """The same bound, as a part of the waiting request's target for its first token."""
 CHARGE_EVERY_S = 0.5
-OUTLIVED_SHARE = 0.5
-"""A tenant's estimate is taken to be wrong where this part of its streams on a worker has outlived it."""
+OUTLIVED_SHARE, OUTLIVED_MIN = 0.5, 8
+"""A tenant's estimate is taken to be wrong where this part of its streams on a worker, and so many, have outlived it."""
 
 
 class PreemptionCandidate(NamedTuple):
@@ -130,7 +130,9 @@ def _outliving(worker: Worker) -> set[Path]:
         streams[allocation.path] = streams.get(allocation.path, 0) + 1
         if key in worker.admission.outlived:
             outlived[allocation.path] = outlived.get(allocation.path, 0) + 1
-    return {path for path, count in outlived.items() if path and count >= OUTLIVED_SHARE * streams[path]}
+    return {
+        path for path, count in outlived.items() if path and count >= max(OUTLIVED_SHARE * streams[path], OUTLIVED_MIN)
+    }
 
 
 def _running(state: State, worker: Worker, key: Key) -> Request | None:

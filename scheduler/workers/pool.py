@@ -233,7 +233,8 @@ class Pool:
     ) -> bool:
         """Whether a decode worker has room for a request now, or when the streams in `without` are gone, and no target is
         missed there for it. `waiting_ms`: the result of `waiting_target`."""
-        if not decode.fits(request.submit, request.expected_left, without, self.shares.compared(request.path)):
+        holds_more = self.shares.holds_more(request.path)
+        if not decode.fits(request.submit, request.expected_left, without, holds_more=holds_more):
             return False
         choices = request.submit.choices - sum(decode.allocations[key].seqs for key in without)
         return not self.targets.used or choices <= self.targets.free_seqs(decode, request, waiting_ms)

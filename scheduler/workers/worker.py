@@ -11,7 +11,7 @@ from proto.parts import STEP_TOKENS, Capacity, Held
 from proto.status import KvHeld, KvPair
 from scheduler.fairness.cost import START_LONG_TOKENS
 from scheduler.fairness.fair_node import Path
-from scheduler.fairness.held_shares import HeldShares, Standing, Stream
+from scheduler.fairness.held_shares import HeldShares, Stream
 from scheduler.kv_admission.admission import Key, KvAdmission
 from scheduler.kv_admission.demand import NEVER, KvDemand
 from scheduler.kv_admission.shared_blocks import chains
@@ -146,16 +146,16 @@ class Worker:
         submit: Submit,
         expected_left: int = NEVER,
         without: Collection[Key] = (),
-        standing: Standing = Standing.EVEN,
+        *,
+        holds_more: bool = False,
     ) -> bool:
-        """Whether there is room for it now; on a decode worker, or when these attempts are gone. A tenant that holds more than
-        its share there leaves some blocks free, and one that holds less may take them."""
+        """Whether there is room for it now; on a decode worker, or when these attempts are gone. `holds_more`: its tenant has
+        more than its share in decode."""
         if self.admission is None:
             return self.free_seqs > 0 and self.whole_blocks(submit) <= self.free_blocks
         free_seqs = self.free_seqs + sum(self.allocations[key].seqs for key in without)
-        spare = None if standing is Standing.EVEN else standing is Standing.MORE
         demand = KvDemand.of(submit, expected_left)
-        return submit.choices <= free_seqs and self.admission.fits(demand, without, spare=spare)
+        return submit.choices <= free_seqs and self.admission.fits(demand, without, holds_more=holds_more)
 
     def could_ever_take(self, submit: Submit) -> bool:
         """Whether it has room if nothing else is there."""

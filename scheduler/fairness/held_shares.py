@@ -33,7 +33,7 @@ class Stream(NamedTuple):
 class HeldNode:
     """A tenant at some level that holds something."""
 
-    __slots__ = ("children", "estimated", "held", "order", "streams", "weight", "weights")
+    __slots__ = ("children", "estimated", "held", "order", "streams", "weight")
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
@@ -42,8 +42,6 @@ class HeldNode:
         self.estimated = 0
         self.children: dict[str, HeldNode] = {}
         """Those that hold something."""
-        self.weights = 0.0
-        """The sum of their weights."""
         self.order: list[tuple[float, str]] = []
         """Their names, by what they hold for their weight."""
         self.streams: dict[tuple[int, Key], Stream] = {}
@@ -100,15 +98,17 @@ class HeldShares:
         """Sequences of a tenant at some level that are counted with fewer tokens than they may come to have."""
         return self.node(path).estimated
 
-    def holds_more(self, path: Path) -> bool:
-        """Whether a tenant holds more than its part of what is held, at the first level where it differs."""
+    def holds_most(self, path: Path) -> bool:
+        """Whether a tenant holds about as much for its weight as any other, and another holds clearly less: at the first level
+        where one does."""
         above = self.root
         for name in path:
-            own, weights = above.children.get(name), above.weights
-            if own is None or own.held * weights < above.held * own.weight:
+            own = above.children.get(name)
+            if own is None:
                 return False
-            if len(above.children) > 1 and own.held * weights > above.held * own.weight:
-                return True
+            least, most = above.order[0][0], above.order[-1][0]
+            if least < NEAR_ENOUGH * most:
+                return own.share >= NEAR_ENOUGH * most
             above = own
         return False
 
@@ -164,7 +164,6 @@ class HeldShares:
         for name, child in node.children.items():
             child.weight = self._weight((*path, name))
             self._weigh_below(child, (*path, name))
-        node.weights = sum(child.weight for child in node.children.values())
         node.order = sorted((child.held / child.weight, name) for name, child in node.children.items())
 
     def _count(self, path: Path, held: int, estimated: int) -> HeldNode:
@@ -175,7 +174,6 @@ class HeldShares:
             node = above.children.get(name)
             if node is None:
                 node = above.children[name] = HeldNode(self._weight(path[:depth]))
-                above.weights += node.weight
             else:
                 del above.order[bisect_left(above.order, (node.held / node.weight, name))]
             node.held += held
@@ -184,7 +182,6 @@ class HeldShares:
                 insort(above.order, (node.held / node.weight, name))
             else:
                 del above.children[name]
-                above.weights = above.weights - node.weight if above.children else 0.0
             above = node
         return above
 

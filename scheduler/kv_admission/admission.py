@@ -62,8 +62,6 @@ from scheduler.kv_admission.shared_blocks import SharedBlocks
 
 SPARE_SHARE = 1 / 16
 """The part of the pool that is left free by attempts that may outlive what they are counted with."""
-HEADROOM_SHARE = 1 / 32
-"""The part of the pool that tenants with more than their share leave free, so that others find room without an interruption."""
 Key = tuple[str, int]
 Ints = npt.NDArray[np.int64]
 
@@ -148,16 +146,16 @@ class KvAdmission:
         self._settle()
         return self.peak if self._has_rows else self.wholes
 
-    def fits(self, life: KvDemand, without: Collection[Key] = (), *, holds_more: bool = False) -> bool:
+    def fits(self, life: KvDemand, without: Collection[Key] = (), *, leaves: float = 0.0) -> bool:
         """Whether this attempt can be placed so that no attempt ever lacks a block: now, or when those in `without` are gone.
-        `holds_more`: its tenant has more than its share, and leaves `HEADROOM_SHARE` to others."""
+        `leaves`: the part of the pool that it leaves to others beside `SPARE_SHARE`."""
         if self.short:
             return False
         self._settle()
         whole, most = life.whole(self.block_size), self.kv_blocks
         if self._entries:
-            left = SPARE_SHARE * (holds_more or life.counted < life.left) + HEADROOM_SHARE * holds_more
-            most -= int(self.kv_blocks * left)
+            spare = SPARE_SHARE if leaves or life.counted < life.left else 0.0
+            most -= int(self.kv_blocks * (spare + leaves))
         if self.wholes + whole <= most:
             return True
         if whole > most or (not without and self.peak + life.grown(0, self.block_size) > most):

@@ -168,6 +168,7 @@ def give_shares(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
         if pool.decode_fits(pool.decode[incarnation], request, waiting_ms, without=keys):
             pool.gives_way = keys
             pool.shares.freed -= held
+            pool.headroom.interrupted(held / 1_000_000 / len(pool.decode))
             for request_id, _ in keys:
                 why = f"{'/'.join(request.path)} has less than its share"
                 state.interrupt(state.requests[request_id], Interrupt.PREEMPTED, why, now)

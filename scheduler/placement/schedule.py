@@ -31,6 +31,7 @@ def schedule(state: State, now: float) -> None:
         pool = state.pools[model]
         if pool.breakers.wake(now):
             pool.wakeups.look_anew()
+        pool.headroom.pass_time(now)
         queue.shares = pool.shares if pool.is_short(now) else None
         if not pool.wakeups.due:
             if now - pool.looked_at >= LOOK_EVERY_S:

@@ -14,6 +14,7 @@ from math import inf
 
 from proto.messages import Role, Submit
 from proto.parts import STALL_SHARE, Capacity
+from scheduler.fairness.headroom import Headroom
 from scheduler.fairness.held_shares import HeldShares
 from scheduler.kv_admission.admission import Key
 from scheduler.kv_admission.answer_lengths import AnswerLengths
@@ -63,7 +64,7 @@ class Pool:
         self.wakeups = Wakeups(self.workers, self.room_for_large)
         self.bindings = Bindings(self.prefill, self.workers, self.wakeups)
         self.breakers = Breakers()
-        self.shares, self.lengths = HeldShares(), AnswerLengths()
+        self.shares, self.headroom, self.lengths = HeldShares(), Headroom(), AnswerLengths()
         self.waits = PrefixWaits()
         self.suspects: dict[str, Request] = {}
         """Those with a suspicion, by id."""
@@ -233,8 +234,8 @@ class Pool:
     ) -> bool:
         """Whether a decode worker has room for a request now, or when the streams in `without` are gone, and no target is
         missed there for it. `waiting_ms`: the result of `waiting_target`."""
-        holds_more = self.shares.holds_more(request.path)
-        if not decode.fits(request.submit, request.expected_left, without, holds_more=holds_more):
+        leaves = self.headroom.share if self.shares.holds_most(request.path) else 0.0
+        if not decode.fits(request.submit, request.expected_left, without, leaves=leaves):
             return False
         choices = request.submit.choices - sum(decode.allocations[key].seqs for key in without)
         return not self.targets.used or choices <= self.targets.free_seqs(decode, request, waiting_ms)

@@ -147,15 +147,16 @@ class Worker:
         expected_left: int = NEVER,
         without: Collection[Key] = (),
         *,
-        holds_more: bool = False,
+        leaves: float = 0.0,
     ) -> bool:
-        """Whether there is room for it now; on a decode worker, or when these attempts are gone. `holds_more`: its tenant has
-        more than its share in decode."""
+        """Whether there is room for it now; on a decode worker, or when these attempts are gone. `leaves`: the part of a decode
+        worker that it leaves to others."""
         if self.admission is None:
             return self.free_seqs > 0 and self.whole_blocks(submit) <= self.free_blocks
         free_seqs = self.free_seqs + sum(self.allocations[key].seqs for key in without)
+        free_seqs -= int(leaves * self.capacity.max_seqs) if self.allocations else 0
         demand = KvDemand.of(submit, expected_left)
-        return submit.choices <= free_seqs and self.admission.fits(demand, without, holds_more=holds_more)
+        return submit.choices <= free_seqs and self.admission.fits(demand, without, leaves=leaves)
 
     def could_ever_take(self, submit: Submit) -> bool:
         """Whether it has room if nothing else is there."""

@@ -15,7 +15,7 @@ from scheduler.kv_admission.shared_blocks import chains
 from scheduler.lifecycle import RequestState, Trigger
 from scheduler.limits import SchedulerLimits
 from scheduler.placement import fetch, suffix, turns
-from scheduler.placement.preemption import charge_decode, expected_left, relieve
+from scheduler.placement.preemption import charge_decode, give_back, outlived, relieve
 from scheduler.placement.schedule import schedule
 from scheduler.request import Request
 from scheduler.waiting.queue import WaitQueue
@@ -69,10 +69,11 @@ class Scheduler:
 
     def submit(self, request: Request, now: float) -> None:
         """Let a request wait for a turn: its first attempt, or a later one."""
-        cluster, queue = self.cluster, self.cluster.queues[request.submit.model]
-        request.expected_left = expected_left(request, queue.long_output(request), cluster.limits.kv_overcommit)
+        cluster, model = self.cluster, request.submit.model
+        pool, queue = cluster.pools[model], cluster.queues[model]
+        pool.lengths.expect(request, pool.shares)
         queue.push(request, now, not cluster.draining or cluster.can_run(request))
-        suffix.came(request, cluster.pools[request.submit.model], queue, now)
+        suffix.came(request, pool, queue, now)
 
     def end(self, request: Request, trigger: Trigger, output_tokens: int, now: float) -> None:
         """End a request in any state: see `Cluster.end`."""
@@ -116,6 +117,7 @@ class Scheduler:
         pool.add(worker)
         queue = cluster.queues.setdefault(hello.model, WaitQueue(cluster.limits))
         pool.shares.reweigh(queue.fair.weights)
+        pool.lengths = queue.lengths
         queue.attention_tokens = queue.attention_tokens or hello.attention_tokens
         if hello.role is Role.PREFILL:
             queue.step_tokens = worker.capacity.step_tokens
@@ -209,7 +211,7 @@ class Scheduler:
         assert admission is not None
         for joined in done.joined:
             admission.joined((joined.request_id, joined.attempt), joined.step)
-        admission.reached(done.steps)
+        outlived(cluster, worker, admission.reached(done.steps))
         worker.steps_done = done.steps
         self._time_steps(worker, done, now)
         for shared in done.prefixes:
@@ -218,7 +220,9 @@ class Scheduler:
         was_short, admission.short = admission.short, done.short_blocks > 0 and cluster.limits.kv_overcommit > 1
         if admission.short:
             relieve(cluster, worker, done.short_blocks, now)
-        elif done.joined or done.prefixes or was_short:
+            return
+        give_back(cluster, worker, now)
+        if done.joined or done.prefixes or was_short:
             # A running attempt has a known end, so it counts for less than a pending one, which may join at any time.
             cluster.pools[worker.hello.model].freed(worker)
 

@@ -75,7 +75,7 @@ class CoordinatorWorld:
         for incarnation in ROLES:
             self.join(incarnation)
         for queue in self.core.cluster.queues.values():
-            queue._length_of_all.long_tokens = 4.0  # so that answers outlive what they are counted with
+            queue.lengths.of(()).long_tokens = 4.0  # so that answers outlive what they are counted with
 
     def step(self) -> None:
         source = self.random

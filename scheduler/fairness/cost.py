@@ -34,20 +34,35 @@ USUAL = 0.5
 """The quantile of a tenant's answers that cost and rates are estimated with."""
 LONG = 0.9
 """The quantile of a tenant's answers that room in decode is reserved for."""
+FEW = 8
 START_TOKENS, START_LONG_TOKENS = 128.0, 1024.0
 
 
 class OutputLength:
-    """Two quantiles of one tenant's answers, learnt online by stochastic approximation (Robbins & Monro 1951)."""
+    """Two quantiles of one tenant's answers, learnt online by stochastic approximation (Robbins & Monro 1951). The longest of
+    the first few answers stands for the higher one."""
 
-    __slots__ = ("long_tokens", "tokens")
+    __slots__ = ("long_tokens", "seen", "tokens")
 
-    def __init__(self, long_tokens: float = START_LONG_TOKENS) -> None:
+    def __init__(self, long_tokens: float = 0.0) -> None:
         self.tokens, self.long_tokens = START_TOKENS, long_tokens
+        self.seen = 0
+        """Answers that have ended."""
 
     def learn(self, emitted: int) -> None:
+        self.seen += 1
         self.tokens = _moved(self.tokens, USUAL, emitted)
-        self.long_tokens = _moved(self.long_tokens, LONG, emitted)
+        if self.long_tokens:
+            self.long_tokens = max(_moved(self.long_tokens, LONG, emitted), emitted if self.seen <= FEW else 0.0)
+        else:
+            self.long_tokens = float(emitted)
+
+    def exceeds(self, tokens: int) -> None:
+        """Learn of an answer that has so many tokens and has not ended."""
+        if self.seen < FEW:
+            self.long_tokens = max(self.long_tokens, tokens)
+        elif tokens > self.long_tokens:
+            self.long_tokens = _moved(self.long_tokens, LONG, tokens)
 
     def estimate(self, submit: Submit) -> float:
         """Tokens that all choices of this attempt will emit."""

@@ -28,11 +28,17 @@ Inside one tenant its `TenantQueue` decides. Pure; costs are in weighted tokens.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from math import inf
 from typing import Generic, NamedTuple
 
 from scheduler.fairness.fair_node import FairNode, Path, Ring
+from scheduler.fairness.held_shares import HeldNode, HeldShares
 from scheduler.fairness.sorted_row import SortedRow
 from scheduler.fairness.tenant_queue import Entry, T, TenantQueue
+
+COMPARED_MAX = 64
+"""Children whose shares of decode are compared at each level."""
 
 
 class Terms(NamedTuple):
@@ -116,14 +122,16 @@ class FairQueue(Generic[T]):
         """Let it wait under another key, as the newest there. Its deadline and its arrival stay."""
         self._move(entry, key, entry.chunks)
 
-    def first(self, keys: Iterable[int]) -> Entry[T] | None:
-        """The first in the fair order under these keys. Charges nothing."""
-        node = self._root
+    def first(self, keys: Iterable[int], shares: HeldShares | None = None) -> Entry[T] | None:
+        """The first in the fair order under these keys; with `shares` in the order of what the tenants hold in decode. Charges
+        nothing."""
+        node, held = self._root, shares.root if shares is not None else None
         there = [key for key in keys if key in node.rows]
         if not there:
             return None
         while type(node.rows[there[0]]) is Ring:  # all rows of a node are of one kind
-            node = node.first(there)
+            node = node.first(there) if held is None else _holds_least(node, there, held)
+            held = held.children.get(node.path[-1]) if held is not None else None
             if len(there) > 1:
                 there = [key for key in there if key in node.rows]
         queues: list[TenantQueue[T]] = [node.rows[key] for key in there]  # type: ignore[misc]
@@ -155,13 +163,14 @@ class FairQueue(Generic[T]):
             node = ring
         return False
 
-    def goes_before(self, one: Entry[T], other: Entry[T]) -> bool:
-        """Whether `one` comes first in the fair order."""
+    def goes_before(self, one: Entry[T], other: Entry[T], shares: HeldShares | None = None) -> bool:
+        """Whether `one` comes first in the fair order, or with `shares` in the order of what the tenants hold in decode."""
         mine, theirs = one.queue.node, other.queue.node
         if mine is theirs:
             return one.queue.order(one) < other.queue.order(other)
         mine, theirs = where_they_part(mine, theirs)
-        return (mine.round, mine.position) < (theirs.round, theirs.position)
+        held = (shares.of(mine.path), shares.of(theirs.path)) if shares is not None else (0.0, 0.0)
+        return (held[0], mine.round, mine.position) < (held[1], theirs.round, theirs.position)
 
     def adjust(self, path: Path, cost: float) -> None:
         """Charge (or, if negative, return) the difference between an estimate and what was computed or emitted.
@@ -301,6 +310,22 @@ class FairQueue(Generic[T]):
             node = child
         self._leaves[path] = node
         return node
+
+
+def _holds_least(node: FairNode, keys: Sequence[int], held: HeldNode) -> FairNode:
+    """The child that holds least for its weight, of those with something under one of these keys; of equals, the one whose turn
+    comes first. Looks at the first `COMPARED_MAX` in the order of turns, which have waited longest."""
+    best, least = None, inf
+    for _, _, child in islice(node.order, COMPARED_MAX):
+        rows = child.rows
+        if any(key in rows for key in keys):
+            there = held.children.get(child.path[-1])
+            share = there.share if there is not None else 0.0
+            if share < least:
+                best, least = child, share
+                if not share:
+                    break
+    return best or node.first(keys)
 
 
 def where_they_part(one: FairNode, other: FairNode) -> tuple[FairNode, FairNode]:

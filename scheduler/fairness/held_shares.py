@@ -11,6 +11,7 @@ tenant that is alone may have everything.
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
+from typing import NamedTuple
 
 from scheduler.fairness.fair_node import Path
 
@@ -22,19 +23,37 @@ LOOKED_AT_MAX = 16
 """Streams of one tenant, at one event."""
 
 
-class _Node:
-    __slots__ = ("children", "held", "order", "streams", "weight")
+class Stream(NamedTuple):
+    held: int
+    """Millionths of its decode worker."""
+    estimated: int = 0
+    """Its sequences, if it is counted with fewer tokens than it may come to have."""
+
+
+class HeldNode:
+    """A tenant at some level that holds something."""
+
+    __slots__ = ("children", "estimated", "held", "order", "streams", "weight")
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
         self.held = 0
         """Millionths of a decode worker."""
-        self.children: dict[str, _Node] = {}
+        self.estimated = 0
+        self.children: dict[str, HeldNode] = {}
         """Those that hold something."""
         self.order: list[tuple[float, str]] = []
         """Their names, by what they hold for their weight."""
-        self.streams: dict[tuple[int, Key], int] = {}
-        """Millionths of its decode worker that each stream of a tenant holds; oldest first."""
+        self.streams: dict[tuple[int, Key], Stream] = {}
+        """The streams of a tenant, with their workers; oldest first."""
+
+    @property
+    def share(self) -> float:
+        """What it holds for its weight."""
+        return self.held / self.weight
+
+
+_NOTHING = HeldNode(1.0)
 
 
 class HeldShares:
@@ -42,42 +61,79 @@ class HeldShares:
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = weights or {}
-        self._root = _Node(1.0)
+        self.root = HeldNode(1.0)
         self.freed = 0
         """Millionths of a worker that came free since `Pool.freed_per_s` was last called, without streams that gave way."""
 
-    def add(self, path: Path, worker: int, key: Key, held: int) -> None:
-        """An attempt of this tenant holds so many millionths of a worker from now on."""
-        self._count(path, held).streams[worker, key] = held
+    def add(self, path: Path, worker: int, key: Key, stream: Stream) -> None:
+        """An attempt of this tenant holds so much of a worker from now on."""
+        self._count(path, *stream).streams[worker, key] = stream
 
     def remove(self, path: Path, worker: int, key: Key) -> None:
-        tenant = self._root
-        for name in path:
-            tenant = tenant.children[name]
-        held = tenant.streams.pop((worker, key))
-        self.freed += held
-        self._count(path, -held)
+        stream = self.node(path).streams.pop((worker, key))
+        self.freed += stream.held
+        self._count(path, -stream.held, -stream.estimated)
 
-    def streams(self) -> dict[tuple[int, Key], int]:
-        """Returns what each stream holds, in millionths of its worker; for checks."""
-        nodes, found = [self._root], dict[tuple[int, Key], int]()
+    def recount(self, path: Path, worker: int, key: Key, stream: Stream) -> None:
+        """An attempt holds another part of its worker than was thought."""
+        streams = self.node(path).streams
+        before, streams[worker, key] = streams[worker, key], stream
+        self._count(path, stream.held - before.held, stream.estimated - before.estimated)
+
+    def node(self, path: Path) -> HeldNode:
+        """A tenant at some level; an empty one if it holds nothing."""
+        node = self.root
+        for name in path:
+            there = node.children.get(name)
+            if there is None:
+                return _NOTHING
+            node = there
+        return node
+
+    def of(self, path: Path) -> float:
+        """What a tenant at some level holds for its weight."""
+        return self.node(path).share
+
+    def estimated(self, path: Path) -> int:
+        """Sequences of a tenant at some level that are counted with fewer tokens than they may come to have."""
+        return self.node(path).estimated
+
+    def holds_most(self, path: Path) -> bool:
+        """Whether a tenant holds about as much for its weight as any other, and another holds clearly less: at the first level
+        where one does."""
+        above = self.root
+        for name in path:
+            own = above.children.get(name)
+            if own is None:
+                return False
+            least, most = above.order[0][0], above.order[-1][0]
+            if least < NEAR_ENOUGH * most:
+                return own.share >= NEAR_ENOUGH * most
+            above = own
+        return False
+
+    def streams(self) -> dict[tuple[int, Key], Stream]:
+        """Returns all streams, for checks."""
+        nodes, found = [self.root], dict[tuple[int, Key], Stream]()
         for node in nodes:
             nodes += node.children.values()
             found |= node.streams
-            assert node.held == sum(child.held for child in node.children.values()) + sum(node.streams.values())
+            assert node.held == sum(below.held for below in (*node.children.values(), *node.streams.values()))
+            assert node.estimated == sum(below.estimated for below in (*node.children.values(), *node.streams.values()))
             assert [name for _, name in node.order] == sorted(
                 node.children, key=lambda n: (node.children[n].held / node.children[n].weight, n)
             )
         return found
 
     def who_gives_way(
-        self, path: Path, wanted: Callable[[int], int], soon: float = 0.0
-    ) -> Iterator[tuple[int, Key, int]]:
-        """Yields streams of the tenant that holds most for its weight, with their workers and what they hold, newest first.
-        Leaves out streams whose end would leave that tenant with less than `path` would then hold. Yields none if what `path`
-        lacks is at most `soon`, which comes free by itself. `wanted(worker)` is what the request would hold there."""
-        most, depth = self._root, 0
-        own: _Node | None = most
+        self, path: Path, wanted: Callable[[int], int], may_leave: Callable[[int, Key], bool], soon: float = 0.0
+    ) -> Iterator[tuple[int, list[Key], int]]:
+        """Yields streams that could give way together to a request of `path`, with their worker and what they hold: the newest
+        of the tenant that holds most for its weight, first one, then one more. Leaves out those whose end would leave that
+        tenant with less than `path` would then hold. Yields none if what `path` lacks is at most `soon`, which comes free by
+        itself. `wanted(worker)` is what the request would hold there; `may_leave` says whether a stream can be interrupted."""
+        most, depth = self.root, 0
+        own: HeldNode | None = most
         while most is own and most.order:  # the one with most is the tenant's own: look further down
             above = most
             most, own = above.children[above.order[-1][1]], above.children.get(path[depth])
@@ -85,37 +141,43 @@ class HeldShares:
         if most is own:
             return
         own_held, weight = (own.held, own.weight) if own else (0, self._weight(path[:depth]))
-        most_held = most.held / most.weight
-        lacks = (most_held - own_held / weight) / (1 / most.weight + 1 / weight)
-        if own_held / weight > NEAR_ENOUGH * most_held or lacks <= soon:
+        lacks = (most.share - own_held / weight) / (1 / most.weight + 1 / weight)
+        if own_held / weight > NEAR_ENOUGH * most.share or lacks <= soon:
             return
         tenant = most
         while tenant.order:
             tenant = tenant.children[tenant.order[-1][1]]
-        for (worker, key), held in islice(reversed(tenant.streams.items()), LOOKED_AT_MAX):
+        together: dict[int, tuple[list[Key], int]] = {}
+        for (worker, key), stream in islice(reversed(tenant.streams.items()), LOOKED_AT_MAX):
+            if not may_leave(worker, key):
+                continue
+            keys, held = together.get(worker, ((), 0))
+            keys, held = together[worker] = [*keys, key], held + stream.held
             if (most.held - held) / most.weight >= (own_held + wanted(worker)) / weight:
-                yield worker, key, held
+                yield worker, keys, held
 
     def reweigh(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
-        self._weigh_below(self._root, ())
+        self._weigh_below(self.root, ())
 
-    def _weigh_below(self, node: _Node, path: Path) -> None:
+    def _weigh_below(self, node: HeldNode, path: Path) -> None:
         for name, child in node.children.items():
             child.weight = self._weight((*path, name))
             self._weigh_below(child, (*path, name))
         node.order = sorted((child.held / child.weight, name) for name, child in node.children.items())
 
-    def _count(self, path: Path, held: int) -> _Node:
-        above = self._root
+    def _count(self, path: Path, held: int, estimated: int) -> HeldNode:
+        above = self.root
         above.held += held
+        above.estimated += estimated
         for depth, name in enumerate(path, 1):
             node = above.children.get(name)
             if node is None:
-                node = above.children[name] = _Node(self._weight(path[:depth]))
+                node = above.children[name] = HeldNode(self._weight(path[:depth]))
             else:
                 del above.order[bisect_left(above.order, (node.held / node.weight, name))]
             node.held += held
+            node.estimated += estimated
             if node.held:
                 insort(above.order, (node.held / node.weight, name))
             else:

@@ -50,7 +50,7 @@ calls. The rows are made when the full lengths add up to more than the pool, and
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -107,6 +107,8 @@ class KvAdmission:
         """The worker has warned that blocks run short. Nothing more fits, or new attempts would take what victims free."""
         self.wholes = 0
         """Blocks of all attempts at their full lengths, as if no ends were known."""
+        self.outlived: set[Key] = set()
+        """Attempts that have outlived what they were counted with at first."""
         self._entries: dict[Key, _Entry] = {}
         self._has_rows = False
         self._table: Ints = np.zeros((len(_COLUMNS), 64), dtype=np.int64)
@@ -144,22 +146,39 @@ class KvAdmission:
         self._settle()
         return self.peak if self._has_rows else self.wholes
 
-    def fits(self, life: KvDemand) -> bool:
-        """Whether this attempt can be placed now so that no attempt ever lacks a block."""
+    def fits(self, life: KvDemand, without: Collection[Key] = (), *, leaves: float = 0.0) -> bool:
+        """Whether this attempt can be placed so that no attempt ever lacks a block: now, or when those in `without` are gone.
+        `leaves`: the part of the pool that it leaves to others beside `SPARE_SHARE`."""
         if self.short:
             return False
         self._settle()
         whole, most = life.whole(self.block_size), self.kv_blocks
-        if self._entries and life.counted < life.left:
-            most -= int(self.kv_blocks * SPARE_SHARE)
+        if self._entries:
+            spare = SPARE_SHARE if leaves or life.counted < life.left else 0.0
+            most -= int(self.kv_blocks * (spare + leaves))
         if self.wholes + whole <= most:
             return True
-        if max(whole, self.peak + life.grown(0, self.block_size)) > most:
+        if whole > most or (not without and self.peak + life.grown(0, self.block_size) > most):
             return False
-        rows = len(self._ends)
-        with_it = self._blocks(self._row(life, self.steps, NEVER), rows)
-        with_it += self._table[_TOTAL, :rows]
-        return int(np.maximum.reduce(with_it)) <= most
+        totals = self._totals(without)
+        totals += self._blocks(self._row(life, self.steps, NEVER), len(totals))
+        return int(np.maximum.reduce(totals, initial=whole)) <= most
+
+    def peak_without(self, keys: Collection[Key]) -> int:
+        """The value of `peak` if these attempts were gone."""
+        return int(np.maximum.reduce(self._totals(keys), initial=0))
+
+    def _totals(self, without: Collection[Key]) -> Ints:
+        """T at the ends of all rows, without these attempts. Blocks that they share with others remain."""
+        assert self.peak >= 0, "there are rows now"
+        totals: Ints = self._table[_TOTAL, : len(self._ends)].copy()
+        for key in without:
+            row = self._entries[key].row
+            upto = bisect_right(self._ends, row.end)
+            totals[:upto] -= self._blocks(row, upto)
+            if kept := self._shared.counted_for_others(key):
+                totals[:upto] += kept
+        return totals
 
     def place(self, key: Key, life: KvDemand) -> None:
         """Count an attempt which joins at an unknown step. The caller has asked `fits`, or means to go beyond the pool."""
@@ -192,9 +211,10 @@ class KvAdmission:
             self._cover(key, self._shared.hold(key, parts, entry.row.end))
         return True
 
-    def reached(self, steps: int) -> None:
-        """The worker has begun this many steps; every attempt that joined by then has been named."""
-        self.steps = max(self.steps, steps)
+    def reached(self, steps: int) -> list[Key]:
+        """The worker has begun this many steps; every attempt that joined by then has been named. Returns those that have just
+        outlived what they were counted with."""
+        self.steps, outlived = max(self.steps, steps), []
         while self._short and self._short[0][0] < self.steps:
             _, row_id, key = heappop(self._short)
             entry = self._entries.get(key)
@@ -202,6 +222,13 @@ class KvAdmission:
                 assert entry.life is not None
                 longer = entry.life._replace(expected=2 * entry.life.counted + 1)
                 self._run(key, longer, entry.row.end - entry.life.counted)
+                outlived.append(key)
+        self.outlived.update(outlived)
+        return outlived
+
+    def demand(self, key: Key) -> KvDemand | None:
+        """What an attempt is counted with; None if it was adopted and only its blocks are known."""
+        return self._entries[key].life
 
     def release(self, key: Key) -> bool:
         """The worker holds nothing more for this attempt. False if there is none, as when a message is repeated."""
@@ -209,6 +236,7 @@ class KvAdmission:
             return False
         self._shared.release(key)
         self._take_out(key)
+        self.outlived.discard(key)
         return True
 
     def _take_out(self, key: Key) -> None:

@@ -93,6 +93,7 @@ def decide(
     if not queued:
         return Run(request.dispatched_tokens, fitting(request, request.dispatched_tokens, left, size), None, b"")
     assert request.entry is not None
+    pool.lengths.expect(request, pool.shares)
     if worker.is_decode:
         return _suffix(request, worker, pool, queue, left, now)
     in_class, copied = is_class(request.entry.key), b""

@@ -1,5 +1,5 @@
-"""Chooses requests that leave a decode worker, when its blocks run short or when a tenant has less than its share while others
-have more. Also decides with how many tokens an answer is counted (overcommit). Pure.
+"""Chooses streams that leave a decode worker: when its blocks run short, when answers outlive what they were counted with, or
+when a tenant has less than its share while others have more. Pure.
 
 A victim is interrupted like an attempt whose worker was lost: its gateway submits it again with the tokens already sent, and a
 prefill worker computes their KV anew. The next attempt is counted with all tokens that it may still emit, so it is placed only
@@ -7,14 +7,13 @@ when there is room for all of them. It is chosen again only after all others, so
 """
 
 from collections.abc import Iterable
-from math import ceil
 from typing import NamedTuple
 
 from proto.errors import Interrupt
 from scheduler.cluster import Cluster
 from scheduler.fairness.fair_node import Path
 from scheduler.kv_admission.admission import Key
-from scheduler.kv_admission.demand import NEVER, KvDemand
+from scheduler.kv_admission.demand import KvDemand
 from scheduler.lifecycle import ON_WORKERS
 from scheduler.request import RETAINED, Request
 from scheduler.waiting.queue import WaitQueue
@@ -28,9 +27,8 @@ SOON_S = 3.0
 SOON_SHARE = 0.25
 """The same bound, as a part of the waiting request's target for its first token."""
 CHARGE_EVERY_S = 0.5
-HELD_COST = 4.0
-"""The cost of all room in decode, while it is short, relative to all tokens that prefill workers compute meanwhile. It is over
-1, so that the order of tenants follows from the room they hold, and their prompts' lengths matter little."""
+OUTLIVED_SHARE, OUTLIVED_MIN = 0.5, 8
+"""A tenant's estimate is taken to be wrong where this part of its streams on a worker, and so many, have outlived it."""
 
 
 class PreemptionCandidate(NamedTuple):
@@ -39,8 +37,8 @@ class PreemptionCandidate(NamedTuple):
     key: Key
     resumed: bool
     priority_class_weight: float
-    debt: float
-    """How far its tenant is ahead in the fair queue."""
+    shares: tuple[float, float]
+    """What its organisation and its tenant hold in decode, for their weights."""
     placed_at: float
     blocks: int
     """About how many blocks come free with it."""
@@ -48,8 +46,10 @@ class PreemptionCandidate(NamedTuple):
 
 def choose(candidates: Iterable[PreemptionCandidate], blocks: int) -> list[Key]:
     """Returns the attempts that leave so that `blocks` come free: resumed ones last; else lowest priority class, then the
-    tenant most ahead of its share, then the newest."""
-    order = sorted(candidates, key=lambda c: (c.resumed, c.priority_class_weight, -c.debt, -c.placed_at, c.key))
+    tenant that holds most for its weight, then the newest."""
+    order = sorted(
+        candidates, key=lambda c: (c.resumed, c.priority_class_weight, -c.shares[0], -c.shares[1], -c.placed_at, c.key)
+    )
     chosen: list[Key] = []
     for candidate in order:
         if blocks <= 0:
@@ -60,33 +60,23 @@ def choose(candidates: Iterable[PreemptionCandidate], blocks: int) -> list[Key]:
     return chosen
 
 
-def expected_left(request: Request, long_tokens: float, factor: float) -> int:
-    """Returns the tokens after its first that each choice is counted with: the length that few of its tenant's answers exceed,
-    but at least max_tokens divided by `factor`. Returns `NEVER` if `factor` is 1 or an attempt was interrupted before."""
-    if factor <= 1 or request.resumed:
-        return NEVER
-    least = (request.submit.sampling.max_tokens - request.submit.resumed_tokens) / factor
-    return max(ceil(max(long_tokens, least)) - 1, 0)
-
-
 def relieve(cluster: Cluster, worker: Worker, short_blocks: int, now: float) -> None:
     """Interrupt as many requests as needed. Blocks of attempts that are already leaving are counted first."""
-    room = worker.admission
+    room, shares = worker.admission, cluster.pools[worker.hello.model].shares
     assert room is not None
     candidates: list[PreemptionCandidate] = []
     for key, allocation in list(worker.allocations.items()):
         if key[1] == RETAINED:
             cluster.drop_retained(cluster.requests[key[0]])  # none of this room is in use
             continue
-        request = cluster.current(*key)
-        if request is not None and request.decode_incarnation == worker.incarnation and request.state in ON_WORKERS:
-            debt = cluster.queues[worker.hello.model].fair.debt(request.path)
-            weight = cluster.limits.priority_classes[request.path[0]].weight
-            candidates.append(
-                PreemptionCandidate(
-                    key, request.resumed, weight, debt, request.attempt_progress.placed_at, room.held_now(key)
-                )
+        request = _running(cluster, worker, key)
+        if request is not None:
+            held = shares.of(request.path[:2]), shares.of(request.path)
+            weight, placed_at = (
+                cluster.limits.priority_classes[request.path[0]].weight,
+                request.attempt_progress.placed_at,
             )
+            candidates.append(PreemptionCandidate(key, request.resumed, weight, held, placed_at, room.held_now(key)))
         elif not allocation.adopted:
             short_blocks -= room.held_now(key)
     for request_id, _ in choose(candidates, short_blocks):
@@ -95,62 +85,103 @@ def relieve(cluster: Cluster, worker: Worker, short_blocks: int, now: float) -> 
         )
 
 
+def outlived(cluster: Cluster, worker: Worker, keys: Iterable[Key]) -> None:
+    """Note that these attempts have more tokens than they were counted with."""
+    pool, room = cluster.pools[worker.hello.model], worker.admission
+    assert room is not None
+    for key in keys:
+        allocation, demand = worker.allocations[key], room.demand(key)
+        assert demand is not None
+        if allocation.path:
+            pool.lengths.outlived(allocation.path, demand.counted // 2)
+            pool.shares.recount(allocation.path, worker.incarnation, key, worker.stream(allocation.seqs, demand))
+
+
+def give_back(cluster: Cluster, worker: Worker, now: float) -> None:
+    """If what a worker has may come to need more than its pool, interrupt the newest streams of tenants whose answers outlive
+    what they were counted with, until the rest fits."""
+    room, pool = worker.admission, cluster.pools[worker.hello.model]
+    if room is None or not room.outlived or room.wholes <= room.kv_blocks or room.peak <= room.kv_blocks:
+        return
+    outlives = _outliving(worker)
+    leave, may_leave = list[Key](), list[tuple[bool, float, Key]]()
+    for key, allocation in worker.allocations.items():
+        request = _running(cluster, worker, key)
+        if request is None:
+            leave.append(key)
+        elif allocation.path in outlives and request.preempted < PREEMPTED_MAX:
+            may_leave.append((request.resumed, -request.attempt_progress.placed_at, key))
+    for _, _, key in sorted(may_leave):
+        if room.peak_without(leave) <= room.kv_blocks:
+            return
+        leave.append(key)
+        pool.gives_way = [key]
+        why = f"answers of {'/'.join(worker.allocations[key].path)} are longer than was expected"
+        cluster.interrupt(cluster.requests[key[0]], Interrupt.PREEMPTED, why, now)
+
+
+def _outliving(worker: Worker) -> set[Path]:
+    """The tenants of whose streams on a worker `OUTLIVED_SHARE` have outlived what they were counted with. Of a tenant whose
+    estimate is right it is a tail of long answers."""
+    assert worker.admission is not None
+    streams: dict[Path, int] = {}
+    outlived: dict[Path, int] = {}
+    for key, allocation in worker.allocations.items():
+        streams[allocation.path] = streams.get(allocation.path, 0) + 1
+        if key in worker.admission.outlived:
+            outlived[allocation.path] = outlived.get(allocation.path, 0) + 1
+    return {
+        path for path, count in outlived.items() if path and count >= max(OUTLIVED_SHARE * streams[path], OUTLIVED_MIN)
+    }
+
+
+def _running(cluster: Cluster, worker: Worker, key: Key) -> Request | None:
+    """The request of an attempt that decodes on a worker, or is to; None if it is leaving."""
+    request = cluster.current(*key)
+    there = request is not None and request.decode_incarnation == worker.incarnation and request.state in ON_WORKERS
+    return request if there else None
+
+
 def give_shares(cluster: Cluster, pool: Pool, queue: WaitQueue, now: float) -> None:
-    """If the first request in the fair order has no room in decode, interrupt one stream of the tenant that holds most for its
-    weight. This happens only if `held_shares` allows it and too little comes free by itself. The next interruption waits until
-    the worker has released this stream."""
-    freed_per_s = pool.freed_per_s(now)
-    if not pool.wakeups.closed or pool.gives_way in cluster.where:
+    """If the first request in turn has no room in decode, interrupt streams of the tenant that holds most for its weight. This
+    happens only if `held_shares` allows it, too little comes free by itself, and the request then has room. The next
+    interruption waits until the worker has released these streams."""
+    freed_per_s, pool.looked_at = pool.freed_per_s(now), now
+    if not pool.wakeups.closed or any(key in cluster.where for key in pool.gives_way):
         return
     request = queue.first(pool.wakeups.closed)
     if request is None or pool.room_for_large.request is not None:
         return
+    pool.lengths.expect(request, pool.shares)
     demand, choices = KvDemand.of(request.submit, request.expected_left), request.submit.choices
-    target_s = request.first_token_ms / 1000
+    target_s, waiting_ms = request.first_token_ms / 1000, pool.waiting_target()
     soon = freed_per_s * (min(SOON_S, SOON_SHARE * target_s) if target_s else SOON_S)
 
     def wanted(incarnation: int) -> int:
-        worker = pool.decode[incarnation]
-        return worker.share_of(choices, demand.whole(worker.capacity.block_size))
+        return pool.decode[incarnation].stream(choices, demand).held
 
-    for incarnation, key, held in pool.shares.who_gives_way(request.path, wanted, soon):
-        other, worker = cluster.current(*key), pool.decode[incarnation]
-        if other is None or other.state not in ON_WORKERS or other.preempted >= PREEMPTED_MAX or worker.draining:
-            continue
-        if makes_room(worker, key, demand, choices):
-            pool.gives_way = key
+    def may_leave(incarnation: int, key: Key) -> bool:
+        other = _running(cluster, pool.decode[incarnation], key)
+        return other is not None and other.preempted < PREEMPTED_MAX and not pool.decode[incarnation].draining
+
+    for incarnation, keys, held in pool.shares.who_gives_way(request.path, wanted, may_leave, soon):
+        if pool.decode_fits(pool.decode[incarnation], request, waiting_ms, without=keys):
+            pool.gives_way = keys
             pool.shares.freed -= held
-            cluster.interrupt(other, Interrupt.PREEMPTED, f"{'/'.join(request.path)} has less than its share", now)
+            pool.headroom.interrupted(held / 1_000_000 / len(pool.decode))
+            for request_id, _ in keys:
+                why = f"{'/'.join(request.path)} has less than its share"
+                cluster.interrupt(cluster.requests[request_id], Interrupt.PREEMPTED, why, now)
             return
 
 
 def charge_decode(cluster: Cluster, worker: Worker, now: float) -> None:
-    """Charge for answers beyond their estimates, as they are emitted. While requests wait for room in decode, also charge
-    tenants for the room that they hold and for how long, so that the fair order leads to their shares."""
-    pool, admission, since = cluster.pools[worker.hello.model], worker.admission, worker.held_charged_at
-    if now - since < CHARGE_EVERY_S or admission is None:
+    """Charge for answers beyond their estimates, as they are emitted."""
+    if now - worker.charged_at < CHARGE_EVERY_S or worker.admission is None:
         return
-    worker.held_charged_at = now
+    worker.charged_at = now
     queue = cluster.queues[worker.hello.model]
     for key in worker.allocations:
         request = cluster.current(*key)
         if request is not None and request.decode_incarnation == worker.incarnation:
-            queue.is_emitting(request, admission.forwarded(key))
-    if not pool.wakeups.closed:
-        return
-    cost = HELD_COST * pool.tokens_per_s() * min(now - since, 2 * CHARGE_EVERY_S) / len(pool.decode) / 1_000_000
-    held: dict[Path, int] = {}
-    for allocation in worker.allocations.values():
-        held[allocation.path] = held.get(allocation.path, 0) + worker.share_of(allocation.seqs, allocation.kv_blocks)
-    for path, share in held.items():
-        if path:
-            queue.charge(path, cost * share)
-
-
-def makes_room(worker: Worker, key: Key, demand: KvDemand, choices: int) -> bool:
-    """Whether a request has room on this worker without that stream."""
-    room, allocation = worker.admission, worker.allocations[key]
-    assert room is not None
-    if worker.free_seqs + allocation.seqs < choices:
-        return False
-    return demand.whole(room.block_size) <= worker.free_blocks + room.held_now(key) or room.fits(demand)
+            queue.is_emitting(request, worker.admission.forwarded(key))

@@ -20,6 +20,8 @@ from scheduler.workers.worker import Worker
 
 STEALS_MAX = 8
 """A request that was bound to a worker so often stays where it is."""
+LOOK_EVERY_S = 0.1
+"""How often streams that could give way are looked for at events that let no request be placed."""
 STEPS_PER_EVENT_MAX = 16
 """Composing a step takes 0.3 ms or more. If one event makes room for more steps than this, as in a large cluster, other events
 are handled between them."""
@@ -30,7 +32,11 @@ def schedule(cluster: Cluster, now: float) -> None:
         pool = cluster.pools[model]
         if pool.breakers.wake(now):
             pool.wakeups.look_anew()
+        pool.headroom.pass_time(now)
+        queue.shares = pool.shares if pool.is_short(now) else None
         if not pool.wakeups.due:
+            if now - pool.looked_at >= LOOK_EVERY_S:
+                give_shares(cluster, pool, queue, now)
             continue
         if not queue.fair.size:
             pool.wakeups.nothing_waits()

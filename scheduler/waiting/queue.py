@@ -7,11 +7,12 @@ from typing import cast
 
 from proto.messages import Chunk, Submit
 from proto.parts import STEP_TOKENS
-from scheduler.fairness.cost import OutputLength
 from scheduler.fairness.fair_node import Path
 from scheduler.fairness.fair_queue import FairQueue, Terms
+from scheduler.fairness.held_shares import HeldShares
 from scheduler.fairness.priority_classes import ring_weights
 from scheduler.fairness.sorted_row import SPARE
+from scheduler.kv_admission.answer_lengths import AnswerLengths
 from scheduler.limits import SchedulerLimits
 from scheduler.request import Request
 from scheduler.waiting.latest_starts import LatestStarts
@@ -35,9 +36,7 @@ class WaitQueue:
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
         self._waiting = 0
-        self._lengths: dict[Path, OutputLength] = {}
-        self._length_of_all = OutputLength(limits.long_output_tokens)
-        """The answer length that is assumed for a tenant until one of its answers has been seen."""
+        self.lengths = AnswerLengths(limits.long_output_tokens, limits.kv_overcommit)
         self.output_ratios: dict[str, Ratios] = {}
         """Tokens of answers as parts of what was expected when they were admitted, by priority class."""
         self._waits = Waits(limits.queue_wait_s_max, limits.resumed_wait_s_max)
@@ -50,6 +49,8 @@ class WaitQueue:
         self.fair: FairQueue[Request] = FairQueue(
             limits.quantum_tokens, {**ring_weights(limits.priority_classes), **limits.weights}, limits.overtaken_max
         )
+        self.shares: HeldShares | None = None
+        """The shares by which requests without a place take turns, while decode is short of room."""
         self.backlog = Backlog(limits.queue_tokens_max / limits.queue_requests_max)
         self.work_ahead = WorkAhead(self.fair.weights)
         """Prompt tokens that are not computed yet, of waiting and placed requests."""
@@ -89,7 +90,7 @@ class WaitQueue:
             path = (priority_class, organisation, user)
             self.fair.forget(path)
             self.backlog.forget(path)
-            self._lengths.pop(path, None)
+            self.lengths.forget(path)
 
     # --- in and out -----------------------------------------------------------------------------------------------------
 
@@ -113,7 +114,7 @@ class WaitQueue:
 
     def work(self, submit: Submit, path: Path) -> int:
         """The expected cost of a request, as `Projection` counts it."""
-        return self._work(submit, self._length(path).estimate(submit))
+        return self._work(submit, self.lengths.of(path).estimate(submit))
 
     def _work(self, submit: Submit, output_tokens: float) -> int:
         prices = self._limits.prices
@@ -227,8 +228,16 @@ class WaitQueue:
         return [key for key in self._classes if self.fair.has(key)]
 
     def first(self, keys: Iterable[int]) -> Request | None:
-        """The first in the fair order that waits under these queue keys."""
-        entry = self.fair.first(keys)
+        """The first that waits under these queue keys: in the fair order, or while decode is short of room, of the tenant that
+        holds least there for its weight. Between a placed prompt and a request without a place the fair order decides."""
+        if self.shares is None:
+            entry = self.fair.first(keys)
+            return None if entry is None else entry.item
+        keys = list(keys)
+        placed = self.fair.first([key for key in keys if key > 0])
+        entry = self.fair.first([key for key in keys if key < 0], self.shares)
+        if entry is None or (placed is not None and self.fair.goes_before(placed, entry)):
+            entry = placed
         return None if entry is None else entry.item
 
     def take(self, request: Request, length: int, incarnation: int, keys: Sequence[int], now: float) -> None:
@@ -265,9 +274,9 @@ class WaitQueue:
             request.entry = None
 
     def goes_before(self, one: Request, other: Request) -> bool:
-        """Whether the turn of `one` comes first in the fair order; both have one."""
+        """Whether the turn of `one` comes before that of `other`; neither is placed."""
         assert one.entry is not None and other.entry is not None
-        return self.fair.goes_before(one.entry, other.entry)
+        return self.fair.goes_before(one.entry, other.entry, self.shares)
 
     def settle_on(self, request: Request, key: int) -> None:
         """Let a request wait under this key: its prefill worker's incarnation if placed, else a class key or `bound_key`."""
@@ -331,18 +340,7 @@ class WaitQueue:
             found = self.output_ratios.get(name) or self.output_ratios.setdefault(name, Ratios())
             found.add(emitted_tokens / request.expected_tokens)
         each = -(-emitted_tokens // request.submit.choices)
-        self._length(request.path).learn(each)
-        self._length_of_all.learn(each)
+        self.lengths.learn(request.path, each)
 
     def output_estimate(self, request: Request) -> float:
-        return self._length(request.path).estimate(request.submit)
-
-    def long_output(self, request: Request) -> float:
-        """Tokens of one choice that few of its tenant's answers exceed."""
-        return self._length(request.path).long_tokens
-
-    def _length(self, path: Path) -> OutputLength:
-        found = self._lengths.get(path)
-        if found is None:
-            found = self._lengths[path] = OutputLength(self._length_of_all.long_tokens)
-        return found
+        return self.lengths.of(request.path).estimate(request.submit)

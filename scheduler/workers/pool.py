@@ -9,10 +9,15 @@ third is not.
 """
 
 from collections import ChainMap, Counter
+from collections.abc import Collection
+from math import inf
 
 from proto.messages import Role, Submit
 from proto.parts import STALL_SHARE, Capacity
+from scheduler.fairness.headroom import Headroom
 from scheduler.fairness.held_shares import HeldShares
+from scheduler.kv_admission.admission import Key
+from scheduler.kv_admission.answer_lengths import AnswerLengths
 from scheduler.kv_admission.sessions import Sessions
 from scheduler.request import Request
 from scheduler.score import Weights
@@ -31,6 +36,9 @@ from scheduler.workers.worker import Worker
 
 TOKENS_PER_S = 1000.0
 """The rate that a prefill worker is taken to have, while none of its pool has been measured."""
+
+SHORT_S = 1.0
+"""Decode counts as short of room for so long after a request found none."""
 
 SLICE_SHARE = 0.5
 """The part of a target per token that a mixed worker's prompts may take. Its decode step takes the rest."""
@@ -56,14 +64,16 @@ class Pool:
         self.wakeups = Wakeups(self.workers, self.room_for_large)
         self.bindings = Bindings(self.prefill, self.workers, self.wakeups)
         self.breakers = Breakers()
-        self.shares = HeldShares()
+        self.shares, self.headroom, self.lengths = HeldShares(), Headroom(), AnswerLengths()
         self.waits = PrefixWaits()
         self.suspects: dict[str, Request] = {}
         """Those with a suspicion, by id."""
         self.retained: dict[str, Request] = {}
         """Those that lost their prefill worker and keep their room in decode, by id."""
-        self.gives_way = ("", 0)
-        """The attempt that was interrupted last so that another tenant gets its share."""
+        self.looked_at = self._short_at = -inf
+        """When streams that could give way were last looked for, and when decode was last short of room."""
+        self.gives_way: list[tuple[str, int]] = []
+        """The attempts that were interrupted last so that others have room."""
         self.traffic, self.sessions = RecentTraffic(), Sessions()
         self.step_times = {Role.PREFILL: StepTimeSample(), Role.DECODE: StepTimeSample()}
         self.context_tokens = 0
@@ -127,6 +137,12 @@ class Pool:
         self.wakeups.look_anew()
         self._measure()
 
+    def is_short(self, now: float) -> bool:
+        """Whether a request has lately found no room in decode."""
+        if self.wakeups.closed:
+            self._short_at = now
+        return now - self._short_at <= SHORT_S
+
     def freed_per_s(self, now: float) -> float:
         """Millionths of a decode worker that came free lately, not counting streams that gave way."""
         if self._freed is None:
@@ -169,7 +185,12 @@ class Pool:
             wakeups.pairs_changed()
         if wakeups.closed and not worker.draining and not is_kept:
             waiting_ms = self.waiting_target()
-            wakeups.decode_room_freed(lambda request: self.decode_fits(worker, request, waiting_ms))
+
+            def fits(request: Request) -> bool:
+                self.lengths.expect(request, self.shares)
+                return self.decode_fits(worker, request, waiting_ms)
+
+            wakeups.decode_room_freed(fits)
 
     # --- what may run where -------------------------------------------------------------------------------------------
 
@@ -208,12 +229,16 @@ class Pool:
         if self.lone.end(request):
             self.wakeups.look_anew()
 
-    def decode_fits(self, decode: Worker, request: Request, waiting_ms: float = 0.0) -> bool:
-        """Whether a decode worker has room for a request now, and no target is missed there for it. `waiting_ms`: the result of
-        `waiting_target`."""
-        if not decode.fits(request.submit, request.expected_left):
+    def decode_fits(
+        self, decode: Worker, request: Request, waiting_ms: float = 0.0, without: Collection[Key] = ()
+    ) -> bool:
+        """Whether a decode worker has room for a request now, or when the streams in `without` are gone, and no target is
+        missed there for it. `waiting_ms`: the result of `waiting_target`."""
+        leaves = self.headroom.share if self.shares.holds_most(request.path) else 0.0
+        if not decode.fits(request.submit, request.expected_left, without, leaves=leaves):
             return False
-        return not self.targets.used or request.submit.choices <= self.targets.free_seqs(decode, request, waiting_ms)
+        choices = request.submit.choices - sum(decode.allocations[key].seqs for key in without)
+        return not self.targets.used or choices <= self.targets.free_seqs(decode, request, waiting_ms)
 
     def waiting_target(self) -> float:
         """The strictest target for the time per token of those that wait without room; 0: none."""

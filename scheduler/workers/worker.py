@@ -1,6 +1,6 @@
 """One worker as the coordinator knows it, and what is reserved on it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from math import ceil, inf
 
@@ -11,8 +11,8 @@ from proto.parts import STEP_TOKENS, Capacity, Held
 from proto.status import KvHeld, KvPair
 from scheduler.fairness.cost import START_LONG_TOKENS
 from scheduler.fairness.fair_node import Path
-from scheduler.fairness.held_shares import HeldShares
-from scheduler.kv_admission.admission import KvAdmission
+from scheduler.fairness.held_shares import HeldShares, Stream
+from scheduler.kv_admission.admission import Key, KvAdmission
 from scheduler.kv_admission.demand import NEVER, KvDemand
 from scheduler.kv_admission.shared_blocks import chains
 from scheduler.request import Request
@@ -52,8 +52,8 @@ class Worker:
     """Decode only. Allocations on a prefill worker do not grow: `kv_blocks_taken` is enough."""
     seqs_by_target: dict[float, int] = field(default_factory=dict)
     """Decode only: sequences held, by `Allocation.tpot_ms`."""
-    held_charged_at: float = 0.0
-    """Decode only: the time up to which tenants have paid for what they hold here."""
+    charged_at: float = 0.0
+    """Decode only: when answers beyond their estimates were last charged."""
     step_fit: StepFit = field(default_factory=StepFit)
     """Decode only: how long its steps take, learnt while targets are in use."""
     kv_blocks_taken: int = 0
@@ -141,11 +141,22 @@ class Worker:
     def kv_tokens(self) -> int:
         return self.capacity.kv_blocks * self.capacity.block_size
 
-    def fits(self, submit: Submit, expected_left: int = NEVER) -> bool:
-        """Whether there is room for it now."""
+    def fits(
+        self,
+        submit: Submit,
+        expected_left: int = NEVER,
+        without: Collection[Key] = (),
+        *,
+        leaves: float = 0.0,
+    ) -> bool:
+        """Whether there is room for it now; on a decode worker, or when these attempts are gone. `leaves`: the part of a decode
+        worker that it leaves to others."""
         if self.admission is None:
             return self.free_seqs > 0 and self.whole_blocks(submit) <= self.free_blocks
-        return submit.choices <= self.free_seqs and self.admission.fits(KvDemand.of(submit, expected_left))
+        free_seqs = self.free_seqs + sum(self.allocations[key].seqs for key in without)
+        free_seqs -= int(leaves * self.capacity.max_seqs) if self.allocations else 0
+        demand = KvDemand.of(submit, expected_left)
+        return submit.choices <= free_seqs and self.admission.fits(demand, without, leaves=leaves)
 
     def could_ever_take(self, submit: Submit) -> bool:
         """Whether it has room if nothing else is there."""
@@ -185,9 +196,8 @@ class Worker:
         self.free_seqs -= allocation.seqs
         self._count_target(allocation.tpot_ms, allocation.seqs)
         if self.shares is not None and allocation.path:
-            self.shares.add(
-                allocation.path, self.incarnation, key, self.share_of(allocation.seqs, allocation.kv_blocks)
-            )
+            assert allocation.demand is not None
+            self.shares.add(allocation.path, self.incarnation, key, self.stream(allocation.seqs, allocation.demand))
         if self.admission is None:
             self.kv_blocks_taken += allocation.kv_blocks
         elif allocation.demand is None:
@@ -215,9 +225,13 @@ class Worker:
         self.on_change(self)
         return allocation
 
-    def share_of(self, seqs: int, kv_blocks: int) -> int:
-        """Returns the larger part of this worker, in millionths: of its sequences or of its blocks."""
-        return max(1_000_000 * seqs // self.capacity.max_seqs, 1_000_000 * kv_blocks // self.capacity.kv_blocks, 1)
+    def stream(self, seqs: int, demand: KvDemand) -> Stream:
+        """Returns the larger part of this worker that an attempt takes, in millionths: of its sequences, or of its blocks on
+        average over its life."""
+        size, capacity = self.capacity.block_size, self.capacity
+        blocks = (demand.grown(0, size) + demand.whole(size)) // 2
+        held = max(1_000_000 * seqs // capacity.max_seqs, 1_000_000 * blocks // capacity.kv_blocks, 1)
+        return Stream(held, seqs if demand.expected < demand.left else 0)
 
     def _count_target(self, tpot_ms: float, seqs: int) -> None:
         held = self.seqs_by_target.get(tpot_ms, 0) + seqs

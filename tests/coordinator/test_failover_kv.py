@@ -91,7 +91,7 @@ def test_oversized_stream_keeps_reservation() -> None:
 def test_adopted_streams_under_overcommit() -> None:
     """Adopted streams count as expected under overcommit, and are no victims if they leave already."""
     h = Harness.make(limits=Limits(kv_overcommit=4.0), decode=0, kv_blocks=78)
-    h.core.cluster.queues["m"]._length_of_all.long_tokens = 128.0
+    h.core.cluster.queues["m"].lengths.of(()).long_tokens = 128.0
     hello = worker_hello(Role.DECODE, 20, kv_blocks=1600)
     held = tuple(Held(name, 1, 1002, 1, 0, 8, 4000, 5, 0) for name in ("x",))
     h.post(PeerUp(20, msgspec.structs.replace(hello, held=held)))

@@ -13,7 +13,7 @@ from proto.errors import Interrupt
 from proto.messages import HandedOver, Interrupted, Message, Release, Released, Reserve, Role, Step, StepDone
 from proto.parts import Held
 from proto.progress import DecodeProgress, Joined
-from scheduler.waiting.queue import WaitQueue
+from scheduler.kv_admission.answer_lengths import AnswerLengths
 from tests.coordinator.world import Harness, submit, worker_hello
 from tests.helpers import first
 
@@ -63,7 +63,7 @@ def test_returning_worker_may_exceed_pool() -> None:
 
 def overcommitted() -> Harness:
     h = Harness.make(limits=Limits(kv_overcommit=4.0), kv_blocks=78)
-    h.core.cluster.queues["m"]._length_of_all.long_tokens = 128.0
+    h.core.cluster.queues["m"].lengths.of(()).long_tokens = 128.0
     for name in ("a", "b"):
         h.now += 1
         h.receive(1, submit(name, 8, max_tokens=300))  # 77 blocks in the end; 34 for 128 tokens
@@ -139,7 +139,7 @@ def test_most_use_depends_on_prompt_share() -> None:
 
 def test_preempted_streams_all_finish(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every preempted stream finishes though lengths are underestimated."""
-    monkeypatch.setattr(WaitQueue, "long_output", lambda queue, request: 32.0)
+    monkeypatch.setattr(AnswerLengths, "long_tokens", lambda lengths, path: 32.0)
 
     def draw(random: Random) -> Job:
         return Job(32, 128, (random.randint(1, 128),))

@@ -240,9 +240,10 @@ def _time_steps(state: State, worker: Worker, done: DecodeProgress, now: float) 
         (sequences / steps, done.timed_kv_tokens / steps, done.timed_ms / steps),
     )
     pool.step_times[Role.DECODE].add(steps, *means, now)
-    pool.targets.measured(worker, *means)
-    if pool.targets.used and pool.wakeups.closed:
+    if pool.targets.used:
+        worker.step_fit.add(*means)
         pool.freed(worker)  # its batch may be larger now
+        pool.reassign(now)
 
 
 def fault_of_end(state: State, incarnation: int, event: Received) -> str:

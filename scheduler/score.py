@@ -5,7 +5,7 @@
                 + transfer * (blocks not cached on d)   [+ remote * (the same), where p and d are on different hosts; none of it
                                                          where they are the halves of one mixed worker]
                 + room * (fullness of p squared) + load * (fullness of d)
-                + targets * (0, 1, 2)           where none, some, or all streams on d have another target per token than it
+                + targets                       where d is assigned to other targets per token than its own
                 + numerics                      where an interrupted stream began on a worker that computes other bits than d
                 + trouble * (share of recent work that failed on p + the same of d, or of what went from p to d if that is more)
 
@@ -38,8 +38,7 @@ class Weights:
     trouble_s: float = 5.0
     """Seconds for a worker on which everything failed lately: it is avoided as long as there is another."""
     targets_s: float = 2.0
-    """Seconds for a decode worker where some streams have another target for the time per token, and twice that where all
-    have: more than for a full one."""
+    """Seconds for a decode worker that is assigned to other targets for the time per token: more than for a full one."""
     numerics_s: float = 1000.0
     """Seconds for a decode worker that computes other last bits than the one where an interrupted stream began: it is chosen
     only if there is no other, since the stream may then go on with other tokens."""
@@ -75,8 +74,8 @@ class DecodeSide:
     host: str
     is_same_process: bool = False
     """It is the other half of the mixed worker that computes the prompt."""
-    other_targets: int = 0
-    """0, 1 or 2: see `token_targets`."""
+    is_guest: bool = False
+    """The worker is assigned to another class of targets: see `token_targets`."""
     other_numerics: bool = False
     """It computes other bits than the worker where this stream began."""
 
@@ -94,7 +93,7 @@ def decode_s(side: DecodeSide, prefill_host: str, weights: Weights) -> float:
     if side.is_same_process:
         per_block = 0.0
     own = per_block * side.missing_blocks + weights.load_s * side.fullness + weights.trouble_s * side.failure_rate
-    own += weights.targets_s * side.other_targets
+    own += weights.targets_s if side.is_guest else 0.0
     return own + (weights.numerics_s if side.other_numerics else 0.0)
 
 

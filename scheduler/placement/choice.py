@@ -191,6 +191,6 @@ def _decode_side(worker: Worker, request: Request, prefill: Worker, pool: Pool, 
         ),
         host=worker.hello.host,
         is_same_process=worker.is_same_process(prefill),
-        other_targets=pool.targets.other_targets(worker, request),
+        is_guest=pool.targets.is_guest(worker, request),
         other_numerics=request.resumed and request.numerics not in ("", worker.hello.numerics),
     )

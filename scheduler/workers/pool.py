@@ -9,6 +9,8 @@ third is not.
 """
 
 from collections import ChainMap, Counter
+from collections.abc import Collection
+from math import inf
 
 from proto.messages import Role, Submit
 from proto.parts import STALL_SHARE, Capacity
@@ -18,6 +20,7 @@ from scheduler.request import Request
 from scheduler.score import Weights
 from scheduler.step_pace import StepLimits, StepPace
 from scheduler.waiting.overload import Rate
+from scheduler.waiting.queue_keys import target_class
 from scheduler.workers.bindings import Bindings, PrefixWaits
 from scheduler.workers.candidates import Candidates
 from scheduler.workers.circuit_breakers import NOBODY, Breakers
@@ -35,6 +38,9 @@ TOKENS_PER_S = 1000.0
 SLICE_SHARE = 0.5
 """The part of a target per token that a mixed worker's prompts may take. Its decode step takes the rest."""
 
+REASSIGN_S = 0.5
+"""The least time between two looks at whether a decode worker is to serve another target."""
+
 BESIDE_STREAMS = STALL_SHARE / (1 + STALL_SHARE)
 """Part of its time that a decode worker with streams has for prompts, while its rate is not measured."""
 
@@ -48,7 +54,7 @@ class Pool:
         self._step_limits = steps or StepLimits()
         self.prefill: dict[int, Worker] = {}
         self.decode: dict[int, Worker] = {}
-        self.locality, self.targets = Locality(), TokenTargets()
+        self.locality, self.targets = Locality(), TokenTargets(self.decode)
         self.workers = ChainMap(self.prefill, self.decode)
         self.candidates = Candidates(self.prefill, self.decode, self.locality, self.targets)
         self.room_for_large = RoomForLargeRequest(self.decode)
@@ -62,6 +68,7 @@ class Pool:
         """Those with a suspicion, by id."""
         self.retained: dict[str, Request] = {}
         """Those that lost their prefill worker and keep their room in decode, by id."""
+        self._reassigned_at = -inf
         self.gives_way = ("", 0)
         """The attempt that was interrupted last so that another tenant gets its share."""
         self.traffic, self.sessions = RecentTraffic(), Sessions()
@@ -168,8 +175,8 @@ class Pool:
         if self.breakers.pairs:
             wakeups.pairs_changed()
         if wakeups.closed and not worker.draining and not is_kept:
-            waiting_ms = self.waiting_target()
-            wakeups.decode_room_freed(lambda request: self.decode_fits(worker, request, waiting_ms))
+            short = self.short_targets()
+            wakeups.decode_room_freed(lambda request: self.decode_fits(worker, request, short))
 
     # --- what may run where -------------------------------------------------------------------------------------------
 
@@ -208,19 +215,32 @@ class Pool:
         if self.lone.end(request):
             self.wakeups.look_anew()
 
-    def decode_fits(self, decode: Worker, request: Request, waiting_ms: float = 0.0) -> bool:
-        """Whether a decode worker has room for a request now, and no target is missed there for it. `waiting_ms`: the result of
-        `waiting_target`."""
+    def decode_fits(self, decode: Worker, request: Request, short: Collection[int]) -> bool:
+        """Whether a decode worker has room for a request now, and no target is missed there for it. `short`: the result of
+        `short_targets`."""
         if not decode.fits(request.submit, request.expected_left):
             return False
-        return not self.targets.used or request.submit.choices <= self.targets.free_seqs(decode, request, waiting_ms)
+        return not self.targets.used or request.submit.choices <= self.targets.free_seqs(decode, request, short)
 
-    def waiting_target(self) -> float:
-        """The strictest target for the time per token of those that wait without room; 0: none."""
-        if not self.targets.used:
-            return 0.0
-        firsts = self.wakeups.closed.values()
-        return min((first.tpot_ms for first in firsts if first.tpot_ms and first.waits), default=0.0)
+    def short_targets(self) -> Collection[int]:
+        """Classes of targets of which something waits though a decode worker has a sequence and blocks for it."""
+        short = dict[int, None]()
+        roomiest = self.candidates.least_full() if self.targets.used and self.wakeups.closed else None
+        if roomiest is not None:
+            for first in self.wakeups.closed.values():
+                target = target_class(first.tpot_ms)
+                if target not in short and first.waits and roomiest.fits(first.submit, first.expected_left):
+                    short[target] = None
+        return short
+
+    def reassign(self, now: float) -> None:
+        """Give a decode worker to a class of targets that waits without room; called often."""
+        if now < self._reassigned_at + REASSIGN_S or not self.targets.used or not self.wakeups.closed:
+            return
+        self._reassigned_at = now
+        worker = self.targets.reassign(self.short_targets())
+        if worker is not None:
+            self.freed(worker)
 
     # --- trouble --------------------------------------------------------------------------------------------------------
 

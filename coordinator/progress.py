@@ -230,15 +230,19 @@ def decode_progress(state: State, incarnation: int, event: Received, now: float)
 
 
 def _time_steps(state: State, worker: Worker, done: DecodeProgress, now: float) -> None:
-    """Record how long a decode worker's steps took. Steps of a mixed worker are left out, since prompts were computed between
-    them."""
+    """Record how long a decode worker's steps took."""
     steps, sequences = done.timed_steps, done.timed_sequences
-    if not steps <= sequences <= steps * worker.capacity.max_seqs or worker.hello.process or not steps * done.timed_ms:
+    if not steps <= sequences <= steps * worker.capacity.max_seqs or not steps * done.timed_ms:
         return
     pool, means = (
         state.pools[worker.hello.model],
         (sequences / steps, done.timed_kv_tokens / steps, done.timed_ms / steps),
     )
+    worker.measure_decode(means[0], means[2])
+    worker.measured_at = pool.finished
+    if worker.hello.process:
+        pool.measure_mixed(worker, steps, *means)
+        return
     pool.step_times[Role.DECODE].add(steps, *means, now)
     if pool.targets.used:
         worker.step_fit.add(*means)

@@ -179,7 +179,7 @@ def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoomOnWorker:
         worker = max(pool.decode.values(), key=lambda w: (not w.draining, w.free_blocks, w.free_seqs, w.incarnation))
         allocation, free_seqs = (
             worker.decode_allocation(target.submit),
-            pool.targets.free_seqs(worker, target, short),
+            max(pool.targets.free_seqs(worker, target, short), 0),
         )
     held: dict[str, int] = {}
     for other in worker.allocations.values():

@@ -106,7 +106,7 @@ def give_shares(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
     if request is None or pool.room_for_large.request is not None:
         return
     demand, choices = KvDemand.of(request.submit, request.expected_left), request.submit.choices
-    target_s = request.first_token_ms / 1000
+    target_s, short = request.first_token_ms / 1000, pool.short_targets()
     soon = freed_per_s * (min(SOON_S, SOON_SHARE * target_s) if target_s else SOON_S)
 
     def wanted(incarnation: int) -> int:
@@ -117,7 +117,8 @@ def give_shares(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
         other, worker = state.current(*key), pool.decode[incarnation]
         if other is None or other.state not in ON_WORKERS or other.preempted >= PREEMPTED_MAX or worker.draining:
             continue
-        if makes_room(worker, key, demand, choices):
+        left = pool.targets.free_seqs(worker, request, short) + worker.allocations[key].seqs
+        if choices <= left and makes_room(worker, key, demand, choices):
             pool.gives_way = key
             pool.shares.freed -= held
             state.interrupt(other, Interrupt.PREEMPTED, f"{'/'.join(request.path)} has less than its share", now)

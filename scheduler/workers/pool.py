@@ -41,6 +41,9 @@ SLICE_SHARE = 0.5
 REASSIGN_S = 0.5
 """The least time between two looks at whether a decode worker is to serve another target."""
 
+MEASURE_AFTER = 200
+"""After so many requests of a pool have finished, an idle decode worker counts as not measured."""
+
 BESIDE_STREAMS = STALL_SHARE / (1 + STALL_SHARE)
 """Part of its time that a decode worker with streams has for prompts, while its rate is not measured."""
 
@@ -155,11 +158,25 @@ class Pool:
             if worker.hello.process:
                 self._bound_slices(worker)
 
+    def measure_mixed(self, decode: Worker, steps: int, sequences: float, kv_tokens: float, step_ms: float) -> None:
+        """Record the mean of some decode steps of a mixed worker, prompts between them included."""
+        prefill = self._mixed.get(_process(decode))
+        if prefill is None:
+            return
+        between_ms = max(prefill.prompts_ms - decode.prompts_ms, 0.0) / steps
+        decode.prompts_ms = prefill.prompts_ms
+        if step_ms > between_ms:
+            decode.step_fit.add(sequences, kv_tokens, step_ms - between_ms)
+            self._bound_slices(decode)
+
     def _bound_slices(self, decode: Worker) -> None:
-        """Set how long a mixed worker's decode half gives way to its prefill half."""
+        """Set how long a mixed worker's decode half gives way to its prefill half: each stream keeps its target, or without one
+        its part of a step."""
         prefill = self._mixed.get(_process(decode))
         if prefill is not None:
-            prefill.pace.slice_ms = SLICE_SHARE * min(filter(None, decode.seqs_by_target), default=0.0)
+            step_ms = decode.step_fit.step_ms(decode.capacity.max_seqs - decode.free_seqs)
+            bounds = (SLICE_SHARE * ms if ms else STALL_SHARE * step_ms for ms in decode.seqs_by_target)
+            prefill.pace.slice_ms = min(filter(None, bounds), default=0.0)
 
     def freed(self, worker: Worker) -> None:
         """Wake waiting requests, since a worker has released something or is certain to need less."""
@@ -215,7 +232,7 @@ class Pool:
         if self.lone.end(request):
             self.wakeups.look_anew()
 
-    def decode_fits(self, decode: Worker, request: Request, short: Collection[int]) -> bool:
+    def decode_fits(self, decode: Worker, request: Request, short: Collection[int] = ()) -> bool:
         """Whether a decode worker has room for a request now, and no target is missed there for it. `short`: the result of
         `short_targets`."""
         if not decode.fits(request.submit, request.expected_left):
@@ -241,6 +258,10 @@ class Pool:
         worker = self.targets.reassign(self.short_targets())
         if worker is not None:
             self.freed(worker)
+
+    def is_measured_long_ago(self, decode: Worker) -> bool:
+        """Whether a decode worker's speed is to be measured anew with one stream."""
+        return self.finished - decode.measured_at >= MEASURE_AFTER
 
     # --- trouble --------------------------------------------------------------------------------------------------------
 

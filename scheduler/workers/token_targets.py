@@ -122,8 +122,8 @@ class TokenTargets:
         return target is not None and target != target_class(request.tpot_ms)
 
     def free_seqs(self, worker: Worker, request: Request, short: Collection[int]) -> int:
-        """Returns how many sequences a decode worker can take for a request without missing a target. `short`: classes that
-        wait without room."""
+        """Returns how many sequences a decode worker can take for a request without missing a target; less than 0: so many would
+        have to leave first. `short`: classes that wait without room."""
         free, target = worker.free_seqs, self._class_of.get(worker.incarnation)
         if not self.used or worker.hello.process:
             return free
@@ -138,7 +138,7 @@ class TokenTargets:
         cap = self.cap(worker, strictest_ms)
         if cap < most and is_guest:
             cap = 0 if target in short else int(GUESTS * cap)
-        return min(free, max(cap + free - most, 0))
+        return min(free, cap + free - most)
 
     def cap(self, worker: Worker, target_ms: float) -> int:
         """The largest batch of a decode worker that keeps a target."""

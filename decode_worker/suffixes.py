@@ -203,8 +203,8 @@ class SliceSizes:
     """How much of a prompt is computed with the next step, so that running streams hardly notice.
 
     A slice may lengthen the step by `share` of its time without a slice, and it leaves the strictest TPOT target of the streams
-    its time. If all of them have targets, those alone count. The time of steps without a slice, by batch size, and the time that a slice's token adds
-    are both measured.
+    its time. If all of them have targets, those alone count. The time of steps without a slice, by batch size, and the time
+    that a slice's token adds are both measured.
     """
 
     def __init__(self, share: float) -> None:

@@ -41,6 +41,9 @@ SLICE_SHARE = 0.5
 REASSIGN_S = 0.5
 """The least time between two looks at whether a decode worker is to serve another target."""
 
+APART_S = 5.0
+"""Seconds for which targets count as what requests wait for, after one has."""
+
 MEASURE_AFTER = 200
 """After so many requests of a pool have finished, an idle decode worker counts as not measured."""
 
@@ -71,7 +74,7 @@ class Pool:
         """Those with a suspicion, by id."""
         self.retained: dict[str, Request] = {}
         """Those that lost their prefill worker and keep their room in decode, by id."""
-        self._reassigned_at = -inf
+        self._reassigned_at = self._short_at = -inf
         self.gives_way = ("", 0)
         """The attempt that was interrupted last so that another tenant gets its share."""
         self.traffic, self.sessions = RecentTraffic(), Sessions()
@@ -251,13 +254,19 @@ class Pool:
         return short
 
     def reassign(self, now: float) -> None:
-        """Give a decode worker to a class of targets that waits without room; called often."""
-        if now < self._reassigned_at + REASSIGN_S or not self.targets.used or not self.wakeups.closed:
+        """Give a decode worker to a class of targets that waits without room. Called often; not each call looks."""
+        if now < self._reassigned_at + REASSIGN_S or not self.wakeups.closed:
             return
-        self._reassigned_at = now
-        worker = self.targets.reassign(self.short_targets())
-        if worker is not None:
-            self.freed(worker)
+        self._reassigned_at, short = now, self.short_targets()
+        if short:
+            self._short_at = now
+            worker = self.targets.reassign(short)
+            if worker is not None:
+                self.freed(worker)
+
+    def is_apart(self, tpot_ms: float, now: float) -> bool:
+        """Whether a class of targets has decode workers of its own, and targets are what requests wait for, or did lately."""
+        return now - self._short_at <= APART_S and self.targets.has_own(tpot_ms)
 
     def is_measured_long_ago(self, decode: Worker) -> bool:
         """Whether a decode worker's speed is to be measured anew with one stream."""

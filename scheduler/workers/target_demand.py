@@ -34,7 +34,8 @@ def who_gives(
     waiting = set(short)
 
     def held(target: int, change: int = 0) -> float:
-        return (demands[target].workers + change) / weights[target] if target in demands else change / weights[target]
+        workers = demands[target].workers if target in demands else 0
+        return (workers + change) / weights.get(target, 1.0)
 
     for target in sorted(waiting, key=held):
         giving = [

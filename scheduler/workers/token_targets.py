@@ -17,6 +17,7 @@ streams:
 Until a request with a target comes, this costs nothing and decides nothing.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from itertools import islice
 
@@ -54,6 +55,8 @@ class TokenTargets:
         """The class to which a decode worker is assigned."""
         self._awaited: dict[int, int] = {}
         """The worker that a class was given and has no stream on yet."""
+        self._workers: Counter[int] = Counter()
+        """How many workers are assigned to each class."""
         self._listed: dict[int, Ordered] = {}
         """Workers with a sequence free, by their class, the least busy first."""
 
@@ -92,12 +95,15 @@ class TokenTargets:
     def _assign(self, worker: Worker, target: int) -> None:
         self._forget(worker.incarnation)
         self._class_of[worker.incarnation] = target
+        self._workers[target] += 1
         self._list(worker, target)
 
     def _forget(self, incarnation: int) -> None:
-        target = self._class_of.pop(incarnation, SHARED)
-        if target in self._listed:
-            self._listed[target].drop(incarnation)
+        target = self._class_of.pop(incarnation, None)
+        if target is None:
+            return
+        self._workers[target] -= 1
+        self._listed[target].drop(incarnation)
         if self._awaited.get(target) == incarnation:
             del self._awaited[target]
 
@@ -114,7 +120,7 @@ class TokenTargets:
 
     def has_own(self, tpot_ms: float) -> bool:
         """Whether workers are assigned to the class of a target, and others to other classes."""
-        return len(set(self._class_of.values()) | {SHARED}) > 2 and target_class(tpot_ms) in self._class_of.values()
+        return 0 < self._workers[target_class(tpot_ms)] < self._workers.total() - self._workers[SHARED]
 
     def is_guest(self, worker: Worker, request: Request) -> bool:
         """Whether the worker is assigned to another class than the request's, or shared."""
@@ -122,15 +128,15 @@ class TokenTargets:
         return target is not None and target != target_class(request.tpot_ms)
 
     def free_seqs(self, worker: Worker, request: Request, short: Collection[int]) -> int:
-        """Returns how many sequences a decode worker can take for a request without missing a target; less than 0: so many would
-        have to leave first. `short`: classes that wait without room."""
+        """Returns how many sequences a decode worker can take for a request without missing a target; less than 0: so many
+        would have to leave first. `short`: classes that wait without room."""
         free, target = worker.free_seqs, self._class_of.get(worker.incarnation)
         if not self.used or worker.hello.process:
             return free
         is_own = target is None or target == SHARED
         waiting = short if is_own else (target,)
         is_guest = not is_own and target != target_class(request.tpot_ms)
-        targets = (*worker.seqs_by_target, request.tpot_ms, *(self._strictest[one] for one in waiting))
+        targets = (*worker.seqs_by_target, request.tpot_ms, *(self._strictest.get(one, 0.0) for one in waiting))
         strictest_ms = min(filter(None, targets), default=0.0)
         if not strictest_ms or (not worker.seqs_by_target and not (is_guest and target in short)):
             return free
@@ -195,7 +201,7 @@ class TokenTargets:
     def _load(self, worker: Worker, target: int) -> float:
         """The throughput of a worker's streams of its class, as a part of what it is with as many as the target allows; or the
         part of its KV that is taken, if that is more."""
-        capacity, fit, ms = worker.capacity, worker.step_fit, self._strictest[target]
+        capacity, fit, ms = worker.capacity, worker.step_fit, self._strictest.get(target, 0.0)
         taken = capacity.max_seqs - worker.free_seqs
         cap = min(self.cap(worker, ms), capacity.max_seqs) if ms else capacity.max_seqs
         part = _seqs(worker, target) / cap

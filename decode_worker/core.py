@@ -232,10 +232,10 @@ class DecodeCore(Generic[S]):
         self.suffixes.computed(done, items, now)
         self._ports.registration.report_cache(self.table.allocator.take_changes)
 
-    def strictest_tpot_ms(self) -> float:
-        """The strictest target of the streams that run; 0: none has one."""
+    def tpot_targets(self) -> set[float]:
+        """The targets of the streams that run; 0 is among them if one has none."""
         attempts = (self.table.attempts.get(one.key) for one in self.batch.running)
-        return min((a.order.tpot_ms for a in attempts if a is not None and a.order.tpot_ms), default=0.0)
+        return {attempt.order.tpot_ms if attempt is not None else 0.0 for attempt in attempts}
 
     def apply(self, drawn: list[Draw]) -> tuple[StepOutcome[S], list[FinalReport]]:
         """Apply the computed step. The blocks of ended sequences are freed now, for the next plan; `pass_on` reports them once

@@ -7,7 +7,7 @@ Each slice is computed in one forward pass with the streams' tokens.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -202,9 +202,9 @@ class Suffixes(Generic[S]):
 class SliceSizes:
     """How much of a prompt is computed with the next step, so that running streams hardly notice.
 
-    A slice may lengthen the step by `share` of its time without a slice. If streams have TPOT targets, it may use what the
-    strictest target leaves instead. The time of steps without a slice, by batch size, and the time that a slice's token adds
-    are both measured.
+    A slice may lengthen the step by `share` of its time without a slice, and it leaves the strictest TPOT target of the streams
+    its time. If all of them have targets, those alone count. The time of steps without a slice, by batch size, and the time
+    that a slice's token adds are both measured.
     """
 
     def __init__(self, share: float) -> None:
@@ -215,13 +215,13 @@ class SliceSizes:
         self._token_ms = 0.0
         """The time that a token of a slice adds; 0: not measured yet."""
 
-    def tokens(self, sequences: int, tpot_ms: float = 0.0) -> int:
+    def tokens(self, sequences: int, targets: Collection[float] = (0.0,)) -> int:
         """The size of the next slice beside so many sequences: one at least, or a prompt might wait for the end of all streams.
-        `tpot_ms`: the strictest of their targets; 0: none has one."""
+        `targets`: their TPOT targets in milliseconds; 0 stands for none."""
         step_ms = self.step_ms(sequences)
         if not step_ms:
             return 1  # nothing is known yet
-        spare_ms = TARGET_SHARE * tpot_ms - step_ms if tpot_ms else self._share * step_ms
+        spare_ms = min(TARGET_SHARE * target - step_ms if target else self._share * step_ms for target in targets)
         return max(int(spare_ms / (self._token_ms or _FIRST_SHARE * step_ms)), 1)
 
     def step_ms(self, sequences: int) -> float:

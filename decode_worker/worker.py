@@ -270,7 +270,7 @@ class DecodeWorker(ReceiverOwner):
         """The part of a prompt that the next step computes."""
         running, tokens_max = len(self.table.batch.running), self.driver.settings.step_tokens_on(self.engine.on_gpu)
         if running:
-            tokens_max = min(tokens_max, self.slices.tokens(running, self.core.strictest_tpot_ms()))
+            tokens_max = min(tokens_max, self.slices.tokens(running, self.core.tpot_targets()))
         elif len(self.table.attempts) > len(self.core.suffixes):
             tokens_max = min(tokens_max, IDLE_TOKENS)
         return self.core.next_slice(tokens_max, clock.now())

@@ -45,9 +45,7 @@ class Cluster:
         """Set a request's targets from its priority class, as the tenants file is now."""
         priority_class = self.limits.priority_classes[request.path[0]]
         request.ttft_ms, request.tpot_ms = priority_class.ttft_ms or 0.0, priority_class.tpot_ms or 0.0
-        pool = self.pools[request.submit.model]
-        if request.tpot_ms and not pool.targets.used:
-            pool.targets.begin(pool.decode.values())
+        self.pools[request.submit.model].targets.came(request.tpot_ms, priority_class.weight)
 
     def withdraw(self, request: Request, now: float) -> None:
         """Take the attempt out of the queue or off its workers, and refund the estimate of its output to its tenant."""

@@ -227,15 +227,19 @@ class Scheduler:
             cluster.pools[worker.hello.model].freed(worker)
 
     def _time_steps(self, worker: Worker, done: DecodeProgress, now: float) -> None:
-        """Record how long a decode worker's steps took. Steps of a mixed worker are left out, since prompts were computed
-        between them."""
+        """Record how long a decode worker's steps took."""
         steps, sequences = done.timed_steps, done.timed_sequences
-        in_bounds = steps <= sequences <= steps * worker.capacity.max_seqs
-        if not in_bounds or worker.hello.process or not steps * done.timed_ms:
+        if not steps <= sequences <= steps * worker.capacity.max_seqs or not steps * done.timed_ms:
             return
         pool = self.cluster.pools[worker.hello.model]
         means = sequences / steps, done.timed_kv_tokens / steps, done.timed_ms / steps
+        worker.measure_decode(means[0], means[2])
+        worker.measured_at = pool.finished
+        if worker.hello.process:
+            pool.measure_mixed(worker, steps, *means)
+            return
         pool.step_times[Role.DECODE].add(steps, *means, now)
-        pool.targets.measured(worker, *means)
-        if pool.targets.used and pool.wakeups.closed:
+        if pool.targets.used:
+            worker.step_fit.add(*means)
             pool.freed(worker)  # its batch may be larger now
+            pool.reassign(now)

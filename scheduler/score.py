@@ -5,7 +5,8 @@
                 + transfer * (blocks not cached on d)   [+ remote * (the same), where p and d are on different hosts; none of it
                                                          where they are the halves of one mixed worker]
                 + room * (fullness of p squared) + load * (fullness of d)
-                + targets * (0, 1, 2)           where none, some, or all streams on d have another target per token than it
+                + targets                       where d is assigned to other targets per token than its own
+                + slow                          what its answer takes longer where streams wait longer for tokens than elsewhere
                 + numerics                      where an interrupted stream began on a worker that computes other bits than d
                 + trouble * (share of recent work that failed on p + the same of d, or of what went from p to d if that is more)
 
@@ -16,6 +17,11 @@ a first token may take to avoid what its term measures. Longest-prefix-first is 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+SLOWER = 1.25
+"""A decode worker is slow if its streams wait for a token so many times as long as others."""
+ALIKE = 0.8
+"""Only workers with at least this part of its sequences are compared with it, since more sequences take longer."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +44,9 @@ class Weights:
     trouble_s: float = 5.0
     """Seconds for a worker on which everything failed lately: it is avoided as long as there is another."""
     targets_s: float = 2.0
-    """Seconds for a decode worker where some streams have another target for the time per token, and twice that where all
-    have: more than for a full one."""
+    """Seconds for a decode worker that is assigned to other targets for the time per token: more than for a full one."""
+    slow_s_max: float = 4.0
+    """The most seconds for a slow decode worker: it is better than one on which everything fails."""
     numerics_s: float = 1000.0
     """Seconds for a decode worker that computes other last bits than the one where an interrupted stream began: it is chosen
     only if there is no other, since the stream may then go on with other tokens."""
@@ -75,8 +82,12 @@ class DecodeSide:
     host: str
     is_same_process: bool = False
     """It is the other half of the mixed worker that computes the prompt."""
-    other_targets: int = 0
-    """0, 1 or 2: see `token_targets`."""
+    token_s: float = 0.0
+    """How long its streams wait for each token; 0: not known."""
+    token_seqs: float = 0.0
+    """With how many sequences that was measured."""
+    is_guest: bool = False
+    """The worker is assigned to another class of targets: see `token_targets`."""
     other_numerics: bool = False
     """It computes other bits than the worker where this stream began."""
 
@@ -94,11 +105,29 @@ def decode_s(side: DecodeSide, prefill_host: str, weights: Weights) -> float:
     if side.is_same_process:
         per_block = 0.0
     own = per_block * side.missing_blocks + weights.load_s * side.fullness + weights.trouble_s * side.failure_rate
-    own += weights.targets_s * side.other_targets
+    own += weights.targets_s if side.is_guest else 0.0
     return own + (weights.numerics_s if side.other_numerics else 0.0)
 
 
-def best_decode(decode: Iterable[tuple[int, DecodeSide]], prefill_host: str, weights: Weights) -> int | None:
-    """The incarnation of the best decode worker for a prompt computed on `prefill_host`; of equals the first."""
-    found = min(decode, key=lambda entry: decode_s(entry[1], prefill_host, weights), default=None)
-    return None if found is None else found[0]
+def slow_s(side: DecodeSide, others: Iterable[DecodeSide], answer_tokens: float, weights: Weights) -> float:
+    """How much longer an answer takes on a worker that is clearly slower than others, which have about as many sequences or
+    more."""
+    least_s = min(
+        (one.token_s for one in others if one.token_s and one.token_seqs >= ALIKE * side.token_seqs),
+        default=side.token_s,
+    )
+    return min(answer_tokens * max(side.token_s - SLOWER * least_s, 0.0), weights.slow_s_max)
+
+
+def best_decode(
+    decode: Iterable[tuple[int, DecodeSide]], prefill_host: str, weights: Weights, answer_tokens: float = 0.0
+) -> int | None:
+    """The incarnation of the best decode worker for a prompt computed on `prefill_host`; of equals the first. `answer_tokens`:
+    the expected length of the answer."""
+    entries = list(decode)
+    sides = [side for _, side in entries]
+
+    def score(entry: tuple[int, DecodeSide]) -> float:
+        return decode_s(entry[1], prefill_host, weights) + slow_s(entry[1], sides, answer_tokens, weights)
+
+    return min(entries, key=score)[0] if entries else None

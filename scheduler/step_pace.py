@@ -28,7 +28,7 @@ class StepPace:
         self.token_ms = 0.0
         """Milliseconds a token took in the last steps of useful length, smoothed; 0 until there was one."""
         self.slice_ms = 0.0
-        """Milliseconds that the targets of a mixed worker's streams leave between two of their steps; 0: none has a target."""
+        """Milliseconds that a mixed worker's streams leave between two of their steps; 0: no bound."""
 
     @property
     def _longest_ms(self) -> float:
@@ -40,7 +40,7 @@ class StepPace:
         most, longest_ms = self._limits.tokens, self._longest_ms
         if self.token_ms * most <= longest_ms:
             return most
-        return min(most, max(STEP_TOKENS_MIN, int(longest_ms / self.token_ms)))
+        return min(most, max(1 if self.slice_ms else STEP_TOKENS_MIN, int(longest_ms / self.token_ms)))
 
     def is_full(self, tokens: int) -> bool:
         """Whether a step was long enough to measure the worker's rate. A short step is mostly overhead, and makes its worker

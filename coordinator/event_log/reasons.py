@@ -171,15 +171,15 @@ def _without_room(target: Request, first: Request, worker: Worker, pool: Pool) -
 
 
 def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoomOnWorker:
-    waiting_ms = pool.waiting_target()
+    short = pool.short_targets()
     worker, allocation, fits = prefill, prefill.prefill_allocation(target.submit), prefill.fits(target.submit)
-    circuit_open = fits and any(pool.decode_fits(decode, target, waiting_ms) for decode in pool.decode.values())
+    circuit_open = fits and any(pool.decode_fits(decode, target, short) for decode in pool.decode.values())
     free_seqs = worker.free_seqs
     if fits and pool.decode:
         worker = max(pool.decode.values(), key=lambda w: (not w.draining, w.free_blocks, w.free_seqs, w.incarnation))
         allocation, free_seqs = (
             worker.decode_allocation(target.submit),
-            pool.targets.free_seqs(worker, target, waiting_ms),
+            max(pool.targets.free_seqs(worker, target, short), 0),
         )
     held: dict[str, int] = {}
     for other in worker.allocations.values():

@@ -43,7 +43,7 @@ def retry_after_s(state: State, submit: Submit, now: float) -> float:
     if pool is None or queue is None or not pool.servable():
         return NO_CAPACITY_S
     path = state.path(submit)
-    at, tokens = speed(pool), submit.prompt_tokens
+    at, tokens = speed(state, pool, path, now), submit.prompt_tokens
     before = queue.work_ahead.before(path, tokens, urgent=False) - tokens
     computed_s = before / at.prompt_tokens_per_s if at.prompt_tokens_per_s else 0.0
     return queue.projection.retry_after_s(path, queue.work(submit, path), submit.request_id, at, now, computed_s)
@@ -51,11 +51,14 @@ def retry_after_s(state: State, submit: Submit, now: float) -> float:
 
 def wait_s(state: State, model: str, path: tuple[str, str, str], now: float, *, urgent: bool = False) -> float:
     """How long a new request would wait for a place: see `Projection.wait_s`."""
-    return state.cluster.queues[model].projection.wait_s(path, speed(state.cluster.pools[model]), now, urgent=urgent)
+    at = speed(state, state.cluster.pools[model], path, now)
+    return state.cluster.queues[model].projection.wait_s(path, at, now, urgent=urgent)
 
 
-def speed(pool: Pool) -> Speed:
-    return Speed(pool.tokens_per_s(), bool(pool.wakeups.closed))
+def speed(state: State, pool: Pool, path: tuple[str, str, str], now: float) -> Speed:
+    """The speed at which a new request of this tenant gets a place."""
+    apart = pool.is_apart(state.limits.priority_classes[path[0]].tpot_ms or 0.0, now)
+    return Speed(pool.tokens_per_s(), bool(pool.wakeups.closed), apart)
 
 
 def workers(state: State) -> tuple[WorkerStatus, ...]:

@@ -106,8 +106,8 @@ class WorkerSettings(ClientSettings):
         ge=0.0,
         le=16.0,
         description="A decode worker computes what a prompt adds to KV that it has, if that is the first to be done, between"
-        " steps of its streams: for so much of a step's time at most, or what their targets for the time per token leave."
-        " 0, and on a GPU: it computes no prompts.",
+        " steps of its streams: for so much of a step's time at most, or what their targets for the time per token leave"
+        " where all have one. 0, and on a GPU: it computes no prompts.",
     )
     step_timeout_ms: int = Field(
         30_000,

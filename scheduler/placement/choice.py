@@ -162,7 +162,8 @@ def choose_decode(request: Request, prefill: Worker, decode: Sequence[Worker], p
         return decode[0] if decode else None
     spread = sorted(decode, key=lambda w: (w.tokens_forwarded, w.incarnation))  # of equals, the one that has done least
     sides = ((worker.incarnation, _decode_side(worker, request, prefill, pool, now)) for worker in spread)
-    incarnation = best_decode(sides, prefill.hello.host, pool.weights)
+    answer_tokens = request.expected_tokens / request.submit.choices
+    incarnation = best_decode(sides, prefill.hello.host, pool.weights, answer_tokens)
     return None if incarnation is None else pool.decode[incarnation]
 
 
@@ -191,6 +192,8 @@ def _decode_side(worker: Worker, request: Request, prefill: Worker, pool: Pool, 
         ),
         host=worker.hello.host,
         is_same_process=worker.is_same_process(prefill),
-        other_targets=pool.targets.other_targets(worker, request),
+        token_s=worker.token_ms / 1000 if worker.allocations or not pool.is_measured_long_ago(worker) else 0.0,
+        token_seqs=worker.token_seqs,
+        is_guest=pool.targets.is_guest(worker, request),
         other_numerics=request.resumed and request.numerics not in ("", worker.hello.numerics),
     )

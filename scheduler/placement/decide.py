@@ -141,8 +141,8 @@ def room(request: Request, prefill: Worker, pool: Pool, now: float) -> Worker | 
     if prefill.draining or not prefill.fits(submit):
         return None
     candidates = pool.decode_candidates(request, prefill, now)
-    waiting_ms = pool.waiting_target()
-    found = [worker for worker in candidates if pool.decode_fits(worker, request, waiting_ms)]
+    short = pool.short_targets()
+    found = [worker for worker in candidates if pool.decode_fits(worker, request, short)]
     return choose_decode(request, prefill, found, pool, now)
 
 

@@ -154,7 +154,7 @@ def give_shares(cluster: Cluster, pool: Pool, queue: WaitQueue, now: float) -> N
         return
     pool.lengths.expect(request, pool.shares)
     demand, choices = KvDemand.of(request.submit, request.expected_left), request.submit.choices
-    target_s, waiting_ms = request.first_token_ms / 1000, pool.waiting_target()
+    target_s, short = request.first_token_ms / 1000, pool.short_targets()
     soon = freed_per_s * (min(SOON_S, SOON_SHARE * target_s) if target_s else SOON_S)
 
     def wanted(incarnation: int) -> int:
@@ -165,7 +165,7 @@ def give_shares(cluster: Cluster, pool: Pool, queue: WaitQueue, now: float) -> N
         return other is not None and other.preempted < PREEMPTED_MAX and not pool.decode[incarnation].draining
 
     for incarnation, keys, held in pool.shares.who_gives_way(request.path, wanted, may_leave, soon):
-        if pool.decode_fits(pool.decode[incarnation], request, waiting_ms, without=keys):
+        if pool.decode_fits(pool.decode[incarnation], request, short, without=keys):
             pool.gives_way = keys
             pool.shares.freed -= held
             pool.headroom.interrupted(held / 1_000_000 / len(pool.decode))

@@ -85,7 +85,7 @@ def takes(worker: Worker, request: Request, pool: Pool, now: float) -> bool:
     cached = cached_tokens(request.submit, worker, pool)
     if cached < request.submit.prompt_tokens - cached:
         return False
-    return pool.may_pair(worker, worker, now) and pool.decode_fits(worker, request, pool.waiting_target())
+    return pool.may_pair(worker, worker, now) and pool.decode_fits(worker, request, pool.short_targets())
 
 
 def waits_behind(request: Request, pool: Pool, queue: WaitQueue) -> bool:

@@ -8,6 +8,7 @@ Clients that were rejected and told to come back keep their place in the order u
 if all are of different tenants.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 from zlib import crc32
@@ -38,6 +39,8 @@ class Speed(NamedTuple):
     """0: not measured."""
     decode_is_full: bool
     """Some request found no room there."""
+    apart: bool = False
+    """The priority class has decode workers of its own, since its target differs: see `token_targets`."""
 
 
 class ProjectionAccuracy(NamedTuple):
@@ -59,6 +62,8 @@ class Projection:
         """Work as in `waiting`, with that of requests that were told to come back."""
         self._coming: ComingBack[tuple[Path, int]] = ComingBack()
         self.placed = FreeingRate()
+        self._placed_of: defaultdict[str, FreeingRate] = defaultdict(FreeingRate)
+        """The same, by priority class."""
         self._prompt_tokens = 0
         """Prompt tokens of the requests that wait."""
         self._waits_since: float | None = None
@@ -95,7 +100,8 @@ class Projection:
     def place(self, request: Request, now: float) -> None:
         """Count a request that has got a place. It has waited since `request.since`."""
         request.placed_work = request.work
-        self.placed.take(request.work, now)
+        for placed in (self.placed, self._placed_of[request.path[0]]):
+            placed.take(request.work, now)
         if request.attempt > 1:
             return
         sums, waited_s = self.accuracy.get(request.path[0], ProjectionAccuracy()), now - request.since
@@ -110,7 +116,8 @@ class Projection:
     def leave(self, request: Request, now: float) -> None:
         """Give back the work of an attempt that had a place and is over."""
         if request.placed_work:
-            self.placed.give_back(request.placed_work, now - request.attempt_progress.placed_at, now)
+            for placed in (self.placed, self._placed_of[request.path[0]]):
+                placed.give_back(request.placed_work, now - request.attempt_progress.placed_at, now)
             request.placed_work = 0
 
     # --- when -----------------------------------------------------------------------------------------------------------
@@ -119,7 +126,7 @@ class Projection:
         """How long a new request of this tenant would wait for a place."""
         if not self.waiting.work:
             return 0.0
-        return self._seconds(self.waiting.before(path, 0, urgent=urgent), speed, now)
+        return self._seconds(path, self.waiting.before(path, 0, urgent=urgent, apart=speed.apart), speed, now)
 
     def retry_after_s(
         self, path: Path, work: int, request_id: str, speed: Speed, now: float, computed_s: float = 0.0
@@ -129,17 +136,17 @@ class Projection:
         included."""
         for before, amount in self._coming.take_due(now):
             self._line.add(before, -amount, urgent=False)
-        line = self._line.before(path, work, urgent=False)
-        coming = line - self.waiting.before(path, work, urgent=False)
-        wait_s = max(self._seconds(line - work, speed, now), computed_s + self._seconds(coming, speed, now))
+        line = self._line.before(path, work, urgent=False, apart=speed.apart)
+        coming = line - self.waiting.before(path, work, urgent=False, apart=speed.apart)
+        wait_s = max(self._seconds(path, line - work, speed, now), computed_s + self._seconds(path, coming, speed, now))
         told_s = spread(wait_s, request_id)
         if self._coming.tell(now + told_s, (path, work)):
             self._line.add(path, work, urgent=False)
         return told_s
 
-    def _seconds(self, work: float, speed: Speed, now: float) -> float:
+    def _seconds(self, path: Path, work: float, speed: Speed, now: float) -> float:
         """Seconds in which so much work gets a place."""
-        placed, since = self.placed, self._waits_since
+        placed, since = self._placed_of[path[0]] if speed.apart else self.placed, self._waits_since
         steady = since is not None and placed.is_learnt and now - since >= placed.mean_s
         prefill_s = 0.0
         if speed.prompt_tokens_per_s:

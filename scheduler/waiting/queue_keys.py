@@ -30,12 +30,16 @@ class Demand(NamedTuple):
     tokens: int
     choices: int
     target: int = 0
-    """Its class of targets for the time per token. A larger number allows a longer time; 0: no target."""
+    """See `target_class`."""
 
     @staticmethod
     def of(submit: Submit, expected_left: int = NEVER, tpot_ms: float = 0.0) -> "Demand":
-        target = 1 + round(4 * log2(max(tpot_ms, 1.0))) if tpot_ms else 0
-        return Demand(KvDemand.of(submit, expected_left).whole(1), submit.choices, target)
+        return Demand(KvDemand.of(submit, expected_left).whole(1), submit.choices, target_class(tpot_ms))
+
+
+def target_class(tpot_ms: float) -> int:
+    """A class of targets for the time per token. A larger number allows a longer time; 0: no target."""
+    return 1 + round(4 * log2(max(tpot_ms, 1.0))) if tpot_ms else 0
 
 
 def class_key(demand: Demand) -> int:
@@ -60,8 +64,7 @@ def classes_without_room(demand: Demand, classes: Iterable[int]) -> list[int]:
     found = []
     for key in classes:
         least = smallest(key)
-        is_stricter = not demand.target or 0 < least.target <= demand.target
-        if is_stricter and least.tokens >= demand.tokens and least.choices >= demand.choices:
+        if least.target == demand.target and least.tokens >= demand.tokens and least.choices >= demand.choices:
             found.append(key)
     return found
 

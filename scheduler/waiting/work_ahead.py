@@ -96,12 +96,13 @@ class WorkAhead:
                 del self._nodes[own]
             above = node
 
-    def before(self, path: Path, work: float, *, urgent: bool) -> float:
-        """Returns the work that is done until a new request of this tenant is done, including its own `work`."""
+    def before(self, path: Path, work: float, *, urgent: bool, apart: bool = False) -> float:
+        """Returns the work that is done until a new request of this tenant is done, including its own `work`. `apart`: work of
+        other priority classes is done elsewhere."""
         leaf = self._nodes.get(path)
         if leaf is not None:
             work += leaf.urgent if urgent else leaf.work
-        for depth in range(len(path), 0, -1):
+        for depth in range(len(path), int(apart), -1):
             node = self._nodes.get(path[:depth]) or _Node(self._weight(path[:depth]))
             above = self._root if depth == 1 else self._nodes.get(path[: depth - 1])
             if above is not None:

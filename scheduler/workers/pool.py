@@ -23,6 +23,7 @@ from scheduler.request import Request
 from scheduler.score import Weights
 from scheduler.step_pace import StepLimits, StepPace
 from scheduler.waiting.overload import Rate
+from scheduler.waiting.queue_keys import target_class
 from scheduler.workers.bindings import Bindings, PrefixWaits
 from scheduler.workers.candidates import Candidates
 from scheduler.workers.circuit_breakers import NOBODY, Breakers
@@ -43,6 +44,15 @@ SHORT_S = 1.0
 SLICE_SHARE = 0.5
 """The part of a target per token that a mixed worker's prompts may take. Its decode step takes the rest."""
 
+REASSIGN_S = 0.5
+"""The least time between two looks at whether a decode worker is to serve another target."""
+
+APART_S = 5.0
+"""Seconds for which targets count as what requests wait for, after one has."""
+
+MEASURE_AFTER = 200
+"""After so many requests of a pool have finished, an idle decode worker counts as not measured."""
+
 BESIDE_STREAMS = STALL_SHARE / (1 + STALL_SHARE)
 """Part of its time that a decode worker with streams has for prompts, while its rate is not measured."""
 
@@ -56,7 +66,7 @@ class Pool:
         self._step_limits = steps or StepLimits()
         self.prefill: dict[int, Worker] = {}
         self.decode: dict[int, Worker] = {}
-        self.locality, self.targets = Locality(), TokenTargets()
+        self.locality, self.targets = Locality(), TokenTargets(self.decode)
         self.workers = ChainMap(self.prefill, self.decode)
         self.candidates = Candidates(self.prefill, self.decode, self.locality, self.targets)
         self.room_for_large = RoomForLargeRequest(self.decode)
@@ -74,6 +84,7 @@ class Pool:
         """When streams that could give way were last looked for, and when decode was last short of room."""
         self.gives_way: list[tuple[str, int]] = []
         """The attempts that were interrupted last so that others have room."""
+        self._reassigned_at = self._targets_short_at = -inf
         self.traffic, self.sessions = RecentTraffic(), Sessions()
         self.step_times = {Role.PREFILL: StepTimeSample(), Role.DECODE: StepTimeSample()}
         self.context_tokens = 0
@@ -164,11 +175,25 @@ class Pool:
             if worker.hello.process:
                 self._bound_slices(worker)
 
+    def measure_mixed(self, decode: Worker, steps: int, sequences: float, kv_tokens: float, step_ms: float) -> None:
+        """Record the mean of some decode steps of a mixed worker, prompts between them included."""
+        prefill = self._mixed.get(_process(decode))
+        if prefill is None:
+            return
+        between_ms = max(prefill.prompts_ms - decode.prompts_ms, 0.0) / steps
+        decode.prompts_ms = prefill.prompts_ms
+        if step_ms > between_ms:
+            decode.step_fit.add(sequences, kv_tokens, step_ms - between_ms)
+            self._bound_slices(decode)
+
     def _bound_slices(self, decode: Worker) -> None:
-        """Set how long a mixed worker's decode half gives way to its prefill half."""
+        """Set how long a mixed worker's decode half gives way to its prefill half: each stream keeps its target, or without one
+        its part of a step."""
         prefill = self._mixed.get(_process(decode))
         if prefill is not None:
-            prefill.pace.slice_ms = SLICE_SHARE * min(filter(None, decode.seqs_by_target), default=0.0)
+            step_ms = decode.step_fit.step_ms(decode.capacity.max_seqs - decode.free_seqs)
+            bounds = (SLICE_SHARE * ms if ms else STALL_SHARE * step_ms for ms in decode.seqs_by_target)
+            prefill.pace.slice_ms = min(filter(None, bounds), default=0.0)
 
     def freed(self, worker: Worker) -> None:
         """Wake waiting requests, since a worker has released something or is certain to need less."""
@@ -184,11 +209,11 @@ class Pool:
         if self.breakers.pairs:
             wakeups.pairs_changed()
         if wakeups.closed and not worker.draining and not is_kept:
-            waiting_ms = self.waiting_target()
+            short = self.short_targets()
 
             def fits(request: Request) -> bool:
                 self.lengths.expect(request, self.shares)
-                return self.decode_fits(worker, request, waiting_ms)
+                return self.decode_fits(worker, request, short)
 
             wakeups.decode_room_freed(fits)
 
@@ -230,22 +255,45 @@ class Pool:
             self.wakeups.look_anew()
 
     def decode_fits(
-        self, decode: Worker, request: Request, waiting_ms: float = 0.0, without: Collection[Key] = ()
+        self, decode: Worker, request: Request, short: Collection[int] = (), without: Collection[Key] = ()
     ) -> bool:
         """Whether a decode worker has room for a request now, or when the streams in `without` are gone, and no target is
-        missed there for it. `waiting_ms`: the result of `waiting_target`."""
+        missed there for it. `short`: the result of `short_targets`."""
         leaves = self.headroom.share if self.shares.holds_most(request.path) else 0.0
         if not decode.fits(request.submit, request.expected_left, without, leaves=leaves):
             return False
         choices = request.submit.choices - sum(decode.allocations[key].seqs for key in without)
-        return not self.targets.used or choices <= self.targets.free_seqs(decode, request, waiting_ms)
+        return not self.targets.used or choices <= self.targets.free_seqs(decode, request, short)
 
-    def waiting_target(self) -> float:
-        """The strictest target for the time per token of those that wait without room; 0: none."""
-        if not self.targets.used:
-            return 0.0
-        firsts = self.wakeups.closed.values()
-        return min((first.tpot_ms for first in firsts if first.tpot_ms and first.waits), default=0.0)
+    def short_targets(self) -> Collection[int]:
+        """Classes of targets of which something waits though a decode worker has a sequence and blocks for it."""
+        short = dict[int, None]()
+        roomiest = self.candidates.least_full() if self.targets.used and self.wakeups.closed else None
+        if roomiest is not None:
+            for first in self.wakeups.closed.values():
+                target = target_class(first.tpot_ms)
+                if target not in short and first.waits and roomiest.fits(first.submit, first.expected_left):
+                    short[target] = None
+        return short
+
+    def reassign(self, now: float) -> None:
+        """Give a decode worker to a class of targets that waits without room. Called often; not each call looks."""
+        if now < self._reassigned_at + REASSIGN_S or not self.wakeups.closed:
+            return
+        self._reassigned_at, short = now, self.short_targets()
+        if short:
+            self._targets_short_at = now
+            worker = self.targets.reassign(short)
+            if worker is not None:
+                self.freed(worker)
+
+    def is_apart(self, tpot_ms: float, now: float) -> bool:
+        """Whether a class of targets has decode workers of its own, and targets are what requests wait for, or did lately."""
+        return now - self._targets_short_at <= APART_S and self.targets.has_own(tpot_ms)
+
+    def is_measured_long_ago(self, decode: Worker) -> bool:
+        """Whether a decode worker's speed is to be measured anew with one stream."""
+        return self.finished - decode.measured_at >= MEASURE_AFTER
 
     # --- trouble --------------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ _OUTLIER = 1.5
 bound."""
 _OUTLIERS_MAX = 3
 """After so many outliers in a row the worker has changed its speed, and what was learnt before is dropped."""
+_FIT_EVERY = 8
+"""Where a size was reported so often, so many reports go by between two fits, each of which takes 0.2 ms."""
 _SIZES_MAX = 32
 _RIDGE = (1e-3, 1e-9, 1e-6)
 """The penalty on each part of the fit, relative to its own weight; largest for the base."""
@@ -36,6 +38,7 @@ class StepFit:
     def __init__(self) -> None:
         self._means: dict[int, _Mean] = {}
         """Means by half octave of sequences."""
+        self._reports = 0
         self._parts: tuple[float, float, float] | None = None
         self._outliers = 0
         self._kv_per_sequence = 0.0
@@ -61,7 +64,9 @@ class StepFit:
         mean.ms += gain * (ms - mean.ms)
         self._kv_per_sequence = kv_tokens / sequences
         self.largest = max(self.largest, sequences)
-        self._parts = None
+        self._reports += 1
+        if mean.reports < _FIT_EVERY or not self._reports % _FIT_EVERY:
+            self._parts = None
 
     def step_ms(self, sequences: float) -> float:
         """Milliseconds of a step with as much KV for each sequence as in the last report."""

@@ -1,24 +1,30 @@
-"""Targets for the time per output token (`tpot_ms` of a priority class): how many sequences a decode worker may have. Pure.
+"""Targets for the time per output token (`tpot_ms` of a priority class): which streams a decode worker may have. Pure.
 
-A decode step takes longer with every sequence, and each sequence waits for it. So where a stream with a target runs, the batch
-is *capped*: at the number of sequences whose step, as learnt from this worker, takes no longer than `MARGIN` of the strictest
-target there. Streams without a target are capped only beside such streams, or while one with a target waits without room, or
-they would take every place that it waits for. A worker with nothing on it takes whatever fits, so nothing waits for ever.
+A decode step takes longer with every sequence, and each sequence waits for it. So the batch of a decode worker is *capped* at
+the number of sequences whose step, as learnt from this worker, takes no longer than `MARGIN` of the strictest target there. A
+target that no worker could keep with a single stream caps nothing. A mixed worker is not capped, since its prompts are bounded
+instead.
 
-A target that no worker could keep with a single stream caps nothing. A mixed worker is not capped either: it computes prompts
-between its steps, so its step times are not learnt.
+Where there are several decode workers, each is *assigned* to one class of targets, so that a strict target does not cap lax
+streams:
 
-Streams with different targets are kept apart where there are several workers (`DecodeSide.other_targets`): a worker has *other
-targets* for a request to a degree of 0 where all streams have the request's target or there are none, 1 where some have, and 2
-where none has. Streams of two targets that share workers separate by themselves, since new streams prefer a worker with only
-their own target as long as there is one.
+- An empty worker is assigned to the class of the first stream that comes.
+- Streams of other classes are guests: they leave part of the batch free, and none comes while the worker's own class waits.
+- A class that waits without room gets another worker where `target_demand` finds one. Streams that run there end as guests.
+- A class that gets no worker of its own shares one. Streams of all classes join there in the fair order, under the strictest
+  of the targets that run or wait.
+
+Until a request with a target comes, this costs nothing and decides nothing.
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Mapping
 from itertools import islice
 
 from scheduler.request import Request
+from scheduler.waiting.queue_keys import target_class
 from scheduler.workers.ordered import Ordered
+from scheduler.workers.target_demand import Demand, who_gives
 from scheduler.workers.worker import Worker
 
 MARGIN = 0.95
@@ -27,74 +33,118 @@ UNMEASURED_MAX = 8
 """Sequences under a target on a worker that has not reported yet."""
 GROWTH = 2.0
 """The cap is at most so many times the largest batch that was measured."""
+GUESTS = 0.7
+"""Guests join a batch up to this part of its cap."""
+SHARED = -1
+"""Stands for the class of a worker that no class has to itself."""
 
 
 class TokenTargets:
-    """The targets for the time per token of one pool's streams. Until a request with a target comes, this costs nothing and
-    decides nothing."""
+    """The targets for the time per token of one pool's streams."""
 
-    def __init__(self) -> None:
+    def __init__(self, decode: Mapping[int, Worker]) -> None:
+        self._decode = decode
         self.used = False
+        self._strictest: dict[int, float] = {}
+        """The strictest target of each class; 0: none."""
+        self._weights: dict[int, float] = {}
+        """The largest weight of the priority classes with a target of each class."""
         self._alone = Ordered()
         """Decode workers by how long a step of one sequence takes; the fastest first."""
-        self._alike: dict[float, Ordered] = {}
-        """Decode workers with a sequence free where all streams have the same target, by that target, the least busy first."""
-        self._target_of: dict[int, float] = {}
-        """The target under which a worker is listed."""
+        self._class_of: dict[int, int] = {}
+        """The class to which a decode worker is assigned."""
+        self._awaited: dict[int, int] = {}
+        """The worker that a class was given and has no stream on yet."""
+        self._workers: Counter[int] = Counter()
+        """How many workers are assigned to each class."""
+        self._listed: dict[int, Ordered] = {}
+        """Workers with a sequence free, by their class, the least busy first."""
 
-    def begin(self, workers: Iterable[Worker]) -> None:
-        """A request with a target has come."""
-        self.used = True
-        for worker in workers:
-            self.changed(worker)
+    def came(self, tpot_ms: float, weight: float) -> None:
+        """A request of a priority class with this target and weight has come."""
+        target = target_class(tpot_ms)
+        self._strictest[target] = min(tpot_ms, self._strictest.get(target, tpot_ms))
+        self._weights[target] = max(weight, self._weights.get(target, weight))
+        if tpot_ms and not self.used:
+            self.used = True
+            for worker in self._decode.values():
+                self.changed(worker)
 
     def changed(self, worker: Worker) -> None:
-        """List a decode worker anew after its sequences, or whether it takes work, have changed."""
+        """Assign a decode worker to a class, and list it anew, after its sequences, or whether it takes work, have changed."""
         if not self.used:
             return
         incarnation, held = worker.incarnation, worker.seqs_by_target
-        self._take_out(incarnation)
-        if len(held) == 1 and not worker.draining and worker.free_seqs > 0:
-            [(target, seqs)] = held.items()
-            self._target_of[incarnation] = target
-            self._alike.setdefault(target, Ordered()).put(incarnation, seqs / worker.capacity.max_seqs, 0.0)
+        target = self._class_of.get(incarnation)
+        if target is None:
+            if held and len(self._decode) > 1 and not worker.hello.process:
+                self._assign(worker, target_class(max(held, key=lambda ms: held[ms])))
+            return
+        if self._awaited.get(target) == incarnation:
+            if _seqs(worker, target):
+                del self._awaited[target]
+        elif not held:
+            self._forget(incarnation)
+            return
+        self._list(worker, target)
 
     def leave(self, worker: Worker) -> None:
-        self._take_out(worker.incarnation)
+        self._forget(worker.incarnation)
         self._alone.drop(worker.incarnation)
 
-    def _take_out(self, incarnation: int) -> None:
-        before = self._target_of.pop(incarnation, None)
-        if before is not None:
-            self._alike[before].drop(incarnation)
-            if not len(self._alike[before]):
-                del self._alike[before]
+    def _assign(self, worker: Worker, target: int) -> None:
+        self._forget(worker.incarnation)
+        self._class_of[worker.incarnation] = target
+        self._workers[target] += 1
+        self._list(worker, target)
+
+    def _forget(self, incarnation: int) -> None:
+        target = self._class_of.pop(incarnation, None)
+        if target is None:
+            return
+        self._workers[target] -= 1
+        self._listed[target].drop(incarnation)
+        if self._awaited.get(target) == incarnation:
+            del self._awaited[target]
+
+    def _list(self, worker: Worker, target: int) -> None:
+        listed, taken = self._listed.setdefault(target, Ordered()), worker.capacity.max_seqs - worker.free_seqs
+        if worker.draining or worker.free_seqs <= 0:
+            listed.drop(worker.incarnation)
+        else:
+            listed.put(worker.incarnation, taken / worker.capacity.max_seqs, 0.0)
 
     def alike(self, request: Request, count: int) -> list[int]:
-        """A few workers that run only streams with the same target."""
-        return list(islice(self._alike.get(request.tpot_ms, ()), count))
+        """A few workers that are assigned to the request's class."""
+        return list(islice(self._listed.get(target_class(request.tpot_ms), ()), count))
 
-    def measured(self, worker: Worker, sequences: float, kv_tokens: float, step_ms: float) -> None:
-        """Mean of some steps of a decode worker."""
-        if self.used:
-            worker.step_fit.add(sequences, kv_tokens, step_ms)
+    def has_own(self, tpot_ms: float) -> bool:
+        """Whether workers are assigned to the class of a target, and others to other classes."""
+        return 0 < self._workers[target_class(tpot_ms)] < self._workers.total() - self._workers[SHARED]
 
-    def other_targets(self, worker: Worker, request: Request) -> int:
-        """How far the streams there have other targets than this request: 0, 1 or 2."""
-        held = worker.seqs_by_target
-        if not self.used or not held or held.keys() == {request.tpot_ms}:
-            return 0
-        return 1 if request.tpot_ms in held else 2
+    def is_guest(self, worker: Worker, request: Request) -> bool:
+        """Whether the worker is assigned to another class than the request's, or shared."""
+        target = self._class_of.get(worker.incarnation)
+        return target is not None and target != target_class(request.tpot_ms)
 
-    def free_seqs(self, worker: Worker, request: Request, waiting_ms: float) -> int:
-        """Returns how many sequences a decode worker can take for a request without missing a target.
-
-        `waiting_ms`: the strictest target of those that wait without room; 0: none."""
-        taken = worker.capacity.max_seqs - worker.free_seqs
-        if not self.used or worker.hello.process or not taken:
-            return worker.free_seqs
-        targets = [target for target in (*worker.seqs_by_target, request.tpot_ms, waiting_ms) if target]
-        return min(worker.free_seqs, max(self.cap(worker, min(targets)) - taken, 0)) if targets else worker.free_seqs
+    def free_seqs(self, worker: Worker, request: Request, short: Collection[int]) -> int:
+        """Returns how many sequences a decode worker can take for a request without missing a target; less than 0: so many
+        would have to leave first. `short`: classes that wait without room."""
+        free, target = worker.free_seqs, self._class_of.get(worker.incarnation)
+        if not self.used or worker.hello.process:
+            return free
+        is_own = target is None or target == SHARED
+        waiting = short if is_own else (target,)
+        is_guest = not is_own and target != target_class(request.tpot_ms)
+        targets = (*worker.seqs_by_target, request.tpot_ms, *(self._strictest.get(one, 0.0) for one in waiting))
+        strictest_ms = min(filter(None, targets), default=0.0)
+        if not strictest_ms or (not worker.seqs_by_target and not (is_guest and target in short)):
+            return free
+        most = worker.capacity.max_seqs
+        cap = self.cap(worker, strictest_ms)
+        if cap < most and is_guest:
+            cap = 0 if target in short else int(GUESTS * cap)
+        return min(free, cap + free - most)
 
     def cap(self, worker: Worker, target_ms: float) -> int:
         """The largest batch of a decode worker that keeps a target."""
@@ -109,3 +159,57 @@ class TokenTargets:
         # Always try one more than was measured: until batches of two sizes have run, the fit ascribes all time to the
         # sequences.
         return max(cap, int(fit.largest) + 1) if fit.step_ms(fit.largest) <= step_ms else cap
+
+    # --- by demand ------------------------------------------------------------------------------------------------------
+
+    def reassign(self, short: Collection[int]) -> Worker | None:
+        """Give one decode worker to a class that waits without room, if that is to have more. Returns the worker."""
+        workers = [worker for worker in self._decode.values() if not worker.draining and not worker.hello.process]
+        by_class: dict[int, list[Worker]] = {}
+        for worker in workers:
+            if worker.incarnation in self._class_of:
+                by_class.setdefault(self._class_of[worker.incarnation], []).append(worker)
+        shared = by_class.pop(SHARED, [])
+        running = {target_class(ms) for worker in workers for ms in worker.seqs_by_target}
+        without = (running | set(short)) - by_class.keys()
+        if shared and len(without) == 1:
+            return self._give(shared, without.pop())
+        demands = {
+            target: Demand(len(owned), sum(self._load(worker, target) for worker in owned))
+            for target, owned in by_class.items()
+        }
+        found = who_gives([target for target in short if target not in self._awaited], demands, self._weights)
+        if found is not None:
+            return self._give(by_class[found[1]], found[0])
+        homeless = [target for target in short if target in without]
+        if homeless and by_class and not shared:
+            return self._give(by_class[min(by_class, key=lambda other: (abs(other - homeless[0]), other))], SHARED)
+        return None
+
+    def _give(self, workers: list[Worker], target: int) -> Worker:
+        """Assign to a class the worker that has the fewest streams of others."""
+
+        def others(worker: Worker) -> tuple[int, int]:
+            return worker.capacity.max_seqs - worker.free_seqs - _seqs(worker, target), worker.incarnation
+
+        worker = min(workers, key=others)
+        self._assign(worker, target)
+        if target != SHARED and not _seqs(worker, target):
+            self._awaited[target] = worker.incarnation
+        return worker
+
+    def _load(self, worker: Worker, target: int) -> float:
+        """The throughput of a worker's streams of its class, as a part of what it is with as many as the target allows; or the
+        part of its KV that is taken, if that is more."""
+        capacity, fit, ms = worker.capacity, worker.step_fit, self._strictest.get(target, 0.0)
+        taken = capacity.max_seqs - worker.free_seqs
+        cap = min(self.cap(worker, ms), capacity.max_seqs) if ms else capacity.max_seqs
+        part = _seqs(worker, target) / cap
+        if fit.largest and taken:
+            part *= fit.step_ms(cap) / fit.step_ms(taken)
+        return max(part, 1 - worker.free_blocks / capacity.kv_blocks)
+
+
+def _seqs(worker: Worker, target: int) -> int:
+    """The worker's sequences of a class."""
+    return sum(seqs for ms, seqs in worker.seqs_by_target.items() if target_class(ms) == target)

@@ -55,7 +55,15 @@ class Worker:
     charged_at: float = 0.0
     """Decode only: when answers beyond their estimates were last charged."""
     step_fit: StepFit = field(default_factory=StepFit)
-    """Decode only: how long its steps take, learnt while targets are in use."""
+    """Decode only: how long its steps take without prompts between them, learnt while targets are in use or if it is mixed."""
+    token_ms: float = 0.0
+    """Decode only: how long its streams waited for each token lately; 0: not measured yet."""
+    token_seqs: float = 0.0
+    """Decode only: how many sequences it had then."""
+    measured_at: int = 0
+    """Decode only: how many requests of its pool had finished then."""
+    prompts_ms: float = 0.0
+    """The time of all prefill steps; of a mixed worker's decode half, those of the other half when it last reported."""
     kv_blocks_taken: int = 0
     allocations: dict[tuple[str, int], Allocation] = field(default_factory=dict)
     placed: dict[str, Request] = field(default_factory=dict)
@@ -279,12 +287,19 @@ class Worker:
         """A prefill step is computed. The first rate is taken as it is. A short step may raise a rate that full steps gave, but
         not lower it."""
         rate, full = tokens * 1000 / step_ms, self.pace.is_full(tokens)
+        self.prompts_ms += step_ms
         self.pace.measure(tokens, step_ms)
         if not self.tokens_per_s or (full and not self.has_run_full):
             self.tokens_per_s = rate
         elif full or rate > self.tokens_per_s or not self.has_run_full:
             self.tokens_per_s += 0.2 * (rate - self.tokens_per_s)
         self.has_run_full |= full
+
+    def measure_decode(self, sequences: float, step_ms: float) -> None:
+        """The mean of some decode steps, with the time between them."""
+        gain = 0.2 if self.token_ms else 1.0
+        self.token_ms += (step_ms - self.token_ms) * gain
+        self.token_seqs += (sequences - self.token_seqs) * gain
 
     def measure_suffix(self, tokens: int, step_ms: float) -> None:
         """A decode worker has computed so much of a prompt, beside what runs there."""

@@ -89,7 +89,7 @@ class BatchedDecode:
         if self._stepping:
             return
         now, running, timing = self._cluster.now, len(self.core.batch.running), self.engine.timing
-        tokens_max = self.slices.tokens(running, self.core.strictest_tpot_ms()) if running else self._step_tokens
+        tokens_max = self.slices.tokens(running, self.core.tpot_targets()) if running else self._step_tokens
         part = self.core.next_slice(min(tokens_max, self._step_tokens), now) if len(self.core.suffixes) else None
         plan = self.core.plan()
         if plan is None and part is None:

@@ -168,3 +168,68 @@ def test_interactive_gets_place_in_small_batch(seed: int) -> None:
     by_stream = figures(play(workload))["traffic"]
     assert by_stream["interactive"]["goodput_share"] >= 0.9, by_stream["interactive"]
     assert by_stream["batch"]["decode_share"] >= 0.2 and by_stream["batch"]["finished"] == by_stream["batch"]["offered"]
+
+
+@pytest.mark.parametrize("seed", first(1, range(1, 6)))
+def test_two_targets_share_no_capacity(seed: int) -> None:
+    """In overload after a burst of the strict class, each class serves what one of two workers can serve alone. With strict
+    streams on both workers, the lax class would have an eighth of it."""
+    source, arrivals = random.Random(seed), list[tuple[float, LoadRequest]]()
+    burst, rest = "burst", "strict"
+    for name, tenant, target_ms, begin, end, per_s in (
+        (burst, "interactive", 30.0, 0.0, 4.0, 30.0),
+        (rest, "interactive", 30.0, 8.0, 30.0, 12.0),
+        ("lax", "batch", 100.0, 0.0, 30.0, 18.0),
+    ):
+        at_s = begin
+        while (at_s := at_s + source.expovariate(per_s)) < end:
+            ask = LoadRequest(name, "t", tenant, 32, 60, 60, 0.0, Goal(3000.0, target_ms), 0)
+            arrivals.append((at_s, ask))
+    times = LoadStepTimes(decode_step_s=0.02, decode_sequence_s=0.0006)
+    decode = [WorkerSpec(f"decode-{n}", ("decode",), CAPACITY, times) for n in range(2)]
+    classes = {
+        "interactive": {"weight": 1, "ttft_ms": 3000, "tpot_ms": 30},
+        "batch": {"weight": 1, "ttft_ms": 3000, "tpot_ms": 100},
+    }
+    tables = {"tenants": {"t": {"priority_classes": list(classes)}}, "priority_classes": classes}
+    workload = Workload(
+        (*prefill(2), *decode), tuple(sorted(arrivals, key=lambda a: a[0])), duration_s=30.0,
+        tenants=from_tables(tables),
+    )  # fmt: skip
+    by_stream = figures(play(workload))["traffic"]
+    strict, lax = by_stream[rest], by_stream["lax"]
+    assert strict["goodput_share"] * 12.0 >= 0.8 * 14 / 0.0285 / 60, strict
+    assert lax["goodput_share"] >= 0.9, lax
+
+
+@pytest.mark.parametrize("share", first(1, [0.3, 0.05, 0.6]))
+def test_slow_decode_worker_gets_few_streams(share: float) -> None:
+    """A decode worker that takes eight times as long for a token gets hardly a stream where others have room."""
+    source, at_s, arrivals = random.Random(1), 0.0, list[tuple[float, LoadRequest]]()
+    while (at_s := at_s + source.expovariate(share * 4 * 16 / 1.0)) < 20.0:
+        stream = "before" if at_s < 6.0 else "after"
+        arrivals.append((at_s, LoadRequest(stream, "t", "", 64, 50, 50, 0.0, Goal(2000.0, 40.0), 0)))
+    capacity = Capacity(1 << 16, 16, 16, 1 << 16)
+    decode = [WorkerSpec(f"decode-{n}", ("decode",), capacity, LoadStepTimes(decode_step_s=0.02)) for n in range(4)]
+    workload = Workload(
+        (*prefill(2), *decode), tuple(arrivals), duration_s=20.0, tenants=from_tables({"tenants": {"t": {}}}),
+        failures=(PlannedFailure(4.0, "decode-0", "slow", factor=8.0),),
+    )  # fmt: skip
+    found = figures(play(workload))["traffic"]["after"]
+    assert found["goodput_share"] >= 0.97, found
+
+
+def test_mixed_worker_spares_streams() -> None:
+    """Streams without a target on a mixed worker wait for prompts for half of a step at most. A full step of 256 tokens takes
+    32 ms there."""
+    chat = [(0.2 * n, LoadRequest("chat", "t", "", 64, 60, 60, 0.0, Goal(0.0, 16.0), 0)) for n in range(70)]
+    work = [(0.4 * n, LoadRequest("work", "t", "", 2000, 1, 1, 0.0, Goal(), 0)) for n in range(35)]
+    times = LoadStepTimes(prefill_tokens_per_s=8192.0, prefill_step_s=0.001, decode_step_s=0.01)
+    mixed = WorkerSpec("mixed-0", ("prefill", "decode"), CAPACITY, times)
+    workload = Workload(
+        (mixed,), tuple(sorted(chat + work, key=lambda a: a[0])), duration_s=20.0,
+        tenants=from_tables({"tenants": {"t": {}}}),
+    )  # fmt: skip
+    by_stream = figures(play(workload))["traffic"]
+    assert by_stream["chat"]["goodput_share"] >= 0.95, by_stream["chat"]
+    assert by_stream["work"]["finished"] == 35, by_stream["work"]

@@ -27,15 +27,17 @@ def test_slice_keeps_to_its_share(share: float, token_ms: float) -> None:
     assert sizes.tokens(4) >= 0.6 * share * step_ms(4, 0, token_ms=token_ms) / token_ms, "and it is used"
 
 
-def test_target_replaces_the_share() -> None:
-    """A TPOT target sets the size of slices in place of the share; at least one token is computed."""
+def test_each_stream_keeps_its_limit() -> None:
+    """Streams with a TPOT target bound slices by it, the others by the share; at least one token is computed."""
     sizes = SliceSizes(0.5)
     for _ in range(50):
         sizes.measured(4, 0, 32.0)
         sizes.measured(4, 8, 40.0)
     assert sizes.tokens(4) == 16
-    assert sizes.tokens(4, tpot_ms=100.0) == int(TARGET_SHARE * 100 - 32)
-    assert sizes.tokens(4, tpot_ms=30.0) == 1, "even then the prompt gets on"
+    assert sizes.tokens(4, {100.0, 200.0}) == int(TARGET_SHARE * 100 - 32)
+    assert sizes.tokens(4, {0.0, 1000.0}) == 16, "a lax target takes nothing from a stream without one"
+    assert sizes.tokens(4, {0.0, 40.0}) == 4
+    assert sizes.tokens(4, {30.0}) == 1, "even then the prompt gets on"
 
 
 def test_unmeasured_sizes_start_small() -> None:

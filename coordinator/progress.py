@@ -69,7 +69,9 @@ def step_done(state: State, incarnation: int, event: Received, now: float) -> No
         ):
             state.counters["prompt_tokens_cached"] += request.cached_tokens
             pool.traffic.computed(request.id, request.cached_tokens, now)
-            request.first_token_at = request.first_token_at or now
+            if not request.first_token_at:
+                request.first_token_at = now
+                queue.projection.margins.came(request, now)
             state.billing.prompt_done(request.id)
             state.move(request, Trigger.PROMPT_DONE, now)
             if request.decode_incarnation == incarnation:

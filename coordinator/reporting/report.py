@@ -22,6 +22,7 @@ from proto.status import (
     TenantStatus,
     WorkerStatus,
 )
+from scheduler.request import Request
 from scheduler.waiting.projection import Speed
 from scheduler.workers.circuit_breakers import NOBODY
 from scheduler.workers.pool import Pool
@@ -49,9 +50,11 @@ def retry_after_s(state: State, submit: Submit, now: float) -> float:
     return queue.projection.retry_after_s(path, queue.work(submit, path), submit.request_id, at, now, computed_s)
 
 
-def wait_s(state: State, model: str, path: tuple[str, str, str], now: float, *, urgent: bool = False) -> float:
+def wait_s(state: State, request: Request, now: float) -> float:
     """How long a new request would wait for a place: see `Projection.wait_s`."""
-    return state.queues[model].projection.wait_s(path, speed(state.pools[model]), now, urgent=urgent)
+    queue, at = state.queues[request.submit.model], speed(state.pools[request.submit.model])
+    work, urgent = queue.work(request.submit, request.path), request.first_token_ms > 0
+    return queue.projection.wait_s(request.path, work, at, now, urgent=urgent)
 
 
 def speed(pool: Pool) -> Speed:

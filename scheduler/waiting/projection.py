@@ -14,8 +14,10 @@ from zlib import crc32
 
 from scheduler.fairness.fair_node import Path
 from scheduler.request import Request
-from scheduler.waiting.freeing import ComingBack, FreeingRate
+from scheduler.waiting.freeing import ComingBack
+from scheduler.waiting.margin import Margins
 from scheduler.waiting.ratios import Ratios
+from scheduler.waiting.releases import Releases
 from scheduler.waiting.work_ahead import WorkAhead
 
 RETRY_AFTER_S = (1.0, 600.0)
@@ -58,7 +60,8 @@ class Projection:
         self._line = WorkAhead(weights)
         """Work as in `waiting`, with that of requests that were told to come back."""
         self._coming: ComingBack[tuple[Path, int]] = ComingBack()
-        self.placed = FreeingRate()
+        self.placed = Releases()
+        self.margins = Margins()
         self._prompt_tokens = 0
         """Prompt tokens of the requests that wait."""
         self._waits_since: float | None = None
@@ -95,7 +98,7 @@ class Projection:
     def place(self, request: Request, now: float) -> None:
         """Count a request that has got a place. It has waited since `request.since`."""
         request.placed_work = request.work
-        self.placed.take(request.work, now)
+        request.cohort = self.placed.take(request.work, now)
         if request.attempt > 1:
             return
         sums, waited_s = self.accuracy.get(request.path[0], ProjectionAccuracy()), now - request.since
@@ -110,16 +113,17 @@ class Projection:
     def leave(self, request: Request, now: float) -> None:
         """Give back the work of an attempt that had a place and is over."""
         if request.placed_work:
-            self.placed.give_back(request.placed_work, now - request.attempt_progress.placed_at, now)
+            held_s = now - request.attempt_progress.placed_at
+            self.placed.give_back(request.placed_work, request.cohort, held_s, now)
             request.placed_work = 0
 
     # --- when -----------------------------------------------------------------------------------------------------------
 
-    def wait_s(self, path: Path, speed: Speed, now: float, *, urgent: bool = False) -> float:
+    def wait_s(self, path: Path, work: int, speed: Speed, now: float, *, urgent: bool = False) -> float:
         """How long a new request of this tenant would wait for a place."""
         if not self.waiting.work:
             return 0.0
-        return self._seconds(self.waiting.before(path, 0, urgent=urgent), speed, now)
+        return self._seconds(self.waiting.before(path, work, urgent=urgent), work, speed, now)
 
     def retry_after_s(
         self, path: Path, work: int, request_id: str, speed: Speed, now: float, computed_s: float = 0.0
@@ -131,20 +135,20 @@ class Projection:
             self._line.add(before, -amount, urgent=False)
         line = self._line.before(path, work, urgent=False)
         coming = line - self.waiting.before(path, work, urgent=False)
-        wait_s = max(self._seconds(line - work, speed, now), computed_s + self._seconds(coming, speed, now))
+        wait_s = max(self._seconds(line, work, speed, now), computed_s + self._seconds(coming, 0, speed, now))
         told_s = spread(wait_s, request_id)
         if self._coming.tell(now + told_s, (path, work)):
             self._line.add(path, work, urgent=False)
         return told_s
 
-    def _seconds(self, work: float, speed: Speed, now: float) -> float:
-        """Seconds in which so much work gets a place."""
+    def _seconds(self, work: float, own: int, speed: Speed, now: float) -> float:
+        """Seconds until so much work has a place, the last `own` of it included."""
         placed, since = self.placed, self._waits_since
         steady = since is not None and placed.is_learnt and now - since >= placed.mean_s
         prefill_s = 0.0
         if speed.prompt_tokens_per_s:
             prompt_share = self._prompt_tokens / self.waiting.work if self.waiting.work else 1.0
-            prefill_s = work * prompt_share / speed.prompt_tokens_per_s
+            prefill_s = (work - own) * prompt_share / speed.prompt_tokens_per_s
         if placed.held and (speed.decode_is_full or steady):
             return max(placed.wait_s(work, now), prefill_s)
         return prefill_s

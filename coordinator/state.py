@@ -195,6 +195,7 @@ class State:
         if reason is Interrupt.DRAINED:
             attempt_progress = request.attempt_progress
             attempt_progress.paid_tokens = max(attempt_progress.paid_tokens, request.dispatched_tokens)
+        self.queues[request.submit.model].projection.leave(request, now, done=False)
         self.withdraw(request)
         self.move(request, Trigger.INTERRUPT, now, f"{reason}: {why}")
         self.interrupted[request.id] = request
@@ -240,7 +241,7 @@ class State:
         queue = self.queues[request.submit.model]
         self.pools[request.submit.model].end_lone(request)
         queue.count_uncomputed(request, 0)
-        queue.projection.leave(request, self.now)
+        queue.projection.leave(request, self.now, done=True)
         queue.remove(request)
         queue.refund_output(request)
         if request.state is RequestState.QUEUED:

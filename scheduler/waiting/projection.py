@@ -110,12 +110,16 @@ class Projection:
             found = self.ratios.get(request.path[0]) or self.ratios.setdefault(request.path[0], Ratios())
             found.add(max(waited_s, SHORT_S) / max(request.projected_s, SHORT_S))
 
-    def leave(self, request: Request, now: float) -> None:
-        """Give back the work of an attempt that had a place and is over."""
-        if request.placed_work:
+    def leave(self, request: Request, now: float, *, done: bool) -> None:
+        """Give back the work of an attempt that had a place and is over. `done`: it was not interrupted."""
+        if not request.placed_work:
+            return
+        if done:
             held_s = now - request.attempt_progress.placed_at
             self.placed.give_back(request.placed_work, request.cohort, held_s, now)
-            request.placed_work = 0
+        else:
+            self.placed.undo(request.placed_work, request.cohort, now)
+        request.placed_work = 0
 
     # --- when -----------------------------------------------------------------------------------------------------------
 

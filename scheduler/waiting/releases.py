@@ -56,13 +56,17 @@ class Releases:
         self._cohorts[self._interval_at] = self._cohorts.get(self._interval_at, 0) + work
         return self._interval_at
 
-    def give_back(self, work: int, cohort: float, held_s: float, now: float) -> None:
+    def undo(self, work: int, cohort: float, now: float) -> None:
+        """Count that it is held no longer, though it was not done. Nothing is learnt."""
         self._advance(now)
         self.held -= work
-        self._freed_at = now
         self._cohorts[cohort] -= work
         if not self._cohorts[cohort]:
             del self._cohorts[cohort]
+
+    def give_back(self, work: int, cohort: float, held_s: float, now: float) -> None:
+        self.undo(work, cohort, now)
+        self._freed_at = now
         age = self._age(cohort)
         self._freed[age] += self._weight * work
         self._reached[age] += self._weight * work

@@ -52,9 +52,9 @@ def retry_after_s(state: State, submit: Submit, now: float) -> float:
 
 def wait_s(state: State, request: Request, now: float) -> float:
     """How long a new request would wait for a place: see `Projection.wait_s`."""
-    queue, at = state.queues[request.submit.model], speed(state.pools[request.submit.model])
-    work, urgent = queue.work(request.submit, request.path), request.first_token_ms > 0
-    return queue.projection.wait_s(request.path, work, at, now, urgent=urgent)
+    queue, pool, path = state.queues[request.submit.model], state.pools[request.submit.model], request.path
+    work, urgent = queue.work(request.submit, path), request.first_token_ms > 0
+    return queue.projection.wait_s(path, work, speed(pool), now, urgent=urgent, lacks=pool.shares.lacks(path))
 
 
 def speed(pool: Pool) -> Speed:

@@ -23,6 +23,8 @@ from scheduler.waiting.work_ahead import WorkAhead
 RETRY_AFTER_S = (1.0, 600.0)
 SHORT_S = 0.1
 """Below this, the error of a projection does not matter."""
+GIVEN_S = 0.025
+"""Time in which a stream is interrupted and its room is taken by a tenant that has less than its share."""
 JITTER = 0.1
 """A wait is lengthened by up to this part of it, never shortened."""
 
@@ -123,11 +125,19 @@ class Projection:
 
     # --- when -----------------------------------------------------------------------------------------------------------
 
-    def wait_s(self, path: Path, work: int, speed: Speed, now: float, *, urgent: bool = False) -> float:
-        """How long a new request of this tenant would wait for a place."""
+    def wait_s(
+        self, path: Path, work: int, speed: Speed, now: float, *, urgent: bool = False, lacks: float = 0.0
+    ) -> float:
+        """How long a new request of this tenant would wait for a place. `lacks`: the part of all room in decode in which others
+        give way to it."""
         if not self.waiting.work:
             return 0.0
-        return self._seconds(self.waiting.before(path, work, urgent=urgent), work, speed, now)
+        given, own = lacks * self.placed.held, self.waiting.of(path, urgent=urgent) + work
+        before = self.waiting.before(path, work, urgent=urgent)
+        wait_s = self._seconds(before, work, speed, now)
+        if own <= given and wait_s > (given_s := GIVEN_S * own / work):
+            return max(given_s, self._prefill_s(before, work, speed))
+        return wait_s
 
     def retry_after_s(
         self, path: Path, work: int, request_id: str, speed: Speed, now: float, computed_s: float = 0.0
@@ -149,10 +159,14 @@ class Projection:
         """Seconds until so much work has a place, the last `own` of it included."""
         placed, since = self.placed, self._waits_since
         steady = since is not None and placed.is_learnt and now - since >= placed.mean_s
-        prefill_s = 0.0
-        if speed.prompt_tokens_per_s:
-            prompt_share = self._prompt_tokens / self.waiting.work if self.waiting.work else 1.0
-            prefill_s = (work - own) * prompt_share / speed.prompt_tokens_per_s
+        prefill_s = self._prefill_s(work, own, speed)
         if placed.held and (speed.decode_is_full or steady):
             return max(placed.wait_s(work, now), prefill_s)
         return prefill_s
+
+    def _prefill_s(self, work: float, own: int, speed: Speed) -> float:
+        """Seconds in which prefill computes the prompts of so much work, without those of its `own` last part."""
+        if not speed.prompt_tokens_per_s:
+            return 0.0
+        prompt_share = self._prompt_tokens / self.waiting.work if self.waiting.work else 1.0
+        return (work - own) * prompt_share / speed.prompt_tokens_per_s

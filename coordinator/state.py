@@ -25,6 +25,8 @@ from scheduler.workers.pool import Pool
 from scheduler.workers.worker import Allocation, Where, Worker
 
 FLIPS_SHOWN = 64
+STRETCH = 2.0
+"""A prompt may take so many times its own time, if its priority class wants the first token sooner."""
 
 
 class Last(msgspec.Struct, frozen=True, gc=False):
@@ -110,6 +112,8 @@ class State:
         priority_class = self.limits.priority_classes[request.path[0]]
         request.ttft_ms, request.tpot_ms = priority_class.ttft_ms or 0.0, priority_class.tpot_ms or 0.0
         pool = self.pools[request.submit.model]
+        if request.ttft_ms and (tokens_per_s := pool.fastest_tokens_per_s()):
+            request.ttft_ms = max(request.ttft_ms, STRETCH * 1000 * request.submit.prompt_tokens / tokens_per_s)
         if request.tpot_ms and not pool.targets.used:
             pool.targets.begin(pool.decode.values())
 

@@ -75,9 +75,7 @@ def feasible(request: Request, pool: Pool, queue: WaitQueue, place_s: float) -> 
     soonest_ms = 1000 * pool.least_prefill_s(tokens)
     if soonest_ms > deadline_ms:
         why = f"{tokens} prompt tokens to compute take {soonest_ms:.0f} ms here; {limit} is less"
-        alone_ms = 1000 * tokens / pool.fastest_tokens_per_s()
-        never = bool(own_ms) or alone_ms > deadline_ms
-        return Reject.DEADLINE, why, 0.0 if never else spread((soonest_ms - deadline_ms) / 1000, request.id)
+        return Reject.DEADLINE, why, 0.0 if own_ms else spread((soonest_ms - deadline_ms) / 1000, request.id)
     rate = pool.tokens_per_s()
     if not rate or not queue.work_ahead.work:
         return None, "", 0.0

@@ -15,6 +15,9 @@ from scheduler.waiting.queue import WaitQueue
 from scheduler.workers.pool import Pool
 from scheduler.workers.worker import Allocation, Where, Worker
 
+STRETCH = 2.0
+"""A prompt may take so many times its own time, if its priority class wants the first token sooner."""
+
 
 class Cluster:
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -45,14 +48,17 @@ class Cluster:
         """Set a request's targets from its priority class, as the tenants file is now."""
         priority_class = self.limits.priority_classes[request.path[0]]
         request.ttft_ms, request.tpot_ms = priority_class.ttft_ms or 0.0, priority_class.tpot_ms or 0.0
-        self.pools[request.submit.model].targets.came(request.tpot_ms, priority_class.weight)
+        pool = self.pools[request.submit.model]
+        if request.ttft_ms and (tokens_per_s := pool.fastest_tokens_per_s()):
+            request.ttft_ms = max(request.ttft_ms, STRETCH * 1000 * request.submit.prompt_tokens / tokens_per_s)
+        pool.targets.came(request.tpot_ms, priority_class.weight)
 
     def withdraw(self, request: Request, now: float) -> None:
         """Take the attempt out of the queue or off its workers, and refund the estimate of its output to its tenant."""
         queue, pool = self.queues[request.submit.model], self.pools[request.submit.model]
         pool.end_lone(request)
         queue.count_uncomputed(request, 0)
-        queue.projection.leave(request, now)
+        queue.projection.leave(request, now, done=True)
         queue.remove(request)
         queue.refund_output(request)
         if request.state is RequestState.QUEUED:
@@ -73,6 +79,7 @@ class Cluster:
         if reason is Interrupt.DRAINED:
             progress = request.attempt_progress
             progress.paid_tokens = max(progress.paid_tokens, request.dispatched_tokens)
+        self.queues[request.submit.model].projection.leave(request, now, done=False)
         self.withdraw(request, now)
         request.fire(Trigger.INTERRUPT, now)
         self.decisions.append(Interruption(request, request.attempt, reason, why, tell))

@@ -136,8 +136,12 @@ class Request(msgspec.Struct, eq=False):
     """The cost that was expected when it last came to wait."""
     placed_work: int = 0
     """The value of `work` while it is placed."""
+    cohorts: tuple[float, ...] = ()
+    """Where `Releases` count `placed_work`."""
     projected_s: float = 0.0
     """How long it was expected to wait for a place when it came."""
+    expected_s: float = 0.0
+    """How long its first token was expected to take when it came; 0: not known."""
     expected_tokens: float = 0.0
     """Answer tokens over all choices, as they were expected when it came."""
     dispatched_tokens: int = 0

@@ -175,7 +175,9 @@ class Scheduler:
         if request.state is not RequestState.PREFILLING or left > 0:
             return None
         pool.traffic.computed(request.id, request.cached_tokens, now)
-        request.first_token_at = request.first_token_at or now
+        if not request.first_token_at:
+            request.first_token_at = now
+            queue.projection.margins.came(request, now)
         request.fire(Trigger.PROMPT_DONE, now)
         if request.decode_incarnation == worker.incarnation:
             pool.breakers.worked((worker.incarnation, worker.incarnation))

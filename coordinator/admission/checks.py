@@ -62,10 +62,6 @@ def judge(submit: Submit, pool: Pool | None, limits: Limits, now: float) -> Refu
     return None, ""
 
 
-DEADLINE_MARGIN = 0.8
-"""Part of a deadline by which a first token must be expected: prompts share workers in the grain of chunks."""
-
-
 def feasible(request: Request, pool: Pool, queue: WaitQueue, place_s: float) -> tuple[Reject | None, str, float | None]:
     """Returns whether a request's deadline, or its class's target for the first token, can be met at the measured rates,
     behind the work before it in the fair order, if as much of its prompt is cached as is believed. `place_s`: projected
@@ -79,9 +75,7 @@ def feasible(request: Request, pool: Pool, queue: WaitQueue, place_s: float) -> 
     soonest_ms = 1000 * pool.least_prefill_s(tokens)
     if soonest_ms > deadline_ms:
         why = f"{tokens} prompt tokens to compute take {soonest_ms:.0f} ms here; {limit} is less"
-        alone_ms = 1000 * tokens / pool.fastest_tokens_per_s()
-        never = bool(own_ms) or alone_ms > deadline_ms
-        return Reject.DEADLINE, why, 0.0 if never else spread((soonest_ms - deadline_ms) / 1000, request.id)
+        return Reject.DEADLINE, why, 0.0 if own_ms else spread((soonest_ms - deadline_ms) / 1000, request.id)
     rate = pool.tokens_per_s()
     if not rate or not queue.work_ahead.work:
         return None, "", 0.0
@@ -89,7 +83,8 @@ def feasible(request: Request, pool: Pool, queue: WaitQueue, place_s: float) -> 
     expected_ms = 1000 * (before + tokens * len(pool.prefill)) / rate  # one prompt is computed on one worker
     if pool.wakeups.closed:
         expected_ms = max(expected_ms, 1000 * place_s + soonest_ms)
-    if expected_ms <= DEADLINE_MARGIN * deadline_ms:
+    request.expected_s = expected_ms / 1000
+    if expected_ms <= queue.projection.margins.allowed_ms(request):
         return None, "", 0.0
     why = f"its first token is expected in {expected_ms:.0f} ms, behind what waits before it; {limit} is less"
     return Reject.DEADLINE, why, None

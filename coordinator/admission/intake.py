@@ -169,8 +169,7 @@ def _admit(state: State, request: Request, now: float) -> tuple[Reject | None, s
     None: as long as the work before it takes. A resumed request is not checked again."""
     submit, limits = request.submit, state.limits
     pool, queue = state.cluster.pools[submit.model], state.cluster.queues[submit.model]
-    urgent = request.first_token_ms > 0
-    wait_s = request.projected_s = report.wait_s(state, submit.model, request.path, now, urgent=urgent)
+    wait_s = request.projected_s = report.wait_s(state, request, now)
     reason, why, retry_after_s = checks.feasible(request, pool, queue, wait_s)
     if reason is not None:
         return reason, why, retry_after_s

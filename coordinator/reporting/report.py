@@ -22,6 +22,7 @@ from proto.status import (
     TenantStatus,
     WorkerStatus,
 )
+from scheduler.request import Request
 from scheduler.waiting.projection import Speed
 from scheduler.workers.circuit_breakers import NOBODY
 from scheduler.workers.pool import Pool
@@ -49,10 +50,12 @@ def retry_after_s(state: State, submit: Submit, now: float) -> float:
     return queue.projection.retry_after_s(path, queue.work(submit, path), submit.request_id, at, now, computed_s)
 
 
-def wait_s(state: State, model: str, path: tuple[str, str, str], now: float, *, urgent: bool = False) -> float:
+def wait_s(state: State, request: Request, now: float) -> float:
     """How long a new request would wait for a place: see `Projection.wait_s`."""
-    at = speed(state, state.cluster.pools[model], path, now)
-    return state.cluster.queues[model].projection.wait_s(path, at, now, urgent=urgent)
+    model, path = request.submit.model, request.path
+    queue, pool = state.cluster.queues[model], state.cluster.pools[model]
+    work, urgent, at = queue.work(request.submit, path), request.first_token_ms > 0, speed(state, pool, path, now)
+    return queue.projection.wait_s(path, work, at, now, urgent=urgent, lacks=pool.shares.lacks(path))
 
 
 def speed(state: State, pool: Pool, path: tuple[str, str, str], now: float) -> Speed:

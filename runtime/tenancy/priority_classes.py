@@ -22,7 +22,7 @@ class PriorityClass:
     """A request that is not placed within this time is rejected; None: the coordinator's --queue-wait-s-max applies."""
     ttft_ms: float | None = None
     """Target for the first token. A request without a deadline of its own is rejected on arrival if it is expected to miss
-    this."""
+    this. A prompt that takes longer than half of it by itself may take twice its own time."""
     tpot_ms: float | None = None
     """Target for the mean time per later token. It bounds the batch of the decode worker where such a request runs."""
     percentile: float = 0.9
@@ -35,8 +35,8 @@ class PriorityClass:
 
 DEFAULT_PRIORITY_CLASSES: Final[Mapping[str, PriorityClass]] = MappingProxyType(
     {
-        "interactive": PriorityClass(8.0, 0.0, 0.5, 1.0),
-        "standard": PriorityClass(4.0, 0.0, 2.0, 2.0),
+        "interactive": PriorityClass(8.0, 0.0, 0.5, 1.0, ttft_ms=4000.0),
+        "standard": PriorityClass(4.0, 0.0, 2.0, 2.0, ttft_ms=4000.0),
         "batch": PriorityClass(1.0, 0.05, 60.0, 10.0),
     }
 )

@@ -156,6 +156,21 @@ class HeldShares:
             if (most.held - held) / most.weight >= (own_held + wanted(worker)) / weight:
                 yield worker, keys, held
 
+    def lacks(self, path: Path) -> float:
+        """Returns which part of all that is held a tenant has less than its share, beside the one that holds most for its
+        weight."""
+        most, depth = self.root, 0
+        own: HeldNode | None = most
+        while most is own and most.order:
+            above = most
+            most, own = above.children[above.order[-1][1]], above.children.get(path[depth])
+            depth += 1
+        if most is own:
+            return 0.0
+        own_held, weight = (own.held, own.weight) if own else (0, self._weight(path[:depth]))
+        lacks = (most.held / most.weight - own_held / weight) / (1 / most.weight + 1 / weight)
+        return max(lacks, 0.0) / self._root.held
+
     def reweigh(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
         self._weigh_below(self.root, ())

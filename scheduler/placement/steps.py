@@ -22,6 +22,8 @@ MOVES_PER_TURN_MAX = 64
 """Requests that one turn may move to another queue key; the next event goes on from there."""
 LOOKED_AT_MAX = 64
 """Most partly computed prompts of a prefill worker that are looked at for one step."""
+URGENT = 1.5
+"""A partly computed prompt goes first if it has less than so many times the time that its rest takes."""
 BEGUN_MAX = 8
 """If a prefill worker has more partly computed prompts than this, the next step begins with the prompt served last, if it can
 finish it.
@@ -203,14 +205,15 @@ def _take_continuation(worker: Worker, left: int, pool: Pool, queue: WaitQueue, 
 
 
 def _most_urgent(worker: Worker, now: float) -> Request | None:
-    """A partly computed prompt with less than half of its first-token time left; of several, the one that is due first.
+    """A partly computed prompt that must go on now to have its first token in time; of several, the one that is due first.
     Admission accepted such requests because their tenants' shares suffice. If they waited for their turn, they would be late:
     later requests of tenants that were idle would go first with their saved credit."""
     first, first_due = None, inf
     for request in islice(worker.placed.values(), LOOKED_AT_MAX):
         if (ms := request.first_token_ms) and not request.own_step:
             due = request.arrived + ms / 1000
-            if due < first_due and now > due - ms / 2000 and due > now:
+            rest_s = (request.submit.prompt_tokens - request.dispatched_tokens) / (worker.tokens_per_s or inf)
+            if due < first_due and now > due - URGENT * rest_s and due > now:
                 first, first_due = request, due
     return first
 

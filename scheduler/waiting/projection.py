@@ -15,13 +15,17 @@ from zlib import crc32
 
 from scheduler.fairness.fair_node import Path
 from scheduler.request import Request
-from scheduler.waiting.freeing import ComingBack, FreeingRate
+from scheduler.waiting.freeing import ComingBack
+from scheduler.waiting.margin import Margins
 from scheduler.waiting.ratios import Ratios
+from scheduler.waiting.releases import Releases
 from scheduler.waiting.work_ahead import WorkAhead
 
 RETRY_AFTER_S = (1.0, 600.0)
 SHORT_S = 0.1
 """Below this, the error of a projection does not matter."""
+GIVEN_S = 0.025
+"""Time in which a stream is interrupted and its room is taken by a tenant that has less than its share."""
 JITTER = 0.1
 """A wait is lengthened by up to this part of it, never shortened."""
 
@@ -61,9 +65,10 @@ class Projection:
         self._line = WorkAhead(weights)
         """Work as in `waiting`, with that of requests that were told to come back."""
         self._coming: ComingBack[tuple[Path, int]] = ComingBack()
-        self.placed = FreeingRate()
-        self._placed_of: defaultdict[str, FreeingRate] = defaultdict(FreeingRate)
+        self.placed = Releases()
+        self._placed_of: defaultdict[str, Releases] = defaultdict(Releases)
         """The same, by priority class."""
+        self.margins = Margins()
         self._prompt_tokens = 0
         """Prompt tokens of the requests that wait."""
         self._waits_since: float | None = None
@@ -100,8 +105,7 @@ class Projection:
     def place(self, request: Request, now: float) -> None:
         """Count a request that has got a place. It has waited since `request.since`."""
         request.placed_work = request.work
-        for placed in (self.placed, self._placed_of[request.path[0]]):
-            placed.take(request.work, now)
+        request.cohorts = tuple(placed.take(request.work, now) for placed in self._counted(request))
         if request.attempt > 1:
             return
         sums, waited_s = self.accuracy.get(request.path[0], ProjectionAccuracy()), now - request.since
@@ -113,20 +117,35 @@ class Projection:
             found = self.ratios.get(request.path[0]) or self.ratios.setdefault(request.path[0], Ratios())
             found.add(max(waited_s, SHORT_S) / max(request.projected_s, SHORT_S))
 
-    def leave(self, request: Request, now: float) -> None:
-        """Give back the work of an attempt that had a place and is over."""
-        if request.placed_work:
-            for placed in (self.placed, self._placed_of[request.path[0]]):
-                placed.give_back(request.placed_work, now - request.attempt_progress.placed_at, now)
-            request.placed_work = 0
+    def leave(self, request: Request, now: float, *, done: bool) -> None:
+        """Give back the work of an attempt that had a place and is over. `done`: it was not interrupted."""
+        if not request.placed_work:
+            return
+        for placed, cohort in zip(self._counted(request), request.cohorts, strict=True):
+            if done:
+                placed.give_back(request.placed_work, cohort, now - request.attempt_progress.placed_at, now)
+            else:
+                placed.undo(request.placed_work, cohort, now)
+        request.placed_work = 0
+
+    def _counted(self, request: Request) -> tuple[Releases, Releases]:
+        return self.placed, self._placed_of[request.path[0]]
 
     # --- when -----------------------------------------------------------------------------------------------------------
 
-    def wait_s(self, path: Path, speed: Speed, now: float, *, urgent: bool = False) -> float:
-        """How long a new request of this tenant would wait for a place."""
+    def wait_s(
+        self, path: Path, work: int, speed: Speed, now: float, *, urgent: bool = False, lacks: float = 0.0
+    ) -> float:
+        """How long a new request of this tenant would wait for a place. `lacks`: the part of all room in decode in which others
+        give way to it."""
         if not self.waiting.work:
             return 0.0
-        return self._seconds(path, self.waiting.before(path, 0, urgent=urgent, apart=speed.apart), speed, now)
+        given, own = lacks * self.placed.held, self.waiting.of(path, urgent=urgent) + work
+        before = self.waiting.before(path, work, urgent=urgent, apart=speed.apart)
+        wait_s = self._seconds(path, before, work, speed, now)
+        if own <= given and wait_s > (given_s := GIVEN_S * own / work):
+            return max(given_s, self._prefill_s(before, work, speed))
+        return wait_s
 
     def retry_after_s(
         self, path: Path, work: int, request_id: str, speed: Speed, now: float, computed_s: float = 0.0
@@ -138,20 +157,25 @@ class Projection:
             self._line.add(before, -amount, urgent=False)
         line = self._line.before(path, work, urgent=False, apart=speed.apart)
         coming = line - self.waiting.before(path, work, urgent=False, apart=speed.apart)
-        wait_s = max(self._seconds(path, line - work, speed, now), computed_s + self._seconds(path, coming, speed, now))
+        behind_s = computed_s + self._seconds(path, coming, 0, speed, now)
+        wait_s = max(self._seconds(path, line, work, speed, now), behind_s)
         told_s = spread(wait_s, request_id)
         if self._coming.tell(now + told_s, (path, work)):
             self._line.add(path, work, urgent=False)
         return told_s
 
-    def _seconds(self, path: Path, work: float, speed: Speed, now: float) -> float:
-        """Seconds in which so much work gets a place."""
+    def _seconds(self, path: Path, work: float, own: int, speed: Speed, now: float) -> float:
+        """Seconds until so much work has a place, the last `own` of it included."""
         placed, since = self._placed_of[path[0]] if speed.apart else self.placed, self._waits_since
         steady = since is not None and placed.is_learnt and now - since >= placed.mean_s
-        prefill_s = 0.0
-        if speed.prompt_tokens_per_s:
-            prompt_share = self._prompt_tokens / self.waiting.work if self.waiting.work else 1.0
-            prefill_s = work * prompt_share / speed.prompt_tokens_per_s
+        prefill_s = self._prefill_s(work, own, speed)
         if placed.held and (speed.decode_is_full or steady):
             return max(placed.wait_s(work, now), prefill_s)
         return prefill_s
+
+    def _prefill_s(self, work: float, own: int, speed: Speed) -> float:
+        """Seconds in which prefill computes the prompts of so much work, without those of its `own` last part."""
+        if not speed.prompt_tokens_per_s:
+            return 0.0
+        prompt_share = self._prompt_tokens / self.waiting.work if self.waiting.work else 1.0
+        return (work - own) * prompt_share / speed.prompt_tokens_per_s

@@ -96,12 +96,15 @@ class WorkAhead:
                 del self._nodes[own]
             above = node
 
+    def of(self, path: Path, *, urgent: bool) -> int:
+        """A tenant's own work that goes before a new request of it."""
+        leaf = self._nodes.get(path)
+        return 0 if leaf is None else leaf.urgent if urgent else leaf.work
+
     def before(self, path: Path, work: float, *, urgent: bool, apart: bool = False) -> float:
         """Returns the work that is done until a new request of this tenant is done, including its own `work`. `apart`: work of
         other priority classes is done elsewhere."""
-        leaf = self._nodes.get(path)
-        if leaf is not None:
-            work += leaf.urgent if urgent else leaf.work
+        work += self.of(path, urgent=urgent)
         for depth in range(len(path), int(apart), -1):
             node = self._nodes.get(path[:depth]) or _Node(self._weight(path[:depth]))
             above = self._root if depth == 1 else self._nodes.get(path[: depth - 1])

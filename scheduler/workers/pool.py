@@ -27,6 +27,7 @@ from scheduler.waiting.queue_keys import target_class
 from scheduler.workers.bindings import Bindings, PrefixWaits
 from scheduler.workers.candidates import Candidates
 from scheduler.workers.circuit_breakers import NOBODY, Breakers
+from scheduler.workers.ordered import Ordered
 from scheduler.workers.prefix_index import Locality
 from scheduler.workers.reserved_workers import LoneRequests, RoomForLargeRequest
 from scheduler.workers.step_times import StepTimeSample
@@ -97,6 +98,8 @@ class Pool:
         """The sum of the measured rates of prefill workers, and their number."""
         self._mean_tokens_per_s = 0.0
         """Mean rate of the prefill workers that were measured; 0: to be counted anew."""
+        self._by_rate = Ordered()
+        """Prefill workers that take prompts and were measured with full steps, the fastest first."""
         self.no_room = self.cache_waits = 0
         """How many turns passed a request over, without room for it or because another worker has more of it cached."""
         self._mixed: dict[tuple[str, int, str], Worker] = {}
@@ -139,6 +142,7 @@ class Pool:
         self.wakeups.left(worker)
         self.bindings.hosts.pop(worker.incarnation, None)
         self.candidates.left(worker)
+        self._by_rate.drop(worker.incarnation)
         self.targets.leave(worker)
         if worker.shares is not None:
             for key, allocation in worker.allocations.items():
@@ -166,6 +170,10 @@ class Pool:
         """Update all orders after a worker's allocations, its work, or whether it takes work have changed."""
         if worker.admission is None:
             self.candidates.prefill_changed(worker, self.rate(worker))
+            if worker.has_run_full and not worker.draining:
+                self._by_rate.put(worker.incarnation, -worker.tokens_per_s, 0.0)
+            else:
+                self._by_rate.drop(worker.incarnation)
             self.wakeups.steps_changed(worker)
         else:
             self.targets.changed(worker)
@@ -376,8 +384,7 @@ class Pool:
 
     def fastest_tokens_per_s(self) -> float:
         """The highest rate that was measured with full steps, of workers that take prompts; 0 where there is none."""
-        rates = (w.tokens_per_s for w in self.prefill.values() if w.has_run_full and not w.draining)
-        return max(rates, default=0.0)
+        return -self._by_rate.least() if len(self._by_rate) else 0.0
 
     def least_prefill_s(self, tokens: int) -> float:
         """Returns the least time in which a worker computes `tokens` of one prompt after its steps in flight. An unmeasured
@@ -385,7 +392,7 @@ class Pool:
         fastest = self.fastest_tokens_per_s()
         if not fastest:
             return 0.0
-        takers = (worker for worker in self.prefill.values() if not worker.draining)
+        takers = self.candidates.first_to_finish()
         return min((w.tokens_in_flight + tokens) / (w.tokens_per_s if w.has_run_full else fastest) for w in takers)
 
     def capacities(self) -> tuple[frozenset[Capacity], ...]:

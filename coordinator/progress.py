@@ -179,7 +179,15 @@ def handed_over(state: State, incarnation: int, event: Received, now: float) -> 
         if request.key not in state.workers[request.decode_incarnation].allocations:
             state.interrupt(request, Interrupt.TRANSFER_FAILED, "its decode worker had let go of it", now)
             return
-        breakers = state.pools[request.submit.model].breakers
+        pool, prefill, decode = (
+            state.pools[request.submit.model],
+            state.workers[incarnation],
+            state.workers[request.decode_incarnation],
+        )
+        if not decode.is_same_process(prefill):
+            blocks = request.attempt_progress.sent_blocks
+            pool.hand_overs.measured(prefill.hello.host, decode.hello.host, blocks, done.transfer_ms)
+        breakers = pool.breakers
         breakers.worked((incarnation, request.decode_incarnation))
         breakers.worked((incarnation, NOBODY))
         state.move(request, Trigger.HANDED_OVER, now)

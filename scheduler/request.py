@@ -75,6 +75,8 @@ class AttemptProgress(msgspec.Struct, eq=False, gc=False):
     """The expected time of that fetch, in seconds."""
     compute_s: float = 0.0
     """The time in which the prefill worker would have computed them, in seconds."""
+    sent_blocks: int = 0
+    """Blocks of its prompt that its decode worker did not have."""
     bound_to: int = 0
     """The incarnation of the worker that it waits for while it is not placed, such as one that has more of its prompt
     cached."""

@@ -2,8 +2,7 @@
 
     score(p, d) = queue * (tokens before it on p / rate of p)
                 + compute * (prompt tokens not cached on p / rate of p)
-                + transfer * (blocks not cached on d)   [+ remote * (the same), where p and d are on different hosts; none of it
-                                                         where they are the halves of one mixed worker]
+                + (time to hand over blocks that are not cached on d, as measured, less the load forgone: see `hand_overs`)
                 + room * (fullness of p squared) + load * (fullness of d)
                 + targets * (0, 1, 2)           where none, some, or all streams on d have another target per token than it
                 + numerics                      where an interrupted stream began on a worker that computes other bits than d
@@ -27,7 +26,7 @@ class Weights:
     pressure: float = 2.0
     """How much more computing weighs for each waiting request, since it delays those requests too."""
     transfer_s: float = 0.0005
-    """Per block to send: a block of some hundred KB at the speed of a fast network, or shared memory with a copy."""
+    """Per block to send while none was measured: a block of some hundred KB on a fast network, or in shared memory."""
     remote_s: float = 0.001
     """Per block to send from host to host, on top."""
     room_s: float = 0.2
@@ -67,14 +66,11 @@ class PrefillSide:
 class DecodeSide:
     """A decode worker, as this prompt would find it."""
 
-    missing_blocks: int
-    """Blocks of this prompt that it does not have cached."""
+    hand_over_s: float
+    """What the blocks of this prompt that it does not have cached cost."""
     fullness: float
     """How full its blocks or its sequences are, whichever is more."""
     failure_rate: float
-    host: str
-    is_same_process: bool = False
-    """It is the other half of the mixed worker that computes the prompt."""
     other_targets: int = 0
     """0, 1 or 2: see `token_targets`."""
     other_numerics: bool = False
@@ -88,17 +84,14 @@ def prefill_s(prompt_tokens: int, side: PrefillSide, weights: Weights, waiting: 
     return work / side.tokens_per_s + weights.room_s * side.fullness**2 + weights.trouble_s * side.failure_rate
 
 
-def decode_s(side: DecodeSide, prefill_host: str, weights: Weights) -> float:
+def decode_s(side: DecodeSide, weights: Weights) -> float:
     """The part of the score that the decode worker decides, given where the prompt is computed."""
-    per_block = weights.transfer_s + (weights.remote_s if side.host != prefill_host else 0.0)
-    if side.is_same_process:
-        per_block = 0.0
-    own = per_block * side.missing_blocks + weights.load_s * side.fullness + weights.trouble_s * side.failure_rate
+    own = side.hand_over_s + weights.load_s * side.fullness + weights.trouble_s * side.failure_rate
     own += weights.targets_s * side.other_targets
     return own + (weights.numerics_s if side.other_numerics else 0.0)
 
 
-def best_decode(decode: Iterable[tuple[int, DecodeSide]], prefill_host: str, weights: Weights) -> int | None:
-    """The incarnation of the best decode worker for a prompt computed on `prefill_host`; of equals the first."""
-    found = min(decode, key=lambda entry: decode_s(entry[1], prefill_host, weights), default=None)
+def best_decode(decode: Iterable[tuple[int, DecodeSide]], weights: Weights) -> int | None:
+    """The incarnation of the best decode worker; of equals the first."""
+    found = min(decode, key=lambda entry: decode_s(entry[1], weights), default=None)
     return None if found is None else found[0]

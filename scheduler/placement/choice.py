@@ -162,8 +162,31 @@ def choose_decode(request: Request, prefill: Worker, decode: Sequence[Worker], p
         return decode[0] if decode else None
     spread = sorted(decode, key=lambda w: (w.tokens_forwarded, w.incarnation))  # of equals, the one that has done least
     sides = ((worker.incarnation, _decode_side(worker, request, prefill, pool, now)) for worker in spread)
-    incarnation = best_decode(sides, prefill.hello.host, pool.weights)
+    incarnation = best_decode(sides, pool.weights)
     return None if incarnation is None else pool.decode[incarnation]
+
+
+def hand_over_s(submit: Submit, prefill: Worker, decode: Worker, pool: Pool, now: float) -> float:
+    """What it costs to hand over the blocks that a decode worker does not have, less its credit: see `hand_overs`."""
+    if decode.is_same_process(prefill):
+        return 0.0
+    cost_s = missing_blocks(submit, decode, pool) * pool.hand_overs.block_s(prefill.hello.host, decode.hello.host)
+    return max(cost_s - pool.hand_overs.credit_s(decode.incarnation, now), 0.0)
+
+
+def missing_blocks(submit: Submit, decode: Worker, pool: Pool) -> int:
+    size = decode.capacity.block_size
+    return -(-submit.prompt_tokens // size) - known_blocks(pool.locality, decode.incarnation, submit, size)
+
+
+def count_load(request: Request, prefill: Worker, decode: Worker, pool: Pool, now: float) -> None:
+    """Credit the least full decode worker before a request is placed on a fuller one, or let this one pay."""
+    blocks = request.attempt_progress.sent_blocks = missing_blocks(request.submit, decode, pool)
+    cost_s = blocks * pool.hand_overs.block_s(prefill.hello.host, decode.hello.host)
+    pool.hand_overs.spend(decode.incarnation, cost_s if prefill is not decode else 0.0, now)
+    least = pool.candidates.least_full()
+    if least is not None and (forgone := decode.fullness - least.fullness) > 0:
+        pool.hand_overs.forgo(least.incarnation, pool.weights.load_s * forgone, now)
 
 
 def _prefill_side(worker: Worker, cached: int, pool: Pool) -> PrefillSide:
@@ -178,19 +201,14 @@ def _prefill_side(worker: Worker, cached: int, pool: Pool) -> PrefillSide:
 
 
 def _decode_side(worker: Worker, request: Request, prefill: Worker, pool: Pool, now: float) -> DecodeSide:
-    submit = request.submit
-    size, capacity = worker.capacity.block_size, worker.capacity
-    blocks = -(-submit.prompt_tokens // size)
     return DecodeSide(
-        missing_blocks=blocks - known_blocks(pool.locality, worker.incarnation, submit, size),
-        fullness=1 - min(worker.free_blocks / capacity.kv_blocks, worker.free_seqs / capacity.max_seqs),
+        hand_over_s=hand_over_s(request.submit, prefill, worker, pool, now),
+        fullness=worker.fullness,
         failure_rate=max(
             pool.failure_rate(worker),
             pool.breakers.failure_rate((prefill.incarnation, worker.incarnation), now),
             request.resumed and pool.breakers.host_fails(worker.hello.host, now),
         ),
-        host=worker.hello.host,
-        is_same_process=worker.is_same_process(prefill),
         other_targets=pool.targets.other_targets(worker, request),
         other_numerics=request.resumed and request.numerics not in ("", worker.hello.numerics),
     )

@@ -4,6 +4,7 @@ from coordinator.state import State
 from proto.messages import Destination, Hello, Prefill, Reserve
 from proto.parts import Returns
 from scheduler.lifecycle import Trigger
+from scheduler.placement.choice import count_load
 from scheduler.placement.fetch import Beginning, beginning
 from scheduler.request import Request
 from scheduler.workers.circuit_breakers import NOBODY
@@ -21,6 +22,7 @@ def place(
     state.drop_retained(request)
     pool.bindings.unbind(request)
     queue.placed(request)
+    count_load(request, prefill, decode, pool, now)
     _reserve(request, prefill, decode)
     queue.count_uncomputed(request, request.submit.prompt_tokens - request.cached_tokens)
     if pool.room_for_large.request is request:

@@ -21,6 +21,7 @@ from scheduler.waiting.overload import Rate
 from scheduler.workers.bindings import Bindings, PrefixWaits
 from scheduler.workers.candidates import Candidates
 from scheduler.workers.circuit_breakers import NOBODY, Breakers
+from scheduler.workers.hand_overs import HandOvers
 from scheduler.workers.prefix_index import Locality
 from scheduler.workers.reserved_workers import LoneRequests, RoomForLargeRequest
 from scheduler.workers.step_times import StepTimeSample
@@ -58,6 +59,7 @@ class Pool:
         self.breakers = Breakers()
         self.shares = HeldShares()
         self.waits = PrefixWaits()
+        self.hand_overs = HandOvers(self.weights.transfer_s, self.weights.transfer_s + self.weights.remote_s)
         self.suspects: dict[str, Request] = {}
         """Those with a suspicion, by id."""
         self.retained: dict[str, Request] = {}
@@ -118,6 +120,7 @@ class Pool:
         self.wakeups.left(worker)
         self.bindings.hosts.pop(worker.incarnation, None)
         self.candidates.left(worker)
+        self.hand_overs.leave(worker.incarnation)
         self.targets.leave(worker)
         if worker.shares is not None:
             for key, allocation in worker.allocations.items():

@@ -145,8 +145,8 @@ class State:
         self.move(request, trigger, now, why)
         assert request.state in TERMINAL
         request.blob = b""  # rows and lists may know it for a while yet
-        pool, queue = self.pools[request.submit.model], self.queues[request.submit.model]
-        request.end_turn(pool.sessions, queue.weight(request.path), now)
+        pool = self.pools[request.submit.model]
+        request.end_turn(pool.sessions, now)
         self.outcomes[request.state] += 1
         del self.requests[request.id]
         self.alive[request.submit.model] -= 1

@@ -215,17 +215,17 @@ class Request(msgspec.Struct, eq=False):
         elif self.attempt_progress.paid_tokens:
             self.attempt_progress.paid_tokens = 0
 
-    def end_turn(self, sessions: Sessions, weight: float, now: float) -> None:
-        """End its turn in its session, which keeps its KV if its prompt was computed. `weight`: of its organisation."""
+    def end_turn(self, sessions: Sessions, now: float) -> None:
+        """End its turn in its session, which keeps its KV if its prompt was computed."""
         turn, self.turn = self.turn, None
         if turn is None:
             return
         if not self.first_token_at:
-            sessions.over(turn.session, now)
+            sessions.over(turn, now)
             return
         submit, bill = self.submit, self.bill
         output_tokens = bill.counters.output_tokens if bill is not None else submit.resumed_tokens
-        sessions.answered(turn, submit.prompt_tokens - submit.resumed_tokens + output_tokens, weight, now)
+        sessions.answered(turn, submit.prompt_tokens - submit.resumed_tokens + output_tokens, now)
 
     def fire(self, trigger: Trigger, now: float) -> None:
         if self.bill is not None:

@@ -105,6 +105,8 @@ class ScenarioTraffic(_Part):
     """The name in the tables of figures. Empty: the tenant's name."""
     tenant: Annotated[_Name, Field(min_length=1)] = DEFAULT_TENANT
     """A name of `[tenants]`, or `organisation/user`."""
+    users: Annotated[int, Field(ge=0, le=100_000)] = 0
+    """Clients, or arrivals, are in turn of so many users of the tenant; 0: it has none."""
     priority_class: _Name = ""
     """Empty: the tenant's own."""
     arrivals: Literal["poisson", "constant", "gamma", "trace", "closed", "sessions"] = "poisson"

@@ -40,7 +40,11 @@ def place(
     progress.placed_at = now
     _, progress.fetched_tokens, progress.fetch_s, progress.compute_s = begins
     keep, take_in = _orders(
-        request, prefill, decode, state.peers[request.gateway_incarnation], pool.sessions.returns(request.submit.tenant)
+        request,
+        prefill,
+        decode,
+        state.peers[request.gateway_incarnation],
+        pool.sessions.returns(request.submit.tenant),
     )
     state.send(decode.incarnation, keep)
     state.send(prefill.incarnation, take_in, request.blob)

@@ -67,6 +67,7 @@ class Pool:
         self.gives_way = ("", 0)
         """The attempt that was interrupted last so that another tenant gets its share."""
         self.traffic, self.sessions = RecentTraffic(), Sessions()
+        self._cache_tokens = {Role.PREFILL: 0, Role.DECODE: 0}
         self.step_times = {Role.PREFILL: StepTimeSample(), Role.DECODE: StepTimeSample()}
         self.context_tokens = 0
         """The longest prompt + output every worker takes, or took before all were lost."""
@@ -94,7 +95,7 @@ class Pool:
         self._lost.pop(worker.hello.role, None)
         blocks = worker.capacity.kv_blocks + worker.capacity.tier_blocks
         self.locality.join(worker.incarnation, blocks, worker.hello.role)
-        self.sessions.kv_tokens += blocks * worker.capacity.block_size
+        self._count_cache(worker, blocks)
         worker.on_change = self.changed
         if worker.hello.role is Role.DECODE:
             worker.shares = self.shares
@@ -114,8 +115,7 @@ class Pool:
         if not side and not worker.draining:
             self._lost[worker.hello.role] = worker, now
         self.locality.leave(worker.incarnation)
-        capacity = worker.capacity
-        self.sessions.kv_tokens -= (capacity.kv_blocks + capacity.tier_blocks) * capacity.block_size
+        self._count_cache(worker, -worker.capacity.kv_blocks - worker.capacity.tier_blocks)
         self.breakers.leave(worker.incarnation)
         self.wakeups.left(worker)
         self.bindings.hosts.pop(worker.incarnation, None)
@@ -129,6 +129,11 @@ class Pool:
             worker.shares = None
         self.wakeups.look_anew()
         self._measure()
+
+    def _count_cache(self, worker: Worker, blocks: int) -> None:
+        """Count a worker's cache. A session lies in both roles, so the larger of the two is the room for sessions."""
+        self._cache_tokens[worker.hello.role] += blocks * worker.capacity.block_size
+        self.sessions.kv_tokens = max(self._cache_tokens.values())
 
     def freed_per_s(self, now: float) -> float:
         """Millionths of a decode worker that came free lately, not counting streams that gave way."""

@@ -142,6 +142,7 @@ class Core(State):
         waiting = [timer for queue in self.queues.values() if (timer := queue.next_timer()) is not None]
         if self.interrupted:
             waiting.append(next(iter(self.interrupted.values())).since + self.limits.resubmit_s_max)
+        waiting += [pool.resumes_at for pool in self.pools.values() if pool.paused]
         waiting += [at for pool in self.pools.values() if (at := pool.breakers.next_wake()) is not None]
         if (write_off := self.billing.next_write_off()) is not None:
             waiting.append(write_off)

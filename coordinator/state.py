@@ -18,6 +18,7 @@ from runtime.tenancy.tenants import open_tenants
 from scheduler.fairness.fair_node import Path
 from scheduler.lifecycle import TERMINAL, RequestState, Trigger
 from scheduler.observer import Watch
+from scheduler.placement import paused_turns
 from scheduler.request import LOST_PROCESSES_MAX, RETAINED, LostProcess, Request, RetainedAllocation, Suspicion
 from scheduler.waiting.queue import WaitQueue
 from scheduler.workers.flip import RunningFlip
@@ -239,6 +240,7 @@ class State:
         """Take the attempt out of the queue or off its workers, and refund the estimate of its output to its tenant."""
         queue = self.queues[request.submit.model]
         self.pools[request.submit.model].end_lone(request)
+        paused_turns.end(request, self.pools[request.submit.model], queue)
         queue.count_uncomputed(request, 0)
         queue.projection.leave(request, self.now)
         queue.remove(request)

@@ -13,7 +13,7 @@ from proto.limits import HASH_BYTES
 from proto.messages import Accepted, Cancel, Interrupted, Rejected, Submit
 from proto.progress import EndPrefix, EndSession
 from scheduler.lifecycle import ON_WORKERS, RequestState, Trigger
-from scheduler.placement import suffix, turns
+from scheduler.placement import paused_turns, suffix, turns
 from scheduler.placement.choice import uncached_tokens
 from scheduler.placement.preemption import expected_left
 from scheduler.request import Request
@@ -109,7 +109,8 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
     queue = state.queues[submit.model]
     request.expected_left = expected_left(request, queue.long_output(request), state.limits.kv_overcommit)
     queue.push(request, now, not state.draining or state.can_run(request))
-    suffix.came(request, state.pools[submit.model], queue, now)
+    if not paused_turns.begin(request, state.pools[submit.model], queue, now):
+        suffix.came(request, state.pools[submit.model], queue, now)
     state.send(incarnation, Accepted(*request.key, state.billing.rates(submit.tenant, now)))
     state.out.append(StateChanged(request.id, request.attempt, request.state, "submitted"))
 

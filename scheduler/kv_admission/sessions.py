@@ -202,6 +202,11 @@ class Sessions:
             return Returns(0.0, 0.0)
         return Returns(tenant.share, min(tenant.mean_s or PATIENCE_S, KEPT_S))
 
+    def mean_s(self, tenant_name: str) -> float:
+        """The mean time between the end of a tenant's turn and its next turn."""
+        tenant = self._tenants.get(tenant_name)
+        return tenant.mean_s if tenant is not None else PATIENCE_S
+
     def _is_over_share(self, tenant_name: str) -> bool:
         organisation = self._organisations.get(_organisation_of(tenant_name))
         if organisation is None:

@@ -9,6 +9,7 @@ from scheduler.lifecycle import RequestState, Trigger
 from scheduler.observer import NothingRuns
 from scheduler.placement.choice import better_than_bound, expect_cached, last_block
 from scheduler.placement.out_of_turn import place_kept, place_lone, place_retained
+from scheduler.placement.paused_turns import resume_due
 from scheduler.placement.preemption import give_shares
 from scheduler.placement.steps import compose
 from scheduler.waiting.queue import WaitQueue
@@ -29,6 +30,8 @@ def schedule(state: State, now: float) -> None:
         pool = state.pools[model]
         if pool.breakers.wake(now):
             pool.wakeups.look_anew()
+        if pool.paused:
+            resume_due(pool, queue, now)
         if not pool.wakeups.due:
             continue
         if not queue.fair.size:

@@ -64,6 +64,10 @@ class Pool:
         """Those with a suspicion, by id."""
         self.retained: dict[str, Request] = {}
         """Those that lost their prefill worker and keep their room in decode, by id."""
+        self.paused: dict[str, Request] = {}
+        """Turns that wait until the caches have room for their conversations, by id, oldest first: see `paused_turns`."""
+        self.resumes_at = 0.0
+        """When the next of them resumes."""
         self.gives_way = ("", 0)
         """The attempt that was interrupted last so that another tenant gets its share."""
         self.traffic, self.sessions = RecentTraffic(), Sessions()

@@ -127,7 +127,7 @@ def handed_over(state: State, incarnation: int, event: Received, now: float) -> 
         if request.key not in state.cluster.workers[request.decode_incarnation].allocations:
             state.interrupt(request, Interrupt.TRANSFER_FAILED, "its decode worker had let go of it", now)
             return
-        state.scheduler.handed_over(request, now)
+        state.scheduler.handed_over(request, done.transfer_ms, now)
         state.tell_state(request, Trigger.HANDED_OVER)
 
 

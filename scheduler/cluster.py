@@ -57,6 +57,8 @@ class Cluster:
         """Take the attempt out of the queue or off its workers, and refund the estimate of its output to its tenant."""
         queue, pool = self.queues[request.submit.model], self.pools[request.submit.model]
         pool.end_lone(request)
+        if pool.paused.pop(request.id, None) is not None:
+            queue.resume(request)
         queue.count_uncomputed(request, 0)
         queue.projection.leave(request, now, done=True)
         queue.remove(request)
@@ -90,8 +92,8 @@ class Cluster:
         self.drop_retained(request)
         request.fire(trigger, now)
         request.blob = b""  # rows and lists may know it for a while yet
-        pool, queue = self.pools[request.submit.model], self.queues[request.submit.model]
-        request.end_turn(pool.sessions, queue.weight(request.path), output_tokens, now)
+        pool = self.pools[request.submit.model]
+        request.end_turn(pool.sessions, output_tokens, now)
         del self.requests[request.id]
         pool.suspects.pop(request.id, None)
 

@@ -74,6 +74,8 @@ class AttemptProgress(msgspec.Struct, eq=False, gc=False):
     """The expected time of that fetch, in seconds."""
     compute_s: float = 0.0
     """The time in which the prefill worker would have computed them, in seconds."""
+    sent_blocks: int = 0
+    """Blocks of its prompt that its decode worker did not have."""
     bound_to: int = 0
     """The incarnation of the worker that it waits for while it is not placed, such as one that has more of its prompt
     cached."""
@@ -236,17 +238,16 @@ class Request(msgspec.Struct, eq=False):
         elif self.attempt_progress.paid_tokens:
             self.attempt_progress.paid_tokens = 0
 
-    def end_turn(self, sessions: Sessions, weight: float, output_tokens: int, now: float) -> None:
-        """End its turn in its session, which keeps its KV if its prompt was computed. `weight`: of its organisation;
-        `output_tokens`: of its answer so far."""
+    def end_turn(self, sessions: Sessions, output_tokens: int, now: float) -> None:
+        """End its turn in its session, which keeps its KV if its prompt was computed. `output_tokens`: of its answer so far."""
         turn, self.turn = self.turn, None
         if turn is None:
             return
         if not self.first_token_at:
-            sessions.over(turn.session, now)
+            sessions.over(turn, now)
             return
         prompt_tokens = self.submit.prompt_tokens - self.submit.resumed_tokens
-        sessions.answered(turn, prompt_tokens + output_tokens, weight, now)
+        sessions.answered(turn, prompt_tokens + output_tokens, now)
 
     def fire(self, trigger: Trigger, now: float) -> None:
         self.times.spend(self.state, now - self.since)

@@ -14,7 +14,7 @@ from scheduler.decisions import Decision
 from scheduler.kv_admission.shared_blocks import chains
 from scheduler.lifecycle import RequestState, Trigger
 from scheduler.limits import SchedulerLimits
-from scheduler.placement import fetch, suffix, turns
+from scheduler.placement import fetch, paused_turns, suffix, turns
 from scheduler.placement.preemption import charge_decode, give_back, outlived, relieve
 from scheduler.placement.schedule import schedule
 from scheduler.request import Request
@@ -53,6 +53,7 @@ class Scheduler:
         if any(pool.wakeups.go_on_at_once for pool in pools):
             return now
         due = [timer for queue in queues if (timer := queue.next_timer()) is not None]
+        due += [pool.resumes_at for pool in pools if pool.paused]
         due += [at for pool in pools if (at := pool.breakers.next_wake()) is not None]
         return min(due, default=None)
 
@@ -73,7 +74,8 @@ class Scheduler:
         pool, queue = cluster.pools[model], cluster.queues[model]
         pool.lengths.expect(request, pool.shares)
         queue.push(request, now, not cluster.draining or cluster.can_run(request))
-        suffix.came(request, pool, queue, now)
+        if not paused_turns.begin(request, pool, queue, now):
+            suffix.came(request, pool, queue, now)
 
     def end(self, request: Request, trigger: Trigger, output_tokens: int, now: float) -> None:
         """End a request in any state: see `Cluster.end`."""
@@ -200,9 +202,14 @@ class Scheduler:
         worker.expect(request)
         pool.wakeups.has_own_work(worker)
 
-    def handed_over(self, request: Request, now: float) -> None:
+    def handed_over(self, request: Request, transfer_ms: float, now: float) -> None:
         """A request's KV is on its decode worker."""
-        breakers = self.cluster.pools[request.submit.model].breakers
+        cluster, pool = self.cluster, self.cluster.pools[request.submit.model]
+        prefill, decode = cluster.workers[request.prefill_incarnation], cluster.workers[request.decode_incarnation]
+        if not decode.is_same_process(prefill):
+            blocks = request.attempt_progress.sent_blocks
+            pool.hand_overs.measured(prefill.hello.host, decode.hello.host, blocks, transfer_ms)
+        breakers = pool.breakers
         breakers.worked((request.prefill_incarnation, request.decode_incarnation))
         breakers.worked((request.prefill_incarnation, NOBODY))
         request.fire(Trigger.HANDED_OVER, now)

@@ -2,8 +2,7 @@
 
     score(p, d) = queue * (tokens before it on p / rate of p)
                 + compute * (prompt tokens not cached on p / rate of p)
-                + transfer * (blocks not cached on d)   [+ remote * (the same), where p and d are on different hosts; none of it
-                                                         where they are the halves of one mixed worker]
+                + (time to hand over blocks that are not cached on d, as measured, less the load forgone: see `hand_overs`)
                 + room * (fullness of p squared) + load * (fullness of d)
                 + targets                       where d is assigned to other targets per token than its own
                 + slow                          what its answer takes longer where streams wait longer for tokens than elsewhere
@@ -33,7 +32,7 @@ class Weights:
     pressure: float = 2.0
     """How much more computing weighs for each waiting request, since it delays those requests too."""
     transfer_s: float = 0.0005
-    """Per block to send: a block of some hundred KB at the speed of a fast network, or shared memory with a copy."""
+    """Per block to send while none was measured: a block of some hundred KB on a fast network, or in shared memory."""
     remote_s: float = 0.001
     """Per block to send from host to host, on top."""
     room_s: float = 0.2
@@ -74,14 +73,11 @@ class PrefillSide:
 class DecodeSide:
     """A decode worker, as this prompt would find it."""
 
-    missing_blocks: int
-    """Blocks of this prompt that it does not have cached."""
+    hand_over_s: float
+    """What the blocks of this prompt that it does not have cached cost."""
     fullness: float
     """How full its blocks or its sequences are, whichever is more."""
     failure_rate: float
-    host: str
-    is_same_process: bool = False
-    """It is the other half of the mixed worker that computes the prompt."""
     token_s: float = 0.0
     """How long its streams wait for each token; 0: not known."""
     token_seqs: float = 0.0
@@ -99,12 +95,9 @@ def prefill_s(prompt_tokens: int, side: PrefillSide, weights: Weights, waiting: 
     return work / side.tokens_per_s + weights.room_s * side.fullness**2 + weights.trouble_s * side.failure_rate
 
 
-def decode_s(side: DecodeSide, prefill_host: str, weights: Weights) -> float:
+def decode_s(side: DecodeSide, weights: Weights) -> float:
     """The part of the score that the decode worker decides, given where the prompt is computed."""
-    per_block = weights.transfer_s + (weights.remote_s if side.host != prefill_host else 0.0)
-    if side.is_same_process:
-        per_block = 0.0
-    own = per_block * side.missing_blocks + weights.load_s * side.fullness + weights.trouble_s * side.failure_rate
+    own = side.hand_over_s + weights.load_s * side.fullness + weights.trouble_s * side.failure_rate
     own += weights.targets_s if side.is_guest else 0.0
     return own + (weights.numerics_s if side.other_numerics else 0.0)
 
@@ -119,15 +112,12 @@ def slow_s(side: DecodeSide, others: Iterable[DecodeSide], answer_tokens: float,
     return min(answer_tokens * max(side.token_s - SLOWER * least_s, 0.0), weights.slow_s_max)
 
 
-def best_decode(
-    decode: Iterable[tuple[int, DecodeSide]], prefill_host: str, weights: Weights, answer_tokens: float = 0.0
-) -> int | None:
-    """The incarnation of the best decode worker for a prompt computed on `prefill_host`; of equals the first. `answer_tokens`:
-    the expected length of the answer."""
+def best_decode(decode: Iterable[tuple[int, DecodeSide]], weights: Weights, answer_tokens: float = 0.0) -> int | None:
+    """The incarnation of the best decode worker; of equals the first. `answer_tokens`: the expected length of the answer."""
     entries = list(decode)
     sides = [side for _, side in entries]
 
     def score(entry: tuple[int, DecodeSide]) -> float:
-        return decode_s(entry[1], prefill_host, weights) + slow_s(entry[1], sides, answer_tokens, weights)
+        return decode_s(entry[1], weights) + slow_s(entry[1], sides, answer_tokens, weights)
 
     return min(entries, key=score)[0] if entries else None

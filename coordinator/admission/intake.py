@@ -278,9 +278,9 @@ def end_session(state: State, _: int, event: Received, __: float) -> None:
     ended = event.message
     assert isinstance(ended, EndSession)
     for pool in state.cluster.pools.values():
-        tail = pool.sessions.end(ended.tenant, ended.session)
-        for incarnation in pool.locality.having(split_hashes(tail)):
-            state.send(incarnation, EndPrefix(tail))
+        for tail in pool.sessions.end(ended.tenant, ended.session):
+            for incarnation in pool.locality.having(split_hashes(tail)):
+                state.send(incarnation, EndPrefix(tail))
 
 
 def expire(state: State, now: float) -> None:

@@ -1,9 +1,10 @@
 """Makes a workload of a scenario: draws arrivals and lengths, and checks the keys against each other."""
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 from pydantic import ValidationError
@@ -32,7 +33,7 @@ COORDINATOR_OPTIONS: Final = Limits.__dataclass_fields__.keys() & CoordinatorSet
 def build(scenario: Scenario, folder: Path) -> Workload:
     """Makes the workload. Relative paths of traces begin in `folder`. Raises `ValueError` and `TenantsError`, which name the
     key."""
-    tenants = from_tables({"tenants": scenario.tenants, "priority_classes": scenario.priority_classes})
+    tenants = from_tables({"tenants": _with_users(scenario), "priority_classes": scenario.priority_classes})
     workers = _workers(scenario)
     names = {worker.name for worker in workers}
     for number, failure in enumerate(scenario.failures):
@@ -71,8 +72,19 @@ def build(scenario: Scenario, folder: Path) -> Workload:
         limits=_limits(scenario),
         tenants=tenants,
         hand_over_s=(scenario.hand_over_ms[0] / 1000, scenario.hand_over_ms[1] / 1000),
+        hand_over_block_s=scenario.hand_over_ms_per_block / 1000,
         seed=scenario.seed,
     )
+
+
+def _with_users(scenario: Scenario) -> dict[str, Any]:
+    """Returns the tables of tenants, with one for each user of a stream's tenant."""
+    tables = deepcopy(scenario.tenants)
+    for traffic in scenario.traffic:
+        organisation = tables.get(traffic.tenant)
+        if isinstance(organisation, dict) and traffic.users:
+            organisation["users"] = {f"u{n}": {} for n in range(traffic.users)} | organisation.get("users", {})
+    return tables
 
 
 def _limits(scenario: Scenario) -> Limits:
@@ -174,10 +186,12 @@ class _Stream:
     def __init__(self, traffic: ScenarioTraffic, duration_s: float, source: np.random.Generator) -> None:
         self._traffic, self._source = traffic, source
         self._until_s = min(traffic.until_s or duration_s, duration_s)
+        self._tenant, self._users = traffic.tenant, 0
         self._prompts, self._outputs = (Lengths.parse(text) for text in (traffic.prompt_tokens, traffic.output_tokens))
 
     def arrivals(self) -> Iterator[tuple[float, LoadRequest]]:
         for at_s in self._times():
+            self._next_user()
             yield at_s, self._drawn()
 
     def _times(self) -> Iterator[float]:
@@ -198,6 +212,7 @@ class _Stream:
             source=self._source,
         )
         for row in rows:
+            self._next_user()
             yield traffic.from_s + row.at_s, self._ask(row.prompt_tokens, row.output_tokens)
 
     def loops(self, block_size: int) -> Iterator[Loop]:
@@ -208,6 +223,7 @@ class _Stream:
         clients = (traffic.from_s + n / traffic.clients for n in range(traffic.clients))
         sessions = LOOP_REQUESTS if is_closed else 1
         for client, begins_s in enumerate(clients if is_closed else self._times()):
+            self._next_user()
             if traffic.turns == 1 and not traffic.shared_prefix_tokens:
                 asks = tuple(self._drawn() for _ in range(LOOP_REQUESTS))
                 yield Loop(asks, traffic.think_s, begins_s, self._until_s)
@@ -242,11 +258,17 @@ class _Stream:
             str(folder / Path(traffic.trace).expanduser()), traffic.scale_tokens, traffic.think_scale
         )
         for client, own in enumerate(in_turn(read, traffic.clients)):
+            self._next_user()
             asks: list[LoadRequest] = []
             for number, session in enumerate(own):
                 turns = named(session, f"{traffic.name} {client} {number}", block_size, CONTEXT_TOKENS)
                 asks += [self._turn(turn) for turn in turns]
             yield Loop(tuple(asks), 0.0, traffic.from_s + client / traffic.clients, self._until_s, once=True)
+
+    def _next_user(self) -> None:
+        """Let the next requests be of the tenant's next user."""
+        if users := self._traffic.users:
+            self._tenant, self._users = f"{self._traffic.tenant}/u{self._users % users}", self._users + 1
 
     def _drawn(self) -> LoadRequest:
         return self._ask(self._prompts.draw(self._source), self._outputs.draw(self._source))
@@ -255,7 +277,7 @@ class _Stream:
         traffic = self._traffic
         return LoadRequest(
             stream=traffic.name,
-            tenant=traffic.tenant,
+            tenant=self._tenant,
             priority_class=traffic.priority_class,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,

@@ -105,6 +105,8 @@ class ScenarioTraffic(_Part):
     """The name in the tables of figures. Empty: the tenant's name."""
     tenant: Annotated[_Name, Field(min_length=1)] = DEFAULT_TENANT
     """A name of `[tenants]`, or `organisation/user`."""
+    users: Annotated[int, Field(ge=0, le=100_000)] = 0
+    """Clients, or arrivals, are in turn of so many users of the tenant; 0: it has none."""
     priority_class: _Name = ""
     """Empty: the tenant's own."""
     arrivals: Literal["poisson", "constant", "gamma", "trace", "closed", "sessions"] = "poisson"
@@ -235,6 +237,8 @@ class Scenario(_Part):
     """The seed of everything that is random. The same seed and file give the same figures to the last bit."""
     hand_over_ms: Annotated[list[_Ms], Field(min_length=2, max_length=2), AfterValidator(_ascending)] = [2.0, 4.0]
     """Least and most that a hand-over of KV takes."""
+    hand_over_ms_per_block: _Ms = 0.0
+    """What each block that is sent adds to it."""
     coordinator: dict[str, Any] = {}
     """A table of options of the coordinator's scheduling."""
     tenants: dict[str, Any] = {}

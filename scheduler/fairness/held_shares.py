@@ -169,7 +169,7 @@ class HeldShares:
             return 0.0
         own_held, weight = (own.held, own.weight) if own else (0, self._weight(path[:depth]))
         lacks = (most.held / most.weight - own_held / weight) / (1 / most.weight + 1 / weight)
-        return max(lacks, 0.0) / self._root.held
+        return max(lacks, 0.0) / self.root.held
 
     def reweigh(self, weights: Mapping[str, float]) -> None:
         self._weights = weights

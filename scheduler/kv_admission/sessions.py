@@ -1,19 +1,21 @@
 """Conversations of one model, and what of their KV is kept between turns. Pure.
 
-A session has the name that its client gives it, or is found by its prompt, which continues the last one. When a turn ends, its
+A session is found by its prompt, which continues the last one. Its client may give it a name; parallel sessions may share one.
+When a turn ends, its
 sequence and reservations are free at once. Its KV stays in its workers' caches as a lease, which takes no room from others:
 leases are given up when the room is needed, least likely to be used again first (`engine.kv.idle_blocks`). This module
 estimates how likely that is: the share of a tenant's turns that another one follows, and the mean time between them. A turn
 that is not followed within `PATIENCE` times that mean counts as not followed, until a next turn comes.
 
 Leases cost their tenants a little: KV that a session finds again is charged by its tokens times the time they were kept, up to
-a tenth of computing them. If all leases together exceed the caches, tenants with more than their share of leases lose theirs
-first.
+a tenth of computing them. If leases and open turns together exceed the caches, organisations with more of them than their share
+of the room lose their leases first: those of their users with more than an equal part of that share.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
+from itertools import chain, islice
 from typing import Final, NamedTuple
 
 import msgspec
@@ -47,12 +49,18 @@ class SessionTenant(msgspec.Struct, eq=False, gc=False):
     """The part of its turns that another one follows."""
     mean_s: float = 0.0
     """The mean time between the end of a turn and the next turn; 0: there was none yet."""
-    leased_tokens: int = 0
-    weight: float = 1.0
-    """The weight of its organisation when it began to have leases."""
 
     def patience_s(self) -> float:
         return max(PATIENCE * self.mean_s, PATIENCE_S)
+
+
+class _Organisation(msgspec.Struct, eq=False, gc=False):
+    weight: float
+    """Its weight when it began to have sessions."""
+    tokens: int = 0
+    """Of leases and of open turns' prompts."""
+    users: dict[str, int] = {}
+    """The same tokens by tenant."""
 
 
 class Session(msgspec.Struct, eq=False):
@@ -90,6 +98,7 @@ class OpenTurn(NamedTuple):
     """The length of the last turn's prompt, which it continues; 0: it continues none."""
     kept_s: float
     """The time since the last turn ended, in seconds."""
+    weight: float
 
     @property
     def cost(self) -> float:
@@ -100,36 +109,45 @@ class OpenTurn(NamedTuple):
 class Sessions:
     def __init__(self) -> None:
         self.kv_tokens = 0
-        """Room in the caches of all workers of the model."""
+        """Room for sessions in the model's caches."""
+        self.tokens = 0
+        """Of leases and of open turns' prompts."""
         self.leased_tokens = 0
         self.leases = 0
         self._tenants: OrderedDict[str, SessionTenant] = OrderedDict()
         """Tenants by name, least recently used first."""
+        self._organisations: dict[str, _Organisation] = {}
+        """Organisations that have leases or open turns."""
         self._weights = 0.0
-        """Weights of the tenants that have leases."""
-        self._by_name: dict[tuple[str, bytes], Session] = {}
+        """Their weights together."""
+        self._by_name: dict[tuple[str, bytes], dict[Session, None]] = {}
         self._by_end: dict[tuple[str, bytes], Session] = {}
         self._idle: OrderedDict[Session, None] = OrderedDict()
         """Sessions without a running turn, longest idle first."""
-        self._leases_of: dict[str, OrderedDict[Session, None]] = {}
+        self._leases_of: OrderedDict[str, OrderedDict[Session, None]] = OrderedDict()
         """Leases of each tenant, in the order of `_idle`."""
 
     def __len__(self) -> int:
         return len(self._idle)
 
-    def came(self, submit: Submit, blob: bytes, now: float) -> OpenTurn:
-        """A new request: the next turn of a session, or the first of another one."""
+    def came(self, submit: Submit, blob: bytes, weight: float, now: float) -> OpenTurn:
+        """A new request: the next turn of a session, or the first of another one. `weight`: of its organisation."""
         self._forget(now)
         tenant = self._tenant(submit.tenant)
-        self._give_up_waiting(submit.tenant, tenant, now)
+        if self._leases_of:
+            longest = next(
+                iter(self._leases_of)
+            )  # each tenant in turn, so that those that do not come again lose theirs too
+            self._leases_of.move_to_end(longest)
+            self._give_up_waiting(longest, now)
+        self._give_up_waiting(submit.tenant, now)
         session, kept_tokens, gap_s = self._find(submit, blob), 0, 0.0
         if session is None:
             session = Session(submit.tenant, submit.session)
             if session.name:
-                self._by_name[(session.tenant, session.name)] = session
+                self._by_name.setdefault((session.tenant, session.name), {})[session] = None
         elif session in self._idle:
-            gap_s = now - session.idle_since
-            kept_tokens = session.prompt_tokens if _continues(submit, blob, session) else 0
+            gap_s, kept_tokens = now - session.idle_since, session.prompt_tokens
             if not session.leased:
                 tenant.share += LEARNT * (1 - tenant.share)  # it was taken not to come back
             tenant.mean_s += (LEARNT if tenant.mean_s else 1.0) * (gap_s - tenant.mean_s)
@@ -138,13 +156,20 @@ class Sessions:
             tenant.share += LEARNT * (1 - tenant.share)
         session.running += 1
         tokens, hashes = submit.prompt_tokens, submit.block_hashes
+        self._count(submit.tenant, tokens, weight)
         in_blocks = len(hashes) // HASH_BYTES * submit.hash_block_size
         return OpenTurn(
-            session, tokens, hashes[-TAIL_BLOCKS * HASH_BYTES :], _digest(blob[4 * in_blocks :]), kept_tokens, gap_s
+            session,
+            tokens,
+            hashes[-TAIL_BLOCKS * HASH_BYTES :],
+            _digest(blob[4 * in_blocks :]),
+            kept_tokens,
+            gap_s,
+            weight,
         )
 
-    def answered(self, turn: OpenTurn, tokens: int, weight: float, now: float) -> None:
-        """A turn has ended with an answer, and left so many tokens of KV. `weight`: of its organisation."""
+    def answered(self, turn: OpenTurn, tokens: int, now: float) -> None:
+        """A turn has ended with an answer, and left so many tokens of KV."""
         session = turn.session
         if self._by_end.get((session.tenant, session.end)) is session:
             del self._by_end[(session.tenant, session.end)]
@@ -152,12 +177,14 @@ class Sessions:
         session.tokens = tokens
         if session.end:
             self._by_end[(session.tenant, session.end)] = session
-        self.over(session, now)
+        self.over(turn, now)
         if session in self._idle and session.end:
-            self._lease(session, weight)
+            self._lease(session, turn.weight)
 
-    def over(self, session: Session, now: float) -> None:
-        """End one running turn of a session. Only `answered` sets what the turn leaves."""
+    def over(self, turn: OpenTurn, now: float) -> None:
+        """End a turn. Only `answered` sets what it leaves."""
+        session = turn.session
+        self._count(session.tenant, -turn.prompt_tokens)
         session.running -= 1
         if session.running:
             return
@@ -171,21 +198,34 @@ class Sessions:
     def returns(self, tenant_name: str) -> Returns:
         """How likely turns of this tenant are to be followed by another one, for those who keep what they leave."""
         tenant = self._tenants.get(tenant_name) or SessionTenant()
-        over_share = tenant.leased_tokens * self._weights > tenant.weight * self.leased_tokens
-        if self.leased_tokens > self.kv_tokens and over_share:
+        if self.tokens > self.kv_tokens and self._is_over_share(tenant_name):
             return Returns(0.0, 0.0)
         return Returns(tenant.share, min(tenant.mean_s or PATIENCE_S, KEPT_S))
 
-    def end(self, tenant: str, name: bytes) -> bytes:
-        """End a session, as its client asks. Returns its tail, or empty if there is nothing to give up. Running turns go on,
-        and what they leave is cached as usual."""
-        session = self._by_name.get((tenant, name))
-        if session is None or session not in self._idle:
-            return b""
-        self._end_lease(session)
-        del self._idle[session]
-        self._drop(session)
-        return session.tail
+    def mean_s(self, tenant_name: str) -> float:
+        """The mean time between the end of a tenant's turn and its next turn."""
+        tenant = self._tenants.get(tenant_name)
+        return tenant.mean_s if tenant is not None else PATIENCE_S
+
+    def _is_over_share(self, tenant_name: str) -> bool:
+        organisation = self._organisations.get(_organisation_of(tenant_name))
+        if organisation is None:
+            return False
+        room, users = self.kv_tokens * organisation.weight / self._weights, organisation.users
+        if organisation.tokens <= room or len(users) == len(self._organisations) == 1:
+            return False
+        return users.get(tenant_name, 0) > room / len(users)
+
+    def end(self, tenant: str, name: bytes) -> list[bytes]:
+        """End the sessions of a name, as their client asks: the last of them, if there are very many. Returns their tails.
+        Running turns go on, and what they leave is cached as usual."""
+        named = self._by_name.get((tenant, name), {})
+        ended = [session for session in islice(reversed(named), AT_ONCE) if session in self._idle]
+        for session in ended:
+            self._end_lease(session)
+            del self._idle[session]
+            self._drop(session)
+        return [session.tail for session in ended]
 
     def check_invariants(self, running: Mapping[Session, int]) -> None:
         """Asserts that sums are right, and that nothing that is over can be found. `running`: turns by session."""
@@ -194,19 +234,20 @@ class Sessions:
         assert all(one.leased and one in self._idle for one in kept)
         assert all(one.running == count for one, count in running.items()), "a turn has ended twice, or not at all"
         assert not any(one in running or one.running for one in self._idle)
-        found = {*self._by_name.values(), *self._by_end.values()}
+        found = {*chain.from_iterable(self._by_name.values()), *self._by_end.values()}
+        assert self.tokens == sum(one.tokens for one in self._organisations.values())
+        assert all(one.tokens == sum(one.users.values()) for one in self._organisations.values())
         assert all(one in self._idle or one in running for one in found), "a session that is over can be found"
 
     # --- what is kept ---------------------------------------------------------------------------------------------------
 
     def _find(self, submit: Submit, blob: bytes) -> Session | None:
-        if submit.session:
-            return self._by_name.get((submit.tenant, submit.session))
         for end in _ends(submit.block_hashes):
             found = self._by_end.get((submit.tenant, end))
-            if found is not None and not found.name and _continues(submit, blob, found):
+            if found is not None and found.name == submit.session and _continues(submit, blob, found):
                 return found
-        return None
+        last = next(reversed(self._by_name.get((submit.tenant, submit.session), {})), None)
+        return last if last is not None and _continues(submit, blob, last) else None
 
     def _tenant(self, name: str) -> SessionTenant:
         tenant = self._tenants.get(name)
@@ -222,32 +263,45 @@ class Sessions:
         return tenant
 
     def _lease(self, session: Session, weight: float) -> None:
-        tenant, leases = self._tenant(session.tenant), self._leases_of.setdefault(session.tenant, OrderedDict())
-        if not leases:
-            tenant.weight = weight
-            self._weights += weight
+        self._tenant(session.tenant)
+        leases = self._leases_of.setdefault(session.tenant, OrderedDict())
+        self._count(session.tenant, session.tokens, weight)
         leases[session] = None
         session.leased = True
         self.leases += 1
-        tenant.leased_tokens += session.tokens
         self.leased_tokens += session.tokens
 
     def _end_lease(self, session: Session) -> None:
         if not session.leased:
             return
-        tenant, leases = self._tenants[session.tenant], self._leases_of[session.tenant]
+        leases = self._leases_of[session.tenant]
         del leases[session]
         session.leased = False
         self.leases -= 1
-        tenant.leased_tokens -= session.tokens
         self.leased_tokens -= session.tokens
+        self._count(session.tenant, -session.tokens)
         if not leases:
             del self._leases_of[session.tenant]
-            self._weights -= tenant.weight
 
-    def _give_up_waiting(self, name: str, tenant: SessionTenant, now: float) -> None:
+    def _count(self, tenant: str, tokens: int, weight: float = 1.0) -> None:
+        """Count tokens of a tenant's leases and open turns. `weight`: of its organisation, if that has had none."""
+        name = _organisation_of(tenant)
+        organisation = self._organisations.get(name)
+        if organisation is None:
+            organisation = self._organisations[name] = _Organisation(weight)
+            self._weights += weight
+        self.tokens += tokens
+        organisation.tokens += tokens
+        organisation.users[tenant] = organisation.users.get(tenant, 0) + tokens
+        if not organisation.users[tenant]:
+            del organisation.users[tenant]
+            if not organisation.users:
+                del self._organisations[name]
+                self._weights = self._weights - organisation.weight if self._organisations else 0.0
+
+    def _give_up_waiting(self, name: str, now: float) -> None:
         """End a tenant's leases for which no next turn has come for too long."""
-        leases = self._leases_of.get(name)
+        leases, tenant = self._leases_of.get(name), self._tenants[name]
         for _ in range(AT_ONCE):
             if not leases or (first := next(iter(leases))).idle_since + tenant.patience_s() > now:
                 return
@@ -264,14 +318,17 @@ class Sessions:
             self._drop(first)
 
     def _drop(self, session: Session) -> None:
-        for table, key in ((self._by_name, session.name), (self._by_end, session.end)):
-            if table.get((session.tenant, key)) is session:
-                del table[(session.tenant, key)]
+        if self._by_end.get((session.tenant, session.end)) is session:
+            del self._by_end[(session.tenant, session.end)]
+        named = self._by_name.get((session.tenant, session.name))
+        if named is not None:
+            named.pop(session, None)
+            if not named:
+                del self._by_name[(session.tenant, session.name)]
 
 
 def _continues(submit: Submit, blob: bytes, session: Session) -> bool:
-    """Whether a prompt begins with the last one of a session, and goes on. If not, the client has given one name to unrelated
-    prompts."""
+    """Whether a prompt begins with the last one of a session, and goes on."""
     size, tokens = submit.hash_block_size, session.prompt_tokens
     if not size or submit.prompt_tokens <= tokens:
         return False
@@ -279,6 +336,10 @@ def _continues(submit: Submit, blob: bytes, session: Session) -> bool:
     if not submit.block_hashes[: blocks * HASH_BYTES].endswith(session.end):
         return False
     return _digest(blob[4 * blocks * size : 4 * tokens]) == session.rest
+
+
+def _organisation_of(tenant: str) -> str:
+    return tenant.partition("/")[0]
 
 
 def _digest(packed: bytes) -> bytes:

@@ -163,8 +163,31 @@ def choose_decode(request: Request, prefill: Worker, decode: Sequence[Worker], p
     spread = sorted(decode, key=lambda w: (w.tokens_forwarded, w.incarnation))  # of equals, the one that has done least
     sides = ((worker.incarnation, _decode_side(worker, request, prefill, pool, now)) for worker in spread)
     answer_tokens = request.expected_tokens / request.submit.choices
-    incarnation = best_decode(sides, prefill.hello.host, pool.weights, answer_tokens)
+    incarnation = best_decode(sides, pool.weights, answer_tokens)
     return None if incarnation is None else pool.decode[incarnation]
+
+
+def hand_over_s(submit: Submit, prefill: Worker, decode: Worker, pool: Pool, now: float) -> float:
+    """What it costs to hand over the blocks that a decode worker does not have, less its credit: see `hand_overs`."""
+    if decode.is_same_process(prefill):
+        return 0.0
+    cost_s = missing_blocks(submit, decode, pool) * pool.hand_overs.block_s(prefill.hello.host, decode.hello.host)
+    return max(cost_s - pool.hand_overs.credit_s(decode.incarnation, now), 0.0)
+
+
+def missing_blocks(submit: Submit, decode: Worker, pool: Pool) -> int:
+    size = decode.capacity.block_size
+    return -(-submit.prompt_tokens // size) - known_blocks(pool.locality, decode.incarnation, submit, size)
+
+
+def count_load(request: Request, prefill: Worker, decode: Worker, pool: Pool, now: float) -> None:
+    """Credit the least full decode worker before a request is placed on a fuller one, or let this one pay."""
+    blocks = request.attempt_progress.sent_blocks = missing_blocks(request.submit, decode, pool)
+    cost_s = blocks * pool.hand_overs.block_s(prefill.hello.host, decode.hello.host)
+    pool.hand_overs.spend(decode.incarnation, cost_s if prefill is not decode else 0.0, now)
+    least = pool.candidates.least_full()
+    if least is not None and (forgone := decode.fullness - least.fullness) > 0:
+        pool.hand_overs.forgo(least.incarnation, pool.weights.load_s * forgone, now)
 
 
 def _prefill_side(worker: Worker, cached: int, pool: Pool) -> PrefillSide:
@@ -179,19 +202,14 @@ def _prefill_side(worker: Worker, cached: int, pool: Pool) -> PrefillSide:
 
 
 def _decode_side(worker: Worker, request: Request, prefill: Worker, pool: Pool, now: float) -> DecodeSide:
-    submit = request.submit
-    size, capacity = worker.capacity.block_size, worker.capacity
-    blocks = -(-submit.prompt_tokens // size)
     return DecodeSide(
-        missing_blocks=blocks - known_blocks(pool.locality, worker.incarnation, submit, size),
-        fullness=1 - min(worker.free_blocks / capacity.kv_blocks, worker.free_seqs / capacity.max_seqs),
+        hand_over_s=hand_over_s(request.submit, prefill, worker, pool, now),
+        fullness=worker.fullness,
         failure_rate=max(
             pool.failure_rate(worker),
             pool.breakers.failure_rate((prefill.incarnation, worker.incarnation), now),
             request.resumed and pool.breakers.host_fails(worker.hello.host, now),
         ),
-        host=worker.hello.host,
-        is_same_process=worker.is_same_process(prefill),
         token_s=worker.token_ms / 1000 if worker.allocations or not pool.is_measured_long_ago(worker) else 0.0,
         token_seqs=worker.token_seqs,
         is_guest=pool.targets.is_guest(worker, request),

@@ -3,6 +3,7 @@
 from scheduler.cluster import Cluster
 from scheduler.decisions import Placement
 from scheduler.lifecycle import Trigger
+from scheduler.placement.choice import count_load
 from scheduler.placement.fetch import Beginning, beginning
 from scheduler.request import Request
 from scheduler.workers.circuit_breakers import NOBODY
@@ -24,6 +25,7 @@ def place(
     cluster.drop_retained(request)
     pool.bindings.unbind(request)
     queue.placed(request)
+    count_load(request, prefill, decode, pool, now)
     _reserve(request, prefill, decode)
     queue.count_uncomputed(request, request.submit.prompt_tokens - request.cached_tokens)
     if pool.room_for_large.request is request:

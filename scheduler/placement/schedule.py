@@ -10,6 +10,7 @@ from scheduler.lifecycle import RequestState, Trigger
 from scheduler.observer import NothingRuns
 from scheduler.placement.choice import better_than_bound, expect_cached, last_block
 from scheduler.placement.out_of_turn import place_kept, place_lone, place_retained
+from scheduler.placement.paused_turns import resume_due
 from scheduler.placement.preemption import give_shares
 from scheduler.placement.steps import compose
 from scheduler.waiting.queue import WaitQueue
@@ -34,6 +35,8 @@ def schedule(cluster: Cluster, now: float) -> None:
             pool.wakeups.look_anew()
         pool.headroom.pass_time(now)
         queue.shares = pool.shares if pool.is_short(now) else None
+        if pool.paused:
+            resume_due(pool, queue, now)
         if not pool.wakeups.due:
             if now - pool.looked_at >= LOOK_EVERY_S:
                 give_shares(cluster, pool, queue, now)

@@ -1,8 +1,8 @@
 """Chooses where to compute a prompt whose beginning a decode worker has: on that worker, or on a prefill worker. Pure.
 
-    there       (prompt tokens before it + tokens not cached there) / rate of prompts beside the streams there
-    elsewhere   wait for its turn + (tokens before it + tokens not cached) / rate, of the best prefill worker, + hand-over;
-                and what it takes to fetch what is cached there, where that is better
+    there       (prompt tokens before it + tokens not cached there) / rate of prompts beside the streams there + load there
+    elsewhere   wait for its turn + (tokens before it + tokens not cached) / rate, of the best prefill worker; what it takes to
+                fetch tokens, where that is better; + hand-over and load of the same or the least full decode worker
 
 The wait assumes that all requests that wait for a turn are like this one, but it is at most the wait projected from its
 tenant's share.
@@ -17,7 +17,7 @@ from math import inf
 from typing import NamedTuple
 
 from proto.messages import Role, Submit
-from scheduler.placement.choice import cached_tokens
+from scheduler.placement.choice import cached_tokens, hand_over_s
 from scheduler.placement.fetch import beginning
 from scheduler.request import Request
 from scheduler.waiting.queue import WaitQueue
@@ -42,26 +42,29 @@ def best_on_decode(
     submit = request.submit
     if not submit.block_hashes or not _may_run_on_decode(request, pool):
         return None
-    best, best_s, best_cached = None, inf, 0
+    load_s, best, best_s, best_cached = pool.weights.load_s, None, inf, 0
     for worker in pool.candidates.holders(Role.DECODE, submit):
         if not takes(worker, request, pool, now):
             continue
         cached = cached_tokens(submit, worker, pool)
         done_s = done_in_s(worker, submit, cached, pool)
-        if done_s < best_s:
-            best, best_s, best_cached = worker, done_s, cached
+        if done_s + load_s * worker.fullness < best_s:
+            best, best_s, best_cached = worker, done_s + load_s * worker.fullness, cached
     if best is None:
         return None
     prefill = pool.candidates.holders(Role.PREFILL, submit) + pool.candidates.first_to_finish()
-    hand_over_s = pool.weights.transfer_s * ((submit.prompt_tokens - best_cached) // submit.hash_block_size)
     if own is not None:
-        elsewhere_s = _prefill_s(submit, [*prefill, own], best, pool, 0, now)
-    else:
-        elsewhere_s = _prefill_s(submit, prefill, best, pool, len(queue) - 1, now)
-        if not request.resumed:
-            elsewhere_s = min(elsewhere_s, request.projected_s + _prefill_s(submit, prefill, best, pool, 0, now))
-    elsewhere_s += hand_over_s
-    return OnDecode(best, best_cached, best_s, elsewhere_s) if best_s <= elsewhere_s else None
+        prefill.append(own)
+    waiting = len(queue) - 1 if own is None else 0
+    elsewhere_s = inf
+    for decode in dict.fromkeys((best, pool.candidates.least_full() or best)):
+        done_s = _prefill_s(submit, prefill, decode, pool, waiting, now)
+        if own is None and not request.resumed:
+            done_s = min(done_s, request.projected_s + _prefill_s(submit, prefill, decode, pool, 0, now))
+        elsewhere_s = min(elsewhere_s, done_s + load_s * decode.fullness)
+    if best_s > elsewhere_s:
+        return None
+    return OnDecode(best, best_cached, best_s - load_s * best.fullness, elsewhere_s - load_s * best.fullness)
 
 
 def came(request: Request, pool: Pool, queue: WaitQueue, now: float) -> None:
@@ -102,7 +105,7 @@ def done_in_s(worker: Worker, submit: Submit, cached: int, pool: Pool) -> float:
 def _prefill_s(
     submit: Submit, prefill: Iterable[Worker], decode: Worker, pool: Pool, waiting: int, now: float
 ) -> float:
-    """Returns how many seconds the best of these prefill workers takes, if `decode` computes the answer. `waiting`: requests
+    """Returns how many seconds the best of these prefill workers takes, hand-over to `decode` included. `waiting`: requests
     that wait for a turn, all taken to be like this one."""
     least_s = inf
     for worker in prefill:
@@ -110,6 +113,7 @@ def _prefill_s(
             begins = beginning(submit, worker, decode, pool, now)
             cached = begins.tokens
             done_s = done_in_s(worker, submit, cached, pool) + begins.fetch_s
+            done_s += hand_over_s(submit, worker, decode, pool, now)
             waits = pool.bindings.kept_waiting(worker, waiting) if waiting else 0.0
             least_s = min(least_s, done_s + waits * (submit.prompt_tokens - cached) / pool.rate(worker))
     return least_s

@@ -15,7 +15,7 @@ def begin(request: Request, pool: Pool, queue: WaitQueue, counters: Counter[str]
     submit = request.submit
     if submit.attempt > 1 or not submit.block_hashes:
         return
-    turn = request.turn = pool.sessions.came(submit, request.blob, now)
+    turn = request.turn = pool.sessions.came(submit, request.blob, queue.weight(request.path), now)
     if not turn.kept_tokens:
         return
     found = False

@@ -18,7 +18,7 @@ from scheduler.request import Request
 from scheduler.waiting.latest_starts import LatestStarts
 from scheduler.waiting.overload import Backlog, Rate
 from scheduler.waiting.projection import Projection
-from scheduler.waiting.queue_keys import Demand, class_key
+from scheduler.waiting.queue_keys import PAUSED_KEY, Demand, class_key
 from scheduler.waiting.ratios import Ratios
 from scheduler.waiting.retries import RetryBudget
 from scheduler.waiting.waits import Waits
@@ -288,6 +288,21 @@ class WaitQueue:
     def unsettle(self, request: Request) -> None:
         """Let a request that is not placed wait in its demand class again."""
         self.settle_on(request, self.class_key(request))
+
+    def pause(self, request: Request) -> None:
+        """Let a request wait without a turn, and not count as work before others."""
+        self.settle_on(request, PAUSED_KEY)
+        self.projection.wait_no_more(request)
+        self.count_uncomputed(request, 0)
+
+    def resume(self, request: Request) -> None:
+        self.projection.wait(request, request.work)
+        self.count_uncomputed(request, request.submit.prompt_tokens)
+        if request.entry is not None:
+            self.unsettle(request)
+
+    def first_paused(self) -> Request | None:
+        return self.first((PAUSED_KEY,))
 
     def served_per_s(self, now: float) -> float:
         """Cost per second of what was dispatched lately, answers as estimated."""

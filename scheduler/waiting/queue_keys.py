@@ -73,6 +73,8 @@ def bound_key(incarnation: int) -> int:
     return -_CLASSES - incarnation
 
 
+PAUSED_KEY = 0
+"""The key of paused turns: it would be that of a prefill worker with the incarnation 0, which none has."""
 LONE_KEY = bound_key(0)
 """The key of requests that are to have a decode worker of their own: no prefill worker asks for it."""
 

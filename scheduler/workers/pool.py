@@ -27,6 +27,7 @@ from scheduler.waiting.queue_keys import target_class
 from scheduler.workers.bindings import Bindings, PrefixWaits
 from scheduler.workers.candidates import Candidates
 from scheduler.workers.circuit_breakers import NOBODY, Breakers
+from scheduler.workers.hand_overs import HandOvers
 from scheduler.workers.ordered import Ordered
 from scheduler.workers.prefix_index import Locality
 from scheduler.workers.reserved_workers import LoneRequests, RoomForLargeRequest
@@ -77,16 +78,22 @@ class Pool:
         self.breakers = Breakers()
         self.shares, self.headroom, self.lengths = HeldShares(), Headroom(), AnswerLengths()
         self.waits = PrefixWaits()
+        self.hand_overs = HandOvers(self.weights.transfer_s, self.weights.transfer_s + self.weights.remote_s)
         self.suspects: dict[str, Request] = {}
         """Those with a suspicion, by id."""
         self.retained: dict[str, Request] = {}
         """Those that lost their prefill worker and keep their room in decode, by id."""
+        self.paused: dict[str, Request] = {}
+        """Turns that wait until the caches have room for their conversations, by id, oldest first: see `paused_turns`."""
+        self.resumes_at = 0.0
+        """When the next of them resumes."""
         self.looked_at = self._short_at = -inf
         """When streams that could give way were last looked for, and when decode was last short of room."""
         self.gives_way: list[tuple[str, int]] = []
         """The attempts that were interrupted last so that others have room."""
         self._reassigned_at = self._targets_short_at = -inf
         self.traffic, self.sessions = RecentTraffic(), Sessions()
+        self._cache_tokens = {Role.PREFILL: 0, Role.DECODE: 0}
         self.step_times = {Role.PREFILL: StepTimeSample(), Role.DECODE: StepTimeSample()}
         self.context_tokens = 0
         """The longest prompt + output every worker takes, or took before all were lost."""
@@ -116,7 +123,7 @@ class Pool:
         self._lost.pop(worker.hello.role, None)
         blocks = worker.capacity.kv_blocks + worker.capacity.tier_blocks
         self.locality.join(worker.incarnation, blocks, worker.hello.role)
-        self.sessions.kv_tokens += blocks * worker.capacity.block_size
+        self._count_cache(worker, blocks)
         worker.on_change = self.changed
         if worker.hello.role is Role.DECODE:
             worker.shares = self.shares
@@ -136,13 +143,13 @@ class Pool:
         if not side and not worker.draining:
             self._lost[worker.hello.role] = worker, now
         self.locality.leave(worker.incarnation)
-        capacity = worker.capacity
-        self.sessions.kv_tokens -= (capacity.kv_blocks + capacity.tier_blocks) * capacity.block_size
+        self._count_cache(worker, -worker.capacity.kv_blocks - worker.capacity.tier_blocks)
         self.breakers.leave(worker.incarnation)
         self.wakeups.left(worker)
         self.bindings.hosts.pop(worker.incarnation, None)
         self.candidates.left(worker)
         self._by_rate.drop(worker.incarnation)
+        self.hand_overs.leave(worker.incarnation)
         self.targets.leave(worker)
         if worker.shares is not None:
             for key, allocation in worker.allocations.items():
@@ -157,6 +164,11 @@ class Pool:
         if self.wakeups.closed:
             self._short_at = now
         return now - self._short_at <= SHORT_S
+
+    def _count_cache(self, worker: Worker, blocks: int) -> None:
+        """Count a worker's cache. A session lies in both roles, so the larger of the two is the room for sessions."""
+        self._cache_tokens[worker.hello.role] += blocks * worker.capacity.block_size
+        self.sessions.kv_tokens = max(self._cache_tokens.values())
 
     def freed_per_s(self, now: float) -> float:
         """Millionths of a decode worker that came free lately, not counting streams that gave way."""

@@ -146,6 +146,11 @@ class Worker:
         return max(self.capacity.kv_blocks - taken, 0)  # more may have been adopted than is sure to fit
 
     @property
+    def fullness(self) -> float:
+        """How full a decode worker's blocks or its sequences are, whichever is more: 0 to 1."""
+        return 1 - min(self.free_blocks / self.capacity.kv_blocks, self.free_seqs / self.capacity.max_seqs)
+
+    @property
     def kv_tokens(self) -> int:
         return self.capacity.kv_blocks * self.capacity.block_size
 

@@ -35,6 +35,8 @@ class Timing:
     """Time between two tokens of a stream."""
     hand_over_s: tuple[float, float] = (0.0, 0.0)
     """Range of the time between a prompt's last step and its KV on the decode worker; the time is drawn evenly from it."""
+    hand_over_block_s: float = 0.0
+    """Time for each block that is sent, on top."""
     report_s: float = 0.0
     """Time from a worker to the coordinator. Orders take no time."""
 

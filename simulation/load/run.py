@@ -93,7 +93,11 @@ def play(workload: Workload, progress: Callable[[float], None] = lambda now_s: N
 class _Player:
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
-        timing = Timing(hand_over_s=workload.hand_over_s, report_s=workload.report_s)
+        timing = Timing(
+            hand_over_s=workload.hand_over_s,
+            hand_over_block_s=workload.hand_over_block_s,
+            report_s=workload.report_s,
+        )
         self._cluster = VirtualCluster(workload.limits, timing, prefill=0, decode=0, batched=True, seed=workload.seed)
         self._cluster.resume_delay_s = 0.05
         self._cluster.on_end = self._ended

@@ -18,15 +18,7 @@ from scheduler.workers.prefix_index import Locality, usable_hashes, usable_token
 
 WEIGHTS = Weights()
 HERE = PrefillSide(tokens_before=0, tokens_per_s=1000.0, cached_tokens=0, fullness=0.0, failure_rate=0.0, host="a")
-DECODE = DecodeSide(missing_blocks=10, fullness=0.0, failure_rate=0.0, host="a")
-
-
-def test_own_decode_half_preferred_unless_fuller() -> None:
-    """A mixed worker's own decode half is preferred until it is fuller than the transfer is worth."""
-    own, other = replace(DECODE, is_same_process=True), replace(DECODE, missing_blocks=10)
-    assert best_decode([(1, other), (2, own)], "a", WEIGHTS) == 2
-    assert best_decode([(1, other), (2, replace(own, fullness=0.004))], "a", WEIGHTS) == 2
-    assert best_decode([(1, other), (2, replace(own, fullness=0.006))], "a", WEIGHTS) == 1
+DECODE = DecodeSide(hand_over_s=0.005, fullness=0.0, failure_rate=0.0)
 
 
 def chain(*parts: int) -> list[bytes]:
@@ -144,11 +136,9 @@ BETTER_PREFILL = [
     ("a long queue beats cached", HERE, replace(HERE, cached_tokens=900, tokens_before=5000)),
 ]
 BETTER_DECODE = [
-    ("more cached", replace(DECODE, missing_blocks=1), DECODE),
-    ("same host", DECODE, replace(DECODE, host="b")),
+    ("less to hand over", replace(DECODE, hand_over_s=0.001), DECODE),
     ("more room", DECODE, replace(DECODE, fullness=0.8)),
     ("healthier", DECODE, replace(DECODE, failure_rate=0.1)),
-    ("all cached on another host", replace(DECODE, missing_blocks=0, host="b"), DECODE),
 ]
 
 
@@ -161,10 +151,10 @@ def test_each_factor_changes_prefill_score(why: str, better: PrefillSide, worse:
 @pytest.mark.parametrize(("why", "better", "worse"), BETTER_DECODE, ids=[c[0] for c in BETTER_DECODE])
 def test_each_factor_changes_decode_choice(why: str, better: DecodeSide, worse: DecodeSide) -> None:
     """Each factor of the decode score makes the better worker cheaper and chosen, in any order."""
-    assert decode_s(better, "a", WEIGHTS) < decode_s(worse, "a", WEIGHTS), why
-    assert best_decode([(1, worse), (2, better)], "a", WEIGHTS) == 2
-    assert best_decode([(2, worse), (1, better)], "a", WEIGHTS) == 1
+    assert decode_s(better, WEIGHTS) < decode_s(worse, WEIGHTS), why
+    assert best_decode([(1, worse), (2, better)], WEIGHTS) == 2
+    assert best_decode([(2, worse), (1, better)], WEIGHTS) == 1
 
 
 def test_no_worker_to_choose_from() -> None:
-    assert best_decode([], "a", WEIGHTS) is None
+    assert best_decode([], WEIGHTS) is None

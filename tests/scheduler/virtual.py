@@ -103,7 +103,7 @@ class VirtualWorkers:
         for request in ended.prompts_done:
             self.served[request.submit.tenant] += request.submit.prompt_tokens
             self.scheduler.cluster.release(worker, request.key)
-            self.scheduler.handed_over(request, self.now)
+            self.scheduler.handed_over(request, 1.0, self.now)
             self._at(self.now + TOKEN_S * request.submit.sampling.max_tokens, Ending(request, request.attempt))
 
     def _finish(self, request: Request, attempt: int) -> None:

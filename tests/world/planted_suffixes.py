@@ -191,8 +191,8 @@ def a_turn_that_is_not_answered_never_ends(m: pytest.MonkeyPatch) -> None:
     """Its session is kept for ever."""
     original = Request.end_turn
 
-    def end_turn(self: Request, sessions: Sessions, weight: float, output_tokens: int, now: float) -> None:
+    def end_turn(self: Request, sessions: Sessions, output_tokens: int, now: float) -> None:
         if self.first_token_at:
-            original(self, sessions, weight, output_tokens, now)
+            original(self, sessions, output_tokens, now)
 
     m.setattr(Request, "end_turn", end_turn)

@@ -1,0 +1,77 @@
+"""Pauses conversations while more of them go on than the caches hold. Pure.
+
+Without it each turn evicts KV that another conversation is about to need, so that prefill workers compute nearly everything
+anew. A turn whose KV was evicted is paused if prefill workers do not keep up. Paused turns resume one after another, in the
+fair order, at a pace that takes `SHARE` of what prefill workers compute. The other conversations find their KV meanwhile. No
+turn is paused for longer than `WAIT_SHARE` of the time that it may wait.
+
+A turn is not paused if the KV would not last until the next turn anyway: if prefill workers could fill the caches between two
+turns of its tenant.
+"""
+
+from typing import Final
+
+from proto.messages import Role
+from scheduler.placement import suffix
+from scheduler.placement.choice import cached_tokens
+from scheduler.request import Request
+from scheduler.waiting.queue import WaitQueue
+from scheduler.workers.pool import Pool
+
+SHARE: Final = 0.1
+WAIT_SHARE: Final = 0.9
+BEHIND_S: Final = 2.0
+"""Prefill workers do not keep up if what waits takes them so long."""
+
+
+def begin(request: Request, pool: Pool, queue: WaitQueue, now: float) -> bool:
+    """Pause a turn that has come, if its conversation has to wait. Returns whether it was paused."""
+    turn, sessions, rate = request.turn, pool.sessions, pool.tokens_per_s()
+    if turn is None or not turn.kept_tokens or request.entry is None or request.suspicion is not None:
+        return False
+    if sessions.tokens <= sessions.kv_tokens or sessions.mean_s(request.submit.tenant) * rate > sessions.kv_tokens:
+        return False
+    if (not pool.paused and queue.work_ahead.work < BEHIND_S * rate) or is_found(request, pool):
+        return False
+    if not pool.paused:
+        pool.resumes_at = now + _pause_s(request, pool)
+    pool.paused[request.id] = request
+    queue.pause(request)
+    return True
+
+
+def is_found(request: Request, pool: Pool) -> bool:
+    """Whether a worker has most of the KV that its last turn left."""
+    submit, turn = request.submit, request.turn
+    holders = pool.candidates.holders(Role.PREFILL, submit) + pool.candidates.holders(Role.DECODE, submit)
+    return turn is not None and any(2 * cached_tokens(submit, worker, pool) >= turn.kept_tokens for worker in holders)
+
+
+def resume_due(pool: Pool, queue: WaitQueue, now: float) -> None:
+    """Resume the turn that has waited too long, or else the next one in the fair order, if it is time."""
+    oldest = next(iter(pool.paused.values()))
+    limit_s = queue.wait_limit_s(oldest)
+    if oldest.first_token_ms:
+        limit_s = min(limit_s, oldest.first_token_ms / 1000)
+    if now >= oldest.since + WAIT_SHARE * limit_s:
+        _resume(oldest, pool, queue, now)
+    elif now >= pool.resumes_at:
+        request = queue.first_paused() or oldest
+        pool.resumes_at = now + _pause_s(request, pool)
+        _resume(request, pool, queue, now)
+
+
+def end(request: Request, pool: Pool, queue: WaitQueue) -> None:
+    """A turn is paused no longer."""
+    if pool.paused.pop(request.id, None) is not None:
+        queue.resume(request)
+
+
+def _resume(request: Request, pool: Pool, queue: WaitQueue, now: float) -> None:
+    end(request, pool, queue)
+    suffix.came(request, pool, queue, now)
+
+
+def _pause_s(request: Request, pool: Pool) -> float:
+    """How long the next turn is paused after this one has resumed."""
+    return request.submit.prompt_tokens / (SHARE * pool.tokens_per_s())

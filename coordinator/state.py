@@ -238,7 +238,7 @@ class State:
     def withdraw(self, request: Request) -> None:
         """Take the attempt out of the queue or off its workers, and refund the estimate of its output to its tenant."""
         queue = self.queues[request.submit.model]
-        self.pools[request.submit.model].end_lone(request)
+        self.pools[request.submit.model].end_trial(request)
         queue.count_uncomputed(request, 0)
         queue.projection.leave(request, self.now)
         queue.remove(request)

@@ -33,12 +33,12 @@ class Suspicion(msgspec.Struct, frozen=True, gc=False):
     @property
     def own_step(self) -> bool:
         """Its chunks run in prefill steps with nothing else in them."""
-        return self.prompt_tokens > 0 or self.own_worker
+        return self.prompt_tokens > 0
 
     @property
-    def own_worker(self) -> bool:
-        """It decodes on a worker with no other request. Emptying a worker takes long, so this needs more than one loss."""
-        return self.losses >= LOSSES_MAX - 1
+    def in_decode(self) -> bool:
+        """It is tried again in decode: see `workers.trials`."""
+        return not self.prompt_tokens
 
 
 class LostProcess(NamedTuple):
@@ -185,10 +185,6 @@ class Request(msgspec.Struct, eq=False):
     @property
     def own_step(self) -> bool:
         return self.suspicion is not None and self.suspicion.own_step
-
-    @property
-    def own_worker(self) -> bool:
-        return self.suspicion is not None and self.suspicion.own_worker
 
     @property
     def attempt(self) -> int:

@@ -17,7 +17,7 @@ from coordinator.event_log.reasons import (
     OtherTurn,
     Reason,
     RoomKept,
-    RunsAlone,
+    AwaitsTrial,
     SameTenant,
     why_not,
 )
@@ -154,7 +154,7 @@ def _same(reason: Reason) -> tuple[object, ...]:
             return (type(reason), *who)
         case NoRoomOnWorker(worker=worker, kept=kept):
             return (type(reason), worker, kept)
-        case BehindNoRoom() | CachedElsewhere() | FasterElsewhere() | RunsAlone():
+        case BehindNoRoom() | CachedElsewhere() | FasterElsewhere() | AwaitsTrial():
             return (type(reason),)
 
 

@@ -43,6 +43,7 @@ def up(state: State, incarnation: int, hello: Hello, now: float) -> None:
         _adopt(state, worker, hello)
         draining.join(state, worker, hello.hand_over_ms, now)
         flips.worker_joined(state, hello, now)
+        pool.trials.changed_at = now
         state.refresh_eligibility(hello.model)
         state.tell_gateways()
     elif hello.role is Role.GATEWAY:
@@ -76,6 +77,7 @@ def down(state: State, incarnation: int, reason: str, now: float, *, lives: bool
         state.unbind_all(worker)
         pool = state.pools[hello.model]
         pool.remove(worker, now)
+        pool.trials.changed_at = now
         pool.traffic.lost += not drained
         if not pool.prefill and not pool.decode:
             state.empty_pools[hello.model] = now

@@ -68,8 +68,8 @@ class NoRoom(NamedTuple):
 
 
 class Apart(Enum):
-    OWN_WORKER = auto()
-    """It waits for a decode worker of its own."""
+    TRIAL = auto()
+    """It waits for a decode worker without another suspect."""
     OWN_STEP = auto()
     """It waits for a step of its own. Nothing is put before it meanwhile."""
     ELSEWHERE = auto()
@@ -85,8 +85,8 @@ def decide(
     """Decide on the request whose turn it is on `worker`. `left`: unused tokens of the step's budget; `is_first`: the step is
     empty, and no other runs."""
     queued = request.state is RequestState.QUEUED
-    if queued and request.own_worker:
-        return Apart.OWN_WORKER
+    if queued and pool.trials.concern(request, now):
+        return Apart.TRIAL
     if request.own_step and not is_first:
         return Apart.OWN_STEP
     size = worker.capacity.block_size

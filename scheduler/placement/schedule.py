@@ -8,7 +8,7 @@ from coordinator.state import State
 from scheduler.lifecycle import RequestState, Trigger
 from scheduler.observer import NothingRuns
 from scheduler.placement.choice import better_than_bound, expect_cached, last_block
-from scheduler.placement.out_of_turn import place_kept, place_lone, place_retained
+from scheduler.placement.out_of_turn import place_kept, place_retained, place_suspect
 from scheduler.placement.preemption import give_shares
 from scheduler.placement.steps import compose
 from scheduler.waiting.queue import WaitQueue
@@ -37,7 +37,7 @@ def schedule(state: State, now: float) -> None:
         if pool.wakeups.for_all and pool.retained:
             place_retained(state, pool, now)
         place_kept(state, pool, now)
-        place_lone(state, pool, now)
+        place_suspect(state, pool, now)
         _ask_workers(state, pool, queue, now)
         if not pool.wakeups.go_on_at_once:
             give_shares(state, pool, queue, now)
@@ -50,7 +50,7 @@ def schedule(state: State, now: float) -> None:
 def _ask_workers(state: State, pool: Pool, queue: WaitQueue, now: float) -> None:
     """Ask the prefill workers that may find something, one after another, until none does or enough was done."""
     steps, pool.wakeups.go_on_at_once = 0, False
-    while (worker := pool.wakeups.next_to_ask(queue)) is not None or place_lone(state, pool, now):
+    while (worker := pool.wakeups.next_to_ask(queue)) is not None or place_suspect(state, pool, now):
         if worker is None:
             continue
         if steps == STEPS_PER_EVENT_MAX:

@@ -9,6 +9,7 @@ import msgspec
 from coordinator.core import Core
 from coordinator.event_log.ratio import LoggedAdvice, LoggedRatio, RoleChange
 from coordinator.event_log.reasons import (
+    AwaitsTrial,
     BehindNoRoom,
     By,
     CachedElsewhere,
@@ -17,7 +18,6 @@ from coordinator.event_log.reasons import (
     OtherTurn,
     Reason,
     RoomKept,
-    AwaitsTrial,
     SameTenant,
     why_not,
 )

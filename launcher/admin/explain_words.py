@@ -10,6 +10,7 @@ from rich.markup import escape
 from coordinator.event_log.longest_waits import Waited
 from coordinator.event_log.ratio import LoggedAdvice, RoleChange
 from coordinator.event_log.reasons import (
+    AwaitsTrial,
     BehindNoRoom,
     By,
     CachedElsewhere,
@@ -19,7 +20,6 @@ from coordinator.event_log.reasons import (
     OtherTurn,
     Reason,
     RoomKept,
-    AwaitsTrial,
     SameTenant,
 )
 from coordinator.event_log.timeline import Changed, ChunkSent, Entry, KeptFor, Passed, Placed, RequestEnded, Submitted

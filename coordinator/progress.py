@@ -26,6 +26,9 @@ from scheduler.workers.circuit_breakers import NOBODY
 from scheduler.workers.prefix_index import usable_hashes
 from scheduler.workers.worker import Worker
 
+FAILURES_KEPT = 7
+"""Earlier failures of its model that a request keeps."""
+
 
 def fault_of_step(state: State, incarnation: int, event: Received) -> str:
     done = event.message
@@ -181,7 +184,7 @@ def handed_over(state: State, incarnation: int, event: Received, now: float) -> 
             return
         breakers = state.pools[request.submit.model].breakers
         breakers.worked((incarnation, request.decode_incarnation))
-        breakers.worked((incarnation, NOBODY))
+        breakers.worked((incarnation, NOBODY), request.failed_on)
         state.move(request, Trigger.HANDED_OVER, now)
 
 
@@ -281,7 +284,8 @@ def finished(state: State, incarnation: int, event: Received, now: float) -> Non
         state.pools[request.submit.model].traffic.finished(request.id, output_tokens, now)
         pool = state.pools[request.submit.model]
         pool.record_success()
-        pool.breakers.worked((incarnation, NOBODY) if not worker.is_decode else (NOBODY, incarnation))
+        alone = (NOBODY, incarnation) if worker.is_decode else (incarnation, NOBODY)
+        pool.breakers.worked(alone, request.failed_on)
         state.end(request, Trigger.FINISH, "done", now)
 
 
@@ -323,6 +327,7 @@ def _record_failure(state: State, request: Request, worker: Worker, reason: Inte
     if reason is Interrupt.ENGINE_ERROR:
         pool.record_failure(worker)
         alone = (worker.incarnation, NOBODY) if not worker.is_decode else (NOBODY, worker.incarnation)
+        request.failed_on = (*request.failed_on[-FAILURES_KEPT:], alone)
         if pool.breakers.failed(alone, request.attempt_progress.placed_at, now):
             state.counters["workers_left_out"] += 1
             state.unbind_without_pair(pool)

@@ -147,6 +147,8 @@ class Request(msgspec.Struct, eq=False):
     numerics: str = ""
     """The kernel fingerprint of its first decode worker. Later attempts prefer decode workers with the same fingerprint."""
     suspicion: Suspicion | None = None
+    failed_on: tuple[tuple[int, int], ...] = ()
+    """The workers on which its model failed, as in `workers.circuit_breakers`."""
     turn: OpenTurn | None = None
     """Its turn in its session, until the turn ends; None: it is no turn."""
     attempt_progress: AttemptProgress = msgspec.field(default_factory=AttemptProgress)

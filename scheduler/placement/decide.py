@@ -101,7 +101,7 @@ def decide(
         if found is not None and not waits_behind(request, pool, queue):
             return Wait(found.decode, b"", found.cached_tokens, 0.0, (found.there_s, found.elsewhere_s))
         waiting = pool.bindings.kept_waiting(worker, len(queue))
-        better = better_prefill(request.submit, worker, pool, waiting, now, resumed=request.resumed)
+        better = better_prefill(request, worker, pool, waiting, now)
         if better is not None and better.worker is not worker:
             there = better.worker
             if not pool.wakeups.starts_at_once(there) or pool.breakers.concern(there.incarnation):

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from coordinator import progress
 from coordinator.admission import checks, intake, tenancy
 from coordinator.events import Action, Configured, Event, PeerDown, PeerUp, ProtocolViolation, Received, Tick
-from coordinator.recovery import draining, flips, members
+from coordinator.recovery import draining, flips, members, suspects
 from coordinator.reporting import report
 from coordinator.state import State
 from proto.drain import Draining, DrainRequest, FlipFailed, FlipRequest
@@ -130,6 +130,7 @@ class Core(State):
             flips.resume_due(self, now)
         if self.flipping:
             flips.look(self, now)  # a worker whose change is given up takes work again
+        suspects.judge(self)
         self.carry_out(self.scheduler.decide(now))
         if self.cluster.draining:
             draining.dismiss(self)

@@ -56,7 +56,7 @@ class Cluster:
     def withdraw(self, request: Request, now: float) -> None:
         """Take the attempt out of the queue or off its workers, and refund the estimate of its output to its tenant."""
         queue, pool = self.queues[request.submit.model], self.pools[request.submit.model]
-        pool.end_lone(request)
+        pool.end_trial(request)
         if pool.paused.pop(request.id, None) is not None:
             queue.resume(request)
         queue.count_uncomputed(request, 0)

@@ -32,12 +32,12 @@ class Suspicion(msgspec.Struct, frozen=True, gc=False):
     @property
     def own_step(self) -> bool:
         """Its chunks run in prefill steps with nothing else in them."""
-        return self.prompt_tokens > 0 or self.own_worker
+        return self.prompt_tokens > 0
 
     @property
-    def own_worker(self) -> bool:
-        """It decodes on a worker with no other request. Emptying a worker takes long, so this needs more than one loss."""
-        return self.losses >= LOSSES_MAX - 1
+    def in_decode(self) -> bool:
+        """It is tried again in decode: see `workers.trials`."""
+        return not self.prompt_tokens
 
 
 class LostProcess(NamedTuple):
@@ -172,6 +172,8 @@ class Request(msgspec.Struct, eq=False):
     numerics: str = ""
     """The kernel fingerprint of its first decode worker. Later attempts prefer decode workers with the same fingerprint."""
     suspicion: Suspicion | None = None
+    failed_on: tuple[tuple[int, int], ...] = ()
+    """The workers on which its model failed, as in `workers.circuit_breakers`."""
     turn: OpenTurn | None = None
     """Its turn in its session, until the turn ends; None: it is no turn."""
     attempt_progress: AttemptProgress = msgspec.field(default_factory=AttemptProgress)
@@ -210,10 +212,6 @@ class Request(msgspec.Struct, eq=False):
     @property
     def own_step(self) -> bool:
         return self.suspicion is not None and self.suspicion.own_step
-
-    @property
-    def own_worker(self) -> bool:
-        return self.suspicion is not None and self.suspicion.own_worker
 
     @property
     def attempt(self) -> int:

@@ -24,6 +24,9 @@ from scheduler.workers.pool import Pool
 from scheduler.workers.prefix_index import usable_hashes
 from scheduler.workers.worker import Worker
 
+FAILURES_KEPT = 7
+"""Earlier failures of its model that a request keeps."""
+
 
 class EndedStep(NamedTuple):
     asked: tuple[Chunk, ...]
@@ -87,7 +90,8 @@ class Scheduler:
         queue.learn(request, output_tokens)
         pool.traffic.finished(request.id, output_tokens, now)
         pool.record_success()
-        pool.breakers.worked((NOBODY, worker.incarnation) if worker.is_decode else (worker.incarnation, NOBODY))
+        alone = (NOBODY, worker.incarnation) if worker.is_decode else (worker.incarnation, NOBODY)
+        pool.breakers.worked(alone, request.failed_on)
 
     def failed(self, request: Request, worker: Worker, reason: Interrupt, now: float) -> str:
         """Count a failed attempt against its worker or pair of workers. Returns which of them gets no work for a while:
@@ -96,6 +100,7 @@ class Scheduler:
         if reason is Interrupt.ENGINE_ERROR:
             pool.record_failure(worker)
             key = (NOBODY, worker.incarnation) if worker.is_decode else (worker.incarnation, NOBODY)
+            request.failed_on = (*request.failed_on[-FAILURES_KEPT:], key)
             kind = "workers"
         elif reason is Interrupt.TRANSFER_FAILED:
             key, kind = (request.prefill_incarnation, request.decode_incarnation), "pairs"
@@ -108,7 +113,7 @@ class Scheduler:
 
     # --- workers --------------------------------------------------------------------------------------------------------
 
-    def worker_up(self, worker: Worker) -> None:
+    def worker_up(self, worker: Worker, now: float) -> None:
         """Add a worker, also one of a model that was not known. `Cluster.refresh_eligibility` is to follow, once what it brings
         along is counted."""
         cluster, hello = self.cluster, worker.hello
@@ -117,6 +122,7 @@ class Scheduler:
         if pool is None:
             pool = cluster.pools[hello.model] = Pool(hello.model, cluster.limits.placement, cluster.limits.steps)
         pool.add(worker)
+        pool.trials.changed_at = now
         queue = cluster.queues.setdefault(hello.model, WaitQueue(cluster.limits))
         pool.shares.reweigh(queue.fair.weights)
         pool.lengths = queue.lengths
@@ -133,6 +139,7 @@ class Scheduler:
         cluster.draining.pop(worker.incarnation, None)
         cluster.unbind_all(worker)
         cluster.pools[model].remove(worker, now)
+        cluster.pools[model].trials.changed_at = now
         worker.leave()
         for step, requests in worker.steps.values():
             for chunk, request in zip(step.chunks, requests, strict=True):
@@ -211,7 +218,7 @@ class Scheduler:
             pool.hand_overs.measured(prefill.hello.host, decode.hello.host, blocks, transfer_ms)
         breakers = pool.breakers
         breakers.worked((request.prefill_incarnation, request.decode_incarnation))
-        breakers.worked((request.prefill_incarnation, NOBODY))
+        breakers.worked((request.prefill_incarnation, NOBODY), request.failed_on)
         request.fire(Trigger.HANDED_OVER, now)
 
     def progress(self, worker: Worker, done: DecodeProgress, now: float) -> None:

@@ -16,7 +16,7 @@ from scheduler.fairness.tenant_queue import AGED, Entry
 from scheduler.observer import Looked, Outcome
 from scheduler.placement.choice import cached_tokens
 from scheduler.request import Request
-from scheduler.waiting.queue_keys import LONE_KEY, bound_key, is_class
+from scheduler.waiting.queue_keys import TRIAL_KEY, bound_key, is_class
 from scheduler.workers.pool import Pool
 from scheduler.workers.worker import Worker
 
@@ -113,15 +113,15 @@ class FasterElsewhere(msgspec.Struct, frozen=True, tag_field="kind", tag="faster
     """When the other worker would have computed it."""
 
 
-class RunsAlone(msgspec.Struct, frozen=True, tag_field="kind", tag="runs_alone"):
-    """It may have ended workers, and waits for a decode worker of its own."""
+class AwaitsTrial(msgspec.Struct, frozen=True, tag_field="kind", tag="awaits_trial"):
+    """It may have ended a decode worker, and waits for one that runs no other such request."""
 
     losses: int
     """Workers lost one after the other while they computed it."""
 
 
 Reason = (
-    OtherTurn | SameTenant | NoRoomOnWorker | RoomKept | BehindNoRoom | CachedElsewhere | FasterElsewhere | RunsAlone
+    OtherTurn | SameTenant | NoRoomOnWorker | RoomKept | BehindNoRoom | CachedElsewhere | FasterElsewhere | AwaitsTrial
 )
 
 
@@ -138,8 +138,8 @@ def why_not(target: Request, winner: Request | None, looked: list[Looked], worke
     entry: Entry[Request] | None = target.entry
     if winner is target or entry is None:
         return None
-    if target.suspicion is not None and entry.key == LONE_KEY:
-        return RunsAlone(target.suspicion.losses)
+    if target.suspicion is not None and entry.key == TRIAL_KEY:
+        return AwaitsTrial(target.suspicion.losses)
     for look in looked:
         if look.request is target:
             if look.outcome is Outcome.WAITS:

@@ -9,6 +9,7 @@ import msgspec
 from coordinator.core import Core
 from coordinator.event_log.ratio import LoggedAdvice, LoggedRatio, RoleChange
 from coordinator.event_log.reasons import (
+    AwaitsTrial,
     BehindNoRoom,
     By,
     CachedElsewhere,
@@ -17,7 +18,6 @@ from coordinator.event_log.reasons import (
     OtherTurn,
     Reason,
     RoomKept,
-    RunsAlone,
     SameTenant,
     why_not,
 )
@@ -154,7 +154,7 @@ def _same(reason: Reason) -> tuple[object, ...]:
             return (type(reason), *who)
         case NoRoomOnWorker(worker=worker, kept=kept):
             return (type(reason), worker, kept)
-        case BehindNoRoom() | CachedElsewhere() | FasterElsewhere() | RunsAlone():
+        case BehindNoRoom() | CachedElsewhere() | FasterElsewhere() | AwaitsTrial():
             return (type(reason),)
 
 

@@ -27,7 +27,7 @@ def up(state: State, incarnation: int, hello: Hello, now: float) -> None:
     _count_restart(state, incarnation, hello)
     if hello.role in WORKERS:
         worker = Worker.from_hello(hello)
-        state.scheduler.worker_up(worker)
+        state.scheduler.worker_up(worker, now)
         state.empty_pools.pop(hello.model, None)
         _adopt(state, worker, hello)
         draining.join(state, worker, hello.hand_over_ms, now)

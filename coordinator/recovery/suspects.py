@@ -1,10 +1,16 @@
 """Requests that may have ended the workers they ran on: a prompt that meets a bug of the engine ends each process that
 computes it.
 
-A request that was in a running step of a worker whose process ended is suspected until it has made progress. After one loss in
-prefill it has steps of its own; after two losses it also has a decode worker of its own. It fails if two workers in a row were
-lost, no other request was in a running step of both, and its answer had not begun; or with the third loss. A request that is
-lost with others is not at fault for that alone.
+A request that was in a running step of a worker whose process ended is suspected until it has made progress. After a loss in
+prefill it has steps of its own; after a loss in decode it is tried on a decode worker without other suspects
+(`scheduler.workers.trials`). It fails
+
+- with the second loss in a row, in prefill, if no other request was in a running step of both and its answer had not begun;
+- after two losses in a row, the last one in decode, once all others that ran in the last one have made progress;
+- with the third loss in a row.
+
+A request that is lost with others is not at fault for that alone. Losses that are explained by a request that failed are taken
+back from those that ran beside it.
 
 The loss of a host is not evidence against a request:
 
@@ -41,8 +47,28 @@ def count_loss(state: State, worker: Worker) -> None:
     again = [request for request in ran.values() if request.losses > max(losses[request.id], 1)]
     for request in again:
         begun = request.submit.resumed_tokens >= PROGRESS_TOKENS
-        if request.losses >= LOSSES_MAX or (len(again) == 1 and not begun):
+        is_alone = (len(again) == 1 and not begun) if request.own_step else len(ran) == 1
+        if request.losses >= LOSSES_MAX or is_alone:
             _fail(state, request, request.losses)
+
+
+def judge(state: State) -> None:
+    """Fail requests that wait for a third trial in decode, and are alone left of those that ran in their last loss."""
+    for pool in state.cluster.pools.values():
+        trials = pool.trials
+        if not trials.held:
+            continue
+        trials.held.clear()
+        pool.wakeups.may_go_out_of_turn()
+        for request in [one for one in trials.waiting.values() if one.losses > 1]:
+            last = next((lost for lost in reversed(state.lost_processes) if lost.ran(request)), None)
+            others = [
+                one for one in pool.suspects.values() if last is not None and one is not request and last.ran(one)
+            ]
+            if any(other.losses < request.losses for other in others):
+                trials.held.add(request.id)
+            elif last is not None and not others:
+                _fail(state, request, request.losses)
 
 
 def count_silence(state: State, worker: Worker) -> None:
@@ -79,9 +105,7 @@ def lives(state: State, incarnation: int) -> None:
 
 def _lost_on(state: State, host: str) -> list[LostProcess]:
     """The losses on a host within `HOST_LOSS_S`."""
-    while state.lost_processes and state.lost_processes[0].at + HOST_LOSS_S < state.now:
-        state.lost_processes.popleft()
-    return [lost for lost in state.lost_processes if host and lost.host == host]
+    return [lost for lost in state.lost_processes if host and lost.host == host and lost.at + HOST_LOSS_S >= state.now]
 
 
 def _clear_host(state: State, lost: list[LostProcess]) -> None:
@@ -142,6 +166,10 @@ def _one_more(request: Request, prompt_tokens: int, lost_there: list[LostProcess
 def _fail(state: State, request: Request, losses: int) -> None:
     why = f"{losses} workers in a row were lost while they computed this request"
     state.counters[f"rejected_{Reject.LOSES_WORKERS}"] += 1
+    for lost in [lost for lost in state.lost_processes if lost.ran(request)]:
+        for other in _suspects(state):
+            if other is not request and other.losses > 1 and lost.ran(other):
+                _drop_suspicion(state, other)
     state.billing.doubt(request.id, state.now)  # its gateway may have more of the answer than the worker has said
     state.send(request.gateway_incarnation, Rejected(*request.key, Reject.LOSES_WORKERS, why))
     state.end(request, Trigger.FAIL, why, state.now)
@@ -165,4 +193,4 @@ def _clear(state: State, request: Request) -> None:
     request.suspicion = None
     pool = state.cluster.pools[request.submit.model]
     pool.suspects.pop(request.id, None)
-    pool.end_lone(request)
+    pool.end_trial(request)

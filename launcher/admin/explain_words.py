@@ -10,6 +10,7 @@ from rich.markup import escape
 from coordinator.event_log.longest_waits import Waited
 from coordinator.event_log.ratio import LoggedAdvice, RoleChange
 from coordinator.event_log.reasons import (
+    AwaitsTrial,
     BehindNoRoom,
     By,
     CachedElsewhere,
@@ -19,7 +20,6 @@ from coordinator.event_log.reasons import (
     OtherTurn,
     Reason,
     RoomKept,
-    RunsAlone,
     SameTenant,
 )
 from coordinator.event_log.timeline import Changed, ChunkSent, Entry, KeptFor, Passed, Placed, RequestEnded, Submitted
@@ -43,7 +43,7 @@ _KINDS = {
     BehindNoRoom: "behind others without room",
     CachedElsewhere: "waiting for a worker with more of it cached",
     FasterElsewhere: "waiting for a faster worker",
-    RunsAlone: "waiting for a decode worker of its own",
+    AwaitsTrial: "waiting to be tried without other suspects",
 }
 
 
@@ -236,8 +236,8 @@ def _reason(reason: Reason, whose: str) -> str:
                 f"it was bound to {reason.worker}, which is expected to have computed it in {reason.done_s:.2f} s;"
                 f" {reason.asked} would take {reason.done_there_s:.2f} s"
             )
-        case RunsAlone():
-            return f"{reason.losses} workers were lost while they computed it; it waits for a decode worker of its own"
+        case AwaitsTrial():
+            return f"{reason.losses} workers were lost while they computed it; it waits for one without other such requests"
         case BehindNoRoom():
             return f"{whose} before it had no room" if whose else "those before it had no room, and none has come free"
 

@@ -15,6 +15,7 @@ from proto.messages import Role, Submit
 from scheduler.request import Request
 from scheduler.score import DecodeSide, PrefillSide, best_decode, prefill_s
 from scheduler.workers.candidates import EXAMINED_MAX
+from scheduler.workers.circuit_breakers import NOBODY
 from scheduler.workers.pool import Pool
 from scheduler.workers.prefix_index import known_blocks, usable_tokens
 from scheduler.workers.worker import Worker
@@ -56,25 +57,26 @@ class Better(NamedTuple):
     """How much longer the request waits for `worker`."""
 
 
-def better_prefill(
-    submit: Submit, own: Worker, pool: Pool, waiting: float, now: float, *, resumed: bool
-) -> Better | None:
+def better_prefill(request: Request, own: Worker, pool: Pool, waiting: float, now: float) -> Better | None:
     """The prefill worker to which a request should be bound instead of running on the one that asks; None if there is none.
 
     A worker is considered if it has more of the prompt cached, or else if it is clearly faster; our own has the least work.
     Requests bound to a worker count as its work, so no more of them wait there than its cache is worth. If requests have
     waited long for the same prefix lately, computing it once more becomes better: see `bindings`.
 
-    `waiting`: how many requests wait longer if our own computes longer; `resumed`: an earlier attempt was interrupted.
+    A resumed request goes to a worker on which it has not failed, and whose host has not just lost a worker, if there is one.
+
+    `waiting`: how many requests wait longer if our own computes longer.
     """
     if len(pool.prefill) == 1:
         return None
-    if resumed and pool.breakers.host_fails(own.hello.host, now):
-        return _safer_prefill(submit, own, pool, now)
+    submit = request.submit
+    if _is_unsafe(request, own, pool, now):
+        return _safer_prefill(request, pool, now)
     holders = pool.candidates.holders(Role.PREFILL, submit) if submit.block_hashes else ()
     there = [worker for worker in holders if worker is not own and not worker.draining]
-    if resumed:
-        there = [worker for worker in there if not pool.breakers.host_fails(worker.hello.host, now)]
+    if request.resumed:
+        there = [worker for worker in there if not _is_unsafe(request, worker, pool, now)]
     if not there:
         return _faster_prefill(submit, own, pool, now)
     weights, here = pool.weights, cached_tokens(submit, own, pool)
@@ -95,10 +97,17 @@ def better_prefill(
     return Better(best, prefix, best_cached, max(best.tokens_before - own.tokens_before, 0) / pool.rate(best))
 
 
-def _safer_prefill(submit: Submit, own: Worker, pool: Pool, now: float) -> Better | None:
-    """Returns the prefill worker that is done first, of those whose host has not just lost a worker; None if there is none."""
+def _is_unsafe(request: Request, prefill: Worker, pool: Pool, now: float) -> bool:
+    """Whether a resumed request has failed on a worker, or the worker's host has just lost another."""
+    if not request.resumed:
+        return False
+    return (prefill.incarnation, NOBODY) in request.failed_on or pool.breakers.host_fails(prefill.hello.host, now)
+
+
+def _safer_prefill(request: Request, pool: Pool, now: float) -> Better | None:
+    """Returns the prefill worker that is done first, of those that are not unsafe; None if there is none."""
     for worker in pool.candidates.first_to_finish():
-        if not pool.breakers.host_fails(worker.hello.host, now) and worker.fits(submit) and pool.has_pair(worker, now):
+        if not _is_unsafe(request, worker, pool, now) and worker.fits(request.submit) and pool.has_pair(worker, now):
             return Better(worker, b"", 0, 0.0)
     return None
 

@@ -68,8 +68,8 @@ class NoRoom(NamedTuple):
 
 
 class Apart(Enum):
-    OWN_WORKER = auto()
-    """It waits for a decode worker of its own."""
+    TRIAL = auto()
+    """It waits for a decode worker without another suspect."""
     OWN_STEP = auto()
     """It waits for a step of its own. Nothing is put before it meanwhile."""
     ELSEWHERE = auto()
@@ -85,8 +85,8 @@ def decide(
     """Decide on the request whose turn it is on `worker`. `left`: unused tokens of the step's budget; `is_first`: the step is
     empty, and no other runs."""
     queued = request.state is RequestState.QUEUED
-    if queued and request.own_worker:
-        return Apart.OWN_WORKER
+    if queued and pool.trials.concern(request, now):
+        return Apart.TRIAL
     if request.own_step and not is_first:
         return Apart.OWN_STEP
     size = worker.capacity.block_size
@@ -102,7 +102,7 @@ def decide(
         if found is not None and not waits_behind(request, pool, queue):
             return Wait(found.decode, b"", found.cached_tokens, 0.0, (found.there_s, found.elsewhere_s))
         waiting = pool.bindings.kept_waiting(worker, len(queue))
-        better = better_prefill(request.submit, worker, pool, waiting, now, resumed=request.resumed)
+        better = better_prefill(request, worker, pool, waiting, now)
         if better is not None and better.worker is not worker:
             there = better.worker
             if not pool.wakeups.starts_at_once(there) or pool.breakers.concern(there.incarnation):

@@ -1,10 +1,10 @@
 """Places some requests as soon as there is room, out of turn: those that lost their prefill worker and kept their room in
-decode, one for which room is kept, and those that are to have a decode worker of their own.
+decode, one for which room is kept, and those that may have ended a decode worker.
 """
 
 from scheduler.cluster import Cluster
 from scheduler.lifecycle import RequestState
-from scheduler.placement.choice import best_prefill_first
+from scheduler.placement.choice import best_prefill_first, choose_decode
 from scheduler.placement.place import place_at_once
 from scheduler.request import RETAINED, Request
 from scheduler.workers.pool import Pool
@@ -55,21 +55,25 @@ def place_kept(cluster: Cluster, pool: Pool, now: float) -> None:
         kept.prefill = max(able, key=lambda w: (w.free_blocks, w.free_seqs, w.incarnation)).incarnation if able else 0
 
 
-def place_lone(cluster: Cluster, pool: Pool, now: float) -> bool:
-    """Place a request that is to run alone, once a decode worker has become empty for it. Returns whether it did."""
-    request = next((one for one in pool.lone.waiting.values() if one.entry is not None), None)
-    if request is None or pool.lone.runs is not None:
+def place_suspect(cluster: Cluster, pool: Pool, now: float) -> bool:
+    """Place the next request whose trial in decode may begin. Returns whether it did."""
+    if not pool.trials.waiting:
         return False
-    decode = pool.lone.reserve(request, pool.room_for_large.decode)
-    if decode is None or decode.allocations or not decode.fits(request.submit, request.expected_left):
-        return False
-    prefill = _prefill_for(request, decode, pool, now)
-    if prefill is None:
-        return False
-    del pool.lone.waiting[request.id]
-    pool.lone.runs = request
-    place_at_once(cluster, request, prefill, decode, now)
-    return True
+    for request in pool.trials.overdue(now):
+        cluster.queues[pool.model].unsettle(request)
+        pool.wakeups.request_came()
+    free = [worker for worker in pool.trials.free() if worker.incarnation != pool.room_for_large.decode]
+    for request in pool.trials.next() if free else ():
+        fitting = [worker for worker in free if worker.fits(request.submit, request.expected_left)]
+        for prefill in best_prefill_first(request.submit, pool, now) if fitting else ():
+            if prefill.draining or not prefill.fits(request.submit):
+                continue
+            allowed = [worker for worker in fitting if pool.may_pair(prefill, worker, now)]
+            decode = choose_decode(request, prefill, allowed, pool, now)
+            if decode is not None:
+                place_at_once(cluster, request, prefill, decode, now)
+                return True
+    return False
 
 
 def _prefill_for(request: Request, decode: Worker, pool: Pool, now: float) -> Worker | None:

@@ -33,6 +33,8 @@ def place(
             request.key, decode.allocations[request.key].kv_blocks / decode.capacity.kv_blocks, now
         )
         pool.wakeups.look_anew()
+    if request.suspicion is not None and request.suspicion.in_decode:
+        pool.trials.begin(request, decode)
     one, other = prefill.incarnation, decode.incarnation
     for pair in ((one, other), (one, NOBODY), (NOBODY, other)):
         pool.breakers.placed(pair, request.key)

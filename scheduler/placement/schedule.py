@@ -9,7 +9,7 @@ from scheduler.decisions import Dispatched
 from scheduler.lifecycle import RequestState, Trigger
 from scheduler.observer import NothingRuns
 from scheduler.placement.choice import better_than_bound, expect_cached, last_block
-from scheduler.placement.out_of_turn import place_kept, place_lone, place_retained
+from scheduler.placement.out_of_turn import place_kept, place_retained, place_suspect
 from scheduler.placement.paused_turns import resume_due
 from scheduler.placement.preemption import give_shares
 from scheduler.placement.steps import compose
@@ -47,7 +47,7 @@ def schedule(cluster: Cluster, now: float) -> None:
         if pool.wakeups.for_all and pool.retained:
             place_retained(cluster, pool, now)
         place_kept(cluster, pool, now)
-        place_lone(cluster, pool, now)
+        place_suspect(cluster, pool, now)
         _ask_workers(cluster, pool, queue, now)
         if not pool.wakeups.go_on_at_once:
             give_shares(cluster, pool, queue, now)
@@ -60,7 +60,7 @@ def schedule(cluster: Cluster, now: float) -> None:
 def _ask_workers(cluster: Cluster, pool: Pool, queue: WaitQueue, now: float) -> None:
     """Ask the prefill workers that may find something, one after another, until none does or enough was done."""
     steps, pool.wakeups.go_on_at_once = 0, False
-    while (worker := pool.wakeups.next_to_ask(queue)) is not None or place_lone(cluster, pool, now):
+    while (worker := pool.wakeups.next_to_ask(queue)) is not None or place_suspect(cluster, pool, now):
         if worker is None:
             continue
         if steps == STEPS_PER_EVENT_MAX:

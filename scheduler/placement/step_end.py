@@ -41,7 +41,7 @@ def decode_limits(pool: Pool, queue: WaitQueue) -> dict[StepEnd, int]:
 
 def decode_limit(decode: Worker, first: Request, pool: Pool) -> StepEnd:
     """Why a request that found no room in decode is not on this worker."""
-    if decode.draining or decode.incarnation in (pool.room_for_large.decode, pool.lone.decode):
+    if decode.draining or decode.incarnation == pool.room_for_large.decode:
         return StepEnd.WORKER_CLOSED
     if first.submit.choices > decode.free_seqs:
         return StepEnd.NO_DECODE_SEQUENCES

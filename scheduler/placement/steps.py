@@ -14,7 +14,7 @@ from scheduler.placement.place import place, place_at_once
 from scheduler.placement.step_end import nothing_more
 from scheduler.request import Request
 from scheduler.waiting.queue import WaitQueue
-from scheduler.waiting.queue_keys import LONE_KEY, bound_key
+from scheduler.waiting.queue_keys import TRIAL_KEY, bound_key
 from scheduler.workers.pool import Pool
 from scheduler.workers.worker import Worker
 
@@ -103,7 +103,7 @@ def compose(cluster: Cluster, worker: Worker, pool: Pool, queue: WaitQueue, now:
             end = StepEnd.GAVE_UP
             break
         _pass_over(decision, request, worker, pool, now)
-        if cluster.watch is not None and decision is not Apart.OWN_WORKER:
+        if cluster.watch is not None and decision is not Apart.TRIAL:
             cluster.watch(Looked(worker, request, Outcome.NO_ROOM if key is None else Outcome.WAITS))
         if key is not None:
             moves += 1
@@ -156,8 +156,8 @@ def _key_after(decision: Decision, request: Request, queue: WaitQueue) -> int | 
     """Returns the queue key under which the request is to wait next; None: it keeps its key."""
     if isinstance(decision, Wait):
         return bound_key(decision.worker.incarnation)
-    if decision is Apart.OWN_WORKER:
-        return LONE_KEY
+    if decision is Apart.TRIAL:
+        return TRIAL_KEY
     if decision is Apart.ELSEWHERE:
         return queue.class_key(request)
     assert isinstance(decision, NoRoom) and request.entry is not None
@@ -187,9 +187,9 @@ def _pass_over(decision: Decision, request: Request, worker: Worker, pool: Pool,
             else:
                 assert request.entry is not None
                 pool.wakeups.no_room_on(worker, request.entry.key, request)
-        case Apart.OWN_WORKER:
+        case Apart.TRIAL:
             pool.bindings.unbind(request)
-            pool.lone.waiting[request.id] = request
+            pool.trials.wait(request)
         case Apart.ELSEWHERE:
             pool.bindings.unbind(request)
             pool.wakeups.came_back()
@@ -247,4 +247,4 @@ def _count_bypass(
     attempt_progress.bypassed += 1
     room_for_large = pool.room_for_large
     if attempt_progress.bypassed >= bypasses_max and room_for_large.request is None and pool.could_place(first.submit):
-        room_for_large.begin(first, pool.lone.decode, queue.served_per_s(now), now)
+        room_for_large.begin(first, queue.served_per_s(now), now)

@@ -81,7 +81,7 @@ def came(request: Request, pool: Pool, queue: WaitQueue, now: float) -> None:
 
 def takes(worker: Worker, request: Request, pool: Pool, now: float) -> bool:
     """Whether this decode worker may compute and decode the request now."""
-    if not worker.capacity.computes_suffixes or worker.draining or worker.incarnation in pool.kept_for_one:
+    if not worker.capacity.computes_suffixes or worker.draining or worker.incarnation == pool.room_for_large.decode:
         return False
     if request.resumed and pool.breakers.host_fails(worker.hello.host, now):
         return False

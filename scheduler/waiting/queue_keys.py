@@ -4,7 +4,7 @@
 - A request that is not placed waits under the key of its class of KV demand (`class_key`).
 - A request that is not placed, but is to run on one prefill worker because that one has its prompt cached, waits under
   `bound_key` of that worker's incarnation.
-- A request that is to have a decode worker of its own waits under `LONE_KEY`.
+- A request that may have ended a decode worker waits for its trial under `TRIAL_KEY`.
 
 A class holds the demands of half an octave of tokens (2^n to 1.5 * 2^n, 1.5 * 2^n to 2^(n+1)) at a decode worker, by an octave
 of choices and a quarter of an octave of the target for the time per token. If one request of a class has no room, its whole
@@ -75,8 +75,8 @@ def bound_key(incarnation: int) -> int:
 
 PAUSED_KEY = 0
 """The key of paused turns: it would be that of a prefill worker with the incarnation 0, which none has."""
-LONE_KEY = bound_key(0)
-"""The key of requests that are to have a decode worker of their own: no prefill worker asks for it."""
+TRIAL_KEY = bound_key(0)
+"""The key of requests that wait for a trial in decode: no prefill worker asks for it."""
 
 
 def is_class(key: int) -> bool:

@@ -9,15 +9,16 @@ the same incident and do not count, since one broken connection ends all its tra
 works, their requests wait instead of failing one attempt after the other.
 
 A worker on which the model fails has a breaker of its own, as a pair with `NOBODY`. Such a worker fails at once, so it would
-always have the least to do and get all requests. No more than half of a role's workers are left out for that: if more fail,
-the requests are likely at fault.
+always have the least to do and get all requests. A request that fails there and goes well on another worker proves the worker
+guilty. If more than half of a role's workers fail and are not proven guilty, the requests are likely at fault, and those
+workers are not left out; nor is any worker if all of its role fail.
 
 Below this, a sender skips a broken transport for a while (`kvtransfer.transport_choice`), so that a pair fails again only if
 every transport between its ends fails.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
 
@@ -40,6 +41,8 @@ class _State:
     """Failures in a row."""
     failed_at: float = -inf
     open_until: float = -inf
+    is_guilty: bool = False
+    """What failed there has gone well elsewhere."""
     probe: Key | None = None
     """The attempt that tries it, once its time is over."""
 
@@ -78,8 +81,12 @@ class Breakers:
             self._wake_at = min(self._wake_at, state.open_until)
         return state.tripped
 
-    def worked(self, pair: Pair) -> None:
+    def worked(self, pair: Pair, failed_on: Iterable[Pair] = ()) -> None:
+        """`failed_on`: where the request failed before."""
         self.pairs.pop(pair, None)
+        for other in failed_on:
+            if other in self.pairs and other.index(NOBODY) == pair.index(NOBODY):
+                self.pairs[other].is_guilty = True
 
     def leave(self, incarnation: int) -> None:
         for pair in [pair for pair in self.pairs if incarnation in pair]:
@@ -97,7 +104,8 @@ class Breakers:
         if self.allows(pair, now, is_held):
             return True
         role = pair.index(NOBODY)
-        return sum(other[role] == NOBODY and state.tripped for other, state in self.pairs.items()) > workers // 2
+        tripped = sum(other[role] == NOBODY and state.tripped for other, state in self.pairs.items())
+        return tripped >= workers if self.pairs[pair].is_guilty else tripped > workers // 2
 
     def placed(self, pair: Pair, key: Key) -> None:
         state = self.pairs.get(pair)

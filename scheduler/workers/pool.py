@@ -30,10 +30,11 @@ from scheduler.workers.circuit_breakers import NOBODY, Breakers
 from scheduler.workers.hand_overs import HandOvers
 from scheduler.workers.ordered import Ordered
 from scheduler.workers.prefix_index import Locality
-from scheduler.workers.reserved_workers import LoneRequests, RoomForLargeRequest
+from scheduler.workers.reserved_workers import RoomForLargeRequest
 from scheduler.workers.step_times import StepTimeSample
 from scheduler.workers.token_targets import TokenTargets
 from scheduler.workers.traffic import RecentTraffic
+from scheduler.workers.trials import Trials
 from scheduler.workers.wakeups import Wakeups
 from scheduler.workers.worker import Worker
 
@@ -72,7 +73,7 @@ class Pool:
         self.workers = ChainMap(self.prefill, self.decode)
         self.candidates = Candidates(self.prefill, self.decode, self.locality, self.targets)
         self.room_for_large = RoomForLargeRequest(self.decode)
-        self.lone = LoneRequests(self.decode)
+        self.trials = Trials(self.decode)
         self.wakeups = Wakeups(self.workers, self.room_for_large)
         self.bindings = Bindings(self.prefill, self.workers, self.wakeups)
         self.breakers = Breakers()
@@ -217,14 +218,14 @@ class Pool:
 
     def freed(self, worker: Worker) -> None:
         """Wake waiting requests, since a worker has released something or is certain to need less."""
-        wakeups, drain, lone = self.wakeups, self.room_for_large, self.lone
+        wakeups, drain, trials = self.wakeups, self.room_for_large, self.trials
         if worker.admission is None:
             wakeups.prefill_room_freed(worker)
-            if self.retained or lone.waiting or drain.request is not None:
+            if self.retained or trials.waiting or drain.request is not None:
                 wakeups.may_go_out_of_turn()
             return
-        is_kept = worker.incarnation in (drain.decode, lone.decode)
-        if self.retained or is_kept:
+        is_kept = worker.incarnation == drain.decode
+        if self.retained or trials.waiting or is_kept:
             wakeups.may_go_out_of_turn()
         if self.breakers.pairs:
             wakeups.pairs_changed()
@@ -257,22 +258,17 @@ class Pool:
 
     def decode_candidates(self, request: Request, prefill: Worker, now: float) -> list[Worker]:
         """Decode workers to which this prefill worker may send. Not those that are closed to all but one request."""
-        closed = self.kept_for_one
+        closed = self.room_for_large.decode
 
         def takes(decode: Worker) -> bool:
-            return not decode.draining and decode.incarnation not in closed and self.may_pair(prefill, decode, now)
+            return not decode.draining and decode.incarnation != closed and self.may_pair(prefill, decode, now)
 
         return self.candidates.decode(request, takes)
 
-    @property
-    def kept_for_one(self) -> tuple[int, int]:
-        """Decode workers that take one request and no other."""
-        return self.room_for_large.decode, self.lone.decode
-
-    def end_lone(self, request: Request) -> None:
-        """End a request's claim to a decode worker of its own."""
-        if self.lone.end(request):
-            self.wakeups.look_anew()
+    def end_trial(self, request: Request) -> None:
+        """End a suspect's trial in decode, or its wait for one."""
+        if self.trials.end(request):
+            self.wakeups.may_go_out_of_turn()
 
     def decode_fits(
         self, decode: Worker, request: Request, short: Collection[int] = (), without: Collection[Key] = ()

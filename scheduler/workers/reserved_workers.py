@@ -1,4 +1,4 @@
-"""Workers that are reserved for one request. Pure.
+"""Workers that are reserved for one large request. Pure.
 
 A large request could wait for ever while small ones take all room that comes free. So it is counted as bypassed each time
 another request is placed although its own turn came first. After `bypasses_max` times, one decode worker drains for it: it is
@@ -7,8 +7,6 @@ worker has room for its prompt, one prefill worker drains in the same way. Only 
 tenant pays for the work that others could have done with the room, while the worker drained and while the request has the
 room, less what it pays for its tokens. The tenant pays when the request releases the room, since the request's own chunks may
 be all that can run until then.
-
-A request that may have ended workers gets a decode worker of its own in the end (`LoneRequests`).
 """
 
 from collections.abc import Mapping
@@ -27,11 +25,10 @@ class RoomForLargeRequest:
         """Attempts that have got such room → the cost of keeping it, since when they have it, and its cost per second."""
         self._since = self._cost_per_s = 0.0
 
-    def begin(self, request: Request, not_on: int, served_per_s: float, now: float) -> None:
-        """Keep the decode worker with the most room, if the request could ever be placed on one. `not_on`: one that is closed
-        already; `served_per_s`: cost at which all tenants are served."""
+    def begin(self, request: Request, served_per_s: float, now: float) -> None:
+        """Keep the decode worker with the most room, if the request could ever be placed on one. `served_per_s`: cost at which
+        all tenants are served."""
         fitting = [w for w in self._workers.values() if not w.draining and w.could_ever_take(request.submit)]
-        fitting = [w for w in fitting if w.incarnation != not_on]
         if not fitting:
             return
         worker = max(fitting, key=lambda w: (w.free_blocks, w.free_seqs, w.incarnation))
@@ -53,33 +50,3 @@ class RoomForLargeRequest:
         """Returns the charge for an attempt that has released the room."""
         drained, since, per_s = self.charges.pop(key, (0.0, now, 0.0))
         return drained + per_s * (now - since)
-
-
-class LoneRequests:
-    def __init__(self, decode: Mapping[int, Worker]) -> None:
-        self._workers = decode
-        self.waiting: dict[str, Request] = {}
-        """Requests that wait for a decode worker of their own, by id, longest first."""
-        self.decode = 0
-        """The worker that is closed to others for one of them; 0: none."""
-        self.runs: Request | None = None
-        """The request that has it."""
-
-    def reserve(self, request: Request, not_on: int) -> Worker | None:
-        """The decode worker that is closed to others for a request: the one that has the least now."""
-        able = [w for w in self._workers.values() if not w.draining and w.could_ever_take(request.submit)]
-        able = [w for w in able if w.incarnation != not_on]
-        kept = [w for w in able if w.incarnation == self.decode]
-        worker = min(kept or able, key=lambda w: (len(w.allocations), w.incarnation), default=None)
-        self.decode = worker.incarnation if worker is not None else 0
-        return worker
-
-    def end(self, request: Request) -> bool:
-        """End a request's wait for, or use of, a worker of its own. Returns whether that worker is open to others again."""
-        self.waiting.pop(request.id, None)
-        if self.runs is request:
-            self.runs = None
-        if not self.decode or self.runs is not None or self.waiting:
-            return False
-        self.decode = 0
-        return True

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from coordinator.event_log.reasons import RunsAlone, why_not
+from coordinator.event_log.reasons import AwaitsTrial, why_not
 from coordinator.events import Limits, PeerDown, PeerUp, Tick
 from coordinator.recovery import suspects
 from launcher.admin.explain_words import _reason
@@ -11,6 +11,7 @@ from proto.errors import CancelReason, Reject
 from proto.messages import Cancel, HandedOver, Interrupted, Rejected, Release, Released, Role, Step, StepDone, Submit
 from proto.progress import DecodeProgress, Joined
 from scheduler.request import Suspicion
+from scheduler.workers.trials import WAITS_S_MAX
 from simulation.cluster.cluster import FIRST_PREFILL, VirtualCluster, hello
 from simulation.cluster.prefill import ClusterPrefillWorker
 from simulation.cluster.surroundings import Timing
@@ -205,39 +206,55 @@ def test_progress_resets_stream_suspicion() -> None:
         let_go(h)
 
 
-def test_twice_lost_streams_run_alone() -> None:
-    """Two streams lost twice run on a worker each, and the guilty one fails with the third loss."""
+def test_second_loss_in_decode_convicts() -> None:
+    """A stream that lost two workers fails, without a third, once those that ran beside it are cleared."""
     h = Harness.make(prefill=1, decode=1)
-    for attempt in (1, 2):
-        for name in ("a", "b"):
-            h.receive(1, submit(name, attempt=attempt, max_tokens=50))
-            on = decoding(h, name, attempt)
-        h.post(PeerDown(on, "killed"))
-        h.post(PeerUp(on + 1, worker_hello(Role.DECODE, on + 1)))
-        let_go(h)
-    assert not h.ended, "one of the two is at fault, and nobody knows which"
-    h.receive(1, submit("beside", max_tokens=50))
-    other = decoding(h, "beside")
     for name in ("a", "b"):
-        h.receive(1, submit(name, attempt=3, max_tokens=50))
-    assert {h.core.cluster.requests[name].state for name in "ab"} == {"queued"}
-    why = why_not(h.core.cluster.requests["a"], None, [], h.core.cluster.workers[10], h.core.cluster.pools["m"])
-    assert why == RunsAlone(2) and "waits for a decode worker of its own" in _reason(why, "")
-    h.receive(1, submit("later", max_tokens=50))
-    assert h.core.cluster.requests["later"].state == "queued", "the only worker is being emptied"
-    h.receive(1, Cancel("beside", 1, CancelReason.DISCONNECTED))
-    let_go(h)
-    assert h.core.cluster.requests["a"].decode_incarnation == other and h.core.cluster.requests["b"].state == "queued"
-    decoding(h, "a", 3)
-    h.post(PeerDown(other, "killed"))
-    let_go(h)
-    assert h.ended == {"beside": ["cancelled"], "a": ["failed"]}
+        h.receive(1, submit(name, max_tokens=50))
+        on = decoding(h, name)
+    h.post(PeerDown(on, "killed"))
     h.post(PeerUp(30, worker_hello(Role.DECODE, 30)))
-    decoding(h, "b", 3)
-    assert h.core.cluster.requests["later"].state == "queued"
-    h.receive(30, DecodeProgress(5, 0, 0, joined=(Joined("b", 3, 0),)))
+    let_go(h)
+    for name in ("b", "a"):
+        h.receive(1, submit(name, attempt=2, max_tokens=50))
+    assert [h.core.cluster.requests[name].state for name in "ab"] == ["queued", "prefilling"], "one at a time"
+    why = why_not(h.core.cluster.requests["a"], None, [], h.core.cluster.workers[10], h.core.cluster.pools["m"])
+    assert why == AwaitsTrial(1) and "without other such requests" in _reason(why, "")
+    decoding(h, "b", 2)
+    h.receive(30, DecodeProgress(5, 0, 0, joined=(Joined("b", 2, 0),)))
+    assert h.core.cluster.requests["b"].suspicion is None
+    decoding(h, "a", 2)
+    h.receive(1, submit("beside", max_tokens=50))
+    decoding(h, "beside")
+    h.post(PeerDown(30, "killed"))
+    h.post(PeerUp(31, worker_hello(Role.DECODE, 31)))
+    let_go(h)
+    for name in ("a", "b", "beside"):
+        h.receive(1, submit(name, attempt=3 if name != "beside" else 2, max_tokens=50))
+    for name, attempt in (("b", 3), ("beside", 2)):
+        assert not h.ended and h.core.cluster.requests["a"].state == "queued"
+        decoding(h, name, attempt)
+        h.receive(31, DecodeProgress(11 - 2 * attempt, 0, 0, joined=(Joined(name, attempt, 0),)))
     h.post(Tick())
-    assert h.core.cluster.requests["b"].suspicion is None and h.core.cluster.requests["later"].state == "prefilling"
+    assert h.ended == {"a": ["failed"]} and not h.core.cluster.pools["m"].suspects
+
+
+def test_waiting_suspects_run_beside_others() -> None:
+    """A suspect that has waited for its trial for long runs beside another one."""
+    h = Harness.make(prefill=1, decode=1)
+    for name in ("a", "b"):
+        h.receive(1, submit(name, max_tokens=50))
+        on = decoding(h, name)
+    h.post(PeerDown(on, "killed"))
+    h.post(PeerUp(30, worker_hello(Role.DECODE, 30)))
+    let_go(h)
+    for name in ("a", "b"):
+        h.receive(1, submit(name, attempt=2, max_tokens=50))
+    decoding(h, "a", 2)
+    assert h.core.cluster.requests["b"].state == "queued"
+    h.now += WAITS_S_MAX
+    h.receive(30, DecodeProgress(2, 0, 0, joined=(Joined("a", 2, 0),)))
+    assert h.core.cluster.requests["a"].suspicion is not None and h.core.cluster.requests["b"].state == "prefilling"
 
 
 def test_mixed_worker_loss_counts_once() -> None:

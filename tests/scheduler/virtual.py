@@ -39,7 +39,8 @@ class VirtualWorkers:
         self._made = 0
         for incarnation in (*range(10, 10 + prefill), *range(100, 100 + decode)):
             role = Role.PREFILL if incarnation < 100 else Role.DECODE
-            self.scheduler.worker_up(Worker.from_hello(worker_hello(role, incarnation, **capacity)))  # type: ignore[arg-type]
+            hello = worker_hello(role, incarnation, **capacity)  # type: ignore[arg-type]
+            self.scheduler.worker_up(Worker.from_hello(hello), 0.0)
         self.scheduler.cluster.refresh_eligibility("m", 0.0)
 
     def submit(self, submit: Submit, at: float) -> None:

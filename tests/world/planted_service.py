@@ -375,9 +375,9 @@ def room_kept_for_a_request_outlives_it(m: pytest.MonkeyPatch) -> None:
 
 
 @bug
-def a_worker_stays_closed_to_others_once_one_request_ran_there_alone(m: pytest.MonkeyPatch) -> None:
-    """What was suspected of having ended workers is cleared or gone, and its decode worker takes nothing more."""
-    m.setattr(Pool, "end_lone", lambda self, request: None)
+def a_worker_takes_no_more_suspects_once_one_was_tried_there(m: pytest.MonkeyPatch) -> None:
+    """What was suspected of having ended workers is cleared or gone, and others wait for their trial for ever."""
+    m.setattr(Pool, "end_trial", lambda self, request: None)
 
 
 # --- room and time -----------------------------------------------------------------------------------------------------

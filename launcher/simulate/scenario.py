@@ -105,6 +105,9 @@ class ScenarioTraffic(_Part):
     """The name in the tables of figures. Empty: the tenant's name."""
     tenant: Annotated[_Name, Field(min_length=1)] = DEFAULT_TENANT
     """A name of `[tenants]`, or `organisation/user`."""
+    users: Annotated[int, Field(ge=0, le=10_000)] = 0
+    """Requests come in turn from so many users of the tenant, `user-1`, `user-2` and so on, which are added to its `[tenants]`
+    table. A client and a session have one user. Figures are of the organisation. 0: from the tenant itself."""
     priority_class: _Name = ""
     """Empty: the tenant's own."""
     arrivals: Literal["poisson", "constant", "gamma", "trace", "closed", "sessions"] = "poisson"

@@ -169,7 +169,7 @@ class _Player:
         self._outcomes[name] = self._tries[name] = outcome
         self._cluster.submit(
             name,
-            ask.tenant,
+            f"{ask.tenant}/{ask.user}" if ask.user else ask.tenant,
             ask.prompt_tokens,
             ask.max_tokens,
             output_tokens=(min(ask.output_tokens, ask.max_tokens),),

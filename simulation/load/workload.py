@@ -70,6 +70,8 @@ class LoadRequest:
     """They name the full blocks behind the prompt's."""
     think_s: float = 0.0
     """Time between the end of a session's last turn and this one."""
+    user: str = ""
+    """The tenant's user that sends it; empty: the tenant itself."""
     deadly_at: int | None = None
     """The token of its answer whose computation ends the worker; 0: its prompt does. None: it is harmless."""
 

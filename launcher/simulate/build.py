@@ -1,6 +1,6 @@
 """Makes a workload of a scenario: draws arrivals and lengths, and checks the keys against each other."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -34,11 +34,7 @@ def build(scenario: Scenario, folder: Path) -> Workload:
     key."""
     tenants = from_tables({"tenants": _with_users(scenario), "priority_classes": scenario.priority_classes})
     workers = _workers(scenario)
-    names = {worker.name for worker in workers}
-    for number, failure in enumerate(scenario.failures):
-        if failure.worker not in names:
-            known = ", ".join([worker.name for worker in workers][:8])
-            raise ValueError(f"failures.{number}.worker: there is no {failure.worker!r}; there are {known}")
+    _check_failures(scenario, workers)
     block_size = min(worker.capacity.block_size for worker in workers)
     streams = [_with_class(number, traffic, tenants) for number, traffic in enumerate(scenario.traffic)]
     _check_size(scenario)
@@ -73,6 +69,18 @@ def build(scenario: Scenario, folder: Path) -> Workload:
         hand_over_s=(scenario.hand_over_ms[0] / 1000, scenario.hand_over_ms[1] / 1000),
         seed=scenario.seed,
     )
+
+
+def _check_failures(scenario: Scenario, workers: Sequence[WorkerSpec]) -> None:
+    roles = {worker.name: worker.roles for worker in workers}
+    for number, failure in enumerate(scenario.failures):
+        if failure.worker not in roles:
+            known = ", ".join([worker.name for worker in workers][:8])
+            raise ValueError(f"failures.{number}.worker: there is no {failure.worker!r}; there are {known}")
+        if failure.kind == "flipped" and len(roles[failure.worker]) > 1:
+            raise ValueError(
+                f"failures.{number}.worker: {failure.worker} is a mixed worker, which cannot be flipped here"
+            )
 
 
 def _with_users(scenario: Scenario) -> dict[str, Any]:

@@ -190,17 +190,22 @@ class FailureOf(_Part):
     """The worker's name, like `prefill-0`."""
     kind: FailureKind
     """`slow`: its steps take longer. `failing`: it answers, but steps fail at once. `lost`: it is gone with all that it
-    holds. `drained`: it gets no new work, and its streams move."""
+    holds. `drained`: it gets no new work, and its streams move. `flipped`: it changes its role, and loses its cached KV. It is
+    then like the file's first worker of that role."""
+    role: Literal["", "prefill", "decode"] = ""
+    """The new role, for `flipped`."""
     factor: Annotated[float, Field(gt=0.0, le=1e6)] = 10.0
     """How many times as long each step takes, for `slow`."""
     every: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     """Every n-th step fails, for `failing`."""
     for_s: _Seconds = 0.0
-    """After that it is over, or the worker is started again; 0: never."""
+    """After that it is over, or the worker is started again, or changes back; 0: never."""
 
     @model_validator(mode="after")
     def _is_one(self) -> "FailureOf":
-        self._refuse("kind", {"factor": "slow", "every": "failing"})
+        self._refuse("kind", {"factor": "slow", "every": "failing", "role": "flipped"})
+        if self.kind == "flipped" and not self.role:
+            raise ValueError("kind = 'flipped' needs a role")
         return self
 
 

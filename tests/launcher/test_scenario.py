@@ -141,7 +141,12 @@ def test_bad_value_is_refused_before_simulation(tmp_path: Path, path: str, value
         (WORKERS + TRAFFIC + '[[failures]]\nat_s = 1\nkind = "lost"\nworker = "decode-1"',
          "failures.0.worker: there is no 'decode-1'; there are prefill-0, decode-0"),
         (WORKERS + TRAFFIC + '[[failures]]\nat_s = 1\nkind = "hung"\nworker = "decode-0"',
-         "failures.0.kind: must be 'slow', 'failing', 'lost' or 'drained'"),
+         "failures.0.kind: must be 'slow', 'failing', 'lost', 'drained' or 'flipped'"),
+        (WORKERS + TRAFFIC + '[[failures]]\nat_s = 1\nkind = "flipped"\nworker = "decode-0"',
+         "failures.0: kind = 'flipped' needs a role"),
+        (WORKERS.replace("decode", "mixed") + TRAFFIC +
+         '[[failures]]\nat_s = 1\nkind = "flipped"\nrole = "decode"\nworker = "mixed-0"',
+         "failures.0.worker: mixed-0 is a mixed worker, which cannot be flipped here"),
         (WORKERS + TRAFFIC + '[[failures]]\nat_s = 1\nkind = "lost"\nworker = "decode-0"\nfactor = 2',
          "failures.0: factor has no effect with kind = 'lost'"),
         ("a = [\n", "is not TOML: Invalid value (at end of document)"),

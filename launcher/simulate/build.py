@@ -91,7 +91,7 @@ def _with_users(scenario: Scenario) -> dict[str, Any]:
             own = tables.get(traffic.tenant)
             if not isinstance(own, dict) or not isinstance(own.get("users", {}), dict):
                 raise ValueError(f"traffic.{number}.users: there is no organisation {traffic.tenant!r} in [tenants]")
-            drawn = {_user(traffic, one): {} for one in range(traffic.users)}
+            drawn: dict[str, Any] = {_user(traffic, one): {} for one in range(traffic.users)}
             tables[traffic.tenant] = own | {"users": drawn | own.get("users", {})}
     return tables
 

@@ -231,6 +231,12 @@ class Requirement(_Part):
             raise ValueError(f"from_s has no effect with figure = {self.figure!r}")
         return self
 
+    def limit(self) -> str:
+        """Like `at least 0.5 and at most 1,000`."""
+        limits = [f"at least {self.at_least:,g}"] if self.at_least is not None else []
+        limits += [f"at most {self.at_most:,g}"] if self.at_most is not None else []
+        return " and ".join(limits)
+
 
 class Scenario(_Part):
     """One run."""

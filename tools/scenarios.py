@@ -142,7 +142,9 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.4g}"
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def main() -> int:

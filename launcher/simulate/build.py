@@ -1,7 +1,6 @@
 """Makes a workload of a scenario: draws arrivals and lengths, and checks the keys against each other."""
 
-from collections.abc import Iterator
-from copy import deepcopy
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -35,11 +34,7 @@ def build(scenario: Scenario, folder: Path) -> Workload:
     key."""
     tenants = from_tables({"tenants": _with_users(scenario), "priority_classes": scenario.priority_classes})
     workers = _workers(scenario)
-    names = {worker.name for worker in workers}
-    for number, failure in enumerate(scenario.failures):
-        if failure.worker not in names:
-            known = ", ".join([worker.name for worker in workers][:8])
-            raise ValueError(f"failures.{number}.worker: there is no {failure.worker!r}; there are {known}")
+    _check_failures(scenario, workers)
     block_size = min(worker.capacity.block_size for worker in workers)
     streams = [_with_class(number, traffic, tenants) for number, traffic in enumerate(scenario.traffic)]
     _check_size(scenario)
@@ -72,19 +67,37 @@ def build(scenario: Scenario, folder: Path) -> Workload:
         limits=_limits(scenario),
         tenants=tenants,
         hand_over_s=(scenario.hand_over_ms[0] / 1000, scenario.hand_over_ms[1] / 1000),
-        hand_over_block_s=scenario.hand_over_ms_per_block / 1000,
         seed=scenario.seed,
     )
 
 
+def _check_failures(scenario: Scenario, workers: Sequence[WorkerSpec]) -> None:
+    roles = {worker.name: worker.roles for worker in workers}
+    for number, failure in enumerate(scenario.failures):
+        if failure.worker not in roles:
+            known = ", ".join([worker.name for worker in workers][:8])
+            raise ValueError(f"failures.{number}.worker: there is no {failure.worker!r}; there are {known}")
+        if failure.kind == "flipped" and len(roles[failure.worker]) > 1:
+            raise ValueError(
+                f"failures.{number}.worker: {failure.worker} is a mixed worker, which cannot be flipped here"
+            )
+
+
 def _with_users(scenario: Scenario) -> dict[str, Any]:
-    """Returns the tables of tenants, with one for each user of a stream's tenant."""
-    tables = deepcopy(scenario.tenants)
-    for traffic in scenario.traffic:
-        organisation = tables.get(traffic.tenant)
-        if isinstance(organisation, dict) and traffic.users:
-            organisation["users"] = {f"u{n}": {} for n in range(traffic.users)} | organisation.get("users", {})
+    """Returns the tables of tenants with the users of all streams."""
+    tables = dict(scenario.tenants)
+    for number, traffic in enumerate(scenario.traffic):
+        if traffic.users:
+            own = tables.get(traffic.tenant)
+            if not isinstance(own, dict) or not isinstance(own.get("users", {}), dict):
+                raise ValueError(f"traffic.{number}.users: there is no organisation {traffic.tenant!r} in [tenants]")
+            drawn: dict[str, Any] = {_user(traffic, one): {} for one in range(traffic.users)}
+            tables[traffic.tenant] = own | {"users": drawn | own.get("users", {})}
     return tables
+
+
+def _user(traffic: ScenarioTraffic, number: int) -> str:
+    return f"user-{number % traffic.users + 1}" if traffic.users else ""
 
 
 def _limits(scenario: Scenario) -> Limits:
@@ -186,13 +199,11 @@ class _Stream:
     def __init__(self, traffic: ScenarioTraffic, duration_s: float, source: np.random.Generator) -> None:
         self._traffic, self._source = traffic, source
         self._until_s = min(traffic.until_s or duration_s, duration_s)
-        self._tenant, self._users = traffic.tenant, 0
         self._prompts, self._outputs = (Lengths.parse(text) for text in (traffic.prompt_tokens, traffic.output_tokens))
 
     def arrivals(self) -> Iterator[tuple[float, LoadRequest]]:
-        for at_s in self._times():
-            self._next_user()
-            yield at_s, self._drawn()
+        for number, at_s in enumerate(self._times()):
+            yield at_s, self._drawn(number)
 
     def _times(self) -> Iterator[float]:
         traffic = self._traffic
@@ -211,9 +222,8 @@ class _Stream:
             scale_tokens=1.0,
             source=self._source,
         )
-        for row in rows:
-            self._next_user()
-            yield traffic.from_s + row.at_s, self._ask(row.prompt_tokens, row.output_tokens)
+        for number, row in enumerate(rows):
+            yield traffic.from_s + row.at_s, self._ask(number, row.prompt_tokens, row.output_tokens)
 
     def loops(self, block_size: int) -> Iterator[Loop]:
         """Yields the clients of closed loops, and sessions that come by themselves. Clients begin one after the other within a
@@ -223,29 +233,26 @@ class _Stream:
         clients = (traffic.from_s + n / traffic.clients for n in range(traffic.clients))
         sessions = LOOP_REQUESTS if is_closed else 1
         for client, begins_s in enumerate(clients if is_closed else self._times()):
-            self._next_user()
             if traffic.turns == 1 and not traffic.shared_prefix_tokens:
-                asks = tuple(self._drawn() for _ in range(LOOP_REQUESTS))
+                asks = tuple(self._drawn(client) for _ in range(LOOP_REQUESTS))
                 yield Loop(asks, traffic.think_s, begins_s, self._until_s)
             else:
-                asks = tuple(
-                    one for number in range(sessions) for one in self._session(f"{client} {number}", block_size)
-                )
+                asks = tuple(one for number in range(sessions) for one in self._session(client, number, block_size))
                 yield Loop(asks, 0.0, begins_s, self._until_s, once=True)
 
-    def _session(self, name: str, block_size: int) -> Iterator[LoadRequest]:
+    def _session(self, client: int, number: int, block_size: int) -> Iterator[LoadRequest]:
         traffic, source = self._traffic, self._source
         turns = tuple(
             SessionTurn(self._prompts.draw(source), self._outputs.draw(source), traffic.think_s)
             for _ in range(traffic.turns)
         )
         session = LoadSession(turns, traffic.shared_prefix_tokens)
-        for turn in named(session, f"{traffic.name} {name}", block_size, CONTEXT_TOKENS):
-            yield self._turn(turn)
+        for turn in named(session, f"{traffic.name} {client} {number}", block_size, CONTEXT_TOKENS):
+            yield self._turn(client, turn)
 
-    def _turn(self, turn: NamedSession) -> LoadRequest:
+    def _turn(self, client: int, turn: NamedSession) -> LoadRequest:
         return replace(
-            self._ask(turn.prompt_tokens, turn.turn.output_tokens),
+            self._ask(client, turn.prompt_tokens, turn.turn.output_tokens),
             block_hashes=turn.prompt_hashes,
             answer_hashes=turn.answer_hashes,
             think_s=turn.turn.think_s,
@@ -258,26 +265,21 @@ class _Stream:
             str(folder / Path(traffic.trace).expanduser()), traffic.scale_tokens, traffic.think_scale
         )
         for client, own in enumerate(in_turn(read, traffic.clients)):
-            self._next_user()
             asks: list[LoadRequest] = []
             for number, session in enumerate(own):
                 turns = named(session, f"{traffic.name} {client} {number}", block_size, CONTEXT_TOKENS)
-                asks += [self._turn(turn) for turn in turns]
+                asks += [self._turn(client, turn) for turn in turns]
             yield Loop(tuple(asks), 0.0, traffic.from_s + client / traffic.clients, self._until_s, once=True)
 
-    def _next_user(self) -> None:
-        """Let the next requests be of the tenant's next user."""
-        if users := self._traffic.users:
-            self._tenant, self._users = f"{self._traffic.tenant}/u{self._users % users}", self._users + 1
+    def _drawn(self, number: int) -> LoadRequest:
+        return self._ask(number, self._prompts.draw(self._source), self._outputs.draw(self._source))
 
-    def _drawn(self) -> LoadRequest:
-        return self._ask(self._prompts.draw(self._source), self._outputs.draw(self._source))
-
-    def _ask(self, prompt_tokens: int, output_tokens: int) -> LoadRequest:
+    def _ask(self, number: int, prompt_tokens: int, output_tokens: int) -> LoadRequest:
+        """`number`: of the client or arrival, which decides the user."""
         traffic = self._traffic
         return LoadRequest(
             stream=traffic.name,
-            tenant=self._tenant,
+            tenant=traffic.tenant,
             priority_class=traffic.priority_class,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
@@ -286,5 +288,6 @@ class _Stream:
             goal=Goal(traffic.ttft_ms, traffic.tpot_ms),
             retries=traffic.retries,
             retry_s=traffic.retry_s,
+            user=_user(traffic, number),
             deadly_at=traffic.ends_worker_at_token,
         )

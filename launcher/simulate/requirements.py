@@ -36,9 +36,7 @@ def check(requirements: Sequence[Requirement], found: Mapping[str, Any]) -> Iter
             value = _worst(one, [float(each) for each in value[int(one.from_s / WINDOW_S) :]])
         if value is not None and not isinstance(value, int | float):
             raise ValueError(f"require.{number}.figure: {one.figure!r} is not a number")
-        limits = [f"at least {one.at_least:,g}"] if one.at_least is not None else []
-        limits += [f"at most {one.at_most:,g}"] if one.at_most is not None else []
-        yield Checked(f"{one.of}: {one.figure}", " and ".join(limits), value, holds(one, value))
+        yield Checked(f"{one.of}: {one.figure}", one.limit(), value, holds(one, value))
 
 
 def holds(one: Requirement, value: float | None) -> bool:

@@ -105,8 +105,9 @@ class ScenarioTraffic(_Part):
     """The name in the tables of figures. Empty: the tenant's name."""
     tenant: Annotated[_Name, Field(min_length=1)] = DEFAULT_TENANT
     """A name of `[tenants]`, or `organisation/user`."""
-    users: Annotated[int, Field(ge=0, le=100_000)] = 0
-    """Clients, or arrivals, are in turn of so many users of the tenant; 0: it has none."""
+    users: Annotated[int, Field(ge=0, le=10_000)] = 0
+    """Requests come in turn from so many users of the tenant, `user-1`, `user-2` and so on, which are added to its `[tenants]`
+    table. A client and a session have one user. Figures are of the organisation. 0: from the tenant itself."""
     priority_class: _Name = ""
     """Empty: the tenant's own."""
     arrivals: Literal["poisson", "constant", "gamma", "trace", "closed", "sessions"] = "poisson"
@@ -189,17 +190,22 @@ class FailureOf(_Part):
     """The worker's name, like `prefill-0`."""
     kind: FailureKind
     """`slow`: its steps take longer. `failing`: it answers, but steps fail at once. `lost`: it is gone with all that it
-    holds. `drained`: it gets no new work, and its streams move."""
+    holds. `drained`: it gets no new work, and its streams move. `flipped`: it changes its role, and loses its cached KV. It is
+    then like the file's first worker of that role."""
+    role: Literal["", "prefill", "decode"] = ""
+    """The new role, for `flipped`."""
     factor: Annotated[float, Field(gt=0.0, le=1e6)] = 10.0
     """How many times as long each step takes, for `slow`."""
     every: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     """Every n-th step fails, for `failing`."""
     for_s: _Seconds = 0.0
-    """After that it is over, or the worker is started again; 0: never."""
+    """After that it is over, or the worker is started again, or changes back; 0: never."""
 
     @model_validator(mode="after")
     def _is_one(self) -> "FailureOf":
-        self._refuse("kind", {"factor": "slow", "every": "failing"})
+        self._refuse("kind", {"factor": "slow", "every": "failing", "role": "flipped"})
+        if self.kind == "flipped" and not self.role:
+            raise ValueError("kind = 'flipped' needs a role")
         return self
 
 
@@ -225,6 +231,12 @@ class Requirement(_Part):
             raise ValueError(f"from_s has no effect with figure = {self.figure!r}")
         return self
 
+    def limit(self) -> str:
+        """Like `at least 0.5 and at most 1,000`."""
+        limits = [f"at least {self.at_least:,g}"] if self.at_least is not None else []
+        limits += [f"at most {self.at_most:,g}"] if self.at_most is not None else []
+        return " and ".join(limits)
+
 
 class Scenario(_Part):
     """One run."""
@@ -237,8 +249,6 @@ class Scenario(_Part):
     """The seed of everything that is random. The same seed and file give the same figures to the last bit."""
     hand_over_ms: Annotated[list[_Ms], Field(min_length=2, max_length=2), AfterValidator(_ascending)] = [2.0, 4.0]
     """Least and most that a hand-over of KV takes."""
-    hand_over_ms_per_block: _Ms = 0.0
-    """What each block that is sent adds to it."""
     coordinator: dict[str, Any] = {}
     """A table of options of the coordinator's scheduling."""
     tenants: dict[str, Any] = {}

@@ -72,6 +72,8 @@ class VirtualCluster(ClusterSurroundings):
         self.on_end: Callable[[ClientRequest], None] = lambda request: None
         """Called at the time when a request ends."""
         self.on_death = self.lose
+        self.start_flipped: Callable[[Hello], object] = self.start
+        """Called with the registration of a worker in its new role."""
         self.rejected: list[Rejected] = []
         self.transfers = Transfers(self)
         self.fetches = Transfers(self)
@@ -257,7 +259,7 @@ class VirtualCluster(ClusterSurroundings):
         self.fetches.receivers.pop(incarnation, None)
         following = hello(role, next(self.incarnations), self._capacity[role])
         following = msgspec.structs.replace(following, name=name, flipped_from=incarnation)
-        self.at(self.now + self.commit_s, self.start, following)
+        self.at(self.now + self.commit_s, self.start_flipped, following)
 
     # --- the coordinator ------------------------------------------------------------------------------------------------
 

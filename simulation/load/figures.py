@@ -99,6 +99,7 @@ def figures(played: Played) -> dict[str, Any]:
             for name, own in played.streams_seen.items()
         },
         "workers_ended": played.deaths,
+        "role_changes": played.flips,
         "all": _of_group(outcomes, sums),
         "tenants": [
             {"tenant": tenant, "priority_class": name} | _of_group(some, sums)

@@ -10,14 +10,14 @@ from coordinator.events import Configured, PeerDown, PeerUp
 from engine.kv.split import prefill_blocks
 from proto.drain import DrainRequest
 from proto.errors import CrossdockError
-from proto.messages import Role
+from proto.messages import Hello, Role
 from proto.parts import Capacity
 from scheduler.lifecycle import RequestState
 from simulation.cluster.cluster import FIRST_FLIPPED, OBSERVER, VirtualCluster, hello
 from simulation.cluster.decode import BatchedDecode
 from simulation.cluster.prefill import ClusterPrefillWorker
 from simulation.cluster.surroundings import ClientRequest, ClusterEngine, Timing
-from simulation.load.workload import LoadRequest, Loop, PlannedFailure, WorkerSpec, Workload
+from simulation.load.workload import LoadRequest, LoadStepTimes, Loop, PlannedFailure, WorkerSpec, Workload
 
 RETRY_JITTER = 0.1
 """Clients come again later than they were told, by up to this share."""
@@ -82,6 +82,8 @@ class Played:
     """Sequences on each decode worker, summed over all looks, by window of `WINDOW_S`."""
     deaths: int = 0
     """Workers that a request has ended."""
+    flips: int = 0
+    """Changes of role."""
 
 
 def play(workload: Workload, progress: Callable[[float], None] = lambda now_s: None) -> Played:
@@ -102,6 +104,7 @@ class _Player:
         self._cluster.resume_delay_s = 0.05
         self._cluster.on_end = self._ended
         self._cluster.on_death = self._died
+        self._cluster.start_flipped = self._start_flipped
         self._cluster.post(Configured(workload.tenants, 0.0))
         self._played = Played(workload)
         self._outcomes: dict[str, LoadOutcome] = {}
@@ -173,7 +176,7 @@ class _Player:
         self._outcomes[name] = self._tries[name] = outcome
         self._cluster.submit(
             name,
-            ask.tenant,
+            f"{ask.tenant}/{ask.user}" if ask.user else ask.tenant,
             ask.prompt_tokens,
             ask.max_tokens,
             output_tokens=(min(ask.output_tokens, ask.max_tokens),),
@@ -223,19 +226,31 @@ class _Player:
     # --- workers --------------------------------------------------------------------------------------------------------
 
     def _start(self, spec: WorkerSpec) -> None:
-        engine, started, cluster = ClusterEngine(self._cluster, spec.times), list[int](), self._cluster
+        engine, started = ClusterEngine(self._cluster, spec.times), list[int]()
         for name in spec.roles:
             role = Role(name)
             incarnation = FIRST_FLIPPED + next(self._numbers)
             process = spec.name if len(spec.roles) > 1 else ""
             own = hello(role, incarnation, _part(spec, role))
-            named = msgspec.structs.replace(own, name=spec.name, process=process)
-            cluster.start(named, engine)
+            self._register(msgspec.structs.replace(own, name=spec.name, process=process), engine)
             started.append(incarnation)
-            self._names[incarnation] = spec.name
-            if role is Role.PREFILL:
-                self._all_prefill.append(cluster.prefill[incarnation])
         self._running[spec.name] = started, engine
+
+    def _register(self, worker: Hello, engine: ClusterEngine) -> None:
+        self._cluster.start(worker, engine)
+        self._names[worker.incarnation] = worker.name
+        if worker.role is Role.PREFILL:
+            self._all_prefill.append(self._cluster.prefill[worker.incarnation])
+
+    def _start_flipped(self, worker: Hello) -> None:
+        if self._up(worker.name):
+            return  # it has been started again meanwhile
+        spec = self._workload.first_with(worker.role)
+        incarnation, capacity = FIRST_FLIPPED + next(self._numbers), _part(spec, Role(worker.role))
+        engine = ClusterEngine(self._cluster, spec.times)
+        self._register(msgspec.structs.replace(worker, incarnation=incarnation, capacity=capacity), engine)
+        self._running[worker.name] = [incarnation], engine
+        self._played.flips += 1
 
     def _up(self, name: str) -> list[ClusterPrefillWorker | BatchedDecode]:
         """Returns the roles of a worker; empty if it is lost."""
@@ -258,29 +273,39 @@ class _Player:
             self._start(self._workload.by_name()[name])
 
     def _fail(self, failure: PlannedFailure) -> None:
-        cluster, engine = self._cluster, self._running[failure.worker][1]
+        cluster = self._cluster
         match failure.kind:
             case "slow":
-                engine.timing = replace(self._workload.by_name()[failure.worker].times, factor=failure.factor)
+                self._slow(failure.worker, failure.factor)
             case "failing":
-                engine.fails_every = failure.every
+                self._running[failure.worker][1].fails_every = failure.every
             case "lost":
                 self._lose(failure.worker)
             case "drained":
                 cluster.post(PeerUp(OBSERVER, hello(Role.OBSERVER, OBSERVER)))
                 cluster.receive(OBSERVER, DrainRequest(failure.worker, False, 0.0))
                 cluster.post(PeerDown(OBSERVER, "said goodbye"))
+            case "flipped":
+                cluster.flip(failure.worker, Role(failure.role))
         if failure.for_s:
             cluster.at(cluster.now + failure.for_s, self._heal, failure)
+
+    def _slow(self, name: str, factor: float) -> None:
+        engine = self._running[name][1]
+        assert isinstance(engine.timing, LoadStepTimes)
+        engine.timing = replace(engine.timing, factor=factor)
 
     def _heal(self, failure: PlannedFailure) -> None:
         match failure.kind:
             case "slow":
-                self._running[failure.worker][1].timing = self._workload.by_name()[failure.worker].times
+                self._slow(failure.worker, 1.0)
             case "failing":
                 self._running[failure.worker][1].fails_every = 0
             case "drained":
                 self._lose(failure.worker)
+            case "flipped":
+                [before] = self._workload.by_name()[failure.worker].roles
+                self._cluster.flip(failure.worker, Role(before))
         if failure.kind in ("lost", "drained"):
             self._start_again(failure.worker)
 

@@ -9,7 +9,7 @@ from proto.parts import Capacity
 from runtime.tenancy.tenants import Tenants, open_tenants
 from simulation.cluster.surroundings import Timing
 
-FailureKind = Literal["slow", "failing", "lost", "drained"]
+FailureKind = Literal["slow", "failing", "lost", "drained", "flipped"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ class LoadRequest:
     """They name the full blocks behind the prompt's."""
     think_s: float = 0.0
     """Time between the end of a session's last turn and this one."""
+    user: str = ""
+    """The tenant's user that sends it; empty: the tenant itself."""
     deadly_at: int | None = None
     """The token of its answer whose computation ends the worker; 0: its prompt does. None: it is harmless."""
 
@@ -97,8 +99,11 @@ class PlannedFailure:
     """How many times as long each step takes, for `slow`."""
     every: int = 1
     """Every n-th step fails, for `failing`."""
+    role: str = ""
+    """The new role, for `flipped`."""
     for_s: float = 0.0
-    """After that a slow or failing worker is as before, and a lost or drained one is started again; 0: never."""
+    """After that a slow or failing worker is as before, a lost or drained one is started again, and a flipped one changes
+    back; 0: never."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,9 @@ class Workload:
     hand_over_block_s: float = 0.0
     report_s: float = 0.001
     seed: int = 1
+
+    def first_with(self, role: str) -> WorkerSpec:
+        return next(worker for worker in self.workers if role in worker.roles)
 
     def by_name(self) -> Mapping[str, WorkerSpec]:
         return {worker.name: worker for worker in self.workers}

@@ -74,6 +74,7 @@ NUMBERS: dict[str, str] = {
     "traffic.deadline_ms": "-1 nan 3600001",
     "traffic.ttft_ms": "-1 nan",
     "traffic.tpot_ms": "-1 nan",
+    "traffic.users": "-1 10001 0.5",
     "traffic.retries": "-1 1001 0.5",
     "traffic.arrivals": "'bursts' 3",
     "traffic.name": "'\\u0007' 3",
@@ -134,12 +135,18 @@ def test_bad_value_is_refused_before_simulation(tmp_path: Path, path: str, value
         (WORKERS + (TRAFFIC + 'arrivals = "closed"\nclients = 60_000\n') * 2,
          "traffic: 120,000 clients, more than 100,000"),
         (WORKERS + TRAFFIC + 'tenant = "b"\n[tenants.acme]', "traffic.0.tenant: there is no 'b' in [tenants]"),
+        (WORKERS + TRAFFIC + 'users = 3', "traffic.0.users: there is no organisation 'default' in [tenants]"),
         (WORKERS + TRAFFIC + 'priority_class = "x"',
          "traffic.0.priority_class: tenant 'default' may use batch, interactive, standard, not 'x'"),
         (WORKERS + TRAFFIC + '[[failures]]\nat_s = 1\nkind = "lost"\nworker = "decode-1"',
          "failures.0.worker: there is no 'decode-1'; there are prefill-0, decode-0"),
         (WORKERS + TRAFFIC + '[[failures]]\nat_s = 1\nkind = "hung"\nworker = "decode-0"',
-         "failures.0.kind: must be 'slow', 'failing', 'lost' or 'drained'"),
+         "failures.0.kind: must be 'slow', 'failing', 'lost', 'drained' or 'flipped'"),
+        (WORKERS + TRAFFIC + '[[failures]]\nat_s = 1\nkind = "flipped"\nworker = "decode-0"',
+         "failures.0: kind = 'flipped' needs a role"),
+        (WORKERS.replace("decode", "mixed") + TRAFFIC +
+         '[[failures]]\nat_s = 1\nkind = "flipped"\nrole = "decode"\nworker = "mixed-0"',
+         "failures.0.worker: mixed-0 is a mixed worker, which cannot be flipped here"),
         (WORKERS + TRAFFIC + '[[failures]]\nat_s = 1\nkind = "lost"\nworker = "decode-0"\nfactor = 2',
          "failures.0: factor has no effect with kind = 'lost'"),
         ("a = [\n", "is not TOML: Invalid value (at end of document)"),
@@ -332,6 +339,22 @@ for_s = 7.5
     assert policy is not None and policy.levels[0].limits.concurrency == 4 and policy.organisation_weight == 2
     assert workload.limits.kv_overcommit == 2 and workload.limits.bypasses_max == 5
     assert workload.failures == (PlannedFailure(1.0, "prefill-0", "slow", 3.0, for_s=7.5),)
+
+
+def test_users_of_a_tenant_take_turns(tmp_path: Path) -> None:
+    """Arrivals come from the tenant's users in turn, a client's turns from one user, and the tenants' table has each user."""
+    tenants = "[tenants.acme]\nweight = 2\n[tenants.acme.users.user-2]\nweight = 3\n"
+    arrivals = traffic(tmp_path, f'tenant = "acme"\nusers = 3\n{tenants}').arrivals
+    assert [ask.user for _, ask in arrivals[:4]] == ["user-1", "user-2", "user-3", "user-1"]
+    clients = traffic(tmp_path, f'tenant = "acme"\nusers = 3\narrivals = "closed"\nclients = 4\nturns = 2\n{tenants}')
+    assert [{ask.user for ask in loop.asks} for loop in clients.loops] == [
+        {"user-1"},
+        {"user-2"},
+        {"user-3"},
+        {"user-1"},
+    ]
+    policies = [clients.tenants.policy(f"acme/user-{number}") for number in (1, 2, 3, 4)]
+    assert [one and (one.organisation_weight, one.weight) for one in policies] == [(2, 1), (2, 3), (2, 1), None]
 
 
 def test_seed_determines_the_arrivals(tmp_path: Path) -> None:

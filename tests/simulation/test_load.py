@@ -1,6 +1,7 @@
 """Loads on the virtual cluster: requests of every kind end and are counted once, whatever happens to workers."""
 
 import random
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -88,6 +89,19 @@ def test_mixed_worker_fails_and_recovers(kind: FailureKind) -> None:
         workers("mixed-0"), arrivals, failures=(PlannedFailure(5.0, "mixed-0", kind, for_s=2.0),), duration_s=20.0
     )
     assert found(alone)["finished"] >= 0.5 * 40
+
+
+def test_flipped_worker_serves_its_new_role() -> None:
+    """A worker that changes its role for a time has the speed of its new role, and changes back; all requests finish."""
+    slow = replace(PAIR[0], times=replace(TIMES, factor=4.0))
+    cluster = (slow, *workers("decode-0", "decode-1"))
+    arrivals = every(0.5, ask(2048, 64), 60.0)
+    flip = PlannedFailure(5.0, "decode-0", "flipped", role="prefill", for_s=40.0)
+    everything = figures(play(Workload(cluster, arrivals, failures=(flip,), duration_s=60.0)))
+    assert everything["role_changes"] == 2 and everything["all"]["finished"] == 120
+    assert everything["workers"]["decode-0"]["part_of_streams_by_window"][1] == 0
+    alone = figures(play(Workload(cluster, arrivals, duration_s=60.0)))
+    assert everything["all"]["ttft_ms"]["p50"] < 0.5 * alone["all"]["ttft_ms"]["p50"] and not alone["role_changes"]
 
 
 def test_lost_worker_leaves_requests_unserved() -> None:
@@ -233,17 +247,7 @@ def drawn(seed: int) -> Workload:
         for n in range(source.randint(0, most))
     ]
     names += ["prefill-9", "decode-9"]
-    kinds: list[FailureKind] = [source.choice(KINDS) for _ in range(source.randint(0, 5))]
-    failures = tuple(
-        PlannedFailure(
-            source.uniform(0, 12),
-            source.choice(names),
-            kind,
-            source.choice([0.1, 3.0, 100.0]),
-            for_s=source.choice([0.0, 1.0]),
-        )
-        for kind in kinds
-    )
+    failures = tuple(_failure(source, source.choice(names)) for _ in range(source.randint(0, 5)))
 
     def one() -> LoadRequest:
         prompt_tokens = source.choice([1, 300, 5000])
@@ -258,6 +262,18 @@ def drawn(seed: int) -> Workload:
     )
     loops = tuple(Loop((one(), one()), source.choice([0.0, 0.5]), 0.0, 8.0) for _ in range(source.randint(0, 3)))
     return Workload(workers(*names), tuple(arrivals), loops, failures, duration_s=10.0, settle_s=60.0, seed=seed)
+
+
+def _failure(source: random.Random, worker: str) -> PlannedFailure:
+    kinds: tuple[FailureKind, ...] = KINDS if worker.startswith("mixed") else (*KINDS, "flipped")
+    return PlannedFailure(
+        source.uniform(0, 12),
+        worker,
+        source.choice(kinds),
+        source.choice([0.1, 3.0, 100.0]),
+        role=source.choice(["prefill", "decode"]),
+        for_s=source.choice([0.0, 1.0]),
+    )
 
 
 @pytest.mark.parametrize("seed", first(20, range(400)))

@@ -20,8 +20,8 @@ from gateway.http.renamed import Names, renamed
 from gateway.http.request_log import RequestInfo, client_request_id, info_of
 from gateway.openai.answering import AnswerChecker, Answering, EventStream
 from gateway.openai.answers import Answer, Head
+from gateway.openai.call import Call
 from gateway.openai.context import Gateway, ServedModel
-from gateway.openai.dependencies import Call
 from gateway.openai.prepare import ModelRules, Prepared, in_form
 from gateway.openai.request_types import GenerationRequest
 from gateway.streams.prompt_scores import PromptScores

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 import uvloop
 
-from gateway.app import ROUTERS
+from gateway.app import ROUTES
 from proto.errors import CancelReason
 from runtime.metrics.server import Reply
 from tests.gateway.fakes import ANSWER, MODEL, Site, make_site, served
@@ -16,10 +16,9 @@ from tests.helpers import until
 
 CHAT = "/v1/chat/completions"
 GETS = sorted(
-    route.path.replace("{model_id:path}", MODEL)  # type: ignore[attr-defined]
-    for router in ROUTERS
-    for route in router.routes
-    if "GET" in (getattr(route, "methods", None) or ()) and "response_id" not in route.path  # type: ignore[attr-defined]
+    route.path.replace("{model_id:path}", MODEL)
+    for route in ROUTES
+    if "GET" in route.methods and "response_id" not in route.path
 )
 
 

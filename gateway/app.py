@@ -65,7 +65,7 @@ def create_app(gateway: Gateway, batches: BatchService | None = None) -> ASGIApp
 def _allowed(scope: Scope) -> str:
     """Returns the methods that are allowed at the request's path, in the form of the `Allow` header."""
     asked = {**scope, "method": "OPTIONS"}
-    found = {"GET", "POST", "DELETE"} if scope["path"] == "/*" else set[str]()
+    found = set[str]()
     for route in ROUTES:
         if route.matches(asked)[0] is not Match.NONE:
             found |= route.methods or set()
@@ -94,8 +94,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    of_server = request.method == "OPTIONS" and request.url.path == "/*"
-    if of_server or (error.status_code == 405 and request.method == "OPTIONS"):
+    if error.status_code == 405 and request.method == "OPTIONS":
         return Response(status_code=204, headers={"Allow": _allowed(request.scope)})
     status = 404 if request.url.path in _NO_IDS else error.status_code
     code = {404: "not_found", 405: "method_not_allowed"}.get(status, "http_error")

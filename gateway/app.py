@@ -2,78 +2,46 @@
 
 from typing import Final
 
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import Match
 from starlette.types import ASGIApp, Scope
 
 from gateway.anthropic import routes
 from gateway.anthropic.answer import error_body
-from gateway.anthropic.types import CountRequest, MessagesRequest
 from gateway.batches import routes as routes_batches
 from gateway.batches.service import BatchService
-from gateway.batches.types import CreateBatchRequest, UploadRequest
-from gateway.http.encoding import JsonResponse, encode
+from gateway.http.encoding import encode
 from gateway.http.errors import RATE_HEADERS, ApiError
 from gateway.http.reach import Reach
 from gateway.http.request_log import REQUEST_ID_HEADER, RequestLog, info_of
-from gateway.openai import openapi, routes_generate, routes_info
-from gateway.openai.answer_types import ChatCompletionChunk, MessageEvent, ResponseEvent
+from gateway.openai import routes_generate, routes_info
 from gateway.openai.context import Gateway
-from gateway.openai.request_types import ChatRequest, CompletionRequest
 from gateway.responses import routes as routes_responses
-from gateway.responses.types import ResponsesRequest
 from gateway.streams.types import FailKind
 from gateway.vllm import routes as routes_vllm
-from gateway.vllm.types import DetokenizeRequest, TokenizeRequest
-from runtime.process.version import version_of
 
-ROUTERS: Final = (
-    routes_generate.router,
-    routes_responses.router,
-    routes.router,
-    routes_vllm.router,
-    routes_batches.router,
-    routes_info.router,
+ROUTES: Final = (
+    *routes_generate.ROUTES,
+    *routes_responses.ROUTES,
+    *routes.ROUTES,
+    *routes_vllm.ROUTES,
+    *routes_batches.ROUTES,
+    *routes_info.ROUTES,
 )
-BODIES: Final = (
-    CompletionRequest,
-    ChatRequest,
-    ResponsesRequest,
-    MessagesRequest,
-    CountRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    CreateBatchRequest,
-    UploadRequest,
-    ChatCompletionChunk,
-    ResponseEvent,
-    MessageEvent,
-)
-"""Types to add to the OpenAPI description because the routes do not name them."""
 _NO_IDS: Final = frozenset({"/v1/responses/input_tokens", "/v1/responses/compact"})
 """Paths of OpenAI's API that have no route here, and have the form of another route's ids."""
-_ROUTES: Final = [route for router in ROUTERS for route in router.routes if isinstance(route, Route)]
 
 
 def create_app(gateway: Gateway, batches: BatchService | None = None) -> ASGIApp:
-    app = FastAPI(
-        title="crossdock",
-        version=version_of(),
-        summary="OpenAI's API for completions and chat.",
-        openapi_url=None,  # `openapi.describe` serves it
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-        default_response_class=JsonResponse,
-    )
+    handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _internal_error}
+    app = Starlette(routes=ROUTES, exception_handlers=handlers)
+    app.router.redirect_slashes = False
     app.state.gateway = gateway
     app.state.batches = batches
-    for router in ROUTERS:
-        app.include_router(router)
-    openapi.describe(app, BODIES)
     if gateway.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -82,10 +50,7 @@ def create_app(gateway: Gateway, batches: BatchService | None = None) -> ASGIApp
             allow_headers=["*"],
             expose_headers=[REQUEST_ID_HEADER, "Retry-After", *RATE_HEADERS],
         )
-    app.add_exception_handler(ApiError, _api_error)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _internal_error)
-    paths = [route.path.replace(":path", "") for route in _ROUTES]
+    paths = [route.path.replace(":path", "") for route in ROUTES]
     reach = Reach(
         app,
         lambda error, scope: _response(error, Request(scope)),
@@ -100,8 +65,8 @@ def create_app(gateway: Gateway, batches: BatchService | None = None) -> ASGIApp
 def _allowed(scope: Scope) -> str:
     """Returns the methods that are allowed at the request's path, in the form of the `Allow` header."""
     asked = {**scope, "method": "OPTIONS"}
-    found = {"GET", "POST", "DELETE"} if scope["path"] == "/*" else set[str]()
-    for route in _ROUTES:
+    found = set[str]()
+    for route in ROUTES:
         if route.matches(asked)[0] is not Match.NONE:
             found |= route.methods or set()
     return ", ".join(sorted(found | {"OPTIONS"} | ({"HEAD"} if "GET" in found else set())))
@@ -129,8 +94,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    of_server = request.method == "OPTIONS" and request.url.path == "/*"
-    if of_server or (error.status_code == 405 and request.method == "OPTIONS"):
+    if error.status_code == 405 and request.method == "OPTIONS":
         return Response(status_code=204, headers={"Allow": _allowed(request.scope)})
     status = 404 if request.url.path in _NO_IDS else error.status_code
     code = {404: "not_found", 405: "method_not_allowed"}.get(status, "http_error")

@@ -24,10 +24,10 @@ from gateway.streams.types import (
     SendSubmit,
     Shutdown,
     StreamLimits,
-    StreamSpec,
     Tick,
     TokensReceived,
     Why,
+    Work,
     WorkerDown,
 )
 from gateway.streams.worker_links import WorkerLinks
@@ -120,15 +120,16 @@ class Backend:
 
     # --- HTTP side --------------------------------------------------------------------------------------------------
 
-    def open(self, specs: Sequence[StreamSpec], receiver: EventReceiver) -> None:
+    def open(self, works: Sequence[Work], receiver: EventReceiver) -> None:
         """Begin these streams. `receiver` gets their events until they end or are abandoned."""
         now = clock.now()
-        for spec in specs:
-            self._receivers[spec.stream_id] = receiver
-            measured = "" if spec.is_offline else spec.tenant
-            self._times[spec.stream_id] = StreamTimes(self.metrics, measured, len(spec.prompt), now, spec.model)
-        for spec in specs:
-            self._driver.post(Open(spec))
+        for work in works:
+            submit = work.submit
+            self._receivers[work.stream_id] = receiver
+            measured = "" if work.is_offline else submit.tenant
+            self._times[work.stream_id] = StreamTimes(self.metrics, measured, submit.prompt_tokens, now, submit.model)
+        for work in works:
+            self._driver.post(Open(work))
 
     def abandon(self, stream_ids: Sequence[str]) -> None:
         for stream_id in stream_ids:
@@ -195,7 +196,7 @@ class Backend:
     def worker_message(self, peer: Peer, message: Message, _blob: bytes) -> None:
         if isinstance(message, PromptLogprobs):
             submission = self.keeper.submissions.get(message.request_id)
-            scores = submission.stream.spec.prompt_scores if submission is not None else None
+            scores = submission.stream.work.prompt_scores if submission is not None else None
             if scores is not None:
                 scores.take(message)
         elif isinstance(message, Tokens):

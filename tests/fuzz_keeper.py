@@ -17,9 +17,9 @@ from gateway.streams.types import (
     SendSubmit,
     Shutdown,
     StreamLimits,
-    StreamSpec,
     Tick,
     TokensReceived,
+    Work,
     WorkerDown,
 )
 from gateway.text.block_hashes import BlockNames
@@ -28,7 +28,7 @@ from proto.errors import RemoteProtocolError
 from proto.messages import Accepted, Interrupted, Rejected, Submit, TokenItem, Tokens
 from proto.progress import PromptLogprobs
 from proto.sampling import Sampling
-from tests.gateway.keeper_world import Words
+from tests.gateway.keeper_world import work
 from tests.random_messages import RandomMessages
 
 STREAMS = ("s1", "s2", "s3", "s4")
@@ -53,7 +53,7 @@ class KeeperWorld:
             StreamLimits(streams_max=source.choice([2, 100]), attempts_max=source.choice([2, 5]))
         )
         self.now = 100.0
-        self.live: dict[str, StreamSpec] = {}
+        self.live: dict[str, Work] = {}
         self.submitted: deque[Submit] = deque(maxlen=8)
         self.trail: deque[Any] = deque(maxlen=4)
         self.feed(LinkUp(7))
@@ -105,19 +105,16 @@ class KeeperWorld:
             return
         source = self.random
         sampling = Sampling(max_tokens=source.choice([1, 5, 40]), logprobs=source.choice([-1, -1, 1]))
-        spec = StreamSpec(
+        self.live[name] = work(
             name,
-            "m",
-            (1, 2, 3),
-            sampling,
-            source.choice([1, 1, 2, 3]),
-            lambda: Words(("3 ",)),
+            stops=("3 ",),
+            sampling=sampling,
+            choices=source.choice([1, 1, 2, 3]),
             names=source.choice([None, BlockNames.of(pack_tokens((1, 2, 3)), 2, "group")]),
             deadline_ms=source.choice([0.0, 0.0, 50.0]),
             prompt_scores=source.choice([None, None, PromptScores(3, 1)]),
         )
-        self.live[name] = spec
-        self.feed(Open(spec))
+        self.feed(Open(self.live[name]))
 
     def receive(self, message: Any, decoder: int) -> None:
         """As `gateway.backend` passes it on."""
@@ -127,7 +124,7 @@ class KeeperWorld:
                 self.feed(TokensReceived(message.items, decoder))
             elif isinstance(message, PromptLogprobs):
                 submission = self.keeper.submissions.get(message.request_id)
-                scores = submission.stream.spec.prompt_scores if submission is not None else None
+                scores = submission.stream.work.prompt_scores if submission is not None else None
                 if scores is not None:
                     scores.take(message)
             else:

@@ -11,7 +11,7 @@ from tests.test_layout import sources
 from tests.test_tidy import ROOT
 
 _PATTERN_CALLS = frozenset("compile match fullmatch search sub subn split findall finditer".split())
-_JSON_SCHEMA = "gateway/openai/openapi.py"
+_JSON_SCHEMA = "tools/openapi.py"
 """Its patterns are for clients, and in JSON Schema `$` is the end of the text."""
 _parser: Any = re._parser  # type: ignore[attr-defined]
 

@@ -2,25 +2,21 @@
 
 from typing import Any, Final
 
-from fastapi import APIRouter
 from starlette.responses import Response
 
 from gateway.anthropic.answer import MessagesAnswer
 from gateway.anthropic.convert import NAMES, as_chat
 from gateway.anthropic.types import NEUTRAL_ONLY, CountRequest, MessagesRequest
 from gateway.http.renamed import renamed
-from gateway.openai.answer_types import AnthropicError, AnthropicMessage, MessageEvent, TokenCount
 from gateway.openai.answers import Head
-from gateway.openai.dependencies import CallDep
+from gateway.openai.call import Call, route
 from gateway.openai.forms import Chat
 from gateway.openai.generate import generate
-from gateway.openai.openapi import TOKENIZED, body_of, refusals, streamed
 from gateway.openai.prepare import ModelRules, Prepared, encoded, prepare_chat
 from gateway.openai.request_types import ChatRequest, validate
 from gateway.openai.routes_generate import ChatApi
 from gateway.text.tokenizer import ModelTokenizer
 
-router = APIRouter(tags=["Anthropic"])
 PREFIX: Final = "/v1/messages"
 
 
@@ -29,11 +25,11 @@ def _read_count(content: Any) -> ChatRequest:
     return as_chat(validate(CountRequest, content, NEUTRAL_ONLY))
 
 
-def _count(request: ChatRequest, tokenizer: ModelTokenizer) -> TokenCount:
+def _count(request: ChatRequest, tokenizer: ModelTokenizer) -> dict[str, int]:
     """Count the tokens of a conversation, even if it is too long for the model. Raises `ApiError`."""
     with renamed(NAMES):
         text = Chat.of(request, tokenizer.template).rendered(tokenizer)
-        return TokenCount(input_tokens=len(encoded(text, tokenizer, "messages", special=False)))
+        return {"input_tokens": len(encoded(text, tokenizer, "messages", special=False))}
 
 
 class MessagesApi(ChatApi):
@@ -55,23 +51,15 @@ class MessagesApi(ChatApi):
 _MESSAGES: Final = MessagesApi()
 
 
-@router.post(
-    PREFIX,
-    summary="Answer a conversation, in Anthropic's form.",
-    response_model=AnthropicMessage,
-    responses=streamed(MessageEvent, AnthropicError),
-    openapi_extra=body_of(MessagesRequest),
-)
-async def create_message(call: CallDep) -> Response:
+async def create_message(call: Call) -> Response:
     return await generate(call, _MESSAGES)
 
 
-@router.post(
-    f"{PREFIX}/count_tokens",
-    summary="The tokens that a conversation has.",
-    response_model=TokenCount,
-    responses=refusals(*TOKENIZED, error=AnthropicError),
-    openapi_extra=body_of(CountRequest),
-)
-async def count_tokens(call: CallDep) -> Response:
+async def count_tokens(call: Call) -> Response:
     return await call.tokenized(_read_count, _count)
+
+
+ROUTES: Final = (
+    route("POST", PREFIX, create_message),
+    route("POST", f"{PREFIX}/count_tokens", count_tokens),
+)

@@ -2,9 +2,8 @@
 
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any
+from typing import Final
 
-from fastapi import APIRouter
 from starlette.responses import Response, StreamingResponse
 
 from gateway.backend import ClientLeft
@@ -12,27 +11,15 @@ from gateway.batches import batches, files
 from gateway.batches.batches import WantedBatch
 from gateway.batches.files import File
 from gateway.batches.service import BatchService, service_of
-from gateway.batches.types import (
-    BatchList,
-    BatchObject,
-    CreateBatchRequest,
-    DeletedFile,
-    FileList,
-    FileObject,
-    UploadRequest,
-    listed,
-    window_h,
-)
+from gateway.batches.types import CreateBatchRequest, listed, window_h
 from gateway.batches.upload import PIECE_BYTES, upload
 from gateway.http.encoding import JsonResponse
 from gateway.http.errors import ApiError, bad_value
 from gateway.http.json_text import parse_json
-from gateway.openai.dependencies import Call, CallDep
-from gateway.openai.openapi import body_of, refusals
+from gateway.openai.call import Call, route
 from gateway.openai.request_types import validate
 from runtime.process import clock
 
-router = APIRouter(tags=["Batches"])
 _LIMIT_MAX_FILES = 10_000
 _FILES_PAGE_MAX = 1_000
 """More are on the next page, whatever the limit."""
@@ -46,67 +33,44 @@ async def _entered(call: Call) -> BatchService:
     return service
 
 
-@router.post(
-    "/v1/files",
-    summary="Upload the requests of a batch.",
-    response_model=FileObject,
-    responses=refusals(400, 401, 403, 404, 408, 413, 415, 429, 503),
-    openapi_extra=body_of(UploadRequest, "multipart/form-data"),
-)
-async def upload_file(call: CallDep) -> dict[str, Any]:
+async def upload_file(call: Call) -> Response:
     service = await _entered(call)
     try:
         gateway = call.gateway
         file = await upload(call.request, service, gateway.intake, gateway.threads, call.tenant, call.owner)
     except ClientLeft:
         raise ApiError(408, "The client left.", code="request_timeout") from None
-    return file.shown()
+    return JsonResponse(file.shown())
 
 
-@router.get(
-    "/v1/files", summary="Files of this tenant.", response_model=FileList, responses=refusals(400, 401, 404, 429, 503)
-)
-async def list_files(
-    call: CallDep, after: str = "", limit: str = "10000", order: str = "desc", purpose: str = ""
-) -> Response:
+async def list_files(call: Call) -> Response:
     service = await _entered(call)
-    most = min(_number("limit", limit, _LIMIT_MAX_FILES), _FILES_PAGE_MAX)
+    query = call.request.query_params
+    most = min(_limit(call, _LIMIT_MAX_FILES, _LIMIT_MAX_FILES), _FILES_PAGE_MAX)
+    order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise bad_value("order", "Invalid value for 'order': it must be 'asc' or 'desc'.")
+    after, purpose = query.get("after", ""), query.get("purpose", "")
     found = await service.read(files.listed, call.tenant, after, most + 1, order == "desc", purpose)
     return JsonResponse(listed([file.shown() for file in found], most))
 
 
-@router.get(
-    "/v1/files/{file_id}", summary="One file.", response_model=FileObject, responses=refusals(401, 404, 429, 503)
-)
-async def get_file(call: CallDep, file_id: str) -> dict[str, Any]:
+async def get_file(call: Call) -> Response:
     service = await _entered(call)
-    return (await service.read(files.get, call.tenant, file_id)).shown()
+    file = await service.read(files.get, call.tenant, call.request.path_params["file_id"])
+    return JsonResponse(file.shown())
 
 
-@router.delete(
-    "/v1/files/{file_id}",
-    summary="Delete a file.",
-    response_model=DeletedFile,
-    responses=refusals(401, 404, 409, 429, 503),
-)
-async def delete_file(call: CallDep, file_id: str) -> dict[str, Any]:
+async def delete_file(call: Call) -> Response:
     service = await _entered(call)
+    file_id = call.request.path_params["file_id"]
     await service.write(files.delete, call.tenant, file_id)
-    return {"id": file_id, "object": "file", "deleted": True}
+    return JsonResponse({"id": file_id, "object": "file", "deleted": True})
 
 
-@router.get(
-    "/v1/files/{file_id}/content",
-    summary="The content of a file.",
-    response_class=Response,
-    responses=refusals(401, 404, 429, 503)
-    | {200: {"description": "JSON lines.", "content": {"application/jsonl": {"schema": {"type": "string"}}}}},
-)
-async def get_content(call: CallDep, file_id: str) -> Response:
+async def get_content(call: Call) -> Response:
     service = await _entered(call)
-    file = await service.read(files.get, call.tenant, file_id)
+    file = await service.read(files.get, call.tenant, call.request.path_params["file_id"])
     headers = {"Content-Length": str(file.bytes)}
     return StreamingResponse(_pieces(service, file), headers=headers, media_type="application/jsonl")
 
@@ -118,14 +82,7 @@ async def _pieces(service: BatchService, file: File) -> AsyncIterator[bytes]:
         number, data = await service.read(files.content, file, number, PIECE_BYTES)
 
 
-@router.post(
-    "/v1/batches",
-    summary="Run the requests of a file when there is capacity to spare.",
-    response_model=BatchObject,
-    responses=refusals(400, 401, 403, 404, 408, 413, 415, 429, 503),
-    openapi_extra=body_of(CreateBatchRequest),
-)
-async def create_batch(call: CallDep) -> dict[str, Any]:
+async def create_batch(call: Call) -> Response:
     service = await _entered(call)
     try:
         async with call.gateway.intake.body(call.request, call.owner) as body:
@@ -141,49 +98,50 @@ async def create_batch(call: CallDep) -> dict[str, Any]:
     most = service.tenant_bytes_max
     batch = await service.write(batches.create, call.tenant, wanted, clock.unix_time(), most)
     service.wake()
-    return batch.shown()
+    return JsonResponse(batch.shown())
 
 
 def _read(body: bytes) -> CreateBatchRequest:
     return validate(CreateBatchRequest, parse_json(body), {})
 
 
-@router.get(
-    "/v1/batches",
-    summary="Batches of this tenant, the newest first.",
-    response_model=BatchList,
-    responses=refusals(400, 401, 404, 429, 503),
-)
-async def list_batches(call: CallDep, after: str = "", limit: str = "20") -> Response:
+async def list_batches(call: Call) -> Response:
     service = await _entered(call)
-    most = _number("limit", limit, _LIMIT_MAX_BATCHES)
-    found = await service.read(batches.listed, call.tenant, after, most + 1)
+    most = _limit(call, 20, _LIMIT_MAX_BATCHES)
+    found = await service.read(batches.listed, call.tenant, call.request.query_params.get("after", ""), most + 1)
     return JsonResponse(listed([batch.shown() for batch in found], most))
 
 
-@router.get(
-    "/v1/batches/{batch_id}", summary="One batch.", response_model=BatchObject, responses=refusals(401, 404, 429, 503)
-)
-async def get_batch(call: CallDep, batch_id: str) -> dict[str, Any]:
+async def get_batch(call: Call) -> Response:
     service = await _entered(call)
-    return (await service.read(batches.get, call.tenant, batch_id)).shown()
+    batch = await service.read(batches.get, call.tenant, call.request.path_params["batch_id"])
+    return JsonResponse(batch.shown())
 
 
-@router.post(
-    "/v1/batches/{batch_id}/cancel",
-    summary="End a batch without the requests that have not run.",
-    response_model=BatchObject,
-    responses=refusals(401, 404, 409, 429, 503),
-)
-async def cancel_batch(call: CallDep, batch_id: str) -> dict[str, Any]:
+async def cancel_batch(call: Call) -> Response:
     service = await _entered(call)
+    batch_id = call.request.path_params["batch_id"]
     batch = await service.write(batches.cancel, call.tenant, batch_id, int(clock.unix_time()))
     service.wake()
-    return batch.shown()
+    return JsonResponse(batch.shown())
 
 
-def _number(param: str, text: str, most: int) -> int:
-    """Raises `ApiError`."""
+def _limit(call: Call, default: int, most: int) -> int:
+    """The query's `limit`. Raises `ApiError`."""
+    text = call.request.query_params.get("limit", str(default))
     if not (text.isascii() and text.isdigit() and len(text) < 10 and 0 < int(text) <= most):
-        raise bad_value(param, f"Invalid value for '{param}': it must be a whole number from 1 to {most}.")
+        raise bad_value("limit", f"Invalid value for 'limit': it must be a whole number from 1 to {most}.")
     return int(text)
+
+
+ROUTES: Final = (
+    route("POST", "/v1/files", upload_file),
+    route("GET", "/v1/files", list_files),
+    route("GET", "/v1/files/{file_id}", get_file),
+    route("DELETE", "/v1/files/{file_id}", delete_file),
+    route("GET", "/v1/files/{file_id}/content", get_content),
+    route("POST", "/v1/batches", create_batch),
+    route("GET", "/v1/batches", list_batches),
+    route("GET", "/v1/batches/{batch_id}", get_batch),
+    route("POST", "/v1/batches/{batch_id}/cancel", cancel_batch),
+)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from fastapi import Request
+from starlette.requests import Request
 
 from gateway.batches.store import Store, StoreError
 from gateway.http.errors import ApiError

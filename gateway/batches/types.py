@@ -1,11 +1,10 @@
-"""Files and batches on the wire, as types; OpenAI's, as far as it is served."""
+"""Requests about files and batches, as types; OpenAI's, as far as it is served."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
 from gateway.http.bounds import MaxKeys
-from gateway.openai.answer_types import AnswerType
 from gateway.openai.request_types import RequestType
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -51,80 +50,6 @@ class UploadRequest(RequestType):
     purpose: Literal["batch"]
     expires_after: ExpiresAfter | None = None
     """When the file is deleted; at the latest after `--batch-keep-days`."""
-
-
-class FileObject(AnswerType):
-    id: str
-    object: Literal["file"]
-    bytes: int
-    created_at: int
-    expires_at: int
-    filename: str
-    purpose: Literal["batch", "batch_output"]
-    status: Literal["processed"]
-
-
-class FileList(AnswerType):
-    object: Literal["list"]
-    data: list[FileObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
-class DeletedFile(AnswerType):
-    id: str
-    object: Literal["file"]
-    deleted: Literal[True]
-
-
-class BatchError(AnswerType):
-    code: str
-    line: int | None
-    message: str
-    param: str | None
-
-
-class BatchErrors(AnswerType):
-    object: Literal["list"]
-    data: list[BatchError]
-
-
-class RequestCounts(AnswerType):
-    total: int
-    completed: int
-    failed: int
-
-
-class BatchObject(AnswerType):
-    id: str
-    object: Literal["batch"]
-    endpoint: str
-    errors: BatchErrors | None = Field(description="Lines that are wrong, where the batch has failed.")
-    input_file_id: str
-    completion_window: str
-    status: Literal["validating", "failed", "in_progress", "completed", "expired", "cancelling", "cancelled"]
-    output_file_id: str | None
-    error_file_id: str | None
-    created_at: int
-    in_progress_at: int | None
-    expires_at: int
-    finalizing_at: int | None
-    completed_at: int | None
-    failed_at: int | None
-    expired_at: int | None
-    cancelling_at: int | None
-    cancelled_at: int | None
-    request_counts: RequestCounts
-    metadata: dict[str, str] | None
-
-
-class BatchList(AnswerType):
-    object: Literal["list"]
-    data: list[BatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 def listed(found: list[dict[str, Any]], limit: int) -> dict[str, Any]:

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, Final
 
-from fastapi import Request
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 
 from gateway.backend import ClientLeft
 from gateway.batches import files

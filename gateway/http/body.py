@@ -10,8 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 from ipaddress import AddressValueError, IPv6Address
 from typing import Final
 
-from fastapi import Request
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 
 from gateway.backend import ClientLeft
 from gateway.fair_share import FairShare

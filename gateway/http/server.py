@@ -15,14 +15,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Any, ClassVar, Final
-from urllib.parse import urlsplit
 
 import httptools
 import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from gateway.http.encoding import KEEP_ALIVE
 from gateway.http.errors import ApiError
 from gateway.http.request_log import REQUEST_ID_HEADER, RequestInfo
 from runtime.process.descriptors import raise_descriptor_limit
@@ -31,21 +28,15 @@ HEADER_BYTES_MAX: Final = 64 << 10
 """Bytes of the request line and all headers together."""
 HEADERS_MAX: Final = 200
 QUERY_BYTES_MAX: Final = 4 << 10
-"""FastAPI parses the query of every request, which would take 15 ms for 64 KiB."""
+"""Routes that list something parse the query, which would take 15 ms for 64 KiB."""
 CONNECTIONS_MAX: Final = 8_192
 """The most connections that may be open at once; fewer if the process may open fewer files. A further connection replaces the
 one that has had no request for longest. If all have a request, the new one is closed unread."""
-PIPELINED_MAX: Final = 4
-"""The most requests that may wait for the answer to an earlier request of their connection. Then the server stops reading."""
 QUEUED_MAX: Final = 64
-"""The most waiting requests if several arrive in one packet, before reading can stop. One more closes the connection."""
+"""The most requests of one packet that wait for an earlier answer of their connection. One more closes the connection."""
 KEEP_ALIVE_S: Final = 30
 SEND_BUFFER_BYTES: Final = 256 << 10
 """Size of the kernel's send buffer: the most that a client that reads nothing can make the kernel hold."""
-PROBE_S: Final = 1.0
-"""The longest time between two checks whether a client that has stopped sending is gone, in seconds."""
-_FIRST_PROBE_S: Final = 0.05
-_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _FILES_OF_OUR_OWN: Final = 256
 
 
@@ -108,8 +99,7 @@ class _Connection(HttpToolsProtocol):
         self._header_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
-        self._unanswered: list[RequestResponseCycle] = []
-        self._probing: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None
         self._body_follows = False
         """Whether a body follows headers that offer another protocol. The parser expects no body there."""
         self._body_at: int | None = None
@@ -129,13 +119,10 @@ class _Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.without_request.pop(self, None)
         self._stop_timer()
-        if self._probing is not None:
-            self._probing.cancel()
         self.resume_writing()
-        for one in self._unanswered:
-            if not one.response_complete:
-                one.disconnected = True
-                one.message_event.set()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True  # uvicorn tells only the latest request of the connection
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -173,82 +160,31 @@ class _Connection(HttpToolsProtocol):
         if self._in_headers and self._header_bytes > HEADER_BYTES_MAX:
             self._turn_away(431, "The headers are too large.", "headers_too_large")
 
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """A client that sends no more may still read its answer (RFC 9112, 9.6). True keeps the connection for that."""
-        if self.cycle is None or self.cycle.more_body or self.cycle.response_complete:
-            return False
-        self.cycle.keep_alive = False
-        self._probing = self.loop.call_later(_FIRST_PROBE_S, self._probe, _FIRST_PROBE_S)
-        return True
-
-    def _probe(self, after_s: float) -> None:
-        """A client that is gone looks like a client that has only stopped sending. So send bytes that a reading client
-        ignores. If the client is gone, a later write fails."""
-        waiting = next((one for one in self._unanswered if not one.response_complete), None)
-        if waiting is None or self.transport.is_closing():
-            return
-        if not waiting.response_started:
-            if waiting.scope["http_version"] != "1.0":  # HTTP/1.0 has no interim responses
-                self.transport.write(_CONTINUE)
-        elif waiting.chunked_encoding:
-            self.transport.write(b"%x\r\n%b\r\n" % (len(KEEP_ALIVE), KEEP_ALIVE))
-        elif not waiting.expected_content_length:  # a stream to HTTP/1.0
-            self.transport.write(KEEP_ALIVE)
-        after_s = min(2 * after_s, PROBE_S)
-        self._probing = self.loop.call_later(after_s, self._probe, after_s)
-
     def on_headers_complete(self) -> None:
         self._in_headers = False
         self.without_request.pop(self, None)
         self._start_timer()
-        # FastAPI parses cookies for every route. No route reads one, and Python up to 3.11.9 takes 10 s for 64 KiB of them.
-        self.headers[:] = [one for one in self.headers if one[0] != b"cookie"]
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > HEADER_BYTES_MAX or len(self.headers) > HEADERS_MAX:
             self._turn_away(431, "The headers are too large.", "headers_too_large")
         elif len(self.url.partition(b"?")[2]) > QUERY_BYTES_MAX:
             self._turn_away(414, "The query is too long.", "query_too_long")
-        elif not self._take_target():
-            self._turn_away(400, "A request must name its host, once.", "invalid_http")
         elif not self.transport.is_closing():
-            if self.parser.get_http_version() == "1.0":
-                self.expect_100_continue = False
             super().on_headers_complete()
             if self.parser.should_upgrade():
                 self.cycle.keep_alive = False
                 names = {name for name, value in self.headers if value != b"0"}
                 self._body_follows = bool(names & {b"content-length", b"transfer-encoding"})
-            # If a connection is lost, uvicorn notifies only the latest request. It also reads nothing while a request waits
-            # for an earlier answer. So the loss of a client with several open requests would not be noticed.
-            if self.cycle is not None:
-                self._unanswered = [*(one for one in self._unanswered if not one.response_complete), self.cycle]
             if len(self.pipeline) > QUEUED_MAX:
                 self.transport.abort()
-            elif len(self.pipeline) < PIPELINED_MAX:
-                self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self.pipeline and not self.transport.is_closing():
             self.without_request[self] = None
 
-    def _take_target(self) -> bool:
-        """Rewrite the request target into the form that uvicorn knows (RFC 9112, 3.2). Returns False if the request does not
-        name exactly one host."""
-        if self.url == b"*":
-            self.url = b"/*"
-        elif not self.url.startswith(b"/") and b"://" in self.url:
-            target = urlsplit(self.url)
-            self.url = (target.path or b"/") + (b"?" + target.query if target.query else b"")
-            if b"@" in target.netloc:
-                return False
-            self.headers[:] = [(b"host", target.netloc), *(one for one in self.headers if one[0] != b"host")]
-        hosts = sum(name == b"host" for name, _ in self.headers)
-        return hosts == 1 or (hosts == 0 and self.parser.get_http_version() == "1.0")
-
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        if cycle.scope["http_version"] == "1.0":
-            app = _without_chunks(app, cycle)
+        self._running = cycle
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:
@@ -315,24 +251,3 @@ class _BodyOnly:
     def __init__(self, connection: _Connection) -> None:
         self.on_body = connection.on_body
         self.on_message_complete = connection.on_message_complete
-
-
-def _without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
-    """The app for HTTP/1.0, which has no chunks: a body whose length is not known ends with the connection."""
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        is_known = True
-
-        async def send_plain(message: Message) -> None:
-            nonlocal is_known
-            if message["type"] == "http.response.start":
-                is_known = any(name.lower() == b"content-length" for name, _ in message["headers"])
-                if not is_known:
-                    cycle.chunked_encoding = False
-            elif not is_known:
-                cycle.expected_content_length = len(message["body"])
-            await send(message)
-
-        await app(scope, receive, send_plain)
-
-    return answer

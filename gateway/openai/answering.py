@@ -14,7 +14,7 @@ from gateway.http.errors import ApiError, of_failure
 from gateway.http.request_log import RequestInfo
 from gateway.openai.answers import Answer, ChoiceState
 from gateway.openai.forms import Form
-from gateway.streams.types import Admitted, Deliver, Ended, Finish, StreamSpec
+from gateway.streams.types import Admitted, Deliver, Ended, Finish, Work
 from gateway.tools.reader import AnswerReader
 from proto.messages import RateState
 from runtime.process import clock
@@ -69,7 +69,7 @@ class Answering:
     def __init__(
         self,
         backend: Backend,
-        specs: Sequence[StreamSpec],
+        works: Sequence[Work],
         answer: Answer,
         choices_each: int,
         *,
@@ -83,7 +83,7 @@ class Answering:
         self.completion_tokens = 0
         self.cached_tokens: dict[str, int] = {}
         """Cached tokens by stream: choices of one prompt share what was computed of it."""
-        self.unadmitted = {spec.stream_id for spec in specs}
+        self.unadmitted = {work.stream_id for work in works}
         self.unended = set(self.unadmitted)
         self.failed: ApiError | None = None
         """Why a stream failed; the request fails with it."""
@@ -95,17 +95,17 @@ class Answering:
         """Looks at each choice that the model ended."""
         self.choices = [
             ChoiceState(number * choices_each + index, number)
-            for number in range(len(specs))
+            for number in range(len(works))
             for index in range(choices_each)
         ]
-        self._first_choice = {spec.stream_id: number * choices_each for number, spec in enumerate(specs)}
+        self._first_choice = {work.stream_id: number * choices_each for number, work in enumerate(works)}
         self._backend = backend
         self._open = set(self.unadmitted)
         """Streams that the backend has not ended."""
         self._events: list[Admitted | Deliver | Ended] = []
         self._wake = asyncio.Event()
         self._left = False
-        backend.open(specs, self)
+        backend.open(works, self)
 
     # --- the backend and the connection -------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-from fastapi import Request
 
 from gateway.backend import Backend
 from gateway.http.body import Intake
@@ -93,9 +92,3 @@ class Gateway:
         self.threads.shutdown()
         for served in self.models:
             await served.grammars.close()
-
-
-def gateway_of(request: Request) -> Gateway:
-    gateway = request.app.state.gateway
-    assert isinstance(gateway, Gateway)
-    return gateway

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from msgspec import structs
 from starlette.responses import Response
 from starlette.types import Receive
 
@@ -20,17 +21,18 @@ from gateway.http.renamed import Names, renamed
 from gateway.http.request_log import RequestInfo, client_request_id, info_of
 from gateway.openai.answering import AnswerChecker, Answering, EventStream
 from gateway.openai.answers import Answer, Head
+from gateway.openai.call import Call
 from gateway.openai.context import Gateway, ServedModel
-from gateway.openai.dependencies import Call
 from gateway.openai.prepare import ModelRules, Prepared, in_form
 from gateway.openai.request_types import GenerationRequest
 from gateway.streams.prompt_scores import PromptScores
-from gateway.streams.types import StreamSpec
+from gateway.streams.types import Work
 from gateway.structured.checker import GrammarChecker
 from gateway.tenancy import own_priority, priority_class_of
 from gateway.text.block_hashes import BlockNames, session_name
 from gateway.text.tokenizer import ModelTokenizer
 from proto.codec import pack_tokens
+from proto.messages import Submit
 from runtime.process import clock
 from runtime.process.driver import cancelled
 
@@ -119,8 +121,9 @@ async def answer_offline(
             read = await gateway.threads.run(tenant, len(body), work)
         if read.prepared.stream:
             raise bad_value("stream", "'stream' is not possible in a batch.", "unsupported_parameter")
-        identity = replace(read.identity, priority_class=priority_class, deadline_ms=deadline_ms, is_offline=True)
-        answering = await _open(gateway, tenant, api, replace(read, identity=identity), slots, info)
+        changes = {"priority_class": priority_class, "deadline_ms": deadline_ms}
+        works = [replace(one.changed(**changes), is_offline=True) for one in read.works]
+        answering = await _open(gateway, tenant, api, replace(read, works=works), slots, info)
         try:
             return await answering.whole(partial(gateway.threads.run, tenant))
         finally:
@@ -145,14 +148,27 @@ async def _begin(call: Call, api: Api[R], info: RequestInfo) -> tuple[Answering,
 
 async def _open(gateway: Gateway, owner: str, api: Api[R], read: "_Read", slots: Slots, info: RequestInfo) -> Answering:
     """Submit a request. Raises `ApiError`."""
-    served, identity = read.served, read.identity
+    served, works = read.served, read.works
     with renamed(api.field_names):
-        prepared = await _compiled(read.prepared, served.grammars, owner, identity.cache_group)
+        prepared = await _compiled(read.prepared, served.grammars, owner, read.cache_group)
+    if prepared.sampling.grammar != read.prepared.sampling.grammar:
+        works = [work.changed(sampling=prepared.sampling) for work in works]
     slots.hold(len(prepared.prompts))
     answer = api.answer(
         prepared, served.tokenizer, Head(info.internal_id, int(clock.unix_time()), served.rules.model_id)
     )
-    answering = _submit(gateway, served, prepared, read.block_names, answer, info, identity)
+    info.prompt_tokens = sum(map(len, prepared.prompts))
+    answer.system_fingerprint = lambda: gateway.backend.system_fingerprint(served.rules.model_id)
+    answer.prompt_scores = [work.prompt_scores for work in works]
+    answering = Answering(
+        gateway.backend,
+        works,
+        answer,
+        prepared.choices,
+        continuous_usage=prepared.continuous_usage,
+        no_output=prepared.no_output,
+        info=info,
+    )
     if prepared.form.checks:
         mismatch = partial(served.grammars.mismatch, owner)
         answering.checker = AnswerChecker(prepared.form, served.tokenizer.facts.eos_ids, mismatch)
@@ -176,9 +192,9 @@ class _Read:
     """A request that can be submitted."""
 
     served: ServedModel
-    identity: "_Identity"
     prepared: Prepared
-    block_names: list[BlockNames | None]
+    works: list[Work]
+    cache_group: str
 
 
 @bare_errors
@@ -189,108 +205,55 @@ def _read(gateway: Gateway, tenant: str, api: Api[R], body: bytes, info: Request
     info.end_user = generation.end_user
     info.client_id = info.client_id or client_request_id(generation.request_id or "")
     served = gateway.model(generation.model)
-    identity = _identity(gateway, tenant, generation, info.session_id)
-    with renamed(api.field_names):
-        prepared, block_names = _prepare(api, generation, gateway, served, identity.cache_group)
-    return _Read(served, identity, prepared, block_names)
-
-
-def _prepare(
-    api: Api[R],
-    generation: R,
-    gateway: Gateway,
-    served: ServedModel,
-    cache_group: str,
-) -> tuple[Prepared, list[BlockNames | None]]:
-    """A request's prompts and the names of their KV blocks."""
-    prepared = api.prepare(generation, served.tokenizer, served.rules)
-    # Log-probabilities of a prompt need all of it computed, so that none of it is looked up.
-    block_size = gateway.backend.hash_block_size(served.rules.model_id) if prepared.sampling.prompt_logprobs < 0 else 0
-    if prepared.cache_salt:
-        cache_group = f"{cache_group}\0{prepared.cache_salt}"
-    return prepared, [
-        BlockNames.of(pack_tokens(prompt), block_size, cache_group, gateway.backend.hash_key) if block_size else None
-        for prompt in prepared.prompts
-    ]
-
-
-@dataclass(frozen=True)
-class _Identity:
-    """The sender of a request, and its urgency."""
-
-    tenant: str
-    priority_class: str
-    deadline_ms: float
-    cache_group: str
-    priority: int
-    session: bytes = b""
-    is_offline: bool = False
-
-
-def _identity(gateway: Gateway, tenant: str, generation: GenerationRequest, header: str) -> _Identity:
-    """Returns a request's sender and urgency. `header`: the conversation's name in the session header. Raises `ApiError`."""
-    priority_class = priority_class_of(generation.priority, generation.service_tier, gateway.keys.tenants, tenant)
     policy = gateway.keys.tenants.policy(tenant)
     # The policy is None if the tenant was removed from the file after its key was checked. The coordinator will then reject
     # the request.
     group = policy.cache_group if policy is not None else f"tenant:{tenant}"
-    name = generation.session_id or header or generation.prompt_cache_key
-    own = own_priority(generation.priority)
-    return _Identity(
-        tenant, priority_class, generation.deadline_ms or 0.0, group, own, session_name(name) if name else b""
+    priority_class = priority_class_of(generation.priority, generation.service_tier, gateway.keys.tenants, tenant)
+    session = generation.session_id or info.session_id or generation.prompt_cache_key
+    priority = own_priority(generation.priority)
+    with renamed(api.field_names):
+        prepared = api.prepare(generation, served.tokenizer, served.rules)
+    submit = Submit(
+        request_id=info.internal_id,
+        attempt=1,
+        model=served.rules.model_id,
+        prompt_tokens=1,
+        sampling=prepared.sampling,
+        choices=prepared.choices,
+        tenant=tenant,
+        priority_class=priority_class,
+        deadline_ms=generation.deadline_ms or 0.0,
+        priority=priority,
+        session=session_name(session) if session else b"",
     )
+    works = [_work(gateway, served, prepared, submit, group, number) for number in range(len(prepared.prompts))]
+    return _Read(served, prepared, works, group)
 
 
-def _submit(
-    gateway: Gateway,
-    served: ServedModel,
-    prepared: Prepared,
-    block_names: list[BlockNames | None],
-    answer: Answer,
-    info: RequestInfo,
-    identity: _Identity,
-) -> Answering:
-    several, answer_id = len(prepared.prompts) > 1, info.internal_id
-    info.prompt_tokens = sum(map(len, prepared.prompts))
-    wanted = prepared.sampling.prompt_logprobs
-    specs = [
-        StreamSpec(
-            stream_id=f"{answer_id}.p{number}" if several else answer_id,
-            model=served.rules.model_id,
-            prompt=prompt,
-            sampling=prepared.sampling,
-            choices=prepared.choices,
-            make_text=served.tokenizer.text_sink(
-                prepared.stops,
-                keeps_stop=prepared.keeps_stop,
-                min_tokens=prepared.sampling.min_tokens,
-                keeps_special=prepared.keeps_special,
-                keep=prepared.form.kept_tokens,
-                regions=prepared.form.regions,
-                behind=prepared.behind(number, served.tokenizer),
-            ),
-            names=named,
-            tenant=identity.tenant,
-            priority_class=identity.priority_class,
-            deadline_ms=identity.deadline_ms,
-            priority=identity.priority,
-            session=identity.session,
-            is_offline=identity.is_offline,
-            prompt_scores=PromptScores(len(prompt), wanted) if wanted >= 0 else None,
-        )
-        for number, (prompt, named) in enumerate(zip(prepared.prompts, block_names, strict=True))
-    ]
-    answer.system_fingerprint = lambda: gateway.backend.system_fingerprint(served.rules.model_id)
-    answer.prompt_scores = [spec.prompt_scores for spec in specs]
-    return Answering(
-        gateway.backend,
-        specs,
-        answer,
-        prepared.choices,
-        continuous_usage=prepared.continuous_usage,
-        no_output=prepared.no_output,
-        info=info,
+def _work(
+    gateway: Gateway, served: ServedModel, prepared: Prepared, submit: Submit, cache_group: str, number: int
+) -> Work:
+    """The work on one prompt of a request, whose other fields `submit` has."""
+    prompt, wanted = prepared.prompts[number], prepared.sampling.prompt_logprobs
+    if len(prepared.prompts) > 1:
+        submit = structs.replace(submit, request_id=f"{submit.request_id}.p{number}")
+    submit, packed, names = structs.replace(submit, prompt_tokens=len(prompt)), pack_tokens(prompt), None
+    # Log-probabilities of a prompt need all of it computed, so that none of it is looked up.
+    if wanted < 0 and (block_size := gateway.backend.hash_block_size(submit.model)):
+        group = f"{cache_group}\0{prepared.cache_salt}" if prepared.cache_salt else cache_group
+        names = BlockNames.of(packed, block_size, group, gateway.backend.hash_key)
+        submit = structs.replace(submit, block_hashes=names.hashes, hash_block_size=block_size)
+    make_text = served.tokenizer.text_sink(
+        prepared.stops,
+        keeps_stop=prepared.keeps_stop,
+        min_tokens=prepared.sampling.min_tokens,
+        keeps_special=prepared.keeps_special,
+        keep=prepared.form.kept_tokens,
+        regions=prepared.form.regions,
+        behind=prepared.behind(number, served.tokenizer),
     )
+    return Work(submit, packed, make_text, names, PromptScores(len(prompt), wanted) if wanted >= 0 else None)
 
 
 @asynccontextmanager

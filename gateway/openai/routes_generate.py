@@ -2,19 +2,14 @@
 
 from typing import Any, Final
 
-from fastapi import APIRouter
 from starlette.responses import Response
 
-from gateway.openai.answer_types import ChatCompletion, ChatCompletionChunk, Completion
 from gateway.openai.answers import Answer, ChatAnswer, CompletionAnswer, Head
-from gateway.openai.dependencies import CallDep
+from gateway.openai.call import Call, route
 from gateway.openai.generate import Api, generate
-from gateway.openai.openapi import body_of, streamed
 from gateway.openai.prepare import ModelRules, Prepared, prepare_chat, prepare_completion
 from gateway.openai.request_types import ChatRequest, CompletionRequest, validate
 from gateway.text.tokenizer import ModelTokenizer
-
-router = APIRouter(tags=["OpenAI"])
 
 
 class CompletionsApi(Api[CompletionRequest]):
@@ -47,23 +42,15 @@ COMPLETIONS: Final = CompletionsApi()
 CHAT: Final = ChatApi()
 
 
-@router.post(
-    "/v1/completions",
-    summary="Go on with a prompt.",
-    response_model=Completion,
-    responses=streamed(Completion),
-    openapi_extra=body_of(CompletionRequest),
-)
-async def completions(call: CallDep) -> Response:
+async def completions(call: Call) -> Response:
     return await generate(call, COMPLETIONS)
 
 
-@router.post(
-    "/v1/chat/completions",
-    summary="Answer a conversation.",
-    response_model=ChatCompletion,
-    responses=streamed(ChatCompletionChunk),
-    openapi_extra=body_of(ChatRequest),
-)
-async def chat_completions(call: CallDep) -> Response:
+async def chat_completions(call: Call) -> Response:
     return await generate(call, CHAT)
+
+
+ROUTES: Final = (
+    route("POST", "/v1/completions", completions),
+    route("POST", "/v1/chat/completions", chat_completions),
+)

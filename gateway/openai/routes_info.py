@@ -1,20 +1,20 @@
-"""Routes without a body: models, version, health, readiness, metrics."""
+"""Routes without a body: models, version, health, readiness, metrics, and the API's description."""
 
 from datetime import UTC, datetime
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
-from fastapi import APIRouter
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
+from gateway.http.encoding import JsonResponse
 from gateway.http.errors import ApiError
-from gateway.openai.answer_types import EndedSession, Model, ModelList, Ready, Status, Version
+from gateway.openai.call import Call, route
 from gateway.openai.context import Gateway, ServedModel
-from gateway.openai.dependencies import GatewayDep, TenantDep
-from gateway.openai.openapi import refusals
 from gateway.text.block_hashes import session_name
 from runtime.process.version import version_of
 
-router = APIRouter(tags=["Models and state"])
+_OPENAPI: Final = Path(__file__).with_name("openapi.json").read_bytes()
+"""Made by `python -m tools.openapi`."""
 
 
 def _model(gateway: Gateway, served: ServedModel, name: str) -> dict[str, Any]:
@@ -33,43 +33,31 @@ def _model(gateway: Gateway, served: ServedModel, name: str) -> dict[str, Any]:
     }
 
 
-@router.get("/v1/models/", include_in_schema=False)
-@router.get("/v1/models", summary="The models served here.", response_model=ModelList, responses=refusals(401))
-async def models(gateway: GatewayDep, _tenant: TenantDep) -> dict[str, Any]:
-    found = [_model(gateway, served, name) for served in gateway.models for name in served.rules.names]
+async def models(call: Call) -> Response:
+    found = [_model(call.gateway, served, name) for served in call.gateway.models for name in served.rules.names]
     ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]}
-    return {"object": "list", "data": found, "has_more": False, **ends}
+    return JsonResponse({"object": "list", "data": found, "has_more": False, **ends})
 
 
-@router.get("/v1/models/{model_id:path}", summary="One model.", response_model=Model, responses=refusals(401, 404))
-async def model(gateway: GatewayDep, _tenant: TenantDep, model_id: str) -> dict[str, Any]:
-    return _model(gateway, gateway.model(model_id), model_id)
+async def model(call: Call) -> Response:
+    model_id = call.request.path_params["model_id"]
+    return JsonResponse(_model(call.gateway, call.gateway.model(model_id), model_id))
 
 
-@router.delete(
-    "/v1/sessions/{session_id:path}",
-    summary="End a conversation.",
-    response_model=EndedSession,
-    responses=refusals(401, 503),
-)
-async def end_session(gateway: GatewayDep, tenant: TenantDep, session_id: str) -> dict[str, Any]:
+async def end_session(call: Call) -> Response:
     """Caches give up the blocks that only this conversation has; turns that run go on. To end one that is not known does no
     harm."""
-    if not gateway.backend.end_session(tenant, session_name(session_id)):
+    session_id = call.request.path_params["session_id"]
+    if not call.gateway.backend.end_session(call.tenant, session_name(session_id)):
         raise ApiError(
             503, "The coordinator cannot be reached: nothing was ended.", code="not_ready", retry_after_s=1.0
         )
-    return {"id": session_id, "object": "session", "deleted": True}
+    return JsonResponse({"id": session_id, "object": "session", "deleted": True})
 
 
-@router.get(
-    "/metrics",
-    summary="This gateway's metrics, for Prometheus; the other processes have ports of their own.",
-    response_class=PlainTextResponse,
-    responses=refusals(401, 404),
-)
-async def metrics(gateway: GatewayDep, _tenant: TenantDep) -> Response:
+async def metrics(call: Call) -> Response:
     """Not where there are several tenants: any tenant's key would show the names and traffic of all."""
+    gateway = call.gateway
     if gateway.metrics_page is None or len(gateway.keys.tenants.policies) > 1:
         message = "There are no metrics here: they have a port of their own, which `crossdock status` shows."
         raise ApiError(404, message, code="not_found")
@@ -77,27 +65,35 @@ async def metrics(gateway: GatewayDep, _tenant: TenantDep) -> Response:
     return Response(body, status, media_type=content_type)
 
 
-@router.get("/version", summary="The version of this server.", response_model=Version)
-async def version() -> dict[str, str]:
-    return {"version": version_of()}
+async def version(_: Call) -> Response:
+    return JsonResponse({"version": version_of()})
 
 
-@router.get("/", summary="As /health, for probes that ask for nothing else.", response_model=Status)
-@router.get("/health", summary="200 while this process answers.", response_model=Status)
-async def health() -> dict[str, str]:
-    return {"status": "ok"}
+async def health(_: Call) -> Response:
+    return JsonResponse({"status": "ok"})
 
 
-@router.get(
-    "/ready",
-    summary="200 only while a request would be served.",
-    response_model=Ready,
-    response_model_exclude_none=True,
-    responses=refusals(503),
-)
-async def ready(gateway: GatewayDep) -> dict[str, Any]:
-    reason = gateway.backend.not_ready
+async def ready(call: Call) -> Response:
+    reason = call.gateway.backend.not_ready
     if reason is not None:
         raise ApiError(503, f"Not ready: {reason}.", code="not_ready", retry_after_s=1.0)
-    warnings = [warning for served in gateway.models for warning in served.warnings]
-    return {"status": "ready", **({"warnings": warnings} if warnings else {})}
+    warnings = [warning for served in call.gateway.models for warning in served.warnings]
+    return JsonResponse({"status": "ready", **({"warnings": warnings} if warnings else {})})
+
+
+async def openapi(_: Call) -> Response:
+    return Response(_OPENAPI, media_type="application/json")
+
+
+ROUTES: Final = (
+    route("GET", "/v1/models/", models),
+    route("GET", "/v1/models", models),
+    route("GET", "/v1/models/{model_id:path}", model),
+    route("DELETE", "/v1/sessions/{session_id:path}", end_session),
+    route("GET", "/metrics", metrics),
+    route("GET", "/version", version, needs_key=False),
+    route("GET", "/", health, needs_key=False),
+    route("GET", "/health", health, needs_key=False),
+    route("GET", "/ready", ready, needs_key=False),
+    route("GET", "/openapi.json", openapi, needs_key=False),
+)

@@ -1,20 +1,17 @@
 """POST /v1/responses; GET and DELETE /v1/responses/{response_id}."""
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
-from fastapi import APIRouter
 from starlette.responses import Response
 
-from gateway.http.encoding import encode
+from gateway.http.encoding import JsonResponse, encode
 from gateway.http.errors import ApiError
 from gateway.http.json_text import parse_json
-from gateway.openai.answer_types import DeletedResponse, ResponseEvent, ResponseObject
 from gateway.openai.answers import Head
+from gateway.openai.call import Call, route
 from gateway.openai.context import Gateway
-from gateway.openai.dependencies import CallDep, GatewayDep, TenantDep
 from gateway.openai.generate import generate
-from gateway.openai.openapi import body_of, refusals, streamed
 from gateway.openai.prepare import Prepared
 from gateway.openai.request_types import ChatRequest, validate
 from gateway.openai.routes_generate import ChatApi
@@ -25,43 +22,24 @@ from gateway.responses.types import NEUTRAL_ONLY, ResponsesRequest
 from gateway.text.tokenizer import ModelTokenizer
 from runtime.process import clock
 
-router = APIRouter(tags=["OpenAI"])
 
-
-@router.post(
-    "/v1/responses",
-    summary="Answer a conversation, and keep it for the next.",
-    response_model=ResponseObject,
-    responses=streamed(ResponseEvent),
-    openapi_extra=body_of(ResponsesRequest),
-)
-async def create_response(call: CallDep) -> Response:
+async def create_response(call: Call) -> Response:
     return await generate(call, ResponsesApi(call.gateway, call.tenant))
 
 
-@router.get(
-    "/v1/responses/{response_id}",
-    summary="A response that is kept.",
-    response_model=ResponseObject,
-    responses=refusals(401, 404),
-)
-async def get_response(gateway: GatewayDep, tenant: TenantDep, response_id: str) -> Response:
-    kept = gateway.responses.get(tenant, response_id, clock.now())
+async def get_response(call: Call) -> Response:
+    response_id = call.request.path_params["response_id"]
+    kept = call.gateway.responses.get(call.tenant, response_id, clock.now())
     if kept is None:
         raise _not_kept(response_id, "response_id")
     return Response(kept.response, media_type="application/json")
 
 
-@router.delete(
-    "/v1/responses/{response_id}",
-    summary="Forget a response.",
-    response_model=DeletedResponse,
-    responses=refusals(401, 404),
-)
-async def delete_response(gateway: GatewayDep, tenant: TenantDep, response_id: str) -> dict[str, Any]:
-    if not gateway.responses.delete(tenant, response_id):
+async def delete_response(call: Call) -> Response:
+    response_id = call.request.path_params["response_id"]
+    if not call.gateway.responses.delete(call.tenant, response_id):
         raise _not_kept(response_id, "response_id")
-    return {"id": response_id, "object": "response", "deleted": True}
+    return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
 
 def _not_kept(response_id: str, param: str) -> ApiError:
@@ -112,3 +90,10 @@ class ResponsesApi(ChatApi):
         conversation = b"[" + b",".join(one[1:-1] for one in lists if len(one) > 2) + b"]"
         whole = encode(response)
         self.gateway.responses.put(self.tenant, response["id"], conversation, whole, clock.now())
+
+
+ROUTES: Final = (
+    route("POST", "/v1/responses", create_response),
+    route("GET", "/v1/responses/{response_id}", get_response),
+    route("DELETE", "/v1/responses/{response_id}", delete_response),
+)

@@ -60,12 +60,12 @@ class LastWords:
 
 def answer_names(submission: Submission) -> list[SendNames]:
     """The names of its answers' blocks, for prompts that continue them; to the worker that has computed them last."""
-    spec = submission.stream.spec
-    if spec.names is None or not submission.decoder:
+    work = submission.stream.work
+    if work.names is None or not submission.decoder:
         return []
-    first, size, found = len(spec.names.hashes) // HASH_BYTES, spec.names.block_size, []
+    first, size, found = len(work.names.hashes) // HASH_BYTES, work.names.block_size, []
     for choice in submission.choices:
-        if hashes := spec.names.behind(spec.prompt, choice.tokens):
+        if hashes := work.names.behind(work.prompt, choice.tokens):
             names = AnswerNames(submission.request_id, submission.attempt, choice.index, size, first, hashes)
             found.append(SendNames(submission.decoder, names))
     return found

@@ -26,13 +26,12 @@ from gateway.streams.types import (
     Noticed,
     Open,
     SendCancel,
-    SendSubmit,
     Shutdown,
     StreamLimits,
-    StreamSpec,
     Tick,
     TokensReceived,
     Why,
+    Work,
     WorkerDown,
 )
 from proto.errors import CancelReason, Interrupt
@@ -64,8 +63,8 @@ class StreamKeeper:
             case TokensReceived(items, decoder):
                 for item in items:
                     self._item(item, decoder, now)
-            case Open(spec):
-                self._open(spec, now)
+            case Open(work):
+                self._open(work, now)
             case Accepted(request_id, attempt, rates):
                 if (submission := self._current(request_id, attempt)) is not None:
                     self._mark_running(submission, rates)
@@ -96,15 +95,16 @@ class StreamKeeper:
 
     # --- opening ----------------------------------------------------------------------------------------------------
 
-    def _open(self, spec: StreamSpec, now: float) -> None:
-        assert spec.stream_id not in self.streams and spec.prompt and spec.choices >= 1
+    def _open(self, work: Work, now: float) -> None:
+        assert work.stream_id not in self.streams and work.prompt and work.submit.choices >= 1
         if self._draining or len(self.streams) >= self.limits.streams_max:
             overloaded = Failure(FailKind.OVERLOADED, f"{self.limits.streams_max} requests are being served already")
-            self._out.append(Ended(spec.stream_id, SHUTTING_DOWN if self._draining else overloaded))
+            self._out.append(Ended(work.stream_id, SHUTTING_DOWN if self._draining else overloaded))
             return
-        stream = Stream(spec, now, now, [StreamChoice(index, spec.make_text()) for index in range(spec.choices)])
+        choices = [StreamChoice(index, work.make_text()) for index in range(work.submit.choices)]
+        stream = Stream(work, now, now, choices)
         self.streams[stream.id] = stream
-        self._add(Submission(stream, stream.id, list(stream.choices), not_before=now), now)
+        self._add(Submission(stream, work.submit, list(choices), names=work.names, not_before=now), now)
 
     def _add(self, submission: Submission, now: float) -> None:
         submission.stream.submissions.append(submission)
@@ -121,12 +121,11 @@ class StreamKeeper:
             self._split(submission, now)
             return
         if submission.resuming:
-            submission.attempt += 1
-            submission.resuming = False
+            submission.begin_next()
             self._out.append(Noticed(Why.RESUMED, submission.request_id))
         submission.sent_to(self._coordinator_incarnation, now)
         self._last_words.take_back(submission.request_id)
-        self._out.append(SendSubmit(*submission.to_submit(now)))
+        self._out.append(submission.message(now))
 
     # --- answers of the coordinator ---------------------------------------------------------------------------------
 
@@ -320,7 +319,7 @@ class StreamKeeper:
             elif now >= submission.silent_at(self.limits, self._coordinator_incarnation):
                 if submission.may_live(now, self._coordinator_incarnation):
                     submission.asked(now, self.limits)  # the answer to a repeated Submit says whether it lives
-                    self._out.append(SendSubmit(*submission.to_submit(now)))
+                    self._out.append(submission.message(now))
                 else:
                     self._broken(submission, "silent since a connection was lost", now)
 

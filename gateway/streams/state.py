@@ -5,10 +5,10 @@ from enum import Enum
 from math import inf
 from zlib import crc32
 
-import msgspec
+from msgspec import structs
 
 from gateway.streams.early import EarlyTokens
-from gateway.streams.types import Deliver, Finish, StreamLimits, StreamSpec, TextSink
+from gateway.streams.types import Deliver, Finish, SendSubmit, StreamLimits, TextSink, Work
 from gateway.text.block_hashes import BlockNames
 from proto.codec import pack_tokens
 from proto.errors import CancelReason, Reject
@@ -40,7 +40,7 @@ class StreamChoice:
         """Turn an item's tokens from number `skip` on into text, and end the choice where they say so."""
         fresh, logprobs = item.tokens[skip:], item.logprobs[skip:]
         finish = None if item.finish is None else Finish(item.finish.value)
-        text, used, finish, stop = self.read(fresh, finish, stream.spec.sampling.max_tokens)
+        text, used, finish, stop = self.read(fresh, finish, stream.work.submit.sampling.max_tokens)
         cached = self.found_cached(item)
         self.tokens.extend(fresh[:used])
         return Deliver(stream.id, self.index, text, fresh[:used], logprobs[:used], finish, stop, cached)
@@ -77,9 +77,9 @@ class Submission:
     """The request that the coordinator knows by one id: all choices of a stream, or one that is resumed by itself."""
 
     stream: "Stream"
-    request_id: str
+    submit: Submit
+    """The message of the current attempt, as of its start."""
     choices: list[StreamChoice]
-    attempt: int = 1
     uncounted: int = 0
     """Attempts that a drain, a lost coordinator or another tenant's share cut short: they do not count as tries."""
     steadied: int = 0
@@ -108,12 +108,18 @@ class Submission:
     heard_at: float = 0.0
     """When this attempt was sent, last brought tokens, or was last the subject of a question to the coordinator."""
     names: BlockNames | None = None
-    """Names of the blocks of the attempt that was submitted last."""
-    named: tuple[int, int] = (0, 0)
-    """The number of that attempt, and its tokens, output among them."""
+    """Names of the blocks of the last attempt that was submitted by this id."""
     early: EarlyTokens = field(default_factory=EarlyTokens)
     ended_early: bool = False
     """A choice ended in the gateway, while its worker or the coordinator still treats it as running."""
+
+    @property
+    def request_id(self) -> str:
+        return self.submit.request_id
+
+    @property
+    def attempt(self) -> int:
+        return self.submit.attempt
 
     @property
     def is_new(self) -> bool:
@@ -146,17 +152,17 @@ class Submission:
 
     def lacks_logprobs(self, item: TokenItem) -> bool:
         """Whether log probabilities are missing, of the tokens themselves or of the prompt's, which come before them."""
-        scores = self.stream.spec.prompt_scores
+        scores = self.stream.work.prompt_scores
         lacks_prompts = scores is not None and not scores.complete
-        return lacks_prompts or (self.stream.spec.sampling.logprobs >= 0 and len(item.logprobs) != len(item.tokens))
+        return lacks_prompts or (self.submit.sampling.logprobs >= 0 and len(item.logprobs) != len(item.tokens))
 
     def part(self, choice: StreamChoice, now: float) -> "Submission":
         """One of several choices, to be resumed by itself."""
+        request_id = f"{self.stream.id}.c{choice.index}"
         return Submission(
             self.stream,
-            f"{self.stream.id}.c{choice.index}",
+            structs.replace(self.submit, request_id=request_id, choices=1, first_choice=choice.index),
             [choice],
-            attempt=self.attempt,
             uncounted=self.uncounted,
             steadied=self.steadied,
             tries_before=self.tries_before,
@@ -203,43 +209,38 @@ class Submission:
     def waits_in_vain(self, now: float) -> bool:
         return self.is_new and self.wait_until is not None and now >= self.wait_until
 
-    def to_submit(self, now: float) -> tuple[Submit, bytes]:
+    @property
+    def _delivered(self) -> list[int]:
+        """The tokens behind which an attempt goes on: several choices begin together."""
+        return self.choices[0].tokens if len(self.choices) == 1 else []
+
+    def begin_next(self) -> None:
+        """Make the next attempt's message. The blocks of the last attempt may still be where it ran."""
+        last, work, tokens = self.submit, self.stream.work, self._delivered
+        before, self.names = self.names, work.names
+        packed = work.prompt + pack_tokens(tokens)
+        count = len(packed) // 4
+        if work.names is not None and tokens:
+            kept = before and before.of_kept(self.request_id, last.attempt, last.prompt_tokens, count)
+            self.names = kept or work.names.extended(packed)
+        hashes = self.names.hashes if self.names is not None else b""
+        self.submit = structs.replace(last, attempt=last.attempt + 1, prompt_tokens=count, block_hashes=hashes)
+        self.resuming = False
+
+    def message(self, now: float) -> SendSubmit:
         """Returns the message for the current attempt: the prompt and, if the submission has a single choice, the tokens
         already delivered. If several choices have begun, the message only asks about an attempt that the coordinator knows."""
-        spec = self.stream.spec
-        sent = self.choices[0].tokens if len(self.choices) == 1 else []
-        packed = pack_tokens((*spec.prompt, *sent))
-        sampling = msgspec.structs.replace(spec.sampling, prompt_logprobs=-1) if sent else spec.sampling
-        names = self._names(packed, len(sent))
-        submit = Submit(
-            request_id=self.request_id,
-            attempt=self.attempt,
-            model=spec.model,
-            prompt_tokens=len(spec.prompt) + len(sent),
-            sampling=sampling,
-            choices=len(self.choices),
-            first_choice=self.choices[0].index,
-            resumed_tokens=len(sent),
-            tenant=spec.tenant,
-            priority_class=spec.priority_class,
+        tokens, sampling = self._delivered, self.submit.sampling
+        blob = self.stream.work.prompt + pack_tokens(tokens)
+        submit = structs.replace(
+            self.submit,
+            prompt_tokens=len(blob) // 4,
+            resumed_tokens=len(tokens),
+            sampling=structs.replace(sampling, prompt_logprobs=-1) if tokens else sampling,
             deadline_ms=self._deadline_ms(now),
-            block_hashes=names.hashes if names is not None else b"",
-            hash_block_size=names.block_size if names is not None else 0,
             drained_attempts=self.uncounted,
-            priority=spec.priority,
-            session=spec.session,
         )
-        return submit, packed
-
-    def _names(self, packed: bytes, sent: int) -> BlockNames | None:
-        """Names of the blocks of the current attempt. The blocks of the last attempt may still be where it ran."""
-        names, (attempt, before), tokens = self.stream.spec.names, self.named, len(packed) // 4
-        if names is not None and attempt != self.attempt:
-            if sent:
-                kept = self.names.of_kept(self.request_id, attempt, before, tokens) if self.names is not None else None
-                names = kept or names.extended(packed)
-            self.names, self.named = names, (self.attempt, tokens)
-        return self.names
+        return SendSubmit(submit, blob)
 
     def last_word(self, reason: CancelReason) -> Cancel:
         output_tokens = sum(len(choice.tokens) for choice in self.choices)
@@ -247,10 +248,10 @@ class Submission:
 
     def _deadline_ms(self, now: float) -> float:
         """The time that is left of the stream's deadline; a stream whose first token is out has met it."""
-        spec = self.stream.spec
-        if not spec.deadline_ms or any(choice.tokens for choice in self.stream.choices):
+        deadline_ms = self.stream.work.submit.deadline_ms
+        if not deadline_ms or any(choice.tokens for choice in self.stream.choices):
             return 0.0
-        return max(1.0, spec.deadline_ms - 1000.0 * (now - self.stream.opened_at))
+        return max(1.0, deadline_ms - 1000.0 * (now - self.stream.opened_at))
 
     def backoff_s(self, limits: StreamLimits) -> float:
         """Returns the delay before the next attempt in seconds. It doubles with each try."""
@@ -326,7 +327,7 @@ class Submission:
 class Stream:
     """One prompt's answer, over all its choices and attempts."""
 
-    spec: StreamSpec
+    work: Work
     opened_at: float
     progress_at: float
     """When it was opened or last got a token."""
@@ -338,7 +339,7 @@ class Stream:
 
     @property
     def id(self) -> str:
-        return self.spec.stream_id
+        return self.work.stream_id
 
     def deadline(self, limits: StreamLimits, link_up: bool, coordinator: int) -> float:
         """When it must be looked at next, if nothing happens before."""

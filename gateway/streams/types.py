@@ -1,15 +1,17 @@
 """The inputs of the stream keeper, its actions, and its options. Times are monotonic seconds."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
+
+from msgspec import structs
 
 from gateway.streams.prompt_scores import PromptScores
 from gateway.text.block_hashes import BlockNames
 from proto.messages import Accepted, Cancel, Interrupted, RateState, Rejected, Submit, TokenItem
 from proto.progress import AnswerNames
-from proto.sampling import Sampling, TokenLogprobs
+from proto.sampling import TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -68,29 +70,28 @@ class TextSink(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class StreamSpec:
-    """One prompt to answer."""
+class Work:
+    """One prompt to answer, and the message that submits it."""
 
-    stream_id: str
-    model: str
-    prompt: tuple[int, ...]
-    sampling: Sampling
-    choices: int
+    submit: Submit
+    """The first attempt's. Its deadline runs from the opening of the stream."""
+    prompt: bytes
+    """Packed token ids."""
     make_text: Callable[[], TextSink]
-    tenant: str = "default"
     names: BlockNames | None = None
-    """Names of the prompt's KV blocks; without them, nothing of it is taken from a prefix cache or kept there."""
-    priority_class: str = ""
-    deadline_ms: float = 0.0
-    """The time for the first token, from the opening of the stream; 0: none of its own."""
-    priority: int = 0
-    """The lowest goes first among the tenant's own requests."""
-    session: bytes = b""
-    """As `proto.fields.SessionName`."""
-    is_offline: bool = False
-    """A request of a batch job: no client waits for it, so it is not measured against its tenant's SLO."""
+    """Names of the prompt's KV blocks, which `submit` has; without them, nothing is taken from a prefix cache or kept there."""
     prompt_scores: PromptScores | None = None
     """Takes the log-probabilities of the prompt's tokens, where they are asked for."""
+    is_offline: bool = False
+    """A request of a batch job: no client waits for it, so it is not measured against its tenant's SLO."""
+
+    @property
+    def stream_id(self) -> str:
+        return self.submit.request_id
+
+    def changed(self, **fields: Any) -> "Work":
+        """The same prompt with other fields of the message."""
+        return replace(self, submit=structs.replace(self.submit, **fields))
 
 
 # --- events; Accepted, Rejected and Interrupted come as the coordinator sent them -------------------------------------
@@ -98,7 +99,7 @@ class StreamSpec:
 
 @dataclass(frozen=True)
 class Open:
-    spec: StreamSpec
+    work: Work
 
 
 @dataclass(frozen=True)

@@ -49,13 +49,13 @@ class BlockNames:
         hashes = block_hashes(packed, self.block_size, self.cache_group, self.hashes, self.cluster_key)
         return replace(self, hashes=hashes)
 
-    def behind(self, prompt: Sequence[int], output: Sequence[int]) -> bytes:
-        """Returns the names of the full blocks after the prompt's own blocks, which this object names. These later blocks end
-        in the answer."""
-        done = len(self.hashes) // HASH_BYTES
-        tail = (*prompt[done * self.block_size :], *output)[: (MAX_BLOCK_HASHES - done) * self.block_size]
+    def behind(self, packed: bytes, output: Sequence[int]) -> bytes:
+        """Returns the names of the full blocks after the packed prompt's own blocks, which this object names. These later
+        blocks end in the answer."""
+        done, stride = len(self.hashes) // HASH_BYTES, 4 * self.block_size
+        tail = (packed[done * stride :] + pack_tokens(output))[: (MAX_BLOCK_HASHES - done) * stride]
         last = self.hashes[-HASH_BYTES:]
-        return chained(last, pack_tokens(tail), self.block_size, self.cache_group, self.cluster_key)
+        return chained(last, tail, self.block_size, self.cache_group, self.cluster_key)
 
     def of_kept(self, request_id: str, attempt: int, before: int, tokens: int) -> "BlockNames | None":
         """Returns the hashes for the next attempt's context, because the worker of this attempt may have kept its KV. This

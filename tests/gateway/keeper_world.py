@@ -1,8 +1,10 @@
 """A keeper on a bench: short words for events and actions, and a text that shows each token as a word."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from gateway.streams.keeper import StreamKeeper
+from gateway.streams.prompt_scores import PromptScores
 from gateway.streams.types import (
     Action,
     Deliver,
@@ -14,13 +16,14 @@ from gateway.streams.types import (
     SendCancel,
     SendSubmit,
     StreamLimits,
-    StreamSpec,
     Tick,
     TokensReceived,
+    Work,
 )
-from proto.codec import unpack_tokens
+from gateway.text.block_hashes import BlockNames
+from proto.codec import pack_tokens, unpack_tokens
 from proto.errors import CancelReason, FinishReason, Interrupt
-from proto.messages import Interrupted, TokenItem
+from proto.messages import Interrupted, Submit, TokenItem
 from proto.sampling import Sampling
 
 
@@ -47,6 +50,26 @@ class Words:
 LIMITS = StreamLimits(link_wait_s=10, idle_s=120, resume_delay_s=0.1, stall_s=5, streams_max=4, settle_s=0)
 
 
+SAMPLING = Sampling(max_tokens=9)
+
+
+def work(
+    name: str = "r",
+    prompt: tuple[int, ...] = (1, 2, 3),
+    *,
+    stops: tuple[str, ...] = (),
+    sampling: Sampling = SAMPLING,
+    names: BlockNames | None = None,
+    prompt_scores: PromptScores | None = None,
+    **fields: Any,
+) -> Work:
+    """The work on a prompt; `fields` are its message's."""
+    if names is not None:
+        fields |= {"block_hashes": names.hashes, "hash_block_size": names.block_size}
+    submit = Submit(name, 1, "m", len(prompt), sampling, **fields)
+    return Work(submit, pack_tokens(prompt), lambda: Words(stops), names, prompt_scores)
+
+
 class Bench:
     """A keeper, its clock, and short words for events."""
 
@@ -60,8 +83,7 @@ class Bench:
         return self.keeper.handle(event, self.now)
 
     def open(self, name: str = "r", choices: int = 1, max_tokens: int = 9, stops: tuple[str, ...] = ()) -> list[Action]:
-        sampling = Sampling(max_tokens=max_tokens)
-        return self.do(Open(StreamSpec(name, "m", (1, 2, 3), sampling, choices, lambda: Words(stops))))
+        return self.do(Open(work(name, choices=choices, sampling=Sampling(max_tokens=max_tokens), stops=stops)))
 
     def tokens(
         self,

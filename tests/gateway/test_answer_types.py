@@ -6,17 +6,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from gateway.openai.answer_types import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    Completion,
-    Error,
-    Model,
-    ModelList,
-    Version,
-)
 from tests.gateway.fakes import MODEL, Site
 from tests.gateway.http_words import on_site
+from tools import answer_types as answers
+from tools.answer_types import ChatCompletion, ChatCompletionChunk, Completion
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 OPTIONS: list[dict[str, Any]] = [
@@ -61,11 +54,23 @@ def test_other_answers_fit_their_types() -> None:
 
     async def test(site: Site) -> None:
         async with site.client() as client:
-            ModelList.model_validate_json((await client.get("/v1/models")).content)
-            Model.model_validate_json((await client.get(f"/v1/models/{MODEL}")).content)
-            assert Version.model_validate_json((await client.get("/version")).content).version
+            for path, kind in (
+                ("/v1/models", answers.ModelList),
+                (f"/v1/models/{MODEL}", answers.Model),
+                ("/version", answers.Version),
+                ("/health", answers.Status),
+                ("/ready", answers.Ready),
+                ("/tokenizer_info", answers.TokenizerInfo),
+            ):
+                kind.model_validate_json((await client.get(path)).content)
+            for path, body, kind in (
+                ("/tokenize", {"prompt": "Hi"}, answers.TokenizeAnswer),
+                ("/tokenize", {"prompt": "Hi", "return_token_strs": True}, answers.TokenizeAnswer),
+                ("/detokenize", {"tokens": [1, 2]}, answers.DetokenizeAnswer),
+            ):
+                kind.model_validate_json((await client.post(path, json=body)).content)
             refused = await client.post("/v1/completions", json={"model": MODEL, "promt": "Hi"})
-        error = Error.model_validate_json(refused.content).error
+        error = answers.Error.model_validate_json(refused.content).error
         assert refused.status_code == 400 and error.param == "promt", json.dumps(refused.json())
 
     on_site(test)

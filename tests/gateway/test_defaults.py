@@ -10,10 +10,8 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from gateway.app import BODIES
 from gateway.http.errors import ApiError
 from gateway.openai.not_served import NEUTRAL_ONLY
-from gateway.openai.openapi import schemas
 from gateway.openai.prepare import ModelRules
 from gateway.openai.request_types import ChatRequest, CompletionRequest, validate
 from gateway.text.generation_config import SamplingDefaults, sampling_defaults
@@ -23,6 +21,7 @@ from runtime.settings.roles import GatewaySettings
 from tests import tiny_models
 from tests.gateway.fakes import CONTEXT_TOKENS, MODEL, Site
 from tests.gateway.http_words import chat, completion, on_site
+from tools.openapi import schemas
 
 QWENS: dict[str, Any] = {
     "do_sample": True,
@@ -95,7 +94,7 @@ def test_request_takes_model_defaults() -> None:
 
 def test_openapi_names_source_of_defaults() -> None:
     """The API's description names generation_config.json for each sampling field."""
-    properties = schemas(BODIES)["ChatRequest"]["properties"]
+    properties = schemas((ChatRequest,))["ChatRequest"]["properties"]
     assert all("generation_config.json" in json.dumps(properties[name]) for name in FIELDS)
 
 

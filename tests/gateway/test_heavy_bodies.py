@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
-from gateway.app import BODIES
 from gateway.http.bounds import MaxItems, MaxKeys
 from gateway.http.errors import ApiError
 from gateway.http.json_text import VALUES_BYTES_MAX, parse_inner, parse_json, values_bytes
@@ -22,6 +21,7 @@ from runtime.process.garbage_collector import NEVER
 from tests.gateway.fakes import ANSWER, MODEL, Site, make_site, tokenizer
 from tests.gateway.heavy_bodies import BODY_BYTES_MAX, SHAPES, bodies
 from tests.helpers import until
+from tools.openapi import models
 
 JSON = {"content-type": "application/json"}
 HOLD_S_MAX = 0.1
@@ -154,7 +154,7 @@ def _unbounded(cls: type[RequestType]) -> list[str]:
 def test_every_request_field_is_bounded() -> None:
     """Every field of every request type has a bound."""
     types = list(_subclasses(RequestType))
-    assert {one for one in BODIES if issubclass(one, RequestType)} < set(types) and len(types) >= 15
+    assert {one for one in models() if issubclass(one, RequestType)} < set(types) and len(types) >= 15
     assert not [fault for one in types for fault in _unbounded(one)]
 
 

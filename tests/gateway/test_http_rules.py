@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 import uvloop
 
-from gateway.app import ROUTERS
+from gateway.app import ROUTES
 from proto.errors import CancelReason
 from runtime.metrics.server import Reply
 from tests.gateway.fakes import ANSWER, MODEL, Site, make_site, served
@@ -16,10 +16,9 @@ from tests.helpers import until
 
 CHAT = "/v1/chat/completions"
 GETS = sorted(
-    route.path.replace("{model_id:path}", MODEL)  # type: ignore[attr-defined]
-    for router in ROUTERS
-    for route in router.routes
-    if "GET" in (getattr(route, "methods", None) or ()) and "response_id" not in route.path  # type: ignore[attr-defined]
+    route.path.replace("{model_id:path}", MODEL)
+    for route in ROUTES
+    if "GET" in route.methods and "response_id" not in route.path
 )
 
 
@@ -82,7 +81,6 @@ def test_get_routes_answer_head_without_body() -> None:
         ("TRACE", "/health", 405, b"GET, HEAD, OPTIONS"),
         ("OPTIONS", CHAT, 204, b"OPTIONS, POST"),
         ("OPTIONS", "/v1/models", 204, b"GET, HEAD, OPTIONS"),
-        ("OPTIONS", "*", 204, b"DELETE, GET, HEAD, OPTIONS, POST"),
         ("OPTIONS", "/nothing", 404, b""),
     ],
 )
@@ -103,8 +101,6 @@ def test_wrong_method_names_allowed_ones(method: str, path: str, status: int, al
     [
         (get("http://other.example/health?a=b"), 200),
         (get("HTTP://other.example:80/health"), 200),
-        (get("http://other.example"), 200),
-        (get("http://user@other.example/health"), 400),
         (get("http://[::1/health"), 400),
         (get("other.example:80", method="CONNECT"), 400),
         (get("/health", "X: y"), 400),
@@ -113,74 +109,36 @@ def test_wrong_method_names_allowed_ones(method: str, path: str, status: int, al
     ],
 )
 def test_request_target_and_host_are_checked(request_head: bytes, status: int) -> None:
-    """A request is served or refused as invalid_http by its target and its Host header."""
+    """A request is served or refused by its target and its Host header."""
 
     async def test(_site: Site, port: int) -> None:
         head, body = await said(port, request_head)
         assert head.startswith(b"http/1.1 %d " % status), head
-        assert body == b'{"status":"ok"}' if status == 200 else json.loads(body)["error"]["code"] == "invalid_http"
-
-    on_port(test)
-
-
-def text_of(events: bytes) -> str:
-    lines = [line[6:] for line in events.decode().split("\n") if line.startswith("data: {")]
-    return "".join(json.loads(line)["choices"][0]["delta"].get("content", "") for line in lines)
-
-
-@pytest.mark.parametrize("headers", [(), ("Connection: keep-alive",), ("Expect: 100-continue",)])
-def test_http10_stream_is_not_chunked(headers: tuple[str, ...]) -> None:
-    """A stream to an HTTP/1.0 client is not chunked and ends with the connection."""
-
-    async def test(_site: Site, port: int) -> None:
-        head, body = await said(port, post(*headers, version="1.0", stream=True))
-        assert head.startswith(b"http/1.1 200") and b"chunked" not in head and b"connection: close" in head
-        assert body.startswith(b"data: ") and body.endswith(b"data: [DONE]\n\n") and text_of(body) == ANSWER
-        whole, body = await said(port, post(*headers, version="1.0"))
-        assert b"content-length: %d" % len(body) in whole
-        assert json.loads(body)["choices"][0]["message"]["content"] == ANSWER
-
-    on_port(test)
-
-
-@pytest.mark.parametrize("version", ["1.1", "1.0"])
-@pytest.mark.parametrize("stream", [False, True])
-def test_half_closed_client_gets_its_answer(stream: bool, version: str) -> None:
-    """A client that has closed its sending side still gets its whole answer."""
-
-    async def test(site: Site, port: int) -> None:
-        site.cluster.hold = True
-        asking = asyncio.create_task(said(port, post(stream=stream, version=version), ends=True))
-        await until(lambda: bool(site.cluster.submits))
-        await asyncio.sleep(0.4)  # some looks whether it has gone
-        assert not site.cluster.cancels
-        site.cluster.release()
-        head, body = await asking
-        while head.lower() == b"http/1.1 100 continue":
-            head, _, body = body.partition(b"\r\n\r\n")
-        assert head.lower().startswith(b"http/1.1 200")
-        assert (b"[DONE]" if stream else ANSWER.partition("\n")[0].encode()) in body
-        three = await said(port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 3, ends=True)
-        assert three[1].count(b'{"status":"ok"}') == 3
+        assert (
+            body == b'{"status":"ok"}'
+            if status == 200
+            else json.loads(body)["error"]["code"] in ("invalid_http", "invalid_host")
+        )
 
     on_port(test)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("reset", [False, True])
-def test_disconnected_client_is_noticed(stream: bool, reset: bool) -> None:
-    """The request of a client that closes or resets its connection is cancelled."""
+@pytest.mark.parametrize("how", ["closes", "resets", "sends no more"])
+def test_disconnected_client_is_noticed(stream: bool, how: str) -> None:
+    """The request of a client that closes or resets its connection, or only its sending side, is cancelled."""
 
     async def test(site: Site, port: int) -> None:
         site.cluster.hold = True
         client = socket.create_connection(("127.0.0.1", port))
         client.sendall(post(stream=stream))
         await until(lambda: bool(site.cluster.submits))
-        if reset:
+        if how == "resets":
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        client.close()
+        client.shutdown(socket.SHUT_WR) if how == "sends no more" else client.close()
         await until(lambda: bool(site.cluster.cancels))
         assert site.cluster.cancels[0].reason is CancelReason.DISCONNECTED
+        client.close()
 
     on_port(test)
 

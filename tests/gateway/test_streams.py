@@ -13,13 +13,12 @@ from gateway.streams.types import (
     Noticed,
     Open,
     SendCancel,
-    StreamSpec,
     Why,
 )
 from proto.errors import CancelReason, FinishReason, Interrupt, Reject
 from proto.messages import Accepted, Cancel, Interrupted, Rejected
 from proto.sampling import Sampling
-from tests.gateway.keeper_world import LIMITS, Bench, Words, cancels, failures, submits, texts
+from tests.gateway.keeper_world import LIMITS, Bench, cancels, failures, submits, texts, work
 
 
 def test_stream_runs_from_submit_to_end() -> None:
@@ -109,7 +108,7 @@ def test_missing_logprobs_break_the_attempt() -> None:
     """Tokens without the log-probabilities that were asked for end the attempt."""
     bench = Bench()
     sampling = Sampling(max_tokens=5, logprobs=2)
-    bench.do(Open(StreamSpec("r", "m", (1,), sampling, 1, lambda: Words(()))))
+    bench.do(Open(work(prompt=(1,), sampling=sampling)))
     assert cancels(bench.tokens(0, 5)) == [("r", 1, CancelReason.ABANDONED)]
 
 
@@ -315,7 +314,7 @@ def test_drained_stream_resumes_without_a_try() -> None:
     for attempt in range(1, 40):
         assert drain(bench, attempt) == [("r", attempt + 1, [1, 2, 3, 5], 1, 1, 0)]
         assert drain(bench, attempt) == [], "said twice, it counts once"
-    assert bench.keeper.submissions["r"].to_submit(bench.now)[0].drained_attempts == 39
+    assert bench.keeper.submissions["r"].message(bench.now).submit.drained_attempts == 39
     for attempt in range(40, 40 + bench.keeper.limits.attempts_max - 1):
         bench.do(Interrupted("r", attempt, Interrupt.DECODE_LOST))
         assert submits(bench.wait()) == [("r", attempt + 1, [1, 2, 3, 5], 1, 1, 0)]

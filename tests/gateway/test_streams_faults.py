@@ -16,7 +16,6 @@ from gateway.streams.types import (
     SendCancel,
     SendSubmit,
     StreamLimits,
-    StreamSpec,
     Tick,
     TokensReceived,
 )
@@ -24,7 +23,7 @@ from proto.codec import unpack_tokens
 from proto.errors import FinishReason, Interrupt, Reject
 from proto.messages import Accepted, Interrupted, Rejected, Submit, TokenItem
 from proto.sampling import Sampling
-from tests.gateway.keeper_world import Words
+from tests.gateway.keeper_world import work
 
 LIMITS = StreamLimits(attempts_max=6, idle_s=60, link_wait_s=20)
 LENGTH = 6
@@ -53,8 +52,7 @@ class World:
         self.finished: set[int] = set()
         self.ended: list[Ended] = []
         self.attempts: dict[str, int] = {}
-        spec = StreamSpec("r", "m", (1, 2), Sampling(max_tokens=LENGTH), choices, lambda: Words(()))
-        self.post(Open(spec))
+        self.post(Open(work("r", (1, 2), sampling=Sampling(max_tokens=LENGTH), choices=choices)))
 
     def post(self, event: object) -> None:
         actions = self.keeper.handle(event, self.now)  # type: ignore[arg-type]

@@ -111,7 +111,7 @@ def test_returning_link_costs_no_try() -> None:
         bench.do(Accepted("r", bench.keeper.submissions["r"].attempt))
     submission = bench.keeper.submissions["r"]
     assert submission.attempt > 2 * LIMITS.attempts_max and submission.tries == 1
-    assert submission.to_submit(bench.now)[0].drained_attempts == submission.attempt - 1
+    assert submission.message(bench.now).submit.drained_attempts == submission.attempt - 1
 
 
 def test_stream_silent_after_worker_loss_resumes() -> None:

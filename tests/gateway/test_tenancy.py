@@ -10,15 +10,14 @@ import pytest
 
 from gateway.http.errors import duration_text
 from gateway.main import say_where
-from gateway.streams.types import LinkDown, LinkUp, Open, SendSubmit, StreamSpec
+from gateway.streams.types import LinkDown, LinkUp, Open, SendSubmit
 from gateway.tenancy import KeyRing
 from proto.errors import CancelReason, Reject
 from proto.messages import Accepted, Interrupted, RateState, Rejected, Submit
-from proto.sampling import Sampling
 from runtime.tenancy.tenants import parse
 from tests.gateway.fakes import Site, make_site
 from tests.gateway.http_words import completion, on_site, post
-from tests.gateway.keeper_world import Bench, Words
+from tests.gateway.keeper_world import Bench, work
 
 KEY, BOBS = "sk-" + "1" * 64, "sk-" + "2" * 64
 FILE = f"""
@@ -170,12 +169,11 @@ def test_invalid_priority_or_deadline_is_refused(fields: dict[str, object], para
 def test_deadline_runs_to_the_first_token() -> None:
     """A deadline runs from the first submission to the first token."""
     bench = Bench()
-    spec = StreamSpec("r", "m", (1, 2), Sampling(max_tokens=9), 1, lambda: Words(()), deadline_ms=5_000.0)
 
     def deadlines(actions: list[object]) -> list[float]:
         return [action.submit.deadline_ms for action in actions if isinstance(action, SendSubmit)]
 
-    assert deadlines(bench.do(Open(spec))) == [5_000.0]  # type: ignore[arg-type]
+    assert deadlines(bench.do(Open(work(deadline_ms=5_000.0)))) == [5_000.0]  # type: ignore[arg-type]
     bench.now += 2.0
     bench.do(LinkDown())
     assert deadlines(bench.do(LinkUp(8))) == [3_000.0]  # type: ignore[arg-type]

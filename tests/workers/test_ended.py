@@ -49,7 +49,7 @@ def output(tokens: int, choice: int = 0) -> list[int]:
 
 def said(tokens: int, choice: int = 0, block_size: int = BLOCK) -> AnswerNames:
     names = BlockNames.of(pack_tokens(PROMPT), block_size, "tenant:a", b"key")
-    behind = names.behind(PROMPT, output(tokens, choice))
+    behind = names.behind(pack_tokens(PROMPT), output(tokens, choice))
     return AnswerNames("a", 1, choice, block_size, len(names.hashes) // 16, behind)
 
 

@@ -13,7 +13,7 @@ from coordinator.admission import intake
 from coordinator.recovery import draining, members
 from gateway.streams.keeper import StreamKeeper
 from gateway.streams.state import StreamPhase, Submission
-from gateway.streams.types import StreamLimits
+from gateway.streams.types import SendSubmit, StreamLimits
 from proto.errors import Interrupt
 from proto.messages import Release, TokenItem
 from runtime.worker.service import Service
@@ -109,14 +109,14 @@ def retries_have_no_backoff(m: pytest.MonkeyPatch) -> None:
 @bug
 def a_resume_forgets_what_was_sent(m: pytest.MonkeyPatch) -> None:
     """The answer goes on as if its first words had not been."""
-    original = Submission.to_submit
+    original = Submission.message
 
-    def to_submit(self: Submission, now: float) -> Any:
-        submit, blob = original(self, now)
-        prompt = len(self.stream.spec.prompt)
-        return msgspec.structs.replace(submit, prompt_tokens=prompt), blob[: 4 * prompt]
+    def message(self: Submission, now: float) -> SendSubmit:
+        prompt = self.stream.work.prompt
+        submit = msgspec.structs.replace(original(self, now).submit, prompt_tokens=len(prompt) // 4)
+        return SendSubmit(submit, prompt)
 
-    m.setattr(Submission, "to_submit", to_submit)
+    m.setattr(Submission, "message", message)
 
 
 @bug

@@ -15,9 +15,9 @@ from gateway.streams.types import (
     SendCancel,
     SendNames,
     SendSubmit,
-    StreamSpec,
     Tick,
     TokensReceived,
+    Work,
     WorkerDown,
 )
 from gateway.streams.worker_links import WorkerLinks
@@ -25,7 +25,7 @@ from gateway.text.block_hashes import BlockNames
 from proto.codec import pack_tokens
 from proto.errors import RemoteProtocolError
 from proto.limits import PROTOCOL_VERSION
-from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, Rejected, Role, Tokens
+from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, Rejected, Role, Submit, Tokens
 from proto.progress import EndSession
 from tests.world.faults.plan import Asked
 from tests.world.faults.surroundings import FaultSurroundings
@@ -92,14 +92,20 @@ class SimulatedGateway(SimulatedProcess):
         names = BlockNames.of(packed, min(self.cluster.plan.block_size.values()), asked.tenant.partition("/")[0])
         self.log("client asks", asked.stream_id)
         self.cluster.oracles.opened(asked, self.name)
-        self.post(
-            Open(
-                StreamSpec(
-                    asked.stream_id, MODEL, asked.prompt, asked.sampling, asked.choices,
-                    lambda: _Sink(asked.stop_word), asked.tenant, names, asked.priority_class, session=asked.session,
-                )
-            )
-        )  # fmt: skip
+        submit = Submit(
+            asked.stream_id,
+            1,
+            MODEL,
+            len(asked.prompt),
+            asked.sampling,
+            asked.choices,
+            tenant=asked.tenant,
+            priority_class=asked.priority_class,
+            block_hashes=names.hashes,
+            hash_block_size=names.block_size,
+            session=asked.session,
+        )
+        self.post(Open(Work(submit, packed, lambda: _Sink(asked.stop_word), names)))
         if asked.leaves_after_s is not None:
             self.after(asked.leaves_after_s, self.leave, asked.stream_id)
         if asked.session:

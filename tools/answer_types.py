@@ -1,7 +1,5 @@
-"""The answers of the API, as types: they make the description at /openapi.json.
-
-Answers of generation requests are written without them (`gateway.openai.answers`), since validating each event of a stream
-would cost more than the rest of it; `tests/gateway/test_openapi.py` checks answers against these types.
+"""The answers of the API, as types: `tools.openapi` describes them. The gateway writes answers without them, because validating
+each event of a stream would cost more than the rest of it; `tests/gateway/test_answer_types.py` checks answers against them.
 """
 
 from typing import Any, Literal
@@ -271,3 +269,100 @@ class MessageEvent(BaseModel):
 
 class TokenCount(AnswerType):
     input_tokens: int
+
+
+# --- /tokenize, /detokenize, files and batches ---------------------------------------------------------------------------
+
+
+class TokenizeAnswer(AnswerType):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeAnswer(AnswerType):
+    prompt: str
+
+
+class TokenizerInfo(AnswerType):
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | dict[str, str] | None
+
+
+class FileObject(AnswerType):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"]
+
+
+class FileList(AnswerType):
+    object: Literal["list"]
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(AnswerType):
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+class BatchError(AnswerType):
+    code: str
+    line: int | None
+    message: str
+    param: str | None
+
+
+class BatchErrors(AnswerType):
+    object: Literal["list"]
+    data: list[BatchError]
+
+
+class RequestCounts(AnswerType):
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchObject(AnswerType):
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: BatchErrors | None = Field(description="Lines that are wrong, where the batch has failed.")
+    input_file_id: str
+    completion_window: str
+    status: Literal["validating", "failed", "in_progress", "completed", "expired", "cancelling", "cancelled"]
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    metadata: dict[str, str] | None
+
+
+class BatchList(AnswerType):
+    object: Literal["list"]
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -1,0 +1,106 @@
+"""The routes' common part: finds the gateway and the tenant of a request, and holds its resources until it is
+answered."""
+
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from gateway.backend import ClientLeft
+from gateway.http.body import Slots, owner_of
+from gateway.http.encoding import JsonResponse
+from gateway.http.errors import ApiError, bare_errors
+from gateway.http.json_text import parse_json
+from gateway.http.request_log import info_of
+from gateway.openai.context import Gateway
+from gateway.text.tokenizer import ModelTokenizer
+from runtime.tenancy.tenants import DEFAULT_TENANT
+
+
+class OfModel(Protocol):
+    """A request that may name a model."""
+
+    @property
+    def model(self) -> str | None: ...
+
+
+Q = TypeVar("Q", bound=OfModel)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request, and what its answer needs."""
+
+    request: Request
+    gateway: Gateway
+    tenant: str
+    """Empty if the route needs no key."""
+    owner: str
+    """The owner whose share of bounded resources the request uses: the tenant, or the client's address if there are no
+    keys."""
+    held: AsyncExitStack
+    """Contexts entered here are closed after the response was sent or sending failed."""
+
+    async def slots(self) -> Slots:
+        """A place among the requests that this gateway has open at once. Raises `ApiError` (429, 503)."""
+        return await self.held.enter_async_context(self.gateway.intake.place(self.owner))
+
+    async def tokenized(self, read: Callable[[Any], Q], work: Callable[[Q, ModelTokenizer], Any]) -> Response:
+        """Read the body, turn its JSON into a request with `read`, and answer with the result of `work`. `read` and `work` run
+        on a tokenizer thread. Raises `ApiError`."""
+        await self.slots()
+        try:
+            async with self.gateway.intake.body(self.request, self.owner) as body:
+                answered = partial(self._answered, read, work, body)
+                return await self.gateway.threads.run(self.owner, len(body), answered)
+        except ClientLeft:
+            raise ApiError(408, "The client left.", code="request_timeout") from None
+
+    @bare_errors
+    def _answered(self, read: Callable[[Any], Q], work: Callable[[Q, ModelTokenizer], Any], body: bytes) -> Response:
+        asked = read(parse_json(body))
+        return JsonResponse(work(asked, self.gateway.model(asked.model).tokenizer))
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An ASGI app that answers with `handler`, then releases what the call holds."""
+
+    handler: Callable[[Call], Awaitable[Response]]
+    needs_key: bool
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive, send)
+        gateway: Gateway = request.app.state.gateway
+        tenant = _tenant(request, gateway) if self.needs_key else ""
+        owner = owner_of(tenant if gateway.keys.needed else "", request.client.host if request.client else None)
+        async with AsyncExitStack() as held:
+            response = await self.handler(Call(request, gateway, tenant, owner, held))
+            await response(scope, receive, send)
+
+
+def _tenant(request: Request, gateway: Gateway) -> str:
+    """The tenant of a request, by its key; `default` where there are no keys. Raises `ApiError` (401)."""
+    tenant: str | None = DEFAULT_TENANT
+    if gateway.keys.needed:
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        has_bearer = bearer and scheme.lower() == "bearer"
+        key = (bearer if has_bearer else request.headers.get("x-api-key", "")).strip()
+        if not key:
+            message = "An API key is needed: send it as 'Authorization: Bearer KEY'."
+            raise ApiError(401, message, code="missing_api_key")
+        tenant = gateway.keys.tenant_of(key.encode("latin-1", "replace"))
+    if tenant is None:
+        raise ApiError(401, "The API key is not valid.", code="invalid_api_key")
+    info_of(request.scope).tenant = tenant
+    return tenant
+
+
+def route(method: str, path: str, handler: Callable[[Call], Awaitable[Response]], *, needs_key: bool = True) -> Route:
+    return Route(path, Endpoint(handler, needs_key), methods=[method], name=handler.__name__)

@@ -32,11 +32,9 @@ values.ValueClass = values.MutexValue
 Labels = tuple[str, ...]
 KindRead = Literal["counter", "gauge"]
 Kind = KindRead | Literal["histogram"]
-Values = Callable[[], Iterable[tuple[Labels, float]]]
-"""Label values and a number, for each series there is now."""
+Values = Callable[[], Iterable[tuple[Labels, float]]]  # label values and a number, for each series there is now
 
-SERIES_MAX: Final = 500
-"""Most series of a family that is read from state."""
+SERIES_MAX: Final = 500  # of a family that is read from state
 
 LATENCY_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 """Buckets for waits that end with a request."""
@@ -64,8 +62,7 @@ class _StateCollector(Collector):
 
     def __init__(self, family: Family, read: Values) -> None:
         self._family, self._read = family, read
-        self._before: dict[Labels, float] = {}
-        """The value of a counter when its source began anew."""
+        self._before: dict[Labels, float] = {}  # the value of a counter when its source began anew
 
     def describe(self) -> list[Metric]:
         """An empty family: the registry refuses a name that it has already."""
@@ -121,7 +118,6 @@ class MetricsRegistry(CollectorRegistry):
         self.families: list[Family] = []
         self._read_from: list[_StateCollector] = []
         self.before: list[Callable[[], None]] = []
-        """Called before each reading."""
         ProcessCollector(registry=self)
 
     def counter(self, name: str, help_: str, *labels: str) -> Counter:

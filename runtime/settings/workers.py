@@ -12,10 +12,8 @@ from runtime.settings.common import ClientSettings
 from runtime.settings.cores import parse_cores
 from runtime.settings.types import WEIGHTS_HELP, Cores, Device, Dtype, Panels, Weights
 
-GPU_MEMORY_SHARE: Final = 0.9
-"""The share of all workers on one GPU together, unless they are told their own."""
+GPU_MEMORY_SHARE: Final = 0.9  # of all workers on a GPU together, by default
 MIXED_NAME_CHARS: Final = MAX_ID_CHARS - len("-prefill")
-"""Most characters of a mixed worker's name."""
 
 
 def gpu_share_of(workers: int) -> float:

@@ -15,8 +15,7 @@ from runtime.settings import machine
 from runtime.worker.changeover import Changeover
 from runtime.worker.driver import WorkerDriver
 
-MakeDrivers = Callable[[Role, Sequence[WorkerDriver], Changeover], list[WorkerDriver]]
-"""The drivers of a role, given those of the role before."""
+MakeDrivers = Callable[[Role, Sequence[WorkerDriver], Changeover], list[WorkerDriver]]  # from those of the role before
 
 
 class RoleDrivers:
@@ -28,7 +27,6 @@ class RoleDrivers:
         self.changeover = Changeover(self._begin_to_prepare, self._drop)
         self.drivers = make(role, before, self.changeover)
         self.following: RoleDrivers | None = None
-        """Ready to register."""
         self._preparing: asyncio.Task[None] | None = None
 
     def _begin_to_prepare(self, role: Role) -> None:

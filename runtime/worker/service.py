@@ -15,21 +15,16 @@ from proto.fields import HandOverMs
 from proto.messages import Role
 
 GO_AFTER_S = 5.0
-FLIP_AFTER_S = 10.0
-"""Seconds; less than the coordinator waits, since the coordinator cannot see the worker's progress."""
+FLIP_AFTER_S = 10.0  # less than the coordinator waits, since it cannot see the worker's progress
 
 
 class Service:
     def __init__(self) -> None:
-        self.leaving = False
-        """This process is to end."""
-        self._hand_over_at: float | None = None
-        """The time of the hand-over while the worker is drained, for any reason; None if it has no such time."""
+        self.leaving = False  # this process is to end
+        self._hand_over_at: float | None = None  # None: not drained, or without a time
         self._dismissed = False
-        self.flips_to: Role | None = None
-        """The role to take, while it is drained for that."""
-        self.is_ready = False
-        """All that the new role needs is there."""
+        self.flips_to: Role | None = None  # the role to take, while it is drained for that
+        self.is_ready = False  # all that the new role needs is there
 
     def hand_over_ms(self, now: float) -> HandOverMs:
         """The time of a hand-over for the next `Hello`."""

@@ -15,8 +15,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-"""Bytes per element of every dtype a pool may have, by torch's name for it."""
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}  # by torch's name
 
 
 @dataclass(frozen=True, slots=True)

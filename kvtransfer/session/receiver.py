@@ -103,7 +103,6 @@ class ReceiverSession(TransferSession):
         self._next_block = 0
         self._digests: list[bytes | None] = []
         self._targets: dict[int, tuple[int, ...]] = {}
-        """Target blocks of the segments in flight."""
         self._commit: CommitArrived | None = None
         self._prompt: tuple[int, ...] = ()
         self._reason = ""

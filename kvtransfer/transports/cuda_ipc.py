@@ -82,8 +82,7 @@ class _Grants(WriteCredits):
     ) -> None:
         digester = DeviceDigester(local.rows, local.settings.digest_every)
         super().__init__(local, connection, digester, board, lifeline)
-        self._process = process
-        """A descriptor that becomes readable when the sender's process has ended; -1: there is none."""
+        self._process = process  # readable when the sender's process has ended; -1: there is none
 
     def settle(self, inbox: Inbox, answer: Answer) -> None:
         super().settle(inbox, answer)
@@ -162,8 +161,7 @@ class CudaIpc(Transport):
     devices = ("cuda",)
     skips_unwanted = True
     confidential = True
-    within_process = False
-    """CUDA cannot open a memory handle in the process that made it."""
+    within_process = False  # CUDA cannot open a memory handle in the process that made it
 
     def unusable(self, local: LocalEnd, same_host: bool) -> str:
         if not isinstance(local.memory, DeviceMemory):

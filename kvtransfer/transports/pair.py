@@ -28,8 +28,7 @@ from kvtransfer.transports.transport import (
     SegmentJob,
 )
 
-_ANSWERS_HELD_MAX = 128
-"""The most answers held back. Held answers still count towards MAX_QUEUED_SEGMENTS."""
+_ANSWERS_HELD_MAX = 128  # they still count towards MAX_QUEUED_SEGMENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +36,7 @@ class Listen:
     """How the receiver meets: by the first of these transports that can listen; `on_listening` is called on the loop."""
 
     transports: tuple[str, ...]
-    why: str
-    """The reason against better ones."""
+    why: str  # the reason against better ones
     on_listening: Callable[[Rendezvous], None]
 
 

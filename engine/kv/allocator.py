@@ -28,8 +28,7 @@ class BlockPool:
         self.total = total
         self.free = list(reversed(range(total)))
         self.prefixes = PrefixTree()
-        self.holders: dict[int, int] = {}
-        """How many allocators hold each held block."""
+        self.holders: dict[int, int] = {}  # allocators of each held block
         self.quarantined: set[int] = set()
 
     def take(self, count: int) -> list[int]:

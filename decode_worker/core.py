@@ -57,8 +57,7 @@ class DecodeCore(Generic[S]):
         links."""
         self.suffixes: Suffixes[S] = Suffixes(ports, table, vocab_size, self._close, self._join)
         self.lending: Lending[S] = Lending(ports, table, self._say)
-        self._with_slice = False
-        """The last step computed a part of a prompt."""
+        self._with_slice = False  # the last step computed a part of a prompt
         self._progress = ProgressReport(table)
         self._ports = ports
         self._vocab_size = vocab_size

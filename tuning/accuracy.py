@@ -24,8 +24,7 @@ from tuning.advise import QueueingModel, Slo, Traffic, Workers, interarrival_cv
 from tuning.profile import Profile
 
 WINDOW_S: Final = 30.0
-SETTLES_S: Final = 30.0
-"""Requests have this long to show how fast they are."""
+SETTLES_S: Final = 30.0  # that requests have to show how fast they are
 KEPT_S: Final = 3_600.0
 REQUESTS_MIN: Final = 8
 _MS_MIN: Final = 0.01
@@ -52,8 +51,7 @@ class Accuracy:
     def __init__(self, profile: Profile, slo: Slo) -> None:
         self._slo = slo
         self.predict_with(profile)
-        self._looks: deque[_Look] = deque()
-        """The observations of the last minute, all with the same workers."""
+        self._looks: deque[_Look] = deque()  # of the last minute, all with the same workers
         self._compared_at: float | None = None
         self._errors: deque[tuple[float, tuple[float | None, ...]]] = deque(maxlen=int(KEPT_S / WINDOW_S))
 

@@ -26,8 +26,7 @@ from runtime.settings.serve import ServeSettings
 
 STATUS_TIMEOUT_MS = 5_000
 SHARE_GOAL, GAP_GOAL = 0.02, 1.5
-WARMUP_PROMPTS = 1
-"""The pair of workers meets during the first prompt."""
+WARMUP_PROMPTS = 1  # the pair of workers meets during the first prompt
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,12 @@ NOTE = "cluster.json"
 class LocalCluster(msgspec.Struct, frozen=True):
     """One note."""
 
-    pid: int
-    """The process id of the `crossdock serve`, `up`, or benchmark that runs it."""
-    started: int
-    """When that process started, in clock ticks since boot."""
+    pid: int  # of the `crossdock serve`, `up` or benchmark that runs it
+    started: int  # clock ticks since boot
     model_id: str
     base_url: str
     coordinator: str
-    cluster: str = ""
-    """Only for `crossdock up`: the cluster's name, and which of its hosts this is."""
+    cluster: str = ""  # `crossdock up`: the cluster's name, and which of its hosts this is
     host: str = ""
 
 

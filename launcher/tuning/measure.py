@@ -22,8 +22,7 @@ from proto.messages import Role
 from runtime.process import clock
 from tuning.fit import HandOver, Outside, Samples, StepSample
 
-STREAM_STEPS = 40
-"""Steps for which all streams of a batch are to run together."""
+STREAM_STEPS = 40  # for which all streams of a batch are to run together
 LAG_MAX = 32
 PAUSE_S = 0.1
 """Seconds between prompts, on average. Prompts sent back to back would find all data in the caches, and those of real traffic
@@ -61,8 +60,7 @@ class MeasuredSession:
     probed: Probed
     prompts: Prompts
     tenant: LoadTenant
-    on_done: Callable[[int], None]
-    """Called with the number of requests that have just ended."""
+    on_done: Callable[[int], None]  # called with the number of requests that have just ended
     sent: int = 0
 
     async def play(self, plan: Sequence[tuple[int, int]]) -> list[RequestRecord]:
@@ -118,8 +116,7 @@ def requests_of(number: int, step_tokens: int, longest: int, sequences_max: int)
     return each + len(_WARM_UP) + 4 + 6 + 2 * sum(_CORE_SEQUENCES)
 
 
-_WARM_UP = (64, 256, *(16,) * 10)
-"""Prompt tokens of the warm-up: the first requests to a process take longer."""
+_WARM_UP = (64, 256, *(16,) * 10)  # prompt tokens: the first requests to a process take longer
 _CORE_SEQUENCES = (1, 4)
 
 

@@ -119,7 +119,7 @@ def grown(before: Rest, after: Rest) -> list[str]:
 
 @dataclass(frozen=True)
 class Receipt:
-    """The usage that a client got, for comparison with the journal."""
+    """The usage that a client got, for comparison with the ledger."""
 
     request_id: str
     prompt_tokens: int
@@ -149,7 +149,7 @@ class Receipt:
 
 
 @dataclass
-class Journal:
+class LedgerAudit:
     rows: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     tokens_got: int = 0
@@ -177,11 +177,11 @@ _Row = tuple[str, str | None, int, int, int]
 _ROWS = "SELECT request_id, outcome, prompt_tokens, cached_tokens, output_tokens FROM usage"
 
 
-def journal(path: Path, receipts: Iterable[Receipt]) -> Journal:
+def audit_ledger(path: Path, receipts: Iterable[Receipt]) -> LedgerAudit:
     """Compares each whole answer with its rows. A client that left, or whose gateway was killed, has a closed row."""
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=10)) as db:
         rows = db.execute(_ROWS).fetchall()
-    found = Journal(rows=len(rows))
+    found = LedgerAudit(rows=len(rows))
     by_request: dict[str, list[_Row]] = {}
     for row in rows:
         found.outcomes[row[1] or "open"] += 1
@@ -192,18 +192,18 @@ def journal(path: Path, receipts: Iterable[Receipt]) -> Journal:
     return found
 
 
-async def closed_journal(path: Path, receipts: list[Receipt]) -> Journal:
-    """Returns the journal when its rows are closed. A gateway's report stays in doubt for a moment, as a worker may know of
+async def closed_ledger(path: Path, receipts: list[Receipt]) -> LedgerAudit:
+    """Returns the audit when the rows are closed. A gateway's report stays in doubt for a moment, as a worker may know of
     more."""
     end = time.monotonic() + IN_DOUBT_S
     while True:
-        found = journal(path, receipts)
+        found = audit_ledger(path, receipts)
         if not found.outcomes["open"] or time.monotonic() > end:
             return found
         await asyncio.sleep(0.5)
 
 
-def _compare(receipt: Receipt, rows: list[_Row], found: Journal) -> None:
+def _compare(receipt: Receipt, rows: list[_Row], found: LedgerAudit) -> None:
     if not rows:
         found.wrong.append(f"{receipt.request_id} has no row in the ledger")
         return

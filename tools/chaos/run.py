@@ -429,16 +429,16 @@ class Run:
         found["rest"] = rest.as_dict()
         for said in grown:
             self._violated(said)
-        journal = await audit.closed_journal(self.cluster.usage_db, self.receipts)
-        found["journal"] = journal.as_dict()
-        for said in journal.wrong:
+        ledger = await audit.closed_ledger(self.cluster.usage_db, self.receipts)
+        found["ledger"] = ledger.as_dict()
+        for said in ledger.wrong:
             self._violated(said)
         # A gateway that lives can tell how its requests ended, even if other processes are lost.
         if not self._lost_together("coordinator", "gateway"):
-            if journal.unknown:
-                self._violated(f"{journal.unknown} rows of the ledger are open or written off")
-            if journal.fenced:
-                self._violated(f"{journal.fenced} whole answers are cancelled by the ledger")
+            if ledger.unknown:
+                self._violated(f"{ledger.unknown} rows of the ledger are open or written off")
+            if ledger.fenced:
+                self._violated(f"{ledger.fenced} whole answers are cancelled by the ledger")
 
 
 def _died_meanwhile(gateway: Member, seen: Seen) -> bool:

@@ -157,11 +157,9 @@ def test_configuration_reference_is_up_to_date() -> None:
 
 def test_options_in_prose_exist() -> None:
     """Every option named in the prose of the pages exists."""
-    known = {options.option_name(key, field) for _, cls in configuration_reference.commands()
-             for key, field in cls.model_fields.items()}  # fmt: skip
-    known |= {
+    known = {
         options.option_name(key, field)
-        for _, command in commands_in(benchmarks.TABLE)
+        for _, command in (*commands_in(crossdock.TABLE), *commands_in(benchmarks.TABLE))
         for key, field in command.settings_class().model_fields.items()  # type: ignore[union-attr]
     }
     known |= {"--config", "--help", "--install-completion", "--no-standby", "--aiperf", "--aiperf-tokenizer"}

@@ -114,9 +114,7 @@ def measured(status: TrafficStatus, recent: Sequence[int], slo: Slo) -> Figures:
     times = [(status.ttft_ms[at], status.tpot_ms[at]) for at in recent if status.ttft_ms[at] > 0]
     ttft, tpot = sorted(first for first, _ in times), sorted(later for _, later in times if later > 0)
     kept = [first <= slo.ttft_ms and later <= slo.tpot_ms for first, later in times]
-    return Figures(
-        _rank(ttft, 0.5), _rank(ttft, 0.9), _rank(tpot, 0.9), sum(kept) / len(kept) if kept else None
-    )  # fmt: skip
+    return Figures(_rank(ttft, 0.5), _rank(ttft, 0.9), _rank(tpot, 0.9), sum(kept) / len(kept) if kept else None)
 
 
 def _traffic(status: TrafficStatus, recent: Sequence[int], waiting_tokens: int) -> Traffic:

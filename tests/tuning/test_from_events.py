@@ -166,8 +166,10 @@ def test_shared_cores_leave_role_unchanged() -> None:
 def test_json_is_the_profile(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The --json output is the corrected profile."""
     settings = CalibrateSettings(
-        from_events=[str(folder / "events.log")], profile=str(folder / "profile.json"), out=str(folder / "j.json"),
+        from_events=[str(folder / "events.log")],
+        profile=str(folder / "profile.json"),
+        out=str(folder / "j.json"),
         as_json=True,
-    )  # fmt: skip
+    )
     calibrate.run(settings)
     assert json.loads(capsys.readouterr().out)["about"]["corrected"]["how"]

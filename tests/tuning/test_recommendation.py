@@ -96,8 +96,10 @@ def test_search_results_are_consistent(profile: Profile, sent: list[Sent], worke
         assert bool(one.binds) == (one.attainment < found.goals.percentile)
         if one.binds in RESOURCES:
             relieved, changed = RESOURCES[one.binds](profile, options)
-            kept = [Simulator(p, one.candidate.workers, part, o).run().attainment(found.goals)
-                    for p, o in ((profile, options), (relieved, changed))]  # fmt: skip
+            kept = [
+                Simulator(p, one.candidate.workers, part, o).run().attainment(found.goals)
+                for p, o in ((profile, options), (relieved, changed))
+            ]
             assert kept[1] - kept[0] == pytest.approx(one.limit_gain) and one.limit_gain > 0
 
 

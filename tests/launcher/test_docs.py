@@ -187,8 +187,7 @@ def test_options_in_prose_exist() -> None:
 
 MESSAGES_OF_ROLES = ("coordinator", "gateway", "prefill_worker", "decode_worker", "engine", "kvtransfer", "runtime")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
-ABOUT_FLIP = {"--force", "--undo"}
-"""Options of `crossdock flip` in answers that the coordinator gives to it."""
+ABOUT_FLIP = {"--force", "--undo"}  # options of `crossdock flip` in answers that the coordinator gives to it
 
 
 def _named_in_messages(path: Path) -> set[str]:

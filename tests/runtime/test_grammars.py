@@ -10,8 +10,7 @@ from gateway.structured.lark import Grammar
 from runtime.grammar.compiler import Compiler, GrammarError, Matcher, make_tokenizer
 from tests import tiny_models
 
-HOSTILE_S = 1.0
-"""Far above what the slowest step takes here, far below what a matcher without limits takes."""
+HOSTILE_S = 1.0  # far above what the slowest step takes here, far below what a matcher without limits takes
 TOKENIZER = tiny_models.tokenizer()
 
 

@@ -19,8 +19,7 @@ from tuning.simulator.job import Sent
 from tuning.simulator.options import RunOptions
 from tuning.traffic import excerpt
 
-CPU = GPU.scaled(6.0, 3.0).replaced(prefill_cores=1, decode_cores=1)
-"""Two cores for all workers."""
+CPU = GPU.scaled(6.0, 3.0).replaced(prefill_cores=1, decode_cores=1)  # two cores for all workers
 
 
 def traffic(per_s: float, prompt: float, output: float, count: int = 600, seed: int = 1) -> list[Sent]:

@@ -41,10 +41,8 @@ class Rest:
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
     rss_bytes: dict[str, int] = field(default_factory=dict)
     shm_files: list[str] = field(default_factory=list)
-    groups: Counter[str] = field(default_factory=Counter)
-    """The number of each worker's pairs by tcp."""
-    fetch_peers: int = 0
-    """How many workers each worker may have fetched from, or been fetched from by, since."""
+    groups: Counter[str] = field(default_factory=Counter)  # the number of each worker's pairs by tcp
+    fetch_peers: int = 0  # how many workers each worker may have fetched from, or been fetched from by, since
 
     def as_dict(self) -> dict[str, Any]:
         return {**vars(self), "groups": dict(self.groups)}
@@ -122,15 +120,12 @@ class Receipt:
     """The usage that a client got, for comparison with the ledger."""
 
     request_id: str
-    prompt_tokens: int
-    """0: not known, because the chat's answer did not say it."""
+    prompt_tokens: int  # 0: not known, because the chat's answer did not say it
     tokens: int
     choices: int
     whole: bool
-    stops: bool
-    """The request has stop strings: its worker emits a few more tokens before it hears of the end."""
-    uncertain: bool
-    """The request was refused or failed, so it may have no row."""
+    stops: bool  # the request has stop strings: its worker emits a few more tokens before it hears of the end
+    uncertain: bool  # the request was refused or failed, so it may have no row
 
     @staticmethod
     def of(order: Order, seen: Seen) -> "Receipt":
@@ -154,8 +149,7 @@ class LedgerAudit:
     outcomes: Counter[str] = field(default_factory=Counter)
     tokens_got: int = 0
     tokens_charged: int = 0
-    drift_single: int = 0
-    """Output tokens that the ledger charges beyond those of whole answers with one choice."""
+    drift_single: int = 0  # output tokens that the ledger charges beyond those of whole answers with one choice
     drift_several: int = 0
     drift_lost: int = 0
     """The same, for rows written off at their estimate, or open until they are. The coordinator and the gateway, which knew

@@ -37,12 +37,8 @@ class Runner(Protocol):
     those of the common shape."""
 
     backend: str
-    numerics: str
-    """A string of the conditions that determine the last bits of its results. It is equal for two workers that compute the
-    same bits."""
-    is_batch_invariant: bool
-    """True if a token's bits depend neither on the number of tokens computed with it nor on how its prompt is cut into
-    chunks."""
+    numerics: str  # conditions of its results' last bits; equal for workers that compute the same bits
+    is_batch_invariant: bool  # a token's bits depend neither on its neighbours nor on the cut of its prompt
 
     def forward(self, chunks: Sequence[SeqChunk]) -> torch.Tensor: ...
 

@@ -33,7 +33,6 @@ ALL_MESSAGES: tuple[type[Message], ...] = tuple(
 )
 
 DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, OverflowError)
-"""Errors that msgspec may raise for bytes from an untrusted peer."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Union[ALL_MESSAGES])

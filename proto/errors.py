@@ -57,8 +57,7 @@ class Reject(_Growing):
     RETRY_BUDGET = "retry_budget"  # too many interrupted requests come back at once; one a little later may be accepted
     STORAGE = "storage"  # the usage ledger cannot be written at the moment
     SHUTTING_DOWN = "shutting_down"
-    LOSES_WORKERS = "loses_workers"
-    """Several workers were lost, one after the other, while they ran a step with this request. It would end more workers."""
+    LOSES_WORKERS = "loses_workers"  # several workers were lost in turn while they ran it: it would end more
 
 
 class Interrupt(_Growing):
@@ -70,9 +69,7 @@ class Interrupt(_Growing):
     GATEWAY_LINK_LOST = "gateway_link_lost"
     ENGINE_ERROR = "engine_error"
     GRAMMAR = "grammar"  # The answer cannot go on in its grammar, in any attempt: the gateway fails the stream.
-    PREEMPTED = "preempted"
-    """It had to make room on its decode worker, either for a tenant with less than its share or because the worker was
-    overcommitted."""
+    PREEMPTED = "preempted"  # made room in decode, for a tenant with less than its share or because blocks ran short
     DRAINED = "drained"  # The worker is about to end, on purpose. The request goes on at once, and loses no attempt.
 
 
@@ -98,8 +95,7 @@ class CancelReason(_Growing):
     GATEWAY_LOST = "gateway_lost"
     DEADLINE = "deadline"
     ABANDONED = "abandoned"  # the gateway gave the attempt up, for instance because its stream failed
-    ANSWERED = "answered"
-    """The gateway has the whole answer. Sent only to a coordinator that may not have received the worker's report."""
+    ANSWERED = "answered"  # the gateway has the whole answer; for coordinators that missed the worker's report
 
 
 UNKNOWN_AS: Final[dict[type[_Growing], _Growing]] = {

@@ -12,8 +12,7 @@ from proto.fields import Attempt, BlockSize, ChoiceIndex, Count, Incarnation, Re
 from proto.sampling import TokenId, TokenLogprobs
 
 STEP_TOKENS: Final = 256  # of a prefill step on a CPU
-STALL_SHARE: Final = 0.5
-"""The fraction by which a slice of a prompt may lengthen a decode worker's step, if no target sets another limit."""
+STALL_SHARE: Final = 0.5  # of a decode step, by which a slice of a prompt may lengthen it, without a target
 
 
 class Role(StrEnum):

@@ -190,7 +190,6 @@ class StatusReport(Message, frozen=True):
     circuit_open: tuple[Text, ...] = ()  # pairs of workers that get no requests for a while, in words
     tenants: tuple[TenantStatus, ...] = ()  # with the largest shares, largest first
     metrics: dict[Text, Text] = {}  # noqa: RUF012 (msgspec copies it)
-    """Name of a process → HOST:PORT of its metrics."""
     recent: dict[Text, float] = {}  # noqa: RUF012
     """Times of the last requests, in ms, and how many they are."""
     hung: tuple[Process, ...] = ()  # the last workers that were given up because of a hung step, latest last

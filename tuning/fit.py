@@ -18,9 +18,7 @@ from tuning.profile import ControlCost, Curve, DecodeCost, HostCost, PrefillCost
 SIGMA_MIN, SIGMA_MAX = 0.01, 0.25
 GAP_POINTS = 100
 GROUP_MAX = 150  # samples of one size that make a slope
-APART_MIN = 0.25
-"""Two samples must differ by this part of the larger number of reads. Between samples that read nearly the same, the slope is
-noise."""
+APART_MIN = 0.25  # of the larger number of reads, between two samples: with less, the slope is noise
 
 
 class FitError(CrossdockError):

@@ -82,7 +82,6 @@ RESOURCES: Final[Mapping[str, Relief]] = {
     "shared cores": _cores,
 }
 TARGETS: Final[Mapping[str, tuple[float, float]]] = {"TTFT target": (2.0, 1.0), "TPOT target": (1.0, 2.0)}
-"""Factors on the limits of the first token and of later ones."""
 
 
 def limit_of(profile: Profile, workers: Workers, sent: Sequence[Sent], goals: Goals, options: RunOptions) -> Limit:

@@ -62,8 +62,7 @@ class KvSettings:
     idle_timeout_ms: int = 300_000
     """An accepted session without progress for this long has failed. Prefill computation does not count as progress, so this
     is a last resort: normally the coordinator ends the session first."""
-    ack_timeout_ms: int = 15_000
-    """A commit without an answer after this time has failed for the sender, although the receiver may have the KV."""
+    ack_timeout_ms: int = 15_000  # a commit without an answer by then has failed; the receiver may have the KV
     sessions_max: int = 4_096  # live, per driver; more offers are declined
     pairs_max: int = 256  # per driver, dying ones included; each is a thread; more are refused
     remembered_max: int = 4_096  # ended sessions kept to answer late frames

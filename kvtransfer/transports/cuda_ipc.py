@@ -45,9 +45,7 @@ _HELLO = struct.Struct(f"<8sQQQQQ16s{HANDLE_BYTES}s")
 """Magic, bytes of the pool's memory, blocks in it, sub-blocks in a block, bytes of a sub-block, one segment in how many is
 digested, the GPU's id, the handle of the memory."""
 _MAGIC = b"cdkvipc1"
-DEATH_WAIT_MS: Final = 10_000
-"""If the process still lives this long after its connection ended, it closed the connection in an orderly way, after its last
-write."""
+DEATH_WAIT_MS: Final = 10_000  # still alive then, the process has closed its connection in order, after its last write
 
 
 class _Writes(RemoteWriter):

@@ -180,8 +180,7 @@ class NcclReceives(_NcclChannel):
         self, local: LocalEnd, line: Line, communicator: Communicator, thread: DeviceThread, digest_every: int
     ) -> None:
         super().__init__(local, line, communicator, thread, digest_every)
-        self._offers: deque[int] = deque()
-        """Sequences offered and not answered. The announcement may come later than the offer, which takes another way."""
+        self._offers: deque[int] = deque()  # not answered; the announcement takes another way, and may come later
         self._posted = False
 
     def _move(self, answer: Answer) -> bool:

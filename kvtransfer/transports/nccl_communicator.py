@@ -29,8 +29,7 @@ ENTERED: Final = 2  # word of the line: the receiver's device sets the communica
 ABORT_S: Final = 2.0
 WARM_UP_WORDS: Final = 1 << 17  # 1 MiB: a communicator's first message connects all of its channels, of whatever length
 _CTAS_MAX: Final = 8  # that a transfer may take from running decodes
-_LATE_S: Final = 0.5
-"""NCCL calls an operation ended, and the stream behind it does not move for so long: it ended with an error."""
+_LATE_S: Final = 0.5  # NCCL says an operation ended, but its stream stands still: it ended with an error
 
 
 class Communicator(Protocol):

@@ -20,8 +20,7 @@ from kvtransfer.transports.transport import PairBroken
 _WORD = struct.Struct("<II")
 _SECRET_BYTES = 32
 _GREETING_S = 1.0  # a connection that does not say the secret in this time is not the one
-_GREETING_MAX = 16
-"""Connections heard at once. For one more, the one that came first is closed: the sender speaks as soon as it is there."""
+_GREETING_MAX = 16  # heard at once; one more closes the first: a sender speaks as soon as it is there
 
 
 class Line:

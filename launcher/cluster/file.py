@@ -114,7 +114,6 @@ class Host(_Table):
     address: Annotated[str, Field(min_length=1, max_length=253), AfterValidator(_check_address)]
     bind: Annotated[str, AfterValidator(_check_ip)] = ""  # to listen on, if others connect to a different one
     interface: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@-]*\z", max_length=64)] = ""
-    """The network interface for KV, as in --kv-interface."""
     ssh: Annotated[str, Field(pattern=r"^([^\s-]\S*)?\z", max_length=253)] = ""
     """Where `crossdock cluster launch` connects to, like user@host; empty: the address."""
     netns: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]*\z", max_length=64)] = ""

@@ -24,9 +24,7 @@ from tuning.fit import HandOver, Outside, Samples, StepSample
 
 STREAM_STEPS = 40  # for which all streams of a batch are to run together
 LAG_MAX = 32
-PAUSE_S = 0.1
-"""Seconds between prompts, on average. Prompts sent back to back would find all data in the caches, and those of real traffic
-do not."""
+PAUSE_S = 0.1  # between prompts, on average: back to back, they would find all data in the caches
 CORE_MS, CORE_STEPS = 400.0, (40, 400)
 """How long streams run, and at least and at most how many steps, to measure the time that tokens take on the control
 processes' cores."""
@@ -47,9 +45,7 @@ class Measured:
     prompts: list[tuple[int, RequestRecord]] = field(default_factory=list)
     batches: list[tuple[int, MeasuredBatch, list[RequestRecord]]] = field(default_factory=list)
     beside: list[tuple[int, MeasuredBatch, list[RequestRecord], list[RequestRecord]]] = field(default_factory=list)
-    """Streams, and prompts that were computed meanwhile."""
     core: list[tuple[int, float]] = field(default_factory=list)
-    """Sequences of a batch, and core time of the control processes for each of its steps, in ms."""
 
 
 @dataclass

@@ -37,9 +37,7 @@ Values = Callable[[], Iterable[tuple[Labels, float]]]  # label values and a numb
 SERIES_MAX: Final = 500  # of a family that is read from state
 
 LATENCY_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
-"""Buckets for waits that end with a request."""
 STEP_S: Final = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Buckets for a token's or a step's time."""
 COUNTS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0)
 
 

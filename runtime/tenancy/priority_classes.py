@@ -16,8 +16,7 @@ class PriorityClass:
     ttft_s: float = 2.0  # from arrival to a request's due time, if it has no deadline
     ttft_s_per_chunk: float = 2.0  # added for each chunk: an old long prompt is not due before every new short one
     queue_wait_s: float | None = None  # unplaced for so long, a request is rejected; None: --queue-wait-s-max applies
-    ttft_ms: float | None = None
-    """For the first token; a request expected to miss it is rejected, if it has no deadline."""
+    ttft_ms: float | None = None  # for the first token; a request without a deadline that would miss it is rejected
     tpot_ms: float | None = None  # Mean per later token. It bounds the batch of a decode worker with such a request.
     percentile: float = 0.9  # of finished requests that should keep both targets; for status and metrics
 

@@ -20,7 +20,7 @@ Draw = tuple[int, TokenLogprobs | None] | None  # None: the model's logits were 
 
 @dataclass(eq=False)
 class DecodeRequest(Generic[S]):
-    """One choice of one attempt."""
+    """One choice of one attempt in the batch."""
 
     key: Key
     choice: int

@@ -99,7 +99,7 @@ class Suffixes(Generic[S]):
         self._steps.append(step)
 
     def grammar_ready(self, attempt: Attempt[S], fault: str = "") -> None:
-        """It is compiled, or cannot be."""
+        """Continues with the compiled grammar, or fails the attempt with `fault`."""
         if attempt.suffix is None or attempt.final_report is not None:
             return
         if fault:

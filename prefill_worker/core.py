@@ -87,7 +87,7 @@ class PrefillCore:
         return self.tier
 
     def tier_counts(self) -> tuple[int, int, int]:
-        """As `KvTier.counts`."""
+        """See `KvTier.counts`."""
         return self.tier.counts() if self.tier is not None else (0, 0, 0)
 
     def take_changes(self, most: int) -> tuple[bytes, bytes]:
@@ -235,7 +235,7 @@ class PrefillCore:
             self._ports.registration.send(StepDone(step.step_id, done, step_ms, self._tokens_forwarded()))
 
     def grammar_ready(self, prompt: PrefillRequest, constraint: Any, fault: str = "") -> None:
-        """It is compiled, or cannot be. The first token is drawn now if the prompt has been computed meanwhile."""
+        """Takes the compiled grammar, or `fault`. Draws the first token if the prompt has been computed meanwhile."""
         if prompt.final_report is not None:
             return
         if fault:

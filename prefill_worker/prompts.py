@@ -136,7 +136,7 @@ class PromptTable:
         self._make_known(prompt)
 
     def fetched(self, prompt: PrefillRequest, blocks: int) -> None:
-        """As `found_later`, of blocks that came from a decode worker."""
+        """Counts blocks that came from a decode worker, here and as `found_later`."""
         prompt.fetched_tokens = blocks * self.block_size
         self.fetched_tokens += prompt.fetched_tokens
         self.found_later(prompt, blocks)

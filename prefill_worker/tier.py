@@ -153,7 +153,7 @@ class KvTier:
     # --- what the coordinator is told -----------------------------------------------------------------------------------
 
     def take_changes(self, most: int) -> tuple[bytes, bytes]:
-        """As `BlockAllocator.take_changes`, for both tiers."""
+        """See `BlockAllocator.take_changes`; for both tiers."""
         allocator = self._table.allocator
         inserted, evicted = allocator.take_changes(most)
         left = most - (len(inserted) + len(evicted)) // HASH_BYTES
@@ -164,7 +164,7 @@ class KvTier:
         return inserted + b"".join(new), b"".join(gone)
 
     def report_all(self) -> None:
-        """As `BlockAllocator.report_all`."""
+        """See `BlockAllocator.report_all`."""
         self._table.allocator.report_all()
         self._changes.begin(self._slots)
 

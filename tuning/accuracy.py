@@ -33,7 +33,7 @@ _HALVINGS: Final = 32
 
 
 class Figures(NamedTuple):
-    """None: nothing was measured."""
+    """Measured or predicted figures; None: not measured."""
 
     ttft_p50_ms: float | None
     ttft_p90_ms: float | None

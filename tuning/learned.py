@@ -137,7 +137,7 @@ def _applied(profile: Profile, corrections: Mapping[Role, Correction]) -> Learne
 
 
 def _corrected(profile: Profile, role: Role, samples: Sequence[StepTime]) -> Correction | None:
-    """None: there are too few."""
+    """The correction of one role; None: there are too few samples."""
     cost, per_read = (
         (profile.prefill, profile.prefill.context_ms)
         if role is Role.PREFILL

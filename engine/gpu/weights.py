@@ -93,7 +93,7 @@ def _joined(layers: Sequence[nn.Linear]) -> Product:
 
 
 def _rotary_tables(rotary: nn.Module, context_tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the model's own module computes them, in float32."""
+    """Cosines and sines as the model's own module computes them, in float32."""
     like = torch.zeros(1, 1, 1, device=device)
     found = []
     for start in range(0, context_tokens, _POSITIONS):

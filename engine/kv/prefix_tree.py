@@ -150,7 +150,7 @@ class PrefixTree:
         return freed
 
     def forget(self, blocks: Sequence[int]) -> list[int]:
-        """These blocks' contents are not to be used again; returns those that are free now."""
+        """Drops these blocks' contents for good; returns the blocks that are free now."""
         freed: list[int] = []
         for block in blocks:
             self._copies.pop(block, None)

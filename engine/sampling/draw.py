@@ -88,6 +88,6 @@ def _descending(weights: Weights) -> Weights:
 
 
 def _running_sums(weights: Weights) -> Weights:
-    """As np.cumsum, to the bit, in a sixth of its time."""
+    """Equals np.cumsum to the bit, in a sixth of its time."""
     sums: Weights = torch.from_numpy(weights).cumsum(0).numpy()
     return sums

@@ -51,7 +51,7 @@ class KvLayout:
         return elements * DTYPE_BYTES[self.dtype]
 
     def in_blocks_of(self, block_size: int) -> "KvLayout":
-        """The same KV in blocks of another size."""
+        """The layout of the same KV in blocks of another size."""
         return dataclasses.replace(self, block_size=block_size)
 
     def segment_blocks(self, segment_bytes: int) -> int:

@@ -110,7 +110,7 @@ class ReceiverSession(TransferSession):
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """Its target blocks; empty before the offer is accepted."""
+        """The session's target blocks; empty before the offer is accepted."""
         return self._block_ids
 
     def forget_payload(self) -> None:

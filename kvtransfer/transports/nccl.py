@@ -100,7 +100,7 @@ class _NcclChannel(Channel):
                 moved_at = time.monotonic()
 
     def _move(self, answer: Answer) -> bool:
-        """One step on, if one can be made now."""
+        """Makes one step if one can be made now."""
         raise NotImplementedError
 
     def _ask(self, tensor: torch.Tensor, sending: bool) -> TransferHandle:

@@ -114,7 +114,7 @@ class Pair:
             self._inbox.put(job)
 
     def cancel(self, owner: object) -> None:
-        """One session's segments are not wanted any more: receive and discard. Each is still answered."""
+        """Receives and discards the rest of one session's segments. Each is still answered."""
         for job in self._unanswered.values():
             if job.owner is owner:
                 job.block_ids = None

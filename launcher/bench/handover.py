@@ -31,7 +31,7 @@ WARMUP_PROMPTS = 1  # the pair of workers meets during the first prompt
 
 @dataclass(frozen=True)
 class Handover:
-    """One prompt's way, at the client, and what its transfer did not hide."""
+    """The way of one prompt, at the client, and what its transfer did not hide."""
 
     stream: ClientStream
     exposed_s: float

@@ -230,7 +230,7 @@ def _absolute(content: dict[str, Any], folder: PurePath) -> dict[str, Any]:
 
 
 def _explain(loc: tuple[int | str, ...], details: Any) -> str:
-    """One line for one of pydantic's errors: `[hosts.alpha] gpus: …`."""
+    """Puts one of pydantic's errors into a line: `[hosts.alpha] gpus: …`."""
     path = [str(part) for part in loc if part != "[key]"]
     message = details["msg"].removeprefix("Value error, ")
     value = details["input"]

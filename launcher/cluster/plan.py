@@ -63,7 +63,7 @@ class PlannedProcess:
         return MODULES[self.role]
 
     def arguments(self) -> list[str]:
-        """Its flags, those with secrets left out."""
+        """The process's flags, without secrets."""
         return to_arguments(self.settings, fixed={"role", *SECRETS})
 
     def secrets(self) -> dict[str, str]:

@@ -59,7 +59,7 @@ def values(records: Iterable[RequestRecord], metric: str) -> list[float]:
 
 
 def tails(found: Sequence[float]) -> dict[str, float] | None:
-    """None where nothing was measured."""
+    """Count, mean and percentiles; None where nothing was measured."""
     if not found:
         return None
     return {

@@ -19,7 +19,7 @@ NOTE = "cluster.json"
 
 
 class LocalCluster(msgspec.Struct, frozen=True):
-    """One note."""
+    """The note of one cluster that runs on this machine."""
 
     pid: int  # of the `crossdock serve`, `up` or benchmark that runs it
     started: int  # clock ticks since boot
@@ -31,7 +31,7 @@ class LocalCluster(msgspec.Struct, frozen=True):
 
 
 def runs_folder() -> Path:
-    """One folder for each run, with its logs and its note."""
+    """The folder that has a folder with logs and a note for each run."""
     return Path(platformdirs.user_state_dir("crossdock")) / "runs"
 
 

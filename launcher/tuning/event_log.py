@@ -103,7 +103,7 @@ class Logged:
         self.most_workers[hello.role][hello.host] = max(self.most_workers[hello.role][hello.host], present)
 
     def after(self, core: Core, event: Event, now: float, actions: list[Action]) -> None:
-        """Its actions do not matter here."""
+        """Ignores the core's actions."""
 
 
 def read(path: Path, option: str, console: Console | None = None) -> Logged:

@@ -124,7 +124,7 @@ async def measure(
     sequences_max: int,
     core_ms: Callable[[], float | None],
 ) -> Measured:
-    """One round. `core_ms`: core time of the control processes so far, if that is known."""
+    """Measures one round. `core_ms`: core time of the control processes so far, if that is known."""
     longest, sequences_max = sizes_of(number, step_tokens, longest, sequences_max)
     found, pauses = Measured(), random.Random(f"{number} pauses")
     lag = 0

@@ -87,7 +87,7 @@ class LinkClient:
             await asyncio.sleep(pause_ms / 1000 * random.uniform(0.5, 1.0))
 
     async def _one_link(self) -> bool:
-        """One socket from connect to close; True if it had been welcomed."""
+        """Runs one socket from connect to close; True if it was welcomed."""
         self._gone.clear()
         self._why_gone = ""
         try:

@@ -51,7 +51,7 @@ class Connections:
         self.open.pop(descriptor, None)
 
     def left(self, descriptor: int) -> None:
-        """Its link has ended; the connection may go on."""
+        """Notes that the connection's link has ended; the connection may go on."""
         if (connection := self.open.get(descriptor)) is not None:
             connection.since = clock.now()
 

@@ -93,7 +93,7 @@ def is_orderly(reason: str) -> bool:
 
 
 def read_checked(frames: list[bytes], version: int) -> tuple[Message | None, bytes]:
-    """As `proto.versions.read`. Raises `RemoteProtocolError`, and `CheckFailed` for a bug."""
+    """Reads a message as `proto.versions.read` does. Raises `RemoteProtocolError`, and `CheckFailed` for a bug."""
     try:
         return read(frames, version)
     except RemoteProtocolError:

@@ -51,7 +51,7 @@ class Family(NamedTuple):
 
     @property
     def exported(self) -> str:
-        """As in a query, but for the suffixes of a histogram's series."""
+        """The name as in a query, but for the suffixes of a histogram's series."""
         return self.name + ("_total" if self.kind == "counter" else "")
 
 

@@ -23,7 +23,7 @@ TURN_FRAMES = 256  # of one message, read before the rest of the process gets it
 
 
 class LoopSocket(zmq.Socket[bytes]):
-    """One reader. Made and used on the event loop's thread."""
+    """A socket with one reader, made and used on the event loop's thread."""
 
     frames_max: int = MAX_FRAMES + 2
     """The most frames of a message that are kept, with a routing id. If a message has more, this number is too large for the

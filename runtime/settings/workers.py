@@ -178,7 +178,7 @@ class WorkerSettings(ClientSettings):
         return int(self.kv_tier_gib * (1 << 30)) // block_bytes if has_tier else 0
 
     def kv_bytes_on(self, device: str) -> int | None:
-        """None: as much as `gpu_memory_share` leaves."""
+        """Bytes of the KV pool on this device; None: as much as `gpu_memory_share` leaves."""
         return self.kv_bytes if device == "cpu" or "kv_gib" in self.model_fields_set else None
 
     def step_tokens_on(self, on_gpu: bool) -> int:

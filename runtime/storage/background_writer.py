@@ -53,7 +53,7 @@ class BackgroundWriter(Generic[T]):
             return self._changed.wait_for(lambda: not (self._waiting or self._busy), FLUSH_S)
 
     def close(self) -> bool:
-        """As `flush`; afterwards nothing must be put."""
+        """Flushes as `flush` does; afterwards nothing must be put."""
         done = self.flush()
         with self._changed:
             self._closed = True

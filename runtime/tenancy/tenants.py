@@ -55,7 +55,7 @@ class TenantsError(CrossdockError):
 
 @dataclass(frozen=True)
 class QuotaLimits:
-    """None is no limit. Tokens are prompt and output together."""
+    """Limits of a tenant; None is no limit. Tokens are prompt and output together."""
 
     requests_per_min: int | None = None
     tokens_per_min: int | None = None

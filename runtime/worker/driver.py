@@ -198,7 +198,7 @@ class WorkerDriver:
         return step, asyncio.get_running_loop().run_in_executor(self._thread, self._compute, step)
 
     def _compute(self, step: ComputeStep[ResultT]) -> ResultT:
-        """This runs on the compute thread."""
+        """Runs on the compute thread."""
         self._watch.begin(step.tokens, clock.now())
         try:
             return step.compute()

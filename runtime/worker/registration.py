@@ -54,7 +54,7 @@ class Registered(Protocol):
         """The coordinator orders a role change, so prepare it and call `ready_to_flip`. None: the order is withdrawn."""
 
     def may_flip(self) -> None:
-        """It `could_flip` now."""
+        """Called when the role could change."""
 
 
 class Registration:

@@ -53,7 +53,7 @@ class RoleDrivers:
 
 
 async def _discard(drivers: Sequence[WorkerDriver]) -> None:
-    """They have never registered."""
+    """Ends drivers that have never registered."""
     for driver in drivers:
         with contextlib.suppress(TimeoutError):
             await driver.role.close_transfers()
@@ -61,7 +61,7 @@ async def _discard(drivers: Sequence[WorkerDriver]) -> None:
 
 
 async def run_roles(lineup: RoleDrivers, stop: Stop, logger: Log) -> int:
-    """One role after the other; returns the exit code."""
+    """Runs one role after the other; returns the exit code."""
     following: RoleDrivers | None = lineup
     while following is not None:
         lineup = following

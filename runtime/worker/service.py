@@ -31,7 +31,7 @@ class Service:
         return None if self._hand_over_at is None else max(0.0, 1000 * (self._hand_over_at - now))
 
     def leave(self, grace_s: float, now: float) -> Draining:
-        """This process is to end; to be said to the coordinator."""
+        """Marks the process as about to end; returns the message to the coordinator."""
         self.leaving = True
         self.flips_to = None
         self._hand_over_at = now + grace_s
@@ -57,7 +57,7 @@ class Service:
         self.keep_role()
 
     def keep_role(self) -> None:
-        """It does not change its role after all, and takes work again."""
+        """Keeps the present role after all, and takes work again."""
         if self.flips_to is not None:
             self.flips_to, self._hand_over_at = None, None
 

@@ -47,7 +47,7 @@ class StepWatch:
         self._tokens = tokens
 
     def end(self, now: float) -> None:
-        """It has ended, well or not."""
+        """Notes that the step has ended, well or not."""
         self._longest_s = max(self._longest_s, now - self._began_at)
         self._most_tokens, self._tokens = max(self._most_tokens, self._tokens), 0
 

@@ -36,7 +36,7 @@ class TimingsError(CrossdockError):
 
 
 class RequestTiming(NamedTuple):
-    """One request that ended."""
+    """A request that ended, as its server timed it."""
 
     at_s: float
     prompt_tokens: int

@@ -109,13 +109,13 @@ class SimulatedBatch:
 
     @property
     def idle_tokens(self) -> int:
-        """That nothing running holds."""
+        """Tokens of the KV pool that are not taken."""
         return (self.room.kv_blocks - self.room.taken) * self.room.block_size
 
     # --- sequences ------------------------------------------------------------------------------------------------------
 
     def join(self, job: SimulatedRequest, now: float) -> None:
-        """Its KV is here."""
+        """Adds a request whose KV is here."""
         self.sync(now)
         self.room.joined(job.number, self.steps)
         self.sequences += 1

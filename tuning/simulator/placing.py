@@ -108,7 +108,7 @@ class Placing(ABC):
             del self.classes[key]
 
     def schedule(self) -> None:
-        """As `scheduler.placement.schedule`: workers with a free step are asked, the one with the least to do first."""
+        """Asks workers with a free step, the least busy first, as `scheduler.placement.schedule` does."""
         self.news = False
         asked: set[int] = set()
         while True:

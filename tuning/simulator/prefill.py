@@ -22,7 +22,7 @@ class SimulatedStep(NamedTuple):
 
 
 class SimulatedPrefillWorker:
-    """As the coordinator counts it."""
+    """A prefill worker as the coordinator counts it."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class StepRoom(Protocol):
 def compose(
     worker: SimulatedPrefillWorker, order: FairOrder, cluster: StepRoom, cost: PrefillCost
 ) -> SimulatedStep | None:
-    """As `scheduler.placement.steps.compose`; None if there is nothing that the worker can do."""
+    """The next step, as by `scheduler.placement.steps.compose`; None if there is nothing that the worker can do."""
     chunks: list[tuple[SimulatedRequest, int, int]] = []
     size = worker.block_size
     left, pairs = max(worker.pace.budget, size), 0.0

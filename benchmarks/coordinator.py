@@ -40,8 +40,7 @@ from simulation.cluster.cluster import hello
 
 _TENANTS = (100, 1_000, 10_000)
 _DEADLINES = ("core's own", "random")
-_PER_S = 3_000.0
-"""Requests that arrive."""
+_PER_S = 3_000.0  # requests that arrive
 _SAMPLES = 20_000
 _LIVES = 9_000
 """More than the number of ended requests that the core remembers, so that forgetting them is measured too."""

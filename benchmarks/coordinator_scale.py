@@ -23,13 +23,11 @@ from simulation.cluster.cluster import VirtualCluster
 from simulation.cluster.surroundings import ClientRequest, Timing
 
 LIMITS = ("prefill", "decode")
-PER_S = 20.0
-"""Requests that one pair of workers serves."""
+PER_S = 20.0  # requests that one pair of workers serves
 _PROMPT_TOKENS, _STEP_TOKENS, _BLOCK_SIZE = 512, 256, 16
 _MAX_TOKENS, _STREAM_S = 128, 2.0
 _PREFIXES, _PREFIX_BLOCKS = 500, 16
-_CACHED_BLOCKS = 2_000
-"""Blocks in the cache of a prefill worker."""
+_CACHED_BLOCKS = 2_000  # blocks in the cache of a prefill worker
 
 
 @dataclass(frozen=True)
@@ -38,13 +36,10 @@ class Cost:
 
     workers: int
     limited_by: str
-    cpu_us: float
-    """Per request."""
+    cpu_us: float  # per request
     event_ms_max: float
-    slowest: str
-    """The kind of the slowest event."""
-    events: float
-    """Per request."""
+    slowest: str  # the kind of the slowest event
+    events: float  # per request
     virtual_s: float
 
 
@@ -58,8 +53,7 @@ class TimedCore(Core):
 
     def reset(self) -> None:
         self.cpu_ns = self.events = 0
-        self.slowest_ns: Counter[str] = Counter()
-        """The CPU time of the slowest event of each kind."""
+        self.slowest_ns: Counter[str] = Counter()  # the CPU time of the slowest event of each kind
 
     def handle(self, event: Event, now: float) -> list[Action]:
         began_ns = time.thread_time_ns()

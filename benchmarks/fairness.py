@@ -28,8 +28,7 @@ from launcher.models import resolve
 from runtime.process import clock
 from runtime.settings.serve import ServeSettings
 
-_TOKENS = 2
-"""Tokens asked of each request: decode computes the second one, so that the KV moves too."""
+_TOKENS = 2  # tokens asked of each request: decode computes the second one, so that the KV moves too
 
 
 def run(settings: FairnessSettings) -> int:

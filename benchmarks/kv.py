@@ -47,8 +47,7 @@ from proto.kv import Commit, Offer
 from proto.messages import Hello, Message, Role
 from runtime.link.server import LinkServer, LinkSettings, Peer
 
-_LAYER_KIB = 8
-"""K and V of 16 tokens of one head of 64 float32 numbers."""
+_LAYER_KIB = 8  # K and V of 16 tokens of one head of 64 float32 numbers
 _SMALL_SESSIONS = 60
 _LARGE_BYTES, _SMALL_TOTAL_BYTES = 4 << 20, 16 << 20
 _BARE = {"shm": "bare shm"}

@@ -20,8 +20,7 @@ from benchmarks.remote_peer import Far
 from kvtransfer.memory.shared import SharedMemory, map_shared
 from launcher.http.streams import BenchFailed
 
-_PIECE_BYTES = 4 << 20
-"""Bytes that a bare copy announces at once: so few that digesting the last ones does not matter."""
+_PIECE_BYTES = 4 << 20  # bytes that a bare copy announces at once: so few that digesting the last ones does not matter
 _ROUND_TRIPS, _TIMEOUT_S, _WAIT_S = 5, 30.0, 120.0
 
 

@@ -39,8 +39,7 @@ GOAL = 1.15
 _KV_GIB = 0.75
 _STREAM_PROMPT_TOKENS = 64
 _START_TIMEOUT_S = 180.0
-_WARMUP_TRANSFERS = 12
-"""These transfers go through the whole pool, so that all its pages are mapped."""
+_WARMUP_TRANSFERS = 12  # these transfers go through the whole pool, so that all its pages are mapped
 
 
 @dataclass
@@ -49,8 +48,7 @@ class Transfers:
 
     took_s: list[float] = field(default_factory=list)
     kv_bytes: int = 0
-    joined: int = 0
-    """Transfers whose prompts joined one step all the same before they were released."""
+    joined: int = 0  # transfers whose prompts joined one step all the same before they were released
 
 
 class Bench:
@@ -62,8 +60,7 @@ class Bench:
         self.incarnation = clock.new_incarnation()
         self.worker: Peer | None = None
         self.up = asyncio.Event()
-        self.streams: dict[str, ClientStream] = {}
-        """All streams that ever ran, by request."""
+        self.streams: dict[str, ClientStream] = {}  # all streams that ever ran, by request
         self.transfers = Transfers()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended: dict[str, asyncio.Event] = {}

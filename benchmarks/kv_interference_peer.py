@@ -22,8 +22,7 @@ from proto.messages import Hello, Role
 from proto.parts import Capacity
 from runtime.process import clock
 
-_COPIES = 4
-"""Copies of the prompt's KV, which are sent in turn, so that none is in a cache."""
+_COPIES = 4  # copies of the prompt's KV, which are sent in turn, so that none is in a cache
 _CHUNK_TOKENS = 256
 
 

@@ -21,8 +21,7 @@ from proto.messages import Hello, Role
 from runtime.process import clock
 
 RECEIVER_INCARNATION = 1
-PLAIN_TCP = "tcp-plain"
-"""`tcp` without encryption; `tcp` is measured with it."""
+PLAIN_TCP = "tcp-plain"  # `tcp` without encryption; `tcp` is measured with it
 
 
 def settings_of(name: str, segment_bytes: int) -> KvSettings:

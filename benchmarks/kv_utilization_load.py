@@ -25,10 +25,8 @@ STEP_S = 0.03
 class Job:
     prompt_tokens: int
     max_tokens: int
-    outputs: tuple[int, ...]
-    """Tokens of each choice."""
-    text: str = ""
-    """Prompts with the same text begin with the same `shared_tokens` tokens."""
+    outputs: tuple[int, ...]  # tokens of each choice
+    text: str = ""  # prompts with the same text begin with the same `shared_tokens` tokens
     shared_tokens: int = 0
 
     def token_steps(self) -> float:
@@ -53,8 +51,7 @@ class Figures:
     refused_after_prefill: int = 0
     out_of_memory: int = 0
     preempted: int = 0
-    recomputed_tokens: int = 0
-    """Prompt tokens of attempts after the first."""
+    recomputed_tokens: int = 0  # prompt tokens of attempts after the first
     steps: int = 0
 
 

@@ -34,8 +34,7 @@ from runtime.settings.command_line import run_role
 from runtime.settings.options import SettingsError
 from runtime.settings.types import JsonOption, Panels
 
-READY_S: Final = 900.0
-"""vLLM compiles for minutes when it starts for the first time."""
+READY_S: Final = 900.0  # vLLM compiles for minutes when it starts for the first time
 STOP_S: Final = 30.0
 LOOK_EVERY_S: Final = 1.0
 
@@ -65,8 +64,7 @@ class PeerFailed(CrossdockError):
 @dataclass(frozen=True)
 class Peer:
     name: str
-    command: tuple[str, ...]
-    """Empty for crossdock, which the measurement starts itself."""
+    command: tuple[str, ...]  # empty for crossdock, which the measurement starts itself
     environment: dict[str, str] = field(default_factory=dict)
 
 

@@ -1,4 +1,4 @@
-"""The coordinator process: one control port, the core, and nothing else."""
+"""The coordinator process: drives the core, its links, the usage ledger, the event log, policies and metrics."""
 
 import asyncio
 import os

@@ -12,17 +12,15 @@ from proto.messages import Destination, TokenItem
 from proto.sampling import Sampling, TokenLogprobs
 
 Key = tuple[str, int]
-S = TypeVar("S")
-"""The sampler's state of one sequence; opaque here."""
+S = TypeVar("S")  # the sampler's state of one sequence
 
 
-Draw = tuple[int, TokenLogprobs | None] | None
-"""A drawn token and its log-probabilities; None where the model's logits were not finite."""
+Draw = tuple[int, TokenLogprobs | None] | None  # None: the model's logits were not finite
 
 
 @dataclass(eq=False)
 class DecodeRequest(Generic[S]):
-    """One choice of one attempt."""
+    """One choice of one attempt in the batch."""
 
     key: Key
     choice: int
@@ -30,14 +28,10 @@ class DecodeRequest(Generic[S]):
     sampling: Sampling
     blocks: SequenceBlocks
     state: S
-    last_token: int
-    """The last token drawn and sent. The next step forwards it."""
-    index: int
-    """Index of the answer's next token, counting only draws that are applied."""
-    steps_in_flight: int = 0
-    """Steps in flight that it is in."""
-    is_over: bool = False
-    """Its last token is drawn. Draws for it by steps in flight are dropped."""
+    last_token: int  # drawn and sent; the next step forwards it
+    index: int  # of the answer's next token, counting only draws that are applied
+    steps_in_flight: int = 0  # that it is in
+    is_over: bool = False  # Its last token is drawn. Draws for it by steps in flight are dropped.
 
     @property
     def goes_on(self) -> bool:
@@ -56,8 +50,7 @@ class StepRow(Generic[S]):
     """The work of a step for one sequence: forward a token at `position`, then draw the answer's token number `index`."""
 
     running: DecodeRequest[S]
-    token: int
-    """The last known token. If a step is in flight, that step's draw is forwarded instead."""
+    token: int  # the last known one; if a step is in flight, its draw is forwarded instead
     position: int
     table: tuple[int, ...]
     index: int
@@ -67,7 +60,6 @@ class StepRow(Generic[S]):
 class StepPlan(Generic[S]):
     rows: tuple[StepRow[S], ...]
     copies: tuple[BlockCopy, ...]
-    """Blocks to copy before the forward, in order."""
 
     @property
     def kv_tokens(self) -> int:
@@ -78,13 +70,10 @@ class StepPlan(Generic[S]):
 @dataclass
 class StepOutcome(Generic[S]):
     sequences: int = 0
-    """Sequences in the step."""
-    kv_tokens: int = 0
-    """The tokens whose KV the step has read."""
+    kv_tokens: int = 0  # whose KV the step has read
     by_gateway: dict[int, tuple[Destination, list[TokenItem]]] = field(default_factory=dict)
     ended: list[DecodeRequest[S]] = field(default_factory=list)
-    broken: list[DecodeRequest[S]] = field(default_factory=list)
-    """The sequences for which no token could be drawn."""
+    broken: list[DecodeRequest[S]] = field(default_factory=list)  # no token could be drawn
 
 
 class RunningBatch(Generic[S]):
@@ -97,10 +86,8 @@ class RunningBatch(Generic[S]):
 
     def __init__(self, depth: int = 1) -> None:
         self.running: list[DecodeRequest[S]] = []
-        self.steps = 0
-        """Planned so far."""
-        self.joined = 0
-        """Sequences, so far."""
+        self.steps = 0  # planned so far
+        self.joined = 0  # sequences so far
         self._depth = depth
         self._in_flight: deque[StepPlan[S]] = deque()
         self._left: set[Key] = set()

@@ -14,17 +14,14 @@ from proto.parts import PrefixPart
 
 
 class _Name(NamedTuple):
-    hash: bytes
-    """The hash of the block's content when it got the name."""
+    hash: bytes  # of the block's content when it got the name
     chain: int
-    at: int
-    """Its place among the blocks of the chain."""
+    at: int  # its place among the blocks of the chain
 
 
 class BlockChains:
     def __init__(self) -> None:
-        self._names: dict[int, _Name] = {}
-        """The last name of each block."""
+        self._names: dict[int, _Name] = {}  # the last one of each block
         self._chains = 0
 
     def name(self, hashes: Sequence[bytes], known: Sequence[int], brought: Sequence[int] = ()) -> None:

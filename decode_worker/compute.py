@@ -15,8 +15,7 @@ from proto.messages import TokenItem
 
 @dataclass(frozen=True)
 class DecodeStepResult:
-    drawn: list[Draw] | None
-    """The draws of the oldest step in flight; None where it is too early to wait for it."""
+    drawn: list[Draw] | None  # by the oldest step in flight; None: too early to wait for it
     step_ms: float
     first_tokens: list[TokenItem] | None = field(default_factory=list)
     """The first tokens of the prompt that a slice has completed, one per choice; None if none could be drawn."""

@@ -43,7 +43,7 @@ class DecodePorts(Protocol):
     def sender(self) -> KvOut: ...
 
     def refuse_fetch(self, incarnation: int, message: FetchRefused) -> None:
-        """As for `Lending`."""
+        """See `Lending`."""
 
 
 class DecodeCore(Generic[S]):
@@ -57,8 +57,7 @@ class DecodeCore(Generic[S]):
         links."""
         self.suffixes: Suffixes[S] = Suffixes(ports, table, vocab_size, self._close, self._join)
         self.lending: Lending[S] = Lending(ports, table, self._say)
-        self._with_slice = False
-        """The last step computed a part of a prompt."""
+        self._with_slice = False  # the last step computed a part of a prompt
         self._progress = ProgressReport(table)
         self._ports = ports
         self._vocab_size = vocab_size
@@ -227,7 +226,7 @@ class DecodeCore(Generic[S]):
         return self.suffixes.next_slice(tokens_max, now)
 
     def slice_computed(self, done: Slice[S], items: list[TokenItem] | None, now: float) -> None:
-        """As for `Suffixes.computed`."""
+        """See `Suffixes.computed`."""
         self._with_slice = True
         self.suffixes.computed(done, items, now)
         self._ports.registration.report_cache(self.table.allocator.take_changes)

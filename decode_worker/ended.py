@@ -23,18 +23,15 @@ REMEMBERED_MAX: Final = 4096
 
 class _Kept(NamedTuple):
     gateway_incarnation: int
-    hashes: tuple[bytes, ...]
-    """They name the full blocks of the prompt that its attempt had."""
-    names: list[bytes]
-    """They stand for all full blocks, until their hashes are known."""
+    hashes: tuple[bytes, ...]  # of the prompt's full blocks
+    names: list[bytes]  # of all full blocks, until their hashes are known
     returns: Returns
 
 
 class EndedStreams:
     def __init__(self, allocator: BlockAllocator, block_size: int) -> None:
         self._allocator, self._block_size = allocator, block_size
-        self._kept: OrderedDict[tuple[str, int, int], _Kept] = OrderedDict()
-        """Keys are request, attempt and choice; the oldest is first."""
+        self._kept: OrderedDict[tuple[str, int, int], _Kept] = OrderedDict()  # (request, attempt, choice), oldest first
 
     def keep(self, order: Reserve, choice: int, hashes: Sequence[bytes], held: SequenceBlocks) -> None:
         """Name the blocks of a stream while they are still held, if all of the prompt's full blocks are in the prefix tree."""

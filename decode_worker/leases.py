@@ -20,16 +20,14 @@ from kvtransfer.session.session import Receiving
 
 S = TypeVar("S")
 
-QUARANTINE_WARN_S = 10.0
-"""Longer than any transfer thread waits for a reachable peer. After that an operator should look."""
+QUARANTINE_WARN_S = 10.0  # longer than a transfer thread waits for a reachable peer; then an operator should look
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
     request_id: str
     attempt: int
-    peer_incarnation: int
-    """The prefill worker that may write, by its incarnation; 0: a step of this worker alone."""
+    peer_incarnation: int  # the prefill worker that may write; 0: only a step of this worker
     state: str
     blocks: tuple[int, ...]
 

@@ -21,11 +21,9 @@ class ProgressReport(Generic[S]):
     def __init__(self, table: AttemptTable[S]) -> None:
         self._table = table
         self._said_at = float("-inf")
-        self._stepped_at: float | None = None
-        """When the last step ended; None if the next one did not follow at once."""
+        self._stepped_at: float | None = None  # the last step; None if the next one did not follow at once
         self._timed_s = 0.0
-        self._timed = (0, 0, 0)
-        """Steps, and over them the sums of sequences and KV tokens, since the last report."""
+        self._timed = (0, 0, 0)  # (steps, sequences, KV tokens) since the last report, summed over steps
 
     def stepped(self, outcome: StepOutcome[S], now: float) -> None:
         """A step has ended, and the next one has begun if anything still runs. The time between two ends is what a stream

@@ -41,47 +41,32 @@ class Suffix:
     """The suffix of a prompt whose beginning is here, while it is computed here."""
 
     order: Prefill
-    tokens: list[int]
-    """The whole prompt's."""
+    tokens: list[int]  # of the whole prompt
     blocks: list[int]
     cached_tokens: int
-    computed_tokens: int
-    """The cached ones included."""
+    computed_tokens: int  # the cached ones included
     in_step: bool = False
     is_ready: bool = True
-    """Its grammar, if it has one, is compiled."""
     matchers: list[Any] = field(default_factory=list)
-    """Matchers of its choices, once it is ready."""
 
 
 @dataclass(eq=False)
 class Attempt(Generic[S]):
     order: Reserve
     phase: Phase = Phase.RESERVED
-    sequences: list[DecodeRequest[S]] = field(default_factory=list)
-    """The sequences that are still in the batch or in a step."""
-    started: int = 0
-    """Sequences that ever ran."""
-    output_tokens: int = 0
-    """Tokens of the choices that ended, first tokens included."""
-    hashes: list[bytes] = field(default_factory=list)
-    """Hashes of the prompt's full blocks, as far as they may be shared."""
-    cached_blocks: int = 0
-    """How many of these were here before it."""
-    prefix: tuple[PrefixPart, ...] = ()
-    """The blocks that it may share, as reported."""
+    sequences: list[DecodeRequest[S]] = field(default_factory=list)  # in the batch or in a step
+    started: int = 0  # sequences that ever ran
+    output_tokens: int = 0  # of choices that ended, first tokens included
+    hashes: list[bytes] = field(default_factory=list)  # of the prompt's full blocks that may be shared
+    cached_blocks: int = 0  # of these, here before it
+    prefix: tuple[PrefixPart, ...] = ()  # blocks that it may share, as reported
     joined_step: int | None = None
-    suffix: Suffix | None = None
-    """Set in the phase COMPUTING."""
-    answer_names: dict[int, AnswerNames] = field(default_factory=dict)
-    """Keys are choices: those that have ended at the gateway and not yet here."""
-    lent: list[int] = field(default_factory=list)
-    """Blocks of its prompt that its prefill worker is fetching."""
+    suffix: Suffix | None = None  # set in the phase COMPUTING
+    answer_names: dict[int, AnswerNames] = field(default_factory=dict)  # by choice: ended at the gateway, not yet here
+    lent: list[int] = field(default_factory=list)  # blocks that its prefill worker is fetching
     final_report: FinalReport | None = None
-    is_over: bool = False
-    """The attempt has ended and waits only for the blocks that it lends."""
-    alone_since: float | None = None
-    """When the coordinator that made the reservation was lost."""
+    is_over: bool = False  # ended, waiting only for the blocks that it lends
+    alone_since: float | None = None  # since the loss of the coordinator that made the reservation
 
     @property
     def key(self) -> Key:
@@ -104,15 +89,11 @@ class AttemptTable(Generic[S]):
         self.prefix_cache = prefix_cache
         self.ended_streams = EndedStreams(allocator, block_size)
         self.attempts: dict[Key, Attempt[S]] = {}
-        self.quarantined: dict[Key, list[int]] = {}
-        """Blocks of attempts that failed while a sender may still write to them."""
-        self.joined: list[Joined] = []
-        """Attempts that have begun to run and are not reported yet."""
+        self.quarantined: dict[Key, list[int]] = {}  # blocks to which a failed attempt's sender may still write
+        self.joined: list[Joined] = []  # not reported yet
         self.chains = BlockChains()
-        self.prefixes: list[SharedPrefix] = []
-        """Prefixes of attempts that became known and were not reported yet."""
-        self.taken_tokens = self.found_tokens = 0
-        """Tokens of prompts whose KV was to be received, and those of them that were here already."""
+        self.prefixes: list[SharedPrefix] = []  # known and not reported yet
+        self.taken_tokens = self.found_tokens = 0  # of prompts to be received; of those, here already
 
     def reserve(self, order: Reserve) -> None:
         """Idempotent: a repeated reservation changes nothing. Raises `RemoteProtocolError` on hashes cut short."""

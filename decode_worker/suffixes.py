@@ -20,15 +20,11 @@ from runtime.worker.ports import CoordinatorLink, Gateways
 
 S = TypeVar("S")
 STEPS_QUEUED_MAX = 64
-TARGET_SHARE: Final = 0.9
-"""A step with a slice may take this part of a target."""
-IDLE_TOKENS: Final = 32
-"""Slice size while no stream runs but one may join at any moment."""
+TARGET_SHARE: Final = 0.9  # of a target, for a step with a slice
+IDLE_TOKENS: Final = 32  # of a slice, while no stream runs but one may join at any moment
 _GAIN: Final = 0.2
-_FIRST_SHARE: Final = 0.25
-"""The assumed share of a step's time that a slice's token adds, until it is measured."""
-_OUTLIER: Final = 3.0
-"""A step that takes so many times as long as usual counts as if it took this much."""
+_FIRST_SHARE: Final = 0.25  # of a step's time per token of a slice, until it is measured
+_OUTLIER: Final = 3.0  # a step so many times as long as usual counts as if it took this much
 
 
 @dataclass(frozen=True)
@@ -38,8 +34,7 @@ class Slice(Generic[S]):
     attempt: Attempt[S]
     suffix: Suffix
     tokens: tuple[int, ...]
-    start: int
-    """Position in the prompt of the first of them."""
+    start: int  # position in the prompt
 
     @property
     def is_last(self) -> bool:
@@ -65,11 +60,9 @@ class Suffixes(Generic[S]):
     ) -> None:
         """`close` ends an attempt, and `join` lets the choices of one run whose prompt is computed, over these blocks."""
         self._ports, self._table, self._vocab_size, self._close, self._join = ports, table, vocab_size, close, join
-        self.prepare_grammar: Callable[[Attempt[S]], None] | None = None
-        """Told of prompts with a grammar; leads to `grammar_ready`."""
+        self.prepare_grammar: Callable[[Attempt[S]], None] | None = None  # leads to `grammar_ready`
         self._steps: deque[Step] = deque()
-        self._began_at: float | None = None
-        """The first of them, if a slice of it was begun."""
+        self._began_at: float | None = None  # when a slice of the first of them was begun
         self.links_lost = 0
 
     def __len__(self) -> int:
@@ -106,7 +99,7 @@ class Suffixes(Generic[S]):
         self._steps.append(step)
 
     def grammar_ready(self, attempt: Attempt[S], fault: str = "") -> None:
-        """It is compiled, or cannot be."""
+        """Continues with the compiled grammar, or fails the attempt with `fault`."""
         if attempt.suffix is None or attempt.final_report is not None:
             return
         if fault:
@@ -210,10 +203,8 @@ class SliceSizes:
     def __init__(self, share: float) -> None:
         """`share`: part of a step's time by which a slice may lengthen it."""
         self._share = share
-        self._step_ms: dict[int, float] = {}
-        """Times of steps without a slice, by the number of sequences: as many as fit a batch."""
-        self._token_ms = 0.0
-        """The time that a token of a slice adds; 0: not measured yet."""
+        self._step_ms: dict[int, float] = {}  # of steps without a slice, by sequences
+        self._token_ms = 0.0  # added by a token of a slice; 0: not measured yet
 
     def tokens(self, sequences: int, targets: Collection[float] = (0.0,)) -> int:
         """The size of the next slice beside so many sequences: one at least, or a prompt might wait for the end of all streams.

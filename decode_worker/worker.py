@@ -66,8 +66,7 @@ class DecodeWorker(ReceiverOwner):
         self.slices = SliceSizes(settings.stall_share)
         self.grammars = GrammarThread(info.model_path, info.vocab_size, info.eos_token_ids)
         self.core.suffixes.prepare_grammar = self._prepare_grammar
-        self._matchers: list[Matcher] = []
-        """Matchers of the choices that are about to join the batch, all alike."""
+        self._matchers: list[Matcher] = []  # of choices that are about to join the batch, all alike
         self.held, self.gateway_lost = self.table.held, self.core.gateway_lost
         self.senders: Senders[Peer] = Senders()
         self.server = LinkServer(

@@ -20,22 +20,16 @@ class ModelInfo:
     model_path: str
     model_type: str
     context_tokens: int
-    vocab_size: int
-    """Columns of the logits; at least the tokenizer's vocabulary."""
+    vocab_size: int  # columns of the logits; at least the tokenizer's vocabulary
     layers: int
     kv_heads: int
     head_dim: int
     dtype: str
-    """The dtype of weights and KV: `float32`, `bfloat16`, `float16`."""
-    block_size: int
-    """Tokens per KV block."""
-    block_bytes: int
-    """Bytes of one KV block, all layers."""
+    block_size: int  # in tokens
+    block_bytes: int  # all layers of a KV block
     eos_token_ids: tuple[int, ...]
-    attention_tokens: int
-    """The context at which attention takes as much work for a token as the weights; sliding windows are not looked at."""
-    fingerprint: str
-    """Equal between two workers exactly when one may decode on the other's KV, block sizes apart."""
+    attention_tokens: int  # context at which attention costs a token as much as the weights, without sliding windows
+    fingerprint: str  # equal exactly if one worker may decode on the other's KV, block sizes apart
 
 
 class Runner(Protocol):
@@ -43,13 +37,8 @@ class Runner(Protocol):
     those of the common shape."""
 
     backend: str
-    """The backend's name that people see."""
-    numerics: str
-    """A string of the conditions that determine the last bits of its results. It is equal for two workers that compute the
-    same bits."""
-    is_batch_invariant: bool
-    """True if a token's bits depend neither on the number of tokens computed with it nor on how its prompt is cut into
-    chunks."""
+    numerics: str  # conditions of its results' last bits; equal for workers that compute the same bits
+    is_batch_invariant: bool  # a token's bits depend neither on its neighbours nor on the cut of its prompt
 
     def forward(self, chunks: Sequence[SeqChunk]) -> torch.Tensor: ...
 
@@ -63,12 +52,9 @@ class Engine:
 
     def __init__(self, runner: Runner, info: ModelInfo, pool: torch.Tensor) -> None:
         self.info = info
-        self.pool = pool
-        """[blocks, layers, 2, block_size, kv_heads, head_dim], block-major, zeroed at start."""
-        self.blocks = pool.shape[0]
-        """The number of the pool's blocks that may be used at once."""
-        self.tokens_forwarded = 0
-        """Token positions ever forwarded."""
+        self.pool = pool  # [blocks, layers, 2, block_size, kv_heads, head_dim], block-major, zeroed at start
+        self.blocks = pool.shape[0]  # that may be used at once
+        self.tokens_forwarded = 0  # token positions, ever
         self.runner = runner
 
     def part(self, blocks: int) -> "Engine":

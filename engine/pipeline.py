@@ -13,16 +13,12 @@ BlockCopies = Sequence[tuple[int, int]]
 class DecodeRow:
     """The work of a step for one sequence."""
 
-    sequence: Hashable
-    """The same object in each step of the sequence. A sequence that is missing from one step never returns."""
-    token: int
-    """The token to forward, if this is the sequence's first step here; later ones forward what the step before has drawn."""
-    position: int
-    """Position of the token that is forwarded."""
+    sequence: Hashable  # the same object in each step; once missing from a step, it never returns
+    token: int  # to forward in the sequence's first step; later ones forward what was drawn
+    position: int  # of the token that is forwarded
     table: Sequence[int]
     state: SamplerState
-    index: int
-    """Index in the answer of the token that is drawn."""
+    index: int  # in the answer, of the token that is drawn
 
 
 class DecodePipeline(Protocol):

@@ -74,8 +74,7 @@ class TransferDriver(ABC, Generic[S, R]):
         self._loop = asyncio.get_running_loop()
         self._live: dict[Key, Live[S, R]] = {}
         self._ended: OrderedDict[Key, Live[S, R]] = OrderedDict()
-        self._routes: dict[int, R] = {}
-        """The current route to each peer, by the peer's incarnation."""
+        self._routes: dict[int, R] = {}  # the current one to each peer, by incarnation
         self._pairs: set[Pair] = set()
         self._all_down = asyncio.Event()
         self._all_down.set()

@@ -9,7 +9,6 @@ class PairUse:
     peer_incarnation: int
     pair_bytes: int
     used_at: float
-    """When the pair's last session began or ended."""
     is_idle: bool
 
 

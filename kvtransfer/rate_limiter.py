@@ -41,7 +41,6 @@ class Lane:
 
     held: deque[tuple[Callable[[], int], Callable[[], None]]] = field(default_factory=deque)
     waiting_since: float = 0.0
-    """The time since which the first of them has waited."""
 
 
 class RateLimiter:
@@ -56,7 +55,6 @@ class RateLimiter:
         self._clock, self._is_needed = clock, is_needed
         self._loop = asyncio.get_running_loop()
         self._turns: deque[Lane] = deque()
-        """The lanes that hold segments, in the order of their turns."""
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, lane: Lane, wanted_bytes: Callable[[], int], begin: Callable[[], None]) -> None:

@@ -10,8 +10,7 @@ from kvtransfer.session.session import (
 )
 from kvtransfer.transports.pair import Pair
 
-Key = tuple[str, int]
-"""(request_id, attempt)"""
+Key = tuple[str, int]  # (request_id, attempt)
 
 
 @dataclass(slots=True, eq=False)
@@ -21,25 +20,17 @@ class Route:
 
     peer_incarnation: int
     pair_id: int
-    rows: PoolRows
-    """Our pool, viewed in blocks of the size that this pair transfers."""
-    offered: tuple[str, ...]
-    """The transports still proposed, best first."""
+    rows: PoolRows  # our pool in blocks of the size that this pair transfers
+    offered: tuple[str, ...]  # transports still proposed, best first
     pair: Pair | None = None
-    transport: str = ""
-    """The transport that the pair uses or tries to meet by; empty until it is known."""
-    why: str = ""
-    """Why better transports are not used."""
+    transport: str = ""  # in use, or by which it tries to meet; empty until known
+    why: str = ""  # the reason against better transports
     ready: bool = False
-    """Whether the two ends have met."""
     sessions: "dict[Key, Live[Any, Any]]" = field(default_factory=dict)
-    timer: asyncio.TimerHandle | None = None
-    """The timer of the deadline by which the two ends must have met."""
+    timer: asyncio.TimerHandle | None = None  # until both ends must have met
     dropped: bool = False
     used_at: float = 0.0
-    """When the last session on the route began or ended."""
-    encrypt: bool = False
-    """Whether `tcp` encrypts the KV."""
+    encrypt: bool = False  # `tcp` encrypts the KV
 
 
 S = TypeVar("S", bound=TransferSession)

@@ -33,8 +33,7 @@ from proto.errors import RemoteProtocolError
 from proto.kv import Abort, Accept, Ack, Decline, FirstToken, PairClosed, PairListen, PairOpen
 from proto.messages import Message
 
-_FIRST_SEGMENTS = 4
-"""Segments announced first to an idle pair, before any others."""
+_FIRST_SEGMENTS = 4  # announced to an idle pair, before any others
 
 
 @dataclass(frozen=True, slots=True)

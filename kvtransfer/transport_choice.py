@@ -8,16 +8,13 @@ left out. If all are left out, all are proposed: a poor transport is better than
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-PEERS_MAX = 1024
-"""Most peers remembered; beyond that, the peer whose last break is oldest is forgotten."""
+PEERS_MAX = 1024  # beyond it, the peer whose last break is oldest is forgotten
 
 
 @dataclass(slots=True)
 class _Record:
-    breaks: int
-    """Breaks in a row."""
-    until: float
-    """The transport is not proposed before this time."""
+    breaks: int  # in a row
+    until: float  # not proposed before
     period_s: float
     reason: str
 

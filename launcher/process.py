@@ -17,7 +17,6 @@ _KEPT_LINES = 50
 
 
 WORKER_MODULES = {"prefill": "prefill_worker", "decode": "decode_worker", "mixed": "launcher.mixed_worker"}
-"""The module of each role."""
 
 
 def python_command(module: str, *arguments: str) -> tuple[str, ...]:

@@ -17,8 +17,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 GAP: Final = 2
-_ENDLESS: Final = 100_000
-"""Width in columns where there is no terminal: no text is cut or folded there."""
+_ENDLESS: Final = 100_000  # columns where there is no terminal: no text is cut or folded
 
 
 def console(**options: Any) -> Console:

@@ -29,8 +29,7 @@ class Roles:
     def __init__(self, transports: tuple[str, ...], memory: PoolMemory | None) -> None:
         self._transports, self._memory = transports, memory
         self._pool: BlockPool | None = None
-        self._receivers: set[int] = set()
-        """Incarnations of the decode workers that this process is, or was."""
+        self._receivers: set[int] = set()  # incarnations of the decode workers that this process is, or was
 
     def make(self, engine: Engine, driver: WorkerDriver) -> WorkerRole:
         if self._pool is None:

@@ -41,14 +41,10 @@ Work = list[tuple[PrefillRequest, Chunk]]
 @dataclass(frozen=True)
 class PrefillStepResult:
     step_ms: float
-    first_tokens: dict[Key, list[TokenItem]]
-    """The first token of each choice, for each prompt that is complete now."""
-    broken: frozenset[Key]
-    """Prompts whose logits were not finite, so that nothing could be drawn."""
-    undrawn: Mapping[Key, Any] = field(default_factory=dict)
-    """Logits of those that are complete, and wait for their grammar to be compiled."""
+    first_tokens: dict[Key, list[TokenItem]]  # of each choice, for each prompt that is complete now
+    broken: frozenset[Key]  # logits were not finite: nothing could be drawn
+    undrawn: Mapping[Key, Any] = field(default_factory=dict)  # logits of prompts whose grammar is compiled
     prompt_logprobs: dict[Key, list[PromptLogprobs]] = field(default_factory=dict)
-    """Log probabilities from this step, for the prompts that want them."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +53,7 @@ class Begun:
 
     step: Step
     work: Work
-    link: int
-    """The link of the coordinator that asked for it."""
+    link: int  # of the coordinator that asked for it
 
 
 class PrefillCore:
@@ -77,7 +72,6 @@ class PrefillCore:
         self.steps: deque[Step] = deque()
         self.links_lost = 0
         self.receiver_of: dict[int, Destination] = {}
-        """Decode workers by incarnation, as the coordinator named them."""
         self._ports = ports
         self._vocab_size = vocab_size
         self._step_tokens_max = step_tokens_max
@@ -93,7 +87,7 @@ class PrefillCore:
         return self.tier
 
     def tier_counts(self) -> tuple[int, int, int]:
-        """As `KvTier.counts`."""
+        """See `KvTier.counts`."""
         return self.tier.counts() if self.tier is not None else (0, 0, 0)
 
     def take_changes(self, most: int) -> tuple[bytes, bytes]:
@@ -241,7 +235,7 @@ class PrefillCore:
             self._ports.registration.send(StepDone(step.step_id, done, step_ms, self._tokens_forwarded()))
 
     def grammar_ready(self, prompt: PrefillRequest, constraint: Any, fault: str = "") -> None:
-        """It is compiled, or cannot be. The first token is drawn now if the prompt has been computed meanwhile."""
+        """Takes the compiled grammar, or `fault`. Draws the first token if the prompt has been computed meanwhile."""
         if prompt.final_report is not None:
             return
         if fault:

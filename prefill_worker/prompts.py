@@ -31,8 +31,7 @@ class FetchPhase(Enum):
     """See `prefill_worker.fetches`."""
 
     NONE = auto()
-    LOADING = auto()
-    """Blocks are being loaded from the second tier; see `prefill_worker.tier`."""
+    LOADING = auto()  # from the second tier; see `prefill_worker.tier`
     ASKED = auto()
     RECEIVING = auto()
 
@@ -42,35 +41,23 @@ class PrefillRequest:
     order: Prefill
     tokens: list[int]
     blocks: list[int]
-    hashes: list[bytes] = field(default_factory=list)
-    """Hashes of its full blocks, as far as they may be shared."""
-    cached_tokens: int = 0
-    """First tokens that were found here: computed for another prompt."""
-    computed_tokens: int = 0
-    """The cached ones included."""
-    known_blocks: int = 0
-    """Blocks that stand in the cache under their hashes."""
-    saved_blocks: int = 0
-    """How many of these were already considered for the second tier."""
-    saving: int = 0
-    """Copies of some of its blocks to the second tier that are under way."""
+    hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they may be shared
+    cached_tokens: int = 0  # found here: computed for another prompt
+    computed_tokens: int = 0  # the cached ones included
+    known_blocks: int = 0  # in the cache under their hashes
+    saved_blocks: int = 0  # already considered for the second tier
+    saving: int = 0  # copies of its blocks to the second tier under way
     sent_blocks: int = 0
-    """Blocks passed to the KV sender."""
     in_step: bool = False
     sending: bool = False
     fetch: FetchPhase = FetchPhase.NONE
     fetch_began: float = 0.0
     fetched_tokens: int = 0
     fetch_ms: float = 0.0
-    """The fetch took so long."""
-    output_tokens: int = 0
-    """First tokens passed on to the gateway."""
-    constraint: Any = None
-    """The sampler's constraint, where the order has a grammar: None until that is compiled."""
-    logits: Any = None
-    """Logits of its last token, while no first token can be drawn from them because the grammar is still being compiled."""
-    final_report: FinalReport | None = None
-    """Set once the attempt is over here; what the coordinator will be told."""
+    output_tokens: int = 0  # first tokens passed on to the gateway
+    constraint: Any = None  # where the order has a grammar: None until that is compiled
+    logits: Any = None  # of its last token, while its grammar is compiled
+    final_report: FinalReport | None = None  # set once the attempt is over here
 
     @property
     def key(self) -> Key:
@@ -91,12 +78,9 @@ class PromptTable:
     block_size: int
     prefix_cache: bool = True
     prompts: dict[Key, PrefillRequest] = field(default_factory=dict)
-    taken_tokens: int = 0
-    """Tokens of all prompts taken in."""
-    found_tokens: int = 0
-    """Those of `taken_tokens` that were in the cache, or in that of a decode worker."""
-    fetched_tokens: int = 0
-    """Those of `found_tokens` that came from a decode worker."""
+    taken_tokens: int = 0  # of all prompts
+    found_tokens: int = 0  # of these, in the cache here or on a decode worker
+    fetched_tokens: int = 0  # of these, from a decode worker
 
     def take_in(self, order: Prefill, tokens: list[int]) -> PrefillRequest | WorkFailed | None:
         """A new prompt with its blocks; a failure if there is no room; None if the order is a repetition.
@@ -152,7 +136,7 @@ class PromptTable:
         self._make_known(prompt)
 
     def fetched(self, prompt: PrefillRequest, blocks: int) -> None:
-        """As `found_later`, of blocks that came from a decode worker."""
+        """Counts blocks that came from a decode worker, here and as `found_later`."""
         prompt.fetched_tokens = blocks * self.block_size
         self.fetched_tokens += prompt.fetched_tokens
         self.found_later(prompt, blocks)

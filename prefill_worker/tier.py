@@ -15,8 +15,7 @@ from prefill_worker.prompts import FetchPhase, FinalReport, Key, PrefillRequest,
 from proto.codec import split_hashes
 from proto.limits import HASH_BYTES
 
-SAVES_MAX: Final = 64
-"""Most copies under way at once; blocks that become full meanwhile are not copied."""
+SAVES_MAX: Final = 64  # under way at once; blocks that become full meanwhile are not copied
 TRY_AGAIN: Final = 0.9
 """While computing is faster, each prompt that is computed instead lowers the estimated load time by this factor, so that
 loading is tried again later."""
@@ -25,8 +24,7 @@ _GAIN: Final = 0.2
 
 class Slot(NamedTuple):
     number: int
-    digest: bytes
-    """Digest of the block when it was copied to the slot."""
+    digest: bytes  # when it was copied to the slot
 
 
 class Copies(Protocol):
@@ -52,14 +50,11 @@ class KvTier:
         """Keys are hashes. Blocks used longest ago come first; the last ones of a prompt come before its first ones."""
         self._free = list(range(slots))
         self._changes = PrefixChanges(())
-        self._pinned: Counter[bytes] = Counter()
-        """These hashes are being loaded."""
-        self._saving: dict[bytes, Key] = {}
-        """These hashes are being copied; values are the prompts that hold their blocks."""
+        self._pinned: Counter[bytes] = Counter()  # being loaded
+        self._saving: dict[bytes, Key] = {}  # being copied → the prompt that holds the block
         self._saves = 0
         self._loads: dict[Key, list[bytes]] = {}
-        self._compute_ms = self._load_ms = 0.0
-        """Milliseconds per token to compute and to load; 0: not measured yet."""
+        self._compute_ms = self._load_ms = 0.0  # per token; 0: not measured yet
         self.loaded_tokens = self.failures = 0
 
     def counts(self) -> tuple[int, int, int]:
@@ -158,7 +153,7 @@ class KvTier:
     # --- what the coordinator is told -----------------------------------------------------------------------------------
 
     def take_changes(self, most: int) -> tuple[bytes, bytes]:
-        """As `BlockAllocator.take_changes`, for both tiers."""
+        """See `BlockAllocator.take_changes`; for both tiers."""
         allocator = self._table.allocator
         inserted, evicted = allocator.take_changes(most)
         left = most - (len(inserted) + len(evicted)) // HASH_BYTES
@@ -169,7 +164,7 @@ class KvTier:
         return inserted + b"".join(new), b"".join(gone)
 
     def report_all(self) -> None:
-        """As `BlockAllocator.report_all`."""
+        """See `BlockAllocator.report_all`."""
         self._table.allocator.report_all()
         self._changes.begin(self._slots)
 

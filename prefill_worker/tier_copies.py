@@ -14,8 +14,7 @@ from proto.errors import BadOption
 from runtime.process.rate_limited_log import RateLimitedLog
 from runtime.settings.workers import WorkerSettings
 
-THREADS: Final = 2
-"""Loads need not wait behind what is saved."""
+THREADS: Final = 2  # loads need not wait behind copies to the tier
 
 
 class TierCopies:
@@ -40,8 +39,7 @@ class TierCopies:
             bad = BadOption(f"no second tier for KV of {settings.kv_tier_gib:g} GiB: {error}")
             bad.option = "--kv-tier-folder" if settings.kv_tier_folder else "--kv-tier-gib"
             raise bad from error
-        self.tier: KvTier | None = None
-        """The tier that is told of what has been copied."""
+        self.tier: KvTier | None = None  # told of what has been copied
         self._warn, self._changed, self._wake = warn, changed, wake
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kv-tier")

@@ -36,8 +36,7 @@ from runtime.worker.grammars import GrammarThread
 from runtime.worker.role import ComputeStep
 
 CACHE_REPORTS_MAX = 16
-OFFER_S: Final = 3.0
-"""Seconds in which KV that is to be fetched must be offered."""
+OFFER_S: Final = 3.0  # in which KV that is to be fetched must be offered
 
 
 class PrefillWorker(SenderOwner):

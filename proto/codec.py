@@ -20,8 +20,7 @@ from proto import drain, kv, limits, messages, policy, progress, status
 from proto.errors import RemoteProtocolError
 from proto.messages import Message
 
-WITH_BLOB: tuple[type[Message], ...] = (messages.Submit, messages.Prefill, kv.Commit)
-"""Messages that one binary frame follows."""
+WITH_BLOB: tuple[type[Message], ...] = (messages.Submit, messages.Prefill, kv.Commit)  # followed by a binary frame
 
 
 def _defined_in(module: ModuleType) -> list[type[Message]]:
@@ -34,7 +33,6 @@ ALL_MESSAGES: tuple[type[Message], ...] = tuple(
 )
 
 DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, OverflowError)
-"""Errors that msgspec may raise for bytes from an untrusted peer."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Union[ALL_MESSAGES])

@@ -36,10 +36,8 @@ class DrainRequest(Message, frozen=True):
 
 
 class DrainAnswer(Message, frozen=True):
-    refusal: Text
-    """Empty: it is done."""
+    refusal: Text  # empty: done
     workers: tuple[WorkerStatus, ...]
-    """All there are."""
 
 
 class Flip(Message, frozen=True):
@@ -65,12 +63,9 @@ class FlipRequest(Message, frozen=True):
     role: Role
     hand_over_ms: DurationMs
     force: bool = False
-    why: Text = ""
-    """The autopilot's reason, for the event log and `crossdock status`."""
+    why: Text = ""  # the autopilot's reason, for the event log and `crossdock status`
 
 
 class FlipAnswer(Message, frozen=True):
-    refusal: Text
-    """Empty: it has begun."""
+    refusal: Text  # empty: begun
     workers: tuple[WorkerStatus, ...] = ()
-    """All there are."""

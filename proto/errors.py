@@ -15,8 +15,7 @@ class CrossdockError(Exception):
 class BadOption(CrossdockError):
     """A setting cannot work with this model or on this machine; `str()` says why in one sentence."""
 
-    option: str
-    """The option at fault, as on the command line."""
+    option: str  # the option at fault, as on the command line
 
 
 class RemoteProtocolError(CrossdockError):
@@ -44,33 +43,21 @@ class Reject(_Growing):
     """Why a request was not accepted. Nothing was reserved or charged."""
 
     UNKNOWN_MODEL = "unknown_model"
-    TOO_LONG = "too_long"
-    """prompt + max_tokens is over the context length."""
-    TOO_LARGE = "too_large"
-    """The KV cache would not fit the largest worker, even alone."""
+    TOO_LONG = "too_long"  # prompt + max_tokens is over the context length
+    TOO_LARGE = "too_large"  # the KV cache would not fit the largest worker, even alone
     DUPLICATE = "duplicate"
     QUEUE_FULL = "queue_full"
-    NO_CAPACITY = "no_capacity"
-    """No prefill or no decode worker of this model is up."""
-    EXPIRED = "expired"
-    """Waited in the queue longer than the server allows."""
-    QUOTA = "quota"
-    """A limit of the tenant, its organisation or its key; the message names it."""
-    UNKNOWN_TENANT = "unknown_tenant"
-    """The gateway knows its tenant, and the coordinator does not."""
-    DEADLINE = "deadline"
-    """Its deadline cannot be met."""
-    SHED = "shed"
-    """It waited, and had to make room for others in an overload."""
-    PRIORITY_CLASS = "priority_class"
-    """The tenant may not use the priority class asked for."""
-    RETRY_BUDGET = "retry_budget"
-    """Too many interrupted requests come back at once. A retry a little later may be accepted."""
-    STORAGE = "storage"
-    """The usage ledger cannot be written at the moment."""
+    NO_CAPACITY = "no_capacity"  # no prefill or no decode worker of this model is up
+    EXPIRED = "expired"  # waited in the queue longer than the server allows
+    QUOTA = "quota"  # a limit of the tenant, its organisation or its key; the message names it
+    UNKNOWN_TENANT = "unknown_tenant"  # the gateway knows its tenant, and the coordinator does not
+    DEADLINE = "deadline"  # its deadline cannot be met
+    SHED = "shed"  # it waited, and had to make room for others in an overload
+    PRIORITY_CLASS = "priority_class"  # the tenant may not use the priority class asked for
+    RETRY_BUDGET = "retry_budget"  # too many interrupted requests come back at once; one a little later may be accepted
+    STORAGE = "storage"  # the usage ledger cannot be written at the moment
     SHUTTING_DOWN = "shutting_down"
-    LOSES_WORKERS = "loses_workers"
-    """Several workers were lost, one after the other, while they ran a step with this request. It would end more workers."""
+    LOSES_WORKERS = "loses_workers"  # several workers were lost in turn while they ran it: it would end more
 
 
 class Interrupt(_Growing):
@@ -81,13 +68,9 @@ class Interrupt(_Growing):
     TRANSFER_FAILED = "transfer_failed"
     GATEWAY_LINK_LOST = "gateway_link_lost"
     ENGINE_ERROR = "engine_error"
-    GRAMMAR = "grammar"
-    """The answer cannot go on in its grammar. No other attempt could, so the gateway fails the stream."""
-    PREEMPTED = "preempted"
-    """It had to make room on its decode worker, either for a tenant with less than its share or because the worker was
-    overcommitted."""
-    DRAINED = "drained"
-    """Its worker is about to end, on purpose. It goes on at once, and this attempt does not count as one."""
+    GRAMMAR = "grammar"  # The answer cannot go on in its grammar, in any attempt: the gateway fails the stream.
+    PREEMPTED = "preempted"  # made room in decode, for a tenant with less than its share or because blocks ran short
+    DRAINED = "drained"  # The worker is about to end, on purpose. The request goes on at once, and loses no attempt.
 
 
 def no_token_drawn(grammar: str) -> tuple[Interrupt, str]:
@@ -108,14 +91,11 @@ class CancelReason(_Growing):
     """Why a request is cancelled."""
 
     DISCONNECTED = "disconnected"
-    STOP_STRING = "stop_string"
-    """Every choice has met a stop string: a success for the user, a cancel for the workers."""
+    STOP_STRING = "stop_string"  # every choice has met a stop string: a success for the user, a cancel for the workers
     GATEWAY_LOST = "gateway_lost"
     DEADLINE = "deadline"
-    ABANDONED = "abandoned"
-    """The gateway gave the attempt up, for instance because its stream failed."""
-    ANSWERED = "answered"
-    """The gateway has the whole answer. Sent only to a coordinator that may not have received the worker's report."""
+    ABANDONED = "abandoned"  # the gateway gave the attempt up, for instance because its stream failed
+    ANSWERED = "answered"  # the gateway has the whole answer; for coordinators that missed the worker's report
 
 
 UNKNOWN_AS: Final[dict[type[_Growing], _Growing]] = {

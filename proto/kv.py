@@ -41,12 +41,9 @@ class PairOpen(Message, frozen=True):
     pair_id: PairId
     transports: Annotated[tuple[TransportName, ...], Meta(min_length=1, max_length=8)]
     """The transports of the sender, best first; the receiver picks."""
-    block_size: BlockSize
-    """Tokens of the blocks that will cross. It must divide the block size of either end."""
-    host_id: Text
-    """Equal at both ends only if they run on one host, and can share memory there."""
-    encrypt: bool = False
-    """KV must cross encrypted; for `tcp`."""
+    block_size: BlockSize  # Tokens of the blocks that will cross. It must divide the block size of either end.
+    host_id: Text  # equal at both ends only if they run on one host, and can share memory there
+    encrypt: bool = False  # KV must cross encrypted; for `tcp`
 
 
 class PairListen(Message, frozen=True):
@@ -55,18 +52,13 @@ class PairListen(Message, frozen=True):
     pair_id: PairId
     transport: TransportName
     host: Text
-    port: Annotated[int, Meta(ge=0, le=65535)]
-    """The port of the rendezvous; 0 if `secret` alone is enough to connect."""
-    secret: Text
-    """Prefix of every key of the store, or name of the socket."""
-    why: Text
-    """The reason against better transports; empty: none."""
+    port: Annotated[int, Meta(ge=0, le=65535)]  # of the rendezvous; 0 if `secret` alone is enough to connect
+    secret: Text  # prefix of every key of the store, or name of the socket
+    why: Text  # the reason against better transports; empty: none
     token: Annotated[bytes, Meta(max_length=16)] = b""
     """The name of the pair for the receiver's listener, for `tcp`. It is good for one connection."""
-    key: Annotated[bytes, Meta(max_length=32)] = b""
-    """The secret that both ends prove on a `tcp` connection, and from which the key of the records is derived."""
-    encrypted: bool = False
-    """Records are encrypted; for `tcp`."""
+    key: Annotated[bytes, Meta(max_length=32)] = b""  # secret of both ends of a `tcp` connection, for keys of records
+    encrypted: bool = False  # records are encrypted; for `tcp`
 
 
 class PairClosed(Message, frozen=True):
@@ -74,8 +66,7 @@ class PairClosed(Message, frozen=True):
 
     pair_id: PairId
     reason: Text
-    fetch: bool = False
-    """It is a pair by which a decode worker sends what prefill workers fetch."""
+    fetch: bool = False  # it is a pair by which a decode worker sends what prefill workers fetch
 
 
 class Offer(Message, frozen=True):
@@ -88,8 +79,7 @@ class Offer(Message, frozen=True):
 class Accept(Message, frozen=True):
     request_id: RequestId
     attempt: Attempt
-    segment_blocks: Annotated[int, Meta(ge=1, le=limits.MAX_BLOCKS_PER_REQUEST)]
-    """The most blocks the receiver takes in one segment: it has room for no more."""
+    segment_blocks: Annotated[int, Meta(ge=1, le=limits.MAX_BLOCKS_PER_REQUEST)]  # most in one segment
     cached_blocks: Annotated[int, Meta(ge=0, le=limits.MAX_BLOCKS_PER_REQUEST)] = 0
     """The number of the prompt's first blocks that the receiver already has, and verified when it got them. They are not
     sent."""
@@ -150,16 +140,14 @@ class Ack(Message, frozen=True):
 
     request_id: RequestId
     attempt: Attempt
-    kv_bytes: Count
-    """Received for it: of the blocks that were not cached."""
+    kv_bytes: Count  # received, without the cached blocks
 
 
 class Abort(Message, frozen=True):
     request_id: RequestId
     attempt: Attempt
     reason: Text
-    fetch: bool = False
-    """The session is one of a fetch."""
+    fetch: bool = False  # the session is one of a fetch
 
 
 class Fetch(Message, frozen=True):
@@ -180,8 +168,7 @@ class FetchRefused(Message, frozen=True):
     reason: Text
 
 
-NO_FIRST_TOKENS = (FirstToken(0, 0),)
-"""The first tokens in the `Commit` of a fetch, where none was drawn: earlier versions want one in each."""
+NO_FIRST_TOKENS = (FirstToken(0, 0),)  # for the `Commit` of a fetch: earlier versions want one in each
 _FROM_SENDER = (PairOpen, Offer, Announce, Commit)
 _FROM_RECEIVER = (PairListen, Accept, Decline, Ack)
 

@@ -6,17 +6,13 @@ from typing import Any, Final
 PROTOCOL_VERSION = 1
 """Grows by one with every release that changes a message. Processes whose versions differ by one work together
 (`proto.versions`). `docs/protocol.md` says how to change a message."""
-MIN_PROTOCOL_VERSION = 1
-"""The oldest version this one can work with."""
+MIN_PROTOCOL_VERSION = 1  # the oldest version this one can work with
 
-MAX_FRAME_BYTES = 8 << 20
-"""Largest single ZeroMQ frame; sockets set it as MAXMSGSIZE. A packed prompt of 1M tokens is 4 MiB."""
-MAX_FRAMES = 2
-"""A message is one MessagePack frame and at most one binary frame."""
+MAX_FRAME_BYTES = 8 << 20  # a single ZeroMQ frame; sockets set it as MAXMSGSIZE; a packed prompt of 1M tokens is 4 MiB
+MAX_FRAMES = 2  # a message is one MessagePack frame and at most one binary frame
 
 MAX_ID_CHARS = 64
-MAX_TEXT_CHARS = 512
-"""Reasons, addresses and names."""
+MAX_TEXT_CHARS = 512  # for reasons, addresses and names
 MAX_CONTEXT_TOKENS = 1 << 20
 MAX_CHOICES = 16
 MAX_STOP_TOKEN_IDS = 64
@@ -27,31 +23,22 @@ MAX_PRIORITY = 1_000_000
 MAX_ALLOWED_TOKEN_IDS = 4096
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_TOKENS = 32
-MAX_PROMPT_LOGPROBS = 512
-"""Prompt tokens in one `PromptLogprobs`."""
+MAX_PROMPT_LOGPROBS = 512  # of one `PromptLogprobs`
 MAX_CHUNKS_PER_STEP = 256
-MAX_PREFIX_PARTS = 16
-"""The most parts of one prompt. Blocks after these parts count as not shared."""
+MAX_PREFIX_PARTS = 16  # The most parts of one prompt. Blocks after these parts count as not shared.
 MAX_BLOCKS_PER_REQUEST = MAX_CONTEXT_TOKENS
-HASH_BYTES = 16
-"""Bytes of the hash of one KV block's contents, in the prefix cache."""
+HASH_BYTES = 16  # of one KV block's contents, in the prefix cache
 MAX_BLOCK_HASHES = 1 << 16
 """The most hashes of one prompt. The rest of a longer prompt is always computed. 1 MiB of a frame; a prompt of 1M tokens in
 blocks of 16."""
-MAX_CACHE_CHANGES = 4096
-"""Most changes in one `CacheEvents`."""
+MAX_CACHE_CHANGES = 4096  # of one `CacheEvents`
 MAX_MODELS = 64
-"""Most models of one coordinator, those without a worker included until it forgets them."""
-MAX_CLASSES_SHOWN = 64
-"""Priority classes with a target, in one status."""
-MAX_POLICY_CHARS = 4 << 20
-"""Tables of a tenants file in JSON, without keys: some ten thousand tenants."""
+MAX_CLASSES_SHOWN = 64  # priority classes with a target, in one status
+MAX_POLICY_CHARS = 4 << 20  # tables of a tenants file in JSON, without keys: some ten thousand tenants
 MAX_POLICY_VERSIONS = 100
 MAX_FLIPS_AT_ONCE = 64
-"""Workers of one model that change their role. Where there are few of them, `flips_at_once`."""
 MAX_SEGMENTS = 4096
 MAX_SEGMENTS_ANNOUNCED = 256
-"""Most segments that are announced at once."""
 MAX_TOKEN_ITEMS = 4096
 MAX_TOKENS_PER_ITEM = 64
 MAX_VOCAB = 1 << 24

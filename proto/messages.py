@@ -66,31 +66,21 @@ class Hello(Message, frozen=True):
     version: int
     role: Role
     incarnation: Incarnation
-    name: Name
-    """The name that people see, like `prefill-0`."""
-    model: Text = ""
-    """Model id; empty where a role has none."""
-    fingerprint: Text = ""
-    """Digest of model, revision, dtype and KV shape; workers hand over KV only where it is equal (`proto.compatible`)."""
-    address: Text = ""
-    """Where others reach this process: a gateway's token port, a decode worker's KV port."""
+    name: Name  # the name that people see, like `prefill-0`
+    model: Text = ""  # model id; empty where a role has none
+    fingerprint: Text = ""  # digest of model, revision, dtype and KV shape (`proto.compatible`)
+    address: Text = ""  # where others reach this process: a gateway's token port, a decode worker's KV port
     capacity: Capacity | None = None
     host: Text = ""
     pid: Count = 0
     held: Annotated[tuple[Held, ...], Meta(max_length=1 << 16)] = ()
     """Streams that went on while the link was down; counted against the capacity until the worker lets go of them."""
-    hand_over_ms: HandOverMs = None
-    """As in `drain.Draining`."""
-    metrics: Text = ""
-    """HOST:PORT where this process is observed; empty: nowhere."""
-    numerics: Text = ""
-    """`Runner.numerics` of a worker; empty: not known. A stream is resumed exactly where it is equal."""
-    flipped_from: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
-    """An incarnation under which this process had another role until now; 0: it had none."""
-    attention_tokens: Tokens_ = 0
-    """The context at which attention takes as much work as the weights, from a worker; 0: not known."""
-    process: NameOrEmpty = ""
-    """The name of the mixed worker that this is one role of; empty: the process has no other role."""
+    hand_over_ms: HandOverMs = None  # as in `drain.Draining`
+    metrics: Text = ""  # HOST:PORT where this process is observed; empty: nowhere
+    numerics: Text = ""  # `Runner.numerics` of a worker; empty: unknown. Streams resume exactly where it is equal.
+    flipped_from: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0  # its incarnation in its last role; 0: it had none
+    attention_tokens: Tokens_ = 0  # a worker's context at which attention costs as much as the weights; 0: unknown
+    process: NameOrEmpty = ""  # the mixed worker that this is one role of; empty: the process has no other
     hash_key: HashKey = b""
     """A gateway's key for block hashes. A new coordinator continues to use it, so that cached prefixes are still found."""
 
@@ -140,13 +130,10 @@ class Submit(Message, frozen=True):
     choices: Choices = 1
     first_choice: ChoiceIndex = 0  # choices are numbered from here; a resume goes choice by choice
     resumed_tokens: Tokens_ = 0
-    tenant: Text = "default"
-    """`organisation/user` or `organisation`, from the authenticated key and nothing else."""
+    tenant: Text = "default"  # `organisation/user` or `organisation`, from the authenticated key and nothing else
     priority_class: Text = ""  # the one the client asked for; empty: its tenant's own
-    deadline_ms: DurationMs = 0.0
-    """How soon the first token is wanted, counted from now; 0: the priority class's default."""
-    block_hashes: BlockHashes = b""
-    """Hashes of the ids that follow, for the prefix cache; empty: nothing is looked up or kept."""
+    deadline_ms: DurationMs = 0.0  # until the first token, counted from now; 0: the priority class's default
+    block_hashes: BlockHashes = b""  # of the ids that follow, for the prefix cache; empty: nothing is looked up or kept
     hash_block_size: Annotated[int, Meta(ge=0, le=4096)] = 0
     """Tokens that each of them covers. A worker whose block size is a multiple uses the last hash of each; others use none."""
     drained_attempts: Annotated[int, Meta(ge=0, lt=1_000)] = 0
@@ -160,8 +147,7 @@ class Cancel(Message, frozen=True):
     request_id: RequestId
     attempt: Attempt
     reason: CancelReason
-    output_tokens: AnswerTokens = 0
-    """The number of answer tokens that the gateway has, over all choices. A lost worker can no longer report it."""
+    output_tokens: AnswerTokens = 0  # that the gateway has, over all choices; a lost worker can no longer report it
 
 
 class StatusRequest(Message, frozen=True):
@@ -225,8 +211,7 @@ class Prefill(Message, frozen=True):
     decode: Destination
     decode_block_size: BlockSize
     block_hashes: BlockHashes = b""
-    cached_tokens: Tokens_ = 0
-    """The number of the prompt's first tokens that are believed to be in this worker's cache. Chunks start after them."""
+    cached_tokens: Tokens_ = 0  # at the prompt's beginning, believed to be in this worker's cache; not computed
     fetches: bool = False  # what is missing here of `cached_tokens` is to be fetched from `decode`
     returns: Returns = Returns()
 
@@ -254,8 +239,7 @@ class Reserve(Message, frozen=True):
     resumed_tokens: Tokens_
     kv_blocks: Count
     gateway: Destination
-    prefill_incarnation: Incarnation
-    """Its own incarnation means that it computes the prompt itself, and gets a `Prefill` and `Step`s for it."""
+    prefill_incarnation: Incarnation  # the worker's own: it computes the prompt itself, as a `Prefill` and `Step`s say
     block_hashes: BlockHashes = b""
     tpot_ms: DurationMs = 0.0  # its target for the time per later token; 0: none
     returns: Returns = Returns()
@@ -277,8 +261,7 @@ class StepDone(Message, frozen=True):
     step_id: Count
     computed: Annotated[tuple[Chunk, ...], Meta(max_length=limits.MAX_CHUNKS_PER_STEP)]
     step_ms: DurationMs
-    tokens_forwarded: Count
-    """Tokens that this process's model forwarded since it started."""
+    tokens_forwarded: Count  # tokens that this process's model forwarded since it started
 
 
 class CacheMiss(Message, frozen=True):
@@ -314,12 +297,9 @@ class Finished(Message, frozen=True):
 
     request_id: RequestId
     attempt: Attempt
-    output_tokens: Count
-    """Summed over choices, this attempt's only."""
-    tokens_forwarded: Count
-    """Tokens that this process's model forwarded since it started."""
-    resumed_tokens: Tokens_ = 0
-    """As in its order: a coordinator that has just started does not know the attempt."""
+    output_tokens: Count  # summed over choices, this attempt's only
+    tokens_forwarded: Count  # tokens that this process's model forwarded since it started
+    resumed_tokens: Tokens_ = 0  # as in its order: a coordinator that has just started does not know the attempt
 
 
 class Released(Message, frozen=True):
@@ -327,8 +307,7 @@ class Released(Message, frozen=True):
 
     request_id: RequestId
     attempt: Attempt
-    output_tokens: Count = 0
-    """Emitted by this worker for this attempt, summed over choices. First tokens count in prefill, or with `HandedOver`."""
+    output_tokens: Count = 0  # of this attempt, over choices; first tokens count in prefill or with `HandedOver`
 
 
 class WorkFailed(Message, frozen=True):

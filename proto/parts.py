@@ -11,10 +11,8 @@ from proto.errors import FinishReason
 from proto.fields import Attempt, BlockSize, ChoiceIndex, Count, Incarnation, RequestId, Seconds, Text, Tokens_
 from proto.sampling import TokenId, TokenLogprobs
 
-STEP_TOKENS: Final = 256
-"""Tokens of a prefill step on a CPU."""
-STALL_SHARE: Final = 0.5
-"""The fraction by which a slice of a prompt may lengthen a decode worker's step, if no target sets another limit."""
+STEP_TOKENS: Final = 256  # of a prefill step on a CPU
+STALL_SHARE: Final = 0.5  # of a decode step, by which a slice of a prompt may lengthen it, without a target
 
 
 class Role(StrEnum):
@@ -22,10 +20,8 @@ class Role(StrEnum):
     GATEWAY = "gateway"
     PREFILL = "prefill"
     DECODE = "decode"
-    OBSERVER = "observer"
-    """`crossdock status`, `drain` and `flip`: asks, and may stop placement on a worker or change its role."""
-    MIXED = "mixed"
-    """A worker process with both roles. It registers as two workers, so no `Hello` has this role."""
+    OBSERVER = "observer"  # `crossdock status`, `drain` and `flip`
+    MIXED = "mixed"  # A worker process with both roles. It registers as two workers, so no `Hello` has this role.
 
     @property
     def registers_as(self) -> "tuple[Role, ...]":
@@ -43,10 +39,8 @@ class Returns(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """How often and how soon the turns of a tenant's conversations follow each other. It helps to decide what is kept for the
     next turn."""
 
-    share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
-    """The share of the turns that are followed by another one."""
-    mean_s: Seconds = 0.0
-    """Seconds from the end of a turn until the next one comes, on average."""
+    share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0  # of the turns, followed by another one
+    mean_s: Seconds = 0.0  # seconds from the end of a turn until the next one comes, on average
 
 
 class RateState(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -54,8 +48,7 @@ class RateState(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     limit_requests: Count
     remaining_requests: Count
-    reset_requests_s: Seconds
-    """Seconds until all of the limit is there again."""
+    reset_requests_s: Seconds  # until all of the limit is there again
     limit_tokens: Count
     remaining_tokens: Count
     reset_tokens_s: Seconds
@@ -76,18 +69,15 @@ class TokenItem(msgspec.Struct, frozen=True, gc=False, array_like=True):
     choice: ChoiceIndex
     index: Tokens_
     tokens: Annotated[tuple[TokenId, ...], Meta(max_length=limits.MAX_TOKENS_PER_ITEM)]
-    finish: FinishReason | None = None
-    """Set with the last token. A stop token is the last token and is not text."""
+    finish: FinishReason | None = None  # Set with the last token. A stop token is the last token and is not text.
     logprobs: Annotated[tuple[TokenLogprobs, ...], Meta(max_length=limits.MAX_TOKENS_PER_ITEM)] = ()
-    cached_tokens: Tokens_ = 0
-    """How many of the prompt's tokens came from the prefix cache and were not computed; with an attempt's first token."""
+    cached_tokens: Tokens_ = 0  # of the prompt, found in the prefix cache; with an attempt's first token
 
 
 class PrefixPart(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """The blocks of a chain that an attempt holds. A chain is a sequence of blocks that one attempt brought to this worker."""
 
-    chain: Annotated[int, Meta(ge=0, lt=1 << 40)]
-    """Never used again in the life of the process."""
+    chain: Annotated[int, Meta(ge=0, lt=1 << 40)]  # never used again in the life of the process
     blocks: Annotated[int, Meta(ge=1, le=limits.MAX_CONTEXT_TOKENS)]
     """The number of blocks, counted from the beginning of the chain. Attempts with parts of the same chain hold the same
     blocks of the pool."""
@@ -101,28 +91,20 @@ class Capacity(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     kv_blocks: Count
     block_size: BlockSize
-    max_seqs: Annotated[int, Meta(ge=1, le=1 << 20)]
-    """Most sequences at once: in prefill, prompts being computed; in decode, the running batch."""
+    max_seqs: Annotated[int, Meta(ge=1, le=1 << 20)]  # in prefill, prompts being computed; in decode, the batch
     context_tokens: Tokens_
-    step_tokens: Annotated[int, Meta(ge=1, le=1 << 16)] = STEP_TOKENS
-    """Tokens of a prefill step, where the coordinator is not told another budget."""
-    computes_suffixes: bool = False
-    """Whether it is a decode worker that computes suffixes beside its streams: what a prompt adds to KV that it has."""
-    fetches: bool = False
-    """Whether it is a prefill worker that fetches KV from decode workers, or a decode worker from which KV can be fetched."""
-    tier_blocks: Count = 0
-    """So many more blocks may be cached, in its second tier."""
+    step_tokens: Annotated[int, Meta(ge=1, le=1 << 16)] = STEP_TOKENS  # of a prefill step, without another budget
+    computes_suffixes: bool = False  # a decode worker computes what a prompt adds to KV that it has, beside its streams
+    fetches: bool = False  # a prefill worker fetches KV from decode workers; a decode worker offers it
+    tier_blocks: Count = 0  # blocks that its second tier can cache in addition
 
 
 class Room(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """The largest request that the workers of one model can hold."""
 
-    context_tokens: Tokens_
-    """Most tokens of prompt and answer together that the model takes."""
-    prompt_tokens: Tokens_
-    """Most tokens of a prompt, by the KV cache of prefill workers."""
-    kv_blocks: Count
-    """The KV cache of the decode worker that has the most."""
+    context_tokens: Tokens_  # prompt and answer together, as the model takes
+    prompt_tokens: Tokens_  # as the KV cache of prefill workers takes
+    kv_blocks: Count  # of the largest decode worker
     block_size: BlockSize
 
 
@@ -135,13 +117,8 @@ class Held(msgspec.Struct, frozen=True, gc=False, array_like=True):
     kv_blocks: Count
     seqs: Count
     resumed_tokens: Tokens_ = 0
-    prompt_tokens: Tokens_ = 0
-    """Prompt tokens, from here on in decode only; 0: nothing more is known than `kv_blocks`."""
-    left_tokens: Tokens_ = 0
-    """Most tokens that each choice forwards after joining the batch."""
-    steps: Count = 0
-    """As in `DecodeProgress`, when this was said."""
-    joined_step: Count | None = None
-    """As in `Joined`; None: it has not joined yet."""
-    prefix: PrefixParts = ()
-    """As in `SharedPrefix`."""
+    prompt_tokens: Tokens_ = 0  # prompt tokens, from here on in decode only; 0: nothing more is known than `kv_blocks`
+    left_tokens: Tokens_ = 0  # most tokens that each choice forwards after joining the batch
+    steps: Count = 0  # as in `DecodeProgress`, when this was said
+    joined_step: Count | None = None  # as in `Joined`; None: it has not joined yet
+    prefix: PrefixParts = ()  # as in `SharedPrefix`

@@ -23,12 +23,10 @@ class PolicyAction(StrEnum):
 
 class PolicyRequest(Message, frozen=True):
     action: PolicyAction
-    number: Count = 0
-    """`list`: the version whose content is wanted. `rollback`: the one to put in force. 0: none, the one before."""
+    number: Count = 0  # `list`: the version to show. `rollback`: the one to put in force; 0: the one before.
     content: Annotated[str, Meta(max_length=limits.MAX_POLICY_CHARS)] = ""
     """The tables of a tenants file in JSON, without keys and cache groups. Empty with `promote`: what is on trial."""
-    share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
-    """`try`: the share of organisations."""
+    share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0  # `try`: the share of organisations
     organisations: Annotated[tuple[Name, ...], Meta(max_length=1024)] = ()
 
 
@@ -43,30 +41,21 @@ class PolicyVersion(Struct, frozen=True, array_like=True):
 class ArmStatus(Struct, frozen=True, array_like=True):
     """Requests that came under one version since it was put in force or on trial."""
 
-    arm: Text
-    """`active` or `candidate`."""
-    offered: Count = 0
-    """All requests, except those that were rejected because they cannot be served or because of a quota."""
+    arm: Text  # `active` or `candidate`
+    offered: Count = 0  # all but those that were rejected as not servable or by a quota
     finished: Count = 0
-    kept: Count = 0
-    """Finished within the targets of their class."""
-    ttft_ms: DurationMs = 0.0
-    """Sum of the times to first token of all finished requests."""
-    tpot_ms: DurationMs = 0.0
-    """Sum of their mean times per later token."""
+    kept: Count = 0  # finished within the targets of their class
+    ttft_ms: DurationMs = 0.0  # summed over all finished requests
+    tpot_ms: DurationMs = 0.0  # mean per later token, summed over all finished requests
 
 
 class PolicyAnswer(Message, frozen=True):
-    refusal: Text
-    """Empty: it is done."""
+    refusal: Text  # empty: done
     active: Count = 0
-    trial: Count = 0
-    """0: none."""
+    trial: Count = 0  # 0: none
     share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     organisations: Annotated[tuple[Name, ...], Meta(max_length=1024)] = ()
     versions: Annotated[tuple[PolicyVersion, ...], Meta(max_length=limits.MAX_POLICY_VERSIONS)] = ()
     arms: Annotated[tuple[ArmStatus, ...], Meta(max_length=2)] = ()
     content: Annotated[str, Meta(max_length=limits.MAX_POLICY_CHARS)] = ""
-    """The content of the version that was asked for."""
-    durable: bool = False
-    """Versions are kept through a restart."""
+    durable: bool = False  # versions are kept through a restart

@@ -16,8 +16,7 @@ from proto.parts import PrefixParts
 class Joined(msgspec.Struct, frozen=True, gc=False, array_like=True):
     request_id: RequestId
     attempt: Attempt
-    step: Count
-    """It forwards its first token in the step after this one."""
+    step: Count  # it forwards its first token in the step after this one
 
 
 class SharedPrefix(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -25,31 +24,23 @@ class SharedPrefix(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     request_id: RequestId
     attempt: Attempt
-    parts: PrefixParts
-    """The parts in the order of the prompt."""
+    parts: PrefixParts  # in the order of the prompt
 
 
 class DecodeProgress(Message, frozen=True):
     """The progress of a decode worker, sent a few times a second while it runs steps. Every running choice advances by one
     token in each step."""
 
-    steps: Count
-    """Begun since the process started. Every attempt that joined by then has been named, here or before."""
-    free_blocks: Count
-    """Free blocks, with those that are only cached, and given up when needed."""
-    short_blocks: Count
-    """Blocks that may be missing within the next steps; more than 0 only where the coordinator overcommits."""
-    joined: Annotated[tuple[Joined, ...], Meta(max_length=1 << 16)] = ()
-    """Attempts that joined the batch since the last message."""
+    steps: Count  # Begun since the process started. Every attempt that joined by then has been named, here or before.
+    free_blocks: Count  # free blocks, with those that are only cached, and given up when needed
+    short_blocks: Count  # that may be missing within the next steps; 0 unless the coordinator overcommits
+    joined: Annotated[tuple[Joined, ...], Meta(max_length=1 << 16)] = ()  # since the last message
     prefixes: Annotated[tuple[SharedPrefix, ...], Meta(max_length=1 << 16)] = ()
     """Attempts whose shared prefix became known, or longer, since the last message."""
-    timed_steps: Count = 0
-    """Steps since the last message that followed each other without a pause. Sums over them are:"""
-    timed_ms: DurationMs = 0.0
-    """their times, each from the end of the step before to its own end;"""
+    timed_steps: Count = 0  # since the last message, without a pause between them; sums over them follow
+    timed_ms: DurationMs = 0.0  # each from the end of the step before to its own end
     timed_sequences: Count = 0
-    timed_kv_tokens: Count = 0
-    """tokens of KV that they read."""
+    timed_kv_tokens: Count = 0  # that they read
 
 
 class Hung(Message, frozen=True):
@@ -65,8 +56,7 @@ class AnswerNames(Message, frozen=True):
     request_id: RequestId
     attempt: Attempt
     choice: ChoiceIndex
-    block_size: BlockSize
-    """Tokens that each of them covers."""
+    block_size: BlockSize  # tokens that each of them covers
     first_block: Annotated[int, Meta(ge=0, le=limits.MAX_BLOCK_HASHES)]
     """The first of them, counted from the beginning of the context: those before it are the prompt's."""
     block_hashes: BlockHashes
@@ -83,8 +73,7 @@ class EndPrefix(Message, frozen=True):
     """Names the last blocks of the last prompt of an ended conversation, for a worker that has one of them. The worker drops
     the blocks that only this conversation has, unless a running attempt holds them."""
 
-    block_hashes: BlockHashes
-    """The worker looks for the last one that it knows: its blocks may be larger than those that have hashes."""
+    block_hashes: BlockHashes  # the last one that the worker knows counts: its blocks may be larger than those hashed
 
 
 _TOP_BYTES_MAX = 4 * limits.MAX_PROMPT_LOGPROBS * limits.MAX_TOP_LOGPROBS
@@ -98,13 +87,9 @@ class PromptLogprobs(Message, frozen=True):
     attempt: Attempt
     start: Annotated[int, Meta(ge=1, le=limits.MAX_CONTEXT_TOKENS)]
     """Position in the prompt of the first of these tokens. The prompt's own first token has no probability."""
-    top: Annotated[int, Meta(ge=0, le=limits.MAX_TOP_LOGPROBS)]
-    """How many of the likeliest tokens there are for each."""
-    logprobs: Annotated[bytes, Meta(min_length=4, max_length=4 * limits.MAX_PROMPT_LOGPROBS)]
-    """float32 [rows], of the prompt's tokens."""
+    top: Annotated[int, Meta(ge=0, le=limits.MAX_TOP_LOGPROBS)]  # how many of the likeliest tokens there are for each
+    logprobs: Annotated[bytes, Meta(min_length=4, max_length=4 * limits.MAX_PROMPT_LOGPROBS)]  # float32 [rows]
     ranks: Annotated[bytes, Meta(min_length=4, max_length=4 * limits.MAX_PROMPT_LOGPROBS)]
     """int32 [rows]: the place of each among all tokens, likeliest first; 1 is the likeliest."""
-    top_ids: Annotated[bytes, Meta(max_length=_TOP_BYTES_MAX)] = b""
-    """int32 [rows, top], likeliest first."""
-    top_logprobs: Annotated[bytes, Meta(max_length=_TOP_BYTES_MAX)] = b""
-    """float32 [rows, top]."""
+    top_ids: Annotated[bytes, Meta(max_length=_TOP_BYTES_MAX)] = b""  # int32 [rows, top], likeliest first
+    top_logprobs: Annotated[bytes, Meta(max_length=_TOP_BYTES_MAX)] = b""  # float32 [rows, top]

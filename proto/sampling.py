@@ -19,16 +19,13 @@ class Sampling(msgspec.Struct, frozen=True, gc=False, array_like=True):
     max_tokens: Annotated[int, Meta(ge=1, le=limits.MAX_CONTEXT_TOKENS)]
     """Most tokens to emit for each choice, counted from the first token of the answer, resumed ones included."""
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
-    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
-    """0 is greedy."""
-    top_k: Annotated[int, Meta(ge=0, lt=limits.MAX_VOCAB)] = 0
-    """0 is off."""
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0  # 0 is greedy
+    top_k: Annotated[int, Meta(ge=0, lt=limits.MAX_VOCAB)] = 0  # 0 is off
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] = 1.0
     """The penalty over prompt and output (Keskar et al. 2019, CTRL); 1 is off."""
-    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
-    """The penalty over output only, as OpenAI defines it; so is the next."""
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0  # over output only, as OpenAI defines it
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     logit_bias: Annotated[
         tuple[tuple[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], ...], Meta(max_length=limits.MAX_LOGIT_BIAS)
@@ -43,15 +40,13 @@ class Sampling(msgspec.Struct, frozen=True, gc=False, array_like=True):
     `PromptLogprobs`, before the first token."""
     min_tokens: Annotated[int, Meta(ge=0, le=limits.MAX_CONTEXT_TOKENS)] = 0
     """No stop token is drawn until the answer has so many tokens; resumed ones are included."""
-    allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=limits.MAX_ALLOWED_TOKEN_IDS)] = ()
-    """No others are drawn; empty: all may be."""
+    allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=limits.MAX_ALLOWED_TOKEN_IDS)] = ()  # empty: all
     bad_words: Annotated[
         tuple[Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=limits.MAX_BAD_WORD_TOKENS)], ...],
         Meta(max_length=limits.MAX_BAD_WORDS),
     ] = ()
     """Token sequences that the answer must not have: the last token of one is not drawn behind the others."""
-    grammar: Annotated[str, Meta(max_length=limits.MAX_GRAMMAR_CHARS)] = ""
-    """The grammar of the answer, in the language of llguidance; empty: anything."""
+    grammar: Annotated[str, Meta(max_length=limits.MAX_GRAMMAR_CHARS)] = ""  # in llguidance's language; empty: none
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):

@@ -19,8 +19,7 @@ class KvPair(msgspec.Struct, frozen=True, array_like=True):
 
     decode_incarnation: Incarnation
     transport: TransportName
-    why: Text
-    """The reason against better transports; empty: none."""
+    why: Text  # the reason against better transports; empty: none
 
 
 class KvPairs(Message, frozen=True):
@@ -34,8 +33,7 @@ class KvHeld(Message, frozen=True):
 
     blocks: Count
     blocks_quarantined: Count
-    sessions: Count
-    """KV transfers that have not ended."""
+    sessions: Count  # KV transfers that have not ended
 
 
 class PairStatus(msgspec.Struct, frozen=True, array_like=True):
@@ -55,42 +53,32 @@ class WorkerStatus(msgspec.Struct, frozen=True, array_like=True):
     kv_blocks_used: Count
     requests: Count
     steps_in_flight: Count
-    tokens_forwarded: Count
-    """Tokens that its model forwarded since it started, as last heard."""
-    own_blocks: Count = 0
-    """KV blocks held by its own count, when the last `crossdock status` asked; so are the next two."""
+    tokens_forwarded: Count  # since it started, as last reported
+    own_blocks: Count = 0  # by its own count, when `crossdock status` last asked
     own_blocks_quarantined: Count = 0
     own_sessions: Count = 0
     draining: bool = False
-    numerics: Text = ""
-    """As in `Hello`."""
-    steps: Count = 0
-    """Steps that it has run in its present role, as last reported."""
-    process: Text = ""
-    """The worker's own name, or the name of the mixed worker if this is one of its roles."""
+    numerics: Text = ""  # as in `Hello`
+    steps: Count = 0  # in its present role, as last reported
+    process: Text = ""  # its own name, or that of the mixed worker that it is one role of
 
 
 class TenantStatus(msgspec.Struct, frozen=True, array_like=True):
     name: Text
-    share: Annotated[float, Meta(ge=0.0, le=1.0)]
-    """Its share of the cost of what was dispatched in about the last ten seconds."""
+    share: Annotated[float, Meta(ge=0.0, le=1.0)]  # of what was dispatched in about the last ten seconds, by cost
     waiting: Count
-    """Requests."""
 
 
 class ClassStatus(msgspec.Struct, frozen=True, array_like=True):
     """A priority class, and what became of its requests since the coordinator started."""
 
     name: Text
-    ttft_ms: DurationMs
-    """Targets; 0: none."""
+    ttft_ms: DurationMs  # targets; 0: none
     tpot_ms: DurationMs
-    percentile: Annotated[float, Meta(ge=0.0, le=1.0)]
-    """Share of finished requests that should keep both."""
+    percentile: Annotated[float, Meta(ge=0.0, le=1.0)]  # share of finished requests that should keep both
     offered: Count
     finished: Count
-    kept: Count
-    """Finished within both targets."""
+    kept: Count  # finished within both targets
 
 
 class Process(msgspec.Struct, frozen=True, array_like=True):
@@ -102,22 +90,15 @@ class FlipStatus(msgspec.Struct, frozen=True, array_like=True):
     """A worker's change of role."""
 
     worker: Text
-    """The name of its process."""
     pid: Count
     before: Role
     role: Role
-    """The one it takes."""
-    state: Text
-    """`draining`, `registering`, `done` or `failed`."""
-    why: Text = ""
-    """The person who ordered it, or the reason. Empty: a person who gave no reason."""
+    state: Text  # `draining`, `registering`, `done` or `failed`
+    why: Text = ""  # as ordered; empty: no reason was given
     failure: Text = ""
-    drained_ms: DurationMs = 0.0
-    """Milliseconds from the order until nothing was left on it."""
-    commit_ms: DurationMs = 0.0
-    """Milliseconds from then until it was registered in its new role: it served in neither."""
-    first_step_ms: DurationMs = 0.0
-    """Milliseconds from then until its first step was done; 0: none has run yet."""
+    drained_ms: DurationMs = 0.0  # milliseconds from the order until nothing was left on it
+    commit_ms: DurationMs = 0.0  # milliseconds from then until it was registered in its new role: it served in neither
+    first_step_ms: DurationMs = 0.0  # milliseconds from then until its first step was done; 0: none has run yet
     model: Text = ""
 
 
@@ -125,23 +106,17 @@ class TrafficStatus(msgspec.Struct, frozen=True, array_like=True):
     """A sample of the last requests for one model, oldest first."""
 
     model: Text
-    ages_ms: Annotated[tuple[DurationMs, ...], Meta(max_length=1024)]
-    """How long ago each came."""
+    ages_ms: Annotated[tuple[DurationMs, ...], Meta(max_length=1024)]  # since each came
     stands_for: Annotated[tuple[Count, ...], Meta(max_length=1024)]
     """The number of requests that each sample stands for: those since the sample before it, itself included."""
     prompt_tokens: Annotated[tuple[Count, ...], Meta(max_length=1024)]
-    cached_tokens: Annotated[tuple[Count, ...], Meta(max_length=1024)]
-    """Prompt tokens that are cached, as far as is known."""
-    output_tokens: Annotated[tuple[Count, ...], Meta(max_length=1024)]
-    """Answer tokens, as they were or as they are expected."""
-    waiting_tokens: Count
-    """Prompt tokens that wait for their turn."""
+    cached_tokens: Annotated[tuple[Count, ...], Meta(max_length=1024)]  # as far as is known
+    output_tokens: Annotated[tuple[Count, ...], Meta(max_length=1024)]  # as counted, or as expected
+    waiting_tokens: Count  # of prompts that wait for their turn
     ttft_ms: Annotated[tuple[DurationMs, ...], Meta(max_length=1024)] = ()
     """The time until the prompt was computed, or the time up to now if it is not computed yet; 0: the request ended before."""
-    tpot_ms: Annotated[tuple[DurationMs, ...], Meta(max_length=1024)] = ()
-    """Mean time per later token, as far as they have come; 0: none has."""
-    lost: Count = 0
-    """Workers of the model that were lost since the coordinator started, or forgot the model."""
+    tpot_ms: Annotated[tuple[DurationMs, ...], Meta(max_length=1024)] = ()  # mean per later token; 0: there are none
+    lost: Count = 0  # workers of the model that were lost since the coordinator started, or forgot the model
 
 
 class StepTimes(msgspec.Struct, frozen=True, array_like=True):
@@ -151,8 +126,7 @@ class StepTimes(msgspec.Struct, frozen=True, array_like=True):
     model: Text
     role: Role
     ages_ms: Annotated[tuple[DurationMs, ...], Meta(max_length=1024)]
-    steps: Annotated[tuple[Count, ...], Meta(max_length=1024)]
-    """The number of steps that each row is the mean of."""
+    steps: Annotated[tuple[Count, ...], Meta(max_length=1024)]  # the number of steps that each row is the mean of
     sizes: Annotated[tuple[Amount, ...], Meta(max_length=1024)]
     """Prompt tokens of a prefill step, sequences of a decode step."""
     reads: Annotated[tuple[Amount, ...], Meta(max_length=1024)]
@@ -164,26 +138,21 @@ class PredictionError(msgspec.Struct, frozen=True, array_like=True):
     """The errors of an autopilot's predictions against measurements: medians of its comparisons in the last hour."""
 
     comparisons: Count = 0
-    ttft_p50: ErrorRatio = None
-    """Relative: 0.1 is a tenth; None: not known."""
+    ttft_p50: ErrorRatio = None  # relative: 0.1 is a tenth; None: not known
     ttft_p90: ErrorRatio = None
     tpot_p90: ErrorRatio = None
-    slo_share: ErrorRatio = None
-    """The error of the share of requests that keep the SLO: 0.05 is 5 points."""
+    slo_share: ErrorRatio = None  # the error of the share of requests that keep the SLO: 0.05 is 5 points
 
 
 class AutopilotStatus(msgspec.Struct, frozen=True, array_like=True):
     model: Text
     mode: Text
-    present: Text
-    """Ratio of workers, like 2P6D."""
+    present: Text  # ratio of workers, like 2P6D
     wanted: Text
     reason: Text
     error: PredictionError = PredictionError()
-    age_ms: DurationMs = 0.0
-    """How long ago it said so."""
-    learned: Text = ""
-    """How it has corrected its profile, in words; empty: not at all."""
+    age_ms: DurationMs = 0.0  # how long ago it said so
+    learned: Text = ""  # how it has corrected its profile, in words; empty: not at all
 
 
 class AutopilotReport(Message, frozen=True):
@@ -195,11 +164,9 @@ class AutopilotReport(Message, frozen=True):
 class PolicyStatus(msgspec.Struct, frozen=True, array_like=True):
     """The version of the scheduling policy that is in force, and the one that is on trial."""
 
-    number: Count
-    """0: not known."""
+    number: Count  # 0: not known
     digest: Text
-    trial: Count
-    """0: none."""
+    trial: Count  # 0: none
     trial_digest: Text
 
 
@@ -207,40 +174,29 @@ class SessionStatus(msgspec.Struct, frozen=True, array_like=True):
     """Conversations of one model."""
 
     model: Text
-    sessions: Count
-    """Sessions of the last hour without a turn that runs."""
-    leases: Count
-    """Sessions for which KV is kept, since their next turns are still expected."""
-    leased_tokens: Count
-    """Tokens that are kept for them."""
+    sessions: Count  # sessions of the last hour without a turn that runs
+    leases: Count  # sessions for which KV is kept, since their next turns are still expected
+    leased_tokens: Count  # kept for them
 
 
 class StatusReport(Message, frozen=True):
     workers: tuple[WorkerStatus, ...]
     gateways: tuple[Text, ...]
     queued: Count
-    running: dict[Text, Count]
-    """Requests by life-cycle state."""
-    finished: dict[Text, Count]
-    """Requests ended since start, by outcome."""
+    running: dict[Text, Count]  # requests by life-cycle state
+    finished: dict[Text, Count]  # since start, by outcome
     counters: dict[Text, Annotated[int, Meta(ge=0)]]  # bytes moved are soon more than a Count
     kv_pairs: tuple[PairStatus, ...] = ()
-    circuit_open: tuple[Text, ...] = ()
-    """Pairs of workers that get no requests for a while, in words."""
-    tenants: tuple[TenantStatus, ...] = ()
-    """The tenants with the largest shares, largest first."""
+    circuit_open: tuple[Text, ...] = ()  # pairs of workers that get no requests for a while, in words
+    tenants: tuple[TenantStatus, ...] = ()  # with the largest shares, largest first
     metrics: dict[Text, Text] = {}  # noqa: RUF012 (msgspec copies it)
-    """Name of a process → HOST:PORT of its metrics."""
     recent: dict[Text, float] = {}  # noqa: RUF012
     """Times of the last requests, in ms, and how many they are."""
-    hung: tuple[Process, ...] = ()
-    """The last workers that were given up because of a hung step, latest last."""
-    flips: tuple[FlipStatus, ...] = ()
-    """The last ones, latest last."""
+    hung: tuple[Process, ...] = ()  # the last workers that were given up because of a hung step, latest last
+    flips: tuple[FlipStatus, ...] = ()  # latest last
     traffic: Annotated[tuple[TrafficStatus, ...], Meta(max_length=limits.MAX_MODELS)] = ()
     autopilots: Annotated[tuple[AutopilotStatus, ...], Meta(max_length=limits.MAX_MODELS)] = ()
     step_times: Annotated[tuple[StepTimes, ...], Meta(max_length=2 * limits.MAX_MODELS)] = ()
-    classes: Annotated[tuple[ClassStatus, ...], Meta(max_length=limits.MAX_CLASSES_SHOWN)] = ()
-    """Those with a target."""
+    classes: Annotated[tuple[ClassStatus, ...], Meta(max_length=limits.MAX_CLASSES_SHOWN)] = ()  # those with a target
     policy: PolicyStatus = PolicyStatus(0, "", 0, "")
     sessions: Annotated[tuple[SessionStatus, ...], Meta(max_length=limits.MAX_MODELS)] = ()

@@ -8,8 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 _DOCS = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/configuration").glob("*.md"))]
-PAGES = [ROOT / "README.md", *_DOCS, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
-"""Those whose commands are checked."""
+PAGES = [ROOT / "README.md", *_DOCS, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]  # those whose commands are checked
 ALL_PAGES = [*PAGES, ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _ASSIGNMENT = re.compile(r"^[A-Z_]+=")
@@ -29,10 +28,8 @@ class Command:
     page: str
     line: int
     heading: str
-    text: str
-    """As a shell takes it."""
-    words: tuple[str, ...]
-    """Without sudo and variables set in front, and the file that the output goes to."""
+    text: str  # as a shell takes it
+    words: tuple[str, ...]  # without sudo and variables set in front, and the file that the output goes to
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}: {self.text.splitlines()[0]}"

@@ -1,8 +1,7 @@
-"""`python -m tools.configuration [FOLDER]`: the options of each command, from the settings classes."""
+"""`python -m tools.configuration [FOLDER]`: the options of a cluster's processes, from the settings classes."""
 
 import inspect
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic.fields import FieldInfo
@@ -14,12 +13,14 @@ from runtime.settings.options import CONFIG_ENV, bounds, option_name
 from runtime.settings.types import ENV_PREFIX, Options
 
 FOLDER = "docs/configuration"
+PAGES = ("serve", "coordinator", "gateway", "worker")
 COMMAND = f"python -m tools.configuration {FOLDER}"
 _HEAD = f"""\
 # Configuration
 
-With this page you find the options of a command, and where a value comes from if it is given more than once. Each command has
-a page, which begins with what most people set and ends with options for experts. `--help` shows the same text.
+With this page you find where the value of an option comes from if it is given more than once. The processes of a cluster have
+a page each: [serve](serve.md), [coordinator](coordinator.md), [gateway](gateway.md) and [worker](worker.md). A page begins with
+what most people set and ends with options for experts. `--help` shows the same text, and that of all other commands.
 
 Flags take precedence over the environment, the environment over a TOML file, and the file over the defaults.
 
@@ -42,46 +43,28 @@ message names the option and the source of the value.
 and `crossdock cluster` read them from `cluster.toml`: `--allowed-hosts` is `allowed_hosts` in `[gateway]`. See
 [multi-node](../multi-node.md) and `scripts/cluster.toml`, which explains every key. Other commands that start a cluster, such
 as `crossdock bench`, leave options that they do not have to the environment.
-
-| page | commands |
-|---|---|
 """
-
-
-def commands() -> Iterator[tuple[str, type[Options]]]:
-    """Every command that people call, with its settings."""
-    for name, command in commands_in(TABLE):
-        yield f"crossdock {name}", command.settings_class()
 
 
 def pages() -> dict[str, str]:
     """File name → text of the page."""
-    grouped: dict[str, list[tuple[str, type[Options]]]] = {}
-    for name, cls in commands():
-        grouped.setdefault(name.split()[1], []).append((name, cls))
-    rows = [
-        f"| [{page}]({page}.md) | {', '.join(f'`{name}`' for name, _ in ours)} |\n" for page, ours in grouped.items()
+    named = dict(commands_in(TABLE))
+    return {"README.md": _HEAD} | {f"{name}.md": _page(name, named[name].settings_class()) for name in PAGES}
+
+
+def _page(name: str, cls: type[Options]) -> str:
+    about = " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
+    parts = [
+        f"# crossdock {name}\n\nMade by `{COMMAND}`; a test fails when it is stale. [Configuration](README.md).\n",
+        f"\n{about}\n\nSection `[{cls.section}]` of the file.\n",
     ]
-    made = {f"{page}.md": _page(page, ours) for page, ours in grouped.items()}
-    return {"README.md": _HEAD + "".join(rows)} | made
-
-
-def _page(page: str, ours: list[tuple[str, type[Options]]]) -> str:
-    parts = [f"# crossdock {page}\n\nMade by `{COMMAND}`; a test fails when it is stale. [All commands](README.md).\n"]
-    for name, cls in ours:
-        about = " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
-        alone = len(ours) == 1
-        parts.append(f"\n{about}\n" if alone else f"\n## {name}\n\n{about}\n")
-        if cls.section:
-            parts.append(f"\nSection `[{cls.section}]` of the file.\n")
-        panels, shown = panels_of(cls), ""
-        for key, field in in_panel_order(cls, list(cls.model_fields.items())):
-            panel = panels.get(key, OTHER_PANEL)
-            if panel != shown:
-                title = f"\n{'##' if alone else '###'} {panel}\n" if panels else ""
-                parts.append(f"{title}\n| option | default | meaning |\n|---|---|---|\n")
-                shown = panel
-            parts.append(_row(key, field))
+    panels, shown = panels_of(cls), ""
+    for key, field in in_panel_order(cls, list(cls.model_fields.items())):
+        panel = panels.get(key, OTHER_PANEL)
+        if panel != shown:
+            parts.append(f"\n## {panel}\n\n| option | default | meaning |\n|---|---|---|\n")
+            shown = panel
+        parts.append(_row(key, field))
     return "".join(parts)
 
 

@@ -25,8 +25,7 @@ from tests.fuzz_frames import through_a_port, through_the_codec
 GROWTH_BYTES_MAX = 96 << 20
 WARMING_FRAMES = 2_000
 PROMPT, TOKENS = [30, 31, 32], 24
-STREAM_MODEL = "fuzz"
-"""The model of workers that are not real, so that no other requests go to them."""
+STREAM_MODEL = "fuzz"  # the model of workers that are not real, so that no other requests go to them
 
 
 @dataclass
@@ -50,8 +49,7 @@ class Outcome:
     counts: Counter[str]
     seconds: float
     grown_bytes: int
-    served: int
-    """Requests of others, answered rightly meanwhile."""
+    served: int  # requests of others, answered rightly meanwhile
     fault: str = ""
 
 

@@ -39,13 +39,11 @@ FAULTS = KILLS + STOPS + MESSAGES
 TRANSPORTS = ("gloo", "shm", "tcp", "tcp-plain")
 
 KILL_NOTICED_S = 2.0
-STOP_NOTICED_S = 2.0
-"""Seconds in which missed heartbeats alone show a stopped peer."""
+STOP_NOTICED_S = 2.0  # seconds in which missed heartbeats alone show a stopped peer
 STOPPED_S = 5.0
 WAIT_S = 60.0
 INNOCENT_TRANSFERS = 3
-ATTEMPTS_MAX = 4
-"""The second attempt may still meet a pair that is about to be given up."""
+ATTEMPTS_MAX = 4  # the second attempt may still meet a pair that is about to be given up
 REQUEST_BLOCKS_MAX, INNOCENT_BLOCKS_MAX = 120, 30
 assert ATTEMPTS_MAX * REQUEST_BLOCKS_MAX + INNOCENT_TRANSFERS * INNOCENT_BLOCKS_MAX <= node.BLOCKS
 _FORK = multiprocessing.get_context("forkserver")

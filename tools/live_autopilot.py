@@ -43,13 +43,10 @@ class Outcome:
     """The result of one run."""
 
     name: str
-    asked: list[int]
-    """Requests sent in each phase."""
-    good: list[int]
-    """Those of them that kept both limits."""
+    asked: list[int]  # requests sent in each phase
+    good: list[int]  # those of them that kept both limits
     errors: int = 0
-    changes: list[str] = field(default_factory=list)
-    """Role changes, in words."""
+    changes: list[str] = field(default_factory=list)  # role changes, in words
 
     @property
     def goodput(self) -> int:

@@ -24,8 +24,7 @@ from tuning.advise import QueueingModel, Slo, Traffic, Workers, interarrival_cv
 from tuning.profile import Profile
 
 WINDOW_S: Final = 30.0
-SETTLES_S: Final = 30.0
-"""Requests have this long to show how fast they are."""
+SETTLES_S: Final = 30.0  # that requests have to show how fast they are
 KEPT_S: Final = 3_600.0
 REQUESTS_MIN: Final = 8
 _MS_MIN: Final = 0.01
@@ -34,7 +33,7 @@ _HALVINGS: Final = 32
 
 
 class Figures(NamedTuple):
-    """None: nothing was measured."""
+    """Measured or predicted figures; None: not measured."""
 
     ttft_p50_ms: float | None
     ttft_p90_ms: float | None
@@ -52,8 +51,7 @@ class Accuracy:
     def __init__(self, profile: Profile, slo: Slo) -> None:
         self._slo = slo
         self.predict_with(profile)
-        self._looks: deque[_Look] = deque()
-        """The observations of the last minute, all with the same workers."""
+        self._looks: deque[_Look] = deque()  # of the last minute, all with the same workers
         self._compared_at: float | None = None
         self._errors: deque[tuple[float, tuple[float | None, ...]]] = deque(maxlen=int(KEPT_S / WINDOW_S))
 
@@ -116,9 +114,7 @@ def measured(status: TrafficStatus, recent: Sequence[int], slo: Slo) -> Figures:
     times = [(status.ttft_ms[at], status.tpot_ms[at]) for at in recent if status.ttft_ms[at] > 0]
     ttft, tpot = sorted(first for first, _ in times), sorted(later for _, later in times if later > 0)
     kept = [first <= slo.ttft_ms and later <= slo.tpot_ms for first, later in times]
-    return Figures(
-        _rank(ttft, 0.5), _rank(ttft, 0.9), _rank(tpot, 0.9), sum(kept) / len(kept) if kept else None
-    )  # fmt: skip
+    return Figures(_rank(ttft, 0.5), _rank(ttft, 0.9), _rank(tpot, 0.9), sum(kept) / len(kept) if kept else None)
 
 
 def _traffic(status: TrafficStatus, recent: Sequence[int], waiting_tokens: int) -> Traffic:

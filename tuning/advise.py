@@ -23,8 +23,7 @@ from tuning.profile import Profile
 Floats = npt.NDArray[np.float64]
 SAMPLES_MAX: Final = 256
 WANTED_MAX: Final = 1024
-_BUSY_MAX: Final = 0.98
-"""Stationary formulas are used up to this load; any load above it goes into the growing queue."""
+_BUSY_MAX: Final = 0.98  # for stationary formulas; load above it goes into the growing queue
 
 
 @dataclass(frozen=True)
@@ -32,16 +31,11 @@ class Traffic:
     """The traffic of the last minutes."""
 
     requests_per_s: float
-    prompt_tokens: Sequence[int]
-    """A sample of lengths; if there are more than `SAMPLES_MAX`, some are taken at even distances."""
-    output_tokens: Sequence[int]
-    """The answer of each prompt of `prompt_tokens`, as it was or as it is expected."""
-    hit_rate: float = 0.0
-    """Share of prompt tokens that prefill workers had cached."""
-    arrival_cv: float = 1.0
-    """Coefficient of variation of the times between arrivals: 1 is Poisson."""
-    waiting_tokens: int = 0
-    """Prompt tokens that wait already."""
+    prompt_tokens: Sequence[int]  # a sample, thinned out evenly beyond `SAMPLES_MAX`
+    output_tokens: Sequence[int]  # of each prompt, as it was or is expected
+    hit_rate: float = 0.0  # of prompt tokens, on prefill workers
+    arrival_cv: float = 1.0  # coefficient of variation of gaps: 1 is Poisson
+    waiting_tokens: int = 0  # of prompts that wait already
 
 
 class Workers(NamedTuple):
@@ -62,8 +56,7 @@ class Workers(NamedTuple):
 class Slo:
     ttft_ms: float
     tpot_ms: float
-    percentile: float = 0.9
-    """Share of requests that should keep both."""
+    percentile: float = 0.9  # of requests that should keep both
 
     def limits(self, classes: Sequence[str]) -> tuple[float, float]:
         """Returns the limits of the first token and of later ones. They are the same for all classes here; `goals.Goals` has
@@ -75,30 +68,21 @@ class Slo:
 class Estimate:
     workers: Workers
     attainment: float
-    """Share of requests that keep both limits."""
     goodput: float
-    """Requests per second that keep both limits."""
-    prefill_load: float
-    """1 is all that the workers can compute."""
+    prefill_load: float  # 1 is all that the workers can compute
     decode_load: float
     ttft_attainment: float
     tpot_attainment: float
-    binds: str
-    """The limit: "prefill compute", "decode compute", "decode memory", "TTFT target", or "" where the SLO is kept."""
+    binds: str  # "prefill compute", "decode compute", "decode memory", "TTFT target", or "" if the SLO is kept
 
 
 @dataclass(frozen=True)
 class Advice:
     present: Estimate
-    best: Estimate
-    """The best of `present` and `neighbours`."""
-    neighbours: tuple[Estimate, ...]
-    """One worker in another role, best first."""
-    gain: float
-    """Goodput of `best` over that of `present`, less 1; infinite where the present one is 0."""
-    wanted: Workers
-    """The least number of each role that keeps the SLO, for operators who can add machines; `WANTED_MAX` where no number
-    does."""
+    best: Estimate  # of `present` and `neighbours`
+    neighbours: tuple[Estimate, ...]  # with one worker in another role, best first
+    gain: float  # goodput of `best` over that of `present`, less 1; inf where the present one is 0
+    wanted: Workers  # fewest of each role that keep the SLO, on any machines; `WANTED_MAX`: none does
     reason: str
 
 
@@ -155,8 +139,7 @@ class _Decode(NamedTuple):
     sequences: float
     step_ms: float
     load: float
-    memory: bool
-    """True if `load` is counted by KV memory, and not by compute."""
+    memory: bool  # `load` is counted by KV memory, not by compute
 
 
 class QueueingModel:

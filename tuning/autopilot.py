@@ -28,36 +28,26 @@ from proto.status import StatusReport, TrafficStatus
 from tuning.advise import Estimate, QueueingModel, Slo, Traffic, Workers, interarrival_cv
 from tuning.profile import Profile
 
-SAMPLE_MIN: Final = 8
-"""Nothing is concluded about the traffic from fewer requests than this."""
-SAMPLE: Final = 48
-"""The number of latest requests in which a great change shows soon."""
-LONGER_S: Final = 60.0
-"""Requests of this many seconds show a small change."""
-SIGMAS: Final = 2.0
-"""How far the number of requests in a sample may be above the expected one by chance."""
-WINDOW_S_MAX: Final = 120.0
-"""Observations that are older than this are left out."""
+SAMPLE_MIN: Final = 8  # fewer requests say nothing about the traffic
+SAMPLE: Final = 48  # latest requests, in which a great change shows soon
+LONGER_S: Final = 60.0  # of requests, which show a small change
+SIGMAS: Final = 2.0  # by which a sample's requests may exceed the expected number by chance
+WINDOW_S_MAX: Final = 120.0  # older observations are left out
 FOLLOWS_S: Final = 180.0
-LOST_SHARE: Final = 1 / 64
-"""This share of the workers may be lost within `calm_s`: in a large fleet some worker is lost all the time."""
+LOST_SHARE: Final = 1 / 64  # of workers, within `calm_s`: in a large fleet some are lost all the time
 CANDIDATES_MAX: Final = 64
-STEP: Final = 1 / 8
-"""The largest share of the workers that changes at once; one worker may in any case."""
+STEP: Final = 1 / 8  # largest share of the workers that changes at once, or one worker
 
 
 @dataclass(frozen=True)
 class AutopilotRules:
     slo: Slo
-    gain_min: float = 0.05
-    """Least relative gain of goodput for which a worker changes its role."""
+    gain_min: float = 0.05  # relative, of goodput, for which a worker changes its role
     confirmations: int = 2
     dwell_s: float = 60.0
     calm_s: float = 30.0
-    horizon_s: float = 60.0
-    """The present traffic is assumed to go on for this long, in seconds."""
-    flip_s: float = 2.0
-    """The cost of one change: for this many seconds one worker serves no requests."""
+    horizon_s: float = 60.0  # for which the present traffic is assumed to go on
+    flip_s: float = 2.0  # in which a worker that changes serves no requests
 
 
 class AutopilotWorker(NamedTuple):
@@ -67,52 +57,38 @@ class AutopilotWorker(NamedTuple):
     role: Role
     requests: int
     draining: bool = False
-    is_mixed: bool = False
-    """It is one half of a mixed worker, which does not change its role."""
+    is_mixed: bool = False  # one half of a mixed worker, which does not change its role
 
 
 @dataclass(frozen=True)
 class Observation:
     workers: Sequence[AutopilotWorker]
     traffic: Traffic | None
-    """The traffic of the latest requests; None: too few came lately."""
     longer: Traffic | None = None
-    """The traffic of a longer time."""
-    lost: int = 0
-    """Workers of this model that the coordinator has lost since it started."""
-    is_changing: bool = False
-    """A worker is changing its role."""
+    lost: int = 0  # workers of this model that the coordinator has lost since it started
+    is_changing: bool = False  # a worker is changing its role
 
 
 @dataclass(frozen=True)
 class Decision:
     present: Workers
-    wanted: Workers
-    """The best ratio of the present workers by the model."""
-    needed: Workers | None
-    """The least number of each role that would keep the SLO, for operators who can add machines; None: not known."""
-    gain: float
-    """How much more goodput there would be with `wanted` instead of `present`; 0.1 is a tenth more."""
-    reason: str
-    """The reason in words, for the event log."""
-    workers: tuple[str, ...] = ()
-    """The workers that should change their role now; none: nobody."""
+    wanted: Workers  # the best ratio of the present workers
+    needed: Workers | None  # fewest of each role that keep the SLO, on any machines; None: not known
+    gain: float  # of goodput with `wanted`, over `present`; 0.1 is a tenth more
+    reason: str  # in words, for the event log
+    workers: tuple[str, ...] = ()  # that should change their role now
     role: Role = Role.PREFILL
-    """The role that it is to have."""
 
 
 @dataclass
 class Autopilot:
     profile: Profile
     rules: AutopilotRules
-    _agreed: int = 0
-    """How often in a row the same direction was best; negative: towards fewer prefill workers."""
+    _agreed: int = 0  # times in a row that one direction was best; negative: fewer prefill workers
     _flipped_at: float = -inf
-    _direction: int = 0
-    """The direction of the last change: 1 is towards more prefill workers."""
+    _direction: int = 0  # of the last change; 1: more prefill workers
     _lost: int | None = None
-    _losses: list[tuple[float, int]] = field(default_factory=list)
-    """The losses within the last `calm_s`: when, and how many workers."""
+    _losses: list[tuple[float, int]] = field(default_factory=list)  # (when, workers), within `calm_s`
 
     def decide(self, seen: Observation, now: float) -> Decision:
         present = ratio_of(seen)

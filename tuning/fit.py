@@ -17,11 +17,8 @@ from tuning.profile import ControlCost, Curve, DecodeCost, HostCost, PrefillCost
 
 SIGMA_MIN, SIGMA_MAX = 0.01, 0.25
 GAP_POINTS = 100
-GROUP_MAX = 150
-"""Samples of one size that a slope is made of."""
-APART_MIN = 0.25
-"""Two samples must differ by this part of the larger number of reads. Between samples that read nearly the same, the slope is
-noise."""
+GROUP_MAX = 150  # samples of one size that make a slope
+APART_MIN = 0.25  # of the larger number of reads, between two samples: with less, the slope is noise
 
 
 class FitError(CrossdockError):
@@ -31,17 +28,14 @@ class FitError(CrossdockError):
 class StepSample(NamedTuple):
     """One prefill step, or the mean of one decode batch's steps."""
 
-    size: int
-    """Prompt tokens of the step, or sequences of the batch."""
-    reads: float
-    """Pairs of tokens that attend to each other, or KV tokens that are read."""
+    size: int  # prompt tokens of the step, or sequences of the batch
+    reads: float  # pairs of tokens that attend to each other, or KV tokens read
     ms: float
     round: int = 0
 
 
 class HandOver(NamedTuple):
-    last_tokens: int
-    """Tokens of the prompt's last step, whose transfer prefill cannot hide."""
+    last_tokens: int  # of the prompt's last step, whose transfer prefill cannot hide
     bytes_per_token: float
     ms: float
 
@@ -57,8 +51,7 @@ class Outside(NamedTuple):
 @dataclass
 class Samples:
     prefill: list[StepSample] = field(default_factory=list)
-    prefill_beside: list[StepSample] = field(default_factory=list)
-    """Prefill steps while streams ran on decode workers of the same host."""
+    prefill_beside: list[StepSample] = field(default_factory=list)  # streams ran on decode workers of the host
     decode: list[StepSample] = field(default_factory=list)
     decode_beside: list[tuple[StepSample, float]] = field(default_factory=list)
     """Decode steps while prompts were computed on prefill workers of the same host, each with the share of its time in which
@@ -71,8 +64,7 @@ class Samples:
     core: list[tuple[int, float]] = field(default_factory=list)
     """Sequences of a batch, and core time of the control processes for each of its steps, in ms."""
 
-    gaps: list[float] = field(default_factory=list)
-    """Gaps between tokens of streams that ran undisturbed, over their mean."""
+    gaps: list[float] = field(default_factory=list)  # between tokens of undisturbed streams, over their mean
 
     def add(self, others: "Samples") -> None:
         for each in fields(self):

@@ -25,18 +25,13 @@ from proto.status import StatusReport
 from tuning.fit import SIGMA_MAX, rising
 from tuning.profile import Curve, DecodeCost, PrefillCost, Profile, Residuals
 
-SAMPLES_MIN: Final = 32
-"""A role with fewer samples keeps its part of the profile as it is."""
-SIZE_SAMPLES_MIN: Final = 16
-"""A size (a power of two) with fewer samples has no factor of its own."""
+SAMPLES_MIN: Final = 32  # a role with fewer keeps its part of the profile
+SIZE_SAMPLES_MIN: Final = 16  # a size (a power of two) with fewer has no factor of its own
 SIZE_SAMPLES_MAX: Final = 512
-PAIRS_MIN: Final = 24
-"""If there are fewer pairs of samples, the time for each read is only scaled."""
-SPREAD_MIN: Final = 1 / 3
-"""One sample of a pair must read less than the other by at least this share."""
+PAIRS_MIN: Final = 24  # with fewer pairs of samples, the time for each read is only scaled
+SPREAD_MIN: Final = 1 / 3  # by which one sample of a pair must read less than the other
 FACTOR_MIN, FACTOR_MAX = 0.25, 4.0
-KNOTS_RATIO: Final = 1.25
-"""A size gets a point of its own on the curve if it differs by at least this factor from all other points."""
+KNOTS_RATIO: Final = 1.25  # between a size with a point of its own on the curve and all other points
 ROUNDS: Final = 4
 PERIODS: Final = 5
 AGE_MS_MAX: Final = 3.6e6
@@ -46,14 +41,12 @@ ROLES: Final = (Role.PREFILL, Role.DECODE)
 class StepTime(NamedTuple):
     """A step of a production worker, or the mean of some."""
 
-    size: float
-    """Prompt tokens of the step, or sequences of the batch: 1 at least."""
+    size: float  # prompt tokens of the step, or sequences of the batch: at least 1
     reads: float
     ms: float
     steps: int = 1
     at_s: float = 0.0
-    slow: float = 1.0
-    """How many times as long as alone it is expected to take, because others use the host."""
+    slow: float = 1.0  # times as long as alone, because others use the host
 
 
 class Correction(NamedTuple):
@@ -62,14 +55,10 @@ class Correction(NamedTuple):
     curve: Curve
     per_read: float
     residuals: Residuals
-    """Residuals of the samples."""
-    factor: float
-    """Median of measured / expected."""
-    sizes: tuple[tuple[float, float], ...]
-    """(size, factor of its samples), smallest first."""
+    factor: float  # median of measured / expected
+    sizes: tuple[tuple[float, float], ...]  # (size, factor of its samples), smallest first
     steps: int
-    sigma: float
-    """How much periods of time differ as a whole, as the standard deviation of the logarithm."""
+    sigma: float  # of periods as a whole: standard deviation of the logarithm
 
     def words(self, role: Role) -> str:
         (small, first), (large, last) = self.sizes[0], self.sizes[-1]
@@ -148,7 +137,7 @@ def _applied(profile: Profile, corrections: Mapping[Role, Correction]) -> Learne
 
 
 def _corrected(profile: Profile, role: Role, samples: Sequence[StepTime]) -> Correction | None:
-    """None: there are too few."""
+    """The correction of one role; None: there are too few samples."""
     cost, per_read = (
         (profile.prefill, profile.prefill.context_ms)
         if role is Role.PREFILL
@@ -265,8 +254,7 @@ class BusyTimes:
     def __init__(self, spans_s: Iterable[tuple[float, float]]) -> None:
         self._begins: list[float] = []
         self._ends: list[float] = []
-        self._before = [0.0]
-        """Busy time before each span; the last entry is the sum."""
+        self._before = [0.0]  # busy time before each span; the last entry is the sum
         for begin, end in sorted(spans_s):
             if self._ends and begin <= self._ends[-1]:
                 self._before[-1] += max(end - self._ends[-1], 0.0)

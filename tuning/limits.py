@@ -17,15 +17,12 @@ from tuning.simulator.job import Sent
 from tuning.simulator.options import RunOptions
 
 Relief = Callable[[Profile, RunOptions], tuple[Profile, RunOptions]]
-LEAST_GAIN: Final = 0.005
-"""A resource whose doubling helps a smaller share of all requests is not the limit."""
+LEAST_GAIN: Final = 0.005  # of all requests, by a resource's doubling; with less it is no limit
 
 
 class Limit(NamedTuple):
-    name: str
-    """A resource, or "TTFT target" or "TPOT target"."""
-    gain: float
-    """Share of the requests that would keep the SLO in addition if there were twice as much."""
+    name: str  # a resource, or "TTFT target" or "TPOT target"
+    gain: float  # share of requests that would keep the SLO in addition with twice as much
 
 
 def _prefill_compute(profile: Profile, options: RunOptions) -> tuple[Profile, RunOptions]:
@@ -85,7 +82,6 @@ RESOURCES: Final[Mapping[str, Relief]] = {
     "shared cores": _cores,
 }
 TARGETS: Final[Mapping[str, tuple[float, float]]] = {"TTFT target": (2.0, 1.0), "TPOT target": (1.0, 2.0)}
-"""Factors on the limits of the first token and of later ones."""
 
 
 def limit_of(profile: Profile, workers: Workers, sent: Sequence[Sent], goals: Goals, options: RunOptions) -> Limit:

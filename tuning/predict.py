@@ -32,10 +32,8 @@ WINDOWS_MIN: Final = 8
 BAND: Final = (0.05, 0.95)
 SHARES: Final = (0.5, 0.9, 0.99)
 METRICS: Final = ("ttft_ms", "tpot_ms", "e2e_ms")
-"""Each request has one of each."""
 GAP_POINTS: Final = 200
-HALF_MIN: Final = 0.01
-"""Each side of a band is at least this part of its figure."""
+HALF_MIN: Final = 0.01  # of its figure, on each side of a band
 WILSON_Z: Final = 1.645
 
 
@@ -50,10 +48,8 @@ class Band(NamedTuple):
 
 class Prediction(NamedTuple):
     workers: Workers
-    attainment: Band
-    """Share of requests that keep the SLO."""
-    latency: dict[str, dict[str, Band]]
-    """Bands by metric, then "p50", "p90", "p99"."""
+    attainment: Band  # share of requests that keep the SLO
+    latency: dict[str, dict[str, Band]]  # by metric, then "p50", "p90", "p99"
 
 
 def predict(

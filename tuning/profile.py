@@ -79,9 +79,7 @@ class Residuals(msgspec.Struct, frozen=True):
 
 class PrefillCost(msgspec.Struct, frozen=True):
     curve: Curve
-    """Time of a step by its tokens."""
-    context_ms: Least = 0.0
-    """Time for each pair of a token and another token that it attends to."""
+    context_ms: Least = 0.0  # for each pair of tokens that attend to each other
     residuals: Residuals = Residuals()
 
     def step_ms(self, tokens: int, pairs: float) -> float:
@@ -100,9 +98,7 @@ class PrefillCost(msgspec.Struct, frozen=True):
 
 class DecodeCost(msgspec.Struct, frozen=True):
     curve: Curve
-    """Time of a step by its sequences."""
-    kv_token_ms: Least = 0.0
-    """Time of each token of KV that a step reads."""
+    kv_token_ms: Least = 0.0  # for each token of KV that a step reads
     residuals: Residuals = Residuals()
 
     def step_ms(self, sequences: float, kv_tokens: float) -> float:
@@ -111,8 +107,7 @@ class DecodeCost(msgspec.Struct, frozen=True):
 
 class TransferCost(msgspec.Struct, frozen=True):
     latency_ms: Least = 0.0
-    bytes_per_ms: More = 1e9
-    """Speed of one prefill worker's link."""
+    bytes_per_ms: More = 1e9  # of one prefill worker's link
     bytes_per_token: Least = 0.0
     transport: str = ""
     residuals: Residuals = Residuals()
@@ -127,12 +122,9 @@ class HostCost(msgspec.Struct, frozen=True):
     request_ms: Least = 0.0
     """HTTP, tokenizer, control plane and gateway, from the client's send to the first step's begin and from the last step's
     end to the client's first token."""
-    request_token_ms: Least = 0.0
-    """The same for each prompt token, on top."""
-    step_gap_ms: Least = 0.0
-    """Time between two prefill steps of one worker."""
-    join_ms: Least = 0.0
-    """Time from a prompt's KV being there to its first decode step, without the wait for the step in progress."""
+    request_token_ms: Least = 0.0  # for each prompt token, on top
+    step_gap_ms: Least = 0.0  # between two prefill steps of one worker
+    join_ms: Least = 0.0  # from a prompt's KV being there to its first decode step, without the step in progress
     residuals: Residuals = Residuals()
 
 
@@ -141,9 +133,7 @@ class ControlCost(msgspec.Struct, frozen=True):
     workers (`Profile.prefill_cores`). 0: not measured, and not modelled."""
 
     step_ms: Least = 0.0
-    """Core time of each decode step."""
     token_ms: Least = 0.0
-    """Core time of each token of a step, in addition."""
 
     def of(self, sequences: float) -> float:
         return self.step_ms + self.token_ms * sequences
@@ -156,8 +146,7 @@ class ProfileCapacity(msgspec.Struct, frozen=True):
     block_size: Count = 16
     seqs_max: Count = 1024
     context_tokens: Count = 1 << 20
-    cost_per_hour: Least = 0.0
-    """The cost of one worker, in any currency; 0: not known."""
+    cost_per_hour: Least = 0.0  # in any currency; 0: not known
 
     @property
     def kv_tokens(self) -> int:
@@ -171,31 +160,19 @@ class Profile(msgspec.Struct, frozen=True):
     decode_capacity: ProfileCapacity
     transfer: TransferCost = TransferCost()
     host: HostCost = HostCost()
-    prefill_cores: Cores = 0
-    """Cores that all prefill workers of the host share; one worker can fill one core. 0: each worker has its own."""
-    decode_cores: Cores = 0
-    """Cores that all decode workers of the host share; 0: each has its own."""
-    beside_decode: More = 1.0
-    """How many times as long prefill steps take while decode workers of the host are busy."""
-    beside_prefill: More = 1.0
-    """How many times as long decode steps take while prefill workers of the host are busy."""
-    beside_mixed: More = 1.0
-    """How many times as long decode steps of a mixed worker take while another one of the host decodes: they share the memory's
-    speed."""
-    run_sigma: Least = 0.03
-    """How much step times differ from one run to another, as the standard deviation of their logarithm."""
-    step_tokens: Count = 256
-    """Prompt tokens of a prefill step, as calibrated with."""
-    attention_tokens: int = 0
-    """The context length at which a token's attention takes as much work as the weights do; 0: not known."""
-    about: dict[str, Any] = {}
-    """Hardware, model, dtype, versions, when."""
+    prefill_cores: Cores = 0  # shared by all prefill workers of the host, one each at most; 0: each has its own
+    decode_cores: Cores = 0  # shared by all decode workers of the host; 0: each has its own
+    beside_decode: More = 1.0  # on prefill steps while decode workers of the host are busy
+    beside_prefill: More = 1.0  # on decode steps while prefill workers of the host are busy
+    beside_mixed: More = 1.0  # on decode steps of a mixed worker while another of the host decodes
+    run_sigma: Least = 0.03  # of step times between runs: standard deviation of the logarithm
+    step_tokens: Count = 256  # of a prefill step, as calibrated with
+    attention_tokens: int = 0  # context at which attention costs a token as much as the weights; 0: not known
+    about: dict[str, Any] = {}  # hardware, model, dtype, versions, when
     format: int = FORMAT
     control: ControlCost = ControlCost()
-    run_dof: int = 0
-    """Degrees of freedom of `run_sigma`; 0: it is taken as known."""
-    gap_spread: tuple[float, ...] = ()
-    """Gaps between tokens of streams that ran undisturbed, over their mean: quantiles at even distances."""
+    run_dof: int = 0  # of `run_sigma`; 0: it is taken as known
+    gap_spread: tuple[float, ...] = ()  # between tokens of undisturbed streams / mean: quantiles, evenly spaced
     origin: Origin = "calibrated"
 
     def cost_per_hour(self, prefill: int, decode: int, mixed: int) -> float:

@@ -30,23 +30,16 @@ from tuning.simulator.options import RunOptions
 from tuning.simulator.outcome import Floats, SimulatedOutcome
 from tuning.traffic import Change, excerpt, windows
 
-FULL_MAX: Final = 6
-"""Candidates that run the whole trace."""
-FULL_RUNS: Final = 3
-"""How often the best candidates run with scaled step times."""
-CURVE_MAX: Final = 16
-"""Most numbers of workers of which the best candidate runs the whole trace."""
-CONTENDS: Final = 0.6
-"""Candidates that serve less than this part of what the best one serves on an excerpt do not run the whole trace."""
-OF_EACH_MAX: Final = 2
-"""Candidates of each smaller number of workers that go on to longer excerpts, both with and without mixed workers."""
-LIMIT_REQUESTS: Final = 1200
-"""Requests in the excerpt that shows what limits a candidate other than the recommended one."""
+FULL_MAX: Final = 6  # candidates that run the whole trace
+FULL_RUNS: Final = 3  # of each of the best candidates, with scaled step times
+CURVE_MAX: Final = 16  # numbers of workers for which the best candidate runs the whole trace
+CONTENDS: Final = 0.6  # of the best's share on an excerpt; candidates with less do not run the whole trace
+OF_EACH_MAX: Final = 2  # of each smaller number of workers, for longer excerpts, with and without mixed workers
+LIMIT_REQUESTS: Final = 1200  # in the excerpt that shows what limits a candidate that is not recommended
 ERROR_MIN: Final = 0.002
 RUNG_SHARES: Final = (1 / 16, 1 / 6)
 REQUESTS_MIN: Final = 400
-LOAD_STEPS: Final = 5
-"""Bisections of the load up to which a candidate keeps the SLO."""
+LOAD_STEPS: Final = 5  # bisections of the load up to which a candidate keeps the SLO
 DRAWS: Final = 400
 WINDOWS: Final = 36
 
@@ -55,10 +48,8 @@ WINDOWS: Final = 36
 class Candidate:
     workers: Workers
     step_tokens: int
-    seqs_max: int = 0
-    """0: the profile's."""
-    stall_share: float = 0.0
-    """As in `RunOptions`."""
+    seqs_max: int = 0  # 0: the profile's
+    stall_share: float = 0.0  # as in `RunOptions`
 
     def __str__(self) -> str:
         return str(self.workers)
@@ -67,32 +58,23 @@ class Candidate:
 @dataclass
 class Scored:
     candidate: Candidate
-    bound: float
-    """The largest share of the requests that could keep the SLO."""
-    requests: int = 0
-    """Requests of the trace that were simulated; 0: it was discarded by its bound."""
+    bound: float  # largest share of requests that could keep the SLO
+    requests: int = 0  # simulated; 0: it was discarded by its bound
     attainment: float = 0.0
     low: float = 0.0
-    high: float = 0.0
-    """90 % of the draws lie between these."""
-    strain: float = float("inf")
-    """The wanted percentile of how near requests come to their limits; 1 is the limit."""
+    high: float = 0.0  # 90 % of the draws lie between these
+    strain: float = float("inf")  # wanted percentile of requests' nearness to their limits; 1 is the limit
     binds: str = ""
     figures: dict[str, dict[str, float]] = field(default_factory=dict)
     prefill_busy: float = 0.0
     decode_busy: float = 0.0
     batch_mean: float = 0.0
-    limit_gain: float = 0.0
-    """Share of the requests that would keep the SLO in addition, with twice as much of what limits it."""
+    limit_gain: float = 0.0  # share of requests that keep the SLO in addition, with twice what limits it
     link_busy: float = 0.0
-    load_kept: float = 0.0
-    """Where no candidate keeps the SLO: the multiple of the load up to which this one keeps it, if it is near the best."""
+    load_kept: float = 0.0  # multiple of the load with the SLO kept, where no candidate keeps it
     probability: float = 0.0
-    """Probability that this candidate would be recommended."""
-    cost_per_hour: float = 0.0
-    """0: not known."""
-    requests_per_s: float = 0.0
-    """Requests per second that the clients send: turns of sessions come faster if answers do. 0: as the traffic says."""
+    cost_per_hour: float = 0.0  # 0: not known
+    requests_per_s: float = 0.0  # sent by clients: turns come faster if answers do; 0: as the traffic says
     full: bool = False
     drawn: Floats = field(default_factory=lambda: np.zeros(0), repr=False)
     """Attainment over windows of the trace drawn with replacement; the same windows for all that ran as many requests."""
@@ -111,12 +93,10 @@ class Found:
     budget: int
     results: dict[Candidate, Scored]
     best: Scored
-    ranked: list[Scored]
-    """Full runs: the recommended one, then the best first."""
+    ranked: list[Scored]  # full runs: the recommended one, then the best first
     requests: int
     requests_per_s: float
     outcome: SimulatedOutcome
-    """The outcome of the best over the whole trace."""
     class_attainment: dict[str, float]
 
 
@@ -127,8 +107,7 @@ class Space:
     step_tokens: tuple[int, ...] = (256,)
     seqs_max: tuple[int, ...] = (0,)
     stall_shares: tuple[float, ...] = (0.0,)
-    mixed_max: int = 0
-    """Mixed workers that there are cores for: each has its own in the model. 0: any number."""
+    mixed_max: int = 0  # that there are cores for: each has its own in the model; 0: any number
 
     def has_cores_for(self, workers: Workers) -> bool:
         return not 0 < self.mixed_max < workers.mixed
@@ -146,8 +125,7 @@ class Space:
         return found
 
 
-Tell = Callable[[str, int, int], None]
-"""A call with the name of the work, the steps that are done and all steps, for a progress bar."""
+Tell = Callable[[str, int, int], None]  # (name of the work, steps done, all steps), for a progress bar
 
 
 def search(
@@ -217,8 +195,7 @@ def _run_promising(
 ) -> list[Candidate]:
     """Runs a part of the trace with the candidates that may still be the best of their number of workers; returns these."""
     kept: list[Candidate] = []
-    shown: dict[int, float] = {}
-    """The best low end by number of workers."""
+    shown: dict[int, float] = {}  # best low end by number of workers
     for done, candidate in enumerate(left):
         tell(f"{len(part):,} requests", done, len(left))
         result, total = results[candidate], candidate.workers.total

@@ -15,13 +15,11 @@ from tuning.simulator.options import RunOptions
 from tuning.traffic import Change, excerpt
 
 REQUESTS: Final = 1200
-MAP_REQUESTS: Final = 1600
-"""Requests in the excerpt for the map: each of its ratios runs it up to ten times."""
+MAP_REQUESTS: Final = 1600  # in the excerpt for the map; each ratio runs it up to ten times
 MAP_SIDE_MAX: Final = 10
 UP: Final = (1.25, 1.6, 2.0, 3.0)
 DOWN: Final = (0.8, 0.6, 0.45, 0.3)
-SERVED_MIN: Final = 0.2
-"""If even the best ratio keeps the SLO for a smaller share of the requests, it does not matter which ratio is best."""
+SERVED_MIN: Final = 0.2  # served by the best ratio; below it, no ratio is better in a way that matters
 LOADS: Final = (0.5, 0.8, 1.0, 1.2, 1.5, 2.0)
 HEADROOM_MAX: Final = 4.0
 HEADROOM_STEPS: Final = 4
@@ -36,20 +34,16 @@ class Cell(NamedTuple):
 
 
 class WhatIf(NamedTuple):
-    load: float
-    """The load, as a multiple of that of the traffic."""
+    load: float  # multiple of the traffic's
     workers: str
     attainment: float
     goodput_requests_per_s: float
 
 
 class TurningPoint(NamedTuple):
-    what: str
-    """"prompt length", "output length", "load" or "hit rate"."""
-    factor: float
-    """The change, as a multiple of the value in the traffic; for the hit rate, the share itself."""
-    candidate: str
-    """The candidate that would be best then; empty if there is none in the range looked at."""
+    what: str  # "prompt length", "output length", "load" or "hit rate"
+    factor: float  # multiple of the traffic's value; of the hit rate, the share itself
+    candidate: str  # best then; empty if there is none in the range
 
 
 def map_of(

@@ -10,8 +10,7 @@ import numpy as np
 from simulation.load.sessions import LoadSession, in_turn
 from tuning.simulator.job import Sent, clients_of
 
-TPOT_S, TOKEN_S = 0.03, 0.0005
-"""Assumed times of tokens, for estimating when a turn might come and so choosing parts of the traffic."""
+TPOT_S, TOKEN_S = 0.03, 0.0005  # assumed, to estimate when a turn might come and choose parts of the traffic
 
 
 def played(
@@ -20,7 +19,6 @@ def played(
     """Returns the turns sorted by about when they come, and how many are left out because they do not fit the context. Turns
     that might come after `duration_s` are not played."""
     rows: list[tuple[int, Sent]] = []
-    """Turns with the number of their client."""
     number = left_out = 0
     for client, own in enumerate(in_turn(sessions, clients)):
         at_s = 0.0

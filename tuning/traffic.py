@@ -9,11 +9,9 @@ import numpy.typing as npt
 from tuning.sessions import first_turns, more_clients
 from tuning.simulator.job import Sent
 
-PAUSE_S = 120.0
-"""Seconds between the windows of an excerpt, in which queues drain."""
+PAUSE_S = 120.0  # between the windows of an excerpt, in which queues drain
 PARTS_MAX = 12
-WINDOW_REQUESTS = 400
-"""Shorter windows end before a queue has grown."""
+WINDOW_REQUESTS = 400  # shorter windows end before a queue has grown
 
 
 @dataclass(frozen=True)

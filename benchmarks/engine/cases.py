@@ -15,8 +15,7 @@ from launcher.http.streams import BenchFailed
 from proto.sampling import Sampling
 
 BLOCK_SIZE = 16
-_STEPS = 16
-"""Decode steps in one measurement."""
+_STEPS = 16  # decode steps in one measurement
 _PROMPT_TOKENS, _LONG_CONTEXT = 200, 1900
 _STREAMS = (1, 4, 8, 16)
 _PREFILL_TOKENS = 1000
@@ -28,14 +27,10 @@ _TABLES = [_PROMPT_TOKENS + _STEPS] * max(_STREAMS) + [_LONG_CONTEXT + _STEPS, _
 @dataclass(frozen=True)
 class Case:
     name: str
-    tokens: int
-    """Tokens of a decode step, or of the prompt."""
-    work: Work
-    """The bytes and operations of one measurement."""
-    measure: Callable[[], float]
-    """Returns the seconds of one measurement."""
-    is_transformers: bool = False
-    """True for a case of transformers; the engine has a case of the same name."""
+    tokens: int  # tokens of a decode step, or of the prompt
+    work: Work  # the bytes and operations of one measurement
+    measure: Callable[[], float]  # returns the seconds of one measurement
+    is_transformers: bool = False  # true for a case of transformers; the engine has a case of the same name
 
 
 def size_of(model: Any) -> ModelSize:

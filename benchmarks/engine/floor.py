@@ -34,11 +34,9 @@ class Work:
 
 @dataclass(frozen=True)
 class ModelSize:
-    body_weights: int
-    """Weights of the linear layers, without the head."""
+    body_weights: int  # weights of the linear layers, without the head
     head_weights: int
-    number_bytes: int
-    """Bytes of one number, of weights and KV alike."""
+    number_bytes: int  # bytes of one number, of weights and KV alike
     layers: int
     heads: int
     kv_heads: int

@@ -10,12 +10,9 @@ from benchmarks.engine.floor import MachineRates
 from engine.cpu import library
 from engine.cpu.weights import FORMATS
 
-BUFFER_BYTES = 512 << 20
-"""Far beyond the caches."""
-CPU_MATRIX, GPU_MATRIX = 1536, 8192
-"""Rows and columns of the matrices that are multiplied."""
-_TRIES = 3
-"""The fastest try counts, because a floor must not include the effects of other work on the machine."""
+BUFFER_BYTES = 512 << 20  # far beyond the caches
+CPU_MATRIX, GPU_MATRIX = 1536, 8192  # rows and columns of the matrices that are multiplied
+_TRIES = 3  # the fastest try counts, because a floor must not include the effects of other work on the machine
 
 
 def timed(device: str, work: Callable[[], object]) -> float:

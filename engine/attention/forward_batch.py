@@ -14,12 +14,10 @@ import numpy.typing as npt
 import torch
 
 Ints = npt.NDArray[np.int64]
-NO_SLOT: Final = -1
-"""The slot of a padding row, for which nothing is written."""
+NO_SLOT: Final = -1  # of a padding row, for which nothing is written
 
 OnLogits = Callable[[int, torch.Tensor], None]
-LOGITS_ROWS: Final = 64
-"""Rows of logits that `on_logits` is given at once: 40 MB with a vocabulary of 150,000."""
+LOGITS_ROWS: Final = 64  # rows of logits that `on_logits` is given at once: 40 MB with a vocabulary of 150,000
 
 
 @dataclass(frozen=True)
@@ -31,10 +29,8 @@ class SeqChunk:
 
     tokens: Sequence[int]
     start: int
-    blocks: Sequence[int]
-    """The sequence's block table, covering at least `start + len(tokens)` positions."""
-    wants_logits: bool
-    """Whether the logits of the last token are wanted."""
+    blocks: Sequence[int]  # covers at least `start + len(tokens)` positions
+    wants_logits: bool  # of the last token
     on_logits: OnLogits | None = None
     """Called with the logits of all tokens of the chunk, in pieces: the index of the piece's first token, and [tokens, vocab]
     float32. The tensor is overwritten after the call."""
@@ -55,24 +51,15 @@ def rows_of_logits(chunks: Sequence[SeqChunk]) -> Iterator[tuple[OnLogits, int, 
 class ForwardBatch:
     """The packed inputs of one forward. Tensors are on the device, tuples on the host."""
 
-    token_ids: torch.Tensor
-    """[tokens]"""
-    positions: torch.Tensor
-    """[tokens]"""
-    slots: torch.Tensor
-    """[tokens], or NO_SLOT."""
-    row_starts: torch.Tensor
-    """[sequences + 1] int32: sequence i has the rows [row_starts[i], row_starts[i + 1])."""
-    lengths: torch.Tensor
-    """[sequences] int32: tokens of each sequence, those of this forward included."""
-    tables: torch.Tensor
-    """[sequences, blocks] int32. Entries past a sequence's own blocks are any valid block."""
-    wanted: torch.Tensor
-    """Rows whose logits are wanted."""
+    token_ids: torch.Tensor  # [tokens]
+    positions: torch.Tensor  # [tokens]
+    slots: torch.Tensor  # [tokens], or NO_SLOT
+    row_starts: torch.Tensor  # [sequences + 1] int32: sequence i has the rows [row_starts[i], row_starts[i + 1])
+    lengths: torch.Tensor  # [sequences] int32: tokens of each sequence, those of this forward included
+    tables: torch.Tensor  # [sequences, blocks] int32. Entries past a sequence's own blocks are any valid block.
+    wanted: torch.Tensor  # rows whose logits are wanted
     counts: tuple[int, ...]
-    """Rows of each sequence."""
-    blocks: tuple[int, ...]
-    """Blocks of each sequence that may hold what its rows see."""
+    blocks: tuple[int, ...]  # of each sequence, as far as its rows see
 
     @property
     def is_decode(self) -> bool:

@@ -13,8 +13,7 @@ from torch import nn
 
 _NOT_SERVED: Final = frozenset({"eager_attention_forward", "load_balancing_loss_func", "loss_function"})
 """Functions that models name and that the engine never has them call."""
-_PLAIN_NUMBERS: Final = frozenset({-2, -1, 0, 1, 2, 3})
-"""Numbers that select a dimension or are neutral."""
+_PLAIN_NUMBERS: Final = frozenset({-2, -1, 0, 1, 2, 3})  # numbers that select a dimension or are neutral
 
 
 def names_read(module: nn.Module) -> set[str]:

@@ -12,24 +12,18 @@ from engine.attention.forward_batch import ForwardBatch
 class AttentionCall:
     """The arguments with which a layer calls its attention."""
 
-    window: int | None
-    """A token sees itself and at most `window - 1` tokens before it; None: all before it."""
-    scaling: float | None
-    """The factor on scores; None: head_dim ** -0.5."""
-    softcap: float | None
-    """Scores are bounded by `softcap * tanh(score / softcap)` (Gemma 2, arXiv:2408.00118)."""
+    window: int | None  # a token sees itself and `window - 1` before it; None: all
+    scaling: float | None  # the factor on scores; None: head_dim ** -0.5
+    softcap: float | None  # scores are bounded by `softcap * tanh(score / softcap)` (Gemma 2, arXiv:2408.00118)
 
 
 @dataclass(frozen=True)
 class RowGroup:
     """Sequences with equally many rows, attended at once."""
 
-    rows: torch.Tensor
-    """[sequences, rows] of the packed batch."""
-    tables: torch.Tensor
-    """[sequences, blocks]"""
-    positions: torch.Tensor
-    """[sequences, rows]"""
+    rows: torch.Tensor  # [sequences, rows] of the packed batch
+    tables: torch.Tensor  # [sequences, blocks]
+    positions: torch.Tensor  # [sequences, rows]
 
 
 @dataclass(frozen=True)
@@ -38,7 +32,6 @@ class AttentionMetadata:
 
     batch: ForwardBatch
     groups: tuple[RowGroup, ...] = ()
-    """Groups for the backend `torch`."""
     tiles: torch.Tensor | None = field(default=None)
     """Tiles for the backend `triton`: [2, tiles] int32, the sequence of each tile of queries and its first row in there.
     None: there is one row for each sequence."""

@@ -23,15 +23,13 @@ __all__ = [
 ]  # fmt: skip
 
 NAME = "crossdock_paged"
-EXAMINED = "crossdock_examined"
-"""The name of the same function while a model is examined."""
+EXAMINED = "crossdock_examined"  # the same function's name while a model is examined
 _OWN_POSITIONS = frozenset({"arange", "cache_position", "get_seq_length"})
 """Names in the code of attention that count tokens, which are those of many sequences in a packed forward."""
 _QUERIES = (0, 1, 7, 63, 1000, 100_000, 10_000_019)
 _DISTANCES = (-5, -1, 0, *(one for power in range(24) for one in ((1 << power) - 1, 1 << power)))
 """Positions of queries, and of keys before them, at which masks are compared."""
-MaskRule = Callable[..., torch.Tensor]
-"""(batch, head, positions of queries, positions of keys) → whether a query sees a key."""
+MaskRule = Callable[..., torch.Tensor]  # (batch, head, query positions, key positions) → whether a query sees a key
 
 _HARMLESS = frozenset({
     "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "max_length_k", "max_length_q", "output_attentions",
@@ -49,13 +47,10 @@ class Recorder:
     """Stands in for a `PagedForward` in the first forward of a model: notes the shape of each layer's K, computes nothing."""
 
     def __init__(self) -> None:
-        self.shapes: dict[int, tuple[int, int]] = {}
-        """Layer → (kv_heads, head_dim)."""
+        self.shapes: dict[int, tuple[int, int]] = {}  # layer → (kv_heads, head_dim)
         self.dtypes: set[torch.dtype] = set()
-        self.calls: dict[int, AttentionCall] = {}
-        """Layer → what it is called with."""
-        self.masks: dict[int, tuple[torch.Tensor, MaskRule]] = {}
-        """Address of a mask that the model was given → the mask and its rule."""
+        self.calls: dict[int, AttentionCall] = {}  # by layer
+        self.masks: dict[int, tuple[torch.Tensor, MaskRule]] = {}  # address of a mask → the mask and its rule
 
     def record(
         self, module: Any, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, mask: torch.Tensor | None

@@ -11,8 +11,7 @@ import torch
 from engine.attention.forward_batch import ForwardBatch
 from engine.attention.interface import AttentionCall, AttentionMetadata, RowGroup
 
-_SCORES_MAX: Final = 1 << 25
-"""Scores computed at once: 128 MiB."""
+_SCORES_MAX: Final = 1 << 25  # at once: 128 MiB
 
 
 class TorchAttention:

@@ -11,12 +11,9 @@ from engine.attention import triton_kernels
 from engine.attention.forward_batch import ForwardBatch, upload
 from engine.attention.interface import AttentionCall, AttentionMetadata
 
-SPLITS: Final = 32
-"""The most splits of a sequence's keys. The number launched is constant, so that one CUDA graph fits any length."""
-_SHARED_BYTES: Final = 101_376
-"""Shared memory of one program on the smallest GPUs that are served: A10, L4, RTX."""
-_EVERYTHING: Final = (1 << 31) - 1
-"""A window that hides nothing."""
+SPLITS: Final = 32  # of a sequence's keys; always as many are launched, so that one CUDA graph fits any length
+_SHARED_BYTES: Final = 101_376  # per program, on the smallest GPUs that are served: A10, L4, RTX
+_EVERYTHING: Final = (1 << 31) - 1  # a window that hides nothing
 
 
 def tile_sizes(dim_pad: int, number_bytes: int, shared_bytes: int) -> tuple[int, int]:

@@ -17,11 +17,8 @@ from engine.cpu.recognise import LayerParts, ModelParts
 from engine.cpu.weights import PackedWeights
 from engine.triton_launch import KernelFailed
 
-_POSITIONS: Final = 1024
-"""Rotary embeddings are computed for this many positions at once, always in the same groups, so that their bits are
-reproducible."""
-_ALIGNMENT: Final = 64
-"""Bytes of a cache line."""
+_POSITIONS: Final = 1024  # of one computation of rotary embeddings: fixed groups have reproducible bits
+_ALIGNMENT: Final = 64  # a cache line
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
@@ -40,8 +37,7 @@ class CpuDecoder:
         self._pool = pool
         self._block_size = pool.shape[3]
         self._context_tokens = context_tokens
-        self._offset = 0
-        """The position of the first token of a sequence."""
+        self._offset = 0  # position of a sequence's first token
         self._rotary = _RotaryTables(parts.rotary, parts.rotary_types, context_tokens)
         self._memory = HugePages()
         self._head = PackedWeights([parts.head], format, self._memory)

@@ -28,10 +28,8 @@ _SOURCES = Path(__file__).with_name("kernels")
 _FLAGS = ("-O3", "-std=c11", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno")
 _TIMEOUT_S = 120.0
 
-PANEL = 64
-"""Outputs of a linear layer that lie side by side, as in `kernels/linear.c`."""
-LANES = 16
-"""Sizes of a model's vectors must be multiples of this."""
+PANEL = 64  # outputs of a linear layer side by side, as in `kernels/linear.c`
+LANES = 16  # sizes of a model's vectors must be multiples of this
 QUERIES_MAX, HEAD_DIM_MAX = 48, 256
 
 

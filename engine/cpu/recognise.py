@@ -44,40 +44,31 @@ class NotRecognised(Exception):
 
 @dataclass(frozen=True)
 class MlpParts:
-    gate_up: tuple[nn.Linear, ...]
-    """The two of them, as one layer or as two."""
+    gate_up: tuple[nn.Linear, ...]  # as one layer or as two
     down: nn.Linear
 
 
 @dataclass(frozen=True)
 class RouterParts:
-    linear: nn.Linear
-    """[experts, hidden]"""
+    linear: nn.Linear  # [experts, hidden]
     experts_per_token: int
-    normalises: bool
-    """Whether the shares of a token's experts add up to 1."""
+    normalises: bool  # the shares of a token's experts add up to 1
 
 
 @dataclass(frozen=True)
 class LayerParts:
-    qkv: tuple[nn.Linear, ...]
-    """Queries, keys, values, as one layer or as three."""
+    qkv: tuple[nn.Linear, ...]  # queries, keys, values, as one layer or as three
     out: nn.Linear
-    mlps: tuple[MlpParts, ...]
-    """One, or the experts of a mixture."""
+    mlps: tuple[MlpParts, ...]  # one, or the experts of a mixture
     router: RouterParts | None
-    attention_norm: torch.Tensor | None
-    """The norm of what attention reads."""
-    attention_out_norm: torch.Tensor | None
-    """The norm of what attention adds."""
+    attention_norm: torch.Tensor | None  # of what attention reads
+    attention_out_norm: torch.Tensor | None  # of what attention adds
     mlp_norm: torch.Tensor | None
     mlp_out_norm: torch.Tensor | None
-    query_norm: torch.Tensor | None
-    """[head_dim] or [heads * head_dim], as is the next."""
+    query_norm: torch.Tensor | None  # [head_dim] or [heads * head_dim]
     key_norm: torch.Tensor | None
     window: int
-    rotary: int
-    """Index of the layer's table of cosines and sines; -1: no rotary embedding."""
+    rotary: int  # index of its table of cosines and sines; -1: no rotary embedding
 
     def is_plain(self, head_dim: int) -> bool:
         """Returns whether this layer meets the condition of `ModelParts.is_plain`."""
@@ -90,14 +81,12 @@ class LayerParts:
 @dataclass(frozen=True)
 class ModelParts:
     layers: tuple[LayerParts, ...]
-    embedding: torch.Tensor
-    """[vocab, hidden]"""
+    embedding: torch.Tensor  # [vocab, hidden]
     embedding_scale: float
     head: nn.Linear
     norm: torch.Tensor
     rotary: nn.Module
-    rotary_types: tuple[str | None, ...]
-    """The kind of each table, as `rotary` calls it; None where it has one only."""
+    rotary_types: tuple[str | None, ...]  # by table, as `rotary` names them; None where there is one only
     heads: int
     kv_heads: int
     head_dim: int
@@ -105,8 +94,7 @@ class ModelParts:
     epsilon: float
     scaling: float
     softcap: float
-    residual: float
-    """The factor on the sum that a part adds."""
+    residual: float  # factor on the sum that a part adds
     logit_scale: float
     logit_softcap: float
 

@@ -27,8 +27,7 @@ class PackedWeights:
             weight, self.scale = _as_int8(weight)
         elif format == "bfloat16":
             weight = weight.to(torch.bfloat16)
-        self.panels = memory.copy(weight.view(-1, PANEL, self.inputs).transpose(1, 2))
-        """[panels, inputs, 64]"""
+        self.panels = memory.copy(weight.view(-1, PANEL, self.inputs).transpose(1, 2))  # [panels, inputs, 64]
         self.bias: torch.Tensor | None = None
         if any(part.bias is not None for part in parts):
             biases = [part.bias if part.bias is not None else torch.zeros(part.out_features) for part in parts]

@@ -14,8 +14,7 @@ class Adjustments:
         self._seen = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
         self._counts = torch.zeros(slots, vocab_size, device=device)
         self._bias = torch.zeros(slots, vocab_size, device=device)
-        self._penalties = torch.zeros(slots, 3, device=device)
-        """Repetition, frequency, presence."""
+        self._penalties = torch.zeros(slots, 3, device=device)  # repetition, frequency, presence
 
     def join(self, slot: int, state: SamplerState) -> None:
         sampling = state.sampling

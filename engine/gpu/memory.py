@@ -9,10 +9,8 @@ import torch
 from engine.attention.forward_batch import SeqChunk
 from engine.engine import Runner
 
-_LIBRARIES_BYTES: Final = 512 << 20
-"""Memory for CUDA graphs, and what libraries allocate when they are first used."""
-_DRAW_BYTES: Final = 64
-"""Memory of each logit that is drawn from: itself, its weights, sums and copies in float64, its penalties."""
+_LIBRARIES_BYTES: Final = 512 << 20  # for CUDA graphs, and what libraries allocate on first use
+_DRAW_BYTES: Final = 64  # of each logit drawn from: itself, weights, sums and copies in float64, penalties
 
 
 MakeRunner = Callable[[int], tuple[Runner, int]]
@@ -22,12 +20,9 @@ MakeRunner = Callable[[int], tuple[Runner, int]]
 class GpuShare:
     """The part of its GPU that a worker may use."""
 
-    memory: float = 0.9
-    """Share of the GPU's memory, for all that this process has there."""
-    step_tokens: int = 2048
-    """The largest forward pass."""
-    decode_rows: int = 64
-    """The most sequences that decode at once."""
+    memory: float = 0.9  # of the GPU, for all that this process has there
+    step_tokens: int = 2048  # of the largest forward pass
+    decode_rows: int = 64  # most sequences that decode at once
 
 
 def pool_bytes(*, total: int, free: int, own: int, forward: int, draw: int, share: float) -> int:

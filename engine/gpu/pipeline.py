@@ -29,10 +29,8 @@ class _Step:
     """A step under way."""
 
     states: tuple[SamplerState, ...]
-    tokens: torch.Tensor
-    """[2, rows] on the host: tokens, and whether their logits were finite."""
-    logprobs: torch.Tensor | None
-    """The result of `top_logprobs`, on the host; None if nobody wants it."""
+    tokens: torch.Tensor  # [2, rows] on the host: tokens, and whether their logits were finite
+    logprobs: torch.Tensor | None  # of `top_logprobs`, on the host; None: not wanted
     done: torch.cuda.Event | None
 
 

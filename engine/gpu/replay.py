@@ -23,8 +23,7 @@ class GraphReplay:
         self._function = function
         self._buckets = buckets(rows_max)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.padding_rows = 0
-        """Rows that only filled a bucket up, of all runs."""
+        self.padding_rows = 0  # rows that only filled a bucket up
 
     @property
     def graphs(self) -> int:

@@ -12,15 +12,13 @@ from engine.gpu.ops import Ops
 from engine.gpu.pipeline import GpuPipeline
 from engine.gpu.weights import DecoderWeights
 
-_WARM_UP_TOKENS: Final = (1, 2, 64, 128, 1024, 1088)
-"""1, 2, 16 and 17 tiles of queries, beside single tokens."""
+_WARM_UP_TOKENS: Final = (1, 2, 64, 128, 1024, 1088)  # 1, 2, 16 and 17 tiles of queries, beside single tokens
 
 
 class GpuRunner:
     """A `Runner`."""
 
-    is_batch_invariant = False
-    """The products of the vendor's library round by the number of rows."""
+    is_batch_invariant = False  # the products of the vendor's library round by the number of rows
 
     def __init__(
         self, weights: DecoderWeights, pool: torch.Tensor, ops: Ops, context_tokens: int, decode_rows: int = 0

@@ -20,24 +20,20 @@ from engine.sampling.sampler import SamplerState
 
 
 class Field(IntEnum):
-    SLOT = 0
-    """Slot of the sequence; the number of slots where a row only fills the batch up."""
+    SLOT = 0  # of the sequence; the number of slots: a row that only fills the batch up
     POSITION = auto()
-    BLOCK = auto()
-    """Where this position's K and V go."""
+    BLOCK = auto()  # where this position's K and V go
     TOP_K = auto()
     TEMPERATURE = auto()
     TOP_P = auto()
     MIN_P = auto()
     UNIFORM = auto()
-    ADJUSTED_ROW = auto()
-    """Indices of the rows with penalties or a bias; only the first `StepShape.adjusted` entries are valid."""
+    ADJUSTED_ROW = auto()  # rows with penalties or a bias; only the first `StepShape.adjusted` entries are valid
     ADJUSTED_SLOT = auto()
 
 
 _FRACTIONS: Final = (Field.TEMPERATURE, Field.TOP_P, Field.MIN_P)
-_BUFFERS: Final = 2
-"""Steps in flight at once. A buffer is filled again after its step has ended."""
+_BUFFERS: Final = 2  # steps in flight at once; one is filled again after its step has ended
 
 
 @dataclass(frozen=True)
@@ -45,10 +41,8 @@ class Join:
     """A sequence's first step."""
 
     slot: int
-    token: int
-    """The token to forward first."""
-    first: int
-    """Where its table begins in the buffer."""
+    token: int  # to forward first
+    first: int  # where its table begins in the buffer
     blocks: int
     state: SamplerState
 
@@ -62,8 +56,7 @@ class StepShape:
     samples: bool
     filters: bool
     adjusted: int
-    logprobs: int
-    """The most that a row asks for; negative: none."""
+    logprobs: int  # most that a row asks for; negative: none
 
 
 class StepInput:
@@ -74,8 +67,7 @@ class StepInput:
         self._fields_size = len(Field) * slots
         self._context_tokens = context_tokens
         size = self._fields_size + slots * -(-context_tokens // block_size)
-        self.buffer = torch.zeros(size, dtype=torch.int64, device=device)
-        """The buffer on the device, in a fixed place, which CUDA graphs read."""
+        self.buffer = torch.zeros(size, dtype=torch.int64, device=device)  # in a fixed place, which CUDA graphs read
         self._host = [torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(_BUFFERS)]
         self._turn = 0
         self._slot_of: dict[Hashable, int] = {}

@@ -13,14 +13,12 @@ from torch import nn
 from engine.attention.interface import AttentionCall
 from engine.cpu.recognise import LayerParts, ModelParts, NotRecognised
 
-_POSITIONS: Final = 4096
-"""Rotary embeddings are computed for so many positions at once."""
+_POSITIONS: Final = 4096  # of one computation of rotary embeddings
 
 
 @dataclass(frozen=True)
 class Product:
-    weight: torch.Tensor
-    """[outputs, inputs]"""
+    weight: torch.Tensor  # [outputs, inputs]
     bias: torch.Tensor | None
 
 
@@ -40,18 +38,15 @@ class LayerWeights:
 @dataclass(frozen=True)
 class DecoderWeights:
     layers: tuple[LayerWeights, ...]
-    embedding: torch.Tensor
-    """[vocab, hidden]"""
+    embedding: torch.Tensor  # [vocab, hidden]
     head: Product
     norm: torch.Tensor
-    cosine: torch.Tensor
-    """[context_tokens, rotary dimensions] float32"""
+    cosine: torch.Tensor  # [context_tokens, rotary dimensions] float32
     sine: torch.Tensor
     heads: int
     kv_heads: int
     head_dim: int
-    activation: int
-    """A number in `engine.cpu.recognise.ACTIVATIONS`."""
+    activation: int  # a number in `engine.cpu.recognise.ACTIVATIONS`
     epsilon: float
 
 
@@ -98,7 +93,7 @@ def _joined(layers: Sequence[nn.Linear]) -> Product:
 
 
 def _rotary_tables(rotary: nn.Module, context_tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the model's own module computes them, in float32."""
+    """Cosines and sines as the model's own module computes them, in float32."""
     like = torch.zeros(1, 1, 1, device=device)
     found = []
     for start in range(0, context_tokens, _POSITIONS):

@@ -28,8 +28,7 @@ class BlockPool:
         self.total = total
         self.free = list(reversed(range(total)))
         self.prefixes = PrefixTree()
-        self.holders: dict[int, int] = {}
-        """How many allocators hold each held block."""
+        self.holders: dict[int, int] = {}  # allocators of each held block
         self.quarantined: set[int] = set()
 
     def take(self, count: int) -> list[int]:
@@ -159,7 +158,7 @@ class BlockAllocator:
         self._changes.begin(self._prefixes.hashes)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more reference to each of these held blocks."""
+        """Adds one reference to each of these held blocks."""
         for block in blocks:
             assert block in self._refs, f"block {block} is shared but not held"
             self._refs[block] += 1
@@ -194,7 +193,7 @@ class BlockAllocator:
             self.pool.free.append(block)
 
     def refs(self, block: int) -> int:
-        """Its references to a block; 0 when it does not hold it."""
+        """This allocator's references to a block; 0 when it does not hold it."""
         return self._refs.get(block, 0)
 
     def is_quarantined(self, block: int) -> bool:

@@ -17,8 +17,7 @@ from typing import Final, NamedTuple
 
 from proto.parts import Returns
 
-SHARES: Final = 8
-"""Kinds differ in the share by an eighth, and in the mean time by a factor of four."""
+SHARES: Final = 8  # kinds differ in the share by an eighth, and in the mean time by a factor of four
 TIMES: Final = 8
 
 
@@ -41,10 +40,8 @@ class IdleBlocks:
     """Blocks that nobody holds, whose contents are kept."""
 
     def __init__(self) -> None:
-        self.now = 0.0
-        """The time in seconds, which the owner of the blocks brings up to date. Where it stands still, shares alone decide."""
-        self._kinds: dict[_Kind, OrderedDict[int, float]] = {}
-        """Blocks of each kind, and since when nobody uses them, the longest first."""
+        self.now = 0.0  # in seconds, set by the owner of the blocks
+        self._kinds: dict[_Kind, OrderedDict[int, float]] = {}  # of each kind, with the start of idleness, oldest first
         self._kind_of: dict[int, _Kind] = {}
         self._ranked: list[tuple[float, _Kind]] = []
         """A heap of the worth of each kind's first block, computed at `_ranked_at` or later. The worth may have grown since,

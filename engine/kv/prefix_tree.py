@@ -14,8 +14,7 @@ from collections.abc import Iterable, Sequence
 from engine.kv.idle_blocks import IdleBlocks
 from proto.parts import Returns
 
-CHANGES_MAX = 1 << 16
-"""Changes kept for the next report; of more, the oldest are forgotten, since reports are hints."""
+CHANGES_MAX = 1 << 16  # kept for the next report; the oldest are forgotten, since reports are hints
 
 
 class _Node:
@@ -26,16 +25,14 @@ class _Node:
         self.block = block
         self.parent = parent
         self.children: dict[bytes, _Node] = {}
-        self.returns = Returns()
-        """How likely the last user is to come back."""
+        self.returns = Returns()  # of the last user
 
 
 class PrefixChanges:
     """The prefixes that became known or were given up since the last question, for a caller that keeps a copy."""
 
     def __init__(self, known: Iterable[bytes]) -> None:
-        self._changes: OrderedDict[bytes, bool] = OrderedDict()
-        """Hash → whether it is known now."""
+        self._changes: OrderedDict[bytes, bool] = OrderedDict()  # hash → whether it is known now
         self.begin(known)
 
     def begin(self, known: Iterable[bytes]) -> None:
@@ -62,10 +59,8 @@ class PrefixTree:
     def __init__(self) -> None:
         self._nodes: dict[bytes, _Node] = {}
         self._node_of: dict[int, _Node] = {}
-        self._copies: dict[int, _Node] = {}
-        """Held blocks with the contents of another block's node."""
-        self.idle = IdleBlocks()
-        """Blocks with a node that nobody holds."""
+        self._copies: dict[int, _Node] = {}  # held blocks with the contents of another block's node
+        self.idle = IdleBlocks()  # with a node that nobody holds
         self._followers: list[PrefixChanges] = []
 
     @property
@@ -155,7 +150,7 @@ class PrefixTree:
         return freed
 
     def forget(self, blocks: Sequence[int]) -> list[int]:
-        """These blocks' contents are not to be used again; returns those that are free now."""
+        """Drops these blocks' contents for good; returns the blocks that are free now."""
         freed: list[int] = []
         for block in blocks:
             self._copies.pop(block, None)

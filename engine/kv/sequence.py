@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from engine.kv.allocator import BlockAllocator
 from proto.parts import Returns
 
-BlockCopy = tuple[int, int]
-"""(source, target): copy this block's KV before the next forward writes to the target."""
+BlockCopy = tuple[int, int]  # (source, target): copy this block's KV before the next forward writes to the target
 
 
 class SequenceBlocks:

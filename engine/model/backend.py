@@ -38,11 +38,8 @@ class BackendCandidate:
     text_config: Any
     info: ModelInfo
     calls: list[AttentionCall]
-    """The arguments with which its layers call their attention."""
-    weights: str
-    """How the CPU kernels are to keep its weights."""
-    kv_bytes: int | None
-    """Bytes of the pool; None: what the share of the GPU leaves."""
+    weights: str  # how the CPU kernels are to keep them
+    kv_bytes: int | None  # of the pool; None: what the share of the GPU leaves
     gpu: GpuShare
 
     @property

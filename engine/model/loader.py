@@ -24,16 +24,13 @@ from engine.model.fingerprint import model_fingerprint
 from engine.model.work import attention_tokens
 from proto.limits import context_tokens
 
-MIN_BLOCKS, MIN_TOKENS = 8, 256
-"""A smaller pool would refuse nearly every request."""
+MIN_BLOCKS, MIN_TOKENS = 8, 256  # a smaller pool would refuse nearly every request
 _CONTEXT_TOKENS_MIN = 16
-_ALIGNMENT = 64
-"""Bytes; of a cache line, and of the widest vector load."""
+_ALIGNMENT = 64  # a cache line, and the widest vector load
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WHOLE_GPU = GpuShare()
 _LFS_POINTER = b"version https://git-lfs"
-_PACKED = (".qweight", ".weight_packed", ".absmax", ".qzeros")
-"""Endings of the names of quantized weights."""
+_PACKED = (".qweight", ".weight_packed", ".absmax", ".qzeros")  # in names of quantized weights
 _DOWNLOAD = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 

@@ -12,10 +12,8 @@ from engine.gpu.memory import GpuShare
 from engine.model.errors import GpuUnsupported, NoMemory
 
 _FLOATS: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_HEADER_BYTES_MAX: Final = 100 << 20
-"""The format allows no longer ones."""
-_CAPABILITY_MIN: Final = (8, 0)
-"""The least capability of GPUs with products in bfloat16. On older ones the kernels would not fit their registers."""
+_HEADER_BYTES_MAX: Final = 100 << 20  # as the format allows
+_CAPABILITY_MIN: Final = (8, 0)  # least with products in bfloat16; on older GPUs the kernels do not fit the registers
 
 
 def check_gpu(device: torch.device) -> None:

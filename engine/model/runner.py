@@ -20,8 +20,7 @@ class TransformersRunner:
         self._config = text_config
         self._pool = pool
         self._attention = attention
-        self._offset = 0
-        """The position of the first token of a sequence."""
+        self._offset = 0  # position of a sequence's first token
         self.backend = f"transformers ({attention.name} attention)"
         device = torch.cuda.get_device_name(pool.device) if pool.is_cuda else torch.backends.cpu.get_cpu_capability()
         self.numerics = f"torch {torch.__version__}, {attention.name} attention, {device}"

@@ -17,8 +17,7 @@ from engine.model.runner import short_windows
 _POSITION_WORDS: Final = ("position", "window", "chunk", "length", "floor_scale")
 """Parts of the names of numbers in a configuration that are positions or distances."""
 _OFFSETS_MAX: Final = 4
-_TOLERANCE = {"float32": 2e-3, "float16": 5e-2, "bfloat16": 1e-1}
-"""Largest ‖paged - plain‖ / ‖plain‖ of one position's logits."""
+_TOLERANCE = {"float32": 2e-3, "float16": 5e-2, "bfloat16": 1e-1}  # of ‖paged - plain‖ / ‖plain‖, at one position
 
 
 class SelfCheck:
@@ -37,8 +36,7 @@ class SelfCheck:
         window = min(min(windows), size // 2 + 2) if windows else None
         offsets = _offsets(text_config.to_dict(), long, info.context_tokens)
         cases = [(None, 0), *((None, offset) for offset in offsets[1:]), (window, offsets[0])]
-        self._cases: list[tuple[int | None, int]] = list(dict.fromkeys(cases))
-        """Window and position of the first token."""
+        self._cases: list[tuple[int | None, int]] = list(dict.fromkeys(cases))  # (window, position of the first token)
         self._references: list[list[torch.Tensor]] = []
 
     @torch.inference_mode()

@@ -18,12 +18,10 @@ class DrawParameters:
     """[rows] each, on the device of the logits."""
 
     temperature: torch.Tensor
-    top_k: torch.Tensor
-    """0: all."""
+    top_k: torch.Tensor  # 0: all
     top_p: torch.Tensor
     min_p: torch.Tensor
-    uniform: torch.Tensor
-    """float64"""
+    uniform: torch.Tensor  # float64
 
 
 def likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

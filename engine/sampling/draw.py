@@ -16,8 +16,7 @@ from proto.sampling import Sampling
 Logits = npt.NDArray[np.float32]
 Weights = npt.NDArray[np.float64]
 
-_SMALL: Final = 4096
-"""top_p first leaves out the weights below 1 / _SMALL of what it may leave out all together."""
+_SMALL: Final = 4096  # top_p first leaves out the weights below 1 / _SMALL of what it may leave out all together
 
 
 def draw(logits: Logits, highest: float, sampling: Sampling, uniform: float, scratch: Weights) -> int:
@@ -89,6 +88,6 @@ def _descending(weights: Weights) -> Weights:
 
 
 def _running_sums(weights: Weights) -> Weights:
-    """As np.cumsum, to the bit, in a sixth of its time."""
+    """Equals np.cumsum to the bit, in a sixth of its time."""
     sums: Weights = torch.from_numpy(weights).cumsum(0).numpy()
     return sums

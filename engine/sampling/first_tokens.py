@@ -12,11 +12,9 @@ from proto.messages import Prefill, TokenItem
 
 class ComputedPrompt(NamedTuple):
     order: Prefill
-    tokens: Sequence[int]
-    """Those of the answer that an earlier attempt has sent come last."""
+    tokens: Sequence[int]  # of the prompt; last, those of the answer that an earlier attempt has sent
     cached_tokens: int
     constraint: Any = None
-    """Its grammar's matcher, where there is one."""
 
 
 def draw_first_tokens(prompts: Sequence[ComputedPrompt], logits: torch.Tensor) -> list[list[TokenItem] | None]:

@@ -12,8 +12,7 @@ import torch
 class PromptRows:
     """Log probabilities of consecutive tokens of a prompt: float32 and int32 arrays [rows] or [rows, top]."""
 
-    start: int
-    """Position of the first of these tokens in the prompt, from 1."""
+    start: int  # position of the first in the prompt, from 1
     logprobs: npt.NDArray[np.float32]
     ranks: npt.NDArray[np.int32]
     top_ids: npt.NDArray[np.int32]
@@ -25,8 +24,7 @@ class PromptScorer:
     """Takes the logits of one chunk, some rows at a time, and keeps a few numbers of each."""
 
     prompt: Sequence[int]
-    start: int
-    """Position of the chunk's first token."""
+    start: int  # position of the chunk's first token
     top: int
     found: list[PromptRows] = field(default_factory=list)
 

@@ -21,8 +21,7 @@ from engine.sampling.draw import Logits, Weights, draw
 from engine.sampling.output_limits import OutputLimits
 from proto.sampling import Sampling, TokenLogprobs
 
-_LOWEST_LOGPROB = -9999.0
-"""Stands for log 0, which JSON cannot say; vLLM reports the same."""
+_LOWEST_LOGPROB = -9999.0  # stands for log 0, which JSON cannot say; vLLM reports the same
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,6 @@ class SamplerState:
         self.choice = choice
         self._vocab_size = vocab_size
         self.index = len(output_tokens) if start_index is None else start_index
-        """Output tokens so far, which is also the index of the next one."""
         self._seen: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
         if sampling.repetition_penalty != 1.0:

@@ -12,10 +12,8 @@ from kvtransfer.memory.pool import PoolRows
 PIECE_BYTES = 256 << 10
 """Bytes copied in one call; copying may be stopped between calls. The size is small enough that the data stays in the caches
 for the process that copies it on (`launcher.process.STREAMED_COPIES` makes larger copies bypass them)."""
-GATHERED_BYTES = 256 << 10
-"""Bytes gathered in one step: source, buffer and copy fit in the second-level cache."""
-RUN_BYTES_MIN = 16 << 10
-"""Mean run length above which copying the runs one by one is faster than gathering."""
+GATHERED_BYTES = 256 << 10  # in one step: source, buffer and copy fit in the second-level cache
+RUN_BYTES_MIN = 16 << 10  # mean length above which copying runs one by one is faster than gathering
 
 
 class Copier:

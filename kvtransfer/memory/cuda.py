@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-_cuda: Any = torch.cuda
-"""It has no types in part."""
+_cuda: Any = torch.cuda  # it has no types in part
 HANDLE_BYTES = 64
 _PEER_ACCESS = 1
 _POINTER = ctypes.c_uint64
@@ -125,8 +124,7 @@ class DeviceMemory:
 
     def __init__(self, device: str) -> None:
         self.bytes = 0
-        self.handle = b""
-        """The handle by which another process maps it."""
+        self.handle = b""  # by which another process maps it
         self._device = torch.device(device)
         self._address = 0
 
@@ -151,8 +149,7 @@ class DeviceMemory:
         return
 
 
-_mapped: dict[tuple[int, bytes], tuple[int, int]] = {}
-"""Address, and number of users, by device and handle. The driver maps a handle once in a process."""
+_mapped: dict[tuple[int, bytes], tuple[int, int]] = {}  # (device, handle) → (address, users): once in a process
 _lock = threading.Lock()
 
 

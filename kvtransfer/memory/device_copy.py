@@ -20,10 +20,8 @@ import xxhash
 from kvtransfer.memory.layout import runs_of
 from kvtransfer.memory.pool import PoolRows
 
-PIECE_BYTES = 16 << 20
-"""Bytes that are gathered and digested at once: they stay in the second-level cache of a large GPU."""
-RUN_BYTES_MIN = 1 << 20
-"""Mean run length above which copying all runs in one kernel is faster than gathering and scattering."""
+PIECE_BYTES = 16 << 20  # gathered and digested at once; they fit the second-level cache of a large GPU
+RUN_BYTES_MIN = 1 << 20  # mean length above which copying runs in one kernel is faster than gathering
 UNSAMPLED = b"\xff" * 8
 DIGEST_EVERY_MAX = 1024
 

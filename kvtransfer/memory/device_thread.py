@@ -19,8 +19,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
-POLL_S = 100e-6
-"""Polling interval while operations are in progress. A GPU has no descriptor to wait for."""
+POLL_S = 100e-6  # while operations are in progress: a GPU has no descriptor to wait for
 IDLE_S = 60.0
 
 
@@ -77,10 +76,8 @@ class TransferHandle:
 
     def __init__(self, operation: Operation, timeout_s: float, notify: Callable[[], None], counts: bool = True) -> None:
         self.launched = False
-        self.counts = counts
-        """Whether its timeout runs. Set by the requester."""
-        self.ended = False
-        """Well, or with an `error`."""
+        self.counts = counts  # its timeout runs; set by the requester
+        self.ended = False  # well, or with an `error`
         self.error = ""
         self._operation = operation
         self._timeout_s = timeout_s

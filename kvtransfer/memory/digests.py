@@ -18,8 +18,7 @@ import xxhash
 from kvtransfer.memory.layout import runs_of
 from kvtransfer.memory.pool import PoolRows, as_bytes
 
-PIECE_BYTES = 256 << 10
-"""Source and copy of a piece fit the second-level cache of any server core of the last ten years."""
+PIECE_BYTES = 256 << 10  # source and copy fit the second-level cache of a server core
 
 
 def of_packed(packed: Any, sub_block_bytes: int) -> list[bytes]:
@@ -66,8 +65,7 @@ class BlockDigests:
     def __init__(self, rows: PoolRows) -> None:
         assert rows.is_flat
         self._digester = Digester(rows)
-        self._digests = [b""] * rows.sub_blocks
-        """One digest per block; empty if it was not made."""
+        self._digests = [b""] * rows.sub_blocks  # empty: not made
 
     def make(self, block_ids: Sequence[int]) -> None:
         """Digest these blocks, whose new contents are final."""

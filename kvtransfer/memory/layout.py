@@ -15,8 +15,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-"""Bytes per element of every dtype a pool may have, by torch's name for it."""
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}  # by torch's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class KvLayout:
         return elements * DTYPE_BYTES[self.dtype]
 
     def in_blocks_of(self, block_size: int) -> "KvLayout":
-        """The same KV in blocks of another size."""
+        """The layout of the same KV in blocks of another size."""
         return dataclasses.replace(self, block_size=block_size)
 
     def segment_blocks(self, segment_bytes: int) -> int:

@@ -15,8 +15,7 @@ import torch
 
 from kvtransfer.memory.layout import KvLayout, is_run
 
-_cuda: Any = torch.cuda
-"""It has no types in part."""
+_cuda: Any = torch.cuda  # it has no types in part
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -45,8 +44,7 @@ class PoolRows:
             )
         self.layout = layout.in_blocks_of(sub_block_tokens or layout.block_size)
         assert layout.block_size % self.layout.block_size == 0, "a block is not a whole number of sub-blocks"
-        self.ratio = layout.block_size // self.layout.block_size
-        """Sub-blocks in a block."""
+        self.ratio = layout.block_size // self.layout.block_size  # sub-blocks in a block
         self._planes = 2 * layout.layers
         self.sub_blocks = pool.shape[0] * self.ratio
         # Rows of 8-byte words where they fit: index_copy_ moves words, and bytes one by one are several times slower.
@@ -57,8 +55,7 @@ class PoolRows:
         # [blocks, ratio, planes, words]: a sub-block's words are contiguous plane by plane only.
         self._parts = self._rows.view(pool.shape[0], self._planes, self.ratio, -1).transpose(1, 2)
         self._sub_block_words = self._rows.shape[1] // self.ratio
-        self.is_flat = self.device.type == "cpu" and self.ratio == 1
-        """Whether sub-block `i` is the bytes from `i * block_bytes` on, in host memory."""
+        self.is_flat = self.device.type == "cpu" and self.ratio == 1  # sub-block `i` begins at byte `i * block_bytes`
         self.address = self._rows.data_ptr()
         self.flat_bytes: Any = as_bytes(self._rows.view(-1)) if self.is_flat else None
 

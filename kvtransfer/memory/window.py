@@ -8,8 +8,7 @@ class WindowRing:
 
     def __init__(self, sub_blocks: int) -> None:
         self._sub_blocks = sub_blocks
-        self._held: deque[tuple[int, int]] = deque()
-        """(first sub-block, sub-blocks), the oldest first."""
+        self._held: deque[tuple[int, int]] = deque()  # (first sub-block, sub-blocks), the oldest first
 
     def take(self, count: int) -> int | None:
         """Take a contiguous range of `count` sub-blocks. Returns its first sub-block, or None if there is no room now."""

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from proto.limits import MAX_SEGMENTS_ANNOUNCED
 
-AUTO = ("shm", "cuda_ipc", "nccl", "tcp")
-"""The transports that are used unless another one is asked for, best first."""
+AUTO = ("shm", "cuda_ipc", "nccl", "tcp")  # by default, best first
 SHM_WINDOW_BYTES = 16 << 20
 WINDOW_SEGMENTS_MAX = MAX_SEGMENTS_ANNOUNCED
 
@@ -21,10 +20,8 @@ def segment_bytes_on(device: str) -> int:
     return (8 << 20) if device == "cpu" else (64 << 20)
 
 
-FETCH_IDLE_MS = 10_000
-"""A fetch without progress for this long has failed. Unlike a hand-over, a fetch never waits for computation."""
-DIGEST_EVERY = {"full": 1, "sampled": 16}
-"""The interval of digests for each value of `--kv-digest`, in segments."""
+FETCH_IDLE_MS = 10_000  # without progress, after which a fetch has failed: it never waits for computation
+DIGEST_EVERY = {"full": 1, "sampled": 16}  # `--kv-digest` → segments per digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +30,13 @@ class KvSettings:
 
     transports: tuple[str, ...] = AUTO
     """The allowed transports, best first. The sender proposes them, and the receiver takes the first that it can use."""
-    demote_ms: int = 5_000
-    """A transport that broke with a peer is not proposed to it again for this long. Each further break doubles the time."""
+    demote_ms: int = 5_000  # not proposed again to a peer with which it broke; doubles with each further break
     demote_max_ms: int = 300_000
-    """The upper limit of that time."""
     segment_bytes: int = 8 << 20
     """Largest segment, on the sender: what it packs into one message; on the receiver: what it makes room for per pair.
     The smaller of the two holds. A block is never split, so a larger block makes a larger segment."""
-    digest_every: int = 1
-    """If KV is digested on a GPU, one segment in so many is digested, as the receiver's setting says. The CPU digests all
-    segments."""
-    pairs_bytes: int = 2 << 30
-    """Estimated memory that the buffers of all pairs may take. Above it, idle pairs are dropped, the least recently used
-    first."""
+    digest_every: int = 1  # segments per digest on a GPU, as the receiver's setting says; the CPU digests all
+    pairs_bytes: int = 2 << 30  # estimated, of all pairs; above it, idle pairs are dropped, least recently used first
     window_segments: int = 4
     """Segments announced and not yet sent, per pair. If it were one, the receiver would be idle while the next segment is
     packed."""
@@ -59,35 +50,25 @@ class KvSettings:
     bytes_per_s: int = 0
     """The rate at which the receiver begins segments while it is busy, over all pairs; 0: no limit. A segment is held back for
     at most a quarter of `segment_timeout_ms`, counted from the pair's previous segment."""
-    burst_bytes: int = 64 << 20
-    """After a pause, so many bytes are received at full speed."""
-    rendezvous_timeout_ms: int = 10_000
-    """A pair that is not connected within this time is dropped, and its sessions fail."""
+    burst_bytes: int = 64 << 20  # after a pause, so many bytes are received at full speed
+    rendezvous_timeout_ms: int = 10_000  # a pair not connected by then is dropped, and its sessions fail
     segment_timeout_ms: int = 3_000
     """One segment must cross in this time, or its pair is given up. It bounds how long a killed peer goes unnoticed
     on the data plane, and so how long blocks stay untouchable after a failure."""
-    decide_timeout_ms: int = 10_000
-    """An offer without a decision after this time is declined."""
+    decide_timeout_ms: int = 10_000  # an offer without a decision by then is declined
     accept_timeout_ms: int = 15_000
     """An offer without an answer after this time has failed. This is longer than the receiver's `decide_timeout_ms`, because
     the receiver's refusal gives the better reason."""
     idle_timeout_ms: int = 300_000
     """An accepted session without progress for this long has failed. Prefill computation does not count as progress, so this
     is a last resort: normally the coordinator ends the session first."""
-    ack_timeout_ms: int = 15_000
-    """A commit without an answer after this time has failed for the sender, although the receiver may have the KV."""
-    sessions_max: int = 4_096
-    """Live sessions per driver; more offers are declined."""
-    pairs_max: int = 256
-    """Pairs per driver, dying ones included; each is a thread. A pair over the limit is refused."""
-    remembered_max: int = 4_096
-    """The number of ended sessions kept to answer late frames. Older sessions are unknown."""
-    remembered_ms: int = 60_000
-    """How long ended sessions are kept. This is longer than the wait for any answer."""
-    remembers_digests: bool = True
-    """The sender keeps the digests of its blocks, and is told of each that changes; else they are made in sending."""
-    encrypt: bool = False
-    """KV crosses encrypted by `tcp` if either end wants it."""
+    ack_timeout_ms: int = 15_000  # a commit without an answer by then has failed; the receiver may have the KV
+    sessions_max: int = 4_096  # live, per driver; more offers are declined
+    pairs_max: int = 256  # per driver, dying ones included; each is a thread; more are refused
+    remembered_max: int = 4_096  # ended sessions kept to answer late frames
+    remembered_ms: int = 60_000  # longer than the wait for any answer
+    remembers_digests: bool = True  # the sender keeps digests, told of changed blocks; else it digests in sending
+    encrypt: bool = False  # KV crosses encrypted by `tcp` if either end wants it
 
     def __post_init__(self) -> None:
         if not self.transports:

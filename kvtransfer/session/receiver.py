@@ -103,7 +103,6 @@ class ReceiverSession(TransferSession):
         self._next_block = 0
         self._digests: list[bytes | None] = []
         self._targets: dict[int, tuple[int, ...]] = {}
-        """Target blocks of the segments in flight."""
         self._commit: CommitArrived | None = None
         self._prompt: tuple[int, ...] = ()
         self._reason = ""
@@ -111,7 +110,7 @@ class ReceiverSession(TransferSession):
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """Its target blocks; empty before the offer is accepted."""
+        """The session's target blocks; empty before the offer is accepted."""
         return self._block_ids
 
     def forget_payload(self) -> None:

@@ -119,15 +119,12 @@ class SenderSession(TransferSession):
         self._segment_blocks = max(1, settings.segment_bytes // block_bytes)
         self._block_ids: list[int] = []
         self._cached_blocks = 0
-        self._cut = 0
-        """The number of blocks that are already cut into segments or need not be sent."""
-        self._digests: list[bytes] = []
-        """The digest of each segment; empty where it is not known yet."""
+        self._cut = 0  # blocks already cut into segments, or not to be sent
+        self._digests: list[bytes] = []  # of each segment; empty: not known yet
         self._unknown = 0
         self._commit: CommitReady | None = None
         self._commit_at = 0.0
-        self._result: KvSent | KvFailed | None = None
-        """The result that is reported when nothing is in flight any more."""
+        self._result: KvSent | KvFailed | None = None  # reported when nothing is in flight any more
 
     def forget_payload(self) -> None:
         self._block_ids, self._commit, self._digests = [], None, []

@@ -247,8 +247,7 @@ class TransferSession:
     """Dispatch by table, the deadline, and the set of segments in flight."""
 
     table: Table
-    peer: str
-    """The name of the other end in reasons."""
+    peer: str  # the other end's name in reasons
     state: str
 
     def __init__(self, request_id: str, attempt: int) -> None:

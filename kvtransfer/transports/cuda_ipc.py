@@ -45,9 +45,7 @@ _HELLO = struct.Struct(f"<8sQQQQQ16s{HANDLE_BYTES}s")
 """Magic, bytes of the pool's memory, blocks in it, sub-blocks in a block, bytes of a sub-block, one segment in how many is
 digested, the GPU's id, the handle of the memory."""
 _MAGIC = b"cdkvipc1"
-DEATH_WAIT_MS: Final = 10_000
-"""If the process still lives this long after its connection ended, it closed the connection in an orderly way, after its last
-write."""
+DEATH_WAIT_MS: Final = 10_000  # still alive then, the process has closed its connection in order, after its last write
 
 
 class _Writes(RemoteWriter):
@@ -82,8 +80,7 @@ class _Grants(WriteCredits):
     ) -> None:
         digester = DeviceDigester(local.rows, local.settings.digest_every)
         super().__init__(local, connection, digester, board, lifeline)
-        self._process = process
-        """A descriptor that becomes readable when the sender's process has ended; -1: there is none."""
+        self._process = process  # readable when the sender's process has ended; -1: there is none
 
     def settle(self, inbox: Inbox, answer: Answer) -> None:
         super().settle(inbox, answer)
@@ -162,8 +159,7 @@ class CudaIpc(Transport):
     devices = ("cuda",)
     skips_unwanted = True
     confidential = True
-    within_process = False
-    """CUDA cannot open a memory handle in the process that made it."""
+    within_process = False  # CUDA cannot open a memory handle in the process that made it
 
     def unusable(self, local: LocalEnd, same_host: bool) -> str:
         if not isinstance(local.memory, DeviceMemory):

@@ -127,7 +127,6 @@ class WriteCredits(Channel):
         self._digester = digester
         self._board = board
         self._outbox: deque[SegmentJob] = deque()
-        """Not granted yet."""
         self._granted: deque[tuple[SegmentJob, bool]] = deque()
         """The granted segments in order, each with whether blocks were granted (False: the segment is unwanted)."""
 

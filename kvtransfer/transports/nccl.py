@@ -58,8 +58,7 @@ POSTED: Final = 4
 SKIP: Final = 5
 LAUNCHED: Final = 6
 
-COMMUNICATOR_BYTES: Final = 96 << 20
-"""An estimate of what NCCL takes for a communicator of two with the channels it is allowed; to be measured."""
+COMMUNICATOR_BYTES: Final = 96 << 20  # NCCL's, estimated, for two ranks with the channels that it may use
 _LINE_SECRET_BYTES: Final = 16
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -82,8 +81,7 @@ class _NcclChannel(Channel):
         self._buffer = local.rows.device_buffer(local.segment_blocks)
         self._wakeup = WakeupFd()
         self._jobs: deque[SegmentJob] = deque()
-        self._handle: TransferHandle | None = None
-        """The handle of the first job, when its operation was asked for."""
+        self._handle: TransferHandle | None = None  # of the first job, once its operation was asked for
 
     def work(self, inbox: Inbox, answer: Answer) -> None:
         poll = select.poll()
@@ -102,7 +100,7 @@ class _NcclChannel(Channel):
                 moved_at = time.monotonic()
 
     def _move(self, answer: Answer) -> bool:
-        """One step on, if one can be made now."""
+        """Makes one step if one can be made now."""
         raise NotImplementedError
 
     def _ask(self, tensor: torch.Tensor, sending: bool) -> TransferHandle:
@@ -136,11 +134,9 @@ class _NcclChannel(Channel):
 
 
 class Sends(_NcclChannel):
-    _offered = b""
-    """Digest of the first job, when it was packed and offered."""
+    _offered = b""  # digest of the first job, once packed and offered
     _packed: torch.Tensor
-    _told = False
-    """Whether LAUNCHED was said."""
+    _told = False  # LAUNCHED was said
 
     def _move(self, answer: Answer) -> bool:
         if not self._jobs:
@@ -184,8 +180,7 @@ class NcclReceives(_NcclChannel):
         self, local: LocalEnd, line: Line, communicator: Communicator, thread: DeviceThread, digest_every: int
     ) -> None:
         super().__init__(local, line, communicator, thread, digest_every)
-        self._offers: deque[int] = deque()
-        """Sequences offered and not answered. The announcement may come later than the offer, which takes another way."""
+        self._offers: deque[int] = deque()  # not answered; the announcement takes another way, and may come later
         self._posted = False
 
     def _move(self, answer: Answer) -> bool:
@@ -275,8 +270,7 @@ class _Listener(Listener):
 class Nccl(Transport):
     name = "nccl"
     devices = ("cuda",)
-    within_process = False
-    """NCCL refuses two ranks on one GPU."""
+    within_process = False  # NCCL refuses two ranks on one GPU
 
     def unusable(self, local: LocalEnd, same_host: bool) -> str:
         return cannot_run(distributed.is_nccl_available(), os.environ.get(_HANDLING, ""))

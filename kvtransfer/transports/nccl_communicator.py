@@ -22,20 +22,14 @@ from kvtransfer.transports.rendezvous import RECEIVER_RANK, SENDER_RANK
 from kvtransfer.transports.side_channel import Line
 from kvtransfer.transports.transport import PairBroken
 
-_c10d: Any = distributed
-"""torch's own stubs do not export the names used here; a build without NCCL does not have them."""
+_c10d: Any = distributed  # torch's own stubs do not export the names used here; a build without NCCL does not have them
 
-_cuda: Any = torch.cuda
-"""It has no types in part."""
-ENTERED: Final = 2
-"""Word of the line: the receiver's device sets the communicator up now."""
+_cuda: Any = torch.cuda  # it has no types in part
+ENTERED: Final = 2  # word of the line: the receiver's device sets the communicator up now
 ABORT_S: Final = 2.0
-WARM_UP_WORDS: Final = 1 << 17
-"""1 MiB: the first message of a communicator connects all of its channels, however long it is."""
-_CTAS_MAX: Final = 8
-"""Multiprocessors that a transfer may take from running decodes."""
-_LATE_S: Final = 0.5
-"""NCCL calls an operation ended, and the stream behind it does not move for so long: it ended with an error."""
+WARM_UP_WORDS: Final = 1 << 17  # 1 MiB: a communicator's first message connects all of its channels, of whatever length
+_CTAS_MAX: Final = 8  # that a transfer may take from running decodes
+_LATE_S: Final = 0.5  # NCCL says an operation ended, but its stream stands still: it ended with an error
 
 
 class Communicator(Protocol):

@@ -28,8 +28,7 @@ from kvtransfer.transports.transport import (
     SegmentJob,
 )
 
-_ANSWERS_HELD_MAX = 128
-"""The most answers held back. Held answers still count towards MAX_QUEUED_SEGMENTS."""
+_ANSWERS_HELD_MAX = 128  # they still count towards MAX_QUEUED_SEGMENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +36,7 @@ class Listen:
     """How the receiver meets: by the first of these transports that can listen; `on_listening` is called on the loop."""
 
     transports: tuple[str, ...]
-    why: str
-    """The reason against better ones."""
+    why: str  # the reason against better ones
     on_listening: Callable[[Rendezvous], None]
 
 
@@ -116,7 +114,7 @@ class Pair:
             self._inbox.put(job)
 
     def cancel(self, owner: object) -> None:
-        """One session's segments are not wanted any more: receive and discard. Each is still answered."""
+        """Receives and discards the rest of one session's segments. Each is still answered."""
         for job in self._unanswered.values():
             if job.owner is owner:
                 job.block_ids = None

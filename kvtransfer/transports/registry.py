@@ -32,12 +32,12 @@ def memory_for(names: tuple[str, ...], device: str) -> PoolMemory | None:
 
 
 def suited(names: tuple[str, ...], device: str) -> tuple[str, ...]:
-    """Those of them that can send from, and receive into, a pool on a device of this type."""
+    """The transports that can send from, and receive into, a pool on a device of this type."""
     return tuple(name for name in names if device in TRANSPORTS[name].devices)
 
 
 def within_process(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of them whose pairs may have both ends in one process."""
+    """The transports whose pairs may have both ends in one process."""
     return tuple(name for name in names if TRANSPORTS[name].within_process)
 
 

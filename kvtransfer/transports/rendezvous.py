@@ -17,18 +17,15 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import distributed
 
-_c10d: Any = distributed
-"""torch's own stubs do not export the names used here."""
+_c10d: Any = distributed  # torch's own stubs do not export the names used here
 
 RECEIVER_RANK = 0
 SENDER_RANK = 1
 
 _ARRIVED = "sender"
-_HERE = "here"
-"""Said by the sender when it needs the store no more."""
+_HERE = "here"  # the sender needs the store no more
 _ABANDONED = "abandoned"
-_REACH_SHARE = 0.2
-"""The part of the timeout that a first connection may take; and the TCPStore's, whose retries make up to thrice that of it."""
+_REACH_SHARE = 0.2  # of the timeout, for a first connection; the TCPStore's retries take up to thrice as long
 
 
 class Work(Protocol):

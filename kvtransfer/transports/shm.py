@@ -53,13 +53,11 @@ from kvtransfer.transports.unix_socket import (
     send_with_descriptors,
 )
 
-_HELLO = struct.Struct("<8sQQ")
-"""Magic, sub-blocks in the window, bytes of a sub-block."""
+_HELLO = struct.Struct("<8sQQ")  # magic, sub-blocks in the window, bytes of a sub-block
 _MAGIC = b"cdkvshm3"
 _WINDOW_BYTES_MAX = 1 << 36
 _WORD = "<u4"
-_UNWANTED_PLACE = 0xFFFF_FFFF
-"""The word in place of a place: the segment is not wanted."""
+_UNWANTED_PLACE = 0xFFFF_FFFF  # the word in place of a place: the segment is not wanted
 
 
 def pack_places(places: Sequence[int | None]) -> bytes:
@@ -147,8 +145,7 @@ class _Granted:
 
     job: SegmentJob
     place: int | None
-    answered: bool = False
-    """It was given up meanwhile."""
+    answered: bool = False  # it was given up meanwhile
 
 
 class ShmReceives(Channel):
@@ -162,9 +159,7 @@ class ShmReceives(Channel):
         self._window = memory.tensor
         self._ring = WindowRing(memory.bytes // self._sub_block_bytes)
         self._outbox: deque[_Granted] = deque()
-        """Not granted yet."""
-        self._granted: deque[_Granted] = deque()
-        """Grants in order."""
+        self._granted: deque[_Granted] = deque()  # in order
         self._inbox: Inbox | None = None
 
     def work(self, inbox: Inbox, answer: Answer) -> None:

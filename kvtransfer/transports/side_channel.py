@@ -19,10 +19,8 @@ from kvtransfer.transports.transport import PairBroken
 
 _WORD = struct.Struct("<II")
 _SECRET_BYTES = 32
-_GREETING_S = 1.0
-"""A connection that does not say the secret in this time is not the one."""
-_GREETING_MAX = 16
-"""Connections heard at once. For one more, the one that came first is closed: the sender speaks as soon as it is there."""
+_GREETING_S = 1.0  # a connection that does not say the secret in this time is not the one
+_GREETING_MAX = 16  # heard at once; one more closes the first: a sender speaks as soon as it is there
 
 
 class Line:
@@ -127,8 +125,7 @@ class RendezvousListener:
         """Returns the first connection that sends the secret. All connections are read concurrently, so silent ones cause no
         delay. Closes the listening socket. Raises `PairBroken` or `OSError`."""
         deadline = time.monotonic() + timeout_s
-        greeting: dict[int, _Greeting] = {}
-        """Greetings by descriptor, the first to come first."""
+        greeting: dict[int, _Greeting] = {}  # by descriptor, the first to come first
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         try:

@@ -33,8 +33,7 @@ MAX_QUEUED_SEGMENTS = 1024
 the receiver has not."""
 
 
-PoolMemory = DeviceMemory
-"""The memory of a pool, if other processes of this host may map it."""
+PoolMemory = DeviceMemory  # a pool's memory, if other processes of this host may map it
 
 
 class PairBroken(Exception):
@@ -96,8 +95,7 @@ class Inbox:
         self.settle_limit_ms: int | None = None
         self._jobs: deque[SegmentJob] = deque()
         self._is_woken = False
-        self._is_told = False
-        """The thread is woken already for what is queued."""
+        self._is_told = False  # the thread is woken already for what is queued
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def put(self, *jobs: SegmentJob) -> None:
@@ -153,8 +151,7 @@ class Inbox:
         os.close(self._event)
 
 
-UNWANTED: Final = b"\0" * 8
-"""The sender's digest of a segment that the receiver did not want: its session there is over."""
+UNWANTED: Final = b"\0" * 8  # the digest of a segment that the receiver did not want: its session is over
 Answer = Callable[[SegmentJob, bytes], None]
 """Says that a segment was transferred (its digest), skipped (`UNWANTED`) or failed (empty). Its blocks are free of it now."""
 
@@ -195,14 +192,10 @@ class Transport(ABC):
     """Stateless. `listen` and `connect` raise as `Channel.work` does."""
 
     name: ClassVar[str]
-    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
-    """Where a pool may be that it sends from, and receives into."""
-    skips_unwanted: ClassVar[bool] = False
-    """The sender leaves out announced segments that the receiver no longer wants."""
-    within_process: ClassVar[bool] = True
-    """Both ends of a pair may be in one process, as those of a mixed worker are."""
-    confidential: ClassVar[bool] = False
-    """KV stays within the host, or can be encrypted."""
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")  # where a pool may be
+    skips_unwanted: ClassVar[bool] = False  # the sender leaves out announced segments that the receiver no longer wants
+    within_process: ClassVar[bool] = True  # both ends of a pair may be in one process, as with mixed workers
+    confidential: ClassVar[bool] = False  # KV stays within the host, or can be encrypted
 
     @abstractmethod
     def unusable(self, local: LocalEnd, same_host: bool) -> str:

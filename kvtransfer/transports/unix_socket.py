@@ -33,10 +33,8 @@ READY: Final = 1
 GRANT: Final = 2
 DONE: Final = 3
 SKIPPED: Final = 4
-MESSAGE_BYTES_MAX: Final = 128 << 10
-"""Well below what a socket buffer takes at once."""
-DESCRIPTORS: Final = 2
-"""Most descriptors with Hello."""
+MESSAGE_BYTES_MAX: Final = 128 << 10  # well below what a socket buffer takes at once
+DESCRIPTORS: Final = 2  # with Hello, at most
 GRANT_BLOCKS_MAX: Final = (MESSAGE_BYTES_MAX - 16) // 4 - WINDOW_SEGMENTS_MAX
 
 _HEAD = struct.Struct("<II")
@@ -75,8 +73,7 @@ class UnixConnection:
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
         self._socket = connected
-        self._buffer = memoryview(bytearray(MESSAGE_BYTES_MAX))
-        """A buffer that is used again: to get so much memory for each message takes longer than to read it."""
+        self._buffer = memoryview(bytearray(MESSAGE_BYTES_MAX))  # allocating it anew takes longer than reading
 
     def fileno(self) -> int:
         return self._socket.fileno()

@@ -24,11 +24,9 @@ from tuning.learned import Learner
 from tuning.profile import Profile, ProfileError, decoded
 
 ASK_MS = 3_000
-SAY_EVERY_S = 60.0
-"""The same advice is logged again after so long."""
+SAY_EVERY_S = 60.0  # until the same advice is logged again
 SAY_ERROR_EVERY_S = 600.0
-SAY_LEARNED_MIN = 0.05
-"""A correction is logged again when step times have changed by at least this share since the last one."""
+SAY_LEARNED_MIN = 0.05  # change of step times since the last logged correction that is logged
 
 
 @dataclass
@@ -37,16 +35,13 @@ class Seen:
 
     decision: Decision | None = None
     model: str = ""
-    """The model of the decision."""
     error: PredictionError = field(default_factory=PredictionError)
     flips: int = 0
     refused: int = 0
     _said: tuple[Workers, float] = field(default=(Workers(0, 0), float("-inf")))
     _error_said_at: float = 0.0
     learned: str = ""
-    """How the profile was corrected."""
-    factors: dict[Role, float] = field(default_factory=dict)
-    """How many times as long steps take as the profile says."""
+    factors: dict[Role, float] = field(default_factory=dict)  # times as long as steps take by the profile
     _factors_said: dict[Role, float] = field(default_factory=dict)
 
     def is_news(self, decision: Decision, now: float) -> bool:

@@ -21,8 +21,7 @@ from runtime.settings.addresses import AddressOrEmpty
 from runtime.settings.types import KeyOptions
 
 _LOOK_EVERY_S = 0.25
-_TIMEOUT_S = 10.0
-"""Seconds added to the hand-over time, also for a coordinator that is started again meanwhile."""
+_TIMEOUT_S = 10.0  # added to the hand-over time, also for a coordinator that is started again
 
 
 class DrainSettings(KeyOptions):

@@ -27,8 +27,7 @@ from coordinator.events import Action, Event, Received, Send
 from launcher import tables
 from scheduler.observer import StepEnd
 
-CHUNKS_MAX = 12
-"""A longer run of chunks is shown as one entry."""
+CHUNKS_MAX = 12  # a longer run is shown as one entry
 _ORDERS = {
     OrderWithinTenant.DEADLINE: "it is due {due:.3f} s earlier",
     OrderWithinTenant.FEWER_CHUNKS: "it is due at the same time and has fewer chunks left",

@@ -21,8 +21,7 @@ from runtime.settings.addresses import AddressOrEmpty
 from runtime.settings.types import KeyOptions
 
 _LOOK_EVERY_S = 0.1
-_COMMIT_S = 30.0
-"""Seconds beyond the hand-over that worker and coordinator may take before they give a change up."""
+_COMMIT_S = 30.0  # beyond the hand-over, before worker and coordinator give a change up
 
 
 class FlipSettings(KeyOptions):

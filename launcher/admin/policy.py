@@ -212,7 +212,7 @@ def _value(value: Any) -> str:
 
 
 def _read(file: str) -> dict[str, Any]:
-    """Its tables, without secrets."""
+    """The tables of a tenants file, without secrets."""
     try:
         tables = read_tables(Path(file).expanduser())
     except TenantsError as error:

@@ -22,8 +22,7 @@ from launcher.admin.event_log_settings import ExplainSettings, ReplaySettings
 from runtime.process import clock
 
 Seen = TypeVar("Seen", bound=Observer)
-MATCHES_MAX = 20
-"""Most ids that are listed if several begin alike."""
+MATCHES_MAX = 20  # ids listed if several begin alike
 
 
 @contextmanager

@@ -224,7 +224,7 @@ def error_words(error: PredictionError) -> str:
 
 
 def flip_words(flip: FlipStatus) -> str:
-    """One line about a change of role."""
+    """Describes a change of role in one line."""
     line = f"{flip.worker}: {flip.before} → {flip.role}, {flip.state}"
     if flip.failure:
         line += f" ({flip.failure})"

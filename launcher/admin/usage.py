@@ -74,7 +74,7 @@ class UsageSettings(Options):
 
 
 def read(settings: UsageSettings) -> list[dict[str, Any]]:
-    """One entry for each day and tenant. Raises `NoLedger`."""
+    """Usage by day and tenant. Raises `NoLedger`."""
     path = Path(settings.db or registry.default_db()).expanduser()
     if not path.is_file():
         raise NoLedger(f"--db: there is no ledger at {path}; a coordinator writes one with --usage-db")

@@ -10,8 +10,7 @@ import msgspec
 from launcher.http.client import ERROR_BYTES_MAX, read_whole, reason
 from proto.errors import CrossdockError
 
-ANSWER_S: Final = 60.0
-"""Seconds to wait for an answer, and for the next piece of a file."""
+ANSWER_S: Final = 60.0  # for an answer, and for the next piece of a file
 
 
 class BatchFailed(CrossdockError):

@@ -24,10 +24,8 @@ from runtime.process import clock
 from runtime.settings.options import SettingsError
 
 POLL_S: Final = 1.0
-SILENCE_S: Final = 300.0
-"""How long to wait for a server that restarts."""
-SHOWN_MAX: Final = 20
-"""Lines with an error that are printed."""
+SILENCE_S: Final = 300.0  # of a server that restarts
+SHOWN_MAX: Final = 20  # lines with an error that are printed
 _ENDED: Final = ("completed", "failed", "expired", "cancelled")
 
 
@@ -65,7 +63,6 @@ class _Lines:
     def __init__(self, path: Path) -> None:
         """Raises `OSError`."""
         self.numbers: dict[str, int] = {}
-        """Line numbers by custom_id."""
         self.endpoint = ""
         self.errors: list[dict[str, Any]] = []
         checker: LineChecker | None = None

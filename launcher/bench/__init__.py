@@ -1,4 +1,4 @@
-"""Benchmarks of a served cluster: serve, compare, ratio.
+"""The commands of `crossdock bench`, one module each. They measure a served cluster at its clients.
 
-Benchmarks of single parts are in `dev`.
+Start with `serve`. `launcher.load` makes and sends the load. Single parts are measured by `benchmarks`, which is not installed.
 """

@@ -34,8 +34,7 @@ from runtime.process import clock
 from runtime.process.exits import INTERRUPTED_EXIT
 from simulation.load.sessions import LoadSession, SessionTurn, in_turn, synthetic
 
-STAGGER_S: Final = 0.3
-"""Seconds between the first turns of two clients."""
+STAGGER_S: Final = 0.3  # between the first turns of two clients
 
 
 @dataclass
@@ -43,9 +42,7 @@ class PlayedSession:
     """A session while it is played, with its measurements."""
 
     first: list[RequestRecord] = field(default_factory=list)
-    """Turns that begin a conversation."""
     later: list[RequestRecord] = field(default_factory=list)
-    """Turns that go on with a conversation."""
     interrupted: bool = False
 
     @property

@@ -21,8 +21,7 @@ from launcher.load.settings import CompareSettings
 from launcher.load.show import number
 
 SHOWN: Final = ("mean", "p50", "p90", "p95", "p99")
-_SAMPLES_MAX: Final = 20_000_000
-"""Most values sorted for one figure, over all draws; long runs get fewer draws."""
+_SAMPLES_MAX: Final = 20_000_000  # sorted for one figure, over all draws; long runs get fewer draws
 
 
 def run(settings: CompareSettings) -> int:

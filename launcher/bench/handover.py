@@ -26,13 +26,12 @@ from runtime.settings.serve import ServeSettings
 
 STATUS_TIMEOUT_MS = 5_000
 SHARE_GOAL, GAP_GOAL = 0.02, 1.5
-WARMUP_PROMPTS = 1
-"""The pair of workers meets during the first prompt."""
+WARMUP_PROMPTS = 1  # the pair of workers meets during the first prompt
 
 
 @dataclass(frozen=True)
 class Handover:
-    """One prompt's way, at the client, and what its transfer did not hide."""
+    """The way of one prompt, at the client, and what its transfer did not hide."""
 
     stream: ClientStream
     exposed_s: float

@@ -37,8 +37,7 @@ from runtime.settings.options import SettingsError
 from runtime.settings.serve import ServeSettings
 
 PREFILL_ALONE_PROMPTS = 5
-LONG_PROMPT_TOKENS = 2
-"""Tokens asked of each long prompt: decode computes the second one, so the KV really moves."""
+LONG_PROMPT_TOKENS = 2  # of answer: decode computes the second one, so the KV really moves
 BATCHES = (1, 8, 16)
 FIRST_TOKENS_TIMEOUT_S = 120.0
 

@@ -22,8 +22,7 @@ from launcher.local.lifetime import until_interrupted
 from launcher.models import resolve
 from runtime.process.exits import INTERRUPTED_EXIT
 
-SERVED_SHARE: Final = 0.9
-"""A limit counts as failed if a smaller share of the requests meets it; goodput is quoted at this attainment."""
+SERVED_SHARE: Final = 0.9  # of requests; a limit that fewer meet has failed, and goodput is quoted at this share
 
 
 def run(settings: RatioSettings) -> int:

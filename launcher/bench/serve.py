@@ -45,8 +45,7 @@ class BenchSite:
 
     base_url: str
     key: str
-    tenants: tuple[LoadTenant, ...]
-    """The tenants, with keys that it takes."""
+    tenants: tuple[LoadTenant, ...]  # with keys that it takes
     event_log: str = ""
 
 

@@ -105,18 +105,15 @@ class FirstPorts(_Table):
     http: Annotated[int, Field(ge=1, le=65_000)] = 8000
     tokens: Port = 7100
     kv: Port = 7200
-    metrics: Port = 0
-    """The metrics ports of all processes in turn, on loopback."""
+    metrics: Port = 0  # of all processes in turn, on loopback
 
 
 class Host(_Table):
     """One machine."""
 
     address: Annotated[str, Field(min_length=1, max_length=253), AfterValidator(_check_address)]
-    bind: Annotated[str, AfterValidator(_check_ip)] = ""
-    """The address to listen on, if others connect to a different one."""
+    bind: Annotated[str, AfterValidator(_check_ip)] = ""  # to listen on, if others connect to a different one
     interface: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@-]*\z", max_length=64)] = ""
-    """The network interface for KV, as in --kv-interface."""
     ssh: Annotated[str, Field(pattern=r"^([^\s-]\S*)?\z", max_length=253)] = ""
     """Where `crossdock cluster launch` connects to, like user@host; empty: the address."""
     netns: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]*\z", max_length=64)] = ""
@@ -124,12 +121,9 @@ class Host(_Table):
     coordinator: bool = False
     gateways: Annotated[int, Field(ge=0, le=64)] = 0
     workers: Annotated[Ratio, BeforeValidator(_parse_ratio)] = Ratio(0, 0)
-    gpus: list[Gpu] = []
-    """One for each worker, prefill first and mixed last; empty: workers compute on the CPU."""
-    cores: Annotated[str, AfterValidator(_check_cores)] = ""
-    """Cores that are shared out to workers that compute on the CPU; empty: nothing is pinned."""
-    threads: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Threads of each worker; 0: as many as its cores, or 1."""
+    gpus: list[Gpu] = []  # one for each worker, prefill first and mixed last; empty: CPU
+    cores: Annotated[str, AfterValidator(_check_cores)] = ""  # for workers on the CPU; empty: nothing is pinned
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0  # of each worker; 0: as many as its cores, or 1
     gateway: RoleOptions = {}
     worker: RoleOptions = {}
     prefill: RoleOptions = {}
@@ -150,14 +144,12 @@ class Host(_Table):
 class ClusterFile(_Table):
     """The whole file, its relative paths made absolute."""
 
-    name: Name = "crossdock"
-    """Distinguishes clusters that share hosts."""
+    name: Name = "crossdock"  # distinguishes clusters that share hosts
     model: Text = ""
     model_id: Text = ""
     keys: Text = ""
     insecure: bool = False
-    command: Text = "crossdock"
-    """How `crossdock cluster launch` calls crossdock on a host."""
+    command: Text = "crossdock"  # how `crossdock cluster launch` calls it on a host
     ports: FirstPorts = FirstPorts()
     common: RoleOptions = {}
     coordinator: RoleOptions = {}
@@ -166,8 +158,7 @@ class ClusterFile(_Table):
     prefill: RoleOptions = {}
     decode: RoleOptions = {}
     mixed: RoleOptions = {}
-    autopilot: RoleOptions = {}
-    """Empty: there is none. Else one runs beside the coordinator."""
+    autopilot: RoleOptions = {}  # empty: there is none; else one runs beside the coordinator
     hosts: Annotated[dict[Name, Host], Field(min_length=1, max_length=1024)]
 
     @property
@@ -239,7 +230,7 @@ def _absolute(content: dict[str, Any], folder: PurePath) -> dict[str, Any]:
 
 
 def _explain(loc: tuple[int | str, ...], details: Any) -> str:
-    """One line for one of pydantic's errors: `[hosts.alpha] gpus: …`."""
+    """Puts one of pydantic's errors into a line: `[hosts.alpha] gpus: …`."""
     path = [str(part) for part in loc if part != "[key]"]
     message = details["msg"].removeprefix("Value error, ")
     value = details["input"]

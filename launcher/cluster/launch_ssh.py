@@ -24,8 +24,7 @@ from runtime.process.output import Output
 from runtime.settings.options import SettingsError
 
 _SHORT_S = 60.0
-_FETCH_S = 3600.0
-"""Seconds in which a host may fetch its models first."""
+_FETCH_S = 3600.0  # in which a host may fetch its models first
 _STATE = """
 p=$(sed -n 's/.*"pid":\\([0-9]*\\).*/\\1/p' "$d/cluster.json" 2>/dev/null)
 s=$(sed -n 's/.*"started":\\([0-9]*\\).*/\\1/p' "$d/cluster.json" 2>/dev/null)

@@ -39,8 +39,7 @@ _DECIDED: Final = frozenset(
     " insecure".split()
 )
 """Options that follow from the rest of the file."""
-SECRETS: Final = frozenset({"api_keys"})
-"""Options that are passed in the environment, since flags can be seen by everyone on the host."""
+SECRETS: Final = frozenset({"api_keys"})  # passed in the environment, since all users of a host see flags
 _PORT_MAX: Final = 65_535
 
 
@@ -49,13 +48,10 @@ class PlannedProcess:
     """One process of a host."""
 
     role: str
-    index: int
-    """Its number among those of its role on its host."""
+    index: int  # among those of its role on its host
     settings: Options
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that pin it to a GPU, beside `child_environment`."""
-    cores: tuple[int, ...] = ()
-    """The cores to start on; empty: any."""
+    environment: Mapping[str, str] = field(default_factory=dict)  # pins it to a GPU
+    cores: tuple[int, ...] = ()  # to start on; empty: any
     threads: int = 1
 
     @property
@@ -67,7 +63,7 @@ class PlannedProcess:
         return MODULES[self.role]
 
     def arguments(self) -> list[str]:
-        """Its flags, those with secrets left out."""
+        """The process's flags, without secrets."""
         return to_arguments(self.settings, fixed={"role", *SECRETS})
 
     def secrets(self) -> dict[str, str]:
@@ -80,10 +76,8 @@ class PlannedProcess:
 class HostPlan:
     processes: tuple[PlannedProcess, ...]
     base_urls: tuple[str, ...]
-    """The base URLs of the gateways here."""
     note: str = ""
-    metrics: str = METRICS_OFF
-    """The address at which `crossdock up` itself exports metrics about its processes."""
+    metrics: str = METRICS_OFF  # address for metrics of `crossdock up` itself
 
 
 def watchdog_s_of(role: str) -> float:

@@ -24,8 +24,7 @@ STATE: Final = "/var/lib/crossdock"
 TARGET: Final = "crossdock.target"
 STOP_SLACK_S: Final = 15
 _HIDDEN: Final = ("/home/", "/root/", "/run/user/")
-_ABSENT: Final = ("/tmp/", "/var/tmp/")
-"""A unit has its own copies of these folders (PrivateTmp)."""
+_ABSENT: Final = ("/tmp/", "/var/tmp/")  # a unit has its own copies (PrivateTmp)
 _WRITES: Final = ("usage_db", "event_log", "batch_db")
 _READS: Final = ("model", "tenants", "profile")
 _DESCRIPTIONS: Final = {
@@ -37,8 +36,7 @@ _DESCRIPTIONS: Final = {
     "mixed": "crossdock mixed worker %i",
     "autopilot": "crossdock autopilot (ratio of prefill and decode workers)",
 }
-_ALONE: Final = ("coordinator", "coordinator-standby")
-"""Units of the two coordinators, by index; each has one process."""
+_ALONE: Final = ("coordinator", "coordinator-standby")  # units of the two coordinators, by index; each has one process
 _SINGLE: Final = (*_ALONE, "autopilot")
 _SANDBOX: Final = """\
 User=crossdock
@@ -99,10 +97,8 @@ class Installed:
     """The installation on this machine that the units refer to."""
 
     python: str
-    prefixes: tuple[str, ...]
-    """Folders that the interpreter and the packages lie in."""
+    prefixes: tuple[str, ...]  # folders of the interpreter and the packages
     root: str
-    """The folder of the packages."""
     keys: str = ""
     key_files: tuple[str, ...] = ()
 

@@ -44,11 +44,11 @@ _TAIL_LINES = 30
 
 
 class RunsAlready(CrossdockError):
-    """This host's part is up."""
+    """This host's part of the cluster is up already."""
 
 
 class NotUp(CrossdockError):
-    """It did not get ready."""
+    """The cluster did not get ready."""
 
 
 @dataclass(frozen=True)

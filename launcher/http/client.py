@@ -16,14 +16,10 @@ from runtime.process import clock
 LINE_BYTES_MAX: Final = 1 << 20
 EVENTS_MAX: Final = 1 << 20
 ERROR_BYTES_MAX: Final = 1 << 16
-KEEPALIVE_S: Final = 3.0
-"""Shorter than the time that servers keep idle connections, so that no request uses a connection that the server is about to
-close."""
-SILENCE_S: Final = 300.0
-"""A server that sends nothing for so long has failed."""
+KEEPALIVE_S: Final = 3.0  # shorter than servers keep idle connections, so that none is used while it closes
+SILENCE_S: Final = 300.0  # a server that sends nothing for so long has failed
 READY_S: Final = 2.0
-DRAIN_S: Final = 1.0
-"""Seconds to wait for the end of the answer behind [DONE], so that the connection can be used again."""
+DRAIN_S: Final = 1.0  # to wait for the answer's end behind [DONE], so that the connection can be used again
 _DONE: Final = b"[DONE]"
 
 

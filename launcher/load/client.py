@@ -90,7 +90,6 @@ class LoadTarget:
     """The server, and what was learned of it."""
 
     url: str
-    """The URL of the endpoint."""
     model: str
     chat: bool
     ignore_eos: bool

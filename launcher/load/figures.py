@@ -11,8 +11,7 @@ from launcher.http.streams import percentile
 from launcher.load.records import CANCELLED, INTERRUPTED, OK, RequestRecord
 
 RANKS: Final = (50, 90, 95, 99)
-OUTPUT_COST: Final = 2.0
-"""The cost of an answer's token, where a prompt's costs 1: what the coordinator charges."""
+OUTPUT_COST: Final = 2.0  # of an answer's token, where a prompt's costs 1: what the coordinator charges
 METRICS: Final = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "request", "queue_ms": "queue"}
 
 
@@ -60,7 +59,7 @@ def values(records: Iterable[RequestRecord], metric: str) -> list[float]:
 
 
 def tails(found: Sequence[float]) -> dict[str, float] | None:
-    """None where nothing was measured."""
+    """Count, mean and percentiles; None where nothing was measured."""
     if not found:
         return None
     return {

@@ -22,31 +22,23 @@ _TIMES, _LENGTHS, _TENANTS, _PREFIXES, _CANCELS, _PRIORITY_CLASSES, _ABUSE = ran
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
     index: int
-    due_s: float
-    """Seconds since the run began."""
+    due_s: float  # since the run began
     tenant: LoadTenant
     priority: str
     prompt_tokens: int
     output_tokens: int
-    prefix: int = NEVER
-    """The number of the common prefix that it begins with."""
-    blocks: tuple[int, ...] = ()
-    """Ids of the blocks its prompt is made of, where a trace says so."""
-    cancel_tokens: int = NEVER
-    """The client leaves after this many tokens."""
-    cancel_s: float = NEVER
-    """The client leaves this many seconds after sending, unless `cancel_tokens` is set."""
-    counted: bool = True
-    """False for requests of the warm-up."""
+    prefix: int = NEVER  # number of the common prefix that it begins with
+    blocks: tuple[int, ...] = ()  # ids of its prompt's blocks, where a trace says so
+    cancel_tokens: int = NEVER  # after which the client leaves
+    cancel_s: float = NEVER  # after sending, until the client leaves, unless `cancel_tokens` is set
+    counted: bool = True  # false in the warm-up
 
 
 @dataclass(frozen=True)
 class LoadPlan:
     requests: tuple[PlannedRequest, ...]
-    block_tokens: int
-    """Tokens of each of `PlannedRequest.blocks`."""
-    cut: int
-    """How many requests were shortened to fit the model's context."""
+    block_tokens: int  # tokens of each of `PlannedRequest.blocks`
+    cut: int  # requests shortened to fit the model's context
 
 
 def tenants_of(settings: TargetSettings) -> list[LoadTenant]:

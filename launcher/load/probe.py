@@ -15,19 +15,16 @@ from launcher.load.prompts import Prompts, words_with_a_tokenizer
 from launcher.load.settings import LoadSettings, TargetSettings
 
 ANSWER_BYTES_MAX = 8 << 20
-PROBE_WORDS = 30
-"""Few enough to fit small contexts, even with a token for each letter."""
+PROBE_WORDS = 30  # few enough for small contexts, even with a token for each letter
 
 
 @dataclass(frozen=True)
 class Probed:
     target: LoadTarget
-    pool: tuple[int, ...] = ()
-    """Ids of tokens that are safe to send; empty where the server takes only text."""
+    pool: tuple[int, ...] = ()  # token ids that are safe to send; empty where the server takes only text
     tokens_per_word: float = 1.0
     overhead_tokens: float = 0.0
-    server: str = ""
-    """The server's name for itself."""
+    server: str = ""  # its name for itself
 
     def prompts(self, settings: LoadSettings, plan: LoadPlan) -> Prompts:
         """Raises `SettingsError`."""

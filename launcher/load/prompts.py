@@ -26,8 +26,7 @@ class Prompts:
     block_tokens: int
     prefix_tokens: int
     tokens_per_word: float = 1.0
-    overhead_tokens: float = 0.0
-    """Tokens of the chat template, or a first token that the server adds."""
+    overhead_tokens: float = 0.0  # of the chat template, or a first token that the server adds
 
     def make(self, planned: PlannedRequest) -> Prompt:
         words = isinstance(self.pool[0], str)

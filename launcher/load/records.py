@@ -10,10 +10,8 @@ from runtime.settings.options import SettingsError
 FORMAT: Final = 1
 OK: Final = "ok"
 CANCELLED: Final = "cancelled"
-INTERRUPTED: Final = "interrupted"
-"""The run ended before the request did."""
-NOT_SENT: Final = "not_sent"
-"""Too many requests were in flight already."""
+INTERRUPTED: Final = "interrupted"  # the run ended before the request did
+NOT_SENT: Final = "not_sent"  # too many requests were in flight already
 FILE_BYTES_MAX: Final = 1 << 30
 
 
@@ -25,29 +23,22 @@ class RequestRecord(msgspec.Struct):
     due_s: float
     prompt_asked: int
     output_asked: int
-    counted: bool = True
-    """False for requests of the warm-up."""
+    counted: bool = True  # false in the warm-up
     sent_s: float = 0.0
     first_s: float | None = None
-    """The first chunk with a token."""
-    gaps_ms: list[float] = []
-    """Gaps between chunks with tokens."""
+    gaps_ms: list[float] = []  # between chunks with tokens
     tail_ms: float = 0.0
     """Time from the last chunk with tokens to a chunk that only ends the answer; the last token came with that one if it has
     no text."""
     ended_s: float = 0.0
-    tokens: int = 0
-    """Answer tokens as the server counts them, or else the number of chunks that carried tokens."""
-    prompt_tokens: int = 0
-    """As the server counts them; 0 if it did not say."""
+    tokens: int = 0  # of the answer, as the server counts them, or else chunks with tokens
+    prompt_tokens: int = 0  # as the server counts them; 0 if it did not say
     cached_tokens: int = 0
-    outcome: str = INTERRUPTED
-    """ok, cancelled (by this client, as planned), or the kind of error."""
+    outcome: str = INTERRUPTED  # ok, cancelled (by this client, as planned), or the kind of error
     detail: str = ""
     retry_after_s: float | None = None
     request_id: str = ""
-    queue_ms: float | None = None
-    """Time in the queue, from the coordinator's event log."""
+    queue_ms: float | None = None  # in the coordinator's queue, from its event log
     priority: str = ""
 
     @property
@@ -70,10 +61,8 @@ class RunFile(msgspec.Struct):
 
     format: int
     settings: dict[str, Any]
-    about: dict[str, Any]
-    """Versions, machine, model, when."""
-    tenants: dict[str, float]
-    """Their weights."""
+    about: dict[str, Any]  # versions, machine, model, when
+    tenants: dict[str, float]  # their weights
     figures: dict[str, Any]
     requests: list[RequestRecord]
 

@@ -30,8 +30,7 @@ COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens")
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 TURNS_MAX: Final = 1_000_000
 SESSION_COLUMNS: Final = ("session", "turn", "prompt_tokens", "reused_tokens", "output_tokens", "think_s")
-RESTART_SHARE: Final = 0.5
-"""A turn begins a new conversation if it has less than this part of the prompt before it."""
+RESTART_SHARE: Final = 0.5  # of the prompt before; a turn with less of it begins a new conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +38,7 @@ class TraceRow:
     at_s: float
     prompt_tokens: int
     output_tokens: int
-    blocks: tuple[int, ...] = ()
-    """Ids of its prompt's blocks; equal ids are equal tokens, in any prompt of the trace."""
+    blocks: tuple[int, ...] = ()  # ids of its prompt's blocks; equal ids are equal tokens, in any prompt of the trace
 
 
 class _Mooncake(msgspec.Struct):

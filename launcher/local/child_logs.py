@@ -21,7 +21,7 @@ _OWN_KEYS = ("event", "level", "timestamp", "process", "exception")
 
 
 class ChildLog:
-    """One role's output. `show(line)` gets what a person should see now."""
+    """The output of one role. `show(line)` gets what a person should see now."""
 
     def __init__(self, name: str, path: Path, *, verbose: bool, show: Callable[[str, str], None]) -> None:
         self.name = name

@@ -30,17 +30,13 @@ _EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @dataclass(frozen=True)
 class LocalAddresses:
-    base_urls: tuple[str, ...]
-    """One for each gateway, for a client on this machine."""
+    base_urls: tuple[str, ...]  # one for each gateway, for a client on this machine
     coordinator: str
     plan: CpuPlan
     processes: tuple[ProcessSpec, ...]
-    key: str = field(default="", repr=False)
-    """The key for a client on this machine; empty where none is needed."""
-    metrics: str = METRICS_OFF
-    """Where the launcher itself shows metrics, of how the processes fare."""
-    notes: tuple[str, ...] = ()
-    """Notes for the user on the choice of cores and ports."""
+    key: str = field(default="", repr=False)  # for a client on this machine; empty where none is needed
+    metrics: str = METRICS_OFF  # of the launcher itself, on how the processes fare
+    notes: tuple[str, ...] = ()  # for the user, on the choice of cores and ports
 
     @property
     def base_url(self) -> str:

@@ -22,13 +22,11 @@ class CoreAssignment:
 
 @dataclass(frozen=True)
 class CpuPlan:
-    control: tuple[int, ...]
-    """Cores of coordinator, gateway and launcher; empty: not pinned."""
+    control: tuple[int, ...]  # cores of coordinator, gateway and launcher; empty: not pinned
     prefill: tuple[CoreAssignment, ...]
     decode: tuple[CoreAssignment, ...]
     mixed: tuple[CoreAssignment, ...] = ()
     note: str = ""
-    """A note for the user about it, if there is one."""
 
 
 def plan_cpu(

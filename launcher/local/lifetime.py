@@ -38,8 +38,7 @@ _COLOURS = {"warning": "yellow", "error": "red", "critical": "red"}
 class Running:
     cluster: LocalAddresses
     supervisor: Supervisor
-    client: aiohttp.ClientSession
-    """Speaks to the gateway, with a key if one is needed."""
+    client: aiohttp.ClientSession  # of the gateway, with a key if one is needed
     log_dir: Path
 
 

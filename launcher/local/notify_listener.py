@@ -17,8 +17,7 @@ _DATAGRAM_BYTES: Final = 8192
 _DATAGRAMS_AT_ONCE: Final = 64
 _ANCESTORS_MAX: Final = 64
 _PATH_BYTES_MAX: Final = 107
-_CREDENTIALS: Final = struct.Struct("3i")
-"""`struct ucred`: pid, uid, gid."""
+_CREDENTIALS: Final = struct.Struct("3i")  # `struct ucred`: pid, uid, gid
 
 
 class NotifySocket:

@@ -15,8 +15,7 @@ from runtime.settings.serve import ServeSettings
 _PORT_MIN = 20_000
 _DRAWS = 20
 _GIVEN_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
-SEARCHED = 100
-"""How many ports are tried, from the default of `--port` on."""
+SEARCHED = 100  # ports tried, from the default of `--port` on
 
 
 class PortInUse(OSError):

@@ -11,7 +11,6 @@ import msgspec
 
 FILE = "processes.json"
 WINDOW_S = 600.0
-"""The window of `recent`, in seconds."""
 RESTARTS_KEPT = 256
 
 
@@ -19,19 +18,13 @@ class ProcessState(msgspec.Struct, frozen=True):
     """One child process. Times are Unix times."""
 
     name: str
-    pid: int
-    """0 while it does not run."""
+    pid: int  # 0 while it does not run
     ready: bool
-    restarts: int
-    """How often it was restarted since the cluster was started."""
-    restarted_at: tuple[float, ...] = ()
-    """The latest `RESTARTS_KEPT`, oldest first."""
-    starts_at: float | None = None
-    """When it will be started again; None while it runs."""
+    restarts: int  # since the cluster was started
+    restarted_at: tuple[float, ...] = ()  # the latest `RESTARTS_KEPT`, oldest first
+    starts_at: float | None = None  # again; None while it runs
     ended: str = ""
-    """How its last incarnation ended."""
-    exit_status: int | None = None
-    """The exit status of that incarnation: negative if a signal ended it."""
+    exit_status: int | None = None  # of that incarnation; negative: by a signal
 
     def recent(self, now: float) -> int:
         """Restarts of the last `WINDOW_S`."""
@@ -40,8 +33,7 @@ class ProcessState(msgspec.Struct, frozen=True):
 
 class ProcessStates(msgspec.Struct, frozen=True):
     processes: tuple[ProcessState, ...] = ()
-    metrics: str = ""
-    """HOST:PORT of the supervisor's own metrics."""
+    metrics: str = ""  # HOST:PORT of the supervisor's own
 
 
 def write(folder: Path, states: ProcessStates) -> None:

@@ -19,22 +19,19 @@ NOTE = "cluster.json"
 
 
 class LocalCluster(msgspec.Struct, frozen=True):
-    """One note."""
+    """The note of one cluster that runs on this machine."""
 
-    pid: int
-    """The process id of the `crossdock serve`, `up`, or benchmark that runs it."""
-    started: int
-    """When that process started, in clock ticks since boot."""
+    pid: int  # of the `crossdock serve`, `up` or benchmark that runs it
+    started: int  # clock ticks since boot
     model_id: str
     base_url: str
     coordinator: str
-    cluster: str = ""
-    """Only for `crossdock up`: the cluster's name, and which of its hosts this is."""
+    cluster: str = ""  # `crossdock up`: the cluster's name, and which of its hosts this is
     host: str = ""
 
 
 def runs_folder() -> Path:
-    """One folder for each run, with its logs and its note."""
+    """The folder that has a folder with logs and a note for each run."""
     return Path(platformdirs.user_state_dir("crossdock")) / "runs"
 
 

@@ -5,14 +5,10 @@ from dataclasses import dataclass
 from runtime.process.exits import HOPELESS_EXITS
 
 FIRST_DELAY_S = 0.1
-LAST_DELAY_S = 10.0
-"""Well below the time for which requests wait for a worker."""
-RESET_EVERY_S = 3.0
-"""While a process is ready its failures are forgiven, one after each of these."""
-FAILURES_MAX = 8.0
-"""Further failures are not counted: the delay has reached its maximum, and half a minute of readiness forgives all of them."""
-STARTUP_FAILURES_MAX = 2
-"""A process that fails twice before the cluster was ever ready will fail again, so it is reported soon."""
+LAST_DELAY_S = 10.0  # well below the time for which requests wait for a worker
+RESET_EVERY_S = 3.0  # of readiness, after which a failure is forgiven
+FAILURES_MAX = 8.0  # counted: the delay is at its maximum, and half a minute of readiness forgives all
+STARTUP_FAILURES_MAX = 2  # before the cluster was ever ready: a process that fails twice will fail again
 
 
 @dataclass

@@ -22,8 +22,7 @@ from runtime.settings.serve import ServeSettings
 
 ANSWER_TOKENS = 128
 ANSWER_TIMEOUT_S = 120.0
-SOBER = {"temperature": 0, "max_tokens": 64}
-"""Sampling of the example, because a small model at temperature 1 gives long and confused answers."""
+SOBER = {"temperature": 0, "max_tokens": 64}  # a small model at temperature 1 gives long and confused answers
 
 
 class AnswerFailed(CrossdockError):

@@ -31,8 +31,7 @@ from runtime.settings.options import SettingsError, complaints
 from runtime.storage.background_writer import BackgroundWriter
 
 STOP_GRACE_S = 5.0
-ABORT_S = 1.0
-"""Seconds between SIGABRT, on which a hung child writes where its threads are, and SIGKILL."""
+ABORT_S = 1.0  # between SIGABRT, on which a hung child writes where its threads are, and SIGKILL
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -46,12 +45,9 @@ class ProcessSpec:
     name: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
-    cores: tuple[int, ...] = ()
-    """Cores to start on, inherited by its threads; empty: as this process."""
-    stop_stage: int = 0
-    """The stage in which it is stopped: the next stage is asked to stop only after all of one stage have gone."""
-    watchdog_s: float = 0.0
-    """It is killed if it has sent nothing for this time after it was ready; 0: never."""
+    cores: tuple[int, ...] = ()  # to start on, inherited by its threads; empty: as this process
+    stop_stage: int = 0  # in which it is stopped; the next one begins when all of this one have gone
+    watchdog_s: float = 0.0  # of silence after it was ready, then it is killed; 0: never
 
 
 @dataclass
@@ -63,15 +59,12 @@ class Child:
     heard: NotifySocket
     watchdog: Watchdog
     policy: RestartPolicy = field(default_factory=RestartPolicy)
-    pid: int = 0
-    """0 while it is not running."""
+    pid: int = 0  # 0 while it does not run
     restarts: int = 0
-    restarted_at: deque[float] = field(default_factory=lambda: deque(maxlen=RESTARTS_KEPT))
-    """Unix times."""
+    restarted_at: deque[float] = field(default_factory=lambda: deque(maxlen=RESTARTS_KEPT))  # Unix times
     starts_at: float | None = None
     exit_status: int | None = None
     ended: str = ""
-    """How its last incarnation ended."""
 
     @property
     def is_ready(self) -> bool:
@@ -89,8 +82,7 @@ class Supervisor:
 
     def __init__(self, *, log_dir: Path, say: Callable[[str, str, str], None], verbose: bool = False) -> None:
         self.children: dict[str, Child] = {}
-        self.started_up = False
-        """The owner sets this once all children have been ready: from then on no child is given up."""
+        self.started_up = False  # set once all children have been ready: from then on none is given up
         self._metrics: MetricsServer | None = None
         self._observing: asyncio.Task[None] | None = None
         self._log_dir = log_dir
@@ -102,8 +94,7 @@ class Supervisor:
         self._verbose = verbose
         self._closing = False
         self._news = ""
-        self._tasks: dict[asyncio.Task[None], int] = {}
-        """The tasks with the stage in which each is stopped."""
+        self._tasks: dict[asyncio.Task[None], int] = {}  # with the stage in which each is stopped
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, spec: ProcessSpec) -> None:

@@ -12,16 +12,13 @@ WATCHDOG_S = {"coordinator": 10.0, "gateway": 10.0, "prefill": 30.0, "decode": 3
 elsewhere, so killing it is not urgent. No other process replaces a coordinator or a gateway that hangs."""
 _LOOKS = 8
 _LOOK_S_MAX = 1.0
-_LATE_LOOKS = 3
-"""A look that is this many pauses late shows that this process itself did not run."""
+_LATE_LOOKS = 3  # a look so many pauses late shows that this process itself did not run
 
 
 @dataclass
 class Watchdog:
-    timeout_s: float
-    """0: never."""
-    ready_at: float | None = None
-    """When this incarnation of the child said that it was ready."""
+    timeout_s: float  # 0: never
+    ready_at: float | None = None  # this incarnation of the child
     _stopping: bool = False
     _heard_at: float = 0.0
     _looked_at: float = 0.0

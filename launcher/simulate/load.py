@@ -106,8 +106,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     )
 
 
-_WORDS: Final = "ended otherwise"
-"""The column that has words."""
+_WORDS: Final = "ended otherwise"  # the column with words
 _Rows = Sequence[tuple[tuple[str, ...], Mapping[str, Any]]]
 
 

@@ -12,12 +12,9 @@ from simulation.load.run import WINDOW_S
 class Checked:
     """A requirement and what came of it."""
 
-    name: str
-    """Like `chat: ttft_ms.p90`."""
-    limit: str
-    """Like `at most 1,000`."""
-    value: float | None
-    """The figure, or its worst window; None: nothing was measured."""
+    name: str  # like `chat: ttft_ms.p90`
+    limit: str  # like `at most 1,000`
+    value: float | None  # the figure, or its worst window; None: nothing was measured
     holds: bool
 
 

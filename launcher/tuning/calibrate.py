@@ -39,10 +39,8 @@ from tuning.fit import Samples
 from tuning.profile import ControlCost, Profile, ProfileCapacity, encoded
 from tuning.simulator.cores import stretch
 
-STEP_TOKENS = 256
-"""The shortest of the long prompts that are measured: a whole step of a CPU."""
-LOG_SETTLES_S = 0.5
-"""Seconds after the last request until its last events are in the event log."""
+STEP_TOKENS = 256  # of the shortest long prompts measured: a whole step of a CPU
+LOG_SETTLES_S = 0.5  # from the last request until its last events are in the event log
 _VERSIONS = ("crossdock", "torch", "transformers")
 
 

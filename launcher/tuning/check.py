@@ -33,10 +33,8 @@ from tuning.profile import Profile
 from tuning.simulator.job import Sent
 
 RATIOS_MAX = 3
-CHECKS_MAX = 1000
-"""The number of checks whose coverage is kept."""
-NOT_HELD = 3
-"""Exit status: another ratio was better live."""
+CHECKS_MAX = 1000  # whose coverage is kept
+NOT_HELD = 3  # exit status: another ratio was better live
 RANKS = ("p50", "p90", "p99")
 RECOMMENDATION_BYTES_MAX = 64 << 20
 

@@ -11,8 +11,7 @@ from typing import Final
 import numpy as np
 import psutil
 
-READ_BYTES: Final = 64 << 20
-"""More than the caches hold, for each thread."""
+READ_BYTES: Final = 64 << 20  # of each thread: more than the caches hold
 READ_TIMES: Final = 15
 START_S: Final = 30.0
 

@@ -21,7 +21,6 @@ from runtime.settings.options import SettingsError
 @dataclass(frozen=True)
 class LoggedStep:
     at_s: float
-    """When its end was reported."""
     worker: int
     chunks: tuple[Chunk, ...]
     ms: float
@@ -40,7 +39,6 @@ class LoggedDecode:
     """Decode steps of one worker, back to back; sums."""
 
     at_s: float
-    """When they were reported."""
     steps: int
     ms: float
     sequences: int
@@ -52,23 +50,18 @@ class Logged:
     """Times in seconds of the coordinator's clock."""
 
     steps: list[LoggedStep] = field(default_factory=list)
-    decode: list[LoggedDecode] = field(default_factory=list)
-    """Decode steps of workers that do nothing else."""
+    decode: list[LoggedDecode] = field(default_factory=list)  # steps of workers that do nothing else
     hand_overs: dict[str, HandedOver] = field(default_factory=dict)
     submitted: dict[str, tuple[float, Submit]] = field(default_factory=dict)
-    """First attempts."""
     output_tokens: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     capacities: dict[Role, Capacity] = field(default_factory=dict)
     hosts: set[str] = field(default_factory=set)
     models: set[str] = field(default_factory=set)
-    most_workers: dict[Role, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    """Most workers at one time, on each host."""
+    most_workers: dict[Role, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # at one time, by host
     step_tokens: int = 0
     attention_tokens: int = 0
-    cached_tokens: dict[str, int] = field(default_factory=dict)
-    """Cached tokens of each prompt, as its prefill worker found them."""
-    _up: dict[int, Hello] = field(default_factory=dict)
-    """Workers, by incarnation."""
+    cached_tokens: dict[str, int] = field(default_factory=dict)  # of each prompt, as its prefill worker found them
+    _up: dict[int, Hello] = field(default_factory=dict)  # workers, by incarnation
 
     def steps_of(self) -> dict[str, list[LoggedStep]]:
         """The steps of each request."""
@@ -110,7 +103,7 @@ class Logged:
         self.most_workers[hello.role][hello.host] = max(self.most_workers[hello.role][hello.host], present)
 
     def after(self, core: Core, event: Event, now: float, actions: list[Action]) -> None:
-        """Its actions do not matter here."""
+        """Ignores the core's actions."""
 
 
 def read(path: Path, option: str, console: Console | None = None) -> Logged:

@@ -22,12 +22,9 @@ from proto.messages import Role
 from runtime.process import clock
 from tuning.fit import HandOver, Outside, Samples, StepSample
 
-STREAM_STEPS = 40
-"""Steps for which all streams of a batch are to run together."""
+STREAM_STEPS = 40  # for which all streams of a batch are to run together
 LAG_MAX = 32
-PAUSE_S = 0.1
-"""Seconds between prompts, on average. Prompts sent back to back would find all data in the caches, and those of real traffic
-do not."""
+PAUSE_S = 0.1  # between prompts, on average: back to back, they would find all data in the caches
 CORE_MS, CORE_STEPS = 400.0, (40, 400)
 """How long streams run, and at least and at most how many steps, to measure the time that tokens take on the control
 processes' cores."""
@@ -48,9 +45,7 @@ class Measured:
     prompts: list[tuple[int, RequestRecord]] = field(default_factory=list)
     batches: list[tuple[int, MeasuredBatch, list[RequestRecord]]] = field(default_factory=list)
     beside: list[tuple[int, MeasuredBatch, list[RequestRecord], list[RequestRecord]]] = field(default_factory=list)
-    """Streams, and prompts that were computed meanwhile."""
     core: list[tuple[int, float]] = field(default_factory=list)
-    """Sequences of a batch, and core time of the control processes for each of its steps, in ms."""
 
 
 @dataclass
@@ -61,8 +56,7 @@ class MeasuredSession:
     probed: Probed
     prompts: Prompts
     tenant: LoadTenant
-    on_done: Callable[[int], None]
-    """Called with the number of requests that have just ended."""
+    on_done: Callable[[int], None]  # called with the number of requests that have just ended
     sent: int = 0
 
     async def play(self, plan: Sequence[tuple[int, int]]) -> list[RequestRecord]:
@@ -118,8 +112,7 @@ def requests_of(number: int, step_tokens: int, longest: int, sequences_max: int)
     return each + len(_WARM_UP) + 4 + 6 + 2 * sum(_CORE_SEQUENCES)
 
 
-_WARM_UP = (64, 256, *(16,) * 10)
-"""Prompt tokens of the warm-up: the first requests to a process take longer."""
+_WARM_UP = (64, 256, *(16,) * 10)  # prompt tokens: the first requests to a process take longer
 _CORE_SEQUENCES = (1, 4)
 
 
@@ -131,7 +124,7 @@ async def measure(
     sequences_max: int,
     core_ms: Callable[[], float | None],
 ) -> Measured:
-    """One round. `core_ms`: core time of the control processes so far, if that is known."""
+    """Measures one round. `core_ms`: core time of the control processes so far, if that is known."""
     longest, sequences_max = sizes_of(number, step_tokens, longest, sequences_max)
     found, pauses = Measured(), random.Random(f"{number} pauses")
     lag = 0

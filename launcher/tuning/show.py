@@ -25,8 +25,7 @@ LIMITS: Final = {
     "TPOT target": ("L", "bright_black"),
 }
 """The limit of a ratio: its letter and colour in the map."""
-ROWS_MAX: Final = 10
-"""Most rows for ratios that ran the whole trace."""
+ROWS_MAX: Final = 10  # of ratios that ran the whole trace
 BUSY_NOTE: Final = (
     "Busy: share of the time in which a prefill worker (P) or a decode worker (D) computes, and a prefill worker's link (T)"
     " sends. Limited by: the resource of which twice as much would let the most requests keep the SLO, or else a target."

@@ -62,12 +62,9 @@ def block_tokens(settings: TrafficSettings) -> int:
 
 
 class TuneTraffic(NamedTuple):
-    sent: list[Sent]
-    """Requests in the order of time, at least one."""
-    cut: int = 0
-    """How many requests were made shorter, to fit the model's context."""
-    left_out: int = 0
-    """How many turns were left out because they do not fit, with all turns that follow them."""
+    sent: list[Sent]  # in the order of time, at least one
+    cut: int = 0  # requests made shorter, to fit the model's context
+    left_out: int = 0  # turns left out because they, or one before them, do not fit
 
 
 def fitted_traffic(settings: TrafficSettings, profile: Profile) -> TuneTraffic:

@@ -35,8 +35,7 @@ ORIGINS = {
     "estimated": "The profile is an estimate {}, from published figures: {}.",
     "from a server": "The profile was fitted to requests of another server {}; times differ by {}.",
 }
-PROFILE_DAYS = 30
-"""A younger profile is shown without its age."""
+PROFILE_DAYS = 30  # a younger profile is shown without its age
 
 
 def run(settings: TuneSettings) -> int:

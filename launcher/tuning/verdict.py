@@ -5,20 +5,16 @@ from collections.abc import Mapping, Sequence
 from math import sqrt
 from typing import Any, Final, NamedTuple
 
-_Z: Final = 1.645
-"""90 % of a normal distribution lie within so many standard deviations."""
+_Z: Final = 1.645  # standard deviations, within which 90 % of a normal distribution lie
 METRICS: Final = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
 Row = Mapping[str, Any]
 
 
 class Verdict(NamedTuple):
-    held: bool
-    """No other ratio kept the SLO for so many more requests that chance does not explain it."""
+    held: bool  # no other ratio kept the SLO for more requests than chance explains
     words: str
-    covered: int
-    """Figures of these runs that lie in their band."""
+    covered: int  # figures of these runs in their band
     figures: int
-    """All figures of these runs."""
 
 
 def verdict(rows: Sequence[Row], recommended: str) -> Verdict:

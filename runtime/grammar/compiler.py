@@ -29,8 +29,7 @@ _NOT_FOR_USERS: Final = re.compile(r"<|[ \t]*\d+ \| ")
 _PLACE: Final = re.compile(r"^at \d+\(\d+\): ")
 _START_TOKENS_MAX: Final = 64
 _CACHED_MAX: Final = 128
-_CACHED_CHARS_MAX: Final = 1 << 20
-"""Characters of all grammars that are kept compiled."""
+_CACHED_CHARS_MAX: Final = 1 << 20  # of all grammars that are kept compiled
 
 
 class GrammarError(Exception):

@@ -55,8 +55,7 @@ class LinkClient:
         self._settings = settings or LinkSettings()
         self._socket: LoopSocket | None = None
         self._peer: Peer | None = None
-        self._server_key = b""
-        """The key that the process at the other end of the present socket must have; empty without keys."""
+        self._server_key = b""  # of the process at the other end of the present socket; empty without keys
         self._forget_keys: Callable[[], None] | None = None
         self._theirs_ms: int | None = None
         self._gone = asyncio.Event()
@@ -88,7 +87,7 @@ class LinkClient:
             await asyncio.sleep(pause_ms / 1000 * random.uniform(0.5, 1.0))
 
     async def _one_link(self) -> bool:
-        """One socket from connect to close; True if it had been welcomed."""
+        """Runs one socket from connect to close; True if it was welcomed."""
         self._gone.clear()
         self._why_gone = ""
         try:

@@ -12,23 +12,18 @@ from proto import limits
 from runtime.link.peer import Peer
 from runtime.process import clock
 
-HELLO_S = 3.0
-"""A connection has so long to become a link; one whose link has ended gets as long."""
+HELLO_S = 3.0  # a connection has so long to become a link; one whose link has ended gets as long
 LOOK_S = 0.25
-UNENDED_BYTES_MAX = 2 * limits.MAX_FRAMES * limits.MAX_FRAME_BYTES
-"""The most bytes that a connection may receive after its last complete message. The largest message fits."""
+UNENDED_BYTES_MAX = 2 * limits.MAX_FRAMES * limits.MAX_FRAME_BYTES  # after a connection's last message
 UNENDED_BYTES_MAX_ALL = 4 * UNENDED_BYTES_MAX
 """Such bytes of all connections of a socket together. Kept frames take up to 20 times as much, where they are tiny."""
-_BYTES_RECEIVED = 128
-"""Offset of `tcpi_bytes_received` in Linux's `struct tcp_info`."""
+_BYTES_RECEIVED = 128  # `tcpi_bytes_received` in Linux's `struct tcp_info`
 
 
 @dataclass(eq=False)
 class ServerConnection:
-    since: float
-    """When it was accepted, or when its link ended."""
-    base_bytes: int | None = 0
-    """Received up to its last message; None: not known, since it has just had one."""
+    since: float  # when it was accepted, or when its link ended
+    base_bytes: int | None = 0  # received up to its last message; None: not known, since it has just had one
 
 
 class Connections:
@@ -56,7 +51,7 @@ class Connections:
         self.open.pop(descriptor, None)
 
     def left(self, descriptor: int) -> None:
-        """Its link has ended; the connection may go on."""
+        """Notes that the connection's link has ended; the connection may go on."""
         if (connection := self.open.get(descriptor)) is not None:
             connection.since = clock.now()
 

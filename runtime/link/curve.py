@@ -28,8 +28,7 @@ _domains = itertools.count(1)
 
 
 _ZAP_VERSION = b"1.0"
-_ZAP_FRAMES = 7
-"""Frames of a request about a CURVE client: version, request id, domain, address, routing id, mechanism, key."""
+_ZAP_FRAMES = 7  # version, request id, domain, address, routing id, mechanism, key
 
 
 class _Handler:
@@ -38,8 +37,7 @@ class _Handler:
     def __init__(self, socket: LoopSocket) -> None:
         self._socket = socket
         socket.frames_max = _ZAP_FRAMES + 1
-        self.lets_in: dict[str, Callable[[str], bool]] = {}
-        """Whether a client with this public key may come in, by domain."""
+        self.lets_in: dict[str, Callable[[str], bool]] = {}  # by domain, for a client's public key
         socket.bind("inproc://zeromq.zap.01")
 
     async def run(self) -> None:
@@ -75,10 +73,8 @@ class ZapAuthenticator:
 
     def __init__(self, socket: LoopSocket, keys: Keys | None, counters: LinkCounters, peers_max: int) -> None:
         self.links: Counter[str] = Counter()
-        """The number of links of each key."""
         self._peers_max = peers_max
-        self._let_in: dict[str, deque[float]] = {}
-        """When connections were let in that have not said Hello, by key; oldest first, no empty ones."""
+        self._let_in: dict[str, deque[float]] = {}  # of connections without Hello, by key; oldest first
         self._socket = socket
         self._keys = keys
         self._counters = counters

@@ -21,13 +21,10 @@ class LinkSettings:
     once if its kernel closes the connection."""
 
     heartbeat_ms: int = 500
-    queue_messages_max: int = 10_000
-    """Per peer and direction; a peer whose queue is full is given up."""
-    peers_max: int = 4_096
-    """Most peers of one server, and of each key, with those that have not said Hello yet; one more is refused."""
+    queue_messages_max: int = 10_000  # per peer and direction; a peer whose queue is full is given up
+    peers_max: int = 4_096  # of a server, and of each key, with those that have not said Hello yet
     handshake_timeout_ms: int = 5_000
-    keys: Keys | None = None
-    """This process's keys for CURVE; None: links are neither encrypted nor authenticated."""
+    keys: Keys | None = None  # for CURVE; None: links are neither encrypted nor authenticated
     reconnect_ms: int = 50
     reconnect_ms_max: int = 300
     """The longest pause between tries; less than a coordinator takes to start, so that waiting processes lose little time. A
@@ -39,21 +36,14 @@ class LinkCounters:
     """Counts of one end of a link, for metrics."""
 
     protocol_errors: int = 0
-    failed_checks: int = 0
-    """Links ended because our own code failed while it looked at a message, before anything had changed."""
-    silent: Counter[str] = field(default_factory=Counter)
-    """Connections that never said Hello, by the name of their key; empty where there are no keys."""
+    failed_checks: int = 0  # links ended by an exception of our own while a message was checked
+    silent: Counter[str] = field(default_factory=Counter)  # never said Hello, by name of key (empty without keys)
     refused: int = 0
-    plain: int = 0
-    """Turned away: came without a key where keys are needed."""
-    unknown_keys: int = 0
-    """Turned away: came with a key that is not listed."""
-    too_many: int = 0
-    """Turned away: its key has as many connections as may be."""
-    impostors: int = 0
-    """Turned away: said to be what their key does not allow."""
-    unknown_messages: int = 0
-    """Ignored: sent by a peer of a newer version, and unknown to this one."""
+    plain: int = 0  # turned away: came without a key where keys are needed
+    unknown_keys: int = 0  # turned away: came with a key that is not listed
+    too_many: int = 0  # turned away: its key has as many connections as may be
+    impostors: int = 0  # turned away: said to be what their key does not allow
+    unknown_messages: int = 0  # ignored: sent by a peer of a newer version, and unknown to this one
     lost: int = 0
     messages_in: int = 0
     messages_out: int = 0
@@ -76,13 +66,10 @@ class Peer:
     hello: Hello
     _send: Callable[["Peer", list[bytes]], bool]
     routing_id: bytes = b""
-    descriptor: int = -1
-    """The descriptor of its connection, at a server."""
+    descriptor: int = -1  # of its connection, at a server
     heard_at: float = field(default_factory=clock.now)
-    user_id: str = ""
-    """Its public key, where links have keys."""
+    user_id: str = ""  # its public key, where links have keys
     version: int = limits.PROTOCOL_VERSION
-    """Protocol version of the other end."""
 
     def send(self, message: Message, blob: bytes = b"") -> bool:
         """Queue a message; False if the peer is gone, or is being given up because its queue is full."""
@@ -92,10 +79,8 @@ class Peer:
 OnMessage = Callable[[Peer, Message, bytes], None]
 OnDown = Callable[[Peer, str], None]
 
-GOODBYE = "said goodbye"
-"""The beginning of the reason for a link's end if the other end has sent `Bye`."""
-CLOSED = "closed here"
-"""The reason for a link's end if this end has closed it."""
+GOODBYE = "said goodbye"  # how the reason for a link's end begins if the other end has sent `Bye`
+CLOSED = "closed here"  # the reason for a link's end that this end has closed
 
 
 class CannotBind(OSError):
@@ -108,7 +93,7 @@ def is_orderly(reason: str) -> bool:
 
 
 def read_checked(frames: list[bytes], version: int) -> tuple[Message | None, bytes]:
-    """As `proto.versions.read`. Raises `RemoteProtocolError`, and `CheckFailed` for a bug."""
+    """Reads a message as `proto.versions.read` does. Raises `RemoteProtocolError`, and `CheckFailed` for a bug."""
     try:
         return read(frames, version)
     except RemoteProtocolError:

@@ -49,8 +49,7 @@ from runtime.process.zmq_sockets import open_socket
 __all__ = ["CannotBind", "LinkServer", "LinkSettings", "OnMessage", "Peer", "is_orderly"]
 
 PROBE_AFTER_S = 0.02
-TURN_MESSAGES = 64
-"""Messages read before the rest of the process gets its turn: while more are there, reading never waits."""
+TURN_MESSAGES = 64  # read before the rest of the process gets its turn
 
 _log = log.get("crossdock.link")
 

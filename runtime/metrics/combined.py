@@ -8,8 +8,7 @@ from prometheus_client.metrics_core import Metric
 from runtime.metrics.registry import MetricsRegistry
 from runtime.metrics.server import MetricsServer
 
-_OF_THE_PROCESS = "process_"
-"""Metrics by the operating system; all roles have the same."""
+_OF_THE_PROCESS = "process_"  # of the operating system; the same for all roles
 
 
 class CombinedRegistry(CollectorRegistry):

@@ -13,8 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-CONNECTIONS_MAX: Final = 64
-"""One more takes the place of the oldest: idle strangers must not keep a scraper out."""
+CONNECTIONS_MAX: Final = 64  # one more takes the place of the oldest: idle strangers must not keep a scraper out
 EXCHANGE_S: Final = 10.0
 _REQUEST_BYTES_MAX: Final = 16_384
 
@@ -59,7 +58,6 @@ class _Connection(HttpToolsProtocol):
     """One request. A connection that takes too long is cut off; so is the oldest where there are too many."""
 
     oldest_first: ClassVar["OrderedDict[_Connection, None]"]
-    """Those of this server."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

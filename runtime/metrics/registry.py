@@ -32,16 +32,12 @@ values.ValueClass = values.MutexValue
 Labels = tuple[str, ...]
 KindRead = Literal["counter", "gauge"]
 Kind = KindRead | Literal["histogram"]
-Values = Callable[[], Iterable[tuple[Labels, float]]]
-"""Label values and a number, for each series there is now."""
+Values = Callable[[], Iterable[tuple[Labels, float]]]  # label values and a number, for each series there is now
 
-SERIES_MAX: Final = 500
-"""Most series of a family that is read from state."""
+SERIES_MAX: Final = 500  # of a family that is read from state
 
 LATENCY_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
-"""Buckets for waits that end with a request."""
 STEP_S: Final = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Buckets for a token's or a step's time."""
 COUNTS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0)
 
 
@@ -55,7 +51,7 @@ class Family(NamedTuple):
 
     @property
     def exported(self) -> str:
-        """As in a query, but for the suffixes of a histogram's series."""
+        """The name as in a query, but for the suffixes of a histogram's series."""
         return self.name + ("_total" if self.kind == "counter" else "")
 
 
@@ -64,8 +60,7 @@ class _StateCollector(Collector):
 
     def __init__(self, family: Family, read: Values) -> None:
         self._family, self._read = family, read
-        self._before: dict[Labels, float] = {}
-        """The value of a counter when its source began anew."""
+        self._before: dict[Labels, float] = {}  # the value of a counter when its source began anew
 
     def describe(self) -> list[Metric]:
         """An empty family: the registry refuses a name that it has already."""
@@ -121,7 +116,6 @@ class MetricsRegistry(CollectorRegistry):
         self.families: list[Family] = []
         self._read_from: list[_StateCollector] = []
         self.before: list[Callable[[], None]] = []
-        """Called before each reading."""
         ProcessCollector(registry=self)
 
     def counter(self, name: str, help_: str, *labels: str) -> Counter:

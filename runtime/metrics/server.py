@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 FRESH_S: Final = 0.25
 _JSON: Final = "application/json"
-_BACKLOG: Final = 2_048
-"""Connections that the kernel keeps until they are accepted; uvicorn's own number."""
+_BACKLOG: Final = 2_048  # as uvicorn has
 
 
 class Reply(NamedTuple):
@@ -53,8 +52,7 @@ class MetricsServer:
     anything."""
 
     def __init__(self, asked: str, advertise: str = "") -> None:
-        self.address = ""
-        """HOST:PORT for others, once it listens; empty where it does not."""
+        self.address = ""  # HOST:PORT for others, once it listens
         self._asked, self._advertise = asked, advertise
         self._registry: CollectorRegistry | None = None
         self._not_ready: Callable[[], str | None] = lambda: "it is starting"

@@ -5,8 +5,7 @@ from typing import Final
 
 from prometheus_client import Counter
 
-OTHER: Final = "(other)"
-"""No tenant's name, which has no parentheses."""
+OTHER: Final = "(other)"  # no tenant's name, which has no parentheses
 TENANTS_MAX: Final = 50
 _TENANTS_KNOWN_MAX: Final = 10_000
 _RANKED_EVERY_S: Final = 60.0

@@ -5,8 +5,7 @@ import secrets
 import time
 from typing import Final
 
-SETTLE_S: Final = 900.0
-"""So long after a start of the process, or a jump of the wall clock, nothing is deleted by its time."""
+SETTLE_S: Final = 900.0  # after a start, or a jump of the wall clock, in which nothing is deleted by its time
 _TOLERANCE_S: Final = 2.0
 
 

@@ -48,7 +48,6 @@ class CoreDriver(Generic[E, A]):
         self._pending: deque[E] = deque()
         self._busy = False
         self.events = 0
-        """Handled so far."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
 

@@ -10,20 +10,13 @@ from typing import Final, NoReturn
 from proto.errors import CrossdockError
 from runtime.process import output
 
-USAGE_EXIT: Final = 2
-"""A setting is missing, malformed or out of bounds: see `runtime.settings.options.SettingsError`."""
-BUG_EXIT: Final = 70
-"""After an uncaught exception. As EX_SOFTWARE of sysexits.h."""
-GPU_EXIT: Final = 74
-"""A CUDA error after which this process can compute nothing more. As EX_IOERR of sysexits.h: start it again."""
-HUNG_EXIT: Final = 75
-"""A worker's step did not end within --step-timeout-ms. As EX_TEMPFAIL of sysexits.h: start it again."""
-CONFIG_EXIT: Final = 78
-"""The settings are well-formed, but cannot work on this machine or with this model. As EX_CONFIG of sysexits.h."""
-INTERRUPTED_EXIT: Final = 130
-"""After Ctrl-C, where something was left undone. As shells have it: 128 + SIGINT."""
-HOPELESS_EXITS: Final = frozenset({USAGE_EXIT, CONFIG_EXIT})
-"""The same process started again would end in the same way."""
+USAGE_EXIT: Final = 2  # `runtime.settings.options.SettingsError`: a setting is missing, malformed or out of bounds
+BUG_EXIT: Final = 70  # EX_SOFTWARE of sysexits.h: after an uncaught exception
+GPU_EXIT: Final = 74  # EX_IOERR of sysexits.h: after a CUDA error this process can compute nothing more; start it again
+HUNG_EXIT: Final = 75  # EX_TEMPFAIL of sysexits.h: a step did not end within --step-timeout-ms; start it again
+CONFIG_EXIT: Final = 78  # EX_CONFIG of sysexits.h: valid settings that cannot work on this machine or with this model
+INTERRUPTED_EXIT: Final = 130  # as in shells, 128 + SIGINT: after Ctrl-C, where something was left undone
+HOPELESS_EXITS: Final = frozenset({USAGE_EXIT, CONFIG_EXIT})  # the same process started again would end in the same way
 
 
 def leave(status: int) -> NoReturn:

@@ -24,14 +24,10 @@ def at_rest() -> Iterator[None]:
 
 # --- a process whose events may not wait for a full collection --------------------------------------------------------
 
-IDLE_S: Final = 0.25
-"""After this many seconds without an event, a full collection delays no request."""
-FULL_EVERY_S: Final = 60.0
-"""Least seconds between full collections."""
-FEW_REQUESTS: Final = 1000
-"""A full collection takes a few milliseconds with no more requests alive."""
-NEVER: Final = 1_000_000_000
-"""Threshold of the oldest generation: the interpreter never begins a full collection by itself."""
+IDLE_S: Final = 0.25  # without an event: a full collection delays no request
+FULL_EVERY_S: Final = 60.0  # between full collections, at least
+FEW_REQUESTS: Final = 1000  # with no more requests, a full collection takes a few milliseconds
+NEVER: Final = 1_000_000_000  # threshold of the oldest generation: the interpreter begins no full collection
 _LOOK_S: Final = 0.1
 
 

@@ -63,7 +63,7 @@ def raised() -> Iterator[None]:
 
 
 def status_of(number: int) -> int:
-    """As shells have it for a process that a signal has ended."""
+    """The exit status that shells give a process that a signal has ended."""
     return 128 + number
 
 

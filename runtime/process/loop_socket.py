@@ -19,18 +19,16 @@ _NOW, _NOW_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 """Plain numbers, since joining two of pyzmq's flags takes as long as sending a frame."""
 
 
-TURN_FRAMES = 256
-"""Frames of one message read before the rest of the process gets its turn."""
+TURN_FRAMES = 256  # of one message, read before the rest of the process gets its turn
 
 
 class LoopSocket(zmq.Socket[bytes]):
-    """One reader. Made and used on the event loop's thread."""
+    """A socket with one reader, made and used on the event loop's thread."""
 
     frames_max: int = MAX_FRAMES + 2
     """The most frames of a message that are kept, with a routing id. If a message has more, this number is too large for the
     codec, which refuses the message."""
-    _amid: bool = False
-    """The rest of a message that is too long has still to be read, and dropped."""
+    _amid: bool = False  # the rest of a message that is too long has still to be read, and dropped
 
     _waiter: "asyncio.Future[None] | None" = None
     _loop: asyncio.AbstractEventLoop | None = None

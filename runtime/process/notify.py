@@ -17,7 +17,7 @@ _checks: list[Callable[[], bool]] = []
 
 
 def say(*lines: str, within_s: float = _SEND_S) -> None:
-    """One datagram, each line like `READY=1`. One that cannot be delivered in that time is lost."""
+    """Sends one datagram, each line like `READY=1`. It is lost if it cannot be delivered in time."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return

@@ -7,16 +7,14 @@ import os
 import sys
 from typing import Final
 
-_GONE: Final = (errno.EPIPE, errno.EIO)
-"""The reader of a pipe has ended, or the terminal has hung up."""
+_GONE: Final = (errno.EPIPE, errno.EIO)  # the reader of a pipe has ended, or the terminal has hung up
 
 
 class Output(io.TextIOWrapper):
     """Drops text that cannot be written, and remembers why."""
 
     lost: OSError | None = None
-    matters = True
-    """Whether a command has failed if its output is lost; not so of servers."""
+    matters = True  # whether a command has failed if its output is lost; not so of servers
 
     @property
     def is_gone(self) -> bool:

@@ -4,7 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def version_of(package: str = "crossdock") -> str:
-    """As installed; a checkout that is not says so."""
+    """The installed version; a checkout that is not installed says so."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -9,10 +9,8 @@ LINGER_MS = 200
 HANDSHAKE_MS = 3_000
 """A connection whose handshake of ZMTP, with CURVE where there are keys, takes longer is closed. libzmq allows 30 s, in which
 idle strangers could take all descriptors of the process."""
-BACKLOG = 1_024
-"""Connections that the kernel keeps for a bound socket until libzmq takes them: many may come at once."""
-_SOCKETS_MAX = 32_768
-"""Most sockets of one process. A link takes three with its monitor, and libzmq's own limit is 1,023."""
+BACKLOG = 1_024  # connections that the kernel keeps for a bound socket until libzmq takes them: many may come at once
+_SOCKETS_MAX = 32_768  # in one process; a link takes three with its monitor, and libzmq's own limit is 1,023
 _context: LoopContext | None = None
 
 

@@ -53,14 +53,10 @@ _ClickError: Final[type[Exception]] = next(
 class Command:
     """A command that is imported when it runs."""
 
-    help: str
-    """One line for the list of commands: how the description of its settings class begins."""
-    settings: str
-    """`module:Class`"""
-    run: str
-    """`module:function`, which takes the settings and returns the exit status."""
-    takes: str = ""
-    """A subclass of `settings` with options that `--help` does not list; empty: there are none."""
+    help: str  # one line: how the description of its settings class begins
+    settings: str  # `module:Class`
+    run: str  # `module:function`, which takes the settings and returns the exit status
+    takes: str = ""  # a subclass of `settings` with options that `--help` does not list; empty: there are none
 
     def settings_class(self) -> type[Options]:
         return _named(self.settings)  # type: ignore[no-any-return]

@@ -11,8 +11,7 @@ from typing import Final
 
 from runtime.settings.types import ENV_PREFIX, Options
 
-SUPERVISED: Final = ENV_PREFIX + "SUPERVISED"
-"""Set for processes whose launcher has looked at the environment already."""
+SUPERVISED: Final = ENV_PREFIX + "SUPERVISED"  # set for processes whose launcher has checked the environment already
 NO_OPTIONS: Final = frozenset({ENV_PREFIX + "CONFIG", ENV_PREFIX + "PYTHON", SUPERVISED})
 """Variables of ours that are not options: the file with settings, the interpreter of the scripts."""
 TEST_PREFIX: Final = ENV_PREFIX + "TEST_"

@@ -17,8 +17,7 @@ import psutil
 _NCCL_WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _SHARES_A_GPU_SINCE = (2, 30)
 _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
-_SHARERS_MAX = 64
-"""Processes on one GPU that are told apart by number."""
+_SHARERS_MAX = 64  # processes on one GPU that are told apart by number
 _NO_TORCH_WATCHMEN = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # a pair that breaks must not end the process
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",

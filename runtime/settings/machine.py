@@ -19,7 +19,6 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _PASSING = (errno.EADDRINUSE, socket.EAI_AGAIN)
 _CORES_MAX: Final = 8192
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""Files with a container's limits, version 2 and 1, as seen from inside."""
 
 
 def prepare(settings: WorkerSettings) -> WorkerSettings:

@@ -12,9 +12,7 @@ from runtime.settings.types import Options
 ARGUMENTS_PANEL: Final = "Arguments"
 OTHER_PANEL: Final = "Options"
 EXPERT_PANEL: Final = "Expert options"
-"""Options that few need; the last panel."""
-_CHOICES_WIDTH_MAX: Final = 16
-"""Longer lists of words stand in the help text alone: in the column of values they would cut the options' names short."""
+_CHOICES_WIDTH_MAX: Final = 16  # longer ones stand in the help text: their column would cut options' names short
 _VALUES: Final = {
     "FILE": "tenants usage_db batch_db ledger trace plot file first second tenants_mix config db output",
     "DIR": "keys folder dest",

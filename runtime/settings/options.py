@@ -116,7 +116,7 @@ def checked(cls: type[S], values: Mapping[str, Any], sources: Mapping[str, str] 
 
 
 def _explain(cls: type[Options], details: ErrorDetails, sources: Mapping[str, str]) -> str:
-    """One line for one of pydantic's errors: option, value, what is wrong with it, source."""
+    """Puts one of pydantic's errors into a line: option, value, what is wrong with it, source."""
     message = details["msg"].removeprefix("Value error, ")
     if not details["loc"]:
         return message

@@ -157,7 +157,6 @@ class CoordinatorSettings(CommonSettings):
 
 
 BATCHES_OFF: Final = ("", "off")
-"""Values of `batch_db` that name no file."""
 
 
 class BatchOptions(Options):

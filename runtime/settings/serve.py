@@ -148,7 +148,6 @@ DECIDED: Final = frozenset(
     "name role mode bind coordinator advertise insecure log_format tokens_bind kv_bind transfer_host kv_interface standby"
     " cpu_cores nice".split()
 )
-"""Options of its processes that `crossdock serve` decides itself."""
 
 
 def options_for(settings: ServeSettings, cls: type[Options]) -> dict[str, Any]:

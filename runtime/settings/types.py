@@ -51,9 +51,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Weights = Literal["float32", "bfloat16", "int8"]
 SLO_TTFT_MS: Final = 2_000.0
 SLO_TPOT_MS: Final = 100.0
-SLO_PERCENTILE: Final = 0.9
-"""Limits of a good answer and the share of requests that should keep them, unless an option or a priority class says
-otherwise."""
+SLO_PERCENTILE: Final = 0.9  # of requests that should keep the SLO, unless an option or a class says otherwise
 WEIGHTS_HELP: Final = (
     "How the CPU kernels keep the weights. bfloat16 and int8 read less memory for each token, and change what the model says"
     " a little."
@@ -72,11 +70,8 @@ class Options(BaseSettings):
     """Base of all settings: checked, immutable, no unknown keys."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, protected_namespaces=())
-    section: ClassVar[str] = ""
-    """This class's section in the TOML file; empty for commands which do not read it."""
-    panels: ClassVar[Panels] = {}
-    """Titles in the help, in order, each with the names of its fields; bases' come after those of the class itself, and
-    "Expert options" last."""
+    section: ClassVar[str] = ""  # in the TOML file; empty for commands that do not read it
+    panels: ClassVar[Panels] = {}  # titles in `--help` → fields, in order; bases' follow, "Expert options" come last
 
     @classmethod
     def settings_customise_sources(

@@ -12,10 +12,8 @@ from runtime.settings.common import ClientSettings
 from runtime.settings.cores import parse_cores
 from runtime.settings.types import WEIGHTS_HELP, Cores, Device, Dtype, Panels, Weights
 
-GPU_MEMORY_SHARE: Final = 0.9
-"""The share of all workers on one GPU together, unless they are told their own."""
+GPU_MEMORY_SHARE: Final = 0.9  # of all workers on a GPU together, by default
 MIXED_NAME_CHARS: Final = MAX_ID_CHARS - len("-prefill")
-"""Most characters of a mixed worker's name."""
 
 
 def gpu_share_of(workers: int) -> float:
@@ -180,7 +178,7 @@ class WorkerSettings(ClientSettings):
         return int(self.kv_tier_gib * (1 << 30)) // block_bytes if has_tier else 0
 
     def kv_bytes_on(self, device: str) -> int | None:
-        """None: as much as `gpu_memory_share` leaves."""
+        """Bytes of the KV pool on this device; None: as much as `gpu_memory_share` leaves."""
         return self.kv_bytes if device == "cpu" or "kv_gib" in self.model_fields_set else None
 
     def step_tokens_on(self, on_gpu: bool) -> int:

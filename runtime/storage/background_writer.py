@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
 T = TypeVar("T")
-WAITING_BYTES_MAX: Final = 4 << 20
-"""Bytes that wait for one file, pipe or terminal at most."""
+WAITING_BYTES_MAX: Final = 4 << 20  # for one file, pipe or terminal
 FLUSH_S: Final = 1.0
 _LOOK_S: Final = 60.0
 
@@ -17,7 +16,6 @@ class BackgroundWriter(Generic[T]):
     and counted, so that the last words of a process are kept. `note(lines)` makes the piece that says so in its place."""
 
     dropped_lines: ClassVar[int] = 0
-    """Dropped by all writers of this process."""
 
     def __init__(
         self, write: Callable[[T], object], *, note: Callable[[int], T] | None = None, size: Callable[[Any], int] = len
@@ -25,11 +23,9 @@ class BackgroundWriter(Generic[T]):
         self._write = write
         self._note = note
         self._size = size
-        self._waiting: deque[tuple[T, int]] = deque()
-        """Pieces, each with its number of lines."""
+        self._waiting: deque[tuple[T, int]] = deque()  # (piece, lines)
         self._waiting_bytes = 0
-        self._left_out = 0
-        """Lines dropped since the last note."""
+        self._left_out = 0  # lines dropped since the last note
         self._busy = False
         self._closed = False
         self._changed = threading.Condition()
@@ -57,7 +53,7 @@ class BackgroundWriter(Generic[T]):
             return self._changed.wait_for(lambda: not (self._waiting or self._busy), FLUSH_S)
 
     def close(self) -> bool:
-        """As `flush`; afterwards nothing must be put."""
+        """Flushes as `flush` does; afterwards nothing must be put."""
         done = self.flush()
         with self._changed:
             self._closed = True

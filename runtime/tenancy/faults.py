@@ -10,8 +10,7 @@ from typing import Any, Final
 from pydantic_core import ErrorDetails
 
 _SHOWN: Final = re.compile(r"[A-Za-z0-9_./\[\]-]{1,40}")
-_KEY_LIKE: Final = re.compile(r"\b(sk|cd)-|[0-9A-Fa-f]{16}")
-"""Keys as `crossdock tenants key` and others make them."""
+_KEY_LIKE: Final = re.compile(r"\b(sk|cd)-|[0-9A-Fa-f]{16}")  # keys as `crossdock tenants key` and others make them
 
 
 def explain(details: ErrorDetails) -> str:

@@ -12,21 +12,15 @@ class PriorityClass:
     another."""
 
     weight: float = 1.0
-    floor_share: float = 0.0
-    """Its share of all service, while every priority class has work; more when some have none."""
-    ttft_s: float = 2.0
-    """A request without a deadline of its own is due this many seconds after its arrival."""
-    ttft_s_per_chunk: float = 2.0
-    """Seconds that each chunk of its prompt adds. So an old long prompt is not due before every new short prompt."""
-    queue_wait_s: float | None = None
-    """A request that is not placed within this time is rejected; None: the coordinator's --queue-wait-s-max applies."""
+    floor_share: float = 0.0  # of all service, while every priority class has work; more when some have none
+    ttft_s: float = 2.0  # from arrival to a request's due time, if it has no deadline
+    ttft_s_per_chunk: float = 2.0  # added for each chunk: an old long prompt is not due before every new short one
+    queue_wait_s: float | None = None  # unplaced for so long, a request is rejected; None: --queue-wait-s-max applies
     ttft_ms: float | None = None
     """Target for the first token. A request without a deadline of its own is rejected on arrival if it is expected to miss
     this. A prompt that takes longer than half of it by itself may take twice its own time."""
-    tpot_ms: float | None = None
-    """Target for the mean time per later token. It bounds the batch of the decode worker where such a request runs."""
-    percentile: float = 0.9
-    """Share of its finished requests that should keep both targets; for status and metrics."""
+    tpot_ms: float | None = None  # Mean per later token. It bounds the batch of a decode worker with such a request.
+    percentile: float = 0.9  # of finished requests that should keep both targets; for status and metrics
 
     @property
     def has_targets(self) -> bool:

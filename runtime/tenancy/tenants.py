@@ -55,16 +55,14 @@ class TenantsError(CrossdockError):
 
 @dataclass(frozen=True)
 class QuotaLimits:
-    """None is no limit. Tokens are prompt and output together."""
+    """Limits of a tenant; None is no limit. Tokens are prompt and output together."""
 
     requests_per_min: int | None = None
     tokens_per_min: int | None = None
-    concurrency: int | None = None
-    """Requests accepted and not ended."""
+    concurrency: int | None = None  # accepted and not ended
     tokens_in_flight: int | None = None
     kv_blocks: int | None = None
-    tokens_per_day: int | None = None
-    """Days begin at midnight UTC."""
+    tokens_per_day: int | None = None  # from midnight UTC
 
 
 @dataclass(frozen=True)
@@ -81,8 +79,7 @@ class ClassTargets:
     """The targets that a tenant's requests are measured against; None is no limit."""
 
     ttft_ms: float | None = None
-    itl_ms: float | None = None
-    """The target for 99 of 100 gaps between deliveries of a stream."""
+    itl_ms: float | None = None  # for 99 of 100 gaps between deliveries of a stream
 
     @property
     def given(self) -> bool:
@@ -95,17 +92,13 @@ class Policy:
 
     tenant: str
     organisation: str
-    user: str
-    """Empty for an organisation's own keys."""
-    weight: float
-    """Its weight beside the other users of its organisation."""
+    user: str  # empty for an organisation's own keys
+    weight: float  # beside the other users of its organisation
     organisation_weight: float
     priority_class: str
     priority_classes: frozenset[str]
-    cache_group: str
-    """Salt of the prefix cache: tenants with the same salt share it. A group's salt never equals a single tenant's."""
-    levels: tuple[Level, ...]
-    """User first, then organisation."""
+    cache_group: str  # Salt of the prefix cache, shared by equal salts. A group's never equals a single tenant's.
+    levels: tuple[Level, ...]  # user first, then organisation
     slo: ClassTargets = ClassTargets()
 
 
@@ -113,14 +106,10 @@ class Policy:
 class Tenants:
     """The content of a tenants file."""
 
-    priority_classes: Mapping[str, PriorityClass]
-    """Priority classes in the order of the file."""
-    policies: Mapping[str, Policy]
-    """Policies by tenant; `default` is always there."""
-    keys: Mapping[bytes, str] = field(repr=False)
-    """SHA-256 digest of a key → tenant."""
-    open: bool = False
-    """There is no file."""
+    priority_classes: Mapping[str, PriorityClass]  # in the order of the file
+    policies: Mapping[str, Policy]  # by tenant; `default` is always there
+    keys: Mapping[bytes, str] = field(repr=False)  # SHA-256 digest of a key → tenant
+    open: bool = False  # there is no file
 
     def policy(self, tenant: str) -> Policy | None:
         """Returns a tenant's policy, or None if the file does not have it (any more). Without a file, that of `default`

@@ -91,8 +91,7 @@ class WorkerDriver:
         self._thread = thread
         self._watch = watch
         self._say_ready = say_ready
-        self._address: str | None = None
-        """Where others reach this role, once it has started; empty if they need not."""
+        self._address: str | None = None  # for others, once the role has started; empty if they need none
         self._work = asyncio.Event()
         self._metrics_server = metrics_server
         self.role = make_role(engine, self)
@@ -199,7 +198,7 @@ class WorkerDriver:
         return step, asyncio.get_running_loop().run_in_executor(self._thread, self._compute, step)
 
     def _compute(self, step: ComputeStep[ResultT]) -> ResultT:
-        """This runs on the compute thread."""
+        """Runs on the compute thread."""
         self._watch.begin(step.tokens, clock.now())
         try:
             return step.compute()

@@ -9,8 +9,7 @@ import threading
 from typing import Final
 
 _GROUP: Final = "/proc/self/autogroup"
-_TRIES, _AGAIN_S = 50, 0.1
-"""The kernel accepts one change of any group per tenth of a second from an unprivileged process."""
+_TRIES, _AGAIN_S = 50, 0.1  # the kernel allows an unprivileged process one change of any group per tenth of a second
 
 
 def be_nice_as_group(nice: int) -> None:

@@ -25,9 +25,7 @@ from runtime.settings.workers import WorkerSettings
 from runtime.worker.service import FLIP_AFTER_S, GO_AFTER_S, Service
 
 FINISHED_MAX = 4096
-IN_DOUBT_S = 5.0
-"""Seconds. Longer than a coordinator can be silent before it counts as lost, and longer than its ledger takes to write a
-row."""
+IN_DOUBT_S = 5.0  # longer than a coordinator is silent before it counts as lost, or its ledger writes a row
 
 
 class Registered(Protocol):
@@ -56,7 +54,7 @@ class Registered(Protocol):
         """The coordinator orders a role change, so prepare it and call `ready_to_flip`. None: the order is withdrawn."""
 
     def may_flip(self) -> None:
-        """It `could_flip` now."""
+        """Called when the role could change."""
 
 
 class Registration:

@@ -18,10 +18,8 @@ class ComputeStep(Generic[ResultT]):
     """One step of the model."""
 
     tokens: int
-    compute: Callable[[], ResultT]
-    """Called on the compute thread."""
-    done: Callable[[ResultT], Callable[[], None]]
-    """Takes the result; returns what can wait until the next step runs."""
+    compute: Callable[[], ResultT]  # called on the compute thread
+    done: Callable[[ResultT], Callable[[], None]]  # takes the result; returns what can wait until the next step runs
     failed: Callable[[str], None]
     log_fields: Mapping[str, object] = field(default_factory=dict)
 

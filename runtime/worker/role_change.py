@@ -15,8 +15,7 @@ from runtime.settings import machine
 from runtime.worker.changeover import Changeover
 from runtime.worker.driver import WorkerDriver
 
-MakeDrivers = Callable[[Role, Sequence[WorkerDriver], Changeover], list[WorkerDriver]]
-"""The drivers of a role, given those of the role before."""
+MakeDrivers = Callable[[Role, Sequence[WorkerDriver], Changeover], list[WorkerDriver]]  # from those of the role before
 
 
 class RoleDrivers:
@@ -28,7 +27,6 @@ class RoleDrivers:
         self.changeover = Changeover(self._begin_to_prepare, self._drop)
         self.drivers = make(role, before, self.changeover)
         self.following: RoleDrivers | None = None
-        """Ready to register."""
         self._preparing: asyncio.Task[None] | None = None
 
     def _begin_to_prepare(self, role: Role) -> None:
@@ -55,7 +53,7 @@ class RoleDrivers:
 
 
 async def _discard(drivers: Sequence[WorkerDriver]) -> None:
-    """They have never registered."""
+    """Ends drivers that have never registered."""
     for driver in drivers:
         with contextlib.suppress(TimeoutError):
             await driver.role.close_transfers()
@@ -63,7 +61,7 @@ async def _discard(drivers: Sequence[WorkerDriver]) -> None:
 
 
 async def run_roles(lineup: RoleDrivers, stop: Stop, logger: Log) -> int:
-    """One role after the other; returns the exit code."""
+    """Runs one role after the other; returns the exit code."""
     following: RoleDrivers | None = lineup
     while following is not None:
         lineup = following

@@ -15,28 +15,23 @@ from proto.fields import HandOverMs
 from proto.messages import Role
 
 GO_AFTER_S = 5.0
-FLIP_AFTER_S = 10.0
-"""Seconds; less than the coordinator waits, since the coordinator cannot see the worker's progress."""
+FLIP_AFTER_S = 10.0  # less than the coordinator waits, since it cannot see the worker's progress
 
 
 class Service:
     def __init__(self) -> None:
-        self.leaving = False
-        """This process is to end."""
-        self._hand_over_at: float | None = None
-        """The time of the hand-over while the worker is drained, for any reason; None if it has no such time."""
+        self.leaving = False  # this process is to end
+        self._hand_over_at: float | None = None  # None: not drained, or without a time
         self._dismissed = False
-        self.flips_to: Role | None = None
-        """The role to take, while it is drained for that."""
-        self.is_ready = False
-        """All that the new role needs is there."""
+        self.flips_to: Role | None = None  # the role to take, while it is drained for that
+        self.is_ready = False  # all that the new role needs is there
 
     def hand_over_ms(self, now: float) -> HandOverMs:
         """The time of a hand-over for the next `Hello`."""
         return None if self._hand_over_at is None else max(0.0, 1000 * (self._hand_over_at - now))
 
     def leave(self, grace_s: float, now: float) -> Draining:
-        """This process is to end; to be said to the coordinator."""
+        """Marks the process as about to end; returns the message to the coordinator."""
         self.leaving = True
         self.flips_to = None
         self._hand_over_at = now + grace_s
@@ -62,7 +57,7 @@ class Service:
         self.keep_role()
 
     def keep_role(self) -> None:
-        """It does not change its role after all, and takes work again."""
+        """Keeps the present role after all, and takes work again."""
         if self.flips_to is not None:
             self.flips_to, self._hand_over_at = None, None
 

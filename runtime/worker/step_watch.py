@@ -18,19 +18,15 @@ FIRST_OF_ITS_SIZE = 10
 TIMES_THE_LONGEST = 10
 _LOOKS = 4
 _LOOK_S_MAX = 1.0
-_LATE_LOOKS = 3
-"""A check that comes this many intervals late shows that the process itself was stopped."""
+_LATE_LOOKS = 3  # a check so many intervals late shows that the process itself was stopped
 
 
 @dataclass
 class StepWatch:
-    timeout_s: float
-    """0: never."""
-    _tokens: int = 0
-    """Tokens of the step that runs; 0: none does."""
+    timeout_s: float  # 0: never
+    _tokens: int = 0  # of the step that runs; 0: none does
     _began_at: float = 0.0
-    _most_tokens: int = 0
-    """The most tokens of the steps that ended."""
+    _most_tokens: int = 0  # of the steps that ended
     _longest_s: float = 0.0
     _looked_at: float = field(default=float("-inf"))
 
@@ -51,7 +47,7 @@ class StepWatch:
         self._tokens = tokens
 
     def end(self, now: float) -> None:
-        """It has ended, well or not."""
+        """Notes that the step has ended, well or not."""
         self._longest_s = max(self._longest_s, now - self._began_at)
         self._most_tokens, self._tokens = max(self._most_tokens, self._tokens), 0
 

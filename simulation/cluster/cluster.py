@@ -70,20 +70,15 @@ class VirtualCluster(ClusterSurroundings):
         self.core = core(limits)
         self.block_size = block_size
         self.on_end: Callable[[ClientRequest], None] = lambda request: None
-        """Called at the time when a request ends."""
         self.on_death = self.lose
         self.start_flipped: Callable[[Hello], object] = self.start
         """Called with the registration of a worker in its new role."""
         self.rejected: list[Rejected] = []
         self.transfers = Transfers(self)
-        self.fetches = Transfers(self)
-        """The opposite direction: the receivers are prefill workers."""
-        self.resume_delay_s = 0.0
-        """Delay before the first resume of an interrupted request; it doubles with each resume, up to 16 times."""
-        self.commit_s = 0.05
-        """Seconds between the end of a worker's old role and its registration in the new one."""
-        self._flipping: dict[int, Role] = {}
-        """Workers that are about to change their role, with the new role."""
+        self.fetches = Transfers(self)  # in the opposite direction: prefill workers receive
+        self.resume_delay_s = 0.0  # before an interrupted request's first resume; doubles up to 16 times
+        self.commit_s = 0.05  # from the end of a worker's old role to its registration in the new one
+        self._flipping: dict[int, Role] = {}  # workers about to change, with the new role
         self._capacity = {
             Role.PREFILL: Capacity(prefill_blocks, block_size, max_seqs, 1 << 20, fetches=fetches),
             Role.DECODE: Capacity(

@@ -56,8 +56,7 @@ class BatchedDecode:
         self.sender = ClusterKvSender(fetches, incarnation, self.core.lending.sent)
         self._incarnation = incarnation
         self.offered, self.not_received = self.core.offered, self.core.not_received
-        self.held_block_s = 0.0
-        """KV blocks that were held, multiplied by the seconds of the steps."""
+        self.held_block_s = 0.0  # held KV blocks × seconds of steps
         self.slices = SliceSizes(STALL_SHARE)
         self._step_tokens = capacity.step_tokens
         self._cluster = cluster
@@ -143,8 +142,7 @@ class BatchedDecode:
 @dataclass(eq=False)
 class _Stream:
     order: Reserve
-    began_s: float | None = None
-    """None while its KV is not here."""
+    began_s: float | None = None  # None: its KV is not here
 
 
 class PacedDecode:

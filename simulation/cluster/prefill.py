@@ -35,7 +35,6 @@ class ClusterPrefillWorker:
         self.incarnation, self.receiver = incarnation, fetches
         self.computed_tokens = 0
         self.computed: Counter[Key] = Counter()
-        """Tokens of each attempt."""
         self.registration = ClusterRegistration(cluster, incarnation)
         self.gateways = ClusterGateways(cluster)
         self.core = PrefillCore(

@@ -18,10 +18,8 @@ from proto.progress import DecodeProgress
 from runtime.worker.ports import TakeChanges
 from scheduler.lifecycle import RequestState
 
-STOP, OTHER = 1, 2
-"""`STOP` ends an answer before its max_tokens; `OTHER` stands for all other tokens."""
+STOP, OTHER = 1, 2  # `STOP` ends an answer before its max_tokens; `OTHER` is any other token
 FAILED_STEP_S = 0.005
-"""Duration of a step that fails."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +27,12 @@ class Timing:
     """How long things take. A cost model overrides the methods."""
 
     prefill_tokens_per_s: float = 8192.0
-    prefill_step_s: float = 0.0
-    """Time of each prefill step that does not depend on its tokens."""
-    decode_step_s: float = 0.0
-    """Time between two tokens of a stream."""
+    prefill_step_s: float = 0.0  # of a step, apart from its tokens
+    decode_step_s: float = 0.0  # between two tokens of a stream
     hand_over_s: tuple[float, float] = (0.0, 0.0)
     """Range of the time between a prompt's last step and its KV on the decode worker; the time is drawn evenly from it."""
-    hand_over_block_s: float = 0.0
-    """Time for each block that is sent, on top."""
-    report_s: float = 0.0
-    """Time from a worker to the coordinator. Orders take no time."""
+    hand_over_block_s: float = 0.0  # for each block that is sent, on top
+    report_s: float = 0.0  # from a worker to the coordinator; orders take no time
 
     def prefill_s(self, tokens: int) -> float:
         """Returns the time of one step with `tokens` prompt tokens."""
@@ -58,28 +52,18 @@ class ClientRequest:
     """A request as its client and its gateway see it."""
 
     submit: Submit
-    """Its latest attempt."""
-    prompt: bytes
-    """Packed token ids; empty once it has ended."""
-    output_tokens: tuple[int, ...]
-    """Each choice stops with so many tokens."""
+    prompt: bytes  # packed token ids; empty once it has ended
+    output_tokens: tuple[int, ...]  # with which each choice stops
     submitted_s: float
-    emitted_tokens: list[int]
-    """Tokens of each choice that have come so far."""
-    answer_hashes: bytes = b""
-    """The gateway's names of the full blocks that follow the prompt's, once the request has ended."""
-    decoder: int = 0
-    """Incarnation of its decode worker."""
-    cached_tokens: int = 0
-    """Prompt tokens that were found in the prefill worker's cache."""
+    emitted_tokens: list[int]  # of each choice, so far
+    answer_hashes: bytes = b""  # of the full blocks after the prompt's, once it has ended
+    decoder: int = 0  # incarnation of its decode worker
+    cached_tokens: int = 0  # found in the prefill worker's cache
     state: RequestState | None = None
-    """Once it has ended."""
     rejected: Rejected | None = None
-    recomputed_tokens: int = 0
-    """Prompt tokens of attempts after the first."""
+    recomputed_tokens: int = 0  # prompt tokens of attempts after the first
     interruptions: int = 0
-    deadly_at: int | None = None
-    """The token of its answer whose computation ends the worker; 0: its prompt does. None: it is harmless."""
+    deadly_at: int | None = None  # token of the answer that ends its worker; 0: its prompt does
 
 
 class ClusterSurroundings(ABC):
@@ -88,12 +72,10 @@ class ClusterSurroundings(ABC):
         self.timing = timing
         self.random = Random(seed)
         self.requests: dict[str, ClientRequest] = {}
-        self.ttft_s: dict[str, float] = {}
-        """Times to first token, in the order in which the first tokens came."""
+        self.ttft_s: dict[str, float] = {}  # in the order of the first tokens
         self._due: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._asked = 0
-        self.on_death: Callable[[int], object] = lambda incarnation: None
-        """Called with the incarnation of a worker that a request ends."""
+        self.on_death: Callable[[int], object] = lambda incarnation: None  # of the worker that a request ends
 
     @abstractmethod
     def receive(self, incarnation: int, message: Message, blob: bytes = b"") -> None:
@@ -153,10 +135,8 @@ class ClusterEngine:
     def __init__(self, cluster: ClusterSurroundings, timing: Timing) -> None:
         self.timing = timing
         self._cluster = cluster
-        self._steps: deque[tuple[float, Callable[..., None], tuple[Any, ...]]] = deque()
-        """The first one runs."""
-        self.fails_every = 0
-        """Every n-th step ends at once with an error; 0: none."""
+        self._steps: deque[tuple[float, Callable[..., None], tuple[Any, ...]]] = deque()  # the first one runs
+        self.fails_every = 0  # n-th step ends at once with an error; 0: none
         self._begun = 0
 
     @property

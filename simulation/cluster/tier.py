@@ -6,8 +6,7 @@ from prefill_worker.prompts import Key
 from prefill_worker.tier import KvTier, Slot
 from simulation.cluster.surroundings import ClusterSurroundings
 
-TOKENS_PER_S = 50_000.0
-"""KV of 128 KB a token at 6.4 GB/s."""
+TOKENS_PER_S = 50_000.0  # KV of 128 KB a token at 6.4 GB/s
 DIGEST = bytes(8)
 
 

@@ -25,8 +25,7 @@ class _Sums:
 
     duration_s: float
     prompt_tokens: int
-    seen: Counter[int]
-    """All sequences in decode, summed over all looks, by window."""
+    seen: Counter[int]  # sequences in decode, summed over looks, by window
 
 
 def _of_group(outcomes: Sequence[LoadOutcome], sums: _Sums) -> dict[str, Any]:

@@ -19,18 +19,14 @@ from simulation.cluster.prefill import ClusterPrefillWorker
 from simulation.cluster.surroundings import ClientRequest, ClusterEngine, Timing
 from simulation.load.workload import LoadRequest, LoadStepTimes, Loop, PlannedFailure, WorkerSpec, Workload
 
-RETRY_JITTER = 0.1
-"""Clients come again later than they were told, by up to this share."""
+RETRY_JITTER = 0.1  # share by which clients come again later than told, at most
 LOOK_EVERY_S = 0.25
-WINDOW_S = 20.0
-"""Figures by window are about so many seconds each."""
-RESTART_S = 5.0
-"""A worker that a request has ended is started again after so long."""
+WINDOW_S = 20.0  # of figures by window
+RESTART_S = 5.0  # until a worker that a request has ended is started again
 UNSERVED_WAIT_S = 1.0
 """A client in a closed loop waits at least this long after a request that did not finish, as `Loop` says. Otherwise it would
 send requests without end at one virtual moment."""
-REQUESTS_MAX = 1_000_000
-"""Most requests of all kinds, repeated ones included."""
+REQUESTS_MAX = 1_000_000  # of all kinds, repeated ones included
 
 
 class TooManyRequests(CrossdockError):
@@ -44,22 +40,15 @@ class LoadOutcome:
     ask: LoadRequest
     came_s: float
     rejections: int = 0
-    state: RequestState | None = None
-    """None: it had not ended at the end of the run."""
+    state: RequestState | None = None  # None: running at the end of the run
     reason: str = ""
-    """The reason of the last rejection."""
-    ttft_s: float | None = None
-    """Time since it first came, waits between tries included."""
+    ttft_s: float | None = None  # since it first came, waits between tries included
     tpot_s: float | None = None
     interruptions: int = 0
-    computed_tokens: int = 0
-    """Prompt tokens computed for it, over all tries and attempts."""
-    cached_tokens: int = 0
-    """Prompt tokens that were found in a cache, in the last attempt."""
-    recomputed_tokens: int = 0
-    """Prompt tokens of attempts after the first."""
-    seen: Counter[int] = field(default_factory=Counter)
-    """How many looks found it as a sequence in decode, up to the last arrival, by window of `WINDOW_S`."""
+    computed_tokens: int = 0  # of the prompt, over all tries and attempts
+    cached_tokens: int = 0  # of the prompt, in the last attempt
+    recomputed_tokens: int = 0  # of the prompt, in attempts after the first
+    seen: Counter[int] = field(default_factory=Counter)  # decode's looks at it, by window, up to the last arrival
 
     @property
     def is_good(self) -> bool:
@@ -74,16 +63,11 @@ class LoadOutcome:
 class Played:
     workload: Workload
     outcomes: list[LoadOutcome] = field(default_factory=list)
-    computed_tokens: int = 0
-    """Tokens that all prefill workers computed, also for requests that did not finish."""
-    kv_in_use: dict[int, list[float]] = field(default_factory=dict)
-    """Shares of all decode workers' KV blocks that were held, by window of `WINDOW_S`."""
-    streams_seen: dict[str, Counter[int]] = field(default_factory=dict)
-    """Sequences on each decode worker, summed over all looks, by window of `WINDOW_S`."""
+    computed_tokens: int = 0  # on all prefill workers, for unfinished requests too
+    kv_in_use: dict[int, list[float]] = field(default_factory=dict)  # share of all decode workers' blocks, by window
+    streams_seen: dict[str, Counter[int]] = field(default_factory=dict)  # by decode worker and window, summed
     deaths: int = 0
-    """Workers that a request has ended."""
     flips: int = 0
-    """Changes of role."""
 
 
 def play(workload: Workload, progress: Callable[[float], None] = lambda now_s: None) -> Played:
@@ -107,20 +91,14 @@ class _Player:
         self._cluster.start_flipped = self._start_flipped
         self._cluster.post(Configured(workload.tenants, 0.0))
         self._played = Played(workload)
-        self._outcomes: dict[str, LoadOutcome] = {}
-        """Outcomes of requests that have not ended, by the id of the current try."""
-        self._tries: dict[str, LoadOutcome] = {}
-        """Outcomes by the id of any try."""
-        self._loops: dict[str, tuple[Loop, int]] = {}
-        """The client that sent the request, and the number of its next request, by the id of the present try."""
-        self._running: dict[str, tuple[list[int], ClusterEngine]] = {}
-        """Incarnations of each worker, and its engine."""
+        self._outcomes: dict[str, LoadOutcome] = {}  # not ended, by the id of the current try
+        self._tries: dict[str, LoadOutcome] = {}  # by the id of any try
+        self._loops: dict[str, tuple[Loop, int]] = {}  # (client, its next request), by the id of the present try
+        self._running: dict[str, tuple[list[int], ClusterEngine]] = {}  # (incarnations, engine)
         self._names: dict[int, str] = {}
-        """Names of workers by incarnation."""
         self._all_prefill: list[ClusterPrefillWorker] = []
         self._numbers = iter(range(1 << 62))
-        self._awaited = 0
-        """Requests that have not ended for good; some of them wait to come again."""
+        self._awaited = 0  # requests not ended for good, or waiting to come again
 
     def play(self, progress: Callable[[float], None]) -> Played:
         workload, cluster = self._workload, self._cluster

@@ -13,20 +13,16 @@ from proto.limits import HASH_BYTES
 
 @dataclass(frozen=True, slots=True)
 class SessionTurn:
-    new_tokens: int
-    """Tokens in addition to the prompt and answer of the turn before."""
+    new_tokens: int  # in addition to the prompt and answer of the turn before
     output_tokens: int
-    think_s: float = 0.0
-    """Time between the end of the last answer and this turn."""
-    restarts: bool = False
-    """True if its prompt does not go on from the turn before."""
+    think_s: float = 0.0  # from the end of the last answer to this turn
+    restarts: bool = False  # its prompt does not go on from the turn before
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSession:
     turns: tuple[SessionTurn, ...]
-    system_tokens: int = 0
-    """Its first prompt begins with this many tokens, which all sessions have in common."""
+    system_tokens: int = 0  # that begin the first prompts of all sessions
 
 
 class NamedSession(NamedTuple):
@@ -35,8 +31,7 @@ class NamedSession(NamedTuple):
     turn: SessionTurn
     prompt_tokens: int
     prompt_hashes: bytes
-    answer_hashes: bytes
-    """They name the full blocks behind the prompt's."""
+    answer_hashes: bytes  # of the full blocks after the prompt's
 
 
 def synthetic(

@@ -18,8 +18,7 @@ class LoadStepTimes(Timing):
     `decode_step_s` and `decode_sequence_s` for each sequence."""
 
     decode_sequence_s: float = 0.0
-    factor: float = 1.0
-    """How many times as long every step takes."""
+    factor: float = 1.0  # on the time of every step
 
     def prefill_s(self, tokens: int) -> float:
         return self.factor * super().prefill_s(tokens)
@@ -34,8 +33,7 @@ class WorkerSpec:
 
     name: str
     roles: tuple[Literal["prefill", "decode"], ...]
-    capacity: Capacity
-    """Its capacity; the two roles of a mixed worker share the blocks."""
+    capacity: Capacity  # the two roles of a mixed worker share the blocks
     times: LoadStepTimes
 
 
@@ -51,8 +49,7 @@ class Goal:
 class LoadRequest:
     """One request, apart from when it comes."""
 
-    stream: str
-    """The scenario's name for the traffic that it belongs to."""
+    stream: str  # the scenario's name for its traffic
     tenant: str
     priority_class: str
     prompt_tokens: int
@@ -60,20 +57,13 @@ class LoadRequest:
     max_tokens: int
     deadline_ms: float
     goal: Goal
-    retries: int
-    """How often the client comes again after a rejection that names a time."""
-    retry_s: float = 0.0
-    """When it comes again; 0: when it was told to."""
-    block_hashes: bytes = b""
-    """They name the prompt's blocks; empty: nothing is looked up or kept."""
-    answer_hashes: bytes = b""
-    """They name the full blocks behind the prompt's."""
-    think_s: float = 0.0
-    """Time between the end of a session's last turn and this one."""
-    user: str = ""
-    """The tenant's user that sends it; empty: the tenant itself."""
-    deadly_at: int | None = None
-    """The token of its answer whose computation ends the worker; 0: its prompt does. None: it is harmless."""
+    retries: int  # after rejections that name a time
+    retry_s: float = 0.0  # until it comes again; 0: as told
+    block_hashes: bytes = b""  # of the prompt; empty: nothing is looked up or kept
+    answer_hashes: bytes = b""  # of the full blocks after the prompt's
+    think_s: float = 0.0  # after the end of a session's last turn
+    user: str = ""  # of the tenant; empty: the tenant itself
+    deadly_at: int | None = None  # token of the answer that ends its worker; 0: its prompt does
 
 
 @dataclass(frozen=True)
@@ -81,13 +71,11 @@ class Loop:
     """A client that sends the next request `think_s` after the end of the last one, from `from_s` until `until_s`. After a
     request that did not finish it waits at least a second."""
 
-    asks: tuple[LoadRequest, ...]
-    """Used one after the other, and again from the start."""
+    asks: tuple[LoadRequest, ...]  # used one after the other, and again from the start
     think_s: float
     from_s: float
     until_s: float
-    once: bool = False
-    """The requests are turns of sessions, each with its own `think_s`, and none is repeated."""
+    once: bool = False  # turns of sessions, each with its own `think_s`; none is repeated
 
 
 @dataclass(frozen=True)
@@ -95,30 +83,21 @@ class PlannedFailure:
     at_s: float
     worker: str
     kind: FailureKind
-    factor: float = 10.0
-    """How many times as long each step takes, for `slow`."""
-    every: int = 1
-    """Every n-th step fails, for `failing`."""
-    role: str = ""
-    """The new role, for `flipped`."""
-    for_s: float = 0.0
-    """After that a slow or failing worker is as before, a lost or drained one is started again, and a flipped one changes
-    back; 0: never."""
+    factor: float = 10.0  # on the time of each step, for `slow`
+    every: int = 1  # n-th step fails, for `failing`
+    role: str = ""  # the new one, for `flipped`
+    for_s: float = 0.0  # until it is as before, started again or flipped back; 0: never
 
 
 @dataclass(frozen=True)
 class Workload:
     workers: tuple[WorkerSpec, ...]
     arrivals: tuple[tuple[float, LoadRequest], ...]
-    """Requests in the order of their times."""
     loops: tuple[Loop, ...] = ()
     failures: tuple[PlannedFailure, ...] = ()
-    streams: tuple[str, ...] = ()
-    """Names of traffic in the order of the tables; other names come after them."""
+    streams: tuple[str, ...] = ()  # in the order of the tables; other names come after them
     duration_s: float = 60.0
-    """No request comes later."""
-    settle_s: float = 120.0
-    """How much longer the run goes on, so that requests can end."""
+    settle_s: float = 120.0  # after them, in which requests can end
     limits: Limits = field(default_factory=Limits)
     tenants: Tenants = field(default_factory=open_tenants)
     hand_over_s: tuple[float, float] = (0.002, 0.004)

@@ -1,4 +1,4 @@
-"""A process that journals as fast as it can until it is killed. It says on stdout what it may: `ack ID` once the opening is on
+"""A process that writes the ledger as fast as it can until it is killed. It says on stdout what it may: `ack ID` once the opening is on
 disk, as a coordinator would acknowledge the request; `close ID` before it asks for a closing."""
 
 import asyncio

@@ -33,7 +33,7 @@ def row(path: Path, name: str = "r") -> tuple[Any, ...]:
 def restart(path: Path, before: World | None = None, *held: Held) -> World:
     """The next coordinator, with the ledger that the one before has left, and a decode worker that holds what it holds."""
     if before is not None:
-        write(path, *before.journal)
+        write(path, *before.rows)
     w = world(past=past_of(path), workers=False)
     w.post(PeerUp(10, worker_hello(Role.PREFILL, 10)))
     w.post(PeerUp(20, msgspec.structs.replace(worker_hello(Role.DECODE, 20), held=held)))
@@ -67,7 +67,7 @@ def test_resumed_stream_tokens_charged_once(tmp_path: Path, order: str) -> None:
     else:
         w.run_prompt("r", 2)
     w.receive(20, Finished("r", 2, 20, 0))
-    write(path, *w.journal)
+    write(path, *w.rows)
     assert row(path) == ("finished", PROMPT + 28, PROMPT, 28)
     assert past_of(path).open == ()
 
@@ -81,11 +81,11 @@ def test_resume_reopens_ledger_row(tmp_path: Path) -> None:
     w.receive(1, Cancel("r", 1, CancelReason.ABANDONED))
     w.receive(20, Released("r", 1, 11))
     w.receive(1, by("a/y", "r", 18, attempt=2, max_tokens=50, resumed=8))
-    write(path, *w.journal)
+    write(path, *w.rows)
     assert row(path) == (None, 10 + 12 + 42, 10, 54), "open again, at the estimate of its rest"
     w.run_prompt("r", 2)
     w.receive(20, Finished("r", 2, 20, 0))
-    write(path, *w.journal)
+    write(path, *w.rows)
     assert row(path) == ("finished", 38, 10, 28) and w.day_tokens("a") == 38 and w.held("a") == (0, 0, 0)
 
 
@@ -104,7 +104,7 @@ def test_abandoned_prompt_is_charged_on_return(tmp_path: Path) -> None:
     w.receive(1, by("a/y", "r", 10, attempt=2, max_tokens=50))
     w.run_prompt("r", 2)
     w.receive(20, Finished("r", 2, 20, 0))
-    write(path, *w.journal)
+    write(path, *w.rows)
     assert row(path) == ("finished", 30, 10, 20) and w.day_tokens("a") == 30
 
 
@@ -118,13 +118,13 @@ def test_resumed_choice_pays_for_its_rest(tmp_path: Path) -> None:
     w.receive(20, Released("r.c0", 2, 5))
     w.now += DOUBT_S
     w.post(Tick())
-    write(path, *w.journal)
+    write(path, *w.rows)
     assert row(path, "r.c0") == ("cancelled", 6, 0, 6)
     w = restart(path)
     go_on(w, 3, 14, "r.c0")
     w.run_prompt("r.c0", 3)
     w.receive(20, Finished("r.c0", 3, 10, 0))
-    write(path, *w.journal)
+    write(path, *w.rows)
     assert row(path, "r.c0") == ("finished", 14, 0, 14)
 
 
@@ -254,7 +254,7 @@ def test_gateway_reports_lost_answer_length(tmp_path: Path, answered: bool, held
         w.now += DOUBT_S
         w.post(Tick())
         if not answered:
-            assert not w.journal, "it may have emitted more"
+            assert not w.rows, "it may have emitted more"
         w.receive(20 if held == "by a worker that is back" else 21, Released("r", 1, 15))
     w.now += DOUBT_S
     w.post(Tick())

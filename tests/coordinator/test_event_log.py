@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.core import Core
-from coordinator.event_log import recorder as journals
+from coordinator.event_log import recorder
 from coordinator.event_log.recorder import EventLog, RecordedCore
 from coordinator.event_log.replay import Replay
 from coordinator.events import PeerDown, PeerUp, Received
@@ -57,7 +57,7 @@ def test_event_log_replays(tmp_path: Path) -> None:
 
 def test_events_reach_disk_before_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Events reach the disk without the log being closed."""
-    monkeypatch.setattr(journals, "FLUSH_S", 0.001)
+    monkeypatch.setattr(recorder, "FLUSH_S", 0.001)
     path = tmp_path / "event_log"
 
     async def run() -> None:
@@ -78,7 +78,7 @@ def test_events_reach_disk_before_close(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_large_buffers_keep_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large buffers are written in order while more events come."""
-    monkeypatch.setattr(journals, "FLUSH_BYTES", 100)
+    monkeypatch.setattr(recorder, "FLUSH_BYTES", 100)
     path = tmp_path / "event_log"
 
     async def run() -> None:
@@ -146,14 +146,14 @@ def test_concurrent_starts_share_no_file(tmp_path: Path, monkeypatch: pytest.Mon
 
     def two() -> None:
         first, second = EventLog(str(path), 1 << 20), EventLog(str(path), 1 << 20)
-        keep_earlier = journals._keep_earlier
+        keep_earlier = recorder._keep_earlier
 
         def look_then_be_overtaken(each: Path) -> None:
             keep_earlier(each)
-            monkeypatch.setattr(journals, "_keep_earlier", keep_earlier)
+            monkeypatch.setattr(recorder, "_keep_earlier", keep_earlier)
             RecordedCore(Core(), first, "first").open()
 
-        monkeypatch.setattr(journals, "_keep_earlier", look_then_be_overtaken)
+        monkeypatch.setattr(recorder, "_keep_earlier", look_then_be_overtaken)
         with pytest.raises(FileExistsError, match="being written by another coordinator"):
             RecordedCore(Core(), second, "second").open()
         assert not second.recording
@@ -197,7 +197,7 @@ def test_missing_locks_stop_recording(tmp_path: Path, monkeypatch: pytest.Monkey
     assert path.stat().st_size == 0
 
 
-@pytest.mark.parametrize("path", ["no/such/folder/journal", "."])
+@pytest.mark.parametrize("path", ["no/such/folder/log", "."])
 def test_impossible_path_is_an_error(path: str, tmp_path: Path) -> None:
     """A path in a missing folder, or of a folder, is an error."""
     with pytest.raises(OSError):
@@ -211,7 +211,7 @@ def test_full_disk_at_start_ends_recording(capsys: pytest.CaptureFixture[str]) -
 
 def test_full_disk_later_ends_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that fills up later ends only the recording."""
-    monkeypatch.setattr(journals, "FLUSH_BYTES", 100)
+    monkeypatch.setattr(recorder, "FLUSH_BYTES", 100)
     path = tmp_path / "event_log"
     writes = 0
 

@@ -9,13 +9,13 @@ from prefill_worker.fetches import Fetches
 from proto.kv import Fetch
 from scheduler.placement.fetch import PAUSE_S
 from simulation.cluster.cluster import FIRST_PREFILL, VirtualCluster
-from tests.coordinator.tape import TapedCore, replay, taped
+from tests.coordinator.logged_core import LoggedCore, as_logged, replay
 from tests.coordinator.test_suffixes import BLOCK, World
 
 
 def world(rate: float = 2000.0, *, fetches: bool = True) -> World:
     """One prefill and one decode worker, which computes nothing of prompts."""
-    return World(rate=rate, core=TapedCore, computes_suffixes=False, fetches=fetches)
+    return World(rate=rate, core=LoggedCore, computes_suffixes=False, fetches=fetches)
 
 
 def fetched(cluster: VirtualCluster) -> int:
@@ -35,7 +35,7 @@ def test_answer_is_fetched_not_recomputed() -> None:
     assert cluster.computed()["t1"] == 1000 - had
     assert cluster.core.cluster.workers[FIRST_PREFILL].fetch_token_s > 0, "it is measured"
     story = Timeline("t1")
-    assert replay(taped(cluster.core).tape()).run(story) is None
+    assert replay(as_logged(cluster.core).event_log()).run(story) is None
     [placed] = [entry for entry in story.finish() if isinstance(entry, Placed)]
     assert placed.fetched_tokens == had - 800 and 0 < placed.fetch_s < placed.compute_s, "explain says why"
 

@@ -437,7 +437,7 @@ def test_crashes_and_restarts_leave_nothing_held(seed: int) -> None:
     tenants = parse("\n".join(lines))
     names = [name for name in tenants.policies if "/" in name]
     clients = [rng.choice(names) for _ in range(1_000)]
-    q, now, journal = Quotas(tenants), 0.0, list[Row]()
+    q, now, rows = Quotas(tenants), 0.0, list[Row]()
     running: dict[int, tuple[Grant, Row]] = {}
     denials = 0
     for _ in range(100_000):
@@ -456,10 +456,10 @@ def test_crashes_and_restarts_leave_nothing_held(seed: int) -> None:
             denials += isinstance(answer, Denial)
             if isinstance(answer, Grant):
                 row = Row(clients[client], answer.day, ask)
-                journal.append(row)
+                rows.append(row)
                 running[client] = (answer, row)
         if rng.random() < 0.0002:
-            q = _restarted(tenants, journal, running, now)
+            q = _restarted(tenants, rows, running, now)
         for level in tenants.policies[clients[client]].levels:
             _check_level(q, level)
     for grant, row in running.values():
@@ -469,15 +469,15 @@ def test_crashes_and_restarts_leave_nothing_held(seed: int) -> None:
     today = q.day(now)
     for name, account in q.accounts.items():
         assert (account.concurrency, account.tokens_in_flight, account.kv_blocks) == (0, 0, 0)
-        mine = [row.used or 0 for row in journal if row.day == today and (row.tenant + "/").startswith(name + "/")]
+        mine = [row.used or 0 for row in rows if row.day == today and (row.tenant + "/").startswith(name + "/")]
         assert account.day != today or account.day_tokens == sum(mine)
 
 
-def _restarted(tenants: Tenants, journal: list[Row], running: dict[int, tuple[Grant, Row]], now: float) -> Quotas:
+def _restarted(tenants: Tenants, rows: list[Row], running: dict[int, tuple[Grant, Row]], now: float) -> Quotas:
     """A coordinator killed and started again, with its ledger and nothing else."""
     q = Quotas(tenants)
     today = q.day(now)
-    for row in journal:
+    for row in rows:
         if row.day == today:
             q.seed(row.tenant, today, row.ask.tokens if row.used is None else row.used, now)
     for client, (_, row) in list(running.items()):

@@ -1,4 +1,4 @@
-"""Journals: what was recorded replays to the same actions; what was changed, cut off or planted is seen."""
+"""Event logs: what was recorded replays to the same actions; what was changed, cut off or planted is seen."""
 
 import dataclasses
 import io
@@ -33,29 +33,29 @@ from runtime.tenancy.priority_classes import PriorityClass
 from runtime.tenancy.tenants import Tenants, parse
 from simulation.cluster.cluster import VirtualCluster
 from simulation.cluster.surroundings import Timing
-from tests.coordinator.tape import TapedCore, replay, taped
+from tests.coordinator.logged_core import LoggedCore, as_logged, replay
 from tests.coordinator.world import Harness, RandomWorld, gateway_hello, submit, worker_hello
 from tests.helpers import first
 
 ROOT = Path(__file__).parents[2]
 
 
-def random_world(seed: int, steps: int = 400) -> TapedCore:
-    world = RandomWorld(seed, make=TapedCore)
+def random_world(seed: int, steps: int = 400) -> LoggedCore:
+    world = RandomWorld(seed, make=LoggedCore)
     for step in range(steps):
         world.step()
         if step % 7 == 0:
             world.core.next_deadline()  # A driver asks; a replay does not: it must not matter.
             world.receive(1, StatusRequest())
-    return taped(world.core)
+    return as_logged(world.core)
 
 
-def contended_world(seed: int) -> TapedCore:
+def contended_world(seed: int) -> LoggedCore:
     """Many tenants, priority classes, deadlines, cancels, decode workers that are full, and queues that run over."""
     rnd = random.Random(seed)
     limits = Limits(queue_requests_max=12, weights={"standard/t1": 3.0}, bypasses_max=3, overtaken_max=3)
     world = VirtualCluster(
-        limits, Timing(decode_step_s=0.01), prefill=2, decode=2, decode_blocks=300, max_seqs=8, core=TapedCore
+        limits, Timing(decode_step_s=0.01), prefill=2, decode=2, decode_blocks=300, max_seqs=8, core=LoggedCore
     )
     for number in range(120):
         name, tenant = f"r{number}", f"t{rnd.randrange(4)}/u{rnd.randrange(2)}"
@@ -71,13 +71,13 @@ def contended_world(seed: int) -> TapedCore:
             world.at(rnd.uniform(0, 8), lambda name=name: world.cancel(name))  # type: ignore[misc]
     world.run(30)
     assert {"finished", "rejected"} <= {request.state for request in world.requests.values()}, seed
-    return taped(world.core)
+    return as_logged(world.core)
 
 
-def tenants_world(seed: int) -> TapedCore:
+def tenants_world(seed: int) -> LoggedCore:
     """Quotas that deny, priority classes that may not be used, a tenants file that changes, and a past."""
     rnd = random.Random(seed)
-    h = Harness.make(limits=Limits(step_tokens=16), core=TapedCore)
+    h = Harness.make(limits=Limits(step_tokens=16), core=LoggedCore)
     h.post(Configured(parse(TENANTS), 1e9, Past((), (("acme", 11574, 50),), (("acme", 1.0, 4),))))
     for number in range(80):
         h.now += rnd.uniform(0, 2)
@@ -93,37 +93,37 @@ def tenants_world(seed: int) -> TapedCore:
         if number == 40:
             h.post(Configured(parse(TENANTS.replace("100", "30")), 1e9 + 1))
     assert h.core.counters["rejected_quota"] > 5 and h.core.counters["rejected_priority_class"] > 5
-    return taped(h.core)
+    return as_logged(h.core)
 
 
 @pytest.mark.parametrize("seed", first(1, range(3)))
 def test_tenants_and_quotas_replay(seed: int) -> None:
-    """A journal with tenants and quotas replays to the same actions."""
-    assert replay(tenants_world(seed).tape()).run() is None, seed
+    """An event log with tenants and quotas replays to the same actions."""
+    assert replay(tenants_world(seed).event_log()).run() is None, seed
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_world_replays_same_actions(seed: int) -> None:
-    """A random cluster's journal replays to the same actions, to its last byte."""
+    """A random cluster's event log replays to the same actions, to its last byte."""
     core = random_world(seed)
-    again = replay(core.tape())
+    again = replay(core.event_log())
     assert again.run() is None, seed
     assert again.events == len(core.records) - 1 > 100 and again.actions > 100
-    assert not again.ended and again.bytes_read == len(core.tape())
+    assert not again.ended and again.bytes_read == len(core.event_log())
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_contended_world_replays_same_actions(seed: int) -> None:
-    """A contended cluster's journal replays to the same actions."""
-    assert replay(contended_world(seed).tape()).run() is None, seed
+    """A contended cluster's event log replays to the same actions."""
+    assert replay(contended_world(seed).event_log()).run() is None, seed
 
 
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
 def test_replay_ignores_hash_seed(hash_seed: str, tmp_path: Path) -> None:
-    """Another process with another hash seed replays a journal to the same actions."""
+    """Another process with another hash seed replays an event log to the same actions."""
     paths = [tmp_path / name for name in ("contended", "random", "tenants")]
     for path, core in zip(paths, (contended_world(7), random_world(7), tenants_world(7)), strict=True):
-        path.write_bytes(core.tape())
+        path.write_bytes(core.event_log())
     script = (
         "import sys; from coordinator.event_log.replay import Replay\n"
         "sys.exit(any(Replay(open(name, 'rb')).run() is not None for name in sys.argv[1:]))"
@@ -135,14 +135,14 @@ def test_replay_ignores_hash_seed(hash_seed: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr.decode()
 
 
-def test_truncated_journal_replays_whole_records() -> None:
-    """A journal cut off at any byte of its last records replays up to the last whole one."""
+def test_cut_event_log_replays_whole_records() -> None:
+    """An event log cut off at any byte of its last records replays up to the last whole one."""
     core = random_world(3, steps=60)
-    tape = core.tape()
-    whole = len(tape) - sum(map(len, core.records[-4:]))
+    log = core.event_log()
+    whole = len(log) - sum(map(len, core.records[-4:]))
     ends = [whole + sum(map(len, core.records[-4:][:count])) for count in range(5)]
-    for length in range(whole, len(tape) + 1):
-        again = replay(tape[:length])
+    for length in range(whole, len(log) + 1):
+        again = replay(log[:length])
         assert again.run() is None
         assert again.bytes_read == max(end for end in ends if end <= length)
 
@@ -150,22 +150,22 @@ def test_truncated_journal_replays_whole_records() -> None:
 @pytest.mark.parametrize("seed", first(1, range(3)))
 def test_flipped_bit_is_detected(seed: int) -> None:
     core = random_world(seed, steps=40)
-    tape = core.tape(ended=True)
+    log = core.event_log(ended=True)
     rnd = random.Random(seed)
     first = len(core.records[0])
-    for position in rnd.sample(range(first, len(tape)), 400):
-        changed = bytearray(tape)
+    for position in rnd.sample(range(first, len(log)), 400):
+        changed = bytearray(log)
         changed[position] ^= 1 << rnd.randrange(8)
         try:
             again = replay(bytes(changed))
             difference = again.run()
         except EventLogError:
             continue
-        assert difference is not None or again.bytes_read < len(tape) or again.ended != "stopped", (seed, position)
+        assert difference is not None or again.bytes_read < len(log) or again.ended != "stopped", (seed, position)
 
 
 def test_missing_or_extra_record_is_told() -> None:
-    """A missing or repeated record is told as a changed journal, not as different actions."""
+    """A missing or repeated record is told as a changed log, not as different actions."""
     core = random_world(1, steps=40)
     without = core.records[:20] + core.records[21:]
     difference = replay(b"".join(without)).run()
@@ -179,15 +179,15 @@ def test_first_different_action_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
     """A core that acts differently is caught at its first different action."""
     core = contended_world(2)
     monkeypatch.setattr("coordinator.admission.checks.DEADLINE_MARGIN", 0.05)
-    difference = replay(core.tape()).run()
+    difference = replay(core.event_log()).run()
     assert difference is not None and difference.why == "the actions differ"
     assert difference.recorded != difference.replayed and difference.actions
     assert isinstance(difference.event, Received | Tick)
 
 
-def test_journal_has_event_of_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The journal has the event at which the core failed, with the error."""
-    h = Harness.make(core=TapedCore)
+def test_event_log_has_event_of_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event log has the event at which the core failed, with the error."""
+    h = Harness.make(core=LoggedCore)
     h.receive(1, submit("a"))
 
     def broken(*_: object) -> None:
@@ -197,9 +197,9 @@ def test_journal_has_event_of_failure(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr("coordinator.core.members.down", broken)
         with pytest.raises(AssertionError, match="planted"):
             h.post(PeerDown(10, "gone"))
-        again = replay(taped(h.core).tape())
+        again = replay(as_logged(h.core).event_log())
         assert again.run() is None and again.failed == "AssertionError('planted')"
-    difference = replay(taped(h.core).tape()).run()
+    difference = replay(as_logged(h.core).event_log()).run()
     assert difference is not None and difference.why == "the actions differ"
     assert difference.recorded == "AssertionError('planted')"
 
@@ -246,7 +246,7 @@ EVENTS: list[Event] = [
 def test_every_event_kind_round_trips() -> None:
     """Every kind of event is read back with the length of its prompt, but without the prompt."""
     assert {type(event) for event in EVENTS} == set(get_args(Event)), "a new kind of event: add one of it here"
-    core = TapedCore()
+    core = LoggedCore()
     for event in EVENTS:
         core.handle(event, 2.5)
     for event, raw in zip(EVENTS, core.records[1:], strict=True):
@@ -256,35 +256,35 @@ def test_every_event_kind_round_trips() -> None:
             Received(event.incarnation, event.message, bytes(len(event.blob))) if isinstance(event, Received) else event
         )
         assert record.event == blank
-    assert b"\1\2\3\4" not in core.tape()
-    again = replay(core.tape())
+    assert b"\1\2\3\4" not in core.event_log()
+    again = replay(core.event_log())
     assert again.run() is None and again.events == len(EVENTS)
 
 
 def test_hashes_of_keys_are_not_written() -> None:
-    """Hashes of keys and cache groups are not written to the journal."""
-    core = TapedCore()
+    """Hashes of keys and cache groups are not written to the event log."""
+    core = LoggedCore()
     tenants = parse(TENANTS)
     assert tenants.keys
     core.handle(Configured(tenants, 0.0), 1.0)
-    again = replay(core.tape())
+    again = replay(core.event_log())
     assert again.run() is None and not again.core.billing.quotas.tenants.keys
     assert (
-        b"acme" in core.tape()
-        and b"unguessable" not in core.tape()
-        and not any(digest in core.tape() for digest in tenants.keys)
+        b"acme" in core.event_log()
+        and b"unguessable" not in core.event_log()
+        and not any(digest in core.event_log() for digest in tenants.keys)
     )
 
 
 def test_whole_number_options_replay() -> None:
     """Options given as whole numbers where fractions are allowed do not change a replay."""
-    h = Harness.make(limits=Limits(quantum_tokens=1024, weights={"standard/default": 2}), core=TapedCore)
+    h = Harness.make(limits=Limits(quantum_tokens=1024, weights={"standard/default": 2}), core=LoggedCore)
     h.receive(1, submit("a"))
-    assert replay(taped(h.core).tape()).run() is None
+    assert replay(as_logged(h.core).event_log()).run() is None
 
 
 def test_options_round_trip() -> None:
-    """The options in a journal's header are read back unchanged."""
+    """The options in an event log's header are read back unchanged."""
     limits = Limits(
         step_tokens=7,
         weights={"a/b": 2.0},
@@ -305,8 +305,8 @@ def test_options_round_trip() -> None:
         (b"\xc1" * 9, "no record"),
     ],
 )
-def test_foreign_file_is_no_journal(content: bytes, why: str) -> None:
-    """A file that is no journal, or a damaged header, is refused with the reason."""
+def test_foreign_file_is_no_event_log(content: bytes, why: str) -> None:
+    """A file that is no event log, or a damaged header, is refused with the reason."""
     with pytest.raises(EventLogError, match=why):
         Replay(io.BytesIO(content))
 
@@ -337,22 +337,22 @@ def test_record_after_the_end_is_refused() -> None:
     core = random_world(0, steps=5)
     assert decode_record(["end", "stopped"]) == End("stopped")
     with pytest.raises(EventLogError, match="behind the last"):
-        replay(core.tape(ended=True) + core.records[-1]).run()
+        replay(core.event_log(ended=True) + core.records[-1]).run()
 
 
 def test_peer_misbehaviour_is_replayed() -> None:
     """A protocol violation of a peer is replayed like other events."""
-    h = Harness.make(core=TapedCore)
+    h = Harness.make(core=LoggedCore)
     assert any(isinstance(action, ProtocolViolation) for action in h.receive(10, submit("a")))
-    assert replay(taped(h.core).tape()).run() is None
+    assert replay(as_logged(h.core).event_log()).run() is None
 
 
 def test_grammars_are_not_written() -> None:
-    """A request's grammar is not written to the journal, which still replays."""
-    h = Harness.make(core=TapedCore)
+    """A request's grammar is not written to the event log, which still replays."""
+    h = Harness.make(core=LoggedCore)
     plain = submit("a")
     sampling = msgspec.structs.replace(plain.sampling, grammar='start: "unguessable"')
     h.receive(1, msgspec.structs.replace(plain, sampling=sampling))
-    tape = taped(h.core).tape()
-    assert replay(tape).run() is None
-    assert b"unguessable" not in tape and b"start:" not in tape
+    log = as_logged(h.core).event_log()
+    assert replay(log).run() is None
+    assert b"unguessable" not in log and b"start:" not in log

@@ -13,7 +13,7 @@ from scheduler.fairness.cost import Prices
 from simulation.cluster.cluster import VirtualCluster
 from simulation.cluster.decode import BatchedDecode
 from simulation.cluster.surroundings import Timing
-from tests.coordinator.tape import TapedCore, replay, taped
+from tests.coordinator.logged_core import LoggedCore, as_logged, replay
 
 BLOCK = 16
 STEP_TOKENS = 256
@@ -70,7 +70,7 @@ class World(VirtualCluster):
 
 def test_turn_runs_where_its_kv_is() -> None:
     """The next turn is computed where its KV is while the prefill worker is busy."""
-    world = World(core=TapedCore)
+    world = World(core=LoggedCore)
     world.turn("t0", "s", 800, 80)
     world.run(5.0)
     for number in range(4):
@@ -85,7 +85,7 @@ def test_turn_runs_where_its_kv_is() -> None:
     world.run(40.0)
     assert world.requests["t2"].cached_tokens >= 960
     story = Timeline("t1")
-    assert replay(taped(world.core).tape()).run(story) is None
+    assert replay(as_logged(world.core).event_log()).run(story) is None
     [placed] = [entry for entry in story.finish() if isinstance(entry, Placed)]
     assert placed.workers == "decode-10000" and 0 < placed.there_s < placed.elsewhere_s, "explain says why"
 

@@ -52,17 +52,17 @@ def by(tenant: str, name: str, tokens: int = 10, **other: Any) -> Submit:
 
 @dataclass
 class World(Harness):
-    """Remembers what went to the journal."""
+    """Remembers what went to the ledger."""
 
-    journal: list[Opened | Closed] = field(default_factory=list)
+    rows: list[Opened | Closed] = field(default_factory=list)
 
     def post(self, event: Any) -> list[Any]:
         actions = super().post(event)
-        self.journal += [action for action in actions if isinstance(action, Opened | Closed)]
+        self.rows += [action for action in actions if isinstance(action, Opened | Closed)]
         return actions
 
     def closed(self, name: str) -> Closed:
-        (row,) = [row for row in self.journal if isinstance(row, Closed) and row.request_id == name]
+        (row,) = [row for row in self.rows if isinstance(row, Closed) and row.request_id == name]
         return row
 
     def held(self, name: str) -> tuple[int, int, int]:
@@ -107,12 +107,12 @@ def test_quota_refusal_names_limit_and_wait() -> None:
         RateState(2, 1, 30.0, 600, 586, 1.4),
         RateState(2, 0, 60.0, 600, 572, 2.8),
     ]
-    held, journal = w.held("a"), len(w.journal)
+    held, rows = w.held("a"), len(w.rows)
     w.receive(1, by("a/x", "r3"))
     refusal = rejected(w)
     assert refusal.reason is Reject.QUOTA and refusal.message == "requests_per_min of a/x: the limit is reached"
     assert 30.0 <= refusal.retry_after_s <= 33.1 and refusal.rates is not None
-    assert (w.held("a"), len(w.journal)) == (held, journal)
+    assert (w.held("a"), len(w.rows)) == (held, rows)
     w.receive(1, by("a/y", "r4"))
     assert w.take(Accepted)
     w.now += refusal.retry_after_s
@@ -185,7 +185,7 @@ def test_finished_request_pays_actual_tokens() -> None:
     w = world()
     w.now = 1.0
     w.receive(1, by("a/y", "r", 10, max_tokens=400))
-    (row,) = w.journal
+    (row,) = w.rows
     assert row == Opened("r", 0, "a/y", "m", "standard", False, Ask(10, 128, row.ask.kv_blocks, 400))
     assert w.day_tokens("a") == 410
     w.now = 2.0
@@ -283,7 +283,7 @@ def test_borrowing_ends_when_others_wait() -> None:
     w.receive(1, by("a", "r1", 4))
     w.receive(1, by("a", "r2", 4))
     assert w.core.cluster.requests["r2"].borrowed
-    assert [row.borrowed for row in w.journal] == [False, True]
+    assert [row.borrowed for row in w.rows] == [False, True]
     w.receive(1, by("b", "r3", 4))
     w.receive(1, by("a", "r4", 4))
     assert rejected(w).reason is Reject.QUOTA
@@ -317,7 +317,7 @@ def test_restart_restores_open_requests() -> None:
     w = world(past=PAST)
     assert w.held("a/x") == w.held("a") == (1, 150, 5)
     assert (w.day_tokens("a/x"), w.day_tokens("a")) == (450, 550)
-    assert w.journal == []
+    assert w.rows == []
 
 
 def test_worker_reports_end_of_orphan() -> None:
@@ -327,7 +327,7 @@ def test_worker_reports_end_of_orphan() -> None:
     w.post(PeerUp(20, msgspec.structs.replace(hello, held=(Held("r", 1, 5, 1),))))
     w.now = 500.0
     w.post(Tick())
-    assert w.journal == [], "a worker still holds it: it is not written off"
+    assert w.rows == [], "a worker still holds it: it is not written off"
     w.receive(20, Finished("r", 1, 30, 0))
     closed = w.closed("r")
     assert (closed.outcome, closed.charged_tokens) == ("finished", 130)
@@ -341,7 +341,7 @@ def test_end_before_restart_is_charged_once() -> None:
     closed = w.closed("r")
     assert (closed.outcome, closed.output_tokens, closed.charged_tokens) == ("finished", 37, 137)
     w.receive(20, Finished("r", 2, 30, 0, resumed_tokens=7))
-    assert len(w.journal) == 1 and w.held("a") == (0, 0, 0) and w.day_tokens("a") == 537
+    assert len(w.rows) == 1 and w.held("a") == (0, 0, 0) and w.day_tokens("a") == 537
 
 
 def test_gateway_cancel_ends_orphan() -> None:
@@ -361,13 +361,13 @@ def test_resubmitted_orphan_keeps_its_row(resumed: int) -> None:
     w = world(past=PAST)
     w.receive(1, by("a/x", "r", 100 + resumed, attempt=2, max_tokens=50, resumed=resumed))
     assert w.take(Accepted) and w.held("a/x") == (1, 150, 5)
-    assert w.journal == list(PAST.open), "the same row once more, which changes nothing"
+    assert w.rows == list(PAST.open), "the same row once more, which changes nothing"
     w.run_prompt("r", 2)
     w.receive(20, Finished("r", 2, 20, 0))
     assert w.closed("r").charged_tokens == 120 + resumed
     w.now = 1000.0
     w.post(Tick())
-    assert len(w.journal) == 2 and w.held("a") == (0, 0, 0)
+    assert len(w.rows) == 2 and w.held("a") == (0, 0, 0)
 
 
 def test_orphan_refused_by_full_queue_stays() -> None:
@@ -395,7 +395,7 @@ def test_unknown_orphan_is_written_off() -> None:
     assert (closed.outcome, closed.charged_tokens) == (LOST, 150)
     assert w.held("a") == (0, 0, 0) and w.day_tokens("a") == 550
     w.receive(1, by("a/x", "r", 100, attempt=2))
-    assert len([row for row in w.journal if isinstance(row, Opened)]) == 1
+    assert len([row for row in w.rows if isinstance(row, Opened)]) == 1
 
 
 def test_resumed_answer_without_bill_is_accepted() -> None:
@@ -415,7 +415,7 @@ def test_resumed_answer_without_bill_is_accepted() -> None:
 
 class ChaoticTenants(RandomWorld):
     def __init__(self, seed: int) -> None:
-        self.journal: list[Opened | Closed] = []
+        self.rows: list[Opened | Closed] = []
         super().__init__(seed, chaos=0.08)
         self.post(Configured(parse(self.limits()), 0.0))
 
@@ -430,7 +430,7 @@ class ChaoticTenants(RandomWorld):
 
     def post(self, event: Any) -> list[Any]:
         actions = super().post(event)
-        self.journal += [action for action in actions if isinstance(action, Opened | Closed)]
+        self.rows += [action for action in actions if isinstance(action, Opened | Closed)]
         for name, account in self.core.billing.quotas.accounts.items():
             assert min(account.concurrency, account.tokens_in_flight, account.kv_blocks, account.day_tokens) >= 0, name
         return actions
@@ -453,10 +453,10 @@ def test_every_request_is_closed_once(seed: int) -> None:
             w.post(Configured(parse(w.limits()), 0.0))
     w.chaos = 0.0
     w.heal()
-    kinds = Counter((type(row), row.request_id) for row in w.journal)
+    kinds = Counter((type(row), row.request_id) for row in w.rows)
     assert set(kinds.values()) == {1}, seed
-    opened = [row for row in w.journal if isinstance(row, Opened)]
-    closed = {row.request_id: row for row in w.journal if isinstance(row, Closed)}
+    opened = [row for row in w.rows if isinstance(row, Opened)]
+    closed = {row.request_id: row for row in w.rows if isinstance(row, Closed)}
     assert {row.request_id for row in opened} == set(closed), seed
     billing = w.core.billing
     assert not billing.bills and not billing.orphans

@@ -1,4 +1,4 @@
-"""Stories from journals: the right culprit for every reason to wait, and nothing that did not happen."""
+"""Explanations from event logs: the right culprit for every reason to wait, and nothing that did not happen."""
 
 import dataclasses
 from typing import TypeVar
@@ -34,7 +34,7 @@ from proto.errors import Interrupt
 from proto.messages import CacheEvents, Chunk, Finished, HandedOver, Released, StepDone, WorkFailed
 from runtime.tenancy.priority_classes import PriorityClass
 from scheduler.observer import StepEnd
-from tests.coordinator.tape import TapedCore, replay, taped
+from tests.coordinator.logged_core import LoggedCore, as_logged, replay
 from tests.coordinator.test_cache import hashes
 from tests.coordinator.test_replay import contended_world, random_world
 from tests.coordinator.world import Harness, named, submit
@@ -50,7 +50,7 @@ class Scene(Harness):
 
     @staticmethod
     def of(limits: Limits = ONE_STEP, prefill: int = 1, **worker: int) -> "Scene":
-        harness = Harness.make(prefill, limits=limits, core=TapedCore, **worker)
+        harness = Harness.make(prefill, limits=limits, core=LoggedCore, **worker)
         return Scene(core=harness.core)
 
     def come(self, name: str, tenant: str, tokens: int = 8, max_tokens: int = 4, deadline_ms: float = 0.0) -> None:
@@ -71,12 +71,12 @@ class Scene(Harness):
         self.receive(20, Finished(name, 1, 4, 0))
 
     def story(self, name: str) -> list[Entry]:
-        return story_of(taped(self.core), name)
+        return story_of(as_logged(self.core), name)
 
 
-def story_of(core: TapedCore, name: str) -> list[Entry]:
+def story_of(core: LoggedCore, name: str) -> list[Entry]:
     story = Timeline(name)
-    assert replay(core.tape()).run(story) is None
+    assert replay(core.event_log()).run(story) is None
     return story.finish()
 
 
@@ -320,10 +320,10 @@ def test_unknown_request_has_no_story() -> None:
     assert story_of(random_world(0, steps=20), "nobody") == []
 
 
-def check(core: TapedCore, name: str) -> None:
+def check(core: LoggedCore, name: str) -> None:
     """What every story keeps to."""
     story = Timeline(name)
-    again = replay(core.tape())
+    again = replay(core.event_log())
     assert again.run(story) is None, name
     entries = story.finish()
     assert isinstance(entries[0], Submitted)
@@ -371,7 +371,7 @@ def test_random_stories_match_events(seed: int) -> None:
     """Stories from random clusters agree with what happened."""
     for core, count in ((random_world(seed), 8), (contended_world(seed), 8)):
         longest = Longest(0.0, count)
-        assert replay(core.tape()).run(longest) is None
+        assert replay(core.event_log()).run(longest) is None
         for row in longest.finish():
             check(core, row.request)
 
@@ -380,7 +380,7 @@ def test_longest_waits_match_stories() -> None:
     """The longest waits are listed in order, as the stories of their requests tell them."""
     core = contended_world(1)
     longest = Longest(0.0, 6)
-    assert replay(core.tape()).run(longest) is None
+    assert replay(core.event_log()).run(longest) is None
     rows = longest.finish()
     assert len(rows) == 6 and longest.requests > 50
     assert [row.waited_s for row in rows] == sorted((row.waited_s for row in rows), reverse=True)

@@ -11,7 +11,7 @@ from scheduler.request import Request
 from scheduler.waiting.queue import WaitQueue
 from scheduler.workers.pool import Pool
 from scheduler.workers.worker import Worker
-from tests.coordinator.tape import replay
+from tests.coordinator.logged_core import replay
 from tests.coordinator.test_replay import contended_world, random_world
 from tests.coordinator.world import MODEL, Harness, submit
 from tests.helpers import first
@@ -46,7 +46,7 @@ def test_no_ready_worker_misses_work(seed: int) -> None:
     """A worker that can take a step never finds work if it is asked again after an event."""
     for core in (random_world(seed), contended_world(seed)):
         again = AsksAgain()
-        assert replay(core.tape()).run(again) is None, "it acts as if nobody had been asked"
+        assert replay(core.event_log()).run(again) is None, "it acts as if nobody had been asked"
 
 
 def test_moves_per_turn_are_bounded(

@@ -189,8 +189,10 @@ class RandomWorld(Harness):
     def submit_new(self) -> None:
         request = submit(
             f"r{len(self.ended)}-{len(self.live)}-{self.next_incarnation}-{self.random.randrange(10**9)}",
-            self.random.randint(1, 40), max_tokens=self.random.randint(1, 20), choices=self.random.choice([1, 1, 2]),
-        )  # fmt: skip
+            self.random.randint(1, 40),
+            max_tokens=self.random.randint(1, 20),
+            choices=self.random.choice([1, 1, 2]),
+        )
         request = named(request, text=self.random.choice([None, 0, 1]))
         self.live[request.request_id] = request
         self.receive(1, request)

@@ -16,8 +16,7 @@ import httpx
 PATIENCE_S = 30.0
 """For a gateway: while the coordinator is being started again, none says that it is ready, and all let requests wait."""
 WANTED = ({}, {"temperature": 0.9, "seed": 5, "presence_penalty": 0.5}, {"temperature": 0.7, "seed": 9, "n": 2})
-Answer = dict[int, tuple[str, tuple[int, ...], str]]
-"""By choice: text, tokens and finish reason."""
+Answer = dict[int, tuple[str, tuple[int, ...], str]]  # by choice: text, tokens and finish reason
 
 
 class Turned(Exception):

@@ -17,8 +17,7 @@ import struct
 import sys
 from collections import Counter
 
-OPENED_EACH_TURN = 100
-"""Connections opened before those that are open get their turn."""
+OPENED_EACH_TURN = 100  # connections opened before those that are open get their turn
 DRIP_S = 0.25
 KINDS = ("idle", "garbage", "half", "reset", "drip", "oversize")
 SEED = 7

@@ -25,8 +25,7 @@ from proto.status import StatusReport
 from runtime.link.keys import Keys
 
 READY_S = 180.0
-START_S = 700.0
-"""`serve` itself gives up after `--ready-timeout-s`, which is 180 s unless a test asks for more."""
+START_S = 700.0  # `serve` itself gives up after `--ready-timeout-s`, which is 180 s unless a test asks for more
 ROLES = ("coordinator", "gateway", "prefill_worker", "decode_worker")
 
 
@@ -36,8 +35,7 @@ class Served:
     model_id = ""
     base_url = ""
     coordinator = ""
-    keys: Keys | None = None
-    """For its control port."""
+    keys: Keys | None = None  # for its control port
 
     def __init__(self) -> None:
         self.output: list[str] = []

@@ -35,8 +35,7 @@ class Parts(Served):
         self.coordinator = f"tcp://{host}:{free_port('127.0.0.1')}"
         self.port = free_port("127.0.0.1")
         self.base_url = f"http://{gateway_host}:{self.port}"
-        self.trees: dict[str, Path] = {}
-        """By name, where the code of a process is; the others run that of this tree."""
+        self.trees: dict[str, Path] = {}  # by name, where the code of a process is; the others run that of this tree
         self.processes: dict[str, subprocess.Popen[str]] = {}
         self._readers: dict[str, threading.Thread] = {}
 

@@ -24,8 +24,7 @@ from runtime.settings.command_line import run_role
 from runtime.settings.workers import WorkerSettings
 from tests import tiny_models
 
-CONTEXT_TOKENS = 1 << 18
-"""A token is a byte: the tools of Claude Code alone have 64 KiB."""
+CONTEXT_TOKENS = 1 << 18  # a token is a byte: the tools of Claude Code alone have 64 KiB
 TEMPLATE = """\
 {%- for tool in tools or [] %}<|system|>{{ tool | tojson }}{% endfor %}
 {%- for message in messages %}

@@ -12,8 +12,7 @@ from tests.e2e.parts import parts
 from tests.e2e.test_exactness import generate
 from tests.e2e.test_prefix_cache import prompts
 
-TOKEN_BYTES = 3 * 2 * 2 * 16 * 4
-"""Layers, K and V, heads, head size, float32."""
+TOKEN_BYTES = 3 * 2 * 2 * 16 * 4  # layers, K and V, heads, head size, float32
 
 
 @pytest.mark.parametrize(("prefill_size", "decode_size"), [(16, 32), pytest.param(32, 16, marks=pytest.mark.long)])

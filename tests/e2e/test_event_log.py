@@ -18,9 +18,11 @@ def _replay(path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, object]
     return found
 
 
-def test_journals_replay_after_coordinator_kill(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_event_logs_replay_after_coordinator_kill(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The event log of a killed coordinator replays, and so does that of the next one."""
-    path = tmp_path / "journal"
+    path = tmp_path / "events"
     with live(tiny, tmp_path, "--event-log", str(path), STEP_TOKENS="32") as up:
         prompt = list(range(20, 220))
         answers = at_once(lambda number: up.complete([number, *prompt], 20, ignore_eos=True), range(30, 42))
@@ -28,11 +30,11 @@ def test_journals_replay_after_coordinator_kill(tiny: Path, tmp_path: Path, caps
         answer_id = answers[0]["id"]
         up.wait_for("the last event is on the disk", lambda: b"StatusRequest" in path.read_bytes())
         up.one("coordinator").send_signal(signal.SIGKILL)
-        earlier = tmp_path / "journal.1"
+        earlier = tmp_path / "events.1"
         up.wait_for("another coordinator records", lambda: earlier.exists() and path.exists())
         up.wait_ready()
         up.complete(prompt, 5)
-    replayed = {each: _replay(each, capsys)["recorded"] for each in tmp_path.glob("journal*")}
+    replayed = {each: _replay(each, capsys)["recorded"] for each in tmp_path.glob("events*")}
     assert all(isinstance(recorded, dict) and recorded["process"] == "coordinator" for recorded in replayed.values())
     ended = {each: recorded["ended"] for each, recorded in replayed.items() if isinstance(recorded, dict)}
     # Where the machine stands still for long, whoever came after the killed one begins anew and records one more.

@@ -16,8 +16,7 @@ from tests.helpers import first
 PROMPT = list(range(20, 90))
 TOKENS = 300
 SAMPLED = {"temperature": 0.9, "seed": 5, "presence_penalty": 0.5, "repetition_penalty": 1.1}
-AWAY_S = 1.05
-"""After which peers leave, at the heartbeat of these clusters."""
+AWAY_S = 1.05  # after which peers leave, at the heartbeat of these clusters
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,7 @@ ROLES = ("coordinator", "gateway", "prefill_worker", "decode_worker")
 STREAMS, TOKENS = 3, 120
 FEW, FEW_HOLD_S = 300, 5.0
 MANY, MANY_HOLD_S = 10_000, 12.0
-LEFT_OVER_MAX = 30
-"""Descriptors that a process may have more afterwards: connections between processes come and go."""
+LEFT_OVER_MAX = 30  # descriptors that a process may have more afterwards: connections between processes come and go
 
 
 @dataclass

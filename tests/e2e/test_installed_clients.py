@@ -20,8 +20,7 @@ from tests.e2e.live import Live, live
 from tests.e2e.netns import loopback_only
 
 SCRIPTS = Path(__file__).parent / "clients"
-METRICS_PORT, API_PORT = 9400, 8000
-"""As the pages have them."""
+METRICS_PORT, API_PORT = 9400, 8000  # as the pages have them
 PATIENT = ("--ready-timeout-s", "600")
 NAME = "llm.example.org"
 

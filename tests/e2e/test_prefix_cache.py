@@ -15,8 +15,7 @@ from tests.e2e.live import READY_S, Live, live
 from tests.e2e.test_exactness import generate
 
 BLOCK, NEW_TOKENS, LONG_ANSWER = 16, 20, 320
-BLOCK_BYTES = 3 * 2 * BLOCK * 2 * 16 * 4
-"""Layers, K and V, tokens, heads, head size, float32."""
+BLOCK_BYTES = 3 * 2 * BLOCK * 2 * 16 * 4  # layers, K and V, tokens, heads, head size, float32
 
 
 @pytest.fixture(scope="module")

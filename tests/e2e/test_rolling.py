@@ -18,8 +18,7 @@ from tests.e2e.parts import ROOT, STOP_S, Parts, parts
 
 TOKENS = 400
 STREAMS = 4
-GRACE_S = "0.1"
-"""Less than a stream takes, so that some are handed over; several times that of a prompt."""
+GRACE_S = "0.1"  # less than a stream takes, so that some are handed over; several times that of a prompt
 TIERS: tuple[tuple[str, ...], ...] = (
     ("prefill-0", "decode-0", "gateway-0"),
     ("prefill-1", "decode-1", "gateway-1"),

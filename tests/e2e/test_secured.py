@@ -61,7 +61,7 @@ def secured(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     tenants = ("--tenants", str(home / "tenants.toml"))
     with parts(tiny, keys=home / "keys") as up:
         up.start(
-            "coordinator", *debug, *tenants, "--event-log", str(home / "journal"), "--usage-db", str(home / "usage.db")
+            "coordinator", *debug, *tenants, "--event-log", str(home / "events"), "--usage-db", str(home / "usage.db")
         )
         up.start("gateway", *debug, *tenants)
         up.start("prefill_worker", *debug)
@@ -146,7 +146,7 @@ def test_no_secret_is_written_anywhere(secured: Secured) -> None:
     status, metrics = str(as_dict(secured.up.status())), secured.metrics()
     secured.up.stop()
     written = {path.name: path.read_bytes().decode("latin-1") for path in secured.folder.glob("[ju]*")}
-    assert {"journal", "usage.db"} <= set(written)
+    assert {"events", "usage.db"} <= set(written)
     written |= {"logs": "".join(secured.up.output), "status": status, "metrics": metrics}
     assert "decoding" in written["logs"], "the level is debug"
     files = [path.read_text() for path in (secured.folder / "keys").glob("*_secret")]

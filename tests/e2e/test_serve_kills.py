@@ -30,8 +30,7 @@ from tools.chaos.orders import CONTEXT_TOKENS, Answer, Order, compare, make_orde
 
 SEED = 11
 CLIENTS = 4
-PAUSE_S = (0.05, 1.0)
-"""Between a kill and the next one, beside what it takes until workers of both kinds are there."""
+PAUSE_S = (0.05, 1.0)  # between a kill and the next one, beside what it takes until workers of both kinds are there
 RAPID_PAUSE_S = (0.2, 1.4)
 """Between kills that wait for nothing: sixty take less than a minute, and most hit a worker that is starting."""
 WORKERS = ("prefill_worker", "decode_worker")
@@ -42,17 +41,14 @@ class Kills:
     """What a run found."""
 
     kills: int = 0
-    starting: int = 0
-    """Of workers that were not registered."""
-    alone: int = 0
-    """Of the last registered worker of its role."""
+    starting: int = 0  # of workers that were not registered
+    alone: int = 0  # of the last registered worker of its role
     streams: int = 0
     tokens: int = 0
     seconds: float = 0.0
     violations: list[str] = field(default_factory=list)
     slowest_s: list[float] = field(default_factory=list)
-    gap_s: float = 0.0
-    """The longest between two tokens of a stream."""
+    gap_s: float = 0.0  # the longest between two tokens of a stream
 
 
 class Run:

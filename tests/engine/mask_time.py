@@ -35,7 +35,7 @@ SCHEMA: dict[str, Any] = {
         },
     },
     "required": ["name", "age", "address"],
-}  # fmt: skip
+}
 
 
 def wide(count: int) -> dict[str, Any]:

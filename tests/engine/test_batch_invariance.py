@@ -11,8 +11,7 @@ from engine.kv.allocator import BlockAllocator
 from tests import tiny_models
 from tests.engine import support
 
-TOKENS = 330
-"""Several tiles of keys, and more than a sliding window."""
+TOKENS = 330  # several tiles of keys, and more than a sliding window
 
 
 def kv_and_logits(

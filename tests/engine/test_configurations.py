@@ -21,8 +21,7 @@ from tests.engine.configurations import REFUSED, SERVED
 from tests.engine.gpu_runners import gpu_engine
 
 POSITIONS = 700
-TOLERANCE = 2e-3
-"""Of log-probabilities; those of the models here spread over ten."""
+TOLERANCE = 2e-3  # of log-probabilities; those of the models here spread over ten
 
 
 def make(name: str, path: Path) -> Path:

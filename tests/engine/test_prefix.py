@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine.kv.allocator import BlockAllocator, OutOfBlocks
 
 TOTAL = 14
-Prefix = tuple[int, ...]
-"""A block's contents with all that comes before it; one number stands for one block's tokens."""
+Prefix = tuple[int, ...]  # a block's contents with all that comes before it; one number stands for one block's tokens
 
 
 def hash_of(prefix: Prefix) -> bytes:

@@ -50,7 +50,7 @@ def with_calls(test: Callable[[Site, str], Awaitable[None]], *calls: tuple[str, 
         ("codex", [("shell_command", {"command": "ls"})], ["shell_command"]),
         ("codex", [("mcp__clock__now", {}), ("shell_command", {"command": "ls"})], ["mcp__clocknow", "shell_command"]),
     ],
-)  # fmt: skip
+)
 def test_command_line_agents_finish_sessions(
     agent: str, calls: list[tuple[str, dict[str, Any]]], named: list[str]
 ) -> None:

@@ -316,8 +316,10 @@ def test_odd_schema_leaves_others_unchanged() -> None:
     """Only patterns that cannot be expressed are left out of the grammar of several tools."""
 
     async def test(site: Site, model: Model) -> None:
-        tools = [{"type": "function", "function": {"name": f"f{n}", "parameters": odd(pattern)}}
-                 for n, pattern in enumerate(["a$b", "^[bc]{2}$", r"\bx", "(", "a.*$b"])]  # fmt: skip
+        tools = [
+            {"type": "function", "function": {"name": f"f{n}", "parameters": odd(pattern)}}
+            for n, pattern in enumerate(["a$b", "^[bc]{2}$", r"\bx", "(", "a.*$b"])
+        ]
         await post(site, {"tools": tools, "tool_choice": "auto"})
         grammar = site.cluster.submits[-1][0].sampling.grammar
         assert "^[bc]{2}$" in grammar and not any(bad in grammar for bad in ("a$b", "\\bx", "a.*$b"))

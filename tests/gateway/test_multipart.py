@@ -42,10 +42,10 @@ def test_httpx_form_is_read_piecewise(seed: int) -> None:
     ("body", "expected"),
     [
         (b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\n1\r\n--b--\r\n', [("a", b"1")]),
-        (b'\r\n--b\r\nContent-Disposition: form-data; name=a\r\n\r\n\r\n--b--after', [("a", b"")]),
+        (b"\r\n--b\r\nContent-Disposition: form-data; name=a\r\n\r\n\r\n--b--after", [("a", b"")]),
         (b'--b\r\ncontent-disposition: form-data; name="a"\r\n\r\n--b\r\n\r\n--b--', [("a", b"--b\r\n")]),
     ],
-)  # fmt: skip
+)
 def test_forms_of_other_programs_are_read(body: bytes, expected: list[tuple[str, bytes]]) -> None:
     """Forms as other programs write them are read in pieces of any size."""
     for sizes in ([1], [5], [1000]):
@@ -95,10 +95,10 @@ def test_unfinished_form_is_incomplete() -> None:
         ("filename*=raw_unicode_escape''%5Cud800", "\\ud800"),
         ("filename*=utf-8''%ff%zz", "\ufffd%zz"),
         ("filename*=", ""),
-        ("filename=\"\"", ""),
+        ('filename=""', ""),
         ("x=y", None),
     ],
-)  # fmt: skip
+)
 def test_file_names_are_decoded(parameters: str, filename: str | None) -> None:
     """A file name comes out right in each form that clients write; a charset names no other codec of Python."""
     head = f'--b\r\nContent-Disposition: form-data; name="file"; {parameters}\r\n\r\nx\r\n--b--'

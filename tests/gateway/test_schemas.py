@@ -51,7 +51,7 @@ ODD = [
     in_e(allOf=[{"anyOf": [{"type": "string", "minLength": 10 * i + j} for j in range(3)]} for i in range(12)]),
     {"x-guidance": {"lenient": False}},
     True,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("schema", ODD, ids=lambda schema: json.dumps(schema)[39:100])

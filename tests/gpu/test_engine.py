@@ -28,8 +28,9 @@ def test_greedy_tokens_match_transformers(kind: str, tmp_path: Path) -> None:
 
 def test_sampled_tokens_match_the_host(tmp_path: Path) -> None:
     """Tokens that the pipeline samples on a GPU equal those of the host's sampler."""
-    engine = load_engine(str(tiny_models.make("llama", tmp_path, spread=0.1)), device="cuda", dtype="float32",
-                         kv_bytes=support.KV_BYTES)  # fmt: skip
+    engine = load_engine(
+        str(tiny_models.make("llama", tmp_path, spread=0.1)), device="cuda", dtype="float32", kv_bytes=support.KV_BYTES
+    )
     prompts = prompts_of((5, 9, 20, 3, 17, 8), seed=1)
     expected = [one_by_one(engine, *both, 20) for both in zip(prompts, SAMPLINGS, strict=True)]
     assert pipelined(engine, prompts, SAMPLINGS, 20, join_every=2) == expected

@@ -24,14 +24,11 @@ from tests.kvtransfer.owners import Receives, Sends
 
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 SMALL = KvSettings(segment_bytes=3 * LAYOUT.block_bytes, rendezvous_timeout_ms=20_000, segment_timeout_ms=10_000)
-TRANSPORT = "gloo"
-"""Of pairs whose settings do not say; empty: they choose. `tcp-plain` is `tcp` without encryption."""
+TRANSPORT = "gloo"  # Of pairs whose settings do not say; empty: they choose. `tcp-plain` is `tcp` without encryption.
 FIRST = (FirstToken(0, 7),)
-WAIT_S = 60.0
-"""A test that waits this long has hung."""
+WAIT_S = 60.0  # a test that waits this long has hung
 
-Hook = Callable[[Message], bool]
-"""Sees a frame before it is delivered; False drops it."""
+Hook = Callable[[Message], bool]  # sees a frame before it is delivered; False drops it
 
 
 def announces(message: Message, request_id: str, segment: int) -> bool:
@@ -77,8 +74,7 @@ class Ends:
     layout: KvLayout = LAYOUT
     settings: KvSettings = SMALL
     receiver_settings: KvSettings | None = None
-    receiver_layout: KvLayout | None = None
-    """Where its blocks are of another size; it has `blocks` of them too."""
+    receiver_layout: KvLayout | None = None  # where its blocks are of another size; it has `blocks` of them too
     blocks: int = 64
     accept: Callable[[int, Offer], OfferAccepted | str | None] | None = None
     """None: each gets the next blocks, from 0 on and from 0 again."""
@@ -87,10 +83,8 @@ class Ends:
     results: list[KvSent | KvFailed] = field(default_factory=list)
     committed: list[tuple[Commit, list[int], list[int]]] = field(default_factory=list)
     failed: list[tuple[str, int, list[int], str]] = field(default_factory=list)
-    frames: list[Message] = field(default_factory=list)
-    """All that the sender has sent."""
-    strangers: list[Message] = field(default_factory=list)
-    """What the receiver said to other peers."""
+    frames: list[Message] = field(default_factory=list)  # all that the sender has sent
+    strangers: list[Message] = field(default_factory=list)  # what the receiver said to other peers
 
     def __post_init__(self) -> None:
         if TRANSPORT and self.settings.transports == KvSettings().transports:

@@ -28,8 +28,7 @@ from runtime.settings import gpu_environment
 from tests.kvtransfer.ends import FIRST, ON_GPU, filled_pool, memory_of, pool_in, settings_for, shuffled
 from tests.kvtransfer.owners import Receives, Sends
 
-LAYOUT = KvLayout(layers=2, kv_heads=4, head_dim=64, block_size=16, dtype="float32")
-"""64 KiB per block."""
+LAYOUT = KvLayout(layers=2, kv_heads=4, head_dim=64, block_size=16, dtype="float32")  # 64 KiB per block
 BLOCKS = 512
 TRANSPORT = os.environ.get("CROSSDOCK_TEST_TRANSPORT", "gloo")
 SETTINGS = settings_for(

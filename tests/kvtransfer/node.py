@@ -39,13 +39,11 @@ from runtime.link.server import LinkServer, LinkSettings, Peer
 from tests.kvtransfer.ends import FIRST, same_bytes, settings_for, shuffled
 from tests.kvtransfer.harm import Harm, corrupt_one, cut
 
-LAYOUT = KvLayout(layers=2, kv_heads=4, head_dim=64, block_size=16, dtype="float32")
-"""64 KiB per block."""
+LAYOUT = KvLayout(layers=2, kv_heads=4, head_dim=64, block_size=16, dtype="float32")  # 64 KiB per block
 BLOCKS = 576
 """Room for every attempt of a round's request, whose predecessors may all be in quarantine still, and for innocents beside."""
 LINKS = LinkSettings(heartbeat_ms=500)
-MID_SEGMENT_S = 0.004
-"""In which random moments lie; a segment takes about as long."""
+MID_SEGMENT_S = 0.004  # in which random moments lie; a segment takes about as long
 _SENDER_POINTS = {"before_offer": Offer, "mid_segment": Announce, "before_commit": Commit, "after_commit": Commit}
 _RECEIVER_POINTS = {"before_offer": Offer, "mid_segment": Announce, "before_commit": Commit}
 

@@ -10,8 +10,7 @@ from collections import deque
 from kvtransfer.transports.tcp.handshake import HELLO_BYTES, KEY_BYTES, NONCE_BYTES, TOKEN_BYTES, hello
 
 KINDS = ("silent", "closed at once", "garbage", "half a hello", "another key", "a flood of bytes", "reset")
-HELD = 100
-"""Kept open at once by the one who makes them."""
+HELD = 100  # kept open at once by the one who makes them
 
 
 def stranger(address: tuple[str, int], kind: str, dice: random.Random) -> socket.socket:

@@ -61,8 +61,7 @@ class World:
     now: float = 0.0
     to_receiver: list[tuple[Message, bytes]] = field(default_factory=list)
     to_sender: list[tuple[Message, bytes]] = field(default_factory=list)
-    waiting: list[SendSegment] = field(default_factory=list)
-    """Not announced yet."""
+    waiting: list[SendSegment] = field(default_factory=list)  # not announced yet
     sending: list[SendSegment] = field(default_factory=list)
     receiving: list[tuple[int, tuple[int, ...] | None]] = field(default_factory=list)
     """Segments announced, each with where it goes."""
@@ -70,8 +69,7 @@ class World:
     """What the sender's thread has said and its loop has not heard."""
     sender_results: list[KvSent | KvFailed] = field(default_factory=list)
     receiver_results: list[object] = field(default_factory=list)
-    written: dict[int, int] = field(default_factory=dict)
-    """Target block → the source block it holds."""
+    written: dict[int, int] = field(default_factory=dict)  # target block → the source block it holds
     pair_is_up: bool = True
 
     def __post_init__(self) -> None:

@@ -49,8 +49,7 @@ class Scripted:
     came: list[float] = field(default_factory=list)
     wrote: list[float] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
-    left: int = 0
-    """Connections that the client closed in the middle."""
+    left: int = 0  # connections that the client closed in the middle
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

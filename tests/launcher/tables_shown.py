@@ -107,9 +107,10 @@ _GAPS = {f"{rank}_ms": 123_456.7 for rank in ("p50", "p95", "p99", "max")} | {
     "tokens_per_s": 99_999.9,
 }
 ISOLATION: dict[str, Any] = {
-    "alone": _GAPS, "loaded": _GAPS,
+    "alone": _GAPS,
+    "loaded": _GAPS,
     "long_prompts": {"finished": 12, "prompt_tokens_mean": 123_456.0, "ttft_p50_s": 99.0, "ttft_max_s": 999.0},
-}  # fmt: skip
+}
 HANDOVER = {
     "prompt_tokens_mean": 1000.0, "kv_mib_mean": 40.0, "ttft_p50_ms": 1.0, "exposed_p50_ms": 1.0, "steady_gap_p50_ms": 1.0,
     "exposed_share_of_ttft_p50": 0.1234, "exposed_share_of_ttft_max": 0.5678, "second_gap_p50_ms": 1.0,
@@ -122,11 +123,13 @@ _GROUP = {
     "decode_share": 1.0, "useful_share": 1.0, "rejections_per_request": 123.45, "interruptions": 123_456,
 }  # fmt: skip
 LOADED: dict[str, Any] = {
-    "seed": 1, "duration_s": 86_400.0, "all": _GROUP,
+    "seed": 1,
+    "duration_s": 86_400.0,
+    "all": _GROUP,
     "tenants": [{"tenant": TENANT, "priority_class": "interactive"} | _GROUP],
     "classes": {"interactive": _GROUP},
     "traffic": {"chat": _GROUP, "summaries-of-long-documents": _GROUP},
-}  # fmt: skip
+}
 
 # --- the ratio lab ------------------------------------------------------------------------------------------------------
 

@@ -170,11 +170,15 @@ def test_bind_address_differs_from_advertised() -> None:
     gateway, prefill, decode = (process.settings for process in plan.processes[1:])
     assert isinstance(gateway, GatewaySettings) and isinstance(decode, WorkerSettings)
     assert (gateway.tokens_bind, gateway.advertise, gateway.host) == (
-        "tcp://10.0.0.7:7100", "tcp://alpha.example:0", "10.0.0.7",
-    )  # fmt: skip
+        "tcp://10.0.0.7:7100",
+        "tcp://alpha.example:0",
+        "10.0.0.7",
+    )
     assert (decode.kv_bind, decode.advertise, decode.transfer_host) == (
-        "tcp://10.0.0.7:7200", "tcp://alpha.example:0", "10.0.0.7",
-    )  # fmt: skip
+        "tcp://10.0.0.7:7200",
+        "tcp://alpha.example:0",
+        "10.0.0.7",
+    )
     assert getattr(prefill, "coordinator") == "tcp://alpha.example:7070"  # noqa: B009
     assert plan.base_urls == ("http://alpha.example:8000",)
     here = plans("insecure = true\n" + FRONT.replace('"127.0.0.1"', '"localhost"\nbind = "0.0.0.0"'))["a"]

@@ -157,11 +157,9 @@ def test_configuration_reference_is_up_to_date() -> None:
 
 def test_options_in_prose_exist() -> None:
     """Every option named in the prose of the pages exists."""
-    known = {options.option_name(key, field) for _, cls in configuration_reference.commands()
-             for key, field in cls.model_fields.items()}  # fmt: skip
-    known |= {
+    known = {
         options.option_name(key, field)
-        for _, command in commands_in(benchmarks.TABLE)
+        for _, command in (*commands_in(crossdock.TABLE), *commands_in(benchmarks.TABLE))
         for key, field in command.settings_class().model_fields.items()  # type: ignore[union-attr]
     }
     known |= {"--config", "--help", "--install-completion", "--no-standby", "--aiperf", "--aiperf-tokenizer"}
@@ -189,8 +187,7 @@ def test_options_in_prose_exist() -> None:
 
 MESSAGES_OF_ROLES = ("coordinator", "gateway", "prefill_worker", "decode_worker", "engine", "kvtransfer", "runtime")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
-ABOUT_FLIP = {"--force", "--undo"}
-"""Options of `crossdock flip` in answers that the coordinator gives to it."""
+ABOUT_FLIP = {"--force", "--undo"}  # options of `crossdock flip` in answers that the coordinator gives to it
 
 
 def _named_in_messages(path: Path) -> set[str]:

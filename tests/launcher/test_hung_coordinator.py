@@ -18,8 +18,7 @@ from launcher.local.supervisor import Supervisor
 
 pytestmark = pytest.mark.cluster
 
-WATCHDOG_S = 3.0
-"""Not the 10 s of a real one."""
+WATCHDOG_S = 3.0  # not the 10 s of a real one
 
 
 async def serving(coordinator: str) -> str:

@@ -10,8 +10,7 @@ import pytest
 from tests.documents import ALL_PAGES, ROOT
 from tools import lifecycle
 
-UNIT = re.compile(r"\n\n|\n(?=\||\s*(?:[-*]|\d+\.) )")
-"""Between paragraphs, rows of a table and items of a list."""
+UNIT = re.compile(r"\n\n|\n(?=\||\s*(?:[-*]|\d+\.) )")  # between paragraphs, rows of a table and items of a list
 CODE = re.compile(r"`([^`]+)`")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 

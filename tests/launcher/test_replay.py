@@ -1,4 +1,4 @@
-"""`crossdock replay` and `crossdock explain` as a user runs them, on journals of small scenes."""
+"""`crossdock replay` and `crossdock explain` as a user runs them, on event logs of small scenes."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from proto.drain import FlipFailed, FlipRequest
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Chunk, Hello, Role
 from proto.status import AutopilotReport, AutopilotStatus
-from tests.coordinator.tape import taped
+from tests.coordinator.logged_core import as_logged
 from tests.coordinator.test_replay import contended_world
 from tests.coordinator.test_timeline import Scene, full_decode
 from tests.coordinator.world import worker_hello
@@ -28,7 +28,7 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def saved(scene: Scene, path: Path, *, ended: bool = True) -> str:
-    path.write_bytes(taped(scene.core).tape(ended=ended))
+    path.write_bytes(as_logged(scene.core).event_log(ended=ended))
     return str(path)
 
 
@@ -123,7 +123,7 @@ def test_long_chunk_runs_are_one_line() -> None:
 def test_longest_waits_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """explain lists the longest waits as a table and as JSON, and gives a request's timeline as JSON."""
     path = tmp_path / "j"
-    path.write_bytes(contended_world(1).tape())
+    path.write_bytes(contended_world(1).event_log())
     assert commands.explain(ExplainSettings(file=str(path), top=3, as_json=True)) == 0
     rows = json.loads(capsys.readouterr().out)
     assert len(rows) == 3 and rows[0]["waited_s"] >= rows[1]["waited_s"] > 0
@@ -173,12 +173,12 @@ def test_unique_request_id_prefix_is_enough(tmp_path: Path, capsys: pytest.Captu
 def test_replay_reports_its_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """replay says whether all actions are the same and whether the recording was cut off."""
     path = tmp_path / "j"
-    tape = contended_world(1).tape()
-    path.write_bytes(tape)
+    log = contended_world(1).event_log()
+    path.write_bytes(log)
     assert commands.replay(ReplaySettings(file=str(path))) == 0
     said = capsys.readouterr().out
     assert "Every action is the same." in said and "The recording was cut off" in said and "no whole record" not in said
-    path.write_bytes(tape[:-3])
+    path.write_bytes(log[:-3])
     assert commands.replay(ReplaySettings(file=str(path))) == 0
     said = capsys.readouterr().out
     assert "bytes are no whole record and were left out" in said
@@ -192,7 +192,7 @@ def test_replay_shows_the_first_difference(
 ) -> None:
     """replay shows the first event at which the actions differ, and ends with status 1."""
     path = tmp_path / "j"
-    path.write_bytes(contended_world(2).tape())
+    path.write_bytes(contended_world(2).event_log())
     monkeypatch.setattr("scheduler.waiting.projection.JITTER", 0.2)
     assert commands.replay(ReplaySettings(file=str(path))) == 1
     said = capsys.readouterr().out

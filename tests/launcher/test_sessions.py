@@ -42,8 +42,9 @@ def test_json_lines_group_by_session_id(tmp_path: Path) -> None:
     line = '{"session_id": "%s", "input_length": %d, "output_length": 7, "delay": 1500, "hash_ids": [1]}\n'
     file.write_text(line % ("x", 10) + "\n" + line % ("y", 5) + line % ("x", 3))
     assert [session.turns for session in read_sessions(str(file), 1.0, 1.0)] == [
-        (SessionTurn(10, 7, 1.5), SessionTurn(3, 7, 1.5)), (SessionTurn(5, 7, 1.5),)
-    ]  # fmt: skip
+        (SessionTurn(10, 7, 1.5), SessionTurn(3, 7, 1.5)),
+        (SessionTurn(5, 7, 1.5),),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,10 @@ def test_same_seed_prints_the_same(scenario: str, capsys: pytest.CaptureFixture[
     assert told() == first == told("--seed", "1") and told("--seed", "2") != first
     rows = [line.split() for line in first.splitlines()]
     assert [row[:2] for row in rows if row[:1] in (["heavy"], ["light"])] == [
-        ["heavy", "batch"], ["heavy", "standard"], ["light", "standard"],
-    ] * 3  # fmt: skip
+        ["heavy", "batch"],
+        ["heavy", "standard"],
+        ["light", "standard"],
+    ] * 3
     assert [row[0] for row in rows if row and row[0] in ("chat", "documents", "nightly", "searches")] == [
         "chat", "documents", "nightly", "searches",
     ] * 3  # fmt: skip

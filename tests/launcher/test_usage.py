@@ -25,8 +25,7 @@ from runtime.settings.serve import ServeSettings
 from runtime.tenancy.tenants import parse
 from tests.launcher.built import build
 
-DAY = 20_778
-"""2026-11-21."""
+DAY = 20_778  # 2026-11-21
 
 
 def opened(name: str, tenant: str, day: int = DAY) -> Opened:

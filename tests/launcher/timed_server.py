@@ -16,8 +16,7 @@ from tests.launcher.scripted_server import DONE, STREAM, event
 HEAD = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "timed"}
 TOKEN = event({**HEAD, "choices": [{"index": 0, "text": " a", "logprobs": None, "finish_reason": None}]})
 FIRST_S, PROMPT_TOKEN_S = 0.1, 0.0025
-TIMES: list[list[float]] = []
-"""Of each answer: when its request was read, and when its tokens were written."""
+TIMES: list[list[float]] = []  # of each answer: when its request was read, and when its tokens were written
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -18,8 +18,7 @@ from runtime.worker.gpu_faults import breaks_cuda_context
 pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parents[2]
-ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", RuntimeError)
-"""From torch 2.8 on; a RuntimeError before."""
+ACCELERATOR_ERROR = getattr(torch, "AcceleratorError", RuntimeError)  # from torch 2.8 on; a RuntimeError before
 HINT = (
     "\nSearch for `cudaError' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more information."
     "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."

@@ -10,8 +10,7 @@ from gateway.structured.lark import Grammar
 from runtime.grammar.compiler import Compiler, GrammarError, Matcher, make_tokenizer
 from tests import tiny_models
 
-HOSTILE_S = 1.0
-"""Far above what the slowest step takes here, far below what a matcher without limits takes."""
+HOSTILE_S = 1.0  # far above what the slowest step takes here, far below what a matcher without limits takes
 TOKENIZER = tiny_models.tokenizer()
 
 
@@ -90,9 +89,9 @@ def test_uncompilable_grammar_is_refused(grammar: str) -> None:
         regex("(((a{1,20}){1,20}){1,20}){1,20}b"),
         'start: start start | "a"',
         'start: s "b"\ns: s s s | s s | "a" | ""',
-        "start: x x x\nx: y y | \"\"\ny: z* z* z*\nz: \"a\"* | \"aa\"* | x",
+        'start: x x x\nx: y y | ""\ny: z* z* z*\nz: "a"* | "aa"* | x',
     ],
-)  # fmt: skip
+)
 def test_hostile_grammar_costs_little(grammar: str) -> None:
     """It may fail at some token, in which case the stream does. It never takes long."""
     matcher = compiler().matcher(grammar, ())

@@ -24,8 +24,7 @@ from runtime.process import notify
 from runtime.settings.addresses import MetricsAddress, advertised_metrics
 
 ROOT = Path(__file__).parents[2]
-BIG = 40_000_000
-"""Bytes: more than the kernel's buffers hold."""
+BIG = 40_000_000  # bytes: more than the kernel's buffers hold
 
 
 def served(test: Callable[[MetricsServer, str, int], Awaitable[None]]) -> None:

@@ -110,7 +110,7 @@ MISPLACED = [
     f'[tenants.acme]\nkeys = [["{SECRET}"]]',
     f'[tenants.acme]\nkeys = {{ a = "{SECRET}" }}',
     f'[tenants.acme]\nkey = "{SECRET}"',
-    f'[tenants.acme]\n{SECRET} = 1',
+    f"[tenants.acme]\n{SECRET} = 1",
     f'[tenants.acme]\n"{SECRET}" = 1',
     f'[tenants."{SECRET}"]\nweight = 0',
     f'[tenants."{SECRET} "]',
@@ -126,17 +126,17 @@ MISPLACED = [
     f'[priority_classes."{SECRET}"]\nweight = 0',
     f'[priority_classes]\nx = "{SECRET}"',
     f'tenants = "{SECRET}"',
-    f'{SECRET} = 1',
-    f'[tenants.acme]\nkeys = [{SECRET}]',
+    f"{SECRET} = 1",
+    f"[tenants.acme]\nkeys = [{SECRET}]",
     f'[tenants.acme]\nkeys = "{SECRET}',
-    f'[tenants.acme]\n[tenants.acme.{SECRET}]\n[tenants.acme.{SECRET}]',
-    f'{SECRET} = 1\n{SECRET} = 2',
-    f'x = {{ {SECRET} = 1, {SECRET} = 2 }}',
-    f'[{SECRET}',
-    f'[tenants.acme]\nkeys = {SECRET}',
+    f"[tenants.acme]\n[tenants.acme.{SECRET}]\n[tenants.acme.{SECRET}]",
+    f"{SECRET} = 1\n{SECRET} = 2",
+    f"x = {{ {SECRET} = 1, {SECRET} = 2 }}",
+    f"[{SECRET}",
+    f"[tenants.acme]\nkeys = {SECRET}",
     f'[priority_classes."{SECRET}"]\nweight = 1.0\n[tenants.acme]\npriority_class = "x"',
     f'[priority_classes."{SECRET}"]\nweight = 1.0\n[tenants.acme]\npriority_classes = ["x"]',
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("text", [*MISPLACED, *(text.replace(SECRET, OTHER_SECRET) for text in MISPLACED)])

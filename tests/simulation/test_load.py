@@ -202,8 +202,10 @@ def test_figures_are_per_tenant_and_class() -> None:
     everything = figures(play(Workload(PAIR, tuple(sorted(arrivals, key=lambda one: one[0])), duration_s=10.0)))
     a, batch, b = everything["tenants"]
     assert [(one["tenant"], one["priority_class"]) for one in (a, batch, b)] == [
-        ("a", "standard"), ("b", "batch"), ("b", "standard"),
-    ]  # fmt: skip
+        ("a", "standard"),
+        ("b", "batch"),
+        ("b", "standard"),
+    ]
     assert everything["traffic"].keys() == {"x", "y"} and everything["traffic"]["x"]["offered"] == 20
     assert [one["prefill_share"] for one in (a, batch, b)] == [0.25, 0.25, 0.5]
     assert b["decode_share"] > 2 * a["decode_share"] > 0

@@ -12,10 +12,8 @@ from launcher.local.lifetime import Running, running
 from launcher.models.resolve import ReadyModel
 from runtime.settings.serve import ServeSettings
 
-GROUPS = Path("/sys/fs/cgroup/cpu")
-"""Control groups of version 1."""
-QUOTA_US = 1_000
-"""The kernel's least: the shorter its period, the smoother a share is."""
+GROUPS = Path("/sys/fs/cgroup/cpu")  # control groups of version 1
+QUOTA_US = 1_000  # the kernel's least: the shorter its period, the smoother a share is
 _CONTROL = ("coordinator", "gateway", "autopilot")
 
 Runs = Callable[[ServeSettings, ReadyModel, Console], AbstractAsyncContextManager[Running]]

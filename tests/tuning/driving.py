@@ -21,8 +21,7 @@ from tuning.learned import Learner
 from tuning.profile import Profile
 
 EVERY_S = 2.0
-OUTPUT_TOKENS_MAX = 1_000
-"""That a client asks for: it says nothing of how long its answer will be."""
+OUTPUT_TOKENS_MAX = 1_000  # that a client asks for: it says nothing of how long its answer will be
 HAND_OVER_MS = 2_000.0
 
 
@@ -51,12 +50,10 @@ class Modelled(Timing):
 
 @dataclass
 class Outcome:
-    goodput: int = 0
-    """Requests that kept both limits."""
+    goodput: int = 0  # requests that kept both limits
     asked: int = 0
     by_phase: list[int] = field(default_factory=list)
-    flips: list[tuple[float, int]] = field(default_factory=list)
-    """When, and in which direction: 1 towards prefill."""
+    flips: list[tuple[float, int]] = field(default_factory=list)  # when, and in which direction: 1 towards prefill
     decisions: list[Decision] = field(default_factory=list)
     ratios: list[tuple[float, str]] = field(default_factory=list)
 

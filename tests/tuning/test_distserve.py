@@ -32,8 +32,7 @@ FILE = Path(os.environ.get("CROSSDOCK_DATA") or ROOT.parent / "shared" / "data")
 SLO = Slo(200.0, 100.0)
 FITTED_RATES = (3.0, 6.0, 9.0, 12.0)
 OPTIONS = RunOptions(limits=Limits(queue_requests_max=10**6, queue_wait_s_max=1e6, step_ms=0), late_room=True)
-FITTED = (23.4, 0.0633, 26.4, 0.65, 3830.0, 9280.0)
-"""What `fit` gives, to three digits."""
+FITTED = (23.4, 0.0633, 26.4, 0.65, 3830.0, 9280.0)  # what `fit` gives, to three digits
 
 pytestmark = pytest.mark.skipif(not FILE.is_file(), reason=f"needs {FILE}; set CROSSDOCK_DATA")
 

@@ -19,7 +19,7 @@ from proto.messages import Chunk, Role
 from proto.progress import DecodeProgress
 from runtime.settings.options import SettingsError
 from simulation.cluster.cluster import VirtualCluster
-from tests.coordinator.tape import TapedCore, taped
+from tests.coordinator.logged_core import LoggedCore, as_logged
 from tests.coordinator.world import Harness, worker_hello
 from tests.tuning.driving import Modelled
 from tests.tuning.test_autopilot import PROFILE
@@ -32,7 +32,7 @@ def log_of(path: Path, seconds: float, seed: int = 1) -> Path:
     """Of a cluster whose steps take what `TRUE` says."""
     cluster = VirtualCluster(
         Limits(step_tokens=1024), Modelled(profile=TRUE), prefill=1, decode=1, decode_blocks=4096, max_seqs=64,
-        batched=True, core=TapedCore, seed=seed,
+        batched=True, core=LoggedCore, seed=seed,
     )  # fmt: skip
     source, at, number = random.Random(seed), 0.0, 0
     while (at := at + source.expovariate(3.0)) < seconds:
@@ -42,7 +42,7 @@ def log_of(path: Path, seconds: float, seed: int = 1) -> Path:
             at, partial(cluster.submit, output_tokens=output), f"r{number}", "t", source.randrange(10, 2_000), 100
         )
     cluster.run(seconds + 30.0)
-    path.write_bytes(taped(cluster.core).tape(ended=True))
+    path.write_bytes(as_logged(cluster.core).event_log(ended=True))
     return path
 
 
@@ -111,7 +111,7 @@ def test_wrong_input_files_are_named(folder: Path) -> None:
 
 def test_log_gives_pure_decode_steps(tmp_path: Path) -> None:
     """An event log gives decode step times only of workers that only decode."""
-    h = Harness.make(decode=2, core=TapedCore)
+    h = Harness.make(decode=2, core=LoggedCore)
     h.post(PeerUp(30, msgspec.structs.replace(worker_hello(Role.DECODE, 30), process="mixed-0")))
     h.now = 2.0
     for incarnation in (20, 30):
@@ -119,7 +119,7 @@ def test_log_gives_pure_decode_steps(tmp_path: Path) -> None:
     h.receive(21, DecodeProgress(4, 10, 0))
     h.post(PeerDown(21, "gone"))
     h.post(PeerUp(40, worker_hello(Role.DECODE, 40)))
-    (tmp_path / "log").write_bytes(taped(h.core).tape())
+    (tmp_path / "log").write_bytes(as_logged(h.core).event_log())
     logged = event_log.read(tmp_path / "log", "--from-events", Console(quiet=True))
     assert logged.decode == [LoggedDecode(2.0, 4, 100.0, 12, 6_000)]
     assert logged.models == {"m"} and max(logged.most_workers[Role.DECODE].values()) == 3
@@ -128,9 +128,9 @@ def test_log_gives_pure_decode_steps(tmp_path: Path) -> None:
 
 def test_several_models_are_refused(folder: Path, tmp_path: Path) -> None:
     """A log with workers of several models is refused, and the models are named."""
-    h = Harness.make(core=TapedCore)
+    h = Harness.make(core=LoggedCore)
     h.post(PeerUp(30, msgspec.structs.replace(worker_hello(Role.DECODE, 30), model="other")))
-    (tmp_path / "log").write_bytes(taped(h.core).tape())
+    (tmp_path / "log").write_bytes(as_logged(h.core).event_log())
     with pytest.raises(SettingsError, match="--from-events: workers of several models: m, other"):
         corrected(folder, str(tmp_path / "log"))
 
@@ -166,8 +166,10 @@ def test_shared_cores_leave_role_unchanged() -> None:
 def test_json_is_the_profile(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The --json output is the corrected profile."""
     settings = CalibrateSettings(
-        from_events=[str(folder / "events.log")], profile=str(folder / "profile.json"), out=str(folder / "j.json"),
+        from_events=[str(folder / "events.log")],
+        profile=str(folder / "profile.json"),
+        out=str(folder / "j.json"),
         as_json=True,
-    )  # fmt: skip
+    )
     calibrate.run(settings)
     assert json.loads(capsys.readouterr().out)["about"]["corrected"]["how"]

@@ -30,8 +30,7 @@ from tuning.profile import ProfileCapacity, merged
 from tuning.simulator.job import Sent
 
 SERVER = MeasuredServer(ProfileCapacity(8000, 16, 64, 8192), step_tokens=1024, bytes_per_token=131072.0)
-TRUE = (6.0, 0.05, 4e-6, 9.0, 0.15, 5e-5)
-"""As `profile_of` takes them."""
+TRUE = (6.0, 0.05, 4e-6, 9.0, 0.15, 5e-5)  # as `profile_of` takes them
 
 
 def traffic(rate: float, seconds: float, seed: int) -> list[Sent]:

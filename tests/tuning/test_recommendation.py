@@ -19,8 +19,7 @@ from tuning.simulator.job import Sent
 from tuning.simulator.options import RunOptions
 from tuning.traffic import excerpt
 
-CPU = GPU.scaled(6.0, 3.0).replaced(prefill_cores=1, decode_cores=1)
-"""Two cores for all workers."""
+CPU = GPU.scaled(6.0, 3.0).replaced(prefill_cores=1, decode_cores=1)  # two cores for all workers
 
 
 def traffic(per_s: float, prompt: float, output: float, count: int = 600, seed: int = 1) -> list[Sent]:
@@ -96,8 +95,10 @@ def test_search_results_are_consistent(profile: Profile, sent: list[Sent], worke
         assert bool(one.binds) == (one.attainment < found.goals.percentile)
         if one.binds in RESOURCES:
             relieved, changed = RESOURCES[one.binds](profile, options)
-            kept = [Simulator(p, one.candidate.workers, part, o).run().attainment(found.goals)
-                    for p, o in ((profile, options), (relieved, changed))]  # fmt: skip
+            kept = [
+                Simulator(p, one.candidate.workers, part, o).run().attainment(found.goals)
+                for p, o in ((profile, options), (relieved, changed))
+            ]
             assert kept[1] - kept[0] == pytest.approx(one.limit_gain) and one.limit_gain > 0
 
 

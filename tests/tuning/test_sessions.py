@@ -64,9 +64,9 @@ def test_reused_prefix_is_computed_once(workers: Workers, stall_share: float) ->
 
 def test_evicted_prefix_is_recomputed() -> None:
     """Prefixes are computed again where there is no room to keep them."""
-    small = GPU.replaced(**{
-        name: type(GPU.decode_capacity)(600, 16, 64, 8192) for name in ("prefill_capacity", "decode_capacity")
-    })  # fmt: skip
+    small = GPU.replaced(
+        **{name: type(GPU.decode_capacity)(600, 16, 64, 8192) for name in ("prefill_capacity", "decode_capacity")}
+    )
     few, many = agents(2, 8), agents(12, 8)
     shares = [
         outcome.cached_tokens.sum() / outcome.prompt_tokens.sum()

@@ -100,7 +100,7 @@ def test_other_prompts_run_during_fetch() -> None:
     core, _ = prefill_core(here=0)
     other = Prefill(
         "b", 1, BLOCK, Sampling(max_tokens=5), 1, 0, 0, Destination("g", GATEWAY), Destination("d", DECODE), BLOCK
-    )  # fmt: skip
+    )
     core.order(other, pack_tokens(PROMPT[:BLOCK]))
     core.order(Step(2, (Chunk("b", 1, 0, BLOCK),)), b"")
     begun = core.begin_step()

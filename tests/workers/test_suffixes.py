@@ -76,9 +76,7 @@ def test_suffix_joins_batch_after_last_slice() -> None:
         part = next_slice(core, 5, now)
         starts.append((part.start, part.tokens, part.is_last))
         core.slice_computed(part, first() if part.is_last else [], now + 0.05)
-    assert starts == [
-        (0, tuple(range(5)), False), (5, tuple(range(5, 10)), False), (10, tuple(range(10, 13)), True)
-    ]  # fmt: skip
+    assert starts == [(0, tuple(range(5)), False), (5, tuple(range(5, 10)), False), (10, tuple(range(10, 13)), True)]
     done = [said for said in ports.said if isinstance(said, StepDone)]
     assert [(said.step_id, said.computed) for said in done] == [(7, (Chunk("a", 1, 0, TOKENS),))]
     assert done[0].step_ms == pytest.approx(250), "with what ran between its slices"
@@ -157,8 +155,9 @@ def test_failed_slice_fails_its_attempt() -> None:
             core.slice_computed(part, None, 0.0)
     failures = [said for said in ports.said if isinstance(said, WorkFailed)]
     assert [(said.request_id, said.reason) for said in failures] == [
-        ("a", Interrupt.ENGINE_ERROR), ("b", Interrupt.ENGINE_ERROR)
-    ]  # fmt: skip
+        ("a", Interrupt.ENGINE_ERROR),
+        ("b", Interrupt.ENGINE_ERROR),
+    ]
     assert core.table.allocator.held_count == 0
 
 

@@ -88,8 +88,7 @@ class World:
         self.table = PromptTable(BlockAllocator(POOL_BLOCKS), BLOCK)
         self.core = PrefillCore(self.ports, self.table, vocab_size=99, step_tokens_max=64, tokens_forwarded=lambda: 0)
         self.tier = self.core.use_tier(self.copies, slots)
-        self.pool: dict[int, bytes] = {}
-        """By block, the hash of what is in it."""
+        self.pool: dict[int, bytes] = {}  # by block, the hash of what is in it
         self.slots: dict[int, bytes] = {}
         self.known: set[bytes] = set()
         self.asked = 0

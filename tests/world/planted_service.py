@@ -249,7 +249,7 @@ def a_restart_forgets_open_rows(m: pytest.MonkeyPatch) -> None:
 
 
 @bug
-def orders_leave_before_the_journal_has_them(m: pytest.MonkeyPatch) -> None:
+def orders_leave_before_the_ledger_has_them(m: pytest.MonkeyPatch) -> None:
     """A kill at the wrong moment forgives what ran."""
     m.setattr(outbox.Outbox, "pass_or_hold", lambda self, send: True)
 

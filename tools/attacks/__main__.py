@@ -27,8 +27,7 @@ from tools.chaos.bench import go_first
 
 ALONE_S, FIRST_ALONE_S = 3.0, 10.0
 AFTER_S = 1.0
-STALLED_S_MAX = 15.0
-"""How long a process may stand still behind an attack before it is killed."""
+STALLED_S_MAX = 15.0  # how long a process may stand still behind an attack before it is killed
 STALL_MS_MAX, GAP_RATIO_MAX = 100.0, 3.0
 
 
@@ -38,8 +37,7 @@ class Row:
     line: str
     outcome: dict[str, int]
     measured: Measured
-    alone_ms: tuple[float, float]
-    """Longest and 99th percentile of the streams' gaps in all pauses between attacks."""
+    alone_ms: tuple[float, float]  # longest and 99th percentile of the streams' gaps in all pauses between attacks
     gap_ms: float
     p99_ms: float
     slowest_s: float

@@ -34,10 +34,8 @@ class Target:
 
     base_url: str
     model: str
-    addresses: dict[str, str]
-    """Addresses of the ZeroMQ ports, by process."""
-    keys: str
-    """The folder of the keys; empty: the cluster has none."""
+    addresses: dict[str, str]  # addresses of the ZeroMQ ports, by process
+    keys: str  # the folder of the keys; empty: the cluster has none
     seed: int
 
 
@@ -45,10 +43,8 @@ class Target:
 class Measured:
     stall_ms: dict[str, float] = field(default_factory=dict)
     """The longest stall of each process's event loop in CPU time, as `probe.Record` counts it."""
-    late_ms: float = 0.0
-    """How late a process was that does nothing else: the noise of this machine."""
-    rss_grown_mib: dict[str, int] = field(default_factory=dict)
-    """The largest growth of each process."""
+    late_ms: float = 0.0  # how late a process was that does nothing else: the noise of this machine
+    rss_grown_mib: dict[str, int] = field(default_factory=dict)  # the largest growth of each process
     ended: list[str] = field(default_factory=list)
 
 

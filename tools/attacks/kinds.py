@@ -22,18 +22,15 @@ from tools.attacks.bodies import SHAPES, body
 from tools.attacks.cluster import Target, api_key
 from tools.attacks.peers import FakePeer, many_frames, open_connections, renew_with_another_model, stay, worker
 
-BODY_BYTES = 8_200_000
-"""Just under the default of --body-bytes-max."""
-CLIENT_S = 25.0
-"""The time that an attacker's client waits for an answer."""
+BODY_BYTES = 8_200_000  # just under the default of --body-bytes-max
+CLIENT_S = 25.0  # the time that an attacker's client waits for an answer
 Outcome = Counter[str]
 
 
 @dataclass
 class Attack:
     run: Callable[[Target], Outcome]
-    line: str
-    """The row of the table of attacks, such as R13."""
+    line: str  # the row of the table of attacks, such as R13
     bound_s: float
 
 

@@ -22,8 +22,7 @@ class Noticed:
     gaps_ms: list[float] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     answers: int = 0
-    slowest_s: float = 0.0
-    """The time of the slowest small request."""
+    slowest_s: float = 0.0  # the time of the slowest small request
 
     def gap_ms(self, share: float) -> float:
         gaps = sorted(self.gaps_ms)

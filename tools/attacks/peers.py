@@ -30,8 +30,7 @@ class FakePeer:
     """A connection to the port of process `port`; it says Hello if it has a role. A connection that is closed stays so."""
 
     def __init__(self, target: Target, port: str, role: Role | None, model: str = "") -> None:
-        self.heard: Counter[str] = Counter()
-        """Messages by name."""
+        self.heard: Counter[str] = Counter()  # messages by name
         self._socket = _CONTEXT.socket(zmq.DEALER)
         self._socket.reconnect_ivl, self._socket.sndtimeo = -1, SEND_MS
         self._gone = False

@@ -23,9 +23,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seconds", type=float, default=None, metavar="S", help="or for so long")
     made.add_argument("--roles", default=",".join(ROLES), help="who may be hurt, separated by commas (default: all)")
     made.add_argument(
-        "--hosts", action="store_true",
+        "--hosts",
+        action="store_true",
         help="kill and cut off hosts, network namespaces with a prefill and a decode worker each; needs root",
-    )  # fmt: skip
+    )
     made.add_argument(
         "--stop-share", type=float, default=0.2, help="of faults that stop or cut, not kill (default 0.2)"
     )

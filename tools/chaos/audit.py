@@ -41,10 +41,8 @@ class Rest:
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
     rss_bytes: dict[str, int] = field(default_factory=dict)
     shm_files: list[str] = field(default_factory=list)
-    groups: Counter[str] = field(default_factory=Counter)
-    """The number of each worker's pairs by tcp."""
-    fetch_peers: int = 0
-    """How many workers each worker may have fetched from, or been fetched from by, since."""
+    groups: Counter[str] = field(default_factory=Counter)  # the number of each worker's pairs by tcp
+    fetch_peers: int = 0  # how many workers each worker may have fetched from, or been fetched from by, since
 
     def as_dict(self) -> dict[str, Any]:
         return {**vars(self), "groups": dict(self.groups)}
@@ -119,18 +117,15 @@ def grown(before: Rest, after: Rest) -> list[str]:
 
 @dataclass(frozen=True)
 class Receipt:
-    """The usage that a client got, for comparison with the journal."""
+    """The usage that a client got, for comparison with the ledger."""
 
     request_id: str
-    prompt_tokens: int
-    """0: not known, because the chat's answer did not say it."""
+    prompt_tokens: int  # 0: not known, because the chat's answer did not say it
     tokens: int
     choices: int
     whole: bool
-    stops: bool
-    """The request has stop strings: its worker emits a few more tokens before it hears of the end."""
-    uncertain: bool
-    """The request was refused or failed, so it may have no row."""
+    stops: bool  # the request has stop strings: its worker emits a few more tokens before it hears of the end
+    uncertain: bool  # the request was refused or failed, so it may have no row
 
     @staticmethod
     def of(order: Order, seen: Seen) -> "Receipt":
@@ -149,13 +144,12 @@ class Receipt:
 
 
 @dataclass
-class Journal:
+class LedgerAudit:
     rows: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     tokens_got: int = 0
     tokens_charged: int = 0
-    drift_single: int = 0
-    """Output tokens that the ledger charges beyond those of whole answers with one choice."""
+    drift_single: int = 0  # output tokens that the ledger charges beyond those of whole answers with one choice
     drift_several: int = 0
     drift_lost: int = 0
     """The same, for rows written off at their estimate, or open until they are. The coordinator and the gateway, which knew
@@ -177,11 +171,11 @@ _Row = tuple[str, str | None, int, int, int]
 _ROWS = "SELECT request_id, outcome, prompt_tokens, cached_tokens, output_tokens FROM usage"
 
 
-def journal(path: Path, receipts: Iterable[Receipt]) -> Journal:
+def audit_ledger(path: Path, receipts: Iterable[Receipt]) -> LedgerAudit:
     """Compares each whole answer with its rows. A client that left, or whose gateway was killed, has a closed row."""
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=10)) as db:
         rows = db.execute(_ROWS).fetchall()
-    found = Journal(rows=len(rows))
+    found = LedgerAudit(rows=len(rows))
     by_request: dict[str, list[_Row]] = {}
     for row in rows:
         found.outcomes[row[1] or "open"] += 1
@@ -192,18 +186,18 @@ def journal(path: Path, receipts: Iterable[Receipt]) -> Journal:
     return found
 
 
-async def closed_journal(path: Path, receipts: list[Receipt]) -> Journal:
-    """Returns the journal when its rows are closed. A gateway's report stays in doubt for a moment, as a worker may know of
+async def closed_ledger(path: Path, receipts: list[Receipt]) -> LedgerAudit:
+    """Returns the audit when the rows are closed. A gateway's report stays in doubt for a moment, as a worker may know of
     more."""
     end = time.monotonic() + IN_DOUBT_S
     while True:
-        found = journal(path, receipts)
+        found = audit_ledger(path, receipts)
         if not found.outcomes["open"] or time.monotonic() > end:
             return found
         await asyncio.sleep(0.5)
 
 
-def _compare(receipt: Receipt, rows: list[_Row], found: Journal) -> None:
+def _compare(receipt: Receipt, rows: list[_Row], found: LedgerAudit) -> None:
     if not rows:
         found.wrong.append(f"{receipt.request_id} has no row in the ledger")
         return

@@ -20,8 +20,7 @@ from tools.chaos.client import ask
 from tools.chaos.cluster import Cluster, Violation
 from tools.chaos.orders import make_orders
 
-BACK_S = 1.0
-"""Seconds after the last client has gone within which everything must be back."""
+BACK_S = 1.0  # seconds after the last client has gone within which everything must be back
 ORDERS = 40
 _STATE = """
 SELECT CASE WHEN outcome IS NOT 'cancelled' THEN COALESCE(outcome, 'open') WHEN decode_ms > 0 THEN 'decoding'
@@ -36,8 +35,7 @@ class Result:
     seed: int
     cancels: int = 0
     states: dict[str, int] = field(default_factory=dict)
-    unheard: int = 0
-    """Clients that went before the coordinator heard of their request."""
+    unheard: int = 0  # clients that went before the coordinator heard of their request
     back_s: float = 0.0
     seconds: float = 0.0
     rest: dict[str, Any] = field(default_factory=dict)

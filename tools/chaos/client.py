@@ -44,8 +44,7 @@ class _Delta(msgspec.Struct):
 class _Choice(msgspec.Struct):
     index: int
     text: str = ""
-    delta: _Delta | None = None
-    """The part of a chat's message; calls count as text."""
+    delta: _Delta | None = None  # the part of a chat's message; calls count as text
     token_ids: list[int] = []
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
@@ -62,8 +61,7 @@ class _Usage(msgspec.Struct):
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    prompt_token_ids: list[int] | None = None
-    """Comes with the first event of a chat."""
+    prompt_token_ids: list[int] | None = None  # comes with the first event of a chat
     error: dict[str, object] | None = None
 
 
@@ -75,18 +73,14 @@ Gap = Callable[[float, float], None]
 class Seen:
     answer: Answer = field(default_factory=dict)
     request_id: str = ""
-    prompt_tokens: int = 0
-    """Prompt tokens of a chat, as its first event gives them."""
+    prompt_tokens: int = 0  # prompt tokens of a chat, as its first event gives them
     cached_tokens: int = 0
     began_at: float = field(default_factory=time.monotonic)
     first_token_at: float = 0.0
     ended_at: float = 0.0
-    error: str = ""
-    """Empty: a whole answer."""
-    longest_gap_s: float = 0.0
-    """The longest time between two tokens of one choice."""
-    broken: bool = False
-    """The connection broke, or was refused."""
+    error: str = ""  # empty: a whole answer
+    longest_gap_s: float = 0.0  # the longest time between two tokens of one choice
+    broken: bool = False  # the connection broke, or was refused
 
 
 async def ask(

@@ -103,14 +103,11 @@ class Member:
     role: str
     slot: str
     options: list[str]
-    base_url: str = ""
-    """The URL of a gateway; empty for other roles."""
+    base_url: str = ""  # the URL of a gateway; empty for other roles
     incarnation: int = 0
     process: Process | None = None
-    host: tuple[str, ...] = ()
-    """The name of the host that it is on, and its network namespace; empty: this machine."""
-    hurt: bool = False
-    """True from a fault until the process is in its place again."""
+    host: tuple[str, ...] = ()  # the name of the host that it is on, and its network namespace; empty: this machine
+    hurt: bool = False  # true from a fault until the process is in its place again
     killed_at: list[float] = field(default_factory=list)
 
     @property

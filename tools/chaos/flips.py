@@ -27,8 +27,7 @@ from tools.chaos.run import Plan, Run
 
 ASK_MS = 5_000
 REFUSED_MAX = 40
-FINISH_MS = 500.0
-"""Time that streams have to end, where they are not moved at once."""
+FINISH_MS = 500.0  # time that streams have to end, where they are not moved at once
 FIRST_STEP_S = 20.0
 KILL_WITHIN_S = 0.3
 ROLES = (Role.PREFILL, Role.DECODE, Role.MIXED)
@@ -37,17 +36,14 @@ ROLES = (Role.PREFILL, Role.DECODE, Role.MIXED)
 @dataclass
 class Result:
     flips: list[FlipStatus] = field(default_factory=list)
-    given_up: Counter[str] = field(default_factory=Counter)
-    """Reasons for which changes beside a kill were given up."""
+    given_up: Counter[str] = field(default_factory=Counter)  # reasons for which changes beside a kill were given up
     ratios: Counter[str] = field(default_factory=Counter)
     kills: int = 0
     answers: int = 0
-    turns: int = 0
-    """How many of the answers were to later turns of conversations."""
+    turns: int = 0  # how many of the answers were to later turns of conversations
     tokens: int = 0
     seconds: float = 0.0
-    gaps_s: list[float] = field(default_factory=list)
-    """The longest of each stream."""
+    gaps_s: list[float] = field(default_factory=list)  # the longest of each stream
     violations: list[str] = field(default_factory=list)
     audit: dict[str, Any] = field(default_factory=dict)
 
@@ -67,8 +63,7 @@ class Result:
         return found
 
 
-Processes = dict[str, list[WorkerStatus]]
-"""The name of each process → the workers that it registers as."""
+Processes = dict[str, list[WorkerStatus]]  # the name of each process → the workers that it registers as
 
 
 class FlipRun(Run):

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-HIT_S = 0.25
-"""A stream that a fault hits has stopped getting tokens by then."""
+HIT_S = 0.25  # a stream that a fault hits has stopped getting tokens by then
 QUIET_S = 2.0
 """How long before a fault gaps are looked at for comparison, and how long after a coordinator's fault, which hits no
 stream."""
@@ -20,8 +19,7 @@ class Fault:
     name: str
     at: float
     detected_s: float | None = None
-    stopped_s: float | None = None
-    """How long a stop was, once it is over."""
+    stopped_s: float | None = None  # how long a stop was, once it is over
     back_s: float | None = None
     healed_at: float = 0.0
     alone: bool = True
@@ -31,8 +29,7 @@ class Fault:
     """Time from a coordinator's fault until a request that came right after it had its first token."""
     worst_gap_s: float = 0.0
     earlier_gap_s: float = 0.0
-    stall_s: float = 0.0
-    """The longest time for which the machine itself stood still meanwhile."""
+    stall_s: float = 0.0  # the longest time for which the machine itself stood still meanwhile
 
 
 def of_faults(seen: Iterable[tuple[float, float]], faults: Sequence[Fault]) -> None:

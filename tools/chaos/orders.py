@@ -66,8 +66,7 @@ CONSTRAINED: dict[str, dict[str, Any]] = {
     "only_prompt_logprobs": {"echo": True, "logprobs": 1, "max_tokens": 0},
 }
 """Requests in a grammar or with a tool call, and log-probabilities of prompts."""
-_FREE: Final = ("regex", "prompt_logprobs", "only_prompt_logprobs")
-"""Those of them that no JSON schema describes."""
+_FREE: Final = ("regex", "prompt_logprobs", "only_prompt_logprobs")  # those of them that no JSON schema describes
 
 
 @dataclass
@@ -86,8 +85,7 @@ class Order:
     number: int
     kind: str
     prompt: list[int]
-    body: dict[str, Any]
-    """But for the model."""
+    body: dict[str, Any]  # but for the model
     path: str = "/v1/completions"
     turn: int = 0
     later_turns: tuple[tuple[int, ...], ...] = ()

@@ -27,8 +27,7 @@ class Weather:
     """The treatment of passing data by a proxy; may change at any time."""
 
     delay_s: float = 0.0
-    loss: float = 0.0
-    """Share of chunks that are delayed by a retransmission."""
+    loss: float = 0.0  # share of chunks that are delayed by a retransmission
     retransmit_s: tuple[float, float] = (0.2, 0.4)
 
 

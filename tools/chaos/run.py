@@ -20,18 +20,14 @@ from tools.chaos.orders import CONSTRAINED, Answer, Difference, Order, compare, 
 
 GAP_MIN_S = 0.005
 GAPS_MAX = 1 << 20
-DOWN_S = (0.05, 0.6)
-"""How long a killed process stays away."""
-STOPPED_S = (2.6, 4.0)
-"""Longer than three missed heartbeats plus the grace of one more."""
+DOWN_S = (0.05, 0.6)  # how long a killed process stays away
+STOPPED_S = (2.6, 4.0)  # longer than three missed heartbeats plus the grace of one more
 OVERLOOKED_S, STALL_S = 3.0, 0.25
 """A stopped process may go unnoticed for this long after it went on, if the machine itself stood still for `STALL_S`
 meanwhile. The number of such cases is shown."""
-CONTROL_SHARE = 0.1
-"""Share of the moments at which nothing is broken, for comparison."""
+CONTROL_SHARE = 0.1  # share of the moments at which nothing is broken, for comparison
 RESENDS_MAX = 20
-MEETINGS = 8
-"""Orders that every gateway answers once before anything is broken."""
+MEETINGS = 8  # orders that every gateway answers once before anything is broken
 PROBE = list(range(60, 70))
 
 Breaking = Callable[[list[asyncio.Task[None]]], Awaitable[None]]
@@ -44,21 +40,16 @@ class Plan:
     seconds: float | None = None
     roles: tuple[str, ...] = ("coordinator", "gateway", "prefill", "decode")
     stop_share: float = 0.2
-    hosts: bool = False
-    """Whole hosts are lost, each with a prefill and a decode worker, instead of single processes."""
-    overlap: float = 0.2
-    """Share of faults that strike while an earlier one, of another role, is not healed yet."""
-    pause_s: float = 0.8
-    """Mean time between a recovery and the next fault."""
+    hosts: bool = False  # whole hosts are lost, each with a prefill and a decode worker, instead of single processes
+    overlap: float = 0.2  # share of faults that strike while an earlier one, of another role, is not healed yet
+    pause_s: float = 0.8  # mean time between a recovery and the next fault
     clients: int = 6
     orders: int = 48
     output_tokens_max: int = 400
     constrained_share: float = 0.0
     """Share of orders whose answers must follow a grammar, call a tool, or show their prompt's log-probabilities."""
-    session_share: float = 0.0
-    """Share of orders that begin a conversation of several turns."""
-    leave_share: float = 0.0
-    """Share of requests whose client leaves before the end."""
+    session_share: float = 0.0  # share of orders that begin a conversation of several turns
+    leave_share: float = 0.0  # share of requests whose client leaves before the end
 
 
 @dataclass
@@ -429,16 +420,16 @@ class Run:
         found["rest"] = rest.as_dict()
         for said in grown:
             self._violated(said)
-        journal = await audit.closed_journal(self.cluster.usage_db, self.receipts)
-        found["journal"] = journal.as_dict()
-        for said in journal.wrong:
+        ledger = await audit.closed_ledger(self.cluster.usage_db, self.receipts)
+        found["ledger"] = ledger.as_dict()
+        for said in ledger.wrong:
             self._violated(said)
         # A gateway that lives can tell how its requests ended, even if other processes are lost.
         if not self._lost_together("coordinator", "gateway"):
-            if journal.unknown:
-                self._violated(f"{journal.unknown} rows of the ledger are open or written off")
-            if journal.fenced:
-                self._violated(f"{journal.fenced} whole answers are cancelled by the ledger")
+            if ledger.unknown:
+                self._violated(f"{ledger.unknown} rows of the ledger are open or written off")
+            if ledger.fenced:
+                self._violated(f"{ledger.fenced} whole answers are cancelled by the ledger")
 
 
 def _died_meanwhile(gateway: Member, seen: Seen) -> bool:

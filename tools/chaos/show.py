@@ -109,7 +109,7 @@ def show(result: Result, console: Console) -> None:
         table.add_row(row["role"], row["fault"], *counts, *times)
     console.print(table)
     console.print("Stall: how long the machine itself stood still, at most, between such a fault and its end.")
-    journal = result.audit.get("journal", {})
+    ledger = result.audit.get("ledger", {})
     overlooked = sum(fault.kind == "stop" and fault.detected_s is None for fault in result.faults)
     if overlooked:
         console.print(
@@ -134,11 +134,11 @@ def show(result: Result, console: Console) -> None:
         f"{result.answers:,} whole answers, {result.tokens:,} tokens compared, {result.resent} requests sent again to another"
         f" gateway, {result.left} clients left; {result.seconds:.0f} s. Idle after {result.audit.get('idle_after_s', 0):.2f} s."
     )
-    if journal:
-        said = ", ".join(f"{count} {name}" for name, count in sorted(journal["outcomes"].items()))
+    if ledger:
+        said = ", ".join(f"{count} {name}" for name, count in sorted(ledger["outcomes"].items()))
         console.print(
-            f"Ledger: {said}. Tokens charged beyond those got: {journal['drift_single']} of one choice,"
-            f" {journal['drift_several']} of several, {journal['drift_lost']} of rows written off,"
-            f" {journal['drift_fenced']} of {journal['fenced']} answers that a stopped"
+            f"Ledger: {said}. Tokens charged beyond those got: {ledger['drift_single']} of one choice,"
+            f" {ledger['drift_several']} of several, {ledger['drift_lost']} of rows written off,"
+            f" {ledger['drift_fenced']} of {ledger['fenced']} answers that a stopped"
             " coordinator took for cancelled."
         )

@@ -16,18 +16,14 @@ from tools.chaos.cluster import Cluster, Violation
 from tools.chaos.run import Plan, Run
 
 EVERY_S = 2.0
-WARM_UP_SHARE = 1 / 3
-"""The tables that remember a number of requests are full by then."""
-SLOPE_MAX_MIB = 1.0
-"""Per ten minutes."""
-JUDGED_FROM_S = 600.0
-"""A line through less time says nothing, so a shorter run shows its growth without judging it."""
+WARM_UP_SHARE = 1 / 3  # the tables that remember a number of requests are full by then
+SLOPE_MAX_MIB = 1.0  # per ten minutes
+JUDGED_FROM_S = 600.0  # a line through less time says nothing, so a shorter run shows its growth without judging it
 
 
 @dataclass
 class Growth:
-    rss_mib: list[tuple[float, float]] = field(default_factory=list)
-    """(seconds, MiB)"""
+    rss_mib: list[tuple[float, float]] = field(default_factory=list)  # (seconds, MiB)
     fds: list[int] = field(default_factory=list)
     threads: list[int] = field(default_factory=list)
 

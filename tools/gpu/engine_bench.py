@@ -271,9 +271,11 @@ def isolation(runner: GpuRunner) -> dict[str, float]:
         return statistics.quantiles(values, n=100)[98]
 
     return {
-        "p50_alone_ms": 1e3 * statistics.median(alone), "p99_alone_ms": 1e3 * p99(alone),
-        "p50_beside_ms": 1e3 * statistics.median(beside), "p99_beside_ms": 1e3 * p99(beside),
-    }  # fmt: skip
+        "p50_alone_ms": 1e3 * statistics.median(alone),
+        "p99_alone_ms": 1e3 * p99(alone),
+        "p50_beside_ms": 1e3 * statistics.median(beside),
+        "p99_beside_ms": 1e3 * p99(beside),
+    }
 
 
 @torch.inference_mode()

@@ -18,8 +18,7 @@ DECODES = (
     [(rows, context) for context in (1024, 4096, 512, 32_768) for rows in (64, 1, 16, 256)] if ON_GPU else [(2, 40)]
 )
 PREFILLS = (1024, 8192, 32_768) if ON_GPU else (40,)
-TILES = ((64, 64, 4), (128, 64, 8), (128, 128, 8)) if ON_GPU else ((32, 32, 4),)
-"""(rows, keys, warps)"""
+TILES = ((64, 64, 4), (128, 64, 8), (128, 128, 8)) if ON_GPU else ((32, 32, 4),)  # (rows, keys, warps)
 KV_BYTES_MAX = 20 << 30
 CALL = AttentionCall(None, None, None)
 

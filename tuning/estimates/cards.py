@@ -4,13 +4,10 @@ from typing import Final, NamedTuple
 
 
 class Card(NamedTuple):
-    tflops: float
-    """Dense bfloat16, in 10^12 operations a second."""
-    gb_per_s: float
-    """The speed of its memory, in 10^9 bytes a second."""
+    tflops: float  # dense bfloat16, in 10^12 operations a second
+    gb_per_s: float  # of its memory, in 10^9 bytes a second
     memory_gib: float
-    link_gb_per_s: float
-    """The speed to the other cards of one worker in one direction, in 10^9 bytes a second."""
+    link_gb_per_s: float  # to the worker's other cards, in one direction
 
 
 CARDS: Final = {

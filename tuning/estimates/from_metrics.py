@@ -18,8 +18,7 @@ from tuning.estimates.from_timings import MeasuredServer, TimingsError, profile_
 from tuning.profile import Profile
 
 INTERVALS_MIN: Final = 12
-TOKENS_MIN: Final = 32
-"""Answer tokens that an interval needs to count."""
+TOKENS_MIN: Final = 32  # answer tokens of an interval that counts
 RUN_SIGMA: Final = 0.15
 
 
@@ -29,14 +28,11 @@ class MetricsReading(NamedTuple):
     prompt_tokens: float
     answer_tokens: float
     gap_s: float
-    """Sum of the times between tokens."""
     gaps: float
-    """Number of the times between tokens."""
     ttft_s: float
     queue_s: float
     prefill_s: float
-    requests: float
-    """Number of requests that had a first token."""
+    requests: float  # that had a first token
     running: float
     kv_share: float
 

@@ -20,10 +20,8 @@ from tuning.simulator.options import RunOptions
 from tuning.simulator.outcome import Floats, SimulatedOutcome
 
 REQUESTS_MIN: Final = 60
-REQUESTS_MAX: Final = 3000
-"""If there are more requests, only the last ones are taken."""
-FIT_SHARE: Final = 0.7
-"""The first requests, up to this share, are fitted to; the others show how good the fit is."""
+REQUESTS_MAX: Final = 3000  # the last ones are taken
+FIT_SHARE: Final = 0.7  # first requests that are fitted to; the others show how good the fit is
 ROUNDS: Final = 14
 STRIDE: Final = 0.4
 STRIDE_MIN: Final = 0.02
@@ -38,7 +36,7 @@ class TimingsError(CrossdockError):
 
 
 class RequestTiming(NamedTuple):
-    """One request that ended."""
+    """A request that ended, as its server timed it."""
 
     at_s: float
     prompt_tokens: int

@@ -14,28 +14,18 @@ from tuning.estimates.cards import Card
 from tuning.estimates.shapes import Shape
 from tuning.profile import Curve, DecodeCost, HostCost, PrefillCost, Profile, ProfileCapacity, Residuals, TransferCost
 
-COMPUTE: Final = 0.60
-"""The share of a card's arithmetic that large matrices reach."""
-MEMORY: Final = 0.74
-"""The share of its memory's speed that reading weights and KV reaches."""
-LINK: Final = 0.37
-"""The share of its link's speed that sums over all cards reach."""
-LAYER_MS: Final = 0.026
-"""Time that each layer of a step takes on top."""
-SYNC_MS: Final = 0.093
-"""Time that each layer takes for each doubling of the cards of a worker."""
-LARGE_TOKENS, LARGE_FACTOR = 4096, 2.1
-"""Sums over more than two cards take `LARGE_FACTOR` times as long for each token from `LARGE_TOKENS` on."""
-VALUE_BYTES: Final = 2
-"""Bytes of a weight, and of a key or value: bfloat16."""
-MEMORY_SHARE: Final = 0.9
-"""The share of a card's memory that is there for weights, KV and steps."""
-ACTIVATION_BYTES: Final = 2 << 30
-"""Memory on each card that steps need out of that share."""
+COMPUTE: Final = 0.60  # share of a card's arithmetic that large matrices reach
+MEMORY: Final = 0.74  # share of its memory's speed that reading weights and KV reaches
+LINK: Final = 0.37  # share of its link's speed that sums over all cards reach
+LAYER_MS: Final = 0.026  # that each layer adds to a step
+SYNC_MS: Final = 0.093  # that each layer adds for each doubling of a worker's cards
+LARGE_TOKENS, LARGE_FACTOR = 4096, 2.1  # sums over more than two cards take so many times as long from so many tokens
+VALUE_BYTES: Final = 2  # of a weight, key or value: bfloat16
+MEMORY_SHARE: Final = 0.9  # of a card, for weights, KV and steps
+ACTIVATION_BYTES: Final = 2 << 30  # of that share, on each card, for steps
 BLOCK_TOKENS: Final = 16
 HOST: Final = HostCost(request_ms=5.0, request_token_ms=0.002, step_gap_ms=0.3, join_ms=1.0)
-RUN_SIGMA: Final = 0.15
-"""Not measured, so a wide band."""
+RUN_SIGMA: Final = 0.15  # not measured, so a wide band
 SPREAD: Final = Residuals(count=0, p10=-0.15, p50=0.0, p90=0.15, worst=0.3)
 SIZES: Final = tuple(1 << power for power in range(14))
 

@@ -23,15 +23,13 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
-    mlp: int
-    """Width of an MLP, or of one expert's."""
+    mlp: int  # width of an MLP, or of one expert's
     vocabulary: int
     context_tokens: int
     experts: int = 1
     experts_per_token: int = 1
     mlp_matrices: int = 3
-    tied: bool = False
-    """One matrix serves as embedding and as output."""
+    tied: bool = False  # one matrix for embedding and output
 
     @property
     def _attention(self) -> int:

@@ -33,35 +33,23 @@ class SimulatedBatch:
         self._cost, self._slow = cost, slow / 1000
         self._base: list[float] = []
         self._per_token = cost.kv_token_ms * self._slow
-        self.steps = 0
-        """Begun before `begin_s`."""
-        self.begin_s = 0.0
-        """The boundary at which the present span began, or will begin."""
+        self.steps = 0  # begun before `begin_s`
+        self.begin_s = 0.0  # boundary at which the present span began, or will begin
         self.kv_tokens = 0
         self.sequences = 0
-        self.held_seqs = 0
-        """All sequences that are placed here, whether they run yet or not."""
-        self.promised = 0
-        """Requests that are to come here but have no room yet (`RunOptions.late_room`)."""
-        self.late: deque[SimulatedRequest] = deque()
-        """The promised requests whose prompts are computed."""
-        self.share = 1.0
-        """How many times as long steps take because others use the same cores."""
-        self.stretch = 1.0
-        """How many times as long steps take because parts of prompts are computed in them (`Options.stall_share`)."""
-        self.suffixes = 0
-        """Number of prompts that are computed here."""
+        self.held_seqs = 0  # placed here, running or not
+        self.promised = 0  # requests that will come here but have no room yet (`RunOptions.late_room`)
+        self.late: deque[SimulatedRequest] = deque()  # of these, those whose prompts are computed
+        self.share = 1.0  # factor on step times because others use the same cores
+        self.stretch = 1.0  # factor on step times because parts of prompts are computed in them
+        self.suffixes = 0  # prompts that are computed here
         self.suffixes_end_s = 0.0
         self.kept = KeptAnswers()
         self.is_mixed = False
-        """It is a mixed worker's batch."""
-        self.prefill_s = 0.0
-        """Time that the mixed worker's present prefill step takes alone; 0: no prefill step runs."""
-        self.tokens_want = 0.0
-        """Cores that passing on its tokens would fill."""
+        self.prefill_s = 0.0  # of the mixed worker's present prefill step alone; 0: none runs
+        self.tokens_want = 0.0  # cores that passing on its tokens would fill
         self.version = 0
-        self.forwarded = 0
-        """Tokens forwarded until a sequence last ended: it shows which worker has done least."""
+        self.forwarded = 0  # tokens until a sequence last ended: shows which worker has done least
         self.busy_s = self.token_steps = 0.0
         self.up = True
         self._ends: list[tuple[int, int, SimulatedRequest]] = []
@@ -121,13 +109,13 @@ class SimulatedBatch:
 
     @property
     def idle_tokens(self) -> int:
-        """That nothing running holds."""
+        """Tokens of the KV pool that are not taken."""
         return (self.room.kv_blocks - self.room.taken) * self.room.block_size
 
     # --- sequences ------------------------------------------------------------------------------------------------------
 
     def join(self, job: SimulatedRequest, now: float) -> None:
-        """Its KV is here."""
+        """Adds a request whose KV is here."""
         self.sync(now)
         self.room.joined(job.number, self.steps)
         self.sequences += 1

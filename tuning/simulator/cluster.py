@@ -25,7 +25,6 @@ from tuning.simulator.placing import Placing
 from tuning.simulator.prefill import SimulatedPrefillWorker
 
 _STEP, _ARRIVED, _END, _DOWN, _UP, _SUBMIT, _SUFFIX, _TURN = range(8)
-"""Kinds of events."""
 
 
 class Simulator(Placing):

@@ -30,15 +30,12 @@ class SimulatedHost:
         )
         control = profile.control
         self._step_s, self._token_s = control.step_ms / 1000, control.token_ms / 1000
-        self.talks = bool(profile.prefill_cores and control.step_ms)
-        """Whether requests take the time of cores that prefill workers use too."""
+        self.talks = bool(profile.prefill_cores and control.step_ms)  # requests use cores of prefill workers
         self._talking = 0
-        self._tokens_want = 0.0
-        """Cores that passing on the tokens of all decode workers would fill."""
+        self._tokens_want = 0.0  # cores that passing on the tokens of all decode workers would fill
         self._push_step, self._push_end = push_step, push_end
         self._cores = self._prefill_cores + self._decode_cores
-        self._mixed: dict[int, SimulatedBatch] = {}
-        """Batches of mixed workers that compute."""
+        self._mixed: dict[int, SimulatedBatch] = {}  # batches of mixed workers that compute
         self._running: dict[int, SimulatedPrefillWorker] = {}
         self._busy: dict[int, SimulatedBatch] = {}
         self._prefill_share = 1.0

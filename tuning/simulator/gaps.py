@@ -6,8 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 _LEAST_S = 1e-5
-_PER_E = 50.0
-"""Bins for each factor of e, so each is 2 % wide."""
+_PER_E = 50.0  # bins for each factor of e: each is 2 % wide
 _BINS = 900
 
 

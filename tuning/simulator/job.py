@@ -15,20 +15,14 @@ class Sent(NamedTuple):
     at_s: float
     prompt_tokens: int
     output_tokens: int
-    blocks: tuple[int, ...] = ()
-    """Ids of its prompt's blocks; equal ids are equal tokens."""
+    blocks: tuple[int, ...] = ()  # ids of its prompt's blocks; equal ids are equal tokens
     tenant: str = "default"
     priority: str = DEFAULT_PRIORITY_CLASS
-    leaves_after: int = 0
-    """Tokens after which its client leaves; 0: it stays to the end."""
-    session: int = 0
-    """It is a turn of that session; 0: of none."""
-    reused_tokens: int = 0
-    """Its prompt begins with this many tokens of the prompt and answer of the session's turn before."""
-    follows: int = -1
-    """Index of the request after whose end it comes, instead of at `at_s`; -1: it follows none."""
-    think_s: float = 0.0
-    """Seconds from that end until this request comes."""
+    leaves_after: int = 0  # its client leaves; 0: it stays to the end
+    session: int = 0  # that it is a turn of; 0: none
+    reused_tokens: int = 0  # of the prompt and answer of the session's turn before
+    follows: int = -1  # index of the request after whose end it comes, instead of at `at_s`; -1: none
+    think_s: float = 0.0  # from that end until this request comes
 
     @property
     def forwarded_tokens(self) -> int:
@@ -88,10 +82,8 @@ class SimulatedRequest:
     ) -> None:
         self.number, self.sent, self.at_s = number, sent, sent.at_s
         self.submitted_s = sent.at_s
-        """When it came to the coordinator."""
         self.prompt, self.output, self.blocks = sent.prompt_tokens, sent.forwarded_tokens, sent.blocks
-        self.output_max = sent.output_tokens
-        """The output length that the coordinator knows; the client may leave earlier."""
+        self.output_max = sent.output_tokens  # known to the coordinator; the client may leave earlier
         self.chunks = -(-self.prompt // step_tokens)
         priority_class = priority_classes[sent.priority]
         self._patience_s = priority_class.ttft_s + self.chunks * priority_class.ttft_s_per_chunk
@@ -99,19 +91,15 @@ class SimulatedRequest:
         organisation, _, user = sent.tenant.partition("/")
         self.path = (sent.priority, organisation, user)
         self.demand = Demand(self.prompt + self.output_max - 1, 1)
-        self.key = class_key(self.demand)
-        """Its key in the queue, while it is not placed."""
+        self.key = class_key(self.demand)  # in the queue, while it is not placed
         self.dispatched = self.cached = self.moves = self.attempt = 0
         self.output_charged = 0.0
-        self.entry: Any = None
-        """Its entry in the queue, while it has chunks left."""
+        self.entry: Any = None  # in the queue, while it has chunks left
         self.prefill: Any = None
         self.decode: Any = None
         self.placed_s = self.first_s = self.join_s = self.end_s = self.left_s = self.last_s = NOT_YET
-        self.first_token = False
-        """This attempt has drawn its first token."""
-        self.no_room = False
-        """It once found no room on any decode worker."""
+        self.first_token = False  # drawn by this attempt
+        self.no_room = False  # once, on any decode worker
 
     def comes(self, now: float) -> None:
         """Sets the times of a request that comes after another one has ended."""

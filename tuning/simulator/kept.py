@@ -14,7 +14,6 @@ class KeptAnswers:
 
     def __init__(self) -> None:
         self._tokens: OrderedDict[int, int] = OrderedDict()
-        """Tokens of each session."""
         self._sum = 0
 
     def of(self, sent: Sent) -> int:

@@ -15,8 +15,7 @@ from tuning.simulator.prefill import SimulatedPrefillWorker
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
-PAUSE_S: Final = 100.0
-"""A time without arrivals that is no part of the traffic: between windows of an excerpt."""
+PAUSE_S: Final = 100.0  # without arrivals that is no part of the traffic: between windows of an excerpt
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,31 +23,21 @@ class SimulatedOutcome:
     """Arrays have an entry for each request, in the order of arrival."""
 
     at_s: Floats
-    ttft_ms: Floats
-    """NaN for requests that got no answer."""
-    tpot_ms: Floats
-    """NaN where the answer has one token or none."""
+    ttft_ms: Floats  # NaN: no answer
+    tpot_ms: Floats  # NaN: one token or none
     queue_ms: Floats
-    no_room: Bools
-    """It had to wait for KV room on decode workers."""
-    hand_over_ms: Floats
-    """Time from the first token to the first decode step."""
+    no_room: Bools  # it waited for KV room on decode workers
+    hand_over_ms: Floats  # from the first token to the first decode step
     prompt_tokens: Floats
     output_tokens: Floats
-    """Output tokens that the client received; it may have left early."""
     cached_tokens: Floats
     classes: tuple[str, ...]
-    """Priority classes."""
-    clients: tuple[int, ...]
-    """The client of each turn, if there are sessions; else empty."""
-    span_s: float
-    """Seconds from the first arrival to the last end, without pauses."""
+    clients: tuple[int, ...]  # of each turn, if there are sessions; else empty
+    span_s: float  # from the first arrival to the last end, without pauses
     gaps: Gaps
-    prefill_busy: float
-    """Share of the time from the first arrival to the last end in which prefill workers computed."""
+    prefill_busy: float  # share of the span in which prefill workers computed
     decode_busy: float
-    batch_mean: float
-    """Sequences in a decode step, on average."""
+    batch_mean: float  # sequences in a decode step
     link_busy: float
 
     @property

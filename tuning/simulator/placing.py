@@ -33,15 +33,11 @@ class Placing(ABC):
         ]
         self.order = order_for(self.jobs, limits, profile.attention_tokens)
         self.gaps = Gaps()
-        self.closed: dict[int, SimulatedRequest] = {}
-        """Classes for which no decode worker has room."""
-        self.classes: dict[int, int] = {}
-        """How many wait under each class's key."""
+        self.closed: dict[int, SimulatedRequest] = {}  # classes for which no decode worker has room
+        self.classes: dict[int, int] = {}  # waiting requests by class key
         self.now = 0.0
-        self.news = False
-        """Something may be possible now that was not possible before."""
+        self.news = False  # something may be possible that was not before
         self._waiting = 0
-        """Requests that are not placed."""
         self._hit_rate = options.hit_rate
         self._wait_s_max = limits.queue_wait_s_max
         self._weights = limits.placement
@@ -112,7 +108,7 @@ class Placing(ABC):
             del self.classes[key]
 
     def schedule(self) -> None:
-        """As `scheduler.placement.schedule`: workers with a free step are asked, the one with the least to do first."""
+        """Asks workers with a free step, the least busy first, as `scheduler.placement.schedule` does."""
         self.news = False
         asked: set[int] = set()
         while True:

@@ -16,15 +16,13 @@ from tuning.simulator.order import FairOrder
 
 
 class SimulatedStep(NamedTuple):
-    chunks: list[tuple[SimulatedRequest, int, int]]
-    """Job, first token, tokens."""
+    chunks: list[tuple[SimulatedRequest, int, int]]  # (job, first token, tokens)
     tokens: int
-    took_s: float
-    """Alone on its cores."""
+    took_s: float  # alone on its cores
 
 
 class SimulatedPrefillWorker:
-    """As the coordinator counts it."""
+    """A prefill worker as the coordinator counts it."""
 
     def __init__(
         self,
@@ -36,34 +34,26 @@ class SimulatedPrefillWorker:
     ) -> None:
         self.number, self.batch, self.slow = number, mixed_with, slow
         self.pace = StepPace(limits)
-        self.key = number + 1
-        """The queue's key of what is placed here."""
-        self.bound_key = bound_key(number + 1)
-        """The queue's key of what waits for this worker, which has it cached."""
+        self.key = number + 1  # in the queue, of what is placed here
+        self.bound_key = bound_key(number + 1)  # in the queue, of what waits for this worker, which has it cached
         self.free_blocks, self.free_seqs = capacity.kv_blocks, capacity.seqs_max
         self._kv_blocks = capacity.kv_blocks
         self.block_size = capacity.block_size
-        self.steps: deque[SimulatedStep] = deque()
-        """Steps in flight; the first one runs."""
+        self.steps: deque[SimulatedStep] = deque()  # in flight; the first one runs
         self.tokens_in_flight = self.tokens_forwarded = self.undispatched = 0
-        self.placed: dict[int, SimulatedRequest] = {}
-        """Jobs that have chunks left to dispatch, by number."""
+        self.placed: dict[int, SimulatedRequest] = {}  # jobs with chunks to dispatch, by number
         self.begun: SimulatedRequest | None = None
-        self.stuck: dict[int, SimulatedRequest] = {}
-        """Queue keys whose first job has no room here."""
+        self.stuck: dict[int, SimulatedRequest] = {}  # queue keys whose first job has no room here
         self.up = True
         self.running = False
-        self.left_s = 0.0
-        """Seconds that the present step had left at `since_s`, if it ran alone."""
+        self.left_s = 0.0  # of the present step at `since_s`, if it ran alone
         self.since_s = self.began_s = 0.0
-        self.free_s = self.after_s = 0.0
-        """When the worker can begin its next step, and how long the present step had to wait for that."""
+        self.free_s = self.after_s = 0.0  # next step may begin; how long the present one waited for that
         self.version = 0
         self.busy_s = 0.0
         self.link_free_s = 0.0
         self.link_busy_s = 0.0
-        self.cache: OrderedDict[int, None] = OrderedDict()
-        """Ids of the prompt blocks that it has, least recently used first."""
+        self.cache: OrderedDict[int, None] = OrderedDict()  # prompt blocks, least recently used first
         self.kept = mixed_with.kept if mixed_with is not None else KeptAnswers()
 
     @property
@@ -118,7 +108,7 @@ class StepRoom(Protocol):
 def compose(
     worker: SimulatedPrefillWorker, order: FairOrder, cluster: StepRoom, cost: PrefillCost
 ) -> SimulatedStep | None:
-    """As `scheduler.placement.steps.compose`; None if there is nothing that the worker can do."""
+    """The next step, as by `scheduler.placement.steps.compose`; None if there is nothing that the worker can do."""
     chunks: list[tuple[SimulatedRequest, int, int]] = []
     size = worker.block_size
     left, pairs = max(worker.pace.budget, size), 0.0

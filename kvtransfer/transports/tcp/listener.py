@@ -33,8 +33,7 @@ from kvtransfer.transports.transport import PairBroken
 HELLO_TIMEOUT_S: Final = 2.0
 _BACKLOG: Final = 1024
 _ACCEPTED_AT_ONCE: Final = 16
-_PAUSE_S: Final = 0.1
-"""A pause without accepting, where there is no descriptor for a connection and no stranger to close for it."""
+_PAUSE_S: Final = 0.1  # without accepting: no descriptor is left, and no stranger to close
 _NO_ROOM: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _JOIN_S: Final = 5.0
 
@@ -80,8 +79,7 @@ class TcpListener:
         self.host = host
         self._on_stranger = on_stranger
         self._lock = threading.Lock()
-        self._expected: dict[bytes, Expected] = {}
-        """Pairs that are expected, by token. They are shared with the threads of pairs, under the lock."""
+        self._expected: dict[bytes, Expected] = {}  # by token; shared with the threads of pairs, under the lock
         self._thread: threading.Thread | None = None
         self._socket: socket.socket | None = None
         self._wake = -1
@@ -90,7 +88,6 @@ class TcpListener:
         self._said: dict[socket.socket, bytearray] = {}
         self._pending: PendingConnections[socket.socket]
         self._resume_at: float | None = None
-        """When accepting goes on."""
 
     # --- from the threads of pairs ---
 

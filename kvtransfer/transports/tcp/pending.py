@@ -15,8 +15,7 @@ class PendingConnections(Generic[C]):
 
     def __init__(self, limit: int, timeout_s: float) -> None:
         self._limit, self._timeout_s = limit, timeout_s
-        self._deadlines: OrderedDict[C, float] = OrderedDict()
-        """Deadlines in the order of arrival, which is their own order."""
+        self._deadlines: OrderedDict[C, float] = OrderedDict()  # in the order of arrival, which is their own
 
     def __len__(self) -> int:
         return len(self._deadlines)

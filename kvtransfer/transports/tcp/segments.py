@@ -15,8 +15,7 @@ from kvtransfer.memory.digests import of_packed, of_segment
 from kvtransfer.memory.layout import is_run
 from kvtransfer.memory.pool import PoolRows, as_bytes
 
-RECORD_BYTES: Final = 512 << 10
-"""Bytes that are encrypted, received, decrypted and digested in one go; they stay in the second-level cache."""
+RECORD_BYTES: Final = 512 << 10  # encrypted, received, decrypted and digested in one go, in the second-level cache
 
 
 @dataclass(frozen=True, slots=True)

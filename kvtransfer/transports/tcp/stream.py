@@ -25,8 +25,7 @@ _HEADER = struct.Struct("<IIQ")
 _NONCE = struct.Struct("<4xQ")
 HEADER_BYTES: Final = _HEADER.size
 TAG_BYTES: Final = 16
-_WOKEN_AT_BYTES: Final = 256 << 10
-"""A waiting reader is woken when this many bytes are there, because a wake-up for each packet costs more than the copying."""
+_WOKEN_AT_BYTES: Final = 256 << 10  # that wake a waiting reader: a wake-up for each packet costs more than copying
 
 
 class PairClosing(Exception):

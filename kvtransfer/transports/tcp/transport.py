@@ -42,8 +42,7 @@ from kvtransfer.transports.transport import (
     Transport,
 )
 
-_TRIES_MAX = 8
-"""Connections that a sender makes for one pair, where they are closed without an answer."""
+_TRIES_MAX = 8  # of a sender for one pair, where connections are closed without an answer
 
 
 class _TcpChannel(Channel):

@@ -48,7 +48,6 @@ METRICS: Final = {
     "running": "vllm:num_requests_running",
     "kv_share": "vllm:kv_cache_usage_perc",
 }
-"""The metrics that are read."""
 
 
 class ServerFailed(CrossdockError):

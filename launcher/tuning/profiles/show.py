@@ -8,10 +8,8 @@ from rich.console import Console
 from launcher import tables
 from tuning.profile import Profile, TransferCost
 
-SCATTER_MAX: Final = 0.3
-"""The largest scatter on a quiet machine: 9 in 10 steps exceed the fit by less than this share."""
-NO_LIMIT: Final = TransferCost().bytes_per_ms
-"""The bandwidth if long transfers took no longer than short ones: most of the KV is sent while the prompt is computed."""
+SCATTER_MAX: Final = 0.3  # on a quiet machine, 9 in 10 steps exceed the fit by less than this share
+NO_LIMIT: Final = TransferCost().bytes_per_ms  # long transfers take no longer than short ones
 RUNS: Final = {
     "calibrated": "From one start of the workers to the next, times differ by {}",
     "estimated": "Nothing of this was measured: {}",

@@ -11,8 +11,7 @@ import httpx
 
 prometheus, base_url, model, dashboard = sys.argv[1:]
 WAIT_S = 60.0
-PROCESSES = 5
-"""Two workers, the coordinator, the gateway and the supervisor."""
+PROCESSES = 5  # two workers, the coordinator, the gateway and the supervisor
 
 with httpx.Client(timeout=30, trust_env=False) as client:
 

@@ -1,4 +1,4 @@
-"""A core that journals itself into memory."""
+"""A core that keeps its event log in memory."""
 
 import io
 
@@ -8,7 +8,7 @@ from coordinator.event_log.replay import Replay
 from coordinator.events import Action, Event, Limits
 
 
-class TapedCore(Core):
+class LoggedCore(Core):
     """Its clock begins at 0, as the worlds' do."""
 
     def __init__(self, limits: Limits | None = None) -> None:
@@ -26,14 +26,14 @@ class TapedCore(Core):
         self.records.append(self._chain.record(len(actions), self._chain.actions(actions)))
         return actions
 
-    def tape(self, *, ended: bool = False) -> bytes:
+    def event_log(self, *, ended: bool = False) -> bytes:
         return b"".join(self.records) + (encode_end("stopped") if ended else b"")
 
 
-def replay(tape: bytes) -> Replay:
-    return Replay(io.BytesIO(tape))
+def replay(log: bytes) -> Replay:
+    return Replay(io.BytesIO(log))
 
 
-def taped(core: Core) -> TapedCore:
-    assert isinstance(core, TapedCore)
+def as_logged(core: Core) -> LoggedCore:
+    assert isinstance(core, LoggedCore)
     return core

@@ -45,7 +45,7 @@ def test_conversations_that_do_not_fit_are_paused() -> None:
     """With three times the conversations that fit, as many turns are served as with those that fit, most of them at once."""
     fitting, _ = turns_and_p90_s(player(6).play(lambda now_s: None))
     turns, p90_s = turns_and_p90_s(player(18).play(lambda now_s: None))
-    assert turns >= 0.95 * fitting and p90_s < 2.0
+    assert turns >= 0.95 * fitting and p90_s < 5.0
 
 
 def test_paused_turns_can_be_cancelled() -> None:

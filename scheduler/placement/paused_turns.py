@@ -20,7 +20,7 @@ from scheduler.workers.pool import Pool
 
 SHARE: Final = 0.1
 WAIT_SHARE: Final = 0.9
-QUIET: Final = 3.0
+QUIET: Final = 6.0
 """The next turn resumes if none has come for so many times the mean time between turns."""
 BEHIND_S: Final = 2.0
 """Prefill workers do not keep up if what waits takes them so long."""

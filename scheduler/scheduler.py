@@ -56,7 +56,7 @@ class Scheduler:
         if any(pool.wakeups.go_on_at_once for pool in pools):
             return now
         due = [timer for queue in queues if (timer := queue.next_timer()) is not None]
-        due += [pool.resumes_at for pool in pools if pool.paused]
+        due += [paused_turns.next_resume(pool) for pool in pools if pool.paused]
         due += [at for pool in pools if (at := pool.breakers.next_wake()) is not None]
         return min(due, default=None)
 

@@ -2,8 +2,8 @@
 
 Without it each turn evicts KV that another conversation is about to need, so that prefill workers compute nearly everything
 anew. A turn whose KV was evicted is paused if prefill workers do not keep up. Paused turns resume one after another, in the
-fair order, at a pace that takes `SHARE` of what prefill workers compute. The other conversations find their KV meanwhile. No
-turn is paused for longer than `WAIT_SHARE` of the time that it may wait.
+fair order, at a pace that takes `SHARE` of what prefill workers compute, and earlier where no other turns come. The other
+conversations find their KV meanwhile. No turn is paused for longer than `WAIT_SHARE` of the time that it may wait.
 
 A turn is not paused if the KV would not last until the next turn anyway: if prefill workers could fill the caches between two
 turns of its tenant.
@@ -20,18 +20,16 @@ from scheduler.workers.pool import Pool
 
 SHARE: Final = 0.1
 WAIT_SHARE: Final = 0.9
+QUIET: Final = 6.0
+"""The next turn resumes if none has come for so many times the mean time between turns."""
 BEHIND_S: Final = 2.0
 """Prefill workers do not keep up if what waits takes them so long."""
 
 
 def begin(request: Request, pool: Pool, queue: WaitQueue, now: float) -> bool:
     """Pause a turn that has come, if its conversation has to wait. Returns whether it was paused."""
-    turn, sessions, rate = request.turn, pool.sessions, pool.tokens_per_s()
-    if turn is None or not turn.kept_tokens or request.entry is None or request.suspicion is not None:
-        return False
-    if sessions.tokens <= sessions.kv_tokens or sessions.mean_s(request.submit.tenant) * rate > sessions.kv_tokens:
-        return False
-    if (not pool.paused and queue.work_ahead.work < BEHIND_S * rate) or is_found(request, pool):
+    if not _has_to_wait(request, pool, queue):
+        pool.turn_came_at = now
         return False
     if not pool.paused:
         pool.resumes_at = now + _pause_s(request, pool)
@@ -40,11 +38,27 @@ def begin(request: Request, pool: Pool, queue: WaitQueue, now: float) -> bool:
     return True
 
 
+def _has_to_wait(request: Request, pool: Pool, queue: WaitQueue) -> bool:
+    turn, sessions, rate = request.turn, pool.sessions, pool.tokens_per_s()
+    if turn is None or not turn.kept_tokens or request.entry is None or request.suspicion is not None:
+        return False
+    if sessions.tokens <= sessions.kv_tokens or sessions.mean_s(request.submit.tenant) * rate > sessions.kv_tokens:
+        return False
+    return (bool(pool.paused) or queue.work_ahead.work >= BEHIND_S * rate) and not is_found(request, pool)
+
+
 def is_found(request: Request, pool: Pool) -> bool:
     """Whether a worker has most of the KV that its last turn left."""
     submit, turn = request.submit, request.turn
     holders = pool.candidates.holders(Role.PREFILL, submit) + pool.candidates.holders(Role.DECODE, submit)
     return turn is not None and any(2 * cached_tokens(submit, worker, pool) >= turn.kept_tokens for worker in holders)
+
+
+def next_resume(pool: Pool) -> float:
+    """When the next of the turns that are paused resumes."""
+    oldest = next(iter(pool.paused.values()))
+    quiet_s = QUIET * max(pool.sessions.mean_s(oldest.submit.tenant), 1.0)
+    return min(pool.resumes_at, pool.turn_came_at + quiet_s)
 
 
 def resume_due(pool: Pool, queue: WaitQueue, now: float) -> None:
@@ -55,8 +69,9 @@ def resume_due(pool: Pool, queue: WaitQueue, now: float) -> None:
         limit_s = min(limit_s, oldest.first_token_ms / 1000)
     if now >= oldest.since + WAIT_SHARE * limit_s:
         _resume(oldest, pool, queue, now)
-    elif now >= pool.resumes_at:
+    elif now >= next_resume(pool):
         request = queue.first_paused() or oldest
+        pool.turn_came_at = now
         pool.resumes_at = now + _pause_s(request, pool)
         _resume(request, pool, queue, now)
 

@@ -86,8 +86,8 @@ class Pool:
         """Those that lost their prefill worker and keep their room in decode, by id."""
         self.paused: dict[str, Request] = {}
         """Turns that wait until the caches have room for their conversations, by id, oldest first: see `paused_turns`."""
-        self.resumes_at = 0.0
-        """When the next of them resumes."""
+        self.resumes_at = self.turn_came_at = 0.0
+        """When the next of them resumes at the latest, and when the last turn came that was not paused."""
         self.looked_at = self._short_at = -inf
         """When streams that could give way were last looked for, and when decode was last short of room."""
         self.gives_way: list[tuple[str, int]] = []

@@ -16,6 +16,7 @@ Workers can be slow, failing or lost here (`start`, `lose`); `tests.world.faults
 
 from collections.abc import Callable
 from itertools import count
+from math import inf
 
 import msgspec
 
@@ -281,6 +282,12 @@ class VirtualCluster(ClusterSurroundings):
         while self.next_s <= until_s:
             self.step()
         self.advance(until_s)
+
+    @property
+    def due_s(self) -> float:
+        """When the next event is due, or the next deadline of the coordinator if there is none."""
+        deadline = self.core.next_deadline() if self.next_s == inf else None
+        return self.next_s if deadline is None else deadline
 
     def step(self) -> None:
         """Handles the next due event. A deadline of the coordinator that is earlier comes first."""

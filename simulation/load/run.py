@@ -112,7 +112,7 @@ class _Player:
             cluster.at(failure.at_s, self._fail, failure)
         cluster.at(LOOK_EVERY_S, self._look, progress)
         end_s = workload.duration_s + workload.settle_s
-        while cluster.next_s <= end_s and (cluster.now < workload.duration_s or self._awaited):
+        while cluster.due_s <= end_s and (cluster.now < workload.duration_s or self._awaited):
             cluster.step()
         self._sum_up()
         return self._played

@@ -131,6 +131,7 @@ class Core(State):
             flips.resume_due(self, now)
         if self.flipping:
             flips.look(self, now)  # a worker whose change is given up takes work again
+        self.spread.go_on()
         suspects.judge(self)
         schedule(self, now)
         if self.draining:
@@ -138,7 +139,7 @@ class Core(State):
         return self.out
 
     def next_deadline(self) -> float | None:
-        if any(pool.wakeups.go_on_at_once for pool in self.pools.values()):
+        if self.spread.jobs or any(pool.wakeups.go_on_at_once for pool in self.pools.values()):
             return self.now
         waiting = [timer for queue in self.queues.values() if (timer := queue.next_timer()) is not None]
         if self.interrupted:

@@ -1,7 +1,7 @@
 """The state of the core, and the operations that its parts share: change a request's state, end it, or withdraw it."""
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -11,6 +11,7 @@ from coordinator.accounting.tombstones import Remembered
 from coordinator.accounting.usage import Closed, Opened
 from coordinator.events import Action, Limits, Send, StateChanged
 from coordinator.room import cluster_state
+from coordinator.spread import Spread
 from proto.errors import Interrupt
 from proto.messages import Hello, Interrupted, Message, Release, Role, Submit
 from proto.status import AutopilotStatus
@@ -66,6 +67,11 @@ class State:
         comes back with one is told to release it."""
         self.leaving: dict[str, None] = {}
         """Tenants that are no longer in the tenants file, until they hold nothing any more."""
+        self.orphans: dict[str, Request] = {}
+        """Requests whose gateway is gone, until they are ended."""
+        self.lost_gateways: dict[int, Hello] = {}
+        """Their gateways."""
+        self.spread = Spread()
         self.names: OrderedDict[str, int] = OrderedDict()
         """Names of the last processes that joined, and their incarnations."""
         self.outcomes: Counter[str] = Counter()
@@ -326,7 +332,14 @@ class State:
         capacities = pool.capacities()
         if capacities != pool.eligible_for:  # one of many equal workers makes no difference to what waits
             pool.eligible_for = capacities
-            self.queues[model].refresh_eligibility(self.can_run)
+            self.spread.begin(model, self._refresh(model, list(self.requests.values())))
+
+    def _refresh(self, model: str, requests: list[Request]) -> Iterator[None]:
+        for request in requests:
+            if request.waits and request.submit.model == model:
+                if self.queues[model].refresh_eligibility(request, self.can_run(request)):
+                    self.pools[model].wakeups.request_came()
+                yield
 
     def can_run(self, request: Request) -> bool:
         """Whether a worker that takes work could hold the request. True also while none takes work: one may come back."""

@@ -39,9 +39,8 @@ def place(
     progress = request.attempt_progress
     progress.placed_at = now
     _, progress.fetched_tokens, progress.fetch_s, progress.compute_s = begins
-    keep, take_in = _orders(
-        request, prefill, decode, state.peers[request.gateway_incarnation], pool.sessions.returns(request.submit.tenant)
-    )
+    gateway = state.peers.get(request.gateway_incarnation) or state.lost_gateways[request.gateway_incarnation]
+    keep, take_in = _orders(request, prefill, decode, gateway, pool.sessions.returns(request.submit.tenant))
     state.send(decode.incarnation, keep)
     state.send(prefill.incarnation, take_in, request.blob)
     request.blob = b""

@@ -130,6 +130,7 @@ class Core(State):
             flips.resume_due(self, now)
         if self.flipping:
             flips.look(self, now)  # a worker whose change is given up takes work again
+        self.spread.go_on()
         suspects.judge(self)
         self.carry_out(self.scheduler.decide(now))
         if self.cluster.draining:
@@ -137,6 +138,8 @@ class Core(State):
         return self.out
 
     def next_deadline(self) -> float | None:
+        if self.spread.jobs:
+            return self.now
         waiting = [at] if (at := self.scheduler.next_deadline(self.now)) is not None else []
         if self.interrupted:
             waiting.append(next(iter(self.interrupted.values())).since + self.limits.resubmit_s_max)

@@ -1,6 +1,6 @@
 """Orders messages behind the usage ledger's commits. Pure."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -20,6 +20,8 @@ class Outbox:
     uncommitted: set[str] = field(default_factory=set)
     held: dict[int, deque[Send]] = field(default_factory=dict)
     """Messages that are held back, by peer; it has no empty queues."""
+    _held_about: dict[int, Counter[str | None]] = field(default_factory=dict)
+    """How many of them are about each request, by peer."""
 
     def opened(self, request_id: str) -> None:
         self.uncommitted.add(request_id)
@@ -28,15 +30,16 @@ class Outbox:
         """Returns True if it may be sent now; else holds it back."""
         if not self.uncommitted:
             return True
-        waiting = self.held.get(send.incarnation)
-        if not self._names_uncommitted(send) and (waiting is None or _may_overtake(send, waiting)):
+        if not self._names_uncommitted(send) and (send.incarnation not in self.held or self._may_overtake(send)):
             return True
         self.held.setdefault(send.incarnation, deque()).append(send)
+        self._held_about.setdefault(send.incarnation, Counter())[_request_id(send)] += 1
         return False
 
     def forget(self, incarnation: int) -> None:
         """Drop the messages held back for a peer whose link is gone. On a new link the peer would take them for new orders."""
         self.held.pop(incarnation, None)
+        self._held_about.pop(incarnation, None)
 
     def committed(self, request_ids: Iterable[str]) -> list[Send]:
         """Returns the messages that may go out now, in each peer's order."""
@@ -44,20 +47,21 @@ class Outbox:
         free: list[Send] = []
         for incarnation, waiting in list(self.held.items()):
             while waiting and not self._names_uncommitted(waiting[0]):
+                self._held_about[incarnation][_request_id(waiting[0])] -= 1
                 free.append(waiting.popleft())
             if not waiting:
-                del self.held[incarnation]
+                self.forget(incarnation)
         return free
 
     def _names_uncommitted(self, send: Send) -> bool:
         return _request_id(send) in self.uncommitted
 
-
-def _may_overtake(send: Send, waiting: Iterable[Send]) -> bool:
-    request_id = _request_id(send)
-    if not isinstance(send.message, _APART):
-        return False
-    return request_id is None or all(_request_id(other) != request_id for other in waiting)
+    def _may_overtake(self, send: Send) -> bool:
+        """Whether a message may go out before those that are held back for its peer, of which there are some."""
+        request_id = _request_id(send)
+        return isinstance(send.message, _APART) and (
+            request_id is None or not self._held_about[send.incarnation][request_id]
+        )
 
 
 def _request_id(send: Send) -> str | None:

@@ -21,6 +21,7 @@ from scheduler.fairness.fair_node import Path
 from scheduler.lifecycle import TERMINAL, RequestState, Trigger
 from scheduler.request import LOST_PROCESSES_MAX, LostProcess, Request, Suspicion
 from scheduler.scheduler import Scheduler
+from scheduler.spread import Spread
 from scheduler.workers.flip import RunningFlip
 from scheduler.workers.worker import Allocation, Worker
 
@@ -60,6 +61,11 @@ class State:
         comes back with one is told to release it."""
         self.leaving: dict[str, None] = {}
         """Tenants that are no longer in the tenants file, until they hold nothing any more."""
+        self.orphans: dict[str, Request] = {}
+        """Requests whose gateway is gone, until they are ended."""
+        self.lost_gateways: dict[int, Hello] = {}
+        """Their gateways."""
+        self.spread = Spread()
         self.names: OrderedDict[str, int] = OrderedDict()
         """Names of the last processes that joined, and their incarnations."""
         self.outcomes: Counter[str] = Counter()
@@ -154,7 +160,8 @@ class State:
         self.billing.hold(request.id, 1 if prefill is decode else 2)
         self.counters["suffixes_on_decode"] += prefill is decode
         self.counters["prefixes_fetched"] += request.attempt_progress.fetched_tokens > 0
-        reserve, take_in = placement_messages(placed, self.peers[request.gateway_incarnation])
+        gateway = self.peers.get(request.gateway_incarnation) or self.lost_gateways[request.gateway_incarnation]
+        reserve, take_in = placement_messages(placed, gateway)
         self.send(decode.incarnation, reserve)
         self.send(prefill.incarnation, take_in, request.blob)
         request.blob = b""

@@ -4,6 +4,7 @@ A rule changes the cluster, and appends to `decisions` what the owner of the sch
 """
 
 from collections import Counter
+from collections.abc import Iterator
 
 from proto.errors import Interrupt
 from scheduler.decisions import Decision, Interruption, Withdrawn
@@ -11,6 +12,7 @@ from scheduler.lifecycle import RequestState, Trigger
 from scheduler.limits import SchedulerLimits
 from scheduler.observer import Watch
 from scheduler.request import RETAINED, Request, RetainedAllocation
+from scheduler.spread import Spread
 from scheduler.waiting.queue import WaitQueue
 from scheduler.workers.pool import Pool
 from scheduler.workers.worker import Allocation, Where, Worker
@@ -35,6 +37,7 @@ class Cluster:
         self.decisions: list[Decision] = []
         """Decisions that the owner has not carried out yet."""
         self.counters: Counter[str] = Counter()
+        self.spread = Spread()
         self.watch: Watch | None = None
         """A callback that is told of each request that was considered for a step; None while serving."""
 
@@ -172,7 +175,14 @@ class Cluster:
         capacities = pool.capacities()
         if capacities != pool.eligible_for:  # one of many equal workers makes no difference to what waits
             pool.eligible_for = capacities
-            self.queues[model].refresh_eligibility(self.can_run)
+            self.spread.begin(model, self._refresh(model, list(self.requests.values())))
+
+    def _refresh(self, model: str, requests: list[Request]) -> Iterator[None]:
+        for request in requests:
+            if request.waits and request.submit.model == model:
+                if self.queues[model].refresh_eligibility(request, self.can_run(request)):
+                    self.pools[model].wakeups.request_came()
+                yield
 
     def can_run(self, request: Request) -> bool:
         """Whether a worker that takes work could hold the request. True also while none takes work: one may come back."""

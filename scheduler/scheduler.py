@@ -42,6 +42,7 @@ class Scheduler:
 
     def decide(self, now: float) -> list[Decision]:
         """Place what can be placed, compose steps, and return all decisions since the last call."""
+        self.cluster.spread.go_on()
         schedule(self.cluster, now)
         return self.take_decisions()
 
@@ -53,7 +54,7 @@ class Scheduler:
     def next_deadline(self, now: float) -> float | None:
         """When to call `decide` though nothing happens; None: never."""
         pools, queues = self.cluster.pools.values(), self.cluster.queues.values()
-        if any(pool.wakeups.go_on_at_once for pool in pools):
+        if self.cluster.spread.jobs or any(pool.wakeups.go_on_at_once for pool in pools):
             return now
         due = [timer for queue in queues if (timer := queue.next_timer()) is not None]
         due += [paused_turns.next_resume(pool) for pool in pools if pool.paused]

@@ -5,6 +5,7 @@ import msgspec
 from coordinator.accounting.billing import whole_of
 from coordinator.admission import checks, tenancy
 from coordinator.events import Received, StateChanged
+from coordinator.recovery import orphans
 from coordinator.reporting import report
 from coordinator.state import State
 from proto.codec import split_hashes
@@ -57,6 +58,7 @@ def _changed(before: Submit, submit: Submit) -> list[str]:
 def submit(state: State, incarnation: int, event: Received, now: float) -> None:
     submit = event.message
     assert isinstance(submit, Submit)
+    orphans.end(state, submit.request_id)
     ended = state.last_attempt(submit.request_id)
     if submit.attempt <= ended:
         if submit.attempt == ended:

@@ -1,14 +1,14 @@
 """Handlers for processes that come and go, and for the requests that they hold."""
 
 from coordinator.events import ProtocolViolation, Received
-from coordinator.recovery import draining, flips, suspects
+from coordinator.recovery import draining, flips, orphans, suspects
 from coordinator.room import cluster_state
 from coordinator.state import State
-from proto.errors import CancelReason, Interrupt
+from proto.errors import Interrupt
 from proto.messages import Hello, Release, Role
 from proto.progress import Hung
 from runtime.link.failure_detector import STILL_OPEN
-from scheduler.lifecycle import RequestState, Trigger
+from scheduler.lifecycle import RequestState
 from scheduler.request import Request
 from scheduler.workers.pool import Pool
 from scheduler.workers.worker import WORKERS, Worker
@@ -86,9 +86,7 @@ def down(state: State, incarnation: int, reason: str, now: float, *, lives: bool
         flips.worker_lost(state, worker, reason)
         state.tell_gateways()
     elif hello.role is Role.GATEWAY:
-        for request in [r for r in state.cluster.requests.values() if r.gateway_incarnation == incarnation]:
-            state.billing.doubt(request.id, now)
-            state.end(request, Trigger.CANCEL, CancelReason.GATEWAY_LOST, now)
+        orphans.gateway_lost(state, incarnation, hello)
 
 
 def _has_better(pool: Pool, request: Request, host: str) -> bool:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from heapq import nsmallest
 
 import msgspec
 
@@ -95,7 +96,9 @@ def status(state: State) -> StatusReport:
         workers=workers(state),
         gateways=tuple(sorted(hello.name for hello in state.peers.values() if hello.role is Role.GATEWAY)),
         queued=sum(len(queue) for queue in state.cluster.queues.values()),
-        running=dict(Counter(request.state.value for request in state.cluster.requests.values())),
+        running={
+            name.value: count for name, count in Counter(one.state for one in state.cluster.requests.values()).items()
+        },
         finished=dict(state.outcomes),
         counters={name: min(count, COUNTER_MAX) for name, count in state.counters.items()},
         kv_pairs=tuple(sorted(_pairs(state), key=lambda pair: (pair.prefill, pair.decode))[:PAIRS_SHOWN]),
@@ -171,7 +174,7 @@ def _tenants(state: State) -> tuple[TenantStatus, ...]:
             costs[one.tenant] = costs.get(one.tenant, 0.0) + one.cost_per_s
             waiting[one.tenant] += one.waiting
     whole = sum(costs.values())
-    first = sorted(costs, key=lambda tenant: (-costs[tenant], tenant))[:TENANTS_SHOWN]
+    first = nsmallest(TENANTS_SHOWN, costs, key=lambda tenant: (-costs[tenant], tenant))
     return tuple(
         TenantStatus(name, min(costs[name] / whole, 1.0) if whole > 0 else 0.0, waiting[name]) for name in first
     )

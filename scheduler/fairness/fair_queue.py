@@ -74,6 +74,8 @@ class FairQueue(Generic[T]):
 
     def reweigh(self, weights: Mapping[str, float]) -> None:
         """Other weights from now on; the turns that were taken stay as they were charged."""
+        if weights == self.weights:
+            return
         self.weights = dict(weights)
         nodes = list(self._root.children.values())
         while nodes:

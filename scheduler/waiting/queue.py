@@ -168,15 +168,16 @@ class WaitQueue:
         """Whether this attempt still waits or has something to dispatch."""
         return request.attempt == attempt and (request.entry is not None or request.waits)
 
-    def refresh_eligibility(self, can_run: Callable[[Request], bool]) -> None:
-        """Update turns after workers came or left: a request that no worker can hold waits without a turn."""
-        for request in self:
-            if can_run(request) != (request.entry is not None):
-                if request.entry is None:
-                    self._enter(request, self.class_key(request))
-                else:
-                    self.fair.remove(request.entry)
-                    request.entry = None
+    def refresh_eligibility(self, request: Request, can_run: bool) -> bool:
+        """Update a waiting request's turn after workers came or left. If no worker can hold it, it waits without one. Returns
+        whether it has one newly."""
+        if can_run and request.entry is None:
+            self._enter(request, self.class_key(request))
+            return True
+        if not can_run and request.entry is not None:
+            self.fair.remove(request.entry)
+            request.entry = None
+        return False
 
     def placed(self, request: Request) -> None:
         """Note that a request waits no longer. Its chunks still compete for turns."""

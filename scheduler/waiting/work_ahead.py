@@ -113,12 +113,17 @@ class WorkAhead:
         return work
 
     def reweigh(self, weights: Mapping[str, float]) -> None:
-        self._weights = weights
-        for node in (self._root, *self._nodes.values()):
-            node.sizes.clear()
-        for path, node in self._nodes.items():
-            node.weight = self._weight(path)
-            (self._nodes[path[:-1]] if len(path) > 1 else self._root).count(node, 1)
+        before, self._weights = self._weights, weights
+        if before == weights:
+            return
+        for name in before.keys() | weights.keys():
+            path = tuple(name.split("/", 2))
+            node = self._nodes.get(path)
+            if node is not None and node.weight != self._weight(path):
+                above = self._nodes[path[:-1]] if len(path) > 1 else self._root
+                above.count(node, -1)
+                node.weight = self._weight(path)
+                above.count(node, 1)
 
     def _weight(self, path: Path) -> float:
         return self._weights.get("/".join(path), 1.0)

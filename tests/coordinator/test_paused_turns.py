@@ -42,7 +42,7 @@ def turns_and_p90_s(played: Played) -> tuple[int, float]:
 
 
 def test_conversations_beyond_caches_are_paused() -> None:
-    """With three times the conversations that fit, most turns find their KV. Without pauses, 42 turns came, and p90 was 13 s."""
+    """With three times the conversations that fit, most turns find their KV. Without pauses, 42 turns came; p90 was 13 s."""
     turns, p90_s = turns_and_p90_s(player(18).play(lambda now_s: None))
     assert turns > 55 and p90_s < 7.0
 

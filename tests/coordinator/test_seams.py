@@ -44,8 +44,9 @@ def test_deadline_is_kept_once():
         due = msgspec.structs.replace(submit(f"r{number}"), deadline_ms=60_000.0)
         queue.push(Request(due.request_id, 1, due, b"", 0.0, 0.0, ("standard", "o", "u")), 0.0)
     for _ in range(5):
-        queue.refresh_eligibility(lambda request: False)
-        queue.refresh_eligibility(lambda request: True)
+        for can_run in (False, True):
+            for request in list(queue):
+                queue.refresh_eligibility(request, can_run)
     assert len(queue._deadlines) == 200
     assert len(list(queue.overdue(60.0))) == 200
 

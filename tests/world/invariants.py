@@ -40,7 +40,9 @@ def check(core: Core, *, honest: bool = True) -> None:
         assert all(bool(request.placed_work) == (request.state in ON_WORKERS) for request in requests)
         assert queue.backlog.tokens == sum(request.submit.prompt_tokens for request in queue)
         for request in queue:
-            assert request.entry is not None or not core.cluster.pools[request.submit.model].could_place(request.submit)
+            pool = core.cluster.pools[request.submit.model]
+            has_turn = request.entry is not None or not pool.could_place(request.submit)
+            assert has_turn or request.submit.model in core.cluster.spread.jobs
     for pool in core.cluster.pools.values():
         assert pool.room_for_large.request is None or pool.room_for_large.request.state is RequestState.QUEUED
         assert set(pool.bindings.hosts) == {worker.incarnation for worker in pool.workers.values() if worker.bound}

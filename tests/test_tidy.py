@@ -70,6 +70,7 @@ PURE = (
     "gateway/responses/convert.py",
     "gateway/streams/deadlines.py",
     "gateway/streams/early.py",
+    "gateway/streams/liveness.py",
     "gateway/streams/prompt_scores.py",
     "gateway/streams/final_messages.py",
     "gateway/streams/state.py",

@@ -217,13 +217,18 @@ def _parameters(path: str, about: About) -> Iterator[dict[str, Any]]:
 
 
 def _operation(endpoint: Endpoint, path: str, method: str, about: About) -> dict[str, Any]:
-    responses = {"200": {"description": "The answer.", "content": _content(about.answer)}}
+    responses: dict[str, Any] = {"200": {"description": "The answer.", "content": _content(about.answer)}}
     if about.event is not None:
         responses["200"]["content"] |= {"text/event-stream": _content(about.event)["application/json"]}
     for status in sorted(about.refusals):
         responses[str(status)] = {"description": _REFUSALS[status], "content": _content(about.error)}
     name = re.sub(r"\W", "_", f"{endpoint.handler.__name__}{path}_{method.lower()}")
-    operation = {"tags": [about.tag], "summary": about.summary, "operationId": name, "responses": responses}
+    operation: dict[str, Any] = {
+        "tags": [about.tag],
+        "summary": about.summary,
+        "operationId": name,
+        "responses": responses,
+    }
     if text := inspect.getdoc(endpoint.handler):
         operation["description"] = text
     if parameters := list(_parameters(path, about)):
@@ -247,6 +252,7 @@ def paths() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for route in ROUTES:
         path = route.path.replace(":path", "")
+        assert isinstance(route.endpoint, Endpoint)
         for method in route.methods or ():
             if about := ABOUT.get(f"{method} {path}"):
                 found.setdefault(path, {})[method.lower()] = _operation(route.endpoint, path, method, about)

@@ -61,11 +61,11 @@ class LastWords:
 def answer_names(submission: Submission) -> list[SendNames]:
     """The names of its answers' blocks, for prompts that continue them; to the worker that has computed them last."""
     work = submission.stream.work
-    if work.names is None or not submission.decoder:
+    if work.names is None or not submission.liveness.decoder:
         return []
     first, size, found = len(work.names.hashes) // HASH_BYTES, work.names.block_size, []
     for choice in submission.choices:
         if hashes := work.names.behind(work.prompt, choice.tokens):
             names = AnswerNames(submission.request_id, submission.attempt, choice.index, size, first, hashes)
-            found.append(SendNames(submission.decoder, names))
+            found.append(SendNames(submission.liveness.decoder, names))
     return found

@@ -201,18 +201,18 @@ class StreamKeeper:
             self._out.append(Noticed(Why.DUPLICATE_TOKENS, item.request_id))
             return
         if item.index > have and submission.overtakes(choice, decoder):
-            submission.early.keep(item, decoder, now)
+            submission.liveness.early.keep(item, decoder, now)
             self._schedule(submission.stream)
             return
         if item.index > have or submission.lacks_logprobs(item):
             self._broken(submission, f"token {have} of choice {choice.index} expected, {item.index} came", now)
             return
         submission.stream.progress_at = now
-        if submission.heard(decoder, now):
+        if submission.liveness.heard(decoder, now):
             self._schedule(submission.stream)
         self._mark_running(submission)
         self._take(submission, choice, item, have - item.index)
-        for later, its_decoder in submission.early.take(item.choice):
+        for later, its_decoder in submission.liveness.early.take(item.choice):
             self._item(later, its_decoder, now)
 
     def _broken(self, submission: Submission, why: str, now: float) -> None:
@@ -253,7 +253,7 @@ class StreamKeeper:
                 continue  # its stream failed with an earlier one's
             if submission.phase is StreamPhase.PENDING:
                 self._send_if_due(submission, now)
-            elif same or not submission.got_tokens:
+            elif same or not submission.liveness.got_tokens:
                 # The same coordinator cancelled all we had when it lost us. A new one does not know what was queued.
                 self._cancel(submission, CancelReason.ABANDONED)
                 self._resume(submission, None, "the loss of the coordinator's link", now)
@@ -278,13 +278,13 @@ class StreamKeeper:
         that it lives."""
         for submission in self.submissions.values():
             if submission.phase is StreamPhase.RUNNING:
-                submission.cut(incarnation, now)
+                submission.liveness.cut(incarnation, now)
                 self._doubt(submission, now)
                 self._schedule(submission.stream)
 
     def _doubt(self, submission: Submission, now: float) -> None:
-        known = self.link_up and submission.coordinator == self._coordinator_incarnation
-        submission.doubt(now, self.limits, known=known)
+        known = self.link_up and submission.liveness.coordinator == self._coordinator_incarnation
+        submission.liveness.doubt(now, self.limits, known=known)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -312,13 +312,13 @@ class StreamKeeper:
             elif pending and submission.waits_in_vain(now):
                 self._fail(stream, Failure(FailKind.UNREACHABLE, "the coordinator cannot be reached"))
                 return
-            elif not pending and now >= submission.early.late_at(self.limits.first_token_wait_s):
+            elif not pending and now >= submission.liveness.early.late_at(self.limits.first_token_wait_s):
                 self._broken(submission, "its first token did not come", now)
             elif pending or not self.link_up:
                 continue
-            elif now >= submission.silent_at(self.limits, self._coordinator_incarnation):
-                if submission.may_live(now, self._coordinator_incarnation):
-                    submission.asked(now, self.limits)  # the answer to a repeated Submit says whether it lives
+            elif now >= submission.liveness.silent_at(self.limits, self._coordinator_incarnation):
+                if submission.liveness.may_live(now, self._coordinator_incarnation):
+                    submission.liveness.asked(now, self.limits)  # the answer to a repeated Submit says whether it lives
                     self._out.append(submission.message(now))
                 else:
                     self._broken(submission, "silent since a connection was lost", now)

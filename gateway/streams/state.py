@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
-from math import inf
 from zlib import crc32
 
 from msgspec import structs
 
-from gateway.streams.early import EarlyTokens
+from gateway.streams.liveness import Liveness
 from gateway.streams.types import Deliver, Finish, SendSubmit, StreamLimits, TextSink, Work
 from gateway.text.block_hashes import BlockNames
 from proto.codec import pack_tokens
@@ -94,22 +93,10 @@ class Submission:
     wait_until: float | None = None
     """The time until which a new request waits for the link to the coordinator; None if it does not wait for it."""
     interrupted_at: float = 0.0
-    got_tokens: bool = False
-    """Whether tokens have come in this attempt."""
-    coordinator: int = 0
-    """Incarnation of the coordinator that this attempt was sent to."""
-    decoder: int = 0
-    """Incarnation of the decode worker that its tokens come from; 0 if no decode worker has sent any yet."""
-    cut_at: float | None = None
-    """When that worker's connection ended, or any worker's while `decoder` is 0; None after more tokens have come."""
-    stall_at: float | None = None
-    ask_at: float | None = None
-    """When to ask the coordinator about a stream in doubt; None: not planned."""
-    heard_at: float = 0.0
-    """When this attempt was sent, last brought tokens, or was last the subject of a question to the coordinator."""
+    liveness: Liveness = field(default_factory=Liveness)
+    """Of the current attempt."""
     names: BlockNames | None = None
     """Names of the blocks of the last attempt that was submitted by this id."""
-    early: EarlyTokens = field(default_factory=EarlyTokens)
     ended_early: bool = False
     """A choice ended in the gateway, while its worker or the coordinator still treats it as running."""
 
@@ -197,7 +184,7 @@ class Submission:
         """Plan the next attempt for `backoff_s` seconds from now."""
         self.phase, self.resuming = StreamPhase.PENDING, True
         self.interrupted_at, self.not_before = now, now + backoff_s
-        self.stall_at = None
+        self.liveness.stall_at = None
 
     def lost_before_answer(self, now: float, uncounted_max: int) -> None:
         """The link went down before the coordinator answered."""
@@ -263,60 +250,12 @@ class Submission:
         its workers may be about to reconnect."""
         return (_RETRY_S[0] if settling else min(max(retry_after_s, _RETRY_S[0]), _RETRY_S[1])) * self.jitter()
 
-    def doubt(self, now: float, limits: StreamLimits, *, known: bool) -> None:
-        """Note that it may be lost. `known`: the coordinator that has it is connected. The coordinator reports a lost worker,
-        but the stream's end may have been sent on a dead connection, so the coordinator is asked. The time at which the stream
-        counts as lost is never put off, or repeated losses could make a silent stream wait for ever."""
-        until, self.ask_at = now + limits.stall_s, None
-        if self.cut_at is not None and not known:
-            until = min(until, self.cut_at + limits.gone_s)
-        elif self.cut_at is not None and self.got_tokens:
-            self.ask_at = self.cut_at + limits.gone_s
-        self.stall_at = until if self.stall_at is None else min(self.stall_at, until)
-
-    def cut(self, worker: int, now: float) -> None:
-        """The connection of this worker, by its incarnation, has ended."""
-        if self.decoder in (0, worker) and self.cut_at is None:
-            self.cut_at = now
-
-    def silent_at(self, limits: StreamLimits, coordinator: int) -> float:
-        """Returns when the submission has been silent for too long. The keeper then asks the coordinator about it or, if it
-        counts as lost, resumes it."""
-        if self.stall_at is not None:
-            return self.stall_at if self.ask_at is None else min(self.stall_at, self.ask_at)
-        if not self.got_tokens:
-            return self.heard_at + limits.idle_s / 4 if self.coordinator == coordinator else inf
-        return self.heard_at + limits.stall_s
-
     def sent_to(self, coordinator: int, now: float) -> None:
         """Note that the current attempt is sent to `coordinator`, and reset what belongs to the last one."""
-        self.heard_at = now
-        self.phase, self.sent, self.got_tokens = StreamPhase.SENT, True, False
-        self.coordinator, self.decoder = coordinator, 0
-        self.cut_at = self.stall_at = self.ask_at = None
-        self.early = EarlyTokens()
+        self.phase, self.sent = StreamPhase.SENT, True
+        self.liveness = Liveness(coordinator, now)
         for choice in self.choices:
             choice.first = len(choice.tokens)
-
-    def heard(self, decoder: int, now: float) -> bool:
-        """Note that tokens have come. Returns whether they are the attempt's first: from then on, less silence is allowed."""
-        first, self.heard_at = not self.got_tokens, now
-        self.got_tokens = True
-        self.decoder = decoder or self.decoder
-        self.cut_at = self.stall_at = self.ask_at = None
-        return first
-
-    def may_live(self, now: float, coordinator: int) -> bool:
-        """Returns whether to ask the coordinator about a silent submission, which may wait for a turn or be over."""
-        if self.stall_at is None:
-            return self.coordinator == coordinator
-        return not self.got_tokens or now < self.stall_at
-
-    def asked(self, now: float, limits: StreamLimits) -> None:
-        """Note that the coordinator is now asked about the submission."""
-        self.heard_at, self.ask_at = now, None
-        if self.stall_at is not None and now >= self.stall_at:
-            self.stall_at = now + limits.stall_s
 
     def jitter(self) -> float:
         """Returns 0.5 to 1.5, always the same for an attempt. It is a hash, since a pure core has no random numbers."""
@@ -351,7 +290,7 @@ class Stream:
                 elif submission.is_new and submission.wait_until is not None:
                     at = min(at, submission.wait_until)
             else:
-                at = min(at, submission.early.late_at(limits.first_token_wait_s))
+                at = min(at, submission.liveness.early.late_at(limits.first_token_wait_s))
                 if link_up:
-                    at = min(at, submission.silent_at(limits, coordinator))
+                    at = min(at, submission.liveness.silent_at(limits, coordinator))
         return at

@@ -12,6 +12,7 @@ from coordinator.accounting.usage import Closed, Past
 from coordinator.admission import intake
 from coordinator.recovery import draining, members
 from gateway.streams.keeper import StreamKeeper
+from gateway.streams.liveness import Liveness
 from gateway.streams.state import StreamPhase, Submission
 from gateway.streams.types import SendSubmit, StreamLimits
 from proto.errors import Interrupt
@@ -48,7 +49,7 @@ def tokens_are_not_told_apart_by_index(m: pytest.MonkeyPatch) -> None:
             return
         choice = submission.choices[item.choice - submission.choices[0].index]
         if not choice.done:
-            submission.heard(decoder, now)
+            submission.liveness.heard(decoder, now)
             self._mark_running(submission)
             take(self, submission, choice, item, 0)
 
@@ -148,7 +149,7 @@ def a_new_coordinator_is_told_nothing(m: pytest.MonkeyPatch) -> None:
 @bug
 def silence_after_a_lost_connection_is_waited_out(m: pytest.MonkeyPatch) -> None:
     """Tokens that died with a connection are missed when the client gives up."""
-    m.setattr(Submission, "silent_at", lambda self, limits, coordinator: inf)
+    m.setattr(Liveness, "silent_at", lambda self, limits, coordinator: inf)
 
 
 # --- coordinator ----------------------------------------------------------------------------------------------------------

@@ -21,10 +21,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from itertools import islice
 
+from scheduler.fairness.target_demand import TargetLoad, who_gives
 from scheduler.request import Request
 from scheduler.waiting.queue_keys import target_class
 from scheduler.workers.ordered import Ordered
-from scheduler.workers.target_demand import Demand, who_gives
 from scheduler.workers.worker import Worker
 
 MARGIN = 0.95
@@ -175,7 +175,7 @@ class TokenTargets:
         if shared and len(without) == 1:
             return self._give(shared, without.pop())
         demands = {
-            target: Demand(len(owned), sum(self._load(worker, target) for worker in owned))
+            target: TargetLoad(len(owned), sum(self._load(worker, target) for worker in owned))
             for target, owned in by_class.items()
         }
         found = who_gives([target for target in short if target not in self._awaited], demands, self._weights)

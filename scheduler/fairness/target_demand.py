@@ -14,7 +14,7 @@ FULL = 0.85
 
 
 @dataclass(slots=True)
-class Demand:
+class TargetLoad:
     """What one class of targets has."""
 
     workers: int = 0
@@ -27,7 +27,7 @@ class Demand:
 
 
 def who_gives(
-    short: Iterable[int], demands: Mapping[int, Demand], weights: Mapping[int, float]
+    short: Iterable[int], demands: Mapping[int, TargetLoad], weights: Mapping[int, float]
 ) -> tuple[int, int] | None:
     """Returns the class that gets a worker and the one that gives it; None: all stay as they are. `short`: classes that
     wait without room."""

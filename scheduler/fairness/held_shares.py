@@ -98,19 +98,22 @@ class HeldShares:
         """Sequences of a tenant at some level that are counted with fewer tokens than they may come to have."""
         return self.node(path).estimated
 
-    def holds_most(self, path: Path) -> bool:
-        """Whether a tenant holds about as much for its weight as any other, and another holds clearly less: at the first level
-        where one does."""
+    def holds_more(self, path: Path) -> bool:
+        """Whether another tenant holds clearly less for its weight, at some level."""
         above = self.root
         for name in path:
             own = above.children.get(name)
             if own is None:
                 return False
-            least, most = above.order[0][0], above.order[-1][0]
-            if least < NEAR_ENOUGH * most:
-                return own.share >= NEAR_ENOUGH * most
+            if above.order[0][0] < NEAR_ENOUGH * own.share:
+                return True
             above = own
         return False
+
+    def holds_less(self, path: Path, other: Path) -> bool:
+        """Whether one tenant holds clearly less for its weight than another: at the level where the two part."""
+        depth = next(depth for depth, (one, two) in enumerate(zip(path, other, strict=True), 1) if one != two)
+        return self.of(path[:depth]) < NEAR_ENOUGH * self.of(other[:depth])
 
     def streams(self) -> dict[tuple[int, Key], Stream]:
         """Returns all streams, for checks."""

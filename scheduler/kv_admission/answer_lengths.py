@@ -61,6 +61,9 @@ class AnswerLengths:
                 break
         return least
 
+    def is_proven(self, path: Path) -> bool:
+        return self.of(path).seen >= PROVEN_ANSWERS
+
     def expect(self, request: Request, shares: HeldShares) -> None:
         """Set with how many tokens a request that is not placed would be counted now."""
         if self._overcommit <= 1 or request.resumed:
@@ -69,8 +72,7 @@ class AnswerLengths:
         path, submit = request.path, request.submit
         tokens = max(self.long_tokens(path), (submit.sampling.max_tokens - submit.resumed_tokens) / self._overcommit)
         if any(
-            self.of(path[:depth]).seen < PROVEN_ANSWERS and shares.estimated(path[:depth]) >= UNPROVEN_STREAMS
-            for depth in (2, 3)
+            not self.is_proven(path[:depth]) and shares.estimated(path[:depth]) >= UNPROVEN_STREAMS for depth in (2, 3)
         ):
             tokens = max(tokens, UNPROVEN_TOKENS)
         request.expected_left = max(ceil(tokens) - 1, 0)

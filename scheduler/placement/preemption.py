@@ -28,7 +28,8 @@ SOON_SHARE = 0.25
 """The same bound, as a part of the waiting request's target for its first token."""
 CHARGE_EVERY_S = 0.5
 OUTLIVED_SHARE, OUTLIVED_MIN = 0.5, 8
-"""A tenant's estimate is taken to be wrong where this part of its streams on a worker, and so many, have outlived it."""
+"""A tenant's estimate is taken to be wrong where this part of its streams on a worker, and so many, have outlived it, or one
+stream of an unproven tenant."""
 
 
 class PreemptionCandidate(NamedTuple):
@@ -103,7 +104,7 @@ def give_back(cluster: Cluster, worker: Worker, now: float) -> None:
     room, pool = worker.admission, cluster.pools[worker.hello.model]
     if room is None or not room.outlived or room.wholes <= room.kv_blocks or room.peak <= room.kv_blocks:
         return
-    outlives = _outliving(worker)
+    outlives = _outliving(worker, pool)
     leave, may_leave = list[Key](), list[tuple[bool, float, Key]]()
     for key, allocation in worker.allocations.items():
         request = _running(cluster, worker, key)
@@ -120,9 +121,8 @@ def give_back(cluster: Cluster, worker: Worker, now: float) -> None:
         cluster.interrupt(cluster.requests[key[0]], Interrupt.PREEMPTED, why, now)
 
 
-def _outliving(worker: Worker) -> set[Path]:
-    """The tenants of whose streams on a worker `OUTLIVED_SHARE` have outlived what they were counted with. Of a tenant whose
-    estimate is right it is a tail of long answers."""
+def _outliving(worker: Worker, pool: Pool) -> set[Path]:
+    """The tenants whose estimate is wrong. Of others it is a tail of long answers that outlive it."""
     assert worker.admission is not None
     streams: dict[Path, int] = {}
     outlived: dict[Path, int] = {}
@@ -131,7 +131,9 @@ def _outliving(worker: Worker) -> set[Path]:
         if key in worker.admission.outlived:
             outlived[allocation.path] = outlived.get(allocation.path, 0) + 1
     return {
-        path for path, count in outlived.items() if path and count >= max(OUTLIVED_SHARE * streams[path], OUTLIVED_MIN)
+        path
+        for path, count in outlived.items()
+        if path and (not pool.lengths.is_proven(path) or count >= max(OUTLIVED_SHARE * streams[path], OUTLIVED_MIN))
     }
 
 

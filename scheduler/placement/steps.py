@@ -241,7 +241,7 @@ def _count_bypass(
     them, room is kept for it."""
     full = [*pool.wakeups.closed, *pool.wakeups.stuck.get(worker.incarnation, ())]
     first = queue.first(full) if full else None
-    if first is None or first.state is not RequestState.QUEUED or not queue.goes_before(first, request):
+    if first is None or first.state is not RequestState.QUEUED or not queue.is_bypassed(first, request):
         return
     attempt_progress = first.attempt_progress
     attempt_progress.bypassed += 1

@@ -279,6 +279,13 @@ class WaitQueue:
         assert one.entry is not None and other.entry is not None
         return self.fair.goes_before(one.entry, other.entry, self.shares)
 
+    def is_bypassed(self, one: Request, by: Request) -> bool:
+        """Whether `one`, which has no room, loses its turn if `by` is placed: not while its tenant holds about as much in
+        decode."""
+        if self.shares is not None and one.path != by.path:
+            return self.shares.holds_less(one.path, by.path)
+        return self.goes_before(one, by)
+
     def settle_on(self, request: Request, key: int) -> None:
         """Let a request wait under this key: its prefill worker's incarnation if placed, else a class key or `bound_key`."""
         entry = request.entry

@@ -275,7 +275,7 @@ class Pool:
     ) -> bool:
         """Whether a decode worker has room for a request now, or when the streams in `without` are gone, and no target is
         missed there for it. `short`: the result of `short_targets`."""
-        leaves = self.headroom.share if self.shares.holds_most(request.path) else 0.0
+        leaves = self.headroom.share if self.shares.holds_more(request.path) else 0.0
         if not decode.fits(request.submit, request.expected_left, without, leaves=leaves):
             return False
         choices = request.submit.choices - sum(decode.allocations[key].seqs for key in without)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from proto.parts import Capacity
 from runtime.tenancy.tenants import from_tables
-from scheduler.fairness.held_shares import HeldShares
+from scheduler.fairness.held_shares import HeldShares, Stream
 from simulation.load.figures import figures
 from simulation.load.run import play
 from simulation.load.workload import Goal, LoadRequest, LoadStepTimes, WorkerSpec, Workload
@@ -101,16 +101,17 @@ def test_stream_yields_only_if_fairer() -> None:
     shares = HeldShares({"a/y": 3.0})
 
     def gives_way(name: str) -> list[str]:
-        return [key[0] for _, key, _ in shares.who_gives_way(("a", name, ""), lambda worker: 10)]
+        found = shares.who_gives_way(("a", name, ""), lambda worker: 10, lambda worker, key: True)
+        return [key[0] for _, (key,), _ in found]
 
-    shares.add(("a", "x", ""), 7, ("1", 1), 10)
+    shares.add(("a", "x", ""), 7, ("1", 1), Stream(10))
     assert gives_way("x") == []
     assert gives_way("y") == [], "its only stream"
-    shares.add(("a", "x", ""), 7, ("2", 1), 15)
+    shares.add(("a", "x", ""), 7, ("2", 1), Stream(15))
     assert gives_way("x") == []
     assert gives_way("y") == ["2", "1"], "newest first"
     assert gives_way("z") == ["2", "1"], "10 would stay"
-    shares.add(("a", "y", ""), 7, ("3", 1), 45)
+    shares.add(("a", "y", ""), 7, ("3", 1), Stream(45))
     assert gives_way("y") == [], "55 / 3 would be there"
     shares.remove(("a", "x", ""), 7, ("1", 1))
     assert gives_way("x") == []
@@ -126,20 +127,20 @@ def test_giving_way_does_not_oscillate(held: list[tuple[str, str, int]], data: s
         for unit in range(count):
             key = (f"{number}-{unit}", 1)
             owner[key] = ("c", organisation, user)
-            shares.add(owner[key], 1, key, 1)
+            shares.add(owner[key], 1, key, Stream(1))
     wants = data.draw(
         st.lists(st.sampled_from(sorted(set(owner.values()) | {("c", "d", "z")})), min_size=1, max_size=4)
     )
     for number in range(10 * len(owner) + 10):
         moved = False
         for path in wants:
-            gives = next(shares.who_gives_way(path, lambda _: 1), None)
+            gives = next(shares.who_gives_way(path, lambda _: 1, lambda *_: True), None)
             if gives is not None:
                 moved = True
-                key = gives[1]
+                (key,) = gives[1]
                 shares.remove(owner.pop(key), 1, key)
                 owner[(f"new-{number}-{path}", 1)] = path
-                shares.add(path, 1, (f"new-{number}-{path}", 1), 1)
+                shares.add(path, 1, (f"new-{number}-{path}", 1), Stream(1))
         if not moved:
             return
     raise AssertionError("it goes back and forth")

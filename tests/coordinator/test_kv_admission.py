@@ -264,9 +264,9 @@ def test_victims_are_chosen_in_order() -> None:
     """Victims come by lowest class, most served tenant and newest, with resumed attempts last."""
 
     def candidate(
-        name: str, weight: float, debt: float, placed_at: float, resumed: bool = False
+        name: str, weight: float, share: float, placed_at: float, resumed: bool = False
     ) -> PreemptionCandidate:
-        return PreemptionCandidate((name, 1), resumed, weight, debt, placed_at, 10)
+        return PreemptionCandidate((name, 1), resumed, weight, (share, share), placed_at, 10)
 
     batch_fed, batch_old = candidate("fed", 1, 50, 1), candidate("old", 1, 5, 1)
     batch_new, resumed = candidate("new", 1, 5, 2), candidate("resumed", 1, 99, 9, resumed=True)

@@ -81,7 +81,7 @@ class DecodeSide:
     token_s: float = 0.0
     """How long its streams wait for each token; 0: not known."""
     token_seqs: float = 0.0
-    """With how many sequences that was measured."""
+    """The number of sequences with which that was measured."""
     is_guest: bool = False
     """The worker is assigned to another class of targets: see `token_targets`."""
     other_numerics: bool = False

@@ -1,4 +1,4 @@
-"""Which class of TPOT targets gives a decode worker to one that waits without room. Pure.
+"""The class of TPOT targets that gives a decode worker to one that waits without room. Pure.
 
 Each class has as many workers as it needs, or its share by weight if all need more than there are. A class gives a worker if
 the others carry its load, or if it still has at least as many for its weight as the other class then has. No class with
@@ -15,7 +15,7 @@ FULL = 0.85
 
 @dataclass(slots=True)
 class TargetLoad:
-    """What one class of targets has."""
+    """The workers of one class of targets, and their load."""
 
     workers: int = 0
     load: float = 0.0

@@ -44,7 +44,8 @@ class ArmStatus(Struct, frozen=True, array_like=True):
     """Requests that came under one version since it was put in force or on trial."""
 
     arm: Text
-    """`active` or `candidate`."""
+    """`active`, `candidate`, or `baseline`: the half of the organisations under the version in force with which the other half,
+    `active`, is compared."""
     offered: Count = 0
     """All requests, except those that were rejected because they cannot be served or because of a quota."""
     finished: Count = 0
@@ -65,7 +66,7 @@ class PolicyAnswer(Message, frozen=True):
     share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     organisations: Annotated[tuple[Name, ...], Meta(max_length=1024)] = ()
     versions: Annotated[tuple[PolicyVersion, ...], Meta(max_length=limits.MAX_POLICY_VERSIONS)] = ()
-    arms: Annotated[tuple[ArmStatus, ...], Meta(max_length=2)] = ()
+    arms: Annotated[tuple[ArmStatus, ...], Meta(max_length=3)] = ()
     content: Annotated[str, Meta(max_length=limits.MAX_POLICY_CHARS)] = ""
     """The content of the version that was asked for."""
     durable: bool = False

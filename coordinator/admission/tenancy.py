@@ -75,7 +75,16 @@ def reserve(state: State, request: Request, now: float) -> Refusal:
     idle = not state.queues[submit.model].fair.size
     usual_s = state.queues[submit.model].projection.placed.mean_s
     ask = _ask(state, request)
-    bill = billing.open(request.id, submit.tenant, ask, now, idle=idle, choices=submit.choices, usual_s=usual_s)
+    bill = billing.open(
+        request.id,
+        submit.tenant,
+        ask,
+        now,
+        idle=idle,
+        choices=submit.choices,
+        usual_s=usual_s,
+        prompt=request.blob,
+    )
     if isinstance(bill, Denial):
         return Reject.QUOTA, str(bill), _retry_after_s(bill, submit)
     request.bill, request.borrowed = bill, bill.borrowed

@@ -41,7 +41,9 @@ class PolicyVersion(Struct, frozen=True, array_like=True):
 class ArmStatus(Struct, frozen=True, array_like=True):
     """Requests that came under one version since it was put in force or on trial."""
 
-    arm: Text  # `active` or `candidate`
+    arm: Text
+    """`active`, `candidate`, or `baseline`: the half of the organisations under the version in force with which the other half,
+    `active`, is compared."""
     offered: Count = 0  # all but those that were rejected as not servable or by a quota
     finished: Count = 0
     kept: Count = 0  # finished within the targets of their class
@@ -56,6 +58,6 @@ class PolicyAnswer(Message, frozen=True):
     share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     organisations: Annotated[tuple[Name, ...], Meta(max_length=1024)] = ()
     versions: Annotated[tuple[PolicyVersion, ...], Meta(max_length=limits.MAX_POLICY_VERSIONS)] = ()
-    arms: Annotated[tuple[ArmStatus, ...], Meta(max_length=2)] = ()
+    arms: Annotated[tuple[ArmStatus, ...], Meta(max_length=3)] = ()
     content: Annotated[str, Meta(max_length=limits.MAX_POLICY_CHARS)] = ""
     durable: bool = False  # versions are kept through a restart

@@ -1,5 +1,7 @@
 """One level of a tenant's quotas: its limits, what is taken of them, and what one request has taken. Pure."""
 
+from collections.abc import Hashable
+
 import msgspec
 
 from runtime.tenancy.tenants import Level, QuotaLimits
@@ -54,7 +56,9 @@ class Account:
         self.tokens: TokenBucket | None = None
         self.open = FreeingRate()
         """Sequences of requests, from acceptance to the end."""
-        self.coming: ComingBack[None] = ComingBack()
+        self.coming: ComingBack[int] = ComingBack()
+        """The tokens of those that were told when to come back."""
+        self.coming_tokens = 0
         self.tokens_in_flight = self.kv_blocks = 0
         self.day = 0
         self.day_tokens = 0
@@ -86,6 +90,15 @@ class Account:
             self.tokens.refill(now_ns)
         if day > self.day:
             self.day, self.day_tokens, self.day_spare_tokens = day, 0, 0
+
+    def tell(self, due: float, who: Hashable, tokens: int) -> None:
+        """Count a request that was told to come back, until then."""
+        if self.coming.tell(due, who, tokens):
+            self.coming_tokens += tokens
+
+    def drop_due(self, who: Hashable, now: float) -> None:
+        """Count those that are due no longer, nor `who`, which asks anew."""
+        self.coming_tokens -= sum(self.coming.take_due(now)) + (self.coming.give_up(who) or 0)
 
     @property
     def concurrency(self) -> int:

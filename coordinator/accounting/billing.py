@@ -94,9 +94,18 @@ class Billing:
         return bill
 
     def open(
-        self, request_id: str, tenant: str, ask: Ask, now: float, *, idle: bool, choices: int = 1, usual_s: float = 0.0
+        self,
+        request_id: str,
+        tenant: str,
+        ask: Ask,
+        now: float,
+        *,
+        idle: bool,
+        choices: int = 1,
+        usual_s: float = 0.0,
+        prompt: bytes = b"",
     ) -> Bill | Denial:
-        grant = self.quotas.reserve(tenant, ask, now, idle=idle, usual_s=usual_s)
+        grant = self.quotas.reserve(tenant, ask, now, idle=idle, usual_s=usual_s, prompt=prompt)
         if isinstance(grant, Denial):
             return grant
         return self._open(request_id, grant, ask.prompt_tokens, choices)

@@ -48,7 +48,8 @@ class Goodput:
     def put_in_force(self, policy: PolicyInForce, now: float) -> None:
         if policy != self.policy:
             self.policy, self._since = policy, now
-            self.by_arm = {arm: GoodputCounts() for arm in (("active", "candidate") if policy.trial else ("active",))}
+            arms = ("active", "baseline", "candidate") if policy.trial else ("active",)
+            self.by_arm = {arm: GoodputCounts() for arm in arms}
 
     def offered(self, path: tuple[str, str, str]) -> None:
         self._of_class(path[0]).offered += 1

@@ -26,6 +26,7 @@ import msgspec
 from coordinator.accounting.account import NS, PER_MIN, Account, Grant, TokenBucket
 from proto.messages import RateState
 from runtime.tenancy.tenants import Level, QuotaLimits, Tenants
+from scheduler.waiting.freeing import fingerprint
 
 HELD_RETRY_S = 1.0
 """The shortest wait that is told if a held amount is at its limit."""
@@ -71,8 +72,8 @@ class Denial:
     retry_after_s: float
     """Seconds until the same ask is admitted if no other is, a day at the most; 0: never. A held amount is expected to have
     come back then, behind what others were told to wait for."""
-    held: bool = False
-    """It waits for what requests hold."""
+    in_line: bool = False
+    """It waits for what others hold, or for a rate. Those that come later wait behind it."""
 
     def __str__(self) -> str:
         what = "the limit is reached" if self.retry_after_s else "this request alone is over the limit"
@@ -100,19 +101,24 @@ class Quotas:
 
     # --- taking and giving back ---------------------------------------------------------------------------------------
 
-    def reserve(self, tenant: str, ask: Ask, now: float, *, idle: bool = False, usual_s: float = 0.0) -> Grant | Denial:
+    def reserve(
+        self, tenant: str, ask: Ask, now: float, *, idle: bool = False, usual_s: float = 0.0, prompt: bytes = b""
+    ) -> Grant | Denial:
         """Take on all levels or on none. `idle`: capacity lies idle, so borrowers may exceed rates. `usual_s`: how long
-        requests usually take."""
+        requests usually take. `prompt`: by which a request is known when it comes again."""
         assert self.tenants.policy(tenant) is not None, "the caller refuses tenants that the file does not know"
         assert ask.prompt_tokens >= 0 and ask.output_tokens >= 0 and ask.kv_blocks >= 0
         accounts = self._accounts(tenant, now)
         limited = [account for account in accounts if account.limited]
+        who = fingerprint(prompt) if limited and prompt else None
+        for account in limited:
+            account.drop_due(who, now)
         denials = [(d, account) for account in limited for d in self._denials(account, ask, now, idle, usual_s)]
         if denials:
             # A wait is worth telling only if it is long enough for all of them.
             denial, account = max(denials, key=lambda found: found[0].retry_after_s or float("inf"))
-            if denial.held:
-                account.coming.tell(now + LATER * denial.retry_after_s, None)
+            if denial.in_line:
+                account.tell(now + LATER * denial.retry_after_s, who, ask.tokens)
             return denial
         return self._take(accounts, ask, idle, now)
 
@@ -242,17 +248,16 @@ class Quotas:
         def held_s(amount: int, over: int, of: int) -> float:
             """Returns seconds until the held amount `of` is less by `over`, and by `amount` for each request that comes back
             before."""
-            account.coming.take_due(now)
             return max(account.frees_s(over + len(account.coming) * amount, of, now, usual_s), HELD_RETRY_S)
 
-        for limit, amount, bucket in (
-            ("requests_per_min", 1, account.requests),
-            ("tokens_per_min", ask.tokens, account.tokens),
+        for limit, amount, coming, bucket in (
+            ("requests_per_min", 1, len(account.coming), account.requests),
+            ("tokens_per_min", ask.tokens, account.coming_tokens, account.tokens),
         ):
             if bucket is None or borrows or bucket.wait_ns(amount) == 0:
                 continue
             if amount <= bucket.per_min:
-                yield Denial(account.name, limit, _seconds(bucket.wait_ns(amount)))
+                yield Denial(account.name, limit, _seconds(bucket.wait_ns(coming + amount)), in_line=True)
             else:
                 yield Denial(account.name, limit, BORROW_RETRY_S if account.borrow else 0.0)
         for limit, amount, most, held in (
@@ -262,7 +267,7 @@ class Quotas:
         ):
             if most is not None and held + amount > most:
                 wait_s = min(held_s(amount, held + amount - most, held), float(DAY_S)) if amount <= most else 0.0
-                yield Denial(account.name, limit, wait_s, held=True)
+                yield Denial(account.name, limit, wait_s, in_line=True)
         most = limits.tokens_per_day
         if most is not None and account.day_tokens + ask.tokens > most:
             wait_s = min(self._to_midnight_s(account, now) + 1e-3, float(DAY_S))  # not a moment too early

@@ -10,6 +10,7 @@ from proto.limits import MAX_MODELS
 from proto.messages import Hello, Role, Submit
 from scheduler.placement.choice import uncached_tokens
 from scheduler.request import Request
+from scheduler.waiting.freeing import fingerprint
 from scheduler.waiting.projection import spread
 from scheduler.waiting.queue import WaitQueue
 from scheduler.workers.pool import Pool
@@ -62,11 +63,13 @@ def judge(submit: Submit, pool: Pool | None, limits: Limits, now: float) -> Refu
     return None, ""
 
 
-def feasible(request: Request, pool: Pool, queue: WaitQueue, place_s: float) -> tuple[Reject | None, str, float | None]:
+def feasible(
+    request: Request, pool: Pool, queue: WaitQueue, place_s: float, *, obeys: bool
+) -> tuple[Reject | None, str, float | None]:
     """Returns whether a request's deadline, or its class's target for the first token, can be met at the measured rates,
     behind the work before it in the fair order, if as much of its prompt is cached as is believed. `place_s`: projected
-    seconds until it gets a place. Also returns seconds until another try may succeed; 0: never, None: as long as the work
-    before it takes."""
+    seconds until it gets a place; `obeys`: it was told to come now. Also returns seconds until another try may succeed; 0:
+    never, None: as long as the work before it takes."""
     deadline_ms, own_ms = request.first_token_ms, request.submit.deadline_ms
     if not deadline_ms:
         return None, "", 0.0
@@ -75,7 +78,11 @@ def feasible(request: Request, pool: Pool, queue: WaitQueue, place_s: float) -> 
     soonest_ms = 1000 * pool.least_prefill_s(tokens)
     if soonest_ms > deadline_ms:
         why = f"{tokens} prompt tokens to compute take {soonest_ms:.0f} ms here; {limit} is less"
-        return Reject.DEADLINE, why, 0.0 if own_ms else spread((soonest_ms - deadline_ms) / 1000, request.id)
+        return (
+            Reject.DEADLINE,
+            why,
+            0.0 if own_ms else spread((soonest_ms - deadline_ms) / 1000, fingerprint(request.blob)),
+        )
     rate = pool.tokens_per_s()
     if not rate or not queue.work_ahead.work:
         return None, "", 0.0
@@ -84,7 +91,7 @@ def feasible(request: Request, pool: Pool, queue: WaitQueue, place_s: float) -> 
     if pool.wakeups.closed:
         expected_ms = max(expected_ms, 1000 * place_s + soonest_ms)
     request.expected_s = expected_ms / 1000
-    if expected_ms <= queue.projection.margins.allowed_ms(request):
+    if expected_ms <= queue.projection.margins.allowed_ms(request, obeys=obeys):
         return None, "", 0.0
     why = f"its first token is expected in {expected_ms:.0f} ms, behind what waits before it; {limit} is less"
     return Reject.DEADLINE, why, None

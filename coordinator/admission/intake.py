@@ -67,7 +67,7 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
         return
     known = state.cluster.requests.get(submit.request_id)
     if known is not None and known.gateway_incarnation != incarnation:
-        _reject(state, incarnation, submit, Reject.DUPLICATE, "another gateway has a request of this id", now)
+        _reject(state, incarnation, event, Reject.DUPLICATE, "another gateway has a request of this id", now)
         return
     if known is not None and submit.attempt <= known.attempt:
         if submit.attempt == known.attempt:
@@ -96,7 +96,7 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
     if reason is not None:
         if known is not None:
             state.end(known, Trigger.FAIL, reason, now)
-        _reject(state, incarnation, submit, reason, why, now, retry_after_s)
+        _reject(state, incarnation, event, reason, why, now, retry_after_s)
         return
     assert request is not None
     if known is None:
@@ -171,13 +171,16 @@ def _admit(state: State, request: Request, now: float) -> tuple[Reject | None, s
     None: as long as the work before it takes. A resumed request is not checked again."""
     submit, limits = request.submit, state.limits
     pool, queue = state.cluster.pools[submit.model], state.cluster.queues[submit.model]
+    obeys = queue.projection.obeys(request.path, request.blob, now)
     wait_s = request.projected_s = report.wait_s(state, request, now)
-    reason, why, retry_after_s = checks.feasible(request, pool, queue, wait_s)
+    reason, why, retry_after_s = checks.feasible(request, pool, queue, wait_s, obeys=obeys)
     if reason is not None:
         return reason, why, retry_after_s
     if wait_s > (limit_s := queue.wait_limit_s(request)):
         return Reject.QUEUE_FULL, f"it would wait for {wait_s:.0f} s, and may for {limit_s:g} s at most", None
-    if queue.backlog.waiting(request.path) >= limits.tenant_queue_max:
+    # One that comes when it was told goes before those that come early or for the first time.
+    most = limits.tenant_queue_max * (2 if obeys else 1)
+    if queue.backlog.waiting(request.path) >= most:
         return Reject.QUEUE_FULL, f"{limits.tenant_queue_max} requests of this tenant are waiting already", None
     victims: list[Request] = []
     while len(queue) - len(victims) >= limits.queue_requests_max or (
@@ -205,7 +208,7 @@ def _admit(state: State, request: Request, now: float) -> tuple[Reject | None, s
 def _shed(state: State, victim: Request, now: float) -> None:
     why = "it waited, and had to make room in an overload"
     state.counters[f"rejected_{Reject.SHED}"] += 1
-    retry_after_s = report.retry_after_s(state, victim.submit, now)
+    retry_after_s = report.retry_after_s(state, victim.submit, victim.blob, now)
     state.send(victim.gateway_incarnation, Rejected(*victim.key, Reject.SHED, why, retry_after_s))
     state.end(victim, Trigger.SHED, why, now)
 
@@ -232,16 +235,18 @@ _NOT_OFFERED = frozenset(
 def _reject(
     state: State,
     incarnation: int,
-    submit: Submit,
+    event: Received,
     reason: Reject,
     why: str,
     now: float,
     retry_after_s: float | None = None,
 ) -> None:
+    submit = event.message
+    assert isinstance(submit, Submit)
     state.outcomes[RequestState.REJECTED] += 1
     state.counters[f"rejected_{reason}"] += 1
     if retry_after_s is None:
-        retry_after_s = report.retry_after_s(state, submit, now) if reason in _WORTH_ANOTHER_TRY else 0.0
+        retry_after_s = report.retry_after_s(state, submit, event.blob, now) if reason in _WORTH_ANOTHER_TRY else 0.0
     rates = state.billing.rates(submit.tenant, now)
     state.send(incarnation, Rejected(submit.request_id, submit.attempt, reason, why[:500], retry_after_s, rates))
     state.out.append(StateChanged(submit.request_id, submit.attempt, RequestState.REJECTED, reason))
@@ -298,7 +303,7 @@ def expire(state: State, now: float) -> None:
                 else f"waited {now - request.since:.3g} s in the queue"
             )
             state.counters[f"rejected_{reason}"] += 1
-            retry_after_s = report.retry_after_s(state, request.submit, now)
+            retry_after_s = report.retry_after_s(state, request.submit, request.blob, now)
             state.send(request.gateway_incarnation, Rejected(*request.key, reason, why, retry_after_s))
             state.end(request, Trigger.EXPIRE, why, now)
     while state.interrupted:

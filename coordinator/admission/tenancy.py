@@ -77,7 +77,16 @@ def reserve(state: State, request: Request, now: float) -> Refusal:
     idle = not state.cluster.queues[submit.model].fair.size
     usual_s = state.cluster.queues[submit.model].projection.placed.mean_s
     ask = _ask(state, request)
-    opened = billing.open(request.id, submit.tenant, ask, now, idle=idle, choices=submit.choices, usual_s=usual_s)
+    opened = billing.open(
+        request.id,
+        submit.tenant,
+        ask,
+        now,
+        idle=idle,
+        choices=submit.choices,
+        usual_s=usual_s,
+        prompt=request.blob,
+    )
     if isinstance(opened, Denial):
         return Reject.QUOTA, str(opened), _retry_after_s(opened, submit)
     request.times, request.borrowed = opened.times, opened.borrowed

@@ -55,7 +55,12 @@ class PolicyInForce(msgspec.Struct, frozen=True):
     trial_digest: str = ""
 
     def arm(self, organisation: str) -> str:
-        return "candidate" if self.trial is not None and self.trial.has(organisation) else "active"
+        """During a trial, the organisations that it leaves out are two arms, to show how far arms differ by chance."""
+        if self.trial is None:
+            return "active"
+        if self.trial.has(organisation):
+            return "candidate"
+        return "active" if xxh64_intdigest(organisation.encode(), seed=1) < 2**63 else "baseline"
 
 
 class Versions(msgspec.Struct):

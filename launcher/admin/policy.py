@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from math import sqrt
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +25,8 @@ from runtime.settings.types import KeyOptions
 from runtime.tenancy.file import read_tables
 from runtime.tenancy.tenants import TenantsError, without_secrets
 
+Z: Final = 1.96
+"""Standard errors on either side of a share that are its interval of 95 %."""
 _ABSENT: Final = "(not given)"
 
 
@@ -93,7 +96,9 @@ class RollbackSettings(PolicyOptions):
 class PolicyCompareSettings(PolicyOptions):
     """Compare the requests that run under the policy on trial with all others.
 
-    Both run at the same time, on the same workers. Counted is what comes from now on.
+    Both run at the same time, on the same workers. Counted is what comes from now on. Goodput is the share of all
+    requests that finished within the targets of their class, with its interval of 95 %. The version in force has two arms, each
+    with half of its organisations by a hash of their names: trust a difference only if it is larger than theirs.
     """
 
     for_s: float = Field(60.0, ge=0.0, le=86_400.0, description="Seconds to watch. 0: all since the trial began.")
@@ -169,7 +174,7 @@ def compared(after: PolicyAnswer, before: PolicyAnswer | None) -> tables.Table:
     table = tables.Table(
         f"Version {after.active} in force, version {after.trial} on trial",
         "arm",
-        *("came", "finished", "within targets", "mean TTFT ms", "mean TPOT ms"),
+        *("came", "finished", "goodput of came", "±", "mean TTFT ms", "mean TPOT ms"),
     )
     for arm in after.arms:
         table.row(arm.arm, *_figures(arm, earlier.get(arm.arm, ArmStatus(arm.arm))))
@@ -183,10 +188,12 @@ async def _wait(seconds: float) -> None:
 
 
 def _figures(arm: ArmStatus, earlier: ArmStatus) -> Iterator[str]:
-    finished = arm.finished - earlier.finished
-    yield f"{arm.offered - earlier.offered}"
+    came, finished = arm.offered - earlier.offered, arm.finished - earlier.finished
+    yield f"{came}"
     yield f"{finished}"
-    yield f"{(arm.kept - earlier.kept) / finished:.1%}" if finished else "–"
+    goodput = min((arm.kept - earlier.kept) / came, 1.0) if came and finished else 0.0
+    yield f"{goodput:.1%}" if came and finished else "–"
+    yield f"{Z * sqrt(goodput * (1 - goodput) / came):.1%}" if came and finished else "–"
     yield f"{(arm.ttft_ms - earlier.ttft_ms) / finished:.0f}" if finished else "–"
     yield f"{(arm.tpot_ms - earlier.tpot_ms) / finished:.1f}" if finished else "–"
 

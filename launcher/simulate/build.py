@@ -15,6 +15,7 @@ from launcher.simulate.scenario import CONTEXT_TOKENS, Scenario, ScenarioTraffic
 from proto.parts import Capacity
 from runtime.settings.options import SettingsError
 from runtime.settings.roles import CoordinatorSettings
+from runtime.tenancy.priority_classes import DEFAULT_PRIORITY_CLASSES
 from runtime.tenancy.tenants import Tenants, from_tables
 from simulation.load.run import REQUESTS_MAX
 from simulation.load.sessions import LoadSession, NamedSession, SessionTurn, in_turn, named
@@ -164,11 +165,12 @@ def _with_class(number: int, traffic: ScenarioTraffic, tenants: Tenants) -> Scen
         )
     name = traffic.priority_class or policy.priority_class
     targets = tenants.priority_classes[name]
+    by_default = tenants.priority_classes == DEFAULT_PRIORITY_CLASSES
     return traffic.model_copy(
         update={
             "name": traffic.name or traffic.tenant,
             "priority_class": name,
-            "ttft_ms": traffic.ttft_ms or traffic.deadline_ms or targets.ttft_ms or 0.0,
+            "ttft_ms": traffic.ttft_ms or traffic.deadline_ms or (0.0 if by_default else targets.ttft_ms) or 0.0,
             "tpot_ms": traffic.tpot_ms or targets.tpot_ms or 0.0,
         }
     )

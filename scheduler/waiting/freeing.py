@@ -4,15 +4,26 @@ By Little's law, as much comes free per second as is held, divided by the mean t
 from what has come free. So the rate is known as soon as something is full, whatever limits it.
 """
 
+from collections import OrderedDict
+from collections.abc import Hashable
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
+
+from xxhash import xxh3_64_intdigest
 
 T = TypeVar("T")
 KEPT = 1 - 1 / 32
 """Weight of what was learnt before, after one more."""
 TOLD_MAX = 65_536
+AWAITED_S = 60.0
+"""A client may come so much later than it was told: waits are told up to 600 s, and clients add jitter of a tenth."""
 EXPIRED_MAX = 64
 """Entries dropped in one call, so that its cost is bounded; each call adds one at most."""
+
+
+def fingerprint(prompt: bytes) -> int:
+    """Recognises a request when it comes again, since its id is another one then."""
+    return xxh3_64_intdigest(prompt)
 
 
 class FreeingRate:
@@ -61,26 +72,54 @@ class FreeingRate:
 
 
 class ComingBack(Generic[T]):
-    """Requests that were rejected and told when to come again, until then."""
+    """Requests that were rejected and told when to come again, until then, and for a while after. A client that comes earlier
+    gives its place up, and gets another one behind all others."""
 
     def __init__(self) -> None:
-        self._due: list[tuple[float, int, T]] = []
-        self._told = 0
+        self._due: list[tuple[float, int, Hashable]] = []
+        self._told: dict[Hashable, tuple[int, T]] = {}
+        self._awaited: OrderedDict[Hashable, float] = OrderedDict()
+        """Requests whose time has come, and until when they are awaited."""
+        self._number = 0
 
     def __len__(self) -> int:
-        return len(self._due)
+        return len(self._told)
 
-    def tell(self, due: float, what: T) -> bool:
-        """Returns False if it is not kept, since there are too many."""
+    @property
+    def is_used(self) -> bool:
+        return bool(self._told or self._awaited)
+
+    def tell(self, due: float, who: Hashable, what: T) -> bool:
+        """Returns False if it is not kept, since there are too many. `who`: None if it is not known."""
         if len(self._due) >= TOLD_MAX:
             return False
-        self._told += 1
-        heappush(self._due, (due, self._told, what))
+        self._number += 1
+        who = self._number if who is None else who
+        self._told[who] = self._number, what
+        heappush(self._due, (due, self._number, who))
         return True
+
+    def give_up(self, who: Hashable) -> T | None:
+        """Forget when a request was told to come."""
+        return self._told.pop(who, (0, None))[1]
+
+    def obeys(self, who: Hashable) -> bool:
+        """Whether a request was told a time that has come. It was, once only."""
+        return self._awaited.pop(who, None) is not None
 
     def take_due(self, now: float) -> list[T]:
         """Takes the requests that are due by now, or only some of them if there are many."""
-        due = list[T]()
-        while self._due and self._due[0][0] <= now and len(due) < EXPIRED_MAX:
-            due.append(heappop(self._due)[2])
-        return due
+        found = list[T]()
+        for _ in range(EXPIRED_MAX):
+            if not self._due or self._due[0][0] > now:
+                break
+            due, number, who = heappop(self._due)
+            if who in self._told and self._told[who][0] == number:
+                found.append(self._told.pop(who)[1])
+                self._awaited[who] = due + AWAITED_S
+                self._awaited.move_to_end(who)
+        for _ in range(EXPIRED_MAX):
+            if not self._awaited or next(iter(self._awaited.values())) > now:
+                break
+            self._awaited.popitem(last=False)
+        return found

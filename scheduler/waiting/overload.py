@@ -89,7 +89,8 @@ class Backlog:
         self._tenants: dict[Path, WaitingTenant] = {}
         self._organisations: dict[str, Ranked[str]] = {}
         self._users: dict[Path, Ranked[Path]] = {}
-        self._borrowed: OrderedDict[str, Request] = OrderedDict()
+        self._borrowed: dict[str, OrderedDict[str, Request]] = {}
+        """By priority class, oldest first."""
         self.tokens = 0
 
     # --- what happens ---------------------------------------------------------------------------------------------------
@@ -137,10 +138,11 @@ class Backlog:
         else:
             del tenant.requests[request.id]
         if request.borrowed:
+            borrowed = self._borrowed.setdefault(request.path[0], OrderedDict())
             if sign > 0:
-                self._borrowed[request.id] = request
+                borrowed[request.id] = request
             else:
-                del self._borrowed[request.id]
+                del borrowed[request.id]
         size = tokens + sign * self._tokens_per_request
         above = priority_class, organisation = request.path[:2]
         organisations, users = self._organisations.get(priority_class), self._users.get(above)
@@ -154,10 +156,14 @@ class Backlog:
     # --- who goes -------------------------------------------------------------------------------------------------------
 
     def victim(self, newcomer: Request, priority_classes_lowest_first: Iterable[str]) -> Request | None:
-        """The request that has to make room for `newcomer`: the newest borrower, else in the lowest priority class the newest
-        request of the tenant with the largest backlog; None if that is the newcomer itself."""
-        if self._borrowed and not newcomer.borrowed:
-            return next(reversed(self._borrowed.values()))
+        """The request that has to make room for `newcomer`: the newest borrower of its priority class or a lower one, else in
+        the lowest priority class the newest request of the tenant with the largest backlog; None if that is the newcomer
+        itself."""
+        priority_classes_lowest_first = list(priority_classes_lowest_first)
+        own = priority_classes_lowest_first.index(newcomer.path[0])
+        for priority_class in () if newcomer.borrowed else priority_classes_lowest_first[: own + 1]:
+            if borrowed := self._borrowed.get(priority_class):
+                return next(reversed(borrowed.values()))
         size = newcomer.submit.prompt_tokens + self._tokens_per_request
         for priority_class in priority_classes_lowest_first:
             if priority_class == newcomer.path[0]:

@@ -11,11 +11,10 @@ if all are of different tenants.
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
-from zlib import crc32
 
 from scheduler.fairness.fair_node import Path
 from scheduler.request import Request
-from scheduler.waiting.freeing import ComingBack
+from scheduler.waiting.freeing import ComingBack, fingerprint
 from scheduler.waiting.margin import Margins
 from scheduler.waiting.ratios import Ratios
 from scheduler.waiting.releases import Releases
@@ -30,10 +29,10 @@ JITTER = 0.1
 """A wait is lengthened by up to this part of it, never shortened."""
 
 
-def spread(wait_s: float, request_id: str) -> float:
+def spread(wait_s: float, who: int) -> float:
     """A wait as clients are told it: within bounds, and a little longer for some, so that they do not come back together."""
     low, high = RETRY_AFTER_S
-    return min(max(wait_s, low), high) * (1 + JITTER * crc32(request_id.encode()) / (1 << 32))
+    return min(max(wait_s, low), high) * (1 + JITTER * (who % (1 << 32)) / (1 << 32))
 
 
 class Speed(NamedTuple):
@@ -65,6 +64,7 @@ class Projection:
         self._line = WorkAhead(weights)
         """Work as in `waiting`, with that of requests that were told to come back."""
         self._coming: ComingBack[tuple[Path, int]] = ComingBack()
+        """Those that were told to come back, by their path and `fingerprint`."""
         self.placed = Releases()
         self._placed_of: defaultdict[str, Releases] = defaultdict(Releases)
         """The same, by priority class."""
@@ -147,20 +147,34 @@ class Projection:
             return max(given_s, self._prefill_s(before, work, speed))
         return wait_s
 
+    def obeys(self, path: Path, prompt: bytes, now: float) -> bool:
+        """Whether a request was told to come again by now. If it comes early, it loses its place."""
+        self._drop_due(now)
+        if not self._coming.is_used:
+            return False
+        who = path, fingerprint(prompt)
+        if (early := self._coming.give_up(who)) is not None:
+            self._line.add(path, -early[1], urgent=False)
+        return self._coming.obeys(who)
+
+    def _drop_due(self, now: float) -> None:
+        for before, amount in self._coming.take_due(now):
+            self._line.add(before, -amount, urgent=False)
+
     def retry_after_s(
-        self, path: Path, work: int, request_id: str, speed: Speed, now: float, computed_s: float = 0.0
+        self, path: Path, work: int, prompt: bytes, speed: Speed, now: float, computed_s: float = 0.0
     ) -> float:
         """Returns the wait that a client is told: until its turn, behind all requests that wait and all that come back before
         it. Its place is kept for it. `computed_s`: seconds until prefill has computed the admitted work before it, placed work
         included."""
-        for before, amount in self._coming.take_due(now):
-            self._line.add(before, -amount, urgent=False)
+        self.obeys(path, prompt, now)  # a place that it had is given up
         line = self._line.before(path, work, urgent=False, apart=speed.apart)
         coming = line - self.waiting.before(path, work, urgent=False, apart=speed.apart)
         behind_s = computed_s + self._seconds(path, coming, 0, speed, now)
         wait_s = max(self._seconds(path, line, work, speed, now), behind_s)
-        told_s = spread(wait_s, request_id)
-        if self._coming.tell(now + told_s, (path, work)):
+        who = fingerprint(prompt)
+        told_s = spread(wait_s, who)
+        if self._coming.tell(now + told_s, (path, who), (path, work)):
             self._line.add(path, work, urgent=False)
         return told_s
 

@@ -1,10 +1,9 @@
 """How soon the room of placed work comes free, by how long it has been held. Pure.
 
-Answers of about equal length that began together also end together: then nothing comes free for seconds, and much at once. A
+Answers of about equal length that began together also end together: nothing comes free for seconds, and then much at once. A
 mean rate would promise a place in time to requests that come just before the gap. So held work is grouped by when it was
 placed. For each age it is learnt which part of the work of that age comes free within the next interval: a life table, in
-which work that still runs counts as well (Kaplan and Meier, 1958). Work that gets older than any before is taken to need as
-long again.
+which work that still runs counts as well (Kaplan and Meier, 1958). Work older than any before may need as long again.
 """
 
 AGES = 128

@@ -39,6 +39,8 @@ class LoadOutcome:
 
     ask: LoadRequest
     came_s: float
+    number: int = 0
+    """Its place among all requests. It makes its prompt differ from those of others."""
     rejections: int = 0
     state: RequestState | None = None  # None: running at the end of the run
     reason: str = ""
@@ -142,7 +144,7 @@ class _Player:
             self._loops[name] = loop, number + 1
 
     def _come(self, ask: LoadRequest) -> str:
-        outcome = LoadOutcome(ask, self._cluster.now)
+        outcome = LoadOutcome(ask, self._cluster.now, len(self._played.outcomes))
         self._played.outcomes.append(outcome)
         self._awaited += 1
         return self._try(outcome)
@@ -158,6 +160,7 @@ class _Player:
             ask.prompt_tokens,
             ask.max_tokens,
             output_tokens=(min(ask.output_tokens, ask.max_tokens),),
+            prompt=outcome.number.to_bytes(4, "little") + bytes(4 * (ask.prompt_tokens - 1)),
             deadline_ms=ask.deadline_ms,
             priority_class=ask.priority_class,
             block_hashes=ask.block_hashes,

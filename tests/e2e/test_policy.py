@@ -39,8 +39,8 @@ def test_policy_is_promoted_and_rolled_back(tiny: Path, tmp_path: Path) -> None:
         assert "3 differences" in shown and "tenants.acme.limits.requests_per_min" in shown
         assert "on trial for acme" in policy(up, "try", str(stricter), "--organisations", "acme")
         assert not two_pass(up, "acme") and two_pass(up, "lab")
-        arms = dict(re.findall(r"(active|candidate)\W+(\d+)\W+\d+", policy(up, "compare", "--for-s", "0")))
-        assert arms["active"] == "2" and int(arms["candidate"]) <= 1
+        arms = dict(re.findall(r"(active|baseline|candidate)\W+(\d+)\W+\d+", policy(up, "compare", "--for-s", "0")))
+        assert int(arms["active"]) + int(arms["baseline"]) == 2 and int(arms["candidate"]) <= 1
         versions = {frozenset(labels) for name, labels in up.scrape("coordinator") if name.endswith("policy_info")}
         assert {dict(one)["version"] for one in versions} == {"1", "2"}
         policy(up, "promote")

@@ -121,8 +121,9 @@ class HeldShares:
         for node in nodes:
             nodes += node.children.values()
             found |= node.streams
-            assert node.held == sum(below.held for below in (*node.children.values(), *node.streams.values()))
-            assert node.estimated == sum(below.estimated for below in (*node.children.values(), *node.streams.values()))
+            below: list[HeldNode | Stream] = [*node.children.values(), *node.streams.values()]
+            assert node.held == sum(one.held for one in below)
+            assert node.estimated == sum(one.estimated for one in below)
             assert [name for _, name in node.order] == sorted(
                 node.children, key=lambda n: (node.children[n].held / node.children[n].weight, n)
             )

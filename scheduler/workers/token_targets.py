@@ -134,7 +134,7 @@ class TokenTargets:
         if not self.used or worker.hello.process:
             return free
         is_own = target is None or target == SHARED
-        waiting = short if is_own else (target,)
+        waiting = short if target is None or target == SHARED else (target,)
         is_guest = not is_own and target != target_class(request.tpot_ms)
         targets = (*worker.seqs_by_target, request.tpot_ms, *(self._strictest.get(one, 0.0) for one in waiting))
         strictest_ms = min(filter(None, targets), default=0.0)

@@ -9,6 +9,7 @@ import pytest
 from runtime.tenancy.priority_classes import DEFAULT_PRIORITY_CLASSES, PriorityClass
 from scheduler.fairness.fair_node import Ring
 from scheduler.fairness.fair_queue import FairQueue, Terms
+from scheduler.fairness.held_shares import HeldShares
 from scheduler.fairness.priority_classes import ring_weights
 from scheduler.fairness.sorted_row import SortedRow
 from scheduler.fairness.tenant_queue import Entry, TenantQueue
@@ -20,7 +21,7 @@ from tests.helpers import first
 class InArrivalOrder(FairQueue[Job]):
     """The negative control: whoever's request came first is next, whatever it has had already."""
 
-    def first(self, keys: Iterable[int]) -> Entry[Job] | None:
+    def first(self, keys: Iterable[int], shares: HeldShares | None = None) -> Entry[Job] | None:
         queues = [leaf.rows[key] for leaf in self._leaves.values() for key in keys if key in leaf.rows]
         return min(
             (queue.first() for queue in queues if isinstance(queue, TenantQueue)),

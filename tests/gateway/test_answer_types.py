@@ -63,12 +63,12 @@ def test_other_answers_fit_their_types() -> None:
                 ("/tokenizer_info", answers.TokenizerInfo),
             ):
                 kind.model_validate_json((await client.get(path)).content)
-            for path, body, kind in (
+            for path, body, posted in (
                 ("/tokenize", {"prompt": "Hi"}, answers.TokenizeAnswer),
                 ("/tokenize", {"prompt": "Hi", "return_token_strs": True}, answers.TokenizeAnswer),
                 ("/detokenize", {"tokens": [1, 2]}, answers.DetokenizeAnswer),
             ):
-                kind.model_validate_json((await client.post(path, json=body)).content)
+                posted.model_validate_json((await client.post(path, json=body)).content)
             refused = await client.post("/v1/completions", json={"model": MODEL, "promt": "Hi"})
         error = answers.Error.model_validate_json(refused.content).error
         assert refused.status_code == 400 and error.param == "promt", json.dumps(refused.json())

@@ -18,7 +18,7 @@ CHAT = "/v1/chat/completions"
 GETS = sorted(
     route.path.replace("{model_id:path}", MODEL)
     for route in ROUTES
-    if "GET" in route.methods and "response_id" not in route.path
+    if "GET" in (route.methods or ()) and "response_id" not in route.path
 )
 
 

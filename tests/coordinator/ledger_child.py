@@ -1,5 +1,5 @@
-"""A process that writes the ledger as fast as it can until it is killed. It says on stdout what it may: `ack ID` once the opening
-is on disk, as a coordinator would acknowledge the request; `close ID` before it asks for a closing."""
+"""A process that writes the ledger as fast as it can until it is killed. It says on stdout what it may: `ack ID` once the
+opening is on disk, as a coordinator would acknowledge the request; `close ID` before it asks for a closing."""
 
 import asyncio
 import random

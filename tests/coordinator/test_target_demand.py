@@ -29,7 +29,9 @@ def test_overload_divides_by_weight(weights: dict[int, float], workers: set[int]
     """Where all classes need more than there is, each has its share by weight."""
     held = {STRICT: 8, LAX: 0}
     for _ in range(20):
-        given = who_gives([STRICT, LAX], {one: TargetLoad(count, count) for one, count in held.items() if count}, weights)
+        given = who_gives(
+            [STRICT, LAX], {one: TargetLoad(count, count) for one, count in held.items() if count}, weights
+        )
         if given is None:
             break
         held[given[0]], held[given[1]] = held[given[0]] + 1, held[given[1]] - 1

@@ -140,7 +140,8 @@ class Projection:
         give way to it."""
         if not self.waiting.work:
             return 0.0
-        given, own = lacks * self.placed.held, self.waiting.of(path, urgent=urgent) + work
+        # Streams of other targets make no room where the class has workers of its own.
+        given, own = 0.0 if speed.apart else lacks * self.placed.held, self.waiting.of(path, urgent=urgent) + work
         before = self.waiting.before(path, work, urgent=urgent, apart=speed.apart)
         wait_s = self._seconds(path, before, work, speed, now)
         if own <= given and wait_s > (given_s := GIVEN_S * own / work):

@@ -133,9 +133,9 @@ class TokenTargets:
         free, target = worker.free_seqs, self._class_of.get(worker.incarnation)
         if not self.used or worker.hello.process:
             return free
-        is_own = target is None or target == SHARED
-        waiting = short if target is None or target == SHARED else (target,)
-        is_guest = not is_own and target != target_class(request.tpot_ms)
+        waiting, is_guest = short, False
+        if target is not None and target != SHARED:
+            waiting, is_guest = (target,), target != target_class(request.tpot_ms)
         targets = (*worker.seqs_by_target, request.tpot_ms, *(self._strictest.get(one, 0.0) for one in waiting))
         strictest_ms = min(filter(None, targets), default=0.0)
         if not strictest_ms or (not worker.seqs_by_target and not (is_guest and target in short)):

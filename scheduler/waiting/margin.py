@@ -21,8 +21,8 @@ class Margins:
         self._of: dict[str, float] = {}
 
     def allowed_ms(self, request: Request, *, obeys: bool) -> float:
-        """The most that a request's first token may be expected to take. `obeys`: it was told to come now, and may use half of
-        the margin."""
+        """The most that a request's first token may be expected to take. `obeys`: it was told to come now, and
+        may use half of the margin."""
         margin = self._of.get(request.path[0], LEAST)
         return (1 - margin / (2 if obeys else 1)) * request.first_token_ms
 

@@ -3,7 +3,8 @@
 Without it each turn evicts KV that another conversation is about to need, so that prefill workers compute nearly everything
 anew. A turn whose KV was evicted is paused if prefill workers do not keep up. Paused turns resume one after another, in the
 fair order, at a pace that takes `SHARE` of what prefill workers compute, and earlier where no other turns come. The other
-conversations find their KV meanwhile. No turn is paused for longer than `WAIT_SHARE` of the time that it may wait.
+conversations find their KV meanwhile. No turn is paused for longer than `WAIT_SHARE` of the time that it may wait: its class's
+target for the first token is no limit, since all turns would miss it if conversations went on evicting each other's KV.
 
 A turn is not paused if the KV would not last until the next turn anyway: if prefill workers could fill the caches between two
 turns of its tenant.
@@ -65,8 +66,8 @@ def resume_due(pool: Pool, queue: WaitQueue, now: float) -> None:
     """Resume the turn that has waited too long, or else the next one in the fair order, if it is time."""
     oldest = next(iter(pool.paused.values()))
     limit_s = queue.wait_limit_s(oldest)
-    if oldest.first_token_ms:
-        limit_s = min(limit_s, oldest.first_token_ms / 1000)
+    if oldest.submit.deadline_ms:
+        limit_s = min(limit_s, oldest.submit.deadline_ms / 1000)
     if now >= oldest.since + WAIT_SHARE * limit_s:
         _resume(oldest, pool, queue, now)
     elif now >= next_resume(pool):

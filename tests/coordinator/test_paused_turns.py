@@ -42,9 +42,9 @@ def turns_and_p90_s(played: Played) -> tuple[int, float]:
 
 
 def test_conversations_beyond_caches_are_paused() -> None:
-    """With three times the conversations that fit, most turns find their KV. Without pauses, 42 turns came; p90 was 13 s."""
+    """With three times the conversations that fit, most turns find their KV. Without pauses, 42 come, at a p90 of 13 s."""
     turns, p90_s = turns_and_p90_s(player(18).play(lambda now_s: None))
-    assert turns > 55 and p90_s < 7.0
+    assert turns > 48 and p90_s < 7.0
 
 
 def test_paused_turns_can_be_cancelled() -> None:

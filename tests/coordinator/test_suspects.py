@@ -10,6 +10,7 @@ from launcher.admin.explain_words import _reason
 from proto.errors import CancelReason, Reject
 from proto.messages import Cancel, HandedOver, Interrupted, Rejected, Release, Released, Role, Step, StepDone, Submit
 from proto.progress import DecodeProgress, Joined
+from runtime.tenancy.priority_classes import PriorityClass
 from scheduler.request import Suspicion
 from scheduler.workers.trials import WAITS_S_MAX
 from simulation.cluster.cluster import FIRST_PREFILL, VirtualCluster, hello
@@ -22,7 +23,8 @@ class Deadly(VirtualCluster):
     """A prefill worker dies at the end of a step with a prompt called "deadly" in it, and comes back after 5 s."""
 
     def __init__(self, workers: int) -> None:
-        super().__init__(Limits(), Timing(prefill_step_s=0.002, decode_step_s=0.02), prefill=workers, decode=4)
+        limits = Limits(priority_classes={"standard": PriorityClass(1.0)})  # nothing is refused for its target
+        super().__init__(limits, Timing(prefill_step_s=0.002, decode_step_s=0.02), prefill=workers, decode=4)
         self.resume_delay_s = 0.05
         self.killed: list[float] = []
         for incarnation in list(self.prefill):

@@ -175,7 +175,11 @@ def _admit(state: State, request: Request, now: float) -> tuple[Reject | None, s
     wait_s = request.projected_s = report.wait_s(state, request, now)
     reason, why, retry_after_s = checks.feasible(request, pool, queue, wait_s, obeys=obeys)
     if reason is not None:
-        return reason, why, retry_after_s
+        grace_s = limits.priority_classes[request.path[0]].ttft_grace_s
+        if submit.deadline_ms or not queue.grace.covers(request.path[0], grace_s, now):
+            return reason, why, retry_after_s
+        request.ttft_ms = 0.0  # it waits as long as others without a target
+        wait_s = request.projected_s = report.wait_s(state, request, now)
     if wait_s > (limit_s := queue.wait_limit_s(request)):
         return Reject.QUEUE_FULL, f"it would wait for {wait_s:.0f} s, and may for {limit_s:g} s at most", None
     # One that comes when it was told goes before those that come early or for the first time.

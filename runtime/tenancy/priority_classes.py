@@ -19,6 +19,7 @@ class PriorityClass:
     ttft_ms: float | None = None
     """Target for the first token. A request without a deadline of its own is rejected on arrival if it is expected to miss
     this. A prompt that takes longer than half of it by itself may take twice its own time."""
+    ttft_grace_s: float = 0.0  # an overload refuses none for `ttft_ms` before it has lasted so long
     tpot_ms: float | None = None  # Mean per later token. It bounds the batch of a decode worker with such a request.
     percentile: float = 0.9  # of finished requests that should keep both targets; for status and metrics
 
@@ -29,8 +30,8 @@ class PriorityClass:
 
 DEFAULT_PRIORITY_CLASSES: Final[Mapping[str, PriorityClass]] = MappingProxyType(
     {
-        "interactive": PriorityClass(8.0, 0.0, 0.5, 1.0, ttft_ms=4000.0),
-        "standard": PriorityClass(4.0, 0.0, 2.0, 2.0, ttft_ms=4000.0),
+        "interactive": PriorityClass(8.0, 0.0, 0.5, 1.0, ttft_ms=4000.0, ttft_grace_s=10.0),
+        "standard": PriorityClass(4.0, 0.0, 2.0, 2.0, ttft_ms=4000.0, ttft_grace_s=10.0),
         "batch": PriorityClass(1.0, 0.05, 60.0, 10.0),
     }
 )

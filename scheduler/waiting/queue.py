@@ -15,6 +15,7 @@ from scheduler.fairness.sorted_row import SPARE
 from scheduler.kv_admission.answer_lengths import AnswerLengths
 from scheduler.limits import SchedulerLimits
 from scheduler.request import Request
+from scheduler.waiting.grace import Grace
 from scheduler.waiting.latest_starts import LatestStarts
 from scheduler.waiting.overload import Backlog, Rate
 from scheduler.waiting.projection import Projection
@@ -55,6 +56,7 @@ class WaitQueue:
         self.work_ahead = WorkAhead(self.fair.weights)
         """Prompt tokens that are not computed yet, of waiting and placed requests."""
         self.projection = Projection(self.fair.weights)
+        self.grace = Grace()
         self.retries = RetryBudget(limits.retry_floor, limits.retry_share)
         self._served = Rate(0.0)
         """Cost of all tenants."""

@@ -13,7 +13,6 @@ from gateway.http.encoding import encode
 from gateway.http.errors import ApiError, bad_value
 
 LINES_MAX: Final = 50_000
-"""Most lines of one file."""
 ERRORS_MAX: Final = 100
 """Most errors of one batch; its check ends with the last of these."""
 _CUSTOM_ID_CHARS_MAX: Final = 512

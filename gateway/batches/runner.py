@@ -43,7 +43,6 @@ _STORE_FAILED_S: Final = 5.0
 _TRIES_MAX: Final = 3
 """The most tries of a line whose workers are lost repeatedly."""
 _CHECK_BYTES: Final = 1 << 20
-"""Bytes of lines that are checked at once."""
 _PRUNE_S: Final = 600.0
 _PRUNE_MAX: Final = 4
 """Files deleted in one transaction."""
@@ -87,7 +86,6 @@ class BatchRunner:
         self._lock = RunnerLock(str(service.store.path))
         self._queue = LineQueue(lines_max)
         self._batches: dict[str, Batch] = {}
-        """Those in the queue."""
         self._tasks: dict[asyncio.Task[None], str] = {}
         """Checks and lines under way, each with its batch."""
         self._tries: Counter[tuple[str, int]] = Counter()

@@ -22,7 +22,6 @@ class BatchService:
     tenant_bytes_max: int
     """Bytes of all files and results of one tenant, with what each file and batch counts beside."""
     keep_s: int
-    """How long files and ended batches are kept."""
     wake: Callable[[], None] = lambda: None
     """Told when there is something new for the runner."""
 

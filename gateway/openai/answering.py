@@ -36,7 +36,6 @@ class AnswerChecker:
         self._eos_ids = eos_ids
         self._mismatch = mismatch
         self._texts: dict[int, list[str]] = {}
-        """The text of each choice."""
 
     async def check(self, choice: int, part: Deliver) -> None:
         """`part` is the next of the choice. Raises `ApiError` if it is the last, and the choice does not match."""
@@ -86,13 +85,11 @@ class Answering:
         self.unadmitted = {work.stream_id for work in works}
         self.unended = set(self.unadmitted)
         self.failed: ApiError | None = None
-        """Why a stream failed; the request fails with it."""
         self.rates: RateState | None = None
         """The tenant's rates, as the coordinator last reported them."""
         self.continuous_usage = continuous_usage
         self.no_output = no_output
         self.checker: AnswerChecker | None = None
-        """Looks at each choice that the model ended."""
         self.choices = [
             ChoiceState(number * choices_each + index, number)
             for number in range(len(works))

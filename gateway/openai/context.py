@@ -67,7 +67,6 @@ class Gateway:
     trusted_proxies: Sequence[str] = ()
     """Addresses and networks whose X-Forwarded-For counts."""
     metrics_page: Callable[[], Reply] | None = None
-    """The answer to /metrics on the API's port."""
     responses: ResponseStore = field(default_factory=lambda: ResponseStore(keep_s=3600.0))
     created: int = field(default_factory=lambda: int(clock.unix_time()))
 

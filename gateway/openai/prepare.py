@@ -47,7 +47,6 @@ class Prepared:
     """Every chunk has it."""
     return_token_ids: bool
     form: Form = ANY_FORM
-    """The form of the answer, and how it is read."""
     answers: int = 1
     """Choices of each prompt that are given, the best of those drawn."""
     echoes_logprobs: bool = False
@@ -77,7 +76,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class ModelRules:
-    """The settings that matter here."""
+    """One model's names, and the default length of its answers."""
 
     model_id: str
     default_max_tokens: int

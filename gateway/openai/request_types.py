@@ -28,13 +28,11 @@ CHOICES_MAX: Final = 256
 """Most choices over all prompts of one request."""
 MESSAGES_MAX: Final = 4096
 PARTS_MAX: Final = 4096
-"""Most parts of one message."""
 IDENTIFIER_CHARS_MAX: Final = 512
 STOPS_MAX: Final = 16
 """OpenAI has 4. Evaluators send more: the `until` of lm-eval's code tasks has six."""
 STOP_CHARS_MAX: Final = 256
 CALLS_MAX: Final = 256
-"""Most calls in one message."""
 BAD_WORDS_MAX: Final = limits.MAX_BAD_WORDS // 2
 """Each may have two spellings in tokens."""
 

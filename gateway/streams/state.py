@@ -94,7 +94,6 @@ class Submission:
     """The time until which a new request waits for the link to the coordinator; None if it does not wait for it."""
     interrupted_at: float = 0.0
     liveness: Liveness = field(default_factory=Liveness)
-    """Of the current attempt."""
     names: BlockNames | None = None
     """Names of the blocks of the last attempt that was submitted by this id."""
     ended_early: bool = False

@@ -34,7 +34,6 @@ class BlockNames:
     """The names of one prompt's blocks, and the parameters that they were computed with."""
 
     block_size: int
-    """Tokens of a block."""
     cache_group: str
     hashes: bytes
     cluster_key: bytes = field(default=b"", repr=False)

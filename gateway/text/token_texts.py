@@ -59,7 +59,6 @@ class TokenTexts:
         self._special_ids = special_ids
         self.at_start = not behind
         self.chars = 0
-        """Characters of the text so far."""
 
     def push(self, token: int, *, is_last: bool = False, is_text: bool = True) -> tuple[str, bytes]:
         """Returns the text that this token makes certain, and the token's bytes. Both are empty for a special token and for a

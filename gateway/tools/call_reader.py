@@ -39,7 +39,6 @@ class CallReader:
         """The part of the present name, key or value that has come."""
         self._key: str | None = None
         self._depth = 0
-        """The depth of brackets in the present value."""
         self._in_string = self._escaped = False
         self._name: str | None = None
         self._arguments: str | None = None

@@ -42,7 +42,7 @@ the worker has found its prefix, so T is right even where a prefix that it might
 
 **Overcommit** gives up this guarantee for more use: a `KvDemand` with `expected` < `left` is counted as if it ended at
 `expected`. An attempt that outlives this is counted with twice the tokens from then on. `SPARE_SHARE` of the pool is left for
-that, but T may still exceed the pool. Then nothing more is placed, and `preemption` chooses who leaves if blocks run short.
+that, but T may still exceed the pool. Then nothing more is placed, and `preemption` chooses who leaves.
 
 **Cost.** Between two ends T does not fall, so its maximum is at an end, or at "never" for the pending. One row per attempt,
 sorted by end, carries T at that end; a change adds or subtracts one term for the rows up to its own: O(n), in a few numpy

@@ -1,0 +1,45 @@
+"""With how many tokens an answer is counted in decode, by what is known of its tenant."""
+
+from scheduler.fairness.headroom import LEAST, MOST, Headroom
+from scheduler.fairness.held_shares import HeldShares, Stream
+from scheduler.kv_admission.answer_lengths import PROVEN_ANSWERS, UNPROVEN_STREAMS, UNPROVEN_TOKENS, AnswerLengths
+from scheduler.request import Request
+from tests.coordinator.world import submit
+
+PATH = ("standard", "new", "")
+
+
+def counted(lengths: AnswerLengths, shares: HeldShares) -> int:
+    request = Request("a", 1, submit("a", 8, max_tokens=8192), b"", 0.0, 0.0, PATH)
+    lengths.expect(request, shares)
+    return request.expected_left + 1
+
+
+def test_unknown_tenant_has_few_estimates() -> None:
+    """A tenant without answers has few streams that are counted with a guess; once it is proven it has any number."""
+    lengths, shares = AnswerLengths(400.0, overcommit=64.0), HeldShares()
+    for number in range(UNPROVEN_STREAMS):
+        assert counted(lengths, shares) == 400
+        shares.add(PATH, 1, (str(number), 1), Stream(10, estimated=1))
+    assert counted(lengths, shares) == UNPROVEN_TOKENS
+    for _ in range(PROVEN_ANSWERS):
+        lengths.learn(PATH, 900)
+    assert 900 <= counted(lengths, shares) < 1000
+
+
+def test_running_answers_raise_the_estimate() -> None:
+    """An answer that outlives its estimate counts before it has ended."""
+    lengths, shares = AnswerLengths(400.0, overcommit=64.0), HeldShares()
+    lengths.outlived(PATH, 2000)
+    assert counted(lengths, shares) == 2000
+
+
+def test_headroom_grows_with_interruptions() -> None:
+    """Headroom grows with each interruption for a share up to its bound, and goes back while there are none."""
+    headroom = Headroom()
+    headroom.interrupted(0.01)
+    assert LEAST < headroom.share < MOST
+    headroom.interrupted(1.0)
+    assert headroom.share == MOST
+    headroom.pass_time(1200.0)
+    assert headroom.share < 1.1 * LEAST

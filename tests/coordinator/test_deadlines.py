@@ -59,8 +59,10 @@ def test_new_worker_refuses_no_deadline() -> None:
         if tokens_per_s:
             worker.measure(256, 256.0)
             worker.tokens_in_flight = 5000
+            pool.changed(worker)
     assert pool.least_prefill_s(500) == pytest.approx(0.5), "the new one has nothing before it"
     pool.prefill[11].draining = True
+    pool.changed(pool.prefill[11])
     assert pool.least_prefill_s(500) == pytest.approx(5.5)
 
 

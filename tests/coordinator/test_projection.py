@@ -37,8 +37,13 @@ class Clients:
         while (at_s := at_s + source.expovariate(2 * CAPACITY_PER_S)) < 100.0:
             name = f"r{len(self.rejections)}"
             self.rejections[name] = 0
-            self.cluster.at(at_s, self.cluster.submit, name, f"o{source.randrange(tenants)}", 500, 200)
+            self.cluster.at(at_s, self.submit, name, f"o{source.randrange(tenants)}")
         self.cluster.run(1500.0)
+
+    def submit(self, name: str, tenant: str) -> None:
+        """Each client has a prompt of its own."""
+        number = int(name.partition("+")[0][1:])
+        self.cluster.submit(name, tenant, 500, 200, prompt=number.to_bytes(4, "little") * 500)
 
     def ended(self, request: ClientRequest) -> None:
         submit, rejected = request.submit, request.rejected
@@ -50,7 +55,7 @@ class Clients:
         assert rejected.retry_after_s
         now, again = self.cluster.now, f"{name}+{self.rejections[name]}"
         self.told.setdefault(name, (now, rejected.retry_after_s))
-        self.cluster.at(now + rejected.retry_after_s, self.cluster.submit, again, submit.tenant, 500, 200)
+        self.cluster.at(now + rejected.retry_after_s, self.submit, again, submit.tenant)
 
     def waited_of_told(self) -> list[float]:
         return [(self.admitted[name] - now) / told_s for name, (now, told_s) in self.told.items()]

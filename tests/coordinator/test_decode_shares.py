@@ -109,8 +109,8 @@ def test_stream_yields_only_if_fairer() -> None:
     assert gives_way("y") == [], "its only stream"
     shares.add(("a", "x", ""), 7, ("2", 1), Stream(15))
     assert gives_way("x") == []
-    assert gives_way("y") == ["2", "1"], "newest first"
-    assert gives_way("z") == ["2", "1"], "10 would stay"
+    assert gives_way("y") == ["2"], "newest first, and no more together"
+    assert gives_way("z") == ["2"], "10 would stay"
     shares.add(("a", "y", ""), 7, ("3", 1), Stream(45))
     assert gives_way("y") == [], "55 / 3 would be there"
     shares.remove(("a", "x", ""), 7, ("1", 1))

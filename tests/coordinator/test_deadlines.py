@@ -8,6 +8,7 @@ import pytest
 from coordinator.events import Limits
 from proto.errors import Reject
 from proto.messages import Role, Submit
+from runtime.tenancy.priority_classes import PriorityClass
 from scheduler.request import Request
 from scheduler.waiting.latest_starts import STEPS_MAX, LatestStarts
 from scheduler.workers.pool import Pool
@@ -69,7 +70,8 @@ def test_new_worker_refuses_no_deadline() -> None:
 def test_deadline_assumes_one_worker() -> None:
     """A full queue sheds the one that no single worker can finish in time, and not one that waits without a deadline."""
     timing = Timing(prefill_tokens_per_s=1000.0)
-    world = VirtualCluster(Limits(queue_requests_max=3), timing, prefill=8, decode=8, max_seqs=1)
+    limits = Limits(queue_requests_max=3, priority_classes={"standard": PriorityClass()})
+    world = VirtualCluster(limits, timing, prefill=8, decode=8, max_seqs=1)
     for number in range(8):
         world.submit(f"run{number}", "o", 1000)
     world.run(2.5)

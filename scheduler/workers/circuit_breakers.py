@@ -42,7 +42,7 @@ class _State:
     failed_at: float = -inf
     open_until: float = -inf
     is_guilty: bool = False
-    """What failed there has gone well elsewhere."""
+    """A request that failed there has gone well elsewhere."""
     probe: Key | None = None
     """The attempt that tries it, once its time is over."""
 

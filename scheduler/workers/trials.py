@@ -22,7 +22,7 @@ class Trials:
         self.waiting: dict[str, Request] = {}
         """Suspects that wait for a decode worker, by id, longest first."""
         self.held: set[str] = set()
-        """Those of them that wait until others are cleared."""
+        """Ids of the waiting suspects that wait until others are cleared."""
         self.changed_at = 0.0
         """When a worker of the pool was lost or came last."""
         self.running: dict[str, int] = {}

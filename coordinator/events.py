@@ -13,6 +13,7 @@ from proto.messages import Hello, Message
 from runtime.tenancy.tenants import Tenants
 from scheduler.lifecycle import RequestState
 from scheduler.limits import SchedulerLimits
+from scheduler.waiting.freeing import fingerprint
 
 
 class PeerUp(msgspec.Struct, frozen=True, gc=False):
@@ -31,6 +32,12 @@ class Received(msgspec.Struct, frozen=True, gc=False):
     incarnation: int
     message: Message
     blob: bytes = b""
+    recorded: int | None = None
+    """In a replay, whose blob is zeros: the prompt's fingerprint."""
+
+    @property
+    def fingerprint(self) -> int:
+        return fingerprint(self.blob) if self.recorded is None else self.recorded
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,12 @@ class Send(msgspec.Struct, frozen=True, gc=False):
     incarnation: int
     message: Message
     blob: bytes = b""
+    recorded: int | None = None
+    """In a replay, whose blob is zeros: the prompt's fingerprint."""
+
+    @property
+    def fingerprint(self) -> int:
+        return fingerprint(self.blob) if self.recorded is None else self.recorded
 
 
 class StateChanged(msgspec.Struct, frozen=True, gc=False):

@@ -129,6 +129,8 @@ class Request(msgspec.Struct, eq=False):
     arrived: float
     path: tuple[str, str, str]
     """(priority class, organisation, user): the tenant that has the turn and pays."""
+    fingerprint: int = 0
+    """Recognises it when it was rejected and comes again."""
     whole_id: str = ""
     """The id of the request of which this one is a resumed choice; empty: it is none."""
     state: RequestState = RequestState.QUEUED

@@ -103,9 +103,9 @@ class Billing:
         idle: bool,
         choices: int = 1,
         usual_s: float = 0.0,
-        prompt: bytes = b"",
+        fingerprint: int | None = None,
     ) -> Bill | Denial:
-        grant = self.quotas.reserve(tenant, ask, now, idle=idle, usual_s=usual_s, prompt=prompt)
+        grant = self.quotas.reserve(tenant, ask, now, idle=idle, usual_s=usual_s, fingerprint=fingerprint)
         if isinstance(grant, Denial):
             return grant
         return self._open(request_id, grant, ask.prompt_tokens, choices)

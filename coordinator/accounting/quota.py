@@ -26,7 +26,6 @@ import msgspec
 from coordinator.accounting.account import NS, PER_MIN, Account, Grant, TokenBucket
 from proto.messages import RateState
 from runtime.tenancy.tenants import Level, QuotaLimits, Tenants
-from scheduler.waiting.freeing import fingerprint
 
 HELD_RETRY_S = 1.0
 """The shortest wait that is told if a held amount is at its limit."""
@@ -102,23 +101,29 @@ class Quotas:
     # --- taking and giving back ---------------------------------------------------------------------------------------
 
     def reserve(
-        self, tenant: str, ask: Ask, now: float, *, idle: bool = False, usual_s: float = 0.0, prompt: bytes = b""
+        self,
+        tenant: str,
+        ask: Ask,
+        now: float,
+        *,
+        idle: bool = False,
+        usual_s: float = 0.0,
+        fingerprint: int | None = None,
     ) -> Grant | Denial:
         """Take on all levels or on none. `idle`: capacity lies idle, so borrowers may exceed rates. `usual_s`: how long
-        requests usually take. `prompt`: by which a request is known when it comes again."""
+        requests usually take. `fingerprint`: by which a request is known when it comes again."""
         assert self.tenants.policy(tenant) is not None, "the caller refuses tenants that the file does not know"
         assert ask.prompt_tokens >= 0 and ask.output_tokens >= 0 and ask.kv_blocks >= 0
         accounts = self._accounts(tenant, now)
         limited = [account for account in accounts if account.limited]
-        who = fingerprint(prompt) if limited and prompt else None
         for account in limited:
-            account.drop_due(who, now)
+            account.drop_due(fingerprint, now)
         denials = [(d, account) for account in limited for d in self._denials(account, ask, now, idle, usual_s)]
         if denials:
             # A wait is worth telling only if it is long enough for all of them.
             denial, account = max(denials, key=lambda found: found[0].retry_after_s or float("inf"))
             if denial.in_line:
-                account.tell(now + LATER * denial.retry_after_s, who, ask.tokens)
+                account.tell(now + LATER * denial.retry_after_s, fingerprint, ask.tokens)
             return denial
         return self._take(accounts, ask, idle, now)
 

@@ -10,7 +10,6 @@ from proto.limits import MAX_MODELS
 from proto.messages import Hello, Role, Submit
 from scheduler.placement.choice import uncached_tokens
 from scheduler.request import Request
-from scheduler.waiting.freeing import fingerprint
 from scheduler.waiting.projection import spread
 from scheduler.waiting.queue import WaitQueue
 from scheduler.workers.pool import Pool
@@ -81,7 +80,7 @@ def feasible(
         return (
             Reject.DEADLINE,
             why,
-            0.0 if own_ms else spread((soonest_ms - deadline_ms) / 1000, fingerprint(request.blob)),
+            0.0 if own_ms else spread((soonest_ms - deadline_ms) / 1000, request.fingerprint),
         )
     rate = pool.tokens_per_s()
     if not rate or not queue.work_ahead.work:

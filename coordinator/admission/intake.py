@@ -82,7 +82,7 @@ def submit(state: State, incarnation: int, event: Received, now: float) -> None:
     request, retry_after_s = known, None
     if reason is None and request is None:
         request = Request(submit.request_id, incarnation, submit, event.blob, now, now, state.path(submit))
-        request.counted = submit.attempt == 1
+        request.fingerprint, request.counted = event.fingerprint, submit.attempt == 1
         request.whole_id = whole_of(submit)
         request.suspicion = state.last_suspicion(request.id) or state.last_suspicion(request.whole_id)
         state.cluster.set_targets(request)
@@ -171,7 +171,7 @@ def _admit(state: State, request: Request, now: float) -> tuple[Reject | None, s
     None: as long as the work before it takes. A resumed request is not checked again."""
     submit, limits = request.submit, state.limits
     pool, queue = state.cluster.pools[submit.model], state.cluster.queues[submit.model]
-    obeys = queue.projection.obeys(request.path, request.blob, now)
+    obeys = queue.projection.obeys(request.path, request.fingerprint, now)
     wait_s = request.projected_s = report.wait_s(state, request, now)
     reason, why, retry_after_s = checks.feasible(request, pool, queue, wait_s, obeys=obeys)
     if reason is not None:
@@ -212,7 +212,7 @@ def _admit(state: State, request: Request, now: float) -> tuple[Reject | None, s
 def _shed(state: State, victim: Request, now: float) -> None:
     why = "it waited, and had to make room in an overload"
     state.counters[f"rejected_{Reject.SHED}"] += 1
-    retry_after_s = report.retry_after_s(state, victim.submit, victim.blob, now)
+    retry_after_s = report.retry_after_s(state, victim.submit, victim.fingerprint, now)
     state.send(victim.gateway_incarnation, Rejected(*victim.key, Reject.SHED, why, retry_after_s))
     state.end(victim, Trigger.SHED, why, now)
 
@@ -250,7 +250,9 @@ def _reject(
     state.outcomes[RequestState.REJECTED] += 1
     state.counters[f"rejected_{reason}"] += 1
     if retry_after_s is None:
-        retry_after_s = report.retry_after_s(state, submit, event.blob, now) if reason in _WORTH_ANOTHER_TRY else 0.0
+        retry_after_s = (
+            report.retry_after_s(state, submit, event.fingerprint, now) if reason in _WORTH_ANOTHER_TRY else 0.0
+        )
     rates = state.billing.rates(submit.tenant, now)
     state.send(incarnation, Rejected(submit.request_id, submit.attempt, reason, why[:500], retry_after_s, rates))
     state.out.append(StateChanged(submit.request_id, submit.attempt, RequestState.REJECTED, reason))
@@ -307,7 +309,7 @@ def expire(state: State, now: float) -> None:
                 else f"waited {now - request.since:.3g} s in the queue"
             )
             state.counters[f"rejected_{reason}"] += 1
-            retry_after_s = report.retry_after_s(state, request.submit, request.blob, now)
+            retry_after_s = report.retry_after_s(state, request.submit, request.fingerprint, now)
             state.send(request.gateway_incarnation, Rejected(*request.key, reason, why, retry_after_s))
             state.end(request, Trigger.EXPIRE, why, now)
     while state.interrupted:

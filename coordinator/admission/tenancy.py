@@ -85,7 +85,7 @@ def reserve(state: State, request: Request, now: float) -> Refusal:
         idle=idle,
         choices=submit.choices,
         usual_s=usual_s,
-        prompt=request.blob,
+        fingerprint=request.fingerprint,
     )
     if isinstance(opened, Denial):
         return Reject.QUOTA, str(opened), _retry_after_s(opened, submit)

@@ -8,8 +8,9 @@
 that a changed record can be told from a core that acts differently; `digest` is taken after the `count` actions were added. If
 the core failed, `count` is `FAILED` and `digest` is the error's text.
 
-Prompt ids are not written: the core uses only their length, which is kept. Grammars, the hashes of API keys and the cache
-groups are not written either, since the core does not use them. Messages stand as they do on the wire.
+Prompt ids are not written, only their length and a fingerprint of 16 bits, by which a request is known when it comes again.
+Grammars, the hashes of API keys and the cache groups are not written either, since the core does not use them. Messages stand
+as they do on the wire.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,7 +29,7 @@ from proto.limits import MAX_FRAME_BYTES, PROTOCOL_VERSION
 from proto.messages import Hello, Message, Prefill, Reserve, Submit
 
 MAGIC: Final = "crossdock-event-log"
-VERSION: Final = 1
+VERSION: Final = 2
 END: Final = "end"
 FAILED: Final = -1
 _PAIR: Final = b"\x92"
@@ -95,8 +96,10 @@ def encode_end(reason: str) -> bytes:
 
 def event_bytes(event: Event, now: float) -> bytes:
     if isinstance(event, Received):
-        blob_bytes = len(event.blob) if isinstance(event.message, codec.WITH_BLOB) else None
-        return _encoder.encode((now, "Received", event.incarnation, blob_bytes, _without_grammar(event.message)))
+        if not isinstance(event.message, codec.WITH_BLOB):
+            return _encoder.encode((now, "Received", event.incarnation, None, event.message))
+        prompt = len(event.blob), event.fingerprint
+        return _encoder.encode((now, "Received", event.incarnation, prompt, _without_grammar(event.message)))
     if isinstance(event, PeerUp):
         return _encoder.encode((now, "PeerUp", event.incarnation, event.hello))
     if isinstance(event, Configured):
@@ -184,9 +187,9 @@ def _decode_event(name: str, rest: list[Any]) -> Event:
     match name, rest:
         case "Received", [int(incarnation), None, list(message)]:
             return Received(incarnation, _decode_message([as_written(message)]))
-        case "Received", [int(incarnation), int(blob_bytes), list(message)] if 0 <= blob_bytes <= MAX_FRAME_BYTES:
-            blob = _zeros(blob_bytes)
-            return Received(incarnation, _decode_message([as_written(message), blob]), blob)
+        case "Received", [int(incarnation), [int(count), int(found)], list(message)] if 0 <= count <= MAX_FRAME_BYTES:
+            blob = _zeros(count)
+            return Received(incarnation, _decode_message([as_written(message), blob]), blob, found)
         case "PeerUp", [int(incarnation), list(message)] if isinstance(
             hello := _decode_message([as_written(message)]), Hello
         ):

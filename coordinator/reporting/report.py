@@ -39,7 +39,7 @@ COUNTER_MAX = (1 << 63) - 1
 """The largest number that MessagePack and its readers take; some are sums of numbers that workers report."""
 
 
-def retry_after_s(state: State, submit: Submit, prompt: bytes, now: float) -> float:
+def retry_after_s(state: State, submit: Submit, fingerprint: int, now: float) -> float:
     """Returns seconds after which a rejected request should come again: see `Projection.retry_after_s`."""
     pool, queue = state.cluster.pools.get(submit.model), state.cluster.queues.get(submit.model)
     if pool is None or queue is None or not pool.servable():
@@ -48,7 +48,7 @@ def retry_after_s(state: State, submit: Submit, prompt: bytes, now: float) -> fl
     at, tokens = speed(state, pool, path, now), submit.prompt_tokens
     before = queue.work_ahead.before(path, tokens, urgent=False) - tokens
     computed_s = before / at.prompt_tokens_per_s if at.prompt_tokens_per_s else 0.0
-    return queue.projection.retry_after_s(path, queue.work(submit, path), prompt, at, now, computed_s)
+    return queue.projection.retry_after_s(path, queue.work(submit, path), fingerprint, at, now, computed_s)
 
 
 def wait_s(state: State, request: Request, now: float) -> float:

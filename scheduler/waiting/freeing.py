@@ -15,6 +15,7 @@ T = TypeVar("T")
 KEPT = 1 - 1 / 32
 """Weight of what was learnt before, after one more."""
 TOLD_MAX = 65_536
+FINGERPRINT_MAX = 0xFFFF
 AWAITED_S = 60.0
 """A client may come so much later than it was told: waits are told up to 600 s, and clients add jitter of a tenth."""
 EXPIRED_MAX = 64
@@ -22,8 +23,9 @@ EXPIRED_MAX = 64
 
 
 def fingerprint(prompt: bytes) -> int:
-    """Recognises a request when it comes again, since its id is another one then."""
-    return xxh3_64_intdigest(prompt)
+    """Recognises a tenant's request when it comes again, since its id is another one then. It is written to event logs, so it
+    is too short to tell what a prompt said."""
+    return xxh3_64_intdigest(prompt) & FINGERPRINT_MAX
 
 
 class FreeingRate:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from scheduler.fairness.fair_node import Path
 from scheduler.request import Request
-from scheduler.waiting.freeing import ComingBack, fingerprint
+from scheduler.waiting.freeing import FINGERPRINT_MAX, ComingBack
 from scheduler.waiting.margin import Margins
 from scheduler.waiting.ratios import Ratios
 from scheduler.waiting.releases import Releases
@@ -32,7 +32,7 @@ JITTER = 0.1
 def spread(wait_s: float, who: int) -> float:
     """A wait as clients are told it: within bounds, and a little longer for some, so that they do not come back together."""
     low, high = RETRY_AFTER_S
-    return min(max(wait_s, low), high) * (1 + JITTER * (who % (1 << 32)) / (1 << 32))
+    return min(max(wait_s, low), high) * (1 + JITTER * who / (FINGERPRINT_MAX + 1))
 
 
 class Speed(NamedTuple):
@@ -148,12 +148,12 @@ class Projection:
             return max(given_s, self._prefill_s(before, work, speed))
         return wait_s
 
-    def obeys(self, path: Path, prompt: bytes, now: float) -> bool:
+    def obeys(self, path: Path, fingerprint: int, now: float) -> bool:
         """Whether a request was told to come again by now. If it comes early, it loses its place."""
         self._drop_due(now)
         if not self._coming.is_used:
             return False
-        who = path, fingerprint(prompt)
+        who = path, fingerprint
         if (early := self._coming.give_up(who)) is not None:
             self._line.add(path, -early[1], urgent=False)
         return self._coming.obeys(who)
@@ -163,19 +163,18 @@ class Projection:
             self._line.add(before, -amount, urgent=False)
 
     def retry_after_s(
-        self, path: Path, work: int, prompt: bytes, speed: Speed, now: float, computed_s: float = 0.0
+        self, path: Path, work: int, fingerprint: int, speed: Speed, now: float, computed_s: float = 0.0
     ) -> float:
         """Returns the wait that a client is told: until its turn, behind all requests that wait and all that come back before
         it. Its place is kept for it. `computed_s`: seconds until prefill has computed the admitted work before it, placed work
         included."""
-        self.obeys(path, prompt, now)  # a place that it had is given up
+        self.obeys(path, fingerprint, now)  # a place that it had is given up
         line = self._line.before(path, work, urgent=False, apart=speed.apart)
         coming = line - self.waiting.before(path, work, urgent=False, apart=speed.apart)
         behind_s = computed_s + self._seconds(path, coming, 0, speed, now)
         wait_s = max(self._seconds(path, line, work, speed, now), behind_s)
-        who = fingerprint(prompt)
-        told_s = spread(wait_s, who)
-        if self._coming.tell(now + told_s, (path, who), (path, work)):
+        told_s = spread(wait_s, fingerprint)
+        if self._coming.tell(now + told_s, (path, fingerprint), (path, work)):
             self._line.add(path, work, urgent=False)
         return told_s
 

@@ -365,9 +365,7 @@ def test_random_histories_match_naive_twin(seed: int) -> None:
             day = int((now + offset_s) // 86_400)
             q.rates(name, now)  # fills up what time has brought
             before, expected = state_of(q), twin.admits(name, ask, Fraction(now), day, idle)
-            answer = q.reserve(
-                name, ask, now, idle=idle, prompt=b"always the same, so nobody else comes back before it"
-            )
+            answer = q.reserve(name, ask, now, idle=idle, fingerprint=1)
             assert isinstance(answer, Grant) == expected, answer
             if isinstance(answer, Grant):
                 record = twin.grant(name, ask, Fraction(now), day)

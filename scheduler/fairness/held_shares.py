@@ -111,9 +111,10 @@ class HeldShares:
         return False
 
     def holds_less(self, path: Path, other: Path) -> bool:
-        """Whether one tenant holds clearly less for its weight than another: at the level where the two part."""
+        """Whether one tenant holds nothing, or clearly less for its weight than another: at the level where the two part."""
         depth = next(depth for depth, (one, two) in enumerate(zip(path, other, strict=True), 1) if one != two)
-        return self.of(path[:depth]) < NEAR_ENOUGH * self.of(other[:depth])
+        own = self.of(path[:depth])
+        return not own or own < NEAR_ENOUGH * self.of(other[:depth])
 
     def streams(self) -> dict[tuple[int, Key], Stream]:
         """Returns all streams, for checks."""

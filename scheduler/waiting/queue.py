@@ -283,10 +283,11 @@ class WaitQueue:
 
     def is_bypassed(self, one: Request, by: Request) -> bool:
         """Whether `one`, which has no room, loses its turn if `by` is placed: not while its tenant holds about as much in
-        decode."""
-        if self.shares is not None and one.path != by.path:
-            return self.shares.holds_less(one.path, by.path)
-        return self.goes_before(one, by)
+        decode, or has paid more. A tenant pays for room that is kept for it, but holds nothing afterwards."""
+        if self.shares is not None and one.path != by.path and not self.shares.holds_less(one.path, by.path):
+            return False
+        assert one.entry is not None and by.entry is not None
+        return self.fair.goes_before(one.entry, by.entry)
 
     def settle_on(self, request: Request, key: int) -> None:
         """Let a request wait under this key: its prefill worker's incarnation if placed, else a class key or `bound_key`."""

@@ -384,13 +384,14 @@ def sent(h: Harness, kind: type[Message]) -> list[Message]:
 
 
 def test_room_kept_twice_is_used_once() -> None:
-    """As its own, from before its prefill worker was lost, and since others were let by."""
-    h = Harness.make(2, 1, Limits(bypasses_max=1), kv_blocks=5)
+    """As its own, from before its prefill worker was lost, and since others were let by. Its tenant's weight is high, or it
+    would not count as bypassed by those that hold less."""
+    h = Harness.make(2, 1, Limits(bypasses_max=1, weights={"standard/default": 10.0}), kv_blocks=5)
     h.receive(1, submit("a", 9, max_tokens=3))
     h.post(PeerDown(h.core.cluster.requests["a"].prefill_incarnation, "killed"))
     h.receive(1, submit("a", 9, attempt=2, max_tokens=3))
     for name in ("small", "smaller"):
-        h.receive(1, msgspec.structs.replace(submit(name, 2, max_tokens=2), tenant=name))
+        h.receive(1, msgspec.structs.replace(submit(name, 2, max_tokens=2), tenant="other"))
     pool = h.core.cluster.pools["m"]
     assert pool.room_for_large.request is h.core.cluster.requests["a"] and pool.retained
     h.receive(20, Released("a", 1))

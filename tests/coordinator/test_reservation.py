@@ -7,12 +7,15 @@ from functools import partial
 import pytest
 
 from coordinator.events import Limits
+from runtime.tenancy.priority_classes import PriorityClass
 from scheduler.waiting.queue import WaitQueue
 from simulation.cluster.cluster import MODEL, VirtualCluster
 from simulation.cluster.surroundings import Timing
 from tests.helpers import first, p99
 
 SECONDS = 80.0
+NO_TARGET = {"standard": PriorityClass()}
+"""Every request waits for its room, however long."""
 TENANTS = 9
 PER_S = 14.5
 """Requests of all victims; the pool runs about 16 of one second each."""
@@ -29,7 +32,12 @@ def run(seed: int, attack: str = "") -> Found:
     """Nine tenants use most of a decode worker. The attacker's requests would fill it each, and run for a second; "back to
     back" has always three of them here, "cancel" leaves while room is kept for it."""
     timing = Timing(prefill_step_s=0.002, decode_step_s=0.01)
-    world = VirtualCluster(Limits(bypasses_max=16, kv_overcommit=1.0), timing, decode_blocks=320, progress=False)
+    world = VirtualCluster(
+        Limits(bypasses_max=16, kv_overcommit=1.0, priority_classes=NO_TARGET),
+        timing,
+        decode_blocks=320,
+        progress=False,
+    )
     rnd, now, sent, held = random.Random(seed), 0.0, 0, []
     pool = world.core.cluster.pools[MODEL]
 

@@ -22,8 +22,9 @@ MOVES_PER_TURN_MAX = 64
 """Requests that one turn may move to another queue key; the next event goes on from there."""
 LOOKED_AT_MAX = 64
 """Most partly computed prompts of a prefill worker that are looked at for one step."""
-URGENT = 1.5
-"""A partly computed prompt goes first if it has less than so many times the time that its rest takes."""
+URGENT = 2.0
+"""A partly computed prompt goes first if it has less than so many times the time that its rest takes, behind the steps in
+flight."""
 BEGUN_MAX = 8
 """If a prefill worker has more partly computed prompts than this, the next step begins with the prompt served last, if it can
 finish it.
@@ -212,7 +213,8 @@ def _most_urgent(worker: Worker, now: float) -> Request | None:
     for request in islice(worker.placed.values(), LOOKED_AT_MAX):
         if (ms := request.first_token_ms) and not request.own_step:
             due = request.arrived + ms / 1000
-            rest_s = (request.submit.prompt_tokens - request.dispatched_tokens) / (worker.tokens_per_s or inf)
+            tokens = worker.tokens_in_flight + request.submit.prompt_tokens - request.dispatched_tokens
+            rest_s = tokens / (worker.tokens_per_s or inf)
             if due < first_due and now > due - URGENT * rest_s and due > now:
                 first, first_due = request, due
     return first

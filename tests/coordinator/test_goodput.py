@@ -150,7 +150,8 @@ def test_strict_and_lax_streams_separate(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", first(1, [4, 1, 2, 3, 5]))
 def test_interactive_gets_place_in_small_batch(seed: int) -> None:
-    """Nine streams keep the target, and each runs for six seconds; both kinds come at 0.75 of what is served."""
+    """Nine streams keep the target, and each runs for six seconds; both kinds come at 0.75 of what is served. A few requests
+    are refused in the worst moments, and all others are in time."""
     source, arrivals = random.Random(seed), list[tuple[float, LoadRequest]]()
     for name, goal in (("interactive", Goal(2000.0, 100.0)), ("batch", Goal())):
         at_s = 0.0
@@ -166,7 +167,9 @@ def test_interactive_gets_place_in_small_batch(seed: int) -> None:
         tenants=from_tables(tables),
     )
     by_stream = figures(play(workload))["traffic"]
-    assert by_stream["interactive"]["goodput_share"] >= 0.9, by_stream["interactive"]
+    interactive = by_stream["interactive"]
+    assert interactive["goodput_share"] >= 0.85, interactive
+    assert interactive["goodput_share"] * interactive["offered"] >= 0.98 * interactive["finished"], interactive
     assert by_stream["batch"]["decode_share"] >= 0.2 and by_stream["batch"]["finished"] == by_stream["batch"]["offered"]
 
 

@@ -86,7 +86,7 @@ def test_pool_sized_requests_keep_to_share(alone: Found, attack: str) -> None:
     """Tenants with pool-sized requests take no more room time than their share, and slow others little."""
     beside = everything(attack)
     assert beside.room_share <= 1 / (TENANTS + 1) + 0.05, "the first one is free, and the last one not paid yet"
-    assert p99(beside.ttft_s) <= 2.5 * p99(alone.ttft_s), (p99(alone.ttft_s), p99(beside.ttft_s))
+    assert p99(beside.ttft_s) <= 3 * p99(alone.ttft_s), (p99(alone.ttft_s), p99(beside.ttft_s))
 
 
 def test_uncharged_room_would_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -393,10 +393,14 @@ def what_has_a_place_still_counts_as_waiting(m: pytest.MonkeyPatch) -> None:
 @bug
 def what_has_left_still_counts_as_placed(m: pytest.MonkeyPatch) -> None:
     """Decode seems to get slower and slower."""
-    m.setattr(Projection, "leave", lambda self, request, now: None)
+    m.setattr(Projection, "leave", lambda self, request, now, *, done: None)
 
 
 @bug
 def room_in_decode_is_asked_for_sequences_alone(m: pytest.MonkeyPatch) -> None:
     """More is let in than the blocks last for."""
-    m.setattr(Worker, "fits", lambda self, submit, expected_left=0: submit.choices <= self.free_seqs)
+
+    def fits(self: Worker, submit: Submit, *_: Any, **__: Any) -> bool:
+        return submit.choices <= self.free_seqs
+
+    m.setattr(Worker, "fits", fits)

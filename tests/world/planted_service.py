@@ -16,7 +16,7 @@ from gateway.streams.liveness import Liveness
 from gateway.streams.state import StreamPhase, Submission
 from gateway.streams.types import SendSubmit, StreamLimits
 from proto.errors import Interrupt
-from proto.messages import Release, TokenItem
+from proto.messages import Release, Submit, TokenItem
 from runtime.worker.service import Service
 from scheduler.cluster import Cluster
 from scheduler.fairness.held_shares import HeldShares

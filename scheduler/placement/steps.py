@@ -199,7 +199,7 @@ def _take_continuation(worker: Worker, left: int, pool: Pool, queue: WaitQueue, 
     """Returns a prompt to continue before all others. Clears `worker.begun`."""
     begun, worker.begun = worker.begun, None
     urgent = _most_urgent(worker, now)
-    if urgent is not None and not queue.fair.has_late(pool.wakeups.open_keys(worker, queue)):
+    if urgent is not None:
         return urgent
     return begun if begun is not None and _may_go_on(begun, left, worker, pool, queue) else None
 

@@ -19,6 +19,7 @@ from coordinator.core import Core
 from coordinator.events import Action, Event, Limits, Received
 from launcher.tables import Table
 from proto.limits import HASH_BYTES
+from runtime.tenancy.priority_classes import PriorityClass
 from simulation.cluster.cluster import VirtualCluster
 from simulation.cluster.surroundings import ClientRequest, Timing
 
@@ -77,6 +78,7 @@ class ScaledCluster:
             tenant_queue_max=many,
             queue_wait_s_max=float(many),
             step_tokens=_STEP_TOKENS,
+            priority_classes={"standard": PriorityClass()},  # nothing is refused for its target
         )
         per_stream = -(-(_PROMPT_TOKENS + _MAX_TOKENS) // _BLOCK_SIZE)
         streams = PER_S * _STREAM_S * (4.0 if limited_by == "prefill" else 0.75)

@@ -13,6 +13,7 @@ from random import Random
 from coordinator.events import Limits
 from proto.errors import Interrupt
 from proto.limits import HASH_BYTES
+from runtime.tenancy.priority_classes import PriorityClass
 from scheduler.lifecycle import RequestState
 from simulation.cluster.cluster import FIRST_DECODE, VirtualCluster
 from simulation.cluster.decode import BatchedDecode
@@ -72,7 +73,7 @@ class OverloadedCluster:
         use. If `whole_life`, no progress is reported, so that every attempt stays counted with prompt + max_tokens."""
         self.kv_blocks = kv_blocks
         self.cluster = VirtualCluster(
-            Limits(queue_wait_s_max=1e6, kv_overcommit=overcommit),
+            Limits(queue_wait_s_max=1e6, kv_overcommit=overcommit, priority_classes={"standard": PriorityClass()}),
             Timing(inf, STEP_S, STEP_S, (0.0, 4 * STEP_S), report_s),
             prefill=4,
             prefill_blocks=kv_blocks,

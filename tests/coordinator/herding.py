@@ -13,6 +13,7 @@ from statistics import fmean, median, quantiles
 from coordinator.events import Limits
 from gateway.text.block_hashes import block_hashes
 from proto.codec import pack_tokens
+from runtime.tenancy.priority_classes import PriorityClass
 from scheduler.fairness.cost import Prices
 from scheduler.score import Weights
 from simulation.cluster.cluster import MODEL, VirtualCluster
@@ -99,6 +100,7 @@ def cluster(workers: int, weights: Weights | None = None, blocks: int = 2000) ->
         tenant_queue_max=many,
         queue_wait_s_max=many,
         step_tokens=512,
+        priority_classes={"standard": PriorityClass()},  # nothing is refused for its target
     )
     timing = Timing(prefill_tokens_per_s=TOKENS_PER_S, decode_step_s=0.001)
     made = VirtualCluster(limits, timing, prefill=workers, prefill_blocks=blocks, block_size=BLOCK_SIZE)

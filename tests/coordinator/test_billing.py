@@ -204,7 +204,8 @@ def known(w: World) -> set[str]:
     """Tenants of which anything is in memory."""
     found = set(w.core.billing.quotas.accounts)
     for queue in w.core.cluster.queues.values():
-        paths = [*queue.fair.tenants(), *queue.lengths._lengths, *queue.backlog.tenants()]
+        lengths = filter(None, queue.lengths._lengths)  # not those of all
+        paths = [*queue.fair.tenants(), *lengths, *queue.backlog.tenants()]
         found |= {"/".join(filter(None, path[1:])) for path in paths}
         rings = [
             ring

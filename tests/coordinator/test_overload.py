@@ -203,6 +203,19 @@ def test_unreachable_deadline_is_refused() -> None:
     assert world.rejected[1].reason is Reject.DEADLINE and 5.0 < world.rejected[1].retry_after_s < 12.0
 
 
+def test_default_target_spares_short_overload() -> None:
+    """The default target refuses nothing in the first ten seconds of an overload, and what comes late after them."""
+    world, refused_at = VirtualCluster(timing=Timing(prefill_tokens_per_s=1000.0)), list[float]()
+    world.on_end = lambda request: refused_at.append(world.now) if request.rejected else None
+    world.submit("measured", "o", 1000)
+    world.run(5.0)
+    for n in range(40):
+        world.at(5.0 + 0.5 * n, world.submit, f"r{n}", "o", 1000)
+    world.run(100.0)
+    assert refused_at and 15.0 < min(refused_at) < 21.0, "the first is expected late at 7.5 s"
+    assert len(world.ttft_s) == 41 - len(refused_at)
+
+
 def test_missed_deadline_stops_prefill() -> None:
     """A request whose deadline passes expires before its last chunk is computed."""
     world = VirtualCluster(timing=Timing(prefill_tokens_per_s=1000.0))

@@ -11,6 +11,9 @@ SCENARIO = """
 duration_s = 40.0
 settle_s = {settle_s}
 
+[priority_classes.standard]
+weight = 1.0
+
 [[workers]]
 role = "prefill"
 prefill_tokens_per_s = 10000

@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
+from coordinator.events import Limits
+from runtime.tenancy.priority_classes import PriorityClass
 from simulation.cluster.cluster import VirtualCluster
 from simulation.cluster.surroundings import Timing
 from tests.helpers import first, p99
@@ -46,8 +48,12 @@ def a_thousand_keys_of_one_organisation(world: VirtualCluster, rnd: random.Rando
     poisson(world, rnd, 30, lambda n: world.submit(f"a{n}", f"abuser/user{n % 1000}", 2048))
 
 
-def victims_ttft_s(seed: int, attack: Attack | None) -> list[float]:
-    world = VirtualCluster(timing=Timing(prefill_step_s=0.002), prefill_blocks=PREFILL_BLOCKS)
+NO_TARGETS = Limits(priority_classes={"standard": PriorityClass()})
+"""Nothing is refused, or finished before its turn because it was promised to come in time."""
+
+
+def victims_ttft_s(seed: int, attack: Attack | None, limits: Limits = NO_TARGETS) -> list[float]:
+    world = VirtualCluster(limits, Timing(prefill_step_s=0.002), prefill_blocks=PREFILL_BLOCKS)
     rnd = random.Random(seed)
     poisson(world, rnd, 0.5, lambda n: world.submit(f"v{n}", "victim", 512))
     if attack is not None:
@@ -80,6 +86,13 @@ def compare(seeds: range, attack: Attack, at_most: float) -> None:
 def test_attack_hardly_moves_victim_ttft(attack: Attack, at_most: float) -> None:
     """An attack by another tenant hardly changes the victim's TTFT."""
     compare(range(1), attack, at_most)
+
+
+@pytest.mark.parametrize("seed", first(1, range(4)))
+def test_promised_prompts_delay_victim_briefly(seed: int) -> None:
+    """Default targets: prompts promised in time may delay one request for less than a second, and no other."""
+    beside = sorted(victims_ttft_s(seed, a_thousand_keys_of_one_organisation, Limits()))
+    assert beside[-1] < 1.0 and beside[-2] < 0.2, beside
 
 
 @pytest.mark.long

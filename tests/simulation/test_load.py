@@ -95,7 +95,7 @@ def test_flipped_worker_serves_its_new_role() -> None:
     """A worker that changes its role for a time has the speed of its new role, and changes back; all requests finish."""
     slow = replace(PAIR[0], times=replace(TIMES, factor=4.0))
     cluster = (slow, *workers("decode-0", "decode-1"))
-    arrivals = every(0.5, ask(2048, 64), 60.0)
+    arrivals = every(0.5, ask(2048, 64, priority_class="batch"), 60.0)  # without a target that refuses any
     flip = PlannedFailure(5.0, "decode-0", "flipped", role="prefill", for_s=40.0)
     everything = figures(play(Workload(cluster, arrivals, failures=(flip,), duration_s=60.0)))
     assert everything["role_changes"] == 2 and everything["all"]["finished"] == 120

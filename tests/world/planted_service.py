@@ -16,7 +16,7 @@ from gateway.streams.liveness import Liveness
 from gateway.streams.state import StreamPhase, Submission
 from gateway.streams.types import SendSubmit, StreamLimits
 from proto.errors import Interrupt
-from proto.messages import Release, TokenItem
+from proto.messages import Release, Submit, TokenItem
 from runtime.worker.service import Service
 from scheduler.cluster import Cluster
 from scheduler.fairness.held_shares import HeldShares
@@ -393,10 +393,14 @@ def what_has_a_place_still_counts_as_waiting(m: pytest.MonkeyPatch) -> None:
 @bug
 def what_has_left_still_counts_as_placed(m: pytest.MonkeyPatch) -> None:
     """Decode seems to get slower and slower."""
-    m.setattr(Projection, "leave", lambda self, request, now: None)
+    m.setattr(Projection, "leave", lambda self, request, now, *, done: None)
 
 
 @bug
 def room_in_decode_is_asked_for_sequences_alone(m: pytest.MonkeyPatch) -> None:
     """More is let in than the blocks last for."""
-    m.setattr(Worker, "fits", lambda self, submit, expected_left=0: submit.choices <= self.free_seqs)
+
+    def fits(self: Worker, submit: Submit, *_: Any, **__: Any) -> bool:
+        return submit.choices <= self.free_seqs
+
+    m.setattr(Worker, "fits", fits)

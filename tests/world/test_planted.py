@@ -34,7 +34,7 @@ FOUND_BY = {
     "a_released_prompt_frees_what_is_being_fetched": 67,
     "the_end_of_a_session_frees_blocks_that_are_held": 103,
     "a_worker_changes_its_role_with_streams_on_it": 103,
-    "a_worker_stays_closed_to_others_once_one_request_ran_there_alone": 2024,
+    "a_worker_takes_no_more_suspects_once_one_was_tried_there": 2024,
     "a_worker_that_lost_its_coordinator_waits_for_ever_to_change": 130,
     "a_probe_without_a_verdict_is_never_over": 324,
     "a_process_that_was_stopped_takes_its_step_for_hung": 193,

@@ -178,7 +178,7 @@ def _admit(state: State, request: Request, now: float) -> tuple[Reject | None, s
         grace_s = limits.priority_classes[request.path[0]].ttft_grace_s
         if submit.deadline_ms or not queue.grace.covers(request.path[0], grace_s, now):
             return reason, why, retry_after_s
-        request.ttft_ms = 0.0  # it waits as long as others without a target
+        reason, request.ttft_ms = None, 0.0  # it waits as long as others without a target
         wait_s = request.projected_s = report.wait_s(state, request, now)
     if wait_s > (limit_s := queue.wait_limit_s(request)):
         return Reject.QUEUE_FULL, f"it would wait for {wait_s:.0f} s, and may for {limit_s:g} s at most", None

@@ -74,7 +74,7 @@ class DecodeSide:
     """A decode worker, as this prompt would find it."""
 
     hand_over_s: float
-    """What the blocks of this prompt that it does not have cached cost."""
+    """The cost of the blocks of this prompt that it does not have cached."""
     fullness: float
     """How full its blocks or its sequences are, whichever is more."""
     failure_rate: float

@@ -17,7 +17,7 @@ LINES_MAX = 500
 FOLDERS_MAY_IMPORT = {
     "coordinator": {
         "accounting": "policy",
-        "admission": "accounting reporting",
+        "admission": "accounting recovery reporting",
         "event_log": "",
         "policy": "",
         "recovery": "reporting",

@@ -28,7 +28,7 @@ _ABANDONED = "abandoned"
 _REACH_SHARE = 0.2  # of the timeout, for a first connection; the TCPStore's retries take up to thrice as long
 
 
-class Work(Protocol):
+class PendingTransfer(Protocol):
     """An operation under way."""
 
     def wait(self, timeout: timedelta) -> bool:
@@ -38,9 +38,9 @@ class Work(Protocol):
 class ProcessGroup(Protocol):
     """The part of a process group that is used."""
 
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work: ...
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> PendingTransfer: ...
 
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work: ...
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> PendingTransfer: ...
 
 
 Met = TypeVar("Met")

@@ -66,6 +66,7 @@ def build(scenario: Scenario, folder: Path) -> Workload:
         limits=_limits(scenario),
         tenants=tenants,
         hand_over_s=(scenario.hand_over_ms[0] / 1000, scenario.hand_over_ms[1] / 1000),
+        hand_over_block_s=scenario.hand_over_ms_per_block / 1000,
         seed=scenario.seed,
     )
 

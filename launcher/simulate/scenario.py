@@ -249,6 +249,8 @@ class Scenario(_Part):
     """The seed of everything that is random. The same seed and file give the same figures to the last bit."""
     hand_over_ms: Annotated[list[_Ms], Field(min_length=2, max_length=2), AfterValidator(_ascending)] = [2.0, 4.0]
     """Least and most that a hand-over of KV takes."""
+    hand_over_ms_per_block: _Ms = 0.0
+    """What each block that is sent adds to it."""
     coordinator: dict[str, Any] = {}
     """A table of options of the coordinator's scheduling."""
     tenants: dict[str, Any] = {}

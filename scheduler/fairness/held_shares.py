@@ -23,7 +23,7 @@ LOOKED_AT_MAX = 16
 """Streams of one tenant, at one event."""
 
 
-class Stream(NamedTuple):
+class HeldStream(NamedTuple):
     held: int
     """Millionths of its decode worker."""
     estimated: int = 0
@@ -44,12 +44,12 @@ class HeldNode:
         """Those that hold something."""
         self.order: list[tuple[float, str]] = []
         """Their names, by what they hold for their weight."""
-        self.streams: dict[tuple[int, Key], Stream] = {}
+        self.streams: dict[tuple[int, Key], HeldStream] = {}
         """The streams of a tenant, with their workers; oldest first."""
 
     @property
     def share(self) -> float:
-        """What it holds for its weight."""
+        """The room that it holds for its weight."""
         return self.held / self.weight
 
 
@@ -65,7 +65,7 @@ class HeldShares:
         self.freed = 0
         """Millionths of a worker that came free since `Pool.freed_per_s` was last called, without streams that gave way."""
 
-    def add(self, path: Path, worker: int, key: Key, stream: Stream) -> None:
+    def add(self, path: Path, worker: int, key: Key, stream: HeldStream) -> None:
         """An attempt of this tenant holds so much of a worker from now on."""
         self._count(path, *stream).streams[worker, key] = stream
 
@@ -74,7 +74,7 @@ class HeldShares:
         self.freed += stream.held
         self._count(path, -stream.held, -stream.estimated)
 
-    def recount(self, path: Path, worker: int, key: Key, stream: Stream) -> None:
+    def recount(self, path: Path, worker: int, key: Key, stream: HeldStream) -> None:
         """An attempt holds another part of its worker than was thought."""
         streams = self.node(path).streams
         before, streams[worker, key] = streams[worker, key], stream
@@ -91,7 +91,7 @@ class HeldShares:
         return node
 
     def of(self, path: Path) -> float:
-        """What a tenant at some level holds for its weight."""
+        """The room that a tenant at some level holds for its weight."""
         return self.node(path).share
 
     def estimated(self, path: Path) -> int:
@@ -116,13 +116,13 @@ class HeldShares:
         own = self.of(path[:depth])
         return not own or own < NEAR_ENOUGH * self.of(other[:depth])
 
-    def streams(self) -> dict[tuple[int, Key], Stream]:
+    def streams(self) -> dict[tuple[int, Key], HeldStream]:
         """Returns all streams, for checks."""
-        nodes, found = [self.root], dict[tuple[int, Key], Stream]()
+        nodes, found = [self.root], dict[tuple[int, Key], HeldStream]()
         for node in nodes:
             nodes += node.children.values()
             found |= node.streams
-            below: list[HeldNode | Stream] = [*node.children.values(), *node.streams.values()]
+            below: list[HeldNode | HeldStream] = [*node.children.values(), *node.streams.values()]
             assert node.held == sum(one.held for one in below)
             assert node.estimated == sum(one.estimated for one in below)
             assert [name for _, name in node.order] == sorted(

@@ -227,7 +227,7 @@ class KvAdmission:
         return outlived
 
     def demand(self, key: Key) -> KvDemand | None:
-        """What an attempt is counted with; None if it was adopted and only its blocks are known."""
+        """Returns the demand that an attempt is counted with; None if it was adopted and only its blocks are known."""
         return self._entries[key].life
 
     def release(self, key: Key) -> bool:

@@ -58,7 +58,7 @@ class _Organisation(msgspec.Struct, eq=False, gc=False):
     weight: float
     """Its weight when it began to have sessions."""
     tokens: int = 0
-    """Of leases and of open turns' prompts."""
+    """The tokens of leases and of open turns' prompts."""
     users: dict[str, int] = {}
     """The same tokens by tenant."""
 
@@ -111,7 +111,7 @@ class Sessions:
         self.kv_tokens = 0
         """Room for sessions in the model's caches."""
         self.tokens = 0
-        """Of leases and of open turns' prompts."""
+        """The tokens of leases and of open turns' prompts."""
         self.leased_tokens = 0
         self.leases = 0
         self._tenants: OrderedDict[str, SessionTenant] = OrderedDict()

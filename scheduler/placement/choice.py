@@ -177,7 +177,7 @@ def choose_decode(request: Request, prefill: Worker, decode: Sequence[Worker], p
 
 
 def hand_over_s(submit: Submit, prefill: Worker, decode: Worker, pool: Pool, now: float) -> float:
-    """What it costs to hand over the blocks that a decode worker does not have, less its credit: see `hand_overs`."""
+    """The cost of handing over the blocks that a decode worker does not have, less its credit: see `hand_overs`."""
     if decode.is_same_process(prefill):
         return 0.0
     cost_s = missing_blocks(submit, decode, pool) * pool.hand_overs.block_s(prefill.hello.host, decode.hello.host)

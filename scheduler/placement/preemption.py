@@ -39,7 +39,7 @@ class PreemptionCandidate(NamedTuple):
     resumed: bool
     priority_class_weight: float
     shares: tuple[float, float]
-    """What its organisation and its tenant hold in decode, for their weights."""
+    """The room that its organisation and its tenant hold in decode, for their weights."""
     placed_at: float
     blocks: int
     """About how many blocks come free with it."""

@@ -8,7 +8,7 @@ late, so behind the grace only requests that are expected in time are admitted. 
 class Grace:
     def __init__(self) -> None:
         self._late: dict[str, tuple[float, float]] = {}
-        """By class: when the first request of its overload was expected late, and when the last one was."""
+        """When the first request of each class's overload was expected late, and when the last one was."""
 
     def covers(self, priority_class: str, grace_s: float, now: float) -> bool:
         """Whether a request that is expected late is admitted all the same. An overload ends when none was late for

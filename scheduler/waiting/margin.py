@@ -15,7 +15,7 @@ STEP = 0.01
 
 
 class Margins:
-    """By priority class, since lower classes give way to higher ones."""
+    """Each priority class has its own margin, since lower classes give way to higher ones."""
 
     def __init__(self) -> None:
         self._of: dict[str, float] = {}

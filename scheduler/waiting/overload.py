@@ -90,7 +90,7 @@ class Backlog:
         self._organisations: dict[str, Ranked[str]] = {}
         self._users: dict[Path, Ranked[Path]] = {}
         self._borrowed: dict[str, OrderedDict[str, Request]] = {}
-        """By priority class, oldest first."""
+        """Requests by priority class, oldest first."""
         self.tokens = 0
 
     # --- what happens ---------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from scheduler.fairness.fair_queue import FairQueue, Terms
 from scheduler.fairness.held_shares import HeldShares
 from scheduler.fairness.priority_classes import ring_weights
 from scheduler.fairness.sorted_row import SPARE
-from scheduler.kv_admission.answer_lengths import AnswerLengths
 from scheduler.limits import SchedulerLimits
 from scheduler.request import Request
+from scheduler.waiting.answer_lengths import AnswerLengths
 from scheduler.waiting.grace import Grace
 from scheduler.waiting.latest_starts import LatestStarts
 from scheduler.waiting.overload import Backlog, Rate

@@ -12,7 +12,7 @@ SHORTEST_S = 1 / 16
 REMEMBERED = 256
 """About so many intervals are remembered: eight mean times or more."""
 GENERATIONS = 1.5
-"""Behind so many mean times, what comes free is taken to be even."""
+"""Work is taken to come free evenly after so many mean times."""
 
 
 class Releases:
@@ -36,7 +36,7 @@ class Releases:
         """Work that comes free until the end of each following interval."""
         self._curve_at = -1.0
         self._ahead: list[tuple[int, float]] = []
-        """What is then held: ages and work."""
+        """The work that is then held, with its age."""
 
     @property
     def is_learnt(self) -> bool:

@@ -1,4 +1,4 @@
-"""What it costs to hand KV over to a decode worker, and when that pays. Pure.
+"""The cost of handing KV over to a decode worker, and when that pays. Pure.
 
 A hand-over takes `base + block_s * blocks`, as measured, within a host and between hosts: the part that prefill did not hide. A
 decode worker that lacks the beginning of a prompt costs `block_s` for each block more.

@@ -17,11 +17,12 @@ from proto.parts import STALL_SHARE, Capacity
 from scheduler.fairness.headroom import Headroom
 from scheduler.fairness.held_shares import HeldShares
 from scheduler.kv_admission.admission import Key
-from scheduler.kv_admission.answer_lengths import AnswerLengths
 from scheduler.kv_admission.sessions import Sessions
 from scheduler.request import Request
 from scheduler.score import Weights
 from scheduler.step_pace import StepLimits, StepPace
+from scheduler.step_times import StepTimeSample
+from scheduler.waiting.answer_lengths import AnswerLengths
 from scheduler.waiting.overload import Rate
 from scheduler.waiting.queue_keys import target_class
 from scheduler.workers.bindings import Bindings, PrefixWaits
@@ -31,7 +32,6 @@ from scheduler.workers.hand_overs import HandOvers
 from scheduler.workers.ordered import Ordered
 from scheduler.workers.prefix_index import Locality
 from scheduler.workers.reserved_workers import RoomForLargeRequest
-from scheduler.workers.step_times import StepTimeSample
 from scheduler.workers.token_targets import TokenTargets
 from scheduler.workers.traffic import RecentTraffic
 from scheduler.workers.trials import Trials

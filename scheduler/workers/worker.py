@@ -11,13 +11,13 @@ from proto.parts import STEP_TOKENS, Capacity, Held
 from proto.status import KvHeld, KvPair
 from scheduler.fairness.cost import START_LONG_TOKENS
 from scheduler.fairness.fair_node import Path
-from scheduler.fairness.held_shares import HeldShares, Stream
+from scheduler.fairness.held_shares import HeldShares, HeldStream
 from scheduler.kv_admission.admission import Key, KvAdmission
 from scheduler.kv_admission.demand import NEVER, KvDemand
 from scheduler.kv_admission.shared_blocks import chains
 from scheduler.request import Request
+from scheduler.step_fit import StepFit
 from scheduler.step_pace import StepLimits, StepPace
-from scheduler.workers.step_fit import StepFit
 
 WORKERS = (Role.PREFILL, Role.DECODE)
 Where = dict[tuple[str, int], list[int]]
@@ -238,13 +238,13 @@ class Worker:
         self.on_change(self)
         return allocation
 
-    def stream(self, seqs: int, demand: KvDemand) -> Stream:
+    def stream(self, seqs: int, demand: KvDemand) -> HeldStream:
         """Returns the larger part of this worker that an attempt takes, in millionths: of its sequences, or of its blocks on
         average over its life."""
         size, capacity = self.capacity.block_size, self.capacity
         blocks = (demand.grown(0, size) + demand.whole(size)) // 2
         held = max(1_000_000 * seqs // capacity.max_seqs, 1_000_000 * blocks // capacity.kv_blocks, 1)
-        return Stream(held, seqs if demand.expected < demand.left else 0)
+        return HeldStream(held, seqs if demand.expected < demand.left else 0)
 
     def _count_target(self, tpot_ms: float, seqs: int) -> None:
         held = self.seqs_by_target.get(tpot_ms, 0) + seqs

@@ -1,9 +1,9 @@
 """With how many tokens an answer is counted in decode, by what is known of its tenant."""
 
 from scheduler.fairness.headroom import LEAST, MOST, Headroom
-from scheduler.fairness.held_shares import HeldShares, Stream
-from scheduler.kv_admission.answer_lengths import PROVEN_ANSWERS, UNPROVEN_STREAMS, UNPROVEN_TOKENS, AnswerLengths
+from scheduler.fairness.held_shares import HeldShares, HeldStream
 from scheduler.request import Request
+from scheduler.waiting.answer_lengths import PROVEN_ANSWERS, UNPROVEN_STREAMS, UNPROVEN_TOKENS, AnswerLengths
 from tests.coordinator.world import submit
 
 PATH = ("standard", "new", "")
@@ -20,7 +20,7 @@ def test_unknown_tenant_has_few_estimates() -> None:
     lengths, shares = AnswerLengths(400.0, overcommit=64.0), HeldShares()
     for number in range(UNPROVEN_STREAMS):
         assert counted(lengths, shares) == 400
-        shares.add(PATH, 1, (str(number), 1), Stream(10, estimated=1))
+        shares.add(PATH, 1, (str(number), 1), HeldStream(10, estimated=1))
     assert counted(lengths, shares) == UNPROVEN_TOKENS
     for _ in range(PROVEN_ANSWERS):
         lengths.learn(PATH, 900)

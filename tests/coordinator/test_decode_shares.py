@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from proto.parts import Capacity
 from runtime.tenancy.tenants import from_tables
-from scheduler.fairness.held_shares import HeldShares, Stream
+from scheduler.fairness.held_shares import HeldShares, HeldStream
 from simulation.load.figures import figures
 from simulation.load.run import play
 from simulation.load.workload import Goal, LoadRequest, LoadStepTimes, WorkerSpec, Workload
@@ -104,14 +104,14 @@ def test_stream_yields_only_if_fairer() -> None:
         found = shares.who_gives_way(("a", name, ""), lambda worker: 10, lambda worker, key: True)
         return [key[0] for _, (key,), _ in found]
 
-    shares.add(("a", "x", ""), 7, ("1", 1), Stream(10))
+    shares.add(("a", "x", ""), 7, ("1", 1), HeldStream(10))
     assert gives_way("x") == []
     assert gives_way("y") == [], "its only stream"
-    shares.add(("a", "x", ""), 7, ("2", 1), Stream(15))
+    shares.add(("a", "x", ""), 7, ("2", 1), HeldStream(15))
     assert gives_way("x") == []
     assert gives_way("y") == ["2"], "newest first, and no more together"
     assert gives_way("z") == ["2"], "10 would stay"
-    shares.add(("a", "y", ""), 7, ("3", 1), Stream(45))
+    shares.add(("a", "y", ""), 7, ("3", 1), HeldStream(45))
     assert gives_way("y") == [], "55 / 3 would be there"
     shares.remove(("a", "x", ""), 7, ("1", 1))
     assert gives_way("x") == []
@@ -127,7 +127,7 @@ def test_giving_way_does_not_oscillate(held: list[tuple[str, str, int]], data: s
         for unit in range(count):
             key = (f"{number}-{unit}", 1)
             owner[key] = ("c", organisation, user)
-            shares.add(owner[key], 1, key, Stream(1))
+            shares.add(owner[key], 1, key, HeldStream(1))
     wants = data.draw(
         st.lists(st.sampled_from(sorted(set(owner.values()) | {("c", "d", "z")})), min_size=1, max_size=4)
     )
@@ -140,7 +140,7 @@ def test_giving_way_does_not_oscillate(held: list[tuple[str, str, int]], data: s
                 (key,) = gives[1]
                 shares.remove(owner.pop(key), 1, key)
                 owner[(f"new-{number}-{path}", 1)] = path
-                shares.add(path, 1, (f"new-{number}-{path}", 1), Stream(1))
+                shares.add(path, 1, (f"new-{number}-{path}", 1), HeldStream(1))
         if not moved:
             return
     raise AssertionError("it goes back and forth")

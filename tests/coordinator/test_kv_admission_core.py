@@ -13,7 +13,7 @@ from proto.errors import Interrupt
 from proto.messages import HandedOver, Interrupted, Message, Release, Released, Reserve, Role, Step, StepDone
 from proto.parts import Held
 from proto.progress import DecodeProgress, Joined
-from scheduler.kv_admission.answer_lengths import AnswerLengths
+from scheduler.waiting.answer_lengths import AnswerLengths
 from tests.coordinator.world import Harness, submit, worker_hello
 from tests.helpers import first
 

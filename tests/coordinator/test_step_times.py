@@ -13,7 +13,7 @@ from proto.messages import Message, Role, Step, StepDone
 from proto.progress import DecodeProgress
 from proto.status import StepTimes
 from proto.versions import read
-from scheduler.workers.step_times import KEPT, SIZES, SPACING_S, StepTimeSample
+from scheduler.step_times import KEPT, SIZES, SPACING_S, StepTimeSample
 from tests.coordinator.world import Harness, submit, worker_hello
 
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 from coordinator.events import Limits
 from coordinator.reporting import report
 from proto.messages import Role
+from runtime.tenancy.priority_classes import PriorityClass
 from scheduler.lifecycle import RequestState
 from simulation.cluster.cluster import VirtualCluster
 from simulation.cluster.surroundings import ClientRequest, Timing
@@ -82,7 +83,12 @@ def drive(
     """With `rules` the autopilot drives; else the ratio is fixed. Steps take what `profile` says; the autopilot is told
     `believed` if that is another one. With a `learner`, it and `accuracy` predict with the profile that this corrects."""
     cluster = VirtualCluster(
-        Limits(step_tokens=profile.step_tokens, queue_requests_max=100_000, queue_tokens_max=1 << 40),
+        Limits(
+            step_tokens=profile.step_tokens,
+            queue_requests_max=100_000,
+            queue_tokens_max=1 << 40,
+            priority_classes={"standard": PriorityClass()},  # nothing is refused for its target
+        ),
         Modelled(hand_over_s=(0.002, 0.004), report_s=0.001, profile=profile),
         prefill=prefill, decode=decode, prefill_blocks=profile.prefill_capacity.kv_blocks,
         decode_blocks=profile.decode_capacity.kv_blocks, block_size=profile.decode_capacity.block_size,

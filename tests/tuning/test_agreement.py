@@ -1,4 +1,6 @@
-"""The fast simulator against the virtual cluster, which runs the whole production core, its workers and every message."""
+"""The fast simulator against the virtual cluster, which runs the whole production core, its workers and every message.
+Both without targets: the fast simulator does not model the order that requests with a target have.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 
 from coordinator.events import Limits
+from runtime.tenancy.priority_classes import PriorityClass
 from simulation.cluster.cluster import VirtualCluster
 from simulation.cluster.surroundings import Timing
 from tuning.advise import Slo, Workers
@@ -56,7 +59,7 @@ def traffic(per_s: float, count: int = 300, seed: int = 1, tenants: Sequence[str
 def in_the_virtual_cluster(sent: Sequence[Sent], workers: Workers, kv_blocks: int) -> tuple[Floats, Floats]:
     """TTFT and TPOT of each request, in ms."""
     cluster = VirtualCluster(
-        Limits(kv_overcommit=1.0),
+        Limits(kv_overcommit=1.0, priority_classes={"standard": PriorityClass()}),
         Measured(),
         prefill=workers.prefill,
         decode=workers.decode,

@@ -24,7 +24,7 @@ class AnswerLengths:
         """`long_tokens`: the length that few answers are taken to exceed before any was seen. Answers are counted with at least
         `max_tokens` divided by `overcommit`."""
         self._lengths: dict[Path, OutputLength] = {(): OutputLength(long_tokens)}
-        """By tenant, by organisation in its priority class, and of all."""
+        """The lengths of each tenant, of each organisation in its priority class, and of all."""
         self._overcommit = overcommit
 
     def of(self, path: Path) -> OutputLength:

@@ -29,9 +29,7 @@ TABLE: Final[Table] = {
         "benchmarks.coordinator:run",
     ),
     "kv": Command(
-        "How fast KV moves from one process to another",
-        "benchmarks.settings:KvBenchSettings",
-        "benchmarks.kv:run",
+        "How fast KV moves from one process to another", "benchmarks.settings:KvBenchSettings", "benchmarks.kv:run"
     ),
     "kv-utilization": Command(
         "How full the KV pool of a decode worker gets under overload",

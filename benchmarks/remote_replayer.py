@@ -52,12 +52,7 @@ class Replayer(SenderOwner):
         if self._sender is not None:
             await self._sender.close()
         self._sender = KvSender(
-            layout=layout,
-            pool=pool,
-            incarnation=self.incarnation,
-            clock=time.monotonic,
-            owner=self,
-            settings=settings,
+            layout=layout, pool=pool, incarnation=self.incarnation, clock=time.monotonic, owner=self, settings=settings
         )
         self._sender.digest(range(pool.shape[0]))
 

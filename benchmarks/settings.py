@@ -24,9 +24,7 @@ class HarmlessSettings(JsonOption):
         "Output": "as_json",
     }
     model: str = Field(
-        "",
-        description="Folder or ORG/NAME; empty: the embedded default.",
-        json_schema_extra={"also_argument": "MODEL"},
+        "", description="Folder or ORG/NAME; empty: the embedded default.", json_schema_extra={"also_argument": "MODEL"}
     )
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of the worker; 0: as the cores allow.")
     kv_transport: Literal["auto", "shm", "tcp"] = Field("auto", description="How KV crosses; auto: the best there is.")
@@ -52,9 +50,7 @@ class EngineBenchSettings(JsonOption):
         "Output": "as_json",
     }
     model: str = Field(
-        "",
-        description="Folder or ORG/NAME; empty: the embedded default.",
-        json_schema_extra={"also_argument": "MODEL"},
+        "", description="Folder or ORG/NAME; empty: the embedded default.", json_schema_extra={"also_argument": "MODEL"}
     )
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where to compute.")
     threads: int = Field(1, ge=1, le=1024, description="CPU threads.")
@@ -101,9 +97,7 @@ class FairnessSettings(JsonOption):
         "Output": "seed as_json",
     }
     model: str = Field(
-        "",
-        description="Folder or ORG/NAME; empty: the embedded default.",
-        json_schema_extra={"also_argument": "MODEL"},
+        "", description="Folder or ORG/NAME; empty: the embedded default.", json_schema_extra={"also_argument": "MODEL"}
     )
     prefill: int = Field(1, ge=1, le=64, description="Prefill workers.")
     decode: int = Field(1, ge=1, le=64, description="Decode workers.")

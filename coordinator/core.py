@@ -67,8 +67,7 @@ def _autopilot(state: State, incarnation: int, event: Received, now: float) -> N
 class Handler(NamedTuple):
     """The rules for one type of message."""
 
-    roles: tuple[Role, ...]
-    """The roles that may send it."""
+    roles: tuple[Role, ...]  # the roles that may send it
     apply: Callable[[State, int, Received, float], None]
     check: Callable[[State, int, Received], str] | None = None
     """Returns what is wrong with a message, or an empty string. Changes nothing."""

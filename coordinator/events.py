@@ -32,8 +32,7 @@ class Received(msgspec.Struct, frozen=True, gc=False):
     incarnation: int
     message: Message
     blob: bytes = b""
-    recorded: int | None = None
-    """In a replay, whose blob is zeros: the prompt's fingerprint."""
+    recorded: int | None = None  # in a replay, whose blob is zeros: the prompt's fingerprint
 
     @property
     def fingerprint(self) -> int:
@@ -50,10 +49,8 @@ class Configured:
     """A tenants file to put in force: before anything else, and whenever it has changed."""
 
     tenants: Tenants
-    utc_offset_s: float
-    """The wall clock minus the clock of `now`."""
-    past: Past | None = None
-    """The state of the ledger, at the start only."""
+    utc_offset_s: float  # the wall clock minus the clock of `now`
+    past: Past | None = None  # the state of the ledger, at the start only
     policy: PolicyInForce = field(default_factory=PolicyInForce)
     """The version of the policy that these tenants belong to."""
 
@@ -65,8 +62,7 @@ class Send(msgspec.Struct, frozen=True, gc=False):
     incarnation: int
     message: Message
     blob: bytes = b""
-    recorded: int | None = None
-    """In a replay, whose blob is zeros: the prompt's fingerprint."""
+    recorded: int | None = None  # in a replay, whose blob is zeros: the prompt's fingerprint
 
     @property
     def fingerprint(self) -> int:
@@ -98,8 +94,7 @@ Action = Send | StateChanged | ProtocolViolation | Opened | Closed
 class Limits(SchedulerLimits):
     """The core's options; `CoordinatorSettings` explains them to users."""
 
-    resubmit_s_max: float = 30.0
-    """An interrupted request whose gateway does not come back within this is failed."""
+    resubmit_s_max: float = 30.0  # an interrupted request whose gateway does not come back within this is failed
     orphan_s_max: float = 120.0
     """How long an earlier coordinator's open ledger row waits for a report about its request, in seconds."""
     remembered_s: float = 600.0

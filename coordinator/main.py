@@ -81,8 +81,7 @@ class Coordinator:
         self.ledger: Ledger | None = None
         self.outbox = Outbox()
         self._utc_offset_s = 0.0
-        self.failure: asyncio.Event = asyncio.Event()
-        """Set when the ledger can no longer be written."""
+        self.failure: asyncio.Event = asyncio.Event()  # set when the ledger can no longer be written
         self.server = LinkServer(
             bind=settings.bind,
             hello=Hello(
@@ -98,8 +97,7 @@ class Coordinator:
             on_message=self._message,
             on_down=self._down,
             settings=LinkSettings(
-                heartbeat_ms=settings.heartbeat_ms,
-                keys=keys_for(settings, Role.COORDINATOR, {"--bind": settings.bind}),
+                heartbeat_ms=settings.heartbeat_ms, keys=keys_for(settings, Role.COORDINATOR, {"--bind": settings.bind})
             ),
         )
 

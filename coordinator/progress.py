@@ -4,16 +4,7 @@ from coordinator.events import Received, StateChanged
 from coordinator.recovery import flips, suspects
 from coordinator.state import State
 from proto.errors import Interrupt
-from proto.messages import (
-    CacheEvents,
-    CacheMiss,
-    Chunk,
-    Finished,
-    HandedOver,
-    Released,
-    StepDone,
-    WorkFailed,
-)
+from proto.messages import CacheEvents, CacheMiss, Chunk, Finished, HandedOver, Released, StepDone, WorkFailed
 from proto.progress import DecodeProgress
 from proto.status import KvHeld, KvPairs
 from scheduler.kv_admission.shared_blocks import chains

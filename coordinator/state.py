@@ -30,8 +30,7 @@ FLIPS_SHOWN = 64
 
 class Last(msgspec.Struct, frozen=True, gc=False):
     attempt: int
-    drained: int
-    """How many attempts up to this one were cut short by drains; -1: the request was never accepted here."""
+    drained: int  # how many attempts up to this one were cut short by drains; -1: the request was never accepted here
     suspicion: Suspicion | None = None
 
 
@@ -42,18 +41,15 @@ class State:
             self.limits.priority_classes, key=lambda name: self.limits.priority_classes[name].weight
         )
         self.billing = Billing(open_tenants(), self.limits.remembered_s, self.limits.remembered_max)
-        self.now = 0.0
-        """The time of the present event."""
+        self.now = 0.0  # the time of the present event
         self.peers: dict[int, Hello] = {}
         self.scheduler = Scheduler(self.limits)
         self.cluster = self.scheduler.cluster
-        self.fenced: OrderedDict[int, Hello] = OrderedDict()
-        """Incarnations of the last workers that hung, oldest first."""
+        self.fenced: OrderedDict[int, Hello] = OrderedDict()  # incarnations of the last workers that hung, oldest first
         self.lost_processes: deque[LostProcess] = deque(maxlen=LOST_PROCESSES_MAX)
         self.empty_pools: OrderedDict[str, float] = OrderedDict()
         """Models without a worker, and since when; longest first."""
-        self.alive: Counter[str] = Counter()
-        """How many live requests each model has."""
+        self.alive: Counter[str] = Counter()  # how many live requests each model has
         self.interrupted: OrderedDict[str, Request] = OrderedDict()
         """Interrupted requests that wait for their gateway, longest first."""
         self.ended: Remembered[Last] = Remembered(self.limits.remembered_s, self.limits.remembered_max)
@@ -61,10 +57,8 @@ class State:
         comes back with one is told to release it."""
         self.leaving: dict[str, None] = {}
         """Tenants that are no longer in the tenants file, until they hold nothing any more."""
-        self.orphans: dict[str, Request] = {}
-        """Requests whose gateway is gone, until they are ended."""
-        self.lost_gateways: dict[int, Hello] = {}
-        """Their gateways."""
+        self.orphans: dict[str, Request] = {}  # requests whose gateway is gone, until they are ended
+        self.lost_gateways: dict[int, Hello] = {}  # their gateways
         self.spread = Spread()
         self.names: OrderedDict[str, int] = OrderedDict()
         """Names of the last processes that joined, and their incarnations."""
@@ -85,8 +79,7 @@ class State:
         """Role changes whose streams wait to be resumed from the KV that the process has kept."""
         self.counters = self.cluster.counters
         self.goodput = Goodput()
-        self.out: list[Action] = []
-        """The actions of the event in hand so far."""
+        self.out: list[Action] = []  # the actions of the event in hand so far
 
     def path(self, submit: Submit) -> tuple[str, str, str]:
         """Returns a request's path in the fair queue. Its priority class is the one that it asks for, or else its tenant's."""
@@ -225,11 +218,7 @@ class State:
         kept = self.cluster.pools[worker.hello.model].room_for_large
         if worker.admission is None or key not in kept.charges:
             return
-        due, bill, prices = (
-            kept.charge_due(key, self.now),
-            self.billing.bills.get(key[0]),
-            self.limits.prices,
-        )
+        due, bill, prices = (kept.charge_due(key, self.now), self.billing.bills.get(key[0]), self.limits.prices)
         if bill is not None:
             paid = prices.prompt_token * bill.counters.prompt_tokens + prices.output(bill.counters.output_tokens)
             self.cluster.queues[worker.hello.model].charge(allocation.path, due - paid)

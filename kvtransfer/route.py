@@ -5,9 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from kvtransfer.memory.pool import PoolRows
-from kvtransfer.session.session import (
-    TransferSession,
-)
+from kvtransfer.session.session import TransferSession
 from kvtransfer.transports.pair import Pair
 
 Key = tuple[str, int]  # (request_id, attempt)

@@ -45,11 +45,7 @@ _BENCH: Final[Table] = {
         "launcher.bench.settings:AgentsSettings",
         "launcher.bench.agents:run",
     ),
-    "compare": Command(
-        "Two runs side by side",
-        "launcher.load.settings:CompareSettings",
-        "launcher.bench.compare:run",
-    ),
+    "compare": Command("Two runs side by side", "launcher.load.settings:CompareSettings", "launcher.bench.compare:run"),
     "ratio": Command(
         "Which ratio of prefill to decode workers serves this load best on this machine?",
         "launcher.load.settings:RatioSettings",
@@ -127,9 +123,7 @@ TABLE: Final[Table] = {
     ),
     "flip": Command("Change a worker's role", "launcher.admin.flip:FlipSettings", "launcher.admin.flip:run"),
     "autopilot": Command(
-        "Watch the traffic of a cluster",
-        "runtime.settings.autopilot:AutopilotSettings",
-        "launcher.admin.autopilot:run",
+        "Watch the traffic of a cluster", "runtime.settings.autopilot:AutopilotSettings", "launcher.admin.autopilot:run"
     ),
     "usage": Command(
         "Show what tenants used, by day (UTC)", "launcher.admin.usage:UsageSettings", "launcher.admin.usage:run"

@@ -40,11 +40,7 @@ class PrefillMetrics:
             "From the end of a prompt's computation until its KV was acknowledged: transfer that prefill did not hide.",
             LATENCY_S,
         )
-        registry.gauge(
-            PREFIX + "prompts",
-            "Prompts held: being computed or transferred.",
-            lambda: len(table.prompts),
-        )
+        registry.gauge(PREFIX + "prompts", "Prompts held: being computed or transferred.", lambda: len(table.prompts))
         registry.gauge(PREFIX + "steps_queued", "Steps received and not begun.", lambda: len(steps))
         registry.total(PREFIX + "forwarded_tokens", "Tokens forwarded by the model.", tokens_forwarded)
         registry.total(

@@ -91,11 +91,7 @@ class PrefillWorker(SenderOwner):
         self.sender = self._make_sender(layout, own_peers, kv)
         self.receiver = self._make_receiver(layout, memory, replace(kv, idle_timeout_ms=FETCH_IDLE_MS))
         self.metrics = PrefillMetrics(
-            self.table,
-            self.core.steps,
-            self.sender.counters,
-            lambda: engine.tokens_forwarded,
-            self.core.tier_counts,
+            self.table, self.core.steps, self.sender.counters, lambda: engine.tokens_forwarded, self.core.tier_counts
         )
         self.registry = self.metrics.registry
         self.tier: TierCopies | None = None

@@ -17,25 +17,20 @@ from scheduler.waiting.queue import WaitQueue
 from scheduler.workers.pool import Pool
 from scheduler.workers.worker import Allocation, Where, Worker
 
-STRETCH = 2.0
-"""A prompt may take so many times its own time, if its priority class wants the first token sooner."""
+STRETCH = 2.0  # a prompt may take so many times its own time, if its priority class wants the first token sooner
 
 
 class Cluster:
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
         self.workers: dict[int, Worker] = {}
-        self.where: Where = {}
-        """The workers that hold something for each attempt."""
+        self.where: Where = {}  # the workers that hold something for each attempt
         self.pools: dict[str, Pool] = {}
         """Pools by model id. A pool stays for a while when its workers go, so that its model stays known."""
         self.queues: dict[str, WaitQueue] = {}
-        self.requests: dict[str, Request] = {}
-        """All requests that have not ended."""
-        self.draining: dict[int, Worker] = {}
-        """Workers on which nothing new is placed."""
-        self.decisions: list[Decision] = []
-        """Decisions that the owner has not carried out yet."""
+        self.requests: dict[str, Request] = {}  # all requests that have not ended
+        self.draining: dict[int, Worker] = {}  # workers on which nothing new is placed
+        self.decisions: list[Decision] = []  # decisions that the owner has not carried out yet
         self.counters: Counter[str] = Counter()
         self.spread = Spread()
         self.watch: Watch | None = None

@@ -15,10 +15,8 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     request: Request
     prefill: Worker
     decode: Worker
-    kv_blocks: int
-    """Its blocks on the decode worker at its full length."""
-    returns: Returns
-    """How soon its tenant's sessions come back."""
+    kv_blocks: int  # its blocks on the decode worker at its full length
+    returns: Returns  # how soon its tenant's sessions come back
 
 
 class Dispatched(msgspec.Struct, frozen=True, gc=False):
@@ -26,10 +24,8 @@ class Dispatched(msgspec.Struct, frozen=True, gc=False):
 
     worker: Worker
     step: Step
-    requests: tuple[Request, ...]
-    """The request of each chunk."""
-    begun: tuple[Request, ...]
-    """Those that have their first chunk in it."""
+    requests: tuple[Request, ...]  # the request of each chunk
+    begun: tuple[Request, ...]  # those that have their first chunk in it
 
 
 class Withdrawn(msgspec.Struct, frozen=True, gc=False):

@@ -11,11 +11,9 @@ from enum import StrEnum
 
 class RequestState(StrEnum):
     QUEUED = "queued"
-    PLACED = "placed"
-    """A prefill and a decode worker are chosen and their blocks reserved."""
+    PLACED = "placed"  # a prefill and a decode worker are chosen and their blocks reserved
     PREFILLING = "prefilling"
-    HANDING_OVER = "handing_over"
-    """The prompt is computed; its last KV blocks are on their way."""
+    HANDING_OVER = "handing_over"  # the prompt is computed; its last KV blocks are on their way
     DECODING = "decoding"
     INTERRUPTED = "interrupted"
     FINISHED = "finished"
@@ -27,8 +25,7 @@ class RequestState(StrEnum):
 
 class Trigger(StrEnum):
     PLACE = "place"
-    DISPATCH = "dispatch"
-    """The first chunk is sent to the prefill worker."""
+    DISPATCH = "dispatch"  # the first chunk is sent to the prefill worker
     PROMPT_DONE = "prompt_done"
     HANDED_OVER = "handed_over"
     FINISH = "finish"
@@ -37,8 +34,7 @@ class Trigger(StrEnum):
     CANCEL = "cancel"
     EXPIRE = "expire"
     FAIL = "fail"
-    SHED = "shed"
-    """It waits, and has to make room for others in an overload."""
+    SHED = "shed"  # it waits, and has to make room for others in an overload
 
 
 TERMINAL = frozenset(

@@ -15,10 +15,8 @@ class SchedulerLimits:
 
     queue_requests_max: int = 1024
     """Most requests that may wait. More make the largest backlog shed one, or are rejected with 429."""
-    queue_tokens_max: int = 4_000_000
-    """Most prompt tokens that may wait, with the same effect."""
-    tenant_queue_max: int = 1024
-    """Most requests of one tenant that may wait."""
+    queue_tokens_max: int = 4_000_000  # most prompt tokens that may wait, with the same effect
+    tenant_queue_max: int = 1024  # most requests of one tenant that may wait
     queue_wait_s_max: float = 120.0
     """Longest wait for a place, in seconds, in priority classes that have none of their own."""
     resumed_wait_s_max: float = 600.0
@@ -28,12 +26,9 @@ class SchedulerLimits:
     step_ms: float = 250.0
     """About the longest time, in milliseconds, of the steps that a prefill worker gets in advance, so that the next prompt
     waits no longer; 0: no limit."""
-    steps_in_flight: int = 2
-    """Per prefill worker; two hide the round trip, more only delay cancellation."""
-    retry_floor: int = 100
-    """Interrupted requests that may come back within ten seconds in any case."""
-    retry_share: float = 1.0
-    """How many more may come back for each live request."""
+    steps_in_flight: int = 2  # per prefill worker; two hide the round trip, more only delay cancellation
+    retry_floor: int = 100  # interrupted requests that may come back within ten seconds in any case
+    retry_share: float = 1.0  # how many more may come back for each live request
     priority_classes: Mapping[str, PriorityClass] = field(default_factory=lambda: DEFAULT_PRIORITY_CLASSES)
     weights: Mapping[str, float] = field(default_factory=dict)
     """Weights of organisations ("priority class/organisation") and users ("priority class/organisation/user"); 1 where none
@@ -41,8 +36,7 @@ class SchedulerLimits:
     quantum_tokens: float = 1024.0
     """Credit, in cost, that an idle tenant of weight 1 saves up. It is served that much before others when it comes back."""
     prices: Prices = field(default_factory=Prices)
-    placement: Weights = field(default_factory=Weights)
-    """Weights of the score that chooses workers."""
+    placement: Weights = field(default_factory=Weights)  # weights of the score that chooses workers
     overtaken_max: int = 16
     """After so many chunks of its tenant's later requests, the request that waited longest goes next."""
     bypasses_max: int = 64

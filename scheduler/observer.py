@@ -16,10 +16,8 @@ from scheduler.workers.worker import Worker
 class Outcome(StrEnum):
     TAKEN = "taken"
     """Its next chunk goes into the step, or it is placed on an idle worker with more of its prompt cached. The turn is over."""
-    NO_ROOM = "no_room"
-    """This prefill worker or all decode workers have no room for it."""
-    WAITS = "waits"
-    """It skips this worker's turn, and waits for a worker that has more of its prompt cached."""
+    NO_ROOM = "no_room"  # this prefill worker or all decode workers have no room for it
+    WAITS = "waits"  # it skips this worker's turn, and waits for a worker that has more of its prompt cached
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,27 +39,20 @@ class NothingRuns:
 class StepEnd(StrEnum):
     """Why a prefill step has no more tokens, or a decode batch no more sequences. The words of metrics and `explain`."""
 
-    FULL = "full"
-    """It has its budget of tokens."""
-    MAX_CHUNKS = "max_chunks"
-    """It has as many chunks as one message may have."""
+    FULL = "full"  # it has its budget of tokens
+    MAX_CHUNKS = "max_chunks"  # it has as many chunks as one message may have
     NOTHING_WAITS = "nothing_waits"
-    NO_DECODE_SEQUENCES = "no_decode_sequences"
-    """The waiting requests find no sequence free on a decode worker."""
-    NO_DECODE_KV = "no_decode_kv"
-    """A sequence is free there, but not the KV blocks that a request needs until its end."""
+    NO_DECODE_SEQUENCES = "no_decode_sequences"  # the waiting requests find no sequence free on a decode worker
+    NO_DECODE_KV = "no_decode_kv"  # a sequence is free there, but not the KV blocks that a request needs until its end
     TPOT_TARGET = "tpot_target"
     """Both are free there, and another sequence would break a target for the time per output token."""
     NO_ROOM_IN_PREFILL = "no_room_in_prefill"
     """This prefill worker has no room for the waiting requests, or may not send to any decode worker with room."""
-    WORKER_CLOSED = "worker_closed"
-    """The worker drains, is left out after failures, or is kept for one request."""
+    WORKER_CLOSED = "worker_closed"  # the worker drains, is left out after failures, or is kept for one request
     OWN_STEP = "own_step"
     """A request that is suspected of having ended workers runs, or is about to run, without others."""
-    BOUND_ELSEWHERE = "bound_elsewhere"
-    """The waiting requests are bound to other workers, or fit none."""
-    GAVE_UP = "gave_up"
-    """Too many requests were passed over at one turn. The next event goes on with the rest."""
+    BOUND_ELSEWHERE = "bound_elsewhere"  # the waiting requests are bound to other workers, or fit none
+    GAVE_UP = "gave_up"  # Too many requests were passed over at one turn. The next event goes on with the rest.
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,21 +10,18 @@ from scheduler.kv_admission.demand import NEVER
 from scheduler.kv_admission.sessions import OpenTurn, Sessions
 from scheduler.lifecycle import RequestState, Trigger, advance
 
-RETAINED = 0
-"""The attempt under which a worker has a retained allocation: real ones begin with 1."""
+RETAINED = 0  # the attempt under which a worker has a retained allocation: real ones begin with 1
 PROGRESS_TOKENS = 4
 """A worker reports after this many tokens of an answer. If it dies, fewer tokens than this were on their way to a gateway, and
 are computed again."""
 LOSSES_MAX = 3
-LOST_PROCESSES_MAX = 1024
-"""How many losses are remembered."""
+LOST_PROCESSES_MAX = 1024  # how many losses are remembered
 
 
 class Suspicion(msgspec.Struct, frozen=True, gc=False):
     """A request was in a running step of a worker that was lost, and has made no progress since."""
 
-    losses: int
-    """How many workers were lost in a row while they ran it."""
+    losses: int  # how many workers were lost in a row while they ran it
     prompt_tokens: int = 0
     """The request is cleared once this many prompt tokens are computed, if the last worker was lost in prefill. 0: it was lost
     in decode."""
@@ -46,8 +43,7 @@ class LostProcess(NamedTuple):
     incarnations: frozenset[int]
     host: str
     at: float
-    request_ids: frozenset[str]
-    """The requests that were in its running steps, if its process was seen to end."""
+    request_ids: frozenset[str]  # the requests that were in its running steps, if its process was seen to end
 
     def ran(self, request: "Request") -> bool:
         return request.id in self.request_ids or request.whole_id in self.request_ids
@@ -66,30 +62,21 @@ class AttemptProgress(msgspec.Struct, eq=False, gc=False):
     prefill_incarnation: int = 0
     decode_incarnation: int = 0
     placed_at: float = 0.0
-    computed_tokens: int = 0
-    """Prompt tokens that are computed, the cached ones before them included."""
-    fetched_tokens: int = 0
-    """How many of its cached tokens the prefill worker is to fetch from its decode worker."""
-    fetch_s: float = 0.0
-    """The expected time of that fetch, in seconds."""
-    compute_s: float = 0.0
-    """The time in which the prefill worker would have computed them, in seconds."""
-    sent_blocks: int = 0
-    """Blocks of its prompt that its decode worker did not have."""
+    computed_tokens: int = 0  # prompt tokens that are computed, the cached ones before them included
+    fetched_tokens: int = 0  # how many of its cached tokens the prefill worker is to fetch from its decode worker
+    fetch_s: float = 0.0  # the expected time of that fetch, in seconds
+    compute_s: float = 0.0  # the time in which the prefill worker would have computed them, in seconds
+    sent_blocks: int = 0  # blocks of its prompt that its decode worker did not have
     bound_to: int = 0
     """The incarnation of the worker that it waits for while it is not placed, such as one that has more of its prompt
     cached."""
-    moves: int = 0
-    """How often it was bound to a worker."""
+    moves: int = 0  # how often it was bound to a worker
     there_s: float = 0.0
     """The time that its prompt was expected to take on the decode worker with its KV, in seconds, when it was last bound to
     one."""
-    elsewhere_s: float = 0.0
-    """The time that it was expected to take on the best prefill worker then, in seconds."""
-    bypassed: int = 0
-    """How often another request got room while this one waited for it."""
-    output_charged: float = 0.0
-    """The output tokens that its tenant was charged for, as estimated."""
+    elsewhere_s: float = 0.0  # the time that it was expected to take on the best prefill worker then, in seconds
+    bypassed: int = 0  # how often another request got room while this one waited for it
+    output_charged: float = 0.0  # the output tokens that its tenant was charged for, as estimated
     retained: RetainedAllocation | None = None
     """Its room on a decode worker, kept after its prefill worker was lost and until it is placed again."""
     paid_tokens: int = 0
@@ -122,50 +109,31 @@ class Request(msgspec.Struct, eq=False):
     id: str
     gateway_incarnation: int
     submit: Submit
-    blob: bytes
-    """Packed prompt ids, forwarded untouched and dropped once forwarded."""
-    since: float
-    """When it entered the current state."""
+    blob: bytes  # packed prompt ids, forwarded untouched and dropped once forwarded
+    since: float  # when it entered the current state
     arrived: float
-    path: tuple[str, str, str]
-    """(priority class, organisation, user): the tenant that has the turn and pays."""
-    fingerprint: int = 0
-    """Recognises it when it was rejected and comes again."""
-    whole_id: str = ""
-    """The id of the request of which this one is a resumed choice; empty: it is none."""
+    path: tuple[str, str, str]  # (priority class, organisation, user): the tenant that has the turn and pays
+    fingerprint: int = 0  # recognises it when it was rejected and comes again
+    whole_id: str = ""  # the id of the request of which this one is a resumed choice; empty: it is none
     state: RequestState = RequestState.QUEUED
-    uncomputed_tokens: int = 0
-    """Prompt tokens to be computed, as its model's queue counts them as work ahead of others."""
-    work: int = 0
-    """The cost that was expected when it last came to wait."""
-    placed_work: int = 0
-    """The value of `work` while it is placed."""
-    cohorts: tuple[float, ...] = ()
-    """Where `Releases` count `placed_work`."""
-    projected_s: float = 0.0
-    """How long it was expected to wait for a place when it came."""
-    expected_s: float = 0.0
-    """How long its first token was expected to take when it came; 0: not known."""
-    expected_tokens: float = 0.0
-    """Answer tokens over all choices, as they were expected when it came."""
-    dispatched_tokens: int = 0
-    """Prompt tokens sent out in chunks, the cached ones before them included."""
+    uncomputed_tokens: int = 0  # prompt tokens to be computed, as its model's queue counts them as work ahead of others
+    work: int = 0  # the cost that was expected when it last came to wait
+    placed_work: int = 0  # the value of `work` while it is placed
+    cohorts: tuple[float, ...] = ()  # where `Releases` count `placed_work`
+    projected_s: float = 0.0  # how long it was expected to wait for a place when it came
+    expected_s: float = 0.0  # how long its first token was expected to take when it came; 0: not known
+    expected_tokens: float = 0.0  # answer tokens over all choices, as they were expected when it came
+    dispatched_tokens: int = 0  # prompt tokens sent out in chunks, the cached ones before them included
     cached_tokens: int = 0
     """The prompt's first tokens that its prefill worker has: they are neither computed nor charged."""
-    ttft_ms: float = 0.0
-    """Its priority class's target for the first token, when it came; 0: none."""
-    tpot_ms: float = 0.0
-    """Its priority class's target for the mean time per later token; 0: none."""
+    ttft_ms: float = 0.0  # its priority class's target for the first token, when it came; 0: none
+    tpot_ms: float = 0.0  # its priority class's target for the mean time per later token; 0: none
     counted: bool = False
     """It counts in the goodput of its priority class, because its first attempt came to this coordinator."""
-    first_token_at: float = 0.0
-    """When its prompt was first computed; 0: not yet."""
-    waits: bool = False
-    """It waits in its model's queue, and is not placed."""
-    entry: "Entry[Request] | None" = None
-    """Its place in the fair queue while it has chunks to dispatch."""
-    preempted: int = 0
-    """How often it was interrupted to make room for others."""
+    first_token_at: float = 0.0  # when its prompt was first computed; 0: not yet
+    waits: bool = False  # it waits in its model's queue, and is not placed
+    entry: "Entry[Request] | None" = None  # its place in the fair queue while it has chunks to dispatch
+    preempted: int = 0  # how often it was interrupted to make room for others
     borrowed: bool = False
     """It was admitted beyond its tenant's rates while capacity was idle. Such requests are shed first in an overload."""
     times: StateTimes = msgspec.field(default_factory=StateTimes)
@@ -176,8 +144,7 @@ class Request(msgspec.Struct, eq=False):
     suspicion: Suspicion | None = None
     failed_on: tuple[tuple[int, int], ...] = ()
     """The workers on which its model failed, as in `workers.circuit_breakers`."""
-    turn: OpenTurn | None = None
-    """Its turn in its session, until the turn ends; None: it is no turn."""
+    turn: OpenTurn | None = None  # its turn in its session, until the turn ends; None: it is no turn
     attempt_progress: AttemptProgress = msgspec.field(default_factory=AttemptProgress)
 
     @property

@@ -24,8 +24,7 @@ from scheduler.workers.pool import Pool
 from scheduler.workers.prefix_index import usable_hashes
 from scheduler.workers.worker import Worker
 
-FAILURES_KEPT = 7
-"""Earlier failures of its model that a request keeps."""
+FAILURES_KEPT = 7  # earlier failures of its model that a request keeps
 
 
 class EndedStep(NamedTuple):

@@ -17,8 +17,7 @@ a first token may take to avoid what its term measures. Longest-prefix-first is 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-SLOWER = 1.25
-"""A decode worker is slow if its streams wait for a token so many times as long as others."""
+SLOWER = 1.25  # a decode worker is slow if its streams wait for a token so many times as long as others
 ALIKE = 0.8
 """Only workers with at least this part of its sequences are compared with it, since more sequences take longer."""
 
@@ -29,12 +28,10 @@ class Weights:
     compute: float = 4.0
     """Well over 1: computing tokens again delays this prompt and all prompts behind it, and evicts other blocks from a cache.
     Caches with room for one copy of all hot prefixes, but not for two, lost half their hits in an overload at 1.5."""
-    pressure: float = 2.0
-    """How much more computing weighs for each waiting request, since it delays those requests too."""
+    pressure: float = 2.0  # how much more computing weighs for each waiting request, since it delays those requests too
     transfer_s: float = 0.0005
     """Per block to send while none was measured: a block of some hundred KB on a fast network, or in shared memory."""
-    remote_s: float = 0.001
-    """Per block to send from host to host, on top."""
+    remote_s: float = 0.001  # per block to send from host to host, on top
     room_s: float = 0.2
     """Seconds for a full prefill worker, far less for one with room: a full one has to give up cached blocks."""
     load_s: float = 1.0
@@ -57,15 +54,11 @@ class Weights:
 class PrefillSide:
     """A prefill worker, as this prompt would find it."""
 
-    tokens_before: int
-    """Dispatched or placed there and not computed yet."""
+    tokens_before: int  # dispatched or placed there and not computed yet
     tokens_per_s: float
-    cached_tokens: int
-    """Tokens of this prompt that it has."""
-    fullness: float
-    """0 with all blocks free, 1 with none."""
-    failure_rate: float
-    """0 … 1"""
+    cached_tokens: int  # tokens of this prompt that it has
+    fullness: float  # 0 with all blocks free, 1 with none
+    failure_rate: float  # 0 … 1
     host: str
 
 
@@ -73,19 +66,13 @@ class PrefillSide:
 class DecodeSide:
     """A decode worker, as this prompt would find it."""
 
-    hand_over_s: float
-    """The cost of the blocks of this prompt that it does not have cached."""
-    fullness: float
-    """How full its blocks or its sequences are, whichever is more."""
+    hand_over_s: float  # the cost of the blocks of this prompt that it does not have cached
+    fullness: float  # how full its blocks or its sequences are, whichever is more
     failure_rate: float
-    token_s: float = 0.0
-    """How long its streams wait for each token; 0: not known."""
-    token_seqs: float = 0.0
-    """The number of sequences with which that was measured."""
-    is_guest: bool = False
-    """The worker is assigned to another class of targets: see `token_targets`."""
-    other_numerics: bool = False
-    """It computes other bits than the worker where this stream began."""
+    token_s: float = 0.0  # how long its streams wait for each token; 0: not known
+    token_seqs: float = 0.0  # the number of sequences with which that was measured
+    is_guest: bool = False  # the worker is assigned to another class of targets: see `token_targets`
+    other_numerics: bool = False  # it computes other bits than the worker where this stream began
 
 
 def prefill_s(prompt_tokens: int, side: PrefillSide, weights: Weights, waiting: float = 0.0) -> float:

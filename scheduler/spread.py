@@ -11,8 +11,7 @@ STEPS_PER_EVENT = 128
 
 class Spread:
     def __init__(self) -> None:
-        self.jobs: dict[Hashable, Iterator[None]] = {}
-        """Oldest first."""
+        self.jobs: dict[Hashable, Iterator[None]] = {}  # oldest first
 
     def begin(self, key: Hashable, job: Iterator[None]) -> None:
         """Begin a job in place of an earlier one with this key."""

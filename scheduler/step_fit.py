@@ -13,18 +13,15 @@ from math import inf, log2
 
 import msgspec
 
-_GAIN = 0.1
-"""The weight of a new report in an average of many."""
+_GAIN = 0.1  # the weight of a new report in an average of many
 _OUTLIER = 1.5
 """A step that takes more than this many times as long as others of its size, or less than the inverse, counts at this
 bound."""
 _OUTLIERS_MAX = 3
 """After so many outliers in a row the worker has changed its speed, and what was learnt before is dropped."""
-_FIT_EVERY = 8
-"""Where a size was reported so often, so many reports go by between two fits, each of which takes 0.2 ms."""
+_FIT_EVERY = 8  # where a size was reported so often, so many reports go by between two fits, each of which takes 0.2 ms
 _SIZES_MAX = 32
-_RIDGE = (1e-3, 1e-9, 1e-6)
-"""The penalty on each part of the fit, relative to its own weight; largest for the base."""
+_RIDGE = (1e-3, 1e-9, 1e-6)  # the penalty on each part of the fit, relative to its own weight; largest for the base
 
 
 class _Mean(msgspec.Struct, gc=False):
@@ -36,14 +33,12 @@ class _Mean(msgspec.Struct, gc=False):
 
 class StepFit:
     def __init__(self) -> None:
-        self._means: dict[int, _Mean] = {}
-        """Means by half octave of sequences."""
+        self._means: dict[int, _Mean] = {}  # means by half octave of sequences
         self._reports = 0
         self._parts: tuple[float, float, float] | None = None
         self._outliers = 0
         self._kv_per_sequence = 0.0
-        self.largest = 0.0
-        """The largest batch that was reported since the worker changed its speed."""
+        self.largest = 0.0  # the largest batch that was reported since the worker changed its speed
 
     def add(self, sequences: float, kv_tokens: float, ms: float) -> None:
         """The mean of some steps that followed each other. `sequences` is 1 at least."""

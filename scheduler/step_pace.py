@@ -8,15 +8,12 @@ steps are also bounded by the time that they take, judged by the last steps.
 from math import inf
 from typing import Final, NamedTuple
 
-STEP_TOKENS_MIN: Final = 64
-"""Steps are not cut shorter, or the fixed cost of a step would dominate."""
+STEP_TOKENS_MIN: Final = 64  # steps are not cut shorter, or the fixed cost of a step would dominate
 
 
 class StepLimits(NamedTuple):
-    tokens: int = 0
-    """0: as each worker says. A `StepPace` needs the number itself."""
-    ms: float = 0.0
-    """0: no matter how long."""
+    tokens: int = 0  # 0: as each worker says. A `StepPace` needs the number itself.
+    ms: float = 0.0  # 0: no matter how long
     in_flight: int = 2
 
 
@@ -27,8 +24,7 @@ class StepPace:
         self._limits = limits
         self.token_ms = 0.0
         """Milliseconds a token took in the last steps of useful length, smoothed; 0 until there was one."""
-        self.slice_ms = 0.0
-        """Milliseconds that a mixed worker's streams leave between two of their steps; 0: no bound."""
+        self.slice_ms = 0.0  # milliseconds that a mixed worker's streams leave between two of their steps; 0: no bound
 
     @property
     def _longest_ms(self) -> float:

@@ -13,10 +13,8 @@ import msgspec
 from proto.messages import Role
 from proto.status import StepTimes
 
-SIZES = 16
-"""Classes: 1, 2 to 3, 4 to 7 and so on; the last one has all larger sizes, too."""
-KEPT = 32
-"""Steps of each class that are kept."""
+SIZES = 16  # classes: 1, 2 to 3, 4 to 7 and so on; the last one has all larger sizes, too
+KEPT = 32  # steps of each class that are kept
 SPACING_S = 1.07
 
 

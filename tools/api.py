@@ -62,9 +62,7 @@ _WITHOUT_EFFECT: Final[Mapping[str, str]] = {
     "fallbacks": "No model declines before it answers.",
     "speed": "Each answer comes as fast as it can.",
 }
-_WITHOUT_EFFECT_OF_MESSAGES: Final[Mapping[str, str]] = {
-    "service_tier": "The tenant's own priority class serves.",
-}
+_WITHOUT_EFFECT_OF_MESSAGES: Final[Mapping[str, str]] = {"service_tier": "The tenant's own priority class serves."}
 _CACHE: Final = "The prefix cache finds prompts by their tokens."
 _OF_MESSAGES: Final[Mapping[str, str]] = {
     "thinking.budget_tokens": "A thought is as long as the model makes it.",
@@ -112,18 +110,8 @@ _ENDPOINTS: Final[tuple[tuple[str, str, type[BaseModel], Mapping[str, tuple[Any,
         responses_types.ResponsesRequest,
         responses_types.NEUTRAL_ONLY,
     ),
-    (
-        "POST /v1/messages",
-        "Anthropic's form. Keys may come as `x-api-key`.",
-        types.MessagesRequest,
-        types.NEUTRAL_ONLY,
-    ),
-    (
-        "POST /v1/messages/count_tokens",
-        "Counts a conversation's tokens.",
-        types.CountRequest,
-        types.NEUTRAL_ONLY,
-    ),
+    ("POST /v1/messages", "Anthropic's form. Keys may come as `x-api-key`.", types.MessagesRequest, types.NEUTRAL_ONLY),
+    ("POST /v1/messages/count_tokens", "Counts a conversation's tokens.", types.CountRequest, types.NEUTRAL_ONLY),
     (
         "POST /v1/files",
         "A form (multipart/form-data). Also GET `/v1/files` with `after`, `limit`, `order` and `purpose`, GET and DELETE"
@@ -181,10 +169,7 @@ def _rows(name: str, cls: type[BaseModel], neutral: Mapping[str, tuple[Any, ...]
     for field, what in schema["properties"].items():
         status = "without effect" if field in without else "supported"
         need = "required; " if field in required else ""
-        notes = [
-            f"{need}{_kind(what)}.",
-            " ".join((without.get(field) or what.get("description", "")).split()),
-        ]
+        notes = [f"{need}{_kind(what)}.", " ".join((without.get(field) or what.get("description", "")).split())]
         yield field, status, " ".join(filter(None, notes))
     for field, values in neutral.items():
         if field not in schema["properties"]:

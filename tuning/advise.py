@@ -87,13 +87,7 @@ class Advice:
 
 
 def advise(
-    profile: Profile,
-    traffic: Traffic,
-    workers: Workers,
-    slo: Slo,
-    *,
-    mixed: bool = False,
-    horizon_s: float = 60.0,
+    profile: Profile, traffic: Traffic, workers: Workers, slo: Slo, *, mixed: bool = False, horizon_s: float = 60.0
 ) -> Advice:
     """`mixed`: whether workers may become mixed. `horizon_s`: how long the traffic goes on like this."""
     model = QueueingModel(profile, traffic, slo, horizon_s)

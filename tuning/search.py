@@ -265,10 +265,7 @@ def _best_half(left: Sequence[Candidate], results: dict[Candidate, Scored], budg
 
 
 def _run_the_best(
-    order: Sequence[Candidate],
-    run: Callable[[Candidate], Scored],
-    serves: Callable[[Candidate], float],
-    goals: Goals,
+    order: Sequence[Candidate], run: Callable[[Candidate], Scored], serves: Callable[[Candidate], float], goals: Goals
 ) -> None:
     """Runs the whole trace for the first candidates of this order; for the best of some numbers of workers, which shows how
     goodput grows; and for the smallest candidates that are as good as the best, or keep the SLO too. `serves`: attainment on

@@ -69,13 +69,7 @@ def map_of(
 
 
 def what_if(
-    profile: Profile,
-    sent: Sequence[Sent],
-    goals: Goals,
-    space: Space,
-    found: Found,
-    options: RunOptions,
-    tell: Tell,
+    profile: Profile, sent: Sequence[Sent], goals: Goals, space: Space, found: Found, options: RunOptions, tell: Tell
 ) -> tuple[list[WhatIf], float]:
     """Returns the results of the recommendation with other loads, and with one worker more or less; and the multiple of the
     load at which it just keeps the SLO (`HEADROOM_MAX` at most)."""
@@ -122,13 +116,7 @@ def _side(most: int, best: int) -> list[int]:
 
 
 def turns(
-    profile: Profile,
-    sent: Sequence[Sent],
-    goals: Goals,
-    space: Space,
-    found: Found,
-    options: RunOptions,
-    tell: Tell,
+    profile: Profile, sent: Sequence[Sent], goals: Goals, space: Space, found: Found, options: RunOptions, tell: Tell
 ) -> list[TurningPoint]:
     """Returns the least change of each kind that makes another ratio of as many workers the best."""
     part = excerpt(sent, REQUESTS)

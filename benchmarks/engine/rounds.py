@@ -53,10 +53,7 @@ def run(settings: EngineBenchSettings, model_path: str, console: Console) -> dic
         "model_type": engine.info.model_type,
         "dtype": engine.info.dtype,
         "backend": engine.runner.backend,
-        "floor": {
-            "read_gb_per_s": _medians(machine.read_bytes_per_s),
-            "gflop_per_s": _medians(machine.flops_per_s),
-        },
+        "floor": {"read_gb_per_s": _medians(machine.read_bytes_per_s), "gflop_per_s": _medians(machine.flops_per_s)},
         "rows": rows(measured),
     }
     if settings.llama_bench:

@@ -13,8 +13,7 @@ NS = 1_000_000_000
 NO_LIMITS = QuotaLimits()
 
 
-PER_MIN = 60 * NS
-"""Units of one token, so that a limit of n per minute is n units per nanosecond."""
+PER_MIN = 60 * NS  # units of one token, so that a limit of n per minute is n units per nanosecond
 
 
 class TokenBucket:
@@ -54,17 +53,13 @@ class Account:
         self.borrow = self.limited = False
         self.requests: TokenBucket | None = None
         self.tokens: TokenBucket | None = None
-        self.open = FreeingRate()
-        """Sequences of requests, from acceptance to the end."""
-        self.coming: ComingBack[int] = ComingBack()
-        """The tokens of those that were told when to come back."""
+        self.open = FreeingRate()  # sequences of requests, from acceptance to the end
+        self.coming: ComingBack[int] = ComingBack()  # the tokens of those that were told when to come back
         self.coming_tokens = 0
         self.tokens_in_flight = self.kv_blocks = 0
         self.day = 0
-        self.day_tokens = 0
-        """Tokens of `day`: those that are settled, and the most that open requests may come to."""
-        self.day_spare_tokens = 0
-        """Tokens of `day_tokens` that open requests are expected to give back."""
+        self.day_tokens = 0  # tokens of `day`: those that are settled, and the most that open requests may come to
+        self.day_spare_tokens = 0  # tokens of `day_tokens` that open requests are expected to give back
         self.set(level, now_ns)
 
     def set(self, level: Level, now_ns: int) -> None:
@@ -116,18 +111,14 @@ class Account:
 class Grant(msgspec.Struct, eq=False, gc=False):
     """The amounts that one request has taken. There are as many as requests, hence small."""
 
-    accounts: tuple[Account, ...]
-    """Empty once it is settled."""
-    tokens: int
-    """The estimate of its tokens that token rates were charged with."""
-    tokens_max: int
-    """The most tokens that it may use. They are held, and taken from daily budgets."""
+    accounts: tuple[Account, ...]  # empty once it is settled
+    tokens: int  # the estimate of its tokens that token rates were charged with
+    tokens_max: int  # The most tokens that it may use. They are held, and taken from daily budgets.
     kv_blocks: int
     day: int
     rated: int
     """Bits 2i and 2i + 1: the request rate and the token rate of account i were charged. A bit is 0 if there was no such
     limit, or if the request borrowed beyond it."""
     borrowed: bool
-    at: float
-    """When it was taken."""
+    at: float  # when it was taken
     sequences: int

@@ -11,29 +11,19 @@ class UsageCounters(msgspec.Struct, eq=False, gc=False):
     """The usage on a bill so far."""
 
     attempt: int = 0
-    computed_tokens: int = 0
-    """Prompt tokens that were computed in this attempt."""
-    prompt_tokens: int = 0
-    """Prompt tokens to be charged."""
+    computed_tokens: int = 0  # prompt tokens that were computed in this attempt
+    prompt_tokens: int = 0  # prompt tokens to be charged
     prompt_done: bool = False
     """All of the prompt was computed or cached, in some attempt: what a later one computes of it again is not charged."""
-    output_tokens: int = 0
-    """Answer tokens that are known to be emitted, summed over choices."""
-    from_token: int = 0
-    """The first answer token on this bill; those before it are on another one."""
-    charged_tokens: int = 0
-    """Tokens that an earlier bill of this request charged."""
-    again: bool = False
-    """Its row in the ledger may be closed."""
-    adopted: bool = False
-    """It was an orphan, and its row is in the ledger."""
-    held: int = 0
-    """Reservations on workers, and dispatched chunks not yet reported."""
-    doubt_until: float = 0.0
-    """The time until which a lost worker or gateway may still report more of it."""
+    output_tokens: int = 0  # answer tokens that are known to be emitted, summed over choices
+    from_token: int = 0  # the first answer token on this bill; those before it are on another one
+    charged_tokens: int = 0  # tokens that an earlier bill of this request charged
+    again: bool = False  # its row in the ledger may be closed
+    adopted: bool = False  # it was an orphan, and its row is in the ledger
+    held: int = 0  # reservations on workers, and dispatched chunks not yet reported
+    doubt_until: float = 0.0  # the time until which a lost worker or gateway may still report more of it
     outcome: str = ""
-    ended: str = ""
-    """Its outcome before it was reopened."""
+    ended: str = ""  # its outcome before it was reopened
 
     @property
     def used_tokens(self) -> int:

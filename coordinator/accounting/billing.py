@@ -34,12 +34,10 @@ from proto.parts import Held
 from runtime.tenancy.tenants import Tenants
 from scheduler.lifecycle import RequestState
 
-LOST = "lost"
-"""The outcome of an orphan about which no report came."""
+LOST = "lost"  # the outcome of an orphan about which no report came
 _UNSERVED = frozenset({RequestState.REJECTED, RequestState.EXPIRED, RequestState.FAILED})
 """Ends that the cluster caused. If nothing was computed either, the request is treated as if it had never come."""
-DOUBT_S = 5.0
-"""Longer than a worker or gateway that lives takes to come back."""
+DOUBT_S = 5.0  # longer than a worker or gateway that lives takes to come back
 
 
 def whole_of(submit: Submit) -> str:
@@ -52,8 +50,7 @@ class Billing:
     def __init__(self, tenants: Tenants, remembered_s: float = 600.0, remembered_max: int = 1_000_000) -> None:
         self.quotas = Quotas(tenants)
         self.bills: dict[str, Bill] = {}
-        self.orphans: OrderedDict[str, float] = OrderedDict()
-        """Request → when it is written off; soonest first."""
+        self.orphans: OrderedDict[str, float] = OrderedDict()  # request → when it is written off; soonest first
         self.doubts: OrderedDict[str, float] = OrderedDict()
         """Cancelled request → when it is closed as that; soonest first, or nearly."""
         self.settled: Remembered[Settled] = Remembered(remembered_s, remembered_max)

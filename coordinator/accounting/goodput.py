@@ -12,12 +12,9 @@ class GoodputCounts(msgspec.Struct, gc=False):
     offered: int = 0
     """Requests that came, except those that were refused for what they are or for their tenant's limits."""
     finished: int = 0
-    kept: int = 0
-    """Finished within both targets. A class without targets keeps them always."""
-    ttft_ms: float = 0.0
-    """Sum of the times to first token of finished requests."""
-    tpot_ms: float = 0.0
-    """Sum of their mean times per later token."""
+    kept: int = 0  # Finished within both targets. A class without targets keeps them always.
+    ttft_ms: float = 0.0  # sum of the times to first token of finished requests
+    tpot_ms: float = 0.0  # sum of their mean times per later token
 
     def add(self, took: "Times", target: "Times") -> None:
         self.finished += 1
@@ -30,8 +27,7 @@ class Times(NamedTuple):
     """The times of one request, as this coordinator sees it; a target of 0 is none."""
 
     ttft_ms: float
-    tpot_ms: float
-    """Mean, from the first token to the end, interruptions included."""
+    tpot_ms: float  # mean, from the first token to the end, interruptions included
 
     def keep(self, target: "Times") -> bool:
         return all(not limit or took <= limit for took, limit in zip(self, target, strict=True))

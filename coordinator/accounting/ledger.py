@@ -63,17 +63,12 @@ from runtime.storage.private_file import make_private
 T = TypeVar("T")
 QUEUE_MAX: Final = 1 << 16
 BATCH_MAX: Final = 4096
-PRUNE_MAX: Final = 2000
-"""Rows deleted in one transaction: some ten milliseconds."""
-PRUNE_AGAIN_S: Final = 60.0
-"""When rows are deleted after storage failed."""
-_BUSY_TIMEOUT_S: Final = 10.0
-"""How long a start waits for a locked file."""
+PRUNE_MAX: Final = 2000  # rows deleted in one transaction: some ten milliseconds
+PRUNE_AGAIN_S: Final = 60.0  # when rows are deleted after storage failed
+_BUSY_TIMEOUT_S: Final = 10.0  # how long a start waits for a locked file
 RETRY_S: Final = 0.25
-LATE_S: Final = 2.0
-"""New requests are refused while an entry has waited for so long."""
-CLOSE_S: Final = 15.0
-"""How long a process that ends waits for its storage."""
+LATE_S: Final = 2.0  # new requests are refused while an entry has waited for so long
+CLOSE_S: Final = 15.0  # how long a process that ends waits for its storage
 _VERSION: Final = 1
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS usage (
@@ -161,10 +156,8 @@ class Ledger:
         self._time = clock.SettledTime()
         self._on_committed, self._on_failed = on_committed, on_failed
         self._entries: queue.Queue[tuple[float, Entry] | None] = queue.Queue(QUEUE_MAX)
-        self._oldest_at = inf
-        """When the first entry of the batch in hand was written; infinite while there is none."""
-        self._failure = ""
-        """Why the last try to commit that batch failed."""
+        self._oldest_at = inf  # when the first entry of the batch in hand was written; infinite while there is none
+        self._failure = ""  # why the last try to commit that batch failed
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
 

@@ -17,8 +17,7 @@ from coordinator.accounting.quota import Ask
 from coordinator.accounting.usage import Opened, Past
 from proto.fields import Count, RequestId, Text
 
-OPEN_MAX: Final = 1 << 17
-"""Open rows taken over at a start."""
+OPEN_MAX: Final = 1 << 17  # open rows taken over at a start
 RECENT_MAX: Final = 1 << 18
 _EPOCH: Final = date(1970, 1, 1).toordinal()
 _OPEN: Final = """

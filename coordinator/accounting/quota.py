@@ -27,14 +27,10 @@ from coordinator.accounting.account import NS, PER_MIN, Account, Grant, TokenBuc
 from proto.messages import RateState
 from runtime.tenancy.tenants import Level, QuotaLimits, Tenants
 
-HELD_RETRY_S = 1.0
-"""The shortest wait that is told if a held amount is at its limit."""
-LATER = 1.1
-"""A client comes back up to so many times later than it was told."""
-BORROW_RETRY_S = 60.0
-"""A client may come again after so long, if only idle capacity can admit its request."""
-_Left = tuple[int, int, float]
-"""One limit, what remains of it, and seconds until all of it is there again."""
+HELD_RETRY_S = 1.0  # the shortest wait that is told if a held amount is at its limit
+LATER = 1.1  # a client comes back up to so many times later than it was told
+BORROW_RETRY_S = 60.0  # a client may come again after so long, if only idle capacity can admit its request
+_Left = tuple[int, int, float]  # one limit, what remains of it, and seconds until all of it is there again
 _NONE: _Left = (0, 0, 0.0)
 NO_RATES = RateState(0, 0, 0.0, 0, 0, 0.0)
 DAY_S = 86_400
@@ -46,10 +42,8 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     prompt_tokens: int
     output_tokens: int
     kv_blocks: int
-    output_tokens_max: int = 0
-    """The most that its output may come to; no less than the estimate."""
-    sequences: int = 1
-    """How many answers it asks for with `n`. Each counts for `concurrency`."""
+    output_tokens_max: int = 0  # the most that its output may come to; no less than the estimate
+    sequences: int = 1  # How many answers it asks for with `n`. Each counts for `concurrency`.
 
     @property
     def tokens(self) -> int:
@@ -64,15 +58,12 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
 class Denial:
     """Nothing was taken."""
 
-    level: str
-    """Name of the tenant or organisation whose limit it is."""
-    limit: str
-    """As in the tenants file."""
+    level: str  # name of the tenant or organisation whose limit it is
+    limit: str  # as in the tenants file
     retry_after_s: float
     """Seconds until the same ask is admitted if no other is, a day at the most; 0: never. A held amount is expected to have
     come back then, behind what others were told to wait for."""
-    in_line: bool = False
-    """It waits for what others hold, or for a rate. Those that come later wait behind it."""
+    in_line: bool = False  # It waits for what others hold, or for a rate. Those that come later wait behind it.
 
     def __str__(self) -> str:
         what = "the limit is reached" if self.retry_after_s else "this request alone is over the limit"
@@ -86,12 +77,10 @@ class Quotas:
     tenants: Tenants
     utc_offset_s: float = 0.0
     accounts: dict[str, Account] = field(default_factory=dict)
-    _of: dict[str, tuple[Account, ...]] = field(default_factory=dict, repr=False)
-    """The levels of each tenant."""
+    _of: dict[str, tuple[Account, ...]] = field(default_factory=dict, repr=False)  # the levels of each tenant
     _spent: dict[str, int] = field(default_factory=dict, repr=False)
     """Levels that are gone, with the day on which they used a daily budget. This use counts if they come back."""
-    _level_names: set[str] = field(default_factory=set, repr=False)
-    """Names of the levels of all tenants in the file."""
+    _level_names: set[str] = field(default_factory=set, repr=False)  # names of the levels of all tenants in the file
     _vacated: dict[str, None] = field(default_factory=dict, repr=False)
     """Levels of tenants that are not in the file, and that have come to hold nothing since the last `take_vacated`."""
 

@@ -18,8 +18,7 @@ class Remembered(Generic[V]):
     def __init__(self, keep_s: float, most: int) -> None:
         self.keep_s = keep_s
         self.most = most
-        self.dropped_early = 0
-        """Entries that `most` pushed out before their time."""
+        self.dropped_early = 0  # entries that `most` pushed out before their time
         self._slices: deque[tuple[float, dict[str, V]]] = deque()
         """The time at which each slice was begun, and its entries; oldest first."""
         self._count = 0

@@ -11,15 +11,13 @@ class Opened(msgspec.Struct, frozen=True, gc=False):
     """A request is accepted: charged at its estimate until it ends."""
 
     request_id: str
-    day: int
-    """The day on which it counts, in days since 1970, UTC."""
+    day: int  # the day on which it counts, in days since 1970, UTC
     tenant: str
     model: str
     priority_class: str
     borrowed: bool
     ask: Ask
-    again: bool = False
-    """Its row may have been closed before. It is charged at least what it was charged then."""
+    again: bool = False  # Its row may have been closed before. It is charged at least what it was charged then.
     from_token: int = 0
     """The first answer token that is charged here. Those before it are charged to another request, of which this one
     continues a choice."""
@@ -38,8 +36,7 @@ class Closed(msgspec.Struct, frozen=True, gc=False):
     prefill_ms: float
     transfer_ms: float
     decode_ms: float
-    from_token: int = 0
-    """`output_tokens` are counted from here."""
+    from_token: int = 0  # `output_tokens` are counted from here
 
 
 Entry = Opened | Closed
@@ -49,8 +46,7 @@ Entry = Opened | Closed
 class Past:
     """The state that the ledger held when the coordinator started."""
 
-    open: tuple[Opened, ...] = ()
-    """Requests that an earlier coordinator accepted, without a written end."""
+    open: tuple[Opened, ...] = ()  # requests that an earlier coordinator accepted, without a written end
     charged: tuple[tuple[str, int, int], ...] = ()
     """(tenant, day, tokens) of the day of the start, the open ones included."""
     recent: tuple[tuple[str, float, int], ...] = ()
@@ -67,6 +63,5 @@ class Settled(msgspec.Struct, frozen=True, gc=False):
     prompt_done: bool
     output_tokens: int
     from_token: int
-    charged_tokens: int
-    """Tokens that bills before it charged."""
+    charged_tokens: int  # tokens that bills before it charged
     used_tokens: int

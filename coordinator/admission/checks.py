@@ -77,11 +77,7 @@ def feasible(
     soonest_ms = 1000 * pool.least_prefill_s(tokens)
     if soonest_ms > deadline_ms:
         why = f"{tokens} prompt tokens to compute take {soonest_ms:.0f} ms here; {limit} is less"
-        return (
-            Reject.DEADLINE,
-            why,
-            0.0 if own_ms else spread((soonest_ms - deadline_ms) / 1000, request.fingerprint),
-        )
+        return (Reject.DEADLINE, why, 0.0 if own_ms else spread((soonest_ms - deadline_ms) / 1000, request.fingerprint))
     rate = pool.tokens_per_s()
     if not rate or not queue.work_ahead.work:
         return None, "", 0.0

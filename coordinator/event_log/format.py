@@ -32,8 +32,7 @@ MAGIC: Final = "crossdock-event-log"
 VERSION: Final = 2
 END: Final = "end"
 FAILED: Final = -1
-_PAIR: Final = b"\x92"
-"""MessagePack's mark of an array of two."""
+_PAIR: Final = b"\x92"  # messagePack's mark of an array of two
 _SUM_MASK: Final = 0xFFFF_FFFF
 _EVENTS: Final[dict[str, type[Event]]] = {kind.__name__: kind for kind in get_args(Event)}
 
@@ -47,24 +46,19 @@ class Header:
     limits: Limits
     protocol: int = PROTOCOL_VERSION
     software: str = ""
-    platform: str = ""
-    """Python and machine: elsewhere the last bit of a float may differ."""
+    platform: str = ""  # Python and machine: elsewhere the last bit of a float may differ
     process: str = ""
-    unix_s: float = 0.0
-    """Unix time at which the recording began."""
-    started: float = 0.0
-    """The time of the core's clock at `unix_s`."""
+    unix_s: float = 0.0  # unix time at which the recording began
+    started: float = 0.0  # the time of the core's clock at `unix_s`
 
 
 @dataclass(frozen=True)
 class EventRecord:
     now: float
     event: Event
-    head: bytes
-    """The event's bytes, as written."""
+    head: bytes  # the event's bytes, as written
     sum: int
-    count: int
-    """Actions; `FAILED` where the core failed."""
+    count: int  # actions; `FAILED` where the core failed
     digest: int
     error: str = ""
 

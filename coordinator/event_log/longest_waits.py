@@ -33,14 +33,12 @@ class Waited(msgspec.Struct, frozen=True, order=True):
     """How long one request was queued, all its attempts together."""
 
     waited_s: float
-    submitted_s: float
-    """Seconds since the recording began."""
+    submitted_s: float  # seconds since the recording began
     request: str
     priority_class: str
     tenant: str
     prompt_tokens: int
-    outcome: str
-    """Its outcome, or its state at the end of the event log."""
+    outcome: str  # its outcome, or its state at the end of the event log
 
 
 class Longest:

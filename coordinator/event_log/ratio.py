@@ -15,15 +15,11 @@ class RoleChange(msgspec.Struct, frozen=True, tag_field="what", tag="role_change
     at_s: float
     worker: str
     before: str
-    role: str
-    """The new one."""
-    state: str
-    """`draining` or `registering` when it was ordered, `done` or `failed` when it ended."""
-    why: str
-    """The person who wanted it, or the reason."""
+    role: str  # the new one
+    state: str  # `draining` or `registering` when it was ordered, `done` or `failed` when it ended
+    why: str  # the person who wanted it, or the reason
     failure: str
-    took_ms: float
-    """Milliseconds from the order to its registration in the new role."""
+    took_ms: float  # milliseconds from the order to its registration in the new role
 
 
 class LoggedAdvice(msgspec.Struct, frozen=True, tag_field="what", tag="advice"):
@@ -40,8 +36,7 @@ class LoggedRatio:
     """Follows the ratio of workers through an event log. `news` returns the changes at each event."""
 
     def __init__(self) -> None:
-        self._open: dict[RunningFlip, None] = {}
-        """Changes of role that have not ended."""
+        self._open: dict[RunningFlip, None] = {}  # changes of role that have not ended
         self._wanted: dict[str, str] = {}
 
     def news(self, core: Core, event: Event, at_s: float) -> list[RoleChange | LoggedAdvice]:

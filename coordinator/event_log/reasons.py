@@ -33,22 +33,18 @@ class OtherTurn(msgspec.Struct, frozen=True, tag_field="kind", tag="other_turn")
     """The fair queue gave the turn to another tenant, which has had less of its share."""
 
     by: By
-    level: str
-    """The level at which the two compete: "priority_class", "organisation" or "user"."""
+    level: str  # the level at which the two compete: "priority_class", "organisation" or "user"
     winner: str
-    ours: str
-    """The two that compete there."""
+    ours: str  # the two that compete there
     winner_round: float
-    our_round: float
-    """When each one's turn comes: service per weight."""
+    our_round: float  # when each one's turn comes: service per weight
 
 
 class OrderWithinTenant(StrEnum):
     DEADLINE = "deadline"
     FEWER_CHUNKS = "fewer_chunks"
     CAME_FIRST = "came_first"
-    AGED = "aged"
-    """The other was overtaken so often that it went first, whatever is due."""
+    AGED = "aged"  # the other was overtaken so often that it went first, whatever is due
 
 
 class SameTenant(msgspec.Struct, frozen=True, tag_field="kind", tag="same_tenant"):
@@ -56,24 +52,19 @@ class SameTenant(msgspec.Struct, frozen=True, tag_field="kind", tag="same_tenant
 
     by: By
     order: OrderWithinTenant
-    due_before_s: float
-    """How much earlier the other is due; negative where that is not why."""
+    due_before_s: float  # how much earlier the other is due; negative where that is not why
 
 
 class NoRoomOnWorker(msgspec.Struct, frozen=True, tag_field="kind", tag="no_room"):
-    worker: str
-    """The prefill worker that asked, or else the decode worker with the most room."""
+    worker: str  # the prefill worker that asked, or else the decode worker with the most room
     blocks_needed: int
     blocks_free: int
     seqs_needed: int
     seqs_free: int
-    most_held_by: str
-    """The tenant with the most blocks there; empty if no tenant has any."""
+    most_held_by: str  # the tenant with the most blocks there; empty if no tenant has any
     most_held_blocks: int
-    kept: bool
-    """Blocks that come free are kept for this request: it was bypassed often enough."""
-    circuit_open: bool = False
-    """There is room, but transfers from the prefill worker that asked failed."""
+    kept: bool  # blocks that come free are kept for this request: it was bypassed often enough
+    circuit_open: bool = False  # there is room, but transfers from the prefill worker that asked failed
 
 
 class RoomKept(msgspec.Struct, frozen=True, tag_field="kind", tag="room_kept"):
@@ -92,32 +83,25 @@ class BehindNoRoom(msgspec.Struct, frozen=True, tag_field="kind", tag="behind_no
 class CachedElsewhere(msgspec.Struct, frozen=True, tag_field="kind", tag="cached_elsewhere"):
     """It was bound to a prefill worker that has more of its prompt cached, and waits for its turn there."""
 
-    worker: str
-    """That one."""
+    worker: str  # that one
     cached_tokens: int
-    asked: str
-    """The worker whose turn it let pass."""
+    asked: str  # the worker whose turn it let pass
     cached_tokens_there: int
 
 
 class FasterElsewhere(msgspec.Struct, frozen=True, tag_field="kind", tag="faster_elsewhere"):
     """It was bound to a faster prefill worker, and waits for its turn there."""
 
-    worker: str
-    """That one."""
-    done_s: float
-    """When the prompt is expected to be computed by the worker for which it waits."""
-    asked: str
-    """The worker whose turn it let pass."""
-    done_there_s: float
-    """When the other worker would have computed it."""
+    worker: str  # that one
+    done_s: float  # when the prompt is expected to be computed by the worker for which it waits
+    asked: str  # the worker whose turn it let pass
+    done_there_s: float  # when the other worker would have computed it
 
 
 class AwaitsTrial(msgspec.Struct, frozen=True, tag_field="kind", tag="awaits_trial"):
     """It may have ended a decode worker, and waits for one that runs no other such request."""
 
-    losses: int
-    """Workers lost one after the other while they computed it."""
+    losses: int  # workers lost one after the other while they computed it
 
 
 Reason = (

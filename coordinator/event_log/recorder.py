@@ -20,15 +20,12 @@ from runtime.process.version import version_of
 
 FLUSH_S: Final = 0.2
 FLUSH_BYTES: Final = 256 << 10
-BUFFER_BYTES_MAX: Final = 64 << 20
-"""If more waits to be written, the recording ends, since the disk cannot keep up."""
-EARLIER_KEPT: Final = 3
-"""How many event logs of earlier processes are kept, as FILE.1 (the latest) and so on."""
+BUFFER_BYTES_MAX: Final = 64 << 20  # if more waits to be written, the recording ends, since the disk cannot keep up
+EARLIER_KEPT: Final = 3  # how many event logs of earlier processes are kept, as FILE.1 (the latest) and so on
 CLOSE_TIMEOUT_S: Final = 5.0
 ERROR_CHARS_MAX: Final = 500
 _MISTAKES: Final = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-_END_BYTES: Final = 1024
-"""Room kept for the last record."""
+_END_BYTES: Final = 1024  # room kept for the last record
 
 
 class EventLog:

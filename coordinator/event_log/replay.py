@@ -24,8 +24,7 @@ from coordinator.event_log.format import (
 )
 from coordinator.events import Action, Event
 
-RECORD_BYTES_MAX: Final = 32 << 20
-"""No record is larger: a frame on the wire is 8 MiB at the most."""
+RECORD_BYTES_MAX: Final = 32 << 20  # no record is larger: a frame on the wire is 8 MiB at the most
 
 
 class Observer(Protocol):
@@ -38,16 +37,13 @@ class Observer(Protocol):
 class Difference:
     """The point at which the event log and the core differ."""
 
-    number: int
-    """The event's number, from 1."""
-    at_s: float
-    """Seconds since the recording began."""
+    number: int  # the event's number, from 1
+    at_s: float  # seconds since the recording began
     event: Event
     why: str
     recorded: str
     replayed: str
-    actions: tuple[Action, ...] = ()
-    """As replayed; of the recorded ones only their number and digest are known."""
+    actions: tuple[Action, ...] = ()  # as replayed; of the recorded ones only their number and digest are known
 
 
 class Replay:
@@ -57,12 +53,9 @@ class Replay:
         self._unpacker = msgpack.Unpacker(stream, max_buffer_size=RECORD_BYTES_MAX)
         self.bytes_read = 0
         self.events = self.actions = 0
-        self.last_s = 0.0
-        """When the last event came, since the recording began."""
-        self.ended = ""
-        """Why the recording ended; empty where it was cut off."""
-        self.failed = ""
-        """The error with which the core ended, when recorded and now."""
+        self.last_s = 0.0  # when the last event came, since the recording began
+        self.ended = ""  # why the recording ended; empty where it was cut off
+        self.failed = ""  # the error with which the core ended, when recorded and now
         first = next(self._records(), None)
         if first is None:
             raise EventLogError("not an event log of the coordinator: there is no whole record in it")

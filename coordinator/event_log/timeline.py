@@ -26,8 +26,7 @@ from proto.messages import HandedOver, Rejected, Reserve, Step, Submit
 from scheduler.lifecycle import TERMINAL, RequestState
 from scheduler.observer import Composed, Decision, Looked, Outcome, StepEnd
 
-NAMED_MAX: Final = 3
-"""Requests named in one `Passed`."""
+NAMED_MAX: Final = 3  # requests named in one `Passed`
 
 
 class Submitted(msgspec.Struct, frozen=True, tag_field="what", tag="submitted"):
@@ -37,10 +36,8 @@ class Submitted(msgspec.Struct, frozen=True, tag_field="what", tag="submitted"):
     tenant: str
     prompt_tokens: int
     max_tokens: int
-    waiting: int
-    """Requests for this model that waited already when it came."""
-    waiting_of_tenant: int
-    """Those of `waiting` that are of the same tenant."""
+    waiting: int  # requests for this model that waited already when it came
+    waiting_of_tenant: int  # those of `waiting` that are of the same tenant
 
 
 class Passed(msgspec.Struct, frozen=True, tag_field="what", tag="passed_over"):
@@ -49,10 +46,8 @@ class Passed(msgspec.Struct, frozen=True, tag_field="what", tag="passed_over"):
     at_s: float
     until_s: float
     times: int
-    reason: Reason
-    """As it was at the last of these turns."""
-    requests: tuple[str, ...]
-    """The requests whose turns they were, the first few."""
+    reason: Reason  # as it was at the last of these turns
+    requests: tuple[str, ...]  # the requests whose turns they were, the first few
     requests_in_all: int
 
 
@@ -64,24 +59,16 @@ class KeptFor(msgspec.Struct, frozen=True, tag_field="what", tag="room_kept_for_
 class Placed(msgspec.Struct, frozen=True, tag_field="what", tag="placed"):
     at_s: float
     workers: str
-    kv_blocks: int
-    """Reserved on the decode worker."""
-    cached_tokens: int
-    """Prompt tokens that the prefill worker was believed to have cached."""
-    kept: bool
-    """It was not its turn, but room had been kept for it."""
-    projected_s: float = 0.0
-    """The wait for a place that was expected when it came."""
+    kv_blocks: int  # reserved on the decode worker
+    cached_tokens: int  # prompt tokens that the prefill worker was believed to have cached
+    kept: bool  # it was not its turn, but room had been kept for it
+    projected_s: float = 0.0  # the wait for a place that was expected when it came
     there_s: float = 0.0
     """How long its decode worker was expected to take for what the prompt adds to KV that is there; 0: it computes nothing."""
-    elsewhere_s: float = 0.0
-    """How long a prefill worker was expected to take."""
-    fetched_tokens: int = 0
-    """The prefill worker is to fetch so many of the cached ones from the decode worker."""
-    fetch_s: float = 0.0
-    """The fetch was expected to take so long."""
-    compute_s: float = 0.0
-    """The prefill worker would have needed so long to compute them."""
+    elsewhere_s: float = 0.0  # how long a prefill worker was expected to take
+    fetched_tokens: int = 0  # the prefill worker is to fetch so many of the cached ones from the decode worker
+    fetch_s: float = 0.0  # the fetch was expected to take so long
+    compute_s: float = 0.0  # the prefill worker would have needed so long to compute them
 
 
 class ChunkSent(msgspec.Struct, frozen=True, tag_field="what", tag="chunk"):
@@ -91,10 +78,8 @@ class ChunkSent(msgspec.Struct, frozen=True, tag_field="what", tag="chunk"):
     start: int
     tokens: int
     prompt_tokens: int
-    beside: int
-    """Chunks of other requests in the same step."""
-    end: str = ""
-    """Why the step has no more tokens."""
+    beside: int  # chunks of other requests in the same step
+    end: str = ""  # why the step has no more tokens
 
 
 class Changed(msgspec.Struct, frozen=True, tag_field="what", tag="state"):
@@ -111,8 +96,7 @@ class RequestEnded(msgspec.Struct, frozen=True, tag_field="what", tag="ended"):
     outcome: str
     why: str
     retry_after_s: float
-    by: By | None
-    """The request for which it had to make room."""
+    by: By | None  # the request for which it had to make room
 
 
 Entry = Submitted | Passed | KeptFor | Placed | ChunkSent | Changed | RequestEnded | RoleChange | LoggedAdvice
@@ -168,8 +152,7 @@ class Timeline:
         self._began: float | None = None
         self._at_s = 0.0
         self._core: Core | None = None
-        self._seen = 0
-        """Actions of the event in hand that were looked at."""
+        self._seen = 0  # actions of the event in hand that were looked at
         self._looked: list[Looked] = []
         self._in_step = self._kept = False
         self._ends: dict[tuple[int, int], StepEnd] = {}

@@ -21,8 +21,7 @@ from runtime.process import clock, log
 from runtime.tenancy.file import TenantsFile
 from runtime.tenancy.tenants import Tenants, TenantsError, from_tables
 
-ASKED_MAX: Final = 8
-"""Requests that wait while one is answered."""
+ASKED_MAX: Final = 8  # requests that wait while one is answered
 Answer = Callable[[PolicyAnswer], object]
 _log = log.get("crossdock.policy")
 

@@ -27,10 +27,8 @@ class PolicyRevision(msgspec.Struct, frozen=True):
     digest: str
     source: str
     unix_s: float
-    tables: dict[str, Any]
-    """The tenants file, without secrets."""
-    options: dict[str, Any]
-    """Scheduling options of the coordinator that had it in force first."""
+    tables: dict[str, Any]  # the tenants file, without secrets
+    options: dict[str, Any]  # scheduling options of the coordinator that had it in force first
 
 
 class Trial(msgspec.Struct, frozen=True):
@@ -64,14 +62,11 @@ class PolicyInForce(msgspec.Struct, frozen=True):
 
 
 class Versions(msgspec.Struct):
-    kept: list[PolicyRevision] = []
-    """Oldest first."""
+    kept: list[PolicyRevision] = []  # oldest first
     active: int = 0
-    before: list[int] = []
-    """Versions that were in force before, latest last."""
+    before: list[int] = []  # versions that were in force before, latest last
     trial: Trial | None = None
-    file_digest: str = ""
-    """Digest of the tenants file as it was last read."""
+    file_digest: str = ""  # digest of the tenants file as it was last read
 
     def get(self, number: int) -> PolicyRevision:
         """Raises `PolicyError`."""

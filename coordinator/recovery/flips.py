@@ -24,8 +24,7 @@ from scheduler.workers.worker import WORKERS, Worker
 REGISTER_S_MAX = 15.0
 """How long a process that holds nothing may take to register in its new role, in seconds; after that it gets its old role
 back."""
-CACHE_TOLD_S = 0.1
-"""How long a worker that has come back may take to report what it has cached, in seconds."""
+CACHE_TOLD_S = 0.1  # how long a worker that has come back may take to report what it has cached, in seconds
 
 
 def asked(state: State, incarnation: int, event: Received, now: float) -> None:

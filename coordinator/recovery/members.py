@@ -14,8 +14,7 @@ from scheduler.workers.pool import Pool
 from scheduler.workers.worker import WORKERS, Worker
 
 REMEMBERED_MAX = 1024
-EMPTY_POOL_S_MAX = 3600.0
-"""How long a model without a worker stays known."""
+EMPTY_POOL_S_MAX = 3600.0  # how long a model without a worker stays known
 _LOST = {Role.PREFILL: Interrupt.PREFILL_LOST, Role.DECODE: Interrupt.DECODE_LOST}
 
 

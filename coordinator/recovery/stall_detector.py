@@ -22,8 +22,7 @@ class Acting(Protocol):
 class StallDetector:
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
-        self.away_s = 0.0
-        """How long it was away, once it was for too long."""
+        self.away_s = 0.0  # how long it was away, once it was for too long
         self._looked_at: float | None = None
 
     def begin(self, now: float) -> None:

@@ -45,10 +45,8 @@ class CoordinatorMetrics:
         self._accepted: dict[str, tuple[str, str, str]] = {}
         """Request → (tenant, model, priority class), until its bill is closed. The tuples are shared by all that are alike."""
         self._kinds: dict[tuple[str, str, str], tuple[str, str, str]] = {}
-        self._cancelled_at: dict[str, float] = {}
-        """Requests of which workers still hold something."""
-        self.refused_behind = 0
-        """Requests that the driver refused, since usage could not be written fast enough."""
+        self._cancelled_at: dict[str, float] = {}  # requests of which workers still hold something
+        self.refused_behind = 0  # requests that the driver refused, since usage could not be written fast enough
         self.earlier: tuple[Mapping[str, int], Mapping[str, int]] = {}, {}
         """Counters and requests that have ended, as `crossdock status` shows them, from before this process last began anew."""
         self._services: list[tuple[str, ServedTenant]] = []
@@ -85,8 +83,7 @@ class CoordinatorMetrics:
             LATENCY_S,
         )
         self._absences = registry.counter(
-            PREFIX + "absences",
-            "Times that this process was stopped for longer than its peers wait, and started over.",
+            PREFIX + "absences", "Times that this process was stopped for longer than its peers wait, and started over."
         )
         self.absences = 0
         self._tenants = TenantLabels(self._tenant_tokens, self._tenant_requests)

@@ -28,13 +28,11 @@ from scheduler.waiting.projection import Speed
 from scheduler.workers.circuit_breakers import NOBODY
 from scheduler.workers.pool import Pool
 
-NO_CAPACITY_S = 5.0
-"""About the time in which a supervised worker comes back, in seconds."""
+NO_CAPACITY_S = 5.0  # about the time in which a supervised worker comes back, in seconds
 TENANTS_SHOWN = 16
 HUNG_SHOWN = 16
 WORKERS_SHOWN = 1024
-PAIRS_SHOWN = 4096
-"""A bound, so that a report fits its frame with any data from workers."""
+PAIRS_SHOWN = 4096  # a bound, so that a report fits its frame with any data from workers
 COUNTER_MAX = (1 << 63) - 1
 """The largest number that MessagePack and its readers take; some are sums of numbers that workers report."""
 

@@ -12,8 +12,7 @@ from scheduler.waiting.queue import WaitQueue
 from scheduler.waiting.ratios import Ratios
 
 PREFIX = "crossdock_coordinator_"
-RESUMED = "(resumed)"
-"""The label of later attempts, whatever their priority class."""
+RESUMED = "(resumed)"  # the label of later attempts, whatever their priority class
 
 
 def schedule_metrics(registry: MetricsRegistry, core: Callable[[], State], clock: Callable[[], float]) -> None:

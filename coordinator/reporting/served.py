@@ -12,10 +12,8 @@ class ServedTenant(NamedTuple):
     priority_class: str
     organisation: str
     user: str
-    cost_per_s: float
-    """Dispatched over about the last ten seconds, answers as estimated."""
-    waiting: int
-    """Requests."""
+    cost_per_s: float  # dispatched over about the last ten seconds, answers as estimated
+    waiting: int  # requests
 
     @property
     def tenant(self) -> str:

@@ -59,7 +59,4 @@ async def count_tokens(call: Call) -> Response:
     return await call.tokenized(_read_count, _count)
 
 
-ROUTES: Final = (
-    route("POST", PREFIX, create_message),
-    route("POST", f"{PREFIX}/count_tokens", count_tokens),
-)
+ROUTES: Final = (route("POST", PREFIX, create_message), route("POST", f"{PREFIX}/count_tokens", count_tokens))

@@ -50,7 +50,4 @@ async def chat_completions(call: Call) -> Response:
     return await generate(call, CHAT)
 
 
-ROUTES: Final = (
-    route("POST", "/v1/completions", completions),
-    route("POST", "/v1/chat/completions", chat_completions),
-)
+ROUTES: Final = (route("POST", "/v1/completions", completions), route("POST", "/v1/chat/completions", chat_completions))

@@ -142,11 +142,7 @@ def _as_it_is(message: Any) -> dict[str, Any]:
     found = _plain(message)
     if calls := message.calls():
         found["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call)},
-            }
+            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": _arguments(call)}}
             for call in calls
         ]
     if message.role == "tool":

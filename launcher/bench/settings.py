@@ -104,9 +104,7 @@ class HandoverSettings(KeyOptions, JsonOption):
         "Output": "as_json",
     }
     model: str = Field(
-        "",
-        description="Folder or ORG/NAME; empty: the embedded default.",
-        json_schema_extra={"also_argument": "MODEL"},
+        "", description="Folder or ORG/NAME; empty: the embedded default.", json_schema_extra={"also_argument": "MODEL"}
     )
     device: Device = Field("auto", description="Where to compute.")
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of each worker; 0: as the cores allow.")

@@ -250,7 +250,7 @@ class Scenario(_Part):
     hand_over_ms: Annotated[list[_Ms], Field(min_length=2, max_length=2), AfterValidator(_ascending)] = [2.0, 4.0]
     """Least and most that a hand-over of KV takes."""
     hand_over_ms_per_block: _Ms = 0.0
-    """What each block that is sent adds to it."""
+    """The time that each sent block adds to it."""
     coordinator: dict[str, Any] = {}
     """A table of options of the coordinator's scheduling."""
     tenants: dict[str, Any] = {}

@@ -98,10 +98,7 @@ def arrivals_chart(per_minute: Sequence[float]) -> str:
     most = max(per_minute, default=0.0) * 1.05 or 1.0
     count = max(len(per_minute) - 1, 1)
     points = [
-        (
-            LEFT + place / count * (WIDTH - LEFT - RIGHT),
-            HEIGHT - BOTTOM - value / most * (HEIGHT - TOP - BOTTOM),
-        )
+        (LEFT + place / count * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - value / most * (HEIGHT - TOP - BOTTOM))
         for place, value in enumerate(per_minute)
     ]
     base = HEIGHT - BOTTOM

@@ -74,9 +74,7 @@ class CalibrateSettings(JsonOption):
         "Output": "out as_json",
     }
     model: str = Field(
-        "",
-        description="Folder or ORG/NAME; empty: the embedded default.",
-        json_schema_extra={"also_argument": "MODEL"},
+        "", description="Folder or ORG/NAME; empty: the embedded default.", json_schema_extra={"also_argument": "MODEL"}
     )
     device: Device = Field("auto", description="Where to compute.")
     rounds: int = Field(

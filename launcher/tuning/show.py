@@ -174,13 +174,7 @@ def families(report: Mapping[str, Any]) -> list[tuple[int, Mapping[str, Any] | N
 
 def _by_workers(report: Mapping[str, Any], console: Console) -> None:
     table = tables.Table(
-        "Goodput by number of workers (good/s, 90 % band)",
-        "workers",
-        "best ratio",
-        "good/s",
-        "band",
-        "mixed",
-        "band ",
+        "Goodput by number of workers (good/s, 90 % band)", "workers", "best ratio", "good/s", "band", "mixed", "band "
     )
     for total, apart, mixed in families(report):
         table.row(str(total), apart["workers"] if apart else "", *_interval(apart), *_interval(mixed))

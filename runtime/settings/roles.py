@@ -59,10 +59,7 @@ class CoordinatorSettings(CommonSettings):
         " queue_wait_s. For as long after the loss of a role's last worker, new requests wait for its restart.",
     )
     resumed_wait_s_max: float = Field(
-        600.0,
-        gt=0,
-        le=86_400.0,
-        description="Seconds after which an interrupted stream that still waits fails.",
+        600.0, gt=0, le=86_400.0, description="Seconds after which an interrupted stream that still waits fails."
     )
     quantum_tokens: int = Field(
         1024,
@@ -127,10 +124,7 @@ class CoordinatorSettings(CommonSettings):
         " Lower values protect a cluster whose workers keep dying; with higher values a large cluster recovers at once.",
     )
     retry_share: float = Field(
-        1.0,
-        ge=0.0,
-        le=100.0,
-        description="Interrupted requests that may return in addition, for each live request.",
+        1.0, ge=0.0, le=100.0, description="Interrupted requests that may return in addition, for each live request."
     )
     event_log: str = Field(
         "",

@@ -30,10 +30,8 @@ class Prices:
         return self.output_token * tokens
 
 
-USUAL = 0.5
-"""The quantile of a tenant's answers that cost and rates are estimated with."""
-LONG = 0.9
-"""The quantile of a tenant's answers that room in decode is reserved for."""
+USUAL = 0.5  # the quantile of a tenant's answers that cost and rates are estimated with
+LONG = 0.9  # the quantile of a tenant's answers that room in decode is reserved for
 FEW = 8
 START_TOKENS, START_LONG_TOKENS = 128.0, 1024.0
 
@@ -46,8 +44,7 @@ class OutputLength:
 
     def __init__(self, long_tokens: float = 0.0) -> None:
         self.tokens, self.long_tokens = START_TOKENS, long_tokens
-        self.seen = 0
-        """Answers that have ended."""
+        self.seen = 0  # answers that have ended
 
     def learn(self, emitted: int) -> None:
         self.seen += 1

@@ -8,8 +8,7 @@ from typing import Any
 from scheduler.fairness.sorted_row import SortedRow
 
 Path = tuple[str, ...]
-SCANNED_MAX = 16
-"""Children that `FairNode.first` looks at in the order of their turns, before it asks its rings."""
+SCANNED_MAX = 16  # children that `FairNode.first` looks at in the order of their turns, before it asks its rings
 
 
 class Ring(SortedRow):
@@ -67,14 +66,10 @@ class FairNode:
     def __init__(self, path: Path, weight: float, parent: "FairNode | None", position: int) -> None:
         assert weight > 0, path
         self.path, self.weight, self.parent, self.position = path, weight, parent, position
-        self.round = 0.0
-        """The round of the parent's ring in which this node's turn comes."""
-        self.owed = 0.0
-        """Corrections not yet charged: they count with the next chunk."""
-        self.now = 0.0
-        """The round this node's own ring has come to."""
-        self.rows: dict[int, SortedRow] = {}
-        """The rows in which it has something to run, by queue key."""
+        self.round = 0.0  # the round of the parent's ring in which this node's turn comes
+        self.owed = 0.0  # corrections not yet charged: they count with the next chunk
+        self.now = 0.0  # the round this node's own ring has come to
+        self.rows: dict[int, SortedRow] = {}  # the rows in which it has something to run, by queue key
         self.children: dict[str, FairNode] = {}
         self.order: list[tuple[float, int, FairNode]] = []
         """Children that have something to run, in the order of their turns: round, position, child."""

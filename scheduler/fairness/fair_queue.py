@@ -37,18 +37,15 @@ from scheduler.fairness.held_shares import HeldNode, HeldShares
 from scheduler.fairness.sorted_row import SortedRow
 from scheduler.fairness.tenant_queue import Entry, T, TenantQueue
 
-COMPARED_MAX = 64
-"""Children whose shares of decode are compared at each level."""
+COMPARED_MAX = 64  # children whose shares of decode are compared at each level
 
 
 class Terms(NamedTuple):
     """The terms on which an entry gets a chunk."""
 
     cost: float
-    last: bool
-    """The chunk is its last one: the entry leaves the queue."""
-    key: int
-    """The queue key under which it waits for its further chunks; unused after the last one."""
+    last: bool  # the chunk is its last one: the entry leaves the queue
+    key: int  # the queue key under which it waits for its further chunks; unused after the last one
 
 
 class FairQueue(Generic[T]):

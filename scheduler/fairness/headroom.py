@@ -12,8 +12,7 @@ HALF_LIFE_S = 120.0
 
 class Headroom:
     def __init__(self) -> None:
-        self.share = LEAST
-        """A part of each worker's sequences and blocks."""
+        self.share = LEAST  # a part of each worker's sequences and blocks
         self._at = 0.0
 
     def pass_time(self, now: float) -> None:

@@ -15,19 +15,15 @@ from typing import NamedTuple
 
 from scheduler.fairness.fair_node import Path
 
-Key = tuple[str, int]
-"""A request's id and attempt."""
+Key = tuple[str, int]  # a request's id and attempt
 NEAR_ENOUGH = 0.85
 """No stream is interrupted if the waiting tenant holds more than this part of what the other holds, each for its weight."""
-LOOKED_AT_MAX = 16
-"""Streams of one tenant, at one event."""
+LOOKED_AT_MAX = 16  # streams of one tenant, at one event
 
 
 class HeldStream(NamedTuple):
-    held: int
-    """Millionths of its decode worker."""
-    estimated: int = 0
-    """Its sequences, if it is counted with fewer tokens than it may come to have."""
+    held: int  # millionths of its decode worker
+    estimated: int = 0  # its sequences, if it is counted with fewer tokens than it may come to have
 
 
 class HeldNode:
@@ -37,13 +33,10 @@ class HeldNode:
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
-        self.held = 0
-        """Millionths of a decode worker."""
+        self.held = 0  # millionths of a decode worker
         self.estimated = 0
-        self.children: dict[str, HeldNode] = {}
-        """Those that hold something."""
-        self.order: list[tuple[float, str]] = []
-        """Their names, by what they hold for their weight."""
+        self.children: dict[str, HeldNode] = {}  # those that hold something
+        self.order: list[tuple[float, str]] = []  # their names, by what they hold for their weight
         self.streams: dict[tuple[int, Key], HeldStream] = {}
         """The streams of a tenant, with their workers; oldest first."""
 

@@ -9,8 +9,7 @@ from typing import Any
 
 Rank = tuple[Any, ...]
 """The key by which members are compared, with a number that is unique in the row, and then the member itself."""
-SPARE = 64
-"""How many dead ranks a heap may hold beyond its live ones."""
+SPARE = 64  # how many dead ranks a heap may hold beyond its live ones
 
 
 class SortedRow:
@@ -18,8 +17,7 @@ class SortedRow:
 
     def __init__(self, node: Any, key: int) -> None:
         self.node, self.key = node, key
-        self.above: Any = None
-        """The ring of which it is a member."""
+        self.above: Any = None  # the ring of which it is a member
         self.rank: Rank | None = None
         self.heap: list[Rank] = []
         self.size = 0

@@ -9,8 +9,7 @@ and two classes never take a worker from each other in turn.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-FULL = 0.85
-"""The part of its workers' throughput that a class may need and still give one of them away."""
+FULL = 0.85  # the part of its workers' throughput that a class may need and still give one of them away
 
 
 @dataclass(slots=True)
@@ -18,8 +17,7 @@ class TargetLoad:
     """The workers of one class of targets, and their load."""
 
     workers: int = 0
-    load: float = 0.0
-    """The throughput of its streams, in workers that run as many as its target allows."""
+    load: float = 0.0  # the throughput of its streams, in workers that run as many as its target allows
 
     def carries(self, workers: int) -> bool:
         """Whether so many workers would do for its streams."""

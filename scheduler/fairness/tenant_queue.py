@@ -57,8 +57,7 @@ class TenantQueue(SortedRow, Generic[T]):
         self._overtaken_max = overtaken_max
         self.oldest: Entry[T] | None = None
         self.newest: Entry[T] | None = None
-        self.overtaken = 0
-        """How often the oldest entry was overtaken."""
+        self.overtaken = 0  # how often the oldest entry was overtaken
 
     def overtake(self, by: Entry[T]) -> None:
         """Count one more overtaking for entries that joined before `by`, or for all if `by` is in another queue, unless the

@@ -60,8 +60,7 @@ import numpy.typing as npt
 from scheduler.kv_admission.demand import NEVER, KvDemand
 from scheduler.kv_admission.shared_blocks import SharedBlocks
 
-SPARE_SHARE = 1 / 16
-"""The part of the pool that is left free by attempts that may outlive what they are counted with."""
+SPARE_SHARE = 1 / 16  # the part of the pool that is left free by attempts that may outlive what they are counted with
 Key = tuple[str, int]
 Ints = npt.NDArray[np.int64]
 
@@ -86,13 +85,10 @@ class _Row(NamedTuple):
 
 class _Entry(NamedTuple):
     row: _Row
-    whole: int
-    """The most it is counted with."""
-    life: KvDemand | None
-    """None: adopted, only its blocks are known."""
+    whole: int  # the most it is counted with
+    life: KvDemand | None  # none: adopted, only its blocks are known
     running: bool
-    covered: int = 0
-    """Its prompt's blocks that are counted with other attempts; `row` and `whole` are without them."""
+    covered: int = 0  # its prompt's blocks that are counted with other attempts; `row` and `whole` are without them
 
 
 class KvAdmission:
@@ -101,14 +97,11 @@ class KvAdmission:
     def __init__(self, kv_blocks: int, block_size: int) -> None:
         self.kv_blocks = kv_blocks
         self.block_size = block_size
-        self.steps = 0
-        """Steps the worker is known to have begun."""
+        self.steps = 0  # steps the worker is known to have begun
         self.short = False
         """The worker has warned that blocks run short. Nothing more fits, or new attempts would take what victims free."""
-        self.wholes = 0
-        """Blocks of all attempts at their full lengths, as if no ends were known."""
-        self.outlived: set[Key] = set()
-        """Attempts that have outlived what they were counted with at first."""
+        self.wholes = 0  # blocks of all attempts at their full lengths, as if no ends were known
+        self.outlived: set[Key] = set()  # attempts that have outlived what they were counted with at first
         self._entries: dict[Key, _Entry] = {}
         self._has_rows = False
         self._table: Ints = np.zeros((len(_COLUMNS), 64), dtype=np.int64)

@@ -4,8 +4,7 @@ from typing import NamedTuple
 
 from proto.messages import Submit
 
-NEVER = 1 << 60
-"""The end of an attempt without a known end, in steps."""
+NEVER = 1 << 60  # the end of an attempt without a known end, in steps
 
 
 class KvDemand(NamedTuple):
@@ -15,8 +14,7 @@ class KvDemand(NamedTuple):
     left: int
     """Most tokens it will forward after joining: the last drawn token's KV is never written, hence max_tokens - 1."""
     choices: int = 1
-    expected: int = NEVER
-    """The length that it is counted with if that is less than `left`: overcommit."""
+    expected: int = NEVER  # the length that it is counted with if that is less than `left`: overcommit
 
     @staticmethod
     def of(submit: Submit, expected: int = NEVER) -> "KvDemand":

@@ -26,57 +26,40 @@ from proto.parts import Returns
 
 SESSIONS_MAX: Final = 1 << 16
 TENANTS_MAX: Final = 1 << 14
-KEPT_S: Final = 3600.0
-"""A session of which nothing was heard for so long is forgotten."""
-SCANNED_BLOCKS: Final = 128
-"""A session without a name is found if its turn adds less than so many blocks to its prompt."""
+KEPT_S: Final = 3600.0  # a session of which nothing was heard for so long is forgotten
+SCANNED_BLOCKS: Final = 128  # a session without a name is found if its turn adds less than so many blocks to its prompt
 PATIENCE: Final = 8
-PATIENCE_S: Final = 60.0
-"""A lease lasts for so long at least."""
+PATIENCE_S: Final = 60.0  # a lease lasts for so long at least
 TAIL_BLOCKS: Final = 8
-LEARNT: Final = 0.1
-"""Weight of a new observation."""
-COMPUTED_ANEW_S: Final = 6000.0
-"""Keeping a token for so long would cost as much as computing it."""
-CHARGE_MAX: Final = 0.1
-"""Keeping KV costs at most this part of computing it."""
-AT_ONCE: Final = 64
-"""Sessions that one event forgets at most."""
+LEARNT: Final = 0.1  # weight of a new observation
+COMPUTED_ANEW_S: Final = 6000.0  # keeping a token for so long would cost as much as computing it
+CHARGE_MAX: Final = 0.1  # keeping KV costs at most this part of computing it
+AT_ONCE: Final = 64  # sessions that one event forgets at most
 
 
 class SessionTenant(msgspec.Struct, eq=False, gc=False):
-    share: float = 0.5
-    """The part of its turns that another one follows."""
-    mean_s: float = 0.0
-    """The mean time between the end of a turn and the next turn; 0: there was none yet."""
+    share: float = 0.5  # the part of its turns that another one follows
+    mean_s: float = 0.0  # the mean time between the end of a turn and the next turn; 0: there was none yet
 
     def patience_s(self) -> float:
         return max(PATIENCE * self.mean_s, PATIENCE_S)
 
 
 class _Organisation(msgspec.Struct, eq=False, gc=False):
-    weight: float
-    """Its weight when it began to have sessions."""
-    tokens: int = 0
-    """The tokens of leases and of open turns' prompts."""
-    users: dict[str, int] = {}
-    """The same tokens by tenant."""
+    weight: float  # its weight when it began to have sessions
+    tokens: int = 0  # the tokens of leases and of open turns' prompts
+    users: dict[str, int] = {}  # the same tokens by tenant
 
 
 class Session(msgspec.Struct, eq=False):
     tenant: str
-    name: bytes
-    """Empty: it has none."""
+    name: bytes  # empty: it has none
     prompt_tokens: int = 0
     """The length of the last prompt that was answered; 0: none was. `tail` and `rest` are of that prompt."""
-    tail: bytes = b""
-    """The hashes of its last full blocks, `TAIL_BLOCKS` at most."""
-    rest: bytes = b""
-    """A digest of the tokens behind them."""
-    tokens: int = 0
-    """The prompt and its answer."""
-    running: int = 0
-    """Turns."""
+    tail: bytes = b""  # the hashes of its last full blocks, `TAIL_BLOCKS` at most
+    rest: bytes = b""  # a digest of the tokens behind them
+    tokens: int = 0  # the prompt and its answer
+    running: int = 0  # turns
     idle_since: float = 0.0
     leased: bool = False
 
@@ -90,14 +73,11 @@ class OpenTurn(NamedTuple):
     """A turn that has not ended."""
 
     session: Session
-    prompt_tokens: int
-    """`prompt_tokens`, `tail` and `rest` are as in `Session`, for this turn's prompt."""
+    prompt_tokens: int  # `prompt_tokens`, `tail` and `rest` are as in `Session`, for this turn's prompt
     tail: bytes
     rest: bytes
-    kept_tokens: int
-    """The length of the last turn's prompt, which it continues; 0: it continues none."""
-    kept_s: float
-    """The time since the last turn ended, in seconds."""
+    kept_tokens: int  # the length of the last turn's prompt, which it continues; 0: it continues none
+    kept_s: float  # the time since the last turn ended, in seconds
     weight: float
 
     @property
@@ -108,22 +88,16 @@ class OpenTurn(NamedTuple):
 
 class Sessions:
     def __init__(self) -> None:
-        self.kv_tokens = 0
-        """Room for sessions in the model's caches."""
-        self.tokens = 0
-        """The tokens of leases and of open turns' prompts."""
+        self.kv_tokens = 0  # room for sessions in the model's caches
+        self.tokens = 0  # the tokens of leases and of open turns' prompts
         self.leased_tokens = 0
         self.leases = 0
-        self._tenants: OrderedDict[str, SessionTenant] = OrderedDict()
-        """Tenants by name, least recently used first."""
-        self._organisations: dict[str, _Organisation] = {}
-        """Organisations that have leases or open turns."""
-        self._weights = 0.0
-        """Their weights together."""
+        self._tenants: OrderedDict[str, SessionTenant] = OrderedDict()  # tenants by name, least recently used first
+        self._organisations: dict[str, _Organisation] = {}  # organisations that have leases or open turns
+        self._weights = 0.0  # their weights together
         self._by_name: dict[tuple[str, bytes], dict[Session, None]] = {}
         self._by_end: dict[tuple[str, bytes], Session] = {}
-        self._idle: OrderedDict[Session, None] = OrderedDict()
-        """Sessions without a running turn, longest idle first."""
+        self._idle: OrderedDict[Session, None] = OrderedDict()  # sessions without a running turn, longest idle first
         self._leases_of: OrderedDict[str, OrderedDict[Session, None]] = OrderedDict()
         """Leases of each tenant, in the order of `_idle`."""
 

@@ -49,8 +49,7 @@ class SharedBlocks:
     """`hold`, `moved` and `release` as the worker tells; `settle` before a count is read."""
 
     def __init__(self) -> None:
-        self.stale: set[int] = set()
-        """Chains whose holders have changed so that others may have to count more, or less."""
+        self.stale: set[int] = set()  # chains whose holders have changed so that others may have to count more, or less
         self._chains: dict[int, _Chain] = {}
         self._parts: dict[Key, Mapping[int, int]] = {}
 

@@ -47,14 +47,10 @@ def expect_cached(request: Request, prefill: Worker, pool: Pool) -> None:
 
 
 class Better(NamedTuple):
-    worker: Worker
-    """The worker to wait for, or our own, which computes the prefix once more."""
-    prefix: bytes
-    """The last block of what another worker has cached, and our own has not."""
-    cached_tokens: int
-    """The length of that prefix."""
-    waits_s: float
-    """How much longer the request waits for `worker`."""
+    worker: Worker  # the worker to wait for, or our own, which computes the prefix once more
+    prefix: bytes  # the last block of what another worker has cached, and our own has not
+    cached_tokens: int  # the length of that prefix
+    waits_s: float  # how much longer the request waits for `worker`
 
 
 def better_prefill(request: Request, own: Worker, pool: Pool, waiting: float, now: float) -> Better | None:

@@ -29,15 +29,12 @@ MOVES_MAX = 4
 
 
 class Run(NamedTuple):
-    start: int
-    """The chunk's first token: those before it are dispatched or cached on the worker."""
+    start: int  # the chunk's first token: those before it are dispatched or cached on the worker
     length: int
-    decode: Worker | None
-    """None where the request is placed already."""
+    decode: Worker | None  # none where the request is placed already
     copied: bytes
     """The prefix that is computed once more though another worker has it; empty if there is none. See `bindings`."""
-    begins: Beginning = Beginning(0)
-    """The part of its prompt that need not be computed, if it is placed now."""
+    begins: Beginning = Beginning(0)  # the part of its prompt that need not be computed, if it is placed now
 
 
 class PlaceElsewhere(NamedTuple):
@@ -51,8 +48,7 @@ class Wait(NamedTuple):
     """The last block of what that worker has cached and this one has not; empty if that worker is only faster, or a decode
     worker."""
     cached_tokens: int
-    waits_s: float
-    """How much longer it waits there."""
+    waits_s: float  # how much longer it waits there
     expected_s: tuple[float, float] = (0.0, 0.0)
     """How long the prompt is expected to take on that decode worker, and elsewhere."""
 
@@ -61,19 +57,14 @@ class NoRoom(NamedTuple):
     in_decode: bool
     """No decode worker has room. If False, this prefill worker has no room, or no decode worker that it may send to has
     any."""
-    classes: Sequence[int] = ()
-    """Classes that are found to have no room in decode."""
-    copied: bytes = b""
-    """As in `Run`, had there been room."""
+    classes: Sequence[int] = ()  # classes that are found to have no room in decode
+    copied: bytes = b""  # as in `Run`, had there been room
 
 
 class Apart(Enum):
-    TRIAL = auto()
-    """It waits for a decode worker without another suspect."""
-    OWN_STEP = auto()
-    """It waits for a step of its own. Nothing is put before it meanwhile."""
-    ELSEWHERE = auto()
-    """The decode worker that has its beginning does not take it now."""
+    TRIAL = auto()  # it waits for a decode worker without another suspect
+    OWN_STEP = auto()  # It waits for a step of its own. Nothing is put before it meanwhile.
+    ELSEWHERE = auto()  # the decode worker that has its beginning does not take it now
 
 
 Decision = Run | PlaceElsewhere | Wait | NoRoom | Apart

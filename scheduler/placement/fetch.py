@@ -23,14 +23,10 @@ _HOPE: Final = 0.25
 class Beginning(NamedTuple):
     """The beginning of a prompt that a prefill worker need not compute."""
 
-    tokens: int
-    """The number of tokens after which chunks start."""
-    fetched_tokens: int = 0
-    """How many of them, the last ones, come from the decode worker."""
-    fetch_s: float = 0.0
-    """The expected time of the fetch, in seconds."""
-    compute_s: float = 0.0
-    """The time in which the prefill worker would compute them, in seconds."""
+    tokens: int  # the number of tokens after which chunks start
+    fetched_tokens: int = 0  # how many of them, the last ones, come from the decode worker
+    fetch_s: float = 0.0  # the expected time of the fetch, in seconds
+    compute_s: float = 0.0  # the time in which the prefill worker would compute them, in seconds
 
 
 def beginning(submit: Submit, prefill: Worker, decode: Worker, pool: Pool, now: float) -> Beginning:

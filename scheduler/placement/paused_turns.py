@@ -21,10 +21,8 @@ from scheduler.workers.pool import Pool
 
 SHARE: Final = 0.1
 WAIT_SHARE: Final = 0.9
-QUIET: Final = 6.0
-"""The next turn resumes if none has come for so many times the mean time between turns."""
-BEHIND_S: Final = 2.0
-"""Prefill workers do not keep up if what waits takes them so long."""
+QUIET: Final = 6.0  # the next turn resumes if none has come for so many times the mean time between turns
+BEHIND_S: Final = 2.0  # prefill workers do not keep up if what waits takes them so long
 
 
 def begin(request: Request, pool: Pool, queue: WaitQueue, now: float) -> bool:

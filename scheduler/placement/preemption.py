@@ -20,12 +20,9 @@ from scheduler.waiting.queue import WaitQueue
 from scheduler.workers.pool import Pool
 from scheduler.workers.worker import Worker
 
-PREEMPTED_MAX = 3
-"""A stream that was interrupted this often is not interrupted for a share again."""
-SOON_S = 3.0
-"""No stream is interrupted for a share that comes free by itself within this many seconds."""
-SOON_SHARE = 0.25
-"""The same bound, as a part of the waiting request's target for its first token."""
+PREEMPTED_MAX = 3  # a stream that was interrupted this often is not interrupted for a share again
+SOON_S = 3.0  # no stream is interrupted for a share that comes free by itself within this many seconds
+SOON_SHARE = 0.25  # the same bound, as a part of the waiting request's target for its first token
 CHARGE_EVERY_S = 0.5
 OUTLIVED_SHARE, OUTLIVED_MIN = 0.5, 8
 """A tenant's estimate is taken to be wrong where this part of its streams on a worker, and so many, have outlived it, or one
@@ -38,11 +35,9 @@ class PreemptionCandidate(NamedTuple):
     key: Key
     resumed: bool
     priority_class_weight: float
-    shares: tuple[float, float]
-    """The room that its organisation and its tenant hold in decode, for their weights."""
+    shares: tuple[float, float]  # the room that its organisation and its tenant hold in decode, for their weights
     placed_at: float
-    blocks: int
-    """About how many blocks come free with it."""
+    blocks: int  # about how many blocks come free with it
 
 
 def choose(candidates: Iterable[PreemptionCandidate], blocks: int) -> list[Key]:

@@ -19,10 +19,8 @@ from scheduler.workers.candidates import EXAMINED_MAX
 from scheduler.workers.pool import Pool
 from scheduler.workers.worker import Worker
 
-STEALS_MAX = 8
-"""A request that was bound to a worker so often stays where it is."""
-LOOK_EVERY_S = 0.1
-"""How often streams that could give way are looked for at events that let no request be placed."""
+STEALS_MAX = 8  # a request that was bound to a worker so often stays where it is
+LOOK_EVERY_S = 0.1  # how often streams that could give way are looked for at events that let no request be placed
 STEPS_PER_EVENT_MAX = 16
 """Composing a step takes 0.3 ms or more. If one event makes room for more steps than this, as in a large cluster, other events
 are handled between them."""

@@ -18,10 +18,8 @@ from scheduler.waiting.queue_keys import TRIAL_KEY, bound_key
 from scheduler.workers.pool import Pool
 from scheduler.workers.worker import Worker
 
-MOVES_PER_TURN_MAX = 64
-"""Requests that one turn may move to another queue key; the next event goes on from there."""
-LOOKED_AT_MAX = 64
-"""Most partly computed prompts of a prefill worker that are looked at for one step."""
+MOVES_PER_TURN_MAX = 64  # requests that one turn may move to another queue key; the next event goes on from there
+LOOKED_AT_MAX = 64  # most partly computed prompts of a prefill worker that are looked at for one step
 URGENT = 2.0
 """A partly computed prompt goes first if it has less than so many times the time that its rest takes, behind the steps in
 flight."""
@@ -42,8 +40,7 @@ class _Plan:
         self._worker, self._block_size = worker, worker.capacity.block_size
         self.chunks: list[Chunk] = []
         self.requests: list[Request] = []
-        self.left = max(worker.pace.budget, self._block_size)
-        """Tokens of its budget."""
+        self.left = max(worker.pace.budget, self._block_size)  # tokens of its budget
 
     @property
     def has_space(self) -> bool:

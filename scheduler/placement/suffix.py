@@ -27,8 +27,7 @@ from scheduler.workers.worker import Worker
 
 
 class OnDecode(NamedTuple):
-    decode: Worker
-    """It computes the suffix."""
+    decode: Worker  # it computes the suffix
     cached_tokens: int
     there_s: float
     elsewhere_s: float

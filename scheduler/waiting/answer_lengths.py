@@ -78,5 +78,4 @@ class AnswerLengths:
         request.expected_left = max(ceil(tokens) - 1, 0)
 
 
-_LEVELS = (3, 2, 0)
-"""Lengths of the paths of a tenant, its organisation and all."""
+_LEVELS = (3, 2, 0)  # lengths of the paths of a tenant, its organisation and all

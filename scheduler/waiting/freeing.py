@@ -12,14 +12,12 @@ from typing import Generic, TypeVar
 from xxhash import xxh3_64_intdigest
 
 T = TypeVar("T")
-KEPT = 1 - 1 / 32
-"""Weight of what was learnt before, after one more."""
+KEPT = 1 - 1 / 32  # weight of what was learnt before, after one more
 TOLD_MAX = 65_536
 FINGERPRINT_MAX = 0xFFFF
 AWAITED_S = 60.0
 """A client may come so much later than it was told: waits are told up to 600 s, and clients add jitter of a tenth."""
-EXPIRED_MAX = 64
-"""Entries dropped in one call, so that its cost is bounded; each call adds one at most."""
+EXPIRED_MAX = 64  # entries dropped in one call, so that its cost is bounded; each call adds one at most
 
 
 def fingerprint(prompt: bytes) -> int:

@@ -13,8 +13,7 @@ from proto.messages import Submit
 from scheduler.fairness.sorted_row import SPARE
 from scheduler.request import Request
 
-STEPS_MAX = 64
-"""Entries taken in or looked at in one call, so that its cost is bounded."""
+STEPS_MAX = 64  # entries taken in or looked at in one call, so that its cost is bounded
 SLOWER = 0.8
 """Entries are ordered anew when the fastest worker's rate has fallen to this part of what they were ordered with."""
 
@@ -24,11 +23,9 @@ class LatestStarts:
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []
-        self._fresh: list[Request] = []
-        """Not yet in the heap."""
+        self._fresh: list[Request] = []  # not yet in the heap
         self._added = 0
-        self._tokens_per_s = 0.0
-        """The highest rate that an entry was ordered with."""
+        self._tokens_per_s = 0.0  # the highest rate that an entry was ordered with
 
     def add(self, request: Request, waiting: int) -> None:
         """Add a request that begins to wait. `waiting`: how many wait now."""

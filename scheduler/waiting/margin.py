@@ -7,10 +7,8 @@ once with late ones, and falls slowly.
 
 from scheduler.request import Request
 
-LEAST, MOST = 0.2, 0.7
-"""Prompts share workers in the grain of chunks, so some margin is always needed."""
-LATE = 0.03
-"""The part of those requests whose error may exceed the margin."""
+LEAST, MOST = 0.2, 0.7  # prompts share workers in the grain of chunks, so some margin is always needed
+LATE = 0.03  # the part of those requests whose error may exceed the margin
 STEP = 0.01
 
 

@@ -72,12 +72,9 @@ class Ranked(Generic[K]):
 
 @dataclass(eq=False)
 class WaitingTenant:
-    cost: Rate
-    """Cost of what was dispatched, with answers as estimated."""
-    requests: dict[str, Request] = field(default_factory=dict)
-    """Those that wait and may be shed, oldest first."""
-    tokens: int = 0
-    """Tokens of all requests that wait, also of those that may not be shed."""
+    cost: Rate  # cost of what was dispatched, with answers as estimated
+    requests: dict[str, Request] = field(default_factory=dict)  # those that wait and may be shed, oldest first
+    tokens: int = 0  # tokens of all requests that wait, also of those that may not be shed
 
 
 class Backlog:
@@ -89,8 +86,7 @@ class Backlog:
         self._tenants: dict[Path, WaitingTenant] = {}
         self._organisations: dict[str, Ranked[str]] = {}
         self._users: dict[Path, Ranked[Path]] = {}
-        self._borrowed: dict[str, OrderedDict[str, Request]] = {}
-        """Requests by priority class, oldest first."""
+        self._borrowed: dict[str, OrderedDict[str, Request]] = {}  # requests by priority class, oldest first
         self.tokens = 0
 
     # --- what happens ---------------------------------------------------------------------------------------------------

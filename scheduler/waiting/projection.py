@@ -21,12 +21,9 @@ from scheduler.waiting.releases import Releases
 from scheduler.waiting.work_ahead import WorkAhead
 
 RETRY_AFTER_S = (1.0, 600.0)
-SHORT_S = 0.1
-"""Below this, the error of a projection does not matter."""
-GIVEN_S = 0.025
-"""Time in which a stream is interrupted and its room is taken by a tenant that has less than its share."""
-JITTER = 0.1
-"""A wait is lengthened by up to this part of it, never shortened."""
+SHORT_S = 0.1  # below this, the error of a projection does not matter
+GIVEN_S = 0.025  # time in which a stream is interrupted and its room is taken by a tenant that has less than its share
+JITTER = 0.1  # a wait is lengthened by up to this part of it, never shortened
 
 
 def spread(wait_s: float, who: int) -> float:
@@ -38,10 +35,8 @@ def spread(wait_s: float, who: int) -> float:
 class Speed(NamedTuple):
     """The speed of a pool's workers."""
 
-    prompt_tokens_per_s: float
-    """0: not measured."""
-    decode_is_full: bool
-    """Some request found no room there."""
+    prompt_tokens_per_s: float  # 0: not measured
+    decode_is_full: bool  # some request found no room there
     apart: bool = False
     """The priority class has decode workers of its own, since its target differs: see `token_targets`."""
 
@@ -51,8 +46,7 @@ class ProjectionAccuracy(NamedTuple):
 
     projected_s: float = 0.0
     waited_s: float = 0.0
-    error_s: float = 0.0
-    """The sum of the absolute errors of the waits projected on arrival, in seconds."""
+    error_s: float = 0.0  # the sum of the absolute errors of the waits projected on arrival, in seconds
 
 
 class Projection:
@@ -61,20 +55,16 @@ class Projection:
     def __init__(self, weights: Mapping[str, float]) -> None:
         self.waiting = WorkAhead(weights)
         """Work of the requests that wait for a place, in weighted tokens, as in `Prices`."""
-        self._line = WorkAhead(weights)
-        """Work as in `waiting`, with that of requests that were told to come back."""
+        self._line = WorkAhead(weights)  # work as in `waiting`, with that of requests that were told to come back
         self._coming: ComingBack[tuple[Path, int]] = ComingBack()
         """Those that were told to come back, by their path and `fingerprint`."""
         self.placed = Releases()
-        self._placed_of: defaultdict[str, Releases] = defaultdict(Releases)
-        """The same, by priority class."""
+        self._placed_of: defaultdict[str, Releases] = defaultdict(Releases)  # the same, by priority class
         self.margins = Margins()
-        self._prompt_tokens = 0
-        """Prompt tokens of the requests that wait."""
+        self._prompt_tokens = 0  # prompt tokens of the requests that wait
         self._waits_since: float | None = None
         """The time since which something has always been waiting; None: nothing waits."""
-        self.accuracy: dict[str, ProjectionAccuracy] = {}
-        """How far projections were off, by priority class."""
+        self.accuracy: dict[str, ProjectionAccuracy] = {}  # how far projections were off, by priority class
         self.ratios: dict[str, Ratios] = {}
         """Waits divided by the projected waits, by priority class, unless both are short."""
 

@@ -25,10 +25,8 @@ from scheduler.waiting.retries import RetryBudget
 from scheduler.waiting.waits import Waits
 from scheduler.waiting.work_ahead import WorkAhead
 
-_PRIORITY_S = 1e6
-"""Seconds that one step of a request's own priority counts: more than any deadline."""
-_HEAD_START_S = 1e13
-"""A request that a drain cut short goes before the other waiting requests of its tenant."""
+_PRIORITY_S = 1e6  # seconds that one step of a request's own priority counts: more than any deadline
+_HEAD_START_S = 1e13  # a request that a drain cut short goes before the other waiting requests of its tenant
 
 
 class WaitQueue:
@@ -58,16 +56,12 @@ class WaitQueue:
         self.projection = Projection(self.fair.weights)
         self.grace = Grace()
         self.retries = RetryBudget(limits.retry_floor, limits.retry_share)
-        self._served = Rate(0.0)
-        """Cost of all tenants."""
-        self.step_tokens = STEP_TOKENS
-        """Step budget of workers that are not told another one."""
-        self.attention_tokens = 0
-        """The model's figure, as in `Prices.chunk`."""
+        self._served = Rate(0.0)  # cost of all tenants
+        self.step_tokens = STEP_TOKENS  # step budget of workers that are not told another one
+        self.attention_tokens = 0  # the model's figure, as in `Prices.chunk`
         self._classes: dict[int, None] = {}
         """Keys of all classes of KV demand that have come up. There are some tens at the most."""
-        self._priority_classes: set[str] = set(limits.priority_classes)
-        """All that there have been."""
+        self._priority_classes: set[str] = set(limits.priority_classes)  # all that there have been
 
     def __len__(self) -> int:
         return self._waiting

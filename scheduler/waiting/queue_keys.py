@@ -18,8 +18,7 @@ from typing import NamedTuple
 from proto.messages import Submit
 from scheduler.kv_admission.demand import NEVER, KvDemand
 
-_TOKENS_MIN = 2
-"""Smaller demands are in one class."""
+_TOKENS_MIN = 2  # smaller demands are in one class
 _CHOICES_BITS, _TOKENS_BITS = 5, 6
 _CLASSES = 1 << 20
 
@@ -29,8 +28,7 @@ class Demand(NamedTuple):
 
     tokens: int
     choices: int
-    target: int = 0
-    """See `target_class`."""
+    target: int = 0  # see `target_class`
 
     @staticmethod
     def of(submit: Submit, expected_left: int = NEVER, tpot_ms: float = 0.0) -> "Demand":
@@ -73,10 +71,8 @@ def bound_key(incarnation: int) -> int:
     return -_CLASSES - incarnation
 
 
-PAUSED_KEY = 0
-"""The key of paused turns: it would be that of a prefill worker with the incarnation 0, which none has."""
-TRIAL_KEY = bound_key(0)
-"""The key of requests that wait for a trial in decode: no prefill worker asks for it."""
+PAUSED_KEY = 0  # the key of paused turns: it would be that of a prefill worker with the incarnation 0, which none has
+TRIAL_KEY = bound_key(0)  # the key of requests that wait for a trial in decode: no prefill worker asks for it
 
 
 def is_class(key: int) -> bool:

@@ -6,13 +6,10 @@ placed. For each age it is learnt which part of the work of that age comes free 
 which work that still runs counts as well (Kaplan and Meier, 1958). Work older than any before may need as long again.
 """
 
-AGES = 128
-"""Intervals by which ages are told apart. The mean time is 12 to 32 of them."""
+AGES = 128  # Intervals by which ages are told apart. The mean time is 12 to 32 of them.
 SHORTEST_S = 1 / 16
-REMEMBERED = 256
-"""About so many intervals are remembered: eight mean times or more."""
-GENERATIONS = 1.5
-"""Work is taken to come free evenly after so many mean times."""
+REMEMBERED = 256  # about so many intervals are remembered: eight mean times or more
+GENERATIONS = 1.5  # work is taken to come free evenly after so many mean times
 
 
 class Releases:
@@ -20,23 +17,16 @@ class Releases:
 
     def __init__(self) -> None:
         self.held = 0
-        self.width_s = SHORTEST_S
-        """The length of an interval; a power of two."""
-        self._cohorts: dict[float, int] = {}
-        """Work that is held, by the begin of the interval in which it was placed."""
-        self._interval_at = 0.0
-        """When the present interval began."""
-        self._reached = [0.0] * AGES
-        """Work that was held at each age, in intervals. Later intervals weigh more."""
-        self._freed = [0.0] * AGES
-        """The part of it that came free at that age."""
+        self.width_s = SHORTEST_S  # the length of an interval; a power of two
+        self._cohorts: dict[float, int] = {}  # work that is held, by the begin of the interval in which it was placed
+        self._interval_at = 0.0  # when the present interval began
+        self._reached = [0.0] * AGES  # Work that was held at each age, in intervals. Later intervals weigh more.
+        self._freed = [0.0] * AGES  # the part of it that came free at that age
         self._weight = 1.0
         self._freed_at = self._mean_s = self._seen = 0.0
-        self._curve: list[float] = []
-        """Work that comes free until the end of each following interval."""
+        self._curve: list[float] = []  # work that comes free until the end of each following interval
         self._curve_at = -1.0
-        self._ahead: list[tuple[int, float]] = []
-        """The work that is then held, with its age."""
+        self._ahead: list[tuple[int, float]] = []  # the work that is then held, with its age
 
     @property
     def is_learnt(self) -> bool:

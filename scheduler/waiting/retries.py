@@ -15,8 +15,7 @@ class RetryBudget:
     def __init__(self, floor: int, share: float) -> None:
         """Allow `floor` retries within a window, and `share` times the number of live requests."""
         self._floor, self._share = floor, share
-        self._let_in: deque[float] = deque()
-        """The times at which requests were let in, within the last window."""
+        self._let_in: deque[float] = deque()  # the times at which requests were let in, within the last window
 
     def allows(self, alive: int, now: float) -> bool:
         while self._let_in and self._let_in[0] + WINDOW_S <= now:

@@ -9,8 +9,7 @@ from runtime.tenancy.priority_classes import PriorityClass
 from scheduler.fairness.sorted_row import SPARE
 from scheduler.request import Request
 
-_RESUMED = ""
-"""The class of later attempts: no priority class is called that."""
+_RESUMED = ""  # the class of later attempts: no priority class is called that
 
 SWEPT_PER_ENTRY = 16
 """How many entries are checked with each new request, during a sweep of entries whose requests are gone."""
@@ -24,8 +23,7 @@ class _Class:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.came: deque[tuple[float, Request]] = deque()
-        """When each request began to wait."""
+        self.came: deque[tuple[float, Request]] = deque()  # when each request began to wait
         self.kept: deque[tuple[float, Request]] = deque()
         """Older entries that the sweep in progress has already checked."""
 
@@ -70,10 +68,8 @@ class Waits:
         self.queue_wait_s_max, self.resumed_wait_s_max = queue_wait_s_max, resumed_wait_s_max
         self.priority_classes: Mapping[str, PriorityClass] = {}
         self._classes: dict[str, _Class] = {}
-        self._entries = 0
-        """The number of entries left after the last sweep, plus those added since."""
-        self._swept: list[_Class] = []
-        """Classes that are still to be swept, a few entries with each new request."""
+        self._entries = 0  # the number of entries left after the last sweep, plus those added since
+        self._swept: list[_Class] = []  # classes that are still to be swept, a few entries with each new request
 
     def __iter__(self) -> Iterator[Request]:
         """Those that wait, oldest first."""

@@ -28,8 +28,7 @@ class _Size:
 class _Node:
     weight: float
     work: int = 0
-    urgent: int = 0
-    """Work of requests with a deadline or a target for the first token."""
+    urgent: int = 0  # work of requests with a deadline or a target for the first token
     sizes: dict[int, _Size] = field(default_factory=dict)
     """Its children that have work, by the binary order of what they want for their weight."""
 
@@ -69,8 +68,7 @@ class WorkAhead:
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
         self._root = _Node(1.0)
-        self._nodes: dict[Path, _Node] = {}
-        """Those that have work."""
+        self._nodes: dict[Path, _Node] = {}  # those that have work
 
     @property
     def work(self) -> int:

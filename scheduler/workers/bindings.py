@@ -25,8 +25,7 @@ class Bindings:
     def __init__(self, prefill: Mapping[int, Worker], workers: Mapping[int, Worker], wakeups: Wakeups) -> None:
         self._prefill, self._workers, self._wakeups = prefill, workers, wakeups
         self._count = 0
-        self.hosts: dict[int, None] = {}
-        """Workers to which requests are bound, longest first."""
+        self.hosts: dict[int, None] = {}  # workers to which requests are bound, longest first
 
     def bind(self, request: Request, prefill: Worker) -> None:
         """Count the request among what waits for this worker."""
@@ -67,8 +66,7 @@ class PrefixWaits:
     """Seconds that requests have waited lately for a prefix, by its last block."""
 
     def __init__(self) -> None:
-        self._waits: OrderedDict[bytes, _Wait] = OrderedDict()
-        """Oldest first."""
+        self._waits: OrderedDict[bytes, _Wait] = OrderedDict()  # oldest first
         self._tokens = 0
 
     def __len__(self) -> int:

@@ -14,8 +14,7 @@ from scheduler.workers.prefix_index import Locality, hashes_per_block
 from scheduler.workers.token_targets import TokenTargets
 from scheduler.workers.worker import Worker
 
-EXAMINED_MAX = 8
-"""Workers of each side that are compared for one request; where there are no more, all of them."""
+EXAMINED_MAX = 8  # workers of each side that are compared for one request; where there are no more, all of them
 _LEAST_FULL, _HOLDERS, _ALIKE = 4, 4, 4
 """Where there are more: so many of the least full decode workers, so many that have the prompt's beginning, and so many that
 run only streams with the same target."""
@@ -27,10 +26,8 @@ class Candidates:
         self, prefill: Mapping[int, Worker], decode: Mapping[int, Worker], locality: Locality, targets: TokenTargets
     ) -> None:
         self._prefill, self._decode, self._locality, self._targets = prefill, decode, locality, targets
-        self.block_sizes: list[int] = []
-        """Block sizes of all workers."""
-        self._finish = Ordered()
-        """Prefill workers, ordered by when each would finish a prompt of usual length."""
+        self.block_sizes: list[int] = []  # block sizes of all workers
+        self._finish = Ordered()  # prefill workers, ordered by when each would finish a prompt of usual length
         self._least_full = Ordered()
         """Decode workers that take work and have a sequence free; of equals, the one that was chosen longest ago."""
         self._stamp = 0

@@ -22,29 +22,24 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
 
-Pair = tuple[int, int]
-"""Incarnations of a prefill and a decode worker."""
+Pair = tuple[int, int]  # incarnations of a prefill and a decode worker
 Key = tuple[str, int]
 
 NOBODY = 0
 TRIP_AFTER = 3
 OPEN_S, OPEN_S_MAX = 2.0, 30.0
 _TROUBLE = 0.2
-HOST_LOSS_S = 5.0
-"""How long the loss of a worker makes it likely that its host loses its other workers, too."""
+HOST_LOSS_S = 5.0  # how long the loss of a worker makes it likely that its host loses its other workers, too
 HOSTS_MAX = 1024
 
 
 @dataclass
 class _State:
-    failures: int = 0
-    """Failures in a row."""
+    failures: int = 0  # failures in a row
     failed_at: float = -inf
     open_until: float = -inf
-    is_guilty: bool = False
-    """A request that failed there has gone well elsewhere."""
-    probe: Key | None = None
-    """The attempt that tries it, once its time is over."""
+    is_guilty: bool = False  # a request that failed there has gone well elsewhere
+    probe: Key | None = None  # the attempt that tries it, once its time is over
 
     @property
     def tripped(self) -> bool:
@@ -53,11 +48,9 @@ class _State:
 
 class Breakers:
     def __init__(self) -> None:
-        self.pairs: dict[Pair, _State] = {}
-        """Those that failed since something last went well between them."""
+        self.pairs: dict[Pair, _State] = {}  # those that failed since something last went well between them
         self._wake_at = inf
-        self._hosts: OrderedDict[str, float] = OrderedDict()
-        """Hosts that have lost a worker, and when."""
+        self._hosts: OrderedDict[str, float] = OrderedDict()  # hosts that have lost a worker, and when
 
     def lost_on(self, host: str, now: float) -> None:
         self._hosts.pop(host, None)

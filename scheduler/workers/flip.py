@@ -10,20 +10,16 @@ from proto.status import FlipStatus
 
 
 class FlipState(StrEnum):
-    DRAINING = "draining"
-    """It serves in its old role to the end of what it has."""
-    REGISTERING = "registering"
-    """It holds nothing, was told so, and is to come back in the new role."""
+    DRAINING = "draining"  # it serves in its old role to the end of what it has
+    REGISTERING = "registering"  # it holds nothing, was told so, and is to come back in the new role
     DONE = "done"
     FAILED = "failed"
 
 
 @dataclass(eq=False)
 class RunningFlip:
-    hellos: Sequence[Hello]
-    """The process's messages in its old role: one, or two of a mixed worker."""
-    role: Role
-    """The new one."""
+    hellos: Sequence[Hello]  # the process's messages in its old role: one, or two of a mixed worker
+    role: Role  # the new one
     force: bool
     why: str
     ordered_at: float
@@ -31,10 +27,8 @@ class RunningFlip:
     failure: str = ""
     drained_at: float = 0.0
     registered_at: float = 0.0
-    first_step_at: float = 0.0
-    """0: none has run yet."""
-    registered: set[Role] = field(default_factory=set)
-    """Roles in which it has come back."""
+    first_step_at: float = 0.0  # 0: none has run yet
+    registered: set[Role] = field(default_factory=set)  # roles in which it has come back
     kept: list[tuple[str, int]] = field(default_factory=list)
     """Interrupted streams of this process whose gateways are not told yet. Their next attempts use the KV that the process has
     kept, once it prefills."""

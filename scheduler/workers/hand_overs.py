@@ -13,8 +13,7 @@ from typing import Final
 
 import msgspec
 
-GAIN: Final = 1 / 32
-"""The least weight of a new measurement."""
+GAIN: Final = 1 / 32  # the least weight of a new measurement
 RIDGE: Final = 0.1
 """Weight of the assumption that a hand-over takes time only for its blocks, while all are of about one size."""
 TAU_S: Final = 10.0

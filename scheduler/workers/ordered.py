@@ -3,8 +3,7 @@
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-Key = tuple[float, float, int]
-"""Two measures and the worker's incarnation, which makes it unique."""
+Key = tuple[float, float, int]  # two measures and the worker's incarnation, which makes it unique
 
 
 class Ordered:

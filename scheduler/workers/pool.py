@@ -38,23 +38,18 @@ from scheduler.workers.trials import Trials
 from scheduler.workers.wakeups import Wakeups
 from scheduler.workers.worker import Worker
 
-TOKENS_PER_S = 1000.0
-"""The rate that a prefill worker is taken to have, while none of its pool has been measured."""
+TOKENS_PER_S = 1000.0  # the rate that a prefill worker is taken to have, while none of its pool has been measured
 
-SHORT_S = 1.0
-"""Decode counts as short of room for so long after a request found none."""
+SHORT_S = 1.0  # decode counts as short of room for so long after a request found none
 
 SLICE_SHARE = 0.5
 """The part of a target per token that a mixed worker's prompts may take. Its decode step takes the rest."""
 
-REASSIGN_S = 0.5
-"""The least time between two looks at whether a decode worker is to serve another target."""
+REASSIGN_S = 0.5  # the least time between two looks at whether a decode worker is to serve another target
 
-APART_S = 5.0
-"""Seconds for which targets count as what requests wait for, after one has."""
+APART_S = 5.0  # seconds for which targets count as what requests wait for, after one has
 
-MEASURE_AFTER = 200
-"""After so many requests of a pool have finished, an idle decode worker counts as not measured."""
+MEASURE_AFTER = 200  # after so many requests of a pool have finished, an idle decode worker counts as not measured
 
 BESIDE_STREAMS = STALL_SHARE / (1 + STALL_SHARE)
 """Part of its time that a decode worker with streams has for prompts, while its rate is not measured."""
@@ -80,8 +75,7 @@ class Pool:
         self.shares, self.headroom, self.lengths = HeldShares(), Headroom(), AnswerLengths()
         self.waits = PrefixWaits()
         self.hand_overs = HandOvers(self.weights.transfer_s, self.weights.transfer_s + self.weights.remote_s)
-        self.suspects: dict[str, Request] = {}
-        """Those with a suspicion, by id."""
+        self.suspects: dict[str, Request] = {}  # those with a suspicion, by id
         self.retained: dict[str, Request] = {}
         """Those that lost their prefill worker and keep their room in decode, by id."""
         self.paused: dict[str, Request] = {}
@@ -90,32 +84,25 @@ class Pool:
         """When the next of them resumes at the latest, and when the last turn came that was not paused."""
         self.looked_at = self._short_at = -inf
         """When streams that could give way were last looked for, and when decode was last short of room."""
-        self.gives_way: list[tuple[str, int]] = []
-        """The attempts that were interrupted last so that others have room."""
+        self.gives_way: list[tuple[str, int]] = []  # the attempts that were interrupted last so that others have room
         self._reassigned_at = self._targets_short_at = -inf
         self.traffic, self.sessions = RecentTraffic(), Sessions()
         self._cache_tokens = {Role.PREFILL: 0, Role.DECODE: 0}
         self.step_times = {Role.PREFILL: StepTimeSample(), Role.DECODE: StepTimeSample()}
-        self.context_tokens = 0
-        """The longest prompt + output every worker takes, or took before all were lost."""
+        self.context_tokens = 0  # the longest prompt + output every worker takes, or took before all were lost
         self._lost: dict[Role, tuple[Worker, float]] = {}
         """The last worker of each role that has none now, and when it was lost. A drained worker is not lost."""
-        self._freed: Rate | None = None
-        """Millionths of a decode worker that come free by themselves."""
+        self._freed: Rate | None = None  # millionths of a decode worker that come free by themselves
         self._tokens_per_s, self._measured = 0.0, 0
         """The sum of the measured rates of prefill workers, and their number."""
-        self._mean_tokens_per_s = 0.0
-        """Mean rate of the prefill workers that were measured; 0: to be counted anew."""
+        self._mean_tokens_per_s = 0.0  # mean rate of the prefill workers that were measured; 0: to be counted anew
         self._by_rate = Ordered()
         """Prefill workers that take prompts and were measured with full steps, the fastest first."""
         self.no_room = self.cache_waits = 0
         """How many turns passed a request over, without room for it or because another worker has more of it cached."""
-        self._mixed: dict[tuple[str, int, str], Worker] = {}
-        """Prefill halves of mixed workers."""
-        self.step_ends: Counter[str] = Counter()
-        """Prefill steps by `StepEnd`."""
-        self.finished = 0
-        """Requests."""
+        self._mixed: dict[tuple[str, int, str], Worker] = {}  # prefill halves of mixed workers
+        self.step_ends: Counter[str] = Counter()  # prefill steps by `StepEnd`
+        self.finished = 0  # requests
         self.eligible_for: tuple[frozenset[Capacity], ...] | None = None
         """The `capacities` with which the waiting requests were last checked."""
 

@@ -17,8 +17,7 @@ HASHES_MAX = 1 << 17
 """Most hashes known per worker, about 12 MB of memory. If a cache is larger, no more are learnt until some are evicted."""
 
 
-CLEARED_PER_REPORT = 256
-"""Outdated index entries that are removed with each report."""
+CLEARED_PER_REPORT = 256  # outdated index entries that are removed with each report
 
 
 Index = tuple[dict[bytes, tuple[int, ...]], ...]
@@ -30,10 +29,8 @@ class Locality:
     def __init__(self) -> None:
         self._known: dict[int, set[bytes]] = {}
         self._blocks: dict[int, int] = {}
-        self._alone: dict[int, tuple[int]] = {}
-        """One shared tuple for all blocks that only this worker has."""
-        self._index_of: dict[int, Index] = {}
-        """The index of each worker's side."""
+        self._alone: dict[int, tuple[int]] = {}  # one shared tuple for all blocks that only this worker has
+        self._index_of: dict[int, Index] = {}  # the index of each worker's side
         self._indexes: dict[str, Index] = {}
         self._outdated: list[tuple[Index, int, Iterator[bytes]]] = []
 

@@ -19,8 +19,7 @@ class RoomForLargeRequest:
     def __init__(self, decode: Mapping[int, Worker]) -> None:
         self._workers = decode
         self.request: Request | None = None
-        self.decode = self.prefill = 0
-        """Incarnations of the workers that are closed to others; 0: none."""
+        self.decode = self.prefill = 0  # incarnations of the workers that are closed to others; 0: none
         self.charges: dict[tuple[str, int], tuple[float, float, float]] = {}
         """Attempts that have got such room → the cost of keeping it, since when they have it, and its cost per second."""
         self._since = self._cost_per_s = 0.0

@@ -27,16 +27,11 @@ from scheduler.waiting.queue_keys import target_class
 from scheduler.workers.ordered import Ordered
 from scheduler.workers.worker import Worker
 
-MARGIN = 0.95
-"""Part of a target that steps may take; the rest is for a stream's wait for its first step, and for error."""
-UNMEASURED_MAX = 8
-"""Sequences under a target on a worker that has not reported yet."""
-GROWTH = 2.0
-"""The cap is at most so many times the largest batch that was measured."""
-GUESTS = 0.7
-"""Guests join a batch up to this part of its cap."""
-SHARED = -1
-"""Stands for the class of a worker that no class has to itself."""
+MARGIN = 0.95  # part of a target that steps may take; the rest is for a stream's wait for its first step, and for error
+UNMEASURED_MAX = 8  # sequences under a target on a worker that has not reported yet
+GROWTH = 2.0  # the cap is at most so many times the largest batch that was measured
+GUESTS = 0.7  # guests join a batch up to this part of its cap
+SHARED = -1  # stands for the class of a worker that no class has to itself
 
 
 class TokenTargets:
@@ -45,20 +40,13 @@ class TokenTargets:
     def __init__(self, decode: Mapping[int, Worker]) -> None:
         self._decode = decode
         self.used = False
-        self._strictest: dict[int, float] = {}
-        """The strictest target of each class; 0: none."""
-        self._weights: dict[int, float] = {}
-        """The largest weight of the priority classes with a target of each class."""
-        self._alone = Ordered()
-        """Decode workers by how long a step of one sequence takes; the fastest first."""
-        self._class_of: dict[int, int] = {}
-        """The class to which a decode worker is assigned."""
-        self._awaited: dict[int, int] = {}
-        """The worker that a class was given and has no stream on yet."""
-        self._workers: Counter[int] = Counter()
-        """How many workers are assigned to each class."""
-        self._listed: dict[int, Ordered] = {}
-        """Workers with a sequence free, by their class, the least busy first."""
+        self._strictest: dict[int, float] = {}  # the strictest target of each class; 0: none
+        self._weights: dict[int, float] = {}  # the largest weight of the priority classes with a target of each class
+        self._alone = Ordered()  # decode workers by how long a step of one sequence takes; the fastest first
+        self._class_of: dict[int, int] = {}  # the class to which a decode worker is assigned
+        self._awaited: dict[int, int] = {}  # the worker that a class was given and has no stream on yet
+        self._workers: Counter[int] = Counter()  # how many workers are assigned to each class
+        self._listed: dict[int, Ordered] = {}  # workers with a sequence free, by their class, the least busy first
 
     def came(self, tpot_ms: float, weight: float) -> None:
         """A request of a priority class with this target and weight has come."""

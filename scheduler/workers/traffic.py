@@ -16,8 +16,7 @@ from proto.status import TrafficStatus
 
 SAMPLE_MAX = 512
 SPACING_S = 0.125
-ANSWERS = 192
-"""The number of latest requests that tell how long answers are."""
+ANSWERS = 192  # the number of latest requests that tell how long answers are
 
 
 class _Arrival(msgspec.Struct, gc=False):
@@ -27,23 +26,18 @@ class _Arrival(msgspec.Struct, gc=False):
     max_tokens: int
     choices: int
     cached_tokens: int = 0
-    output_tokens: int = 0
-    """Once it has ended."""
+    output_tokens: int = 0  # once it has ended
     has_ended: bool = False
-    first_at: float | None = None
-    """When its prompt was computed, and with it the first token."""
-    tpot_ms: float = 0.0
-    """Once it has ended, if it has more than one token."""
+    first_at: float | None = None  # when its prompt was computed, and with it the first token
+    tpot_ms: float = 0.0  # once it has ended, if it has more than one token
 
 
 class RecentTraffic:
     def __init__(self) -> None:
         self._last: OrderedDict[str, _Arrival] = OrderedDict()
-        self._passed = 0
-        """Requests since the last one that was sampled."""
+        self._passed = 0  # requests since the last one that was sampled
         self._next_at = -inf
-        self.lost = 0
-        """Workers that were lost."""
+        self.lost = 0  # workers that were lost
 
     def arrived(self, submit: Submit, now: float) -> None:
         """A new request, whether it is let in or not."""
@@ -114,8 +108,7 @@ def expected_lengths(so_far: Sequence[int], has_ended: Sequence[bool]) -> Callab
     """Returns a function that estimates an answer's length from its tokens so far. The estimate uses these answers, some of
     them unfinished: the mean of what is left by Kaplan and Meier's estimate, up to the longest answer seen."""
     order = sorted(zip(so_far, has_ended, strict=True))
-    steps: list[tuple[int, float]] = [(0, 1.0)]
-    """(length, share of answers that are longer)"""
+    steps: list[tuple[int, float]] = [(0, 1.0)]  # (length, share of answers that are longer)
     for at, (length, ended) in enumerate(order):
         if ended:
             steps.append((length, steps[-1][1] * (1 - 1 / (len(order) - at))))

@@ -19,14 +19,10 @@ EXAMINED_MAX = 8
 class Trials:
     def __init__(self, decode: Mapping[int, Worker]) -> None:
         self._workers = decode
-        self.waiting: dict[str, Request] = {}
-        """Suspects that wait for a decode worker, by id, longest first."""
-        self.held: set[str] = set()
-        """Ids of the waiting suspects that wait until others are cleared."""
-        self.changed_at = 0.0
-        """When a worker of the pool was lost or came last."""
-        self.running: dict[str, int] = {}
-        """Ids of placed suspects, each with its decode worker's incarnation."""
+        self.waiting: dict[str, Request] = {}  # suspects that wait for a decode worker, by id, longest first
+        self.held: set[str] = set()  # ids of the waiting suspects that wait until others are cleared
+        self.changed_at = 0.0  # when a worker of the pool was lost or came last
+        self.running: dict[str, int] = {}  # ids of placed suspects, each with its decode worker's incarnation
 
     def concern(self, request: Request, now: float) -> bool:
         """Whether a request that is not placed waits for its trial."""

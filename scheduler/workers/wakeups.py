@@ -33,22 +33,16 @@ class Wakeups:
         self.idle = Ordered()
         """Prefill workers that can be given a step, the one with the least to do first; of equals, the one that has done
         least."""
-        self.takes_chunks: set[int] = set()
-        """Decode workers that can be given a chunk of what is bound to them."""
-        self.for_all = False
-        """Any of the prefill workers may find something."""
-        self.ready: dict[int, None] = {}
-        """Workers that may find work of their own, placed on them or bound to them."""
-        self.closed: dict[int, Request] = {}
-        """Classes without room in decode, each with the request that found none."""
+        self.takes_chunks: set[int] = set()  # decode workers that can be given a chunk of what is bound to them
+        self.for_all = False  # any of the prefill workers may find something
+        self.ready: dict[int, None] = {}  # workers that may find work of their own, placed on them or bound to them
+        self.closed: dict[int, Request] = {}  # classes without room in decode, each with the request that found none
         self.stuck: dict[int, dict[int, Request]] = {}
         """The keys under which nothing can be placed on a prefill worker, each with the request that found no room. A worker
         without a sequence free is here too, maybe without a key."""
-        self._found_nothing: set[int] = set()
-        """Workers that were asked in vain at the event in hand."""
+        self._found_nothing: set[int] = set()  # workers that were asked in vain at the event in hand
         self._gave_up = False
-        self.go_on_at_once = False
-        """There is more to do than one event may take: a `Tick` is due now."""
+        self.go_on_at_once = False  # there is more to do than one event may take: a `Tick` is due now
 
     # --- what happens ---------------------------------------------------------------------------------------------------
 

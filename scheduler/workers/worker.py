@@ -20,8 +20,7 @@ from scheduler.step_fit import StepFit
 from scheduler.step_pace import StepLimits, StepPace
 
 WORKERS = (Role.PREFILL, Role.DECODE)
-Where = dict[tuple[str, int], list[int]]
-"""The workers that hold something for each attempt."""
+Where = dict[tuple[str, int], list[int]]  # the workers that hold something for each attempt
 
 
 class Allocation(msgspec.Struct, frozen=True, gc=False):
@@ -30,16 +29,11 @@ class Allocation(msgspec.Struct, frozen=True, gc=False):
     kv_blocks: int
     """Its blocks; on a decode worker, those at its full length, while `admission` counts the blocks until then."""
     seqs: int
-    path: Path = ()
-    """The tenant that pays for tokens which the worker reports; empty for adopted requests."""
-    demand: KvDemand | None = None
-    """Its demand in decode; None if it was adopted and only its blocks are known."""
-    resumed_tokens: int = 0
-    """Answer tokens from before this attempt."""
-    adopted: bool = False
-    """The worker had it when it registered."""
-    tpot_ms: float = 0.0
-    """Its target for the time per token in decode; 0: none, or not known."""
+    path: Path = ()  # the tenant that pays for tokens which the worker reports; empty for adopted requests
+    demand: KvDemand | None = None  # its demand in decode; None if it was adopted and only its blocks are known
+    resumed_tokens: int = 0  # answer tokens from before this attempt
+    adopted: bool = False  # the worker had it when it registered
+    tpot_ms: float = 0.0  # its target for the time per token in decode; 0: none, or not known
 
 
 @dataclass(eq=False)
@@ -52,16 +46,12 @@ class Worker:
     """Decode only. Allocations on a prefill worker do not grow: `kv_blocks_taken` is enough."""
     seqs_by_target: dict[float, int] = field(default_factory=dict)
     """Decode only: sequences held, by `Allocation.tpot_ms`."""
-    charged_at: float = 0.0
-    """Decode only: when answers beyond their estimates were last charged."""
+    charged_at: float = 0.0  # decode only: when answers beyond their estimates were last charged
     step_fit: StepFit = field(default_factory=StepFit)
     """Decode only: how long its steps take without prompts between them, learnt while targets are in use or if it is mixed."""
-    token_ms: float = 0.0
-    """Decode only: how long its streams waited for each token lately; 0: not measured yet."""
-    token_seqs: float = 0.0
-    """Decode only: how many sequences it had then."""
-    measured_at: int = 0
-    """Decode only: how many requests of its pool had finished then."""
+    token_ms: float = 0.0  # decode only: how long its streams waited for each token lately; 0: not measured yet
+    token_seqs: float = 0.0  # decode only: how many sequences it had then
+    measured_at: int = 0  # decode only: how many requests of its pool had finished then
     prompts_ms: float = 0.0
     """The time of all prefill steps; of a mixed worker's decode half, those of the other half when it last reported."""
     kv_blocks_taken: int = 0
@@ -74,14 +64,11 @@ class Worker:
     """Prefill only: requests not placed yet that wait for this worker, as it has more of them cached; oldest first."""
     undispatched: dict[str, int] = field(default_factory=dict)
     """Prompt tokens still to be sent to this worker, by request placed on it or bound to it."""
-    undispatched_tokens: int = 0
-    """The sum."""
+    undispatched_tokens: int = 0  # the sum
     where: Where = field(default_factory=dict)
     """The workers on which each attempt holds something, shared by all workers."""
-    shares: HeldShares | None = None
-    """Decode only: the shares of its pool, while it is in the pool."""
-    on_change: Callable[["Worker"], None] = lambda worker: None
-    """Told when its allocations or steps have changed."""
+    shares: HeldShares | None = None  # decode only: the shares of its pool, while it is in the pool
+    on_change: Callable[["Worker"], None] = lambda worker: None  # told when its allocations or steps have changed
     steps: dict[int, tuple[Step, list[Request]]] = field(default_factory=dict)
     """Steps in flight, by id, with the request of each chunk."""
     tokens_in_flight: int = 0
@@ -89,18 +76,14 @@ class Worker:
     """Prefill only: what it takes to fetch a token's KV, beside the round trip; 0: not measured yet."""
     fetch_paused_until: dict[int, float] = field(default_factory=dict)
     """Prefill only: decode workers from which it fetches nothing for a while, as that has failed."""
-    kv_pairs: tuple[KvPair, ...] = ()
-    """Prefill only, as it last reported."""
+    kv_pairs: tuple[KvPair, ...] = ()  # prefill only, as it last reported
     kv_held: KvHeld = KvHeld(0, 0, 0)  # noqa: RUF009 (it is frozen)
     """As it last reported, for people alone."""
     next_step_id: int = 0
     tokens_forwarded: int = 0
-    steps_done: int = 0
-    """Steps done in its present role, as last heard."""
-    tokens_per_s: float = 0.0
-    """Measured prefill rate, smoothed; 0 until the first step is done."""
-    pace: StepPace = field(default_factory=lambda: StepPace(StepLimits(STEP_TOKENS)))
-    """Prefill only."""
+    steps_done: int = 0  # steps done in its present role, as last heard
+    tokens_per_s: float = 0.0  # measured prefill rate, smoothed; 0 until the first step is done
+    pace: StepPace = field(default_factory=lambda: StepPace(StepLimits(STEP_TOKENS)))  # prefill only
     has_run_full: bool = False
     """It has computed a step that was at least half full, so deadlines can be judged by its rate."""
     failure_rate: float = 0.0
@@ -109,14 +92,10 @@ class Worker:
     """Requests of the pool that had finished when `failure_rate` was counted; `Pool.failure_rate` lets it fall from there."""
     loss_counted: bool = False
     """It or the other half of its process was lost, and the requests that ran there are already suspected."""
-    draining: bool = False
-    """Nothing new is placed here."""
-    leaving: bool = False
-    """It has announced that it is about to end."""
-    hand_over_at: float = inf
-    """When its running requests are handed over, while it is draining."""
-    dismissed: bool = False
-    """It was told that nothing will come any more."""
+    draining: bool = False  # nothing new is placed here
+    leaving: bool = False  # it has announced that it is about to end
+    hand_over_at: float = inf  # when its running requests are handed over, while it is draining
+    dismissed: bool = False  # it was told that nothing will come any more
 
     @staticmethod
     def from_hello(hello: Hello) -> "Worker":
@@ -155,12 +134,7 @@ class Worker:
         return self.capacity.kv_blocks * self.capacity.block_size
 
     def fits(
-        self,
-        submit: Submit,
-        expected_left: int = NEVER,
-        without: Collection[Key] = (),
-        *,
-        leaves: float = 0.0,
+        self, submit: Submit, expected_left: int = NEVER, without: Collection[Key] = (), *, leaves: float = 0.0
     ) -> bool:
         """Whether there is room for it now; on a decode worker, or when these attempts are gone. `leaves`: the part of a decode
         worker that it leaves to others."""

@@ -82,9 +82,7 @@ class _Player:
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         timing = Timing(
-            hand_over_s=workload.hand_over_s,
-            hand_over_block_s=workload.hand_over_block_s,
-            report_s=workload.report_s,
+            hand_over_s=workload.hand_over_s, hand_over_block_s=workload.hand_over_block_s, report_s=workload.report_s
         )
         self._cluster = VirtualCluster(workload.limits, timing, prefill=0, decode=0, batched=True, seed=workload.seed)
         self._cluster.resume_delay_s = 0.05

@@ -116,10 +116,7 @@ def test_placement_needs_room_for_whole_life() -> None:
 
 @pytest.mark.parametrize(
     ("message", "reason"),
-    [
-        (submit("x", 4000, max_tokens=98), Reject.TOO_LONG),
-        (submit("x", 2000, max_tokens=2000), Reject.TOO_LARGE),
-    ],
+    [(submit("x", 4000, max_tokens=98), Reject.TOO_LONG), (submit("x", 2000, max_tokens=2000), Reject.TOO_LARGE)],
 )
 def test_oversized_request_is_rejected(message: Message, reason: Reject) -> None:
     """A request that is too long or too large is rejected with a reason, and nothing is reserved."""

@@ -4,14 +4,7 @@ import random
 
 import pytest
 
-from scheduler.waiting.queue_keys import (
-    Demand,
-    bound_key,
-    class_key,
-    classes_without_room,
-    is_class,
-    smallest,
-)
+from scheduler.waiting.queue_keys import Demand, bound_key, class_key, classes_without_room, is_class, smallest
 
 
 @pytest.mark.parametrize("seed", range(5))

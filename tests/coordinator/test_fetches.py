@@ -50,9 +50,7 @@ def test_cheap_prefix_is_not_fetched() -> None:
         assert not fetched(cluster) and cluster.requests["t1"].cached_tokens == 800
 
 
-def test_failed_fetch_pauses_fetching(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_failed_fetch_pauses_fetching(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt whose fetch failed is computed, and fetches pause for a while."""
     cluster = world()
 

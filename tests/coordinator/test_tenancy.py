@@ -306,10 +306,7 @@ def test_new_tenants_file_applies_at_once() -> None:
 
 # --- restart ----------------------------------------------------------------------------------------------------------
 
-PAST = Past(
-    (Opened("r", 0, "a/x", "m", "standard", False, Ask(100, 50, 5, 50)),),
-    (("a/x", 0, 450), ("a/y", 0, 100)),
-)
+PAST = Past((Opened("r", 0, "a/x", "m", "standard", False, Ask(100, 50, 5, 50)),), (("a/x", 0, 450), ("a/y", 0, 100)))
 
 
 def test_restart_restores_open_requests() -> None:

@@ -49,9 +49,7 @@ def test_no_ready_worker_misses_work(seed: int) -> None:
         assert replay(core.event_log()).run(again) is None, "it acts as if nobody had been asked"
 
 
-def test_moves_per_turn_are_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_moves_per_turn_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """One turn moves a bounded number of requests, and the next event goes on."""
     h = Harness.make(prefill=2, limits=Limits(queue_requests_max=1000))
 
@@ -72,9 +70,7 @@ def test_moves_per_turn_are_bounded(
     assert len(pool.prefill[11].bound) == steps.MOVES_PER_TURN_MAX + 10 and not pool.wakeups.for_all
 
 
-def test_steps_per_event_are_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_steps_per_event_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """One event gives a bounded number of steps, and a tick that is due at once goes on."""
     h = Harness.make(prefill=9, decode=2, limits=Limits(step_tokens=16))
     with monkeypatch.context() as nobody_is_asked:

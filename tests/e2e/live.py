@@ -134,14 +134,7 @@ class Live(Served):
             "COLUMNS": "200",
             **{f"CROSSDOCK_{name}": value for name, value in settings.items()},
         }
-        serve = [
-            *command,
-            "serve",
-            "--model",
-            str(model),
-            *(() if port is None else ("--port", str(port))),
-            *arguments,
-        ]
+        serve = [*command, "serve", "--model", str(model), *(() if port is None else ("--port", str(port))), *arguments]
         self.process = subprocess.Popen(
             serve,
             env=environment,

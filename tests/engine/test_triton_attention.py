@@ -49,11 +49,7 @@ def compare(
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_single_tokens_match_torch(call: AttentionCall) -> None:
     """The longest has more than one split."""
-    chunks = [
-        chunk(0, 1, [3]),
-        chunk(37, 1, list(range(10, 0, -1))),
-        chunk(143, 1, [*range(11, 23), *range(24)][:36]),
-    ]
+    chunks = [chunk(0, 1, [3]), chunk(37, 1, list(range(10, 0, -1))), chunk(143, 1, [*range(11, 23), *range(24)][:36])]
     compare(chunks, call, 4, random_pool(2, 16, 4))
 
 

@@ -31,10 +31,7 @@ def test_only_line_breaks_are_escaped() -> None:
 
 def call_of(site: Site) -> list[int]:
     call = json.dumps({"name": "w", "arguments": {"city": TEXT}}, ensure_ascii=False)
-    return [
-        *site.gateway.models[0].tokenizer.encode(f"<tool_call>\n{call}\n</tool_call>", add_special_tokens=False),
-        2,
-    ]
+    return [*site.gateway.models[0].tokenizer.encode(f"<tool_call>\n{call}\n</tool_call>", add_special_tokens=False), 2]
 
 
 @pytest.mark.parametrize(

@@ -207,11 +207,7 @@ def test_stop_string_ends_and_cancels() -> None:
     bench = Bench()
     bench.open(stops=("6 ",))
     last = bench.tokens(0, 5, 6, 7)
-    assert last[1:] == [
-        Deliver("r", 0, "5 ", (5, 6), (), Finish.STOP, "6 "),
-        last[2],
-        Ended("r"),
-    ]
+    assert last[1:] == [Deliver("r", 0, "5 ", (5, 6), (), Finish.STOP, "6 "), last[2], Ended("r")]
     assert cancels(last) == [("r", 1, CancelReason.STOP_STRING)]
     assert texts(bench.tokens(3, 8)) == []
 

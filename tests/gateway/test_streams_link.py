@@ -6,17 +6,7 @@ import pytest
 
 from gateway.streams.final_messages import AGAIN_S, LastWords
 from gateway.streams.keeper import StreamKeeper
-from gateway.streams.types import (
-    ClientGone,
-    Drain,
-    FailKind,
-    LinkDown,
-    LinkUp,
-    SendCancel,
-    Shutdown,
-    Tick,
-    WorkerDown,
-)
+from gateway.streams.types import ClientGone, Drain, FailKind, LinkDown, LinkUp, SendCancel, Shutdown, Tick, WorkerDown
 from proto.errors import CancelReason, FinishReason, Interrupt, Reject
 from proto.messages import Accepted, Cancel, Interrupted, Rejected
 from tests.gateway.keeper_world import LIMITS, Bench, cancels, failures, submits, texts

@@ -21,11 +21,7 @@ from tests.kvtransfer.test_two_processes import (
     test_killed_sender_costs_open_sessions,
 )
 
-__all__ = [
-    "test_far_end_leaves_cleanly",
-    "test_killed_receiver_is_reported",
-    "test_killed_sender_costs_open_sessions",
-]
+__all__ = ["test_far_end_leaves_cleanly", "test_killed_receiver_is_reported", "test_killed_sender_costs_open_sessions"]
 pytestmark = pytest.mark.usefixtures("transport")
 SURVIVOR_S = 3.0
 

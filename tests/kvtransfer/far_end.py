@@ -34,11 +34,7 @@ TRANSPORT = os.environ.get("CROSSDOCK_TEST_TRANSPORT", "gloo")
 SETTINGS = settings_for(
     TRANSPORT,
     KvSettings(
-        segment_bytes=1 << 20,
-        segment_timeout_ms=5_000,
-        rendezvous_timeout_ms=30_000,
-        window_segments=2,
-        window_bytes=1,
+        segment_bytes=1 << 20, segment_timeout_ms=5_000, rendezvous_timeout_ms=30_000, window_segments=2, window_bytes=1
     ),
 )
 """With so small a window `endless` is announced bit by bit."""

@@ -31,10 +31,7 @@ def test_failed_shm_falls_back_to_tcp(monkeypatch):
         ends.transfer("r", shuffled(64, 20, 1))
         await ends.ended(1)
         assert isinstance(ends.results[0], KvSent)
-        assert [frame.transports for frame in ends.frames if isinstance(frame, PairOpen)] == [
-            ("shm", "tcp"),
-            ("tcp",),
-        ]
+        assert [frame.transports for frame in ends.frames if isinstance(frame, PairOpen)] == [("shm", "tcp"), ("tcp",)]
         assert ends.sender.counters["bytes_tcp"] == ends.sender.counters["bytes"] > 0
         (state,) = ends.sender.transports()
         assert state.transport == "tcp" and "refused" in state.why

@@ -20,17 +20,7 @@ from kvtransfer.transports.transport import LocalEnd, PairBroken, Rendezvous
 from proto.kv import PairListen
 from proto.messages import Message
 from tests.kvtransfer import ends as ends_module
-from tests.kvtransfer.ends import (
-    LAYOUT,
-    SMALL,
-    WAIT_S,
-    Ends,
-    filled_pool,
-    meeting_of,
-    shuffled,
-    transfer,
-    with_ends,
-)
+from tests.kvtransfer.ends import LAYOUT, SMALL, WAIT_S, Ends, filled_pool, meeting_of, shuffled, transfer, with_ends
 
 
 @pytest.fixture(autouse=True)

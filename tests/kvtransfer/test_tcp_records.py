@@ -11,13 +11,7 @@ from kvtransfer.memory.pool import PoolRows
 from kvtransfer.transports.tcp.stream import HEADER_BYTES, RecordWriter, TcpConnection
 from kvtransfer.transports.tcp.transport import TcpReceiving
 from kvtransfer.transports.transport import Inbox, LocalEnd, PairBroken, SegmentJob
-from tests.kvtransfer.ends import (
-    LAYOUT,
-    SMALL,
-    WAIT_S,
-    filled_pool,
-    same_bytes,
-)
+from tests.kvtransfer.ends import LAYOUT, SMALL, WAIT_S, filled_pool, same_bytes
 
 RECORD_KEY = bytes(range(32))
 

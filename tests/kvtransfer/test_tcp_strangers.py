@@ -15,13 +15,7 @@ from kvtransfer.transports.tcp import listener as tcp_listener
 from kvtransfer.transports.tcp.listener import TcpListener
 from kvtransfer.transports.transport import PairBroken
 from tests.kvtransfer import ends as ends_module
-from tests.kvtransfer.ends import (
-    WAIT_S,
-    Ends,
-    meeting_of,
-    transfer,
-    with_ends,
-)
+from tests.kvtransfer.ends import WAIT_S, Ends, meeting_of, transfer, with_ends
 from tests.kvtransfer.strangers import Strangers, open_descriptors, stranger
 
 
@@ -30,10 +24,7 @@ def _tcp(monkeypatch):
     monkeypatch.setattr(ends_module, "TRANSPORT", "tcp")
 
 
-@pytest.mark.parametrize(
-    "count",
-    [300, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(600)])],
-)
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
 def test_strangers_cost_no_transfer(count: int) -> None:
     """Transfers go on, new pairs meet, every stranger is counted, and nothing of them stays."""
 

@@ -25,16 +25,7 @@ from tests import tiny_models
 SIZE = ModelSize(
     body_weights=100_000_000, head_weights=20_000_000, number_bytes=4, layers=30, heads=9, kv_heads=3, head_dim=64
 )
-COLUMNS = {
-    "name",
-    "tokens_per_s",
-    "lowest",
-    "highest",
-    "ms",
-    "floor_ms",
-    "time_over_floor",
-    "against_transformers",
-}
+COLUMNS = {"name", "tokens_per_s", "lowest", "highest", "ms", "floor_ms", "time_over_floor", "against_transformers"}
 
 
 # --- floors -------------------------------------------------------------------------------------------------------------

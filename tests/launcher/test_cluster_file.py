@@ -243,10 +243,7 @@ def test_autopilot_runs_beside_the_coordinator() -> None:
     for table, why in (
         ('[autopilot]\nmode = "on"\n', "[autopilot] profile: "),
         ('[autopilot]\nprofile = "p"\nmode = "off"\n', "[autopilot] mode: "),
-        (
-            '[autopilot]\nprofile = "p"\nspeed = 3\n',
-            "[autopilot] speed: no such option of an autopilot",
-        ),
+        ('[autopilot]\nprofile = "p"\nspeed = 3\n', "[autopilot] speed: no such option of an autopilot"),
     ):
         with pytest.raises(ClusterError) as error:
             plans(table + FRONT)

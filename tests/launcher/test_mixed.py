@@ -100,8 +100,7 @@ def test_unfit_mixed_worker_names_the_option() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "ratio"),
-    [("2P1D", Ratio(2, 1)), ("3m", Ratio(0, 0, 3)), ("1P2D+4M", Ratio(1, 2, 4))],
+    ("text", "ratio"), [("2P1D", Ratio(2, 1)), ("3m", Ratio(0, 0, 3)), ("1P2D+4M", Ratio(1, 2, 4))]
 )
 def test_mixed_ratios_parse_and_print(text: str, ratio: Ratio) -> None:
     """Ratios with mixed workers are parsed and printed in the form that tune reports."""

@@ -237,9 +237,7 @@ def test_many_whole_messages_are_accepted(monkeypatch: pytest.MonkeyPatch) -> No
     uvloop.run(body())
 
 
-def test_connection_without_link_is_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_connection_without_link_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection without a Hello, or with an ended link, is closed and counted as silent."""
 
     async def body() -> None:

@@ -91,9 +91,7 @@ def test_refusal_is_one_line() -> None:
     assert str(ConfigError("--model: a\n  b")) == "--model: a b"
 
 
-def test_kv_interface_is_applied(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kv_interface_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interface for KV is told to NCCL, and the worker listens for transfers on its address."""
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "before")
     assert machine.prepare(_settings(device="cpu")).transfer_host == "127.0.0.1"

@@ -86,11 +86,7 @@ def test_sighup_reloads_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [
-        (None, "No such file"),
-        (b"\xff", "not UTF-8"),
-        (b"[tenants.a]\nweight = 0", "tenants.a.weight: must be > 0"),
-    ],
+    [(None, "No such file"), (b"\xff", "not UTF-8"), (b"[tenants.a]\nweight = 0", "tenants.a.weight: must be > 0")],
 )
 def test_unreadable_file_is_named_by_path(tmp_path: Path, content: bytes | None, expected: str) -> None:
     """A file that cannot be read is reported with its path and the reason."""

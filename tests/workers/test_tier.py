@@ -200,10 +200,7 @@ EVENTS = ("ask", "ask", "compute", "compute", "copy", "copy", "copy", "fail", "r
 
 
 @settings(max_examples=300, deadline=None)
-@given(
-    slots=st.integers(1, 9),
-    events=st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 3)), max_size=60),
-)
+@given(slots=st.integers(1, 9), events=st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 3)), max_size=60))
 def test_tier_never_loses_a_block(slots: int, events: list[tuple[str, int]]) -> None:
     """No block is lost, given away or filled with wrong content, for random sequences of events."""
     world, keys = World(slots), list[Key]()

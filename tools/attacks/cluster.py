@@ -74,13 +74,7 @@ class Probed(Parts):
         tenants = ("--tenants", str(self.folder / "tenants.toml"))
         options = {
             "coordinator": (*tenants, "--usage-db", str(self.folder / "usage.sqlite")),
-            "gateway": (
-                *tenants,
-                "--tokens-bind",
-                self.tokens,
-                "--batch-db",
-                str(self.folder / "batches.sqlite"),
-            ),
+            "gateway": (*tenants, "--tokens-bind", self.tokens, "--batch-db", str(self.folder / "batches.sqlite")),
             "decode_worker": ("--kv-bind", self.kv),
         }.get(role, ())
         probe = [sys.executable, "-m", "tools.attacks.probe", str(self.folder / f"{role}.probe")]

@@ -121,13 +121,7 @@ class FlipRun(Run):
                 raise Violation(f"{flip.worker} stays a {flip.before} worker: {flip.failure}")
 
     async def _flip(
-        self,
-        worker: WorkerStatus,
-        role: Role,
-        hand_over_ms: float,
-        *,
-        is_disturbed: bool = False,
-        force: bool = False,
+        self, worker: WorkerStatus, role: Role, hand_over_ms: float, *, is_disturbed: bool = False, force: bool = False
     ) -> FlipStatus | None:
         """Orders the change of role. Returns None if it was refused beside a kill."""
         name, before, address = worker.process, role_of(worker), self.cluster.coordinator

@@ -63,12 +63,7 @@ class CoordinatorProcess(SimulatedProcess):
     def start(self) -> None:
         self.put_in_force(self.cluster.ledger.past(self.world.now))
         self.server = SimulatedServer(
-            self,
-            "coordinator",
-            accept=self.core.refusal,
-            on_up=self._up,
-            on_message=self._message,
-            on_down=self._down,
+            self, "coordinator", accept=self.core.refusal, on_up=self._up, on_message=self._message, on_down=self._down
         )
         self.stall_detector.begin(self.now())
         self._look_for_stall()

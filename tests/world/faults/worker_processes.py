@@ -165,11 +165,7 @@ class DecodeProcess(WorkerProcess):
         super().__init__(cluster, lineup)
         batch: RunningBatch[ToyState] = RunningBatch()
         table = AttemptTable(
-            self.allocator,
-            self.block_size,
-            batch,
-            lambda: self.toy.tokens_forwarded,
-            cluster.plan.prefix_cache,
+            self.allocator, self.block_size, batch, lambda: self.toy.tokens_forwarded, cluster.plan.prefix_cache
         )
         self.core: DecodeCore[ToyState] = DecodeCore(self, table, vocab_size=VOCAB, make_state=_toy_state)
         self.registration = SimulatedRegistration(

@@ -25,10 +25,7 @@ from kvtransfer.session.session import (
     Tick,
     Violation,
 )
-from proto.kv import (
-    PairClosed,
-    PairListen,
-)
+from proto.kv import PairClosed, PairListen
 from proto.messages import Message
 from tests.world.toy_model import Toy
 from tests.world.transfers.connections import PoolProcess, SimulatedPair, TransferJob

@@ -74,7 +74,7 @@ def test_light_tenant_waits_little() -> None:
     """A light tenant keeps its goodput and a short TTFT beside a heavy tenant, which waits and is refused a part."""
     alone, beside, heavy = streams("heavy-tenant").values()
     assert alone["goodput_share"] == beside["goodput_share"] == 1.0
-    assert beside["ttft_ms"]["p95"] < 500 and beside["ttft_ms"]["p99"] < 1000 < 10_000 < heavy["ttft_ms"]["p50"]
+    assert beside["ttft_ms"]["p99"] < 500 < 10_000 < heavy["ttft_ms"]["p50"]
     assert not beside["rejected"] and heavy["finished"] + heavy["rejected"]["deadline"] == heavy["offered"]
 
 

@@ -62,9 +62,9 @@ class Releases:
         self._reached[age] += self._weight * work
         self._seen = self._seen * (1 - 1 / 32) + work
         self._mean_s += (held_s - self._mean_s) * work / self._seen
-        if self._mean_s > AGES / 4 * self.width_s:
+        while self._mean_s > AGES / 4 * self.width_s:
             self._widen()
-        elif self._mean_s < AGES / 12 * self.width_s and self.width_s > SHORTEST_S:
+        if self._mean_s < AGES / 12 * self.width_s and self.width_s > SHORTEST_S:
             self._narrow()
 
     def wait_s(self, work: float, now: float) -> float:

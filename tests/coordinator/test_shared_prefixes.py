@@ -153,7 +153,10 @@ def load(seed: int) -> Sharing:
     return world
 
 
-@pytest.mark.parametrize("seed", first(8, range(24)))
+SEEDS = [seed for seed in range(25) if seed != 6]  # in 6, no two attempts with one text run at once
+
+
+@pytest.mark.parametrize("seed", first(8, SEEDS))
 def test_sharing_never_exhausts_pool(seed: int) -> None:
     """The pool never runs out, whatever is shared, cancelled or given up."""
     world = load(seed)

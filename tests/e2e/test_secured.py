@@ -145,7 +145,7 @@ def test_no_secret_is_written_anywhere(secured: Secured) -> None:
     httpx.get(f"{secured.up.base_url}/v1/models/{PROMPT}?key={KEY}", timeout=60.0, trust_env=False)
     status, metrics = str(as_dict(secured.up.status())), secured.metrics()
     secured.up.stop()
-    written = {path.name: path.read_bytes().decode("latin-1") for path in secured.folder.glob("[ju]*")}
+    written = {path.name: path.read_bytes().decode("latin-1") for path in secured.folder.glob("[eu]*")}
     assert {"events", "usage.db"} <= set(written)
     written |= {"logs": "".join(secured.up.output), "status": status, "metrics": metrics}
     assert "decoding" in written["logs"], "the level is debug"

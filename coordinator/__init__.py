@@ -1,5 +1,6 @@
-"""Admission, placement and the life cycle of every request. Reads neither text nor tokens, and does nothing per token.
+"""The owner of the scheduler: admission, bills, recovery and reports of every request. It reads neither text nor tokens, and
+does nothing per token.
 
-Start with `lifecycle` (the states), `events` (what comes in and goes out) and `core` (one handler for each event). Then read
-`waiting.queue`, `placement.schedule` and `workers.pool`. All of these are pure; `main` is the process around them.
+Start with `events` (what comes in and goes out) and `core` (one handler for each kind of message), then read `state`, which
+carries out what `scheduler` decides. All of these are pure; `main` is the process around them.
 """

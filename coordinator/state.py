@@ -218,7 +218,7 @@ class State:
         kept = self.cluster.pools[worker.hello.model].room_for_large
         if worker.admission is None or key not in kept.charges:
             return
-        due, bill, prices = (kept.charge_due(key, self.now), self.billing.bills.get(key[0]), self.limits.prices)
+        due, bill, prices = kept.charge_due(key, self.now), self.billing.bills.get(key[0]), self.limits.prices
         if bill is not None:
             paid = prices.prompt_token * bill.counters.prompt_tokens + prices.output(bill.counters.output_tokens)
             self.cluster.queues[worker.hello.model].charge(allocation.path, due - paid)

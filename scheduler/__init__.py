@@ -1,7 +1,8 @@
 """The scheduler: which request runs where, and when. Pure: `now` is an argument, and it knows no gateway, bill or process.
 
-`scheduler.Scheduler` is the whole interface. Its owner, the coordinator or a simulation, tells it what happens and carries out
-its decisions (`decisions`). Between the two it works like this:
+Its owner, the coordinator or a simulation, tells `scheduler.Scheduler` what happens, and carries out its decisions
+(`decisions`). Requests end, are interrupted, and free their room by `cluster.Cluster`, which the rules use, too. Between
+the two:
 
     admit, submit    a request waits in its model's queue (`waiting.queue`) under the key of its KV demand
     decide           `placement.schedule` asks each prefill worker that may find something (`workers.wakeups`) for a step
@@ -13,8 +14,9 @@ its decisions (`decisions`). Between the two it works like this:
     step_done, handed_over, progress, finished, failed
                      reports of workers: rates are learnt, room comes free, and `workers.wakeups` notes who may be asked again
 
-Why does a request wait? `decide` says it: no turn yet (`fairness`), no room (`kv_admission`, `workers.token_targets`), a better
-worker soon (`workers.bindings`), or it must run apart (`workers.reserved_workers`). What ends a stream before its answer does?
-`cluster.interrupt`, which only a lost or failed worker, a drain and `placement.preemption` lead to. A rule about what may run
-where belongs into `workers.pool.decode_fits` or `may_pair`, a cost into `score`, an order of requests into `fairness`.
+Why does a request wait? `decide` says it: no turn yet (`fairness`), no room (`kv_admission`, `workers.token_targets`), a
+better worker soon (`workers.bindings`), a trial (`workers.trials`), or a pause (`placement.paused_turns`). What ends a
+stream before its answer does? `cluster.interrupt`, which only a lost or failed worker, a drain and `placement.preemption`
+lead to. A rule about what may run where belongs into `workers.pool.decode_fits` or `may_pair`, a cost into `score`, an
+order of requests into `fairness`.
 """

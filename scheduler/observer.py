@@ -1,7 +1,7 @@
-"""The decisions that a `Watch` callback sees while the core makes them: which requests it considered for a step, and the
+"""The decisions that a `Watch` callback sees while the scheduler makes them: which requests it considered for a step, and the
 outcome for each. Pure.
 
-`State.watch` is unset while serving. The callback may read the whole state as it was at the decision, before any tenant is
+`Cluster.watch` is unset while serving. The callback may read the whole state as it was at the decision, before any tenant is
 charged. It must change nothing.
 """
 
@@ -64,5 +64,5 @@ class Composed:
     end: StepEnd
 
 
-Decision = Looked | NothingRuns | Composed
-Watch = Callable[[Decision], None]
+WatchedEvent = Looked | NothingRuns | Composed
+Watch = Callable[[WatchedEvent], None]

@@ -1,4 +1,4 @@
-"""The coordinator's knowledge of one request."""
+"""The scheduler's knowledge of one request."""
 
 from typing import NamedTuple
 

@@ -24,7 +24,7 @@ from coordinator.event_log.reasons import (
 from coordinator.events import Action, Event, Received, Send, StateChanged
 from proto.messages import HandedOver, Rejected, Reserve, Step, Submit
 from scheduler.lifecycle import TERMINAL, RequestState
-from scheduler.observer import Composed, Decision, Looked, Outcome, StepEnd
+from scheduler.observer import Composed, Looked, Outcome, StepEnd, WatchedEvent
 
 NAMED_MAX: Final = 3  # requests named in one `Passed`
 
@@ -191,7 +191,7 @@ class Timeline:
             self._add(KeptFor(self._at_s, target.attempt_progress.bypassed))
         self._kept, self._came = kept, None
 
-    def _watch(self, decision: Decision) -> None:
+    def _watch(self, decision: WatchedEvent) -> None:
         assert self._core is not None
         self._take(self._core.out)
         if isinstance(decision, Composed):

@@ -49,6 +49,11 @@ class HeldNode:
 _NOTHING = HeldNode(1.0)
 
 
+def _lacks(most: HeldNode, held: int, weight: float) -> float:
+    """Returns how much passes from `most` to a node with `held` and `weight` until both hold the same for their weights."""
+    return (most.share - held / weight) / (1 / most.weight + 1 / weight)
+
+
 class HeldShares:
     """A change costs a step at each level."""
 
@@ -130,16 +135,10 @@ class HeldShares:
         of the tenant that holds most for its weight, first one, then one more. Leaves out those whose end would leave that
         tenant with less than `path` would then hold. Yields none if what `path` lacks is at most `soon`, which comes free by
         itself. `wanted(worker)` is what the request would hold there; `may_leave` says whether a stream can be interrupted."""
-        most, depth = self.root, 0
-        own: HeldNode | None = most
-        while most is own and most.order:  # the one with most is the tenant's own: look further down
-            above = most
-            most, own = above.children[above.order[-1][1]], above.children.get(path[depth])
-            depth += 1
-        if most is own:
+        most, own_held, weight = self._beside_most(path)
+        if most is None:
             return
-        own_held, weight = (own.held, own.weight) if own else (0, self._weight(path[:depth]))
-        lacks = (most.share - own_held / weight) / (1 / most.weight + 1 / weight)
+        lacks = _lacks(most, own_held, weight)
         if own_held / weight > NEAR_ENOUGH * most.share or lacks <= soon:
             return
         tenant = most
@@ -157,17 +156,20 @@ class HeldShares:
     def lacks(self, path: Path) -> float:
         """Returns which part of all that is held a tenant has less than its share, beside the one that holds most for its
         weight."""
+        most, own_held, weight = self._beside_most(path)
+        return max(_lacks(most, own_held, weight), 0.0) / self.root.held if most is not None else 0.0
+
+    def _beside_most(self, path: Path) -> tuple[HeldNode | None, int, float]:
+        """Returns the node that holds most for its weight, at the first level where it is not the tenant's own, and beside it
+        what the tenant's node holds there, and its weight. None: the tenant itself holds most."""
         most, depth = self.root, 0
         own: HeldNode | None = most
         while most is own and most.order:
             above = most
             most, own = above.children[above.order[-1][1]], above.children.get(path[depth])
             depth += 1
-        if most is own:
-            return 0.0
-        own_held, weight = (own.held, own.weight) if own else (0, self._weight(path[:depth]))
-        lacks = (most.held / most.weight - own_held / weight) / (1 / most.weight + 1 / weight)
-        return max(lacks, 0.0) / self.root.held
+        held, weight = (own.held, own.weight) if own else (0, self._weight(path[:depth]))
+        return None if most is own else most, held, weight
 
     def reweigh(self, weights: Mapping[str, float]) -> None:
         self._weights = weights

@@ -67,12 +67,12 @@ class Apart(Enum):
     ELSEWHERE = auto()  # the decode worker that has its beginning does not take it now
 
 
-Decision = Run | PlaceElsewhere | Wait | NoRoom | Apart
+TurnOutcome = Run | PlaceElsewhere | Wait | NoRoom | Apart
 
 
 def decide(
     request: Request, worker: Worker, pool: Pool, queue: WaitQueue, left: int, *, is_first: bool, now: float
-) -> Decision:
+) -> TurnOutcome:
     """Decide on the request whose turn it is on `worker`. `left`: unused tokens of the step's budget; `is_first`: the step is
     empty, and no other runs."""
     queued = request.state is RequestState.QUEUED
@@ -111,7 +111,7 @@ def decide(
     return Run(begins.tokens, fitting(request, begins.tokens, left, size), decode, copied, begins)
 
 
-def _suffix(request: Request, worker: Worker, pool: Pool, queue: WaitQueue, left: int, now: float) -> Decision:
+def _suffix(request: Request, worker: Worker, pool: Pool, queue: WaitQueue, left: int, now: float) -> TurnOutcome:
     """Decide on a request whose suffix a decode worker is to compute."""
     if not takes(worker, request, pool, now) or waits_behind(request, pool, queue):
         return Apart.ELSEWHERE

@@ -68,10 +68,8 @@ def relieve(cluster: Cluster, worker: Worker, short_blocks: int, now: float) -> 
         request = _running(cluster, worker, key)
         if request is not None:
             held = shares.of(request.path[:2]), shares.of(request.path)
-            weight, placed_at = (
-                cluster.limits.priority_classes[request.path[0]].weight,
-                request.attempt_progress.placed_at,
-            )
+            weight = cluster.limits.priority_classes[request.path[0]].weight
+            placed_at = request.attempt_progress.placed_at
             candidates.append(PreemptionCandidate(key, request.resumed, weight, held, placed_at, room.held_now(key)))
         elif not allocation.adopted:
             short_blocks -= room.held_now(key)

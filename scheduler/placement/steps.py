@@ -9,7 +9,7 @@ from scheduler.cluster import Cluster
 from scheduler.lifecycle import RequestState
 from scheduler.observer import Composed, Looked, NothingRuns, Outcome, StepEnd
 from scheduler.placement.choice import expect_cached
-from scheduler.placement.decide import Apart, Decision, NoRoom, PlaceElsewhere, Run, Wait, decide, fitting
+from scheduler.placement.decide import Apart, NoRoom, PlaceElsewhere, Run, TurnOutcome, Wait, decide, fitting
 from scheduler.placement.place import place, place_at_once
 from scheduler.placement.step_end import nothing_more
 from scheduler.request import Request
@@ -150,7 +150,7 @@ def _run_there(
     place_at_once(cluster, request, decision.prefill, decision.decode, now)
 
 
-def _key_after(decision: Decision, request: Request, queue: WaitQueue) -> int | None:
+def _key_after(decision: TurnOutcome, request: Request, queue: WaitQueue) -> int | None:
     """Returns the queue key under which the request is to wait next; None: it keeps its key."""
     if isinstance(decision, Wait):
         return bound_key(decision.worker.incarnation)
@@ -166,7 +166,7 @@ def _key_after(decision: Decision, request: Request, queue: WaitQueue) -> int | 
     return key if key != request.entry.key else None
 
 
-def _pass_over(decision: Decision, request: Request, worker: Worker, pool: Pool, now: float) -> None:
+def _pass_over(decision: TurnOutcome, request: Request, worker: Worker, pool: Pool, now: float) -> None:
     """Record why the request does not run on this worker now."""
     match decision:
         case Wait(better, prefix, cached_tokens, waits_s, expected_s):

@@ -1,4 +1,4 @@
-"""The coordinator's knowledge of workers: reservations, prefix caches, free KV blocks, circuit breakers. Pure.
+"""The scheduler's knowledge of workers: reservations, prefix caches, free KV blocks, circuit breakers. Pure.
 
 Start with `pool`.
 """

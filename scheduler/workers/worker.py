@@ -1,4 +1,4 @@
-"""One worker as the coordinator knows it, and what is reserved on it."""
+"""One worker as the scheduler knows it, and what is reserved on it."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field

@@ -6,7 +6,7 @@ from coordinator.core import Core
 from coordinator.events import Action, Event, Limits, Tick
 from proto.messages import Step
 from scheduler.placement import schedule, steps
-from scheduler.placement.decide import Decision, NoRoom, Run, Wait, decide
+from scheduler.placement.decide import NoRoom, Run, TurnOutcome, Wait, decide
 from scheduler.request import Request
 from scheduler.waiting.queue import WaitQueue
 from scheduler.workers.pool import Pool
@@ -53,7 +53,7 @@ def test_moves_per_turn_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """One turn moves a bounded number of requests, and the next event goes on."""
     h = Harness.make(prefill=2, limits=Limits(queue_requests_max=1000))
 
-    def wait(request: Request, worker: Worker, pool: Pool, *_: object, **__: object) -> Decision:
+    def wait(request: Request, worker: Worker, pool: Pool, *_: object, **__: object) -> TurnOutcome:
         return Wait(pool.prefill[11], b"", 0, 0.0) if worker.incarnation == 10 else NoRoom(in_decode=False)
 
     with monkeypatch.context() as nobody_is_asked:

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from types import TracebackType
 from typing import Any
 
 import structlog
@@ -43,6 +44,7 @@ def configure(*, level: str, fmt: str, process: str) -> Log:
             foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last]
         )
     )
+    sys.excepthook = _log_uncaught
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.WARNING)
@@ -54,6 +56,15 @@ def configure(*, level: str, fmt: str, process: str) -> Log:
         cache_logger_on_first_use=True,
     )
     return get("crossdock")
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """In line with the log. Python's own hook writes to standard error piece by piece, between the lines of the log's thread,
+    and waits for its reader."""
+    if issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+    else:
+        get("crossdock.log").critical("bug", exc_info=(kind, error, trace))
 
 
 class _Handler(logging.Handler):
@@ -70,7 +81,7 @@ class _Handler(logging.Handler):
             self.handleError(record)
 
     def flush(self) -> None:
-        """Wait at most `FLUSH_S`. `logging.shutdown` calls it."""
+        """Wait as `BackgroundWriter.flush` does. `logging.shutdown` calls it."""
         self._writer.flush()
 
     def _note(self, count: int) -> bytes:

@@ -1,6 +1,7 @@
 """Writes on a thread, so that a disk, a terminal or the reader of a pipe that stands still holds up nothing else."""
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar, Final, Generic, TypeVar
@@ -8,6 +9,7 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 T = TypeVar("T")
 WAITING_BYTES_MAX: Final = 4 << 20  # for one file, pipe or terminal
 FLUSH_S: Final = 1.0
+FLUSH_ALL_S: Final = 5.0
 _LOOK_S: Final = 60.0
 
 
@@ -48,9 +50,13 @@ class BackgroundWriter(Generic[T]):
         return piece, lines
 
     def flush(self) -> bool:
-        """Wait until everything is written, at most `FLUSH_S`; returns whether it is."""
+        """Wait until everything is written: at most `FLUSH_S` for each piece, and `FLUSH_ALL_S` for all. Returns whether it is."""
+        latest = time.monotonic() + FLUSH_ALL_S
         with self._changed:
-            return self._changed.wait_for(lambda: not (self._waiting or self._busy), FLUSH_S)
+            while self._waiting or self._busy:
+                if time.monotonic() > latest or not self._changed.wait(FLUSH_S):
+                    break
+            return not (self._waiting or self._busy)
 
     def close(self) -> bool:
         """Flushes as `flush` does; afterwards nothing must be put."""

@@ -50,7 +50,7 @@ class BackgroundWriter(Generic[T]):
         return piece, lines
 
     def flush(self) -> bool:
-        """Wait until everything is written: at most `FLUSH_S` for each piece, and `FLUSH_ALL_S` for all. Returns whether it is."""
+        """Wait until all is written: at most `FLUSH_S` for a piece, and `FLUSH_ALL_S` for all. Returns whether it is."""
         latest = time.monotonic() + FLUSH_ALL_S
         with self._changed:
             while self._waiting or self._busy:

@@ -16,7 +16,7 @@ from proto.kv import Commit, FetchRefused, FirstToken, Offer
 from proto.limits import MAX_CHOICES
 from proto.messages import Message, Prefill, Release, Released, Reserve, Step, TokenItem, Tokens
 from proto.progress import AnswerNames, EndPrefix
-from runtime.worker.ports import CoordinatorLink, Gateways
+from worker.ports import CoordinatorLink, Gateways
 
 MakeState = Callable[[Reserve, FirstToken, list[int]], S]
 """A choice's sampler, its first token taken in; the prompt's ids, resumed output among them, are there where needed."""

@@ -16,7 +16,7 @@ from proto.codec import unpack_tokens
 from proto.errors import Interrupt, RemoteProtocolError, no_token_drawn
 from proto.kv import FirstToken
 from proto.messages import CacheMiss, Finished, Prefill, Released, Step, StepDone, TokenItem, Tokens
-from runtime.worker.ports import CoordinatorLink, Gateways
+from worker.ports import CoordinatorLink, Gateways
 
 S = TypeVar("S")
 STEPS_QUEUED_MAX = 64

@@ -36,10 +36,9 @@ from runtime.process import clock
 from runtime.process.rate_limited_log import RateLimitedLog
 from runtime.settings.addresses import advertised
 from runtime.settings.workers import WorkerSettings
-from runtime.worker.driver import WorkerDriver
-from runtime.worker.gpu_faults import end_if_gpu_is_lost
-from runtime.worker.grammars import GrammarThread
-from runtime.worker.role import ComputeStep
+from worker.driver import ComputeStep, WorkerDriver
+from worker.gpu_faults import end_if_gpu_is_lost
+from worker.grammars import GrammarThread
 
 
 class DecodeWorker(ReceiverOwner):
@@ -51,11 +50,14 @@ class DecodeWorker(ReceiverOwner):
         blocks: BlockAllocator,
         driver: WorkerDriver,
         transports: tuple[str, ...],
+        own_receivers: set[int],
         memory: PoolMemory | None,
     ) -> None:
-        """`blocks` are those of the engine's pool, all free or cached. `transports` are those that KV may come by; `memory` is
-        what the KV pool lies in, if other processes may map it."""
+        """`blocks` are those of the engine's pool, all free or cached. `transports` are those that KV may come by;
+        `own_receivers` are the incarnations of the decode workers in this process; `memory` is what the KV pool lies in, if
+        other processes may map it."""
         settings, info = driver.settings, engine.info
+        own_receivers.add(driver.hello.incarnation)
         self.engine, self.driver, self.log = engine, driver, driver.log
         self.registration, self.gateways = driver.registration, driver.gateways
         batch: RunningBatch[SamplerState] = RunningBatch(depth=1 if engine.pipeline is None else 2)

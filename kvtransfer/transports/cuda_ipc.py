@@ -2,7 +2,7 @@
 as one user, and use the same GPU.
 
 `tests/gpu` runs it on a GPU. The other parts are tested without a GPU: the checks of the peer's messages, the copy and
-checksum arithmetic on CPU tensors, and the protocol (`granted`).
+checksum arithmetic and both ends together on CPU tensors.
 
 The receiver's first message holds a handle of its pool (`kvtransfer.memory.cuda`). The GPU copies and makes checksums
 (`device_copy`) on a separate stream. The sender sends DONE when its stream has finished. So work that the receiver enqueues
@@ -14,13 +14,16 @@ waits until the process has ended; by then the driver has destroyed its context.
 import os
 import select
 import struct
+from collections.abc import Callable
+from itertools import islice
 from typing import Final
 
 from kvtransfer.memory.cuda import HANDLE_BYTES, DeviceMemory, Mapping, device_uuid
 from kvtransfer.memory.device_copy import DIGEST_EVERY_MAX, DeviceCopier, DeviceDigester
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
-from kvtransfer.transports.granted import RemoteWriter, WriteCredits
+from kvtransfer.session.limits import WINDOW_SEGMENTS_MAX
+from kvtransfer.transports.granted import Granted, GrantedWriter, GrantingReceiver
 from kvtransfer.transports.transport import (
     Answer,
     Channel,
@@ -29,16 +32,21 @@ from kvtransfer.transports.transport import (
     LocalEnd,
     PairBroken,
     Rendezvous,
+    SegmentJob,
     Transport,
 )
 from kvtransfer.transports.unix_rendezvous import CancelFlags, cannot_grant, check_fit, check_sealed, ready, send_hello
 from kvtransfer.transports.unix_socket import (
+    GRANT,
+    GRANT_BLOCKS_MAX,
     READY,
     UnixConnection,
     UnixListener,
     connect,
+    pack_grants,
     peer_process,
     receive_with_descriptors,
+    unpack_grants,
 )
 
 _HELLO = struct.Struct(f"<8sQQQQQ16s{HANDLE_BYTES}s")
@@ -48,7 +56,9 @@ _MAGIC = b"cdkvipc1"
 DEATH_WAIT_MS: Final = 10_000  # still alive then, the process has closed its connection in order, after its last write
 
 
-class _Writes(RemoteWriter):
+class CudaWriter(GrantedWriter[list[int]]):
+    """The sender's end: writes to the blocks that it is granted."""
+
     def __init__(
         self,
         local: LocalEnd,
@@ -58,10 +68,26 @@ class _Writes(RemoteWriter):
         told: "_Told",
         lifeline: int,
     ) -> None:
-        copier = DeviceCopier(local.rows, target, told.digest_every)
-        super().__init__(local, connection, copier, target.sub_blocks, told.board, lifeline)
-        self._mapping = mapping
-        self._rows = local.rows
+        super().__init__(local, connection)
+        self._rows, self._mapping = local.rows, mapping
+        self._copier: DeviceCopier | None = DeviceCopier(local.rows, target, told.digest_every)
+        self._target_sub_blocks = target.sub_blocks
+        self._board: CancelFlags | None = told.board
+        self._lifeline = lifeline
+
+    def _unpack(self, payload: bytes) -> list[list[int]]:
+        return unpack_grants(payload, self._target_sub_blocks)
+
+    def _write(self, job: SegmentJob, where: list[int], go_on: Callable[[int], bool]) -> bytes:
+        board = self._board
+        assert job.block_ids is not None and self._copier is not None and board is not None
+        if len(where) not in (0, job.blocks):
+            raise PairBroken(f"the receiver granted {len(where)} blocks for a segment of {job.blocks}")
+
+        def is_wanted(copied: int) -> bool:
+            return go_on(copied) and not board.is_revoked(job.sequence)
+
+        return self._copier.copy(job.block_ids, where, is_wanted, job.digest) if where else b""
 
     def settle(self, inbox: Inbox, answer: Answer) -> None:
         # The lifeline ends last: its end says that nothing is written any more.
@@ -71,18 +97,75 @@ class _Writes(RemoteWriter):
             self._mapping.close()
         except RuntimeError:
             pass  # the context is broken, and with it every kernel; the driver unmaps when this process ends
+        self._board = None
+        os.close(self._lifeline)
         super().settle(inbox, answer)
 
 
-class _Grants(WriteCredits):
+class CudaReceiver(GrantingReceiver[tuple[int, ...]]):
+    """The receiver's end: grants target blocks, and digests them when they are written.
+
+    Stale writes are prevented by order, not by timeouts: granted blocks are not reused until the sender says DONE or SKIPPED
+    or its process has ended. A receiver that no longer wants a segment writes its sequence to the *board*, a page shared by
+    the two; the sender looks there before each piece and skips the rest. This only makes the answer come sooner.
+    """
+
     def __init__(
         self, local: LocalEnd, connection: UnixConnection, board: CancelFlags, lifeline: int, process: int
     ) -> None:
-        digester = DeviceDigester(local.rows, local.settings.digest_every)
-        super().__init__(local, connection, digester, board, lifeline)
+        super().__init__(local, connection)
+        self._digester = DeviceDigester(local.rows, local.settings.digest_every)
+        self._board, self._lifeline = board, lifeline
         self._process = process  # readable when the sender's process has ended; -1: there is none
 
+    def revoke(self, job: SegmentJob) -> None:
+        self._board.revoke(job.sequence)
+
+    def _grant(self) -> bool:
+        while self._outbox and len(self._granted) < WINDOW_SEGMENTS_MAX:
+            taken: list[Granted[tuple[int, ...]]] = []
+            blocks = 0
+            for one in islice(self._outbox, WINDOW_SEGMENTS_MAX - len(self._granted)):
+                blocks += one.job.blocks
+                if blocks > GRANT_BLOCKS_MAX:
+                    break
+                one.where = one.job.block_ids
+                taken.append(one)
+            targets = pack_grants([one.where or () for one in taken])
+            if not self._connection.send(GRANT, self._outbox[0].job.sequence, targets):
+                return False
+            self._granted.extend(self._outbox.popleft() for _ in taken)
+        return True
+
+    def _written(self, one: Granted[tuple[int, ...]], is_done: bool) -> bytes:
+        block_ids = one.job.block_ids if one.where else None
+        if block_ids is None:
+            return b""
+        if not is_done:
+            raise PairBroken(f"the sender skipped segment {one.job.sequence}, which is wanted")
+        return self._digester.digest(block_ids)
+
     def settle(self, inbox: Inbox, answer: Answer) -> None:
+        for one in self._granted:
+            one.job.block_ids = None
+            self._board.revoke(one.job.sequence)
+        self._connection.hang_up()
+        poll = select.poll()
+        for source in (inbox, self._connection, self._lifeline):
+            poll.register(source, select.POLLIN)
+        while self._granted:
+            ready = dict(poll.poll(inbox.settle_limit_ms))
+            inbox.take()
+            try:
+                if self._connection.fileno() in ready:
+                    self._hear(answer)
+                elif not ready or self._lifeline in ready:
+                    break
+            except PairBroken:
+                # The connection is of no use now, but the sender may still write: only the end of its lifeline proves
+                # otherwise.
+                poll.unregister(self._connection)
+        os.close(self._lifeline)
         super().settle(inbox, answer)
         if self._granted:
             wait_until_gone(self._process, inbox.settle_limit_ms or DEATH_WAIT_MS)
@@ -142,7 +225,7 @@ class _Listener(Listener):
         try:
             said = hello(local.rows, memory, local.settings.digest_every, local_device)
             board = send_hello(connected, said, [], their_lifeline)
-            return _Grants(local, ready(connected, timeout_ms), board, lifeline, process)
+            return CudaReceiver(local, ready(connected, timeout_ms), board, lifeline, process)
         except (OSError, RuntimeError, PairBroken):
             connected.close()
             for descriptor in (lifeline, process):
@@ -183,7 +266,7 @@ class CudaIpc(Transport):
             target = PoolRows.of_bytes(mapping.tensor[: told.used], rows.layout, told.ratio)
             connection = UnixConnection(connected)
             connection.send(READY, 0)
-            return _Writes(local, connection, mapping, target, told, descriptors.pop())
+            return CudaWriter(local, connection, mapping, target, told, descriptors.pop())
         except (OSError, RuntimeError, ValueError, PairBroken) as error:
             if mapping is not None:
                 mapping.close()

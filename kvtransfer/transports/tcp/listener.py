@@ -21,10 +21,13 @@ from typing import Final
 from kvtransfer.transports.tcp.handshake import (
     HELLO_BYTES,
     KEY_BYTES,
+    NONCE_BYTES,
     TOKEN_BYTES,
     HandshakeFailed,
     TcpHello,
+    answer,
     read_hello,
+    record_key,
     verify_hello,
 )
 from kvtransfer.transports.tcp.pending import PendingConnections, pending_limit
@@ -102,8 +105,22 @@ class TcpListener:
             port: int = listening.getsockname()[1]
         return expected, port
 
+    def accept(self, expected: Expected, timeout_s: float) -> tuple[socket.socket, bytes]:
+        """Wait for the pair's sender. Returns its connection, on which both ends have proved the key, and the key of its
+        records. The token is then invalid. Raises `PairBroken` or `OSError`."""
+        try:
+            connected, said = expected.wait(timeout_s)
+        finally:
+            self.forget(expected)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        try:
+            connected.sendall(answer(said, expected.key, nonce))
+        except OSError:
+            connected.close()
+            raise
+        return connected, record_key(expected.key, said.nonce, nonce)
+
     def forget(self, expected: Expected) -> None:
-        """Make the pair's token invalid."""
         with self._lock:
             self._expected.pop(expected.token, None)
         expected.close()

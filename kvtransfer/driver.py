@@ -10,7 +10,6 @@ from typing import Generic, TypeVar
 
 import torch
 
-from kvtransfer.idle_connections import PairUse, to_give_up
 from kvtransfer.memory.digests import BlockDigests
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
@@ -232,24 +231,20 @@ class TransferDriver(ABC, Generic[S]):
         return len(self._live) < self._settings.sessions_max and not (new_pair and pairs >= self._settings.pairs_max)
 
     def _make_room(self, offered: tuple[str, ...]) -> None:
-        """Drop idle pairs until the buffers of one more pair fit. The size is that of the costliest of the offered
-        transports."""
+        """Drop idle pairs, the least recently used first, until the buffers of one more pair fit. Its size is that of the
+        costliest of the offered transports. A busy pair is never dropped: with too few idle ones, the limit is exceeded."""
 
         def pair_bytes(names: tuple[str, ...]) -> int:
             known = [TRANSPORTS[name] for name in names if name in TRANSPORTS]
             return max((one.pair_bytes(self._settings.segment_bytes) for one in known), default=0)
 
-        uses = [
-            PairUse(
-                r.incarnation,
-                pair_bytes((r.transport,) if r.transport else r.offered),
-                r.used_at,
-                r.ready and not r.sessions,
-            )
-            for r in self._peers.values()
-        ]
-        for peer_incarnation in to_give_up(uses, pair_bytes(offered), self._settings.pairs_bytes):
-            self._drop(self._peers[peer_incarnation], "idle, and another pair needs its memory", tell_peer=True)
+        peers = sorted(self._peers.values(), key=lambda peer: peer.used_at)
+        sizes = [pair_bytes((peer.transport,) if peer.transport else peer.offered) for peer in peers]
+        over = sum(sizes) + pair_bytes(offered) - self._settings.pairs_bytes
+        for peer, size in zip(peers, sizes, strict=True):
+            if over > 0 and peer.ready and not peer.sessions:
+                over -= size
+                self._drop(peer, "idle, and another pair needs its memory", tell_peer=True)
 
     def _start_pair(self, peer: Peer, how: Listen | Rendezvous) -> None:
         """Start the peer's pair. If this process has no descriptor or thread left for it, drop the peer and fail its
@@ -297,7 +292,6 @@ class TransferDriver(ABC, Generic[S]):
         self.counters[f"broken_{peer.transport}"] += 1
         self._drop(peer, f"pair {peer.pair_id}, {peer.transport}: {reason}", tell_peer=True)
 
-    @abstractmethod
     def _segments_freed(self, peer: Peer) -> None:
         """Called when segments of this pair were answered, so that others may be sent."""
 

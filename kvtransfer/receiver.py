@@ -191,9 +191,6 @@ class KvReceiver(TransferDriver[ReceiverSession]):
         super()._pair_ready(peer)
         peer.listening = None
 
-    def _segments_freed(self, peer: Peer) -> None:
-        return
-
     # --- offers and segments ---
 
     def _offered(self, peer_incarnation: int, offer: Offer) -> None:

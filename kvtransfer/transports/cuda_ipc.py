@@ -11,20 +11,26 @@ killed closes its descriptors in no particular order, so its kernels may still r
 waits until the process has ended; by then the driver has destroyed its context.
 """
 
+import fcntl
 import os
 import select
+import socket
 import struct
 from collections.abc import Callable
 from itertools import islice
 from typing import Final
 
+import numpy as np
+
 from kvtransfer.memory.cuda import HANDLE_BYTES, DeviceMemory, Mapping, device_uuid
 from kvtransfer.memory.device_copy import DIGEST_EVERY_MAX, DeviceCopier, DeviceDigester
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
+from kvtransfer.memory.shared import SEALS, map_shared
 from kvtransfer.session.limits import WINDOW_SEGMENTS_MAX
 from kvtransfer.transports.granted import Granted, GrantedWriter, GrantingReceiver
 from kvtransfer.transports.transport import (
+    MAX_QUEUED_SEGMENTS,
     Answer,
     Channel,
     Inbox,
@@ -35,17 +41,19 @@ from kvtransfer.transports.transport import (
     SegmentJob,
     Transport,
 )
-from kvtransfer.transports.unix_rendezvous import CancelFlags, cannot_grant, check_fit, check_sealed, ready, send_hello
 from kvtransfer.transports.unix_socket import (
     GRANT,
     GRANT_BLOCKS_MAX,
     READY,
     UnixConnection,
     UnixListener,
+    check_sealed,
     connect,
     pack_grants,
     peer_process,
+    ready,
     receive_with_descriptors,
+    send_with_descriptors,
     unpack_grants,
 )
 
@@ -53,7 +61,39 @@ _HELLO = struct.Struct(f"<8sQQQQQ16s{HANDLE_BYTES}s")
 """Magic, bytes of the pool's memory, blocks in it, sub-blocks in a block, bytes of a sub-block, one segment in how many is
 digested, the GPU's id, the handle of the memory."""
 _MAGIC = b"cdkvipc1"
+_RATIO_MAX: Final = 4096
 DEATH_WAIT_MS: Final = 10_000  # still alive then, the process has closed its connection in order, after its last write
+
+
+class CancelFlags:
+    """Revoked sequences: slot `sequence % MAX_QUEUED_SEGMENTS` holds `sequence + 1`. No more are under way at once."""
+
+    SIZE = 8 * MAX_QUEUED_SEGMENTS
+
+    def __init__(self, descriptor: int) -> None:
+        self._words = np.frombuffer(map_shared(descriptor, self.SIZE), dtype=np.uint64)
+
+    def revoke(self, sequence: int) -> None:
+        self._words[sequence % MAX_QUEUED_SEGMENTS] = sequence + 1
+
+    def is_revoked(self, sequence: int) -> bool:
+        return int(self._words[sequence % MAX_QUEUED_SEGMENTS]) == sequence + 1
+
+
+def send_hello(connected: socket.socket, hello: bytes, descriptors: list[int], their_lifeline: int) -> CancelFlags:
+    """The receiver's first word, with these descriptors, that of a new board, and the sender's end of the lifeline, of
+    which our own copy is closed."""
+    try:
+        board_memory = os.memfd_create("crossdock-kv-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(board_memory, CancelFlags.SIZE)
+            fcntl.fcntl(board_memory, fcntl.F_ADD_SEALS, SEALS)
+            send_with_descriptors(connected, hello, [*descriptors, board_memory, their_lifeline])
+            return CancelFlags(board_memory)
+        finally:
+            os.close(board_memory)
+    finally:
+        os.close(their_lifeline)
 
 
 class CudaWriter(GrantedWriter[list[int]]):
@@ -202,6 +242,16 @@ class _Told:
         self.board = CancelFlags(descriptors[0])
 
 
+def check_fit(sub_blocks: KvLayout, pool_bytes: int, blocks: int, ratio: int, sub_block_bytes: int) -> int:
+    """The bytes that the receiver's blocks take. Raises `PairBroken` if what it says of its pool cannot be so."""
+    if sub_block_bytes != sub_blocks.block_bytes:
+        raise PairBroken(f"the receiver's blocks have {sub_block_bytes} bytes, ours {sub_blocks.block_bytes}")
+    used = blocks * ratio * sub_block_bytes
+    if blocks < 1 or not 1 <= ratio <= _RATIO_MAX or used > pool_bytes:
+        raise PairBroken(f"the receiver's {blocks} blocks do not fit its {pool_bytes} bytes")
+    return used
+
+
 def hello(rows: PoolRows, memory: DeviceMemory, digest_every: int, device: bytes) -> bytes:
     blocks, ratio = rows.sub_blocks // rows.ratio, rows.ratio
     sub_block_bytes = rows.layout.block_bytes
@@ -247,7 +297,11 @@ class CudaIpc(Transport):
     def unusable(self, local: LocalEnd, same_host: bool) -> str:
         if not isinstance(local.memory, DeviceMemory):
             return "the KV pool is not in GPU memory that others can map"
-        return cannot_grant(local, same_host)
+        if not same_host:
+            return "another host, user or namespace"
+        if local.segment_blocks > GRANT_BLOCKS_MAX:
+            return f"segments of more than {GRANT_BLOCKS_MAX} blocks"
+        return ""
 
     def listen(self, local: LocalEnd) -> Listener:
         return _Listener(local)

@@ -12,6 +12,7 @@ at once, since only the receiver itself writes to its blocks; its place is used 
 
 import os
 import struct
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -21,7 +22,6 @@ from kvtransfer.memory.copying import Copier
 from kvtransfer.memory.digests import Digester, unpack
 from kvtransfer.memory.pool import PoolRows
 from kvtransfer.memory.shared import SharedMemory, map_shared
-from kvtransfer.memory.window import WindowRing
 from kvtransfer.session.limits import SHM_WINDOW_BYTES, WINDOW_SEGMENTS_MAX
 from kvtransfer.transports.granted import Granted, GrantedWriter, GrantingReceiver
 from kvtransfer.transports.transport import (
@@ -35,13 +35,14 @@ from kvtransfer.transports.transport import (
     SegmentJob,
     Transport,
 )
-from kvtransfer.transports.unix_rendezvous import check_sealed, ready
 from kvtransfer.transports.unix_socket import (
     GRANT,
     READY,
     UnixConnection,
     UnixListener,
+    check_sealed,
     connect,
+    ready,
     receive_with_descriptors,
     send_with_descriptors,
 )
@@ -83,6 +84,41 @@ class ShmWriter(GrantedWriter[int | None]):
         if where + job.blocks > self._window_sub_blocks:
             raise PairBroken(f"the receiver granted {job.blocks} blocks from {where} of {self._window_sub_blocks}")
         return self._copier.copy(job.block_ids, range(where, where + job.blocks), go_on, job.digest)
+
+
+class WindowRing:
+    """A ring of `sub_blocks` sub-blocks. Contiguous ranges of it are taken and given back in the same order."""
+
+    def __init__(self, sub_blocks: int) -> None:
+        self._sub_blocks = sub_blocks
+        self._held: deque[tuple[int, int]] = deque()  # (first sub-block, sub-blocks), the oldest first
+
+    def take(self, count: int) -> int | None:
+        """Take a contiguous range of `count` sub-blocks. Returns its first sub-block, or None if there is no room now."""
+        first = self._place(count)
+        if first is not None:
+            self._held.append((first, count))
+        return first
+
+    def give_back(self) -> None:
+        """Give back the range that was taken first."""
+        self._held.popleft()
+
+    def take_back(self) -> None:
+        """Undo the last `take`."""
+        self._held.pop()
+
+    def _place(self, count: int) -> int | None:
+        assert count > 0
+        if not self._held:
+            return 0 if count <= self._sub_blocks else None
+        oldest, (last, length) = self._held[0][0], self._held[-1]
+        end = last + length
+        if end <= oldest:  # it has gone round
+            return end if end + count <= oldest else None
+        if end + count <= self._sub_blocks:
+            return end
+        return 0 if count <= oldest else None
 
 
 class ShmReceives(GrantingReceiver[int]):

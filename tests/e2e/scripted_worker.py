@@ -101,7 +101,7 @@ def _answer(prompt: bytes) -> list[int]:
 
 
 def run(settings: WorkerSettings) -> int:
-    load = process.load_engine
+    load = process.load_engine  # type: ignore[attr-defined]
 
     def load_scripted(*arguments: Any, **options: Any) -> Engine:
         engine = load(*arguments, **options)

@@ -14,9 +14,8 @@ import pytest
 from kvtransfer.memory.pool import PoolRows
 from kvtransfer.memory.shared import SEALS
 from kvtransfer.session.limits import KvSettings
-from kvtransfer.transports.cuda_ipc import CudaReceiver, CudaWriter
+from kvtransfer.transports.cuda_ipc import CancelFlags, CudaReceiver, CudaWriter
 from kvtransfer.transports.transport import UNWANTED, Channel, Inbox, LocalEnd, PairBroken, SegmentJob
-from kvtransfer.transports.unix_rendezvous import CancelFlags
 from kvtransfer.transports.unix_socket import DONE, SKIPPED, UnixConnection
 from tests.kvtransfer.ends import LAYOUT, WAIT_S, filled_pool, same_bytes
 

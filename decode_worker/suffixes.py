@@ -156,7 +156,6 @@ class Suffixes(Generic[S]):
             self._first_tokens_drawn(attempt, suffix, items)
 
     def failed(self, begun: Slice[S], error: str) -> None:
-        """Handle the failure of the step with this slice."""
         begun.suffix.in_step = False
         report = begun.attempt.final_report
         if report is not None:

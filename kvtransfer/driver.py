@@ -13,8 +13,8 @@ import torch
 from kvtransfer.memory.digests import BlockDigests
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
-from kvtransfer.owners import TransferOwner
 from kvtransfer.peer import Key, Peer
+from kvtransfer.ports import TransferOwner
 from kvtransfer.rate_limiter import RateLimiter
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.session import (
@@ -86,7 +86,6 @@ class TransferDriver(ABC, Generic[S]):
 
     @property
     def sessions(self) -> int:
-        """The number of sessions that have not ended."""
         return len(self._live)
 
     def peer_lost(self, peer_incarnation: int, reason: str) -> None:
@@ -124,8 +123,7 @@ class TransferDriver(ABC, Generic[S]):
         """Carry out an action that concerns segments."""
 
     @abstractmethod
-    def _report(self, session: S, ended: SessionEnded) -> None:
-        """Hand the result to the caller."""
+    def _report(self, session: S, ended: SessionEnded) -> None: ...
 
     def _begin(self, session: S, peer: Peer) -> None:
         key = session.key

@@ -3,9 +3,10 @@
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvtransfer.memory.pool import PoolRows
-from kvtransfer.session.session import AnnounceOrder, SendSegment, TransferSession
+from kvtransfer.session.session import AnnounceOrder, SendSegment
 from kvtransfer.transports.pair import Pair
 from proto.kv import PairListen
 
@@ -25,13 +26,13 @@ class Peer:
     transport: str = ""  # in use, or by which it tries to meet; empty until known
     why: str = ""  # the reason against better transports
     ready: bool = False
-    sessions: dict[Key, TransferSession] = field(default_factory=dict)
+    sessions: dict[Key, Any] = field(default_factory=dict)
     timer: asyncio.TimerHandle | None = None  # until both ends must have met
     dropped: bool = False
     used_at: float = 0.0
     encrypt: bool = False  # `tcp` encrypts the KV
     # On the sender: segments of all its sessions, in the order in which they became ready.
-    waiting: deque[tuple[TransferSession, SendSegment]] = field(default_factory=deque)
+    waiting: deque[tuple[Any, SendSegment]] = field(default_factory=deque)
     announced: int = 0
     # On the receiver:
     order: AnnounceOrder = field(default_factory=AnnounceOrder)

@@ -8,8 +8,8 @@ import torch
 
 from kvtransfer.driver import TransferDriver
 from kvtransfer.memory.layout import KvLayout, blocks_of, sub_blocks_of
-from kvtransfer.owners import ReceiverOwner
 from kvtransfer.peer import Peer
+from kvtransfer.ports import ReceiverOwner
 from kvtransfer.rate_limiter import ByteBucket, RateLimiter
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.receiver import DECLINED, FAILED, ReceiverSession
@@ -79,7 +79,6 @@ class KvReceiver(TransferDriver[ReceiverSession]):
             self._feed(session, self._decision(session, answer))
 
     def receiving(self) -> list[Receiving]:
-        """Returns the sessions that have target blocks now."""
         return [
             Receiving(*key, session.peer.incarnation, session.state, blocks_of(sub_blocks, session.peer.rows.ratio))
             for key, session in self._live.items()

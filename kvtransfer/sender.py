@@ -9,8 +9,8 @@ import torch
 from kvtransfer.driver import TransferDriver
 from kvtransfer.memory.digests import BlockDigests
 from kvtransfer.memory.layout import KvLayout, sub_blocks_of
-from kvtransfer.owners import SenderOwner
 from kvtransfer.peer import Peer
+from kvtransfer.ports import SenderOwner
 from kvtransfer.session.limits import WINDOW_SEGMENTS_MAX, KvSettings
 from kvtransfer.session.sender import SenderSession, announcement, next_parts
 from kvtransfer.session.session import (
@@ -145,7 +145,6 @@ class KvSender(TransferDriver[SenderSession]):
             self._digests.forget(block_ids)
 
     def transports(self) -> list[PairState]:
-        """Returns the transport of each pair that is ready."""
         return [
             PairState(incarnation, peer.transport, peer.why) for incarnation, peer in self._peers.items() if peer.ready
         ]
@@ -251,7 +250,6 @@ class KvSender(TransferDriver[SenderSession]):
         self._pump(peer)
 
     def _window(self, peer: Peer) -> int:
-        """Returns how many segments may be in flight at once."""
         if TRANSPORTS[peer.transport].skips_unwanted:
             return WINDOW_SEGMENTS_MAX
         segment_bytes = self._segment_blocks(peer) * peer.rows.layout.block_bytes

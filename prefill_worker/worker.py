@@ -10,7 +10,7 @@ from engine.engine import Engine
 from engine.kv.allocator import BlockAllocator
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
-from kvtransfer.owners import ReceiverOwner, SenderOwner
+from kvtransfer.ports import ReceiverOwner, SenderOwner
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session.limits import DIGEST_EVERY, FETCH_IDLE_MS, KvSettings, segment_bytes_on
@@ -112,7 +112,6 @@ class PrefillWorker(SenderOwner):
         )
 
     def _make_receiver(self, layout: KvLayout, memory: PoolMemory | None, settings: KvSettings) -> KvReceiver:
-        """The receiver for what is fetched."""
         return KvReceiver(
             layout=layout,
             pool=self.engine.pool,

@@ -54,8 +54,6 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True)
 class ComputeStep(Generic[ResultT]):
-    """One step of the model."""
-
     tokens: int
     compute: Callable[[], ResultT]  # called on the compute thread
     done: Callable[[ResultT], Callable[[], None]]  # takes the result; returns what can wait until the next step runs
@@ -95,8 +93,7 @@ class WorkerRole(Protocol):
     async def close_transfers(self) -> None:
         """Ends what is under way. May raise `TimeoutError`."""
 
-    async def close(self) -> None:
-        """Close the role's own links."""
+    async def close(self) -> None: ...
 
 
 class WorkerDriver:

@@ -247,7 +247,7 @@ def say_what_is_encrypted(settings: WorkerSettings, transports: tuple[str, ...],
 
 
 class MixedPoolTooSmall(BadOption):
-    """The pool is too small for a mixed worker."""
+    pass
 
 
 def split(engine: Engine, settings: WorkerSettings) -> dict[Role, Engine]:

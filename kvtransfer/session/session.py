@@ -94,15 +94,11 @@ class OfferAccepted:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The local side does not take the offer."""
-
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class CommitArrived:
-    """A `Commit` with the binary frame that follows it."""
-
     commit: Commit
     blob: bytes
 
@@ -121,7 +117,7 @@ class PairLost:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed, so a deadline may have expired."""
+    pass
 
 
 # --- actions --------------------------------------------------------------------------------------------------------
@@ -164,8 +160,6 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """The peer broke the protocol; for the counter."""
-
     reason: str
 
 
@@ -212,8 +206,6 @@ class KvReceiveFailed:
 
 @dataclass(frozen=True, slots=True)
 class KvDeclined:
-    """The local side refused the offer."""
-
     request_id: str
     attempt: int
     reason: str

@@ -197,7 +197,6 @@ class TcpListener:
             each.abandon(why)
 
     def _serve(self, listening: socket.socket) -> None:
-        """Wait for something to happen, and deal with it."""
         oldest = next(iter(self._pending.values()), (math.inf, None))[0]
         next_at = oldest if self._resume_at is None else min(oldest, self._resume_at)
         ready = self._selector.select(None if next_at == math.inf else max(0.0, next_at - time.monotonic()))

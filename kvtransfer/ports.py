@@ -1,4 +1,4 @@
-"""What a worker and its KV drivers call of each other. All methods run on the event loop, unless they say otherwise."""
+"""The calls between a worker and its KV drivers. All methods run on the event loop, unless they say otherwise."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -35,7 +35,7 @@ from worker.role_change import RoleDrivers, run_roles
 from worker.step_watch import StepWatch
 
 ROLES = {"prefill": ("prefill_worker.worker", "PrefillWorker"), "decode": ("decode_worker.worker", "DecodeWorker")}
-"""By name, since these packages import this one."""
+"""The classes of the roles are named only, since their packages import this one."""
 MakeRole = Callable[[Engine, BlockAllocator, WorkerDriver, tuple[str, ...], set[int], PoolMemory | None], WorkerRole]
 
 

@@ -8,7 +8,6 @@ from functools import partial
 from decode_worker.batch import RunningBatch, StepPlan
 from decode_worker.compute import DecodeStepResult, run_ahead, run_step
 from decode_worker.core import DecodeCore
-from decode_worker.leases import QUARANTINE_WARN_S, leases
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.requests import Attempt, AttemptTable
 from decode_worker.senders import Senders
@@ -17,7 +16,7 @@ from engine.engine import Engine
 from engine.kv.allocator import BlockAllocator
 from engine.sampling.sampler import SamplerState
 from kvtransfer.memory.layout import KvLayout
-from kvtransfer.owners import ReceiverOwner, SenderOwner
+from kvtransfer.ports import ReceiverOwner, SenderOwner
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session.limits import DIGEST_EVERY, FETCH_IDLE_MS, KvSettings, segment_bytes_on
@@ -36,10 +35,11 @@ from runtime.process import clock
 from runtime.process.rate_limited_log import RateLimitedLog
 from runtime.settings.addresses import advertised
 from runtime.settings.workers import WorkerSettings
-from runtime.worker.driver import WorkerDriver
-from runtime.worker.gpu_faults import end_if_gpu_is_lost
-from runtime.worker.grammars import GrammarThread
-from runtime.worker.role import ComputeStep
+from worker.driver import ComputeStep, WorkerDriver
+from worker.gpu_faults import end_if_gpu_is_lost
+from worker.grammars import GrammarThread
+
+QUARANTINE_WARN_S = 10.0  # longer than a transfer thread waits for a reachable peer; then an operator should look
 
 
 class DecodeWorker(ReceiverOwner):
@@ -51,11 +51,14 @@ class DecodeWorker(ReceiverOwner):
         blocks: BlockAllocator,
         driver: WorkerDriver,
         transports: tuple[str, ...],
+        own_receivers: set[int],
         memory: PoolMemory | None,
     ) -> None:
-        """`blocks` are those of the engine's pool, all free or cached. `transports` are those that KV may come by; `memory` is
-        what the KV pool lies in, if other processes may map it."""
+        """`blocks` are those of the engine's pool, all free or cached. `transports` are those that KV may come by;
+        `own_receivers` are the incarnations of the decode workers in this process; `memory` is what the KV pool lies in, if
+        other processes may map it."""
         settings, info = driver.settings, engine.info
+        own_receivers.add(driver.hello.incarnation)
         self.engine, self.driver, self.log = engine, driver, driver.log
         self.registration, self.gateways = driver.registration, driver.gateways
         batch: RunningBatch[SamplerState] = RunningBatch(depth=1 if engine.pipeline is None else 2)
@@ -102,7 +105,6 @@ class DecodeWorker(ReceiverOwner):
         )
 
     def _make_sender(self, layout: KvLayout, settings: KvSettings) -> KvSender:
-        """The sender for what prefill workers fetch."""
         return KvSender(
             layout=layout,
             pool=self.engine.pool,
@@ -235,11 +237,8 @@ class DecodeWorker(ReceiverOwner):
         blocks = self.core.table.quarantined.get(key)
         if blocks is None:
             return
-        incarnations = [
-            lease.peer_incarnation
-            for lease in leases(self.core.table, self.receiver.receiving())
-            if (lease.request_id, lease.attempt) == key
-        ]
+        receiving = self.receiver.receiving()
+        incarnations = [one.peer_incarnation for one in receiving if (one.request_id, one.attempt) == key]
         self.log.warning(
             f"{len(blocks)} KV blocks cannot be used: their sender stopped amid a transfer and may still write to them;"
             " ending that prefill worker frees them",
@@ -266,7 +265,6 @@ class DecodeWorker(ReceiverOwner):
         return ComputeStep(len(newest.rows), compute, partial(self._step_done, None), self._step_failed)
 
     def _next_slice(self) -> Slice[SamplerState] | None:
-        """The part of a prompt that the next step computes."""
         running, tokens_max = len(self.table.batch.running), self.driver.settings.step_tokens_on(self.engine.on_gpu)
         if running:
             tokens_max = min(tokens_max, self.slices.tokens(running, self.core.tpot_targets()))

@@ -64,7 +64,6 @@ FOLDERS_MAY_IMPORT = {
         "settings": "process",
         "storage": "",
         "tenancy": "process",
-        "worker": "grammar link metrics process settings",
     },
 }
 """Which folders of a package each of its folders may import. Files beside the folders are not in the table."""

@@ -18,8 +18,8 @@ LINES_MAX = 500
 FUNCTION_LINES_MAX = 60
 
 EVERYTHING = frozenset(
-    "proto runtime kvtransfer engine scheduler coordinator gateway prefill_worker decode_worker simulation tuning "
-    "launcher".split()
+    "proto runtime kvtransfer engine scheduler coordinator gateway worker prefill_worker decode_worker "
+    "simulation tuning launcher".split()
 )
 MAY_IMPORT = {
     "proto": frozenset[str](),
@@ -29,8 +29,9 @@ MAY_IMPORT = {
     "scheduler": frozenset({"proto", "runtime"}),
     "coordinator": frozenset({"proto", "runtime", "scheduler"}),
     "gateway": frozenset({"proto", "runtime"}),
-    "prefill_worker": frozenset({"proto", "runtime", "engine", "kvtransfer"}),
-    "decode_worker": frozenset({"proto", "runtime", "engine", "kvtransfer"}),
+    "worker": frozenset({"proto", "runtime", "engine", "kvtransfer"}),
+    "prefill_worker": frozenset({"proto", "runtime", "engine", "kvtransfer", "worker"}),
+    "decode_worker": frozenset({"proto", "runtime", "engine", "kvtransfer", "worker"}),
     "simulation": EVERYTHING - {"launcher", "tuning"},
     "tuning": EVERYTHING - {"launcher"},
     "launcher": EVERYTHING,
@@ -46,11 +47,9 @@ PURE = (
     "coordinator/*.py",
     "coordinator/*/*.py",
     "kvtransfer/transport_choice.py",
-    "kvtransfer/idle_connections.py",
     "kvtransfer/memory/layout.py",
     "kvtransfer/session/*.py",
     "kvtransfer/transports/tcp/handshake.py",
-    "kvtransfer/transports/tcp/pending.py",
     "runtime/tenancy/priority_classes.py",
     "runtime/tenancy/tenants.py",
     "runtime/tenancy/faults.py",
@@ -86,11 +85,11 @@ PURE = (
     "decode_worker/suffixes.py",
     "prefill_worker/core.py",
     "prefill_worker/prompts.py",
-    "runtime/worker/ports.py",
+    "worker/ports.py",
     "runtime/link/failure_detector.py",
-    "runtime/worker/service.py",
-    "runtime/worker/changeover.py",
-    "runtime/worker/step_watch.py",
+    "worker/service.py",
+    "worker/changeover.py",
+    "worker/step_watch.py",
     "launcher/cluster/file.py",
     "launcher/cluster/plan.py",
     "launcher/local/core_plan.py",

@@ -17,7 +17,6 @@ from gateway.streams.state import StreamPhase, Submission
 from gateway.streams.types import SendSubmit, StreamLimits
 from proto.errors import Interrupt
 from proto.messages import Release, Submit, TokenItem
-from runtime.worker.service import Service
 from scheduler.cluster import Cluster
 from scheduler.fairness.held_shares import HeldShares
 from scheduler.lifecycle import RequestState
@@ -30,6 +29,7 @@ from scheduler.workers.pool import Pool
 from scheduler.workers.worker import Worker
 from tests.world.faults.ledger import CheckedLedger
 from tests.world.planted import Planted
+from worker.service import Service
 
 BUGS = Planted()
 bug = BUGS.add

@@ -5,7 +5,7 @@ the other, and hands the results back. A mixed worker has two drivers, one for e
 thread.
 
 A change of role makes other drivers, each with a role and an incarnation of its own, over the same engine and thread. They get
-ready while the present ones are drained. Then these end and those register (`runtime.worker.changeover`).
+ready while the present ones are drained. Then these end and those register (`worker.changeover`).
 """
 
 import asyncio
@@ -15,12 +15,14 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
+from engine.engine import Engine
 from proto import limits
 from proto.errors import CrossdockError
 from proto.messages import Hello, Message, Role, StatusRequest
@@ -28,8 +30,9 @@ from proto.parts import Capacity, Held
 from proto.progress import Hung
 from proto.status import KvHeld
 from runtime.link.connection_pool import ConnectionPool
-from runtime.link.peer import LinkSettings
+from runtime.link.peer import LinkCounters, LinkSettings
 from runtime.metrics.common import link_counters
+from runtime.metrics.registry import MetricsRegistry
 from runtime.metrics.server import MetricsPage
 from runtime.process import clock
 from runtime.process.driver import Stop, watched
@@ -37,26 +40,68 @@ from runtime.process.exits import HUNG_EXIT
 from runtime.process.log import Log
 from runtime.process.zmq_sockets import close_sockets
 from runtime.settings.workers import WorkerSettings
-from runtime.worker.changeover import Changeover
-from runtime.worker.gpu_faults import end_if_gpu_is_lost
-from runtime.worker.registration import Registration
-from runtime.worker.role import ComputeStep, LoadedEngine, WorkerRole
-from runtime.worker.step_watch import StepWatch
+from worker.changeover import Changeover
+from worker.gpu_faults import end_if_gpu_is_lost
+from worker.registration import Registration
+from worker.step_watch import StepWatch
 
 _STEP_END_S = 5.0
 
 NOTHING_HELD = KvHeld(0, 0, 0)
 
 ResultT = TypeVar("ResultT")
-EngineT = TypeVar("EngineT", bound=LoadedEngine)
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeStep(Generic[ResultT]):
+    tokens: int
+    compute: Callable[[], ResultT]  # called on the compute thread
+    done: Callable[[ResultT], Callable[[], None]]  # takes the result; returns what can wait until the next step runs
+    failed: Callable[[str], None]
+    log_fields: Mapping[str, object] = field(default_factory=dict)
+
+
+class WorkerRole(Protocol):
+    """The differences between prefill and decode: `prefill_worker.worker.PrefillWorker`,
+    `decode_worker.worker.DecodeWorker`."""
+
+    @property
+    def registry(self) -> MetricsRegistry: ...
+    @property
+    def ports(self) -> Mapping[str, LinkCounters]:
+        """Counters of the ports that this role listens on, by name."""
+
+    async def start(self) -> str:
+        """Open those ports. Returns the address that others connect to; empty if there is none. Raises `CannotBind`."""
+
+    def registered(self) -> None:
+        """The coordinator knows this worker, for the first time or again."""
+
+    def order(self, message: Message, blob: bytes) -> None:
+        """Carry out an order of the coordinator. Raises `RemoteProtocolError`."""
+
+    def held(self) -> tuple[Held, ...]: ...
+    def kv_held(self) -> KvHeld: ...
+    def coordinator_lost(self, reason: str) -> None: ...
+    def gateway_lost(self, incarnation: int, reason: str) -> None: ...
+    def gateway_said(self, incarnation: int, message: Message) -> None:
+        """A gateway has sent this on the link that the worker has made to it. Raises `RemoteProtocolError`."""
+
+    def next_step(self) -> ComputeStep[Any] | None:
+        """The next step to run; None while there is none. `WorkerDriver.wake` says when that changes."""
+
+    async def close_transfers(self) -> None:
+        """Ends what is under way. May raise `TimeoutError`."""
+
+    async def close(self) -> None: ...
 
 
 class WorkerDriver:
     def __init__(
         self,
         settings: WorkerSettings,
-        engine: EngineT,
-        make_role: "Callable[[EngineT, WorkerDriver], WorkerRole]",
+        engine: Engine,
+        make_role: "Callable[[Engine, WorkerDriver], WorkerRole]",
         *,
         thread: Executor,
         name: str,
@@ -148,8 +193,6 @@ class WorkerDriver:
         if stepping.done() and not stepping.cancelled():
             stepping.result()
 
-    # --- the coordinator ------------------------------------------------------------------------------------------------
-
     # --- for the registration (`Registered`) --------------------------------------------------------------------------
 
     def held(self) -> tuple[Held, ...]:
@@ -237,7 +280,7 @@ class WorkerDriver:
             os._exit(HUNG_EXIT)
 
 
-def _hello(settings: WorkerSettings, engine: LoadedEngine, name: str, metrics: str, *, is_mixed: bool) -> Hello:
+def _hello(settings: WorkerSettings, engine: Engine, name: str, metrics: str, *, is_mixed: bool) -> Hello:
     """`metrics` is where this worker can be observed. `is_mixed`: it is one role of a mixed worker."""
     info = engine.info
     computes = settings.stall_share > 0 and settings.prefix_cache and not engine.on_gpu

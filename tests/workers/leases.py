@@ -20,8 +20,6 @@ from kvtransfer.session.session import Receiving
 
 S = TypeVar("S")
 
-QUARANTINE_WARN_S = 10.0  # longer than a transfer thread waits for a reachable peer; then an operator should look
-
 
 @dataclass(frozen=True, slots=True)
 class Lease:

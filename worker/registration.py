@@ -22,7 +22,7 @@ from runtime.process import clock
 from runtime.process.driver import Stop
 from runtime.process.log import Log
 from runtime.settings.workers import WorkerSettings
-from runtime.worker.service import FLIP_AFTER_S, GO_AFTER_S, Service
+from worker.service import FLIP_AFTER_S, GO_AFTER_S, Service
 
 FINISHED_MAX = 4096
 IN_DOUBT_S = 5.0  # longer than a coordinator is silent before it counts as lost, or its ledger writes a row
@@ -31,8 +31,7 @@ IN_DOUBT_S = 5.0  # longer than a coordinator is silent before it counts as lost
 class Registered(Protocol):
     """The part of a worker that its `Registration` uses."""
 
-    def held(self) -> tuple[Held, ...]:
-        """The worker's allocations, for each `Hello`."""
+    def held(self) -> tuple[Held, ...]: ...
 
     def is_idle(self) -> bool:
         """Returns whether nothing waits to be done or sent, apart from what is `held`. Call `Registration.look` when this
@@ -41,20 +40,16 @@ class Registered(Protocol):
     def is_quiet(self) -> bool:
         """Whether no transfer can touch a block."""
 
-    def order(self, message: Message, blob: bytes) -> None:
-        """The coordinator has sent this."""
+    def order(self, message: Message, blob: bytes) -> None: ...
 
-    def registered(self) -> None:
-        """Called after each registration."""
+    def registered(self) -> None: ...
 
-    def coordinator_lost(self, reason: str) -> None:
-        """Called when the coordinator goes."""
+    def coordinator_lost(self, reason: str) -> None: ...
 
     def flip_ordered(self, role: Role | None) -> None:
         """The coordinator orders a role change, so prepare it and call `ready_to_flip`. None: the order is withdrawn."""
 
-    def may_flip(self) -> None:
-        """Called when the role could change."""
+    def may_flip(self) -> None: ...
 
 
 class Registration:
@@ -115,7 +110,6 @@ class Registration:
 
     @property
     def up(self) -> bool:
-        """Whether the coordinator is there."""
         return self._peer is not None
 
     def send(self, message: Message) -> None:
@@ -160,7 +154,6 @@ class Registration:
 
     @property
     def could_flip(self) -> bool:
-        """Whether the worker could change its role at this moment."""
         return self._service.may_flip(empty=not self._owner.held() and self._owner.is_idle() and self._owner.is_quiet())
 
     def flip(self) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from proto.drain import Drained, Draining, Flip
 from proto.messages import Role
-from runtime.worker.service import FLIP_AFTER_S, Service
+from worker.service import FLIP_AFTER_S, Service
 
 
 def test_leaving_worker_goes_when_empty() -> None:

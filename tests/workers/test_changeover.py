@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from proto.messages import Role
-from runtime.worker.changeover import Changeover
+from worker.changeover import Changeover
 
 
 @dataclass(eq=False)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from runtime.worker.step_watch import FIRST_OF_ITS_SIZE, TIMES_THE_LONGEST, StepWatch
+from worker.step_watch import FIRST_OF_ITS_SIZE, TIMES_THE_LONGEST, StepWatch
 
 
 class Watched:

@@ -13,10 +13,9 @@ from proto.messages import Role
 from runtime.link.server import CannotBind
 from runtime.process import log, notify
 from runtime.process.driver import Stop
-from runtime.worker import process, role_change
-from runtime.worker.driver import WorkerDriver
-from runtime.worker.role import ComputeStep
-from runtime.worker.step_watch import StepWatch
+from worker import process, role_change
+from worker.driver import ComputeStep, WorkerDriver
+from worker.step_watch import StepWatch
 
 
 def test_readiness_needs_both_roles(monkeypatch: pytest.MonkeyPatch) -> None:

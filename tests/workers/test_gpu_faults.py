@@ -13,7 +13,7 @@ from kvtransfer.memory.cuda import CudaError
 from kvtransfer.transports.transport import PairBroken
 from proto.errors import CrossdockError
 from runtime.process.exits import GPU_EXIT, HOPELESS_EXITS
-from runtime.worker.gpu_faults import breaks_cuda_context
+from worker.gpu_faults import breaks_cuda_context
 
 pytestmark = pytest.mark.cluster
 
@@ -103,8 +103,8 @@ from types import SimpleNamespace
 import torch
 from runtime.process import log
 from runtime.process.driver import run_process
-from runtime.worker.driver import WorkerDriver
-from runtime.worker.step_watch import StepWatch
+from worker.driver import WorkerDriver
+from worker.step_watch import StepWatch
 from {role}_worker import worker
 
 said = []

@@ -11,7 +11,7 @@ from proto.messages import Role
 
 
 class Half(Protocol):
-    """One registration: `runtime.worker.registration.Registration` is the real one."""
+    """One registration: `worker.registration.Registration` is the real one."""
 
     @property
     def could_flip(self) -> bool: ...

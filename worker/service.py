@@ -41,7 +41,6 @@ class Service:
         return Draining(self.hand_over_ms(now))
 
     def ordered(self, order: Draining | Drained | Flip, now: float) -> None:
-        """The coordinator orders it."""
         self._dismissed = isinstance(order, Drained)  # after any other order it is said anew, if it is so
         if not isinstance(order, Drained):
             self.flips_to = order.role if isinstance(order, Flip) and not self.leaving else None

@@ -9,7 +9,7 @@ import pytest
 GROUP = Path("/proc/self/autogroup")
 GROUPS = """
 from pathlib import Path
-from runtime.worker.niceness import be_nice_as_group
+from engine.thread import be_nice_as_group
 for nice in (7, 0):
     be_nice_as_group(nice)
     print(Path("/proc/self/autogroup").read_text().split()[-1])

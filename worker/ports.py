@@ -10,7 +10,7 @@ TakeChanges = Callable[[int], tuple[bytes, bytes]]
 
 
 class CoordinatorLink(Protocol):
-    """`runtime.worker.registration.Registration` is the real one."""
+    """`worker.registration.Registration` is the real one."""
 
     @property
     def up(self) -> bool: ...

@@ -12,8 +12,8 @@ from runtime.link.server import CannotBind
 from runtime.process.driver import Stop, watched
 from runtime.process.log import Log
 from runtime.settings import machine
-from runtime.worker.changeover import Changeover
-from runtime.worker.driver import WorkerDriver
+from worker.changeover import Changeover
+from worker.driver import WorkerDriver
 
 MakeDrivers = Callable[[Role, Sequence[WorkerDriver], Changeover], list[WorkerDriver]]  # from those of the role before
 

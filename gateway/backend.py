@@ -72,16 +72,14 @@ class Backend:
         self.metrics = metrics
         self._driver: CoreDriver[Event, Action] = CoreDriver(self.keeper, perform=self._perform, tick=Tick())
         self._workers = WorkerLinks()
-        self._worker_peers: dict[int, Peer] = {}
-        """Workers that are connected, by incarnation."""
+        self._worker_peers: dict[int, Peer] = {}  # Workers that are connected, by incarnation
         self._kinds: dict[str, set[tuple[str, str]]] = {name: set() for name in self.models}
         self._fingerprints: dict[str, str] = {}
         self._coordinator: LinkPeer | None = None
         self._servable: frozenset[str] = frozenset()
         self._hash_block_sizes: dict[str, int] = {}
         """Tokens that each hash of a prompt is to cover, by model, as the coordinator last said."""
-        self.hash_key = b""
-        """The cluster's key for the hashes of prompts, as the coordinator says it."""
+        self.hash_key = b""  # The cluster's key for the hashes of prompts, as the coordinator says it
         self.on_room: Callable[[str, Room], None] = lambda _model, _room: None
         """Is told the largest request that a model's workers can hold."""
         self._receivers: dict[str, EventReceiver] = {}

@@ -11,8 +11,7 @@ from runtime.metrics.tenant_labels import TenantLabels
 from runtime.tenancy.tenants import ClassTargets
 
 PREFIX = "crossdock_gateway_"
-_GAPS_OVER_MAX = 0.01
-"""The fraction of a stream's gaps that may exceed its tenant's limit."""
+_GAPS_OVER_MAX = 0.01  # The fraction of a stream's gaps that may exceed its tenant's limit
 
 
 class GatewayMetrics:
@@ -49,8 +48,7 @@ class GatewayMetrics:
         self.noticed = registry.counter(
             PREFIX + "stream_events", "Streams resumed, and tokens that were dropped, by kind.", "kind"
         )
-        self.active: Callable[[], int] = int
-        """Set by the owner of the streams."""
+        self.active: Callable[[], int] = int  # Set by the owner of the streams
         registry.gauge(PREFIX + "active_streams", "Prompts being answered.", lambda: self.active())
         registry.gauge(PREFIX + "tasks", "asyncio tasks that have not ended.", lambda: len(asyncio.all_tasks()))
 
@@ -127,8 +125,7 @@ class StreamTimes:
         self._metrics, self._tenant, self._opened_at = metrics, tenant, now
         self._model = metrics.of(model)
         self._first_at: float | None = None
-        self._last_at: dict[int, float] = {}
-        """When each choice last got tokens."""
+        self._last_at: dict[int, float] = {}  # When each choice last got tokens
         self._tokens = self._gaps = self._gaps_over = 0
         self._model.prompt_tokens.inc(prompt_tokens)
 

@@ -12,10 +12,8 @@ _SHARE = 4
 
 @dataclass(frozen=True)
 class KeptResponse:
-    items: bytes
-    """JSON: the conversation's items, the response's own included."""
-    response: bytes
-    """JSON."""
+    items: bytes  # JSON: the conversation's items, the response's own included
+    response: bytes  # JSON
     until: float
 
     @property
@@ -32,8 +30,7 @@ class ResponseStore:
         self.size_bytes = 0
         self._tenants: OrderedDict[str, OrderedDict[str, KeptResponse]] = OrderedDict()
         """Responses by tenant, then by name; the oldest first."""
-        self._order: OrderedDict[str, str] = OrderedDict()
-        """Response → tenant, the oldest first."""
+        self._order: OrderedDict[str, str] = OrderedDict()  # Response → tenant, the oldest first
         self._tenant_bytes: dict[str, int] = {}
 
     def __len__(self) -> int:

@@ -18,8 +18,7 @@ NAMES: Final = {
     "reasoning_effort": "output_config.effort",
     r"(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
     r"(tools\[\d+\])\.function": r"\1",
-}
-"""Maps fields of a chat request to the fields of this API from which they are made."""
+}  # Maps fields of a chat request to the fields of this API from which they are made
 _SAME: Final = ("model", "temperature", "top_p", "top_k", "stream")
 _TOOL_FIELDS: Final = {"type", "name", "description", "input_schema", "strict"}
 _TOOL_HINTS: Final = {

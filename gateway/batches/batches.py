@@ -13,10 +13,8 @@ from gateway.batches.lines import parse_line, unanswered
 from gateway.batches.store import new_id, row_of
 from gateway.http.errors import ApiError
 
-OPEN_MAX: Final = 100
-"""Batches of one tenant that have not ended."""
-AT_ONCE: Final = 4
-"""Batches of one tenant that run at the same time: its oldest."""
+OPEN_MAX: Final = 100  # Batches of one tenant that have not ended
+AT_ONCE: Final = 4  # Batches of one tenant that run at the same time: its oldest
 _OPEN: Final = f"""
 SELECT * FROM (SELECT *, row_number() OVER (PARTITION BY tenant ORDER BY id) AS place FROM batches
 WHERE ended_s IS NULL) WHERE place <= {AT_ONCE} ORDER BY id

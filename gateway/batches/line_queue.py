@@ -13,10 +13,8 @@ from dataclasses import dataclass
 @dataclass
 class _Batch:
     tenant: str
-    left: deque[int]
-    """Numbers of lines that neither run nor have a result."""
-    window: int
-    """How many may run at once."""
+    left: deque[int]  # Numbers of lines that neither run nor have a result
+    window: int  # How many may run at once
     running: int = 0
     not_before: float = 0.0
 

@@ -17,6 +17,5 @@ class BatchMetrics:
             "Requests of batches: completed or failed, and put_back, each time that one is to run again.",
             "outcome",
         )
-        self.running: Callable[[], int] = int
-        """Set by the runner."""
+        self.running: Callable[[], int] = int  # Set by the runner
         registry.gauge(_PREFIX + "batch_lines_running", "Requests of batches being answered.", lambda: self.running())

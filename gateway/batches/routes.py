@@ -21,8 +21,7 @@ from gateway.openai.request_types import validate
 from runtime.process import clock
 
 _LIMIT_MAX_FILES = 10_000
-_FILES_PAGE_MAX = 1_000
-"""More are on the next page, whatever the limit."""
+_FILES_PAGE_MAX = 1_000  # More are on the next page, whatever the limit
 _LIMIT_MAX_BATCHES = 100
 
 

@@ -19,11 +19,9 @@ DAY_S = 86_400
 class BatchService:
     store: Store
     file_bytes_max: int
-    tenant_bytes_max: int
-    """Bytes of all files and results of one tenant, with what each file and batch counts beside."""
+    tenant_bytes_max: int  # Bytes of all files and results of one tenant, with what each file and batch counts beside
     keep_s: int
-    wake: Callable[[], None] = lambda: None
-    """Told when there is something new for the runner."""
+    wake: Callable[[], None] = lambda: None  # Told when there is something new for the runner
 
     async def write(self, work: Callable[Concatenate[Any, P], T], *args: P.args, **kw: P.kwargs) -> T:
         """As `Store.write_soon`, for clients. Raises `ApiError`."""

@@ -25,8 +25,7 @@ from runtime.storage.private_file import make_private
 P = ParamSpec("P")
 T = TypeVar("T")
 _BUSY_TIMEOUT_S: Final = 10.0
-SOON_S: Final = 2.0
-"""A client's request waits so long for its turn at the file."""
+SOON_S: Final = 2.0  # A client's request waits so long for its turn at the file
 _TRY_AGAIN_S: Final = 0.02
 _VERSION: Final = 1
 _SCHEMA: Final = """

@@ -21,10 +21,8 @@ from gateway.openai.request_types import validate
 from gateway.text.tokenizer_threads import TokenizerThreads
 from runtime.process import clock
 
-PIECE_BYTES: Final = 1 << 20
-"""Bytes that are written in one transaction."""
-LINE_SLACK_BYTES: Final = 4 << 10
-"""Bytes that a line may have beside the body of its request."""
+PIECE_BYTES: Final = 1 << 20  # Bytes that are written in one transaction
+LINE_SLACK_BYTES: Final = 4 << 10  # Bytes that a line may have beside the body of its request
 _FIELD_BYTES_MAX: Final = 1 << 10
 
 logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it logs bytes of clients, one line for each bad form
@@ -64,13 +62,10 @@ class _Form:
         self._cutter = LineCutter(line_bytes_max)
         self._file_bytes_max = file_bytes_max
         self._file_bytes = 0
-        self._field: str | None = None
-        """The form's field whose value is arriving; None: the file is."""
+        self._field: str | None = None  # The form's field whose value is arriving; None: the file is
         self._fields: dict[str, bytes] = {}
-        self.file_name: str | None = None
-        """None: the file has not begun."""
-        self.lines: list[Line] = []
-        """Lines that are not stored yet."""
+        self.file_name: str | None = None  # None: the file has not begun
+        self.lines: list[Line] = []  # Lines that are not stored yet
         self.lines_bytes = 0
 
     @bare_errors

@@ -20,8 +20,7 @@ _TYPES = {
 
 RATE_HEADERS = tuple(
     f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset")
-)
-"""All of those that `rate_headers` makes."""
+)  # All of those that `rate_headers` makes
 
 
 UNSUPPORTED_ENCODING: Final = "unsupported_content_encoding"
@@ -47,8 +46,7 @@ class ApiError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
         self.rates = rates
-        self.overflow = ""
-        """The tokens of a prompt that is too long, and the model's context, in Anthropic's words."""
+        self.overflow = ""  # The tokens of a prompt that is too long, and the model's context, in Anthropic's words
 
     @property
     def type(self) -> str:

@@ -43,8 +43,7 @@ class MultipartReader:
         self._header = b""
         self._value = b""
         self._disposition = b""
-        self.is_complete = False
-        """The last boundary has come."""
+        self.is_complete = False  # The last boundary has come
         self._parser = MultipartParser(
             boundary,
             {

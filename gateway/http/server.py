@@ -24,11 +24,9 @@ from gateway.http.errors import ApiError
 from gateway.http.request_log import REQUEST_ID_HEADER, RequestInfo
 from runtime.process.descriptors import raise_descriptor_limit
 
-HEADER_BYTES_MAX: Final = 64 << 10
-"""Bytes of the request line and all headers together."""
+HEADER_BYTES_MAX: Final = 64 << 10  # Bytes of the request line and all headers together
 HEADERS_MAX: Final = 200
-QUERY_BYTES_MAX: Final = 4 << 10
-"""Routes that list something parse the query, which would take 15 ms for 64 KiB."""
+QUERY_BYTES_MAX: Final = 4 << 10  # Routes that list something parse the query, which would take 15 ms for 64 KiB
 CONNECTIONS_MAX: Final = 8_192
 """The most connections that may be open at once; fewer if the process may open fewer files. A further connection replaces the
 one that has had no request for longest. If all have a request, the new one is closed unread."""
@@ -102,8 +100,7 @@ class _Connection(HttpToolsProtocol):
         self._running: RequestResponseCycle | None = None
         self._body_follows = False
         """Whether a body follows headers that offer another protocol. The parser expects no body there."""
-        self._body_at: int | None = None
-        """The offset of that body in the data being read, if known."""
+        self._body_at: int | None = None  # The offset of that body in the data being read, if known
         self.without_request[self] = None
         if len(self.connections) > self.connections_max:
             given_up, _ = self.without_request.popitem(last=False)

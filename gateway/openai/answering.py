@@ -85,8 +85,7 @@ class Answering:
         self.unadmitted = {work.stream_id for work in works}
         self.unended = set(self.unadmitted)
         self.failed: ApiError | None = None
-        self.rates: RateState | None = None
-        """The tenant's rates, as the coordinator last reported them."""
+        self.rates: RateState | None = None  # The tenant's rates, as the coordinator last reported them
         self.continuous_usage = continuous_usage
         self.no_output = no_output
         self.checker: AnswerChecker | None = None
@@ -97,8 +96,7 @@ class Answering:
         ]
         self._first_choice = {work.stream_id: number * choices_each for number, work in enumerate(works)}
         self._backend = backend
-        self._open = set(self.unadmitted)
-        """Streams that the backend has not ended."""
+        self._open = set(self.unadmitted)  # Streams that the backend has not ended
         self._events: list[Admitted | Deliver | Ended] = []
         self._wake = asyncio.Event()
         self._left = False

@@ -19,8 +19,7 @@ from proto.sampling import TokenLogprobs
 
 Json = dict[str, Any]
 _DONE = b"data: [DONE]\n\n"
-_ENDS = (Finish.STOP, Finish.TOOL_CALLS)
-"""Finish reasons after which the last token may be a stop token."""
+_ENDS = (Finish.STOP, Finish.TOOL_CALLS)  # Finish reasons after which the last token may be a stop token
 
 
 @dataclass
@@ -28,20 +27,16 @@ class ChoiceState:
     """The state of one choice. Its texts and tokens are kept only if the answer is sent in one piece."""
 
     index: int
-    prompt: int
-    """Number of its prompt."""
-    token_texts: TokenTexts | None = None
-    """Where log probabilities are asked for."""
+    prompt: int  # Number of its prompt
+    token_texts: TokenTexts | None = None  # Where log probabilities are asked for
     started: bool = False
     texts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: Finish | None = None
-    reader: AnswerReader | None = None
-    """Where thoughts and calls are taken out of the text."""
+    reader: AnswerReader | None = None  # Where thoughts and calls are taken out of the text
     reasoning: list[str] = field(default_factory=list)
-    calls: list[Json] = field(default_factory=list)
-    """Whole ones, as they have come so far."""
+    calls: list[Json] = field(default_factory=list)  # Whole ones, as they have come so far
 
     @property
     def mean_logprob(self) -> float:
@@ -55,19 +50,16 @@ class _Shown(NamedTuple):
     text: str
     name: str  # as of `TokenTexts.name`
     own_bytes: bytes
-    offset: int
-    """Where `text` begins in the choice's text, in characters."""
+    offset: int  # Where `text` begins in the choice's text, in characters
     logprob: float
-    top: list[tuple[str, bytes, float]]
-    """Texts, bytes and log probabilities of the likeliest tokens at its place."""
+    top: list[tuple[str, bytes, float]]  # Texts, bytes and log probabilities of the likeliest tokens at its place
 
 
 class Head(NamedTuple):
     """The fields that begin each answer, and each chunk of one."""
 
     answer_id: str
-    created: int
-    """Unix time in seconds."""
+    created: int  # Unix time in seconds
     model: str
 
 

@@ -39,13 +39,11 @@ class Call:
 
     request: Request
     gateway: Gateway
-    tenant: str
-    """Empty if the route needs no key."""
+    tenant: str  # Empty if the route needs no key
     owner: str
     """The owner whose share of bounded resources the request uses: the tenant, or the client's address if there are no
     keys."""
-    held: AsyncExitStack
-    """Contexts entered here are closed after the response was sent or sending failed."""
+    held: AsyncExitStack  # Contexts entered here are closed after the response was sent or sending failed
 
     async def slots(self) -> Slots:
         """A place among the requests that this gateway has open at once. Raises `ApiError` (429, 503)."""

@@ -50,8 +50,7 @@ class ServedModel:
 
 @dataclass
 class Gateway:
-    models: Sequence[ServedModel]
-    """The models. The first serves requests that do not name a model."""
+    models: Sequence[ServedModel]  # The models. The first serves requests that do not name a model.
     backend: Backend
     metrics: GatewayMetrics
     intake: Intake
@@ -60,12 +59,10 @@ class Gateway:
     keep_alive_s: float = 10.0
     """Silence of a stream after which a comment is sent, so that load balancers keep the connection open; 0: none is."""
     access_log: bool = True
-    cors_origins: Sequence[str] = ()
-    """Origins of web pages that may call this API; `*`: all."""
+    cors_origins: Sequence[str] = ()  # Origins of web pages that may call this API; `*`: all
     allowed_hosts: Collection[str] = ()
     """Names in the Host header that are answered where no key is needed, besides addresses and localhost; `*`: all."""
-    trusted_proxies: Sequence[str] = ()
-    """Addresses and networks whose X-Forwarded-For counts."""
+    trusted_proxies: Sequence[str] = ()  # Addresses and networks whose X-Forwarded-For counts
     metrics_page: Callable[[], Reply] | None = None
     responses: ResponseStore = field(default_factory=lambda: ResponseStore(keep_s=3600.0))
     created: int = field(default_factory=lambda: int(clock.unix_time()))

@@ -28,18 +28,12 @@ from proto import limits
 
 @dataclass(frozen=True)
 class Form:
-    grammar: str = ""
-    """The grammar of the answer; empty: anything."""
-    param: str = ""
-    """The field that asks for it."""
-    reading: Reading | None = None
-    """None: the answer is text as it comes."""
-    schemas: tuple[Schema, ...] = ()
-    """The schemas that the answer, or the calls in it, must match."""
-    relaxed: tuple[Relaxed, ...] = ()
-    """The parts of the schemas that are left out of the grammar."""
-    write: "Callable[[Sequence[Relaxed]], Form] | None" = None
-    """The same form with less of its schemas in the grammar."""
+    grammar: str = ""  # The grammar of the answer; empty: anything
+    param: str = ""  # The field that asks for it
+    reading: Reading | None = None  # None: the answer is text as it comes
+    schemas: tuple[Schema, ...] = ()  # The schemas that the answer, or the calls in it, must match
+    relaxed: tuple[Relaxed, ...] = ()  # The parts of the schemas that are left out of the grammar
+    write: "Callable[[Sequence[Relaxed]], Form] | None" = None  # The same form with less of its schemas in the grammar
 
     def after(self, verdict: str) -> "Form":
         """The form to try next, since the grammar was refused. Raises `ApiError`."""
@@ -113,8 +107,7 @@ class Chat:
     tools: Tools | None
     wanted: WantedForm | None
     messages: list[dict[str, Any]]
-    options: dict[str, Any]
-    """Options for the chat template."""
+    options: dict[str, Any]  # Options for the chat template
 
     @classmethod
     def of(cls, request: ChatRequest, facts: TemplateFacts) -> "Chat":

@@ -37,15 +37,13 @@ from runtime.process import clock
 from runtime.process.driver import cancelled
 
 R = TypeVar("R", bound=GenerationRequest)
-CLIENT_LEFT = 499
-"""The status in the access log of a response that nobody reads."""
+CLIENT_LEFT = 499  # The status in the access log of a response that nobody reads
 
 
 class Api(ABC, Generic[R]):
     """How one API asks and answers. `parse` and `prepare` run on a thread."""
 
-    name: str
-    """The name in metrics."""
+    name: str  # The name in metrics
     id_prefix: str
     field_names: Names = {}  # noqa: RUF012 - nobody changes it
     """Maps fields of the chat core to the API's own fields, for errors."""

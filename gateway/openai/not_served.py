@@ -23,8 +23,7 @@ NEUTRAL_ONLY: Final[Neutral] = {
     "guided_json_object": (None, False),
     "guided_whitespace_pattern": (None,),
     "guided_decoding_backend": (None,),
-}
-"""Known but not supported: accepted only with a value that asks for nothing."""
+}  # Known but not supported: accepted only with a value that asks for nothing
 INSTEAD: Final[dict[str, str]] = {
     "functions": "'tools' is their successor.",
     "function_call": "'tool_choice' is its successor.",
@@ -39,5 +38,4 @@ INSTEAD: Final[dict[str, str]] = {
     "continue_final_message": "/v1/completions goes on with any text.",
     "add_generation_prompt": "/v1/completions takes any text.",
     "web_search_options": "Search in the client, and send what was found as a message.",
-}
-"""The fields that are served in place of those."""
+}  # The fields that are served in place of those

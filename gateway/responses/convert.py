@@ -16,8 +16,7 @@ NAMES: Final = {
     r"response_format(\.json_schema)?": "text.format",
     "reasoning_effort": "reasoning.effort",
     "max_completion_tokens": "max_output_tokens",
-}
-"""Fields of chat, and what they are made of here."""
+}  # Fields of chat, and what they are made of here
 _SAME: Final = (*SharedFields.model_fields, "parallel_tool_calls", "chat_template_kwargs")
 _TEXTS: Final = ("input_text", "output_text", "text")
 _CALLS: Final = {

@@ -19,11 +19,9 @@ _PASSING_RESUME = (*_PASSING, Reject.QUEUE_FULL, Reject.SHED, Reject.STORAGE)
 
 
 class StreamPhase(Enum):
-    PENDING = "pending"
-    """It will be sent at `not_before`, or when the link is up."""
+    PENDING = "pending"  # It will be sent at `not_before`, or when the link is up
     SENT = "sent"
-    RUNNING = "running"
-    """Accepted, or tokens have come."""
+    RUNNING = "running"  # Accepted, or tokens have come
 
 
 @dataclass(eq=False)
@@ -32,8 +30,7 @@ class StreamChoice:
     sink: TextSink
     tokens: list[int] = field(default_factory=list)
     done: bool = False
-    first: int = 0
-    """Number of the first token that the current attempt brings."""
+    first: int = 0  # Number of the first token that the current attempt brings
 
     def take(self, item: TokenItem, skip: int, stream: "Stream") -> Deliver:
         """Turn an item's tokens from number `skip` on into text, and end the choice where they say so."""
@@ -76,15 +73,12 @@ class Submission:
     """The request that the coordinator knows by one id: all choices of a stream, or one that is resumed by itself."""
 
     stream: "Stream"
-    submit: Submit
-    """The message of the current attempt, as of its start."""
+    submit: Submit  # The message of the current attempt, as of its start
     choices: list[StreamChoice]
     uncounted: int = 0
     """Attempts that a drain, a lost coordinator or another tenant's share cut short: they do not count as tries."""
-    steadied: int = 0
-    """How often the count of tries was restarted because an attempt had gone well for long."""
-    tries_before: int = 0
-    """Tries up to the last attempt that brought enough tokens."""
+    steadied: int = 0  # How often the count of tries was restarted because an attempt had gone well for long
+    tries_before: int = 0  # Tries up to the last attempt that brought enough tokens
     phase: StreamPhase = StreamPhase.PENDING
     sent: bool = False
     resuming: bool = False
@@ -94,8 +88,7 @@ class Submission:
     """The time until which a new request waits for the link to the coordinator; None if it does not wait for it."""
     interrupted_at: float = 0.0
     liveness: Liveness = field(default_factory=Liveness)
-    names: BlockNames | None = None
-    """Names of the blocks of the last attempt that was submitted by this id."""
+    names: BlockNames | None = None  # Names of the blocks of the last attempt that was submitted by this id
     ended_early: bool = False
     """A choice ended in the gateway, while its worker or the coordinator still treats it as running."""
 
@@ -267,13 +260,11 @@ class Stream:
 
     work: Work
     opened_at: float
-    progress_at: float
-    """When it was opened or last got a token."""
+    progress_at: float  # When it was opened or last got a token
     choices: list[StreamChoice] = field(default_factory=list)
     submissions: list[Submission] = field(default_factory=list)
     admitted: bool = False
-    scheduled_at: float | None = None
-    """The time of its entry in the keeper's heap."""
+    scheduled_at: float | None = None  # The time of its entry in the keeper's heap
 
     @property
     def id(self) -> str:

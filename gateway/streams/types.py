@@ -24,8 +24,7 @@ class StreamLimits:
     settle_s: float = 10.0
     """After a coordinator's start, new requests that find no worker wait until then: workers are on their way back to it."""
     idle_s: float = 120.0
-    attempts_max: int = 5
-    """Attempts at one choice in a row that fail before they have brought `progress_tokens`."""
+    attempts_max: int = 5  # Attempts at one choice in a row that fail before they have brought `progress_tokens`
     progress_tokens: int = 16
     steady_s: float = 5.0
     """Time from one interruption to the next after which the tries are counted anew. A request that fails by itself fails
@@ -37,8 +36,7 @@ class StreamLimits:
     """Delay before the first resume. It doubles with each resume. Jitter prevents all streams of a lost worker from coming
     back at once."""
     resume_delay_s_max: float = 1.0
-    resume_wait_s: float = 30.0
-    """How long a resume that meets a full queue is tried again."""
+    resume_wait_s: float = 30.0  # How long a resume that meets a full queue is tried again
     stall_s: float = 5.0
     """Silence after which a stream counts as lost if its coordinator or a worker's connection was lost. The coordinator is
     asked about any other stream that is silent for so long."""
@@ -73,10 +71,8 @@ class TextSink(Protocol):
 class Work:
     """One prompt to answer, and the message that submits it."""
 
-    submit: Submit
-    """The first attempt's. Its deadline runs from the opening of the stream."""
-    prompt: bytes
-    """Packed token ids."""
+    submit: Submit  # The first attempt's. Its deadline runs from the opening of the stream.
+    prompt: bytes  # Packed token ids
     make_text: Callable[[], TextSink]
     names: BlockNames | None = None
     """Names of the prompt's KV blocks, which `submit` has; without them, nothing is taken from a prefix cache or kept there."""
@@ -123,8 +119,7 @@ class TokensReceived:
     """Tokens, from a worker."""
 
     items: tuple[TokenItem, ...]
-    decoder: int
-    """The decode worker's incarnation; 0: they are first tokens, from a prefill worker."""
+    decoder: int  # The decode worker's incarnation; 0: they are first tokens, from a prefill worker
 
 
 @dataclass(frozen=True)
@@ -192,8 +187,7 @@ class Admitted:
     """The stream will be served: the coordinator has accepted it, or tokens have come."""
 
     stream_id: str
-    rates: RateState | None = None
-    """Rates of the stream's tenant; None if tokens came before the coordinator's answer."""
+    rates: RateState | None = None  # Rates of the stream's tenant; None if tokens came before the coordinator's answer
 
 
 class Finish(StrEnum):
@@ -201,8 +195,7 @@ class Finish(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
-    TOOL_CALLS = "tool_calls"
-    """Said in place of `stop` where the model called functions."""
+    TOOL_CALLS = "tool_calls"  # Said in place of `stop` where the model called functions
 
 
 @dataclass(frozen=True)
@@ -215,10 +208,8 @@ class Deliver:
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     finish: Finish | None = None
-    stop: str = ""
-    """The stop string that ended it, if one did."""
-    cached_tokens: int = 0
-    """Prompt tokens that were not computed for a choice; with its first token."""
+    stop: str = ""  # The stop string that ended it, if one did
+    cached_tokens: int = 0  # Prompt tokens that were not computed for a choice; with its first token
 
     def ended_by(self, tokens: frozenset[int]) -> bool:
         """Whether one of these tokens ends the choice, and no stop string."""

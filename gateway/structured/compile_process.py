@@ -18,8 +18,7 @@ from gateway.structured.finite import has_finite_answer
 from gateway.structured.hello import COMPILE_CPU_S, OUT_OF_MEMORY, CompileJob, CompilerSetup
 from runtime.grammar.compiler import GrammarError, can_begin, make_matcher, make_tokenizer
 
-MEMORY_BYTES_MAX: Final = 2 << 30
-"""Address space: a grammar that needs more ends the process, not the machine."""
+MEMORY_BYTES_MAX: Final = 2 << 30  # Address space: a grammar that needs more ends the process, not the machine
 NO_ANSWER: Final = "no finite answer matches it"
 _BACKTRACKS_MAX: Final = 100_000
 _DIGITS_MAX: Final = 4_300

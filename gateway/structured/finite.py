@@ -36,8 +36,7 @@ def has_finite_answer(grammar: str) -> bool:
 class _Lark:
     def __init__(self, text: str, others: frozenset[str]) -> None:
         self._others = others
-        self._finite: set[str] = set()
-        """Names of rules."""
+        self._finite: set[str] = set()  # Names of rules
         rules = _rules(text)
         waiting = list(rules)
         while waiting:
@@ -88,8 +87,7 @@ def _rules(text: str) -> dict[str, list[tuple[str, str]]]:
     rules: dict[str, list[tuple[str, str]]] = {}
     body: list[tuple[str, str]] = []
     at, decoder = 0, json.JSONDecoder()
-    fresh = True
-    """The parser is at the start of a line."""
+    fresh = True  # The parser is at the start of a line
     while found := _TOKEN.match(text, at):
         kind = next(name for name in _KINDS if found[name] is not None)
         at = found.end()
@@ -110,15 +108,13 @@ def _rules(text: str) -> dict[str, list[tuple[str, str]]]:
 
 
 _KINDS: Final = ("skip", "newline", "schema", "directive", "text", "repeat", "other_grammar", "name", "mark")
-_HEAD: Final = re.compile(r"(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*:")
-"""The text between a rule's name and its body."""
+_HEAD: Final = re.compile(r"(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*:")  # The text between a rule's name and its body
 
 
 class _Schema:
     def __init__(self, text: str) -> None:
         self._root: Any = json.loads(text)
-        self._finite: set[int] = set()
-        """Ids of subschemas."""
+        self._finite: set[int] = set()  # Ids of subschemas
         nodes = [node for node in _dicts(self._root) if isinstance(node, dict)]
         nodes.reverse()  # parts come before what they are part of
         while True:

@@ -42,10 +42,8 @@ class Schema:
 
     schema: Any
     strict: bool
-    is_whole: bool
-    """It is a whole rule in the grammar."""
-    call: str
-    """The function whose arguments it is of; empty: it is of the answer."""
+    is_whole: bool  # It is a whole rule in the grammar
+    call: str  # The function whose arguments it is of; empty: it is of the answer
 
     def explained(self, verdict: str) -> str:
         """Why the grammar is refused, with the keywords that this is about, as far as that can be told."""
@@ -84,8 +82,7 @@ class Grammar:
         self._relaxed = relaxed
         self._chars = 0
         self.schemas: list[Schema] = []
-        self._any_object = ""
-        """The rule for it, once there is one."""
+        self._any_object = ""  # The rule for it, once there is one
         self._rules: list[str] = []
         self._others: list[dict[str, str]] = []
 

@@ -14,8 +14,7 @@ Decode = Callable[[Sequence[int]], str]
 
 _WINDOW_TOKENS_MAX = 24
 """Decoding the window anew with each token stays cheap, and no character or word piece spans this many tokens."""
-CONTEXT_TOKENS = 6
-"""Kept in front of new tokens, for decoders that treat the first token of a text in their own way."""
+CONTEXT_TOKENS = 6  # Kept in front of new tokens, for decoders that treat the first token of a text in their own way
 BROKEN = "�"
 _HELD_MAX = 3
 """The most tokens that can wait for the rest of their character, and the most replacement characters that they decode to.
@@ -32,12 +31,10 @@ class Detokenizer:
         self._special_ids = special_ids
         self._window = list(behind)
         text = decode(self._window) if behind else ""
-        self._given = len(text.rstrip(BROKEN))
-        """Characters of the window's text already given out."""
+        self._given = len(text.rstrip(BROKEN))  # Characters of the window's text already given out
         self._undecided = text if self._given < len(text) else ""
         """The text of `behind` if its last character is broken, until it is known whether new tokens complete it."""
-        self._broken_tokens = 0
-        """Tokens since the text last ended in a whole character."""
+        self._broken_tokens = 0  # Tokens since the text last ended in a whole character
 
     def push(self, token: int) -> str:
         """The text that has become certain with this token."""
@@ -96,8 +93,7 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._keeps_stop = keeps_stop
         self._held = ""
-        self.found = ""
-        """The stop string that ended the text; empty: none yet."""
+        self.found = ""  # The stop string that ended the text; empty: none yet
 
     def push(self, text: str) -> str:
         """The text that is certain to come before any stop string; sets `found` where one is complete."""
@@ -131,8 +127,7 @@ class StopMatcher:
 @dataclass(frozen=True, slots=True)
 class TextPiece:
     text: str
-    stop: str = ""
-    """The stop string that it ends with; empty: none."""
+    stop: str = ""  # The stop string that it ends with; empty: none
 
 
 class ContentStops:

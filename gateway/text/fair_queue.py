@@ -11,12 +11,9 @@ from typing import Final, Generic, TypeVar
 
 from gateway.fair_share import organisation_of
 
-QUANTUM_BYTES: Final = 64 << 10
-"""Bytes that an organisation may have tokenized in one round."""
-COST_BYTES_MIN: Final = 1 << 10
-"""The cost of the smallest prompt: a job costs something, however short its text."""
-LARGE_BYTES: Final = 256 << 10
-"""Jobs of this size or more are large. A job of this size takes about half a second."""
+QUANTUM_BYTES: Final = 64 << 10  # Bytes that an organisation may have tokenized in one round
+COST_BYTES_MIN: Final = 1 << 10  # The cost of the smallest prompt: a job costs something, however short its text
+LARGE_BYTES: Final = 256 << 10  # Jobs of this size or more are large. A job of this size takes about half a second.
 
 T = TypeVar("T")
 
@@ -26,16 +23,13 @@ class TokenizerJob(Generic[T]):
     tenant: str
     cost: int
     work: T
-    dropped: bool = False
-    """The caller no longer waits for the job."""
+    dropped: bool = False  # The caller no longer waits for the job
 
 
 @dataclass
 class _Organisation(Generic[T]):
-    credit: int = 0
-    """Bytes that it may have tokenized before its visit ends."""
-    visited: bool = False
-    """It is being served, and has got the credit of this round."""
+    credit: int = 0  # Bytes that it may have tokenized before its visit ends
+    visited: bool = False  # It is being served, and has got the credit of this round
     users: OrderedDict[str, deque[TokenizerJob[T]]] = field(default_factory=OrderedDict)
     """Those with jobs; the first is served next."""
 
@@ -72,8 +66,7 @@ class TokenizerQueue(Generic[T]):
     def pop(self, *, large: bool = True, passing: Callable[[str], bool] = lambda _: False) -> TokenizerJob[T] | None:
         """Returns the next job, or None. `large`: whether a large job is allowed. `passing` returns whether to skip an
         organisation."""
-        passed = 0
-        """Organisations passed over one after the other."""
+        passed = 0  # Organisations passed over one after the other
         while passed < len(self._organisations):
             name, organisation = next(iter(self._organisations.items()))
             job = organisation.next()

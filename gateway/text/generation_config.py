@@ -13,8 +13,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "min_p": (0.0, 1.0),
     "repetition_penalty": (0.0, 100.0),
 }
-_ABOVE_MIN = frozenset({"top_p", "repetition_penalty"})
-"""Fields whose lower bound itself is not allowed."""
+_ABOVE_MIN = frozenset({"top_p", "repetition_penalty"})  # Fields whose lower bound itself is not allowed
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,7 @@ class SamplingDefaults:
 
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
-    """0: off."""
+    top_k: int = 0  # 0: off
     min_p: float = 0.0
     repetition_penalty: float = 1.0
 

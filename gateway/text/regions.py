@@ -28,8 +28,7 @@ class Regions:
     """The regions that answers of one form can have."""
 
     all: tuple[Region, ...]
-    begun: Region | None = None
-    """The region that the prompt has already opened, if any."""
+    begun: Region | None = None  # The region that the prompt has already opened, if any
 
 
 NO_REGIONS: Final = Regions(())
@@ -44,8 +43,7 @@ class RegionParser:
         """None once the answer's first character has come."""
         self._region = regions.begun
         self._in_string = self._escaped = False
-        self._held = ""
-        """Text that is held back because it may be the start of a mark."""
+        self._held = ""  # Text that is held back because it may be the start of a mark
         self._events: list[Event] = []
 
     def feed(self, text: str) -> list[Event]:

@@ -33,8 +33,7 @@ class TextTooLong(Exception):
 class ModelFacts:
     context_tokens: int
     """Most tokens of prompt and answer together: by the configuration, until workers of the model are known."""
-    vocab_size: int
-    """Token ids below it are the model's, whether or not the tokenizer knows them."""
+    vocab_size: int  # Token ids below it are the model's, whether or not the tokenizer knows them
     eos_ids: frozenset[int]
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     room: Room | None = None

@@ -8,8 +8,7 @@ from typing import Any, Final, TypeVar
 
 from gateway.text.fair_queue import LARGE_BYTES, TokenizerJob, TokenizerQueue
 
-THREADS: Final = 3
-"""Large jobs may take all but one."""
+THREADS: Final = 3  # Large jobs may take all but one
 
 R = TypeVar("R")
 

@@ -35,16 +35,13 @@ class _At(Enum):
 class CallReader:
     def __init__(self) -> None:
         self._at = _At.BETWEEN
-        self._token = ""
-        """The part of the present name, key or value that has come."""
+        self._token = ""  # The part of the present name, key or value that has come
         self._key: str | None = None
         self._depth = 0
         self._in_string = self._escaped = False
         self._name: str | None = None
-        self._arguments: str | None = None
-        """The complete arguments, if they came before the name."""
-        self._passed_on = 0
-        """Characters of the present call's arguments."""
+        self._arguments: str | None = None  # The complete arguments, if they came before the name
+        self._passed_on = 0  # Characters of the present call's arguments
         self._streams = self._is_bare = False
         self._out: list[CallBegun | Arguments] = []
 

@@ -22,8 +22,7 @@ _CALLS_IN_WORDS: Final = (
     "You can call functions. Each line here describes one, as JSON:\n{tools}\n"
     "To call one, answer with its name and its arguments in this form, and nothing else:\n"
     '<tool_call>\n{{"name": "NAME", "arguments": {{"PARAMETER": "VALUE"}}}}\n</tool_call>'
-)
-"""Words for models whose chat template knows no tools."""
+)  # Words for models whose chat template knows no tools
 
 
 def tells_in_words(facts: TemplateFacts) -> bool:

@@ -19,18 +19,14 @@ class Reading:
 
     regions: Regions
     """The regions of answers. Those of a model's own template are here only if their marks are fixed texts."""
-    keep: frozenset[int]
-    """Special tokens that are text here: the marks of calls and thoughts."""
+    keep: frozenset[int]  # Special tokens that are text here: the marks of calls and thoughts
     thought_ends: frozenset[int] = frozenset()
     """The token that ends a thought; empty if the end mark is not a single token."""
-    thought_begun: bool = False
-    """The prompt has begun one."""
-    own: dict[str, Any] | None = None
-    """The model's response template: it says what the parts of a call are."""
+    thought_begun: bool = False  # The prompt has begun one
+    own: dict[str, Any] | None = None  # The model's response template: it says what the parts of a call are
     prefix: str = ""
     """The prompt, for the model's response template: the prompt's end may be the beginning of the answer."""
-    short_ids: bool = False
-    """Calls have short ids: Mistral's templates take nine letters and digits only."""
+    short_ids: bool = False  # Calls have short ids: Mistral's templates take nine letters and digits only
     tools: tuple[dict[str, Any], ...] = ()
 
 
@@ -40,8 +36,7 @@ class Parts:
 
     content: str = ""
     reasoning: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    """Deltas, as OpenAI defines them."""
+    calls: list[dict[str, Any]] = field(default_factory=list)  # Deltas, as OpenAI defines them
 
     def delta(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -64,15 +59,13 @@ class AnswerReader:
         self._has_calls = any(region.field == CALLS for region in reading.regions.all) or reading.own is not None
         self._parser: Any = RegionParser(reading.regions) if reading.own is None else _own_parser(reading, reading.own)
         """None after the answer has not matched its template."""
-        self._unread = ""
-        """Text of a region of calls that is open, where the template reads it as a whole."""
+        self._unread = ""  # Text of a region of calls that is open, where the template reads it as a whole
         self._calls: CallReader | None = None
         self._parts = Parts()
         self._blank = {"content": True, "reasoning": True}
         """Whether a part has had only white space so far. Models write line ends after marks."""
         self._held = {"content": "", "reasoning": ""}
-        self._raw: str | None = ""
-        """Text of the present region of calls; None once a call was found in it."""
+        self._raw: str | None = ""  # Text of the present region of calls; None once a call was found in it
         self.calls = 0
         self._in_call = False
         self.reasoning_tokens = 0

@@ -10,13 +10,11 @@ import msgspec
 from gateway.http.errors import bad_value
 from gateway.http.json_text import values_bytes
 
-TOOLS_MAX: Final = 512
-"""OpenAI takes 128. Anthropic's clients send more, as soon as some MCP servers are configured."""
+TOOLS_MAX: Final = 512  # OpenAI takes 128. Anthropic's clients send more, as soon as some MCP servers are configured.
 TOOLS_BYTES_MAX: Final = 16 << 20
 """Bytes that the schemas of all tools may take in memory. Chat templates write all of them in one step, which blocks all other
 work."""
-NAME_CHARS_MAX: Final = 128
-"""Anthropic's bound; OpenAI's is 64. The names of MCP tools are long."""
+NAME_CHARS_MAX: Final = 128  # Anthropic's bound; OpenAI's is 64. The names of MCP tools are long.
 _NAME: Final = re.compile(rf"[A-Za-z0-9_-]{{1,{NAME_CHARS_MAX}}}")
 _FUNCTION_FIELDS: Final = {"name", "description", "parameters", "strict"}
 
@@ -25,8 +23,7 @@ _FUNCTION_FIELDS: Final = {"name", "description", "parameters", "strict"}
 class Tool:
     name: str
     description: str
-    parameters: dict[str, Any] | None
-    """A JSON schema; None: any object."""
+    parameters: dict[str, Any] | None  # A JSON schema; None: any object
     strict: bool
 
     def described(self) -> dict[str, Any]:
@@ -40,13 +37,10 @@ class Tool:
 class Tools:
     """The tools that the model may, or must, call."""
 
-    offered: tuple[Tool, ...]
-    """All that the model is told of."""
-    allowed: tuple[Tool, ...]
-    """Those that it may call; none with `tool_choice` "none"."""
+    offered: tuple[Tool, ...]  # All that the model is told of
+    allowed: tuple[Tool, ...]  # Those that it may call; none with `tool_choice` "none"
     must_call: bool
-    parallel: bool
-    """Several in one answer."""
+    parallel: bool  # Several in one answer
 
 
 def tools_of(fields: dict[str, Any]) -> Tools | None:

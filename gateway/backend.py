@@ -77,11 +77,9 @@ class Backend:
         self._fingerprints: dict[str, str] = {}
         self._coordinator: LinkPeer | None = None
         self._servable: frozenset[str] = frozenset()
-        self._hash_block_sizes: dict[str, int] = {}
-        """Tokens that each hash of a prompt is to cover, by model, as the coordinator last said."""
+        self._hash_block_sizes: dict[str, int] = {}  # tokens that each hash of a prompt covers, by model
         self.hash_key = b""  # The cluster's key for the hashes of prompts, as the coordinator says it
-        self.on_room: Callable[[str, Room], None] = lambda _model, _room: None
-        """Is told the largest request that a model's workers can hold."""
+        self.on_room: Callable[[str, Room], None] = lambda _model, _room: None  # the largest request of a model
         self._receivers: dict[str, EventReceiver] = {}
         self._times: dict[str, StreamTimes] = {}
         self._draining = False

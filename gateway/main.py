@@ -50,8 +50,7 @@ class GatewayProcess:
         self.settings = settings
         name = settings.name or f"gateway-{os.getpid()}"
         self.log = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
-        self.missing = {"listening", "connected"}
-        """Conditions that must be met before this process first reports that it is ready."""
+        self.missing = {"listening", "connected"}  # what must be so before this process first reports that it is ready
         self.observed = MetricsServer(settings.metrics, settings.advertise)
         stream_limits = StreamLimits(link_wait_s=settings.queue_wait_s, idle_s=settings.stream_idle_ms / 1000)
         model = settings.served_model_id

@@ -17,8 +17,7 @@ _GAPS_OVER_MAX = 0.01  # The fraction of a stream's gaps that may exceed its ten
 class GatewayMetrics:
     def __init__(self, model: str = "") -> None:
         self.registry = registry = MetricsRegistry("gateway")
-        self.slo_of: Callable[[str], ClassTargets | None] = lambda tenant: None
-        """Set by the gateway, which knows the tenants."""
+        self.slo_of: Callable[[str], ClassTargets | None] = lambda tenant: None  # set by the gateway
         self.requests = registry.counter(
             PREFIX + "requests", "Generation requests by endpoint and outcome: ok, disconnected, or an error's code.",
             "endpoint", "outcome",

@@ -28,8 +28,7 @@ class ResponseStore:
         self.entries_max = entries_max
         self.bytes_max = bytes_max
         self.size_bytes = 0
-        self._tenants: OrderedDict[str, OrderedDict[str, KeptResponse]] = OrderedDict()
-        """Responses by tenant, then by name; the oldest first."""
+        self._tenants: OrderedDict[str, OrderedDict[str, KeptResponse]] = OrderedDict()  # the oldest first
         self._order: OrderedDict[str, str] = OrderedDict()  # Response → tenant, the oldest first
         self._tenant_bytes: dict[str, int] = {}
 

@@ -26,8 +26,7 @@ _TOOL_HINTS: Final = {
     "eager_input_streaming": bool,
     "defer_loading": bool,
     "input_examples": list,
-}
-"""Fields that are checked, and have no effect: each tool is shown to the model, and its arguments are streamed as they come."""
+}  # checked, without effect: each tool is shown, and its arguments are streamed as they come
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _EFFORTS: Final = {"disabled": "none", "enabled": "high"}
 """The effort that `thinking` stands for. Anthropic's own is high."""

@@ -9,8 +9,7 @@ from typing import Any, Final
 from gateway.batches.store import new_id, row_of
 from gateway.http.errors import ApiError, bad_value
 
-FILE_COST_BYTES: Final = 16 << 10
-"""Bytes that each file and each batch adds to its tenant's usage, besides its content. This bounds their number too."""
+FILE_COST_BYTES: Final = 16 << 10  # of each file and each batch, besides its content; this bounds their number, too
 UPLOAD_S: Final = 3600  # Seconds. An upload that has not ended by then was cut off because its gateway was killed.
 Line = tuple[int, bool, bytes]  # Its number, whether it is a request (or blank), and its bytes with the end of the line
 

@@ -16,8 +16,7 @@ from gateway.backend import ClientLeft
 from gateway.fair_share import FairShare
 from gateway.http.errors import UNSUPPORTED_ENCODING, ApiError
 
-OPEN_PROMPTS_MAX: Final = 4096
-"""Prompts of generation requests that are being read or answered at once. A request counts as one until it is read."""
+OPEN_PROMPTS_MAX: Final = 4096  # being read or answered at once; a request counts as one until it is read
 BODIES_BYTES_MAX: Final = 256 << 20  # Bytes of all bodies that are read or prepared at once
 
 

@@ -13,12 +13,10 @@ from gateway.http.errors import bad_value
 _HEADERS_MAX: Final = 8
 _HEADER_BYTES_MAX: Final = 4 << 10
 _PARTS_MAX: Final = 16
-_PARAMETERS_MAX: Final = 32
-"""The most parameters of a Content-Disposition. Thousands of them would take milliseconds to parse."""
+_PARAMETERS_MAX: Final = 32  # of a Content-Disposition; thousands would take milliseconds to parse
 _BOUNDARY_CHARS_MAX: Final = 70
 _NAME_CHARS_MAX: Final = 255
-_CODINGS: Final = {"utf-8": "utf-8", "iso-8859-1": "latin-1"}
-"""Charsets of `filename*=` that RFC 5987 requires. Others are read as UTF-8: a name could name any codec of Python."""
+_CODINGS: Final = {"utf-8": "utf-8", "iso-8859-1": "latin-1"}  # those of RFC 5987; others are read as UTF-8
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 
 from gateway.http.errors import ApiError
 
-Names = Mapping[str, str]
-"""Maps prefixes of the chat core's parameters (regular expressions) to the prefixes that the API uses instead."""
+Names = Mapping[str, str]  # regular expressions of the chat core's parameters → prefixes of the API's own
 
 
 @contextmanager

@@ -15,8 +15,7 @@ REQUEST_ID_HEADER: Final = "X-Request-Id"
 SESSION_ID_HEADER = "X-Session-Id"
 _ANTHROPIC_PATH: Final = "/v1/messages"  # Anthropic's clients read the id from a header of another name
 _CLIENT_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-_QUIET_PATHS: Final = frozenset({"/", "/health", "/ready", "/metrics"})
-"""Probes and scrapers ask for them every few seconds, so they are logged at the debug level."""
+_QUIET_PATHS: Final = frozenset({"/", "/health", "/ready", "/metrics"})  # probed every few seconds: logged as debug
 
 _log = log.get("crossdock.gateway.access")
 

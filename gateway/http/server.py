@@ -30,11 +30,9 @@ QUERY_BYTES_MAX: Final = 4 << 10  # Routes that list something parse the query, 
 CONNECTIONS_MAX: Final = 8_192
 """The most connections that may be open at once; fewer if the process may open fewer files. A further connection replaces the
 one that has had no request for longest. If all have a request, the new one is closed unread."""
-QUEUED_MAX: Final = 64
-"""The most requests of one packet that wait for an earlier answer of their connection. One more closes the connection."""
+QUEUED_MAX: Final = 64  # requests of one packet that wait for an earlier answer; one more closes the connection
 KEEP_ALIVE_S: Final = 30
-SEND_BUFFER_BYTES: Final = 256 << 10
-"""Size of the kernel's send buffer: the most that a client that reads nothing can make the kernel hold."""
+SEND_BUFFER_BYTES: Final = 256 << 10  # the most that a client that reads nothing can make the kernel hold
 _FILES_OF_OUR_OWN: Final = 256
 
 
@@ -98,8 +96,7 @@ class _Connection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None
-        self._body_follows = False
-        """Whether a body follows headers that offer another protocol. The parser expects no body there."""
+        self._body_follows = False  # behind headers that offer another protocol, where the parser expects none
         self._body_at: int | None = None  # The offset of that body in the data being read, if known
         self.without_request[self] = None
         if len(self.connections) > self.connections_max:

@@ -19,8 +19,7 @@ from gateway.tools.reader import AnswerReader
 from proto.messages import RateState
 from runtime.process import clock
 
-Mismatch = Callable[[str, Any], Coroutine[Any, Any, str]]
-"""(JSON text, schema) → a description of the mismatch; empty if the text matches."""
+Mismatch = Callable[[str, Any], Coroutine[Any, Any, str]]  # (JSON text, schema) → why they do not match
 _SCORED_TOKENS = 64
 _SCORED_BYTES = 512
 """`_SCORED_BYTES` is about the size of one token's log-probabilities. An answer with those of more than `_SCORED_TOKENS`
@@ -80,8 +79,7 @@ class Answering:
         self.answer = answer
         self.info = info
         self.completion_tokens = 0
-        self.cached_tokens: dict[str, int] = {}
-        """Cached tokens by stream: choices of one prompt share what was computed of it."""
+        self.cached_tokens: dict[str, int] = {}  # by stream: choices of one prompt share what was computed of it
         self.unadmitted = {work.stream_id for work in works}
         self.unended = set(self.unadmitted)
         self.failed: ApiError | None = None

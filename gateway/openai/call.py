@@ -40,9 +40,7 @@ class Call:
     request: Request
     gateway: Gateway
     tenant: str  # Empty if the route needs no key
-    owner: str
-    """The owner whose share of bounded resources the request uses: the tenant, or the client's address if there are no
-    keys."""
+    owner: str  # whose share of bounded resources it uses: the tenant's, or the address's if there are no keys
     held: AsyncExitStack  # Contexts entered here are closed after the response was sent or sending failed
 
     async def slots(self) -> Slots:

@@ -46,10 +46,7 @@ class Api(ABC, Generic[R]):
     name: str  # The name in metrics
     id_prefix: str
     field_names: Names = {}  # noqa: RUF012 - nobody changes it
-    """Maps fields of the chat core to the API's own fields, for errors."""
-    keeps_body = False
-    """Whether the answer keeps about as much memory as the body until it ends. If so, the body counts against the bound on
-    bodies until then."""
+    keeps_body = False  # the answer keeps as much memory as the body, which therefore counts until its end
 
     @abstractmethod
     def parse(self, content: Any) -> R:

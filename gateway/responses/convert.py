@@ -25,9 +25,7 @@ _CALLS: Final = {
     "apply_patch_call": ("apply_patch", "operation"),
     "tool_search_call": ("tool_search", "arguments"),
     "custom_tool_call": ("", "input"),
-}
-"""Calls of tools that clients run and that have no `arguments` as functions do: the tool's name, and the field that holds its
-input."""
+}  # calls of clients' tools without `arguments`: the tool's name, and the field of its input
 _RESULTS: Final = {
     "function_call_output": "output",
     "local_shell_call_output": "output",
@@ -36,8 +34,7 @@ _RESULTS: Final = {
     "custom_tool_call_output": "output",
     "tool_search_output": "tools",
 }
-_DROPPED: Final = ("web_search_call", "mcp_list_tools")
-"""Records of calls that another server ran. They do not contain the results."""
+_DROPPED: Final = ("web_search_call", "mcp_list_tools")  # calls that another server ran, without results
 _SYSTEM: Final = ("system", "developer")
 _REFUSED: Final = {
     "input_image": "images are not supported: this server reads text",

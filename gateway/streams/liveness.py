@@ -10,13 +10,10 @@ from gateway.streams.types import StreamLimits
 @dataclass(eq=False)
 class Liveness:
     coordinator: int = 0  # Incarnation of the coordinator that the attempt was sent to
-    heard_at: float = 0.0
-    """When the attempt was sent, last brought tokens, or was last the subject of a question to the coordinator."""
+    heard_at: float = 0.0  # when it was sent, last brought tokens, or was last asked about
     got_tokens: bool = False
-    decoder: int = 0
-    """Incarnation of the decode worker that its tokens come from; 0 if no decode worker has sent any yet."""
-    cut_at: float | None = None
-    """When that worker's connection ended, or any worker's while `decoder` is 0; None after more tokens have come."""
+    decoder: int = 0  # incarnation of the decode worker that its tokens come from; 0: not known yet
+    cut_at: float | None = None  # when that worker's connection ended, or any while `decoder` is 0
     stall_at: float | None = None  # When the attempt counts as lost; None: it is not in doubt
     ask_at: float | None = None  # When to ask the coordinator about a stream in doubt; None: not planned
     early: EarlyTokens = field(default_factory=EarlyTokens)

@@ -75,22 +75,18 @@ class Submission:
     stream: "Stream"
     submit: Submit  # The message of the current attempt, as of its start
     choices: list[StreamChoice]
-    uncounted: int = 0
-    """Attempts that a drain, a lost coordinator or another tenant's share cut short: they do not count as tries."""
+    uncounted: int = 0  # attempts cut short by a drain, a lost coordinator or preemption: they are no tries
     steadied: int = 0  # How often the count of tries was restarted because an attempt had gone well for long
     tries_before: int = 0  # Tries up to the last attempt that brought enough tokens
     phase: StreamPhase = StreamPhase.PENDING
     sent: bool = False
-    resuming: bool = False
-    """The next send will be a new attempt. Until then, late tokens of the old attempt are accepted."""
+    resuming: bool = False  # the next send is a new attempt; until then, late tokens of the old one are accepted
     not_before: float = 0.0
-    wait_until: float | None = None
-    """The time until which a new request waits for the link to the coordinator; None if it does not wait for it."""
+    wait_until: float | None = None  # until then, a new request waits for the coordinator's link
     interrupted_at: float = 0.0
     liveness: Liveness = field(default_factory=Liveness)
     names: BlockNames | None = None  # Names of the blocks of the last attempt that was submitted by this id
-    ended_early: bool = False
-    """A choice ended in the gateway, while its worker or the coordinator still treats it as running."""
+    ended_early: bool = False  # a choice ended in the gateway, while its worker goes on
 
     @property
     def request_id(self) -> str:

@@ -13,8 +13,7 @@ _REMEMBERED_MAX: Final = 1024
 
 class WorkerLinks:
     def __init__(self) -> None:
-        self._ended: OrderedDict[int, None] = OrderedDict()
-        """Incarnations of workers whose connection has ended, the latest last."""
+        self._ended: OrderedDict[int, None] = OrderedDict()  # workers, the latest last
 
     def down(self, incarnation: int) -> None:
         self._ended.pop(incarnation, None)

@@ -29,13 +29,10 @@ START_S: Final = 60.0  # Time that a process has to start: it loads the tokenize
 WAIT_S: Final = 10.0  # Time for which a request waits for its turn
 KEPT: Final = 2048  # Verdicts. Each has 32 bytes of a digest, and 300 characters at the most.
 TOO_LARGE: Final = f"it takes more than {COMPILE_CPU_S} s, or too much memory, to compile"
-PENALTY: Final = 10.0
-"""After a job that took too long, its organisation waits this many times the job's CPU time before its next job."""
-FORGIVEN_S: Final = 600.0
-"""Seconds for which an organisation has fewer processes to choose from, after a job of it took too long."""
+PENALTY: Final = 10.0  # times the CPU time of a job that took too long, its organisation waits before its next
+FORGIVEN_S: Final = 600.0  # until then, its organisation has fewer processes to choose from
 SLOW_MAX: Final = 1024  # The most organisations with a job that took too long to remember
-_AT_A_LIMIT: Final = (-signal.SIGPROF, -signal.SIGABRT, OUT_OF_MEMORY)
-"""Exit codes of a process whose grammar takes too much CPU time or memory. Rust aborts where it gets no memory."""
+_AT_A_LIMIT: Final = (-signal.SIGPROF, -signal.SIGABRT, OUT_OF_MEMORY)  # Rust aborts without memory
 _BY_OTHERS: Final = (-signal.SIGKILL, -signal.SIGTERM)  # Exit codes of a process that something else has ended
 _LINE_BYTES_MAX: Final = 1 << 20
 _COMMAND: Final = (sys.executable, "-m", "gateway.structured.compile_process")

@@ -8,15 +8,13 @@ from typing import Any, Final
 from gateway.structured.schema import Path, SchemaError, mentioned, prepared, where
 from proto import limits
 
-SplitSpecial = Callable[[str], list[str | int]]
-"""A text → its parts: text, and the ids of special tokens in it that are to be written as such: by their ids."""
+SplitSpecial = Callable[[str], list[str | int]]  # text → its parts: text, and ids of special tokens in it
 _ANY: Final = r"/(.|\n)*/"
 _OPTIONS: Final = '%llguidance {"no_forcing": true}'
 """If this option is off, llguidance writes text that has no alternative with any tokens of the tokenizer, including special
 ones. Text that spells a special token would then end the answer, or would not match."""
 _TOO_LARGE: Final = f"it makes a grammar of more than {limits.MAX_GRAMMAR_CHARS} characters"
-_CALLS_CHARS_MAX: Final = limits.MAX_GRAMMAR_CHARS // 2
-"""Characters after which schemas of functions are left out, so that there is room for the names of many functions."""
+_CALLS_CHARS_MAX: Final = limits.MAX_GRAMMAR_CHARS // 2  # behind it schemas are left out, for names of functions
 _OBJECT: Final = {"type": "object"}
 _FOR_GOOD: Final = ("Unsatisfiable", "no finite answer", "it takes more than")
 """Words of refusals that leaving out parts of the schema would not cure, or should not cure."""

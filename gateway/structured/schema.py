@@ -14,21 +14,17 @@ from urllib.parse import unquote
 DEPTH_MAX: Final = 32
 NODES_MAX: Final = 4000  # Objects and lists, those of `enum` and `const` included
 ENUM_MAX: Final = 4000  # Values over the whole schema
-PATTERNS_IN_ALL_OF_MAX: Final = 2
-"""Most patterns in `allOf`: intersecting regular expressions can take exponential time."""
+PATTERNS_IN_ALL_OF_MAX: Final = 2  # intersecting regular expressions can take exponential time
 MULTIPLE_OF_MAX: Final = 10_000
 """The most states of the automaton that tracks the remainder. If schemas intersect, it has as many states as the least common
 multiple."""
 MULTIPLES_MAX: Final = 40_000  # States over the whole schema
-WHITESPACE: Final = r"[ \n\t]{1,20}"
-"""White space between the parts of a JSON text. It is bounded: a model that writes nothing else must not go on until its
-limit."""
+WHITESPACE: Final = r"[ \n\t]{1,20}"  # bounded: a model that writes nothing else must not go on until its limit
 _UNIONS: Final = ("anyOf", "oneOf")
 _MAPS: Final = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
 )  # Keywords whose values map names to schemas. A name may be that of any keyword.
-_VALUES: Final = frozenset({"const", "enum", "default", "examples"})
-"""Keywords whose values are no schemas, whatever they look like."""
+_VALUES: Final = frozenset({"const", "enum", "default", "examples"})  # their values are no schemas
 _SINGLES: Final = frozenset({"items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains",
                              "propertyNames", "unevaluatedItems", "unevaluatedProperties"})  # fmt: skip
 _LISTS: Final = frozenset({*_UNIONS, "allOf", "prefixItems", "items"})

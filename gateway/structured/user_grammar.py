@@ -14,8 +14,7 @@ SET_OPERATORS_MAX: Final = 2
 """Most operators on sets: intersecting or negating regular expressions can take exponential time. Those in strings count as
 well."""
 LINES_MAX: Final = 2000
-GBNF_WORK_MAX: Final = 4_000_000
-"""Rules times characters: the reader of GBNF may look at every character once for each rule."""
+GBNF_WORK_MAX: Final = 4_000_000  # rules times characters: its reader may look at each character once for each rule
 
 
 class UserGrammarError(Exception):

@@ -12,8 +12,7 @@ from gateway.text.regions import CONTENT, NO_REGIONS, Event, RegionParser, Regio
 
 Decode = Callable[[Sequence[int]], str]
 
-_WINDOW_TOKENS_MAX = 24
-"""Decoding the window anew with each token stays cheap, and no character or word piece spans this many tokens."""
+_WINDOW_TOKENS_MAX = 24  # no character or word piece spans so many tokens
 CONTEXT_TOKENS = 6  # Kept in front of new tokens, for decoders that treat the first token of a text in their own way
 BROKEN = "�"
 _HELD_MAX = 3
@@ -32,8 +31,7 @@ class Detokenizer:
         self._window = list(behind)
         text = decode(self._window) if behind else ""
         self._given = len(text.rstrip(BROKEN))  # Characters of the window's text already given out
-        self._undecided = text if self._given < len(text) else ""
-        """The text of `behind` if its last character is broken, until it is known whether new tokens complete it."""
+        self._undecided = text if self._given < len(text) else ""  # until new tokens complete its last character
         self._broken_tokens = 0  # Tokens since the text last ended in a whole character
 
     def push(self, token: int) -> str:

@@ -16,8 +16,7 @@ Event = dict[str, Any]
 @dataclass(frozen=True)
 class Region:
     field: str
-    open: tuple[str, ...]
-    """The marks that open the region. If there are none, it begins with a brace at the answer's start."""
+    open: tuple[str, ...]  # marks that open it; none: a brace at the answer's start does
     close: tuple[str, ...] = ()
     """The marks that end the region. If there are none, it goes on to the end of the answer. A mark that is also in `open`
     opens the next region."""
@@ -40,7 +39,6 @@ class RegionParser:
     def __init__(self, regions: Regions) -> None:
         self._marked = [region for region in regions.all if region.open]
         self._bare = next((region for region in regions.all if not region.open), None)
-        """None once the answer's first character has come."""
         self._region = regions.begun
         self._in_string = self._escaped = False
         self._held = ""  # Text that is held back because it may be the start of a mark

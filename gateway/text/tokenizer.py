@@ -20,9 +20,7 @@ _OF_TEMPLATES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticE
 _TEMPLATE_CHARS_MAX = 32 << 20
 _SLICE_CHARS = 1 << 18
 _END_TOKENS_MAX = 64
-_LONG_TOKENS = 4096
-"""Longer lists are decoded without holding the interpreter's lock. Shorter ones are not, since getting the lock again takes a
-moment."""
+_LONG_TOKENS = 4096  # longer lists are decoded without the interpreter's lock
 
 
 class TextTooLong(Exception):
@@ -31,13 +29,11 @@ class TextTooLong(Exception):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    context_tokens: int
-    """Most tokens of prompt and answer together: by the configuration, until workers of the model are known."""
+    context_tokens: int  # prompt and answer; by the configuration until workers of the model are known
     vocab_size: int  # Token ids below it are the model's, whether or not the tokenizer knows them
     eos_ids: frozenset[int]
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
-    room: Room | None = None
-    """The largest request that the workers can hold, as the coordinator last said; None: not known yet."""
+    room: Room | None = None  # of the workers, as the coordinator last said
 
     def within(self, room: Room) -> "ModelFacts":
         """Returns the facts for workers with this room."""

@@ -17,15 +17,12 @@ _THOUGHTS: Final = frozenset({"thinking", "reasoning", "reasoning_content"})
 class Reading:
     """How the answers to one request are read."""
 
-    regions: Regions
-    """The regions of answers. Those of a model's own template are here only if their marks are fixed texts."""
+    regions: Regions  # those of a model's own template, only if their marks are fixed texts
     keep: frozenset[int]  # Special tokens that are text here: the marks of calls and thoughts
-    thought_ends: frozenset[int] = frozenset()
-    """The token that ends a thought; empty if the end mark is not a single token."""
+    thought_ends: frozenset[int] = frozenset()  # the token that ends a thought, if it is one
     thought_begun: bool = False  # The prompt has begun one
     own: dict[str, Any] | None = None  # The model's response template: it says what the parts of a call are
-    prefix: str = ""
-    """The prompt, for the model's response template: the prompt's end may be the beginning of the answer."""
+    prefix: str = ""  # the prompt, for the model's response template: its end may begin the answer
     short_ids: bool = False  # Calls have short ids: Mistral's templates take nine letters and digits only
     tools: tuple[dict[str, Any], ...] = ()
 
@@ -62,8 +59,7 @@ class AnswerReader:
         self._unread = ""  # Text of a region of calls that is open, where the template reads it as a whole
         self._calls: CallReader | None = None
         self._parts = Parts()
-        self._blank = {"content": True, "reasoning": True}
-        """Whether a part has had only white space so far. Models write line ends after marks."""
+        self._blank = {"content": True, "reasoning": True}  # only white space so far
         self._held = {"content": "", "reasoning": ""}
         self._raw: str | None = ""  # Text of the present region of calls; None once a call was found in it
         self.calls = 0

@@ -11,9 +11,7 @@ from gateway.http.errors import bad_value
 from gateway.http.json_text import values_bytes
 
 TOOLS_MAX: Final = 512  # OpenAI takes 128. Anthropic's clients send more, as soon as some MCP servers are configured.
-TOOLS_BYTES_MAX: Final = 16 << 20
-"""Bytes that the schemas of all tools may take in memory. Chat templates write all of them in one step, which blocks all other
-work."""
+TOOLS_BYTES_MAX: Final = 16 << 20  # schemas of all tools in memory; chat templates write them in one blocking step
 NAME_CHARS_MAX: Final = 128  # Anthropic's bound; OpenAI's is 64. The names of MCP tools are long.
 _NAME: Final = re.compile(rf"[A-Za-z0-9_-]{{1,{NAME_CHARS_MAX}}}")
 _FUNCTION_FIELDS: Final = {"name", "description", "parameters", "strict"}

@@ -3,7 +3,7 @@
     connection ── headers ──▶ request ── body ──▶ answer ──▶ idle ──▶ …
       bytes, count, time        bytes, time         time       time
 
-`body.Intake` bounds the cost of a request once its headers are there; `EventStream` bounds how slowly a stream may be read.
+`body.Intake` bounds the cost of a request once its headers are there.
 """
 
 import asyncio

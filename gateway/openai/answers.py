@@ -1,8 +1,9 @@
 """The JSON of answers, whole and in chunks, as OpenAI defines it, with vLLM's `token_ids` and `prompt_token_ids`."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -61,34 +62,12 @@ class Head(NamedTuple):
     answer_id: str
     created: int  # Unix time in seconds
     model: str
-
-
-class Answer(Protocol):
-    """The interface that writes the answers of one kind of endpoint."""
-
-    prompt_scores: Sequence[PromptScores | None]
     system_fingerprint: Callable[[], str | None]
 
-    def chunks(self, choice: ChoiceState, part: Deliver) -> Iterable[Json]: ...
-    def collect(self, choice: ChoiceState, part: Deliver) -> None:
-        """Take this part for an answer in one piece."""
 
-    def usage(self, completion_tokens: int, cached_tokens: int) -> Json: ...
-    def whole(self, choices: Iterable[ChoiceState], cached_tokens: int) -> Json: ...
-    def event(self, content: Json) -> bytes:
-        """A chunk as it is sent."""
+class Answer(ABC):
+    """Writes the answer to one request of one kind of endpoint."""
 
-    def opening(self) -> bytes:
-        """The bytes that are sent as soon as the request is accepted."""
-
-    def closing(self, completion_tokens: int, cached_tokens: int) -> bytes:
-        """The end of a stream whose choices have all ended."""
-
-    def failing(self, error: ApiError, request_id: str) -> bytes:
-        """The end of a stream that fails."""
-
-
-class _Base:
     whole_kind = ""
     chunk_kind = ""
 
@@ -96,20 +75,26 @@ class _Base:
         self.prepared = prepared
         self.tokenizer = tokenizer
         self._head = {"id": head.answer_id, "created": head.created, "model": head.model}
-        self.system_fingerprint: Callable[[], str | None] = lambda: None
+        self._fingerprint = head.system_fingerprint
         self.prompt_scores: Sequence[PromptScores | None] = [None] * len(prepared.prompts)
         """The scores of each prompt; they are complete before its first token comes."""
         self._shows_logprobs = prepared.sampling.logprobs >= 0 and not prepared.hides_logprobs
         self._readers: list[AnswerReader] = []
 
+    @abstractmethod
+    def chunks(self, choice: ChoiceState, part: Deliver) -> Iterable[Json]: ...
+    @abstractmethod
+    def whole(self, choices: Iterable[ChoiceState], cached_tokens: int) -> Json: ...
+
     def collect(self, choice: ChoiceState, part: Deliver) -> None:
+        """Take this part for an answer in one piece."""
         choice.texts.append(part.text)
         choice.tokens.extend(part.tokens)
         choice.logprobs.extend(part.logprobs)
         choice.finish = part.finish or choice.finish
 
     def _envelope(self, kind: str, choices: list[Json]) -> Json:
-        return {**self._head, "object": kind, "system_fingerprint": self.system_fingerprint(), "choices": choices}
+        return {**self._head, "object": kind, "system_fingerprint": self._fingerprint(), "choices": choices}
 
     def _chunk(self, choices: list[Json]) -> Json:
         chunk = self._envelope(self.chunk_kind, choices)
@@ -118,19 +103,22 @@ class _Base:
         return chunk
 
     def event(self, content: Json) -> bytes:
+        """A chunk as it is sent."""
         return b"data: " + encode(content) + b"\n\n"
 
     def opening(self) -> bytes:
+        """The bytes that are sent as soon as the request is accepted."""
         return b""
 
     def closing(self, completion_tokens: int, cached_tokens: int) -> bytes:
+        """The end of a stream whose choices have all ended."""
         if not self.prepared.include_usage:
             return _DONE
         usage = self.usage(completion_tokens, cached_tokens)
         return self.event(self._envelope(self.chunk_kind, []) | {"usage": usage}) + _DONE
 
     def failing(self, error: ApiError, request_id: str) -> bytes:
-        """The events of an answer that fails, without `[DONE]`."""
+        """The end of a stream that fails, without `[DONE]`."""
         return self.event(error.body(request_id))
 
     def _shown(
@@ -168,7 +156,7 @@ class _Base:
         return usage
 
 
-class CompletionAnswer(_Base):
+class CompletionAnswer(Answer):
     whole_kind = chunk_kind = "text_completion"
 
     def chunks(self, choice: ChoiceState, part: Deliver) -> Iterable[Json]:
@@ -245,7 +233,7 @@ class CompletionAnswer(_Base):
         return {"tokens": texts, "token_logprobs": drawn, "top_logprobs": tops, "text_offset": offsets}
 
 
-class ChatAnswer(_Base):
+class ChatAnswer(Answer):
     whole_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 

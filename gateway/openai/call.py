@@ -22,6 +22,8 @@ from gateway.openai.context import Gateway
 from gateway.text.tokenizer import ModelTokenizer
 from runtime.tenancy.tenants import DEFAULT_TENANT
 
+CLIENT_LEFT = 499  # the status in the access log of a response that nobody reads
+
 
 class OfModel(Protocol):
     """A request that may name a model."""
@@ -51,12 +53,9 @@ class Call:
         """Read the body, turn its JSON into a request with `read`, and answer with the result of `work`. `read` and `work` run
         on a tokenizer thread. Raises `ApiError`."""
         await self.slots()
-        try:
-            async with self.gateway.intake.body(self.request, self.owner) as body:
-                answered = partial(self._answered, read, work, body)
-                return await self.gateway.threads.run(self.owner, len(body), answered)
-        except ClientLeft:
-            raise ApiError(408, "The client left.", code="request_timeout") from None
+        async with self.gateway.intake.body(self.request, self.owner) as body:
+            answered = partial(self._answered, read, work, body)
+            return await self.gateway.threads.run(self.owner, len(body), answered)
 
     @bare_errors
     def _answered(self, read: Callable[[Any], Q], work: Callable[[Q, ModelTokenizer], Any], body: bytes) -> Response:
@@ -77,7 +76,11 @@ class Endpoint:
         tenant = _tenant(request, gateway) if self.needs_key else ""
         owner = owner_of(tenant if gateway.keys.needed else "", request.client.host if request.client else None)
         async with AsyncExitStack() as held:
-            response = await self.handler(Call(request, gateway, tenant, owner, held))
+            try:
+                response = await self.handler(Call(request, gateway, tenant, owner, held))
+            except ClientLeft:
+                info_of(scope).error = "disconnected"
+                response = Response(status_code=CLIENT_LEFT)
             await response(scope, receive, send)
 
 

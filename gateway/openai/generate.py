@@ -37,7 +37,6 @@ from runtime.process import clock
 from runtime.process.driver import cancelled
 
 R = TypeVar("R", bound=GenerationRequest)
-CLIENT_LEFT = 499  # The status in the access log of a response that nobody reads
 
 
 class Api(ABC, Generic[R]):
@@ -82,19 +81,11 @@ async def generate(call: Call, api: Api[R]) -> Response:
         raise
     except ClientLeft:
         count("disconnected")
-        info.error = "disconnected"
-        return Response(status_code=CLIENT_LEFT)
+        raise
     except Exception:
         count("internal_error")
         raise
-    return EventStream(
-        answering,
-        begun,
-        headers=rate_headers(answering.rates),
-        client_timeout_s=call.gateway.intake.client_timeout_s,
-        keep_alive_s=call.gateway.keep_alive_s,
-        ended=count,
-    )
+    return EventStream(answering, begun, call.gateway.keep_alive_s, count)
 
 
 async def answer_offline(
@@ -149,21 +140,12 @@ async def _open(gateway: Gateway, owner: str, api: Api[R], read: "_Read", slots:
     if prepared.sampling.grammar != read.prepared.sampling.grammar:
         works = [work.changed(sampling=prepared.sampling) for work in works]
     slots.hold(len(prepared.prompts))
-    answer = api.answer(
-        prepared, served.tokenizer, Head(info.internal_id, int(clock.unix_time()), served.rules.model_id)
-    )
+    model, created = served.rules.model_id, int(clock.unix_time())
+    fingerprint = partial(gateway.backend.system_fingerprint, model)
+    answer = api.answer(prepared, served.tokenizer, Head(info.internal_id, created, model, fingerprint))
     info.prompt_tokens = sum(map(len, prepared.prompts))
-    answer.system_fingerprint = lambda: gateway.backend.system_fingerprint(served.rules.model_id)
     answer.prompt_scores = [work.prompt_scores for work in works]
-    answering = Answering(
-        gateway.backend,
-        works,
-        answer,
-        prepared.choices,
-        continuous_usage=prepared.continuous_usage,
-        no_output=prepared.no_output,
-        info=info,
-    )
+    answering = Answering(gateway.backend, works, answer, info)
     if prepared.form.checks:
         mismatch = partial(served.grammars.mismatch, owner)
         answering.checker = AnswerChecker(prepared.form, served.tokenizer.facts.eos_ids, mismatch)

@@ -1,7 +1,7 @@
 """Reads tool calls from a model's text while it arrives. Pure.
 
-One reader for all forms: `{"name": …, "arguments": {…}}`, alone, in a list or one behind the other, and `NAME[ARGS]{…}`. Arguments
-that are an object behind the call's name are passed on as they come, and others when the call is whole.
+One reader for all forms: `{"name": …, "arguments": {…}}`, alone, in a list or one behind the other, and `NAME[ARGS]{…}`.
+Arguments that are an object behind the call's name are passed on as they come, and others when the call is whole.
 """
 
 import json

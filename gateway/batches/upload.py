@@ -142,13 +142,13 @@ class _Upload:
         """Raises `ApiError`."""
         if self._form.file_name is not None and not self._file_id:
             work = partial(files.begin, now=clock.unix_time(), most=self._service.tenant_bytes_max)
-            self._file_id = await self._service.write(work, self._tenant, self._form.file_name)
+            self._file_id = await self._service.store.write_soon(work, self._tenant, self._form.file_name)
         if self._form.lines_bytes >= PIECE_BYTES:
             await self._flush()
 
     async def _flush(self) -> None:
         most = self._service.tenant_bytes_max
-        await self._service.write(files.append, self._tenant, self._file_id, self._form.take_lines(), most)
+        await self._service.store.write_soon(files.append, self._tenant, self._file_id, self._form.take_lines(), most)
 
     async def end(self) -> File:
         """Raises `ApiError`."""
@@ -157,11 +157,13 @@ class _Upload:
         keep_s = self._service.keep_s
         if request.expires_after is not None:
             keep_s = min(keep_s, request.expires_after.seconds)
-        file = await self._service.write(files.end, self._tenant, self._file_id, int(clock.unix_time()) + keep_s)
+        file = await self._service.store.write_soon(
+            files.end, self._tenant, self._file_id, int(clock.unix_time()) + keep_s
+        )
         self._file_id = ""
         return file
 
     async def close(self) -> None:
         """Delete everything that a failed upload has stored."""
         if self._file_id:
-            await self._service.write(files.give_up, self._file_id)
+            await self._service.store.write_soon(files.give_up, self._file_id)

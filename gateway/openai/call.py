@@ -33,6 +33,7 @@ class OfModel(Protocol):
 
 
 Q = TypeVar("Q", bound=OfModel)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,17 +51,25 @@ class Call:
         return await self.held.enter_async_context(self.gateway.intake.place(self.owner))
 
     async def tokenized(self, read: Callable[[Any], Q], work: Callable[[Q, ModelTokenizer], Any]) -> Response:
-        """Read the body, turn its JSON into a request with `read`, and answer with the result of `work`. `read` and `work` run
-        on a tokenizer thread. Raises `ApiError`."""
+        """Turn the body's JSON into a request with `read`, and answer with the result of `work`. Both run on a tokenizer
+        thread. Raises `ApiError` and `ClientLeft`."""
+
+        def answered(content: Any) -> Response:
+            asked = read(content)
+            return JsonResponse(work(asked, self.gateway.model(asked.model).tokenizer))
+
+        return await self.parsed(answered)
+
+    async def parsed(self, work: Callable[[Any], T]) -> T:
+        """The result of `work` on the body's JSON, from a tokenizer thread. Raises `ApiError` and `ClientLeft`."""
         await self.slots()
         async with self.gateway.intake.body(self.request, self.owner) as body:
-            answered = partial(self._answered, read, work, body)
-            return await self.gateway.threads.run(self.owner, len(body), answered)
+            return await self.gateway.threads.run(self.owner, len(body), partial(_parsed, work, body))
 
-    @bare_errors
-    def _answered(self, read: Callable[[Any], Q], work: Callable[[Q, ModelTokenizer], Any], body: bytes) -> Response:
-        asked = read(parse_json(body))
-        return JsonResponse(work(asked, self.gateway.model(asked.model).tokenizer))
+
+@bare_errors
+def _parsed(work: Callable[[Any], T], body: bytes) -> T:
+    return work(parse_json(body))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from copy import copy
 from typing import Any
 
 from gateway.streams.types import FailKind, Failure
@@ -40,7 +40,7 @@ class GatewayMetrics:
             "result",
         )
         self.tenants = TenantLabels(self.slo)
-        self._of_models = _families(registry)
+        self._of_models = ModelMetrics(registry)
         self._models: dict[str, ModelMetrics] = {}
         self._model = model
         self.of()
@@ -55,67 +55,48 @@ class GatewayMetrics:
         """Returns the metrics of one model, or of the gateway's first model if no name is given."""
         name = model or self._model
         if name not in self._models:
-            self._models[name] = ModelMetrics(*(family.labels(name) for family in self._of_models))
+            self._models[name] = self._of_models.of(name)
         return self._models[name]
 
 
-@dataclass(frozen=True)
 class ModelMetrics:
-    ttft: Any
-    itl: Any
-    tpot: Any
-    duration: Any
-    prompt_tokens: Any
-    cached_tokens: Any
-    output_tokens: Any
-
-
-def _families(registry: MetricsRegistry) -> tuple[Any, ...]:
-    """The families in the order of `ModelMetrics`."""
-    return (
-        registry.histogram(
+    def __init__(self, registry: MetricsRegistry) -> None:
+        self.ttft: Any = registry.histogram(
             PREFIX + "time_to_first_token_seconds", "From submission to a prompt's first token.", LATENCY_S, "model"
-        ),
-        registry.histogram(
+        )
+        self.itl: Any = registry.histogram(
             PREFIX + "inter_token_latency_seconds", "Between two deliveries of one choice.", STEP_S, "model"
-        ),
-        registry.histogram(
+        )
+        self.tpot: Any = registry.histogram(
             PREFIX + "time_per_output_token_seconds",
             "Mean time per token after the first, for each stream that has finished.",
             STEP_S,
             "model",
-        ),
-        registry.histogram(
+        )
+        self.duration: Any = registry.histogram(
             PREFIX + "stream_duration_seconds",
             "From submission to the end, for each stream that has finished.",
             LATENCY_S,
             "model",
-        ),
-        registry.counter(PREFIX + "prompt_tokens", "Prompt tokens submitted.", "model"),
-        registry.counter(
+        )
+        self.prompt_tokens: Any = registry.counter(PREFIX + "prompt_tokens", "Prompt tokens submitted.", "model")
+        self.cached_tokens: Any = registry.counter(
             PREFIX + "cached_prompt_tokens",
             "Prompt tokens that were not computed but found in a prefix cache.",
             "model",
-        ),
-        registry.counter(PREFIX + "output_tokens", "Tokens delivered.", "model"),
-    )
+        )
+        self.output_tokens: Any = registry.counter(PREFIX + "output_tokens", "Tokens delivered.", "model")
+
+    def of(self, model: str) -> "ModelMetrics":
+        """The same metrics of one model."""
+        found = copy(self)
+        for name, family in vars(self).items():
+            setattr(found, name, family.labels(model))
+        return found
 
 
 class StreamTimes:
     """One stream, from its opening to its end."""
-
-    __slots__ = (
-        "_first_at",
-        "_gaps",
-        "_gaps_over",
-        "_last_at",
-        "_metrics",
-        "_model",
-        "_opened_at",
-        "_slo",
-        "_tenant",
-        "_tokens",
-    )
 
     def __init__(self, metrics: GatewayMetrics, tenant: str, prompt_tokens: int, now: float, model: str = "") -> None:
         # An empty tenant means that the stream is not measured against an SLO.

@@ -1,7 +1,7 @@
 """Responses kept for a while, for `previous_response_id`. Pure.
 
-Only the tenant of a response can find it. A tenant that would hold more than a quarter of the memory, or more than is left free,
-loses its oldest responses. If it has none, the oldest of all goes.
+Only the tenant of a response can find it. A tenant that would hold more than a quarter of the memory, or more than is left
+free, loses its oldest responses. If it has none, the oldest of all goes.
 """
 
 from collections import OrderedDict

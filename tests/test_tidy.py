@@ -76,7 +76,6 @@ PURE = (
     "gateway/streams/state.py",
     "gateway/streams/types.py",
     "gateway/streams/keeper.py",
-    "gateway/streams/worker_links.py",
     "decode_worker/batch.py",
     "decode_worker/core.py",
     "decode_worker/ended.py",

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, Final
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
-from gateway.backend import ClientLeft
 from gateway.batches import files
 from gateway.batches.files import File, Line
 from gateway.batches.lines import LineCutter
@@ -31,27 +30,34 @@ logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it logs byte
 async def upload(
     request: Request, service: BatchService, intake: Intake, threads: TokenizerThreads, tenant: str, owner: str
 ) -> File:
-    """Raises `ApiError` and `ClientLeft`."""
+    """Raises `ApiError` and `ClientDisconnect`."""
     boundary = boundary_of(request.headers.get("content-type", ""))
     if boundary is None:
         raise ApiError(415, "The Content-Type must be multipart/form-data.", code="unsupported_media_type")
     check_encoding(request)
     form = _Form(boundary, intake.body_bytes_max + LINE_SLACK_BYTES, service.file_bytes_max)
-    one = _Upload(form, service, tenant)
+    write, most, file_id = service.store.write_soon, service.tenant_bytes_max, ""
     with intake.bytes_held(owner, 2 * PIECE_BYTES):
         try:
             async with asyncio.timeout(intake.client_timeout_s):
                 async for data in request.stream():
                     # Not on the event loop: heads and short lines cost up to a microsecond for each byte.
                     await threads.run(owner, len(data), partial(form.feed, data))
-                    await one.store()
-            return await one.end()
+                    if form.file_name is not None and not file_id:
+                        file_id = await write(files.begin, tenant, form.file_name, clock.unix_time(), most)
+                    if form.lines_bytes >= PIECE_BYTES:
+                        await write(files.append, tenant, file_id, form.take_lines(), most)
+            asked = form.end()
+            await write(files.append, tenant, file_id, form.take_lines(), most)
+            keep_s = min(service.keep_s, asked.expires_after.seconds if asked.expires_after else service.keep_s)
+            file = await write(files.end, tenant, file_id, int(clock.unix_time()) + keep_s)
+            file_id = ""
+            return file
         except TimeoutError:
             raise ApiError(408, "The body took too long to arrive.", code="request_timeout") from None
-        except ClientDisconnect:
-            raise ClientLeft from None
         finally:
-            await one.close()
+            if file_id:  # the upload has failed
+                await write(files.give_up, file_id)
 
 
 class _Form:
@@ -127,43 +133,3 @@ class _Form:
             else:
                 form[name] = text
         return form
-
-
-class _Upload:
-    """Writes what the form has into the store."""
-
-    def __init__(self, form: _Form, service: BatchService, tenant: str) -> None:
-        self._form = form
-        self._service = service
-        self._tenant = tenant
-        self._file_id = ""
-
-    async def store(self) -> None:
-        """Raises `ApiError`."""
-        if self._form.file_name is not None and not self._file_id:
-            work = partial(files.begin, now=clock.unix_time(), most=self._service.tenant_bytes_max)
-            self._file_id = await self._service.store.write_soon(work, self._tenant, self._form.file_name)
-        if self._form.lines_bytes >= PIECE_BYTES:
-            await self._flush()
-
-    async def _flush(self) -> None:
-        most = self._service.tenant_bytes_max
-        await self._service.store.write_soon(files.append, self._tenant, self._file_id, self._form.take_lines(), most)
-
-    async def end(self) -> File:
-        """Raises `ApiError`."""
-        request = self._form.end()
-        await self._flush()
-        keep_s = self._service.keep_s
-        if request.expires_after is not None:
-            keep_s = min(keep_s, request.expires_after.seconds)
-        file = await self._service.store.write_soon(
-            files.end, self._tenant, self._file_id, int(clock.unix_time()) + keep_s
-        )
-        self._file_id = ""
-        return file
-
-    async def close(self) -> None:
-        """Delete everything that a failed upload has stored."""
-        if self._file_id:
-            await self._service.store.write_soon(files.give_up, self._file_id)

@@ -10,9 +10,8 @@ from contextlib import asynccontextmanager, contextmanager
 from ipaddress import AddressValueError, IPv6Address
 from typing import Final
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
-from gateway.backend import ClientLeft
 from gateway.fair_share import FairShare
 from gateway.http.errors import UNSUPPORTED_ENCODING, ApiError
 
@@ -70,7 +69,7 @@ class Intake:
 
     @asynccontextmanager
     async def body(self, request: Request, owner: str) -> AsyncIterator[bytes]:
-        """Reads the body and accounts for it until left. Raises `ApiError` and `ClientLeft`."""
+        """Reads the body and accounts for it until left. Raises `ApiError` and `ClientDisconnect`."""
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
             message = "The Content-Type must be application/json."
@@ -94,8 +93,6 @@ class Intake:
             yield parts.pop()  # and keep none: the caller may be done with it before it leaves
         except TimeoutError:
             raise ApiError(408, "The body took too long to arrive.", code="request_timeout") from None
-        except ClientDisconnect:
-            raise ClientLeft from None
         finally:
             self._bytes.give_back(owner, held)
 

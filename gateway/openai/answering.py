@@ -6,10 +6,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.backend import Backend, ClientLeft
+from gateway.backend import Backend
 from gateway.http.encoding import KEEP_ALIVE, encode
 from gateway.http.errors import ApiError, of_failure, rate_headers
 from gateway.http.request_log import RequestInfo
@@ -137,14 +138,14 @@ class Answering:
 
     async def next(self, most_s: float | None = None) -> list[tuple[ChoiceState, Deliver]]:
         """Returns the deliveries since the last call, up to the first failure, which sets `failed`. After a wait of `most_s`
-        seconds there may be none. Raises `ClientLeft`. The backend's core bounds the wait."""
+        seconds there may be none. Raises `ClientDisconnect`. The backend's core bounds the wait."""
         if not self._events and not self._left:
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(most_s):
                     await self._wake.wait()
         if self._left:
-            raise ClientLeft
+            raise ClientDisconnect
         events, self._events = self._events, []
         delivered = self._take(events)
         if self.checker is None:
@@ -159,7 +160,7 @@ class Answering:
 
     async def whole(self, on_thread: Callable[[int, Callable[[], bytes]], Awaitable[bytes]]) -> bytes:
         """The answer in one piece. `on_thread`: makes a long one, given about how many bytes it has. Raises `ApiError` and
-        `ClientLeft`."""
+        `ClientDisconnect`."""
         while self.unended:
             for choice, part in await self.next():
                 self.answer.collect(choice, part)
@@ -175,8 +176,8 @@ class Answering:
         return encode(self.answer.whole(self.choices, sum(self.cached_tokens.values())))
 
     async def accepted(self) -> list[tuple[ChoiceState, Deliver]]:
-        """Wait until every stream is accepted; returns what was delivered until then. Raises `ClientLeft`, and `ApiError` if
-        a stream failed before, or failed with nothing delivered: then the HTTP status can still say so."""
+        """Wait until every stream is accepted; returns what was delivered until then. Raises `ClientDisconnect`, and `ApiError`
+        if a stream failed before, or failed with nothing delivered: then the HTTP status can still say so."""
         delivered: list[tuple[ChoiceState, Deliver]] = []
         while self.unadmitted:
             delivered += await self.next()
@@ -220,7 +221,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._answer(send)
-        except ClientLeft:
+        except ClientDisconnect:
             self.outcome = self.answering.info.error = "disconnected"
         finally:
             self.ended(self.outcome)

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from gateway.backend import ClientLeft
 from gateway.http.body import Slots, owner_of
 from gateway.http.encoding import JsonResponse
 from gateway.http.errors import ApiError, bare_errors
@@ -52,7 +51,7 @@ class Call:
 
     async def tokenized(self, read: Callable[[Any], Q], work: Callable[[Q, ModelTokenizer], Any]) -> Response:
         """Turn the body's JSON into a request with `read`, and answer with the result of `work`. Both run on a tokenizer
-        thread. Raises `ApiError` and `ClientLeft`."""
+        thread. Raises `ApiError` and `ClientDisconnect`."""
 
         def answered(content: Any) -> Response:
             asked = read(content)
@@ -61,7 +60,7 @@ class Call:
         return await self.parsed(answered)
 
     async def parsed(self, work: Callable[[Any], T]) -> T:
-        """The result of `work` on the body's JSON, from a tokenizer thread. Raises `ApiError` and `ClientLeft`."""
+        """The result of `work` on the body's JSON, from a tokenizer thread. Raises `ApiError` and `ClientDisconnect`."""
         await self.slots()
         async with self.gateway.intake.body(self.request, self.owner) as body:
             return await self.gateway.threads.run(self.owner, len(body), partial(_parsed, work, body))
@@ -87,7 +86,7 @@ class Endpoint:
         async with AsyncExitStack() as held:
             try:
                 response = await self.handler(Call(request, gateway, tenant, owner, held))
-            except ClientLeft:
+            except ClientDisconnect:
                 info_of(scope).error = "disconnected"
                 response = Response(status_code=CLIENT_LEFT)
             await response(scope, receive, send)

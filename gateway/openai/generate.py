@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from msgspec import structs
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive
 
-from gateway.backend import ClientLeft
 from gateway.http.body import Slots
 from gateway.http.errors import ApiError, bad_value, bare_errors, rate_headers
 from gateway.http.json_text import parse_json
@@ -79,7 +79,7 @@ async def generate(call: Call, api: Api[R]) -> Response:
         if error.retry_after_s:
             metrics.retry_after.labels(str(error.status)).observe(error.retry_after_s)
         raise
-    except ClientLeft:
+    except ClientDisconnect:
         count("disconnected")
         raise
     except Exception:
@@ -117,7 +117,7 @@ async def answer_offline(
 
 
 async def _begin(call: Call, api: Api[R], info: RequestInfo) -> tuple[Answering, Prepared]:
-    """Read the request and submit it. Raises `ApiError` and `ClientLeft`."""
+    """Read the request and submit it. Raises `ApiError` and `ClientDisconnect`."""
     gateway = call.gateway
     info.internal_id = f"{api.id_prefix}-{info.token}"
     slots = await call.slots()
